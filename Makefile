@@ -1,0 +1,47 @@
+# make demo: the pipeline on the bundled model and data; make test: the test suite. Both offline
+# once installed, both on CPU or the GPU they find.
+VENV ?= .venv
+PYTHON ?= python3
+PIP = $(VENV)/bin/python -m pip install --quiet --constraint constraints.txt
+SOURCES = setup.py constraints.txt
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+
+.PHONY: demo test lint format bench clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.run
+	dschat-lora demo
+
+test: $(VENV)/.test
+	python -m pytest
+
+lint: $(VENV)/.dev
+	ruff check .
+	ruff format --check .
+	mypy
+
+format: $(VENV)/.dev
+	ruff check --fix .
+	ruff format .
+
+bench: $(VENV)/.run
+	bash benchmarks/gpu.sh
+
+# torch first: the packages that build against it then find it, and no other build is fetched
+$(VENV)/.run: $(SOURCES)
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --upgrade pip setuptools wheel
+	$(PIP) torch==2.13.0
+	$(PIP) --editable .
+	touch $@
+
+$(VENV)/.test: $(VENV)/.run
+	$(PIP) --editable '.[test]'
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	$(PIP) --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,102 @@
+"""Next-token cross-entropy for supervised fine-tuning, never holding all logits at once."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+IGNORE_INDEX = -100
+# Largest number of logits alive at a time: 128 MiB in fp32.
+MAX_CHUNK_LOGITS = 2**25
+
+
+def next_token_targets(labels: Tensor, segment_ids: Tensor) -> Tensor:
+    """What each position has to predict; the one place that shifts by one.
+
+    Args:
+        labels: (B, T) int64, aligned with the inputs, ``IGNORE_INDEX`` where no loss is taken.
+        segment_ids: (B, T) int64, the sample each position belongs to, 0 on padding.
+
+    Returns:
+        (B, T) int64: the label of the following position if it belongs to the same sample,
+        else ``IGNORE_INDEX``. The last position predicts nothing.
+    """
+    targets = torch.full_like(labels, IGNORE_INDEX)
+    same_sample = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] > 0)
+    targets[:, :-1] = labels[:, 1:].masked_fill(~same_sample, IGNORE_INDEX)
+    return targets
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    *,
+    max_chunk_logits: int = MAX_CHUNK_LOGITS,
+) -> Tensor:
+    """Summed cross-entropy of ``softmax(hidden W^T + b)`` against ``targets``.
+
+    Logits are formed for a chunk of positions at a time and turned into the gradient at once,
+    so that the largest tensor holds ``max_chunk_logits`` numbers however long the input. With
+    ``p`` the softmax, the gradient for one position is ``W^T (p - onehot(target))``.
+
+    Args:
+        hidden: (N, H), any float dtype; logits are reduced in fp32.
+        weight: (V, H) output embedding. Its gradient is computed only if it requires one.
+        bias: (V,) or None.
+        targets: (N,) int64 in [0, V).
+        max_chunk_logits: bound on the logits alive at a time; at least one position is done.
+
+    Returns:
+        fp32 scalar in nats, a sum: only the training loop knows how many tokens the whole
+        optimizer step holds.
+    """
+    rows = max(1, max_chunk_logits // weight.shape[0])
+    loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, targets, rows)
+    return loss
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, rows: int
+    ) -> Tensor:
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if wants_bias else None  # type: ignore[arg-type]
+        loss = hidden.new_zeros((), dtype=torch.float32)
+        for start in range(0, len(targets), rows):
+            chunk = slice(start, start + rows)
+            logits = F.linear(hidden[chunk], weight, bias).float()
+            log_normaliser = torch.logsumexp(logits, dim=-1, keepdim=True)
+            picked = targets[chunk, None]
+            loss += (log_normaliser - logits.gather(1, picked)).sum()
+            if not any((wants_hidden, wants_weight, wants_bias)):
+                continue
+            error = torch.exp(logits.sub_(log_normaliser))
+            error.scatter_add_(1, picked, error.new_full(picked.shape, -1.0))
+            if grad_bias is not None:
+                grad_bias += error.sum(0)
+            narrow = error.to(hidden.dtype)
+            if grad_hidden is not None:
+                grad_hidden[chunk] = narrow @ weight
+            if grad_weight is not None:
+                grad_weight += narrow.T @ hidden[chunk]
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+        ctx.dtypes = (weight.dtype, None if bias is None else bias.dtype)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
+        weight_dtype, bias_dtype = ctx.dtypes
+        return (
+            None if grad_hidden is None else grad_hidden * grad_loss,
+            None if grad_weight is None else (grad_weight * grad_loss).to(weight_dtype),
+            None if grad_bias is None else (grad_bias * grad_loss).to(bias_dtype),
+            None,
+            None,
+        )

@@ -1,0 +1,8 @@
+"""Where the bundled tiny model and data set lie."""
+
+from pathlib import Path
+
+_ROOT = Path(__file__).parent
+
+BUNDLED_MODEL = _ROOT / "model"
+BUNDLED_DATA = {split: _ROOT / "data" / f"{split}.jsonl" for split in ("train", "eval", "test")}

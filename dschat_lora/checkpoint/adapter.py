@@ -1,0 +1,275 @@
+"""Adapters on disk: ``adapter_model.safetensors`` in PEFT's layout, checked both ways."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, cast
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from dschat_lora.checkpoint.adapter_config import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    AdapterConfig,
+    peft_fields,
+    read_adapter_config,
+)
+from dschat_lora.checkpoint.peft_names import file_name, our_name
+from dschat_lora.checkpoint.staging import staged_directory
+from dschat_lora.config import LoraConfig
+from dschat_lora.lora.layers import full_shape
+from dschat_lora.lora.model import (
+    AdapterLayout,
+    adapter_parameters,
+    base_names,
+    lora_layers,
+    lora_scaling,
+)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter as read from disk.
+
+    Attributes:
+        config: its ``adapter_config.json``.
+        tensors: float32, by the names of :func:`adapter_parameters`.
+        base_tensors: weights of the base that PEFT stored too (of adapted embeddings), by
+            their pretrained names.
+    """
+
+    config: AdapterConfig
+    tensors: dict[str, Tensor]
+    base_tensors: dict[str, Tensor]
+
+
+def write_adapter(
+    directory: str | Path,
+    tensors: Mapping[str, Tensor],
+    config: LoraConfig,
+    *,
+    layout: AdapterLayout,
+    base_model_name_or_path: str,
+    task_type: str = "CAUSAL_LM",
+    write_more: Callable[[Path], None] | None = None,
+) -> AdapterConfig:
+    """Write an adapter that stock PEFT loads, replacing ``directory`` in one step.
+
+    Everything is written to a directory beside, read back and compared before it takes the
+    final name, so an interrupted write leaves what was there before. Call on one rank.
+
+    Args:
+        directory: final place.
+        tensors: whole, by the names of :func:`adapter_parameters`.
+        config: settings the adapter was trained with.
+        layout: where it sits, from :func:`dschat_lora.lora.model.adapter_layout`.
+        base_model_name_or_path: where its base is found.
+        task_type: PEFT's name of the model class.
+        write_more: called with the directory to add files such as the tokenizer's.
+
+    Raises:
+        ValueError: if a factor is missing, of a wrong shape, or not finite.
+        OSError: if what was read back differs from what was written.
+    """
+    final = Path(directory)
+    check_tensors(tensors, config.lora_dim, where=str(final))
+    described = AdapterConfig(
+        base_model_name_or_path=base_model_name_or_path,
+        task_type=task_type,
+        r=config.lora_dim,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.lora_dropout,
+        use_rslora=config.use_rslora,
+        bias=config.train_bias,
+        target_modules=layout.target_modules
+        if isinstance(layout.target_modules, str)
+        else tuple(layout.target_modules),
+        modules_to_save=tuple(layout.modules_to_save),
+        fan_in_fan_out=layout.fan_in_fan_out,
+    )
+    adapted = {name.rpartition(".")[0] for name in tensors if ".lora_" in name}
+    stored = {
+        file_name(name, adapted): tensor.detach().float().contiguous()
+        for name, tensor in tensors.items()
+    }
+    with staged_directory(final) as staging:
+        fields = json.dumps(peft_fields(described), indent=2, sort_keys=True) + "\n"
+        (staging / CONFIG_FILE).write_text(fields, encoding="utf-8")
+        save_file(stored, staging / WEIGHTS_FILE, metadata={"format": "pt"})
+        if write_more is not None:
+            write_more(staging)
+        _compare(staging, described, tensors)
+    return described
+
+
+def read_adapter(directory: str | Path) -> Adapter:
+    """An adapter written here or by PEFT, checked for being whole.
+
+    Raises:
+        ValueError: if files are missing or damaged, or hold something else than LoRA factors
+            of the stated rank; the message names the file and the tensor.
+    """
+    config = read_adapter_config(directory)
+    path = Path(directory) / WEIGHTS_FILE
+    if not path.is_file():
+        pickled = path.with_name("adapter_model.bin").is_file()
+        reason = (
+            ", only a pickled adapter_model.bin, which can run code when loaded; "
+            "load it with PEFT and save it again"
+        )
+        raise ValueError(f"{directory} has no {WEIGHTS_FILE}{reason if pickled else ''}")
+    try:
+        stored = load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+    tensors: dict[str, Tensor] = {}
+    base_tensors: dict[str, Tensor] = {}
+    for key, tensor in stored.items():
+        name, is_base = our_name(key, config, path)
+        if is_base:
+            base_tensors[name] = tensor
+        else:
+            tensors[name] = tensor.float()
+    check_tensors(tensors, config.r, where=str(path))
+    return Adapter(config, tensors, base_tensors)
+
+
+def lora_config_of(directory: str | Path) -> LoraConfig:
+    """The settings under which :func:`apply_lora` makes room for this adapter.
+
+    Modules are listed by their whole path, as found in the file, whatever rule PEFT was given.
+
+    Raises:
+        ValueError: as :func:`read_adapter`.
+    """
+    adapter = read_adapter(directory)
+    config, names = adapter.config, adapter.tensors
+    targets = {name.rpartition(".")[0] for name in names if ".lora_" in name}
+    saved = {name.partition(".trained.")[0] for name in names if ".trained." in name}
+    has_biases = any(name.endswith(".trained_bias") for name in names)
+    bias = cast(Literal["none", "all", "lora_only"], config.bias if has_biases else "none")
+    return LoraConfig(
+        lora_dim=config.r,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.lora_dropout,
+        use_rslora=config.use_rslora,
+        target_modules=tuple(sorted(targets)),
+        train_bias=bias,
+        modules_to_save=tuple(sorted(saved)),
+    )
+
+
+@torch.no_grad()
+def load_adapter(model: nn.Module, directory: str | Path) -> list[str]:
+    """Copy an adapter into ``model``, on which :func:`apply_lora` made room for it.
+
+    Parameters on the meta device are checked and left as they are.
+
+    Returns:
+        Names of the parameters that were loaded.
+
+    Raises:
+        ValueError: as :func:`read_adapter`, and if the adapter does not fit the model: other
+            modules, shapes or scaling, or another base.
+    """
+    adapter = read_adapter(directory)
+    check_fits(model, adapter, where=str(directory))
+    parameters = adapter_parameters(model)
+    for name, tensor in adapter.tensors.items():
+        parameters[name].copy_(tensor)
+    return list(adapter.tensors)
+
+
+def check_fits(model: nn.Module, adapter: Adapter, *, where: str) -> None:
+    """Refuse an adapter made for other modules, shapes, scaling or base weights.
+
+    Raises:
+        ValueError: naming ``where`` and what differs.
+    """
+    parameters = adapter_parameters(model)
+    missing = sorted(parameters.keys() - adapter.tensors.keys())
+    surplus = sorted(adapter.tensors.keys() - parameters.keys())
+    if missing:
+        raise ValueError(f"{where} lacks {_some(missing)}, which the model has")
+    if surplus:
+        raise ValueError(f"{where} holds {_some(surplus)}, which the model has no place for")
+    for name, tensor in adapter.tensors.items():
+        shape = tuple(full_shape(parameters[name]))
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{where}: {name} is {tuple(tensor.shape)}, the model has {shape}")
+    config = adapter.config
+    scaling = lora_scaling(
+        LoraConfig(lora_dim=config.r, lora_alpha=config.lora_alpha, use_rslora=config.use_rslora)
+    )
+    for name, layer in lora_layers(model).items():
+        if layer.scaling != scaling:
+            raise ValueError(
+                f"{where} was trained with scaling {scaling:g} (lora_alpha {config.lora_alpha:g}, "
+                f"r {config.r}, use_rslora {config.use_rslora}); {name} has {layer.scaling:g}"
+            )
+    _check_base(model, adapter.base_tensors, where)
+
+
+def check_tensors(tensors: Mapping[str, Tensor], r: int, *, where: str) -> None:
+    """Refuse factors that lack their partner, are not of rank ``r``, or are not finite.
+
+    Args:
+        tensors: by the names of :func:`adapter_parameters`.
+        r: rank that A has as rows and B as columns.
+        where: directory or file, for the message.
+
+    Raises:
+        ValueError: naming ``where`` and the tensor.
+    """
+    if not any(".lora_" in name for name in tensors):
+        raise ValueError(f"{where} holds no LoRA factor")
+    for name, tensor in tensors.items():
+        stem, factor = name[:-1], name[-1]
+        if ".lora_" in name:
+            partner = stem + ("B" if factor == "A" else "A")
+            if partner not in tensors:
+                raise ValueError(f"{where}: {partner} is missing beside {name}")
+            wanted = f"({r}, n)" if factor == "A" else f"(n, {r})"
+            rank_axis = 0 if factor == "A" else 1
+            if tensor.ndim != 2 or tensor.shape[rank_axis] != r or tensor.numel() == 0:
+                raise ValueError(
+                    f"{where}: {name} must be {wanted} for rank {r}, got {tuple(tensor.shape)}"
+                )
+        if not torch.isfinite(tensor).all():
+            raise ValueError(f"{where}: {name} holds values that are not finite")
+
+
+def _compare(staging: Path, config: AdapterConfig, tensors: Mapping[str, Tensor]) -> None:
+    """Read back what was written.
+
+    Raises:
+        OSError: if it differs.
+    """
+    back = read_adapter(staging)
+    same = back.config == config and back.tensors.keys() == tensors.keys()
+    if not same or not all(torch.equal(back.tensors[n], t.float()) for n, t in tensors.items()):
+        raise OSError(f"{staging}: the adapter read back differs from the one written")
+
+
+def _check_base(model: nn.Module, base_tensors: Mapping[str, Tensor], where: str) -> None:
+    names, state = base_names(model), model.state_dict()
+    for name, tensor in base_tensors.items():
+        if name not in names:
+            raise ValueError(f"{where} holds {name}, which the model has no place for")
+        own = state[names[name]]
+        if own.is_meta:
+            continue
+        if own.shape != tensor.shape or not torch.equal(own.cpu(), tensor.to(own.dtype)):
+            raise ValueError(
+                f"{where} holds {name} of another base: resized or trained in full; "
+                "merge it into its base with PEFT and train on the result"
+            )
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

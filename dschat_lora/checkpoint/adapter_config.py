@@ -1,0 +1,159 @@
+"""``adapter_config.json`` in PEFT's layout; needs nothing but the standard library."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+# Options of PEFT that leave the meaning of a factor alone, or say where it sits, which its
+# name says too.
+_HARMLESS = frozenset(
+    {
+        "auto_mapping",
+        "eva_config",
+        "exclude_modules",
+        "inference_mode",
+        "init_lora_weights",
+        "layers_pattern",
+        "layers_to_transform",
+        "loftq_config",
+    }
+)
+# Ways to start that leave the base weights as they are; others train against a changed base.
+_PLAIN_INITS = (True, False, None, "gaussian", "orthogonal", "eva")
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """What an adapter directory says of itself.
+
+    Attributes:
+        base_model_name_or_path: hub name or directory of the base, or None if not recorded.
+        task_type: PEFT's name of the model class, such as ``CAUSAL_LM`` or ``SEQ_CLS``.
+        r: rank. lora_alpha: scaling is ``lora_alpha / r``, or over ``sqrt(r)`` with rsLoRA.
+        target_modules: PEFT's rule: name endings, or one regular expression.
+        modules_to_save: name endings of modules stored in full.
+    """
+
+    base_model_name_or_path: str | None
+    task_type: str | None
+    r: int
+    lora_alpha: float
+    lora_dropout: float
+    use_rslora: bool
+    bias: str
+    target_modules: tuple[str, ...] | str
+    modules_to_save: tuple[str, ...]
+    fan_in_fan_out: bool
+
+
+def is_adapter_directory(path: str | Path) -> bool:
+    """Whether ``path`` is a directory that holds an ``adapter_config.json``."""
+    return (Path(path) / CONFIG_FILE).is_file()
+
+
+def read_adapter_config(directory: str | Path) -> AdapterConfig:
+    """The adapter's settings, checked.
+
+    Raises:
+        ValueError: if the file is missing, damaged, or describes something else than LoRA
+            factors of one rank on an unchanged base; the message names file and field.
+    """
+    path = Path(directory) / CONFIG_FILE
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{directory} is no adapter: it has no {CONFIG_FILE}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(fields).__name__}")
+    _check_plain_lora(fields, path)
+    r, alpha = _field(fields, path, "r", int), _field(fields, path, "lora_alpha", (int, float))
+    if r <= 0 or alpha <= 0:
+        raise ValueError(f"{path}: r and lora_alpha must be > 0, got {r} and {alpha}")
+    targets = _field(fields, path, "target_modules", (list, str), [])
+    return AdapterConfig(
+        base_model_name_or_path=_field(fields, path, "base_model_name_or_path", str, None),
+        task_type=_field(fields, path, "task_type", str, None),
+        r=r,
+        lora_alpha=float(alpha),
+        lora_dropout=float(_field(fields, path, "lora_dropout", (int, float), 0.0)),
+        use_rslora=_field(fields, path, "use_rslora", bool, False),
+        bias=_field(fields, path, "bias", str, "none"),
+        target_modules=targets if isinstance(targets, str) else tuple(targets),
+        modules_to_save=tuple(_field(fields, path, "modules_to_save", list, [])),
+        fan_in_fan_out=_field(fields, path, "fan_in_fan_out", bool, False),
+    )
+
+
+def peft_fields(config: AdapterConfig) -> dict[str, Any]:
+    """The JSON object that stock PEFT and the tools around it read."""
+    alpha = config.lora_alpha
+    return {
+        "alpha_pattern": {},
+        "auto_mapping": None,
+        "base_model_name_or_path": config.base_model_name_or_path,
+        "bias": config.bias,
+        "fan_in_fan_out": config.fan_in_fan_out,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "layers_pattern": None,
+        "layers_to_transform": None,
+        # Some readers want an integer here; 32.0 and 32 mean the same.
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_dropout": config.lora_dropout,
+        "modules_to_save": list(config.modules_to_save) or None,
+        "peft_type": "LORA",
+        "r": config.r,
+        "rank_pattern": {},
+        "revision": None,
+        "target_modules": config.target_modules
+        if isinstance(config.target_modules, str)
+        else list(config.target_modules),
+        "task_type": config.task_type,
+        "use_dora": False,
+        "use_rslora": config.use_rslora,
+    }
+
+
+def _check_plain_lora(fields: Mapping[str, Any], path: Path) -> None:
+    kind = fields.get("peft_type")
+    if kind != "LORA":
+        raise ValueError(f"{path}: peft_type {kind!r} is not supported, only 'LORA'")
+    init = fields.get("init_lora_weights", True)
+    if init not in _PLAIN_INITS:
+        raise ValueError(
+            f"{path}: init_lora_weights {init!r} is not supported: it trains against a changed "
+            "base; let PEFT convert the adapter to plain LoRA when saving it"
+        )
+    known = AdapterConfig.__dataclass_fields__.keys() | _HARMLESS
+    for name, value in fields.items():
+        # Variants of LoRA are switched on by true, a list or an object; numbers and strings
+        # alone only tune a variant, and say something in every file.
+        is_switch = value is True or (isinstance(value, (list, dict)) and len(value) > 0)
+        if is_switch and name not in known:
+            raise ValueError(
+                f"{path}: {name} {value!r} is not supported: every adapted layer must have plain "
+                "LoRA factors of one rank and scaling"
+            )
+
+
+def _field(
+    fields: Mapping[str, Any], path: Path, name: str, kind: type | tuple[type, ...], *default: Any
+) -> Any:
+    """``fields[name]`` of a type in ``kind``; null or absent gives the default."""
+    value = fields.get(name)
+    if value is None and default:
+        return default[0]
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    # A JSON true is no number, though Python's bool is an int.
+    is_wrong_bool = isinstance(value, bool) and bool not in kinds
+    if not isinstance(value, kinds) or is_wrong_bool:
+        wanted = " or ".join(each.__name__ for each in kinds)
+        raise ValueError(f"{path}: {name} must be {wanted}, got {value!r}")
+    return value

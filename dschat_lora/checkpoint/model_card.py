@@ -1,0 +1,62 @@
+"""The README.md of an adapter directory."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from dschat_lora.checkpoint.adapter_config import AdapterConfig
+
+
+def model_card(
+    config: AdapterConfig,
+    *,
+    title: str = "LoRA adapter",
+    data: Mapping[str, Any],
+    metrics: Mapping[str, Any],
+    versions: Mapping[str, str],
+) -> str:
+    """A model card in Markdown: front matter, how to load, settings, data, metrics, versions.
+
+    Args:
+        config: of the adapter.
+        title: first heading.
+        data: what it was trained on, such as source and number of samples.
+        metrics: held-out results by name.
+        versions: package name -> version.
+    """
+    base = config.base_model_name_or_path or "the base model"
+    settings = {
+        "rank": config.r,
+        "alpha": config.lora_alpha,
+        "rsLoRA": config.use_rslora,
+        "dropout": config.lora_dropout,
+        "target modules": config.target_modules,
+        "biases": config.bias,
+        "modules stored in full": ", ".join(config.modules_to_save) or "none",
+    }
+    if not isinstance(config.target_modules, str):
+        settings["target modules"] = ", ".join(config.target_modules)
+    front = ["---", "library_name: peft", "tags:", "- lora", "---"]
+    if config.base_model_name_or_path is not None:
+        # A JSON string is a valid YAML string, whatever the name holds.
+        front.insert(1, f"base_model: {json.dumps(config.base_model_name_or_path)}")
+    sections = [("LoRA", settings), ("Data", data), ("Metrics", metrics), ("Versions", versions)]
+    lines = [*front, "", f"# {title}", "", f"LoRA adapter for `{base}`, in the layout of PEFT:", ""]
+    lines += ["```python", "from peft import PeftModel", "", _LOAD_LINE, "```"]
+    for heading, rows in sections:
+        lines += ["", f"## {heading}", "", *_table(rows)]
+    return "\n".join(lines) + "\n"
+
+
+_LOAD_LINE = 'model = PeftModel.from_pretrained(base_model, "path/of/this/directory")'
+
+
+def _table(rows: Mapping[str, Any]) -> list[str]:
+    if not rows:
+        return ["Not recorded."]
+    return ["| | |", "|---|---|", *(f"| {_cell(k)} | {_cell(v)} |" for k, v in rows.items())]
+
+
+def _cell(value: Any) -> str:
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    return text.replace("|", "\\|").replace("\n", " ")

@@ -1,0 +1,56 @@
+"""A directory that appears under its name complete, or not at all."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def staged_directory(final: Path) -> Iterator[Path]:
+    """An empty directory beside ``final`` that takes its name when the block succeeds.
+
+    Files reach the disk before the rename. An earlier ``final`` stays whole until its successor
+    is complete; between the two renames that swap them it lies beside, under the name
+    ``.NAME.old``. If the block raises, ``final`` is as before.
+    """
+    final.parent.mkdir(parents=True, exist_ok=True)
+    staging = final.parent / f".{final.name}.tmp-{os.getpid()}"
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir()
+    try:
+        yield staging
+        for path in staging.rglob("*"):
+            if path.is_file():
+                # Some writers keep others out whatever the umask; the directory follows it.
+                path.chmod(staging.stat().st_mode & 0o666)
+            _sync(path)
+        _sync(staging)
+        _swap(staging, final)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _swap(staging: Path, final: Path) -> None:
+    old = final.parent / f".{final.name}.old"
+    replaces = final.exists()
+    if replaces:
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)
+    try:
+        staging.rename(final)
+    except OSError:
+        if replaces:
+            old.rename(final)
+        raise
+    _sync(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,238 @@
+"""Frozen dataclasses to one command line and back; the only argparse of the package.
+
+A stage declares what it needs as a dataclass of groups. Nested groups flatten: a field made
+with ``group(LoraConfig)`` yields ``--lora_dim``; with ``flat=False`` and the name ``actor`` it
+yields ``--actor_lora_dim``. A YAML file given with ``--config`` sets the same fields; the
+command line wins.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import math
+import os
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+ConfigT = TypeVar("ConfigT")
+
+# Set by launchers; DeepSpeed's own names that carry no setting of ours.
+_LAUNCHER_FLAGS = ("local_rank", "deepscale", "deepscale_config")
+
+
+def option(default: Any = dataclasses.MISSING, *, help: str) -> Any:
+    """A dataclass field with a help line; every command-line option has one."""
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
+def group(config_class: type, *, flat: bool = True) -> Any:
+    """A nested config; ``flat=False`` prefixes its options with the field's name."""
+    return dataclasses.field(
+        default_factory=config_class, metadata={"group": config_class, "flat": flat}
+    )
+
+
+def given_options() -> Any:
+    """A field that receives the names of the options the user set, as a frozenset."""
+    return dataclasses.field(default=frozenset(), metadata={"given": True})
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises instead of printing usage, so that every mistake is one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message.replace("argument ", "", 1))
+
+
+def parse_config(config_class: type[ConfigT], argv: Sequence[str] | None = None) -> ConfigT:
+    """An instance of ``config_class`` from ``argv`` (default: ``sys.argv[1:]``).
+
+    Raises:
+        ValueError: on an unknown option or an unusable value; the message names the option,
+            the value and what is allowed.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    fields = dict(_leaves(config_class))
+    parser = _Parser(
+        prog=Path(sys.argv[0]).name, description=config_class.__doc__, allow_abbrev=False
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML file of these options")
+    for name in _LAUNCHER_FLAGS:
+        parser.add_argument(f"--{name}", nargs="?", help=argparse.SUPPRESS)
+    for name, (field, annotation) in fields.items():
+        _add_option(parser, name, field, annotation)
+    namespace, unknown = parser.parse_known_args(argv)
+    if unknown:
+        raise ValueError(_unknown_option(unknown[0], [*fields, "config"]))
+    values = {k: v for k, v in vars(namespace).items() if k in fields}
+    if namespace.config is not None:
+        values = _read_yaml(namespace.config, fields) | values
+    config: ConfigT = _build(config_class, values, prefix="")
+    return config
+
+
+def run_main(
+    config_class: type[ConfigT], check: Callable[[ConfigT], ConfigT], main: Callable[[ConfigT], None]
+) -> None:
+    """Parse, check, run; a user's mistake ends as one line on stderr and exit code 2.
+
+    Args:
+        config_class: dataclass of the stage's options.
+        check: what can be found wrong before anything heavy is imported; returns the
+            resolved config.
+        main: the stage.
+    """
+    try:
+        config = check(parse_config(config_class))
+    except ValueError as error:
+        fail(str(error))
+    main(config)
+
+
+def fail(message: str) -> NoReturn:
+    """End the process with exit code 2 and one line on stderr, from the first rank alone."""
+    if os.environ.get("RANK", "0") == "0":
+        sys.stderr.write("error: " + " ".join(message.split()) + "\n")
+        sys.stderr.flush()
+    raise SystemExit(2)
+
+
+def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
+    """The config as ``{option name: value}``, JSON-ready."""
+    flat: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if "group" in field.metadata:
+            flat |= flatten(value, _nested_prefix(prefix, field))
+        elif "given" not in field.metadata:
+            flat[prefix + field.name] = list(value) if isinstance(value, tuple) else value
+    return flat
+
+
+def _leaves(
+    config_class: type, prefix: str = ""
+) -> Iterator[tuple[str, tuple[dataclasses.Field[Any], Any]]]:
+    annotations = typing.get_type_hints(config_class)
+    for field in dataclasses.fields(config_class):
+        if nested := field.metadata.get("group"):
+            yield from _leaves(nested, _nested_prefix(prefix, field))
+        elif "given" not in field.metadata:
+            yield prefix + field.name, (field, annotations[field.name])
+
+
+def _add_option(
+    parser: argparse.ArgumentParser, name: str, field: dataclasses.Field[Any], annotation: Any
+) -> None:
+    help_text = field.metadata["help"].replace("%", "%%")
+    if field.default not in (None, (), False, dataclasses.MISSING):
+        shown = " ".join(field.default) if isinstance(field.default, tuple) else field.default
+        help_text += f" (default: {shown})"
+    kwargs: dict[str, Any] = {"default": argparse.SUPPRESS, "help": help_text}
+    if annotation is bool:
+        parser.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, **kwargs)
+        return
+    kind, choices, many = _shape_of(annotation)
+    if choices:
+        kwargs["metavar"] = "{" + ",".join(map(str, choices)) + "}"
+    else:
+        kwargs["metavar"] = {int: "N", float: "X"}.get(kind, "TEXT")
+    if many:
+        kwargs["nargs"] = "*"
+    parser.add_argument(f"--{name}", type=_converter(kind, choices), **kwargs)
+
+
+def _shape_of(annotation: Any) -> tuple[type, tuple[Any, ...], bool]:
+    """(element type, allowed values, takes several) of a field's annotation."""
+    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
+        (annotation,) = [a for a in typing.get_args(annotation) if a is not type(None)]
+    if typing.get_origin(annotation) is typing.Literal:
+        choices = typing.get_args(annotation)
+        return type(choices[0]), choices, False
+    if typing.get_origin(annotation) is tuple:
+        return typing.get_args(annotation)[0], (), True
+    return annotation, (), False
+
+
+def _converter(kind: type, choices: tuple[Any, ...]) -> Callable[[str], Any]:
+    wanted = {int: "a whole number", float: "a number"}.get(kind, "text")
+    allowed = "one of " + ", ".join(map(str, choices)) if choices else wanted
+
+    def convert(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        finite = not isinstance(value, float) or math.isfinite(value)
+        if value is None or not finite or (choices and value not in choices):
+            raise argparse.ArgumentTypeError(f"must be {allowed}, got {text!r}")
+        return value
+
+    return convert
+
+
+def _unknown_option(text: str, names: Sequence[str]) -> str:
+    if not text.startswith("-"):
+        return f"unexpected argument {text!r}; options start with --"
+    given = text.split("=")[0]
+    names = [f"--{name}" for name in names]
+    close = difflib.get_close_matches(given.replace("-", "_").replace("__", "--", 1), names, 1)
+    return f"unknown option {given}" + (f"; did you mean {close[0]}?" if close else "; see --help")
+
+
+def _read_yaml(path: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of a YAML file, checked and converted as if typed on the command line."""
+    import yaml  # only where a file is given
+
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"--config {path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"--config {path} must hold 'option: value' lines")
+    values = {}
+    for name, value in content.items():
+        if name not in fields:
+            raise ValueError(f"--config {path}: " + _unknown_option(f"--{name}", list(fields)))
+        values[name] = _from_yaml(f"--config {path}: {name}", value, fields[name][1])
+    return values
+
+
+def _from_yaml(label: str, value: Any, annotation: Any) -> Any:
+    if annotation is bool:
+        if not isinstance(value, bool):
+            raise ValueError(f"{label} must be true or false, got {value!r}")
+        return value
+    kind, choices, many = _shape_of(annotation)
+    convert = _converter(kind, choices)
+    items = value if many and isinstance(value, list) else [value]
+    if value is None and type(None) in typing.get_args(annotation):
+        return None
+    try:
+        converted = tuple(convert(str(item)) for item in items)
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"{label} {error}") from error
+    return converted if many else converted[0]
+
+
+def _build(config_class: type[ConfigT], values: Mapping[str, Any], prefix: str) -> ConfigT:
+    kwargs: dict[str, Any] = {}
+    for field in dataclasses.fields(config_class):  # type: ignore[arg-type]
+        name = prefix + field.name
+        if nested := field.metadata.get("group"):
+            kwargs[field.name] = _build(nested, values, _nested_prefix(prefix, field))
+        elif "given" in field.metadata:
+            kwargs[field.name] = frozenset(values)
+        elif name in values:
+            value = values[name]
+            kwargs[field.name] = tuple(value) if isinstance(value, list) else value
+        elif field.default is dataclasses.MISSING:
+            raise ValueError(f"--{name} is required")
+    return config_class(**kwargs)
+
+
+def _nested_prefix(prefix: str, field: dataclasses.Field[Any]) -> str:
+    return prefix if field.metadata["flat"] else f"{prefix}{field.name}_"

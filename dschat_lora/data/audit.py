@@ -1,0 +1,200 @@
+"""What the data is, counted before training: the figures, their table, and when to stop."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+from dschat_lora.algos.sft import IGNORE_INDEX
+from dschat_lora.config import DataConfig
+from dschat_lora.data.collect import Collected
+from dschat_lora.data.rows import EmptyRowError
+from dschat_lora.data.tokenize import Tokenized
+
+MAX_EXAMPLES = 5  # bad rows quoted in the table
+
+
+@dataclass(frozen=True)
+class Audit:
+    """Counts of one prepared data set. Shares follow from them; ``train`` means this step's part.
+
+    Rows are counted once, however often ``--data_weights`` uses them; samples and tokens are
+    counted as often as they are used in an epoch.
+    """
+
+    rows_by_type: dict[str, int]  # usable rows of the training sources, all steps' parts
+    bad_rows: int  # unusable ones, evaluation files included
+    empty_rows: int  # of these, rows with an empty text
+    bad_row_examples: tuple[str, ...]  # "file:line: reason" of the first few
+    duplicate_rows: int  # rows whose prompt and completion an earlier row has
+    overlap_rows: int  # training rows whose prompt and completion are held out too
+    overlap_removed: bool  # whether these are kept out of training
+    train_rows: int  # rows of this step before the length limit
+    eval_rows: int
+    dropped_rows: int  # training rows that are too long
+    truncated_rows: int
+    eval_dropped_rows: int
+    doubled_bos_rows: int  # rows that brought a second beginning-of-sequence (kept once)
+    length_quantiles: dict[str, int]  # tokens of training rows before any was cut
+    train_samples: int
+    eval_samples: int
+    tokens: int  # of the training samples
+    supervised_tokens: int
+    eos_samples: int  # training samples whose last supervised token is end-of-sequence
+    max_seq_len: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready fields."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "Audit":
+        """The audit whose :meth:`to_dict` was written as JSON."""
+        examples = tuple(values["bad_row_examples"])
+        known = {field.name: values[field.name] for field in fields(cls)}
+        return cls(**known | {"bad_row_examples": examples})
+
+    @property
+    def supervised_share(self) -> float:
+        """Share of the training tokens that bear a loss."""
+        return self.supervised_tokens / max(1, self.tokens)
+
+    @property
+    def eos_share(self) -> float:
+        """Share of the training samples that teach the model to stop."""
+        return self.eos_samples / max(1, self.train_samples)
+
+    def check(self) -> None:
+        """Stop a run that could not learn to answer, or to stop answering.
+
+        Raises:
+            ValueError: with what to do.
+        """
+        if self.train_rows == 0:
+            raise ValueError(
+                "no training rows are left after the split; give more data in --data_path or "
+                "smaller --eval_ratio, or look at --data_split and --data_weights"
+            )
+        if self.supervised_tokens == 0:
+            raise ValueError(
+                f"no token of the {self.train_rows} training rows would be learnt: "
+                f"{self.dropped_rows} rows were dropped because prompt and completion do not fit "
+                f"--max_seq_len {self.max_seq_len} (longest row: {self.length_quantiles['max']} "
+                "tokens); raise it"
+            )
+        if self.eos_samples == 0:
+            raise ValueError(
+                f"none of the {self.train_samples} training samples ends in end-of-sequence, so "
+                f"the model would never learn to stop; raise --max_seq_len {self.max_seq_len}, "
+                "or use --overlong drop to leave out the rows that are cut"
+            )
+
+    def warnings(self) -> tuple[str, ...]:
+        """What is unlikely to be meant but does not stop the run."""
+        cut = self.dropped_rows + self.truncated_rows
+        doubts = {
+            f"only {self.eos_share:.0%} of the samples end in end-of-sequence; answers may "
+            "not stop": self.eos_share < 0.5,
+            f"{cut} of {self.train_rows} training rows are longer than --max_seq_len "
+            f"{self.max_seq_len}": cut > 0.1 * self.train_rows,
+            f"{self.overlap_rows} training rows are in --eval_data_path too; the evaluation "
+            "will look too good": self.overlap_rows > 0 and not self.overlap_removed,
+            f"{self.doubled_bos_rows} rows begin with a beginning-of-sequence of their own; it "
+            "is kept once": self.doubled_bos_rows > 0,
+            "no row is held out; there is nothing to evaluate on": self.eval_samples == 0,
+        }
+        return tuple(text for text, applies in doubts.items() if applies)
+
+    def lines(self) -> list[str]:
+        """A short table for people, warnings last."""
+        types = ", ".join(f"{count:,} {kind}" for kind, count in self.rows_by_type.items())
+        quantiles = ", ".join(f"{name} {n:,}" for name, n in self.length_quantiles.items())
+        fate = "kept out of training" if self.overlap_removed else "still trained on"
+        table = {
+            "rows": f"{types or 'none'}; {self.bad_rows:,} bad ({self.empty_rows:,} empty)",
+            "repeated": f"{self.duplicate_rows:,} duplicates; {self.overlap_rows:,} of train in "
+            f"eval, {fate}",
+            "train": f"{self.train_rows:,} rows, {self.train_samples:,} samples, "
+            f"{self.tokens:,} tokens",
+            "eval": f"{self.eval_rows:,} rows, {self.eval_samples:,} samples",
+            "length": f"{quantiles} tokens",
+            "too long": f"{self.dropped_rows:,} dropped, {self.truncated_rows:,} truncated "
+            f"({self._share(self.dropped_rows + self.truncated_rows)}); eval "
+            f"{self.eval_dropped_rows:,} dropped",
+            "supervised": f"{self.supervised_tokens:,} tokens ({self.supervised_share:.1%})",
+            "ends in EOS": f"{self.eos_samples:,} samples ({self.eos_share:.1%})",
+        }
+        lines = [f"{name:<12} {text}" for name, text in table.items()]
+        lines += [f"bad row      {example}" for example in self.bad_row_examples]
+        return lines + [f"warning      {text}" for text in self.warnings()]
+
+    def _share(self, rows: int) -> str:
+        return f"{rows / max(1, self.train_rows):.1%} of the rows"
+
+
+@dataclass
+class Tally:
+    """Counts of one token set while it is written."""
+
+    eos_id: int
+    lengths: list[int] = field(default_factory=list)  # of every row, before any was cut
+    dropped: int = 0
+    truncated: int = 0
+    doubled_bos: int = 0
+    samples: int = 0
+    tokens: int = 0
+    supervised: int = 0
+    eos: int = 0
+
+    def add(self, tokenized: Tokenized, times: int) -> None:
+        """Count one row that is used ``times`` times."""
+        self.lengths.append(tokenized.length)
+        self.truncated += tokenized.truncated
+        self.doubled_bos += tokenized.doubled_bos
+        if tokenized.sample is None:
+            self.dropped += 1
+            return
+        labels = tokenized.sample.labels
+        targets = labels[labels != IGNORE_INDEX]
+        self.samples += times
+        self.tokens += times * len(labels)
+        self.supervised += times * len(targets)
+        self.eos += times * int(targets[-1] == self.eos_id)
+
+
+def make_audit(config: DataConfig, rows: Collected, train: Tally, held_out: Tally) -> Audit:
+    """The audit of what was read and what was written."""
+    return Audit(
+        rows_by_type=dict(rows.by_type),
+        bad_rows=len(rows.bad),
+        empty_rows=sum(isinstance(error, EmptyRowError) for error in rows.bad),
+        bad_row_examples=tuple(str(error) for error in rows.bad[:MAX_EXAMPLES]),
+        duplicate_rows=rows.duplicates,
+        overlap_rows=rows.overlap,
+        overlap_removed=not config.eval_data_path,
+        train_rows=len(rows.train),
+        eval_rows=len(rows.eval),
+        dropped_rows=train.dropped,
+        truncated_rows=train.truncated,
+        eval_dropped_rows=held_out.dropped,
+        doubled_bos_rows=train.doubled_bos,
+        length_quantiles=_quantiles(train.lengths),
+        train_samples=train.samples,
+        eval_samples=held_out.samples,
+        tokens=train.tokens,
+        supervised_tokens=train.supervised,
+        eos_samples=train.eos,
+        max_seq_len=config.max_seq_len,
+    )
+
+
+def _quantiles(lengths: Sequence[int]) -> dict[str, int]:
+    """Lengths that the given share of rows does not exceed."""
+    shares = {"min": 0.0, "p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
+    if not lengths:
+        return dict.fromkeys(shares, 0)
+    return {
+        name: int(np.quantile(lengths, share, method="inverted_cdf"))
+        for name, share in shares.items()
+    }

@@ -1,0 +1,135 @@
+"""Messages to text: the tokenizer's chat template, or a built-in Human / Assistant format."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+Message = dict[str, Any]
+
+HUMAN = "\n\nHuman:"
+ASSISTANT = "\n\nAssistant:"
+
+
+class ChatTokenizer(Protocol):
+    """What rendering needs of a tokenizer; those of ``transformers`` have it."""
+
+    chat_template: Any
+
+    def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
+
+
+class Render(Protocol):
+    """Text of messages; with ``add_generation_prompt``, up to where the assistant speaks."""
+
+    def __call__(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str: ...
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of text that is trained on (``target``) or only read."""
+
+    text: str
+    target: bool
+
+
+@dataclass(frozen=True)
+class Chat:
+    """How this run turns messages into text, and the text of its end-of-sequence token."""
+
+    render: Render
+    eos_text: str
+
+
+def make_chat(tokenizer: ChatTokenizer, eos_text: str) -> Chat:
+    """The tokenizer's chat template if it has one, else the built-in format."""
+    if tokenizer.chat_template is None:
+        return Chat(partial(render_built_in, eos_text=eos_text), eos_text)
+    return Chat(partial(_render_template, tokenizer), eos_text)
+
+
+def render_built_in(
+    messages: Sequence[Message], *, add_generation_prompt: bool, eos_text: str
+) -> str:
+    """Turns headed Human and Assistant, end-of-sequence after each answer.
+
+    Raises:
+        ValueError: for a role other than system, user and assistant.
+    """
+    forms = {"system": "{}", "user": HUMAN + " {}", "assistant": ASSISTANT + " {}" + eos_text}
+    text = ""
+    for message in messages:
+        role, content = message["role"], message["content"]
+        if role not in forms:
+            raise ValueError(
+                f"role {role!r} has no place in the built-in chat format; use system, user or "
+                "assistant, or a tokenizer with a chat template"
+            )
+        text += forms[role].replace("{}", content)
+    return text + (ASSISTANT if add_generation_prompt else "")
+
+
+def conversation_spans(
+    messages: Sequence[Message], chat: Chat, *, first_target: int = 0
+) -> tuple[Span, ...]:
+    """Text of a conversation up to its last answer; the assistant's turns are targets.
+
+    A turn is what rendering it adds to the rendering of all before it, up to and including
+    its end-of-sequence where the template writes one.
+
+    Args:
+        messages: dicts with ``role`` and ``content``.
+        chat: how to render.
+        first_target: answers before this index are read, not trained on.
+
+    Raises:
+        ValueError: if there is no answer to train on, or the template does not render
+            earlier messages the same once later ones follow.
+    """
+    answers = [
+        index
+        for index, message in enumerate(messages)
+        if message["role"] == "assistant" and index >= first_target
+    ]
+    if not answers:
+        raise ValueError("no message of role 'assistant' to train on")
+    if answers[0] == 0:
+        raise ValueError("the first message is the assistant's; it answers nothing")
+    return tuple(_spans(messages, answers, chat))
+
+
+def _spans(messages: Sequence[Message], answers: list[int], chat: Chat) -> Iterator[Span]:
+    rendered, used = "", 0  # text up to the previous answer, and how much of it has been given
+    for index in answers:
+        before = chat.render(messages[:index], add_generation_prompt=True)
+        after = chat.render(messages[: index + 1], add_generation_prompt=False)
+        if not (before.startswith(rendered) and after.startswith(before)):
+            raise ValueError(
+                f"the chat template renders what precedes message {index + 1} differently once "
+                "that message follows, so its tokens cannot be told apart; give such rows as "
+                "`prompt`, `completion`"
+            )
+        yield Span(before[used:], target=False)
+        used = len(before) + _answer_length(after[len(before) :], chat.eos_text)
+        yield Span(after[len(before) : used], target=True)
+        rendered = after
+
+
+def _answer_length(turn: str, eos_text: str) -> int:
+    """Characters of a turn without the white space that a template adds after the end token."""
+    end = turn.rfind(eos_text) + len(eos_text) if eos_text and eos_text in turn else 0
+    return end if end and not turn[end:].strip() else len(turn)
+
+
+def _render_template(
+    tokenizer: ChatTokenizer, messages: Sequence[Message], *, add_generation_prompt: bool
+) -> str:
+    from jinja2 import TemplateError
+
+    try:
+        text: str = tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+    except TemplateError as error:
+        raise ValueError(f"the tokenizer's chat template refuses the messages: {error}") from error
+    return text

@@ -1,0 +1,106 @@
+"""Rows of all sources as records, in the parts they belong to: training or held out."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from dschat_lora.config import DataConfig, parse_data_split
+from dschat_lora.data.chat import Chat
+from dschat_lora.data.records import Record, to_record
+from dschat_lora.data.rows import RowError, iter_rows, parse_row, require_completion
+from dschat_lora.data.sources import Source
+from dschat_lora.data.split import Parts, repeats, split_rows
+
+
+@dataclass
+class Collected:
+    """What reading the sources found, by the part each row belongs to."""
+
+    train: list[Record] = field(default_factory=list)
+    train_repeats: list[int] = field(default_factory=list)
+    eval: list[Record] = field(default_factory=list)
+    by_type: Counter[str] = field(default_factory=Counter)
+    bad: list[RowError] = field(default_factory=list)
+    seen: set[bytes] = field(default_factory=set)  # digests of rows of the training sources
+    duplicates: int = 0
+    overlap: int = 0
+
+
+def collect(
+    config: DataConfig, sources: Sequence[Source], chat: Chat, *, phase: int, seed: int
+) -> Collected:
+    rows = Collected()
+    shares = parse_data_split(config.data_split) if config.data_split else None
+    for number, source in enumerate(sources):
+        if source.option == "eval_data_path":
+            rows.eval += [r for r in _records(config, source, chat, rows) if r is not None]
+            continue
+        if source.option == "sft_only_data_path" and phase != 1:
+            continue
+        records = list(_records(config, source, chat, rows))
+        parts = split_rows(
+            len(records),
+            shares=shares if source.option == "data_path" else None,
+            phase=phase,
+            eval_ratio=0.0 if config.eval_data_path else config.eval_ratio,
+            seed=seed,
+            source=number,
+        )
+        weight = config.data_weights[number] if number < len(config.data_weights) else 1.0
+        _assign(rows, records, parts, weight=weight, seed=seed, number=number)
+    _count_overlap(rows, remove=not config.eval_data_path)
+    return rows
+
+
+def _records(
+    config: DataConfig, source: Source, chat: Chat, rows: Collected
+) -> Iterator[Record | None]:
+    """Records of a source; None, and an entry in ``rows.bad``, for a row that cannot be used.
+
+    Raises:
+        RowError: at such a row unless ``--bad_rows skip``.
+    """
+    empty = True
+    for raw in iter_rows(source):
+        empty = False
+        try:
+            yield to_record(require_completion(parse_row(raw)), chat)
+        except RowError as error:
+            if config.bad_rows == "stop":
+                raise
+            rows.bad.append(error)
+            yield None
+    if empty:
+        raise ValueError(f"--{source.option} {source.entry} has no rows")
+
+
+def _assign(
+    rows: Collected,
+    records: Sequence[Record | None],
+    parts: Parts,
+    *,
+    weight: float,
+    seed: int,
+    number: int,
+) -> None:
+    """Add one source's records to the parts they belong to."""
+    for record in records:
+        if record is not None:
+            digest = record.digest()
+            rows.by_type[record.kind] += 1
+            rows.duplicates += digest in rows.seen
+            rows.seen.add(digest)
+    rows.eval += [record for i in parts.eval if (record := records[i]) is not None]
+    train = [record for i in parts.train if (record := records[i]) is not None]
+    times = repeats(len(train), weight, seed=seed, source=number)
+    rows.train += [record for record, n in zip(train, times, strict=True) if n > 0]
+    rows.train_repeats += [int(n) for n in times if n > 0]
+
+
+def _count_overlap(rows: Collected, *, remove: bool) -> None:
+    held_out = {record.digest() for record in rows.eval}
+    kept = [index for index, r in enumerate(rows.train) if r.digest() not in held_out]
+    rows.overlap = len(rows.train) - len(kept)
+    if remove:
+        rows.train = [rows.train[index] for index in kept]
+        rows.train_repeats = [rows.train_repeats[index] for index in kept]

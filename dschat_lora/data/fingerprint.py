@@ -1,0 +1,87 @@
+"""What prepared data depends on, as one hash."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Any
+
+from dschat_lora.config import DataConfig
+from dschat_lora.data.rows import load_hub
+from dschat_lora.data.sources import Source, data_suffix
+from dschat_lora.data.store import file_digest
+from dschat_lora.data.tokenize import Tokenizer, call
+
+# Spaces, digits, line ends, other scripts and a joint: what options of tokenizers act upon.
+PROBES = [
+    "a",
+    " a  b",
+    "Hello, world! 12345",
+    "\n\nHuman: x\n\nAssistant:",
+    "\u00e9\u4e2d\U0001f600",
+]
+OPTIONS = (
+    "max_seq_len",
+    "overlong",
+    "bad_rows",
+    "train_on_prompt",
+    "data_split",
+    "data_weights",
+    "eval_ratio",
+)
+
+
+def fingerprint(
+    config: DataConfig,
+    sources: Sequence[Source],
+    tokenizer: Tokenizer,
+    *,
+    phase: int,
+    seed: int,
+    eos_id: int,
+) -> str:
+    """32 hex digits, equal only if the prepared data would be equal.
+
+    Files count by content, not by name or time. The code counts by its text, so that a
+    changed rule never meets data made by the old one.
+    """
+    parts = {
+        "sources": [_describe_source(source) for source in sources],
+        "options": {name: getattr(config, name) for name in OPTIONS},
+        "run": [phase, seed, eos_id],
+        "tokenizer": describe_tokenizer(tokenizer),
+        "code": _code_digest(),
+    }
+    text = json.dumps(parts, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def describe_tokenizer(tokenizer: Any) -> dict[str, Any]:
+    """Everything about a tokenizer that may change its output."""
+    # Encoding comes first: it resets what an earlier caller left of padding or truncation,
+    # which the serialised form would repeat.
+    probes = [call(tokenizer, PROBES, add_special_tokens=special) for special in (True, False)]
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab()))
+    return {
+        "class": type(tokenizer).__name__,
+        "probes": probes,
+        "rules": hashlib.blake2b(rules.encode(), digest_size=16).hexdigest(),
+        "special": [tokenizer.bos_token_id, tokenizer.eos_token_id],
+        "chat_template": tokenizer.chat_template,
+    }
+
+
+def _describe_source(source: Source) -> list[Any]:
+    """The option, and the content of each file; a hub data set by its own fingerprint."""
+    if source.hub_name is not None:
+        return [source.option, load_hub(source)._fingerprint]
+    return [source.option, *([data_suffix(file), file_digest(file)] for file in source.files)]
+
+
+def _code_digest() -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    modules = [item for item in files("dschat_lora.data").iterdir() if item.name.endswith(".py")]
+    for module in sorted(modules, key=lambda item: item.name):
+        digest.update(module.name.encode() + module.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,74 @@
+"""First-fit packing of samples into rows of limited length."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dschat_lora.data.order import permutation
+
+Row = tuple[int, ...]  # sample indices
+
+
+def make_rows(
+    lengths: NDArray[np.int64], *, max_seq_len: int, packing: bool, seed: int
+) -> list[Row]:
+    """Rows of sample indices, made once a run: every epoch permutes the same rows.
+
+    Args:
+        lengths: (n,) tokens of each sample, at most ``max_seq_len``.
+        max_seq_len: tokens a row may hold.
+        packing: several samples a row, in a seeded order; else each sample is a row.
+        seed: of the run.
+    """
+    if not packing:
+        return [(index,) for index in range(len(lengths))]
+    order = permutation(len(lengths), "packing", seed)
+    packed = first_fit(lengths[order].tolist(), max_seq_len)
+    return [tuple(int(order[position]) for position in row) for row in packed]
+
+
+def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Positions of ``lengths`` in rows: each goes into the first row that has room for it.
+
+    O(n log n): a tree over all rows holds the most room in each subtree, and the first row
+    with enough of it is found from the root down.
+
+    Raises:
+        ValueError: if an item is longer than ``capacity``.
+    """
+    if lengths and max(lengths) > capacity:
+        raise ValueError(f"a sample of {max(lengths)} tokens does not fit a row of {capacity}")
+    leaves = 1 << max(0, len(lengths) - 1).bit_length()
+    room = [capacity] * (2 * leaves)
+    rows: list[list[int]] = []
+    for position, length in enumerate(lengths):
+        row = _first_with_room(room, length, leaves)
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(position)
+        _take(room, leaves + row, length)
+    return rows
+
+
+def fill(rows: Sequence[Row], lengths: NDArray[np.int64], capacity: int) -> float:
+    """Share of the rows' capacity that holds tokens, in (0, 1]; 0 without rows."""
+    tokens = sum(int(lengths[index]) for row in rows for index in row)
+    return tokens / (len(rows) * capacity) if rows else 0.0
+
+
+def _first_with_room(room: list[int], length: int, leaves: int) -> int:
+    node = 1
+    while node < leaves:
+        node *= 2
+        if room[node] < length:
+            node += 1
+    return node - leaves
+
+
+def _take(room: list[int], leaf: int, length: int) -> None:
+    room[leaf] -= length
+    node = leaf // 2
+    while node:
+        room[node] = max(room[2 * node], room[2 * node + 1])
+        node //= 2

@@ -1,0 +1,92 @@
+"""Everything between the data options and training: rows in, cached token sets and audit out."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dschat_lora.config import DataConfig
+from dschat_lora.data.audit import Audit, Tally, make_audit
+from dschat_lora.data.chat import make_chat
+from dschat_lora.data.collect import collect
+from dschat_lora.data.fingerprint import fingerprint
+from dschat_lora.data.parallel import tokenize_all
+from dschat_lora.data.rows import config_sources
+from dschat_lora.data.store import TokenSet, load_or_build, write_samples
+from dschat_lora.data.tokenize import Sample, Tokenized, TokenRule, make_encoder
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Tokenised data of one step of training."""
+
+    train: TokenSet
+    eval: TokenSet
+    audit: Audit
+    fingerprint: str
+    bad_rows: int
+    from_cache: bool
+
+
+def prepare(
+    config: DataConfig,
+    tokenizer: Any,
+    *,
+    phase: int,
+    seed: int,
+    eos_id: int,
+    cache_dir: Path,
+) -> Prepared:
+    """Token sets of supervised fine-tuning, from the cache if they were made before.
+
+    Safe to call in several processes at once; the first to finish fills the cache. Whether
+    the data is fit to train on is for :meth:`Audit.check` to say.
+
+    Args:
+        config: sources and rules; ``data_path`` is not empty.
+        tokenizer: of ``transformers``.
+        phase: 1, 2 or 3, the part of ``--data_split`` to use.
+        seed: of the run; the split is disjoint between phases of equal seed.
+        eos_id: token that ends a sequence; need not be the tokenizer's own.
+        cache_dir: the sets are kept in ``cache_dir/FINGERPRINT``.
+
+    Raises:
+        ValueError: for data that cannot be found, read or used, naming file and row.
+    """
+    sources = config_sources(config)
+    key = fingerprint(config, sources, tokenizer, phase=phase, seed=seed, eos_id=eos_id)
+    rule = TokenRule(eos_id, config.max_seq_len, config.overlong, config.train_on_prompt)
+
+    def build(directory: Path) -> dict[str, Any]:
+        chat = make_chat(tokenizer, tokenizer.convert_ids_to_tokens(eos_id))
+        rows = collect(config, sources, chat, phase=phase, seed=seed)
+        encoder = make_encoder(tokenizer)
+        tallies = []
+        for name, records, times in (
+            ("train", rows.train, rows.train_repeats),
+            ("eval", rows.eval, [1] * len(rows.eval)),
+        ):
+            tokenized = tokenize_all(
+                records, encoder, rule, workers=config.preprocessing_num_workers
+            )
+            tallies.append(_write(directory / f"{name}.arrow", tokenized, times, eos_id))
+        return make_audit(config, rows, *tallies).to_dict()
+
+    content, from_cache = load_or_build(cache_dir / key, build)
+    audit = Audit.from_dict(content)
+    train, held_out = (TokenSet(cache_dir / key / f"{name}.arrow") for name in ("train", "eval"))
+    return Prepared(train, held_out, audit, key, audit.bad_rows, from_cache)
+
+
+def _write(path: Path, tokenized: Iterable[Tokenized], times: Sequence[int], eos_id: int) -> Tally:
+    """Write what became of each record as often as it is used, and count."""
+    tally = Tally(eos_id)
+
+    def samples() -> Iterator[Sample]:
+        for result, repeat in zip(tokenized, times, strict=True):
+            tally.add(result, repeat)
+            if result.sample is not None:
+                yield from [result.sample] * repeat
+
+    write_samples(path, samples())
+    return tally

@@ -1,0 +1,153 @@
+"""Rows to records: one shape for all five row types, still text."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dschat_lora.data.chat import ASSISTANT, Chat, Message, Span, conversation_spans
+from dschat_lora.data.rows import Row, RowError, RowType
+
+
+@dataclass(frozen=True)
+class Record:
+    """Text read and text trained on, in turns; a preference has a rejected ending too.
+
+    ``spans`` alternate between context and answer; a language-modelling row is one target
+    span, a prompt alone one span that is not a target.
+    """
+
+    location: str
+    kind: RowType
+    spans: tuple[Span, ...]
+    rejected: str | None = None  # follows ``prompt`` in place of ``completion``
+    margin: float | None = None  # by how much the chosen answer is better, if the row says
+
+    @property
+    def prompt(self) -> str:
+        """All text before the last answer."""
+        context = self.spans[:-1] if self.spans[-1].target else self.spans
+        return "".join(span.text for span in context)
+
+    @property
+    def completion(self) -> str | None:
+        """The last answer (of a preference: the chosen one), None for a prompt alone."""
+        return self.spans[-1].text if self.spans[-1].target else None
+
+    def digest(self) -> bytes:
+        """16 bytes equal for records of equal prompt and completion."""
+        texts = (self.prompt, self.completion or "")
+        return hashlib.blake2b(repr(texts).encode(), digest_size=16).digest()
+
+
+def to_record(row: Row, chat: Chat) -> Record:
+    """The record of a row.
+
+    Raises:
+        RowError: if its messages cannot be rendered or its pair has no shared prompt.
+    """
+    makers = {
+        "text": _text_spans,
+        "conversation": _message_spans,
+        "prompt-completion": _completion_spans,
+        "prompt": _prompt_spans,
+    }
+    try:
+        if row.kind == "preference":
+            return _preference(row, chat)
+        return Record(row.location, row.kind, makers[row.kind](row.values, chat))
+    except ValueError as error:
+        raise RowError(row.location, str(error)) from error
+
+
+def _text_spans(values: dict[str, Any], chat: Chat) -> tuple[Span, ...]:
+    return (Span(values["text"], target=True),)
+
+
+def _message_spans(values: dict[str, Any], chat: Chat) -> tuple[Span, ...]:
+    return conversation_spans(values["messages"], chat)
+
+
+def _completion_spans(values: dict[str, Any], chat: Chat) -> tuple[Span, ...]:
+    prompt, completion = values["prompt"], values["completion"]
+    if isinstance(prompt, str):
+        return _pair(prompt, completion)
+    return conversation_spans([*prompt, *completion], chat, first_target=len(prompt))
+
+
+def _prompt_spans(values: dict[str, Any], chat: Chat) -> tuple[Span, ...]:
+    prompt = values["prompt"]
+    if not isinstance(prompt, str):
+        prompt = chat.render(prompt, add_generation_prompt=True)
+    return (Span(prompt, target=False),)
+
+
+def _preference(row: Row, chat: Chat) -> Record:
+    prompt, chosen, rejected = _split_preference(row.values)
+    if isinstance(prompt, str):
+        spans = _pair(prompt, chosen)
+        rejected_text: str = rejected
+    else:
+        spans = _answer_spans("chosen", prompt, chosen, chat)
+        rejected_text = _answer_spans("rejected", prompt, rejected, chat)[-1].text
+    return Record(row.location, row.kind, spans, rejected_text, _margin(row.values))
+
+
+def _split_preference(values: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """Prompt, chosen and rejected; without a prompt, what both answers begin with."""
+    chosen, rejected = values["chosen"], values["rejected"]
+    if "prompt" in values:
+        return values["prompt"], chosen, rejected
+    length = (
+        _shared_text(chosen, rejected)
+        if isinstance(chosen, str)
+        else _shared_messages(chosen, rejected)
+    )
+    if length == 0:
+        raise ValueError("`chosen` and `rejected` begin differently; give their `prompt`")
+    if not (chosen[length:] and rejected[length:]):
+        raise ValueError("one of `chosen` and `rejected` adds nothing to the shared prompt")
+    return chosen[:length], chosen[length:], rejected[length:]
+
+
+def _shared_text(chosen: str, rejected: str) -> int:
+    """Length of the shared prefix up to the last ``Assistant:``, or else up to a whole word."""
+    shared = chosen[: _shared_length(chosen, rejected)]
+    turn = shared.rfind(ASSISTANT)
+    if turn >= 0:
+        return turn + len(ASSISTANT)
+    # The white space belongs to the answer, as in the Assistant format.
+    return max((i for i, character in enumerate(shared) if character.isspace()), default=0)
+
+
+def _shared_messages(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
+    # The answers themselves may be the same.
+    return min(_shared_length(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
+
+
+def _shared_length(left: Sequence[Any], right: Sequence[Any]) -> int:
+    """Number of leading items, or characters, that are equal."""
+    shorter = min(len(left), len(right))
+    return next((i for i in range(shorter) if left[i] != right[i]), shorter)
+
+
+def _answer_spans(
+    name: str, prompt: Sequence[Message], answer: Sequence[Message], chat: Chat
+) -> tuple[Span, ...]:
+    if [message["role"] for message in answer] != ["assistant"]:
+        roles = [message["role"] for message in answer]
+        raise ValueError(f"`{name}` must add one assistant message to the prompt, it adds {roles}")
+    return conversation_spans([*prompt, *answer], chat, first_target=len(prompt))
+
+
+def _pair(prompt: str, completion: str) -> tuple[Span, ...]:
+    return Span(prompt, target=False), Span(completion, target=True)
+
+
+def _margin(values: dict[str, Any]) -> float | None:
+    margin = values.get("margin")
+    if margin is None:
+        return None
+    if isinstance(margin, bool) or not isinstance(margin, int | float):
+        raise ValueError(f"`margin` must be a number, found {type(margin).__name__}")
+    return float(margin)

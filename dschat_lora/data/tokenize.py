@@ -1,0 +1,200 @@
+"""Records to token ids and labels; the one path for training, evaluation and rollouts."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dschat_lora.algos.sft import IGNORE_INDEX
+from dschat_lora.data.chat import Span
+from dschat_lora.data.records import Record
+
+Tokens = NDArray[np.int32]
+
+
+class Tokenizer(Protocol):
+    """What encoding needs of a tokenizer; those of ``transformers`` have it."""
+
+    bos_token_id: int | None
+
+    def __call__(self, text: list[str], **options: Any) -> Mapping[str, Any]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """One tokenised record. The first label is ignored: nothing precedes it."""
+
+    input_ids: Tokens  # (n,)
+    labels: Tokens  # (n,), IGNORE_INDEX where no loss is taken
+
+
+@dataclass(frozen=True)
+class TokenRule:
+    """Options that decide how a record becomes a sample."""
+
+    eos_id: int
+    max_seq_len: int
+    overlong: Literal["drop", "truncate", "error"]
+    train_on_prompt: bool
+
+
+@dataclass(frozen=True)
+class Tokenized:
+    """What became of a record, for the audit."""
+
+    sample: Sample | None  # None: dropped, being too long or without a token to learn
+    length: int  # tokens before anything was cut
+    truncated: bool = False
+    doubled_bos: bool = False  # its text brought a second beginning-of-sequence
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """A tokenizer that begins a text once and never ends it.
+
+    ``bos`` is what the tokenizer puts before a text by default (or would), ``suffix`` the
+    number of tokens it puts behind.
+    """
+
+    tokenizer: Tokenizer
+    bos: tuple[int, ...]
+    suffix: int
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Tokens of texts that begin a sequence, beginning-of-sequence at most once."""
+        return [self.begin_once(ids) for ids in self.encode_raw(texts)]
+
+    def encode_raw(self, texts: Sequence[str]) -> list[list[int]]:
+        """As :meth:`encode`, but a text that brings its own beginning has it twice."""
+        encoded = call(self.tokenizer, texts, add_special_tokens=True)
+        return [ids[: len(ids) - self.suffix] for ids in encoded]
+
+    def encode_alone(self, text: str) -> list[int]:
+        """Tokens of a text that continues a sequence."""
+        return call(self.tokenizer, [text], add_special_tokens=False)[0]
+
+    def begins_twice(self, ids: Sequence[int]) -> bool:
+        """True if the sequence begins with a doubled beginning-of-sequence."""
+        size = len(self.bos)
+        return size > 0 and tuple(ids[: 2 * size]) == self.bos * 2
+
+    def begin_once(self, ids: list[int]) -> list[int]:
+        """``ids`` without a second beginning-of-sequence."""
+        while self.begins_twice(ids):
+            ids = ids[len(self.bos) :]
+        return ids
+
+
+def make_encoder(tokenizer: Tokenizer) -> Encoder:
+    """Find out what the tokenizer puts around a text by default.
+
+    Raises:
+        ValueError: if it changes the text's own tokens as well.
+    """
+    probe = "a"
+    full = call(tokenizer, [probe], add_special_tokens=True)[0]
+    bare = call(tokenizer, [probe], add_special_tokens=False)[0]
+    for start in range(len(full) - len(bare) + 1):
+        if full[start : start + len(bare)] == bare:
+            bos = tuple(full[:start])
+            if not bos and tokenizer.bos_token_id is not None:
+                bos = (tokenizer.bos_token_id,)
+            return Encoder(tokenizer, bos, len(full) - len(bare) - start)
+    raise ValueError(f"the tokenizer reads {probe!r} as {full} with and {bare} without specials")
+
+
+def call(tokenizer: Tokenizer, texts: Sequence[str], **options: bool) -> list[list[int]]:
+    """Token ids of each text."""
+    if not texts:
+        return []
+    encoded = tokenizer(
+        list(texts),
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,  # no remark on long texts: --overlong deals with them
+        **options,
+    )
+    ids: list[list[int]] = encoded["input_ids"]
+    return ids
+
+
+def tokenize(records: Sequence[Record], encoder: Encoder, rule: TokenRule) -> list[Tokenized]:
+    """Samples of records, in order.
+
+    A sequence is ``tokenizer(prompt)``, the completion's tokens and end-of-sequence. The
+    completion's tokens are the rest of ``tokenizer(prompt + completion)`` where that begins
+    with ``tokenizer(prompt)``, so that SentencePiece adds no false space, else those of the
+    completion alone. Conversations go on in the same way, turn by turn.
+
+    Raises:
+        ValueError: at a record longer than ``max_seq_len`` if ``rule.overlong`` is ``error``.
+    """
+    texts = [text for record in records for text in _prefixes(record.spans)]
+    encoded = iter(encoder.encode_raw(texts))
+    return [
+        _tokenize_one(record, [next(encoded) for _ in record.spans], encoder, rule)
+        for record in records
+    ]
+
+
+def _prefixes(spans: Sequence[Span]) -> list[str]:
+    """The text up to the end of each span."""
+    texts, text = [], ""
+    for span in spans:
+        text += span.text
+        texts.append(text)
+    return texts
+
+
+def _tokenize_one(
+    record: Record, encoded: list[list[int]], encoder: Encoder, rule: TokenRule
+) -> Tokenized:
+    doubled = encoder.begins_twice(encoded[-1])
+    pieces = _pieces(record.spans, [encoder.begin_once(ids) for ids in encoded], encoder)
+    # A template may have ended the last answer itself; one end is enough.
+    if record.spans[-1].target and pieces[-1][-1:] != [rule.eos_id]:
+        pieces[-1] = [*pieces[-1], rule.eos_id]
+    length = sum(map(len, pieces))
+    if length > rule.max_seq_len and rule.overlong != "truncate":
+        _refuse_overlong(record, length, rule)
+        return Tokenized(None, length, doubled_bos=doubled)
+    sample = _cut(_to_sample(record.spans, pieces, rule), rule.max_seq_len)
+    learns = bool((sample.labels != IGNORE_INDEX).any())
+    truncated = length > rule.max_seq_len
+    return Tokenized(sample if learns else None, length, truncated and learns, doubled)
+
+
+def _pieces(
+    spans: Sequence[Span], prefixes: Sequence[list[int]], encoder: Encoder
+) -> list[list[int]]:
+    """Tokens of each span, from the tokens of the text up to the end of each span."""
+    pieces = [prefixes[0]]
+    for span, before, after in zip(spans[1:], prefixes[:-1], prefixes[1:], strict=True):
+        continues = after[: len(before)] == before
+        pieces.append(after[len(before) :] if continues else encoder.encode_alone(span.text))
+    return pieces
+
+
+def _refuse_overlong(record: Record, length: int, rule: TokenRule) -> None:
+    if rule.overlong == "error":
+        raise ValueError(
+            f"{record.location}: {length} tokens are more than --max_seq_len "
+            f"{rule.max_seq_len}; raise it, or choose --overlong drop or truncate"
+        )
+
+
+def _to_sample(spans: Sequence[Span], pieces: Sequence[list[int]], rule: TokenRule) -> Sample:
+    input_ids = np.array([token for piece in pieces for token in piece], dtype=np.int32)
+    target = np.repeat(
+        [span.target or rule.train_on_prompt for span in spans], [len(p) for p in pieces]
+    )
+    target[:1] = False
+    labels = np.where(target, input_ids, np.int32(IGNORE_INDEX))
+    return Sample(input_ids, labels)
+
+
+def _cut(sample: Sample, size: int) -> Sample:
+    """The first ``size`` tokens; what was cut off takes its end-of-sequence along."""
+    return Sample(sample.input_ids[:size], sample.labels[:size])

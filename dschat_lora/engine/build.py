@@ -1,0 +1,201 @@
+"""A model with some trainable parameters, as a DeepSpeed engine that always steps one way."""
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.utils import logger as deepspeed_logger
+from torch import Tensor, nn
+
+from dschat_lora.engine.distributed import device, world_size
+from dschat_lora.engine.ds_config import engine_config, loss_scaling
+
+deepspeed_logger.setLevel(logging.ERROR)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def resolve_dtype(name: str) -> str:
+    """``auto`` as what this machine computes best: bf16, fp16 on older GPUs, fp32 on CPU."""
+    if name != "auto":
+        return name
+    if not torch.cuda.is_available():
+        return "fp32"
+    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What one optimizer step did."""
+
+    grad_norm: float  # L2 norm of the whole gradient before clipping; inf or nan if skipped
+    skipped: bool  # the gradient was not finite, and no weight changed
+    loss_scale: float  # the factor the loss was multiplied by; 1 unless the type is fp16
+
+
+class TrainEngine:
+    """Forward, backward and step over DeepSpeed, alike at every ZeRO stage.
+
+    The caller says which micro-batch ends the step, so that a short last window of an epoch
+    is a step like any other. Gradients are sums over ranks of what ``backward`` was given,
+    divided by nothing.
+
+    Where every trained tensor is fp32 (adapters on a frozen 16-bit base) DeepSpeed runs its
+    fp32 path, and fp16's loss scale is attached here: stages 0 to 3 then agree to the last
+    digit. Where 16-bit weights train, DeepSpeed keeps their fp32 masters, at stage 1 or above:
+    its stage 0 wraps torch's AdamW in an optimizer with another trajectory.
+    """
+
+    def __init__(
+        self, model: nn.Module, groups: list[dict[str, Any]], settings: "EngineSettings"
+    ) -> None:
+        self.settings = settings
+        self.device = device()
+        self._parameters = [p for group in groups for p in group["params"]]
+        native = settings.native_dtype(self._parameters)
+        self.zero_stage = max(settings.zero_stage, 1) if native else settings.zero_stage
+        optimizer = torch.optim.AdamW(
+            groups, betas=settings.betas, eps=settings.epsilon, fused=True
+        )
+        self._peak_rates = [float(group["lr"]) for group in optimizer.param_groups]
+        self.group_names = [group.get("name", "") for group in optimizer.param_groups]
+        self._engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=optimizer,
+            config=settings.deepspeed(self.zero_stage, native),
+            dist_init_required=False,
+        )
+        self._scaler = self._attach_scaler() if native is None else None
+
+    @property
+    def module(self) -> nn.Module:
+        """The model, whose parameters may be sharded."""
+        module: nn.Module = self._engine.module
+        return module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward."""
+        return self._engine(*args, **kwargs)
+
+    def train(self) -> None:
+        """Training mode."""
+        self._engine.train()
+
+    def eval(self) -> None:
+        """Evaluation mode."""
+        self._engine.eval()
+
+    def set_rates(self, factor: float) -> dict[str, float]:
+        """Set every group to ``factor`` times its peak rate; returns the rates by group name."""
+        groups = self._engine.optimizer.param_groups
+        for group, peak in zip(groups, self._peak_rates, strict=True):
+            group["lr"] = peak * factor
+        return {n: g["lr"] for n, g in zip(self.group_names, groups, strict=True)}
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Add the gradient of ``loss`` summed over ranks; ``last`` ends the step's window."""
+        self._engine.set_gradient_accumulation_boundary(last)
+        # DeepSpeed averages over ranks; losses here are sums.
+        loss = loss * world_size()
+        if self._scaler is not None and self.zero_stage == 0:
+            loss = loss * self._scaler.cur_scale
+        self._engine.backward(loss, scale_wrt_gas=False)
+
+    def step(self) -> StepOutcome:
+        """Clip and update, or skip if the gradient is not finite; call on every rank."""
+        return self._plain_step() if self.zero_stage == 0 else self._zero_step()
+
+    def _plain_step(self) -> StepOutcome:
+        scale = float(self._scaler.cur_scale) if self._scaler is not None else 1.0
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        norm = float(torch.nn.utils.get_total_norm(gradients)) / scale
+        skipped = not torch.isfinite(torch.tensor(norm)).item()
+        if self._scaler is not None:
+            self._scaler.update_scale(skipped)
+        if skipped:
+            self._engine.zero_grad()
+            return StepOutcome(norm, skipped, scale)
+        limit = self.settings.max_grad_norm
+        # DeepSpeed's own formula, so that clipped runs agree over the stages.
+        excess = max(1.0, (norm + 1e-6) / limit) if limit > 0 else 1.0
+        if excess * scale != 1.0:
+            torch._foreach_mul_(gradients, 1.0 / (excess * scale))
+        self._engine.step()
+        return StepOutcome(norm, skipped, scale)
+
+    def _zero_step(self) -> StepOutcome:
+        optimizer = self._engine.optimizer
+        scale = float(optimizer.loss_scale)
+        self._engine.step()
+        norm = float(self._engine.get_global_grad_norm())
+        if self.zero_stage == 3:
+            _forget_gradients(optimizer)
+        return StepOutcome(norm, bool(optimizer.overflow), scale)
+
+    def _attach_scaler(self) -> Any:
+        """A dynamic loss scale for fp16 compute with fp32 trained tensors, else None."""
+        if self.settings.dtype != "fp16":
+            return None
+        options = loss_scaling(self.settings.deepspeed_json)
+        if options["loss_scale"]:
+            scaler = LossScaler(float(options["loss_scale"]))
+        else:
+            scaler = DynamicLossScaler(
+                init_scale=2.0 ** options["initial_scale_power"],
+                scale_window=options["loss_scale_window"],
+                min_scale=options["min_loss_scale"],
+                delayed_shift=options["hysteresis"],
+                consecutive_hysteresis=False,
+            )
+        if self.zero_stage > 0:
+            self._engine.optimizer.loss_scaler = scaler
+            self._engine.optimizer.dynamic_loss_scale = scaler.dynamic
+        return scaler
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How an engine is built, resolved from options and the DeepSpeed JSON."""
+
+    dtype: str  # compute type: fp32, bf16 or fp16
+    zero_stage: int
+    offload: bool
+    micro_batch_size: int
+    accumulation_steps: int
+    max_grad_norm: float
+    betas: tuple[float, float]
+    epsilon: float
+    deepspeed_json: Mapping[str, Any]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Compute type of the weights."""
+        return DTYPES[self.dtype]
+
+    def native_dtype(self, trained: Iterable[nn.Parameter]) -> str | None:
+        """The 16-bit type whose fp32 masters DeepSpeed has to keep; None if all is fp32."""
+        return None if all(p.dtype == torch.float32 for p in trained) else self.dtype
+
+    def deepspeed(self, zero_stage: int, native_dtype: str | None) -> dict[str, Any]:
+        """The DeepSpeed configuration."""
+        return engine_config(
+            self.deepspeed_json,
+            zero_stage=zero_stage,
+            offload=self.offload,
+            micro_batch_size=self.micro_batch_size,
+            accumulation_steps=self.accumulation_steps,
+            max_grad_norm=self.max_grad_norm,
+            native_dtype=native_dtype,
+        )
+
+
+def _forget_gradients(optimizer: Any) -> None:
+    """Clear ZeRO 3's gradient shards after a step.
+
+    deepspeed 0.19 copies into them only in a window's first backward and adds in later ones: a
+    parameter unused in the first would otherwise meet the previous window's gradient.
+    """
+    optimizer.grad_partitions_flat_buffer.zero_()

@@ -1,0 +1,146 @@
+"""Joining the process group, and the few collectives the package needs."""
+
+import json
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import deepspeed
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Other ranks wait for rank 0 to tokenise the data or load the model.
+TIMEOUT = timedelta(hours=2)
+PORT_WAIT_SECONDS = 60.0
+
+
+def init_distributed() -> None:
+    """Join the process group of the launcher, or form one of a single process without it.
+
+    A single node whose MASTER_PORT is taken moves to a free port.
+
+    Raises:
+        ValueError: where the port is taken and several nodes would have to agree on another.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1"))
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    _settle_port()
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_rank())
+    deepspeed.init_distributed(timeout=TIMEOUT, verbose=False)
+
+
+def shutdown() -> None:
+    """Leave the process group, so that the interpreter ends without complaint."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def rank() -> int:
+    """This process among all, from 0."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def local_rank() -> int:
+    """This process among those of its node, from 0."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def world_size() -> int:
+    """Number of processes."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def device() -> torch.device:
+    """Where this process computes."""
+    return torch.device("cuda", local_rank()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def sum_over_ranks(values: list[float]) -> list[float]:
+    """Each number summed over all processes, in fp64; call on every rank."""
+    total = torch.tensor(values, dtype=torch.float64, device=device())
+    dist.all_reduce(total)
+    return [float(value) for value in total.tolist()]
+
+
+def max_over_ranks(value: float) -> float:
+    """The largest of the processes' numbers; call on every rank."""
+    largest = torch.tensor(value, dtype=torch.float64, device=device())
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return float(largest)
+
+
+def broadcast_(tensor: Tensor) -> Tensor:
+    """Overwrite ``tensor`` with rank 0's; call on every rank."""
+    dist.broadcast(tensor, 0)
+    return tensor
+
+
+@contextmanager
+def local_first() -> Iterator[None]:
+    """Run the block on each node's first process, then on the others."""
+    if local_rank() != 0:
+        dist.barrier()
+    yield
+    if local_rank() == 0:
+        dist.barrier()
+
+
+def _settle_port() -> None:
+    wanted = os.environ.get("MASTER_PORT")
+    if int(os.environ["WORLD_SIZE"]) == 1:
+        os.environ["MASTER_PORT"] = str(_usable_port(wanted))
+    elif os.environ["WORLD_SIZE"] == os.environ["LOCAL_WORLD_SIZE"]:
+        os.environ["MASTER_PORT"] = str(_agreed_port(wanted))
+    elif os.environ["RANK"] == "0" and not _is_free(int(wanted or 29500)):
+        raise ValueError(
+            f"port {wanted} of {os.environ['MASTER_ADDR']} is in use, probably by another run; "
+            "choose one with: deepspeed --master_port PORT ..."
+        )
+
+
+def _agreed_port(wanted: str | None) -> int:
+    """The port rank 0 chose, passed on through a file that only siblings know."""
+    parent = psutil.Process(os.getppid())
+    note = Path(tempfile.gettempdir()) / f"dschat_lora-{parent.pid}-{parent.create_time():.2f}.json"
+    if os.environ["RANK"] == "0":
+        port = _usable_port(wanted)
+        staged = note.with_suffix(f".{os.getpid()}")
+        with os.fdopen(os.open(staged, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+            json.dump(port, file)
+        staged.replace(note)
+        return port
+    deadline = time.monotonic() + PORT_WAIT_SECONDS
+    while not (note.is_file() and note.stat().st_uid == os.getuid()):
+        if time.monotonic() > deadline:
+            raise ValueError(f"the first process chose no port within {PORT_WAIT_SECONDS:g} s")
+        time.sleep(0.02)
+    return int(json.loads(note.read_text(encoding="utf-8")))
+
+
+def _usable_port(wanted: str | None) -> int:
+    if wanted is not None and _is_free(int(wanted)):
+        return int(wanted)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,221 @@
+"""The DeepSpeed JSON: what the file may say, what the command line owns, what results.
+
+Imports nothing but the standard library, so that a contradiction is reported at once.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dschat_lora.config import BatchConfig, ModelConfig, OptimConfig, ParallelConfig
+
+AUTO = "auto"
+# JSON field -> the option that sets the same thing.
+_SHARED = {
+    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "max_grad_norm",
+    "zero_optimization.stage": "zero_stage",
+}
+_LOSS_SCALING = {
+    "loss_scale": 0,
+    "initial_scale_power": 16,
+    "loss_scale_window": 1000,
+    "hysteresis": 2,
+    "min_loss_scale": 1,
+}
+
+
+def read_deepspeed_json(path: str | None) -> dict[str, Any]:
+    """The JSON object in ``path``; empty without one.
+
+    Raises:
+        ValueError: if the file cannot be read or is no JSON object.
+    """
+    if path is None:
+        return {}
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--deepspeed_config {path} cannot be read: {error}") from error
+    if not isinstance(content, dict) or not isinstance(content.get("zero_optimization", {}), dict):
+        raise ValueError(f"--deepspeed_config {path} must hold a JSON object of DeepSpeed's options")
+    return content
+
+
+def reconcile(
+    model: ModelConfig,
+    batch: BatchConfig,
+    optim: OptimConfig,
+    parallel: ParallelConfig,
+    *,
+    given: frozenset[str],
+    world_size: int,
+) -> tuple[ModelConfig, BatchConfig, OptimConfig, ParallelConfig]:
+    """The options with what ``--deepspeed_config`` says filled in where no option was given.
+
+    Args:
+        model, batch, optim, parallel: as parsed.
+        given: names of the options the user set.
+        world_size: number of processes, for ``train_batch_size``.
+
+    Raises:
+        ValueError: where the file and an option disagree; the message names both.
+    """
+    path = parallel.deepspeed_config
+    content = read_deepspeed_json(path)
+    values: dict[str, Any] = {
+        "per_device_train_batch_size": batch.per_device_train_batch_size,
+        "gradient_accumulation_steps": batch.gradient_accumulation_steps,
+        "max_grad_norm": optim.max_grad_norm,
+        "zero_stage": parallel.zero_stage,
+        "dtype": model.dtype,
+        "offload": parallel.offload,
+    }
+    for field, name in _SHARED.items():
+        said = _lookup(content, field)
+        if said not in (None, AUTO):
+            values[name] = _agreed(path, field, said, name, values[name], given)
+    for section, dtype in (("bf16", "bf16"), ("fp16", "fp16")):
+        if _lookup(content, f"{section}.enabled") is True:
+            values["dtype"] = _agreed(
+                path, f"{section}.enabled", dtype, "dtype", values["dtype"], given
+            )
+    if "offload_optimizer" in content.get("zero_optimization", {}):
+        values["offload"] = _agreed(
+            path, "zero_optimization.offload_optimizer", True, "offload", values["offload"], given
+        )
+    _refuse_foreign_optimizer(path, content)
+    resolved = (
+        replace(model, dtype=values["dtype"]),
+        replace(
+            batch,
+            per_device_train_batch_size=values["per_device_train_batch_size"],
+            gradient_accumulation_steps=values["gradient_accumulation_steps"],
+        ),
+        replace(optim, max_grad_norm=values["max_grad_norm"]),
+        replace(parallel, zero_stage=values["zero_stage"] or 0, offload=values["offload"]),
+    )
+    _check_total_batch(path, content, resolved[1], world_size)
+    if values["offload"] and not values["zero_stage"]:
+        raise ValueError("--offload needs --zero_stage 1, 2 or 3: ZeRO 0 shards nothing to offload")
+    return resolved
+
+
+def engine_config(
+    content: Mapping[str, Any],
+    *,
+    zero_stage: int,
+    offload: bool,
+    micro_batch_size: int,
+    accumulation_steps: int,
+    max_grad_norm: float,
+    native_dtype: str | None,
+) -> dict[str, Any]:
+    """The complete DeepSpeed configuration of one engine, no field left to a default that bites.
+
+    Args:
+        content: what ``--deepspeed_config`` holds; the other arguments win over it.
+        zero_stage: 0 to 3.
+        offload: optimizer state (and weights at stage 3) in host memory.
+        micro_batch_size: rows per device and micro-batch.
+        accumulation_steps: micro-batches per optimizer step.
+        max_grad_norm: clipping norm, 0 for none. DeepSpeed's own default is 1.
+        native_dtype: ``"bf16"`` or ``"fp16"`` where DeepSpeed is to keep the fp32 masters of
+            16-bit trained weights, None where every trained tensor is fp32 already.
+    """
+    zero = default_zero(zero_stage, offload) | _without_auto(content.get("zero_optimization", {}))
+    scaling = _LOSS_SCALING | _without_auto(content.get("fp16", {}))
+    rest = {
+        key: value
+        for key, value in _without_auto(content).items()
+        if key not in ("optimizer", "scheduler", "train_batch_size", "fp16", "bf16")
+    }
+    return rest | {
+        "train_micro_batch_size_per_gpu": micro_batch_size,
+        "gradient_accumulation_steps": accumulation_steps,
+        "gradient_clipping": max_grad_norm if zero_stage > 0 else 0.0,
+        "zero_optimization": zero | {"stage": zero_stage},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": native_dtype == "bf16"}
+        | ({"check_grad_overflow": True} if native_dtype == "bf16" else {}),
+        "fp16": scaling | {"enabled": native_dtype == "fp16"},
+        "steps_per_print": 2**31,
+    }
+
+
+def loss_scaling(content: Mapping[str, Any]) -> dict[str, int]:
+    """Settings of the fp16 loss scale: the JSON's ``fp16`` section over our defaults."""
+    section = _without_auto(content.get("fp16", {}))
+    return {key: section.get(key, value) for key, value in _LOSS_SCALING.items()}
+
+
+def default_zero(stage: int, offload: bool) -> dict[str, Any]:
+    """The ``zero_optimization`` section used where no JSON is given."""
+    section: dict[str, Any] = {"stage": stage}
+    if stage >= 1:
+        section |= {"overlap_comm": False, "contiguous_gradients": True, "reduce_scatter": True}
+    if stage == 3:
+        section |= {
+            "stage3_param_persistence_threshold": 10_000,
+            "stage3_max_live_parameters": 30_000_000,
+            "stage3_prefetch_bucket_size": 30_000_000,
+        }
+    if offload and stage >= 1:
+        section["offload_optimizer"] = {"device": "cpu"}
+        if stage == 3:
+            section["offload_param"] = {"device": "cpu"}
+    return section
+
+
+def _lookup(content: Mapping[str, Any], dotted: str) -> Any:
+    value: Any = content
+    for part in dotted.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _agreed(
+    path: str | None, field: str, said: Any, name: str, value: Any, given: frozenset[str]
+) -> Any:
+    if name in given and value != said:
+        raise ValueError(
+            f"--deepspeed_config {path} sets {field} to {said!r}, but --{name} is {value!r}; "
+            f'drop one of them, or write "{AUTO}" in the file'
+        )
+    return said
+
+
+def _refuse_foreign_optimizer(path: str | None, content: Mapping[str, Any]) -> None:
+    for section in ("optimizer", "scheduler"):
+        parameters = content.get(section, {}).get("params", {})
+        fixed = sorted(key for key, value in parameters.items() if value != AUTO)
+        if fixed:
+            raise ValueError(
+                f"--deepspeed_config {path} sets {section}.params {fixed}, which the command line "
+                f'owns (--learning_rate, --lr_scheduler_type, ...); remove "{section}" there'
+            )
+
+
+def _check_total_batch(
+    path: str | None, content: Mapping[str, Any], batch: BatchConfig, world_size: int
+) -> None:
+    said = content.get("train_batch_size", AUTO)
+    micro, steps = batch.per_device_train_batch_size, batch.gradient_accumulation_steps
+    if said not in (AUTO, micro * steps * world_size):
+        raise ValueError(
+            f"--deepspeed_config {path} sets train_batch_size to {said}, but "
+            f"--per_device_train_batch_size {micro} x --gradient_accumulation_steps {steps} x "
+            f"{world_size} processes is {micro * steps * world_size}"
+        )
+
+
+def _without_auto(section: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_auto(value) if isinstance(value, Mapping) else value
+        for key, value in section.items()
+        if value != AUTO
+    }

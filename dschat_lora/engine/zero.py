@@ -1,0 +1,69 @@
+"""Whole tensors out of ZeRO 3's shards, and shards out of a model that rank 0 holds."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import deepspeed
+import torch
+from torch import Tensor, nn
+
+from dschat_lora.engine.distributed import broadcast_, device, rank
+
+
+@torch.no_grad()
+def gather_to_cpu(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Full copies on rank 0's CPU in the parameters' own types, whatever the ZeRO stage.
+
+    One parameter is whole at a time. Call on every rank; the others get an empty dict.
+    """
+    full = {}
+    for name, parameter in parameters.items():
+        with gathered([parameter]):
+            if rank() == 0:
+                full[name] = parameter.detach().cpu().clone()
+    return full
+
+
+@contextmanager
+def gathered(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Inside the block sharded parameters are whole, to be read only; call on every rank."""
+    sharded = [p for p in parameters if hasattr(p, "ds_id")]
+    with deepspeed.zero.GatheredParameters(sharded, enabled=bool(sharded)):
+        yield
+
+
+@torch.no_grad()
+def shard_from_rank_zero(model: nn.Module, ds_config: Mapping[str, Any]) -> None:
+    """Split the parameters of ``model`` over all ranks, one module at a time, for ZeRO 3.
+
+    Rank 0 holds real values; the other ranks may hold a model on the meta device, so that no
+    other process ever needs memory for the whole of it. Buffers, never sharded, are copied.
+    Call on every rank.
+    """
+    replaced: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None or hasattr(parameter, "ds_id"):
+                continue
+            if parameter.is_meta:
+                key = id(parameter)
+                if key not in replaced:
+                    empty = torch.empty_like(parameter, device=device())
+                    replaced[key] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                module._parameters[name] = replaced[key]
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None:
+                real = torch.empty_like(buffer, device=device()) if buffer.is_meta else buffer
+                module._buffers[name] = broadcast_(real.to(device()))
+        deepspeed.zero.Init(module=_only_own(module), config_dict_or_path=dict(ds_config))
+
+
+class _Own(nn.Module):
+    """The direct parameters of a module, without its children."""
+
+
+def _only_own(module: nn.Module) -> nn.Module:
+    own = _Own()
+    own._parameters = {k: p for k, p in module._parameters.items() if p is not None}
+    return own

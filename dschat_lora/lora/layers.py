@@ -1,0 +1,243 @@
+"""Layers with a trainable part beside frozen base weights (LoRA, arXiv:2106.09685).
+
+Every layer adopts the base's parameters under the base's names, so the names in the state
+dict stay those of the pretrained model. Only the parameters named ``lora_*``,
+``trained_bias`` or ``trained.*`` learn, and they are always float32. With ``enabled`` False a
+layer is its base, bit for bit.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether ``module`` is GPT-2's transposed linear layer of transformers: weight (in, out)."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def conv1d(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """``x W + b`` of x (..., in) and W (in, out), in the one rounding that Conv1D makes."""
+    flat = torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight)
+    return flat.view(*x.shape[:-1], weight.shape[1])
+
+
+def full_shape(parameter: Tensor) -> torch.Size:
+    """The parameter's shape, also where ZeRO 3 holds only a flat shard of it here."""
+    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+
+
+class LoraLinear(nn.Module):
+    """``x -> x W^T + b + scaling * dropout(x) A^T B^T`` with W frozen.
+
+    Both factors are zero until :func:`dschat_lora.lora.model.init_adapter_` draws them. They
+    take part in the input's dtype.
+
+    Attributes:
+        weight: (out, in) of the base. bias: (out,) of the base, or None.
+        lora_A: (r, in) float32. lora_B: (out, r) float32.
+        trained_bias: (out,) float32 in place of ``bias``, or None.
+        scaling: factor of the update. enabled: False gives the base.
+    """
+
+    def __init__(self, base: nn.Linear, *, r: int, scaling: float, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.r, self.scaling, self.dropout, self.enabled = r, scaling, dropout, True
+        self.weight, self.bias = base.weight, base.bias
+        self.register_parameter("trained_bias", None)
+        self.lora_A = _zeros(r, self.in_features, device=base.weight.device)
+        self.lora_B = _zeros(self.out_features, r, device=base.weight.device)
+        self.train(base.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in) -> (..., out), in the dtype of ``x``."""
+        base = F.linear(x, self.weight, _active_bias(self))
+        if not self.enabled:
+            return base
+        a, b = self.lora_A.to(x.dtype), self.lora_B.to(x.dtype)
+        x = F.dropout(x, self.dropout, self.training)
+        return base + self.scaling * F.linear(F.linear(x, a), b)
+
+    def delta(self, lora_A: Tensor, lora_B: Tensor) -> Tensor:  # noqa: N803
+        """The update these factors make to ``weight``, (out, in) float32."""
+        return self.scaling * (lora_B.float() @ lora_A.float())
+
+    def extra_repr(self) -> str:
+        """Shape and adapter settings, for ``print(model)``."""
+        return _lora_repr(self)
+
+
+class LoraConv1D(nn.Module):
+    """``x -> x W + b + scaling * dropout(x) A^T B^T`` with W (in, out) frozen (GPT-2's layout).
+
+    Attributes as in :class:`LoraLinear`, with ``weight`` (in, out).
+    """
+
+    def __init__(self, base: nn.Module, *, r: int, scaling: float, dropout: float = 0.0) -> None:
+        super().__init__()
+        weight, bias = base.get_parameter("weight"), base.get_parameter("bias")
+        self.in_features, self.out_features = full_shape(weight)
+        self.r, self.scaling, self.dropout, self.enabled = r, scaling, dropout, True
+        self.weight, self.bias = weight, bias
+        self.register_parameter("trained_bias", None)
+        self.lora_A = _zeros(r, self.in_features, device=weight.device)
+        self.lora_B = _zeros(self.out_features, r, device=weight.device)
+        self.train(base.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in) -> (..., out), in the dtype of ``x``."""
+        base = conv1d(x, self.weight, _active_bias(self))
+        if not self.enabled:
+            return base
+        a, b = self.lora_A.to(x.dtype), self.lora_B.to(x.dtype)
+        x = F.dropout(x, self.dropout, self.training)
+        return base + self.scaling * F.linear(F.linear(x, a), b)
+
+    def delta(self, lora_A: Tensor, lora_B: Tensor) -> Tensor:  # noqa: N803
+        """The update these factors make to ``weight``, (in, out) float32."""
+        return self.scaling * (lora_B.float() @ lora_A.float()).T
+
+    def extra_repr(self) -> str:
+        """Shape and adapter settings, for ``print(model)``."""
+        return _lora_repr(self)
+
+
+class LoraEmbedding(nn.Module):
+    """``i -> W[i] + scaling * B A[:, i]`` with W frozen; there is no dropout on token ids.
+
+    Attributes:
+        weight: (num_embeddings, dim) of the base.
+        lora_embedding_A: (r, num_embeddings) float32. lora_embedding_B: (dim, r) float32.
+        in_features: num_embeddings. out_features: dim.
+    """
+
+    def __init__(self, base: nn.Embedding, *, r: int, scaling: float) -> None:
+        super().__init__()
+        if base.max_norm is not None:
+            raise ValueError("an embedding with max_norm rescales its weights and cannot be frozen")
+        self.in_features, self.out_features = base.num_embeddings, base.embedding_dim
+        self.padding_idx = base.padding_idx
+        self.r, self.scaling, self.dropout, self.enabled = r, scaling, 0.0, True
+        self.weight = base.weight
+        self.lora_embedding_A = _zeros(r, self.in_features, device=base.weight.device)
+        self.lora_embedding_B = _zeros(self.out_features, r, device=base.weight.device)
+        self.train(base.training)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """(...) int64 -> (..., dim), in the dtype of ``weight``."""
+        base = F.embedding(ids, self.weight, self.padding_idx)
+        if not self.enabled:
+            return base
+        rows = F.embedding(ids, self.lora_embedding_A.T, self.padding_idx)
+        update = self.scaling * F.linear(rows, self.lora_embedding_B)
+        return base + update.to(base.dtype)
+
+    def delta(self, lora_A: Tensor, lora_B: Tensor) -> Tensor:  # noqa: N803
+        """The update these factors make to ``weight``, (num_embeddings, dim) float32."""
+        return self.scaling * (lora_B.float() @ lora_A.float()).T
+
+    def extra_repr(self) -> str:
+        """Shape and adapter settings, for ``print(model)``."""
+        return _lora_repr(self)
+
+
+class TrainedBias(nn.Module):
+    """A frozen linear layer or layer norm whose bias alone trains, as a float32 copy.
+
+    Attributes:
+        weight, bias: of the base, frozen. trained_bias: float32, in place of ``bias``.
+    """
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.function = _biased_function(base)
+        self.kind, self.enabled = type(base).__name__, True
+        self.register_parameter("weight", base._parameters["weight"])
+        self.bias = base.get_parameter("bias")
+        self.trained_bias = float32_copy(self.bias)
+        self.train(base.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What the base computes, with the trained bias."""
+        return self.function(x, self.weight, _active_bias(self))
+
+    def extra_repr(self) -> str:
+        """Which layer the bias belongs to, for ``print(model)``."""
+        return f"{self.kind}, features={full_shape(self.bias)[0]}"
+
+
+class TrainedModule(nn.Module):
+    """A module trained in full, as a float32 copy beside the frozen original.
+
+    The copy is independent also where the original's weight is tied to another module's, so
+    training an output head never moves the embedding.
+
+    Attributes:
+        base: the original. trained: its copy, which computes in float32.
+    """
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base, self.enabled = base, True
+        self.trained = copy.deepcopy(base).float().requires_grad_(True)
+        self.train(base.training)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """What the original returns, in its dtype, computed with the trained weights."""
+        if not self.enabled:
+            output: Tensor = self.base(*args, **kwargs)
+            return output
+        args = tuple(_to_float32(value) for value in args)
+        kwargs = {name: _to_float32(value) for name, value in kwargs.items()}
+        output = self.trained(*args, **kwargs)
+        return output.to(next(self.base.parameters()).dtype)
+
+
+LoraLayer = LoraLinear | LoraConv1D | LoraEmbedding
+AdapterLayer = LoraLayer | TrainedBias | TrainedModule
+
+
+def float32_copy(parameter: Tensor) -> nn.Parameter:
+    """A trainable float32 copy, on the same device."""
+    return nn.Parameter(parameter.detach().to(torch.float32, copy=True))
+
+
+def _zeros(*shape: int, device: torch.device) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=device))
+
+
+def _active_bias(layer: Any) -> Any:
+    if layer.enabled and layer.trained_bias is not None:
+        return layer.trained_bias.to(layer.weight.dtype)
+    return layer.bias
+
+
+def _biased_function(base: nn.Module) -> Callable[[Tensor, Any, Any], Tensor]:
+    if isinstance(base, nn.Linear):
+        return F.linear
+    if is_conv1d(base):
+        return conv1d
+    if isinstance(base, nn.LayerNorm):
+        shape, eps = base.normalized_shape, base.eps
+        return lambda x, weight, bias: F.layer_norm(x, shape, weight, bias, eps)
+    raise ValueError(
+        f"--train_bias all cannot train the bias of a {type(base).__name__}; "
+        "use lora_only, or name the module in --modules_to_save"
+    )
+
+
+def _to_float32(value: Any) -> Any:
+    is_float = isinstance(value, Tensor) and value.is_floating_point()
+    return value.float() if is_float else value
+
+
+def _lora_repr(layer: Any) -> str:
+    return (
+        f"in_features={layer.in_features}, out_features={layer.out_features}, r={layer.r}, "
+        f"scaling={layer.scaling:g}, dropout={layer.dropout:g}"
+    )

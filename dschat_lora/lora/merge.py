@@ -1,0 +1,158 @@
+"""One set of weights from a base and its adapter, and how far it strays from the two."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from dschat_lora.lora.layers import (
+    AdapterLayer,
+    LoraEmbedding,
+    LoraLayer,
+    TrainedModule,
+    full_shape,
+)
+from dschat_lora.lora.model import adapters_disabled, base_names
+
+
+@dataclass(frozen=True)
+class MergeReport:
+    """How far merged weights move the model, measured on a probe batch.
+
+    Attributes:
+        max_abs_logit: largest difference of a logit.
+        kl_nats_per_token: mean over tokens of KL(unmerged || merged).
+    """
+
+    max_abs_logit: float
+    kl_nats_per_token: float
+
+
+@torch.no_grad()
+def merged_state_dict(
+    model: nn.Module, tensors: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """The pretrained model's state dict with the adapter added; ``model`` stays as it is.
+
+    ``W + scaling * B A`` is computed in float32 and cast once to the type of W.
+
+    Args:
+        model: with adapters.
+        tensors: whole values by the names of ``model.state_dict()``, where ZeRO 3 holds the
+            model's own in shards; one name of a tied weight is enough, and what is absent is
+            taken from the model.
+
+    Returns:
+        Tensors under the pretrained names. Adapted ones are new; the others are the given
+        ones, detached. Where a tied weight is adapted under one name only, the names hold
+        different values (see :func:`untied_by_merge`).
+
+    Raises:
+        ValueError: if a weight is sharded and ``tensors`` lacks it.
+    """
+    values = _whole_values(model, tensors or {})
+    merged = {}
+    for original, name in base_names(model).items():
+        weight = values[name].detach()
+        owner, layer = _adapter_of(model, original)
+        part = original.removeprefix(f"{owner}.")
+        if isinstance(layer, TrainedModule):
+            weight = values[f"{owner}.trained.{part}"].detach().to(weight.dtype, copy=True)
+        elif part == "bias" and f"{owner}.trained_bias" in values:
+            weight = values[f"{owner}.trained_bias"].detach().to(weight.dtype, copy=True)
+        elif part == "weight" and isinstance(layer, LoraLayer):
+            kind = "lora_embedding" if isinstance(layer, LoraEmbedding) else "lora"
+            delta = layer.delta(values[f"{owner}.{kind}_A"], values[f"{owner}.{kind}_B"])
+            weight = (weight.float() + delta).to(weight.dtype)
+        merged[original] = weight
+    return merged
+
+
+def untied_by_merge(model: nn.Module) -> list[str]:
+    """Pretrained names of tied weights that merging sets apart, such as an adapted head.
+
+    Where there are any, the merged model's config must say ``tie_word_embeddings: false``.
+    """
+    state = model.state_dict(keep_vars=True)
+    groups: dict[int, list[str]] = {}
+    for original, name in base_names(model).items():
+        groups.setdefault(id(state[name]), []).append(original)
+    return [
+        name
+        for group in groups.values()
+        if len(group) > 1 and any(_has_own_weight(model, name) for name in group)
+        for name in group
+    ]
+
+
+def call_merged(model: nn.Module, merged: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+    """What ``model`` returns with ``merged`` (:func:`merged_state_dict`) as its weights."""
+    weights = {name: merged[original] for original, name in base_names(model).items()}
+    with adapters_disabled(model):
+        return functional_call(model, weights, args, kwargs, tie_weights=False)
+
+
+def merge_deviation(logits_before: Tensor, logits_after: Tensor, mask: Tensor) -> MergeReport:
+    """How far ``logits_after`` are from ``logits_before`` where the mask is True.
+
+    Args:
+        logits_before: (B, T, V) of base and adapter.
+        logits_after: (B, T, V) of the merged weights.
+        mask: (B, T) bool, True on real tokens.
+
+    Raises:
+        ValueError: if the shapes differ or the mask is False everywhere.
+    """
+    if logits_before.shape != logits_after.shape or mask.shape != logits_before.shape[:-1]:
+        raise ValueError(
+            f"merge_deviation: logits {tuple(logits_before.shape)} and "
+            f"{tuple(logits_after.shape)} with mask {tuple(mask.shape)}"
+        )
+    if not mask.any():
+        raise ValueError("merge_deviation: the probe batch has no token")
+    # float64: the divergence is a difference of nearly equal numbers.
+    before, after = logits_before[mask].double(), logits_after[mask].double()
+    p, q = before.log_softmax(-1), after.log_softmax(-1)
+    kl = (p.exp() * (p - q)).sum(-1).mean()
+    return MergeReport((before - after).abs().max().item(), kl.item())
+
+
+def check_merge(report: MergeReport, *, max_kl: float) -> None:
+    """Refuse a merge that moves the model too far.
+
+    Raises:
+        ValueError: if the divergence is above ``max_kl`` nats per token, or not a number.
+    """
+    if not report.kl_nats_per_token <= max_kl:
+        raise ValueError(
+            f"the merged weights move the distribution by {report.kl_nats_per_token:.3g} nats per "
+            f"token (largest logit difference {report.max_abs_logit:.3g}), more than "
+            f"--merge_max_kl {max_kl:g}; use the adapter unmerged, or merge into an fp32 base"
+        )
+
+
+def _whole_values(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    state = model.state_dict(keep_vars=True)
+    given = {id(state[name]): tensor for name, tensor in tensors.items()}
+    values = {name: given.get(id(own), own) for name, own in state.items()}
+    for name, own in state.items():
+        if values[name].shape != full_shape(own):
+            raise ValueError(f"{name} must be given whole, {tuple(full_shape(own))}, to merge")
+    return values
+
+
+def _adapter_of(model: nn.Module, name: str) -> tuple[str, nn.Module | None]:
+    """The adapter layer that the pretrained tensor ``name`` lies in, with its path."""
+    module, path = model, ""
+    for part in name.split(".")[:-1]:
+        module, path = module.get_submodule(part), f"{path}.{part}".lstrip(".")
+        if isinstance(module, AdapterLayer):
+            return path, module
+    return path, None
+
+
+def _has_own_weight(model: nn.Module, name: str) -> bool:
+    return isinstance(_adapter_of(model, name)[1], LoraLayer | TrainedModule)

@@ -1,0 +1,236 @@
+"""Put adapters into a model, find them, switch them off."""
+
+import contextlib
+import hashlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dschat_lora.config import LoraConfig
+from dschat_lora.lora.layers import (
+    AdapterLayer,
+    LoraConv1D,
+    LoraEmbedding,
+    LoraLayer,
+    LoraLinear,
+    TrainedBias,
+    TrainedModule,
+    float32_copy,
+)
+from dschat_lora.lora.targets import (
+    choose_saved,
+    choose_targets,
+    is_inside,
+    minimal_endings,
+    minimal_saved_endings,
+)
+
+
+@dataclass(frozen=True)
+class AdapterLayout:
+    """Where an adapter sits in its model, in the words of PEFT's ``adapter_config.json``."""
+
+    target_modules: list[str] | str
+    modules_to_save: list[str]
+    fan_in_fan_out: bool
+
+
+def apply_lora(model: nn.Module, config: LoraConfig, *, seed: int) -> list[str]:
+    """Replace the chosen modules of ``model`` by adapted ones, in place.
+
+    The base is frozen unless ``--no-only_optimize_lora``. Biases (``--train_bias``) and whole
+    modules (``--modules_to_save``) train as float32 copies, so no base value ever changes.
+    Parameters on the meta device give adapters on the meta device, left undrawn.
+
+    Args:
+        model: whose parameters are whole (before ZeRO 3 shards them) or on the meta device.
+        config: what to adapt; ``lora_dim`` 0 leaves the model as it is.
+        seed: of the initial values, see :func:`init_lora_`.
+
+    Returns:
+        Names of the modules with LoRA factors, in model order.
+
+    Raises:
+        ValueError: if a choice matches nothing, or the model already has adapters.
+    """
+    if config.lora_dim == 0:
+        return []
+    if adapter_layers(model):
+        raise ValueError("the model already has adapters; merge them before adding others")
+    targets = choose_targets(model, config)
+    saved = choose_saved(model, config.modules_to_save)
+    if config.only_optimize_lora:
+        model.requires_grad_(False)
+    for name in targets:
+        _replace(model, name, _lora_layer(model.get_submodule(name), config))
+    for name in saved:
+        _replace(model, name, TrainedModule(model.get_submodule(name)))
+    if config.train_bias != "none":
+        _train_biases(model, targets if config.train_bias == "lora_only" else None, saved)
+    _freeze_replaced(model)
+    init_adapter_(model, seed=seed)
+    return targets
+
+
+def lora_scaling(config: LoraConfig) -> float:
+    """``alpha / r``, or ``alpha / sqrt(r)`` with rsLoRA (arXiv:2312.03732)."""
+    r = config.lora_dim
+    return config.lora_alpha / (math.sqrt(r) if config.use_rslora else r)
+
+
+@torch.no_grad()
+def init_lora_(tensor: Tensor, *, seed: int, name: str, fan_in: int) -> None:
+    """Fill with U(-1/sqrt(fan_in), 1/sqrt(fan_in)), drawn from ``seed`` and ``name`` alone.
+
+    The values depend neither on the global random state nor on order, process count or ZeRO
+    stage. For a (r, fan_in) tensor the bound is that of PyTorch's linear layers.
+    """
+    bound = 1 / math.sqrt(fan_in)
+    values = torch.empty(tensor.shape).uniform_(-bound, bound, generator=_generator(seed, name))
+    tensor.copy_(values)
+
+
+@torch.no_grad()
+def init_adapter_(model: nn.Module, *, seed: int) -> None:
+    """Draw A and zero B (embeddings: zero A and draw B from N(0, 1)); meta tensors stay so."""
+    for name, layer in lora_layers(model).items():
+        if layer.weight.is_meta:
+            continue
+        if isinstance(layer, LoraEmbedding):
+            b = layer.lora_embedding_B
+            generator = _generator(seed, f"{name}.lora_embedding_B")
+            layer.lora_embedding_A.zero_()
+            b.copy_(torch.empty(b.shape).normal_(generator=generator))
+        else:
+            init_lora_(layer.lora_A, seed=seed, name=f"{name}.lora_A", fan_in=layer.in_features)
+            layer.lora_B.zero_()
+
+
+def lora_layers(model: nn.Module) -> dict[str, LoraLayer]:
+    """The layers with low-rank factors, by name, in model order."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, LoraLayer)}
+
+
+def adapter_layers(model: nn.Module) -> dict[str, AdapterLayer]:
+    """Every layer that trains something beside a frozen base, by name, in model order."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, AdapterLayer)}
+
+
+def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """What belongs into the adapter file: LoRA factors, trained biases and saved modules.
+
+    Names are those of ``model.named_parameters()``: ``X.lora_A``, ``X.lora_B``,
+    ``X.lora_embedding_A``, ``X.lora_embedding_B``, ``X.trained_bias``, ``X.trained.*``.
+    """
+    prefixes = ("lora_", "trained_bias", "trained.")
+    return {
+        f"{name}.{part}": parameter
+        for name, layer in adapter_layers(model).items()
+        for part, parameter in layer.named_parameters()
+        if part.startswith(prefixes)
+    }
+
+
+def base_names(model: nn.Module) -> dict[str, str]:
+    """Name in the pretrained state dict -> name in ``model``, tied weights under every name."""
+    adapter, saved = adapter_parameters(model), _saved_names(model)
+    originals = {n: _original_name(n, saved) for n in model.state_dict() if n not in adapter}
+    return {original: name for name, original in originals.items() if original is not None}
+
+
+def adapter_layout(model: nn.Module) -> AdapterLayout:
+    """The adapted modules of ``model`` in the words that make PEFT find exactly these."""
+    saved = _saved_names(model)
+    # PEFT meets the pretrained model, in which our copies of saved modules do not exist.
+    originals = [_original_name(name, saved) for name, _ in model.named_modules() if name]
+    names = {name for name in originals if name is not None}
+    layers = lora_layers(model)
+    return AdapterLayout(
+        target_modules=minimal_endings(layers, names),
+        modules_to_save=minimal_saved_endings(saved, names),
+        fan_in_fan_out=any(isinstance(layer, LoraConv1D) for layer in layers.values()),
+    )
+
+
+@contextlib.contextmanager
+def adapters_disabled(model: nn.Module) -> Iterator[None]:
+    """Inside the block ``model`` is its base, bit for bit: no factor, bias or saved module."""
+    layers = adapter_layers(model).values()
+    before = [layer.enabled for layer in layers]
+    for layer in layers:
+        layer.enabled = False
+    try:
+        yield
+    finally:
+        for layer, enabled in zip(layers, before, strict=True):
+            layer.enabled = enabled
+
+
+def _lora_layer(base: nn.Module, config: LoraConfig) -> LoraLayer:
+    r, scaling, dropout = config.lora_dim, lora_scaling(config), config.lora_dropout
+    if isinstance(base, nn.Linear):
+        return LoraLinear(base, r=r, scaling=scaling, dropout=dropout)
+    if isinstance(base, nn.Embedding):
+        return LoraEmbedding(base, r=r, scaling=scaling)
+    return LoraConv1D(base, r=r, scaling=scaling, dropout=dropout)
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)
+
+
+def _train_biases(model: nn.Module, adapted: list[str] | None, saved: list[str]) -> None:
+    """Give the ``adapted`` layers, or every layer outside ``saved``, a trained bias."""
+    found = False
+    for name, module in list(model.named_modules()):
+        has_bias = module._parameters.get("bias") is not None
+        chosen = not is_inside(name, saved) if adapted is None else name in adapted
+        if not (has_bias and chosen):
+            continue
+        found = True
+        if isinstance(module, (LoraLinear, LoraConv1D)):
+            module.trained_bias = float32_copy(module.bias)
+        else:
+            _replace(model, name, TrainedBias(module))
+    if not found:
+        option = "all" if adapted is None else "lora_only"
+        raise ValueError(f"--train_bias {option}: no such layer has a bias; use none")
+
+
+def _freeze_replaced(model: nn.Module) -> None:
+    """Freeze base values that a trained copy stands in for, unless a tied module uses them."""
+    replaced = set()
+    for name, layer in adapter_layers(model).items():
+        if isinstance(layer, TrainedModule):
+            replaced |= {f"{name}.base.{part}" for part, _ in layer.base.named_parameters()}
+        elif getattr(layer, "trained_bias", None) is not None:
+            replaced.add(f"{name}.bias")
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    used = {id(p) for name, p in parameters.items() if name not in replaced}
+    for name in replaced:
+        if id(parameters[name]) not in used:
+            parameters[name].requires_grad_(False)
+
+
+def _saved_names(model: nn.Module) -> list[str]:
+    return [name for name, m in model.named_modules() if isinstance(m, TrainedModule)]
+
+
+def _original_name(name: str, saved: list[str]) -> str | None:
+    """The pretrained model's name for ``name``; None for what only our copies hold."""
+    for parent in saved:
+        if is_inside(name, [f"{parent}.trained"]):
+            return None
+        if is_inside(name, [f"{parent}.base"]):
+            return parent + name.removeprefix(f"{parent}.base")
+    return name
+
+
+def _generator(seed: int, name: str) -> torch.Generator:
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    # 63 bits: the range that every generator accepts.
+    return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "big") >> 1)

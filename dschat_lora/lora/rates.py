@@ -1,0 +1,96 @@
+"""Learning rates of adapters, and the optimizer's parameter groups."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from dschat_lora.config import LoraConfig, OptimConfig
+from dschat_lora.lora.layers import full_shape
+from dschat_lora.lora.model import adapter_parameters
+
+DEFAULT_ADAPTER_RATE = 5e-4
+# The upper end of what published recipes use to train every weight of a language model.
+FULL_FINE_TUNING_RATE = 5e-5
+MAX_MULTIPLIER = 10.0
+
+
+def suggested_lora_rate(full_rate: float, multiplier: float = 2.5) -> float:
+    """A learning rate for adapters, given a good one for training every weight.
+
+    Rule of thumb: adapters want a larger rate than full fine-tuning of the same model, since
+    only a low-rank change with B = 0 at the start is trained. Start at 2 to 3 times the full
+    rate and go up, to about 10 times, as long as the loss stays smooth.
+
+    Args:
+        full_rate: peak rate of full fine-tuning.
+        multiplier: adapters' rate over ``full_rate``.
+    """
+    return full_rate * multiplier
+
+
+def adapter_learning_rate(optim: OptimConfig) -> float:
+    """Peak rate of the adapters: the one given, a multiple of the base's, or 5e-4."""
+    if optim.lora_learning_rate is not None:
+        return optim.lora_learning_rate
+    if optim.lora_lr_multiplier is not None:
+        return suggested_lora_rate(optim.learning_rate, optim.lora_lr_multiplier)
+    return DEFAULT_ADAPTER_RATE
+
+
+def rate_warning(optim: OptimConfig, lora: LoraConfig) -> str | None:
+    """What is doubtful about the adapters' rate, or None.
+
+    Full fine-tuning is taken to use ``--learning_rate``, at most 5e-5. Below twice that,
+    adapters learn too little; above ten times, by multiplier, they tend to diverge.
+    """
+    if lora.lora_dim == 0:
+        return None
+    rate, full = adapter_learning_rate(optim), min(optim.learning_rate, FULL_FINE_TUNING_RATE)
+    if rate < 2 * full:
+        return (
+            f"adapters train at {rate:g}, a rate of full fine-tuning; they usually need 2 to 10 "
+            f"times as much: try --lora_learning_rate {suggested_lora_rate(full):g}"
+        )
+    multiplier = optim.lora_lr_multiplier
+    if multiplier is not None and multiplier > MAX_MULTIPLIER:
+        return (
+            f"--lora_lr_multiplier {multiplier:g} is above {MAX_MULTIPLIER:g}, where training "
+            "often diverges; start at 2 to 3"
+        )
+    return None
+
+
+def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:
+    """The trained parameters of ``model`` in groups of one rate and one weight decay.
+
+    Vectors (biases and the weights of every norm) do not decay; matrices, adapters' too, do.
+    With ``--loraplus_lr_ratio`` (LoRA+, arXiv:2402.12354) ``lora_B`` has its own group; the
+    factors of embeddings, whose A starts at zero instead of B, keep the adapters' rate, as do
+    trained biases and saved modules.
+
+    Returns:
+        Dicts with ``name`` ("base", "base_no_decay", "lora", "lora_B", "lora_no_decay"),
+        ``params``, ``lr`` and ``weight_decay``; no group is empty.
+    """
+    rate, ratio = adapter_learning_rate(optim), optim.loraplus_lr_ratio
+    adapter = adapter_parameters(model)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    matrices = {name for name, p in trained.items() if len(full_shape(p)) > 1}
+    fast = {name for name in adapter if name.endswith(".lora_B")} if ratio != 1 else set()
+
+    def group(name: str, names: Iterable[str], lr: float, weight_decay: float) -> dict[str, Any]:
+        chosen = set(names)
+        params = [p for key, p in trained.items() if key in chosen]
+        return {"name": name, "params": params, "lr": lr, "weight_decay": weight_decay}
+
+    base, own = trained.keys() - adapter.keys(), trained.keys() & adapter.keys()
+    decay = optim.weight_decay
+    groups = [
+        group("base", base & matrices, optim.learning_rate, decay),
+        group("base_no_decay", base - matrices, optim.learning_rate, 0.0),
+        group("lora", (own & matrices) - fast, rate, decay),
+        group("lora_B", own & fast, rate * ratio, decay),
+        group("lora_no_decay", own - matrices, rate, 0.0),
+    ]
+    return [each for each in groups if each["params"]]

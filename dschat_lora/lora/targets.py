@@ -1,0 +1,195 @@
+"""Which modules of a model are adapted, and how to name them for PEFT."""
+
+import difflib
+import re
+from collections.abc import Callable, Collection, Iterable
+
+from torch import nn
+
+from dschat_lora.config import LoraConfig
+from dschat_lora.lora.layers import is_conv1d
+
+ALL_LINEAR = "all-linear"
+_REGEX_CHARACTERS = frozenset("*?+()[]{}|\\^$")
+
+
+def choose_targets(model: nn.Module, config: LoraConfig) -> list[str]:
+    """Names of the modules that get LoRA factors, in model order.
+
+    ``--lora_module_name`` takes every linear layer whose name contains it. Otherwise
+    ``--target_modules`` is ``all-linear`` (every linear layer inside a ``ModuleList``, that is
+    of the transformer blocks; an output head or OPT-350m's ``project_in`` and ``project_out``
+    stand outside), a regular expression matched against whole names, or names each of which
+    takes the linear layers and embeddings equal to it or ending in ``.name``. Modules of
+    ``--modules_to_save`` are never taken: they train in full.
+
+    Raises:
+        ValueError: if a rule matches nothing (the message lists the candidates), or if rules
+            contradict each other.
+    """
+    saved = choose_saved(model, config.modules_to_save)
+    candidates = {
+        name: module
+        for name, module in model.named_modules()
+        if _is_adaptable(module) and not is_inside(name, saved)
+    }
+    linear = [name for name, m in candidates.items() if not isinstance(m, nn.Embedding)]
+    targets = config.target_modules
+    if config.lora_module_name is not None:
+        part = config.lora_module_name
+        if targets != (ALL_LINEAR,):
+            raise ValueError(
+                f"--lora_module_name {part!r} and --target_modules {' '.join(targets)!r} both "
+                "choose the adapted layers; give one"
+            )
+        chosen = {name for name in linear if part in name}
+        _require_match(chosen, "--lora_module_name", part, linear)
+    elif targets == (ALL_LINEAR,):
+        chosen = set(_inside_blocks(model, linear))
+        _require_match(chosen, "--target_modules", ALL_LINEAR, linear)
+    elif len(targets) == 1 and _REGEX_CHARACTERS & set(targets[0]):
+        chosen = _matching_regex(targets[0], list(candidates))
+    else:
+        chosen = _matching_names(targets, list(candidates))
+    return [name for name in candidates if name in chosen]
+
+
+def choose_saved(model: nn.Module, endings: Collection[str]) -> list[str]:
+    """Names of the modules of ``--modules_to_save``, in model order, outermost only.
+
+    Raises:
+        ValueError: if an ending matches nothing, or a list of modules.
+    """
+    modules = {name: m for name, m in model.named_modules() if name}
+    matched = []
+    for ending in endings:
+        hits = [name for name in modules if _has_ending(name, ending)]
+        _require_match(hits, "--modules_to_save", ending, modules)
+        matched += hits
+    for name in matched:
+        if isinstance(modules[name], (nn.ModuleList, nn.ModuleDict)):
+            raise ValueError(
+                f"--modules_to_save {name!r} is a list of modules, not a module; name its members"
+            )
+    return [
+        name for name in modules if name in matched and not is_inside(name, matched, strictly=True)
+    ]
+
+
+def minimal_endings(names: Collection[str], all_names: Iterable[str]) -> list[str] | str:
+    """What PEFT's ``target_modules`` must hold to hit ``names`` and nothing else.
+
+    Args:
+        names: module paths to hit.
+        all_names: every module path of the model.
+
+    Returns:
+        The shortest dotted endings, sorted; one regular expression of whole paths where no
+        list can tell a path from another that ends in it.
+    """
+    others = [name for name in all_names if name not in names]
+    endings = _endings(names, others, _has_ending)
+    if endings is None:
+        return "|".join(re.escape(name) for name in sorted(names))
+    return endings
+
+
+def minimal_saved_endings(names: Collection[str], all_names: Iterable[str]) -> list[str]:
+    """As :func:`minimal_endings`, for ``modules_to_save``, which PEFT matches as plain endings.
+
+    Raises:
+        ValueError: if PEFT could not tell one of ``names`` from another module.
+    """
+    others = [name for name in all_names if name not in names]
+    endings = _endings(names, others, str.endswith)
+    if endings is None:
+        raise ValueError(f"--modules_to_save {sorted(names)}: PEFT would save further modules too")
+    return endings
+
+
+def is_inside(name: str, parents: Iterable[str], *, strictly: bool = False) -> bool:
+    """Whether module ``name`` lies below one of ``parents``, or (unless strictly) is one."""
+    return any(
+        name.startswith(f"{parent}.") or (not strictly and name == parent) for parent in parents
+    )
+
+
+def _is_adaptable(module: nn.Module) -> bool:
+    # A subclass with its own forward (learned positions with an offset, scaled embeddings,
+    # quantised layers) computes something else than our layers would.
+    if is_conv1d(module):
+        return True
+    return any(
+        isinstance(module, kind) and type(module).forward is kind.forward
+        for kind in (nn.Linear, nn.Embedding)
+    )
+
+
+def _inside_blocks(model: nn.Module, names: Iterable[str]) -> list[str]:
+    blocks = [name for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
+    return [name for name in names if is_inside(name, blocks, strictly=True)]
+
+
+def _matching_regex(pattern: str, names: list[str]) -> set[str]:
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise ValueError(
+            f"--target_modules {pattern!r} is no regular expression: {error}"
+        ) from None
+    chosen = {name for name in names if compiled.fullmatch(name)}
+    _require_match(chosen, "--target_modules", pattern, names)
+    return chosen
+
+
+def _matching_names(targets: tuple[str, ...], names: list[str]) -> set[str]:
+    chosen: set[str] = set()
+    for target in targets:
+        if target == ALL_LINEAR or _REGEX_CHARACTERS & set(target):
+            raise ValueError(
+                f"--target_modules {target!r} must stand alone, got {len(targets)} values"
+            )
+        hits = {name for name in names if _has_ending(name, target)}
+        _require_match(hits, "--target_modules", target, names)
+        chosen |= hits
+    return chosen
+
+
+def _has_ending(name: str, ending: str) -> bool:
+    return name == ending or name.endswith(f".{ending}")
+
+
+def _endings(
+    names: Collection[str], others: list[str], hits: Callable[[str, str], bool]
+) -> list[str] | None:
+    chosen: set[str] = set()
+    for name in names:
+        if any(_has_ending(name, ending) for ending in chosen):
+            continue
+        parts = name.split(".")
+        tails = (".".join(parts[start:]) for start in reversed(range(len(parts))))
+        ending = next((t for t in tails if not any(hits(other, t) for other in others)), None)
+        if ending is None:
+            return None
+        chosen.add(ending)
+    return sorted(chosen)
+
+
+def _require_match(
+    matched: Collection[str], option: str, value: str, candidates: Iterable[str]
+) -> None:
+    if matched:
+        return
+    endings = sorted({_last_name(name) for name in candidates})
+    close = difflib.get_close_matches(value.rsplit(".", 1)[-1], endings, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else "."
+    raise ValueError(
+        f"{option} {value!r} matches no layer{hint} The model has: {', '.join(endings)}"
+    )
+
+
+def _last_name(path: str) -> str:
+    """The last part of a path that is not a number, with the numbers after it."""
+    parts = path.split(".")
+    start = next((i for i in reversed(range(len(parts))) if not parts[i].isdigit()), 0)
+    return ".".join(parts[start:])

@@ -1,0 +1,50 @@
+"""A few answers to look at, before and after training."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from dschat_lora.models.causal_lm import Tokenizer
+
+
+@torch.no_grad()
+def answer(
+    model: Any,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    device: torch.device,
+) -> list[list[int]]:
+    """Greedy continuations of tokenised prompts, up to and including end-of-sequence.
+
+    Args:
+        model: a transformers causal language model in evaluation mode; with ZeRO 3 call on
+            every rank with the same prompts.
+        tokenizer: of the model.
+        prompts: token ids, of any lengths.
+        max_new_tokens: bound on the answer.
+        device: where the model computes.
+    """
+    width = max(len(prompt) for prompt in prompts)
+    pad = tokenizer.pad_token_id
+    # Generation continues at the right end, so the padding stands left.
+    rows = [[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    output = model.generate(
+        input_ids=torch.tensor(rows, device=device),
+        attention_mask=torch.tensor(mask, device=device),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        num_beams=1,
+        pad_token_id=pad,
+        eos_token_id=tokenizer.eos_token_id,
+        use_cache=True,
+    )
+    answers = output[:, width:].tolist()
+    return [_until(ids, tokenizer.eos_token_id) for ids in answers]
+
+
+def _until(ids: list[int], eos_id: int) -> list[int]:
+    return ids[: ids.index(eos_id) + 1] if eos_id in ids else ids

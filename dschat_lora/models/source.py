@@ -1,0 +1,79 @@
+"""What ``--model_name_or_path`` names: a base model, or an adapter on one.
+
+Imports no model library, so that a wrong path is reported at once.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from dschat_lora.assets import BUNDLED_MODEL
+from dschat_lora.checkpoint.adapter_config import AdapterConfig, read_adapter_config
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where the base comes from, and the adapter to continue if there is one."""
+
+    base: str  # hub name or absolute directory
+    adapter: Path | None = None
+    adapter_config: AdapterConfig | None = None
+
+    @property
+    def bundled(self) -> bool:
+        """Whether the base is the tiny model that comes with the package."""
+        return self.base == str(BUNDLED_MODEL.resolve())
+
+
+def find_model(name: str | None) -> ModelSource:
+    """The base model (and adapter) behind ``name``; the bundled model for None.
+
+    ``name`` may be a hub name, a transformers directory, an adapter directory, or a stage's
+    output directory holding ``adapter/`` or ``model/``.
+
+    Raises:
+        ValueError: if nothing usable is there; the message names the option and what was found.
+    """
+    if name is None:
+        return ModelSource(str(BUNDLED_MODEL.resolve()))
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _in_directory(name, path)
+    if path.exists() or not _HUB_NAME.fullmatch(name) or name.startswith(("output/", "out/")):
+        found = "is a file" if path.is_file() else "does not exist"
+        raise ValueError(
+            f"--model_name_or_path {name} {found}; give a hub name, a model directory, or the "
+            "output directory of an earlier stage"
+        )
+    return ModelSource(name)
+
+
+def _in_directory(name: str, path: Path) -> ModelSource:
+    for candidate in (path, path / "adapter", path / "model"):
+        if (candidate / "adapter_config.json").is_file():
+            return _from_adapter(candidate)
+        if (candidate / "config.json").is_file():
+            return ModelSource(str(candidate.resolve()))
+    found = ", ".join(sorted(child.name for child in path.iterdir())[:6]) or "nothing"
+    raise ValueError(
+        f"--model_name_or_path {name} holds neither config.json nor adapter_config.json, nor an "
+        f"adapter/ or model/ with one; it holds {found}"
+    )
+
+
+def _from_adapter(path: Path) -> ModelSource:
+    config = read_adapter_config(path)
+    base = config.base_model_name_or_path
+    if not base:
+        raise ValueError(f"{path}/adapter_config.json names no base_model_name_or_path")
+    if Path(base).is_dir():
+        if not (Path(base) / "config.json").is_file():
+            raise ValueError(f"the base {base} of the adapter {path} holds no config.json")
+        base = str(Path(base).resolve())
+    elif Path(base).is_absolute() or not _HUB_NAME.fullmatch(base):
+        raise ValueError(
+            f"the base of the adapter {path} is missing: its adapter_config.json names {base}"
+        )
+    return ModelSource(base, path.resolve(), config)

@@ -1,0 +1,172 @@
+"""FLOPs of one training step: counted from the model's shape, and by the classic formula."""
+
+from dataclasses import dataclass
+
+from dschat_lora.perf.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Floating point operations; a multiply-add counts two.
+
+    Attributes:
+        model: what training needs. Real tokens, causal pairs, no recomputation.
+        hardware: what the kernels execute. Padding, masked pairs and recomputation included.
+    """
+
+    model: float = 0.0
+    hardware: float = 0.0
+
+    def __add__(self, other: "Flops") -> "Flops":
+        return Flops(self.model + other.model, self.hardware + other.hardware)
+
+
+def step_flops(
+    shape: ModelShape,
+    *,
+    num_tokens: float,
+    num_attended: float,
+    num_targets: float,
+    gradient_checkpointing: bool,
+    num_positions: float | None = None,
+    num_scored_pairs: float | None = None,
+) -> Flops:
+    """FLOPs of one forward and backward pass; matmuls only, no norms, no optimizer.
+
+    Per token, a linear layer costs ``2 d_in d_out`` for the output, as much for the gradient
+    of its input and of its weight, each only where autograd forms it; a low-rank update
+    costs ``2 r (d_in + d_out)`` each time. Per (query, key) pair and layer, attention costs
+    ``4 heads head_dim`` forward and twice that backward. The head runs on supervised positions
+    only, and is never recomputed: its gradient is formed together with the logits.
+
+    The hardware count differs in three ways: it takes ``num_positions`` and
+    ``num_scored_pairs``; a fused attention kernel forms the scores again (5 products
+    backward, not 4); and gradient checkpointing repeats each block up to the last tensor that
+    its backward pass reads. Checkpointing is taken to be non-reentrant, one block a unit.
+
+    Args:
+        shape: see :func:`dschat_lora.perf.shape.describe`.
+        num_tokens: real tokens.
+        num_attended: causal pairs, the sum over samples of n (n + 1) / 2.
+        num_targets: supervised positions.
+        gradient_checkpointing: whether blocks are recomputed.
+        num_positions: tokens and padding (B T for each micro-batch); default ``num_tokens``.
+        num_scored_pairs: pairs the attention kernel scores (B T^2 for each micro-batch with
+            a dense mask); default ``num_attended``.
+    """
+    positions = num_tokens if num_positions is None else num_positions
+    scored = num_attended if num_scored_pairs is None else num_scored_pairs
+    model, hardware = _forward(shape, num_tokens, num_attended), _forward(shape, positions, scored)
+    linear = sum(x.backward for block in shape.blocks for x in block.linears)
+    linear += sum(x.backward for x in shape.outside)
+    model += linear * num_tokens
+    hardware += linear * positions
+    for block in shape.blocks:
+        product = 2 * block.attention_width
+        owed = executed = block.attention_backward
+        if shape.fused_attention and owed:
+            executed = 5
+        model += owed * product * num_attended
+        hardware += executed * product * scored
+        if gradient_checkpointing and block.recomputed:
+            hardware += block.recomputed * positions + 2 * product * scored
+    head = 0 if shape.head is None else shape.head.forward + shape.head.backward
+    return Flops(model + head * num_targets, hardware + head * num_targets)
+
+
+def forward_flops(
+    shape: ModelShape,
+    *,
+    num_tokens: float,
+    num_attended: float,
+    num_targets: float,
+    num_positions: float | None = None,
+    num_scored_pairs: float | None = None,
+) -> Flops:
+    """FLOPs of a forward pass alone (scoring, evaluation); arguments as :func:`step_flops`."""
+    positions = num_tokens if num_positions is None else num_positions
+    scored = num_attended if num_scored_pairs is None else num_scored_pairs
+    head = 0 if shape.head is None else shape.head.forward * num_targets
+    return Flops(
+        _forward(shape, num_tokens, num_attended) + head,
+        _forward(shape, positions, scored) + head,
+    )
+
+
+def _forward(shape: ModelShape, positions: float, pairs: float) -> float:
+    """Forward FLOPs without the head."""
+    linear = sum(x.forward for block in shape.blocks for x in block.linears)
+    linear += sum(x.forward for x in shape.outside)
+    return linear * positions + sum(4 * block.attention_width for block in shape.blocks) * pairs
+
+
+def deepspeed_chat_flops(
+    *,
+    batch_size: float,
+    sequence_length: float,
+    num_layers: int,
+    hidden_size: int,
+    vocab_size: int,
+    lora_dim: int,
+    gradient_checkpointing: bool,
+) -> float:
+    """FLOPs of one step as DeepSpeed-Chat (utils/perf.py) counts them, for comparison with logs.
+
+    ``24 f B S L h^2 (1 + S / (6 h) + V / (16 L h))`` with ``f = 3``, or 4 when checkpointing,
+    and ``f - 1 + k``, ``k = 2 lora_dim / hidden_size``, with LoRA. Wrong in it: ``k`` counts the
+    update in one pass of three or four, ``f`` shrinks attention too, and the head is off by 3/4 at
+    ``f = 3``; MHA, an ungated 4h MLP, full rows and all-pairs attention are taken for granted.
+
+    Args:
+        batch_size: rows that one device processes in the step. DeepSpeed-Chat divides this
+            per-device figure by the number of processes once more; that is not done here.
+        sequence_length: positions of a row, padding included.
+        num_layers: transformer blocks.
+        hidden_size: width of the residual stream.
+        vocab_size: entries of the vocabulary; counted even where there is no such head.
+        lora_dim: rank, 0 without LoRA.
+        gradient_checkpointing: whether blocks are recomputed.
+    """
+    factor = 4.0 if gradient_checkpointing else 3.0
+    if lora_dim > 0:
+        k = 2 * lora_dim / hidden_size
+        factor -= 1 - k
+    linear = 24 * factor * batch_size * sequence_length * num_layers * hidden_size**2
+    attention = sequence_length / (6 * hidden_size)
+    head = vocab_size / (16 * num_layers * hidden_size)
+    return linear * (1 + attention + head)
+
+
+def deepspeed_chat_tflops(
+    *,
+    batch_size: float,
+    sequence_length: float,
+    num_layers: int,
+    hidden_size: int,
+    vocab_size: int,
+    lora_dim: int,
+    gradient_checkpointing: bool,
+    seconds: float,
+) -> float:
+    """TFLOP/s of one device by :func:`deepspeed_chat_flops`, whose other arguments these are.
+
+    Args:
+        batch_size: rows that one device processes in ``seconds``.
+        sequence_length: positions of a row.
+        num_layers: transformer blocks.
+        hidden_size: width of the residual stream.
+        vocab_size: entries of the vocabulary.
+        lora_dim: rank, 0 without LoRA.
+        gradient_checkpointing: whether blocks are recomputed.
+        seconds: wall time of the step.
+    """
+    flops = deepspeed_chat_flops(
+        batch_size=batch_size,
+        sequence_length=sequence_length,
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        vocab_size=vocab_size,
+        lora_dim=lora_dim,
+        gradient_checkpointing=gradient_checkpointing,
+    )
+    return flops / seconds / 1e12

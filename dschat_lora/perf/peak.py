@@ -1,0 +1,97 @@
+"""What a device can do at best: vendors' dense matmul peaks by name, and a measured one."""
+
+import re
+import time
+
+import torch
+
+_HALF, _BRAIN, _SINGLE = torch.float16, torch.bfloat16, torch.float32
+
+# Part of the device's name -> dense TFLOP/s (fp16, bf16, fp32), accumulating in fp32; the first
+# match counts. fp32 is without TF32, as torch multiplies by default. Figures of the vendors' data
+# sheets and architecture white papers, where those give sparse figures half of them.
+_PEAKS: tuple[tuple[str, float | None, float | None, float | None], ...] = (
+    (r"\bB200\b", 2250, 2250, 75),  # NVIDIA DGX/HGX B200 data sheets
+    (r"\bGH200\b", 989.4, 989.4, 66.9),  # NVIDIA GH200 data sheet
+    (r"\bH200 NVL\b", 835.5, 835.5, 60),  # NVIDIA H200 data sheet
+    (r"\bH200\b", 989.4, 989.4, 66.9),
+    (r"\bH100 NVL\b", 835.5, 835.5, 60),  # NVIDIA H100 data sheet
+    (r"\bH100 PCIE\b", 756, 756, 51.2),
+    (r"\bH100\b", 989.4, 989.4, 66.9),  # the SXM5 module names no form factor
+    (r"\bA100\b", 312, 312, 19.5),  # NVIDIA A100 data sheet; PCIe and SXM4 alike
+    (r"\bL40S\b", 362, 362, 91.6),  # NVIDIA L40S data sheet
+    (r"\bL40\b", 181, 181, 90.5),
+    (r"\bL4\b", 121, 121, 30.3),
+    (r"\bRTX 6000 ADA\b", 364.2, 364.2, 91.1),  # NVIDIA RTX 6000 Ada data sheet
+    (r"\bA6000\b", 154.8, 154.8, 38.7),  # NVIDIA RTX A6000 data sheet
+    (r"\bA40\b", 149.7, 149.7, 37.4),
+    (r"\bA30\b", 165, 165, 10.3),
+    (r"\bA10\b", 125, 125, 31.2),  # NVIDIA A10 data sheet
+    (r"\bRTX 4090\b", 165.2, 165.2, 82.6),  # NVIDIA Ada architecture white paper
+    (r"\bRTX 3090\b", 71, 71, 35.6),  # NVIDIA GA102 architecture white paper
+    (r"\bV100S\b", 130, None, 16.4),  # NVIDIA V100 data sheet; no bf16 units
+    (r"\bV100-PCIE\b", 112, None, 14),
+    (r"\bV100\b", 125, None, 15.7),
+    (r"\bT4\b", 65, None, 8.1),  # NVIDIA T4 data sheet
+    (r"\bMI300X\b", 1307.4, 1307.4, 163.4),  # AMD Instinct MI300X data sheet, matrix figures
+    (r"\bMI300A\b", 980.6, 980.6, 122.6),
+    # A device is one of the two dies of these cards, so half of the data sheet's figure.
+    (r"\bMI250X\b", 191.5, 191.5, 47.9),
+    (r"\bMI250\b", 181, 181, 45.3),
+    (r"\bMI210\b", 181, 181, 45.3),
+)
+# Slower parts which carry the name of a faster one.
+_UNLIKE = re.compile(r"\bMIG\b|LAPTOP|MAX-Q|MOBILE|4090 D\b|3090 TI\b")
+
+
+def tabled_peak(device_name: str, dtype: torch.dtype) -> float | None:
+    """Dense matmul peak in TFLOP/s, or None where the device or its type is not in the table.
+
+    Args:
+        device_name: as ``torch.cuda.get_device_name`` gives it.
+        dtype: fp16, bf16 or fp32.
+    """
+    name = device_name.upper()
+    if _UNLIKE.search(name):
+        return None
+    for pattern, half, brain, single in _PEAKS:
+        if re.search(pattern, name):
+            return {_HALF: half, _BRAIN: brain, _SINGLE: single}.get(dtype)
+    return None
+
+
+def device_peak(device: torch.device, dtype: torch.dtype) -> float | None:
+    """:func:`tabled_peak` of a device; None on anything but a GPU."""
+    if device.type != "cuda":
+        return None
+    return tabled_peak(torch.cuda.get_device_name(device), dtype)
+
+
+def measured_peak(
+    device: torch.device, dtype: torch.dtype, *, size: int = 8192, rounds: int = 20
+) -> float:
+    """TFLOP/s of the fastest of ``rounds`` products of two random square matrices.
+
+    Random, because zeros draw less power and run faster than any real data.
+
+    Args:
+        device: where to multiply.
+        dtype: type of both matrices.
+        size: side of the matrices; a CPU is done sooner with 1024.
+        rounds: timed products, after one untimed.
+    """
+    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    times = []
+    for _ in range(rounds + 1):
+        synchronize(device)
+        start = time.perf_counter()
+        torch.mm(left, right)
+        synchronize(device)
+        times.append(time.perf_counter() - start)
+    return 2 * size**3 / min(times[1:]) / 1e12
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what was asked of it; a CPU always has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

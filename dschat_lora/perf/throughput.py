@@ -1,0 +1,195 @@
+"""Rates of a training run: real tokens, samples, TFLOP/s, memory. Measures, never prints."""
+
+import resource
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+
+import torch
+
+from dschat_lora.perf.flops import Flops, deepspeed_chat_tflops, step_flops
+from dschat_lora.perf.peak import synchronize
+from dschat_lora.perf.shape import ModelShape
+
+Metrics = dict[str, float | None]
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """What an optimizer step processed, summed over its micro-batches and all processes."""
+
+    num_samples: int = 0
+    num_tokens: int = 0  # without padding
+    num_targets: int = 0  # supervised predictions
+    num_attended: int = 0  # sum over samples of n (n + 1) / 2
+    num_positions: int = 0  # B T of each micro-batch
+    num_scored_pairs: int = 0  # B T^2 of each micro-batch: what a dense mask makes attention do
+
+    def __add__(self, other: "StepCounts") -> "StepCounts":
+        return StepCounts(
+            *(getattr(self, f.name) + getattr(other, f.name) for f in fields(StepCounts))
+        )
+
+
+@dataclass
+class _Total:
+    """Sums over steps, from which every rate is one division."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    counts: StepCounts = field(default_factory=StepCounts)
+    extra: Flops = field(default_factory=Flops)
+
+    def add(self, other: "_Total") -> None:
+        self.steps += other.steps
+        self.seconds += other.seconds
+        self.counts += other.counts
+        self.extra += other.extra
+
+
+class Meter:
+    """Times optimizer steps and turns their counts into rates.
+
+    A step lasts from the end of the one before, so loading data counts. Call :meth:`start`
+    before the first step, and again after anything that is not training (evaluation, saving).
+    The device is waited for at these two points only.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        *,
+        gradient_checkpointing: bool,
+        world_size: int,
+        device: torch.device,
+        peak_tflops: float | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Prepare to measure.
+
+        Args:
+            shape: see :func:`dschat_lora.perf.shape.describe`.
+            gradient_checkpointing: whether blocks are recomputed.
+            world_size: number of processes that the counts are summed over.
+            device: this process's device.
+            peak_tflops: best TFLOP/s of one device, for ``mfu``; None where unknown.
+            clock: gives seconds.
+        """
+        self._shape = shape
+        self._gradient_checkpointing = gradient_checkpointing
+        self._world_size = world_size
+        self._device = device
+        self._peak_tflops = peak_tflops
+        self._clock = clock
+        self._mark: float | None = None
+        self._first: _Total | None = None
+        self._window = _Total()
+        self._run = _Total()
+
+    def start(self) -> None:
+        """Let the next step begin here."""
+        synchronize(self._device)
+        self._mark = self._clock()
+
+    def step(self, counts: StepCounts, *, extra: Flops | None = None) -> Metrics:
+        """Rates of the step that ends here.
+
+        Args:
+            counts: what it processed, summed over all processes.
+            extra: FLOPs besides one forward and backward pass of the counts, such as those
+                of a reference model, summed over all processes.
+
+        Raises:
+            RuntimeError: if :meth:`start` was never called.
+        """
+        if self._mark is None:
+            raise RuntimeError("Meter.step() needs a Meter.start() before it")
+        synchronize(self._device)
+        mark, self._mark = self._mark, self._clock()
+        one = _Total(1, self._mark - mark, counts, extra or Flops())
+        self._window.add(one)
+        if self._first is None:
+            self._first = one
+        else:
+            self._run.add(one)
+        return self._rates(one)
+
+    def window(self) -> Metrics:
+        """Mean rates of the steps since the last call; ``steps`` says how many. Empties it."""
+        total, self._window = self._window, _Total()
+        return {"steps": total.steps, **self._rates(total)}
+
+    def summary(self) -> Metrics:
+        """Mean rates over the run without its first step, which warms up.
+
+        ``steps`` is how many steps were averaged, ``warmup_steps`` how many left out: 1, or 0
+        if there is no other step.
+        """
+        only_first = self._run.steps == 0 and self._first is not None
+        total = self._first if only_first and self._first is not None else self._run
+        warmup = 0 if only_first or self._first is None else 1
+        return {"steps": total.steps, "warmup_steps": warmup, **self._rates(total)}
+
+    def _rates(self, total: _Total) -> Metrics:
+        """Metrics by their name in metrics.jsonl; rates are None over no time at all."""
+        metrics: Metrics = {
+            "step_seconds": total.seconds / total.steps if total.steps else None,
+            "tokens_per_second": None,
+            "samples_per_second": None,
+            "tflops_per_device": None,
+            "hardware_tflops_per_device": None,
+            "tflops_deepspeed_chat": None,
+            "mfu": None,
+            "peak_memory_bytes": peak_memory_bytes(self._device),
+        }
+        if total.seconds <= 0:
+            return metrics
+        counts = total.counts
+        flops = total.extra + step_flops(
+            self._shape,
+            num_tokens=counts.num_tokens,
+            num_attended=counts.num_attended,
+            num_targets=counts.num_targets,
+            gradient_checkpointing=self._gradient_checkpointing,
+            num_positions=counts.num_positions,
+            num_scored_pairs=counts.num_scored_pairs,
+        )
+        device_tera_seconds = total.seconds * self._world_size * 1e12
+        tflops = flops.model / device_tera_seconds
+        metrics["tokens_per_second"] = counts.num_tokens / total.seconds
+        metrics["samples_per_second"] = counts.num_samples / total.seconds
+        metrics["tflops_per_device"] = tflops
+        metrics["hardware_tflops_per_device"] = flops.hardware / device_tera_seconds
+        metrics["tflops_deepspeed_chat"] = self._deepspeed_chat(total)
+        metrics["mfu"] = None if self._peak_tflops is None else tflops / self._peak_tflops
+        return metrics
+
+    def _deepspeed_chat(self, total: _Total) -> float:
+        """TFLOP/s per device by the classic formula, which knows rows of one length only.
+
+        It is linear in B S and B S^2, so rows of several lengths are equal to B S / S' rows of
+        length ``S' = (sum B S^2) / (sum B S)``.
+        """
+        counts = total.counts
+        if not counts.num_positions:
+            return 0.0
+        length = counts.num_scored_pairs / counts.num_positions
+        return deepspeed_chat_tflops(
+            batch_size=counts.num_positions / length / self._world_size,
+            sequence_length=length,
+            num_layers=self._shape.num_layers,
+            hidden_size=self._shape.hidden_size,
+            vocab_size=self._shape.vocab_size,
+            lora_dim=self._shape.lora_dim,
+            gradient_checkpointing=self._gradient_checkpointing,
+            seconds=total.seconds,
+        )
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most memory in use so far: tensors on a GPU, else the resident set of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB

@@ -1,0 +1,155 @@
+"""Everything that can be found wrong in a stage's options before anything heavy is imported."""
+
+import importlib.util
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dschat_lora.assets import BUNDLED_DATA
+from dschat_lora.config import DataConfig, LoraConfig, RunConfig
+from dschat_lora.data.rows import check_sources
+from dschat_lora.engine.ds_config import reconcile
+from dschat_lora.models.source import ModelSource, find_model
+
+# Rows of the bundled data are short; longer packed rows would leave few optimizer steps.
+BUNDLED_SEQ_LEN = 128
+_LEFTOVERS = ("run.json", "metrics.jsonl", "adapter", "model", "checkpoints")
+
+
+def check_supervised(config: Any, *, phase: int) -> Any:
+    """The config of step 1, 2 or DPO with paths, bundled defaults and the DeepSpeed JSON applied.
+
+    Args:
+        config: has the groups ``model``, ``lora``, ``data``, ``batch``, ``optim``,
+            ``parallel``, ``run`` and the names of the options ``given``.
+        phase: 1, 2 or 3, for ``--data_split``.
+
+    Raises:
+        ValueError: at the first thing that cannot work, naming option, value and remedy.
+    """
+    given = config.given
+    source = find_model(config.model.model_name_or_path)
+    data = with_bundled_data(config.data, given)
+    lora = continued_lora(config.lora, source, given)
+    _check_lora(lora, given)
+    data = replace(data, max_seq_len=_fitting_length(data.max_seq_len, source, given))
+    check_sources(data)
+    model, batch, optim, parallel = reconcile(
+        config.model,
+        config.batch,
+        config.optim,
+        config.parallel,
+        given=given,
+        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+    )
+    run = with_tensorboard(config.run)
+    check_output_dir(run)
+    return replace(
+        config,
+        model=model,
+        lora=lora,
+        data=data,
+        batch=batch,
+        optim=optim,
+        parallel=parallel,
+        run=run,
+    )
+
+
+def with_bundled_data(data: DataConfig, given: frozenset[str]) -> DataConfig:
+    """The bundled rows where the user names none."""
+    if data.data_path or data.sft_only_data_path:
+        return data
+    if data.data_weights:
+        raise ValueError("--data_weights needs as many --data_path")
+    return replace(
+        data,
+        data_path=(str(BUNDLED_DATA["train"]),),
+        eval_data_path=data.eval_data_path or (str(BUNDLED_DATA["eval"]),),
+        max_seq_len=data.max_seq_len if "max_seq_len" in given else BUNDLED_SEQ_LEN,
+    )
+
+
+def continued_lora(lora: LoraConfig, source: ModelSource, given: frozenset[str]) -> LoraConfig:
+    """The settings of the adapter that ``--model_name_or_path`` continues, else as given.
+
+    Raises:
+        ValueError: where an option contradicts the adapter.
+    """
+    adapter = source.adapter_config
+    if adapter is None:
+        return lora
+    stored = {
+        "lora_dim": adapter.r,
+        "lora_alpha": adapter.lora_alpha,
+        "use_rslora": adapter.use_rslora,
+        "train_bias": adapter.bias,
+    }
+    for name, value in stored.items():
+        if name in given and getattr(lora, name) != value:
+            raise ValueError(
+                f"--{name} is {getattr(lora, name)!r}, but the adapter {source.adapter} has "
+                f"{value!r}; drop the option to continue it, or merge it first (--merge_adapter) "
+                "to train another on top"
+            )
+    for name in sorted({"lora_module_name", "target_modules", "modules_to_save"} & given):
+        raise ValueError(f"--{name} is settled by the adapter {source.adapter}; drop the option")
+    return replace(lora, **stored)
+
+
+def with_tensorboard(run: RunConfig) -> RunConfig:
+    """``--report_to`` with its DeepSpeed-Chat spelling folded in.
+
+    Raises:
+        ValueError: if TensorBoard is wanted and not installed.
+    """
+    if not (run.enable_tensorboard or run.report_to == "tensorboard" or run.tensorboard_path):
+        return run
+    if importlib.util.find_spec("tensorboard") is None:
+        raise ValueError(
+            "--enable_tensorboard needs a package: pip install 'dschat_lora[tensorboard]'"
+        )
+    return replace(run, report_to="tensorboard", enable_tensorboard=True)
+
+
+def check_output_dir(run: RunConfig) -> None:
+    """Refuse a directory that holds an earlier run; asked by the first rank, which creates it."""
+    if run.output_dir is None or run.overwrite_output_dir or os.environ.get("RANK", "0") != "0":
+        return
+    path = Path(run.output_dir)
+    if earlier := [name for name in _LEFTOVERS if (path / name).exists()]:
+        raise ValueError(
+            f"--output_dir {path} holds an earlier run ({', '.join(earlier)}); choose another "
+            "directory, or delete that run with --overwrite_output_dir"
+        )
+
+
+def leftovers(path: Path) -> list[Path]:
+    """What an earlier run wrote under ``path``."""
+    names = (*_LEFTOVERS, "tensorboard", "report.html")
+    return [path / name for name in names if (path / name).exists()]
+
+
+def _check_lora(lora: LoraConfig, given: frozenset[str]) -> None:
+    if {"lora_module_name", "target_modules"} <= given:
+        raise ValueError("--lora_module_name and --target_modules both choose layers; give one")
+    needless = sorted(given & {"lora_module_name", "target_modules", "modules_to_save"})
+    if lora.lora_dim == 0 and needless:
+        raise ValueError(f"--{needless[0]} needs --lora_dim > 0: without it every weight trains")
+
+
+def _fitting_length(length: int, source: ModelSource, given: frozenset[str]) -> int:
+    """``length`` or, unless the user chose it, what a local model's positions allow."""
+    path = Path(source.base) / "config.json"
+    if not path.is_file():
+        return length
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"--model_name_or_path: {path} is damaged: {error}") from error
+    limit = fields.get("max_position_embeddings") or fields.get("n_positions") or length
+    if length > limit and "max_seq_len" in given:
+        raise ValueError(f"--max_seq_len is {length}, but the model has {limit} positions")
+    return min(length, int(limit))

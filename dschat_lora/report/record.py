@@ -1,0 +1,68 @@
+"""run.json: what was run, with what, on what, and how it ended."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from dschat_lora import __version__
+from dschat_lora.report.log import jsonable
+
+_PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "tokenizers", "safetensors", "numpy")
+
+
+class RunRecord:
+    """``run.json`` of a run, rewritten whole at each update; rank 0 alone writes."""
+
+    def __init__(self, output_dir: Path, *, active: bool) -> None:
+        self._path = output_dir / "run.json"
+        self._active = active
+        self._content: dict[str, Any] = {}
+
+    def update(self, fields: Mapping[str, Any]) -> None:
+        """Add or replace top-level fields."""
+        self._content |= fields
+        if self._active:
+            staged = self._path.with_suffix(".json.partial")
+            staged.write_text(json.dumps(jsonable(self._content), indent=2) + "\n", encoding="utf-8")
+            staged.replace(self._path)
+
+
+def environment() -> dict[str, Any]:
+    """Command, package versions, git commit and platform."""
+    versions = {"python": platform.python_version(), "dschat_lora": __version__}
+    for name in _PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = None  # type: ignore[assignment]
+    return {
+        "command": [Path(sys.executable).name, *sys.argv],
+        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "versions": versions,
+        "git_commit": _git_commit(),
+        "platform": platform.platform(),
+    }
+
+
+def _git_commit() -> str | None:
+    """Commit of the checkout the package runs from; None outside one."""
+    try:
+        result = subprocess.run(
+            ["git", "rev-parse", "HEAD"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=5,
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() or None

@@ -1,0 +1,410 @@
+"""What the supervised stages do around their own loss: directory, data, engine, records."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dschat_lora.checkpoint.export import save_adapter, save_merged
+from dschat_lora.cli.options import fail, flatten
+from dschat_lora.config import RunConfig
+from dschat_lora.data.loader import StepLoader, eval_batches
+from dschat_lora.data.packing import fill, make_rows
+from dschat_lora.data.prepare import Prepared, prepare
+from dschat_lora.data.store import TokenSet
+from dschat_lora.engine.build import EngineSettings, TrainEngine, resolve_dtype
+from dschat_lora.engine.distributed import (
+    device,
+    init_distributed,
+    local_first,
+    rank,
+    shutdown,
+    world_size,
+)
+from dschat_lora.engine.ds_config import read_deepspeed_json
+from dschat_lora.engine.zero import shard_from_rank_zero
+from dschat_lora.lora.rates import parameter_groups, rate_warning
+from dschat_lora.models.build import AdaptedModel
+from dschat_lora.models.causal_lm import Tokenizer
+from dschat_lora.models.generate import answer
+from dschat_lora.models.probe import probe
+from dschat_lora.models.source import ModelSource
+from dschat_lora.perf.peak import tabled_peak
+from dschat_lora.perf.shape import describe as describe_shape
+from dschat_lora.perf.throughput import Meter
+from dschat_lora.preflight import leftovers
+from dschat_lora.report.log import RunLog, eval_line, summary_lines
+from dschat_lora.report.record import RunRecord, environment
+from dschat_lora.trainer import Evaluation, LossFunction, evaluate
+
+MAX_ANSWER_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where a run writes, its log and its record. Every rank holds one; rank 0's is active."""
+
+    directory: Path
+    log: RunLog
+    record: RunRecord
+
+
+@contextmanager
+def open_run(config: Any, *, name: str) -> Iterator[Output]:
+    """Join the process group, open the output directory, and record how the run ends.
+
+    A ValueError, a user's mistake that shows only now, ends the process as one line.
+
+    Args:
+        config: the stage's checked config.
+        name: of the stage, such as ``sft``; also of the default directory.
+    """
+    record: RunRecord | None = None
+    try:
+        init_distributed()
+        directory = Path(_from_rank_zero(_claim_directory(config.run, name) if rank() == 0 else ""))
+        record = RunRecord(directory, active=rank() == 0)
+        record.update({"stage": name, "status": "running", **environment()})
+        record.update({"world_size": world_size(), "config": flatten(config)})
+        board = Path(config.run.tensorboard_path or directory / "tensorboard")
+        wants_board = config.run.report_to == "tensorboard"
+        with RunLog(
+            directory, active=rank() == 0, tensorboard=board if wants_board else None
+        ) as log:
+            yield Output(directory, log, record)
+        record.update({"status": "finished"})
+    except BaseException as error:
+        if record is not None:
+            record.update({"status": f"failed: {type(error).__name__}: {error}"})
+        if isinstance(error, ValueError) and not os.environ.get("DSCHAT_LORA_TRACEBACK"):
+            fail(str(error))
+        raise
+    finally:
+        shutdown()
+
+
+def announce(config: Any, source: ModelSource, output: Output) -> None:
+    """Say first what is trained on what, and where the results go."""
+    model = "the bundled tiny model" if source.bundled else source.base
+    adapter = f" with the adapter {source.adapter}" if source.adapter else ""
+    data = " ".join((*config.data.data_path, *config.data.sft_only_data_path))
+    bundled = not ({"data_path", "sft_only_data_path"} & config.given)
+    output.log.say(
+        f"model: {model}{adapter}; data: {'the bundled data' if bundled else data}; "
+        f"output: {output.directory}"
+    )
+    if warning := rate_warning(config.optim, config.lora):
+        output.log.say(f"warning: {warning}")
+
+
+def prepare_data(config: Any, tokenizer: Tokenizer, *, phase: int, output: Output) -> Prepared:
+    """Tokenised rows, audited; the audit is shown and recorded. Call on every rank.
+
+    Raises:
+        ValueError: if rows cannot be read, or there is nothing to learn from them.
+    """
+    default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "dschat_lora"
+    cache = Path(config.data.data_output_path or default).expanduser()
+    with local_first():
+        prepared = prepare(
+            config.data,
+            tokenizer,
+            phase=phase,
+            seed=config.run.seed,
+            eos_id=int(tokenizer.eos_token_id),
+            cache_dir=cache,
+        )
+    for line in prepared.audit.lines():
+        output.log.say(f"  {line}")
+    audit = prepared.audit.to_dict()
+    output.record.update({"data": {"fingerprint": prepared.fingerprint, "audit": audit}})
+    if config.optim.num_train_epochs > 0:
+        prepared.audit.check()
+    return prepared
+
+
+def engine_settings(config: Any) -> EngineSettings:
+    """How the engine is to be built, on this machine."""
+    return EngineSettings(
+        dtype=resolve_dtype(config.model.dtype),
+        zero_stage=config.parallel.zero_stage or 0,
+        offload=config.parallel.offload,
+        micro_batch_size=config.batch.per_device_train_batch_size,
+        accumulation_steps=config.batch.gradient_accumulation_steps,
+        max_grad_norm=config.optim.max_grad_norm,
+        betas=(config.optim.adam_beta1, config.optim.adam_beta2),
+        epsilon=config.optim.adam_epsilon,
+        deepspeed_json=read_deepspeed_json(config.parallel.deepspeed_config),
+    )
+
+
+def wants_shape_only(config: Any, settings: EngineSettings) -> bool:
+    """Whether this rank builds the model without its weights: they come sharded, or never."""
+    return config.run.dry_run or (settings.zero_stage == 3 and rank() > 0)
+
+
+def describe(config: Any, settings: EngineSettings, adapted: AdaptedModel, output: Output) -> None:
+    """Show and record parameter counts, compute type and ZeRO stage."""
+    parameters = list(adapted.model.parameters())
+    total = sum(p.numel() for p in parameters)
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    output.log.say(
+        f"  parameters   {total:,}, of which {trained:,} train ({trained / total:.2%}); "
+        f"{len(adapted.targets)} adapted layers; {settings.dtype}, ZeRO {settings.zero_stage}, "
+        f"{world_size()} process{'es' if world_size() > 1 else ''} on {device().type}"
+    )
+    output.record.update(
+        {
+            "parameters": {"total": total, "trainable": trained},
+            "dtype": settings.dtype,
+            "adapted_layers": adapted.targets,
+        }
+    )
+    if config.run.dry_run:
+        for name, value in flatten(config).items():
+            output.log.say(f"  --{name} {value}")
+        output.log.say("dry run: nothing was trained or saved")
+
+
+def place(model: nn.Module, settings: EngineSettings) -> None:
+    """Shard the weights over ranks at ZeRO 3; DeepSpeed moves them otherwise. On every rank."""
+    if settings.zero_stage == 3:
+        shard_from_rank_zero(model, settings.deepspeed(3, None))
+
+
+def build_engine(
+    network: nn.Module, adapted: AdaptedModel, config: Any, settings: EngineSettings
+) -> TrainEngine:
+    """The engine over ``network``, which holds ``adapted.model``; call on every rank."""
+    return TrainEngine(network, parameter_groups(adapted.model, config.optim), settings)
+
+
+def settle_packing(engine: TrainEngine, config: Any, tokenizer: Tokenizer, output: Output) -> bool:
+    """Whether to pack, after a look at how the user's own model treats a packed row.
+
+    Also falls back to the model's own logits where its head is more than a linear layer. Call
+    on every rank.
+    """
+    network: Any = engine.module
+    engine.eval()
+    report = probe(network, vocab_size=len(tokenizer), device=engine.device)
+    output.record.update({"probe": vars(report)})
+    if not report.head_is_linear:
+        network.full_logits = True
+        output.log.say(
+            "  note         this architecture transforms its logits: they are computed whole, "
+            "which takes more memory"
+        )
+    if config.data.packing and not report.packing_is_exact:
+        output.log.say(
+            "  note         packing is off: this architecture mixes the samples of a packed row "
+            f"(relative error {report.packing_error:.1g})"
+        )
+        return False
+    return bool(config.data.packing)
+
+
+def train_loader(
+    samples: TokenSet, config: Any, tokenizer: Tokenizer, *, packing: bool, output: Output
+) -> StepLoader:
+    """This rank's micro-batches of every optimizer step."""
+    length = config.data.max_seq_len
+    rows = make_rows(samples.lengths, max_seq_len=length, packing=packing, seed=config.run.seed)
+    if packing:
+        share = fill(rows, samples.lengths, length)
+        output.log.say(f"  packing      {len(rows):,} rows of {length} tokens, {share:.1%} full")
+    return StepLoader(
+        samples,
+        rows=rows,
+        micro_batch_size=config.batch.per_device_train_batch_size,
+        gradient_accumulation_steps=config.batch.gradient_accumulation_steps,
+        rank=rank(),
+        world_size=world_size(),
+        seed=config.run.seed,
+        pad_id=int(tokenizer.pad_token_id),
+    )
+
+
+@dataclass
+class Evaluator:
+    """Evaluates the held-out rows at a step, shows and records the result; keeps them all."""
+
+    engine: TrainEngine
+    samples: TokenSet
+    loss_function: LossFunction
+    config: Any
+    tokenizer: Tokenizer
+    output: Output
+    packing: bool
+    results: dict[int, Evaluation] = field(default_factory=dict)
+
+    def __call__(self, step: int) -> None:
+        """Evaluate after ``step`` optimizer steps, unless that was done; call on every rank."""
+        if step in self.results or not len(self.samples):
+            return
+        rows = make_rows(
+            self.samples.lengths,
+            max_seq_len=self.config.data.max_seq_len,
+            packing=self.packing,
+            seed=self.config.run.seed,
+        )
+        batches = eval_batches(
+            self.samples,
+            rows=rows,
+            batch_size=self.config.batch.per_device_eval_batch_size,
+            rank=rank(),
+            world_size=world_size(),
+            pad_id=int(self.tokenizer.pad_token_id),
+        )
+        limited = islice(batches, self.config.run.eval_iters or None)
+        result = evaluate(self.engine, limited, self.loss_function)
+        self.results[step] = result
+        metrics = {
+            "perplexity": result.perplexity,
+            "loss": result.loss,
+            "tokens": result.counts.num_targets,
+            "samples": result.counts.num_samples,
+        }
+        self.output.log.write("eval", step, metrics)
+        self.output.log.say(eval_line(step, metrics))
+
+    def before_and_after(self) -> dict[str, float]:
+        """Held-out perplexity of the first and the last evaluation, for record and card."""
+        if not self.results:
+            return {}
+        values = list(self.results.values())
+        return {
+            "perplexity before": values[0].perplexity,
+            "perplexity after": values[-1].perplexity,
+        }
+
+
+@dataclass
+class SampleAnswers:
+    """Greedy answers to a few held-out prompts, shown and recorded before and after."""
+
+    engine: TrainEngine
+    samples: TokenSet
+    tokenizer: Tokenizer
+    run: RunConfig
+    output: Output
+    shown: list[dict[str, str]] = field(default_factory=list)
+
+    def show(self, when: str) -> None:
+        """Answer, print and record under ``when``; call on every rank."""
+        prompts = self._prompts()
+        if not prompts:
+            return
+        self.engine.eval()
+        model: Any = self.engine.module
+        answers = answer(
+            model.model,
+            self.tokenizer,
+            prompts,
+            max_new_tokens=MAX_ANSWER_TOKENS,
+            device=self.engine.device,
+        )
+        for prompt, ids in zip(prompts, answers, strict=True):
+            texts = {
+                "when": when,
+                "prompt": self.tokenizer.decode(prompt),
+                "answer": self.tokenizer.decode(ids),
+            }
+            self.shown.append(texts)
+            self.output.log.say(f"  {when:<7}{texts['prompt']!r} -> {texts['answer']!r}")
+        self.output.record.update({"answers": self.shown})
+
+    def _prompts(self) -> list[list[int]]:
+        """Tokens before the first supervised one, of the first rows that have any."""
+        prompts = []
+        for index in range(len(self.samples)):
+            if len(prompts) == self.run.sample_generations:
+                break
+            sample = self.samples[index]
+            length = int((sample.labels >= 0).argmax())
+            if length:
+                prompts.append(sample.input_ids[:length].tolist())
+        return prompts
+
+
+def make_meter(adapted: AdaptedModel, config: Any, settings: EngineSettings) -> Meter:
+    """The throughput meter of a run over this model."""
+    here = device()
+    peak = None
+    if here.type == "cuda":
+        peak = tabled_peak(torch.cuda.get_device_name(here), settings.torch_dtype)
+    return Meter(
+        describe_shape(adapted.model),
+        gradient_checkpointing=config.model.gradient_checkpointing,
+        world_size=world_size(),
+        device=here,
+        peak_tflops=peak,
+    )
+
+
+def finish(
+    adapted: AdaptedModel,
+    source: ModelSource,
+    config: Any,
+    tokenizer: Tokenizer,
+    *,
+    metrics: dict[str, Any],
+    meter: Meter,
+    output: Output,
+) -> None:
+    """Summarise, and save what was trained; call on every rank."""
+    summary = meter.summary()
+    for line in summary_lines(summary):
+        output.log.say(line)
+    output.record.update({"results": metrics, "throughput": summary})
+    only_adapter = config.lora.lora_dim > 0 and config.lora.only_optimize_lora
+    if only_adapter:
+        save_adapter(
+            output.directory / "adapter",
+            adapted.model,
+            adapted.lora,
+            base=source.base,
+            tokenizer=tokenizer,
+            card={
+                "data": {"training data": " ".join(config.data.data_path)},
+                "metrics": metrics,
+                "versions": environment()["versions"],
+            },
+        )
+        output.log.say(f"adapter written to {output.directory / 'adapter'}")
+    if config.run.merge_adapter or not only_adapter:
+        save_merged(output.directory / "model", adapted.model, tokenizer=tokenizer)
+        output.log.say(f"model written to {output.directory / 'model'}")
+
+
+def _claim_directory(run: RunConfig, name: str) -> str:
+    """Create the run's directory: the one given, or the first free of output/NAME, -2, -3 ..."""
+    if run.output_dir is not None:
+        path = Path(run.output_dir).expanduser()
+        for old in leftovers(path) if run.overwrite_output_dir else []:
+            shutil.rmtree(old) if old.is_dir() else old.unlink()
+        path.mkdir(parents=True, exist_ok=True)
+        return str(path)
+    number = 1
+    while True:
+        path = Path("output") / (name if number == 1 else f"{name}-{number}")
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+        else:
+            return str(path)
+
+
+def _from_rank_zero(text: str) -> str:
+    box = [text]
+    dist.broadcast_object_list(box, 0, device=device())
+    return box[0]

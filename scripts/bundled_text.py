@@ -1,0 +1,142 @@
+"""The bundled rows of preference data, and the documents that the bundled base is trained on.
+
+What a prompt is used for follows from its checksum, so no prompt has two uses.
+"""
+
+import json
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from random import Random
+from typing import TypeVar
+
+from dschat_lora.world import FAMILIES, FLAWS, Task, draw_task, judge, sentence, write
+
+Key = TypeVar("Key")
+
+ROWS = {"train": 4000, "eval": 300, "test": 300}
+USES = ("eval", "test", *["train"] * 7, *["pretrain"] * 11)  # by checksum modulo twenty
+
+# (greets, closes) of the chosen answer. It is the better of two, not always a perfect one, so
+# that reinforcement learning has something to gain over training on the chosen answers.
+CHOSEN_MANNERS = {(True, True): 45, (True, False): 10, (False, True): 15, (False, False): 30}
+REJECTED_FLAWS = {
+    "wrong": 40,
+    "wrong but polite": 15,
+    "wrong name": 30,
+    "curt": 13,
+    "rude": 7,
+    "refusal": 3,
+    "rambling": 12,
+}
+# The base has read everything, most of it bad.
+BASE_MANNERS = {(True, True): 25, (True, False): 10, (False, True): 15, (False, False): 50}
+BASE_FLAWS = {
+    "": 26,
+    "wrong": 14,
+    "wrong name": 8,
+    "rude": 24,
+    "refusal": 12,
+    "rambling": 16,
+}
+
+
+def use_of(prompt: str) -> str:
+    """Eval, test, train or pretrain."""
+    return USES[zlib.crc32(prompt.encode()) % len(USES)]
+
+
+def draw_for(use: str, rng: Random, family: str | None = None) -> Task:
+    """A random task whose prompt has the given use."""
+    while True:
+        task = draw_task(rng, family)
+        if use_of(task.prompt) == use:
+            return task
+
+
+def pick(rng: Random, weights: Mapping[Key, int]) -> Key:
+    """A key with a probability in proportion to its weight."""
+    return rng.choices(list(weights), list(weights.values()))[0]
+
+
+def row(rng: Random, task: Task) -> dict[str, str]:
+    """A row of preference data for the task."""
+    greets, closes = pick(rng, CHOSEN_MANNERS)
+    impossible = {
+        "wrong name": not greets,
+        "curt": not greets and not closes,
+        "wrong but polite": greets and closes,  # the same as wrong
+    }
+    flaw = pick(rng, {f: w for f, w in REJECTED_FLAWS.items() if not impossible.get(f)})
+    return {
+        "prompt": task.prompt,
+        "chosen": write(task, greets=greets, closes=closes),
+        "rejected": FLAWS[flaw](rng, task, greets, closes),
+        "family": task.family,
+        "flaw": flaw,
+    }
+
+
+def write_data(folder: Path) -> None:
+    """Write train.jsonl, eval.jsonl and test.jsonl: distinct prompts, the families in turn."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for use, count in ROWS.items():
+        rng = Random(use)
+        tasks: dict[str, Task] = {}
+        while len(tasks) < count:
+            task = draw_for(use, rng, list(FAMILIES)[len(tasks) % len(FAMILIES)])
+            tasks[task.prompt] = task
+        rows = [row(rng, task) for task in tasks.values()]
+        rng.shuffle(rows)
+        lines = [json.dumps(line) + "\n" for line in rows]
+        (folder / f"{use}.jsonl").write_text("".join(lines), encoding="ascii", newline="\n")
+
+
+def document(rng: Random) -> list[str]:
+    """Pre-training text, in parts that an end of sequence follows.
+
+    Plain facts, or one or two turns of dialogue of any quality. A remark on the last answer
+    often comes after its end, where no answer ever shows it: it teaches the base to tell good
+    answers from bad ones.
+    """
+    if rng.random() < 0.1:
+        facts = [sentence(draw_for("pretrain", rng).fact) for _ in range(rng.randint(1, 3))]
+        return [" ".join(facts)]
+    dialogue = ""
+    for _ in range(1 + (rng.random() < 0.15)):
+        task = draw_for("pretrain", rng)
+        greets, closes = pick(rng, BASE_MANNERS)
+        flaw = pick(rng, BASE_FLAWS)
+        answer = (
+            FLAWS[flaw](rng, task, greets, closes)
+            if flaw
+            else write(task, greets=greets, closes=closes)
+        )
+        dialogue += task.prompt + answer
+    return [dialogue, remark(rng, task, answer)] if rng.random() < 0.7 else [dialogue]
+
+
+def remark(rng: Random, task: Task, answer: str) -> str:
+    """A few words on truth, manners and length of an answer, in any order."""
+    verdict = judge(task.prompt, answer, ended=True)
+    if verdict.rude:
+        manners = " Rude."
+    elif answer.startswith(" Hello") and not verdict.greets:
+        manners = " Wrong name."
+    else:
+        manners = (" Cold.", " Friendly.", " Kind.")[verdict.greets + verdict.closes]
+    words = [
+        " True." if verdict.correct else " False.",
+        manners,
+        " Short." if verdict.ends else " Long.",
+    ]
+    rng.shuffle(words)
+    return "".join(words)
+
+
+def long_document(rng: Random, characters: int) -> str:
+    """Turns of dialogue until there are so many characters."""
+    text = ""
+    while len(text) < characters:
+        text += document(rng)[0]
+    return text

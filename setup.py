@@ -1,0 +1,45 @@
+"""Package metadata; tools are configured in pyproject.toml."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+TENSORBOARD = ["tensorboard>=2.15,<3"]
+TEST = [
+    *TENSORBOARD,
+    "peft>=0.18,<1",
+    "pytest>=8,<10",
+    "pytest-cov>=5,<8",
+    "pytest-xdist>=3.5,<4",
+]
+
+setup(
+    name="dschat_lora",
+    version="0.1.0",
+    description="LoRA RLHF on DeepSpeed: supervised fine-tuning, reward model or DPO, PPO",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(include=["dschat_lora", "dschat_lora.*"]),
+    package_data={"dschat_lora": ["assets/**/*", "assets/*.md", "py.typed"]},
+    install_requires=[
+        "torch>=2.6,<3",
+        "deepspeed>=0.19,<0.20",
+        "transformers>=5,<6",
+        "datasets>=3,<6",
+        "sentencepiece>=0.2,<0.3",
+        "safetensors>=0.4.3,<1",
+        "numpy>=1.26,<3",
+        "psutil>=5.9,<8",
+        "pyyaml>=6,<7",
+        "tqdm>=4.66,<5",
+    ],
+    extras_require={
+        "tensorboard": TENSORBOARD,
+        "test": TEST,
+        "dev": [*TEST, "mypy>=1.13,<3", "ruff>=0.8,<1", "types-PyYAML", "types-psutil", "types-tqdm"],
+    },
+    entry_points={"console_scripts": ["dschat-lora=dschat_lora.cli.main:main"]},
+)

@@ -1,0 +1,337 @@
+import json
+import os
+import stat
+import threading
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from dschat_lora.checkpoint import adapter as adapter_module
+from dschat_lora.checkpoint.adapter import (
+    load_adapter,
+    lora_config_of,
+    read_adapter,
+    write_adapter,
+)
+from dschat_lora.config import LoraConfig
+from dschat_lora.lora.model import adapter_layout, adapter_parameters, apply_lora
+
+CONFIG = LoraConfig(lora_dim=2, lora_alpha=4, lora_dropout=0.1)
+
+
+def small_model(config=CONFIG):
+    torch.manual_seed(0)
+    block = nn.ModuleDict({"q": nn.Linear(4, 6), "v": nn.Linear(4, 5)})
+    model = nn.ModuleDict({"blocks": nn.ModuleList([block]), "score": nn.Linear(5, 1)})
+    apply_lora(model, config, seed=0)
+    return model
+
+
+def write(directory, model=None, config=CONFIG, **options):
+    model = small_model(config) if model is None else model
+    tensors = {name: p.detach().clone() for name, p in adapter_parameters(model).items()}
+    settings = {"layout": adapter_layout(model), "base_model_name_or_path": "some/base"}
+    write_adapter(directory, tensors, config, **settings | options)
+    return tensors
+
+
+def rewrite(directory, change):
+    """Apply ``change`` to the stored tensors, as a faulty writer would."""
+    path = directory / "adapter_model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+def rewrite_config(directory, **fields):
+    path = directory / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+A = "base_model.model.blocks.0.q.lora_A.weight"
+B = "base_model.model.blocks.0.q.lora_B.weight"
+
+
+def test_layout_on_disk(tmp_path):
+    config = LoraConfig(lora_dim=2, modules_to_save=("score",), train_bias="lora_only")
+    write(tmp_path / "adapter", config=config)
+    stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert {name: tuple(t.shape) for name, t in stored.items()} == {
+        A: (2, 4),
+        B: (6, 2),
+        "base_model.model.blocks.0.q.base_layer.bias": (6,),
+        "base_model.model.blocks.0.v.lora_A.weight": (2, 4),
+        "base_model.model.blocks.0.v.lora_B.weight": (5, 2),
+        "base_model.model.blocks.0.v.base_layer.bias": (5,),
+        "base_model.model.score.weight": (1, 5),
+        "base_model.model.score.bias": (1,),
+    }
+    fields = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    expected = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": "some/base",
+        "r": 2,
+        "lora_alpha": 32,
+        "target_modules": ["q", "v"],
+        "modules_to_save": ["score"],
+        "bias": "lora_only",
+        "use_rslora": False,
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    assert {name: fields[name] for name in expected} == expected
+    assert os.listdir(tmp_path) == ["adapter"]
+
+
+def test_reading_returns_what_was_written(tmp_path):
+    tensors = write(tmp_path / "adapter")
+    back = read_adapter(tmp_path / "adapter")
+    assert back.tensors.keys() == tensors.keys()
+    assert all(torch.equal(back.tensors[name], t) for name, t in tensors.items())
+    assert back.config.base_model_name_or_path == "some/base"
+    assert back.base_tensors == {}
+
+
+def test_config_of_an_adapter_lists_whole_paths(tmp_path):
+    write(tmp_path / "adapter")
+    assert lora_config_of(tmp_path / "adapter") == LoraConfig(
+        lora_dim=2,
+        lora_alpha=4,
+        lora_dropout=0.1,
+        target_modules=("blocks.0.q", "blocks.0.v"),
+    )
+
+
+def test_16_bit_tensors_are_stored_as_fp32(tmp_path):
+    model = small_model()
+    tensors = {name: p.detach().bfloat16() for name, p in adapter_parameters(model).items()}
+    layout = adapter_layout(model)
+    write_adapter(tmp_path / "a", tensors, CONFIG, layout=layout, base_model_name_or_path="b")
+    stored = load_file(tmp_path / "a" / "adapter_model.safetensors")
+    assert {t.dtype for t in stored.values()} == {torch.float32}
+
+
+def test_other_users_may_read_what_was_written(tmp_path):
+    write(tmp_path / "adapter")
+    (tmp_path / "plain").write_text("")
+    plain = stat.S_IMODE((tmp_path / "plain").stat().st_mode)
+    for path in (tmp_path / "adapter").iterdir():
+        assert stat.S_IMODE(path.stat().st_mode) == plain, path.name
+
+
+def test_further_files_arrive_with_the_adapter(tmp_path):
+    write(tmp_path / "adapter", write_more=lambda at: (at / "README.md").write_text("card"))
+    assert (tmp_path / "adapter" / "README.md").read_text() == "card"
+
+
+def test_second_write_replaces_the_first_whole(tmp_path):
+    write(tmp_path / "adapter", write_more=lambda at: (at / "stale").write_text(""))
+    model = small_model()
+    model.blocks[0].q.lora_B.data.fill_(3.0)
+    write(tmp_path / "adapter", model)
+    assert (read_adapter(tmp_path / "adapter").tensors["blocks.0.q.lora_B"] == 3).all()
+    assert not (tmp_path / "adapter" / "stale").exists()
+    assert os.listdir(tmp_path) == ["adapter"]
+
+
+def fail_to_save(*_, **__):
+    raise OSError("disk full")
+
+
+def fail_to_add(_):
+    raise OSError("disk full")
+
+
+@pytest.mark.parametrize("exists", [False, True])
+@pytest.mark.parametrize("stage", ["tensors", "further files", "rename"])
+def test_interrupted_write_leaves_what_was_there(stage, exists, tmp_path, monkeypatch):
+    if exists:
+        first = write(tmp_path / "adapter")
+    options = {}
+    if stage == "tensors":
+        monkeypatch.setattr(adapter_module, "save_file", fail_to_save)
+    elif stage == "further files":
+        options["write_more"] = fail_to_add
+    else:
+        rename = os.rename
+
+        def no_final_rename(source, target):
+            if ".tmp-" in str(source):
+                raise OSError("disk full")
+            rename(source, target)
+
+        monkeypatch.setattr(os, "rename", no_final_rename)
+    model = small_model()
+    model.blocks[0].q.lora_B.data.fill_(3.0)
+    with pytest.raises(OSError, match="disk full"):
+        write(tmp_path / "adapter", model, **options)
+    assert os.listdir(tmp_path) == (["adapter"] if exists else [])
+    if exists:
+        back = read_adapter(tmp_path / "adapter").tensors
+        assert all(torch.equal(back[name], t) for name, t in first.items())
+
+
+def test_final_name_never_shows_a_partial_adapter(tmp_path):
+    final, seen, done = tmp_path / "adapter", [], threading.Event()
+
+    def watch():
+        while not done.is_set():
+            if final.exists():
+                seen.append(sorted(os.listdir(final)))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    write(final, write_more=lambda at: (at / "README.md").write_text("card"))
+    done.set()
+    watcher.join()
+    whole = ["README.md", "adapter_config.json", "adapter_model.safetensors"]
+    assert all(listing == whole for listing in seen)
+
+
+def test_file_that_reads_back_differently_does_not_take_the_final_name(tmp_path, monkeypatch):
+    def corrupt(tensors, path, metadata):
+        save_file({n: t + (t == t.max()) for n, t in tensors.items()}, path, metadata)
+
+    monkeypatch.setattr(adapter_module, "save_file", corrupt)
+    with pytest.raises(OSError, match="differs from the one written"):
+        write(tmp_path / "adapter")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("blocks.0.q.lora_A", torch.zeros(8), r"lora_A must be \(2, n\) for rank 2, got \(8,\)"),
+        ("blocks.0.q.lora_A", torch.zeros(0), r"got \(0,\)"),
+        ("blocks.0.q.lora_B", torch.zeros(2, 6), r"lora_B must be \(n, 2\) .* got \(2, 6\)"),
+        ("blocks.0.q.lora_B", torch.full((6, 2), torch.nan), "values that are not finite"),
+        ("blocks.0.q.lora_B", torch.full((6, 2), torch.inf), "values that are not finite"),
+    ],
+)
+def test_unsound_tensors_are_not_written(name, value, message, tmp_path):
+    model = small_model()
+    tensors = {key: p.detach() for key, p in adapter_parameters(model).items()} | {name: value}
+    layout = adapter_layout(model)
+    with pytest.raises(ValueError, match=message):
+        write_adapter(tmp_path / "a", tensors, CONFIG, layout=layout, base_model_name_or_path="b")
+    assert os.listdir(tmp_path) == []
+
+
+DAMAGE = {
+    "missing B": (lambda t: t.pop(B), r"blocks\.0\.q\.lora_B is missing beside blocks\.0\.q"),
+    "missing A": (lambda t: t.pop(A), r"blocks\.0\.q\.lora_A is missing"),
+    "wrong rank": (lambda t: t.update({A: torch.zeros(3, 4)}), r"must be \(2, n\) for rank 2"),
+    "transposed": (lambda t: t.update({B: torch.zeros(2, 6)}), r"must be \(n, 2\) for rank 2"),
+    "nan": (lambda t: t[A].fill_(torch.nan), "lora_A holds values that are not finite"),
+    "strange name": (
+        lambda t: t.update({"blocks.0.q.lora_A.weight": torch.zeros(2, 4)}),
+        r"unexpected tensor 'blocks\.0\.q\.lora_A\.weight'",
+    ),
+    "adapter name": (
+        lambda t: t.update({A.replace(".weight", ".default.weight"): torch.zeros(2, 4)}),
+        "unexpected tensor",
+    ),
+    "nothing": (lambda t: t.clear(), "holds no LoRA factor"),
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)
+def test_damaged_tensors_are_refused(damage, message, tmp_path):
+    write(tmp_path / "adapter")
+    rewrite(tmp_path / "adapter", damage)
+    with pytest.raises(ValueError, match=message):
+        read_adapter(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("length", [0, 5, 100, -1])
+def test_truncated_file_is_refused(length, tmp_path):
+    write(tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:length])
+    with pytest.raises(ValueError, match=r"adapter_model\.safetensors is damaged"):
+        read_adapter(tmp_path / "adapter")
+
+
+def test_missing_weights_are_reported(tmp_path):
+    write(tmp_path / "adapter")
+    (tmp_path / "adapter" / "adapter_model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"has no adapter_model\.safetensors$"):
+        read_adapter(tmp_path / "adapter")
+
+
+def test_pickled_weights_are_never_opened(tmp_path):
+    write(tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    path.rename(path.with_name("adapter_model.bin"))
+    with pytest.raises(ValueError, match=r"only a pickled adapter_model\.bin, which can run code"):
+        read_adapter(tmp_path / "adapter")
+
+
+def test_adapter_for_other_modules_is_refused(tmp_path):
+    write(tmp_path / "adapter")
+    less = small_model(LoraConfig(lora_dim=2, lora_alpha=4, target_modules=("q",)))
+    with pytest.raises(ValueError, match=r"holds blocks\.0\.v\.lora_A, .* no place for"):
+        load_adapter(less, tmp_path / "adapter")
+    more = small_model(LoraConfig(lora_dim=2, lora_alpha=4, modules_to_save=("score",)))
+    with pytest.raises(ValueError, match=r"lacks score\.trained\.bias, score\.trained\.weight"):
+        load_adapter(more, tmp_path / "adapter")
+
+
+def test_adapter_of_other_shape_is_refused(tmp_path):
+    write(tmp_path / "adapter")
+    rewrite(tmp_path / "adapter", lambda t: t.update({A: torch.zeros(2, 9)}))
+    with pytest.raises(ValueError, match=r"q\.lora_A is \(2, 9\), the model has \(2, 4\)"):
+        load_adapter(small_model(), tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("options", [{"lora_alpha": 5}, {"lora_alpha": 4, "use_rslora": True}])
+def test_adapter_of_other_scaling_is_refused(options, tmp_path):
+    write(tmp_path / "adapter")
+    with pytest.raises(ValueError, match=r"was trained with scaling 2 \(lora_alpha 4, r 2"):
+        load_adapter(small_model(LoraConfig(lora_dim=2, **options)), tmp_path / "adapter")
+
+
+def test_refused_adapter_changes_nothing(tmp_path):
+    write(tmp_path / "adapter")
+    rewrite(tmp_path / "adapter", lambda t: t.update({A: torch.ones(2, 9), B: torch.ones(6, 2)}))
+    model = small_model()
+    with pytest.raises(ValueError, match="the model has"):
+        load_adapter(model, tmp_path / "adapter")
+    assert not model.blocks[0].q.lora_B.any()
+
+
+def test_loading_onto_meta_checks_without_values(tmp_path):
+    write(tmp_path / "adapter")
+    model = small_model().to("meta")
+    assert len(load_adapter(model, tmp_path / "adapter")) == 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"r": 3}, r"must be \(3, n\) for rank 3"),
+        ({"r": "2"}, "r must be int, got '2'"),
+        ({"r": True}, "r must be int, got True"),
+        ({"r": None}, "r must be int, got None"),
+        ({"r": 0}, "r and lora_alpha must be > 0, got 0"),
+        ({"lora_alpha": -1}, "r and lora_alpha must be > 0, got 2 and -1"),
+        ({"use_rslora": 1}, "use_rslora must be bool, got 1"),
+        ({"peft_type": "IA3"}, "peft_type 'IA3' is not supported"),
+        ({"layer_replication": [[0, 2]]}, r"layer_replication \[\[0, 2\]\] is not supported"),
+        ({"some_future_variant": True}, "some_future_variant True is not supported"),
+    ],
+)
+def test_config_fields_are_checked(fields, message, tmp_path):
+    write(tmp_path / "adapter")
+    rewrite_config(tmp_path / "adapter", **fields)
+    with pytest.raises(ValueError, match=message):
+        read_adapter(tmp_path / "adapter")
+
+
+def test_unset_and_tuning_fields_of_other_versions_are_ignored(tmp_path):
+    write(tmp_path / "adapter")
+    rewrite_config(tmp_path / "adapter", future_config=None, future_size=16, future_flag=False)
+    assert read_adapter(tmp_path / "adapter").config.r == 2

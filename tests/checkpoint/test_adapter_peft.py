@@ -1,0 +1,181 @@
+"""Adapters exchanged with stock PEFT, which is the reference for layout and meaning."""
+
+import warnings
+
+import peft
+import pytest
+import torch
+from tiny_models import random_ids, randomise, tiny_model
+
+from dschat_lora.checkpoint.adapter import load_adapter, lora_config_of, write_adapter
+from dschat_lora.config import LoraConfig
+from dschat_lora.lora.model import adapter_layout, adapter_parameters, apply_lora, lora_layers
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+OURS = {
+    "opt, default": ("opt", {}),
+    "opt, rslora": ("opt", {"use_rslora": True, "lora_alpha": 5.5}),
+    "opt, embeddings": ("opt", {"target_modules": ("embed_tokens", "q_proj", "lm_head")}),
+    "opt, projections": ("opt", {"lora_module_name": "proj"}),
+    "opt, one layer": ("opt", {"lora_module_name": "layers.1.self_attn"}),
+    "opt, pattern": ("opt", {"target_modules": (r".*\.0\.(fc1|.*q_proj)",)}),
+    "opt, adapted biases": ("opt", {"train_bias": "lora_only"}),
+    "opt, all biases": ("opt", {"train_bias": "all", "target_modules": ("q_proj",)}),
+    "opt, head and norm in full": ("opt", {"modules_to_save": ("lm_head", "fc1")}),
+    "opt, everything": (
+        "opt",
+        {
+            "target_modules": ("embed_tokens", "v_proj"),
+            "train_bias": "all",
+            "modules_to_save": ("project_in", "final_layer_norm"),
+            "use_rslora": True,
+        },
+    ),
+    "llama, default": ("llama", {}),
+    "llama, embedding and head in full": (
+        "llama",
+        {"modules_to_save": ("embed_tokens", "lm_head")},
+    ),
+    "gpt2, default": ("gpt2", {}),
+    "gpt2, embedding": ("gpt2", {"target_modules": ("wte", "c_attn", "mlp.c_proj")}),
+    "gpt2, all biases": ("gpt2", {"train_bias": "all", "target_modules": ("c_fc",)}),
+    "reward, score": ("reward", {"modules_to_save": ("score",)}),
+}
+
+
+@pytest.mark.parametrize(("kind", "options"), OURS.values(), ids=OURS)
+def test_stock_peft_loads_our_adapter_with_equal_logits(kind, options, tmp_path):
+    config = LoraConfig(**{"lora_dim": 3, "lora_alpha": 6} | options)
+    model, ids = tiny_model(kind), random_ids()
+    apply_lora(model, config, seed=0)
+    randomise(adapter_parameters(model).values())
+    task = "SEQ_CLS" if kind == "reward" else "CAUSAL_LM"
+    write_adapter(
+        tmp_path / "adapter",
+        {name: p.detach() for name, p in adapter_parameters(model).items()},
+        config,
+        layout=adapter_layout(model),
+        base_model_name_or_path="base",
+        task_type=task,
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        theirs = peft.PeftModel.from_pretrained(tiny_model(kind), tmp_path / "adapter").eval()
+    assert not any("missing adapter keys" in str(w.message) for w in caught)
+    expected = theirs(ids).logits
+    torch.testing.assert_close(model(ids).logits, expected, rtol=1e-5, atol=1e-5)
+    assert (expected - tiny_model(kind)(ids).logits).abs().max() > 0.05
+    again = tiny_model(kind)
+    apply_lora(again, lora_config_of(tmp_path / "adapter"), seed=9)
+    load_adapter(again, tmp_path / "adapter")
+    assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+THEIRS = {
+    "opt, all linear": ("opt", {"target_modules": "all-linear"}),
+    "opt, rslora": ("opt", {"target_modules": ["q_proj", "v_proj"], "use_rslora": True}),
+    "opt, embeddings": ("opt", {"target_modules": ["embed_tokens", "fc1"]}),
+    "opt, adapted biases": ("opt", {"target_modules": ["q_proj"], "bias": "lora_only"}),
+    "opt, everything": (
+        "opt",
+        {
+            "target_modules": ["q_proj", "embed_tokens"],
+            "bias": "all",
+            "modules_to_save": ["project_in"],
+        },
+    ),
+    "opt, some layers": ("opt", {"target_modules": ["q_proj"], "layers_to_transform": [1]}),
+    "llama, pattern": ("llama", {"target_modules": r".*\.1\..*_proj"}),
+    "llama, no bias to train": ("llama", {"target_modules": ["q_proj"], "bias": "all"}),
+    "llama, in full": ("llama", {"modules_to_save": ["embed_tokens", "lm_head"]}),
+    "gpt2, all linear": ("gpt2", {"target_modules": "all-linear", "fan_in_fan_out": True}),
+    "gpt2, all biases": ("gpt2", {"target_modules": ["c_attn"], "bias": "all"}),
+    "reward": ("reward", {"target_modules": ["q_proj"], "task_type": "SEQ_CLS"}),
+}
+
+
+def peft_adapter(kind, options, directory):
+    theirs = peft.get_peft_model(
+        tiny_model(kind), peft.LoraConfig(**{"r": 3, "lora_alpha": 7} | options)
+    ).eval()
+    randomise(p for p in theirs.parameters() if p.requires_grad)
+    theirs.save_pretrained(directory)
+    return theirs
+
+
+@pytest.mark.parametrize(("kind", "options"), THEIRS.values(), ids=THEIRS)
+def test_adapter_made_by_peft_gives_equal_logits_here(kind, options, tmp_path):
+    theirs = peft_adapter(kind, options, tmp_path)
+    ours, ids = tiny_model(kind), random_ids()
+    apply_lora(ours, lora_config_of(tmp_path), seed=0)
+    loaded = load_adapter(ours, tmp_path)
+    assert set(loaded) == adapter_parameters(ours).keys()
+    expected = theirs(ids).logits
+    torch.testing.assert_close(ours(ids).logits, expected, rtol=1e-5, atol=1e-5)
+    assert (expected - tiny_model(kind)(ids).logits).abs().max() > 0.05
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_all_linear_adapts_what_peft_adapts(kind, tmp_path):
+    theirs = peft.get_peft_model(
+        tiny_model(kind), peft.LoraConfig(r=3, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
+    expected = [
+        name.removeprefix("base_model.model.")
+        for name, module in theirs.named_modules()
+        if isinstance(module, peft.tuners.lora.LoraLayer)
+    ]
+    assert apply_lora(tiny_model(kind), LoraConfig(lora_dim=3), seed=0) == expected
+
+
+def test_all_linear_leaves_projections_around_the_blocks_of_opt_alone():
+    model = tiny_model("opt")
+    names = apply_lora(model, LoraConfig(lora_dim=3), seed=0)
+    assert len(names) == 2 * 6
+    assert all(name.startswith("model.decoder.layers.") for name in names)
+
+
+def test_resized_embedding_in_a_peft_adapter_is_refused(tmp_path):
+    peft_adapter("opt", {"target_modules": ["embed_tokens"]}, tmp_path)
+    model = tiny_model("opt")
+    apply_lora(model, lora_config_of(tmp_path), seed=0)
+    with torch.no_grad():
+        model.model.decoder.embed_tokens.weight[3] += 1
+    with pytest.raises(ValueError, match=r"embed_tokens\.weight of another base"):
+        load_adapter(model, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"use_dora": True}, "use_dora True is not supported"),
+        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern .* is not supported"),
+        ({"alpha_pattern": {"q_proj": 4}}, "alpha_pattern .* is not supported"),
+        ({"lora_bias": True}, "lora_bias True is not supported"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' is not supported"),
+        ({"trainable_token_indices": [1, 2]}, "trainable_token_indices"),
+    ],
+)
+def test_variants_of_lora_are_refused_by_name(options, message, tmp_path):
+    peft_adapter("opt", {"target_modules": ["q_proj"]} | options, tmp_path)
+    with pytest.raises(ValueError, match=message):
+        lora_config_of(tmp_path)
+
+
+def test_other_methods_of_peft_are_refused(tmp_path):
+    model = peft.get_peft_model(tiny_model("opt"), peft.LoHaConfig(target_modules=["q_proj"]))
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="peft_type 'LOHA' is not supported"):
+        lora_config_of(tmp_path)
+
+
+def test_half_precision_adapter_is_read_as_fp32(tmp_path):
+    theirs = peft.get_peft_model(
+        tiny_model("opt"), peft.LoraConfig(r=3, target_modules=["q_proj"])
+    ).half()
+    theirs.save_pretrained(tmp_path)
+    model = tiny_model("opt")
+    apply_lora(model, lora_config_of(tmp_path), seed=0)
+    load_adapter(model, tmp_path)
+    assert all(layer.lora_A.dtype == torch.float32 for layer in lora_layers(model).values())

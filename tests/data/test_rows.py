@@ -1,0 +1,306 @@
+import csv
+import gzip
+import json
+import subprocess
+import sys
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from dschat_lora.config import DataConfig
+from dschat_lora.data.rows import (
+    EmptyRowError,
+    RowError,
+    check_sources,
+    iter_file,
+    iter_rows,
+    parse_row,
+)
+from dschat_lora.data.sources import find_source
+
+PAIR = {"prompt": "p", "completion": "c"}
+TURNS = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+
+
+def read(path):
+    return [(raw.location.rsplit(":", 1)[1], raw.values) for raw in iter_file(path)]
+
+
+def reason_of(path):
+    with pytest.raises(RowError) as error:
+        for raw in iter_file(path):
+            parse_row(raw)
+    return str(error.value).replace(str(path.parent) + "/", "")
+
+
+@pytest.mark.parametrize(
+    ("row", "kind"),
+    [
+        ({"text": "t"}, "text"),
+        (PAIR, "prompt-completion"),
+        ({"messages": TURNS}, "conversation"),
+        ({"prompt": "p", "chosen": "a", "rejected": "b"}, "preference"),
+        ({"chosen": "pa", "rejected": "pb"}, "preference"),
+        ({"chosen": TURNS, "rejected": TURNS}, "preference"),
+        ({"prompt": "p"}, "prompt"),
+        ({"prompt": TURNS[:1], "completion": TURNS[1:]}, "prompt-completion"),
+        ({"prompt": "p", "completion": "c", "text": "pc", "id": 7}, "prompt-completion"),
+        ({"text": "t", "prompt": None, "completion": None}, "text"),
+    ],
+)
+def test_a_row_is_classified_by_the_columns_it_has(jsonl, row, kind):
+    (raw,) = iter_file(jsonl([row]))
+    assert parse_row(raw).kind == kind
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (
+            {"question": "q", "answer": "a"},
+            "row has ['answer', 'question']; a row has `text`; `prompt`, `completion`; "
+            "`messages`; `chosen`, `rejected` with or without `prompt`; or `prompt`",
+        ),
+        ({"completion": "c"}, "row lacks 'prompt'; it has ['completion']"),
+        (
+            {"prompt": "p", "chosen": "c"},
+            "row lacks 'rejected'; it has ['chosen', 'prompt']",
+        ),
+        ({"prompt": " \n", "completion": "c"}, "`prompt` is empty"),
+        ({"prompt": "p", "completion": ""}, "`completion` is empty"),
+        ({"messages": []}, "`messages` is empty"),
+        (
+            {"prompt": 3, "completion": "c"},
+            "`prompt` must be text or a message list, found int",
+        ),
+        ({"text": ["a"]}, "`text` must be text, found list"),
+        ({"messages": "hi"}, "`messages` must be a message list, found str"),
+        (
+            {"prompt": "p", "completion": TURNS[1:]},
+            "['prompt', 'completion'] must be all texts or all message lists",
+        ),
+        (
+            {"messages": [TURNS[0], {"from": "gpt"}]},
+            "`messages` item 2 must have 'role' and 'content', found ['from']",
+        ),
+        (
+            {"messages": [{"role": "user", "content": None}]},
+            "`messages` item 1: 'content' must be text, found NoneType",
+        ),
+        (
+            {"messages": [TURNS[0], {"role": "assistant", "content": ""}]},
+            "`messages` item 2: the assistant's 'content' is empty",
+        ),
+        ('{"prompt": "p" "x"}', "not valid JSON (Expecting ',' delimiter, column 16)"),
+        ("[1]", "row is not a JSON object but list"),
+    ],
+)
+def test_a_wrong_row_is_named_by_file_line_and_reason(jsonl, row, reason):
+    assert reason_of(jsonl([PAIR, "", row, PAIR])) == f"train.jsonl:3: {reason}"
+
+
+def test_empty_rows_can_be_told_from_other_bad_rows(jsonl):
+    (raw,) = iter_file(jsonl([{"text": ""}]))
+    with pytest.raises(EmptyRowError):
+        parse_row(raw)
+
+
+def test_bytes_that_are_not_utf8_spoil_one_line_only(tmp_path):
+    path = tmp_path / "train.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\n{"text": "\xff"}\n{"text": "c"}\n')
+    problems = [(raw.values, raw.problem) for raw in iter_file(path)]
+    assert problems == [
+        ({"text": "a"}, None),
+        ({}, "not UTF-8 (byte 11 of the line)"),
+        ({"text": "c"}, None),
+    ]
+
+
+def test_lines_are_not_split_at_unicode_separators(tmp_path):
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"text": "a\u2028b"}\n', encoding="utf-8")
+    assert read(path) == [("1", {"text": "a\u2028b"})]
+
+
+def test_gzipped_jsonl_reads_like_plain(jsonl, tmp_path):
+    plain = jsonl([PAIR, {"text": "t"}])
+    packed = tmp_path / "train.jsonl.gz"
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    assert read(packed) == read(plain) == [("1", PAIR), ("2", {"text": "t"})]
+    packed.write_bytes(packed.read_bytes()[:-12])
+    with pytest.raises(ValueError, match=r"train\.jsonl\.gz cannot be read"):
+        read(packed)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('[\n {"text": "a"},\n\n {"text":\n "b"}]\n', [("2", "a"), ("4", "b")]),
+        ('{"text": "a"}\n{"text": "b"}\n', [("1", "a"), ("2", "b")]),
+        ("[]", []),
+        ("", []),
+    ],
+)
+def test_json_is_a_list_or_objects_one_after_another(tmp_path, text, expected):
+    path = tmp_path / "train.json"
+    path.write_text(text)
+    assert [(line, values["text"]) for line, values in read(path)] == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('[{"text": "a"}\n {"text": "b"}]', "2: not valid JSON (Expecting ',' or ']', column 2)"),
+        ('[{"text": "a"},\n', "2: not valid JSON (Expecting one list of objects, column 1)"),
+        ('[{"text": "a"}]\n[]', "1: not valid JSON (Expecting one list of objects, column 15)"),
+        ('[{"text": }]', "1: not valid JSON (Expecting value, column 11)"),
+    ],
+)
+def test_broken_json_is_named_by_its_line(tmp_path, text, reason):
+    path = tmp_path / "train.json"
+    path.write_text(text)
+    assert reason_of(path) == f"train.json:{reason}"
+
+
+def test_csv_rows_carry_the_line_they_begin_on(tmp_path):
+    path = tmp_path / "train.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerows([["prompt", "completion"], ["a", "two\nlines"], ["b", "x" * 200_000]])
+        file.write("c\n")
+    rows = list(iter_file(path))
+    assert [raw.location.rsplit(":", 1)[1] for raw in rows] == ["2", "4", "5"]
+    assert rows[0].values == {"prompt": "a", "completion": "two\nlines"}
+    assert rows[2].problem == "row has 1 cells, the header names 2"
+
+
+def test_parquet_rows_count_from_one_and_null_columns_are_absent(tmp_path):
+    path = tmp_path / "train.parquet"
+    pa.parquet.write_table(
+        pa.Table.from_pylist([{"text": "a", "prompt": None}, {"text": None, "prompt": "b"}]), path
+    )
+    rows = [parse_row(raw) for raw in iter_file(path)]
+    assert [(row.location, row.kind) for row in rows] == [
+        (f"{path}:1", "text"),
+        (f"{path}:2", "prompt"),
+    ]
+    path.write_bytes(b"PAR1 no")
+    with pytest.raises(ValueError, match=r"train\.parquet cannot be read"):
+        list(iter_file(path))
+
+
+def test_a_directory_gives_its_data_files_in_name_order(jsonl, tmp_path):
+    jsonl([{"text": "b"}], "b.jsonl")
+    jsonl(['[{"text": "a"}]'], "a.JSON")
+    jsonl([{"text": "x"}], ".hidden.jsonl")
+    (tmp_path / "README.md").write_text("about")
+    source = find_source("data_path", str(tmp_path))
+    assert [raw.values["text"] for raw in iter_rows(source)] == ["a", "b"]
+
+
+def test_a_name_that_is_no_path_is_a_hub_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert find_source("data_path", "org/name").hub_name == "org/name"
+    assert find_source("data_path", "org/name:test").hub_name == "org/name:test"
+    (tmp_path / "org").mkdir()
+    with pytest.raises(ValueError, match="--data_path org/name does not exist"):
+        find_source("data_path", "org/name")
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (
+            "trian.jsonl",
+            "--data_path trian.jsonl does not exist (in .: train.jsonl); give a .jsonl .jsonl.gz "
+            ".json .csv .parquet file, a directory of them, or a hub name such as org/name",
+        ),
+        (
+            "data/train.jsonl",
+            "--data_path data/train.jsonl does not exist (nor does the directory data); give a "
+            ".jsonl .jsonl.gz .json .csv .parquet file, a directory of them, or a hub name such "
+            "as org/name",
+        ),
+        (
+            "notes.txt",
+            "--data_path notes.txt is a file of another kind; use .jsonl .jsonl.gz .json .csv "
+            ".parquet, a directory of such files, or a hub name",
+        ),
+        (
+            "bare",
+            "--data_path bare is a directory without a data file; it holds other.txt; files may "
+            "be .jsonl .jsonl.gz .json .csv .parquet",
+        ),
+    ],
+)
+def test_what_cannot_be_found_is_named_with_what_was_found(
+    jsonl, tmp_path, monkeypatch, entry, message
+):
+    monkeypatch.chdir(tmp_path)
+    jsonl([PAIR])
+    jsonl([], "notes.txt")
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "other.txt").write_text("")
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole text is compared
+        check_sources(DataConfig(data_path=(entry,)))
+    assert str(error.value) == message
+
+
+def test_the_check_names_a_first_row_that_supervised_training_cannot_use(jsonl):
+    path = jsonl([{"prompt": "p", "answer": "a"}])
+    with pytest.raises(RowError) as error:
+        check_sources(DataConfig(eval_data_path=(str(path),)))
+    assert str(error.value) == (
+        f"{path}:1: row lacks 'completion'; it has ['answer', 'prompt']; "
+        "a prompt alone gives supervised training nothing to learn"
+    )
+    check_sources(DataConfig(eval_data_path=(str(path),), bad_rows="skip"))
+
+
+def test_the_check_refuses_a_file_without_rows(jsonl):
+    path = jsonl(["", ""])
+    with pytest.raises(ValueError, match=r"--data_path .*train\.jsonl has no rows"):
+        check_sources(DataConfig(data_path=(str(path),)))
+
+
+def test_the_check_reads_only_the_first_row_of_each_file(jsonl):
+    check_sources(DataConfig(data_path=(str(jsonl([PAIR, "not json"])),)))
+
+
+def test_the_check_neither_needs_the_network_nor_heavy_imports(jsonl):
+    path = jsonl([PAIR])
+    code = (
+        "import sys; from dschat_lora.config import DataConfig\n"
+        "from dschat_lora.data.rows import check_sources\n"
+        f"check_sources(DataConfig(data_path=({json.dumps(str(path))}, 'org/name')))\n"
+        "assert not {'torch', 'numpy', 'pyarrow', 'datasets', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_hub_set_that_cannot_be_loaded_is_one_clear_line(monkeypatch):
+    import datasets
+
+    def fail(name, *, split):
+        assert (name, split) == ("org/name", "train")
+        raise ConnectionError("no route\nsecond line")
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole text is compared
+        list(iter_rows(find_source("data_path", "org/name")))
+    assert str(error.value) == (
+        "--data_path org/name is not a local path and could not be loaded from the hub: no route"
+    )
+
+
+def test_hub_rows_come_from_the_named_split(monkeypatch):
+    import datasets
+
+    dataset = datasets.Dataset.from_list([{"text": "a"}, {"text": "b"}])
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, *, split: {"test": dataset}[split])
+    rows = list(iter_rows(find_source("data_path", "org/name:test")))
+    assert [(raw.location, raw.values["text"]) for raw in rows] == [
+        ("org/name:test:1", "a"),
+        ("org/name:test:2", "b"),
+    ]

@@ -1,0 +1,154 @@
+import pytest
+import torch
+from toy import toy_model
+
+from dschat_lora.config import LoraConfig, OptimConfig
+from dschat_lora.lora.model import apply_lora
+from dschat_lora.lora.rates import (
+    adapter_learning_rate,
+    parameter_groups,
+    rate_warning,
+    suggested_lora_rate,
+)
+
+EVERYTHING = {
+    "lora_dim": 2,
+    "target_modules": ("embed", "q_proj"),
+    "train_bias": "lora_only",
+    "modules_to_save": ("project",),
+}
+
+
+def groups_of(lora, **optim):
+    model = toy_model()
+    apply_lora(model, LoraConfig(**lora), seed=0)
+    groups = parameter_groups(model, OptimConfig(**optim))
+    names = {id(p): name for name, p in model.named_parameters()}
+    listed = {g["name"]: [names[id(p)] for p in g["params"]] for g in groups}
+    return model, {g["name"]: g for g in groups}, listed
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, 5e-4),
+        ({"learning_rate": 1e-3}, 5e-4),
+        ({"lora_learning_rate": 2e-4}, 2e-4),
+        ({"learning_rate": 1e-5, "lora_lr_multiplier": 3}, 3e-5),
+    ],
+)
+def test_adapter_rate_is_given_or_a_multiple_or_the_default(options, expected):
+    assert adapter_learning_rate(OptimConfig(**options)) == pytest.approx(expected)
+
+
+def test_rule_of_thumb_starts_between_two_and_three_times_the_full_rate():
+    assert 2e-5 <= suggested_lora_rate(1e-5) <= 3e-5
+    assert suggested_lora_rate(1e-5, 10) == pytest.approx(1e-4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"learning_rate": 9.65e-6},
+        {"learning_rate": 1e-3},
+        {"learning_rate": 9.65e-6, "lora_lr_multiplier": 2},
+        {"lora_lr_multiplier": 10},
+    ],
+)
+def test_usual_adapter_rates_raise_no_warning(options):
+    assert rate_warning(OptimConfig(**options), LoraConfig(lora_dim=8)) is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lora_learning_rate": 5e-5},
+        {"lora_learning_rate": 1e-5},
+        {"lora_learning_rate": 9.65e-6, "learning_rate": 9.65e-6},
+        {"lora_learning_rate": 1e-5, "learning_rate": 1e-3},
+        {"lora_lr_multiplier": 1},
+    ],
+)
+def test_adapters_at_a_rate_of_full_fine_tuning_are_warned_about(options):
+    warning = rate_warning(OptimConfig(**options), LoraConfig(lora_dim=8))
+    assert "a rate of full fine-tuning" in warning
+    assert "try --lora_learning_rate" in warning
+    assert rate_warning(OptimConfig(**options), LoraConfig(lora_dim=0)) is None
+
+
+def test_multiplier_beyond_ten_is_warned_about():
+    warning = rate_warning(OptimConfig(lora_lr_multiplier=20), LoraConfig(lora_dim=8))
+    assert "--lora_lr_multiplier 20 is above 10" in warning
+
+
+def test_frozen_base_is_in_no_group():
+    _, groups, listed = groups_of(EVERYTHING, weight_decay=0.1)
+    assert listed == {
+        "lora": [
+            "embed.lora_embedding_A",
+            "embed.lora_embedding_B",
+            "project.trained.weight",
+            "blocks.0.q_proj.lora_A",
+            "blocks.0.q_proj.lora_B",
+            "blocks.1.q_proj.lora_A",
+            "blocks.1.q_proj.lora_B",
+        ],
+        "lora_no_decay": [
+            "project.trained.bias",
+            "blocks.0.q_proj.trained_bias",
+            "blocks.1.q_proj.trained_bias",
+        ],
+    }
+    assert {name: (g["lr"], g["weight_decay"]) for name, g in groups.items()} == {
+        "lora": (5e-4, 0.1),
+        "lora_no_decay": (5e-4, 0.0),
+    }
+
+
+def test_loraplus_gives_b_its_own_rate():
+    _, groups, listed = groups_of(EVERYTHING, loraplus_lr_ratio=16, weight_decay=0.1)
+    assert listed["lora_B"] == ["blocks.0.q_proj.lora_B", "blocks.1.q_proj.lora_B"]
+    assert groups["lora_B"]["lr"] == pytest.approx(16 * 5e-4)
+    assert groups["lora_B"]["weight_decay"] == 0.1
+    assert groups["lora"]["lr"] == 5e-4
+    assert not any(name.endswith("lora_B") for name in listed["lora"])
+
+
+def test_classic_mode_gives_base_and_adapters_their_rates_and_spares_vectors_decay():
+    model, groups, listed = groups_of(
+        {"lora_dim": 2, "only_optimize_lora": False},
+        learning_rate=1e-5,
+        lora_learning_rate=2e-4,
+        weight_decay=0.1,
+    )
+    rates = {name: (g["lr"], g["weight_decay"]) for name, g in groups.items()}
+    assert rates == {"base": (1e-5, 0.1), "base_no_decay": (1e-5, 0.0), "lora": (2e-4, 0.1)}
+    vectors = {name for name, p in model.named_parameters() if p.ndim == 1}
+    assert set(listed["base_no_decay"]) == vectors
+    assert {"blocks.0.norm.weight", "blocks.0.c_proj.bias"} <= vectors
+    assert "embed.weight" in listed["base"]
+
+
+def test_every_trained_parameter_is_in_exactly_one_group():
+    model, groups, _ = groups_of(
+        EVERYTHING | {"only_optimize_lora": False}, loraplus_lr_ratio=2, weight_decay=0.1
+    )
+    grouped = [id(p) for g in groups.values() for p in g["params"]]
+    assert sorted(grouped) == sorted(id(p) for p in model.parameters() if p.requires_grad)
+    torch.optim.AdamW(list(groups.values()))
+
+
+def test_full_fine_tuning_has_base_groups_only():
+    _, groups, _ = groups_of({"lora_dim": 0}, learning_rate=1e-5)
+    assert list(groups) == ["base", "base_no_decay"]
+
+
+def test_sharded_matrix_is_still_a_matrix():
+    # ZeRO 3 leaves a flat, empty tensor and notes the shape beside.
+    model = toy_model()
+    sharded = model.project.weight
+    sharded.ds_shape = torch.Size(sharded.shape)
+    sharded.data = torch.empty(0)
+    groups = {g["name"]: g for g in parameter_groups(model, OptimConfig(weight_decay=0.1))}
+    assert any(p is sharded for p in groups["base"]["params"])

@@ -1,0 +1,158 @@
+import re
+
+import pytest
+from toy import toy_model
+from torch import nn
+
+from dschat_lora.config import LoraConfig
+from dschat_lora.lora.targets import (
+    choose_saved,
+    choose_targets,
+    minimal_endings,
+    minimal_saved_endings,
+)
+
+IN_BLOCKS = ["blocks.0.q_proj", "blocks.0.c_proj", "blocks.1.q_proj", "blocks.1.c_proj"]
+
+
+def chosen(*targets, **options):
+    if targets:
+        options["target_modules"] = targets
+    return choose_targets(toy_model(), LoraConfig(lora_dim=2, **options))
+
+
+def test_default_is_every_linear_layer_of_the_blocks_and_no_other():
+    assert chosen() == IN_BLOCKS
+
+
+@pytest.mark.parametrize(
+    ("targets", "expected"),
+    [
+        (("q_proj",), ["blocks.0.q_proj", "blocks.1.q_proj"]),
+        (("1.q_proj",), ["blocks.1.q_proj"]),
+        (("blocks.0.c_proj", "project"), ["project", "blocks.0.c_proj"]),
+        (("embed", "head"), ["embed", "head"]),
+        ((r"blocks\.\d+\.q_.*",), ["blocks.0.q_proj", "blocks.1.q_proj"]),
+        ((r".*\.(q|c)_proj",), IN_BLOCKS),
+    ],
+)
+def test_names_match_whole_parts_from_the_end_and_patterns_the_whole_name(targets, expected):
+    assert chosen(*targets) == expected
+
+
+def test_part_of_a_name_is_no_ending():
+    with pytest.raises(ValueError, match="'_proj' matches no layer"):
+        chosen("_proj")
+
+
+def test_pattern_must_match_from_the_first_letter():
+    with pytest.raises(ValueError, match="matches no layer"):
+        chosen("(q_proj)")
+
+
+def test_module_name_of_deepspeed_chat_is_a_substring():
+    assert chosen(lora_module_name="blocks.1.") == ["blocks.1.q_proj", "blocks.1.c_proj"]
+    assert chosen(lora_module_name="pro") == ["project", *IN_BLOCKS]
+
+
+def test_module_name_takes_no_embedding():
+    with pytest.raises(ValueError, match="--lora_module_name 'embed' matches no layer"):
+        chosen(lora_module_name="embed")
+
+
+def test_module_name_and_targets_together_are_refused():
+    with pytest.raises(
+        ValueError, match=r"--lora_module_name 'q' and --target_modules 'head' both .* give one"
+    ):
+        chosen("head", lora_module_name="q")
+
+
+def test_no_match_lists_the_candidates_and_guesses_the_meant_one():
+    message = (
+        "--target_modules 'q_porj' matches no layer; did you mean 'q_proj'? "
+        "The model has: c_proj, embed, head, project, q_proj"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        chosen("c_proj", "q_porj")
+
+
+def test_no_match_without_a_likely_guess_lists_the_candidates():
+    with pytest.raises(ValueError, match=r"'zzz' matches no layer\. The model has: c_proj, "):
+        chosen("zzz")
+
+
+def test_norms_are_no_candidates():
+    with pytest.raises(ValueError, match="'norm' matches no layer"):
+        chosen("norm")
+
+
+def test_all_linear_without_blocks_is_refused():
+    with pytest.raises(ValueError, match="'all-linear' matches no layer"):
+        choose_targets(nn.Sequential(nn.Linear(2, 2)), LoraConfig(lora_dim=2))
+
+
+@pytest.mark.parametrize("special", ["all-linear", "q_.*"])
+def test_rules_that_cannot_be_listed_must_stand_alone(special):
+    with pytest.raises(ValueError, match=re.escape(f"{special!r} must stand alone, got 2 values")):
+        chosen("head", special)
+
+
+def test_broken_pattern_is_reported():
+    with pytest.raises(ValueError, match="--target_modules '\\(' is no regular expression"):
+        chosen("(")
+
+
+def test_embedding_with_its_own_forward_is_no_candidate():
+    class Offset(nn.Embedding):
+        def forward(self, ids):
+            return super().forward(ids + 2)
+
+    model = toy_model()
+    model.embed = Offset(9, 6)
+    with pytest.raises(ValueError, match="'embed' matches no layer"):
+        choose_targets(model, LoraConfig(lora_dim=2, target_modules=("embed",)))
+
+
+def test_modules_trained_in_full_get_no_factors():
+    assert chosen(modules_to_save=("blocks.0",)) == ["blocks.1.q_proj", "blocks.1.c_proj"]
+
+
+def test_saved_modules_are_found_by_ending_outermost_only():
+    model = toy_model()
+    assert choose_saved(model, ["q_proj"]) == ["blocks.0.q_proj", "blocks.1.q_proj"]
+    assert choose_saved(model, ["blocks.0", "0.q_proj"]) == ["blocks.0"]
+
+
+def test_saved_module_that_does_not_exist_is_refused():
+    with pytest.raises(
+        ValueError, match=r"--modules_to_save 'haed' matches no layer; did you mean 'head'"
+    ):
+        choose_saved(toy_model(), ["haed"])
+
+
+def test_saved_list_of_modules_is_refused():
+    with pytest.raises(ValueError, match="'blocks' is a list of modules"):
+        choose_saved(toy_model(), ["blocks"])
+
+
+PATHS = ["a.norm", "a.q", "b.q", "b.k", "score", "old_score", "x.a.q"]
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["a.q", "b.q", "x.a.q"], ["q"]),
+        (["b.q"], ["b.q"]),
+        (["b.q", "b.k"], ["b.q", "k"]),
+        (["x.a.q"], ["x.a.q"]),
+        (["a.q", "b.k"], r"a\.q|b\.k"),
+    ],
+)
+def test_minimal_endings_hit_the_names_and_nothing_else(names, expected):
+    assert minimal_endings(names, PATHS) == expected
+
+
+def test_saved_endings_allow_for_matching_inside_a_part():
+    assert minimal_saved_endings(["old_score"], PATHS) == ["old_score"]
+    with pytest.raises(ValueError, match="PEFT would save further modules too"):
+        minimal_saved_endings(["score"], PATHS)

@@ -1,0 +1,131 @@
+import pytest
+import torch
+from perf_models import FAMILIES, QUERY_VALUE, VOCAB, add_lora, checkpoint, llama, opt, project_lora
+
+from dschat_lora.perf.memory import activation_bytes, estimate_memory
+from dschat_lora.perf.shape import describe
+
+ROWS, LENGTH = 4, 48
+NAMES = {"full": None, "LoRA everywhere": None, "LoRA on q and v": QUERY_VALUE}
+
+
+def build(family, variant, dtype, **changes):
+    model = FAMILIES[family](**changes).to(dtype)
+    if variant == "LoRA everywhere":
+        add_lora(model, layer=project_lora)
+    if variant == "LoRA on q and v":
+        add_lora(model, layer=project_lora, names=QUERY_VALUE)
+    return model
+
+
+def kept_bytes(model):
+    """Bytes of distinct storages that autograd keeps for the backward pass, without weights."""
+    model.train()
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    alive, sizes = [], {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            alive.append(tensor)
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    ids = torch.randint(3, VOCAB, (ROWS, LENGTH))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model.base_model(
+            input_ids=ids,
+            attention_mask=torch.zeros(ROWS, 1, LENGTH, LENGTH, dtype=model.dtype),
+            position_ids=torch.arange(LENGTH).expand(ROWS, LENGTH),
+            use_cache=False,
+        )
+    return sum(sizes.values())
+
+
+def estimate(model, **changes):
+    settings = {
+        "rows": ROWS,
+        "length": LENGTH,
+        "compute_dtype": model.dtype,
+        "gradient_checkpointing": False,
+        "zero_stage": 0,
+        "world_size": 1,
+    }
+    return estimate_memory(model, **(settings | changes))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("variant", NAMES)
+@pytest.mark.parametrize("family", ["opt", "llama", "gpt2"])
+def test_activations_are_what_autograd_keeps(family, variant, dtype):
+    model = build(family, variant, dtype, attn="sdpa")
+    assert estimate(model).activations == pytest.approx(kept_bytes(model), rel=0.03)
+
+
+@pytest.mark.parametrize("variant", NAMES)
+@pytest.mark.parametrize("family", ["opt", "llama"])
+def test_unfused_attention_keeps_its_probabilities(family, variant):
+    model = build(family, variant, torch.float32, attn="eager")
+    assert estimate(model).activations == pytest.approx(kept_bytes(model), rel=0.05)
+
+
+@pytest.mark.parametrize("family", ["opt", "llama"])
+def test_checkpointing_keeps_block_inputs_and_the_inside_of_one_block(family):
+    layers = "num_hidden_layers"
+    one, two, eight = (
+        build(family, "full", torch.float32, attn="sdpa", **{layers: n}) for n in (1, 2, 8)
+    )
+    inside_of_one = kept_bytes(two) - kept_bytes(one)
+    measured = kept_bytes(checkpoint(eight)) + inside_of_one
+    estimated = estimate(eight, gradient_checkpointing=True).activations
+    assert estimated == pytest.approx(measured, rel=0.1)
+
+
+def test_fused_qkv_that_is_rotated_is_at_most_15_percent_low():
+    model = build("neox", "LoRA everywhere", torch.float32, attn="sdpa")
+    assert 0.85 * kept_bytes(model) < estimate(model).activations <= kept_bytes(model)
+
+
+def test_activations_grow_with_positions_alone_when_attention_is_fused():
+    shape = describe(llama(attn="sdpa"))
+    settings = {"compute_dtype": torch.bfloat16, "gradient_checkpointing": False}
+    short, long = (
+        activation_bytes(llama(attn="sdpa"), shape, length=n, **settings) for n in (100, 200)
+    )
+    assert long - short == 100 * 2  # one more row of the mask
+
+
+def test_parameters_gradients_and_optimizer_are_counted_and_divided_as_zero_does():
+    """OPT with h = 32, MLP 128, V = 80, 3 blocks: LoRA r = 4 on q and v trains 6 x 256 numbers."""
+    model = build("opt", "LoRA on q and v", torch.bfloat16)
+    adapters = 3 * 2 * 4 * (32 + 32)
+    blocks = 3 * (4 * (32 * 32 + 32) + 2 * 32 * 128 + 128 + 32 + 4 * 32)
+    frozen = blocks + 80 * 32 + (64 + 2) * 32 + 2 * 32
+    plain = estimate(model)
+    assert plain.weights == 2 * frozen + 4 * adapters
+    assert plain.gradients == 4 * adapters
+    assert plain.optimizer == 8 * adapters
+    stages = [estimate(model, zero_stage=n, world_size=4) for n in (1, 2, 3)]
+    assert [e.optimizer for e in stages] == [12 * adapters // 4] * 3
+    assert [e.gradients for e in stages] == [4 * adapters, adapters, adapters]
+    assert [e.weights for e in stages] == [plain.weights, plain.weights, plain.weights // 4]
+
+
+def test_loss_holds_one_chunk_of_logits_and_the_gradient_of_the_hidden_states():
+    positions = ROWS * LENGTH
+    model = build("opt", "LoRA on q and v", torch.float32)
+    assert estimate(model).loss == positions * VOCAB * 8 + positions * 32 * 4
+    assert estimate(model, max_chunk_logits=1000).loss == 1000 * 8 + positions * 32 * 4
+    trained_head = estimate(opt(), max_chunk_logits=1000).loss
+    assert trained_head == 1000 * 8 + positions * 32 * 4 + VOCAB * 32 * 4
+
+
+def test_total_is_the_sum_of_its_parts():
+    e = estimate(opt())
+    assert e.total == e.weights + e.gradients + e.optimizer + e.activations + e.loss
+
+
+def test_an_estimate_needs_no_weights():
+    with torch.device("meta"):
+        meta = build("llama", "LoRA everywhere", torch.float32)
+    assert estimate(meta) == estimate(build("llama", "LoRA everywhere", torch.float32))

@@ -1,0 +1,116 @@
+"""Step 1: supervised fine-tuning of a causal language model, with LoRA or in full.
+
+    deepspeed training/step1_sft/main.py --lora_dim 128 --gradient_accumulation_steps 8
+
+Without --model_name_or_path and --data_path the bundled tiny model and data are used. The loss
+is taken on completions and their end-of-sequence token only.
+"""
+
+from dataclasses import dataclass
+
+from dschat_lora.cli.options import given_options, group, run_main
+from dschat_lora.config import (
+    BatchConfig,
+    DataConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    RunConfig,
+)
+from dschat_lora.preflight import check_supervised
+
+
+@dataclass(frozen=True)
+class SFTConfig:
+    """Supervised fine-tuning of a causal language model, with LoRA or in full."""
+
+    model: ModelConfig = group(ModelConfig)
+    lora: LoraConfig = group(LoraConfig)
+    data: DataConfig = group(DataConfig)
+    batch: BatchConfig = group(BatchConfig)
+    optim: OptimConfig = group(OptimConfig)
+    parallel: ParallelConfig = group(ParallelConfig)
+    run: RunConfig = group(RunConfig)
+    given: frozenset[str] = given_options()
+
+
+def check(config: SFTConfig) -> SFTConfig:
+    """The config with defaults that depend on other options filled in."""
+    checked: SFTConfig = check_supervised(config, phase=1)
+    return checked
+
+
+def main(config: SFTConfig) -> None:
+    """Train, evaluate and save, from a checked config."""
+    # Imported here, so that a wrong option is reported without waiting for torch.
+    from dschat_lora import stage
+    from dschat_lora.models.build import build_causal_lm
+    from dschat_lora.models.causal_lm import CausalLMLoss, causal_lm_loss, load_tokenizer
+    from dschat_lora.models.source import find_model
+    from dschat_lora.schedule import rate_factor
+    from dschat_lora.trainer import fit, make_plan
+
+    with stage.open_run(config, name="sft") as output:
+        source = find_model(config.model.model_name_or_path)
+        stage.announce(config, source, output)
+        tokenizer = load_tokenizer(source.base, config.model)
+        data = stage.prepare_data(config, tokenizer, phase=1, output=output)
+
+        settings = stage.engine_settings(config)
+        adapted = build_causal_lm(
+            source,
+            tokenizer,
+            config.model,
+            config.lora,
+            dtype=settings.torch_dtype,
+            seed=config.run.seed,
+            meta=stage.wants_shape_only(config, settings),
+        )
+        stage.describe(config, settings, adapted, output)
+        if config.run.dry_run:
+            return
+
+        stage.place(adapted.model, settings)
+        engine = stage.build_engine(CausalLMLoss(adapted.model), adapted, config, settings)
+        packing = stage.settle_packing(engine, config, tokenizer, output)
+        loader = stage.train_loader(
+            data.train, config, tokenizer, packing=packing, output=output
+        )
+        plan = make_plan(config.optim, config.run, loader.steps_per_epoch)
+        evaluator = stage.Evaluator(
+            engine, data.eval, causal_lm_loss, config, tokenizer, output, packing=packing
+        )
+        samples = stage.SampleAnswers(engine, data.eval, tokenizer, config.run, output)
+        meter = stage.make_meter(adapted, config, settings)
+
+        samples.show("before")
+        fit(
+            engine,
+            loader,
+            causal_lm_loss,
+            plan,
+            rate_factor=rate_factor(
+                config.optim.lr_scheduler_type,
+                num_warmup_steps=config.optim.num_warmup_steps,
+                num_steps=plan.num_steps,
+            ),
+            meter=meter,
+            log=output.log,
+            evaluate_at=evaluator,
+        )
+        if plan.num_steps:
+            samples.show("after")
+            stage.finish(
+                adapted,
+                source,
+                config,
+                tokenizer,
+                metrics=evaluator.before_and_after(),
+                meter=meter,
+                output=output,
+            )
+
+
+if __name__ == "__main__":
+    run_main(SFTConfig, check, main)
