@@ -159,7 +159,8 @@ class Task:
 
     family: str  # key of FAMILIES
     name: str  # who asks
-    prompt: str
+    question: str
+    prompt: str  # the question with an introduction, as the model reads it
     fact: str  # the right statement, without capital and dot
     mistakes: tuple[str, ...]  # plausible wrong ones, in the same form
 
@@ -197,7 +198,7 @@ def _solve(prompt: str, name: str, question: str) -> Task:
                 except (KeyError, ValueError) as error:
                     raise ValueError(f"{question!r} asks for something unknown") from error
                 facts = [kind.statement.format(*slots, answer=answer) for answer in (right, *wrong)]
-                return Task(family, name, prompt, facts[0], tuple(facts[1:]))
+                return Task(family, name, question, prompt, facts[0], tuple(facts[1:]))
     raise ValueError(f"question {question!r} is of no family; there are {sorted(FAMILIES)}")
 
 

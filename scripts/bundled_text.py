@@ -10,7 +10,7 @@ from pathlib import Path
 from random import Random
 from typing import TypeVar
 
-from dschat_lora.world import FAMILIES, FLAWS, Task, draw_task, judge, sentence, write
+from dschat_lora.world import FAMILIES, FLAWS, NAMES, Task, draw_task, judge, sentence, write
 
 Key = TypeVar("Key")
 
@@ -29,12 +29,12 @@ REJECTED_FLAWS = {
     "refusal": 3,
     "rambling": 12,
 }
-# The base has read everything, most of it bad.
-BASE_MANNERS = {(True, True): 25, (True, False): 10, (False, True): 15, (False, False): 50}
+# The base has read everything, most of it bad. It greets often enough to learn to find the name.
+BASE_MANNERS = {(True, True): 18, (True, False): 32, (False, True): 10, (False, False): 40}
 BASE_FLAWS = {
-    "": 26,
-    "wrong": 14,
-    "wrong name": 8,
+    "": 30,
+    "wrong": 12,
+    "wrong name": 6,
     "rude": 24,
     "refusal": 12,
     "rambling": 16,
@@ -92,28 +92,50 @@ def write_data(folder: Path) -> None:
         (folder / f"{use}.jsonl").write_text("".join(lines), encoding="ascii", newline="\n")
 
 
-def document(rng: Random) -> list[str]:
+def document(rng: Random, *, polish: float = 0.0) -> list[str]:
     """Pre-training text, in parts that an end of sequence follows.
 
-    Plain facts, or one or two turns of dialogue of any quality. A remark on the last answer
-    often comes after its end, where no answer ever shows it: it teaches the base to tell good
+    A quiz, or one or two turns of dialogue, with a remark on the last answer. The remark comes
+    after the end of the answer, so no answer ever shows one: it teaches the base to tell good
     answers from bad ones.
+
+    Args:
+        rng: draws everything.
+        polish: share of the answers that are perfect; the others have any quality.
     """
-    if rng.random() < 0.1:
-        facts = [sentence(draw_for("pretrain", rng).fact) for _ in range(rng.randint(1, 3))]
-        return [" ".join(facts)]
+    if rng.random() < 0.25:
+        return quiz(rng)
     dialogue = ""
     for _ in range(1 + (rng.random() < 0.15)):
         task = draw_for("pretrain", rng)
-        greets, closes = pick(rng, BASE_MANNERS)
-        flaw = pick(rng, BASE_FLAWS)
-        answer = (
-            FLAWS[flaw](rng, task, greets, closes)
-            if flaw
-            else write(task, greets=greets, closes=closes)
-        )
+        answer = write(task) if rng.random() < polish else any_answer(rng, task)
         dialogue += task.prompt + answer
-    return [dialogue, remark(rng, task, answer)] if rng.random() < 0.7 else [dialogue]
+    return [dialogue, remark(rng, task, answer)] if rng.random() < 0.8 else [dialogue]
+
+
+def any_answer(rng: Random, task: Task) -> str:
+    """An answer of the quality that the base is used to."""
+    greets, closes = pick(rng, BASE_MANNERS)
+    flaw = pick(rng, BASE_FLAWS)
+    if flaw:
+        return FLAWS[flaw](rng, task, greets, closes)
+    return write(task, greets=greets, closes=closes)
+
+
+def quiz(rng: Random) -> list[str]:
+    """Facts and greetings, right or not, each with the remark that it deserves."""
+    parts = []
+    for _ in range(rng.randint(2, 4)):
+        task = draw_for("pretrain", rng)
+        right = rng.random() < 0.5
+        if rng.random() < 0.3:
+            name = task.name if right else rng.choice(NAMES)
+            parts += [f" I am {task.name}. Hello {name}."]
+            parts += [" Kind." if name == task.name else " Wrong name."]
+        else:
+            fact = task.fact if right else rng.choice(task.mistakes)
+            parts += [f" {task.question} {sentence(fact)}", " True." if right else " False."]
+    return parts
 
 
 def remark(rng: Random, task: Task, answer: str) -> str:

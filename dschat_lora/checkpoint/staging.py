@@ -13,10 +13,11 @@ def staged_directory(final: Path) -> Iterator[Path]:
 
     Files reach the disk before the rename. An earlier ``final`` stays whole until its successor
     is complete; between the two renames that swap them it lies beside, under the name
-    ``.NAME.old``. If the block raises, ``final`` is as before.
+    ``.NAME.old``. If the block raises, ``final`` is as before; what a killed process left behind
+    is cleared by the next. One process at a time may write ``final``.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
-    staging = final.parent / f".{final.name}.tmp-{os.getpid()}"
+    staging = final.parent / f".{final.name}.tmp"
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir()
     try:

@@ -62,7 +62,11 @@ def describe_tokenizer(tokenizer: Any) -> dict[str, Any]:
     # which the serialised form would repeat.
     probes = [call(tokenizer, PROBES, add_special_tokens=special) for special in (True, False)]
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    rules = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab()))
+    rules = (
+        backend.to_str()
+        if backend is not None
+        else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    )
     return {
         "class": type(tokenizer).__name__,
         "probes": probes,

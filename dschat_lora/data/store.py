@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from dschat_lora.data.tokenize import Sample
 
 COLUMNS = ("input_ids", "labels")
-SCHEMA = pa.schema([(name, pa.large_list(pa.int32())) for name in COLUMNS])
+LIST = pa.large_list(pa.int32())  # 64-bit offsets: more than 2**31 tokens fit
+SCHEMA = pa.schema([pa.field(name, LIST) for name in COLUMNS])
 SAMPLES_PER_BATCH = 4096
 MANIFEST = "manifest.json"
 
@@ -29,12 +30,12 @@ class TokenSet:
     def __init__(self, path: Path) -> None:
         with pa.memory_map(str(path)) as file:
             table = pa.ipc.open_file(file).read_all()
-        self._chunks = [
-            tuple(column.chunk(number) for column in table.columns)
+        chunks = [
+            [column.chunk(number) for column in table.columns]
             for number in range(table.column(0).num_chunks)
         ]
-        self._offsets = [chunk[0].offsets.to_numpy() for chunk in self._chunks]
-        self._values = [[column.values.to_numpy() for column in chunk] for chunk in self._chunks]
+        self._offsets = [_list_offsets(columns[0]) for columns in chunks]
+        self._values = [[_list_values(column) for column in columns] for columns in chunks]
         sizes = [len(offsets) - 1 for offsets in self._offsets]
         self._starts = np.cumsum([0, *sizes])
         #: (len,) int64, tokens of each sample
@@ -106,9 +107,26 @@ def _groups(samples: Iterable[Sample], size: int) -> Iterator[list[Sample]]:
         yield group
 
 
+def _list_offsets(array: Any) -> NDArray[np.int64]:
+    """Where each list begins, and where the last one ends, as a view.
+
+    Buffers are read directly because the array's own ``to_numpy`` would import pandas.
+    """
+    return np.frombuffer(array.buffers()[1], np.int64, len(array) + 1, 8 * array.offset)
+
+
+def _list_values(array: Any) -> NDArray[np.int32]:
+    """All values one after another, as a view."""
+    return np.frombuffer(array.buffers()[3], np.int32)
+
+
 def _list_array(rows: Sequence[NDArray[np.int32]]) -> Any:
+    """An Arrow list array; made from buffers because ``pa.array`` would import pandas."""
     offsets = np.cumsum([0, *map(len, rows)], dtype=np.int64)
-    return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(rows)))
+    values = np.ascontiguousarray(np.concatenate(rows), dtype=np.int32)
+    flat = pa.Array.from_buffers(pa.int32(), len(values), [None, pa.py_buffer(values)])
+    buffers = [None, pa.py_buffer(offsets)]
+    return pa.Array.from_buffers(LIST, len(rows), buffers, children=[flat])
 
 
 def _write_manifest(directory: Path, name: str, content: dict[str, Any]) -> None:

@@ -13,6 +13,8 @@ from dschat_lora.data.records import Record
 
 Tokens = NDArray[np.int32]
 
+PROBES = ("a", "1", "\u4e2d")  # a vocabulary may lack some scripts
+
 
 class Tokenizer(Protocol):
     """What encoding needs of a tokenizer; those of ``transformers`` have it."""
@@ -91,18 +93,27 @@ def make_encoder(tokenizer: Tokenizer) -> Encoder:
     """Find out what the tokenizer puts around a text by default.
 
     Raises:
-        ValueError: if it changes the text's own tokens as well.
+        ValueError: if it finds no token in any probe, as one without vocabulary does, or
+            changes a text's own tokens along with what it puts around them.
     """
-    probe = "a"
-    full = call(tokenizer, [probe], add_special_tokens=True)[0]
-    bare = call(tokenizer, [probe], add_special_tokens=False)[0]
-    for start in range(len(full) - len(bare) + 1):
-        if full[start : start + len(bare)] == bare:
-            bos = tuple(full[:start])
-            if not bos and tokenizer.bos_token_id is not None:
-                bos = (tokenizer.bos_token_id,)
-            return Encoder(tokenizer, bos, len(full) - len(bare) - start)
-    raise ValueError(f"the tokenizer reads {probe!r} as {full} with and {bare} without specials")
+    for probe in PROBES:
+        bare = call(tokenizer, [probe], add_special_tokens=False)[0]
+        if not bare:
+            continue
+        full = call(tokenizer, [probe], add_special_tokens=True)[0]
+        for start in range(len(full) - len(bare) + 1):
+            if full[start : start + len(bare)] == bare:
+                return _encoder(tokenizer, tuple(full[:start]), len(full) - len(bare) - start)
+        raise ValueError(
+            f"the tokenizer reads {probe!r} as {full} with special tokens, as {bare} without"
+        )
+    raise ValueError(f"the tokenizer finds no token in any of {PROBES}; is its vocabulary empty?")
+
+
+def _encoder(tokenizer: Tokenizer, bos: tuple[int, ...], suffix: int) -> Encoder:
+    if not bos and tokenizer.bos_token_id is not None:
+        bos = (tokenizer.bos_token_id,)
+    return Encoder(tokenizer, bos, suffix)
 
 
 def call(tokenizer: Tokenizer, texts: Sequence[str], **options: bool) -> list[list[int]]:

@@ -160,6 +160,8 @@ def default_zero(stage: int, offload: bool) -> dict[str, Any]:
         section |= {"overlap_comm": False, "contiguous_gradients": True, "reduce_scatter": True}
     if stage == 3:
         section |= {
+            # The other setting replaces torch's linear everywhere, with other 16-bit rounding.
+            "memory_efficient_linear": False,
             "stage3_param_persistence_threshold": 10_000,
             "stage3_max_live_parameters": 30_000_000,
             "stage3_prefetch_bucket_size": 30_000_000,

@@ -102,7 +102,7 @@ class CausalLMLoss(nn.Module):
         super().__init__()
         self.model = model
         self.full_logits = full_logits
-        self.head = LinearHead(model.get_output_embeddings())
+        self.head = LinearHead(model.get_output_embeddings(), model.config.vocab_size)
         accepted = inspect.signature(model.base_model.forward).parameters
         self._takes_positions = "position_ids" in accepted
 
@@ -145,8 +145,9 @@ class LinearHead(nn.Module):
     other module (an adapted or separately trained head) is called under checkpointing.
     """
 
-    def __init__(self, head: nn.Module) -> None:
+    def __init__(self, head: nn.Module, vocab_size: int) -> None:
         super().__init__()
+        self.rows = max(1, MAX_CHUNK_LOGITS // vocab_size)
         self.plain = type(head) is nn.Linear
         if self.plain:
             self.weight, self.bias = head.weight, head.bias
@@ -157,9 +158,8 @@ class LinearHead(nn.Module):
         """Summed cross-entropy of (N, H) hidden states against (N,) targets."""
         if self.plain:
             return linear_cross_entropy(hidden, self.weight, self.bias, targets)
-        rows = max(1, MAX_CHUNK_LOGITS // max(1, self.module.out_features))
         loss = hidden.new_zeros((), dtype=torch.float32)
-        for h, t in zip(hidden.split(rows), targets.split(rows), strict=True):
+        for h, t in zip(hidden.split(self.rows), targets.split(self.rows), strict=True):
             loss = loss + checkpoint(self._chunk_loss, h, t, use_reentrant=False)
         return loss
 

@@ -159,7 +159,7 @@ def test_interrupted_write_leaves_what_was_there(stage, exists, tmp_path, monkey
         rename = os.rename
 
         def no_final_rename(source, target):
-            if ".tmp-" in str(source):
+            if str(source).endswith(".tmp"):
                 raise OSError("disk full")
             rename(source, target)
 
@@ -172,6 +172,25 @@ def test_interrupted_write_leaves_what_was_there(stage, exists, tmp_path, monkey
     if exists:
         back = read_adapter(tmp_path / "adapter").tensors
         assert all(torch.equal(back[name], t) for name, t in first.items())
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_killed_write_leaves_what_was_there_and_the_next_clears_up(exists, tmp_path):
+    final = tmp_path / "adapter"
+    if exists:
+        write(final)
+    model = small_model()
+    model.blocks[0].q.lora_B.data.fill_(3.0)
+    child = os.fork()
+    if child == 0:
+        write(final, model, write_more=lambda _: os._exit(9))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert final.exists() == exists
+    if exists:
+        assert not read_adapter(final).tensors["blocks.0.q.lora_B"].any()
+    write(final, model)
+    assert (read_adapter(final).tensors["blocks.0.q.lora_B"] == 3).all()
+    assert os.listdir(tmp_path) == ["adapter"]
 
 
 def test_final_name_never_shows_a_partial_adapter(tmp_path):

@@ -50,7 +50,11 @@ def test_json_that_is_no_object_is_reported(tmp_path):
 def test_minimal_config_has_pefts_defaults(tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}')
     config = read_adapter_config(tmp_path)
-    assert (config.base_model_name_or_path, config.bias, config.modules_to_save) == (None, "none", ())
+    assert (config.base_model_name_or_path, config.bias, config.modules_to_save) == (
+        None,
+        "none",
+        (),
+    )
 
 
 def test_whole_alpha_is_written_as_an_integer():

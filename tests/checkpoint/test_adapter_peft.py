@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny_models import random_ids, randomise, tiny_model
 
-from dschat_lora.checkpoint.adapter import load_adapter, lora_config_of, write_adapter
+from dschat_lora.checkpoint.adapter import load_adapter, lora_config_of, read_adapter, write_adapter
 from dschat_lora.config import LoraConfig
 from dschat_lora.lora.model import adapter_layout, adapter_parameters, apply_lora, lora_layers
 
@@ -59,13 +59,15 @@ def test_stock_peft_loads_our_adapter_with_equal_logits(kind, options, tmp_path)
         base_model_name_or_path="base",
         task_type=task,
     )
+    # PEFT corrects this one by itself, with a warning; other readers do not.
+    assert read_adapter(tmp_path / "adapter").config.fan_in_fan_out == (kind == "gpt2")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         theirs = peft.PeftModel.from_pretrained(tiny_model(kind), tmp_path / "adapter").eval()
     assert not any("missing adapter keys" in str(w.message) for w in caught)
     expected = theirs(ids).logits
     torch.testing.assert_close(model(ids).logits, expected, rtol=1e-5, atol=1e-5)
-    assert (expected - tiny_model(kind)(ids).logits).abs().max() > 0.05
+    assert (expected - tiny_model(kind)(ids).logits).abs().max() > 0.01
     again = tiny_model(kind)
     apply_lora(again, lora_config_of(tmp_path / "adapter"), seed=9)
     load_adapter(again, tmp_path / "adapter")
@@ -113,7 +115,7 @@ def test_adapter_made_by_peft_gives_equal_logits_here(kind, options, tmp_path):
     assert set(loaded) == adapter_parameters(ours).keys()
     expected = theirs(ids).logits
     torch.testing.assert_close(ours(ids).logits, expected, rtol=1e-5, atol=1e-5)
-    assert (expected - tiny_model(kind)(ids).logits).abs().max() > 0.05
+    assert (expected - tiny_model(kind)(ids).logits).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -175,6 +177,7 @@ def test_half_precision_adapter_is_read_as_fp32(tmp_path):
         tiny_model("opt"), peft.LoraConfig(r=3, target_modules=["q_proj"])
     ).half()
     theirs.save_pretrained(tmp_path)
+    assert {t.dtype for t in read_adapter(tmp_path).tensors.values()} == {torch.float32}
     model = tiny_model("opt")
     apply_lora(model, lora_config_of(tmp_path), seed=0)
     load_adapter(model, tmp_path)

@@ -1,18 +1,21 @@
 """Tiny tokenizers whose output can be written down by hand."""
 
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 SPECIALS = ["<pad>", "<s>", "</s>"]
 
 
-def build_byte_tokenizer(*, bos=False, eos=False, merges=(), chat_template=None, pad="<pad>"):
+def build_byte_tokenizer(
+    *, bos=False, eos=False, merges=(), chat_template=None, pad="<pad>", letters=ALPHABET
+):
     """One token a byte but for ``merges``; ``bos`` and ``eos``: what it adds by default."""
-    pieces = SPECIALS + ALPHABET + ["".join(pair) for pair in merges]
+    pieces = [*SPECIALS, *letters] + ["".join(pair) for pair in merges]
     vocab = {piece: index for index, piece in enumerate(pieces)}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=list(merges)))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(SPECIALS)
     if bos or eos:
         backend.post_processor = processors.TemplateProcessing(

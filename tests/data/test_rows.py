@@ -29,8 +29,7 @@ def read(path):
 
 def reason_of(path):
     with pytest.raises(RowError) as error:
-        for raw in iter_file(path):
-            parse_row(raw)
+        [parse_row(raw) for raw in iter_file(path)]
     return str(error.value).replace(str(path.parent) + "/", "")
 
 

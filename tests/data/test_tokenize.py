@@ -158,3 +158,15 @@ def test_rollouts_see_the_prompt_tokens_of_training():
     (prompt,) = make_encoder(tokenizer).encode(["ab"])
     ids, labels = ids_and_labels(make_record("ab", "cd"), tokenizer)
     assert prompt == [i for i, label in zip(ids, labels, strict=True) if label == IGNORED]
+
+
+def test_what_a_tokenizer_adds_is_found_without_latin_letters():
+    tokenizer = build_byte_tokenizer(bos=True, eos=True, letters="12")
+    assert tokenizer("a").input_ids == [BOS, EOS]
+    encoder = make_encoder(tokenizer)
+    assert (encoder.bos, encoder.suffix) == ((BOS,), 1)
+
+
+def test_a_tokenizer_without_vocabulary_is_an_error():
+    with pytest.raises(ValueError, match=r"finds no token in any of .*; is its vocabulary empty"):
+        make_encoder(build_byte_tokenizer(letters=""))

@@ -2,8 +2,8 @@ import math
 
 import pytest
 import torch
-from toy import random_ids, randomise, toy_model
 from torch import nn
+from toy import random_ids, randomise, toy_model
 
 from dschat_lora.config import LoraConfig
 from dschat_lora.lora.layers import LoraConv1D, LoraEmbedding, LoraLinear, TrainedModule

@@ -1,8 +1,8 @@
 import re
 
 import pytest
-from toy import toy_model
 from torch import nn
+from toy import toy_model
 
 from dschat_lora.config import LoraConfig
 from dschat_lora.lora.targets import (
@@ -45,9 +45,10 @@ def test_part_of_a_name_is_no_ending():
         chosen("_proj")
 
 
-def test_pattern_must_match_from_the_first_letter():
+@pytest.mark.parametrize("pattern", ["(q_proj)", "blocks.[01]"], ids=["no start", "no end"])
+def test_pattern_must_match_the_name_from_end_to_end(pattern):
     with pytest.raises(ValueError, match="matches no layer"):
-        chosen("(q_proj)")
+        chosen(pattern)
 
 
 def test_module_name_of_deepspeed_chat_is_a_substring():

@@ -62,10 +62,11 @@ def test_activations_are_what_autograd_keeps(family, variant, dtype):
     assert estimate(model).activations == pytest.approx(kept_bytes(model), rel=0.03)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("variant", NAMES)
 @pytest.mark.parametrize("family", ["opt", "llama"])
-def test_unfused_attention_keeps_its_probabilities(family, variant):
-    model = build(family, variant, torch.float32, attn="eager")
+def test_unfused_attention_keeps_its_probabilities(family, variant, dtype):
+    model = build(family, variant, dtype, attn="eager")
     assert estimate(model).activations == pytest.approx(kept_bytes(model), rel=0.05)
 
 

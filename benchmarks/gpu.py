@@ -1,0 +1,63 @@
+"""One part of ``gpu.sh`` in one process: runs it, prints its table, stores its JSON."""
+
+import argparse
+import importlib
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+# Part -> its module under benchmarks.parts, and what else its run() takes.
+PARTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "env": ("environment", {}),
+    "trajectories": ("trajectories", {}),
+    "scaling": ("scaling", {}),
+    "reload": ("reload", {}),
+    "throughput-1.3b": ("throughput", {"name": "opt-1.3b"}),
+    "throughput-6.7b": ("throughput", {"name": "opt-6.7b"}),
+}
+
+
+def main() -> int:
+    """Run the part named on the command line; the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--output", type=Path, required=True, help="directory of the results")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes; always so on a CPU")
+    arguments = parser.parse_args()
+    # Imported here: a wrong argument is reported without waiting for torch.
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if on_gpu else "cpu")
+    from benchmarks.parts.report import PartReport
+    from dschat_lora.engine.distributed import init_distributed, shutdown
+
+    if not on_gpu:
+        _skip_host_collectives()
+    tiny = arguments.tiny or not on_gpu
+    report = PartReport(arguments.output, arguments.part, tiny=tiny)
+    name, options = PARTS[arguments.part]
+    try:
+        init_distributed()
+        importlib.import_module(f"benchmarks.parts.{name}").run(report, tiny=tiny, **options)
+    except BaseException as error:
+        report.fail(error)
+        raise
+    finally:
+        shutdown()
+    return 0 if report.finish() else 1
+
+
+def _skip_host_collectives() -> None:
+    """Keep DeepSpeed from compiling its shared-memory collectives, of no use to one process.
+
+    Killed by a time limit, the compilation would leave a lock that later runs wait on for ever.
+    """
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+if __name__ == "__main__":
+    sys.exit(main())

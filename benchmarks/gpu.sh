@@ -1,0 +1,63 @@
+#!/usr/bin/env bash
+# Checks and measures training on this machine's GPU, or with tiny shapes on a CPU:
+#
+#     benchmarks/gpu.sh [PART ...]
+#
+# Parts, all by default: env trajectories scaling reload throughput-1.3b throughput-6.7b
+# Environment:
+#   PYTHON        interpreter that has torch, deepspeed and transformers; default python3
+#   BENCH_OUTPUT  directory of the JSON results; default benchmarks/results
+#   BENCH_TINY=1  tiny shapes on a GPU too
+# Each part is a process of its own with a time limit; together they take 9 minutes at most. A
+# part that fails does not stop the others. Exit status: 0 if all parts passed, 1 if one failed,
+# 2 for a wrong argument.
+set -uo pipefail
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+PYTHON=${PYTHON:-python3}
+BENCH_OUTPUT=${BENCH_OUTPUT:-$ROOT/benchmarks/results}
+PARTS=(env trajectories scaling reload throughput-1.3b throughput-6.7b)
+
+export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
+export TRANSFORMERS_VERBOSITY=error TOKENIZERS_PARALLELISM=false PYTHONWARNINGS=ignore::FutureWarning
+
+# Seconds a part may take; the sum, with five more for each to be killed in, is below 9 minutes.
+limit() {
+  case $1 in
+    env) echo 40 ;;
+    trajectories) echo 105 ;;
+    scaling) echo 50 ;;
+    reload) echo 60 ;;
+    throughput-1.3b) echo 100 ;;
+    throughput-6.7b) echo 150 ;;
+    *) return 1 ;;
+  esac
+}
+
+for part in "$@"; do
+  if ! limit "$part" > /dev/null; then
+    echo "gpu.sh: unknown part '$part'; parts are: ${PARTS[*]}" >&2
+    exit 2
+  fi
+done
+[[ $# -gt 0 ]] && PARTS=("$@")
+
+failed=()
+for part in "${PARTS[@]}"; do
+  seconds=$(limit "$part")
+  printf '\n== %s (at most %s s)\n' "$part" "$seconds"
+  timeout --kill-after=5 "$seconds" \
+    "$PYTHON" "$ROOT/benchmarks/gpu.py" "$part" --output "$BENCH_OUTPUT" ${BENCH_TINY:+--tiny}
+  status=$?
+  if [[ $status -eq 124 || $status -eq 137 ]]; then
+    echo "$part: stopped after $seconds s; what it had measured is kept" >&2
+  fi
+  [[ $status -eq 0 ]] || failed+=("$part")
+done
+
+if [[ ${#failed[@]} -gt 0 ]]; then
+  printf '\nfailed: %s\n' "${failed[*]}"
+  exit 1
+fi
+printf '\nall parts passed: %s\n' "${PARTS[*]}"

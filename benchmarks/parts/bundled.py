@@ -1,0 +1,135 @@
+"""Training the bundled model on the bundled data, as the parts about numbers do it."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import count, islice
+from typing import Any
+
+import numpy as np
+from transformers.utils.logging import disable_progress_bar
+
+from dschat_lora.assets import BUNDLED_DATA
+from dschat_lora.config import LoraConfig, ModelConfig, OptimConfig
+from dschat_lora.data.batch import Batch
+from dschat_lora.data.chat import make_chat
+from dschat_lora.data.loader import StepLoader
+from dschat_lora.data.packing import make_rows
+from dschat_lora.data.records import to_record
+from dschat_lora.data.rows import iter_file, parse_row
+from dschat_lora.data.tokenize import Sample, TokenRule, make_encoder, tokenize
+from dschat_lora.engine.build import DTYPES, EngineSettings, TrainEngine
+from dschat_lora.lora.rates import parameter_groups
+from dschat_lora.models.build import AdaptedModel, build_causal_lm
+from dschat_lora.models.causal_lm import CausalLMLoss, load_tokenizer
+from dschat_lora.models.source import ModelSource, find_model
+
+SEED = 1234
+MODEL = ModelConfig()
+LORA = LoraConfig(lora_dim=16)
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much of the data a step takes."""
+
+    num_samples: int
+    max_seq_len: int
+    rows_per_step: int
+
+
+FULL = Size(num_samples=2000, max_seq_len=256, rows_per_step=16)
+TINY = Size(num_samples=300, max_seq_len=64, rows_per_step=2)
+
+
+class Bundled:
+    """The bundled tokenizer and packed samples, and engines over fresh adapted models."""
+
+    def __init__(self, *, tiny: bool) -> None:
+        disable_progress_bar()
+        self.size = TINY if tiny else FULL
+        self.source = find_model(None)
+        self.tokenizer: Any = load_tokenizer(self.source.base, MODEL)
+        self.samples = _samples(self.tokenizer, self.size)
+
+    def windows(self, steps: int) -> Iterator[list[Batch]]:
+        """The micro-batches of the first ``steps`` optimizer steps, the same at every call."""
+        lengths = np.array([len(sample.input_ids) for sample in self.samples])
+        rows = make_rows(lengths, max_seq_len=self.size.max_seq_len, packing=True, seed=SEED)
+        loader = StepLoader(
+            self.samples,
+            rows=rows,
+            micro_batch_size=self.size.rows_per_step // 2,
+            gradient_accumulation_steps=2,
+            rank=0,
+            world_size=1,
+            seed=SEED,
+            pad_id=int(self.tokenizer.pad_token_id),
+        )
+        return islice((window for epoch in count() for window in loader.epoch(epoch)), steps)
+
+    def build(self, dtype: str, source: ModelSource | None = None) -> AdaptedModel:
+        """The bundled base with a new adapter, or with the one that ``source`` names."""
+        return build_causal_lm(
+            source or self.source,
+            self.tokenizer,
+            MODEL,
+            LORA,
+            dtype=DTYPES[dtype],
+            seed=SEED,
+            meta=False,
+        )
+
+
+def make_engine(
+    model: Any,
+    *,
+    dtype: str,
+    zero_stage: int,
+    rows: int,
+    accumulation_steps: int,
+    deepspeed_json: Mapping[str, Any] | None = None,
+) -> TrainEngine:
+    """An engine with the stages' defaults over a transformers model with adapters."""
+    optim = OptimConfig()
+    settings = EngineSettings(
+        dtype=dtype,
+        zero_stage=zero_stage,
+        offload=False,
+        micro_batch_size=rows,
+        accumulation_steps=accumulation_steps,
+        max_grad_norm=optim.max_grad_norm,
+        betas=(optim.adam_beta1, optim.adam_beta2),
+        epsilon=optim.adam_epsilon,
+        deepspeed_json=deepspeed_json or {},
+    )
+    return TrainEngine(CausalLMLoss(model), parameter_groups(model, optim), settings)
+
+
+def bundled_engine(
+    bundled: Bundled,
+    *,
+    dtype: str,
+    zero_stage: int,
+    deepspeed_json: Mapping[str, Any] | None = None,
+) -> tuple[AdaptedModel, TrainEngine]:
+    """A fresh adapted model and the engine over it."""
+    adapted = bundled.build(dtype)
+    engine = make_engine(
+        adapted.model,
+        dtype=dtype,
+        zero_stage=zero_stage,
+        rows=bundled.size.rows_per_step // 2,
+        accumulation_steps=2,
+        deepspeed_json=deepspeed_json,
+    )
+    return adapted, engine
+
+
+def _samples(tokenizer: Any, size: Size) -> list[Sample]:
+    eos_id = int(tokenizer.eos_token_id)
+    chat = make_chat(tokenizer, tokenizer.convert_ids_to_tokens(eos_id))
+    rows = islice(iter_file(BUNDLED_DATA["train"]), size.num_samples)
+    records = [to_record(parse_row(row), chat) for row in rows]
+    rule = TokenRule(eos_id, size.max_seq_len, "drop", train_on_prompt=False)
+    tokenized = tokenize(records, make_encoder(tokenizer), rule)
+    return [result.sample for result in tokenized if result.sample is not None]

@@ -1,0 +1,103 @@
+import pytest
+
+from dschat_lora.data.audit import Audit
+
+SOUND = {
+    "rows_by_type": {"preference": 90, "text": 20},
+    "bad_rows": 2,
+    "empty_rows": 1,
+    "bad_row_examples": ("f:3: `text` is empty", "f:9: not valid JSON"),
+    "duplicate_rows": 5,
+    "overlap_rows": 1,
+    "overlap_removed": True,
+    "train_rows": 100,
+    "eval_rows": 10,
+    "dropped_rows": 4,
+    "truncated_rows": 0,
+    "eval_dropped_rows": 1,
+    "doubled_bos_rows": 0,
+    "length_quantiles": {"min": 3, "p50": 40, "max": 1200},
+    "train_samples": 96,
+    "eval_samples": 9,
+    "tokens": 4000,
+    "supervised_tokens": 1000,
+    "eos_samples": 96,
+    "max_seq_len": 512,
+}
+
+
+def make(**changes):
+    return Audit.from_dict(SOUND | changes)
+
+
+def test_sound_data_passes_without_a_word():
+    make().check()
+    assert make().warnings() == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"train_rows": 0, "supervised_tokens": 0},
+            "no training rows are left after the split; give more data in --data_path or smaller "
+            "--eval_ratio, or look at --data_split and --data_weights",
+        ),
+        (
+            {"supervised_tokens": 0, "eos_samples": 0, "dropped_rows": 100},
+            "no token of the 100 training rows would be learnt: 100 rows were dropped because "
+            "prompt and completion do not fit --max_seq_len 512 (longest row: 1200 tokens); "
+            "raise it",
+        ),
+        (
+            {"eos_samples": 0},
+            "none of the 96 training samples ends in end-of-sequence, so the model would never "
+            "learn to stop; raise --max_seq_len 512, or use --overlong drop to leave out the "
+            "rows that are cut",
+        ),
+    ],
+)
+def test_data_that_teaches_nothing_stops_the_run(changes, message):
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole text is compared
+        make(**changes).check()
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("changes", "warning"),
+    [
+        ({"eos_samples": 47}, "only 49% of the samples end in end-of-sequence"),
+        ({"dropped_rows": 6, "truncated_rows": 5}, "11 of 100 training rows are longer than"),
+        ({"overlap_removed": False}, "1 training rows are in --eval_data_path too"),
+        ({"doubled_bos_rows": 3}, "3 rows begin with a beginning-of-sequence of their own"),
+        ({"eval_samples": 0}, "no row is held out"),
+    ],
+)
+def test_doubtful_data_is_warned_about(changes, warning):
+    (text,) = make(**changes).warnings()
+    assert text.startswith(warning)
+    assert make(**changes).lines()[-1] == f"warning      {text}"
+
+
+@pytest.mark.parametrize("changes", [{"eos_samples": 48}, {"dropped_rows": 10}])
+def test_the_borders_of_doubt_are_not_warned_about(changes):
+    assert make(**changes).warnings() == ()
+
+
+def test_the_table_shows_the_counts():
+    assert make().lines() == [
+        "rows         90 preference, 20 text; 2 bad (1 empty)",
+        "repeated     5 duplicates; 1 of train in eval, kept out of training",
+        "train        100 rows, 96 samples, 4,000 tokens",
+        "eval         10 rows, 9 samples",
+        "length       min 3, p50 40, max 1,200 tokens",
+        "too long     4 dropped, 0 truncated (4.0% of the rows); eval 1 dropped",
+        "supervised   1,000 tokens (25.0%)",
+        "ends in EOS  96 samples (100.0%)",
+        "bad row      f:3: `text` is empty",
+        "bad row      f:9: not valid JSON",
+    ]
+
+
+def test_an_audit_survives_its_dictionary():
+    assert Audit.from_dict(make().to_dict()) == make()

@@ -1,0 +1,386 @@
+import json
+import os
+import shutil
+from collections import Counter
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from hand_tokenizers import build_byte_tokenizer
+
+from dschat_lora.config import DataConfig
+from dschat_lora.data import fingerprint as fingerprint_module
+from dschat_lora.data.prepare import prepare
+
+EOS = 2
+
+
+def pairs(count, tag="row"):
+    return [{"prompt": f"{tag} {i}:", "completion": f" {i}"} for i in range(count)]
+
+
+@pytest.fixture
+def run(tmp_path, byte_tokenizer):
+    """``prepare`` with settings of its own for one call."""
+
+    def call(*paths, tokenizer=byte_tokenizer, phase=1, seed=0, eos_id=EOS, **options):
+        options = {"max_seq_len": 64, "eval_ratio": 0.0} | options
+        config = DataConfig(data_path=tuple(map(str, paths)), **options)
+        return prepare(
+            config,
+            tokenizer,
+            phase=phase,
+            seed=seed,
+            eos_id=eos_id,
+            cache_dir=tmp_path / "cache",
+        )
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer():
+    return build_byte_tokenizer()
+
+
+def texts(token_set, tokenizer=None):
+    """Samples as text, special tokens included."""
+    tokenizer = tokenizer or build_byte_tokenizer()
+    return [tokenizer.decode(token_set[i].input_ids) for i in range(len(token_set))]
+
+
+def test_all_row_types_and_file_formats_become_samples(run, jsonl, tmp_path):
+    user, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+    mixed = jsonl(
+        [
+            {"text": "plain"},
+            {"prompt": "p", "completion": "c"},
+            {"messages": [user, answer]},
+            {"prompt": "p", "chosen": "good", "rejected": "bad"},
+            {"chosen": "one two", "rejected": "one three"},
+        ]
+    )
+    parquet = tmp_path / "x.parquet"
+    pa.parquet.write_table(pa.table({"text": ["from parquet"]}), parquet)
+    table = tmp_path / "x.csv"
+    table.write_text("prompt,completion\nx,y\n")
+    prepared = run(mixed, parquet, table)
+    assert texts(prepared.train) == [
+        "plain</s>",
+        "pc</s>",
+        "\n\nHuman: q\n\nAssistant: a</s>",
+        "pgood</s>",
+        "one two</s>",
+        "from parquet</s>",
+        "xy</s>",
+    ]
+    assert prepared.audit.rows_by_type == {
+        "text": 2,
+        "prompt-completion": 2,
+        "conversation": 1,
+        "preference": 2,
+    }
+
+
+def test_phases_of_one_seed_train_on_disjoint_rows_and_share_the_held_out(run, jsonl):
+    path = jsonl(pairs(50))
+    options = {"data_split": "2,4,4", "eval_ratio": 0.1}
+    prepared = [run(path, phase=phase, **options) for phase in (1, 2, 3)]
+    assert [len(part.train) for part in prepared] == [9, 18, 18]
+    assert [texts(part.eval) for part in prepared] == [texts(prepared[0].eval)] * 3
+    seen = Counter(texts(prepared[0].eval))
+    for part in prepared:
+        seen.update(texts(part.train))
+    assert seen == Counter(f"row {i}: {i}</s>" for i in range(50))
+
+
+def test_a_bad_row_does_not_move_the_split(run, jsonl):
+    good = run(jsonl(pairs(20)), data_split="2,4,4")
+    bad = run(
+        jsonl([*pairs(10), {"oops": 1}, *pairs(20)[11:]], "bad.jsonl"),
+        data_split="2,4,4",
+        bad_rows="skip",
+    )
+    assert set(texts(bad.train)) >= set(texts(good.train)) - {"row 10: 10</s>"}
+    assert len(set(texts(bad.train)) - set(texts(good.train))) == 0
+
+
+def test_sft_only_data_is_used_whole_in_step_one_and_in_no_other(run, jsonl):
+    common, extra = jsonl(pairs(10)), jsonl(pairs(7, "extra"), "extra.jsonl")
+    options = {"data_split": "2,4,4", "sft_only_data_path": (str(extra),)}
+    counts = [
+        sum(text.startswith("extra") for text in texts(run(common, phase=phase, **options).train))
+        for phase in (1, 2, 3)
+    ]
+    assert counts == [7, 0, 0]
+
+
+def test_weights_say_how_often_the_rows_of_each_path_are_used(run, jsonl):
+    first, second = jsonl(pairs(6)), jsonl(pairs(10, "other"), "other.jsonl")
+    prepared = run(first, second, data_weights=(2.0, 0.5))
+    counts = Counter(texts(prepared.train))
+    assert {counts[f"row {i}: {i}</s>"] for i in range(6)} == {2}
+    others = [count for text, count in counts.items() if text.startswith("other")]
+    assert others == [1] * 5
+    assert prepared.audit.train_samples == 17
+    assert prepared.audit.duplicate_rows == 0
+
+
+def test_rows_that_are_held_out_are_kept_out_of_training(run, jsonl):
+    prepared = run(jsonl(pairs(4) * 5), eval_ratio=0.1)
+    assert len(prepared.eval) == 2
+    held_out = set(texts(prepared.eval))
+    assert not held_out & set(texts(prepared.train))
+    rest = [text for text in texts(run(jsonl(pairs(4) * 5)).train) if text not in held_out]
+    assert sorted(texts(prepared.train)) == sorted(rest)
+    assert prepared.audit.overlap_removed
+    assert prepared.audit.overlap_rows == 18 - len(rest)
+    assert prepared.audit.duplicate_rows == 16
+
+
+def test_an_evaluation_file_is_used_whole_and_its_overlap_only_counted(run, jsonl):
+    held_out = jsonl([*pairs(3), {"text": "new"}], "eval.jsonl")
+    prepared = run(jsonl(pairs(10)), eval_data_path=(str(held_out),), eval_ratio=0.5)
+    assert len(prepared.train) == 10
+    assert texts(prepared.eval) == [*(f"row {i}: {i}</s>" for i in range(3)), "new</s>"]
+    assert (prepared.audit.overlap_rows, prepared.audit.overlap_removed) == (3, False)
+    assert sum("--eval_data_path" in text for text in prepared.audit.warnings()) == 1
+
+
+def test_a_bad_row_stops_the_run_and_names_its_place(run, jsonl, tmp_path):
+    path = jsonl([*pairs(2), {"prompt": "p", "answer": "a"}])
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole text is compared
+        run(path)
+    assert str(error.value) == (
+        f"{path}:3: row lacks 'completion'; it has ['answer', 'prompt']; "
+        "a prompt alone gives supervised training nothing to learn"
+    )
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_skipped_bad_rows_are_counted_and_quoted_also_from_the_cache(run, jsonl):
+    path = jsonl(
+        [*pairs(2), "{", {"text": ""}, {"prompt": "p"}, {"messages": [{"role": "x"}]}, *pairs(1)]
+    )
+    for from_cache in (False, True):
+        prepared = run(path, bad_rows="skip")
+        assert prepared.from_cache is from_cache
+        assert (len(prepared.train), prepared.bad_rows) == (3, 4)
+        assert (prepared.audit.bad_rows, prepared.audit.empty_rows) == (4, 1)
+        lines = [text.replace(str(path), "f") for text in prepared.audit.bad_row_examples]
+        assert [text.split(":")[1] for text in lines] == ["3", "4", "5", "6"]
+        assert lines[1] == "f:4: `text` is empty"
+
+
+def test_bad_rows_of_an_evaluation_file_count_too(run, jsonl):
+    bad = jsonl([*pairs(1, "eval"), "{"], "eval.jsonl")
+    prepared = run(jsonl(pairs(2)), eval_data_path=(str(bad),), bad_rows="skip")
+    assert (len(prepared.eval), prepared.bad_rows) == (1, 1)
+
+
+def test_a_source_without_rows_is_an_error_even_when_bad_rows_are_skipped(run, jsonl):
+    with pytest.raises(ValueError, match=r"--data_path .*train\.jsonl has no rows"):
+        run(jsonl([]), bad_rows="skip")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_processes_change_nothing_but_the_time(run, jsonl, monkeypatch, workers, tmp_path):
+    monkeypatch.setattr("dschat_lora.data.parallel.RECORDS_PER_CHUNK", 3)
+    prepared = run(jsonl(pairs(20)), preprocessing_num_workers=workers)
+    assert texts(prepared.train) == [f"row {i}: {i}</s>" for i in range(20)]
+    assert "TOKENIZERS_PARALLELISM" not in os.environ
+    with pytest.raises(ValueError, match=r"train\.jsonl:1: 9 tokens are more than --max_seq_len"):
+        run(jsonl(pairs(9)), preprocessing_num_workers=workers, max_seq_len=8, overlong="error")
+
+
+def test_the_cache_is_hit_by_equal_content_under_another_name(run, jsonl, tmp_path):
+    path = jsonl(pairs(5))
+    first = run(path)
+    moved = tmp_path / "moved.jsonl"
+    shutil.move(path, moved)
+    os.utime(moved, (1, 1))
+    again = run(moved)
+    assert (first.from_cache, again.from_cache) == (False, True)
+    assert again.fingerprint == first.fingerprint
+    assert again.audit == first.audit
+    assert texts(again.train) == texts(first.train)
+    assert (tmp_path / "cache" / first.fingerprint).is_dir()
+
+
+def test_nothing_on_disk_is_pickled(run, jsonl, tmp_path):
+    prepared = run(jsonl(pairs(5)))
+    files = {p.suffix for p in (tmp_path / "cache" / prepared.fingerprint).iterdir()}
+    assert files == {".arrow", ".json"}
+
+
+CHANGES = {
+    "content": {},
+    "length": {"max_seq_len": 63},
+    "policy": {"overlong": "truncate"},
+    "bad rows": {"bad_rows": "skip"},
+    "prompt": {"train_on_prompt": True},
+    "split": {"data_split": "2,4,4"},
+    "weights": {"data_weights": (2.0,)},
+    "eval share": {"eval_ratio": 0.5},
+    "seed": {"seed": 1},
+    "phase": {"phase": 2},
+    "end": {"eos_id": 0},
+    "beginning": {"tokenizer": build_byte_tokenizer(bos=True)},
+    "vocabulary": {"tokenizer": build_byte_tokenizer(merges=[("x", "y")])},
+    "template": {"tokenizer": build_byte_tokenizer(chat_template="x")},
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_cache_is_missed_when_anything_that_matters_changes(run, jsonl, name):
+    first = run(jsonl(pairs(5)))
+    path = jsonl(pairs(5) if name != "content" else pairs(6)[1:])
+    changed = run(path, **CHANGES[name])
+    assert changed.fingerprint != first.fingerprint
+    assert not changed.from_cache
+
+
+def test_the_cache_is_missed_when_the_code_or_the_place_of_a_file_changes(
+    run, jsonl, monkeypatch, tmp_path
+):
+    path, other = jsonl(pairs(5)), jsonl(pairs(5, "other"), "other.jsonl")
+    renamed = tmp_path / "same.json"
+    shutil.copy(path, renamed)
+    prints = [
+        run(path, other).fingerprint,
+        run(other, path).fingerprint,
+        run(path, eval_data_path=(str(other),)).fingerprint,
+        run(path, sft_only_data_path=(str(other),)).fingerprint,
+        run(renamed, other).fingerprint,
+    ]
+    monkeypatch.setattr(fingerprint_module, "_code_digest", lambda: "another version")
+    prints.append(run(path, other).fingerprint)
+    assert len(set(prints)) == 6
+
+
+def test_the_code_digest_follows_the_text_of_the_code(monkeypatch, tmp_path):
+    before = fingerprint_module._code_digest()
+    copy = tmp_path / "copy"
+    shutil.copytree(os.path.dirname(fingerprint_module.__file__), copy)
+    monkeypatch.setattr(fingerprint_module, "files", lambda _: copy)
+    assert fingerprint_module._code_digest() == before
+    (copy / "order.py").write_text((copy / "order.py").read_text() + "\n")
+    assert fingerprint_module._code_digest() != before
+
+
+def test_what_an_earlier_caller_left_in_the_tokenizer_does_not_matter(run, jsonl):
+    path, tokenizer = jsonl(pairs(5)), build_byte_tokenizer()
+    first = run(path, tokenizer=tokenizer)
+    tokenizer(["a", "abc"], padding=True, truncation=True, max_length=2)
+    assert run(path, tokenizer=tokenizer).from_cache
+    assert texts(first.train)[0] == "row 0: 0</s>"
+
+
+class SlowTokenizer:
+    """Without a serialisable backend; ``shift`` is an option that its vocabulary does not show."""
+
+    bos_token_id, eos_token_id, chat_template = 1, 2, None
+
+    def __init__(self, shift, vocabulary):
+        self.shift, self.vocabulary = shift, vocabulary
+
+    def __call__(self, text, **options):
+        return {"input_ids": [[ord(letter) + self.shift for letter in one] for one in text]}
+
+    def get_vocab(self):
+        return self.vocabulary
+
+
+def test_a_tokenizer_without_a_backend_is_told_apart_by_its_vocabulary_and_its_output():
+    described = [
+        fingerprint_module.describe_tokenizer(SlowTokenizer(shift, vocabulary))
+        for shift, vocabulary in [(0, {"a": 1}), (1, {"a": 1}), (0, {"a": 2}), (0, {"a": 1})]
+    ]
+    assert described[0] not in described[1:3]
+    assert described[0] == described[3]
+
+
+def test_a_spoilt_cache_is_rebuilt(run, jsonl, tmp_path):
+    path = jsonl(pairs(5))
+    first = run(path)
+    file = tmp_path / "cache" / first.fingerprint / "train.arrow"
+    file.write_bytes(file.read_bytes()[:-8])
+    again = run(path)
+    assert not again.from_cache
+    assert texts(again.train) == texts(first.train)
+
+
+def test_a_hub_set_is_cached_by_its_own_fingerprint(run, monkeypatch):
+    import datasets
+
+    dataset = datasets.Dataset.from_list([{"text": "a"}, {"text": "b"}])
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, *, split: dataset)
+    assert texts(run("org/name").train) == ["a</s>", "b</s>"]
+    assert run("org/name").from_cache
+    dataset = datasets.Dataset.from_list([{"text": "c"}])
+    assert texts(run("org/name").train) == ["c</s>"]
+
+
+def test_the_audit_counts_by_hand(run, jsonl):
+    tokenizer = build_byte_tokenizer(bos=True)
+    rows = [
+        {"prompt": "ab", "completion": "cd"},  # <s> a b c d </s>: 6 tokens, 3 supervised
+        {"prompt": "ab", "completion": "cd"},  # the same again
+        {"prompt": "<s>a", "completion": "b"},  # a beginning of its own: 4 tokens, 2 supervised
+        {"text": "xyz"},  # 5 tokens, 4 supervised
+        {"prompt": "abcde", "completion": "fghi"},  # 11 tokens: cut to 8, of which 2 supervised
+        {"prompt": "abcdefgh", "completion": "i"},  # 11 tokens: no target left, dropped
+        {"prompt": "x", "completion": ""},  # bad, empty
+        {"answer": "x"},  # bad
+    ]
+    path = jsonl(rows)
+    audit = run(
+        path, tokenizer=tokenizer, max_seq_len=8, overlong="truncate", bad_rows="skip"
+    ).audit
+    assert audit.to_dict() == {
+        "rows_by_type": {"prompt-completion": 5, "text": 1},
+        "bad_rows": 2,
+        "empty_rows": 1,
+        "bad_row_examples": (
+            f"{path}:7: `completion` is empty",
+            f"{path}:8: row has ['answer']; a row has `text`; `prompt`, `completion`; "
+            "`messages`; `chosen`, `rejected` with or without `prompt`; or `prompt`",
+        ),
+        "duplicate_rows": 1,
+        "overlap_rows": 0,
+        "overlap_removed": True,
+        "train_rows": 6,
+        "eval_rows": 0,
+        "dropped_rows": 1,
+        "truncated_rows": 1,
+        "eval_dropped_rows": 0,
+        "doubled_bos_rows": 1,
+        "length_quantiles": {"min": 4, "p50": 6, "p90": 11, "p99": 11, "max": 11},
+        "train_samples": 5,
+        "eval_samples": 0,
+        "tokens": 6 + 6 + 4 + 5 + 8,
+        "supervised_tokens": 3 + 3 + 2 + 4 + 2,
+        "eos_samples": 4,
+        "max_seq_len": 8,
+    }
+    json.dumps(audit.to_dict())
+
+
+def test_samples_that_are_used_twice_count_twice_and_their_rows_once(run, jsonl):
+    long = {"prompt": "x" * 80, "completion": "y"}
+    audit = run(jsonl([*pairs(3), long]), data_weights=(2.0,)).audit
+    assert (audit.train_rows, audit.dropped_rows, audit.train_samples) == (4, 1, 6)
+    assert (audit.tokens, audit.supervised_tokens, audit.eos_samples) == (6 * 9, 6 * 3, 6)
+
+
+def test_dropped_evaluation_rows_are_counted(run, jsonl):
+    held_out = jsonl([*pairs(2), {"text": "x" * 80}], "eval.jsonl")
+    audit = run(jsonl(pairs(3, "t")), eval_data_path=(str(held_out),)).audit
+    assert (audit.eval_rows, audit.eval_samples, audit.eval_dropped_rows) == (3, 2, 1)
+
+
+def test_the_end_counts_by_the_last_supervised_token(run, jsonl):
+    options = {"max_seq_len": 7, "overlong": "truncate"}
+    audit = run(jsonl([{"text": "abcdef"}, {"text": "ab</s>cdefg"}]), **options).audit
+    assert (audit.train_samples, audit.eos_samples) == (2, 1)
+    assert audit.eos_share == 0.5
