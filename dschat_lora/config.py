@@ -44,9 +44,7 @@ class ModelConfig:
     attn_implementation: Literal["sdpa", "eager"] = option(
         "sdpa", help="attention kernel of transformers"
     )
-    trust_remote_code: bool = option(
-        False, help="run model code that comes with a hub repository"
-    )
+    trust_remote_code: bool = option(False, help="run model code that comes with a hub repository")
     add_eot_token: bool = option(
         False, help="add --eot_token to the tokenizer and end every completion with it"
     )
@@ -57,9 +55,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         require(0 <= self.dropout < 1, "dropout", self.dropout, "in [0, 1)")
-        require(
-            self.compute_fp32_loss, "no-compute_fp32_loss", False, "absent: the loss is fp32"
-        )
+        require(self.compute_fp32_loss, "no-compute_fp32_loss", False, "absent: the loss is fp32")
 
 
 @dataclass(frozen=True)
@@ -184,9 +180,7 @@ class BatchConfig:
 @dataclass(frozen=True)
 class OptimConfig:
     learning_rate: float = option(5e-5, help="peak rate of base weights, where they train")
-    lora_learning_rate: float | None = option(
-        None, help="peak rate of the adapters; default 5e-4"
-    )
+    lora_learning_rate: float | None = option(None, help="peak rate of the adapters; default 5e-4")
     lora_lr_multiplier: float | None = option(
         None,
         help="adapters train at this multiple of --learning_rate; start at 2 to 3, up to 10",
@@ -257,9 +251,7 @@ class RunConfig:
         0, help="optimizer steps between evaluations; 0: at the start, each epoch and the end"
     )
     eval_iters: int = option(0, help="evaluation batches per device; 0: all")
-    sample_generations: int = option(
-        2, help="held-out prompts answered before and after training"
-    )
+    sample_generations: int = option(2, help="held-out prompts answered before and after training")
     merge_adapter: bool = option(
         False, help="also write base and adapter merged as a transformers model"
     )

@@ -12,10 +12,11 @@ from dschat_lora.config import DataConfig, LoraConfig, RunConfig
 from dschat_lora.data.rows import check_sources
 from dschat_lora.engine.ds_config import reconcile
 from dschat_lora.models.source import ModelSource, find_model
+from dschat_lora.report.directory import leftovers
+from dschat_lora.report.terminal import say_once
 
 # Rows of the bundled data are short; longer packed rows would leave few optimizer steps.
 BUNDLED_SEQ_LEN = 128
-_LEFTOVERS = ("run.json", "metrics.jsonl", "adapter", "model", "checkpoints")
 
 
 def check_supervised(config: Any, *, phase: int) -> Any:
@@ -46,6 +47,7 @@ def check_supervised(config: Any, *, phase: int) -> Any:
     )
     run = with_tensorboard(config.run)
     check_output_dir(run)
+    announce(source, data, config.data)
     return replace(
         config,
         model=model,
@@ -56,6 +58,15 @@ def check_supervised(config: Any, *, phase: int) -> Any:
         parallel=parallel,
         run=run,
     )
+
+
+def announce(source: ModelSource, data: DataConfig, asked: DataConfig) -> None:
+    """Say on the first line what is trained on what; the first rank alone."""
+    model = "the bundled tiny model" if source.bundled else source.base
+    adapter = f" with the adapter {source.adapter}" if source.adapter else ""
+    paths = "the bundled data" if data.data_path != asked.data_path else " ".join(data.data_path)
+    more = " ".join(data.sft_only_data_path)
+    say_once(f"model: {model}{adapter}; data: {paths} {more}".rstrip())
 
 
 def with_bundled_data(data: DataConfig, given: frozenset[str]) -> DataConfig:
@@ -81,7 +92,7 @@ def continued_lora(lora: LoraConfig, source: ModelSource, given: frozenset[str])
     adapter = source.adapter_config
     if adapter is None:
         return lora
-    stored = {
+    stored: dict[str, Any] = {
         "lora_dim": adapter.r,
         "lora_alpha": adapter.lora_alpha,
         "use_rslora": adapter.use_rslora,
@@ -118,18 +129,12 @@ def check_output_dir(run: RunConfig) -> None:
     """Refuse a directory that holds an earlier run; asked by the first rank, which creates it."""
     if run.output_dir is None or run.overwrite_output_dir or os.environ.get("RANK", "0") != "0":
         return
-    path = Path(run.output_dir)
-    if earlier := [name for name in _LEFTOVERS if (path / name).exists()]:
+    path = Path(run.output_dir).expanduser()
+    if earlier := leftovers(path):
         raise ValueError(
-            f"--output_dir {path} holds an earlier run ({', '.join(earlier)}); choose another "
-            "directory, or delete that run with --overwrite_output_dir"
+            f"--output_dir {path} holds an earlier run ({', '.join(p.name for p in earlier)}); "
+            "choose another directory, or delete that run with --overwrite_output_dir"
         )
-
-
-def leftovers(path: Path) -> list[Path]:
-    """What an earlier run wrote under ``path``."""
-    names = (*_LEFTOVERS, "tensorboard", "report.html")
-    return [path / name for name in names if (path / name).exists()]
 
 
 def _check_lora(lora: LoraConfig, given: frozenset[str]) -> None:

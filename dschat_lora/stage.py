@@ -1,7 +1,6 @@
 """What the supervised stages do around their own loss: directory, data, engine, records."""
 
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,10 +36,11 @@ from dschat_lora.models.causal_lm import Tokenizer
 from dschat_lora.models.generate import answer
 from dschat_lora.models.probe import probe
 from dschat_lora.models.source import ModelSource
-from dschat_lora.perf.peak import tabled_peak
+from dschat_lora.perf.memory import estimate_memory
+from dschat_lora.perf.peak import device_peak
 from dschat_lora.perf.shape import describe as describe_shape
 from dschat_lora.perf.throughput import Meter
-from dschat_lora.preflight import leftovers
+from dschat_lora.report.directory import claim_directory
 from dschat_lora.report.log import RunLog, eval_line, summary_lines
 from dschat_lora.report.record import RunRecord, environment
 from dschat_lora.trainer import Evaluation, LossFunction, evaluate
@@ -70,7 +70,8 @@ def open_run(config: Any, *, name: str) -> Iterator[Output]:
     record: RunRecord | None = None
     try:
         init_distributed()
-        directory = Path(_from_rank_zero(_claim_directory(config.run, name) if rank() == 0 else ""))
+        mine = claim_directory(config.run.output_dir, name=name) if rank() == 0 else ""
+        directory = Path(_from_rank_zero(str(mine)))
         record = RunRecord(directory, active=rank() == 0)
         record.update({"stage": name, "status": "running", **environment()})
         record.update({"world_size": world_size(), "config": flatten(config)})
@@ -79,6 +80,7 @@ def open_run(config: Any, *, name: str) -> Iterator[Output]:
         with RunLog(
             directory, active=rank() == 0, tensorboard=board if wants_board else None
         ) as log:
+            log.say(f"output: {directory}")
             yield Output(directory, log, record)
         record.update({"status": "finished"})
     except BaseException as error:
@@ -89,20 +91,6 @@ def open_run(config: Any, *, name: str) -> Iterator[Output]:
         raise
     finally:
         shutdown()
-
-
-def announce(config: Any, source: ModelSource, output: Output) -> None:
-    """Say first what is trained on what, and where the results go."""
-    model = "the bundled tiny model" if source.bundled else source.base
-    adapter = f" with the adapter {source.adapter}" if source.adapter else ""
-    data = " ".join((*config.data.data_path, *config.data.sft_only_data_path))
-    bundled = not ({"data_path", "sft_only_data_path"} & config.given)
-    output.log.say(
-        f"model: {model}{adapter}; data: {'the bundled data' if bundled else data}; "
-        f"output: {output.directory}"
-    )
-    if warning := rate_warning(config.optim, config.lora):
-        output.log.say(f"warning: {warning}")
 
 
 def prepare_data(config: Any, tokenizer: Tokenizer, *, phase: int, output: Output) -> Prepared:
@@ -161,6 +149,11 @@ def describe(config: Any, settings: EngineSettings, adapted: AdaptedModel, outpu
         f"{len(adapted.targets)} adapted layers; {settings.dtype}, ZeRO {settings.zero_stage}, "
         f"{world_size()} process{'es' if world_size() > 1 else ''} on {device().type}"
     )
+    if warning := rate_warning(config.optim, config.lora):
+        output.log.say(f"  warning      {warning}")
+    memory = estimate_memory_of(adapted, config, settings)
+    if memory is not None:
+        output.log.say(f"  memory       about {memory / 2**30:.3g} GiB per device, by estimate")
     output.record.update(
         {
             "parameters": {"total": total, "trainable": trained},
@@ -172,6 +165,23 @@ def describe(config: Any, settings: EngineSettings, adapted: AdaptedModel, outpu
         for name, value in flatten(config).items():
             output.log.say(f"  --{name} {value}")
         output.log.say("dry run: nothing was trained or saved")
+
+
+def estimate_memory_of(adapted: AdaptedModel, config: Any, settings: EngineSettings) -> int | None:
+    """Bytes one device is expected to need; None for architectures that are not understood."""
+    try:
+        estimate = estimate_memory(
+            adapted.model,
+            rows=config.batch.per_device_train_batch_size,
+            length=config.data.max_seq_len,
+            compute_dtype=settings.torch_dtype,
+            gradient_checkpointing=config.model.gradient_checkpointing,
+            zero_stage=settings.zero_stage,
+            world_size=world_size(),
+        )
+    except ValueError:
+        return None
+    return estimate.total
 
 
 def place(model: nn.Module, settings: EngineSettings) -> None:
@@ -324,7 +334,7 @@ class SampleAnswers:
 
     def _prompts(self) -> list[list[int]]:
         """Tokens before the first supervised one, of the first rows that have any."""
-        prompts = []
+        prompts: list[list[int]] = []
         for index in range(len(self.samples)):
             if len(prompts) == self.run.sample_generations:
                 break
@@ -335,73 +345,94 @@ class SampleAnswers:
         return prompts
 
 
-def make_meter(adapted: AdaptedModel, config: Any, settings: EngineSettings) -> Meter:
+def make_meter(
+    adapted: AdaptedModel, config: Any, settings: EngineSettings, output: Output
+) -> Meter:
     """The throughput meter of a run over this model."""
-    here = device()
-    peak = None
-    if here.type == "cuda":
-        peak = tabled_peak(torch.cuda.get_device_name(here), settings.torch_dtype)
+    try:
+        shape = describe_shape(adapted.model)
+    except ValueError as error:
+        output.log.say(f"  note         TFLOPs are not reported: {error}")
+        shape = None
     return Meter(
-        describe_shape(adapted.model),
+        shape,
         gradient_checkpointing=config.model.gradient_checkpointing,
         world_size=world_size(),
-        device=here,
-        peak_tflops=peak,
+        device=device(),
+        peak_tflops=device_peak(device(), settings.torch_dtype),
     )
 
 
 def finish(
+    engine: TrainEngine,
     adapted: AdaptedModel,
     source: ModelSource,
     config: Any,
     tokenizer: Tokenizer,
     *,
-    metrics: dict[str, Any],
+    results: dict[str, Any],
+    probe_ids: torch.Tensor,
     meter: Meter,
     output: Output,
 ) -> None:
-    """Summarise, and save what was trained; call on every rank."""
+    """Summarise the run and save what was trained; call on every rank.
+
+    Args:
+        engine: over the model.
+        adapted: what was trained.
+        source: of the base model.
+        config: the stage's config.
+        tokenizer: saved along.
+        results: for run.json and the model card.
+        probe_ids: (B, T) token ids on which a merged model is compared.
+        meter: of the run.
+        output: of the run.
+    """
     summary = meter.summary()
     for line in summary_lines(summary):
         output.log.say(line)
-    output.record.update({"results": metrics, "throughput": summary})
+    output.record.update({"results": results, "throughput": summary})
+    engine.eval()
     only_adapter = config.lora.lora_dim > 0 and config.lora.only_optimize_lora
     if only_adapter:
+        directory = output.directory / "adapter"
         save_adapter(
-            output.directory / "adapter",
+            directory,
             adapted.model,
             adapted.lora,
             base=source.base,
             tokenizer=tokenizer,
             card={
                 "data": {"training data": " ".join(config.data.data_path)},
-                "metrics": metrics,
+                "metrics": results,
                 "versions": environment()["versions"],
             },
         )
-        output.log.say(f"adapter written to {output.directory / 'adapter'}")
+        output.log.say(f"adapter written to {directory}")
     if config.run.merge_adapter or not only_adapter:
-        save_merged(output.directory / "model", adapted.model, tokenizer=tokenizer)
-        output.log.say(f"model written to {output.directory / 'model'}")
+        directory = output.directory / "model"
+        report = save_merged(
+            directory,
+            adapted.model,
+            tokenizer=tokenizer,
+            probe_ids=probe_ids,
+            max_kl=config.run.merge_max_kl,
+        )
+        if report is not None:
+            output.record.update({"merge": vars(report)})
+            output.log.say(
+                f"model written to {directory}: against the trained one, largest logit difference "
+                f"{report.max_abs_logit:.2g}, KL {report.kl_nats_per_token:.2g} nats per token"
+            )
 
 
-def _claim_directory(run: RunConfig, name: str) -> str:
-    """Create the run's directory: the one given, or the first free of output/NAME, -2, -3 ..."""
-    if run.output_dir is not None:
-        path = Path(run.output_dir).expanduser()
-        for old in leftovers(path) if run.overwrite_output_dir else []:
-            shutil.rmtree(old) if old.is_dir() else old.unlink()
-        path.mkdir(parents=True, exist_ok=True)
-        return str(path)
-    number = 1
-    while True:
-        path = Path("output") / (name if number == 1 else f"{name}-{number}")
-        try:
-            path.mkdir(parents=True)
-        except FileExistsError:
-            number += 1
-        else:
-            return str(path)
+def probe_batch(samples: TokenSet, tokenizer: Tokenizer) -> torch.Tensor:
+    """(1, T) ids of a few held-out samples in a row, or random ones where none is held out."""
+    ids = [int(i) for n in range(min(4, len(samples))) for i in samples[n].input_ids]
+    if not ids:
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, len(tokenizer), (32,), generator=generator).tolist()
+    return torch.tensor([ids[:256]])
 
 
 def _from_rank_zero(text: str) -> str:

@@ -179,7 +179,9 @@ def fit(
     meter.start()
     for epoch in range(plan.num_epochs):
         windows = islice(loader.epoch(epoch), plan.num_steps - step)
-        for result in train_steps(engine, windows, loss_function, map(rate_factor, count_from(step))):
+        for result in train_steps(
+            engine, windows, loss_function, map(rate_factor, count_from(step))
+        ):
             step += 1
             rates = meter.step(result.counts)
             metrics = step_metrics(result, epoch=step / loader.steps_per_epoch) | rates

@@ -93,4 +93,4 @@ def test_the_stored_result_is_of_a_whole_cpu_run():
     entries = json.loads(text)
     assert set(entries) == set(PARTS)
     assert {entry["status"] for entry in entries.values()} == {"passed"}
-    assert not re.search(r'"[^"]*(/home/|/root/|/tmp/|/work/|/usr/)', text)
+    assert not re.search(r"(?<![\w.])/\w", text), "a path of the machine it ran on"

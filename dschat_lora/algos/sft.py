@@ -54,7 +54,9 @@ def linear_cross_entropy(
         optimizer step holds.
     """
     rows = max(1, max_chunk_logits // weight.shape[0])
-    loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, targets, rows)
+    loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, targets, rows
+    )
     return loss
 
 
@@ -90,7 +92,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
         weight_dtype, bias_dtype = ctx.dtypes
         return (

@@ -9,13 +9,19 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from dschat_lora.checkpoint.adapter import write_adapter
-from dschat_lora.checkpoint.adapter_config import AdapterConfig
+from dschat_lora.checkpoint.adapter_config import AdapterConfig, read_adapter_config
 from dschat_lora.checkpoint.model_card import model_card
 from dschat_lora.checkpoint.staging import staged_directory
 from dschat_lora.config import LoraConfig
-from dschat_lora.engine.distributed import rank
+from dschat_lora.engine.distributed import device, rank
 from dschat_lora.engine.zero import gather_to_cpu
-from dschat_lora.lora.merge import merged_state_dict, untied_by_merge
+from dschat_lora.lora.merge import (
+    MergeReport,
+    check_merge,
+    merge_deviation,
+    merged_state_dict,
+    untied_by_merge,
+)
 from dschat_lora.lora.model import adapter_layout, adapter_parameters
 
 
@@ -54,27 +60,73 @@ def save_adapter(
     )
 
 
-def save_merged(directory: Path, model: Any, *, tokenizer: Any) -> None:
+def save_merged(
+    directory: Path, model: Any, *, tokenizer: Any, probe_ids: Tensor, max_kl: float
+) -> MergeReport | None:
     """Write base and adapter as one transformers directory; call on every rank.
 
-    Without adapters this is the trained model itself. The update is added in fp32 to the
-    untouched base and cast once.
+    The update is added in fp32 to the untouched base and cast once. What was written is loaded
+    again and compared with the unmerged model before it takes its name. Without adapters this
+    is the trained model itself.
+
+    Args:
+        directory: takes its name when complete.
+        model: the transformers model, possibly adapted and sharded, in evaluation mode.
+        tokenizer: written beside the weights.
+        probe_ids: (B, T) int64 token ids to compare on, without padding.
+        max_kl: most that the merge may move the distribution, in nats per token.
+
+    Returns:
+        The measured deviation, on rank 0.
+
+    Raises:
+        ValueError: if it is larger than ``max_kl``; nothing is written then.
     """
+    before = _logits(model, probe_ids)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     tensors = gather_to_cpu(parameters)
     if rank() != 0:
-        return
-    buffers = {name: b.detach().cpu() for name, b in model.named_buffers()}
+        return None
+    merged = _merged_model(model, tensors)
+    with staged_directory(directory) as staging:
+        merged.save_pretrained(staging)
+        tokenizer.save_pretrained(staging)
+        written = AutoModelForCausalLM.from_pretrained(staging, dtype=model.dtype)
+        after = _logits(written.to(_device_with_room(written)).eval(), probe_ids)
+        mask = torch.ones(probe_ids.shape, dtype=torch.bool)
+        report = merge_deviation(before, after, mask)
+        check_merge(report, max_kl=max_kl)
+    return report
+
+
+def _merged_model(model: Any, tensors: dict[str, Tensor]) -> Any:
+    """A plain transformers model of the merged weights, on CPU."""
+    buffers = {name: buffer.detach().cpu() for name, buffer in model.named_buffers()}
     state = merged_state_dict(model, tensors | buffers)
     with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(model.config, dtype=model.dtype)
+        merged = AutoModelForCausalLM.from_config(model.config, dtype=model.dtype)
     if untied_by_merge(model):
-        empty.config.tie_word_embeddings = False
-    _load_by_assignment(empty, state)
-    empty.generation_config = model.generation_config
-    with staged_directory(directory) as staging:
-        empty.save_pretrained(staging)
-        tokenizer.save_pretrained(staging)
+        merged.config.tie_word_embeddings = False
+    _load_by_assignment(merged, state)
+    merged.generation_config = model.generation_config
+    return merged
+
+
+@torch.no_grad()
+def _logits(model: Any, input_ids: Tensor) -> Tensor:
+    """(B, T, V) logits on CPU."""
+    output = model(input_ids=input_ids.to(model.device), use_cache=False)
+    logits: Tensor = output.logits.cpu()
+    return logits
+
+
+def _device_with_room(model: nn.Module) -> torch.device:
+    """This rank's GPU if a second copy of the weights fits beside what is there, else CPU."""
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    here = device()
+    if here.type == "cuda" and torch.cuda.mem_get_info(here)[0] > 1.5 * size:
+        return here
+    return torch.device("cpu")
 
 
 def _load_by_assignment(empty: nn.Module, state: Mapping[str, Tensor]) -> None:
@@ -89,8 +141,6 @@ def _load_by_assignment(empty: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 def _write_beside(staging: Path, tokenizer: Any, card: Mapping[str, Any]) -> None:
-    from dschat_lora.checkpoint.adapter_config import read_adapter_config
-
     tokenizer.save_pretrained(staging)
     text = model_card(read_adapter_config(staging), **card)
     (staging / "README.md").write_text(text, encoding="utf-8")

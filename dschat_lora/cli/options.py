@@ -76,7 +76,9 @@ def parse_config(config_class: type[ConfigT], argv: Sequence[str] | None = None)
 
 
 def run_main(
-    config_class: type[ConfigT], check: Callable[[ConfigT], ConfigT], main: Callable[[ConfigT], None]
+    config_class: type[ConfigT],
+    check: Callable[[ConfigT], ConfigT],
+    main: Callable[[ConfigT], None],
 ) -> None:
     """Parse, check, run; a user's mistake ends as one line on stderr and exit code 2.
 

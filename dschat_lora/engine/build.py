@@ -1,6 +1,7 @@
 """A model with some trainable parameters, as a DeepSpeed engine that always steps one way."""
 
 import logging
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ from dschat_lora.engine.distributed import device, world_size
 from dschat_lora.engine.ds_config import engine_config, loss_scaling
 
 deepspeed_logger.setLevel(logging.ERROR)
+# DeepSpeed calls collectives by names that torch has since renamed, and is told so every time.
+warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 

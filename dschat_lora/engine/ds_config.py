@@ -41,7 +41,9 @@ def read_deepspeed_json(path: str | None) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ValueError(f"--deepspeed_config {path} cannot be read: {error}") from error
     if not isinstance(content, dict) or not isinstance(content.get("zero_optimization", {}), dict):
-        raise ValueError(f"--deepspeed_config {path} must hold a JSON object of DeepSpeed's options")
+        raise ValueError(
+            f"--deepspeed_config {path} must hold a JSON object of DeepSpeed's options"
+        )
     return content
 
 
@@ -57,7 +59,10 @@ def reconcile(
     """The options with what ``--deepspeed_config`` says filled in where no option was given.
 
     Args:
-        model, batch, optim, parallel: as parsed.
+        model: as parsed.
+        batch: as parsed.
+        optim: as parsed.
+        parallel: as parsed.
         given: names of the options the user set.
         world_size: number of processes, for ``train_batch_size``.
 

@@ -14,6 +14,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.utils.logging import disable_progress_bar
 
 from dschat_lora.algos.sft import (
     IGNORE_INDEX,
@@ -25,6 +26,8 @@ from dschat_lora.attention import block_causal_mask
 from dschat_lora.config import ModelConfig
 from dschat_lora.models.errors import hub_errors
 
+# The run has a log of its own; a bar for each of a few weights says nothing.
+disable_progress_bar()
 _DROPOUT_NAMES = ("dropout", "drop", "pdrop", "layerdrop")
 
 
@@ -35,9 +38,7 @@ def load_tokenizer(path: str, config: ModelConfig) -> Tokenizer:
         ValueError: if there is none at ``path``, or it knows no end of sequence.
     """
     with hub_errors("--model_name_or_path", path, "tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(
-            path, trust_remote_code=config.trust_remote_code
-        )
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     if config.add_eot_token:
         tokenizer.add_special_tokens({"eos_token": config.eot_token})
     if tokenizer.eos_token_id is None:
@@ -54,9 +55,7 @@ def load_tokenizer(path: str, config: ModelConfig) -> Tokenizer:
 def load_config(path: str, config: ModelConfig) -> PretrainedConfig:
     """The model's configuration with every dropout set to ``--dropout``."""
     with hub_errors("--model_name_or_path", path, "configuration"):
-        model_config = AutoConfig.from_pretrained(
-            path, trust_remote_code=config.trust_remote_code
-        )
+        model_config = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     for name, value in vars(model_config).items():
         if name.endswith(_DROPOUT_NAMES) and isinstance(value, float):
             setattr(model_config, name, 0.0 if name == "layerdrop" else config.dropout)
@@ -64,7 +63,12 @@ def load_config(path: str, config: ModelConfig) -> PretrainedConfig:
 
 
 def load_causal_lm(
-    path: str, model_config: PretrainedConfig, config: ModelConfig, *, dtype: torch.dtype, meta: bool
+    path: str,
+    model_config: PretrainedConfig,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    meta: bool,
 ) -> PreTrainedModel:
     """The pretrained model in its compute type, or its empty shape on the meta device.
 
@@ -122,9 +126,7 @@ class CausalLMLoss(nn.Module):
         loss: Tensor = self.head(hidden[supervised], targets[supervised])
         return loss + 0.0 * hidden[:, 0].float().sum()
 
-    def hidden_states(
-        self, input_ids: Tensor, position_ids: Tensor, segment_ids: Tensor
-    ) -> Tensor:
+    def hidden_states(self, input_ids: Tensor, position_ids: Tensor, segment_ids: Tensor) -> Tensor:
         """(B, T, H) last hidden states, each sample of a row by itself."""
         inputs = self._inputs(input_ids, position_ids, segment_ids)
         hidden: Tensor = self.model.base_model(**inputs).last_hidden_state
@@ -149,8 +151,9 @@ class LinearHead(nn.Module):
         super().__init__()
         self.rows = max(1, MAX_CHUNK_LOGITS // vocab_size)
         self.plain = type(head) is nn.Linear
-        if self.plain:
-            self.weight, self.bias = head.weight, head.bias
+        if isinstance(head, nn.Linear) and self.plain:
+            self.weight: Tensor = head.weight
+            self.bias: Tensor | None = head.bias
         else:
             self.module = head
 
@@ -159,7 +162,9 @@ class LinearHead(nn.Module):
         if self.plain:
             return linear_cross_entropy(hidden, self.weight, self.bias, targets)
         loss = hidden.new_zeros((), dtype=torch.float32)
-        for h, t in zip(hidden.split(self.rows), targets.split(self.rows), strict=True):
+        for h, t in zip(
+            torch.split(hidden, self.rows), torch.split(targets, self.rows), strict=True
+        ):
             loss = loss + checkpoint(self._chunk_loss, h, t, use_reentrant=False)
         return loss
 

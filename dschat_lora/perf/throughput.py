@@ -58,7 +58,7 @@ class Meter:
 
     def __init__(
         self,
-        shape: ModelShape,
+        shape: ModelShape | None,
         *,
         gradient_checkpointing: bool,
         world_size: int,
@@ -69,7 +69,7 @@ class Meter:
         """Prepare to measure.
 
         Args:
-            shape: see :func:`dschat_lora.perf.shape.describe`.
+            shape: see :func:`dschat_lora.perf.shape.describe`; None reports no FLOPs.
             gradient_checkpointing: whether blocks are recomputed.
             world_size: number of processes that the counts are summed over.
             device: this process's device.
@@ -146,6 +146,10 @@ class Meter:
         if total.seconds <= 0:
             return metrics
         counts = total.counts
+        metrics["tokens_per_second"] = counts.num_tokens / total.seconds
+        metrics["samples_per_second"] = counts.num_samples / total.seconds
+        if self._shape is None:
+            return metrics
         flops = total.extra + step_flops(
             self._shape,
             num_tokens=counts.num_tokens,
@@ -157,15 +161,13 @@ class Meter:
         )
         device_tera_seconds = total.seconds * self._world_size * 1e12
         tflops = flops.model / device_tera_seconds
-        metrics["tokens_per_second"] = counts.num_tokens / total.seconds
-        metrics["samples_per_second"] = counts.num_samples / total.seconds
         metrics["tflops_per_device"] = tflops
         metrics["hardware_tflops_per_device"] = flops.hardware / device_tera_seconds
-        metrics["tflops_deepspeed_chat"] = self._deepspeed_chat(total)
+        metrics["tflops_deepspeed_chat"] = self._deepspeed_chat(self._shape, total)
         metrics["mfu"] = None if self._peak_tflops is None else tflops / self._peak_tflops
         return metrics
 
-    def _deepspeed_chat(self, total: _Total) -> float:
+    def _deepspeed_chat(self, shape: ModelShape, total: _Total) -> float:
         """TFLOP/s per device by the classic formula, which knows rows of one length only.
 
         It is linear in B S and B S^2, so rows of several lengths are equal to B S / S' rows of
@@ -178,10 +180,10 @@ class Meter:
         return deepspeed_chat_tflops(
             batch_size=counts.num_positions / length / self._world_size,
             sequence_length=length,
-            num_layers=self._shape.num_layers,
-            hidden_size=self._shape.hidden_size,
-            vocab_size=self._shape.vocab_size,
-            lora_dim=self._shape.lora_dim,
+            num_layers=shape.num_layers,
+            hidden_size=shape.hidden_size,
+            vocab_size=shape.vocab_size,
+            lora_dim=shape.lora_dim,
             gradient_checkpointing=self._gradient_checkpointing,
             seconds=total.seconds,
         )

@@ -19,9 +19,7 @@ class RunLog:
     file is valid however the run ends.
     """
 
-    def __init__(
-        self, output_dir: Path, *, active: bool, tensorboard: Path | None = None
-    ) -> None:
+    def __init__(self, output_dir: Path, *, active: bool, tensorboard: Path | None = None) -> None:
         self._start = time.monotonic()
         self._file: TextIO | None = None
         self._board: Any = None

@@ -30,7 +30,9 @@ class RunRecord:
         self._content |= fields
         if self._active:
             staged = self._path.with_suffix(".json.partial")
-            staged.write_text(json.dumps(jsonable(self._content), indent=2) + "\n", encoding="utf-8")
+            staged.write_text(
+                json.dumps(jsonable(self._content), indent=2) + "\n", encoding="utf-8"
+            )
             staged.replace(self._path)
 
 

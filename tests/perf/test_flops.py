@@ -171,6 +171,12 @@ def test_a_trained_bias_owes_a_gradient_where_its_input_does_not():
     assert_count_is_right(model)
 
 
+def test_gpt2_layers_of_which_only_the_bias_trains_are_counted():
+    model = FAMILIES["gpt2"]()
+    apply_lora(model, LoraConfig(lora_dim=4, target_modules=("c_fc",), train_bias="all"), seed=0)
+    assert_count_is_right(model)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_adapters_switched_off_cost_nothing(family):
     model = add_lora(FAMILIES[family](), layer=project_lora)

@@ -53,7 +53,6 @@ def main(config: SFTConfig) -> None:
 
     with stage.open_run(config, name="sft") as output:
         source = find_model(config.model.model_name_or_path)
-        stage.announce(config, source, output)
         tokenizer = load_tokenizer(source.base, config.model)
         data = stage.prepare_data(config, tokenizer, phase=1, output=output)
 
@@ -74,15 +73,13 @@ def main(config: SFTConfig) -> None:
         stage.place(adapted.model, settings)
         engine = stage.build_engine(CausalLMLoss(adapted.model), adapted, config, settings)
         packing = stage.settle_packing(engine, config, tokenizer, output)
-        loader = stage.train_loader(
-            data.train, config, tokenizer, packing=packing, output=output
-        )
+        loader = stage.train_loader(data.train, config, tokenizer, packing=packing, output=output)
         plan = make_plan(config.optim, config.run, loader.steps_per_epoch)
         evaluator = stage.Evaluator(
             engine, data.eval, causal_lm_loss, config, tokenizer, output, packing=packing
         )
         samples = stage.SampleAnswers(engine, data.eval, tokenizer, config.run, output)
-        meter = stage.make_meter(adapted, config, settings)
+        meter = stage.make_meter(adapted, config, settings, output)
 
         samples.show("before")
         fit(
@@ -102,11 +99,13 @@ def main(config: SFTConfig) -> None:
         if plan.num_steps:
             samples.show("after")
             stage.finish(
+                engine,
                 adapted,
                 source,
                 config,
                 tokenizer,
-                metrics=evaluator.before_and_after(),
+                results=evaluator.before_and_after(),
+                probe_ids=stage.probe_batch(data.eval, tokenizer),
                 meter=meter,
                 output=output,
             )

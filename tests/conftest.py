@@ -1,0 +1,72 @@
+"""One thread, no network and no user's cache for every test; processes that run real engines."""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+# Before anything imports torch, DeepSpeed or transformers.
+_CACHE = tempfile.mkdtemp(prefix="dschat_lora-tests-")
+_USER_CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+# Compiled operators are kept: building them anew in each run takes half a minute.
+os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(_USER_CACHE / "torch_extensions"))
+os.environ["XDG_CACHE_HOME"] = _CACHE
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from helpers.ranks import Ranks  # noqa: E402
+
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+def pytest_unconfigure(config):
+    shutil.rmtree(_CACHE, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory):
+    """``ranks(n)``: n processes over gloo, started once and kept for the session."""
+    running = {}
+
+    def of_size(size):
+        if size not in running:
+            running[size] = Ranks(size, tmp_path_factory.mktemp(f"ranks{size}"))
+        return running[size]
+
+    yield of_size
+    for each in running.values():
+        each.stop()
+
+
+@pytest.fixture(scope="session")
+def fresh_ranks(tmp_path_factory):
+    """``fresh_ranks(n)``: n new processes, for what a process shows only once."""
+    started = []
+
+    def of_size(size, **environment):
+        started.append(Ranks(size, tmp_path_factory.mktemp("fresh"), **environment))
+        return started[-1]
+
+    yield of_size
+    for each in started:
+        each.stop()
+
+
+@pytest.fixture(scope="session")
+def model_directory(tmp_path_factory):
+    """``model_directory(kind)``: a tiny pretrained model of the architecture, on disk."""
+    from helpers.tiny import save_tiny_model
+
+    root = tmp_path_factory.mktemp("models")
+
+    def of_kind(kind):
+        directory = root / kind
+        if not directory.exists():
+            save_tiny_model(kind, directory)
+        return str(directory)
+
+    return of_kind

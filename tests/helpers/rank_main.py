@@ -1,0 +1,36 @@
+"""One of the processes of :class:`helpers.ranks.Ranks`: a loop over requests on standard input."""
+
+import importlib
+import json
+import sys
+import traceback
+from pathlib import Path
+
+import deepspeed.ops
+import torch
+
+from dschat_lora.engine.distributed import init_distributed, shutdown
+
+
+def main():
+    torch.set_num_threads(1)
+    # Sums by gloo alone: DeepSpeed would compile its shared-memory collectives first.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    init_distributed()
+    for line in sys.stdin:
+        request = json.loads(line)
+        module, _, name = request["function"].partition(":")
+        try:
+            function = getattr(importlib.import_module(module), name)
+            report = {"value": function(**request["arguments"])}
+        except Exception:  # noqa: BLE001
+            report = {"error": traceback.format_exc()}
+        result = Path(request["result"])
+        staged = result.with_suffix(".part")
+        torch.save(report, staged)
+        staged.replace(result)
+    shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""What the processes of :class:`helpers.ranks.Ranks` do: training runs of tiny models."""
+
+import math
+from pathlib import Path
+
+import deepspeed
+import torch
+from helpers.tiny import LENGTH, ragged_samples
+
+from dschat_lora.checkpoint.export import save_adapter, save_merged
+from dschat_lora.config import LoraConfig, ModelConfig, OptimConfig
+from dschat_lora.data.loader import StepLoader, eval_batches
+from dschat_lora.data.packing import make_rows
+from dschat_lora.engine.build import DTYPES, EngineSettings, TrainEngine
+from dschat_lora.engine.distributed import rank, world_size
+from dschat_lora.engine.zero import gather_to_cpu, shard_from_rank_zero
+from dschat_lora.lora.model import adapter_parameters, apply_lora, base_names
+from dschat_lora.lora.rates import parameter_groups
+from dschat_lora.models.causal_lm import CausalLMLoss, causal_lm_loss, load_causal_lm, load_config
+from dschat_lora.trainer import evaluate, train_steps
+
+LORA = {"lora_dim": 4, "lora_alpha": 8.0}
+RATE = 5e-3
+
+
+class NoTokenizer:
+    """Stands where files of a tokenizer would be written."""
+
+    def save_pretrained(self, directory):
+        (Path(directory) / "tokenizer_config.json").write_text("{}", encoding="utf-8")
+
+
+def rate_factors(steps):
+    """A warm-up and a decay, so that a rate that stays or comes late shows."""
+    return [min(1.0, (step + 1) / 3) * (1 - step / (2 * steps)) for step in range(steps)]
+
+
+def engine_settings(
+    *, dtype="fp32", stage=0, micro=4, accumulation=1, max_grad_norm=1.0, json=None
+):
+    return EngineSettings(
+        dtype=dtype,
+        zero_stage=stage,
+        offload=False,
+        micro_batch_size=micro,
+        accumulation_steps=accumulation,
+        max_grad_norm=max_grad_norm,
+        betas=(0.9, 0.95),
+        epsilon=1e-8,
+        deepspeed_json=json or {},
+    )
+
+
+def load_model(path, lora, *, dtype="fp32", meta=False, attention="sdpa"):
+    """The model at ``path`` with an adapter, as the stage builds it."""
+    options = ModelConfig(attn_implementation=attention)
+    config = load_config(path, options)
+    model = load_causal_lm(path, config, options, dtype=DTYPES[dtype], meta=meta)
+    apply_lora(model, LoraConfig(**lora), seed=1)
+    return model
+
+
+def build(path, lora, settings, *, rate=RATE):
+    """(model, engine) as the stage builds them; call on every rank."""
+    sharded = settings.zero_stage == 3
+    model = load_model(path, lora, dtype=settings.dtype, meta=sharded and rank() > 0)
+    if sharded:
+        shard_from_rank_zero(model, settings.deepspeed(3, None))
+    optim = OptimConfig(learning_rate=rate, lora_learning_rate=rate)
+    return model, TrainEngine(CausalLMLoss(model), parameter_groups(model, optim), settings)
+
+
+def loader(samples, *, micro, accumulation, packing=False):
+    lengths = torch.tensor([len(sample.input_ids) for sample in samples]).numpy()
+    return StepLoader(
+        samples,
+        rows=make_rows(lengths, max_seq_len=LENGTH, packing=packing, seed=3),
+        micro_batch_size=micro,
+        gradient_accumulation_steps=accumulation,
+        rank=rank(),
+        world_size=world_size(),
+        seed=3,
+        pad_id=0,
+    )
+
+
+def overflowing_at(step, micro_steps):
+    """The usual loss, but in window ``step`` the last rank's first gradient is infinite."""
+    calls = iter(range(10**9))
+
+    def loss_function(engine, batch):
+        loss = causal_lm_loss(engine, batch)
+        if next(calls) == step * micro_steps and rank() == world_size() - 1:
+            loss.register_hook(lambda gradient: gradient * math.inf)
+        return loss
+
+    return loss_function
+
+
+def train(
+    path,
+    *,
+    lora=LORA,
+    dtype="fp32",
+    stage=0,
+    micro=4,
+    accumulation=1,
+    max_grad_norm=1.0,
+    json=None,
+    steps=30,
+    samples=64,
+    packing=False,
+    overflow_at=None,
+    want_gradient=False,
+    save_adapter_to=None,
+    save_merged_to=None,
+):
+    """Train for ``steps``; what a test may want to know, as numbers and whole CPU tensors."""
+    settings = engine_settings(
+        dtype=dtype,
+        stage=stage,
+        micro=micro,
+        accumulation=accumulation,
+        max_grad_norm=max_grad_norm,
+        json=json,
+    )
+    model, engine = build(path, lora, settings)
+    before = gather_to_cpu(_base_parameters(model))
+    source = loader(ragged_samples(samples), micro=micro, accumulation=accumulation, packing=packing)
+    loss_function = causal_lm_loss
+    if overflow_at is not None:
+        loss_function = overflowing_at(overflow_at, accumulation)
+    gradient = _record_gradient(engine, model) if want_gradient else {}
+    windows = (window for epoch in range(10**6) for window in source.epoch(epoch))
+    results = list(train_steps(engine, windows, loss_function, rate_factors(steps)))
+    after = gather_to_cpu(_base_parameters(model))
+    _save(model, lora, path, save_adapter_to, save_merged_to)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    report = {
+        "losses": [result.loss for result in results],
+        "norms": [result.outcome.grad_norm for result in results],
+        "skipped": [result.outcome.skipped for result in results],
+        "scales": [result.outcome.loss_scale for result in results],
+        "targets": [result.counts.num_targets for result in results],
+        "rates": [max(result.rates.values()) for result in results],
+        "trained": gather_to_cpu(trained),
+        "base_changed": [name for name in before if not torch.equal(before[name], after[name])],
+        "gradient": gradient,
+    }
+    release(engine)
+    return report
+
+
+def train_many(runs):
+    """Several runs after another, as :func:`train`."""
+    return [train(**arguments) for arguments in runs]
+
+
+def evaluate_samples(path, *, stage, batch_size, samples, packing=False):
+    """(loss, targets, batches of this rank) of the untrained model."""
+    settings = engine_settings(stage=stage)
+    _, engine = build(path, LORA, settings)
+    rows = ragged_samples(samples, seed=5)
+    lengths = torch.tensor([len(sample.input_ids) for sample in rows]).numpy()
+    batches = list(
+        eval_batches(
+            rows,
+            rows=make_rows(lengths, max_seq_len=LENGTH, packing=packing, seed=3),
+            batch_size=batch_size,
+            rank=rank(),
+            world_size=world_size(),
+            pad_id=0,
+        )
+    )
+    result = evaluate(engine, batches, causal_lm_loss)
+    release(engine)
+    return {
+        "loss": result.loss,
+        "targets": result.counts.num_targets,
+        "own": [batch.num_targets for batch in batches],
+    }
+
+
+def release(engine):
+    """Undo what DeepSpeed put on the model and its parameters."""
+    engine._engine.destroy()
+
+
+def _record_gradient(engine, model):
+    """A dict that holds the first step's whole gradient once the engine has stepped."""
+    gradient, step = {}, engine.step
+    parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+
+    def recording_step():
+        if not gradient:
+            for name, parameter in parameters.items():
+                full = deepspeed.utils.safe_get_full_grad(parameter)
+                gradient[name] = full.detach().clone()
+        return step()
+
+    engine.step = recording_step
+    return gradient
+
+
+def _base_parameters(model):
+    adapter = adapter_parameters(model)
+    return {name: p for name, p in model.named_parameters() if name not in adapter}
+
+
+def _save(model, lora, path, adapter_directory, merged_directory):
+    card = {"data": {"training data": "random"}, "metrics": {}, "versions": {}}
+    if adapter_directory is not None:
+        save_adapter(
+            Path(adapter_directory),
+            model,
+            LoraConfig(**lora),
+            base=path,
+            tokenizer=NoTokenizer(),
+            card=card,
+        )
+    if merged_directory is not None:
+        save_merged(Path(merged_directory), model, tokenizer=NoTokenizer())

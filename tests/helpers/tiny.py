@@ -1,0 +1,89 @@
+"""Tiny pretrained models of several architectures, and samples of ragged lengths."""
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.gpt2 import GPT2Config
+from transformers.models.gpt_neox import GPTNeoXConfig
+from transformers.models.llama import LlamaConfig
+from transformers.models.opt import OPTConfig
+from transformers.models.qwen2 import Qwen2Config
+
+from dschat_lora.algos.sft import IGNORE_INDEX
+from dschat_lora.data.tokenize import Sample
+
+VOCAB, LENGTH = 61, 32
+
+_COMMON = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_LLAMA = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+def _config(kind):
+    if kind == "opt":  # tied, learned positions, biases
+        return OPTConfig(
+            hidden_size=32,
+            word_embed_proj_dim=32,
+            ffn_dim=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=64,
+            **_COMMON,
+        )
+    if kind == "gpt2":  # tied, transposed linear layers
+        return GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64, **_COMMON)
+    if kind == "neox":  # untied, rotary on a part, parallel residual
+        return GPTNeoXConfig(
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=64,
+            **_COMMON,
+        )
+    if kind == "llama":  # untied, rotary, grouped queries
+        return LlamaConfig(tie_word_embeddings=False, **_LLAMA, **_COMMON)
+    if kind == "qwen2":  # tied, rotary, grouped queries, biases
+        return Qwen2Config(tie_word_embeddings=True, **_LLAMA, **_COMMON)
+    raise KeyError(kind)
+
+
+KINDS = ("opt", "gpt2", "neox", "llama", "qwen2")
+
+
+def tiny_model(kind, attention="sdpa"):
+    """Random weights large enough that a wrong formula shows in the loss."""
+    config = _config(kind)
+    for name in list(vars(config)):
+        if name.endswith(("dropout", "pdrop")) and isinstance(getattr(config, name), float):
+            setattr(config, name, 0.0)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1 * torch.randn(parameter.shape))
+    return model
+
+
+def save_tiny_model(kind, directory):
+    tiny_model(kind).save_pretrained(directory)
+
+
+def ragged_samples(count, *, longest=20, seed=0):
+    """Samples of 2 to ``longest`` tokens; the prompt part takes no loss, as in training data."""
+    generator = np.random.default_rng(seed)
+    samples = []
+    for _ in range(count):
+        size = int(generator.integers(2, longest + 1))
+        ids = generator.integers(3, VOCAB, size).astype(np.int32)
+        labels = ids.copy()
+        labels[: int(generator.integers(0, size))] = IGNORE_INDEX
+        samples.append(Sample(ids, labels))
+    return samples
