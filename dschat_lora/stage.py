@@ -1,31 +1,23 @@
 """What the supervised stages do around their own loss: directory, data, engine, records."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from dschat_lora.checkpoint.export import save_adapter, save_merged
-from dschat_lora.cli.options import fail, flatten
-from dschat_lora.config import RunConfig
-from dschat_lora.data.loader import StepLoader, eval_batches
+from dschat_lora.cli.options import flatten
+from dschat_lora.data.loader import StepLoader
 from dschat_lora.data.packing import fill, make_rows
 from dschat_lora.data.prepare import Prepared, prepare
 from dschat_lora.data.store import TokenSet
 from dschat_lora.engine.build import EngineSettings, TrainEngine, resolve_dtype
 from dschat_lora.engine.distributed import (
     device,
-    init_distributed,
     local_first,
     rank,
-    shutdown,
     world_size,
 )
 from dschat_lora.engine.ds_config import read_deepspeed_json
@@ -33,64 +25,15 @@ from dschat_lora.engine.zero import shard_from_rank_zero
 from dschat_lora.lora.rates import parameter_groups, rate_warning
 from dschat_lora.models.build import AdaptedModel
 from dschat_lora.models.causal_lm import Tokenizer
-from dschat_lora.models.generate import answer
 from dschat_lora.models.probe import probe
 from dschat_lora.models.source import ModelSource
 from dschat_lora.perf.memory import estimate_memory
 from dschat_lora.perf.peak import device_peak
 from dschat_lora.perf.shape import describe as describe_shape
 from dschat_lora.perf.throughput import Meter
-from dschat_lora.report.directory import claim_directory
-from dschat_lora.report.log import RunLog, eval_line, summary_lines
-from dschat_lora.report.record import RunRecord, environment
-from dschat_lora.trainer import Evaluation, LossFunction, evaluate
-
-MAX_ANSWER_TOKENS = 64
-
-
-@dataclass(frozen=True)
-class Output:
-    """Where a run writes, its log and its record. Every rank holds one; rank 0's is active."""
-
-    directory: Path
-    log: RunLog
-    record: RunRecord
-
-
-@contextmanager
-def open_run(config: Any, *, name: str) -> Iterator[Output]:
-    """Join the process group, open the output directory, and record how the run ends.
-
-    A ValueError, a user's mistake that shows only now, ends the process as one line.
-
-    Args:
-        config: the stage's checked config.
-        name: of the stage, such as ``sft``; also of the default directory.
-    """
-    record: RunRecord | None = None
-    try:
-        init_distributed()
-        mine = claim_directory(config.run.output_dir, name=name) if rank() == 0 else ""
-        directory = Path(_from_rank_zero(str(mine)))
-        record = RunRecord(directory, active=rank() == 0)
-        record.update({"stage": name, "status": "running", **environment()})
-        record.update({"world_size": world_size(), "config": flatten(config)})
-        board = Path(config.run.tensorboard_path or directory / "tensorboard")
-        wants_board = config.run.report_to == "tensorboard"
-        with RunLog(
-            directory, active=rank() == 0, tensorboard=board if wants_board else None
-        ) as log:
-            log.say(f"output: {directory}")
-            yield Output(directory, log, record)
-        record.update({"status": "finished"})
-    except BaseException as error:
-        if record is not None:
-            record.update({"status": f"failed: {type(error).__name__}: {error}"})
-        if isinstance(error, ValueError) and not os.environ.get("DSCHAT_LORA_TRACEBACK"):
-            fail(str(error))
-        raise
-    finally:
-        shutdown()
+from dschat_lora.report.log import summary_lines
+from dschat_lora.report.record import environment
+from dschat_lora.run import Output
 
 
 def prepare_data(config: Any, tokenizer: Tokenizer, *, phase: int, output: Output) -> Prepared:
@@ -243,108 +186,6 @@ def train_loader(
     )
 
 
-@dataclass
-class Evaluator:
-    """Evaluates the held-out rows at a step, shows and records the result; keeps them all."""
-
-    engine: TrainEngine
-    samples: TokenSet
-    loss_function: LossFunction
-    config: Any
-    tokenizer: Tokenizer
-    output: Output
-    packing: bool
-    results: dict[int, Evaluation] = field(default_factory=dict)
-
-    def __call__(self, step: int) -> None:
-        """Evaluate after ``step`` optimizer steps, unless that was done; call on every rank."""
-        if step in self.results or not len(self.samples):
-            return
-        rows = make_rows(
-            self.samples.lengths,
-            max_seq_len=self.config.data.max_seq_len,
-            packing=self.packing,
-            seed=self.config.run.seed,
-        )
-        batches = eval_batches(
-            self.samples,
-            rows=rows,
-            batch_size=self.config.batch.per_device_eval_batch_size,
-            rank=rank(),
-            world_size=world_size(),
-            pad_id=int(self.tokenizer.pad_token_id),
-        )
-        limited = islice(batches, self.config.run.eval_iters or None)
-        result = evaluate(self.engine, limited, self.loss_function)
-        self.results[step] = result
-        metrics = {
-            "perplexity": result.perplexity,
-            "loss": result.loss,
-            "tokens": result.counts.num_targets,
-            "samples": result.counts.num_samples,
-        }
-        self.output.log.write("eval", step, metrics)
-        self.output.log.say(eval_line(step, metrics))
-
-    def before_and_after(self) -> dict[str, float]:
-        """Held-out perplexity of the first and the last evaluation, for record and card."""
-        if not self.results:
-            return {}
-        values = list(self.results.values())
-        return {
-            "perplexity before": values[0].perplexity,
-            "perplexity after": values[-1].perplexity,
-        }
-
-
-@dataclass
-class SampleAnswers:
-    """Greedy answers to a few held-out prompts, shown and recorded before and after."""
-
-    engine: TrainEngine
-    samples: TokenSet
-    tokenizer: Tokenizer
-    run: RunConfig
-    output: Output
-    shown: list[dict[str, str]] = field(default_factory=list)
-
-    def show(self, when: str) -> None:
-        """Answer, print and record under ``when``; call on every rank."""
-        prompts = self._prompts()
-        if not prompts:
-            return
-        self.engine.eval()
-        model: Any = self.engine.module
-        answers = answer(
-            model.model,
-            self.tokenizer,
-            prompts,
-            max_new_tokens=MAX_ANSWER_TOKENS,
-            device=self.engine.device,
-        )
-        for prompt, ids in zip(prompts, answers, strict=True):
-            texts = {
-                "when": when,
-                "prompt": self.tokenizer.decode(prompt),
-                "answer": self.tokenizer.decode(ids),
-            }
-            self.shown.append(texts)
-            self.output.log.say(f"  {when:<7}{texts['prompt']!r} -> {texts['answer']!r}")
-        self.output.record.update({"answers": self.shown})
-
-    def _prompts(self) -> list[list[int]]:
-        """Tokens before the first supervised one, of the first rows that have any."""
-        prompts: list[list[int]] = []
-        for index in range(len(self.samples)):
-            if len(prompts) == self.run.sample_generations:
-                break
-            sample = self.samples[index]
-            length = int((sample.labels >= 0).argmax())
-            if length:
-                prompts.append(sample.input_ids[:length].tolist())
-        return prompts
-
-
 def make_meter(
     adapted: AdaptedModel, config: Any, settings: EngineSettings, output: Output
 ) -> Meter:
@@ -433,9 +274,3 @@ def probe_batch(samples: TokenSet, tokenizer: Tokenizer) -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(0, len(tokenizer), (32,), generator=generator).tolist()
     return torch.tensor([ids[:256]])
-
-
-def _from_rank_zero(text: str) -> str:
-    box = [text]
-    dist.broadcast_object_list(box, 0, device=device())
-    return box[0]

@@ -45,13 +45,15 @@ def main(config: SFTConfig) -> None:
     """Train, evaluate and save, from a checked config."""
     # Imported here, so that a wrong option is reported without waiting for torch.
     from dschat_lora import stage
+    from dschat_lora.evaluation import Evaluator, SampleAnswers
     from dschat_lora.models.build import build_causal_lm
     from dschat_lora.models.causal_lm import CausalLMLoss, causal_lm_loss, load_tokenizer
     from dschat_lora.models.source import find_model
+    from dschat_lora.run import open_run
     from dschat_lora.schedule import rate_factor
     from dschat_lora.trainer import fit, make_plan
 
-    with stage.open_run(config, name="sft") as output:
+    with open_run(config, name="sft") as output:
         source = find_model(config.model.model_name_or_path)
         tokenizer = load_tokenizer(source.base, config.model)
         data = stage.prepare_data(config, tokenizer, phase=1, output=output)
@@ -75,10 +77,10 @@ def main(config: SFTConfig) -> None:
         packing = stage.settle_packing(engine, config, tokenizer, output)
         loader = stage.train_loader(data.train, config, tokenizer, packing=packing, output=output)
         plan = make_plan(config.optim, config.run, loader.steps_per_epoch)
-        evaluator = stage.Evaluator(
+        evaluator = Evaluator(
             engine, data.eval, causal_lm_loss, config, tokenizer, output, packing=packing
         )
-        samples = stage.SampleAnswers(engine, data.eval, tokenizer, config.run, output)
+        samples = SampleAnswers(engine, data.eval, tokenizer, config.run, output)
         meter = stage.make_meter(adapted, config, settings, output)
 
         samples.show("before")

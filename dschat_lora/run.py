@@ -1,0 +1,67 @@
+"""A run from its first rank joining to how it ended: directory, log and record."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from dschat_lora.cli.options import fail, flatten
+from dschat_lora.engine.distributed import device, init_distributed, rank, shutdown, world_size
+from dschat_lora.report.directory import claim_directory
+from dschat_lora.report.log import RunLog
+from dschat_lora.report.record import RunRecord, environment
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where a run writes, its log and its record. Every rank holds one; rank 0's is active."""
+
+    directory: Path
+    log: RunLog
+    record: RunRecord
+
+
+@contextmanager
+def open_run(config: Any, *, name: str) -> Iterator[Output]:
+    """Join the process group, open the output directory, and record how the run ends.
+
+    A ValueError, a user's mistake that shows only now, ends the process as one line.
+
+    Args:
+        config: the stage's checked config.
+        name: of the stage, such as ``sft``; also of the default directory.
+    """
+    record: RunRecord | None = None
+    try:
+        init_distributed()
+        mine = claim_directory(config.run.output_dir, name=name) if rank() == 0 else ""
+        directory = Path(_from_rank_zero(str(mine)))
+        record = RunRecord(directory, active=rank() == 0)
+        record.update({"stage": name, "status": "running", **environment()})
+        record.update({"world_size": world_size(), "config": flatten(config)})
+        board = Path(config.run.tensorboard_path or directory / "tensorboard")
+        wants_board = config.run.report_to == "tensorboard"
+        with RunLog(
+            directory, active=rank() == 0, tensorboard=board if wants_board else None
+        ) as log:
+            log.say(f"output: {directory}")
+            yield Output(directory, log, record)
+        record.update({"status": "finished"})
+    except BaseException as error:
+        if record is not None:
+            record.update({"status": f"failed: {type(error).__name__}: {error}"})
+        if isinstance(error, ValueError) and not os.environ.get("DSCHAT_LORA_TRACEBACK"):
+            fail(str(error))
+        raise
+    finally:
+        shutdown()
+
+
+def _from_rank_zero(text: str) -> str:
+    box = [text]
+    dist.broadcast_object_list(box, 0, device=device())
+    return box[0]
