@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from dschat_lora.cli.options import option
+from dschat_lora.cli.options import given_options, group, option
 
 Dtype = Literal["auto", "fp32", "bf16", "fp16"]
 Scheduler = Literal[
@@ -273,3 +273,17 @@ class RunConfig:
         require(0 <= self.seed < 2**63, "seed", self.seed, "in [0, 2**63)")
         if self.output_dir is not None and Path(self.output_dir).is_file():
             raise ValueError(f"--output_dir {self.output_dir} is a file, not a directory")
+
+
+@dataclass(frozen=True)
+class SupervisedConfig:
+    """Options of a supervised stage: what to train, on what, how, and where it goes."""
+
+    model: ModelConfig = group(ModelConfig)
+    lora: LoraConfig = group(LoraConfig)
+    data: DataConfig = group(DataConfig)
+    batch: BatchConfig = group(BatchConfig)
+    optim: OptimConfig = group(OptimConfig)
+    parallel: ParallelConfig = group(ParallelConfig)
+    run: RunConfig = group(RunConfig)
+    given: frozenset[str] = given_options()

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from dschat_lora.config import RunConfig
+from dschat_lora.config import RunConfig, SupervisedConfig
 from dschat_lora.data.loader import eval_batches
 from dschat_lora.data.packing import make_rows
 from dschat_lora.data.store import TokenSet
@@ -26,7 +26,7 @@ class Evaluator:
     engine: TrainEngine
     samples: TokenSet
     loss_function: LossFunction
-    config: Any
+    config: SupervisedConfig
     tokenizer: Tokenizer
     output: Output
     packing: bool

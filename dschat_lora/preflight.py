@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dschat_lora.assets import BUNDLED_DATA
-from dschat_lora.config import DataConfig, LoraConfig, RunConfig
+from dschat_lora.config import DataConfig, LoraConfig, RunConfig, SupervisedConfig
 from dschat_lora.data.rows import check_sources
 from dschat_lora.engine.ds_config import reconcile
 from dschat_lora.models.source import ModelSource, find_model
@@ -19,13 +19,11 @@ from dschat_lora.report.terminal import say_once
 BUNDLED_SEQ_LEN = 128
 
 
-def check_supervised(config: Any, *, phase: int) -> Any:
+def check_supervised(config: SupervisedConfig) -> SupervisedConfig:
     """The config of step 1, 2 or DPO with paths, bundled defaults and the DeepSpeed JSON applied.
 
     Args:
-        config: has the groups ``model``, ``lora``, ``data``, ``batch``, ``optim``,
-            ``parallel``, ``run`` and the names of the options ``given``.
-        phase: 1, 2 or 3, for ``--data_split``.
+        config: as parsed.
 
     Raises:
         ValueError: at the first thing that cannot work, naming option, value and remedy.

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
 from dschat_lora.cli.options import fail, flatten
+from dschat_lora.config import SupervisedConfig
 from dschat_lora.engine.distributed import device, init_distributed, rank, shutdown, world_size
 from dschat_lora.report.directory import claim_directory
 from dschat_lora.report.log import RunLog
@@ -26,7 +26,7 @@ class Output:
 
 
 @contextmanager
-def open_run(config: Any, *, name: str) -> Iterator[Output]:
+def open_run(config: SupervisedConfig, *, name: str) -> Iterator[Output]:
     """Join the process group, open the output directory, and record how the run ends.
 
     A ValueError, a user's mistake that shows only now, ends the process as one line.

@@ -9,6 +9,7 @@ from torch import nn
 
 from dschat_lora.checkpoint.export import save_adapter, save_merged
 from dschat_lora.cli.options import flatten
+from dschat_lora.config import SupervisedConfig
 from dschat_lora.data.loader import StepLoader
 from dschat_lora.data.packing import fill, make_rows
 from dschat_lora.data.prepare import Prepared, prepare
@@ -36,7 +37,9 @@ from dschat_lora.report.record import environment
 from dschat_lora.run import Output
 
 
-def prepare_data(config: Any, tokenizer: Tokenizer, *, phase: int, output: Output) -> Prepared:
+def prepare_data(
+    config: SupervisedConfig, tokenizer: Tokenizer, *, phase: int, output: Output
+) -> Prepared:
     """Tokenised rows, audited; the audit is shown and recorded. Call on every rank.
 
     Raises:
@@ -62,7 +65,7 @@ def prepare_data(config: Any, tokenizer: Tokenizer, *, phase: int, output: Outpu
     return prepared
 
 
-def engine_settings(config: Any) -> EngineSettings:
+def engine_settings(config: SupervisedConfig) -> EngineSettings:
     """How the engine is to be built, on this machine."""
     return EngineSettings(
         dtype=resolve_dtype(config.model.dtype),
@@ -77,12 +80,14 @@ def engine_settings(config: Any) -> EngineSettings:
     )
 
 
-def wants_shape_only(config: Any, settings: EngineSettings) -> bool:
+def wants_shape_only(config: SupervisedConfig, settings: EngineSettings) -> bool:
     """Whether this rank builds the model without its weights: they come sharded, or never."""
     return config.run.dry_run or (settings.zero_stage == 3 and rank() > 0)
 
 
-def describe(config: Any, settings: EngineSettings, adapted: AdaptedModel, output: Output) -> None:
+def describe(
+    config: SupervisedConfig, settings: EngineSettings, adapted: AdaptedModel, output: Output
+) -> None:
     """Show and record parameter counts, compute type and ZeRO stage."""
     parameters = list(adapted.model.parameters())
     total = sum(p.numel() for p in parameters)
@@ -110,7 +115,9 @@ def describe(config: Any, settings: EngineSettings, adapted: AdaptedModel, outpu
         output.log.say("dry run: nothing was trained or saved")
 
 
-def estimate_memory_of(adapted: AdaptedModel, config: Any, settings: EngineSettings) -> int | None:
+def estimate_memory_of(
+    adapted: AdaptedModel, config: SupervisedConfig, settings: EngineSettings
+) -> int | None:
     """Bytes one device is expected to need; None for architectures that are not understood."""
     try:
         estimate = estimate_memory(
@@ -134,13 +141,15 @@ def place(model: nn.Module, settings: EngineSettings) -> None:
 
 
 def build_engine(
-    network: nn.Module, adapted: AdaptedModel, config: Any, settings: EngineSettings
+    network: nn.Module, adapted: AdaptedModel, config: SupervisedConfig, settings: EngineSettings
 ) -> TrainEngine:
     """The engine over ``network``, which holds ``adapted.model``; call on every rank."""
     return TrainEngine(network, parameter_groups(adapted.model, config.optim), settings)
 
 
-def settle_packing(engine: TrainEngine, config: Any, tokenizer: Tokenizer, output: Output) -> bool:
+def settle_packing(
+    engine: TrainEngine, config: SupervisedConfig, tokenizer: Tokenizer, output: Output
+) -> bool:
     """Whether to pack, after a look at how the user's own model treats a packed row.
 
     Also falls back to the model's own logits where its head is more than a linear layer. Call
@@ -166,7 +175,12 @@ def settle_packing(engine: TrainEngine, config: Any, tokenizer: Tokenizer, outpu
 
 
 def train_loader(
-    samples: TokenSet, config: Any, tokenizer: Tokenizer, *, packing: bool, output: Output
+    samples: TokenSet,
+    config: SupervisedConfig,
+    tokenizer: Tokenizer,
+    *,
+    packing: bool,
+    output: Output,
 ) -> StepLoader:
     """This rank's micro-batches of every optimizer step."""
     length = config.data.max_seq_len
@@ -187,7 +201,7 @@ def train_loader(
 
 
 def make_meter(
-    adapted: AdaptedModel, config: Any, settings: EngineSettings, output: Output
+    adapted: AdaptedModel, config: SupervisedConfig, settings: EngineSettings, output: Output
 ) -> Meter:
     """The throughput meter of a run over this model."""
     try:
@@ -208,7 +222,7 @@ def finish(
     engine: TrainEngine,
     adapted: AdaptedModel,
     source: ModelSource,
-    config: Any,
+    config: SupervisedConfig,
     tokenizer: Tokenizer,
     *,
     results: dict[str, Any],

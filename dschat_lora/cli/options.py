@@ -48,7 +48,12 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(message.replace("argument ", "", 1))
 
 
-def parse_config(config_class: type[ConfigT], argv: Sequence[str] | None = None) -> ConfigT:
+def parse_config(
+    config_class: type[ConfigT],
+    argv: Sequence[str] | None = None,
+    *,
+    description: str | None = None,
+) -> ConfigT:
     """An instance of ``config_class`` from ``argv`` (default: ``sys.argv[1:]``).
 
     Raises:
@@ -57,9 +62,7 @@ def parse_config(config_class: type[ConfigT], argv: Sequence[str] | None = None)
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     fields = dict(_leaves(config_class))
-    parser = _Parser(
-        prog=Path(sys.argv[0]).name, description=config_class.__doc__, allow_abbrev=False
-    )
+    parser = _Parser(prog=Path(sys.argv[0]).name, description=description, allow_abbrev=False)
     parser.add_argument("--config", metavar="FILE", help="YAML file of these options")
     for name in _LAUNCHER_FLAGS:
         parser.add_argument(f"--{name}", nargs="?", help=argparse.SUPPRESS)
@@ -79,6 +82,8 @@ def run_main(
     config_class: type[ConfigT],
     check: Callable[[ConfigT], ConfigT],
     main: Callable[[ConfigT], None],
+    *,
+    description: str | None = None,
 ) -> None:
     """Parse, check, run; a user's mistake ends as one line on stderr and exit code 2.
 
@@ -87,9 +92,10 @@ def run_main(
         check: what can be found wrong before anything heavy is imported; returns the
             resolved config.
         main: the stage.
+        description: first paragraphs of --help.
     """
     try:
-        config = check(parse_config(config_class))
+        config = check(parse_config(config_class, description=description))
     except ValueError as error:
         fail(str(error))
     main(config)

@@ -47,8 +47,8 @@ class TrainEngine:
     divided by nothing.
 
     Where every trained tensor is fp32 (adapters on a frozen 16-bit base) DeepSpeed runs its
-    fp32 path, and fp16's loss scale is attached here: stages 0 to 3 then agree to the last
-    digit. Where 16-bit weights train, DeepSpeed keeps their fp32 masters, at stage 1 or above:
+    fp32 path, and fp16's loss scale is attached here: stages 0 to 3 then differ by rounding
+    alone. Where 16-bit weights train, DeepSpeed keeps their fp32 masters, at stage 1 or above:
     its stage 0 wraps torch's AdamW in an optimizer with another trajectory.
     """
 
@@ -59,6 +59,10 @@ class TrainEngine:
         self.device = device()
         self._parameters = [p for group in groups for p in group["params"]]
         native = settings.native_dtype(self._parameters)
+        if native == "fp16" and self.device.type == "cpu":
+            raise ValueError(
+                "--dtype fp16 on CPU trains adapters only; use --lora_dim > 0, or --dtype bf16"
+            )
         self.zero_stage = max(settings.zero_stage, 1) if native else settings.zero_stage
         optimizer = torch.optim.AdamW(
             groups, betas=settings.betas, eps=settings.epsilon, fused=True

@@ -37,6 +37,9 @@ def init_distributed() -> None:
     _settle_port()
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank())
+    # Compiled at the first use on CPU, for inference alone. A compile that is killed leaves a
+    # lock on which every later run waits without a word.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(timeout=TIMEOUT, verbose=False)
 
 

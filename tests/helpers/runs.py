@@ -1,6 +1,8 @@
 """What the processes of :class:`helpers.ranks.Ranks` do: training runs of tiny models."""
 
+import json
 import math
+import tempfile
 from pathlib import Path
 
 import deepspeed
@@ -8,16 +10,19 @@ import torch
 from helpers.tiny import LENGTH, ragged_samples
 
 from dschat_lora.checkpoint.export import save_adapter, save_merged
-from dschat_lora.config import LoraConfig, ModelConfig, OptimConfig
+from dschat_lora.config import LoraConfig, ModelConfig, OptimConfig, RunConfig
 from dschat_lora.data.loader import StepLoader, eval_batches
 from dschat_lora.data.packing import make_rows
 from dschat_lora.engine.build import DTYPES, EngineSettings, TrainEngine
 from dschat_lora.engine.distributed import rank, world_size
 from dschat_lora.engine.zero import gather_to_cpu, shard_from_rank_zero
-from dschat_lora.lora.model import adapter_parameters, apply_lora, base_names
+from dschat_lora.lora.model import adapter_parameters, apply_lora
 from dschat_lora.lora.rates import parameter_groups
 from dschat_lora.models.causal_lm import CausalLMLoss, causal_lm_loss, load_causal_lm, load_config
-from dschat_lora.trainer import evaluate, train_steps
+from dschat_lora.perf.shape import describe
+from dschat_lora.perf.throughput import Meter
+from dschat_lora.report.log import RunLog
+from dschat_lora.trainer import evaluate, fit, make_plan, train_steps
 
 LORA = {"lora_dim": 4, "lora_alpha": 8.0}
 RATE = 5e-3
@@ -36,7 +41,7 @@ def rate_factors(steps):
 
 
 def engine_settings(
-    *, dtype="fp32", stage=0, micro=4, accumulation=1, max_grad_norm=1.0, json=None
+    *, dtype="fp32", stage=0, micro=4, accumulation=1, max_grad_norm=1.0, deepspeed_json=None
 ):
     return EngineSettings(
         dtype=dtype,
@@ -47,7 +52,7 @@ def engine_settings(
         max_grad_norm=max_grad_norm,
         betas=(0.9, 0.95),
         epsilon=1e-8,
-        deepspeed_json=json or {},
+        deepspeed_json=deepspeed_json or {},
     )
 
 
@@ -106,7 +111,7 @@ def train(
     micro=4,
     accumulation=1,
     max_grad_norm=1.0,
-    json=None,
+    deepspeed_json=None,
     steps=30,
     samples=64,
     packing=False,
@@ -122,7 +127,7 @@ def train(
         micro=micro,
         accumulation=accumulation,
         max_grad_norm=max_grad_norm,
-        json=json,
+        deepspeed_json=deepspeed_json,
     )
     model, engine = build(path, lora, settings)
     before = gather_to_cpu(_base_parameters(model))
@@ -220,3 +225,34 @@ def _save(model, lora, path, adapter_directory, merged_directory):
         )
     if merged_directory is not None:
         save_merged(Path(merged_directory), model, tokenizer=NoTokenizer())
+
+
+def fit_with_infinite_gradients(path, *, stage):
+    """How a run ends none of whose gradients is finite."""
+    settings = engine_settings(stage=stage, micro=2)
+    model, engine = build(path, LORA, settings)
+    evaluated = []
+    with tempfile.TemporaryDirectory() as directory:
+        error = ""
+        with RunLog(Path(directory), active=rank() == 0) as log:
+            meter = Meter(
+                describe(model), gradient_checkpointing=False, world_size=1, device=engine.device
+            )
+            try:
+                fit(
+                    engine,
+                    loader(ragged_samples(64), micro=2, accumulation=1),
+                    lambda engine, batch: causal_lm_loss(engine, batch) * math.inf,
+                    make_plan(OptimConfig(), RunConfig(), 8),
+                    rate_factor=lambda step: 1.0,
+                    meter=meter,
+                    log=log,
+                    evaluate_at=evaluated.append,
+                )
+            except ValueError as raised:
+                error = str(raised)
+        path = Path(directory) / "metrics.jsonl"
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+    release(engine)
+    lines = [json.loads(line) for line in text.splitlines()]
+    return {"error": error, "evaluated": evaluated, "lines": lines}

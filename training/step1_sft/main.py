@@ -6,42 +6,12 @@ Without --model_name_or_path and --data_path the bundled tiny model and data are
 is taken on completions and their end-of-sequence token only.
 """
 
-from dataclasses import dataclass
-
-from dschat_lora.cli.options import given_options, group, run_main
-from dschat_lora.config import (
-    BatchConfig,
-    DataConfig,
-    LoraConfig,
-    ModelConfig,
-    OptimConfig,
-    ParallelConfig,
-    RunConfig,
-)
+from dschat_lora.cli.options import run_main
+from dschat_lora.config import SupervisedConfig
 from dschat_lora.preflight import check_supervised
 
 
-@dataclass(frozen=True)
-class SFTConfig:
-    """Supervised fine-tuning of a causal language model, with LoRA or in full."""
-
-    model: ModelConfig = group(ModelConfig)
-    lora: LoraConfig = group(LoraConfig)
-    data: DataConfig = group(DataConfig)
-    batch: BatchConfig = group(BatchConfig)
-    optim: OptimConfig = group(OptimConfig)
-    parallel: ParallelConfig = group(ParallelConfig)
-    run: RunConfig = group(RunConfig)
-    given: frozenset[str] = given_options()
-
-
-def check(config: SFTConfig) -> SFTConfig:
-    """The config with defaults that depend on other options filled in."""
-    checked: SFTConfig = check_supervised(config, phase=1)
-    return checked
-
-
-def main(config: SFTConfig) -> None:
+def main(config: SupervisedConfig) -> None:
     """Train, evaluate and save, from a checked config."""
     # Imported here, so that a wrong option is reported without waiting for torch.
     from dschat_lora import stage
@@ -114,4 +84,4 @@ def main(config: SFTConfig) -> None:
 
 
 if __name__ == "__main__":
-    run_main(SFTConfig, check, main)
+    run_main(SupervisedConfig, check_supervised, main, description=__doc__)

@@ -1,0 +1,87 @@
+"""Our training against a plain loop: stock PEFT, torch's AdamW, one sample at a time."""
+
+import pytest
+import torch
+from helpers import plain
+from helpers.runs import LORA, RATE, load_model, loader, rate_factors
+from helpers.tiny import ragged_samples
+from transformers import AutoModelForCausalLM
+
+from dschat_lora.config import LoraConfig
+
+pytestmark = pytest.mark.stage
+STEPS, SAMPLES = 12, 44
+
+
+def sample_windows(samples, **shape):
+    """The samples of each optimizer step, read off the loader's batches token by token."""
+    known = {tuple(sample.input_ids.tolist()): sample for sample in samples}
+    source = loader(samples, **shape)
+    for epoch in range(10**6):
+        for window in source.epoch(epoch):
+            yield [known[ids] for batch in window for ids in _sequences(batch)]
+
+
+def _sequences(batch):
+    for ids, segments in zip(batch.input_ids, batch.segment_ids, strict=True):
+        for segment in range(1, int(segments.max()) + 1):
+            yield tuple(ids[segments == segment].tolist())
+
+
+def plain_run(path, *, max_grad_norm, steps=STEPS, packing=False, shape=(4, 2)):
+    theirs = plain.peft_copy_of(
+        load_model(path, LORA), AutoModelForCausalLM.from_pretrained(path), LoraConfig(**LORA)
+    )
+    micro, accumulation = shape
+    source = sample_windows(
+        ragged_samples(SAMPLES), micro=micro, accumulation=accumulation, packing=packing
+    )
+    windows = [next(source) for _ in range(steps)]
+    rates = [RATE * factor for factor in rate_factors(steps)]
+    losses, norms = plain.train(theirs, windows, rates=rates, max_grad_norm=max_grad_norm)
+    return losses, norms, dict(theirs.named_parameters())
+
+
+def our_run(ranks, path, **changes):
+    run = {"path": path, "steps": STEPS, "samples": SAMPLES, "micro": 4, "accumulation": 2}
+    return ranks.run("helpers.runs:train", **(run | changes))[0]
+
+
+def assert_same_run(ours, losses, norms, parameters):
+    assert ours["losses"] == pytest.approx(losses, abs=1e-5)
+    assert ours["norms"] == pytest.approx(norms, rel=1e-4)
+    for name, value in ours["trained"].items():
+        expected = parameters[f"base_model.model.{name}.default.weight"].detach()
+        torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["opt", "gpt2", "llama"])
+def test_losses_norms_and_adapters_equal_a_plain_peft_loop(ranks, model_directory, kind):
+    path = model_directory(kind)
+    assert_same_run(our_run(ranks(1), path, max_grad_norm=0.0), *plain_run(path, max_grad_norm=0.0))
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1.0, 0.05], ids=["never", "default", "always"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_clipping_is_torchs_at_every_stage(ranks, model_directory, size, max_grad_norm):
+    path = model_directory("neox")
+    expected = plain_run(path, max_grad_norm=max_grad_norm)
+    assert min(expected[1]) > 0.05
+    run = {"path": path, "steps": STEPS, "samples": SAMPLES, "max_grad_norm": max_grad_norm}
+    run |= {"micro": 4 // size, "accumulation": 2}
+    runs = [run | {"stage": stage} for stage in range(4)]
+    for ours in ranks(size).run("helpers.runs:train_many", runs=runs)[0]:
+        assert_same_run(ours, *expected)
+
+
+def test_the_gradients_here_are_large_enough_for_the_default_to_clip(model_directory):
+    _, norms, _ = plain_run(model_directory("neox"), max_grad_norm=0.0)
+    assert max(norms) > 1.0
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_packed_training_equals_the_plain_loop_on_the_same_samples(ranks, model_directory, size):
+    path, shape = model_directory("opt"), (4 // size, 1)
+    expected = plain_run(path, max_grad_norm=1.0, packing=True, shape=(4, 1))
+    ours = our_run(ranks(size), path, packing=True, micro=shape[0], accumulation=1)
+    assert_same_run(ours, *expected)

@@ -1,0 +1,133 @@
+"""Step 1 as a user starts it: its checks in this process, or the whole command in another."""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from dschat_lora.cli.options import parse_config, run_main
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "training" / "step1_sft" / "main.py"
+
+
+def _load_script():
+    spec = importlib.util.spec_from_file_location("step1_sft_main", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+step1 = _load_script()
+
+
+def parsed(*argv):
+    """The config of a command line, before any check between options."""
+    return parse_config(step1.SFTConfig, [str(each) for each in argv])
+
+
+def checked(*argv):
+    """The config of a command line as ``main`` receives it."""
+    return step1.check(parsed(*argv))
+
+
+@pytest.fixture
+def refused(capsys, monkeypatch):
+    """``refused(*argv)``: the one line a wrong command line leaves on stderr."""
+
+    def call(*argv):
+        monkeypatch.setattr(sys, "argv", ["main.py", *(str(each) for each in argv)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            run_main(step1.SFTConfig, step1.check, lambda config: None)
+        out, err = capsys.readouterr()
+        assert ended.value.code == 2
+        assert out == ""
+        assert err.startswith("error: ")
+        assert err.count("\n") == 1, err
+        return err.removeprefix("error: ").removesuffix("\n")
+
+    return call
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+
+
+def run(command, cwd, *, timeout=300, **environment):
+    """Run a command in ``cwd``, which sees the repository's scripts under ``training/``."""
+    link = Path(cwd) / "training"
+    if not link.exists():
+        link.symlink_to(ROOT / "training")
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_SIZE"):
+        env.pop(name, None)
+    start = time.monotonic()
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    return Finished(done.returncode, done.stdout, done.stderr, time.monotonic() - start)
+
+
+def python(*argv):
+    """``python training/step1_sft/main.py ...``"""
+    return [sys.executable, "training/step1_sft/main.py", *argv]
+
+
+def deepspeed(*argv, launcher=()):
+    """``deepspeed LAUNCHER... training/step1_sft/main.py ...``"""
+    beside = Path(sys.executable).with_name("deepspeed")
+    program = beside if beside.exists() else shutil.which("deepspeed")
+    return [program, *launcher, "training/step1_sft/main.py", *argv]
+
+
+def metrics(directory, kind=None):
+    """The lines of ``metrics.jsonl``, of one kind or all."""
+    text = (Path(directory) / "metrics.jsonl").read_text(encoding="utf-8")
+    lines = [json.loads(line) for line in text.splitlines()]
+    return [line for line in lines if kind in (None, line["kind"])]
+
+
+def write_jsonl(path, rows):
+    """Rows, one JSON object a line; returns the path."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def write_adapter_config(directory, **changes):
+    """An adapter directory on the bundled model, with weights of no use."""
+    from dschat_lora.assets import BUNDLED_MODEL
+
+    directory.mkdir(parents=True, exist_ok=True)
+    fields = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(BUNDLED_MODEL),
+        "r": 4,
+        "lora_alpha": 32,
+        "target_modules": ["q_proj"],
+        **changes,
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(fields), encoding="utf-8")
+    (directory / "adapter_model.safetensors").write_bytes(b"")
+    return directory
