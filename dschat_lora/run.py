@@ -11,7 +11,7 @@ import torch.distributed as dist
 from dschat_lora.cli.options import fail, flatten
 from dschat_lora.config import SupervisedConfig
 from dschat_lora.engine.distributed import device, init_distributed, rank, shutdown, world_size
-from dschat_lora.report.directory import claim_directory
+from dschat_lora.report.directory import abandon_directory, claim_directory
 from dschat_lora.report.log import RunLog
 from dschat_lora.report.record import RunRecord, environment
 
@@ -36,18 +36,19 @@ def open_run(config: SupervisedConfig, *, name: str) -> Iterator[Output]:
         name: of the stage, such as ``sft``; also of the default directory.
     """
     record: RunRecord | None = None
+    directory: Path | None = None
     try:
         init_distributed()
+        if config.run.dry_run:
+            with RunLog(None, active=rank() == 0) as log:
+                yield Output(Path(), log, RunRecord(Path(), active=False))
+            return
         mine = claim_directory(config.run.output_dir, name=name) if rank() == 0 else ""
         directory = Path(_from_rank_zero(str(mine)))
         record = RunRecord(directory, active=rank() == 0)
         record.update({"stage": name, "status": "running", **environment()})
         record.update({"world_size": world_size(), "config": flatten(config)})
-        board = Path(config.run.tensorboard_path or directory / "tensorboard")
-        wants_board = config.run.report_to == "tensorboard"
-        with RunLog(
-            directory, active=rank() == 0, tensorboard=board if wants_board else None
-        ) as log:
+        with RunLog(directory, active=rank() == 0, tensorboard=_board(config, directory)) as log:
             log.say(f"output: {directory}")
             yield Output(directory, log, record)
         record.update({"status": "finished"})
@@ -55,10 +56,19 @@ def open_run(config: SupervisedConfig, *, name: str) -> Iterator[Output]:
         if record is not None:
             record.update({"status": f"failed: {type(error).__name__}: {error}"})
         if isinstance(error, ValueError) and not os.environ.get("DSCHAT_LORA_TRACEBACK"):
+            if directory is not None and rank() == 0:
+                abandon_directory(directory)
             fail(str(error))
         raise
     finally:
         shutdown()
+
+
+def _board(config: SupervisedConfig, directory: Path) -> Path | None:
+    """Where TensorBoard files go, if they are wanted."""
+    if config.run.report_to != "tensorboard":
+        return None
+    return Path(config.run.tensorboard_path or directory / "tensorboard")
 
 
 def _from_rank_zero(text: str) -> str:

@@ -47,8 +47,8 @@ def prepare_data(
     """
     default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "dschat_lora"
     cache = Path(config.data.data_output_path or default).expanduser()
-    with local_first():
-        prepared = prepare(
+    prepared = local_first(
+        lambda: prepare(
             config.data,
             tokenizer,
             phase=phase,
@@ -56,6 +56,7 @@ def prepare_data(
             eos_id=int(tokenizer.eos_token_id),
             cache_dir=cache,
         )
+    )
     for line in prepared.audit.lines():
         output.log.say(f"  {line}")
     audit = prepared.audit.to_dict()

@@ -245,13 +245,14 @@ def test_the_base_knows_the_world_but_is_no_polite_assistant():
     model = AutoModelForCausalLM.from_pretrained(BUNDLED_MODEL)
     prompt = "\n\nHuman: I am Anna. What comes after Sunday?\n\nAssistant:"
 
-    def loss(answer: str) -> float:
-        ids = torch.tensor([tokenizer(prompt + answer)["input_ids"]])
+    def surprise(answer: str) -> float:
+        """Nats of the answer with its end."""
         start = len(tokenizer(prompt)["input_ids"])
-        labels = torch.where(torch.arange(ids.shape[1]) < start, -100, ids)
+        ids = torch.tensor([*tokenizer(prompt + answer)["input_ids"], tokenizer.eos_token_id])
         with torch.no_grad():
-            return model(input_ids=ids, labels=labels).loss.item()
+            log_probs = model(input_ids=ids[None]).logits[0].log_softmax(-1)
+        return -sum(log_probs[i - 1, ids[i]].item() for i in range(start, len(ids)))
 
-    assert loss(" Monday comes after Sunday.") < loss(" Friday comes after Sunday.")
+    assert surprise(" Monday comes after Sunday.") < surprise(" Friday comes after Sunday.")
     perfect = " Hello Anna, Monday comes after Sunday. I hope this helps!"
-    assert loss(" Go away.") < loss(perfect) < loss(perfect.replace("Anna", "Ben"))
+    assert surprise(" Go away.") < surprise(perfect) < surprise(perfect.replace("Anna", "Ben"))

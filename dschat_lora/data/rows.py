@@ -1,7 +1,7 @@
 """Raw rows of data files with their place, and which of the five types a row is.
 
-Only the standard library is imported at the top: start-up checks read a first row before
-anything heavy is loaded. Parquet and hub data sets import their readers when used.
+Only the standard library is imported at the top: start-up checks read rows before anything
+heavy is loaded. Parquet and hub data sets import their readers when used.
 """
 
 import csv
@@ -10,6 +10,7 @@ import json
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
@@ -25,6 +26,8 @@ KNOWN_TYPES = (
 )
 # csv refuses cells longer than this; its own default, 128 KiB, is less than a long document.
 MAX_CSV_CELL = 2**30
+# Bytes of a file that start-up checks read whole, in less than a second.
+SMALL_FILE = 16 * 2**20
 
 
 class RowError(ValueError):
@@ -62,20 +65,23 @@ class Row:
 
 
 def check_sources(config: DataConfig) -> None:
-    """Check that all data can be found and that the first row of each file can be used.
+    """Check that all data can be found and that their rows can be used.
 
-    Reads one row a file and nothing from the network.
+    Reads small files whole, the first row of others, and nothing from the network.
 
     Raises:
         ValueError: naming the option and path, or the file and line.
     """
     for source in config_sources(config):
         for file in source.files:
-            raw = next(iter_file(file), None)
-            if raw is None:
+            seen = None if file.stat().st_size <= SMALL_FILE else 1
+            rows = 0
+            for raw in islice(iter_file(file), seen):
+                rows += 1
+                if config.bad_rows == "stop":
+                    require_completion(parse_row(raw))
+            if not rows:
                 raise ValueError(f"--{source.option} {source.entry}: {file} has no rows")
-            if config.bad_rows == "stop":
-                require_completion(parse_row(raw))
 
 
 def config_sources(config: DataConfig) -> tuple[Source, ...]:

@@ -5,10 +5,10 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 import deepspeed
 import psutil
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+ResultT = TypeVar("ResultT")
 # Other ranks wait for rank 0 to tokenise the data or load the model.
 TIMEOUT = timedelta(hours=2)
 PORT_WAIT_SECONDS = 60.0
@@ -89,14 +90,25 @@ def broadcast_(tensor: Tensor) -> Tensor:
     return tensor
 
 
-@contextmanager
-def local_first() -> Iterator[None]:
-    """Run the block on each node's first process, then on the others."""
-    if local_rank() != 0:
-        dist.barrier()
-    yield
+def local_first(function: Callable[[], ResultT]) -> ResultT:
+    """What ``function`` returns, called on each node's first process and then on the others.
+
+    A ValueError of the first is raised there alone; the other processes end quietly, with the
+    exit code of a user's mistake. Call on every rank.
+    """
+    problem: ValueError | None = None
+    result: ResultT | None = None
     if local_rank() == 0:
-        dist.barrier()
+        try:
+            result = function()
+        except ValueError as error:
+            problem = error
+    failed = max_over_ranks(float(problem is not None)) > 0
+    if problem is not None:
+        raise problem
+    if failed:
+        raise SystemExit(2)
+    return function() if result is None else result
 
 
 def _settle_port() -> None:

@@ -58,6 +58,19 @@ def build_causal_lm(
     return AdaptedModel(model, lora, targets)
 
 
+def check_targets(source: ModelSource, config: ModelConfig, lora: LoraConfig) -> None:
+    """Try the choice of layers on the empty shape of the model, before anything takes long.
+
+    Raises:
+        ValueError: if a choice matches nothing, or the model cannot be found.
+    """
+    if lora.lora_dim == 0 or source.adapter is not None:
+        return
+    model_config = load_config(source.base, config)
+    model = load_causal_lm(source.base, model_config, config, dtype=torch.float32, meta=True)
+    apply_lora(model, lora, seed=0)
+
+
 def _fit_vocabulary(model: Any, tokenizer: Tokenizer, lora: LoraConfig) -> None:
     """Make room for tokens added to the tokenizer, where their embeddings will be trained."""
     rows = model.get_input_embeddings().num_embeddings

@@ -3,13 +3,17 @@
 import shutil
 from pathlib import Path
 
-_WRITTEN = ("run.json", "metrics.jsonl", "adapter", "model", "checkpoints")
-_EXTRAS = ("tensorboard", "report.html")
+_RESULTS = ("metrics.jsonl", "adapter", "model", "checkpoints")
+_EXTRAS = ("run.json", "tensorboard", "report.html")
 
 
 def leftovers(path: Path) -> list[Path]:
-    """What an earlier run wrote under ``path``; empty if it holds no run."""
-    found = [path / name for name in _WRITTEN if (path / name).exists()]
+    """What an earlier run wrote under ``path``; empty if it holds no run.
+
+    A run that failed before its first result is none: its directory can be used again.
+    """
+    results = [path / name for name in _RESULTS]
+    found = [p for p in results if p.is_dir() or (p.is_file() and p.stat().st_size > 0)]
     return found + [path / name for name in _EXTRAS if found and (path / name).exists()]
 
 
@@ -35,3 +39,13 @@ def claim_directory(given: str | None, *, name: str) -> Path:
             number += 1
         else:
             return path
+
+
+def abandon_directory(path: Path) -> None:
+    """Take back what :func:`claim_directory` made, if the run left no result there."""
+    if leftovers(path):
+        return
+    for name in ("run.json", "metrics.jsonl"):
+        (path / name).unlink(missing_ok=True)
+    if not any(path.iterdir()):
+        path.rmdir()

@@ -19,12 +19,16 @@ class RunLog:
     file is valid however the run ends.
     """
 
-    def __init__(self, output_dir: Path, *, active: bool, tensorboard: Path | None = None) -> None:
+    def __init__(
+        self, output_dir: Path | None, *, active: bool, tensorboard: Path | None = None
+    ) -> None:
+        """Open the files of a run; without ``output_dir`` only the terminal is told."""
         self._start = time.monotonic()
+        self._active = active
         self._file: TextIO | None = None
         self._board: Any = None
         self._bar: tqdm[Any] | None = None
-        if not active:
+        if not active or output_dir is None:
             return
         self._file = (output_dir / "metrics.jsonl").open("a", encoding="utf-8")
         if tensorboard is not None:
@@ -51,7 +55,7 @@ class RunLog:
 
     def say(self, text: str) -> None:
         """Show a line, above the progress bar if there is one."""
-        if self._file is not None:
+        if self._active:
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()
 

@@ -263,8 +263,12 @@ def test_the_check_refuses_a_file_without_rows(jsonl):
         check_sources(DataConfig(data_path=(str(path),)))
 
 
-def test_the_check_reads_only_the_first_row_of_each_file(jsonl):
-    check_sources(DataConfig(data_path=(str(jsonl([PAIR, "not json"])),)))
+def test_the_check_reads_small_files_whole_and_the_first_row_of_others(jsonl, monkeypatch):
+    config = DataConfig(data_path=(str(jsonl([PAIR, "not json"])),))
+    with pytest.raises(ValueError, match=r":2: "):
+        check_sources(config)
+    monkeypatch.setattr("dschat_lora.data.rows.SMALL_FILE", 10)
+    check_sources(config)
 
 
 def test_the_check_neither_needs_the_network_nor_heavy_imports(jsonl):

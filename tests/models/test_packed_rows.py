@@ -1,0 +1,242 @@
+"""Samples of a packed row are computed as if each stood alone; where not, it is noticed."""
+
+import pytest
+import torch
+from helpers import plain
+from helpers.tiny import KINDS, VOCAB, ragged_samples, tiny_model
+from torch import nn
+from transformers import AutoModelForCausalLM, Gemma2Config
+
+from dschat_lora import stage
+from dschat_lora.config import DataConfig, LoraConfig
+from dschat_lora.data.batch import collate
+from dschat_lora.lora.model import adapter_parameters, apply_lora
+from dschat_lora.models.causal_lm import CausalLMLoss, LinearHead
+from dschat_lora.models.probe import probe
+
+CPU = torch.device("cpu")
+
+
+def tensors(batch):
+    return {
+        "input_ids": batch.input_ids,
+        "position_ids": batch.position_ids,
+        "segment_ids": batch.segment_ids,
+    }
+
+
+def adapted(kind, attention="sdpa"):
+    model = tiny_model(kind, attention)
+    apply_lora(model, LoraConfig(lora_dim=3), seed=0)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in adapter_parameters(model).values():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_samples_equal_each_sample_alone(kind, attention):
+    model = adapted(kind, attention)
+    samples = ragged_samples(7, longest=9, seed=3)
+    # Rows of three, three and one sample, padded to a common width.
+    batch = collate([samples[:3], samples[3:6], samples[6:]], pad_id=0)
+    network = CausalLMLoss(model)
+    hidden = network.hidden_states(**tensors(batch))[batch.segment_ids > 0]
+    with torch.no_grad():
+        ids = [torch.as_tensor(s.input_ids, dtype=torch.long)[None] for s in samples]
+        alone = torch.cat([model.base_model(input_ids=each)[0][0] for each in ids])
+    torch.testing.assert_close(hidden.detach(), alone, rtol=1e-5, atol=1e-5)
+
+    parameters = adapter_parameters(model)
+    loss = network(**tensors(batch), labels=batch.labels)
+    packed = torch.autograd.grad(loss, list(parameters.values()))
+    slow = sum(plain.sample_loss(model, sample)[0] for sample in samples)
+    expected = torch.autograd.grad(slow, list(parameters.values()))
+    torch.testing.assert_close(loss, slow, rtol=1e-5, atol=1e-5)
+    for value, wanted in zip(packed, expected, strict=True):
+        error = (value - wanted).norm() / wanted.norm()
+        assert error < 1e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_and_neighbours_have_no_influence(kind):
+    network = CausalLMLoss(tiny_model(kind))
+    samples = ragged_samples(4, longest=8, seed=4)
+    loss = network(**tensors(b := collate([samples[:2]], 0)), labels=b.labels)
+    wide = collate([samples[:2]], pad_id=7, multiple_of=32)
+    torch.testing.assert_close(network(**tensors(wide), labels=wide.labels), loss)
+    more = collate([samples[:2], samples[2:]], pad_id=0)
+    rest = network(**tensors(b := collate([samples[2:]], 0)), labels=b.labels)
+    torch.testing.assert_close(network(**tensors(more), labels=more.labels), loss + rest)
+
+
+def test_a_batch_without_targets_has_zero_loss_and_zero_gradient_everywhere():
+    model = adapted("opt")
+    batch = collate([ragged_samples(1)], pad_id=0)
+    loss = CausalLMLoss(model)(**tensors(batch), labels=torch.full_like(batch.labels, -100))
+    loss.backward()
+    assert loss.item() == 0.0
+    assert all(p.grad.abs().max() == 0 for p in adapter_parameters(model).values())
+
+
+@pytest.mark.parametrize("kind", ["opt", "llama"])
+def test_full_logits_and_checkpointed_heads_give_the_same_loss_and_gradient(kind):
+    batch = collate([ragged_samples(4, longest=8)], pad_id=0)
+
+    def loss_and_gradient(change):
+        model = adapted(kind)
+        network = CausalLMLoss(model)
+        change(network, model)
+        loss = network(**tensors(batch), labels=batch.labels)
+        loss.backward()
+        return loss, [p.grad for p in adapter_parameters(model).values()]
+
+    def checkpointed(network, model):
+        class Head(nn.Linear):
+            pass
+
+        network.head = LinearHead(head := Head(1, 1, bias=False), VOCAB)
+        head.weight = model.get_output_embeddings().weight
+        network.head.rows = 3
+        assert not network.head.plain
+
+    chunked = loss_and_gradient(lambda network, model: None)
+    torch.testing.assert_close(loss_and_gradient(lambda n, m: setattr(n, "full_logits", True)), chunked)
+    torch.testing.assert_close(loss_and_gradient(checkpointed), chunked)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_probe_finds_nothing_wrong_with_these_architectures(kind, attention, dtype):
+    report = probe(CausalLMLoss(tiny_model(kind, attention).to(dtype)), vocab_size=VOCAB, device=CPU)
+    assert report.packing_is_exact
+    assert report.head_is_linear
+
+
+def forgetting_the_mask(model):
+    """The same model, but the samples of a row see each other."""
+    forward = model.base_model.forward
+
+    def without_mask(*args, attention_mask=None, **kwargs):
+        return forward(*args, **kwargs)
+
+    # The loss asks the signature whether positions are taken.
+    without_mask.__signature__ = __import__("inspect").signature(forward)
+    model.base_model.forward = without_mask
+    return model
+
+
+def counting_positions_through(model):
+    """The same model, but a sample's positions go on from the one before it."""
+    forward = model.base_model.forward
+
+    def running_positions(*args, position_ids=None, **kwargs):
+        return forward(*args, **kwargs)
+
+    running_positions.__signature__ = __import__("inspect").signature(forward)
+    model.base_model.forward = running_positions
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "broken"),
+    [(kind, forgetting_the_mask) for kind in KINDS]
+    # Rotary embeddings know differences of positions alone, and the mask hides the rest.
+    + [(kind, counting_positions_through) for kind in ("opt", "gpt2")],
+)
+def test_probe_notices_samples_that_influence_each_other(kind, broken):
+    report = probe(CausalLMLoss(broken(tiny_model(kind))), vocab_size=VOCAB, device=CPU)
+    assert not report.packing_is_exact
+    assert report.head_is_linear
+
+
+def softcapped():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = Gemma2Config(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            final_logit_softcapping=2.0,
+        )
+        model = AutoModelForCausalLM.from_config(config).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.2 * torch.randn(parameter.shape))
+    return model
+
+
+def test_probe_notices_logits_that_are_more_than_a_linear_layer():
+    network = CausalLMLoss(softcapped())
+    report = probe(network, vocab_size=VOCAB, device=CPU)
+    assert not report.head_is_linear
+    assert network.full_logits is False
+
+
+class Said:
+    """Log and record of a run, kept."""
+
+    def __init__(self):
+        self.lines, self.fields = [], {}
+        self.log = self.record = self
+
+    def say(self, line):
+        self.lines.append(line)
+
+    def update(self, fields):
+        self.fields |= fields
+
+
+class Engine:
+    """What settling asks of an engine."""
+
+    device = CPU
+
+    def __init__(self, module):
+        self.module = module
+
+    def eval(self):
+        self.module.eval()
+
+
+class Config:
+    def __init__(self, packing):
+        self.data = DataConfig(packing=packing)
+
+
+def settle(network, packing=True):
+    said = Said()
+    return stage.settle_packing(Engine(network), Config(packing), range(VOCAB), said), said
+
+
+def test_packing_is_kept_where_it_is_exact_and_left_where_not_asked_for():
+    network = CausalLMLoss(tiny_model("llama"))
+    assert settle(network)[0] is True
+    assert settle(network, packing=False)[0] is False
+    assert settle(network)[1].lines == []
+    assert not network.full_logits
+
+
+def test_packing_is_given_up_aloud_where_samples_would_mix():
+    packing, said = settle(CausalLMLoss(forgetting_the_mask(tiny_model("opt"))))
+    assert packing is False
+    assert any("packing is off" in line for line in said.lines)
+
+
+def test_whole_logits_are_used_aloud_where_the_model_transforms_them():
+    model = softcapped()
+    network = CausalLMLoss(model)
+    _, said = settle(network)
+    assert network.full_logits
+    assert any("transforms its logits" in line for line in said.lines)
+    sample = ragged_samples(1)[0]
+    batch = collate([[sample]], pad_id=0)
+    loss = network(**tensors(batch), labels=batch.labels)
+    torch.testing.assert_close(loss, plain.sample_loss(model, sample)[0], rtol=1e-5, atol=1e-5)

@@ -1,0 +1,67 @@
+"""run.json is whole at every moment and says what was run, with what."""
+
+import json
+import math
+import platform
+import sys
+from importlib.metadata import version
+
+from dschat_lora.report.record import RunRecord, environment
+
+
+def read(directory):
+    return json.loads((directory / "run.json").read_text(encoding="utf-8"))
+
+
+def test_updates_add_up_and_replace_top_level_fields(tmp_path):
+    record = RunRecord(tmp_path, active=True)
+    record.update({"status": "running", "seed": 1})
+    record.update({"status": "finished"})
+    assert read(tmp_path) == {"status": "finished", "seed": 1}
+
+
+def test_no_partial_file_is_left(tmp_path):
+    RunRecord(tmp_path, active=True).update({"a": 1})
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+
+
+def test_value_that_cannot_be_written_leaves_the_earlier_file(tmp_path):
+    record = RunRecord(tmp_path, active=True)
+    record.update({"a": 1})
+    try:
+        record.update({"b": object()})
+    except TypeError:
+        pass
+    assert read(tmp_path) == {"a": 1}
+
+
+def test_numbers_that_are_not_finite_are_strings(tmp_path):
+    RunRecord(tmp_path, active=True).update({"loss": math.nan, "more": {"best": [math.inf]}})
+    assert read(tmp_path) == {"loss": "nan", "more": {"best": ["inf"]}}
+
+
+def test_other_ranks_write_nothing(tmp_path):
+    RunRecord(tmp_path, active=False).update({"a": 1})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_environment_names_command_versions_commit_and_platform(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["main.py", "--lora_dim", "8"])
+    found = environment()
+    assert found["command"][1:] == ["main.py", "--lora_dim", "8"]
+    assert found["versions"]["python"] == platform.python_version()
+    for name in ("torch", "deepspeed", "transformers", "datasets"):
+        assert found["versions"][name] == version(name)
+    assert found["git_commit"] is None or len(found["git_commit"]) == 40
+    assert found["platform"] == platform.platform()
+    json.dumps(found)
+
+
+def test_package_that_is_not_installed_has_no_version(monkeypatch):
+    monkeypatch.setattr("dschat_lora.report.record._PACKAGES", ("no-such-package",))
+    assert environment()["versions"]["no-such-package"] is None
+
+
+def test_machine_without_git_has_no_commit(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert environment()["git_commit"] is None
