@@ -123,7 +123,10 @@ def summary_lines(metrics: Mapping[str, Any]) -> list[str]:
 
     def number(name: str, scale: float = 1.0) -> str:
         value = metrics.get(name)
-        return "-" if value is None else f"{value / scale:,.4g}"
+        if value is None:
+            return "-"
+        value /= scale
+        return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
     return [
         f"{metrics['steps']} steps after {metrics['warmup_steps']} of warm-up: "
