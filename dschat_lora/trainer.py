@@ -49,8 +49,11 @@ class TrainStep:
 
 def count(batches: Iterable[Batch]) -> StepCounts:
     """Counts of the batches of all ranks; call on every rank."""
-    own = sum((_own_counts(batch) for batch in batches), StepCounts())
-    return StepCounts(*(round(value) for value in sum_over_ranks(list(astuple(own)))))
+    return _over_ranks(sum((_own_counts(batch) for batch in batches), StepCounts()))
+
+
+def _over_ranks(counts: StepCounts) -> StepCounts:
+    return StepCounts(*(round(value) for value in sum_over_ranks(list(astuple(counts)))))
 
 
 def _own_counts(batch: Batch) -> StepCounts:
@@ -119,11 +122,11 @@ def evaluate(
     Every rank must bring the same number of batches.
     """
     engine.eval()
-    total, seen = torch.zeros((), device=engine.device, dtype=torch.float64), []
+    total, own = torch.zeros((), device=engine.device, dtype=torch.float64), StepCounts()
     for batch in batches:
         total += loss_function(engine, batch.to(engine.device))
-        seen.append(batch)
-    counts = count(seen)
+        own += _own_counts(batch)
+    counts = _over_ranks(own)
     (summed,) = sum_over_ranks([float(total)])
     return Evaluation(summed / max(1, counts.num_targets), counts)
 
