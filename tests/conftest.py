@@ -18,6 +18,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+
 from helpers.ranks import Ranks  # noqa: E402
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))

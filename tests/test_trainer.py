@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from helpers import plain
-from helpers.runs import LORA, load_model, loader
-from helpers.tiny import ragged_samples
 from transformers import AutoModelForCausalLM
 
 from dschat_lora.config import LoraConfig, OptimConfig, RunConfig
 from dschat_lora.trainer import Evaluation, StepCounts, make_plan
+from helpers import plain
+from helpers.runs import LORA, load_model, loader
+from helpers.tiny import ragged_samples
 
 SHAPES = {1: [(8, 1), (4, 2), (1, 8)], 2: [(4, 1), (2, 2), (1, 4)]}
 
@@ -33,7 +33,9 @@ def exact(model_directory):
     lengths = [int((row > 0).sum()) for batch in window for row in batch.segment_ids]
     chosen = [
         next(s for s in samples if s.input_ids.tolist() == ids[:n].tolist())
-        for ids, n in zip((ids for batch in window for ids in batch.input_ids), lengths, strict=True)
+        for ids, n in zip(
+            (ids for batch in window for ids in batch.input_ids), lengths, strict=True
+        )
     ]
     assert len(set(lengths)) > 4
     loss = plain.accumulate(theirs, chosen)
@@ -132,9 +134,7 @@ def test_a_skipped_step_changes_no_weight_and_the_run_goes_on(ranks, model_direc
 
 @pytest.mark.stage
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_a_run_whose_gradient_stays_infinite_ends_after_three_skips(
-    ranks, model_directory, stage
-):
+def test_a_run_whose_gradient_stays_infinite_ends_after_three_skips(ranks, model_directory, stage):
     for size in (1, 2):
         results = ranks(size).run(
             "helpers.runs:fit_with_infinite_gradients", path=model_directory("opt"), stage=stage

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import pytest
-from helpers.step1 import parsed, step1
 
 from dschat_lora.cli.options import (
     fail,
@@ -17,6 +16,9 @@ from dschat_lora.cli.options import (
     parse_config,
     run_main,
 )
+from dschat_lora.config import SupervisedConfig
+from dschat_lora.preflight import check_supervised
+from helpers.step1 import parsed
 
 # What users' scripts rely on. A flag may be added here, never taken away or renamed.
 STEP1_FLAGS = """
@@ -126,7 +128,9 @@ def test_nothing_given_is_the_defaults():
 
 
 def test_each_kind_of_value_reaches_its_field():
-    config = parse("--size 7 --rate 1e-3 --kind two --level 2 --name n --paths p q --fast --no-slow")
+    config = parse(
+        "--size 7 --rate 1e-3 --kind two --level 2 --name n --paths p q --fast --no-slow"
+    )
     assert config.part == Part(size=7, rate=0.001, kind="two", level=2)
     assert (config.name, config.paths, config.fast, config.slow) == ("n", ("p", "q"), True, False)
 
@@ -265,7 +269,9 @@ def from_yaml(tmp_path):
 
 
 def test_yaml_sets_the_same_fields_as_the_command_line(from_yaml):
-    text = "size: 7\nrate: 1e-3\nkind: two\nlevel: 2\nname: n\npaths: [p, q]\nfast: true\nslow: no\n"
+    text = (
+        "size: 7\nrate: 1e-3\nkind: two\nlevel: 2\nname: n\npaths: [p, q]\nfast: true\nslow: no\n"
+    )
     line = "--size 7 --rate 1e-3 --kind two --level 2 --name n --paths p q --fast --no-slow"
     assert from_yaml(text) == parse(line)
 
@@ -338,7 +344,7 @@ def test_missing_yaml_file_is_named():
 
 def run_with(monkeypatch, argv, check=lambda config: config, main=lambda config: None):
     monkeypatch.setattr(sys, "argv", ["main.py", *argv])
-    run_main(Whole, check, main)
+    run_main(Whole, check, main, description="What this stage does.")
 
 
 def test_run_main_hands_the_checked_config_to_main(monkeypatch):
@@ -388,7 +394,7 @@ def test_help_names_every_option_with_its_text_and_default(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="0"):
         run_with(monkeypatch, ["--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    assert "A stage with one nested group." in shown
+    assert "What this stage does." in shown
     assert "--size N a whole number (default: 3)" in shown
     assert "--rate X a number, 100% optional" in shown
     assert "--kind {one,two} a choice (default: one)" in shown
@@ -409,10 +415,10 @@ def leaves(config_class):
 
 
 def test_flags_of_step_1_are_these():
-    assert sorted(flatten(step1.SFTConfig())) == sorted(STEP1_FLAGS)
+    assert sorted(flatten(SupervisedConfig())) == sorted(STEP1_FLAGS)
 
 
-@pytest.mark.parametrize("field", leaves(step1.SFTConfig), ids=lambda field: field.name)
+@pytest.mark.parametrize("field", leaves(SupervisedConfig), ids=lambda field: field.name)
 def test_every_option_has_help_and_a_default(field):
     assert len(field.metadata["help"]) > 8
     assert field.default is not dataclasses.MISSING
@@ -421,7 +427,7 @@ def test_every_option_has_help_and_a_default(field):
 def test_help_of_step_1_shows_every_flag(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["main.py", "--help"])
     with pytest.raises(SystemExit, match="0"):
-        run_main(step1.SFTConfig, step1.check, step1.main)
+        run_main(SupervisedConfig, check_supervised, lambda config: None)
     shown = capsys.readouterr().out
     missing = [name for name in STEP1_FLAGS if f"--{name}" not in shown]
     assert not missing

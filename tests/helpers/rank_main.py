@@ -2,7 +2,9 @@
 
 import importlib
 import json
+import os
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -16,6 +18,8 @@ def main():
     torch.set_num_threads(1)
     # Sums by gloo alone: DeepSpeed would compile its shared-memory collectives first.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if os.environ["RANK"] == "0":
+        time.sleep(float(os.environ.get("DELAY_OF_RANK_0", "0")))
     init_distributed()
     for line in sys.stdin:
         request = json.loads(line)

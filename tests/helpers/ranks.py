@@ -93,8 +93,7 @@ class Ranks:
             late = time.monotonic() > deadline
             dead = any(process.poll() is not None for process in self._processes)
             failed = any(
-                path.exists() and "error" in torch.load(path, weights_only=True)
-                for path in results
+                path.exists() and "error" in torch.load(path, weights_only=True) for path in results
             )
             if late or dead or failed:
                 time.sleep(0.5)  # the other ranks may be about to report too

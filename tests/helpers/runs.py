@@ -7,7 +7,6 @@ from pathlib import Path
 
 import deepspeed
 import torch
-from helpers.tiny import LENGTH, ragged_samples
 
 from dschat_lora.checkpoint.export import save_adapter, save_merged
 from dschat_lora.config import LoraConfig, ModelConfig, OptimConfig, RunConfig
@@ -23,6 +22,7 @@ from dschat_lora.perf.shape import describe
 from dschat_lora.perf.throughput import Meter
 from dschat_lora.report.log import RunLog
 from dschat_lora.trainer import evaluate, fit, make_plan, train_steps
+from helpers.tiny import LENGTH, ragged_samples
 
 LORA = {"lora_dim": 4, "lora_alpha": 8.0}
 RATE = 5e-3
@@ -131,7 +131,9 @@ def train(
     )
     model, engine = build(path, lora, settings)
     before = gather_to_cpu(_base_parameters(model))
-    source = loader(ragged_samples(samples), micro=micro, accumulation=accumulation, packing=packing)
+    source = loader(
+        ragged_samples(samples), micro=micro, accumulation=accumulation, packing=packing
+    )
     loss_function = causal_lm_loss
     if overflow_at is not None:
         loss_function = overflowing_at(overflow_at, accumulation)
@@ -224,7 +226,13 @@ def _save(model, lora, path, adapter_directory, merged_directory):
             card=card,
         )
     if merged_directory is not None:
-        save_merged(Path(merged_directory), model, tokenizer=NoTokenizer())
+        save_merged(
+            Path(merged_directory),
+            model.eval(),
+            tokenizer=NoTokenizer(),
+            probe_ids=torch.arange(3, 12)[None],
+            max_kl=1e-6,
+        )
 
 
 def fit_with_infinite_gradients(path, *, stage):

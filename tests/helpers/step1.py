@@ -1,6 +1,5 @@
 """Step 1 as a user starts it: its checks in this process, or the whole command in another."""
 
-import importlib.util
 import json
 import os
 import shutil
@@ -12,31 +11,22 @@ from pathlib import Path
 
 import pytest
 
+from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.cli.options import parse_config, run_main
+from dschat_lora.config import SupervisedConfig
+from dschat_lora.preflight import check_supervised
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "training" / "step1_sft" / "main.py"
-
-
-def _load_script():
-    spec = importlib.util.spec_from_file_location("step1_sft_main", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-step1 = _load_script()
 
 
 def parsed(*argv):
     """The config of a command line, before any check between options."""
-    return parse_config(step1.SFTConfig, [str(each) for each in argv])
+    return parse_config(SupervisedConfig, [str(each) for each in argv])
 
 
 def checked(*argv):
     """The config of a command line as ``main`` receives it."""
-    return step1.check(parsed(*argv))
+    return check_supervised(parsed(*argv))
 
 
 @pytest.fixture
@@ -47,7 +37,7 @@ def refused(capsys, monkeypatch):
         monkeypatch.setattr(sys, "argv", ["main.py", *(str(each) for each in argv)])
         capsys.readouterr()
         with pytest.raises(SystemExit) as ended:
-            run_main(step1.SFTConfig, step1.check, lambda config: None)
+            run_main(SupervisedConfig, check_supervised, lambda config: None)
         out, err = capsys.readouterr()
         assert ended.value.code == 2
         assert out == ""
@@ -116,8 +106,6 @@ def write_jsonl(path, rows):
 
 def write_adapter_config(directory, **changes):
     """An adapter directory on the bundled model, with weights of no use."""
-    from dschat_lora.assets import BUNDLED_MODEL
-
     directory.mkdir(parents=True, exist_ok=True)
     fields = {
         "peft_type": "LORA",

@@ -1,18 +1,22 @@
 """Samples of a packed row are computed as if each stood alone; where not, it is noticed."""
 
+import functools
+import inspect
+
 import pytest
 import torch
-from helpers import plain
-from helpers.tiny import KINDS, VOCAB, ragged_samples, tiny_model
 from torch import nn
 from transformers import AutoModelForCausalLM, Gemma2Config
 
 from dschat_lora import stage
+from dschat_lora.attention import block_causal_mask
 from dschat_lora.config import DataConfig, LoraConfig
 from dschat_lora.data.batch import collate
 from dschat_lora.lora.model import adapter_parameters, apply_lora
 from dschat_lora.models.causal_lm import CausalLMLoss, LinearHead
 from dschat_lora.models.probe import probe
+from helpers import plain
+from helpers.tiny import KINDS, VOCAB, ragged_samples, tiny_model
 
 CPU = torch.device("cpu")
 
@@ -94,56 +98,69 @@ def test_full_logits_and_checkpointed_heads_give_the_same_loss_and_gradient(kind
         return loss, [p.grad for p in adapter_parameters(model).values()]
 
     def checkpointed(network, model):
-        class Head(nn.Linear):
-            pass
-
-        network.head = LinearHead(head := Head(1, 1, bias=False), VOCAB)
-        head.weight = model.get_output_embeddings().weight
+        network.head = LinearHead(nn.Sequential(model.get_output_embeddings()), VOCAB)
         network.head.rows = 3
         assert not network.head.plain
 
     chunked = loss_and_gradient(lambda network, model: None)
-    torch.testing.assert_close(loss_and_gradient(lambda n, m: setattr(n, "full_logits", True)), chunked)
-    torch.testing.assert_close(loss_and_gradient(checkpointed), chunked)
+    for change in (lambda network, model: setattr(network, "full_logits", True), checkpointed):
+        loss, gradients = loss_and_gradient(change)
+        torch.testing.assert_close(loss, chunked[0])
+        for value, expected in zip(gradients, chunked[1], strict=True):
+            assert (value - expected).norm() / expected.norm() < 1e-5
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_probe_finds_nothing_wrong_with_these_architectures(kind, attention, dtype):
-    report = probe(CausalLMLoss(tiny_model(kind, attention).to(dtype)), vocab_size=VOCAB, device=CPU)
+    report = probe(
+        CausalLMLoss(tiny_model(kind, attention).to(dtype)), vocab_size=VOCAB, device=CPU
+    )
     assert report.packing_is_exact
     assert report.head_is_linear
 
 
-def forgetting_the_mask(model):
-    """The same model, but the samples of a row see each other."""
-    forward = model.base_model.forward
+def changing_inputs(model, change):
+    """The same model, but its body gets ``change`` of what it is given."""
+    # OPT's head is over the decoder within its body.
+    body = getattr(model.base_model, "decoder", model.base_model)
+    forward = body.forward
 
-    def without_mask(*args, attention_mask=None, **kwargs):
-        return forward(*args, **kwargs)
+    @functools.wraps(forward)
+    def changed(*args, **inputs):
+        named = inspect.signature(forward).bind_partial(*args).arguments
+        return forward(**change({**named, **inputs}))
 
-    # The loss asks the signature whether positions are taken.
-    without_mask.__signature__ = __import__("inspect").signature(forward)
-    model.base_model.forward = without_mask
+    body.forward = changed
     return model
+
+
+def mixing_samples(model):
+    """The same model, but a position sees every earlier one of its row."""
+
+    def change(inputs):
+        if inputs.get("attention_mask") is None:
+            return inputs
+        one_sample = torch.ones_like(inputs["input_ids"])
+        return inputs | {"attention_mask": block_causal_mask(one_sample, model.dtype)}
+
+    return changing_inputs(model, change)
 
 
 def counting_positions_through(model):
     """The same model, but a sample's positions go on from the one before it."""
-    forward = model.base_model.forward
 
-    def running_positions(*args, position_ids=None, **kwargs):
-        return forward(*args, **kwargs)
+    def change(inputs):
+        positions = torch.arange(inputs["input_ids"].shape[1])[None]
+        return inputs | {"position_ids": positions}
 
-    running_positions.__signature__ = __import__("inspect").signature(forward)
-    model.base_model.forward = running_positions
-    return model
+    return changing_inputs(model, change)
 
 
 @pytest.mark.parametrize(
     ("kind", "broken"),
-    [(kind, forgetting_the_mask) for kind in KINDS]
+    [(kind, mixing_samples) for kind in KINDS]
     # Rotary embeddings know differences of positions alone, and the mask hides the rest.
     + [(kind, counting_positions_through) for kind in ("opt", "gpt2")],
 )
@@ -225,7 +242,7 @@ def test_packing_is_kept_where_it_is_exact_and_left_where_not_asked_for():
 
 
 def test_packing_is_given_up_aloud_where_samples_would_mix():
-    packing, said = settle(CausalLMLoss(forgetting_the_mask(tiny_model("opt"))))
+    packing, said = settle(CausalLMLoss(mixing_samples(tiny_model("opt"))))
     assert packing is False
     assert any("packing is off" in line for line in said.lines)
 

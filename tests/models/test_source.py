@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from helpers.step1 import write_adapter_config
 
 from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.models.source import find_model
+from helpers.step1 import write_adapter_config
 
 
 def model_at(path):
@@ -113,7 +113,10 @@ def test_empty_name_is_not_the_current_directory(tmp_path, monkeypatch):
     ("changes", "message"),
     [
         ({"base_model_name_or_path": None}, "names no base_model_name_or_path"),
-        ({"base_model_name_or_path": "/nowhere/base"}, "base of the adapter .* is missing.*nowhere"),
+        (
+            {"base_model_name_or_path": "/nowhere/base"},
+            "base of the adapter .* is missing.*nowhere",
+        ),
         ({"base_model_name_or_path": "./base"}, "base of the adapter .* is missing.*./base"),
         ({"r": 0}, "r and lora_alpha must be > 0"),
         ({"r": "4"}, "r must be int"),

@@ -6,6 +6,8 @@ import platform
 import sys
 from importlib.metadata import version
 
+import pytest
+
 from dschat_lora.report.record import RunRecord, environment
 
 
@@ -28,10 +30,8 @@ def test_no_partial_file_is_left(tmp_path):
 def test_value_that_cannot_be_written_leaves_the_earlier_file(tmp_path):
     record = RunRecord(tmp_path, active=True)
     record.update({"a": 1})
-    try:
+    with pytest.raises(TypeError):
         record.update({"b": object()})
-    except TypeError:
-        pass
     assert read(tmp_path) == {"a": 1}
 
 

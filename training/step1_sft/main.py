@@ -16,7 +16,7 @@ def main(config: SupervisedConfig) -> None:
     # Imported here, so that a wrong option is reported without waiting for torch.
     from dschat_lora import stage
     from dschat_lora.evaluation import Evaluator, SampleAnswers
-    from dschat_lora.models.build import build_causal_lm
+    from dschat_lora.models.build import build_causal_lm, check_targets
     from dschat_lora.models.causal_lm import CausalLMLoss, causal_lm_loss, load_tokenizer
     from dschat_lora.models.source import find_model
     from dschat_lora.run import open_run
@@ -25,6 +25,7 @@ def main(config: SupervisedConfig) -> None:
 
     with open_run(config, name="sft") as output:
         source = find_model(config.model.model_name_or_path)
+        check_targets(source, config.model, config.lora)
         tokenizer = load_tokenizer(source.base, config.model)
         data = stage.prepare_data(config, tokenizer, phase=1, output=output)
 

@@ -1,0 +1,135 @@
+"""What a trained engine leaves behind, at every ZeRO stage, loaded by stock libraries."""
+
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from dschat_lora.lora.model import adapter_parameters
+from helpers.runs import load_model
+from helpers.tiny import VOCAB
+
+pytestmark = [pytest.mark.stage, pytest.mark.filterwarnings("ignore::UserWarning")]
+
+RUNS = {
+    "adapter": {"lora_dim": 4, "lora_alpha": 8.0},
+    "adapted head": {"lora_dim": 4, "target_modules": ["lm_head", "q_proj"]},
+    "full": {"lora_dim": 0},
+}
+KINDS = {"opt": "tied", "llama": "untied"}
+
+
+@pytest.fixture(scope="module")
+def exported(ranks, model_directory, tmp_path_factory):
+    """{(kind, run): {(size, stage): (directory, report of rank 0)}} after four steps."""
+    root, done = tmp_path_factory.mktemp("exported"), {}
+    for size, stages in ((2, (0, 1, 2, 3)), (1, (0,))):
+        runs, keys = [], []
+        for kind in KINDS:
+            for name, lora in RUNS.items():
+                for stage in stages:
+                    directory = root / f"{kind}-{name}-{size}-{stage}"
+                    run = {"path": model_directory(kind), "lora": lora, "stage": stage}
+                    run |= {"steps": 4, "micro": 4 // size, "accumulation": 1}
+                    run["save_merged_to"] = str(directory / "model")
+                    if lora["lora_dim"]:
+                        run["save_adapter_to"] = str(directory / "adapter")
+                    runs.append(run)
+                    keys.append(((kind, name), (size, stage), directory))
+        reports = ranks(size).run("helpers.runs:train_many", runs=runs)[0]
+        for (run, shape, directory), report in zip(keys, reports, strict=True):
+            done.setdefault(run, {})[shape] = (directory, report)
+    return done
+
+
+def ids():
+    return torch.randint(3, VOCAB, (3, 9), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def trained_logits(path, lora, report):
+    """Logits of our layers with the trained values in place."""
+    model = load_model(path, lora)
+    parameters = dict(model.named_parameters())
+    for name, value in report["trained"].items():
+        parameters[name].copy_(value)
+    return model.eval()(ids()).logits
+
+
+@torch.no_grad()
+def logits(model):
+    return model.eval()(ids()).logits
+
+
+@pytest.mark.parametrize("name", ["adapter", "adapted head"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_saved_adapter_does_not_depend_on_stage_or_processes(exported, kind, name):
+    shapes = exported[kind, name]
+    first = load_file(shapes[2, 0][0] / "adapter" / "adapter_model.safetensors")
+    config = (shapes[2, 0][0] / "adapter" / "adapter_config.json").read_bytes()
+    for directory, report in shapes.values():
+        tensors = load_file(directory / "adapter" / "adapter_model.safetensors")
+        assert tensors.keys() == first.keys()
+        assert len(tensors) == len(report["trained"])
+        for key, value in tensors.items():
+            torch.testing.assert_close(value, first[key], rtol=1e-5, atol=1e-6)
+        assert (directory / "adapter" / "adapter_config.json").read_bytes() == config
+
+
+@pytest.mark.parametrize("name", ["adapter", "adapted head"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_saved_adapter_gives_the_trained_logits_in_stock_peft(
+    exported, model_directory, kind, name
+):
+    path = model_directory(kind)
+    for directory, report in exported[kind, name].values():
+        base = AutoModelForCausalLM.from_pretrained(path)
+        untrained = logits(base)
+        theirs = peft.PeftModel.from_pretrained(base, directory / "adapter")
+        expected = trained_logits(path, RUNS[name], report)
+        torch.testing.assert_close(logits(theirs), expected, rtol=1e-5, atol=1e-5)
+        assert (expected - untrained).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_merged_model_gives_the_trained_logits_in_transformers(
+    exported, model_directory, kind, name
+):
+    path = model_directory(kind)
+    for directory, report in exported[kind, name].values():
+        merged = AutoModelForCausalLM.from_pretrained(directory / "model")
+        expected = trained_logits(path, RUNS[name], report)
+        torch.testing.assert_close(logits(merged), expected, rtol=1e-5, atol=1e-5)
+        tied = merged.get_input_embeddings().weight is merged.get_output_embeddings().weight
+        assert tied == (kind == "opt" and name != "adapted head")
+
+
+@pytest.mark.parametrize("name", ["adapter", "adapted head"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_base_weight_changes_while_adapters_train(exported, kind, name):
+    for _, report in exported[kind, name].values():
+        assert report["base_changed"] == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_full_fine_tuning_changes_every_matrix(exported, kind):
+    for _, report in exported[kind, "full"].values():
+        assert {n for n in report["base_changed"] if "proj.weight" in n} == {
+            n for n in report["trained"] if "proj.weight" in n
+        }
+
+
+def test_training_continues_from_a_saved_adapter(exported, model_directory):
+    from dschat_lora.checkpoint.adapter import load_adapter, lora_config_of
+    from dschat_lora.lora.model import apply_lora
+
+    directory, report = exported["llama", "adapter"][2, 3]
+    model = AutoModelForCausalLM.from_pretrained(model_directory("llama"))
+    apply_lora(model, lora_config_of(Path(directory) / "adapter"), seed=5)
+    load_adapter(model, directory / "adapter")
+    for name, value in adapter_parameters(model).items():
+        assert torch.equal(value.detach(), report["trained"][name])

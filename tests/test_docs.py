@@ -1,0 +1,53 @@
+"""Commands that the documentation shows can be typed as they stand."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from dschat_lora.cli.options import parse_config
+from dschat_lora.config import SupervisedConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+# Configuration class of each stage script.
+STAGES = {"step1_sft": SupervisedConfig}
+_COMMAND = re.compile(r"(?:deepspeed|python3?)\s+(?:--\S+\s+(?:\d\S*\s+)?)*training/(\w+)/main\.py")
+
+
+def documents():
+    found = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+    found += sorted((ROOT / "configs").glob("**/*.md"))
+    return [path for path in found if path.is_file()]
+
+
+def commands():
+    """(document, stage, arguments) of each quoted command; lines that go on are joined."""
+    for path in documents():
+        text = path.read_text(encoding="utf-8").replace("\\\n", " ")
+        for line in text.splitlines():
+            for quoted in [line.strip(), *re.findall(r"`([^`]+)`", line)]:
+                match = _COMMAND.match(quoted.removeprefix("$ "))
+                if match and "..." not in quoted:
+                    arguments = quoted.removeprefix("$ ")[match.end() :].split(" #")[0]
+                    yield pytest.param(match[1], arguments, id=f"{path.name}:{quoted[:60]}")
+
+
+@pytest.mark.parametrize(("stage", "arguments"), commands())
+def test_quoted_command_parses(stage, arguments):
+    script = ROOT / "training" / stage / "main.py"
+    assert script.is_file(), f"{script} does not exist"
+    argv = shlex.split(arguments)
+    parse_config(STAGES[stage], argv)
+    if "--deepspeed_config" in argv:
+        assert (ROOT / argv[argv.index("--deepspeed_config") + 1]).is_file()
+
+
+def test_commands_are_found_in_every_form():
+    for text in (
+        "deepspeed training/step1_sft/main.py --lora_dim 8",
+        "deepspeed --num_gpus 2 training/step1_sft/main.py",
+        "deepspeed --num_gpus=2 --master_port 29501 training/step1_sft/main.py",
+        "python training/step1_sft/main.py",
+    ):
+        assert _COMMAND.match(text)

@@ -1,0 +1,280 @@
+"""What is checked, filled in and refused before anything heavy is imported."""
+
+import importlib.util
+import json
+
+import pytest
+
+from dschat_lora.assets import BUNDLED_DATA, BUNDLED_MODEL
+from helpers.step1 import ROOT, checked, write_adapter_config, write_jsonl
+
+CONFIGS = ROOT / "configs" / "ds"
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """A directory of the user's own, without a launcher's environment."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def adapter(tmp_path):
+    """An adapter of rank 4 and alpha 32 on the bundled model."""
+    return write_adapter_config(tmp_path / "earlier" / "adapter")
+
+
+def json_file(path, content):
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return path
+
+
+# ---------------------------------------------------------------------------- defaults
+
+
+def test_without_data_the_bundled_rows_are_used_with_a_length_that_fits_them():
+    data = checked().data
+    assert data.data_path == (str(BUNDLED_DATA["train"]),)
+    assert data.eval_data_path == (str(BUNDLED_DATA["eval"]),)
+    assert data.max_seq_len == 128
+
+
+def test_users_length_and_held_out_rows_go_before_the_bundled_ones(tmp_path):
+    own = write_jsonl(tmp_path / "own.jsonl", [{"text": "a"}])
+    data = checked("--max_seq_len", 64, "--eval_data_path", own).data
+    assert (data.max_seq_len, data.eval_data_path) == (64, (str(own),))
+
+
+def test_users_data_is_not_mixed_with_the_bundled_rows(tmp_path):
+    own = write_jsonl(tmp_path / "own.jsonl", [{"text": "a"}])
+    data = checked("--data_path", own).data
+    assert (data.data_path, data.eval_data_path, data.max_seq_len) == ((str(own),), (), 512)
+    assert checked("--sft_only_data_path", own).data.data_path == ()
+
+
+def test_first_line_says_what_is_trained_on_what(tmp_path, capsys):
+    checked()
+    assert capsys.readouterr().out == "model: the bundled tiny model; data: the bundled data\n"
+    own = write_jsonl(tmp_path / "own.jsonl", [{"text": "a"}])
+    checked("--model_name_or_path", "some/model", "--data_path", own)
+    assert capsys.readouterr().out == f"model: some/model; data: {own}\n"
+
+
+def test_other_ranks_say_nothing(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    checked()
+    assert capsys.readouterr() == ("", "")
+
+
+# ---------------------------------------------------------------------------- adapters
+
+
+def test_adapter_is_continued_with_its_own_settings(adapter):
+    lora = checked("--model_name_or_path", adapter).lora
+    assert (lora.lora_dim, lora.lora_alpha, lora.use_rslora) == (4, 32.0, False)
+
+
+def test_output_directory_of_a_stage_stands_for_its_adapter(adapter):
+    assert checked("--model_name_or_path", adapter.parent).lora.lora_dim == 4
+
+
+def test_equal_rank_continues_the_adapter(adapter):
+    assert checked("--model_name_or_path", adapter, "--lora_dim", 4).lora.lora_dim == 4
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "stored"),
+    [
+        ("--lora_dim", "8", "4"),
+        ("--lora_dim", "0", "4"),
+        ("--lora_alpha", "16", "32"),
+        ("--use_rslora", None, "False"),
+        ("--train_bias", "all", "'none'"),
+    ],
+)
+def test_option_that_contradicts_the_adapter_is_refused(adapter, option, value, stored):
+    argv = [option] if value is None else [option, value]
+    with pytest.raises(ValueError, match=f"{option} is .*, but the adapter .* has {stored}"):
+        checked("--model_name_or_path", adapter, *argv)
+
+
+@pytest.mark.parametrize("option", ["--target_modules", "--lora_module_name", "--modules_to_save"])
+def test_layers_of_a_continued_adapter_cannot_be_chosen_again(adapter, option):
+    with pytest.raises(ValueError, match=f"{option} is settled by the adapter"):
+        checked("--model_name_or_path", adapter, option, "q_proj")
+
+
+# ---------------------------------------------------------------------------- contradictions
+
+
+def test_layers_are_chosen_one_way_only():
+    with pytest.raises(ValueError, match="--lora_module_name and --target_modules both choose"):
+        checked("--lora_dim", 8, "--target_modules", "q_proj", "--lora_module_name", "decoder")
+
+
+@pytest.mark.parametrize("option", ["--target_modules", "--lora_module_name", "--modules_to_save"])
+def test_choice_of_layers_without_lora_is_refused(option):
+    with pytest.raises(ValueError, match=f"{option} needs --lora_dim > 0"):
+        checked(option, "q_proj")
+
+
+def test_weights_without_data_are_refused():
+    with pytest.raises(ValueError, match="--data_weights"):
+        checked("--data_weights", "1")
+
+
+def test_offload_needs_zero():
+    with pytest.raises(ValueError, match="--offload needs --zero_stage 1, 2 or 3"):
+        checked("--offload")
+
+
+def test_deepspeed_file_and_option_that_disagree_are_both_named():
+    path = CONFIGS / "zero2.json"
+    with pytest.raises(
+        ValueError, match=r"zero2.json sets zero_optimization.stage to 2, but --zero"
+    ):
+        checked("--deepspeed_config", path, "--zero_stage", 3)
+
+
+def test_deepspeed_file_settles_what_no_option_does():
+    config = checked("--deepspeed_config", CONFIGS / "zero3_offload.json")
+    assert (config.parallel.zero_stage, config.parallel.offload) == (3, True)
+    assert checked("--deepspeed_config", CONFIGS / "bf16.json").model.dtype == "bf16"
+
+
+def test_total_batch_counts_every_process(tmp_path, monkeypatch):
+    path = json_file(tmp_path / "ds.json", {"train_batch_size": 32})
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert checked("--deepspeed_config", path).batch.per_device_train_batch_size == 16
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match="sets train_batch_size to 32, but .* 3 processes is 48"):
+        checked("--deepspeed_config", path)
+
+
+# ---------------------------------------------------------------------------- lengths
+
+
+def test_length_beyond_the_models_positions_is_refused():
+    limit = json.loads((BUNDLED_MODEL / "config.json").read_text())["max_position_embeddings"]
+    assert checked("--max_seq_len", limit).data.max_seq_len == limit
+    with pytest.raises(
+        ValueError, match=f"--max_seq_len is {limit + 1}, but the model has {limit}"
+    ):
+        checked("--max_seq_len", limit + 1)
+
+
+@pytest.mark.parametrize("name", ["max_position_embeddings", "n_positions"])
+def test_default_length_follows_a_shorter_model(tmp_path, name):
+    own = write_jsonl(tmp_path / "own.jsonl", [{"text": "a"}])
+    model = tmp_path / "model"
+    model.mkdir()
+    json_file(model / "config.json", {name: 40})
+    argv = ["--model_name_or_path", model, "--data_path", own]
+    assert checked(*argv).data.max_seq_len == 40
+    with pytest.raises(ValueError, match="--max_seq_len is 41, but the model has 40"):
+        checked(*argv, "--max_seq_len", 41)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"max_position_embeddings": "512"}'])
+def test_damaged_model_configuration_is_named(tmp_path, content):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=r"--model_name_or_path.*config.json"):
+        checked("--model_name_or_path", tmp_path)
+
+
+# ---------------------------------------------------------------------------- output directory
+
+
+@pytest.mark.parametrize("left", ["metrics.jsonl", "adapter", "model", "checkpoints"])
+def test_directory_of_an_earlier_run_is_refused_and_kept(tmp_path, left):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "run.json").write_text("{}")
+    (out / left).write_text("{}") if left == "metrics.jsonl" else (out / left).mkdir()
+    with pytest.raises(ValueError, match=f"{left}.*--overwrite_output_dir"):
+        checked("--output_dir", out)
+    assert checked("--output_dir", out, "--overwrite_output_dir").run.output_dir == str(out)
+    assert (out / left).exists()
+
+
+def test_directory_of_a_run_that_failed_before_its_first_result_is_taken(tmp_path):
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "metrics.jsonl").write_text("")
+    checked("--output_dir", tmp_path)
+
+
+def test_directory_that_no_run_wrote_is_never_emptied(tmp_path):
+    (tmp_path / "out" / "model").mkdir(parents=True)
+    with pytest.raises(ValueError, match="--output_dir .*run.json"):
+        checked("--output_dir", tmp_path / "out", "--overwrite_output_dir")
+
+
+def test_directory_with_other_things_is_taken(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    checked("--output_dir", tmp_path / "out")
+    checked("--output_dir", tmp_path / "new" / "deep")
+
+
+def test_home_directory_is_understood_in_quotes(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "out" / "adapter").mkdir(parents=True)
+    with pytest.raises(ValueError, match="holds an earlier run"):
+        checked("--output_dir", "~/out")
+
+
+def test_first_rank_alone_judges_the_directory_which_it_may_have_made(tmp_path, monkeypatch):
+    (tmp_path / "out" / "adapter").mkdir(parents=True)
+    monkeypatch.setenv("RANK", "1")
+    checked("--output_dir", tmp_path / "out")
+
+
+def test_directory_below_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="--output_dir"):
+        checked("--output_dir", tmp_path / "file" / "out")
+
+
+def test_directory_that_the_model_comes_from_is_never_overwritten(adapter):
+    with pytest.raises(ValueError, match="--overwrite_output_dir .*--model_name_or_path"):
+        checked(
+            "--model_name_or_path",
+            adapter.parent,
+            "--output_dir",
+            adapter.parent,
+            "--overwrite_output_dir",
+        )
+
+
+# ---------------------------------------------------------------------------- TensorBoard
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["--enable_tensorboard"], ["--report_to", "tensorboard"], ["--tensorboard_path", "tb"]],
+)
+def test_each_way_to_ask_for_tensorboard_turns_it_on(argv):
+    pytest.importorskip("tensorboard")
+    run = checked(*argv).run
+    assert (run.report_to, run.enable_tensorboard) == ("tensorboard", True)
+
+
+def test_tensorboard_that_is_not_installed_is_said_at_once(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        ValueError, match=r"--enable_tensorboard needs .*dschat_lora\[tensorboard\]"
+    ):
+        checked("--enable_tensorboard")
+
+
+def test_no_log_format_is_asked_for_by_default():
+    assert checked().run.report_to == "none"
+
+
+def test_adapter_of_another_kind_of_model_is_refused(tmp_path):
+    reward = write_adapter_config(
+        tmp_path / "reward", task_type="SEQ_CLS", modules_to_save=["score"]
+    )
+    with pytest.raises(ValueError, match="SEQ_CLS"):
+        checked("--model_name_or_path", reward)
