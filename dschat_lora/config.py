@@ -196,7 +196,9 @@ class OptimConfig:
     lr_scheduler_type: Scheduler = option("cosine", help="shape of the rate over the steps")
     num_warmup_steps: int = option(0, help="optimizer steps of linear warm-up")
     num_train_epochs: int = option(1, help="passes over the data; 0 evaluates only")
-    max_steps: int = option(0, help="stop after this many optimizer steps; 0: no limit")
+    max_steps: int = option(
+        0, help="train for this many optimizer steps, whatever the epochs; 0: by epochs"
+    )
 
     def __post_init__(self) -> None:
         for name in ("learning_rate", "loraplus_lr_ratio", "adam_epsilon"):

@@ -59,7 +59,7 @@ def run_demo(output_dir: str | None) -> None:
 
 
 def _run_stage(script: Path, options: dict[str, Any]) -> None:
-    held_out = {"eval_data_path": BUNDLED_DATA["test"], "data_path": BUNDLED_DATA["train"]}
+    held_out = {"eval_data_path": BUNDLED_DATA["test"]}
     flags = [
         text for name, value in (options | held_out).items() for text in (f"--{name}", str(value))
     ]

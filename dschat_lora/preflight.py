@@ -71,8 +71,6 @@ def with_bundled_data(data: DataConfig, given: frozenset[str]) -> DataConfig:
     """The bundled rows where the user names none."""
     if data.data_path or data.sft_only_data_path:
         return data
-    if data.data_weights:
-        raise ValueError("--data_weights needs as many --data_path")
     return replace(
         data,
         data_path=(str(BUNDLED_DATA["train"]),),
@@ -90,6 +88,8 @@ def continued_lora(lora: LoraConfig, source: ModelSource, given: frozenset[str])
     adapter = source.adapter_config
     if adapter is None:
         return lora
+    if "lora_dropout" not in given:
+        lora = replace(lora, lora_dropout=adapter.lora_dropout)
     stored: dict[str, Any] = {
         "lora_dim": adapter.r,
         "lora_alpha": adapter.lora_alpha,

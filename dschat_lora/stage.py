@@ -102,7 +102,9 @@ def describe(
         output.log.say(f"  warning      {warning}")
     memory = estimate_memory_of(adapted, config, settings)
     if memory is not None:
-        output.log.say(f"  memory       about {memory / 2**30:.3g} GiB per device, by estimate")
+        output.log.say(
+            f"  memory       up to {memory / 2**30:.3g} GiB per device by estimate, for full rows"
+        )
     output.record.update(
         {
             "parameters": {"total": total, "trainable": trained},
@@ -132,7 +134,7 @@ def estimate_memory_of(
         )
     except ValueError:
         return None
-    return estimate.total
+    return estimate.total - (estimate.optimizer if settings.offload else 0)
 
 
 def place(model: nn.Module, settings: EngineSettings) -> None:
@@ -189,7 +191,7 @@ def train_loader(
     if packing:
         share = fill(rows, samples.lengths, length)
         output.log.say(f"  packing      {len(rows):,} rows of {length} tokens, {share:.1%} full")
-    return StepLoader(
+    loader = StepLoader(
         samples,
         rows=rows,
         micro_batch_size=config.batch.per_device_train_batch_size,
@@ -199,6 +201,13 @@ def train_loader(
         seed=config.run.seed,
         pad_id=int(tokenizer.pad_token_id),
     )
+    steps = loader.steps_per_epoch
+    output.log.say(
+        f"  steps        {steps:,} an epoch, of up to {loader.rows_per_step} rows: about "
+        f"{len(samples) / max(1, steps):,.0f} samples and "
+        f"{samples.lengths.sum() / max(1, steps):,.0f} tokens each"
+    )
+    return loader
 
 
 def make_meter(
@@ -249,7 +258,7 @@ def finish(
         output.log.say(line)
     output.record.update({"results": results, "throughput": summary})
     engine.eval()
-    only_adapter = config.lora.lora_dim > 0 and config.lora.only_optimize_lora
+    only_adapter = adapted.lora.lora_dim > 0 and adapted.lora.only_optimize_lora
     if only_adapter:
         directory = output.directory / "adapter"
         save_adapter(

@@ -143,11 +143,12 @@ class Plan:
 
 def make_plan(optim: OptimConfig, run: RunConfig, steps_per_epoch: int) -> Plan:
     """The plan of a run over ``steps_per_epoch`` optimizer steps an epoch."""
-    steps = optim.num_train_epochs * steps_per_epoch
-    if optim.max_steps and optim.num_train_epochs:
-        steps = min(steps, optim.max_steps)
+    epochs, steps = optim.num_train_epochs, optim.num_train_epochs * steps_per_epoch
+    if optim.max_steps and epochs and steps_per_epoch:
+        steps = optim.max_steps
+        epochs = math.ceil(steps / steps_per_epoch)
     every = 1 if run.print_loss else run.logging_steps
-    return Plan(optim.num_train_epochs, steps, run.eval_interval, every)
+    return Plan(epochs, steps, run.eval_interval, every)
 
 
 def fit(

@@ -153,11 +153,11 @@ def test_a_run_whose_gradient_stays_infinite_ends_after_three_skips(ranks, model
         ({}, 7),
         ({"num_train_epochs": 3}, 21),
         ({"num_train_epochs": 3, "max_steps": 10}, 10),
-        ({"max_steps": 99}, 7),
+        ({"max_steps": 99}, 99),
         ({"num_train_epochs": 0, "max_steps": 5}, 0),
     ],
 )
-def test_plan_counts_epochs_up_to_the_limit(optim, steps):
+def test_plan_counts_epochs_unless_steps_are_given(optim, steps):
     assert make_plan(OptimConfig(**optim), RunConfig(), 7).num_steps == steps
 
 

@@ -101,7 +101,8 @@ def save_merged(
 
 def _merged_model(model: Any, tensors: dict[str, Tensor]) -> Any:
     """A plain transformers model of the merged weights, on CPU."""
-    buffers = {name: buffer.detach().cpu() for name, buffer in model.named_buffers()}
+    stored = model.state_dict().keys()
+    buffers = {name: b.detach().cpu() for name, b in model.named_buffers() if name in stored}
     state = merged_state_dict(model, tensors | buffers)
     with torch.device("meta"):
         merged = AutoModelForCausalLM.from_config(model.config, dtype=model.dtype)

@@ -95,7 +95,7 @@ class Audit:
         cut = self.dropped_rows + self.truncated_rows
         doubts = {
             f"only {self.eos_share:.0%} of the samples end in end-of-sequence; answers may "
-            "not stop": self.eos_share < 0.5,
+            "not stop": self.train_samples > 0 and self.eos_share < 0.5,
             f"{cut} of {self.train_rows} training rows are longer than --max_seq_len "
             f"{self.max_seq_len}": cut > 0.1 * self.train_rows,
             f"{self.overlap_rows} training rows are in --eval_data_path too; the evaluation "

@@ -170,8 +170,8 @@ def require_completion(row: Row) -> Row:
     if row.kind == "prompt":
         raise RowError(
             row.location,
-            f"row lacks 'completion'; it has {sorted(row.values)}; "
-            "a prompt alone gives supervised training nothing to learn",
+            f"row lacks 'completion'; it has {sorted(row.values)}; name the text to learn "
+            "'completion': a prompt alone gives supervised training nothing",
         )
     return row
 

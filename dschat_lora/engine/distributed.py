@@ -41,7 +41,15 @@ def init_distributed() -> None:
     # Compiled at the first use on CPU, for inference alone. A compile that is killed leaves a
     # lock on which every later run waits without a word.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(timeout=TIMEOUT, verbose=False)
+    try:
+        deepspeed.init_distributed(timeout=TIMEOUT, verbose=False)
+    except dist.DistNetworkError as error:
+        port = os.environ["MASTER_PORT"]
+        raise ValueError(
+            f"the processes cannot meet at {os.environ['MASTER_ADDR']}:{port}, perhaps because "
+            f"another run took the port; start again, or choose one with: deepspeed "
+            f"--master_port PORT ... ({error})"
+        ) from error
 
 
 def shutdown() -> None:

@@ -41,7 +41,8 @@ class AdapterLayout:
 def apply_lora(model: nn.Module, config: LoraConfig, *, seed: int) -> list[str]:
     """Replace the chosen modules of ``model`` by adapted ones, in place.
 
-    The base is frozen unless ``--no-only_optimize_lora``. Biases (``--train_bias``) and whole
+    The base is frozen; with ``--no-only_optimize_lora`` its parts outside the adapted matrices
+    (biases, norms, embeddings) train too, as in DeepSpeed-Chat. Biases (``--train_bias``) and whole
     modules (``--modules_to_save``) train as float32 copies, so no base value ever changes.
     Parameters on the meta device give adapters on the meta device, left undrawn.
 
@@ -202,12 +203,15 @@ def _train_biases(model: nn.Module, adapted: list[str] | None, saved: list[str])
 
 
 def _freeze_replaced(model: nn.Module) -> None:
-    """Freeze base values that a trained copy stands in for, unless a tied module uses them."""
+    """Freeze base values that a factor or copy trains for, unless a tied module uses them."""
     replaced = set()
     for name, layer in adapter_layers(model).items():
         if isinstance(layer, TrainedModule):
             replaced |= {f"{name}.base.{part}" for part, _ in layer.base.named_parameters()}
-        elif getattr(layer, "trained_bias", None) is not None:
+            continue
+        if isinstance(layer, LoraLayer):
+            replaced.add(f"{name}.weight")
+        if getattr(layer, "trained_bias", None) is not None:
             replaced.add(f"{name}.bias")
     parameters = dict(model.named_parameters(remove_duplicate=False))
     used = {id(p) for name, p in parameters.items() if name not in replaced}

@@ -1,6 +1,6 @@
 """A pretrained model with its adapter, whole or as the empty shape of one."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -49,7 +49,11 @@ def build_causal_lm(
     model = load_causal_lm(source.base, model_config, config, dtype=dtype, meta=meta)
     _fit_vocabulary(model, tokenizer, lora)
     if source.adapter is not None:
-        lora = lora_config_of(source.adapter)
+        lora = replace(
+            lora_config_of(source.adapter),
+            lora_dropout=lora.lora_dropout,
+            only_optimize_lora=lora.only_optimize_lora,
+        )
     targets = apply_lora(model, lora, seed=seed)
     if source.adapter is not None:
         load_adapter(model, source.adapter)

@@ -152,8 +152,8 @@ def test_a_bad_row_stops_the_run_and_names_its_place(run, jsonl, tmp_path):
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole text is compared
         run(path)
     assert str(error.value) == (
-        f"{path}:3: row lacks 'completion'; it has ['answer', 'prompt']; "
-        "a prompt alone gives supervised training nothing to learn"
+        f"{path}:3: row lacks 'completion'; it has ['answer', 'prompt']; name the text "
+        "to learn 'completion': a prompt alone gives supervised training nothing"
     )
     assert not list((tmp_path / "cache").iterdir())
 

@@ -251,8 +251,8 @@ def test_the_check_names_a_first_row_that_supervised_training_cannot_use(jsonl):
     with pytest.raises(RowError) as error:
         check_sources(DataConfig(eval_data_path=(str(path),)))
     assert str(error.value) == (
-        f"{path}:1: row lacks 'completion'; it has ['answer', 'prompt']; "
-        "a prompt alone gives supervised training nothing to learn"
+        f"{path}:1: row lacks 'completion'; it has ['answer', 'prompt']; name the text "
+        "to learn 'completion': a prompt alone gives supervised training nothing"
     )
     check_sources(DataConfig(eval_data_path=(str(path),), bad_rows="skip"))
 

@@ -235,7 +235,7 @@ def test_meta_model_gets_a_meta_adapter():
     assert all(p.is_meta for p in adapter_parameters(model).values())
 
 
-def test_classic_mode_trains_the_base_but_no_value_that_a_copy_replaces():
+def test_classic_mode_trains_the_base_but_no_adapted_matrix_nor_what_a_copy_replaces():
     config = LoraConfig(
         lora_dim=2,
         target_modules=("q_proj",),
@@ -247,6 +247,8 @@ def test_classic_mode_trains_the_base_but_no_value_that_a_copy_replaces():
     assert frozen == {
         "project.base.weight",
         "project.base.bias",
+        "blocks.0.q_proj.weight",
+        "blocks.1.q_proj.weight",
         "blocks.0.q_proj.bias",
         "blocks.1.q_proj.bias",
     }
