@@ -32,6 +32,8 @@ setup(
         "sentencepiece>=0.2,<0.3",
         "safetensors>=0.4.3,<1",
         "numpy>=1.26,<3",
+        "pyarrow>=15",
+        "jinja2>=3.1,<4",
         "psutil>=5.9,<8",
         "pyyaml>=6,<7",
         "tqdm>=4.66,<5",

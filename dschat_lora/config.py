@@ -3,6 +3,7 @@
 Nothing here imports torch: a wrong value is reported before anything heavy is loaded.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -158,7 +159,8 @@ def parse_data_split(text: str) -> tuple[float, float, float]:
         numbers = [float(part) for part in parts]
     except ValueError:
         numbers = []
-    valid = len(numbers) == 3 and min(numbers) >= 0 and sum(numbers) > 0
+    usable = all(number >= 0 and math.isfinite(number) for number in numbers)
+    valid = len(numbers) == 3 and usable and sum(numbers) > 0
     require(valid, "data_split", text, "three numbers >= 0 such as 2,4,4")
     first, second, third = (number / sum(numbers) for number in numbers)
     return first, second, third

@@ -17,6 +17,17 @@ from dschat_lora.report.terminal import say_once
 
 # Rows of the bundled data are short; longer packed rows would leave few optimizer steps.
 BUNDLED_SEQ_LEN = 128
+_LORA_ONLY = (
+    "lora_alpha",
+    "lora_dropout",
+    "use_rslora",
+    "train_bias",
+    "only_optimize_lora",
+    "lora_learning_rate",
+    "lora_lr_multiplier",
+    "loraplus_lr_ratio",
+    "merge_adapter",
+)
 
 
 def check_supervised(config: SupervisedConfig) -> SupervisedConfig:
@@ -45,7 +56,10 @@ def check_supervised(config: SupervisedConfig) -> SupervisedConfig:
     )
     run = with_tensorboard(config.run)
     check_output_dir(run)
+    _check_nothing_read_is_deleted(run, source)
     announce(source, data, config.data)
+    for note in without_effect(replace(config, lora=lora)):
+        say_once(f"  note         {note}")
     return replace(
         config,
         model=model,
@@ -88,6 +102,11 @@ def continued_lora(lora: LoraConfig, source: ModelSource, given: frozenset[str])
     adapter = source.adapter_config
     if adapter is None:
         return lora
+    if adapter.task_type not in (None, "CAUSAL_LM"):
+        raise ValueError(
+            f"--model_name_or_path {source.adapter} is an adapter of a {adapter.task_type} model; "
+            "this stage continues CAUSAL_LM adapters"
+        )
     if "lora_dropout" not in given:
         lora = replace(lora, lora_dropout=adapter.lora_dropout)
     stored: dict[str, Any] = {
@@ -125,14 +144,58 @@ def with_tensorboard(run: RunConfig) -> RunConfig:
 
 def check_output_dir(run: RunConfig) -> None:
     """Refuse a directory that holds an earlier run; asked by the first rank, which creates it."""
-    if run.output_dir is None or run.overwrite_output_dir or os.environ.get("RANK", "0") != "0":
+    if run.output_dir is None or os.environ.get("RANK", "0") != "0":
         return
     path = Path(run.output_dir).expanduser()
-    if earlier := leftovers(path):
+    _check_can_be_made(path)
+    earlier = leftovers(path)
+    names = ", ".join(p.name for p in earlier)
+    if earlier and not run.overwrite_output_dir:
         raise ValueError(
-            f"--output_dir {path} holds an earlier run ({', '.join(p.name for p in earlier)}); "
+            f"--output_dir {path} holds an earlier run ({names}); "
             "choose another directory, or delete that run with --overwrite_output_dir"
         )
+    if earlier and not (path / "run.json").is_file():
+        raise ValueError(
+            f"--output_dir {path} holds {names} but no run.json: no run wrote that, and "
+            "--overwrite_output_dir deletes runs only; choose another directory"
+        )
+
+
+def _check_can_be_made(path: Path) -> None:
+    nearest = next(p for p in (path, *path.absolute().parents) if p.exists())
+    if not nearest.is_dir():
+        raise ValueError(f"--output_dir {path} cannot be made: {nearest} is no directory")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ValueError(f"--output_dir {path} cannot be made: {nearest} is not writable")
+
+
+def without_effect(config: SupervisedConfig) -> list[str]:
+    """A line for each option that was given and changes nothing."""
+    lora, given = config.lora, config.given
+    notes = []
+    if lora.lora_dim == 0:
+        notes += [
+            f"--{name} has no effect without --lora_dim" for name in _LORA_ONLY if name in given
+        ]
+    elif lora.only_optimize_lora and "lora_lr_multiplier" not in given and "learning_rate" in given:
+        notes.append("--learning_rate has no effect: adapters alone train, at --lora_learning_rate")
+    if "eot_token" in given and not config.model.add_eot_token:
+        notes.append("--eot_token has no effect without --add_eot_token")
+    return notes
+
+
+def _check_nothing_read_is_deleted(run: RunConfig, source: ModelSource) -> None:
+    """Refuse to overwrite the directory that the model comes from."""
+    if run.output_dir is None:
+        return
+    read = [source.adapter, Path(source.base)]
+    for old in leftovers(Path(run.output_dir).expanduser()):
+        if any(p is not None and p.resolve().is_relative_to(old.resolve()) for p in read):
+            raise ValueError(
+                f"--overwrite_output_dir would delete {old}, which --model_name_or_path reads; "
+                "choose another --output_dir"
+            )
 
 
 def _check_lora(lora: LoraConfig, given: frozenset[str]) -> None:
@@ -152,7 +215,11 @@ def _fitting_length(length: int, source: ModelSource, given: frozenset[str]) -> 
         fields = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"--model_name_or_path: {path} is damaged: {error}") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"--model_name_or_path: {path} must hold a JSON object")
     limit = fields.get("max_position_embeddings") or fields.get("n_positions") or length
+    if not isinstance(limit, int):
+        raise ValueError(f"--model_name_or_path: {path} says {limit!r} of its positions")
     if length > limit and "max_seq_len" in given:
         raise ValueError(f"--max_seq_len is {length}, but the model has {limit} positions")
     return min(length, int(limit))

@@ -237,6 +237,7 @@ def test_directory_below_a_file_is_refused(tmp_path):
 
 
 def test_directory_that_the_model_comes_from_is_never_overwritten(adapter):
+    (adapter.parent / "run.json").write_text("{}")
     with pytest.raises(ValueError, match="--overwrite_output_dir .*--model_name_or_path"):
         checked(
             "--model_name_or_path",
@@ -278,3 +279,21 @@ def test_adapter_of_another_kind_of_model_is_refused(tmp_path):
     )
     with pytest.raises(ValueError, match="SEQ_CLS"):
         checked("--model_name_or_path", reward)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--lora_alpha", 8], ["--lora_alpha has no effect without --lora_dim"]),
+        (["--eot_token", "X"], ["--eot_token has no effect without --add_eot_token"]),
+        (["--lora_dim", 4, "--learning_rate", 1e-4], ["--learning_rate has no effect"]),
+        (["--lora_dim", 4, "--learning_rate", 1e-4, "--lora_lr_multiplier", 3], []),
+        (["--lora_dim", 4, "--learning_rate", 1e-4, "--no-only_optimize_lora"], []),
+        (["--learning_rate", 1e-4], []),
+    ],
+)
+def test_option_without_effect_is_named(options, words, capsys):
+    checked(*options)
+    notes = [line for line in capsys.readouterr().out.splitlines() if "note" in line]
+    assert len(notes) == len(words)
+    assert all(word in note for word, note in zip(words, notes, strict=True))

@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import math
 import os
+import re
 import sys
 import types
 import typing
@@ -44,6 +45,11 @@ def given_options() -> Any:
 class _Parser(argparse.ArgumentParser):
     """Raises instead of printing usage, so that every mistake is one line."""
 
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        # By default -1e-4 is taken for an option.
+        self._negative_number_matcher = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
+
     def error(self, message: str) -> NoReturn:
         raise ValueError(message.replace("argument ", "", 1))
 
@@ -70,7 +76,8 @@ def parse_config(
         _add_option(parser, name, field, annotation)
     namespace, unknown = parser.parse_known_args(argv)
     if unknown:
-        raise ValueError(_unknown_option(unknown[0], [*fields, "config"]))
+        switches = [f"no-{name}" for name, (_, annotation) in fields.items() if annotation is bool]
+        raise ValueError(_unknown_option(unknown[0], [*fields, "config", *switches]))
     values = {k: v for k, v in vars(namespace).items() if k in fields}
     if namespace.config is not None:
         values = _read_yaml(namespace.config, fields) | values
@@ -96,7 +103,7 @@ def run_main(
     """
     try:
         config = check(parse_config(config_class, description=description))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         fail(str(error))
     main(config)
 
@@ -219,6 +226,10 @@ def _from_yaml(label: str, value: Any, annotation: Any) -> Any:
     items = value if many and isinstance(value, list) else [value]
     if value is None and type(None) in typing.get_args(annotation):
         return None
+    if kind is str and any(item is None or isinstance(item, bool | list | dict) for item in items):
+        raise ValueError(
+            f"{label} must be text{' or a list of texts' if many else ''}, got {value!r}"
+        )
     try:
         converted = tuple(convert(str(item)) for item in items)
     except argparse.ArgumentTypeError as error:

@@ -246,6 +246,8 @@ def _parse_line(location: str, line: bytes) -> RawRow:
         return RawRow(location, {}, f"not UTF-8 (byte {error.start + 1} of the line)")
     except json.JSONDecodeError as error:
         return RawRow(location, {}, f"not valid JSON ({error.msg}, column {error.colno})")
+    except RecursionError:
+        return RawRow(location, {}, "nested too deeply")
 
 
 def _object_row(location: str, value: object) -> RawRow:

@@ -3,8 +3,10 @@
 Imports nothing but the standard library, so that a contradiction is reported at once.
 """
 
+import difflib
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,23 @@ _SHARED = {
     "gradient_accumulation_steps": "gradient_accumulation_steps",
     "gradient_clipping": "max_grad_norm",
     "zero_optimization.stage": "zero_stage",
+}
+_SECTIONS = ("zero_optimization", "bf16", "fp16", "optimizer", "scheduler")
+# What may stand in a field that an option sets too, "auto" apart.
+_ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "train_batch_size": ("a whole number", lambda value: type(value) is int),
+    "train_micro_batch_size_per_gpu": ("a whole number", lambda value: type(value) is int),
+    "gradient_accumulation_steps": ("a whole number", lambda value: type(value) is int),
+    "gradient_clipping": (
+        "a number",
+        lambda value: type(value) in (int, float) and math.isfinite(value),
+    ),
+    "zero_optimization.stage": (
+        "0, 1, 2 or 3",
+        lambda value: type(value) is int and value in range(4),
+    ),
+    "bf16.enabled": ("true or false", lambda value: isinstance(value, bool)),
+    "fp16.enabled": ("true or false", lambda value: isinstance(value, bool)),
 }
 _LOSS_SCALING = {
     "loss_scale": 0,
@@ -40,11 +59,33 @@ def read_deepspeed_json(path: str | None) -> dict[str, Any]:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"--deepspeed_config {path} cannot be read: {error}") from error
-    if not isinstance(content, dict) or not isinstance(content.get("zero_optimization", {}), dict):
+    if not isinstance(content, dict):
         raise ValueError(
             f"--deepspeed_config {path} must hold a JSON object of DeepSpeed's options"
         )
+    _check_fields(path, content)
     return content
+
+
+def _check_fields(path: str, content: Mapping[str, Any]) -> None:
+    """Refuse misspelt names and unusable values of what is read here; the rest is DeepSpeed's."""
+    ours = [*_SECTIONS, *(field for field in _ALLOWED if "." not in field)]
+    for name in content.keys() - set(ours):
+        if close := difflib.get_close_matches(name, ours, 1, cutoff=0.9):
+            raise ValueError(f"--deepspeed_config {path}: {name} is unknown; write {close[0]}")
+    for section in _SECTIONS:
+        if not isinstance(content.get(section, {}), dict):
+            raise ValueError(f"--deepspeed_config {path} must hold a JSON object under {section}")
+        if not isinstance(content.get(section, {}).get("params", {}), dict):
+            raise ValueError(f"--deepspeed_config {path}: {section}.params must be an object")
+    for field, (allowed, fits) in _ALLOWED.items():
+        said = _lookup(content, field)
+        if said not in (None, AUTO) and not fits(said):
+            raise ValueError(
+                f'--deepspeed_config {path}: {field} must be {allowed} or "{AUTO}", got {said!r}'
+            )
+    if _lookup(content, "bf16.enabled") is True and _lookup(content, "fp16.enabled") is True:
+        raise ValueError(f"--deepspeed_config {path} enables both bf16 and fp16; choose one")
 
 
 def reconcile(
@@ -88,7 +129,7 @@ def reconcile(
             values["dtype"] = _agreed(
                 path, f"{section}.enabled", dtype, "dtype", values["dtype"], given
             )
-    if "offload_optimizer" in content.get("zero_optimization", {}):
+    if _lookup(content, "zero_optimization.offload_optimizer.device") not in (None, AUTO, "none"):
         values["offload"] = _agreed(
             path, "zero_optimization.offload_optimizer", True, "offload", values["offload"], given
         )

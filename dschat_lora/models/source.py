@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dschat_lora.assets import BUNDLED_MODEL
-from dschat_lora.checkpoint.adapter_config import AdapterConfig, read_adapter_config
+from dschat_lora.checkpoint.adapter_config import WEIGHTS_FILE, AdapterConfig, read_adapter_config
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
@@ -38,10 +38,14 @@ def find_model(name: str | None) -> ModelSource:
     """
     if name is None:
         return ModelSource(str(BUNDLED_MODEL.resolve()))
+    if not name:
+        raise ValueError("--model_name_or_path is empty; leave it out for the bundled model")
     path = Path(name).expanduser()
     if path.is_dir():
         return _in_directory(name, path)
-    if path.exists() or not _HUB_NAME.fullmatch(name) or name.startswith(("output/", "out/")):
+    # Beside a local directory, or where stages write by default, no hub name was meant.
+    is_near_a_path = len(path.parts) > 1 and (path.parent.is_dir() or path.parts[0] == "output")
+    if path.exists() or not _HUB_NAME.fullmatch(name) or is_near_a_path:
         found = "is a file" if path.is_file() else "does not exist"
         raise ValueError(
             f"--model_name_or_path {name} {found}; give a hub name, a model directory, or the "
@@ -65,6 +69,8 @@ def _in_directory(name: str, path: Path) -> ModelSource:
 
 def _from_adapter(path: Path) -> ModelSource:
     config = read_adapter_config(path)
+    if not (path / WEIGHTS_FILE).is_file():
+        raise ValueError(f"the adapter {path} is not complete: it has no {WEIGHTS_FILE}")
     base = config.base_model_name_or_path
     if not base:
         raise ValueError(f"{path}/adapter_config.json names no base_model_name_or_path")

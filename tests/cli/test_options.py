@@ -44,7 +44,7 @@ CLASSIC_FLAGS = {
     "data_path": "Dahoas/rm-static",
     "data_split": "2,4,4",
     "sft_only_data_path": "some/set",
-    "data_output_path": "/tmp/data_files/",
+    "data_output_path": "data_files/",
     "model_name_or_path": "facebook/opt-1.3b",
     "per_device_train_batch_size": "16",
     "per_device_eval_batch_size": "16",

@@ -261,6 +261,12 @@ def test_engine_gets_the_numbers_of_the_command_line_whatever_the_file_says():
     assert "auto" not in json.dumps(config)
 
 
+def test_stage_of_the_engine_goes_before_the_files():
+    # 16-bit weights that train need stage 1 where the file says 0
+    content = read_deepspeed_json(str(CONFIGS / "zero0.json"))
+    assert engine(content, stage=1, native="bf16")["zero_optimization"]["stage"] == 1
+
+
 def test_clipping_is_always_stated_since_deepspeeds_default_is_not_none():
     assert engine({}, norm=0.0)["gradient_clipping"] == 0.0
     assert engine({}, stage=0, norm=1.0)["gradient_clipping"] == 0.0

@@ -28,7 +28,7 @@ class Ranks:
     def __init__(self, size: int, directory: Path, **environment: str) -> None:
         self.size, self.directory, self.environment = size, directory, environment
         self._processes: list[subprocess.Popen[str]] = []
-        self._calls = 0
+        self._calls = self._starts = 0
 
     def run(self, function: str, *, timeout: float = 180, **arguments: Any) -> list[Any]:
         """What ``module:function`` returned on each rank, given the same JSON-able arguments."""
@@ -63,6 +63,9 @@ class Ranks:
 
     def _start(self) -> None:
         port = free_port()
+        self._starts += 1
+        private = self.directory / f"start-{self._starts}"
+        private.mkdir(parents=True)
         for rank in range(self.size):
             environment = os.environ | {
                 "RANK": str(rank),
@@ -74,7 +77,7 @@ class Ranks:
                 "CUDA_VISIBLE_DEVICES": "",
                 "DS_ACCELERATOR": "cpu",
                 "OMP_NUM_THREADS": "1",
-                "TMPDIR": str(self.directory),
+                "TMPDIR": str(private),
                 "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path]),
             }
             with (self.directory / f"rank-{rank}.log").open("a", encoding="utf-8") as log:
