@@ -41,7 +41,7 @@ setup(
     extras_require={
         "tensorboard": TENSORBOARD,
         "test": TEST,
-        "dev": [*TEST, "mypy>=1.13,<3", "ruff>=0.8,<1", "types-PyYAML", "types-psutil", "types-tqdm"],
+        "dev": [*TEST, "mypy>=1.13,<3", "ruff>=0.8,<1"],
     },
     entry_points={"console_scripts": ["dschat-lora=dschat_lora.cli.main:main"]},
 )
