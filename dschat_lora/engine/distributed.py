@@ -50,6 +50,7 @@ def init_distributed() -> None:
             f"another run took the port; start again, or choose one with: deepspeed "
             f"--master_port PORT ... ({error})"
         ) from error
+    _forget_port()
 
 
 def shutdown() -> None:
@@ -132,10 +133,15 @@ def _settle_port() -> None:
         )
 
 
-def _agreed_port(wanted: str | None) -> int:
-    """The port rank 0 chose, passed on through a file that only siblings know."""
+def _port_note() -> Path:
+    """A file that only processes of one parent know."""
     parent = psutil.Process(os.getppid())
-    note = Path(tempfile.gettempdir()) / f"dschat_lora-{parent.pid}-{parent.create_time():.2f}.json"
+    return Path(tempfile.gettempdir()) / f"dschat_lora-{parent.pid}-{parent.create_time():.2f}.json"
+
+
+def _agreed_port(wanted: str | None) -> int:
+    """The port rank 0 chose, passed on through a file that :func:`_forget_port` removes."""
+    note = _port_note()
     if os.environ["RANK"] == "0":
         port = _usable_port(wanted)
         staged = note.with_suffix(f".{os.getpid()}")
@@ -149,6 +155,12 @@ def _agreed_port(wanted: str | None) -> int:
             raise ValueError(f"the first process chose no port within {PORT_WAIT_SECONDS:g} s")
         time.sleep(0.02)
     return int(json.loads(note.read_text(encoding="utf-8")))
+
+
+def _forget_port() -> None:
+    """Remove rank 0's note once every process has met: the next launch must not read it."""
+    if os.environ["RANK"] == "0":
+        _port_note().unlink(missing_ok=True)
 
 
 def _usable_port(wanted: str | None) -> int:

@@ -1,5 +1,6 @@
 """What a trained engine leaves behind, at every ZeRO stage, loaded by stock libraries."""
 
+import json
 from pathlib import Path
 
 import peft
@@ -106,6 +107,9 @@ def test_merged_model_gives_the_trained_logits_in_transformers(
         torch.testing.assert_close(logits(merged), expected, rtol=1e-5, atol=1e-5)
         tied = merged.get_input_embeddings().weight is merged.get_output_embeddings().weight
         assert tied == (kind == "opt" and name != "adapted head")
+        # transformers sees by itself that the two differ; other readers go by this.
+        config = json.loads((directory / "model" / "config.json").read_text(encoding="utf-8"))
+        assert config["tie_word_embeddings"] == tied
 
 
 @pytest.mark.parametrize("name", ["adapter", "adapted head"])

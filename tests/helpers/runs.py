@@ -43,6 +43,8 @@ def rate_factors(steps):
 def engine_settings(
     *, dtype="fp32", stage=0, micro=4, accumulation=1, max_grad_norm=1.0, deepspeed_json=None
 ):
+    # Else ZeRO 3 keeps parameters as small as these whole on every rank.
+    sharded = {"zero_optimization": {"stage3_param_persistence_threshold": 0}} if stage == 3 else {}
     return EngineSettings(
         dtype=dtype,
         zero_stage=stage,
@@ -52,7 +54,7 @@ def engine_settings(
         max_grad_norm=max_grad_norm,
         betas=(0.9, 0.95),
         epsilon=1e-8,
-        deepspeed_json=deepspeed_json or {},
+        deepspeed_json=sharded | (deepspeed_json or {}),
     )
 
 
