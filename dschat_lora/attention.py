@@ -4,15 +4,18 @@ import torch
 from torch import Tensor
 
 
-def block_causal_mask(segment_ids: Tensor, dtype: torch.dtype) -> Tensor:
+def block_causal_mask(
+    segment_ids: Tensor, dtype: torch.dtype, *, window: int | None = None
+) -> Tensor:
     """Additive mask by which a position sees itself and what precedes it in its own sample.
 
     Given to the model explicitly: deriving it from position ids is left out by some
-    architectures (OPT in transformers 5), which then mix the samples of a row.
+    architectures, which then mix the samples of a row.
 
     Args:
         segment_ids: (B, T) int64, the sample each position belongs to, 0 on padding.
         dtype: compute type of the model.
+        window: positions that a sliding window spans, the query's own included; None: all.
 
     Returns:
         (B, 1, T, T) of ``dtype``: 0 where query (row) may see key (column), else the most
@@ -21,5 +24,7 @@ def block_causal_mask(segment_ids: Tensor, dtype: torch.dtype) -> Tensor:
     length = segment_ids.shape[1]
     same = segment_ids[:, :, None] == segment_ids[:, None, :]
     causal = torch.ones(length, length, dtype=torch.bool, device=segment_ids.device).tril()
+    if window is not None:
+        causal = causal.triu(1 - window)
     mask = torch.zeros(same.shape, dtype=dtype, device=segment_ids.device)
     return mask.masked_fill_(~(same & causal), torch.finfo(dtype).min)[:, None]

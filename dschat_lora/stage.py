@@ -139,8 +139,15 @@ def estimate_memory_of(
 
 def place(model: nn.Module, settings: EngineSettings) -> None:
     """Shard the weights over ranks at ZeRO 3; DeepSpeed moves them otherwise. On every rank."""
-    if settings.zero_stage == 3:
-        shard_from_rank_zero(model, settings.deepspeed(3, None))
+    if settings.zero_stage < 3:
+        return
+    trained = [p for p in model.parameters() if p.requires_grad]
+    native = settings.native_dtype(trained)
+    if native is not None:
+        # One type for all that trains, as DeepSpeed makes it at the other stages.
+        for parameter in trained:
+            parameter.data = parameter.data.to(settings.torch_dtype)
+    shard_from_rank_zero(model, settings.deepspeed(3, native))
 
 
 def build_engine(
@@ -168,13 +175,15 @@ def settle_packing(
             "  note         this architecture transforms its logits: they are computed whole, "
             "which takes more memory"
         )
-    if config.data.packing and not report.packing_is_exact:
+    if report.packing_is_exact and not network.own_mask:
+        return config.data.packing
+    network.own_mask = True
+    if config.data.packing:
         output.log.say(
             "  note         packing is off: this architecture mixes the samples of a packed row "
             f"(relative error {report.packing_error:.1g})"
         )
-        return False
-    return bool(config.data.packing)
+    return False
 
 
 def train_loader(

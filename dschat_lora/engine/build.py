@@ -1,6 +1,7 @@
 """A model with some trainable parameters, as a DeepSpeed engine that always steps one way."""
 
 import logging
+import math
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ def resolve_dtype(name: str) -> str:
 class StepOutcome:
     """What one optimizer step did."""
 
-    grad_norm: float  # L2 norm of the whole gradient before clipping; inf or nan if skipped
+    grad_norm: float  # L2 norm of the whole gradient before clipping; inf if skipped
     skipped: bool  # the gradient was not finite, and no weight changed
     loss_scale: float  # the factor the loss was multiplied by; 1 unless the type is fp16
 
@@ -119,12 +120,12 @@ class TrainEngine:
         scale = float(self._scaler.cur_scale) if self._scaler is not None else 1.0
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         norm = float(torch.nn.utils.get_total_norm(gradients)) / scale
-        skipped = not torch.isfinite(torch.tensor(norm)).item()
+        skipped = not math.isfinite(norm)
         if self._scaler is not None:
             self._scaler.update_scale(skipped)
         if skipped:
             self._engine.zero_grad()
-            return StepOutcome(norm, skipped, scale)
+            return StepOutcome(math.inf, skipped, scale)
         limit = self.settings.max_grad_norm
         # DeepSpeed's own formula, so that clipped runs agree over the stages.
         excess = max(1.0, (norm + 1e-6) / limit) if limit > 0 else 1.0
@@ -137,10 +138,11 @@ class TrainEngine:
         optimizer = self._engine.optimizer
         scale = float(optimizer.loss_scale)
         self._engine.step()
-        norm = float(self._engine.get_global_grad_norm())
+        skipped = bool(optimizer.overflow)
+        norm = math.inf if skipped else float(self._engine.get_global_grad_norm())
         if self.zero_stage == 3:
             _forget_gradients(optimizer)
-        return StepOutcome(norm, bool(optimizer.overflow), scale)
+        return StepOutcome(norm, skipped, scale)
 
     def _attach_scaler(self) -> Any:
         """A dynamic loss scale for fp16 compute with fp32 trained tensors, else None."""

@@ -146,15 +146,35 @@ def _agreed_port(wanted: str | None) -> int:
         port = _usable_port(wanted)
         staged = note.with_suffix(f".{os.getpid()}")
         with os.fdopen(os.open(staged, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
-            json.dump(port, file)
+            json.dump({"port": port, "pid": os.getpid(), "started": _started(os.getpid())}, file)
         staged.replace(note)
         return port
     deadline = time.monotonic() + PORT_WAIT_SECONDS
-    while not (note.is_file() and note.stat().st_uid == os.getuid()):
+    while (noted := _noted_port(note)) is None:
         if time.monotonic() > deadline:
             raise ValueError(f"the first process chose no port within {PORT_WAIT_SECONDS:g} s")
         time.sleep(0.02)
-    return int(json.loads(note.read_text(encoding="utf-8")))
+    return noted
+
+
+def _noted_port(note: Path) -> int | None:
+    """The port in ``note`` if a living rank 0 wrote it, and not that of a crashed launch."""
+    try:
+        if note.stat().st_uid != os.getuid():
+            return None
+        content = json.loads(note.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    return int(content["port"]) if _started(content["pid"]) == content["started"] else None
+
+
+def _started(pid: int) -> float | None:
+    """When the process began; None where there is none."""
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
+    except psutil.NoSuchProcess:
+        return None
 
 
 def _forget_port() -> None:

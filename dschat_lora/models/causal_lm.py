@@ -100,12 +100,16 @@ class CausalLMLoss(nn.Module):
         model: the transformers model, layers possibly adapted.
         full_logits: take the model's own logits instead, for architectures that transform
             them after the head.
+        own_mask: let the model make its mask from which positions are padding, for
+            architectures that take no other; rows must hold one sample each.
     """
 
     def __init__(self, model: PreTrainedModel, *, full_logits: bool = False) -> None:
         super().__init__()
         self.model = model
         self.full_logits = full_logits
+        self._windows = attention_windows(model.config)
+        self.own_mask = self._windows is None
         self.head = LinearHead(model.get_output_embeddings(), model.config.vocab_size)
         accepted = inspect.signature(model.base_model.forward).parameters
         self._takes_positions = "position_ids" in accepted
@@ -135,9 +139,38 @@ class CausalLMLoss(nn.Module):
     def _inputs(
         self, input_ids: Tensor, position_ids: Tensor, segment_ids: Tensor
     ) -> dict[str, Any]:
-        mask = block_causal_mask(segment_ids, self.model.dtype)
-        inputs = {"input_ids": input_ids, "attention_mask": mask, "use_cache": False}
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": self._mask(segment_ids),
+            "use_cache": False,
+        }
         return inputs | ({"position_ids": position_ids} if self._takes_positions else {})
+
+    def _mask(self, segment_ids: Tensor) -> Tensor | dict[str, Tensor]:
+        """What the model takes as ``attention_mask``: one mask, or one for each kind of layer."""
+        if self.own_mask or self._windows is None:
+            return (segment_ids > 0).long()
+        masks = {
+            kind: block_causal_mask(segment_ids, self.model.dtype, window=window)
+            for kind, window in self._windows.items()
+        }
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def attention_windows(config: PretrainedConfig) -> dict[str, int | None] | None:
+    """Sliding window of each kind of attention layer, None for all that precedes.
+
+    Returns:
+        ``{kind: window}`` by transformers' names of kinds; None where the model has layers
+        whose mask is none of ours (linear, chunked, ...).
+    """
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if kinds - {"full_attention", "sliding_attention"}:
+        return None
+    window = getattr(config, "sliding_window", None)
+    if window is None or not getattr(config, "use_sliding_window", True):
+        return {"full_attention": None}
+    return {k: None if k == "full_attention" else window for k in kinds or {"sliding_attention"}}
 
 
 class LinearHead(nn.Module):

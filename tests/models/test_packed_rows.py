@@ -6,7 +6,7 @@ import inspect
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, Gemma2Config
+from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM, Gemma2Config
 
 from dschat_lora import stage
 from dschat_lora.attention import block_causal_mask
@@ -257,3 +257,20 @@ def test_whole_logits_are_used_aloud_where_the_model_transforms_them():
     batch = collate([[sample]], pad_id=0)
     loss = network(**tensors(batch), labels=batch.labels)
     torch.testing.assert_close(loss, plain.sample_loss(model, sample)[0], rtol=1e-5, atol=1e-5)
+
+
+def test_architecture_that_takes_no_mask_of_ours_is_trained_unpacked_under_its_own():
+    torch.manual_seed(0)
+    config = BloomConfig(vocab_size=VOCAB, hidden_size=16, n_layer=2, n_head=2, use_cache=False)
+    model = BloomForCausalLM(config).eval()
+    network = CausalLMLoss(model)
+    packing, said = settle(network)
+    assert packing is False
+    assert any("packing is off" in line for line in said.lines)
+    ids = torch.tensor([[5, 6, 7, 8, 0, 0], [9, 10, 11, 12, 13, 14]])
+    segments = (ids > 0).long()
+    labels = ids.masked_fill(ids == 0, -100)
+    positions = torch.arange(6).expand(2, 6)
+    # transformers' own mean over the 3 + 5 predictions
+    reference = model(input_ids=ids, attention_mask=segments, labels=labels).loss * 8
+    torch.testing.assert_close(network(ids, positions, segments, labels), reference)
