@@ -97,6 +97,7 @@ class SampleAnswers:
             prompts,
             max_new_tokens=MAX_ANSWER_TOKENS,
             device=self.engine.device,
+            synced=self.engine.zero_stage == 3 and world_size() > 1,
         )
         for prompt, ids in zip(prompts, answers, strict=True):
             texts = {

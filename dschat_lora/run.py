@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from dschat_lora.cli.options import fail, flatten
@@ -39,9 +40,12 @@ def open_run(config: SupervisedConfig, *, name: str) -> Iterator[Output]:
     directory: Path | None = None
     try:
         init_distributed()
+        # Dropout alone draws from it: each rank another stream, the same in every run.
+        torch.manual_seed((config.run.seed * 65_537 + rank()) % 2**63)
         if config.run.dry_run:
             with RunLog(None, active=rank() == 0) as log:
                 yield Output(Path(), log, RunRecord(Path(), active=False))
+            shutdown()
             return
         mine = claim_directory(config.run.output_dir, name=name) if rank() == 0 else ""
         directory = Path(_from_rank_zero(str(mine)))
@@ -60,8 +64,8 @@ def open_run(config: SupervisedConfig, *, name: str) -> Iterator[Output]:
                 abandon_directory(directory)
             fail(str(error))
         raise
-    finally:
-        shutdown()
+    # Not after a failure: leaving the group can wait for ranks that are gone.
+    shutdown()
 
 
 def _board(config: SupervisedConfig, directory: Path) -> Path | None:

@@ -14,7 +14,10 @@ os.environ["XDG_CACHE_HOME"] = _CACHE
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ["DS_ACCELERATOR"] = "cpu"
+# Tests of the tier "gpu" give it back to the processes they start.
+os.environ["DSCHAT_LORA_GPUS"] = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

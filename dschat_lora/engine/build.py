@@ -26,7 +26,7 @@ def resolve_dtype(name: str) -> str:
     """``auto`` as what this machine computes best: bf16, fp16 on older GPUs, fp32 on CPU."""
     if name != "auto":
         return name
-    if not torch.cuda.is_available():
+    if device().type != "cuda":
         return "fp32"
     return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
 
@@ -77,6 +77,8 @@ class TrainEngine:
             dist_init_required=False,
         )
         self._scaler = self._attach_scaler() if native is None else None
+        if native == "fp16":
+            self._engine.optimizer.loss_scaler.raise_error_at_min_scale = False
 
     @property
     def module(self) -> nn.Module:
@@ -158,6 +160,7 @@ class TrainEngine:
                 min_scale=options["min_loss_scale"],
                 delayed_shift=options["hysteresis"],
                 consecutive_hysteresis=False,
+                raise_error_at_min_scale=False,  # the training loop says when to give up
             )
         if self.zero_stage > 0:
             self._engine.optimizer.loss_scaler = scaler

@@ -14,6 +14,7 @@ import deepspeed
 import psutil
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 ResultT = TypeVar("ResultT")
@@ -30,14 +31,13 @@ def init_distributed() -> None:
     Raises:
         ValueError: where the port is taken and several nodes would have to agree on another.
     """
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1"))
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     _settle_port()
-    if torch.cuda.is_available():
-        torch.cuda.set_device(local_rank())
+    if device().type != "cpu":
+        get_accelerator().set_device(local_rank())
     # Compiled at the first use on CPU, for inference alone. A compile that is killed leaves a
     # lock on which every later run waits without a word.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -75,8 +75,10 @@ def world_size() -> int:
 
 
 def device() -> torch.device:
-    """Where this process computes."""
-    return torch.device("cuda", local_rank()) if torch.cuda.is_available() else torch.device("cpu")
+    """Where this process computes: DeepSpeed's choice, which DS_ACCELERATOR can override."""
+    if get_accelerator().device_name() == "cpu":
+        return torch.device("cpu")
+    return torch.device(get_accelerator().device_name(), local_rank())
 
 
 def sum_over_ranks(values: list[float]) -> list[float]:
@@ -121,6 +123,8 @@ def local_first(function: Callable[[], ResultT]) -> ResultT:
 
 
 def _settle_port() -> None:
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return  # torchrun itself serves the store on this port
     wanted = os.environ.get("MASTER_PORT")
     if int(os.environ["WORLD_SIZE"]) == 1:
         os.environ["MASTER_PORT"] = str(_usable_port(wanted))
@@ -179,7 +183,7 @@ def _started(pid: int) -> float | None:
 
 def _forget_port() -> None:
     """Remove rank 0's note once every process has met: the next launch must not read it."""
-    if os.environ["RANK"] == "0":
+    if os.environ["RANK"] == "0" and os.environ["WORLD_SIZE"] != "1":
         _port_note().unlink(missing_ok=True)
 
 

@@ -203,7 +203,14 @@ def default_zero(stage: int, offload: bool) -> dict[str, Any]:
     """The ``zero_optimization`` section used where no JSON is given."""
     section: dict[str, Any] = {"stage": stage}
     if stage >= 1:
-        section |= {"overlap_comm": False, "contiguous_gradients": True, "reduce_scatter": True}
+        section |= {
+            "overlap_comm": False,
+            "contiguous_gradients": True,
+            "reduce_scatter": True,
+            # DeepSpeed's default of 5e8 sets 2 GB aside in fp32, far more than adapters fill.
+            "reduce_bucket_size": 50_000_000,
+            "allgather_bucket_size": 50_000_000,
+        }
     if stage == 3:
         section |= {
             # The other setting replaces torch's linear everywhere, with other 16-bit rounding.

@@ -21,7 +21,7 @@ def gather_to_cpu(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     for name, parameter in parameters.items():
         with gathered([parameter]):
             if rank() == 0:
-                full[name] = parameter.detach().cpu().clone()
+                full[name] = parameter.detach().to("cpu", copy=True)
     return full
 
 
@@ -56,14 +56,12 @@ def shard_from_rank_zero(model: nn.Module, ds_config: Mapping[str, Any]) -> None
             if buffer is not None:
                 real = torch.empty_like(buffer, device=device()) if buffer.is_meta else buffer
                 module._buffers[name] = broadcast_(real.to(device()))
-        deepspeed.zero.Init(module=_only_own(module), config_dict_or_path=dict(ds_config))
+        if own := {name: p for name, p in module._parameters.items() if p is not None}:
+            deepspeed.zero.Init(module=_holder(own), config_dict_or_path=dict(ds_config))
 
 
-class _Own(nn.Module):
-    """The direct parameters of a module, without its children."""
-
-
-def _only_own(module: nn.Module) -> nn.Module:
-    own = _Own()
-    own._parameters = {k: p for k, p in module._parameters.items() if p is not None}
-    return own
+def _holder(parameters: dict[str, nn.Parameter]) -> nn.Module:
+    """A module of these parameters alone, without the children of their owner."""
+    holder = nn.Module()
+    holder._parameters = dict(parameters)
+    return holder

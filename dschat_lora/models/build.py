@@ -58,7 +58,10 @@ def build_causal_lm(
     if source.adapter is not None:
         load_adapter(model, source.adapter)
     if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # The name changed within transformers 5; the first argument did not.
+        old = model.gradient_checkpointing_enable
+        enable = getattr(model, "activation_checkpointing_enable", old)
+        enable({"use_reentrant": False})
     return AdaptedModel(model, lora, targets)
 
 

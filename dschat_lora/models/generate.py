@@ -16,16 +16,17 @@ def answer(
     *,
     max_new_tokens: int,
     device: torch.device,
+    synced: bool = False,
 ) -> list[list[int]]:
     """Greedy continuations of tokenised prompts, up to and including end-of-sequence.
 
     Args:
-        model: a transformers causal language model in evaluation mode; with ZeRO 3 call on
-            every rank with the same prompts.
+        model: a transformers causal language model in evaluation mode.
         tokenizer: of the model.
         prompts: token ids, of any lengths.
         max_new_tokens: bound on the answer.
         device: where the model computes.
+        synced: every rank goes on until all are done, as sharded weights need it.
     """
     width = max(len(prompt) for prompt in prompts)
     pad = tokenizer.pad_token_id
@@ -41,6 +42,7 @@ def answer(
         pad_token_id=pad,
         eos_token_id=tokenizer.eos_token_id,
         use_cache=True,
+        synced_gpus=synced,
     )
     answers = output[:, width:].tolist()
     return [_until(ids, tokenizer.eos_token_id) for ids in answers]

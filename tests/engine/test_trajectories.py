@@ -123,3 +123,41 @@ def test_full_fine_tuning_agrees_over_zero_stages_and_processes(ranks, model_dir
     norms = torch.tensor([report["norms"] for report in one + two])
     rtol = 1e-4 if dtype == "fp32" else 0.05
     torch.testing.assert_close(norms, norms[:1].expand_as(norms), rtol=rtol, atol=0.0)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_offload_and_recomputation_change_no_loss(ranks, model_directory, dtype, size):
+    run = {"path": model_directory("llama"), "dtype": dtype, "steps": 8, "micro": 4 // size}
+    plain, *others = ranks(size).run(
+        "helpers.runs:train_many",
+        runs=[run | {"stage": 0}]
+        + [run | {"stage": stage, "offload": True} for stage in (1, 2, 3)]
+        + [run | {"stage": stage, "checkpointing": True} for stage in (0, 3)]
+        + [run | {"stage": 3, "checkpointing": True, "offload": True}],
+    )[0]
+    for report in others:
+        assert report["losses"] == pytest.approx(plain["losses"], abs=TOLERANCE[dtype])
+        assert report["base_changed"] == []
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_adapters_beside_a_trained_base_agree_over_zero_stages(ranks, model_directory, dtype):
+    lora = {"lora_dim": 4, "only_optimize_lora": False}
+    run = {"path": model_directory("llama"), "lora": lora, "dtype": dtype, "steps": 8, "micro": 2}
+    runs = [run | {"stage": stage} for stage in STAGES]
+    losses = torch.tensor(
+        [r["losses"] for r in ranks(2).run("helpers.runs:train_many", runs=runs)[0]]
+    )
+    assert (losses.max(0).values - losses.min(0).values).max() <= TOLERANCE[dtype]
+
+
+def test_run_whose_loss_scale_reaches_its_minimum_ends_with_a_clear_line(ranks, model_directory):
+    for stage in (0, 2):
+        (result,) = ranks(1).run(
+            "helpers.runs:fit_with_infinite_gradients",
+            path=model_directory("opt"),
+            stage=stage,
+            dtype="fp16",
+        )
+        assert "not finite" in result["error"]

@@ -14,13 +14,14 @@ from dschat_lora.data.loader import StepLoader, eval_batches
 from dschat_lora.data.packing import make_rows
 from dschat_lora.engine.build import DTYPES, EngineSettings, TrainEngine
 from dschat_lora.engine.distributed import rank, world_size
-from dschat_lora.engine.zero import gather_to_cpu, shard_from_rank_zero
+from dschat_lora.engine.zero import gather_to_cpu
 from dschat_lora.lora.model import adapter_parameters, apply_lora
 from dschat_lora.lora.rates import parameter_groups
 from dschat_lora.models.causal_lm import CausalLMLoss, causal_lm_loss, load_causal_lm, load_config
 from dschat_lora.perf.shape import describe
 from dschat_lora.perf.throughput import Meter
 from dschat_lora.report.log import RunLog
+from dschat_lora.stage import place
 from dschat_lora.trainer import evaluate, fit, make_plan, train_steps
 from helpers.tiny import LENGTH, ragged_samples
 
@@ -41,14 +42,21 @@ def rate_factors(steps):
 
 
 def engine_settings(
-    *, dtype="fp32", stage=0, micro=4, accumulation=1, max_grad_norm=1.0, deepspeed_json=None
+    *,
+    dtype="fp32",
+    stage=0,
+    micro=4,
+    accumulation=1,
+    max_grad_norm=1.0,
+    deepspeed_json=None,
+    offload=False,
 ):
     # Else ZeRO 3 keeps parameters as small as these whole on every rank.
     sharded = {"zero_optimization": {"stage3_param_persistence_threshold": 0}} if stage == 3 else {}
     return EngineSettings(
         dtype=dtype,
         zero_stage=stage,
-        offload=False,
+        offload=offload,
         micro_batch_size=micro,
         accumulation_steps=accumulation,
         max_grad_norm=max_grad_norm,
@@ -67,12 +75,13 @@ def load_model(path, lora, *, dtype="fp32", meta=False, attention="sdpa"):
     return model
 
 
-def build(path, lora, settings, *, rate=RATE):
+def build(path, lora, settings, *, rate=RATE, checkpointing=False):
     """(model, engine) as the stage builds them; call on every rank."""
-    sharded = settings.zero_stage == 3
-    model = load_model(path, lora, dtype=settings.dtype, meta=sharded and rank() > 0)
-    if sharded:
-        shard_from_rank_zero(model, settings.deepspeed(3, None))
+    meta = settings.zero_stage == 3 and rank() > 0
+    model = load_model(path, lora, dtype=settings.dtype, meta=meta)
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    place(model, settings)
     optim = OptimConfig(learning_rate=rate, lora_learning_rate=rate)
     return model, TrainEngine(CausalLMLoss(model), parameter_groups(model, optim), settings)
 
@@ -114,6 +123,8 @@ def train(
     accumulation=1,
     max_grad_norm=1.0,
     deepspeed_json=None,
+    offload=False,
+    checkpointing=False,
     steps=30,
     samples=64,
     packing=False,
@@ -130,8 +141,9 @@ def train(
         accumulation=accumulation,
         max_grad_norm=max_grad_norm,
         deepspeed_json=deepspeed_json,
+        offload=offload,
     )
-    model, engine = build(path, lora, settings)
+    model, engine = build(path, lora, settings, checkpointing=checkpointing)
     before = gather_to_cpu(_base_parameters(model))
     source = loader(
         ragged_samples(samples), micro=micro, accumulation=accumulation, packing=packing
@@ -237,9 +249,9 @@ def _save(model, lora, path, adapter_directory, merged_directory):
         )
 
 
-def fit_with_infinite_gradients(path, *, stage):
+def fit_with_infinite_gradients(path, *, stage, dtype="fp32"):
     """How a run ends none of whose gradients is finite."""
-    settings = engine_settings(stage=stage, micro=2)
+    settings = engine_settings(stage=stage, micro=2, dtype=dtype)
     model, engine = build(path, LORA, settings)
     evaluated = []
     with tempfile.TemporaryDirectory() as directory:
@@ -251,9 +263,9 @@ def fit_with_infinite_gradients(path, *, stage):
             try:
                 fit(
                     engine,
-                    loader(ragged_samples(64), micro=2, accumulation=1),
+                    source := loader(ragged_samples(64), micro=2, accumulation=1),
                     lambda engine, batch: causal_lm_loss(engine, batch) * math.inf,
-                    make_plan(OptimConfig(), RunConfig(), 8),
+                    make_plan(OptimConfig(max_steps=60), RunConfig(), source.steps_per_epoch),
                     rate_factor=lambda step: 1.0,
                     meter=meter,
                     log=log,
