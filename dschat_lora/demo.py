@@ -90,7 +90,7 @@ def rule_scores(directory: Path) -> tuple[dict[str, float], dict[str, float]]:
     """Shares of greedy test answers that pass the rule, without and with the adapter there."""
     source = find_model(str(directory))
     config = ModelConfig()
-    tokenizer = load_tokenizer(source.base, config)
+    tokenizer = load_tokenizer(source.tokenizer, config)
     model = build_causal_lm(
         source, tokenizer, config, LoraConfig(), dtype=torch.float32, seed=0, meta=False
     ).model.eval()

@@ -1,5 +1,6 @@
 """What the supervised stages do around their own loss: directory, data, engine, records."""
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from dschat_lora.engine.ds_config import read_deepspeed_json
 from dschat_lora.engine.zero import shard_from_rank_zero
 from dschat_lora.lora.rates import parameter_groups, rate_warning
 from dschat_lora.models.build import AdaptedModel
-from dschat_lora.models.causal_lm import Tokenizer
+from dschat_lora.models.causal_lm import Tokenizer, stored_dropouts
 from dschat_lora.models.probe import probe
 from dschat_lora.models.source import ModelSource
 from dschat_lora.perf.memory import estimate_memory
@@ -290,7 +291,9 @@ def finish(
             adapted.model,
             tokenizer=tokenizer,
             probe_ids=probe_ids,
-            max_kl=config.run.merge_max_kl,
+            # Without adapters nothing was merged that could be refused.
+            max_kl=config.run.merge_max_kl if adapted.targets else math.inf,
+            dropouts=stored_dropouts(source.base, config.model),
         )
         if report is not None:
             output.record.update({"merge": vars(report)})
@@ -300,10 +303,10 @@ def finish(
             )
 
 
-def probe_batch(samples: TokenSet, tokenizer: Tokenizer) -> torch.Tensor:
+def probe_batch(samples: TokenSet, tokenizer: Tokenizer, *, max_length: int) -> torch.Tensor:
     """(1, T) ids of a few held-out samples in a row, or random ones where none is held out."""
     ids = [int(i) for n in range(min(4, len(samples))) for i in samples[n].input_ids]
     if not ids:
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(0, len(tokenizer), (32,), generator=generator).tolist()
-    return torch.tensor([ids[:256]])
+    return torch.tensor([ids[: min(256, max_length)]])

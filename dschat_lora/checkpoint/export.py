@@ -13,7 +13,7 @@ from dschat_lora.checkpoint.adapter_config import AdapterConfig, read_adapter_co
 from dschat_lora.checkpoint.model_card import model_card
 from dschat_lora.checkpoint.staging import staged_directory
 from dschat_lora.config import LoraConfig
-from dschat_lora.engine.distributed import device, rank
+from dschat_lora.engine.distributed import device, on_rank_zero
 from dschat_lora.engine.zero import gather_to_cpu
 from dschat_lora.lora.merge import (
     MergeReport,
@@ -48,20 +48,26 @@ def save_adapter(
         The configuration written, on rank 0.
     """
     tensors = gather_to_cpu(adapter_parameters(model))
-    if rank() != 0:
-        return None
-    return write_adapter(
-        directory,
-        tensors,
-        config,
-        layout=adapter_layout(model),
-        base_model_name_or_path=base,
-        write_more=lambda staging: _write_beside(staging, tokenizer, card),
+    return on_rank_zero(
+        lambda: write_adapter(
+            directory,
+            tensors,
+            config,
+            layout=adapter_layout(model),
+            base_model_name_or_path=base,
+            write_more=lambda staging: _write_beside(staging, tokenizer, card),
+        )
     )
 
 
 def save_merged(
-    directory: Path, model: Any, *, tokenizer: Any, probe_ids: Tensor, max_kl: float
+    directory: Path,
+    model: Any,
+    *,
+    tokenizer: Any,
+    probe_ids: Tensor,
+    max_kl: float,
+    dropouts: Mapping[str, float],
 ) -> MergeReport | None:
     """Write base and adapter as one transformers directory; call on every rank.
 
@@ -75,6 +81,7 @@ def save_merged(
         tokenizer: written beside the weights.
         probe_ids: (B, T) int64 token ids to compare on, without padding.
         max_kl: most that the merge may move the distribution, in nats per token.
+        dropouts: of the base's configuration, which training changed.
 
     Returns:
         The measured deviation, on rank 0.
@@ -85,18 +92,22 @@ def save_merged(
     before = _logits(model, probe_ids)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     tensors = gather_to_cpu(parameters)
-    if rank() != 0:
-        return None
-    merged = _merged_model(model, tensors)
-    with staged_directory(directory) as staging:
-        merged.save_pretrained(staging)
-        tokenizer.save_pretrained(staging)
-        written = AutoModelForCausalLM.from_pretrained(staging, dtype=model.dtype)
-        after = _logits(written.to(_device_with_room(written)).eval(), probe_ids)
-        mask = torch.ones(probe_ids.shape, dtype=torch.bool)
-        report = merge_deviation(before, after, mask)
-        check_merge(report, max_kl=max_kl)
-    return report
+
+    def write() -> MergeReport:
+        merged = _merged_model(model, tensors)
+        for name, value in dropouts.items():
+            setattr(merged.config, name, value)
+        with staged_directory(directory) as staging:
+            merged.save_pretrained(staging)
+            tokenizer.save_pretrained(staging)
+            written = AutoModelForCausalLM.from_pretrained(staging, dtype=model.dtype)
+            after = _logits(written.to(_device_with_room(written)).eval(), probe_ids)
+            mask = torch.ones(probe_ids.shape, dtype=torch.bool)
+            report = merge_deviation(before, after, mask)
+            check_merge(report, max_kl=max_kl)
+        return report
+
+    return on_rank_zero(write)
 
 
 def _merged_model(model: Any, tensors: dict[str, Tensor]) -> Any:

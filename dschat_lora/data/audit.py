@@ -74,7 +74,8 @@ class Audit:
         if self.train_rows == 0:
             raise ValueError(
                 "no training rows are left after the split; give more data in --data_path or "
-                "smaller --eval_ratio, or look at --data_split and --data_weights"
+                "smaller --eval_ratio, or look at --data_split and --data_weights "
+                f"({self.overlap_rows} rows were left out as copies of held-out ones)"
             )
         if self.supervised_tokens == 0:
             raise ValueError(

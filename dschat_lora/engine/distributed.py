@@ -104,22 +104,40 @@ def broadcast_(tensor: Tensor) -> Tensor:
 def local_first(function: Callable[[], ResultT]) -> ResultT:
     """What ``function`` returns, called on each node's first process and then on the others.
 
-    A ValueError of the first is raised there alone; the other processes end quietly, with the
-    exit code of a user's mistake. Call on every rank.
+    If the first fails, the other processes end quietly, with the exit code of a user's mistake.
+    Call on every rank.
     """
-    problem: ValueError | None = None
-    result: ResultT | None = None
     if local_rank() == 0:
-        try:
-            result = function()
-        except ValueError as error:
-            problem = error
-    failed = max_over_ranks(float(problem is not None)) > 0
-    if problem is not None:
-        raise problem
-    if failed:
+        return _telling(function)
+    _hear()
+    return function()
+
+
+def on_rank_zero(function: Callable[[], ResultT]) -> ResultT | None:
+    """What ``function`` returns on rank 0, which alone calls it; the others wait, and get None.
+
+    If it fails, the other processes end quietly. Call on every rank.
+    """
+    if rank() == 0:
+        return _telling(function)
+    _hear()
+    return None
+
+
+def _telling(function: Callable[[], ResultT]) -> ResultT:
+    """Call, and let the processes in :func:`_hear` know whether it worked."""
+    done = False
+    try:
+        result = function()
+        done = True
+    finally:
+        max_over_ranks(float(not done))
+    return result
+
+
+def _hear() -> None:
+    if max_over_ranks(0.0) > 0:
         raise SystemExit(2)
-    return function() if result is None else result
 
 
 def _settle_port() -> None:

@@ -172,7 +172,9 @@ def engine_config(
         native_dtype: ``"bf16"`` or ``"fp16"`` where DeepSpeed is to keep the fp32 masters of
             16-bit trained weights, None where every trained tensor is fp32 already.
     """
-    zero = default_zero(zero_stage, offload) | _without_auto(content.get("zero_optimization", {}))
+    said = _without_auto(content.get("zero_optimization", {}))
+    # A file that says what to offload says all of it.
+    zero = default_zero(zero_stage, offload and "offload_optimizer" not in said) | said
     scaling = _LOSS_SCALING | _without_auto(content.get("fp16", {}))
     rest = {
         key: value

@@ -35,6 +35,8 @@ def choose_targets(model: nn.Module, config: LoraConfig) -> list[str]:
     }
     linear = [name for name, m in candidates.items() if not isinstance(m, nn.Embedding)]
     targets = config.target_modules
+    if not any(_REGEX_CHARACTERS & set(entry) for entry in targets):
+        targets = tuple(name for entry in targets for name in entry.split(",") if name)
     if config.lora_module_name is not None:
         part = config.lora_module_name
         if targets != (ALL_LINEAR,):

@@ -57,6 +57,9 @@ def build_causal_lm(
     targets = apply_lora(model, lora, seed=seed)
     if source.adapter is not None:
         load_adapter(model, source.adapter)
+    if config.add_eot_token:
+        model.config.eos_token_id = tokenizer.eos_token_id
+        model.generation_config.eos_token_id = tokenizer.eos_token_id
     if config.gradient_checkpointing:
         # The name changed within transformers 5; the first argument did not.
         old = model.gradient_checkpointing_enable

@@ -56,10 +56,22 @@ def load_config(path: str, config: ModelConfig) -> PretrainedConfig:
     """The model's configuration with every dropout set to ``--dropout``."""
     with hub_errors("--model_name_or_path", path, "configuration"):
         model_config = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
-    for name, value in vars(model_config).items():
-        if name.endswith(_DROPOUT_NAMES) and isinstance(value, float):
-            setattr(model_config, name, 0.0 if name == "layerdrop" else config.dropout)
+    for name in _dropouts(model_config):
+        setattr(model_config, name, 0.0 if name == "layerdrop" else config.dropout)
     return model_config
+
+
+def stored_dropouts(path: str, config: ModelConfig) -> dict[str, float]:
+    """Dropout probabilities that the model came with, by the names of its configuration."""
+    with hub_errors("--model_name_or_path", path, "configuration"):
+        return _dropouts(
+            AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+        )
+
+
+def _dropouts(config: PretrainedConfig) -> dict[str, float]:
+    names = vars(config).items()
+    return {k: v for k, v in names if k.endswith(_DROPOUT_NAMES) and isinstance(v, float)}
 
 
 def load_causal_lm(
@@ -84,11 +96,17 @@ def load_causal_lm(
         "attn_implementation": config.attn_implementation,
         "trust_remote_code": config.trust_remote_code,
     }
-    if meta:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(model_config, **kwargs)
     with hub_errors("--model_name_or_path", path, "model"):
-        return AutoModelForCausalLM.from_pretrained(path, config=model_config, **kwargs)
+        try:
+            if meta:
+                with torch.device("meta"):
+                    return AutoModelForCausalLM.from_config(model_config, **kwargs)
+            return AutoModelForCausalLM.from_pretrained(path, config=model_config, **kwargs)
+        except ValueError as error:
+            if "scaled_dot_product_attention" in str(error):
+                kind = model_config.model_type
+                raise ValueError(f"{kind} has no sdpa: use --attn_implementation eager") from error
+            raise
 
 
 class CausalLMLoss(nn.Module):

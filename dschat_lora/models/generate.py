@@ -23,11 +23,17 @@ def answer(
     Args:
         model: a transformers causal language model in evaluation mode.
         tokenizer: of the model.
-        prompts: token ids, of any lengths.
+        prompts: token ids; long ones are cut on the left to what the model's positions allow.
         max_new_tokens: bound on the answer.
         device: where the model computes.
         synced: every rank goes on until all are done, as sharded weights need it.
     """
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if limit is not None:
+        # Of a prompt that leaves no room for an answer the end is kept.
+        room = max(1, limit - max_new_tokens)
+        prompts = [prompt[-room:] for prompt in prompts]
+        max_new_tokens = min(max_new_tokens, limit - 1)
     width = max(len(prompt) for prompt in prompts)
     pad = tokenizer.pad_token_id
     # Generation continues at the right end, so the padding stands left.

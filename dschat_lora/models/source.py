@@ -22,6 +22,13 @@ class ModelSource:
     adapter_config: AdapterConfig | None = None
 
     @property
+    def tokenizer(self) -> str:
+        """Where the tokenizer comes from: beside the adapter if it was saved there."""
+        if self.adapter is not None and (self.adapter / "tokenizer_config.json").is_file():
+            return str(self.adapter)
+        return self.base
+
+    @property
     def bundled(self) -> bool:
         """Whether the base is the tiny model that comes with the package."""
         return self.base == str(BUNDLED_MODEL.resolve())

@@ -41,7 +41,8 @@ def test_sound_data_passes_without_a_word():
         (
             {"train_rows": 0, "supervised_tokens": 0},
             "no training rows are left after the split; give more data in --data_path or smaller "
-            "--eval_ratio, or look at --data_split and --data_weights",
+            "--eval_ratio, or look at --data_split and --data_weights (1 rows were left out as "
+            "copies of held-out ones)",
         ),
         (
             {"supervised_tokens": 0, "eos_samples": 0, "dropped_rows": 100},

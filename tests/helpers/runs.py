@@ -245,6 +245,7 @@ def _save(model, lora, path, adapter_directory, merged_directory):
             model.eval(),
             tokenizer=NoTokenizer(),
             probe_ids=torch.arange(3, 12)[None],
+            dropouts={},
             max_kl=1e-6,
         )
 

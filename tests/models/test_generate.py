@@ -48,3 +48,15 @@ def test_answer_ends_with_its_first_end_of_sequence():
     )
     answers = answer(model, TOKENIZER, [[5, 6], [7]], max_new_tokens=4, device=torch.device("cpu"))
     assert answers == [[EOS], [EOS]]
+
+
+@pytest.mark.parametrize("name", ["opt", "llama"])
+def test_prompt_without_room_for_an_answer_keeps_its_end(name):
+    model = tiny(name)
+    limit = model.config.max_position_embeddings = 16
+    if name == "opt":
+        table = model.model.decoder.embed_positions
+        table.weight = torch.nn.Parameter(table.weight[: limit + 2])
+    prompt = [3 + i % 30 for i in range(40)]
+    (found,) = answer(model, TOKENIZER, [prompt], max_new_tokens=6, device=torch.device("cpu"))
+    assert found == greedy(model, prompt[-10:], 6)

@@ -149,3 +149,13 @@ def test_adapter_without_weights_is_refused_at_once(tmp_path):
     (directory / "adapter_model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"adapter_model.safetensors"):
         find_model(str(directory))
+
+
+def test_tokenizer_comes_from_the_adapter_if_one_was_saved_there(tmp_path):
+    from dschat_lora.models.source import ModelSource
+
+    source = ModelSource("base", tmp_path)
+    assert source.tokenizer == "base"
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    assert source.tokenizer == str(tmp_path)
+    assert ModelSource("base").tokenizer == "base"

@@ -26,7 +26,7 @@ def main(config: SupervisedConfig) -> None:
     with open_run(config, name="sft") as output:
         source = find_model(config.model.model_name_or_path)
         check_targets(source, config.model, config.lora)
-        tokenizer = load_tokenizer(source.base, config.model)
+        tokenizer = load_tokenizer(source.tokenizer, config.model)
         data = stage.prepare_data(config, tokenizer, phase=1, output=output)
 
         settings = stage.engine_settings(config)
@@ -78,7 +78,9 @@ def main(config: SupervisedConfig) -> None:
                 config,
                 tokenizer,
                 results=evaluator.before_and_after(),
-                probe_ids=stage.probe_batch(data.eval, tokenizer),
+                probe_ids=stage.probe_batch(
+                    data.eval, tokenizer, max_length=config.data.max_seq_len
+                ),
                 meter=meter,
                 output=output,
             )

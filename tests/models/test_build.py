@@ -1,0 +1,49 @@
+"""What the stage's own model building sets beside the weights."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from dschat_lora.config import LoraConfig, ModelConfig
+from dschat_lora.models.build import build_causal_lm
+from dschat_lora.models.causal_lm import load_tokenizer, stored_dropouts
+from dschat_lora.models.source import find_model
+
+SOURCE = find_model(None)
+
+
+def build(config, lora=LoraConfig(lora_dim=2), meta=False):  # noqa: B008
+    tokenizer = load_tokenizer(SOURCE.tokenizer, config)
+    return tokenizer, build_causal_lm(
+        SOURCE, tokenizer, config, lora, dtype=torch.float32, seed=0, meta=meta
+    ).model
+
+
+def test_chosen_end_of_text_is_where_the_saved_model_stops_too():
+    config = ModelConfig(add_eot_token=True, eot_token="?")
+    tokenizer, model = build(config)
+    assert tokenizer.eos_token == "?"
+    assert model.config.eos_token_id == tokenizer.eos_token_id
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+
+
+def test_new_token_is_refused_where_its_embedding_would_not_train():
+    config = ModelConfig(add_eot_token=True, eot_token="<brand-new>")
+    with pytest.raises(ValueError, match="has .* tokens, the model .*a new --eot_token"):
+        build(config)
+
+
+def test_new_token_gets_an_embedding_where_all_weights_train():
+    config = ModelConfig(add_eot_token=True, eot_token="<brand-new>")
+    tokenizer, model = build(config, LoraConfig())
+    assert model.get_input_embeddings().num_embeddings == len(tokenizer)
+
+
+def test_dropout_of_training_is_not_that_of_the_model(tmp_path):
+    fields = json.loads((Path(SOURCE.base) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"dropout": 0.1}))
+    assert stored_dropouts(str(tmp_path), ModelConfig())["dropout"] == 0.1
+    _, model = build(ModelConfig(dropout=0.25), meta=True)
+    assert model.config.dropout == 0.25
