@@ -3,7 +3,7 @@
 #
 #     benchmarks/gpu.sh [PART ...]
 #
-# Parts, all by default: env trajectories scaling reload throughput-1.3b throughput-6.7b
+# Parts, all by default: env trajectories scaling reload commands throughput-1.3b throughput-6.7b
 # Environment:
 #   PYTHON        interpreter that has torch, deepspeed and transformers; default python3
 #   BENCH_OUTPUT  directory of the JSON results; default benchmarks/results
@@ -16,7 +16,7 @@ set -uo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 PYTHON=${PYTHON:-python3}
 BENCH_OUTPUT=${BENCH_OUTPUT:-$ROOT/benchmarks/results}
-PARTS=(env trajectories scaling reload throughput-1.3b throughput-6.7b)
+PARTS=(env trajectories scaling reload commands throughput-1.3b throughput-6.7b)
 
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
@@ -25,12 +25,13 @@ export TRANSFORMERS_VERBOSITY=error TOKENIZERS_PARALLELISM=false PYTHONWARNINGS=
 # Seconds a part may take; the sum, with five more for each to be killed in, is below 9 minutes.
 limit() {
   case $1 in
-    env) echo 40 ;;
-    trajectories) echo 105 ;;
-    scaling) echo 50 ;;
-    reload) echo 60 ;;
-    throughput-1.3b) echo 100 ;;
-    throughput-6.7b) echo 150 ;;
+    env) echo 30 ;;
+    trajectories) echo 90 ;;
+    scaling) echo 45 ;;
+    reload) echo 55 ;;
+    commands) echo 80 ;;
+    throughput-1.3b) echo 85 ;;
+    throughput-6.7b) echo 120 ;;
     *) return 1 ;;
   esac
 }

@@ -13,7 +13,15 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "benchmarks" / "gpu.sh"
-PARTS = ("env", "trajectories", "scaling", "reload", "throughput-1.3b", "throughput-6.7b")
+PARTS = (
+    "env",
+    "trajectories",
+    "scaling",
+    "reload",
+    "commands",
+    "throughput-1.3b",
+    "throughput-6.7b",
+)
 
 
 def run(*parts, python=sys.executable, output="/nonexistent"):
