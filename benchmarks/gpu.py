@@ -35,7 +35,6 @@ def main() -> int:
     from dschat_lora.engine.distributed import init_distributed, shutdown
 
     if not on_gpu:
-        _skip_host_collectives()
         # Tiny shapes gain nothing from threads, which wait for each other on a busy machine.
         torch.set_num_threads(1)
     tiny = arguments.tiny or not on_gpu
@@ -50,16 +49,6 @@ def main() -> int:
     finally:
         shutdown()
     return 0 if report.finish() else 1
-
-
-def _skip_host_collectives() -> None:
-    """Keep DeepSpeed from compiling its shared-memory collectives, of no use to one process.
-
-    Killed by a time limit, the compilation would leave a lock that later runs wait on for ever.
-    """
-    import deepspeed.ops
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 if __name__ == "__main__":

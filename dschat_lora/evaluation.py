@@ -32,19 +32,21 @@ class Evaluator:
     packing: bool
     results: dict[int, Evaluation] = field(default_factory=dict)
 
-    def __call__(self, step: int) -> None:
-        """Evaluate after ``step`` optimizer steps, unless that was done; call on every rank."""
-        if step in self.results or not len(self.samples):
-            return
-        rows = make_rows(
+    def __post_init__(self) -> None:
+        self._rows = make_rows(
             self.samples.lengths,
             max_seq_len=self.config.data.max_seq_len,
             packing=self.packing,
             seed=self.config.run.seed,
         )
+
+    def __call__(self, step: int) -> None:
+        """Evaluate after ``step`` optimizer steps, unless that was done; call on every rank."""
+        if step in self.results or not len(self.samples):
+            return
         batches = eval_batches(
             self.samples,
-            rows=rows,
+            rows=self._rows,
             batch_size=self.config.batch.per_device_eval_batch_size,
             rank=rank(),
             world_size=world_size(),

@@ -34,7 +34,7 @@ from dschat_lora.perf.peak import device_peak
 from dschat_lora.perf.shape import describe as describe_shape
 from dschat_lora.perf.throughput import Meter
 from dschat_lora.report.log import summary_lines
-from dschat_lora.report.record import environment
+from dschat_lora.report.record import package_versions
 from dschat_lora.run import Output
 
 
@@ -280,7 +280,7 @@ def finish(
             card={
                 "data": {"training data": " ".join(config.data.data_path)},
                 "metrics": results,
-                "versions": environment()["versions"],
+                "versions": package_versions(),
             },
         )
         output.log.say(f"adapter written to {directory}")

@@ -90,8 +90,7 @@ def save_merged(
         ValueError: if it is larger than ``max_kl``; nothing is written then.
     """
     before = _logits(model, probe_ids)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    tensors = gather_to_cpu(parameters)
+    tensors = gather_to_cpu(dict(model.named_parameters()))
 
     def write() -> MergeReport:
         merged = _merged_model(model, tensors)

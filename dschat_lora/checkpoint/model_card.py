@@ -13,7 +13,7 @@ def model_card(
     title: str = "LoRA adapter",
     data: Mapping[str, Any],
     metrics: Mapping[str, Any],
-    versions: Mapping[str, str],
+    versions: Mapping[str, str | None],
 ) -> str:
     """A model card in Markdown: front matter, how to load, settings, data, metrics, versions.
 

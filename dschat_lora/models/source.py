@@ -8,7 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dschat_lora.assets import BUNDLED_MODEL
-from dschat_lora.checkpoint.adapter_config import WEIGHTS_FILE, AdapterConfig, read_adapter_config
+from dschat_lora.checkpoint.adapter_config import (
+    WEIGHTS_FILE,
+    AdapterConfig,
+    is_adapter_directory,
+    read_adapter_config,
+)
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
@@ -63,7 +68,7 @@ def find_model(name: str | None) -> ModelSource:
 
 def _in_directory(name: str, path: Path) -> ModelSource:
     for candidate in (path, path / "adapter", path / "model"):
-        if (candidate / "adapter_config.json").is_file():
+        if is_adapter_directory(candidate):
             return _from_adapter(candidate)
         if (candidate / "config.json").is_file():
             return ModelSource(str(candidate.resolve()))

@@ -36,18 +36,26 @@ class RunRecord:
             staged.replace(self._path)
 
 
-def environment() -> dict[str, Any]:
-    """Command, package versions, git commit and platform."""
-    versions = {"python": platform.python_version(), "dschat_lora": __version__}
+def package_versions() -> dict[str, str | None]:
+    """Version of Python, of this package and of those it stands on; None where not installed."""
+    versions: dict[str, str | None] = {
+        "python": platform.python_version(),
+        "dschat_lora": __version__,
+    }
     for name in _PACKAGES:
         try:
             versions[name] = version(name)
         except PackageNotFoundError:
-            versions[name] = None  # type: ignore[assignment]
+            versions[name] = None
+    return versions
+
+
+def environment() -> dict[str, Any]:
+    """Command, package versions, git commit and platform."""
     return {
         "command": [Path(sys.executable).name, *sys.argv],
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "versions": versions,
+        "versions": package_versions(),
         "git_commit": _git_commit(),
         "platform": platform.platform(),
     }

@@ -8,7 +8,6 @@ import time
 import traceback
 from pathlib import Path
 
-import deepspeed.ops
 import torch
 
 from dschat_lora.engine.distributed import init_distributed, shutdown
@@ -16,8 +15,6 @@ from dschat_lora.engine.distributed import init_distributed, shutdown
 
 def main():
     torch.set_num_threads(1)
-    # Sums by gloo alone: DeepSpeed would compile its shared-memory collectives first.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if os.environ["RANK"] == "0":
         time.sleep(float(os.environ.get("DELAY_OF_RANK_0", "0")))
     init_distributed()
