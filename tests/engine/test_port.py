@@ -30,3 +30,4 @@ def test_a_second_launch_by_one_parent_does_not_meet_at_the_first_ones_port(fres
         started = fresh_ranks(2, **environment)
         assert started.run("engine.test_port:summed_ranks", timeout=40) == [3.0, 3.0]
         started.stop()
+        assert not list(tmp_path.glob("dschat_lora-*"))

@@ -274,3 +274,20 @@ def test_architecture_that_takes_no_mask_of_ours_is_trained_unpacked_under_its_o
     # transformers' own mean over the 3 + 5 predictions
     reference = model(input_ids=ids, attention_mask=segments, labels=labels).loss * 8
     torch.testing.assert_close(network(ids, positions, segments, labels), reference)
+
+
+def test_probe_notices_a_leak_that_16_bit_rounding_would_hide():
+    model = tiny_model("llama").to(torch.bfloat16)
+
+    def leak(module, inputs, output):
+        states = output.last_hidden_state
+        output.last_hidden_state = states + 0.02 * states[:, :1]
+
+    network = CausalLMLoss(model)
+    exact = probe(network, vocab_size=VOCAB, device=CPU)
+    assert exact.packing_is_exact
+    model.model.register_forward_hook(leak)
+    report = probe(network, vocab_size=VOCAB, device=CPU)
+    assert report.leak_error > 0.001
+    assert report.packing_error < 0.1
+    assert not report.packing_is_exact

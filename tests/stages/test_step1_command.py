@@ -281,3 +281,18 @@ def test_two_processes_at_zero_3_continue_the_adapter_with_a_busy_port(title, ho
     moved = max(float((after[name] - before[name]).abs().max()) for name in after)
     # one step of Adam moves no weight by more than the rate, 5e-4
     assert 1e-6 < moved < 1e-3
+
+
+def test_dropout_is_drawn_from_the_seed(tmp_path):
+    def losses(seed, name):
+        command = python(
+            *["--lora_dim", "4", "--dropout", "0.3", "--seed", str(seed), "--max_steps", "2"],
+            *["--per_device_train_batch_size", "2", "--sample_generations", "0"],
+            *["--eval_iters", "1", "--output_dir", name],
+        )
+        assert run(command, tmp_path).code == 0
+        return [line["loss"] for line in metrics(tmp_path / name, "train")]
+
+    first = losses(5, "a")
+    assert losses(5, "b") == first
+    assert losses(6, "c") != first
