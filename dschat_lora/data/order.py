@@ -1,9 +1,9 @@
 """Random orders that are pure functions of what they are for."""
 
-import hashlib
-
 import numpy as np
 from numpy.typing import NDArray
+
+from dschat_lora.randomness import stream_entropy
 
 
 def permutation(size: int, *key: int | str) -> NDArray[np.int64]:
@@ -16,6 +16,5 @@ def permutation(size: int, *key: int | str) -> NDArray[np.int64]:
         size: number of items.
         key: what the order is for, such as ``("epoch", seed, 3)``.
     """
-    entropy = hashlib.blake2b(repr(key).encode(), digest_size=16).digest()
-    draws = np.random.PCG64(int.from_bytes(entropy, "little")).random_raw(size)
+    draws = np.random.PCG64(stream_entropy(*key)).random_raw(size)
     return np.argsort(draws, kind="stable")

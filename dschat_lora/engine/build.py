@@ -65,14 +65,14 @@ class TrainEngine:
                 "--dtype fp16 on CPU trains adapters only; use --lora_dim > 0, or --dtype bf16"
             )
         self.zero_stage = max(settings.zero_stage, 1) if native else settings.zero_stage
-        optimizer = torch.optim.AdamW(
+        self.adam = torch.optim.AdamW(
             groups, betas=settings.betas, eps=settings.epsilon, fused=True
         )
-        self._peak_rates = [float(group["lr"]) for group in optimizer.param_groups]
-        self.group_names = [group.get("name", "") for group in optimizer.param_groups]
+        self._peak_rates = [float(group["lr"]) for group in self.adam.param_groups]
+        self.group_names = [group.get("name", "") for group in self.adam.param_groups]
         self._engine, *_ = deepspeed.initialize(
             model=model,
-            optimizer=optimizer,
+            optimizer=self.adam,
             config=settings.deepspeed(self.zero_stage, native),
             dist_init_required=False,
         )
@@ -85,6 +85,18 @@ class TrainEngine:
         """The model, whose parameters may be sharded."""
         module: nn.Module = self._engine.module
         return module
+
+    @property
+    def optimizer(self) -> Any:
+        """DeepSpeed's optimizer around ``adam``; at ZeRO 0 ``adam`` itself."""
+        return self._engine.optimizer
+
+    @property
+    def loss_scaler(self) -> Any:
+        """What scales fp16 losses; None where nothing does."""
+        if self._scaler is None and self.zero_stage > 0:
+            return getattr(self.optimizer, "loss_scaler", None)
+        return self._scaler
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""

@@ -1,0 +1,209 @@
+"""What an engine has learnt, by parameter name, whole and in fp32, whatever the ZeRO stage.
+
+Three tensors belong to each trained parameter: ``weight:NAME``, and AdamW's moments
+``exp_avg:NAME`` and ``exp_avg_sq:NAME`` once it has stepped. DeepSpeed keeps them in flat
+pieces, cut by rank and stage; nothing of that shows here.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dschat_lora.engine.build import TrainEngine
+from dschat_lora.engine.distributed import broadcast_, rank, world_size
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+_SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+class EngineState:
+    """The trained part of an engine, to be saved and restored. Call methods on every rank."""
+
+    def __init__(self, engine: TrainEngine, model: nn.Module) -> None:
+        """Name what ``engine`` trains as ``model``, which it holds, does."""
+        self._engine = engine
+        self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self._flats = self._find_flats()
+
+    def facts(self) -> dict[str, Any]:
+        """What is no tensor: optimizer steps of each parameter, and the loss scaler. JSON-ready.
+
+        At ZeRO 1 to 3 all parameters of a group have made the same number of steps. Skipped
+        steps are not counted.
+        """
+        steps = self._steps()
+        return {"optimizer_steps": steps, "loss_scaler": _scaler_state(self._engine.loss_scaler)}
+
+    @torch.no_grad()
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(key, fp32 copy on CPU) one after another on rank 0; nothing on the others.
+
+        One tensor is whole at a time.
+        """
+        for name, steps in self._steps().items():
+            keys = ("weight", *MOMENTS) if steps else ("weight",)
+            for key in keys:
+                full = self._gather(self._parameters[name], key)
+                if rank() == 0:
+                    yield f"{key}:{name}", full.to("cpu", torch.float32, copy=True)
+
+    @torch.no_grad()
+    def load(self, facts: dict[str, Any], read: Callable[[str], Tensor]) -> None:
+        """Become what was saved, bit for bit.
+
+        Args:
+            facts: of :meth:`facts`, the same on every rank.
+            read: the tensor of a key; called on rank 0 alone.
+
+        Raises:
+            ValueError: if the trained parameters are not those of ``facts``.
+        """
+        steps: dict[str, int] = facts["optimizer_steps"]
+        check_same_names(self._parameters, steps)
+        self._make_room(steps)
+        for name, parameter in self._parameters.items():
+            for key in ("weight", *MOMENTS) if steps[name] else ("weight",):
+                value = torch.empty(_shape(parameter), device=self._engine.device)
+                if rank() == 0:
+                    saved = read(f"{key}:{name}")
+                    assert saved.shape == value.shape, f"{key}:{name}"
+                    value.copy_(saved)
+                self._set(parameter, key, broadcast_(value))
+        _restore_scaler(self._engine.loss_scaler, facts["loss_scaler"])
+
+    def _steps(self) -> dict[str, int]:
+        """AdamW's own count of each parameter."""
+        states = {n: self._adam_state(p) for n, p in self._parameters.items()}
+        return {name: int(state["step"]) if state else 0 for name, state in states.items()}
+
+    def _adam_state(self, parameter: Tensor) -> Any:
+        """AdamW's tensors for a parameter: its own at ZeRO 0, else those of a flat piece."""
+        return self._engine.adam.state.get(self._flats[id(parameter)])
+
+    def _find_flats(self) -> dict[int, Tensor]:
+        """id of a parameter -> the tensor AdamW updates for it on this rank.
+
+        The same for every stage that cuts: any piece of the group, whose step is the group's.
+        """
+        optimizer = self._engine.optimizer
+        if self._engine.zero_stage == 0:
+            return {id(p): p for p in self._parameters.values()}
+        if self._engine.zero_stage == 3:
+            pairs = zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
+        else:
+            pairs = zip(
+                optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups, strict=True
+            )
+        return {id(p): flat for group, flat in pairs for p in group}
+
+    def _make_room(self, steps: dict[str, int]) -> None:
+        """Give AdamW the moments it makes at its first step, and its count of steps."""
+        for name, parameter in self._parameters.items():
+            flat = self._flats[id(parameter)]
+            state = self._engine.adam.state[flat] if steps[name] else None
+            if state == {}:
+                state["step"] = torch.tensor(0.0, device=flat.device)  # where fused AdamW wants it
+                state.update({key: torch.zeros_like(flat) for key in MOMENTS})
+            if state is not None:
+                state["step"].fill_(max(float(state["step"]), steps[name]))
+
+    def _gather(self, parameter: Any, key: str) -> Tensor:
+        """The whole tensor on rank 0, in its own type; on other ranks of no use."""
+        if self._engine.zero_stage == 0:
+            return self._plain(parameter, key)
+        if self._engine.zero_stage == 3:
+            if key == "weight":
+                return deepspeed.utils.safe_get_full_fp32_param(parameter)
+            return deepspeed.utils.safe_get_full_optimizer_state(parameter, key)
+        # DeepSpeed's own function adds the ranks' pieces as numbers, which loses the sign of
+        # zeros; added as bits they come through.
+        whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=self._engine.device)
+        if (piece := self._fragment(parameter, key)) is not None:
+            start, values = piece
+            whole[start : start + values.numel()] = values.to(whole.device)
+        dist.reduce(whole.view(torch.int32), 0)
+        return whole.view(parameter.shape)
+
+    def _plain(self, parameter: Tensor, key: str) -> Tensor:
+        """The tensor itself, at ZeRO 0."""
+        tensor: Tensor = parameter if key == "weight" else self._adam_state(parameter)[key]
+        return tensor
+
+    def _fragment(self, parameter: Any, key: str) -> tuple[int, Tensor] | None:
+        """(offset in the flat parameter, this rank's piece) at ZeRO 1 and 2, if it has one."""
+        mapping = parameter._hp_mapping
+        if mapping is None:
+            return None
+        piece = mapping.hp_fragment
+        if key != "weight":
+            # DeepSpeed's own link to the moments is made before all groups have any.
+            place = mapping.hp_fragment_address
+            piece = self._adam_state(parameter)[key][place.start : place.start + place.numel]
+        return mapping.lp_fragment_address.start, piece
+
+    def _set(self, parameter: Any, key: str, value: Tensor) -> None:
+        """Overwrite with ``value``, which every rank holds whole."""
+        stage = self._engine.zero_stage
+        if stage == 0:
+            self._plain(parameter, key).copy_(value)
+        elif stage == 3:
+            shard = _own_shard(parameter, value)
+            if key != "weight":
+                deepspeed.utils.safe_set_local_optimizer_state(parameter, shard, key)
+                return
+            deepspeed.utils.safe_set_local_fp32_param(parameter, shard)
+            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+                if rank() == 0:
+                    parameter.copy_(value)
+        else:
+            if (piece := self._fragment(parameter, key)) is not None:
+                start, values = piece
+                values.copy_(value.flatten()[start : start + values.numel()])
+            if key == "weight":
+                parameter.copy_(value)
+
+
+def check_same_names(now: dict[str, Any], then: dict[str, Any]) -> None:
+    """Refuse state of other parameters.
+
+    Raises:
+        ValueError: naming a parameter that only one of the two has.
+    """
+    only_now, only_then = sorted(now.keys() - then.keys()), sorted(then.keys() - now.keys())
+    if only_now or only_then:
+        which = f"lacks {only_now[0]}" if only_now else f"holds {only_then[0]}"
+        count = len(only_now) + len(only_then)
+        raise ValueError(
+            f"the checkpoint {which}: other parameters train now ({count} differ); "
+            "resume with the options it was written with"
+        )
+
+
+def _own_shard(parameter: Any, value: Tensor) -> Tensor:
+    """This rank's part of ``value`` as ZeRO 3 cuts it: equal parts, the last filled with zeros."""
+    size = parameter.ds_tensor.numel()
+    filled = torch.zeros(size * world_size(), dtype=value.dtype, device=value.device)
+    filled[: value.numel()] = value.flatten()
+    return filled[size * rank() : size * (rank() + 1)]
+
+
+def _shape(parameter: Tensor) -> torch.Size:
+    """Whole, also where ZeRO 3 holds a flat shard."""
+    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def _scaler_state(scaler: Any) -> dict[str, float] | None:
+    if scaler is None or not scaler.dynamic:
+        return None
+    return {name: getattr(scaler, name) for name in _SCALER_FIELDS}
+
+
+def _restore_scaler(scaler: Any, saved: dict[str, float] | None) -> None:
+    if scaler is None or not scaler.dynamic or saved is None:
+        return
+    for name in _SCALER_FIELDS:
+        setattr(scaler, name, saved[name])
