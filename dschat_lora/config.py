@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from dschat_lora.cli.options import given_options, group, option
+from dschat_lora.cli.options import given_options, group, hidden, option
 
 Dtype = Literal["auto", "fp32", "bf16", "fp16"]
 Scheduler = Literal[
@@ -249,6 +249,14 @@ class RunConfig:
     overwrite_output_dir: bool = option(
         False, help="delete what an earlier run left in --output_dir"
     )
+    resume_from_checkpoint: str | None = option(
+        None,
+        help="go on from a checkpoint: latest (the newest sound one of --output_dir), auto (the "
+        "same, or a fresh start where there is none), or a path",
+    )
+    save_interval: int = option(500, help="optimizer steps between checkpoints; 0: by time only")
+    save_minutes: float = option(10.0, help="a checkpoint at least this often; 0: by steps only")
+    save_total_limit: int = option(3, help="newest checkpoints that are kept; 0: all")
     seed: int = option(1234, help="seed of initialisation, order and sampling")
     logging_steps: int = option(1, help="optimizer steps between printed lines")
     eval_interval: int = option(
@@ -271,10 +279,18 @@ class RunConfig:
     dry_run: bool = option(False, help="check everything but the weights, print, and stop")
 
     def __post_init__(self) -> None:
-        for name in ("eval_interval", "eval_iters", "sample_generations", "merge_max_kl"):
+        for name in (
+            *("eval_interval", "eval_iters", "sample_generations", "merge_max_kl"),
+            *("save_interval", "save_minutes", "save_total_limit"),
+        ):
             require(getattr(self, name) >= 0, name, getattr(self, name), ">= 0")
         require(self.logging_steps >= 1, "logging_steps", self.logging_steps, ">= 1")
         require(0 <= self.seed < 2**63, "seed", self.seed, "in [0, 2**63)")
+        if self.resume_from_checkpoint is not None and self.overwrite_output_dir:
+            raise ValueError(
+                "--resume_from_checkpoint goes on with a run that --overwrite_output_dir would "
+                "delete; give one"
+            )
         if self.output_dir is not None and Path(self.output_dir).is_file():
             raise ValueError(f"--output_dir {self.output_dir} is a file, not a directory")
 
@@ -291,3 +307,6 @@ class SupervisedConfig:
     parallel: ParallelConfig = group(ParallelConfig)
     run: RunConfig = group(RunConfig)
     given: frozenset[str] = given_options()
+    # the checkpoint to go on from; "" for a fresh start, None where that is not settled yet
+    checkpoint: str | None = hidden()
+    rejected: tuple[str, ...] = hidden(())  # damaged checkpoints that were passed over

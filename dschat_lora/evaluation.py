@@ -1,6 +1,7 @@
 """Looking at held-out rows before, during and after training: perplexity, and a few answers."""
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -12,6 +13,7 @@ from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import rank, world_size
 from dschat_lora.models.causal_lm import Tokenizer
 from dschat_lora.models.generate import answer
+from dschat_lora.perf.throughput import StepCounts
 from dschat_lora.report.log import eval_line
 from dschat_lora.run import Output
 from dschat_lora.trainer import Evaluation, LossFunction, evaluate
@@ -53,7 +55,7 @@ class Evaluator:
             pad_id=int(self.tokenizer.pad_token_id),
         )
         limited = islice(batches, self.config.run.eval_iters or None)
-        result = evaluate(self.engine, limited, self.loss_function)
+        result = evaluate(self.engine, self._interruptible(limited), self.loss_function)
         self.results[step] = result
         metrics = {
             "perplexity": result.perplexity,
@@ -63,6 +65,22 @@ class Evaluator:
         }
         self.output.log.write("eval", step, metrics)
         self.output.log.say(eval_line(step, metrics))
+
+    def state(self) -> dict[str, Any]:
+        """As JSON."""
+        return {str(step): asdict(result) for step, result in self.results.items()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Become what :meth:`state` returned."""
+        self.results = {
+            int(step): Evaluation(float(result["loss"]), StepCounts(**result["counts"]))
+            for step, result in state.items()
+        }
+
+    def _interruptible(self, batches: Iterable[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self.output.interrupts.check()
+            yield batch
 
     def before_and_after(self) -> dict[str, float]:
         """Held-out perplexity of the first and the last evaluation, for record and card."""
@@ -87,9 +105,9 @@ class SampleAnswers:
     shown: list[dict[str, str]] = field(default_factory=list)
 
     def show(self, when: str) -> None:
-        """Answer, print and record under ``when``; call on every rank."""
+        """Answer, print and record under ``when``, unless that was done; call on every rank."""
         prompts = self._prompts()
-        if not prompts:
+        if not prompts or any(texts["when"] == when for texts in self.shown):
             return
         self.engine.eval()
         model: Any = self.engine.module
@@ -110,6 +128,14 @@ class SampleAnswers:
             self.shown.append(texts)
             self.output.log.say(f"  {when:<7}{texts['prompt']!r} -> {texts['answer']!r}")
         self.output.record.update({"answers": self.shown})
+
+    def state(self) -> dict[str, Any]:
+        """As JSON."""
+        return {"shown": self.shown}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Become what :meth:`state` returned."""
+        self.shown = list(state["shown"])
 
     def _prompts(self) -> list[list[int]]:
         """Tokens before the first supervised one, of the first rows that have any."""

@@ -12,8 +12,9 @@ from dschat_lora.config import DataConfig, LoraConfig, RunConfig, SupervisedConf
 from dschat_lora.data.rows import check_sources
 from dschat_lora.engine.ds_config import reconcile
 from dschat_lora.models.source import ModelSource, find_model
-from dschat_lora.report.directory import leftovers
+from dschat_lora.report.directory import check_idle, is_unfinished, leftovers
 from dschat_lora.report.terminal import say_once
+from dschat_lora.resume import goes_on_in_place, settle
 
 # Rows of the bundled data are short; longer packed rows would leave few optimizer steps.
 BUNDLED_SEQ_LEN = 128
@@ -30,15 +31,23 @@ _LORA_ONLY = (
 )
 
 
-def check_supervised(config: SupervisedConfig) -> SupervisedConfig:
+def check_supervised(config: SupervisedConfig, *, stage: str = "sft") -> SupervisedConfig:
     """The config of step 1, 2 or DPO with paths, bundled defaults and the DeepSpeed JSON applied.
+
+    Where a run is to be resumed, the first rank settles from what, and the others wait for its
+    word (:func:`dschat_lora.run.open_run`): their config comes back as it is.
 
     Args:
         config: as parsed.
+        stage: name of the stage.
 
     Raises:
         ValueError: at the first thing that cannot work, naming option, value and remedy.
     """
+    if config.checkpoint is None:
+        if config.run.resume_from_checkpoint and not _is_first_rank():
+            return config
+        config = settle(config, stage=stage)
     given = config.given
     source = find_model(config.model.model_name_or_path)
     data = with_bundled_data(config.data, given)
@@ -55,7 +64,7 @@ def check_supervised(config: SupervisedConfig) -> SupervisedConfig:
         world_size=int(os.environ.get("WORLD_SIZE", "1")),
     )
     run = with_tensorboard(config.run)
-    check_output_dir(run)
+    check_output_dir(config)
     _check_nothing_read_is_deleted(run, source)
     announce(source, data, config.data)
     for note in without_effect(replace(config, lora=lora)):
@@ -142,24 +151,34 @@ def with_tensorboard(run: RunConfig) -> RunConfig:
     return replace(run, report_to="tensorboard", enable_tensorboard=True)
 
 
-def check_output_dir(run: RunConfig) -> None:
-    """Refuse a directory that holds an earlier run; asked by the first rank, which creates it."""
-    if run.output_dir is None or os.environ.get("RANK", "0") != "0":
+def check_output_dir(config: SupervisedConfig) -> None:
+    """Refuse a directory that holds another run; asked by the first rank, which creates it."""
+    run = config.run
+    if run.output_dir is None or not _is_first_rank():
         return
     path = Path(run.output_dir).expanduser()
     _check_can_be_made(path)
+    check_idle(path)
     earlier = leftovers(path)
+    if not earlier or goes_on_in_place(config):
+        return
     names = ", ".join(p.name for p in earlier)
-    if earlier and not run.overwrite_output_dir:
-        raise ValueError(
-            f"--output_dir {path} holds an earlier run ({names}); "
-            "choose another directory, or delete that run with --overwrite_output_dir"
-        )
-    if earlier and not (path / "run.json").is_file():
+    if not (path / "run.json").is_file():
         raise ValueError(
             f"--output_dir {path} holds {names} but no run.json: no run wrote that, and "
             "--overwrite_output_dir deletes runs only; choose another directory"
         )
+    if run.overwrite_output_dir or (run.resume_from_checkpoint == "auto" and is_unfinished(path)):
+        return
+    raise ValueError(
+        f"--output_dir {path} holds an earlier run ({names}); choose another directory, go on "
+        "with that run by --resume_from_checkpoint latest, or delete it with "
+        "--overwrite_output_dir"
+    )
+
+
+def _is_first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _check_can_be_made(path: Path) -> None:

@@ -1,7 +1,10 @@
 """What the supervised stages do around their own loss: directory, data, engine, records."""
 
+import hashlib
+import json
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ from torch import nn
 from dschat_lora.checkpoint.export import save_adapter, save_merged
 from dschat_lora.cli.options import flatten
 from dschat_lora.config import SupervisedConfig
+from dschat_lora.data.fingerprint import describe_tokenizer
 from dschat_lora.data.loader import StepLoader
 from dschat_lora.data.packing import fill, make_rows
 from dschat_lora.data.prepare import Prepared, prepare
@@ -23,10 +27,13 @@ from dschat_lora.engine.distributed import (
     world_size,
 )
 from dschat_lora.engine.ds_config import read_deepspeed_json
+from dschat_lora.engine.state import EngineState
 from dschat_lora.engine.zero import shard_from_rank_zero
+from dschat_lora.keeper import Keeper, Part
 from dschat_lora.lora.rates import parameter_groups, rate_warning
 from dschat_lora.models.build import AdaptedModel
 from dschat_lora.models.causal_lm import Tokenizer, stored_dropouts
+from dschat_lora.models.fingerprint import base_fingerprint
 from dschat_lora.models.probe import probe
 from dschat_lora.models.source import ModelSource
 from dschat_lora.perf.memory import estimate_memory
@@ -79,6 +86,46 @@ def engine_settings(config: SupervisedConfig) -> EngineSettings:
         betas=(config.optim.adam_beta1, config.optim.adam_beta2),
         epsilon=config.optim.adam_epsilon,
         deepspeed_json=read_deepspeed_json(config.parallel.deepspeed_config),
+    )
+
+
+def identify(
+    adapted: AdaptedModel, tokenizer: Tokenizer, data: Prepared, settings: EngineSettings
+) -> dict[str, Any]:
+    """What the run's state would mean nothing without; complete on rank 0.
+
+    Call it before :func:`place`, while rank 0 holds the model whole.
+    """
+    rules = json.dumps(describe_tokenizer(tokenizer), sort_keys=True)
+    return {
+        "model": base_fingerprint(adapted.model) if rank() == 0 else None,
+        "tokenizer": hashlib.blake2b(rules.encode(), digest_size=16).hexdigest(),
+        "train_data": data.train.digest(),
+        "eval_data": data.eval.digest(),
+        "dtype": settings.dtype,
+    }
+
+
+def make_keeper(
+    engine: TrainEngine,
+    adapted: AdaptedModel,
+    loader: StepLoader,
+    *,
+    identity: Mapping[str, Any],
+    parts: Mapping[str, Part],
+    output: Output,
+) -> Keeper:
+    """What saves and restores a run that trains one model."""
+    return Keeper(
+        output,
+        engines={"model": EngineState(engine, adapted.model)},
+        parts=parts,
+        identity={
+            **identity,
+            "packing": loader.packs,
+            "rows": loader.num_rows,
+            "rows_per_step": loader.rows_per_step,
+        },
     )
 
 

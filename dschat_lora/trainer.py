@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, field
 from itertools import count as count_from
 from itertools import islice
 from typing import Any, Protocol
@@ -13,8 +13,10 @@ from torch import Tensor
 from dschat_lora.config import OptimConfig, RunConfig
 from dschat_lora.data.loader import StepLoader
 from dschat_lora.engine.build import StepOutcome, TrainEngine
-from dschat_lora.engine.distributed import sum_over_ranks
+from dschat_lora.engine.distributed import rank, sum_over_ranks, sum_tensor_
+from dschat_lora.interrupt import StopRequested
 from dschat_lora.perf.throughput import Meter, StepCounts
+from dschat_lora.randomness import stream_seed
 from dschat_lora.report.log import RunLog, train_line
 
 MAX_SKIPS = 3
@@ -45,6 +47,56 @@ class TrainStep:
     counts: StepCounts
     outcome: StepOutcome
     rates: dict[str, float]  # learning rate of each parameter group
+    wishes: list[float] = field(default_factory=list)  # summed over ranks
+
+
+class Keeper(Protocol):
+    """Keeps the run's state safe; see :class:`dschat_lora.keeper.Keeper`."""
+
+    def wishes(self) -> list[float]:
+        """What this rank wants to happen after the step, as numbers to be summed over ranks."""
+
+    def is_stopping(self, wishes: list[float]) -> bool:
+        """Whether the sums tell the run to end after this step."""
+
+    def after_step(self, step: int, wishes: list[float], *, skipped: bool, last: bool) -> bool:
+        """Save if due, or end the run; whether anything was saved."""
+
+    def stop(self, step: int) -> None:
+        """Save and end the run."""
+
+    def last_good(self) -> str:
+        """Where to go on from after a failure, for its message."""
+
+
+@dataclass
+class Progress:
+    """How far a run has come: counted over all processes, saved and restored with it."""
+
+    step: int = 0
+    skipped: int = 0  # steps whose gradient was not finite
+    skipped_in_a_row: int = 0
+    samples: int = 0
+    tokens: int = 0  # without padding
+    supervised_tokens: int = 0
+
+    def add(self, result: TrainStep) -> None:
+        """Count a step."""
+        self.step += 1
+        self.skipped += result.outcome.skipped
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.outcome.skipped else 0
+        self.samples += result.counts.num_samples
+        self.tokens += result.counts.num_tokens
+        self.supervised_tokens += result.counts.num_targets
+
+    def state(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self)
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Become what :meth:`state` returned."""
+        for name in asdict(self):
+            setattr(self, name, state[name])
 
 
 def count(batches: Iterable[Batch]) -> StepCounts:
@@ -73,11 +125,14 @@ def train_steps(
     windows: Iterable[list[Any]],
     loss_function: LossFunction,
     rate_factors: Iterable[float],
+    *,
+    wishes: Callable[[], list[float]] = list,
 ) -> Iterator[TrainStep]:
     """Train on each window of micro-batches, yielding after its optimizer step.
 
     Each step descends the mean loss over all targets of the step, however unevenly they fall
-    on micro-batches and ranks; this is the one place that divides.
+    on micro-batches and ranks; this is the one place that divides. If that sum is not finite on
+    any rank, no rank's gradient is, and the engine skips the step.
 
     Args:
         engine: over the model.
@@ -85,19 +140,33 @@ def train_steps(
             same number of windows, and of micro-batches in each.
         loss_function: summed loss of one micro-batch, in nats.
         rate_factors: multiplier of the peak learning rates, one for each step.
+        wishes: numbers of this rank to be summed over all along with the loss.
     """
     for window, factor in zip(windows, rate_factors, strict=False):
         engine.train()
         rates = engine.set_rates(factor)
         counts = count(window)
-        total = torch.zeros((), device=engine.device, dtype=torch.float64)
+        shared = torch.tensor([0.0, *wishes()], device=engine.device, dtype=torch.float64)
         for index, batch in enumerate(window):
+            last = index == len(window) - 1
             loss = loss_function(engine, batch.to(engine.device))
-            total += loss.detach()
-            engine.backward(loss / max(1, counts.num_targets), last=index == len(window) - 1)
+            shared[0] += loss.detach()
+            if last:
+                loss = _broken_unless_finite(loss, sum_tensor_(shared)[0])
+            engine.backward(loss / max(1, counts.num_targets), last=last)
         outcome = engine.step()
-        (summed,) = sum_over_ranks([float(total)])
-        yield TrainStep(summed / max(1, counts.num_targets), counts, outcome, rates)
+        summed, *granted = shared.tolist()
+        yield TrainStep(summed / max(1, counts.num_targets), counts, outcome, rates, granted)
+
+
+def _broken_unless_finite(loss: Tensor, total: Tensor) -> Tensor:
+    """``loss`` or, where ``total`` is not finite, NaN, as its gradient will be.
+
+    A loss of infinity can have a finite gradient (that of ``-log 0`` has). No value is waited
+    for, so a GPU keeps working.
+    """
+    finite = torch.isfinite(total)
+    return loss * torch.where(finite, 1.0, math.nan).to(loss.dtype)
 
 
 @dataclass(frozen=True)
@@ -157,49 +226,99 @@ def fit(
     loss_function: LossFunction,
     plan: Plan,
     *,
+    progress: Progress,
     rate_factor: Callable[[int], float],
+    seed: int,
     meter: Meter,
     log: RunLog,
     evaluate_at: Callable[[int], None],
+    keeper: Keeper,
 ) -> None:
-    """Evaluate, train by the plan, and evaluate on the way and at the end.
+    """Evaluate, train by the plan from where ``progress`` is, and evaluate on the way and last.
 
     Args:
         engine: over the model.
         loader: this rank's micro-batches.
         loss_function: summed loss of one micro-batch.
         plan: from :func:`make_plan`.
+        progress: kept up to date.
         rate_factor: multiplier of the peak rates, by steps done.
+        seed: of the run, for dropout.
         meter: of throughput.
         log: receives a train line each step.
         evaluate_at: called with the steps done, on every rank.
+        keeper: asked to save after each step.
 
     Raises:
-        ValueError: when steps keep being skipped because the gradient is not finite.
+        ValueError: when steps keep being skipped because the gradient is not finite, or the
+            plan ends before ``progress``.
     """
-    evaluate_at(0)
-    log.expect(plan.num_steps)
-    step = skipped = 0
+    done, per_epoch = progress.step, loader.steps_per_epoch
+    if plan.num_steps and done > plan.num_steps:
+        raise ValueError(f"{done} steps are done already, more than the {plan.num_steps} planned")
+    if not done or not plan.num_steps or _evaluates_after(done, plan, per_epoch):
+        _evaluate(evaluate_at, keeper, done)
+    log.expect(plan.num_steps, done)
     meter.start()
-    for epoch in range(plan.num_epochs):
-        windows = islice(loader.epoch(epoch), plan.num_steps - step)
-        for result in train_steps(
-            engine, windows, loss_function, map(rate_factor, count_from(step))
-        ):
+    for result in train_steps(
+        engine,
+        seeded_windows(loader, plan, start=done, seed=seed),
+        loss_function,
+        map(rate_factor, count_from(done)),
+        wishes=keeper.wishes,
+    ):
+        progress.add(result)
+        step = progress.step
+        metrics = step_metrics(result, epoch=step / per_epoch) | meter.step(result.counts)
+        _report(result, metrics, progress, plan, meter=meter, log=log)
+        _check_skips(progress, result.outcome, keeper)
+        looks = _evaluates_after(step, plan, per_epoch) and not keeper.is_stopping(result.wishes)
+        if looks:
+            _evaluate(evaluate_at, keeper, step)
+        saved = keeper.after_step(
+            step, result.wishes, skipped=result.outcome.skipped, last=step == plan.num_steps
+        )
+        if saved or looks:
+            meter.start()
+
+
+def seeded_windows(loader: StepLoader, plan: Plan, *, start: int, seed: int) -> Iterator[list[Any]]:
+    """The micro-batches of each step of the plan from ``start`` on, in turn.
+
+    Dropout draws from (seed, step, rank) alone: a resumed run draws what it would have drawn.
+    """
+    step = start
+    while step < plan.num_steps:
+        epoch, first = divmod(step, loader.steps_per_epoch)
+        for window in islice(loader.epoch(epoch, first), plan.num_steps - step):
+            torch.manual_seed(stream_seed("dropout", seed, step, rank()))
             step += 1
-            rates = meter.step(result.counts)
-            metrics = step_metrics(result, epoch=step / loader.steps_per_epoch) | rates
-            log.write("train", step, metrics)
-            log.advance()
-            if result.outcome.skipped:
-                log.write("event", step, {"event": "skipped_step", **asdict(result.outcome)})
-            skipped = skipped + 1 if result.outcome.skipped else 0
-            _check_skips(skipped, step, result.outcome)
-            if step % plan.logging_steps == 0 or step == plan.num_steps:
-                log.say(train_line(step, plan.num_steps, metrics | meter.window()))
-            if _evaluates_after(step, plan, loader.steps_per_epoch):
-                evaluate_at(step)
-                meter.start()
+            yield window
+
+
+def _evaluate(evaluate_at: Callable[[int], None], keeper: Keeper, step: int) -> None:
+    try:
+        evaluate_at(step)
+    except StopRequested:
+        keeper.stop(step)
+
+
+def _report(
+    result: TrainStep,
+    metrics: dict[str, Any],
+    progress: Progress,
+    plan: Plan,
+    *,
+    meter: Meter,
+    log: RunLog,
+) -> None:
+    step = progress.step
+    log.write("train", step, metrics)
+    log.advance()
+    if result.outcome.skipped:
+        log.write("event", step, {"event": "skipped_step", **asdict(result.outcome)})
+    if step % plan.logging_steps == 0 or step == plan.num_steps:
+        log.say(train_line(step, plan.num_steps, metrics | meter.window()))
 
 
 def step_metrics(result: TrainStep, *, epoch: float) -> dict[str, Any]:
@@ -228,11 +347,13 @@ def _evaluates_after(step: int, plan: Plan, steps_per_epoch: int) -> bool:
     return bool(due) or step % steps_per_epoch == 0 or step == plan.num_steps
 
 
-def _check_skips(skipped: int, step: int, outcome: StepOutcome) -> None:
+def _check_skips(progress: Progress, outcome: StepOutcome, keeper: Keeper) -> None:
     """Stop a run whose gradient stays non-finite; falling loss scales need some patience."""
+    skipped = progress.skipped_in_a_row
     limit = MAX_SKIPS_FP16 if outcome.loss_scale > 1 else MAX_SKIPS
     if skipped >= limit:
         raise ValueError(
-            f"training stopped at step {step}: the gradient was not finite {skipped} times in a "
-            "row, and no weight was changed by it; lower the learning rate or try --dtype bf16"
+            f"training stopped at step {progress.step}: the gradient was not finite {skipped} "
+            "times in a row, and no weight was changed by it; lower the learning rate or try "
+            f"--dtype bf16. {keeper.last_good()}"
         )

@@ -8,16 +8,19 @@ from typing import Literal, cast
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from dschat_lora.checkpoint.adapter_config import (
     CONFIG_FILE,
     WEIGHTS_FILE,
+    WEIGHTS_METADATA,
     AdapterConfig,
     peft_fields,
     read_adapter_config,
+    verify_adapter,
 )
+from dschat_lora.checkpoint.manifest import write_manifest
 from dschat_lora.checkpoint.peft_names import file_name, our_name
 from dschat_lora.checkpoint.staging import staged_directory
 from dschat_lora.config import LoraConfig
@@ -99,10 +102,11 @@ def write_adapter(
     with staged_directory(final) as staging:
         fields = json.dumps(peft_fields(described), indent=2, sort_keys=True) + "\n"
         (staging / CONFIG_FILE).write_text(fields, encoding="utf-8")
-        save_file(stored, staging / WEIGHTS_FILE, metadata={"format": "pt"})
+        _save_weights(staging / WEIGHTS_FILE, stored)
         if write_more is not None:
             write_more(staging)
         _compare(staging, described, tensors)
+        write_manifest(staging, kind="adapter")
     return described
 
 
@@ -110,32 +114,12 @@ def read_adapter(directory: str | Path) -> Adapter:
     """An adapter written here or by PEFT, checked for being whole.
 
     Raises:
-        ValueError: if files are missing or damaged, or hold something else than LoRA factors
-            of the stated rank; the message names the file and the tensor.
+        ValueError: if files are missing, damaged or other than the manifest says, or hold
+            something else than LoRA factors of the stated rank; the message names the file and
+            the tensor.
     """
-    config = read_adapter_config(directory)
-    path = Path(directory) / WEIGHTS_FILE
-    if not path.is_file():
-        pickled = path.with_name("adapter_model.bin").is_file()
-        reason = (
-            ", only a pickled adapter_model.bin, which can run code when loaded; "
-            "load it with PEFT and save it again"
-        )
-        raise ValueError(f"{directory} has no {WEIGHTS_FILE}{reason if pickled else ''}")
-    try:
-        stored = load_file(path)
-    except SafetensorError as error:
-        raise ValueError(f"{path} is damaged: {error}") from None
-    tensors: dict[str, Tensor] = {}
-    base_tensors: dict[str, Tensor] = {}
-    for key, tensor in stored.items():
-        name, is_base = our_name(key, config, path)
-        if is_base:
-            base_tensors[name] = tensor
-        else:
-            tensors[name] = tensor.float()
-    check_tensors(tensors, config.r, where=str(path))
-    return Adapter(config, tensors, base_tensors)
+    verify_adapter(directory)
+    return _load(Path(directory))
 
 
 def lora_config_of(directory: str | Path) -> LoraConfig:
@@ -243,13 +227,55 @@ def check_tensors(tensors: Mapping[str, Tensor], r: int, *, where: str) -> None:
             raise ValueError(f"{where}: {name} holds values that are not finite")
 
 
+def _save_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors and :data:`WEIGHTS_METADATA`, always in the same bytes.
+
+    The library puts several fields of metadata in an order of chance.
+    """
+    data = save(dict(tensors))
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = {"__metadata__": WEIGHTS_METADATA} | json.loads(data[8:start])
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors are aligned to 8 bytes
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(memoryview(data)[start:])
+
+
+def _load(directory: Path) -> Adapter:
+    """:func:`read_adapter` without the manifest, which is written last."""
+    config = read_adapter_config(directory)
+    path = directory / WEIGHTS_FILE
+    if not path.is_file():
+        pickled = path.with_name("adapter_model.bin").is_file()
+        reason = (
+            ", only a pickled adapter_model.bin, which can run code when loaded; "
+            "load it with PEFT and save it again"
+        )
+        raise ValueError(f"{directory} has no {WEIGHTS_FILE}{reason if pickled else ''}")
+    try:
+        stored = load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+    tensors: dict[str, Tensor] = {}
+    base_tensors: dict[str, Tensor] = {}
+    for key, tensor in stored.items():
+        name, is_base = our_name(key, config, path)
+        if is_base:
+            base_tensors[name] = tensor
+        else:
+            tensors[name] = tensor.float()
+    check_tensors(tensors, config.r, where=str(path))
+    return Adapter(config, tensors, base_tensors)
+
+
 def _compare(staging: Path, config: AdapterConfig, tensors: Mapping[str, Tensor]) -> None:
     """Read back what was written.
 
     Raises:
         OSError: if it differs.
     """
-    back = read_adapter(staging)
+    back = _load(staging)
     same = back.config == config and back.tensors.keys() == tensors.keys()
     if not same or not all(torch.equal(back.tensors[n], t.float()) for n, t in tensors.items()):
         raise OSError(f"{staging}: the adapter read back differs from the one written")

@@ -1,13 +1,28 @@
 """``adapter_config.json`` in PEFT's layout; needs nothing but the standard library."""
 
 import json
+import os
+import shlex
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dschat_lora.checkpoint.manifest import (
+    MANIFEST,
+    DamagedError,
+    safetensors_header,
+    verify,
+    write_manifest,
+)
+
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+# Metadata of weights that were written here: a directory with them needs its manifest.
+WEIGHTS_METADATA = {"format": "pt", "manifest": MANIFEST}
+# The model card, which people edit.
+_UNCHECKED = frozenset({"README.md"})
 
 # Options of PEFT that leave the meaning of a factor alone, or say where it sits, which its
 # name says too.
@@ -91,6 +106,35 @@ def read_adapter_config(directory: str | Path) -> AdapterConfig:
     )
 
 
+def verify_adapter(directory: str | Path) -> None:
+    """Check an adapter against the manifest it was written with; the model card may be edited.
+
+    An adapter of stock PEFT has no manifest and passes.
+
+    Raises:
+        ValueError: naming the first file that is missing or differs, and what to do.
+    """
+    directory = Path(directory)
+    weights = directory / WEIGHTS_FILE
+    try:
+        if os.path.lexists(directory / MANIFEST):
+            verify(directory, kind="adapter", unchecked=_UNCHECKED)
+        elif os.path.lexists(weights) and _needs_manifest(weights):
+            raise DamagedError(f"{directory / MANIFEST} is missing")
+    except DamagedError as error:
+        raise ValueError(f"{error}; {_remedy(directory)}") from None
+
+
+def accept_adapter(directory: str | Path) -> None:
+    """Write the manifest of an adapter anew, after a change that was meant.
+
+    Raises:
+        ValueError: as :func:`read_adapter_config`, or if the weights have no readable header.
+    """
+    read_adapter_config(directory)
+    write_manifest(Path(directory), kind="adapter")
+
+
 def peft_fields(config: AdapterConfig) -> dict[str, Any]:
     """The JSON object that stock PEFT and the tools around it read."""
     alpha = config.lora_alpha
@@ -119,6 +163,24 @@ def peft_fields(config: AdapterConfig) -> dict[str, Any]:
         "use_dora": False,
         "use_rslora": config.use_rslora,
     }
+
+
+def _needs_manifest(weights: Path) -> bool:
+    return "manifest" in safetensors_header(weights).get("__metadata__", {})
+
+
+def _remedy(directory: Path) -> str:
+    """What to do about a directory that is not as it was written."""
+    try:
+        is_ours = _needs_manifest(directory / WEIGHTS_FILE)
+    except DamagedError:
+        return "copy or save the adapter again"
+    if not is_ours:
+        return f"if PEFT saved the adapter anew, delete {directory / MANIFEST}"
+    return (
+        "copy the adapter again or, if this change was meant, run "
+        f"python -m dschat_lora.checkpoint.adapter_config {shlex.quote(str(directory))}"
+    )
 
 
 def _check_plain_lora(fields: Mapping[str, Any], path: Path) -> None:
@@ -157,3 +219,7 @@ def _field(
         wanted = " or ".join(each.__name__ for each in kinds)
         raise ValueError(f"{path}: {name} must be {wanted}, got {value!r}")
     return value
+
+
+if __name__ == "__main__":
+    accept_adapter(sys.argv[1])

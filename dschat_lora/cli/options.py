@@ -42,6 +42,11 @@ def given_options() -> Any:
     return dataclasses.field(default=frozenset(), metadata={"given": True})
 
 
+def hidden(default: Any = None) -> Any:
+    """A field that is no option: what a check has settled, for the code behind it."""
+    return dataclasses.field(default=default, metadata={"hidden": True})
+
+
 class _Parser(argparse.ArgumentParser):
     """Raises instead of printing usage, so that every mistake is one line."""
 
@@ -81,8 +86,21 @@ def parse_config(
     values = {k: v for k, v in vars(namespace).items() if k in fields}
     if namespace.config is not None:
         values = _read_yaml(namespace.config, fields) | values
-    config: ConfigT = _build(config_class, values, prefix="")
-    return config
+    return build_config(config_class, values)
+
+
+def build_config(config_class: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
+    """An instance from ``{option name: value}``, as if these and no others were typed.
+
+    Raises:
+        ValueError: on an unusable value.
+    """
+    return _build(config_class, values, prefix="")
+
+
+def typed_options(config: Any) -> dict[str, Any]:
+    """The options the user set, JSON-ready; :func:`build_config` takes them back."""
+    return {name: value for name, value in flatten(config).items() if name in config.given}
 
 
 def run_main(
@@ -108,12 +126,17 @@ def run_main(
     main(config)
 
 
-def fail(message: str) -> NoReturn:
-    """End the process with exit code 2 and one line on stderr, from the first rank alone."""
+def fail(message: str, *, code: int = 2) -> NoReturn:
+    """End the process with one line on stderr, from the first rank alone.
+
+    Args:
+        message: what went wrong, and what to do.
+        code: exit code; 2 for a user's mistake.
+    """
     if os.environ.get("RANK", "0") == "0":
         sys.stderr.write("error: " + " ".join(message.split()) + "\n")
         sys.stderr.flush()
-    raise SystemExit(2)
+    raise SystemExit(code)
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
@@ -123,7 +146,7 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
         value = getattr(config, field.name)
         if "group" in field.metadata:
             flat |= flatten(value, _nested_prefix(prefix, field))
-        elif "given" not in field.metadata:
+        elif _is_option(field):
             flat[prefix + field.name] = list(value) if isinstance(value, tuple) else value
     return flat
 
@@ -135,8 +158,12 @@ def _leaves(
     for field in dataclasses.fields(config_class):
         if nested := field.metadata.get("group"):
             yield from _leaves(nested, _nested_prefix(prefix, field))
-        elif "given" not in field.metadata:
+        elif _is_option(field):
             yield prefix + field.name, (field, annotations[field.name])
+
+
+def _is_option(field: dataclasses.Field[Any]) -> bool:
+    return not {"given", "hidden"} & field.metadata.keys()
 
 
 def _add_option(
@@ -245,6 +272,8 @@ def _build(config_class: type[ConfigT], values: Mapping[str, Any], prefix: str) 
             kwargs[field.name] = _build(nested, values, _nested_prefix(prefix, field))
         elif "given" in field.metadata:
             kwargs[field.name] = frozenset(values)
+        elif "hidden" in field.metadata:
+            continue
         elif name in values:
             value = values[name]
             kwargs[field.name] = tuple(value) if isinstance(value, list) else value

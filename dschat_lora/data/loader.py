@@ -40,6 +40,8 @@ class StepLoader:
         assert min(micro_batch_size, gradient_accumulation_steps) >= 1
         self._samples = samples
         self._rows = rows
+        self.num_rows = len(rows)
+        self.packs = any(len(row) > 1 for row in rows)
         self._micro_batch_size = micro_batch_size
         self._rank = rank
         self._world_size = world_size

@@ -46,6 +46,14 @@ class TokenSet:
     def __len__(self) -> int:
         return int(self._starts[-1])
 
+    def digest(self) -> str:
+        """32 hex digits of the tokens and labels of every sample, in order."""
+        digest = hashlib.blake2b(self.lengths.tobytes(), digest_size=16)
+        for offsets, columns in zip(self._offsets, self._values, strict=True):
+            for values in columns:
+                digest.update(values[offsets[0] : offsets[-1]].data)
+        return digest.hexdigest()
+
     def __getitem__(self, index: int) -> Sample:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")

@@ -83,9 +83,14 @@ def device() -> torch.device:
 
 def sum_over_ranks(values: list[float]) -> list[float]:
     """Each number summed over all processes, in fp64; call on every rank."""
-    total = torch.tensor(values, dtype=torch.float64, device=device())
-    dist.all_reduce(total)
+    total = sum_tensor_(torch.tensor(values, dtype=torch.float64, device=device()))
     return [float(value) for value in total.tolist()]
+
+
+def sum_tensor_(tensor: Tensor) -> Tensor:
+    """Overwrite ``tensor`` with its sum over all processes; call on every rank."""
+    dist.all_reduce(tensor)
+    return tensor
 
 
 def max_over_ranks(value: float) -> float:
@@ -99,6 +104,13 @@ def broadcast_(tensor: Tensor) -> Tensor:
     """Overwrite ``tensor`` with rank 0's; call on every rank."""
     dist.broadcast(tensor, 0)
     return tensor
+
+
+def agree(fact: str) -> str:
+    """Rank 0's ``fact``; call on every rank."""
+    box = [fact]
+    dist.broadcast_object_list(box, 0, device=device())
+    return box[0]
 
 
 def local_first(function: Callable[[], ResultT]) -> ResultT:

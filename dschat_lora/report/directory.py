@@ -1,9 +1,13 @@
 """Where a run writes: a directory of its own, never one that holds an earlier run by accident."""
 
+import errno
+import fcntl
 import shutil
 from pathlib import Path
+from typing import TextIO
 
-_RESULTS = ("metrics.jsonl", "adapter", "model", "checkpoints")
+_FINISHED = ("adapter", "model")
+_RESULTS = ("metrics.jsonl", *_FINISHED, "checkpoints")
 _EXTRAS = ("run.json", "tensorboard", "report.html")
 
 
@@ -17,22 +21,82 @@ def leftovers(path: Path) -> list[Path]:
     return found + [path / name for name in _EXTRAS if found and (path / name).exists()]
 
 
-def claim_directory(given: str | None, *, name: str) -> Path:
+def is_unfinished(path: Path) -> bool:
+    """Whether a run under ``path`` left nothing that its end would have."""
+    return not any((path / name).exists() for name in _FINISHED)
+
+
+def newest_directory(name: str) -> Path | None:
+    """The last of output/NAME, output/NAME-2, ... that exists."""
+    newest, number = None, 1
+    while (path := default_directory(name, number)).is_dir():
+        newest, number = path, number + 1
+    return newest
+
+
+def default_directory(name: str, number: int) -> Path:
+    """Where run ``number`` of a stage writes if the user names no directory."""
+    return Path("output") / (name if number == 1 else f"{name}-{number}")
+
+
+def open_alone(path: Path) -> TextIO:
+    """The file ``metrics.jsonl`` of a run, opened to append and locked while it is open.
+
+    The lock ends with the process, however that ends. Closing any other descriptor of the file
+    in this process would end it too.
+
+    Raises:
+        ValueError: if another process has it.
+    """
+    file = path.open("a+", encoding="utf-8")
+    try:
+        # Not inherited by workers, which may outlive a killed run.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EAGAIN, errno.EACCES):
+            return file  # a file system without locks
+        file.close()
+        raise ValueError(
+            f"another run is writing to {path.parent}; wait for it, stop it, or choose another "
+            "--output_dir"
+        ) from None
+    return file
+
+
+def check_idle(path: Path) -> None:
+    """Refuse a directory that a living run writes to.
+
+    Raises:
+        ValueError: naming it.
+    """
+    if (path / "metrics.jsonl").exists():
+        open_alone(path / "metrics.jsonl").close()
+
+
+def claim_directory(given: str | None, *, name: str, spared: frozenset[str] = frozenset()) -> Path:
     """Create and return the directory of a run, emptied of what an earlier one wrote.
+
+    Its ``metrics.jsonl`` stays, for whoever locks it to empty.
 
     Args:
         given: the user's choice; None takes the first free of output/NAME, output/NAME-2, ...
         name: of the stage.
+        spared: names in it that stay too.
+
+    Raises:
+        ValueError: if a living run writes to it.
     """
     if given is not None:
         path = Path(given).expanduser()
+        check_idle(path)
         for old in leftovers(path):
-            shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
+            if old.name not in {"metrics.jsonl", *spared}:
+                shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
         path.mkdir(parents=True, exist_ok=True)
         return path
     number = 1
     while True:
-        path = Path("output") / (name if number == 1 else f"{name}-{number}")
+        path = default_directory(name, number)
         try:
             path.mkdir(parents=True)
         except FileExistsError:

@@ -1,7 +1,9 @@
 """What a run says while it runs: metrics.jsonl, TensorBoard, and the terminal."""
 
+import contextlib
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -11,47 +13,122 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from dschat_lora.report.directory import open_alone
+
 
 class RunLog:
     """Appends one JSON object a line to ``metrics.jsonl`` and tells a person; rank 0 alone.
 
     On other ranks every method does nothing. A line is flushed as it is written, so that the
-    file is valid however the run ends.
+    file is valid however the run ends. The file is locked while the run lives: no second run
+    writes to the directory. A full disk does not end the run here; see ``failure``.
     """
 
     def __init__(
-        self, output_dir: Path | None, *, active: bool, tensorboard: Path | None = None
+        self,
+        output_dir: Path | None,
+        *,
+        active: bool,
+        tensorboard: Path | None = None,
+        earlier: bool = False,
     ) -> None:
-        """Open the files of a run; without ``output_dir`` only the terminal is told."""
+        """Open the files of a run; without ``output_dir`` only the terminal is told.
+
+        Args:
+            output_dir: of the run.
+            active: whether this rank writes.
+            tensorboard: directory of its files, if they are wanted.
+            earlier: leave lines that are there for :meth:`rewind`; else the file is emptied.
+
+        Raises:
+            ValueError: if another process writes to the same directory.
+        """
         self._start = time.monotonic()
         self._active = active
         self._file: TextIO | None = None
         self._board: Any = None
+        self._board_directory = tensorboard
         self._bar: tqdm[Any] | None = None
+        self._num_lines = 0
+        #: the first error of the disk, after which nothing more is written
+        self.failure: OSError | None = None
         if not active or output_dir is None:
             return
-        self._file = (output_dir / "metrics.jsonl").open("a", encoding="utf-8")
-        if tensorboard is not None:
+        self._file = open_alone(output_dir / "metrics.jsonl")
+        if not earlier:
+            self.rewind(num_lines=0, seconds=0.0, step=0)
+
+    @property
+    def position(self) -> dict[str, float]:
+        """Where the log is, for :meth:`rewind`."""
+        return {"num_lines": self._num_lines, "seconds": time.monotonic() - self._start}
+
+    def rewind(
+        self, *, num_lines: int, seconds: float, step: int, source: Path | None = None
+    ) -> None:
+        """Go on after the first ``num_lines`` lines, ``seconds`` into the run, after ``step``.
+
+        TensorBoard is told to forget later steps.
+
+        Args:
+            num_lines: of :attr:`position`.
+            seconds: of :attr:`position`.
+            step: optimizer steps done by then.
+            source: a log of another run, from which the lines are copied.
+        """
+        self._start = time.monotonic() - seconds
+        if self._file is None:
+            return
+        if source is not None and source.is_file():
+            lines = source.read_text(encoding="utf-8").splitlines(keepends=True)
+            self._file.writelines(lines[:num_lines])
+            self._file.flush()
+        self._num_lines = _truncate(self._file, num_lines)
+        if self._num_lines < num_lines:
+            self.say(
+                f"  note         metrics.jsonl held {self._num_lines} of {num_lines} lines: those "
+                "between are lost"
+            )
+        if self._board_directory is not None:
             from torch.utils.tensorboard import SummaryWriter  # an optional extra
 
-            self._board = SummaryWriter(str(tensorboard))
+            purged = step + 1 if step else None
+            self._board = SummaryWriter(str(self._board_directory), purge_step=purged)
 
-    def expect(self, total_steps: int) -> None:
+    def expect(self, total_steps: int, done: int = 0) -> None:
         """Show a progress bar over ``total_steps`` where a person is watching."""
         if self._file is not None and total_steps and sys.stderr.isatty():
-            self._bar = tqdm(total=total_steps, unit="step", dynamic_ncols=True)
+            self._bar = tqdm(total=total_steps, initial=done, unit="step", dynamic_ncols=True)
 
     def write(self, kind: str, step: int, fields: Mapping[str, Any]) -> None:
         """Append one line of ``kind`` train, eval or event."""
-        if self._file is None:
+        if self._file is None or self.failure is not None:
             return
         record = {"kind": kind, "step": step, "time": time.monotonic() - self._start, **fields}
-        self._file.write(json.dumps(jsonable(record)) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(jsonable(record)) + "\n")
+            self._file.flush()
+        except OSError as error:
+            self.failure = error
+            return
+        self._num_lines += 1
         if self._board is not None and kind != "event":
             for name, value in fields.items():
                 if isinstance(value, int | float):
                     self._board.add_scalar(f"{kind}/{name}", value, step)
+
+    def sync(self) -> None:
+        """Bring what was written to the disk.
+
+        Raises:
+            OSError: if that or an earlier write failed.
+        """
+        if self.failure is not None:
+            raise self.failure
+        if self._board is not None:
+            self._board.flush()
+        if self._file is not None:
+            os.fsync(self._file.fileno())
 
     def say(self, text: str) -> None:
         """Show a line, above the progress bar if there is one."""
@@ -66,9 +143,13 @@ class RunLog:
 
     def close(self) -> None:
         """Close files and the bar."""
-        for closable in (self._bar, self._board, self._file):
+        for closable in (self._bar, self._board):
             if closable is not None:
                 closable.close()
+        if self._file is not None:
+            # What a full disk has refused once it may refuse again.
+            with contextlib.suppress(OSError) if self.failure else contextlib.nullcontext():
+                self._file.close()
 
     def __enter__(self) -> "RunLog":
         return self
@@ -80,6 +161,20 @@ class RunLog:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _truncate(file: TextIO, num_lines: int) -> int:
+    """Cut off what follows the first ``num_lines`` whole lines; returns how many there are."""
+    size = found = 0
+    # Through this very descriptor: closing any other one of the file would drop the lock.
+    reader = file.buffer
+    reader.seek(0)
+    while found < num_lines and (line := reader.readline()).endswith(b"\n"):
+        size += len(line)
+        found += 1
+    file.truncate(size)
+    file.seek(0, os.SEEK_END)
+    return found
 
 
 def jsonable(value: Any) -> Any:

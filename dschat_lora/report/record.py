@@ -20,20 +20,48 @@ _PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "tokenizers", "sa
 class RunRecord:
     """``run.json`` of a run, rewritten whole at each update; rank 0 alone writes."""
 
-    def __init__(self, output_dir: Path, *, active: bool) -> None:
+    def __init__(self, output_dir: Path, *, active: bool, earlier: bool = False) -> None:
+        """Prepare to write.
+
+        Args:
+            output_dir: of the run.
+            active: whether this rank writes.
+            earlier: go on with the content of an earlier run, which stays untouched until
+                :meth:`release`.
+        """
         self._path = output_dir / "run.json"
         self._active = active
-        self._content: dict[str, Any] = {}
+        self._content = _read_object(self._path) if earlier and active else {}
+        #: whether the file belongs to this run
+        self.is_open = not earlier
+
+    def release(self) -> None:
+        """Let the file show what was held back."""
+        self.is_open = True
+        self.update({})
 
     def update(self, fields: Mapping[str, Any]) -> None:
         """Add or replace top-level fields."""
         self._content |= fields
-        if self._active:
+        if self._active and self.is_open:
             staged = self._path.with_suffix(".json.partial")
             staged.write_text(
                 json.dumps(jsonable(self._content), indent=2) + "\n", encoding="utf-8"
             )
             staged.replace(self._path)
+
+    def append(self, name: str, item: Any) -> None:
+        """Add ``item`` to the list under ``name``."""
+        self.update({name: [*self._content.get(name, []), item]})
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in ``path``; empty if there is none that can be read."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def package_versions() -> dict[str, str | None]:

@@ -21,9 +21,10 @@ def main(config: SupervisedConfig) -> None:
     from dschat_lora.models.source import find_model
     from dschat_lora.run import open_run
     from dschat_lora.schedule import rate_factor
-    from dschat_lora.trainer import fit, make_plan
+    from dschat_lora.trainer import Progress, fit, make_plan
 
-    with open_run(config, name="sft") as output:
+    with open_run(config, name="sft", check=check_supervised) as output:
+        config = output.config
         source = find_model(config.model.model_name_or_path)
         check_targets(source, config.model, config.lora)
         tokenizer = load_tokenizer(source.tokenizer, config.model)
@@ -43,6 +44,7 @@ def main(config: SupervisedConfig) -> None:
         if config.run.dry_run:
             return
 
+        identity = stage.identify(adapted, tokenizer, data, settings)
         stage.place(adapted.model, settings)
         engine = stage.build_engine(CausalLMLoss(adapted.model), adapted, config, settings)
         packing = stage.settle_packing(engine, config, tokenizer, output)
@@ -53,22 +55,36 @@ def main(config: SupervisedConfig) -> None:
         )
         samples = SampleAnswers(engine, data.eval, tokenizer, config.run, output)
         meter = stage.make_meter(adapted, config, settings, output)
-
-        samples.show("before")
-        fit(
+        progress = Progress()
+        keeper = stage.make_keeper(
             engine,
+            adapted,
             loader,
-            causal_lm_loss,
-            plan,
-            rate_factor=rate_factor(
-                config.optim.lr_scheduler_type,
-                num_warmup_steps=config.optim.num_warmup_steps,
-                num_steps=plan.num_steps,
-            ),
-            meter=meter,
-            log=output.log,
-            evaluate_at=evaluator,
+            identity=identity,
+            parts={"progress": progress, "evaluation": evaluator, "answers": samples},
+            output=output,
         )
+
+        keeper.restore()
+        samples.show("before")
+        with output.interrupts.deferred():
+            fit(
+                engine,
+                loader,
+                causal_lm_loss,
+                plan,
+                progress=progress,
+                rate_factor=rate_factor(
+                    config.optim.lr_scheduler_type,
+                    num_warmup_steps=config.optim.num_warmup_steps,
+                    num_steps=plan.num_steps,
+                ),
+                seed=config.run.seed,
+                meter=meter,
+                log=output.log,
+                evaluate_at=evaluator,
+                keeper=keeper,
+            )
         if plan.num_steps:
             samples.show("after")
             stage.finish(

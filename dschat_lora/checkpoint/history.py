@@ -1,0 +1,156 @@
+"""The checkpoints of a run: ``RUN/checkpoints/step-00000100`` and what becomes of them."""
+
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from dschat_lora.checkpoint.manifest import DamagedError, verify
+
+#: beside the tensors of a checkpoint: everything that is none
+STATE_FILE = "state.json"
+_UNFINISHED = re.compile(r"\.(step-[0-9]{8,})\.(tmp|old|deleted)")
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A checkpoint that is not used, and the damage found in it."""
+
+    path: Path
+    reason: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The checkpoint to go on from, None without a valid one, and newer ones rejected."""
+
+    path: Path | None
+    rejected: tuple[Rejected, ...]
+
+
+def step_directory(run: Path, step: int) -> Path:
+    """Where a run keeps the checkpoint taken after ``step`` optimizer steps."""
+    return run / "checkpoints" / f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int | None:
+    """The step in a name that :func:`step_directory` gives, None for any other name."""
+    match = re.fullmatch(r"step-([0-9]{8}|[1-9][0-9]{8,})", path.name)
+    return int(match[1]) if match else None
+
+
+def checkpoints_of(run: Path) -> list[Path]:
+    """The checkpoint directories of a run, highest step first; damaged ones included."""
+    return [path for _, path in _numbered(run)]
+
+
+def newest_valid(run: Path) -> Choice:
+    """The newest checkpoint of ``run`` that is as its manifest says.
+
+    Reads every file of the candidates until one is valid.
+    """
+    rejected: list[Rejected] = []
+    for path in checkpoints_of(run):
+        try:
+            verify(path, kind="checkpoint")
+        except DamagedError as error:
+            rejected.append(Rejected(path, str(error)))
+        else:
+            return Choice(path, tuple(rejected))
+    return Choice(None, tuple(rejected))
+
+
+def rotate(run: Path, *, keep: int, newest: int) -> None:
+    """Delete old checkpoints; call on one rank, when ``newest`` has its final name.
+
+    A directory loses its valid name before its first file, so a killed process leaves no part
+    of a checkpoint under such a name. Links are left alone.
+
+    Args:
+        run: output directory of the run.
+        keep: number of checkpoints to keep, ``newest`` included; 0 keeps all.
+        newest: step just written. Later ones are of another history and stay.
+    """
+    assert keep >= 0
+    own = [path for step, path in _numbered(run) if step <= newest]
+    for path in own[keep:] if keep else []:
+        if not path.is_symlink():
+            doomed = path.with_name(f".{path.name}.deleted")
+            _remove(doomed)
+            path.rename(doomed)
+            _remove(doomed)
+
+
+def set_aside(run: Path, *, after: int, rejected: Iterable[Path] = ()) -> list[Path]:
+    """Rename the checkpoints that a run resumed at step ``after`` leaves behind.
+
+    Later ones belong to another history, which no resume may pick up again; they become
+    ``NAME.abandoned``. Rejected ones of any step become ``NAME.rejected``. A number is added
+    where that name is taken. Call on one rank.
+
+    Args:
+        run: output directory of the run.
+        after: step that training goes on from.
+        rejected: checkpoints of ``run`` that were found damaged.
+
+    Returns:
+        The paths they have then, highest step first.
+    """
+    damaged = {step_of(path) for path in rejected}
+    renamed = []
+    for step, path in _numbered(run):
+        if step in damaged:
+            renamed.append(_renamed(path, "rejected"))
+        elif step > after:
+            renamed.append(_renamed(path, "abandoned"))
+    return renamed
+
+
+def clear_unfinished(run: Path) -> None:
+    """Remove what a killed process left of directories it was writing or deleting.
+
+    A directory caught between the two renames of a replacement takes its name back. Call on one
+    rank, while nothing writes to ``run``.
+    """
+    checkpoints = run / "checkpoints"
+    for path in sorted(checkpoints.iterdir()) if checkpoints.is_dir() else []:
+        match = _UNFINISHED.fullmatch(path.name)
+        if match is not None:
+            _clear(path, checkpoints / match[1] if match[2] == "old" else None)
+    for name in ("adapter", "model"):
+        _clear(run / f".{name}.tmp", None)
+        _clear(run / f".{name}.old", run / name)
+
+
+def _numbered(run: Path) -> list[tuple[int, Path]]:
+    """Step and path of each checkpoint, highest step first."""
+    directory = run / "checkpoints"
+    found = list(directory.iterdir()) if directory.is_dir() else []
+    numbered = [(step_of(path), path) for path in found if path.is_dir()]
+    return sorted(((step, path) for step, path in numbered if step is not None), reverse=True)
+
+
+def _renamed(path: Path, ending: str) -> Path:
+    target, number = path.with_name(f"{path.name}.{ending}"), 1
+    while os.path.lexists(target):
+        number += 1
+        target = path.with_name(f"{path.name}.{ending}.{number}")
+    return path.rename(target)
+
+
+def _clear(path: Path, home: Path | None) -> None:
+    """Give ``path`` the free name ``home``, or remove it."""
+    if home is not None and os.path.lexists(path) and not os.path.lexists(home):
+        path.rename(home)
+    else:
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Delete a directory, file or link, if it is there; a link's target stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

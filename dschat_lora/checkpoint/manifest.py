@@ -1,0 +1,210 @@
+"""``manifest.json``: what a directory holds, so that damage is found before anything is loaded."""
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+MANIFEST = "manifest.json"
+_FORMAT = 1
+_BLOCK = 2**20  # bytes read at a time
+
+
+class DamagedError(ValueError):
+    """A directory is not what its manifest says; the message names the file."""
+
+
+def write_manifest(directory: Path, *, kind: str) -> None:
+    """Describe every regular file below ``directory`` in its ``manifest.json``.
+
+    Call it last, and on one rank.
+
+    Args:
+        directory: complete but for the manifest.
+        kind: ``checkpoint`` or ``adapter``.
+
+    Raises:
+        DamagedError: if a ``.safetensors`` file has no readable header.
+    """
+    manifest = directory / MANIFEST
+    files = {
+        path.relative_to(directory).as_posix(): _description(path)
+        for path in directory.rglob("*")
+        if path.is_file() and not path.is_symlink() and path != manifest
+    }
+    content = {"format": _FORMAT, "kind": kind, "files": files}
+    manifest.write_bytes(_canonical({**content, "sha256": _own_sha256(content)}))
+
+
+def read_manifest(directory: Path, *, kind: str) -> dict[str, Any]:
+    """The manifest of ``directory``, checked against its own hash.
+
+    Args:
+        directory: as given to :func:`write_manifest`.
+        kind: the one it must have.
+
+    Returns:
+        ``format``, ``kind``, ``sha256`` and ``files``: by name relative to ``directory``, the
+        ``bytes`` and ``sha256`` of each and the ``tensors`` of a ``.safetensors`` file, with
+        ``dtype`` and ``shape``.
+
+    Raises:
+        DamagedError: if it is missing, differs by a byte from what was written, or is of
+            another kind or format.
+    """
+    path = directory / MANIFEST
+    content = _sound_content(path)
+    if content.get("format") != _FORMAT:
+        raise DamagedError(
+            f"{path} has format {content.get('format')!r}, this version reads {_FORMAT}; "
+            "use the version that wrote it"
+        )
+    if content.get("kind") != kind:
+        raise DamagedError(f"{path} is of kind {content.get('kind')!r}, not {kind!r}")
+    if not _has_files(content):
+        raise DamagedError(f"{path} is damaged: it lacks the size or SHA-256 of a file")
+    return content
+
+
+def verify(
+    directory: Path, *, kind: str, unchecked: frozenset[str] = frozenset()
+) -> dict[str, Any]:
+    """The manifest of ``directory``, after every file was found to be as it says.
+
+    Files it does not list are no damage.
+
+    Args:
+        directory: as given to :func:`write_manifest`.
+        kind: the one its manifest must have.
+        unchecked: names relative to ``directory`` that may differ or be missing.
+
+    Returns:
+        As :func:`read_manifest`.
+
+    Raises:
+        DamagedError: at the first file that is missing, unreadable, outside the directory, or
+            of another size or SHA-256; and as :func:`read_manifest`.
+    """
+    content = read_manifest(directory, kind=kind)
+    for name, entry in content["files"].items():
+        if name not in unchecked:
+            _check_file(directory, name, entry)
+    return content
+
+
+def safetensors_header(path: Path) -> dict[str, Any]:
+    """The header of a safetensors file.
+
+    Returns:
+        By tensor, its ``dtype``, ``shape`` and ``data_offsets``; under ``__metadata__``, where
+        the file has that, what its writer said of it.
+
+    Raises:
+        DamagedError: naming ``path``, if it cannot be read or holds no such header.
+    """
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if length > size - 8:
+                raise ValueError(f"{size} bytes do not hold its header")
+            header = json.loads(file.read(length))
+    except OSError as error:
+        raise DamagedError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(f"{path} is damaged: {error}") from None
+    if not isinstance(header, dict) or not isinstance(header.get("__metadata__", {}), dict):
+        raise DamagedError(f"{path} is damaged: its header is no JSON object of tensors")
+    for name, entry in _tensors(header).items():
+        if not isinstance(entry, dict) or not {"dtype", "shape"} <= entry.keys():
+            raise DamagedError(f"{path} is damaged: its header lacks dtype or shape of {name!r}")
+    return header
+
+
+def _description(path: Path) -> dict[str, Any]:
+    entry: dict[str, Any] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+    if path.suffix == ".safetensors":
+        entry["tensors"] = {
+            name: {"dtype": tensor["dtype"], "shape": tensor["shape"]}
+            for name, tensor in _tensors(safetensors_header(path)).items()
+        }
+    return entry
+
+
+def _tensors(header: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: entry for name, entry in header.items() if name != "__metadata__"}
+
+
+def _sound_content(path: Path) -> dict[str, Any]:
+    """The object in the manifest ``path``, if every byte is as it was written."""
+    try:
+        data = path.read_bytes()
+        content = json.loads(data)
+        if not isinstance(content, dict) or data != _canonical(content):
+            raise ValueError("it is not in the form that is written")
+        if content.get("sha256") != _own_sha256(content):
+            raise ValueError("it has another SHA-256 than it says itself")
+    except FileNotFoundError:
+        raise DamagedError(f"{path} is missing") from None
+    except OSError as error:
+        raise DamagedError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(f"{path} is damaged: {error}") from None
+    return content
+
+
+def _check_file(directory: Path, name: str, entry: Mapping[str, Any]) -> None:
+    listed = PurePosixPath(name)
+    if listed.is_absolute() or ".." in listed.parts or "\0" in name:
+        raise DamagedError(f"{directory / MANIFEST} lists {name!r}, which lies outside {directory}")
+    path = directory / name
+    try:
+        real = Path(os.path.realpath(path, strict=True))
+        if not real.is_relative_to(os.path.realpath(directory)):
+            raise DamagedError(f"{path} is a link to {real}, outside {directory}; copy the file")
+        found = real.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise DamagedError(f"{path} is no regular file")
+        if found.st_size != entry["bytes"]:
+            raise DamagedError(
+                f"{path} has {found.st_size} bytes, its manifest says {entry['bytes']}"
+            )
+        digest = _sha256(real)
+    except FileNotFoundError:
+        raise DamagedError(f"{path} is missing") from None
+    except OSError as error:
+        raise DamagedError(f"{path} cannot be read: {error.strerror}") from None
+    if digest != entry["sha256"]:
+        raise DamagedError(f"{path} has another SHA-256 than its manifest says")
+
+
+def _has_files(content: Mapping[str, Any]) -> bool:
+    files = content.get("files")
+    return isinstance(files, dict) and all(
+        isinstance(entry, dict)
+        and isinstance(entry.get("bytes"), int)
+        and isinstance(entry.get("sha256"), str)
+        for entry in files.values()
+    )
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _own_sha256(content: Mapping[str, Any]) -> str:
+    described = {name: value for name, value in content.items() if name != "sha256"}
+    return hashlib.sha256(_canonical(described)).hexdigest()
+
+
+def _canonical(content: Any) -> bytes:
+    """The one way to write ``content`` down."""
+    text = json.dumps(content, indent=2, sort_keys=True, allow_nan=False)
+    return (text + "\n").encode("ascii")

@@ -1,0 +1,133 @@
+"""Checkpoints of a run, written beside training: complete under their name, or not there."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from queue import Full, Queue
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dschat_lora.checkpoint.history import STATE_FILE, rotate, step_directory
+from dschat_lora.checkpoint.manifest import write_manifest
+from dschat_lora.checkpoint.staging import staged_directory
+from dschat_lora.checkpoint.tensors import save_tensors
+
+SHARD_BYTES = 2**30
+Shard = tuple[str, dict[str, Tensor]]
+
+
+class Saver:
+    """Writes ``RUN/checkpoints/step-...`` on a thread of its own; rank 0 alone has one.
+
+    At most two shards of tensors wait in memory; where the disk is slower than that, saving
+    waits for it. What goes wrong is kept in ``failure`` for the training loop to find.
+    """
+
+    def __init__(self, run: Path, *, keep: int, before_commit: Callable[[], None]) -> None:
+        """Prepare to write.
+
+        Args:
+            run: the output directory.
+            keep: newest checkpoints that stay; 0 keeps all.
+            before_commit: called before a checkpoint takes its name, to bring to disk what
+                it relies on.
+        """
+        self._run, self._keep, self._before_commit = run, keep, before_commit
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._task: Future[None] | None = None
+        #: newest checkpoint that is complete
+        self.committed: Path | None = None
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why the last checkpoint could not be written; None if it was, or still is being."""
+        return self._task.exception() if self._task is not None and self._task.done() else None
+
+    def save(
+        self,
+        step: int,
+        tensors: Mapping[str, Iterator[tuple[str, Tensor]]],
+        state: Mapping[str, Any],
+    ) -> None:
+        """Take ``tensors``, and return while they are being written.
+
+        Args:
+            step: of the checkpoint.
+            tensors: (key, CPU tensor) by the part of the run they belong to.
+            state: what is no tensor, JSON-ready.
+
+        Raises:
+            OSError: if this or the checkpoint before could not be written.
+            ValueError: if a tensor is not finite.
+        """
+        self.wait()
+        shards: Queue[Shard | None] = Queue(maxsize=1)
+        task = self._task = self._thread.submit(self._write, step, shards, dict(state))
+        complete = False
+        try:
+            for part, pairs in tensors.items():
+                for shard in _shards(part, pairs):
+                    _hand_over(shard, shards, task)
+            complete = True
+        finally:
+            _hand_over(None if complete else ("", {}), shards, task)
+
+    def wait(self) -> None:
+        """Return when nothing is being written any more.
+
+        Raises:
+            OSError, ValueError: as :meth:`save`.
+        """
+        if self._task is not None:
+            self._task.result()
+
+    def _write(self, step: int, shards: "Queue[Shard | None]", state: dict[str, Any]) -> None:
+        final = step_directory(self._run, step)
+        with staged_directory(final) as staging:
+            while (shard := shards.get()) is not None:
+                name, tensors = shard
+                if not name:
+                    raise InterruptedError(f"{final} was given up: its tensors did not all come")
+                _check_finite(tensors, final)
+                save_tensors(tensors, staging / name)
+            (staging / STATE_FILE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+            write_manifest(staging, kind="checkpoint")
+            self._before_commit()
+        self.committed = final
+        rotate(self._run, keep=self._keep, newest=step)
+
+
+def _shards(part: str, pairs: Iterator[tuple[str, Tensor]]) -> Iterator[Shard]:
+    """Tensors in files of about ``SHARD_BYTES``."""
+    shard: dict[str, Tensor] = {}
+    size = number = 0
+    for key, tensor in pairs:
+        if shard and size + tensor.nbytes > SHARD_BYTES:
+            number += 1
+            yield f"{part}-{number:05d}.safetensors", shard
+            shard, size = {}, 0
+        shard[key] = tensor
+        size += tensor.nbytes
+    if shard:
+        yield f"{part}-{number + 1:05d}.safetensors", shard
+
+
+def _hand_over(item: Shard | None, shards: "Queue[Shard | None]", task: "Future[None]") -> None:
+    """Put into the queue, unless nobody takes from it any more."""
+    while not task.done():
+        try:
+            shards.put(item, timeout=0.05)
+        except Full:
+            continue
+        return
+
+
+def _check_finite(tensors: Mapping[str, Tensor], final: Path) -> None:
+    for key, tensor in tensors.items():
+        if not torch.isfinite(tensor).all():
+            raise ValueError(
+                f"{final.name} was not written: {key} holds values that are not finite"
+            )

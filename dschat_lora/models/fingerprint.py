@@ -1,0 +1,36 @@
+"""What a model's base weights are, as one hash."""
+
+import hashlib
+
+import torch
+from torch import Tensor, nn
+
+from dschat_lora.lora.model import adapter_parameters
+
+SAMPLED_VALUES = 4096  # of each tensor
+
+
+@torch.no_grad()
+def base_fingerprint(model: nn.Module) -> str:
+    """32 hex digits that differ where the base differs in a name, a shape, a type or a value.
+
+    Values are looked at in up to ``SAMPLED_VALUES`` evenly spaced places of each tensor: enough
+    to tell models apart, and quick however large they are. Adapters do not count.
+
+    Args:
+        model: whole, before ZeRO 3 shards it, and before it is trained.
+    """
+    adapter = adapter_parameters(model)
+    digest = hashlib.blake2b(digest_size=16)
+    for name, parameter in sorted(model.named_parameters()):
+        if name not in adapter:
+            digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}\n".encode())
+            digest.update(_sample(parameter).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """Evenly spaced values, as the bytes they are, on CPU."""
+    flat = tensor.detach().reshape(-1)
+    step = max(1, flat.numel() // SAMPLED_VALUES)
+    return flat[::step].cpu().contiguous().view(torch.uint8)

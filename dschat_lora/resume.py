@@ -1,0 +1,220 @@
+"""Which checkpoint a run goes on from, and with which options; settled before anything heavy."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dschat_lora.checkpoint.history import (
+    STATE_FILE,
+    Choice,
+    Rejected,
+    checkpoints_of,
+    newest_valid,
+)
+from dschat_lora.checkpoint.manifest import MANIFEST, verify
+from dschat_lora.cli.options import build_config, typed_options
+from dschat_lora.config import SupervisedConfig
+from dschat_lora.report.directory import newest_directory
+from dschat_lora.report.terminal import say_once
+
+ConfigT = TypeVar("ConfigT", bound=SupervisedConfig)
+
+# Options of one process, not of the run: never taken from a checkpoint.
+_OF_THE_PROCESS = (
+    "output_dir",
+    "overwrite_output_dir",
+    "resume_from_checkpoint",
+    "dry_run",
+    "deepspeed",
+)
+# What the state means depends on these; their values cannot change on the way.
+_FIXED = (
+    *("lora_dim", "lora_alpha", "use_rslora", "target_modules", "lora_module_name"),
+    *("train_bias", "modules_to_save", "only_optimize_lora", "add_eot_token", "eot_token"),
+    *("max_seq_len", "overlong", "bad_rows", "train_on_prompt", "packing", "data_split"),
+    *("data_weights", "eval_ratio", "seed"),
+)
+_ROWS = ("per_device_train_batch_size", "gradient_accumulation_steps")
+
+_IDENTITY = {
+    "model": "the base model's weights",
+    "tokenizer": "the tokenizer",
+    "train_data": "the training data",
+    "eval_data": "the evaluation data",
+    "dtype": "--dtype",
+    "packing": "whether rows are packed",
+    "rows": "the number of rows",
+    "rows_per_step": "the rows of a step",
+}
+
+
+def settle(config: ConfigT, *, stage: str) -> ConfigT:
+    """The config with the checkpoint it goes on from, and the options that one was made with.
+
+    Options that are not typed again are those of the checkpoint. Where the number of processes
+    differs, the accumulation follows, so that a step stays a step. Call on the first rank.
+
+    Args:
+        config: as parsed.
+        stage: name of the stage, as in its default output directory.
+
+    Returns:
+        The config; its ``checkpoint`` is "" for a fresh start.
+
+    Raises:
+        ValueError: if there is no checkpoint to go on from, or options contradict it; the
+            message lists every difference.
+    """
+    wanted = config.run.resume_from_checkpoint
+    if wanted is None:
+        return replace(config, checkpoint="")
+    run, choice = _choose(wanted, config.run.output_dir, stage)
+    for rejected in choice.rejected:
+        say_once(f"  note         checkpoint rejected: {rejected.reason}")
+    if choice.path is None:
+        if wanted == "auto":
+            where = f" in {run}" if run is not None else ""
+            say_once(f"no checkpoint to go on from{where}: a fresh start")
+            return replace(config, checkpoint="")
+        raise ValueError(_nothing_found(wanted, run, choice.rejected))
+    state = read_state(choice.path)
+    merged = _with_options_of(state, config, choice.path)
+    output_dir = merged.run.output_dir or str(run)
+    say_once(f"going on from {choice.path}, after step {state['step']:,}")
+    return replace(
+        merged,
+        run=replace(merged.run, output_dir=output_dir),
+        given=merged.given | {"output_dir"},
+        checkpoint=str(choice.path.absolute()),
+        rejected=tuple(str(each.path) for each in choice.rejected),
+    )
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """What a verified checkpoint holds besides tensors."""
+    state: dict[str, Any] = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
+    return state
+
+
+def check_identity(checkpoint: Path, now: Mapping[str, Any]) -> None:
+    """Refuse to give the state of one run to another.
+
+    Raises:
+        ValueError: listing everything that differs.
+    """
+    then = read_state(checkpoint)["identity"]
+    differences = [
+        f"{text} (was {then.get(name)}, now {now.get(name)})"
+        for name, text in _IDENTITY.items()
+        if then.get(name) != now.get(name)
+    ]
+    if differences:
+        raise ValueError(
+            f"--resume_from_checkpoint {checkpoint}: the run was another one; what differs: "
+            + "; ".join(differences)
+        )
+
+
+def run_of(checkpoint: str | Path) -> Path:
+    """The output directory that a checkpoint lies in."""
+    return Path(checkpoint).parent.parent
+
+
+def goes_on_in_place(config: SupervisedConfig) -> bool:
+    """Whether the run continues in the directory of its checkpoint, rather than in a new one."""
+    if not config.checkpoint or config.run.output_dir is None:
+        return False
+    return run_of(config.checkpoint).resolve() == Path(config.run.output_dir).expanduser().resolve()
+
+
+def options_to_keep(config: SupervisedConfig) -> dict[str, Any]:
+    """The typed options that a resumed run takes over, JSON-ready."""
+    return {n: v for n, v in typed_options(config).items() if n not in _OF_THE_PROCESS}
+
+
+def _choose(wanted: str, output_dir: str | None, stage: str) -> tuple[Path | None, Choice]:
+    """(output directory looked into, its newest valid checkpoint)."""
+    if wanted in ("latest", "auto"):
+        run = Path(output_dir).expanduser() if output_dir is not None else newest_directory(stage)
+        return run, newest_valid(run) if run is not None else Choice(None, ())
+    path = Path(wanted).expanduser()
+    if (path / MANIFEST).is_file() or path.parent.name == "checkpoints":
+        if not path.is_dir():
+            raise ValueError(f"--resume_from_checkpoint {wanted} does not exist")
+        # Given by name: nothing else is taken in its place.
+        verify(path, kind="checkpoint")
+        return run_of(path), Choice(path, ())
+    if not checkpoints_of(path):
+        raise ValueError(
+            f"--resume_from_checkpoint {wanted} must be latest, auto, a directory such as "
+            "output/sft/checkpoints/step-00000100, or the output directory of a run with one"
+        )
+    return path, newest_valid(path)
+
+
+def _nothing_found(wanted: str, run: Path | None, rejected: tuple[Rejected, ...]) -> str:
+    if rejected:
+        reasons = "; ".join(each.reason for each in rejected)
+        return f"--resume_from_checkpoint {wanted}: no checkpoint in {run} is sound: {reasons}"
+    where = f"{run} holds no checkpoint" if run is not None else "there is no run to go on with"
+    return (
+        f"--resume_from_checkpoint {wanted}: {where}; name the run with --output_dir, or use "
+        "auto to start afresh where there is none"
+    )
+
+
+def _with_options_of(state: Mapping[str, Any], config: ConfigT, path: Path) -> ConfigT:
+    now = typed_options(config)
+    then: dict[str, Any] = state["config"]
+    shared = now.keys() & then.keys()
+    changed = {n: (then[n], now[n]) for n in sorted(shared) if now[n] != then[n]}
+    differences = [
+        f"--{name} was {_shown(before)}, now {_shown(after)}"
+        for name, (before, after) in changed.items()
+        if name in _FIXED
+    ]
+    merged = build_config(type(config), {**state["options"], **now})
+    merged, rows = _with_same_rows(merged, state, now)
+    differences += rows
+    if differences:
+        raise ValueError(
+            f"--resume_from_checkpoint {path}: the run was another one: {'; '.join(differences)}"
+        )
+    for name, (before, after) in changed.items():
+        if name not in _OF_THE_PROCESS:
+            say_once(
+                f"  note         --{name} {_shown(after)} from here on, {_shown(before)} so far"
+            )
+    return merged
+
+
+def _with_same_rows(
+    config: ConfigT, state: Mapping[str, Any], now: Mapping[str, Any]
+) -> tuple[ConfigT, list[str]]:
+    """The config whose steps have as many rows as before, or the difference that forbids it."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    then, rows = state["config"], state["identity"]["rows_per_step"]
+    micro = now.get(_ROWS[0], then[_ROWS[0]])
+    if _ROWS[0] not in now:
+        micro = min(micro, max(1, rows // world_size))
+    steps = now.get(_ROWS[1], max(1, rows // (micro * world_size)))
+    if micro * steps * world_size != rows:
+        return config, [
+            f"a step had {rows} rows, now --{_ROWS[0]} {micro} x --{_ROWS[1]} {steps} x "
+            f"{world_size} processes is {micro * steps * world_size}"
+        ]
+    if (micro, steps) != (then[_ROWS[0]], then[_ROWS[1]]):
+        say_once(
+            f"  note         --{_ROWS[0]} {micro} --{_ROWS[1]} {steps}: a step keeps {rows} rows"
+        )
+    batch = replace(
+        config.batch, per_device_train_batch_size=micro, gradient_accumulation_steps=steps
+    )
+    return replace(config, batch=batch, given=config.given | set(_ROWS)), []
+
+
+def _shown(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
