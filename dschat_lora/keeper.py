@@ -187,7 +187,14 @@ class Keeper:
 
     def _finish_writing(self) -> None:
         """Return when the checkpoint being written is complete, on every rank."""
-        on_rank_zero(lambda: self._saver.wait() if self._saver is not None else None)
+        on_rank_zero(self._wait)
+
+    def _wait(self) -> None:
+        if self._saver is None:
+            return
+        self._saver.wait()
+        while self._saver.notes:
+            self._output.log.say(f"  note         {self._saver.notes.pop()}")
 
     def _state(self, step: int) -> dict[str, Any]:
         config = self._output.config

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dschat_lora.assets import BUNDLED_DATA
+from dschat_lora.checkpoint.adapter_config import verify_adapter
 from dschat_lora.config import DataConfig, LoraConfig, RunConfig, SupervisedConfig
 from dschat_lora.data.rows import check_sources
 from dschat_lora.engine.ds_config import reconcile
@@ -50,6 +51,8 @@ def check_supervised(config: SupervisedConfig, *, stage: str = "sft") -> Supervi
         config = settle(config, stage=stage)
     given = config.given
     source = find_model(config.model.model_name_or_path)
+    if source.adapter is not None and _is_first_rank():
+        verify_adapter(source.adapter)
     data = with_bundled_data(config.data, given)
     lora = continued_lora(config.lora, source, given)
     _check_lora(lora, given)
@@ -163,18 +166,18 @@ def check_output_dir(config: SupervisedConfig) -> None:
     if not earlier or goes_on_in_place(config):
         return
     names = ", ".join(p.name for p in earlier)
+    goes_on = run.resume_from_checkpoint == "auto" and is_unfinished(path)
+    if not run.overwrite_output_dir and not goes_on:
+        raise ValueError(
+            f"--output_dir {path} holds an earlier run ({names}); choose another directory, go "
+            "on with that run by --resume_from_checkpoint latest, or delete it with "
+            "--overwrite_output_dir"
+        )
     if not (path / "run.json").is_file():
         raise ValueError(
             f"--output_dir {path} holds {names} but no run.json: no run wrote that, and "
             "--overwrite_output_dir deletes runs only; choose another directory"
         )
-    if run.overwrite_output_dir or (run.resume_from_checkpoint == "auto" and is_unfinished(path)):
-        return
-    raise ValueError(
-        f"--output_dir {path} holds an earlier run ({names}); choose another directory, go on "
-        "with that run by --resume_from_checkpoint latest, or delete it with "
-        "--overwrite_output_dir"
-    )
 
 
 def _is_first_rank() -> bool:

@@ -22,22 +22,35 @@ LAYERS = {
     "assets": (set(), set()),
     "attention": (set(), {"torch"}),
     "checkpoint": ({"lora", "config"}, {"torch", "safetensors"}),
-    "checkpoint.adapter_config": (set(), set()),
+    "checkpoint.adapter_config": ({"checkpoint.manifest"}, set()),
     "checkpoint.export": (
         {"checkpoint", "lora", "config", "engine"},
         {"torch", "transformers"},
     ),
+    "checkpoint.history": ({"checkpoint.manifest"}, set()),
+    "checkpoint.manifest": (set(), set()),
     "cli.options": (set(), {"yaml"}),
     "cli.main": ({"", "demo"}, set()),
     "config": ({"cli.options"}, set()),
-    "data": ({"config", "algos"}, {"torch", "numpy", "datasets", "pyarrow", "jinja2"}),
+    "data": (
+        {"config", "algos", "randomness"},
+        {"torch", "numpy", "datasets", "pyarrow", "jinja2"},
+    ),
     "demo": (
         {"assets", "cli.options", "config", "lora", "models", "report", "world"},
         {"torch"},
     ),
     "engine": (set(), {"torch", "deepspeed", "psutil"}),
     "engine.ds_config": ({"config"}, set()),
-    "evaluation": ({"config", "data", "engine", "models", "report", "run", "trainer"}, set()),
+    "evaluation": (
+        {"config", "data", "engine", "models", "perf", "report", "run", "trainer"},
+        set(),
+    ),
+    "interrupt": ({"engine"}, set()),
+    "keeper": (
+        {"checkpoint", "cli.options", "engine", "interrupt", "report", "resume", "run"},
+        {"torch"},
+    ),
     "lora": ({"config"}, {"torch"}),
     "models": (
         {"algos", "attention", "checkpoint", "config", "lora"},
@@ -47,26 +60,44 @@ LAYERS = {
     "models.source": ({"assets", "checkpoint.adapter_config"}, set()),
     "perf": ({"lora"}, {"torch"}),
     "preflight": (
-        {"assets", "config", "data.rows", "engine.ds_config", "models.source", "report"},
+        {
+            *("assets", "checkpoint.adapter_config", "config", "data.rows", "engine.ds_config"),
+            *("models.source", "report", "resume"),
+        },
         set(),
     ),
+    "randomness": (set(), set()),
     "report": ({""}, {"torch", "tqdm"}),
-    "run": ({"cli.options", "config", "engine", "report"}, {"torch"}),
+    "resume": (
+        {"checkpoint.history", "checkpoint.manifest", "cli.options", "config", "report"},
+        set(),
+    ),
+    "run": (
+        {
+            *("checkpoint", "cli.options", "config", "engine", "interrupt", "randomness"),
+            *("report", "resume"),
+        },
+        {"torch", "safetensors"},
+    ),
     "schedule": (set(), {"torch", "transformers"}),
     "stage": (
         {
             *("checkpoint", "cli.options", "config", "data", "engine", "lora", "models"),
-            *("perf", "report", "run"),
+            *("keeper", "perf", "report", "run"),
         },
         {"torch"},
     ),
-    "trainer": ({"config", "data", "engine", "perf", "report"}, {"torch"}),
+    "trainer": (
+        {"config", "data", "engine", "interrupt", "perf", "randomness", "report"},
+        {"torch"},
+    ),
     "world": (set(), set()),
 }
 # Loaded by every start-up check, so that a wrong option is reported at once.
 LIGHT = """
-    assets checkpoint.adapter_config cli.options config data.rows data.sources engine.ds_config
-    models.source preflight report.directory report.terminal world
+    assets checkpoint.adapter_config checkpoint.history checkpoint.manifest cli.options config
+    data.rows data.sources engine.ds_config models.source preflight report.directory
+    report.terminal randomness resume world
 """.split()
 HEAVY = ("torch", "transformers", "deepspeed", "datasets", "numpy", "pyarrow", "peft")
 # Modules that may write to a standard stream.

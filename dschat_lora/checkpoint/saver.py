@@ -38,6 +38,8 @@ class Saver:
         self._run, self._keep, self._before_commit = run, keep, before_commit
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._task: Future[None] | None = None
+        #: what went wrong without harm, for a person
+        self.notes: list[str] = []
         #: newest checkpoint that is complete
         self.committed: Path | None = None
 
@@ -97,7 +99,11 @@ class Saver:
             write_manifest(staging, kind="checkpoint")
             self._before_commit()
         self.committed = final
-        rotate(self._run, keep=self._keep, newest=step)
+        try:
+            rotate(self._run, keep=self._keep, newest=step)
+        except OSError as error:
+            # The run is safe; a person may want to make room.
+            self.notes.append(f"an old checkpoint could not be deleted: {error}")
 
 
 def _shards(part: str, pairs: Iterator[tuple[str, Tensor]]) -> Iterator[Shard]:

@@ -1,11 +1,16 @@
 import json
 import os
+import re
+import shlex
 import stat
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 from torch import nn
 
 from dschat_lora.checkpoint import adapter as adapter_module
@@ -15,9 +20,12 @@ from dschat_lora.checkpoint.adapter import (
     read_adapter,
     write_adapter,
 )
+from dschat_lora.checkpoint.adapter_config import accept_adapter, verify_adapter
+from dschat_lora.checkpoint.manifest import write_manifest
 from dschat_lora.config import LoraConfig
 from dschat_lora.lora.model import adapter_layout, adapter_parameters, apply_lora
 
+ROOT = Path(__file__).resolve().parents[2]
 CONFIG = LoraConfig(lora_dim=2, lora_alpha=4, lora_dropout=0.1)
 
 
@@ -43,11 +51,20 @@ def rewrite(directory, change):
     tensors = load_file(path)
     change(tensors)
     save_file(tensors, path)
+    write_manifest(directory, kind="adapter")
 
 
 def rewrite_config(directory, **fields):
     path = directory / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    write_manifest(directory, kind="adapter")
+
+
+def write_without_manifest(directory):
+    """An adapter as stock PEFT leaves it."""
+    write(directory)
+    rewrite(directory, lambda tensors: None)
+    (directory / "manifest.json").unlink()
 
 
 A = "base_model.model.blocks.0.q.lora_A.weight"
@@ -152,7 +169,7 @@ def test_interrupted_write_leaves_what_was_there(stage, exists, tmp_path, monkey
         first = write(tmp_path / "adapter")
     options = {}
     if stage == "tensors":
-        monkeypatch.setattr(adapter_module, "save_file", fail_to_save)
+        monkeypatch.setattr(adapter_module, "save", fail_to_save)
     elif stage == "further files":
         options["write_more"] = fail_to_add
     else:
@@ -206,15 +223,15 @@ def test_final_name_never_shows_a_partial_adapter(tmp_path):
     write(final, write_more=lambda at: (at / "README.md").write_text("card"))
     done.set()
     watcher.join()
-    whole = ["README.md", "adapter_config.json", "adapter_model.safetensors"]
+    whole = ["README.md", "adapter_config.json", "adapter_model.safetensors", "manifest.json"]
     assert all(listing == whole for listing in seen)
 
 
 def test_file_that_reads_back_differently_does_not_take_the_final_name(tmp_path, monkeypatch):
-    def corrupt(tensors, path, metadata):
-        save_file({n: t + (t == t.max()) for n, t in tensors.items()}, path, metadata)
+    def corrupt(tensors):
+        return save({n: t + (t == t.max()) for n, t in tensors.items()})
 
-    monkeypatch.setattr(adapter_module, "save_file", corrupt)
+    monkeypatch.setattr(adapter_module, "save", corrupt)
     with pytest.raises(OSError, match="differs from the one written"):
         write(tmp_path / "adapter")
     assert os.listdir(tmp_path) == []
@@ -266,8 +283,8 @@ def test_damaged_tensors_are_refused(damage, message, tmp_path):
 
 
 @pytest.mark.parametrize("length", [0, 5, 100, -1])
-def test_truncated_file_is_refused(length, tmp_path):
-    write(tmp_path / "adapter")
+def test_truncated_file_without_manifest_is_refused(length, tmp_path):
+    write_without_manifest(tmp_path / "adapter")
     path = tmp_path / "adapter" / "adapter_model.safetensors"
     path.write_bytes(path.read_bytes()[:length])
     with pytest.raises(ValueError, match=r"adapter_model\.safetensors is damaged"):
@@ -275,14 +292,14 @@ def test_truncated_file_is_refused(length, tmp_path):
 
 
 def test_missing_weights_are_reported(tmp_path):
-    write(tmp_path / "adapter")
+    write_without_manifest(tmp_path / "adapter")
     (tmp_path / "adapter" / "adapter_model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"has no adapter_model\.safetensors$"):
         read_adapter(tmp_path / "adapter")
 
 
 def test_pickled_weights_are_never_opened(tmp_path):
-    write(tmp_path / "adapter")
+    write_without_manifest(tmp_path / "adapter")
     path = tmp_path / "adapter" / "adapter_model.safetensors"
     path.rename(path.with_name("adapter_model.bin"))
     with pytest.raises(ValueError, match=r"only a pickled adapter_model\.bin, which can run code"):
@@ -354,3 +371,122 @@ def test_unset_and_tuning_fields_of_other_versions_are_ignored(tmp_path):
     write(tmp_path / "adapter")
     rewrite_config(tmp_path / "adapter", future_config=None, future_size=16, future_flag=False)
     assert read_adapter(tmp_path / "adapter").config.r == 2
+
+
+# ---------------------------------------------------------------------------- manifest
+
+
+CARD = {"write_more": lambda at: (at / "README.md").write_text("card")}
+
+
+def damage_in_place(path):
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def test_manifest_lists_every_file_and_the_shape_of_each_tensor(tmp_path):
+    write(tmp_path / "adapter", **CARD)
+    content = json.loads((tmp_path / "adapter" / "manifest.json").read_text())
+    assert content["kind"] == "adapter"
+    assert sorted(content["files"]) == sorted(
+        {path.name for path in (tmp_path / "adapter").iterdir()} - {"manifest.json"}
+    )
+    tensors = content["files"]["adapter_model.safetensors"]["tensors"]
+    assert tensors[A] == {"dtype": "F32", "shape": [2, 4]}
+    assert tensors[B] == {"dtype": "F32", "shape": [6, 2]}
+
+
+def test_weights_are_written_in_the_same_bytes_by_every_process(tmp_path):
+    data = set()
+    for number in range(8):
+        directory = tmp_path / str(number)
+        write(directory)
+        data.add((directory / "adapter_model.safetensors").read_bytes())
+    assert len(data) == 1
+    length = int.from_bytes((first := data.pop())[:8], "little")
+    assert length % 8 == 0
+    assert first[8:].startswith(b'{"__metadata__":{"format":"pt","manifest":"manifest.json"},')
+
+
+@pytest.mark.parametrize("read", [read_adapter, verify_adapter])
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors", "extra.txt"])
+def test_changed_file_is_named_with_what_to_do(name, read, tmp_path):
+    write(tmp_path / "adapter", write_more=lambda at: (at / "extra.txt").write_text("abc"))
+    damage_in_place(tmp_path / "adapter" / name)
+    message = (
+        f"adapter/{name} has another SHA-256 than its manifest says; copy the adapter again or, "
+        "if this change was meant, run python -m dschat_lora.checkpoint.adapter_config "
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("read", [read_adapter, verify_adapter])
+def test_deleted_manifest_is_missed(read, tmp_path):
+    write(tmp_path / "adapter")
+    (tmp_path / "adapter" / "manifest.json").unlink()
+    with pytest.raises(ValueError, match=r"adapter/manifest\.json is missing; copy the adapter"):
+        read(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("read", [read_adapter, verify_adapter])
+def test_deleted_or_unreadable_weights_are_missed(read, tmp_path):
+    write(tmp_path / "adapter")
+    weights = tmp_path / "adapter" / "adapter_model.safetensors"
+    weights.write_bytes(b"\xff" * weights.stat().st_size)
+    message = r"adapter_model\.safetensors has another SHA-256 .*; copy or save the adapter again"
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path / "adapter")
+    weights.unlink()
+    with pytest.raises(ValueError, match=r"adapter_model\.safetensors is missing; copy or save"):
+        read(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff" * 7, b"\xff" * 64, b"\x02" + b"\0" * 7 + b"[]"])
+def test_garbled_weights_without_manifest_are_refused_at_start_up(data, tmp_path):
+    write_without_manifest(tmp_path / "adapter")
+    (tmp_path / "adapter" / "adapter_model.safetensors").write_bytes(data)
+    with pytest.raises(ValueError, match=r"adapter_model\.safetensors is damaged: .*save"):
+        verify_adapter(tmp_path / "adapter")
+
+
+def test_model_card_may_be_edited_or_removed(tmp_path):
+    write(tmp_path / "adapter", **CARD)
+    (tmp_path / "adapter" / "README.md").write_text("another card")
+    (tmp_path / "adapter" / "notes.txt").write_text("more")
+    assert read_adapter(tmp_path / "adapter").config.r == 2
+    (tmp_path / "adapter" / "README.md").unlink()
+    verify_adapter(tmp_path / "adapter")
+
+
+def test_adapter_without_mark_and_manifest_is_read(tmp_path):
+    write_without_manifest(tmp_path / "adapter")
+    assert read_adapter(tmp_path / "adapter").config.r == 2
+    verify_adapter(tmp_path / "adapter")
+
+
+def test_manifest_of_a_checkpoint_is_none_of_an_adapter(tmp_path):
+    write(tmp_path / "adapter")
+    write_manifest(tmp_path / "adapter", kind="checkpoint")
+    with pytest.raises(ValueError, match=r"manifest\.json is of kind 'checkpoint', not 'adapter'"):
+        read_adapter(tmp_path / "adapter")
+
+
+def test_change_that_was_meant_is_accepted_by_the_command_of_the_message(tmp_path):
+    directory = tmp_path / "an adapter"
+    write(directory)
+    path = directory / "adapter_config.json"
+    path.write_text(path.read_text().replace("some/base", "moved/base"))
+    with pytest.raises(ValueError, match="if this change was meant, run") as refused:
+        read_adapter(directory)
+    python, *command = shlex.split(str(refused.value).rpartition(" run ")[2])
+    assert python == "python"
+    subprocess.run([sys.executable, *command], check=True, cwd=ROOT)
+    assert read_adapter(directory).config.base_model_name_or_path == "moved/base"
+
+
+def test_no_manifest_is_written_where_there_is_no_adapter(tmp_path):
+    with pytest.raises(ValueError, match="is no adapter"):
+        accept_adapter(tmp_path)
+    assert os.listdir(tmp_path) == []

@@ -8,6 +8,7 @@ import torch
 from tiny_models import random_ids, randomise, tiny_model
 
 from dschat_lora.checkpoint.adapter import load_adapter, lora_config_of, read_adapter, write_adapter
+from dschat_lora.checkpoint.adapter_config import verify_adapter
 from dschat_lora.config import LoraConfig
 from dschat_lora.lora.model import adapter_layout, adapter_parameters, apply_lora, lora_layers
 
@@ -182,3 +183,29 @@ def test_half_precision_adapter_is_read_as_fp32(tmp_path):
     apply_lora(model, lora_config_of(tmp_path), seed=0)
     load_adapter(model, tmp_path)
     assert all(layer.lora_A.dtype == torch.float32 for layer in lora_layers(model).values())
+
+
+@pytest.mark.parametrize("kind", ["opt", "llama"])
+def test_adapter_saved_anew_by_peft_is_read_once_its_old_manifest_is_deleted(kind, tmp_path):
+    config, directory = LoraConfig(lora_dim=3, lora_alpha=6), tmp_path / "adapter"
+    model = tiny_model(kind)
+    apply_lora(model, config, seed=0)
+    write_adapter(
+        directory,
+        {name: p.detach() for name, p in adapter_parameters(model).items()},
+        config,
+        layout=adapter_layout(model),
+        base_model_name_or_path="base",
+    )
+    theirs = peft.PeftModel.from_pretrained(tiny_model(kind), directory, is_trainable=True)
+    randomise(p for p in theirs.parameters() if p.requires_grad)
+    theirs.save_pretrained(directory)
+    message = rf"adapter_\w+\.\w+ has .*; if PEFT saved the adapter anew, delete {directory}/manif"
+    for read in (read_adapter, verify_adapter):
+        with pytest.raises(ValueError, match=message):
+            read(directory)
+    (directory / "manifest.json").unlink()
+    verify_adapter(directory)
+    load_adapter(model, directory)
+    ids = random_ids()
+    torch.testing.assert_close(model(ids).logits, theirs.eval()(ids).logits, rtol=1e-5, atol=1e-5)

@@ -26,6 +26,7 @@ STEP1_FLAGS = """
     add_eot_token eot_token compute_fp32_loss
     lora_dim lora_alpha lora_dropout use_rslora target_modules lora_module_name train_bias
     modules_to_save only_optimize_lora
+    resume_from_checkpoint save_interval save_minutes save_total_limit
     data_path data_weights sft_only_data_path eval_data_path eval_ratio data_split
     data_output_path max_seq_len overlong bad_rows train_on_prompt packing
     preprocessing_num_workers
@@ -410,7 +411,7 @@ def leaves(config_class):
     for field in dataclasses.fields(config_class):
         if nested := field.metadata.get("group"):
             yield from leaves(nested)
-        elif "given" not in field.metadata:
+        elif not {"given", "hidden"} & field.metadata.keys():
             yield field
 
 

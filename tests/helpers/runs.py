@@ -22,7 +22,7 @@ from dschat_lora.perf.shape import describe
 from dschat_lora.perf.throughput import Meter
 from dschat_lora.report.log import RunLog
 from dschat_lora.stage import place
-from dschat_lora.trainer import evaluate, fit, make_plan, train_steps
+from dschat_lora.trainer import Progress, evaluate, fit, make_plan, train_steps
 from helpers.tiny import LENGTH, ragged_samples
 
 LORA = {"lora_dim": 4, "lora_alpha": 8.0}
@@ -250,6 +250,25 @@ def _save(model, lora, path, adapter_directory, merged_directory):
         )
 
 
+class NoKeeper:
+    """Keeps nothing, for loops that are not about checkpoints."""
+
+    def wishes(self):
+        return []
+
+    def is_stopping(self, wishes):
+        return False
+
+    def after_step(self, step, wishes, *, skipped, last):
+        return False
+
+    def stop(self, step):
+        raise AssertionError("nobody asked")
+
+    def last_good(self):
+        return "There is no checkpoint"
+
+
 def fit_with_infinite_gradients(path, *, stage, dtype="fp32"):
     """How a run ends none of whose gradients is finite."""
     settings = engine_settings(stage=stage, micro=2, dtype=dtype)
@@ -267,7 +286,10 @@ def fit_with_infinite_gradients(path, *, stage, dtype="fp32"):
                     source := loader(ragged_samples(64), micro=2, accumulation=1),
                     lambda engine, batch: causal_lm_loss(engine, batch) * math.inf,
                     make_plan(OptimConfig(max_steps=60), RunConfig(), source.steps_per_epoch),
+                    progress=Progress(),
                     rate_factor=lambda step: 1.0,
+                    seed=1,
+                    keeper=NoKeeper(),
                     meter=meter,
                     log=log,
                     evaluate_at=evaluated.append,

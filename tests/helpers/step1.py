@@ -117,5 +117,7 @@ def write_adapter_config(directory, **changes):
         **changes,
     }
     (directory / "adapter_config.json").write_text(json.dumps(fields), encoding="utf-8")
-    (directory / "adapter_model.safetensors").write_bytes(b"")
+    header = b"{}"
+    weights = len(header).to_bytes(8, "little") + header
+    (directory / "adapter_model.safetensors").write_bytes(weights)
     return directory

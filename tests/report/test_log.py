@@ -65,11 +65,13 @@ def test_other_values_stay_as_they_are():
     }  # fmt: skip
 
 
-def test_log_is_appended_to_never_rewritten(tmp_path):
-    for step in (1, 2):
-        with RunLog(tmp_path, active=True) as log:
+def test_log_starts_empty_unless_an_earlier_one_is_gone_on_with(tmp_path):
+    for step in (1, 2, 3):
+        with RunLog(tmp_path, active=True, earlier=step == 3) as log:
+            if step == 3:
+                log.rewind(num_lines=1, seconds=0.0, step=2)
             log.write("train", step, {})
-    assert [line["step"] for line in lines_of(tmp_path)] == [1, 2]
+    assert [line["step"] for line in lines_of(tmp_path)] == [2, 3]
 
 
 def test_process_that_is_killed_leaves_whole_lines(tmp_path):

@@ -164,7 +164,7 @@ def test_adapter_directory_is_complete_and_loads_in_peft(title, home):
 
 def test_output_directory_holds_nothing_else(title, home):
     names = {path.name for path in (home / "output" / "sft").iterdir()}
-    assert names == {"run.json", "metrics.jsonl", "adapter"}
+    assert names == {"run.json", "metrics.jsonl", "adapter", "checkpoints"}
 
 
 # ---------------------------------------------------------------------------- own data, no launcher

@@ -1,0 +1,309 @@
+"""What to change after a GPU ran out of memory, from the estimate of what fills it.
+
+Every remedy is a change of options that is estimated again, so that what is advised fits by
+the same estimate that is shown. Two remedies the estimate does not know, as it sees the model
+as built: 16 bits halve activations and frozen weights, and an adapter alone needs neither
+gradients nor optimizer state of note.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from itertools import combinations, product
+from typing import Any, Protocol
+
+from dschat_lora.perf.memory import MemoryEstimate
+
+Change = Mapping[str, Any]  # option -> its new value
+
+_USABLE = 0.9  # of a device; the rest is for what the estimate leaves out
+_WORTHWHILE = 0.02  # of the memory in use; a change that saves less is not advised
+_MOST_ALTERNATIVES = 3
+_NOTHING_LEFT = "no option is left that saves memory: take a larger device or a smaller model"
+_RANK = 16  # of the adapter advised instead of training every weight
+# Options that a run can be resumed with at another value.
+_RESUMABLE = {
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing"),
+    *("zero_stage", "offload"),
+}
+_PARTS = {
+    "weights": "of weights",
+    "gradients": "of gradients",
+    "optimizer": "of optimizer state",
+    "activations": "of activations",
+    "loss": "for the loss",
+}
+
+
+class Estimator(Protocol):
+    """:func:`dschat_lora.perf.memory.estimate_memory` with all but these arguments given."""
+
+    def __call__(
+        self, *, rows: int, length: int, gradient_checkpointing: bool, zero_stage: int
+    ) -> MemoryEstimate:
+        """Bytes per device at these settings."""
+
+
+@dataclass(frozen=True)
+class _Options:
+    """The options that decide about memory, each under its name on the command line."""
+
+    per_device_train_batch_size: int
+    gradient_accumulation_steps: int
+    gradient_checkpointing: bool
+    dtype: str
+    zero_stage: int
+    offload: bool
+    lora_dim: int
+    only_optimize_lora: bool
+    max_seq_len: int
+    world_size: int  # no option, but given at the start too
+
+    @property
+    def trains_base(self) -> bool:
+        return self.lora_dim == 0 or not self.only_optimize_lora
+
+    @property
+    def engine_stage(self) -> int:
+        """The ZeRO stage in use: trained weights in 16 bits run at stage 1 or above."""
+        return max(self.zero_stage, int(self.trains_base and self.dtype != "fp32"))
+
+    def changed(self, change: Change) -> "_Options":
+        return replace(self, **change)
+
+
+@dataclass(frozen=True)
+class _Remedy:
+    words: str
+    changes: Sequence[Change]  # the mildest first; one of them is enough
+
+
+def out_of_memory_advice(
+    estimate: Estimator | None,
+    *,
+    device_bytes: int | None,
+    micro_batch_size: int,
+    accumulation_steps: int,
+    max_seq_len: int,
+    gradient_checkpointing: bool,
+    zero_stage: int,
+    world_size: int,
+    offload: bool,
+    trains_base: bool,
+    lora_dim: int,
+    dtype: str,
+) -> str:
+    """One sentence: what fills the device, and what to change, the cheapest sufficient first.
+
+    A change of rows keeps the product of micro-batch, accumulation and processes, so it is the
+    same run. Where no single change makes the run fit 90 percent of the device, the fewest that
+    do so together are given.
+
+    Args:
+        estimate: memory at given settings; None for architectures that are not understood.
+        device_bytes: memory of the device; None if unknown: the most effective comes first.
+        micro_batch_size: rows per device and micro-batch.
+        accumulation_steps: micro-batches per optimizer step.
+        max_seq_len: positions of a row.
+        gradient_checkpointing: whether on.
+        zero_stage: 0 to 3, as asked for.
+        world_size: data-parallel processes.
+        offload: whether optimizer state (at stage 3 weights too) is in host memory.
+        trains_base: whether the base model trains, with or without adapters.
+        lora_dim: rank of the adapters, 0 without.
+        dtype: compute type, ``fp32``, ``bf16`` or ``fp16``.
+    """
+    assert trains_base or lora_dim > 0
+    now = _Options(
+        per_device_train_batch_size=micro_batch_size,
+        gradient_accumulation_steps=accumulation_steps,
+        gradient_checkpointing=gradient_checkpointing,
+        dtype=dtype,
+        zero_stage=zero_stage,
+        offload=offload,
+        lora_dim=lora_dim,
+        only_optimize_lora=lora_dim == 0 or not trains_base,
+        max_seq_len=max_seq_len,
+        world_size=world_size,
+    )
+    if estimate is None:
+        return f"out of GPU memory: {_general(now)}"
+
+    @cache
+    def needed(options: _Options) -> MemoryEstimate:
+        return _resident(estimate, options, now)
+
+    budget = None if device_bytes is None else int(_USABLE * device_bytes)
+    use = _use(needed(now), device_bytes)
+    return f"out of GPU memory: by estimate {use}; {_advice(now, needed, budget)}"
+
+
+def _resident(estimate: Estimator, options: _Options, built: _Options) -> MemoryEstimate:
+    """Bytes on the device at ``options``, of a model built at ``built``."""
+    memory = estimate(
+        rows=options.per_device_train_batch_size,
+        length=options.max_seq_len,
+        gradient_checkpointing=options.gradient_checkpointing,
+        zero_stage=options.engine_stage,
+    )
+    if options.dtype != built.dtype:
+        memory = replace(memory, activations=memory.activations // 2)
+        # What trains keeps an fp32 copy: nothing is won there.
+        if not options.trains_base:
+            memory = replace(memory, weights=memory.weights // 2)
+    if built.trains_base and not options.trains_base:
+        memory = replace(memory, gradients=0, optimizer=0)
+    if options.offload:
+        memory = replace(memory, optimizer=0)
+    if options.offload and options.zero_stage == 3:
+        memory = replace(memory, weights=0)
+    return memory
+
+
+def _remedies(now: _Options, *, rows_matter: bool) -> list[_Remedy]:
+    """What can still be changed, the least costly first.
+
+    Args:
+        now: the options in use.
+        rows_matter: False where weights take the most: fewer positions are no cure then.
+    """
+    adapter = {"only_optimize_lora": True} if now.lora_dim else {"lora_dim": _RANK}
+    table: list[tuple[bool, str, Sequence[Change]]] = [
+        (rows_matter, "compute fewer rows at once", _fewer_rows(now)),
+        (True, "recompute activations", [{"gradient_checkpointing": True}]),
+        (now.dtype == "fp32", "compute in 16 bits", [{"dtype": "auto"}]),
+        (now.world_size > 1, "share over the processes", _sharing(now)),
+        # With offload on, stage 3 over several processes is said already.
+        (not (now.offload and now.world_size > 1), "use host memory", _offloading(now)),
+        (now.trains_base, "train adapters alone", [adapter]),
+        (
+            rows_matter and now.per_device_train_batch_size == 1,
+            "shorten the rows",
+            [{"max_seq_len": now.max_seq_len // n} for n in (2, 4, 8) if now.max_seq_len // n > 1],
+        ),
+    ]
+    remedies = (
+        _Remedy(words, [each for each in changes if now.changed(each) != now])
+        for applies, words, changes in table
+        if applies
+    )
+    return [remedy for remedy in remedies if remedy.changes]
+
+
+def _fewer_rows(now: _Options) -> list[Change]:
+    """Smaller micro-batches of the same optimizer step."""
+    rows = now.per_device_train_batch_size
+    return [
+        {
+            "per_device_train_batch_size": fewer,
+            "gradient_accumulation_steps": now.gradient_accumulation_steps * (rows // fewer),
+        }
+        for fewer in range(rows // 2, 0, -1)
+        if rows % fewer == 0
+    ]
+
+
+def _sharing(now: _Options) -> list[Change]:
+    """Optimizer state and gradients, then weights; adapters alone have little of the former."""
+    stages = (2, 3) if now.trains_base else (3,)
+    return [{"zero_stage": stage} for stage in stages if stage > now.engine_stage]
+
+
+def _offloading(now: _Options) -> list[Change]:
+    """Optimizer state, then weights, which only stage 3 moves."""
+    stages = (max(now.zero_stage, 1), 3) if now.trains_base else (3,)
+    return [{"zero_stage": stage, "offload": True} for stage in stages]
+
+
+def _general(now: _Options) -> str:
+    """What to try where nothing can be estimated."""
+    remedies = _remedies(now, rows_matter=True)
+    if not remedies:
+        return _NOTHING_LEFT
+    return f"try in this order: {_alternatives(now, remedies)}"
+
+
+def _advice(now: _Options, needed: Callable[[_Options], MemoryEstimate], budget: int | None) -> str:
+    """What to change at ``now``, where ``needed`` says what is used, to stay within ``budget``."""
+    memory = needed(now)
+
+    def total(change: Change) -> int:
+        return needed(now.changed(change)).total
+
+    def is_worthwhile(change: Change) -> bool:
+        return total(change) <= (1 - _WORTHWHILE) * memory.total
+
+    rows_matter = memory.weights < max(asdict(memory).values())
+    remedies = _restricted(_remedies(now, rows_matter=rows_matter), is_worthwhile)
+    if not remedies:
+        return _NOTHING_LEFT
+    if budget is None:
+        remedies.sort(key=lambda remedy: total(remedy.changes[0]))
+        return _alternatives(now, remedies[:_MOST_ALTERNATIVES])
+    return _fitting(now, remedies, lambda change: total(change) <= budget)
+
+
+def _fitting(now: _Options, remedies: Sequence[_Remedy], fits: Callable[[Change], bool]) -> str:
+    """The remedies of which one is enough, else the fewest that are enough together."""
+    if alone := _restricted(remedies, fits):
+        return _alternatives(now, alone[:_MOST_ALTERNATIVES])
+    together = next(filter(fits, _merged(remedies)), None)
+    if together is not None:
+        return f"no single change is enough, take together {_typed(now, together)}"
+    everything = _typed(now, _merge([remedy.changes[-1] for remedy in remedies]))
+    return f"all that helps is not enough ({everything}): take a larger device or a smaller model"
+
+
+def _restricted(remedies: Sequence[_Remedy], condition: Callable[[Change], bool]) -> list[_Remedy]:
+    """The remedies with those of their changes that meet the condition, if any does."""
+    kept = (replace(each, changes=list(filter(condition, each.changes))) for each in remedies)
+    return [remedy for remedy in kept if remedy.changes]
+
+
+def _merged(remedies: Sequence[_Remedy]) -> Iterator[Change]:
+    """Several remedies at once: the fewest first, of as many the least costly first."""
+    for count in range(2, len(remedies) + 1):
+        for chosen in combinations(remedies, count):
+            yield from map(_merge, product(*(remedy.changes for remedy in chosen)))
+
+
+def _merge(changes: Sequence[Change]) -> Change:
+    return {name: value for change in changes for name, value in change.items()}
+
+
+def _alternatives(now: _Options, remedies: Sequence[_Remedy]) -> str:
+    """Each remedy in words and as it is typed, in its mildest form."""
+    return ", or ".join(f"{each.words} ({_typed(now, each.changes[0])})" for each in remedies)
+
+
+def _typed(now: _Options, change: Change) -> str:
+    """The options to give, without those that have their value already; see :func:`_batch_note`."""
+    news = {name: value for name, value in change.items() if value != getattr(now, name)}
+    flags = [f"--{n}" if value is True else f"--{n} {value}" for n, value in news.items()]
+    return " ".join(flags) + _batch_note(now, change)
+
+
+def _batch_note(now: _Options, change: Change) -> str:
+    """That the rows of a step stay the same, after a change of how they are split."""
+    if "per_device_train_batch_size" not in change:
+        return ""
+    rows = now.per_device_train_batch_size * now.gradient_accumulation_steps * now.world_size
+    resumable = ", so the run can be resumed" if change.keys() <= _RESUMABLE else ""
+    return f": the same batch of {rows} rows a step{resumable}"
+
+
+def _use(memory: MemoryEstimate, device_bytes: int | None) -> str:
+    """What fills the device, the largest part first, without parts of next to nothing."""
+    sizes = sorted(asdict(memory).items(), key=lambda part: -part[1])
+    parts = [f"{_gib(n)} {_PARTS[name]}" for name, n in sizes if n >= 0.005 * memory.total]
+    listed = " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
+    if device_bytes is None:
+        return listed
+    on = f"{listed}, on a device of {_gib(device_bytes)}"
+    if memory.total > _USABLE * device_bytes:
+        return on
+    return f"{on}, where training should fit unless another program uses it"
+
+
+def _gib(count: int) -> str:
+    return f"{float(f'{count / 2**30:.3g}'):g} GiB"
