@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT: the end of the process at once or, while training, after the step."""
+"""SIGTERM, SIGINT and SIGHUP: the end of the process at once or, while training, after the step."""
 
 import signal
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from typing import Any
 
 from dschat_lora.engine.distributed import max_over_ranks
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class StopRequested(Exception):  # noqa: N818
@@ -29,6 +29,8 @@ class Interrupts:
 
     def __enter__(self) -> "Interrupts":
         for number in SIGNALS:
+            if signal.getsignal(number) is signal.SIG_IGN:
+                continue  # under nohup
             self._before[number] = signal.signal(number, self._receive)
         return self
 

@@ -177,14 +177,16 @@ def _with_options_of(state: Mapping[str, Any], config: ConfigT, path: Path) -> C
         if name in _FIXED
     ]
     merged = build_config(type(config), {**state["options"], **now})
-    merged, rows = _with_same_rows(merged, state, now)
+    merged, rows, note = _with_same_rows(merged, state, now)
     differences += rows
     if differences:
         raise ValueError(
             f"--resume_from_checkpoint {path}: the run was another one: {'; '.join(differences)}"
         )
+    if note:
+        say_once(f"  note         {note}")
     for name, (before, after) in changed.items():
-        if name not in _OF_THE_PROCESS:
+        if name not in (*_OF_THE_PROCESS, *_ROWS):
             say_once(
                 f"  note         --{name} {_shown(after)} from here on, {_shown(before)} so far"
             )
@@ -193,8 +195,8 @@ def _with_options_of(state: Mapping[str, Any], config: ConfigT, path: Path) -> C
 
 def _with_same_rows(
     config: ConfigT, state: Mapping[str, Any], now: Mapping[str, Any]
-) -> tuple[ConfigT, list[str]]:
-    """The config whose steps have as many rows as before, or the difference that forbids it."""
+) -> tuple[ConfigT, list[str], str]:
+    """The config whose steps have as many rows as before, what forbids that, and a note."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     then, rows = state["config"], state["identity"]["rows_per_step"]
     micro = now.get(_ROWS[0], then[_ROWS[0]])
@@ -202,18 +204,21 @@ def _with_same_rows(
         micro = min(micro, max(1, rows // world_size))
     steps = now.get(_ROWS[1], max(1, rows // (micro * world_size)))
     if micro * steps * world_size != rows:
-        return config, [
-            f"a step had {rows} rows, now --{_ROWS[0]} {micro} x --{_ROWS[1]} {steps} x "
-            f"{world_size} processes is {micro * steps * world_size}"
-        ]
-    if (micro, steps) != (then[_ROWS[0]], then[_ROWS[1]]):
-        say_once(
-            f"  note         --{_ROWS[0]} {micro} --{_ROWS[1]} {steps}: a step keeps {rows} rows"
+        return (
+            config,
+            [
+                f"a step had {rows} rows, now --{_ROWS[0]} {micro} x --{_ROWS[1]} {steps} x "
+                f"{world_size} processes is {micro * steps * world_size}"
+            ],
+            "",
         )
     batch = replace(
         config.batch, per_device_train_batch_size=micro, gradient_accumulation_steps=steps
     )
-    return replace(config, batch=batch, given=config.given | set(_ROWS)), []
+    config = replace(config, batch=batch, given=config.given | set(_ROWS))
+    if (micro, steps) == (then[_ROWS[0]], then[_ROWS[1]]):
+        return config, [], ""
+    return config, [], f"--{_ROWS[0]} {micro} --{_ROWS[1]} {steps}: a step keeps {rows} rows"
 
 
 def _shown(value: Any) -> str:

@@ -40,8 +40,8 @@ class Output:
 def open_run(config: SupervisedConfig, *, name: str, check: Check) -> Iterator[Output]:
     """Join the process group, open the output directory, and record how the run ends.
 
-    A ValueError, a user's mistake that shows only now, and an error of the disk end the process
-    as one line.
+    A ValueError, a user's mistake that shows only now, an error of the disk and a full GPU end
+    the process as one line.
 
     Args:
         config: the stage's checked config.
@@ -132,6 +132,9 @@ def _fail_if_expected(error: BaseException, opened: list[Output]) -> None:
         if opened and rank() == 0:
             abandon_directory(opened[0].directory)
         fail(str(error))
+    if isinstance(error, torch.OutOfMemoryError):
+        who = f"rank {rank()}: " if world_size() > 1 else ""
+        fail(f"{who}{error}", code=1, from_any_rank=True)
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         fail(f"{error.filename}: {error.strerror}", code=1)
     if isinstance(error, OSError | SafetensorError):

@@ -31,12 +31,12 @@ from dschat_lora.engine.state import EngineState
 from dschat_lora.engine.zero import shard_from_rank_zero
 from dschat_lora.keeper import Keeper, Part
 from dschat_lora.lora.rates import parameter_groups, rate_warning
+from dschat_lora.memory import estimate_memory_of
 from dschat_lora.models.build import AdaptedModel
 from dschat_lora.models.causal_lm import Tokenizer, stored_dropouts
 from dschat_lora.models.fingerprint import base_fingerprint
 from dschat_lora.models.probe import probe
 from dschat_lora.models.source import ModelSource
-from dschat_lora.perf.memory import estimate_memory
 from dschat_lora.perf.peak import device_peak
 from dschat_lora.perf.shape import describe as describe_shape
 from dschat_lora.perf.throughput import Meter
@@ -164,25 +164,6 @@ def describe(
         for name, value in flatten(config).items():
             output.log.say(f"  --{name} {value}")
         output.log.say("dry run: nothing was trained or saved")
-
-
-def estimate_memory_of(
-    adapted: AdaptedModel, config: SupervisedConfig, settings: EngineSettings
-) -> int | None:
-    """Bytes one device is expected to need; None for architectures that are not understood."""
-    try:
-        estimate = estimate_memory(
-            adapted.model,
-            rows=config.batch.per_device_train_batch_size,
-            length=config.data.max_seq_len,
-            compute_dtype=settings.torch_dtype,
-            gradient_checkpointing=config.model.gradient_checkpointing,
-            zero_stage=settings.zero_stage,
-            world_size=world_size(),
-        )
-    except ValueError:
-        return None
-    return estimate.total - (estimate.optimizer if settings.offload else 0)
 
 
 def place(model: nn.Module, settings: EngineSettings) -> None:

@@ -52,6 +52,7 @@ LAYERS = {
         {"torch"},
     ),
     "lora": ({"config"}, {"torch"}),
+    "memory": ({"config", "engine", "keeper", "models", "perf"}, {"torch"}),
     "models": (
         {"algos", "attention", "checkpoint", "config", "lora"},
         {"torch", "transformers"},
@@ -83,7 +84,7 @@ LAYERS = {
     "stage": (
         {
             *("checkpoint", "cli.options", "config", "data", "engine", "lora", "models"),
-            *("keeper", "perf", "report", "run"),
+            *("keeper", "memory", "perf", "report", "run"),
         },
         {"torch"},
     ),

@@ -126,14 +126,15 @@ def run_main(
     main(config)
 
 
-def fail(message: str, *, code: int = 2) -> NoReturn:
+def fail(message: str, *, code: int = 2, from_any_rank: bool = False) -> NoReturn:
     """End the process with one line on stderr, from the first rank alone.
 
     Args:
         message: what went wrong, and what to do.
         code: exit code; 2 for a user's mistake.
+        from_any_rank: for what may go wrong on one rank and not on the first.
     """
-    if os.environ.get("RANK", "0") == "0":
+    if from_any_rank or os.environ.get("RANK", "0") == "0":
         sys.stderr.write("error: " + " ".join(message.split()) + "\n")
         sys.stderr.flush()
     raise SystemExit(code)

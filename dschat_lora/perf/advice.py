@@ -175,7 +175,7 @@ def _remedies(now: _Options, *, rows_matter: bool) -> list[_Remedy]:
         (now.world_size > 1, "share over the processes", _sharing(now)),
         # With offload on, stage 3 over several processes is said already.
         (not (now.offload and now.world_size > 1), "use host memory", _offloading(now)),
-        (now.trains_base, "train adapters alone", [adapter]),
+        (True, "train adapters alone", [adapter]),
         (
             rows_matter and now.per_device_train_batch_size == 1,
             "shorten the rows",

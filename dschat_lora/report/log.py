@@ -14,6 +14,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from dschat_lora.report.directory import open_alone
+from dschat_lora.report.terminal import fall_silent
 
 
 class RunLog:
@@ -131,15 +132,28 @@ class RunLog:
             os.fsync(self._file.fileno())
 
     def say(self, text: str) -> None:
-        """Show a line, above the progress bar if there is one."""
-        if self._active:
+        """Show a line, above the progress bar if there is one.
+
+        A run whose terminal or reader is gone goes on without a word.
+        """
+        if not self._active:
+            return
+        try:
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()
+        except OSError:
+            self._bar = None
+            fall_silent()
 
     def advance(self) -> None:
         """One optimizer step further on the progress bar."""
-        if self._bar is not None:
+        if self._bar is None:
+            return
+        try:
             self._bar.update()
+        except OSError:
+            self._bar = None
+            fall_silent()
 
     def close(self) -> None:
         """Close files and the bar."""

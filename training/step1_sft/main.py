@@ -16,6 +16,7 @@ def main(config: SupervisedConfig) -> None:
     # Imported here, so that a wrong option is reported without waiting for torch.
     from dschat_lora import stage
     from dschat_lora.evaluation import Evaluator, SampleAnswers
+    from dschat_lora.memory import explaining_memory
     from dschat_lora.models.build import build_causal_lm, check_targets
     from dschat_lora.models.causal_lm import CausalLMLoss, causal_lm_loss, load_tokenizer
     from dschat_lora.models.source import find_model
@@ -67,7 +68,10 @@ def main(config: SupervisedConfig) -> None:
 
         keeper.restore()
         samples.show("before")
-        with output.interrupts.deferred():
+        with (
+            output.interrupts.deferred(),
+            explaining_memory(adapted, config, settings, keeper),
+        ):
             fit(
                 engine,
                 loader,
