@@ -13,6 +13,7 @@ PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "trajectories": ("trajectories", {}),
     "scaling": ("scaling", {}),
     "reload": ("reload", {}),
+    "saving": ("saving", {}),
     "commands": ("commands", {}),
     "throughput-1.3b": ("throughput", {"name": "opt-1.3b"}),
     "throughput-6.7b": ("throughput", {"name": "opt-6.7b"}),

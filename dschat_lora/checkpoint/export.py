@@ -114,6 +114,9 @@ def _merged_model(model: Any, tensors: dict[str, Tensor]) -> Any:
     stored = model.state_dict().keys()
     buffers = {name: b.detach().cpu() for name, b in model.named_buffers() if name in stored}
     state = merged_state_dict(model, tensors | buffers)
+    for name, tensor in state.items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise ValueError(f"the model is not saved: {name} holds values that are not finite")
     with torch.device("meta"):
         merged = AutoModelForCausalLM.from_config(model.config, dtype=model.dtype)
     if untied_by_merge(model):
