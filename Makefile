@@ -6,7 +6,7 @@ PIP = $(VENV)/bin/python -m pip install --quiet --constraint constraints.txt
 SOURCES = setup.py constraints.txt
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: demo test lint format bench clean
+.PHONY: demo test faults lint format bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.run
@@ -14,6 +14,10 @@ demo: $(VENV)/.run
 
 test: $(VENV)/.test
 	python -m pytest
+
+# every point of failure, where make test takes a spread of them; minutes
+faults: $(VENV)/.test
+	FAULTS=long python -m pytest tests/faults
 
 lint: $(VENV)/.dev
 	ruff check .

@@ -62,6 +62,9 @@ def open_run(config: SupervisedConfig, *, name: str, check: Check) -> Iterator[O
             _record_end(error, opened, interrupts)
             if isinstance(error, Stopped):
                 shutdown()
+            elif interrupts.received:
+                # Whatever the error: ranks that are told to stop leave each other in the middle.
+                fail(f"stopped by {name_of(interrupts.received)}", code=128 + interrupts.received)
             _fail_if_expected(error, opened)
             raise
     # Not after a failure: leaving the group can wait for ranks that are gone.
@@ -115,10 +118,10 @@ def _directory(config: SupervisedConfig, name: str) -> Path:
 
 def _record_end(error: BaseException, opened: list[Output], interrupts: Interrupts) -> None:
     """Write why the run ended, where there is a record and room for it."""
-    if not opened or not opened[0].record.is_open:
+    if isinstance(error, Stopped) or not opened or not opened[0].record.is_open:
         return
     status = f"failed: {type(error).__name__}: {error}"
-    if interrupts.received and isinstance(error, SystemExit):
+    if interrupts.received:
         status = f"interrupted by {name_of(interrupts.received)}"
     with contextlib.suppress(OSError):
         opened[0].record.update({"status": status})

@@ -291,10 +291,12 @@ def finish(
         meter: of the run.
         output: of the run.
     """
+    output.record.update({"results": results})
     summary = meter.summary()
-    for line in summary_lines(summary):
-        output.log.say(line)
-    output.record.update({"results": results, "throughput": summary})
+    if summary["steps"]:  # none where a run is resumed at its end
+        for line in summary_lines(summary):
+            output.log.say(line)
+        output.record.update({"throughput": summary})
     engine.eval()
     only_adapter = adapted.lora.lora_dim > 0 and adapted.lora.only_optimize_lora
     if only_adapter:
