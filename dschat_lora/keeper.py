@@ -13,6 +13,7 @@ from dschat_lora.checkpoint.history import set_aside
 from dschat_lora.checkpoint.saver import Saver
 from dschat_lora.checkpoint.tensors import TensorFiles
 from dschat_lora.cli.options import flatten
+from dschat_lora.config import RunConfig
 from dschat_lora.engine.distributed import agree, max_over_ranks, on_rank_zero, rank, world_size
 from dschat_lora.engine.state import EngineState
 from dschat_lora.interrupt import Stopped, name_of
@@ -20,6 +21,9 @@ from dschat_lora.report.log import jsonable
 from dschat_lora.resume import check_identity, goes_on_in_place, options_to_keep, read_state, run_of
 from dschat_lora.run import Output
 
+# Training waits this share of its time for the disk, were it saved at the default interval:
+# a checkpoint is then nearly always complete before the next step, whatever the interval.
+PATIENCE = 0.01
 #: random streams of a run: each is a pure function of these, so that none has a state
 STREAMS = {"epoch": ["seed", "epoch"], "dropout": ["seed", "step", "rank"]}
 
@@ -65,7 +69,8 @@ class Keeper:
             self._saver = Saver(
                 output.directory, keep=self._run.save_total_limit, before_commit=output.log.sync
             )
-        self._last_time = time.monotonic()
+        self._begun = self._last_time = time.monotonic()
+        self._first_step = 0
         self._last_step = 0
         self._resumed_from: Path | None = None
         self._is_owed = False
@@ -87,7 +92,9 @@ class Keeper:
             engine.load(state["engines"][name], _reader(checkpoint, name))
         for name, part in self._parts.items():
             part.restore(state["parts"][name])
-        self._last_step, self._resumed_from = state["step"], checkpoint
+        self._first_step = self._last_step = state["step"]
+        self._begun = self._last_time = time.monotonic()
+        self._resumed_from = checkpoint
         on_rank_zero(lambda: self._take_over(checkpoint, state))
 
     def wishes(self) -> list[float]:
@@ -135,7 +142,7 @@ class Keeper:
         state = self._state(step)
         tensors = {name: engine.tensors() for name, engine in self._engines.items()}
         if self._saver is not None:
-            self._saver.save(step, tensors, state)
+            self._saver.save(step, tensors, state, patience=self._patience(step))
         else:
             for pairs in tensors.values():
                 for _ in pairs:
@@ -169,6 +176,12 @@ class Keeper:
             self._saver.wait()
         path = self._saver.committed or self._resumed_from
         return f"The last good checkpoint is {path}" if path else "There is no checkpoint yet"
+
+    def _patience(self, step: int) -> float:
+        """Seconds to wait for the disk: few enough not to matter at the default interval."""
+        per_step = (time.monotonic() - self._begun) / max(1, step - self._first_step)
+        usual = RunConfig()
+        return PATIENCE * min(usual.save_interval * per_step, usual.save_minutes * 60)
 
     def _failure(self) -> BaseException | None:
         written = self._saver.failure if self._saver is not None else None

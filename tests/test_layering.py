@@ -48,7 +48,7 @@ LAYERS = {
     ),
     "interrupt": ({"engine"}, set()),
     "keeper": (
-        {"checkpoint", "cli.options", "engine", "interrupt", "report", "resume", "run"},
+        {"checkpoint", "cli.options", "config", "engine", "interrupt", "report", "resume", "run"},
         {"torch"},
     ),
     "lora": ({"config"}, {"torch"}),

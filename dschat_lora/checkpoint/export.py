@@ -98,7 +98,7 @@ def save_merged(
             setattr(merged.config, name, value)
         with staged_directory(directory) as staging:
             merged.save_pretrained(staging)
-            tokenizer.save_pretrained(staging)
+            _save_tokenizer(tokenizer, staging)
             written = AutoModelForCausalLM.from_pretrained(staging, dtype=model.dtype)
             after = _logits(written.to(_device_with_room(written)).eval(), probe_ids)
             mask = torch.ones(probe_ids.shape, dtype=torch.bool)
@@ -154,7 +154,17 @@ def _load_by_assignment(empty: nn.Module, state: Mapping[str, Tensor]) -> None:
             owner._buffers[part] = tensor
 
 
+def _save_tokenizer(tokenizer: Any, directory: Path) -> None:
+    try:
+        tokenizer.save_pretrained(directory)
+    except Exception as error:
+        # The tokenizers library has no type of its own for what a disk refuses.
+        if type(error) is not Exception:
+            raise
+        raise OSError(f"{directory}: the tokenizer cannot be written: {error}") from error
+
+
 def _write_beside(staging: Path, tokenizer: Any, card: Mapping[str, Any]) -> None:
-    tokenizer.save_pretrained(staging)
+    _save_tokenizer(tokenizer, staging)
     text = model_card(read_adapter_config(staging), **card)
     (staging / "README.md").write_text(text, encoding="utf-8")

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from queue import Full, Queue
 from typing import Any
@@ -53,13 +53,16 @@ class Saver:
         step: int,
         tensors: Mapping[str, Iterator[tuple[str, Tensor]]],
         state: Mapping[str, Any],
+        *,
+        patience: float = 0.0,
     ) -> None:
-        """Take ``tensors``, and return while they are being written.
+        """Take ``tensors``, and return when they are written or ``patience`` is at an end.
 
         Args:
             step: of the checkpoint.
             tensors: (key, CPU tensor) by the part of the run they belong to.
             state: what is no tensor, JSON-ready.
+            patience: seconds to wait for the disk at most; it goes on writing thereafter.
 
         Raises:
             OSError: if this or the checkpoint before could not be written.
@@ -76,6 +79,7 @@ class Saver:
             complete = True
         finally:
             _hand_over(None if complete else ("", {}), shards, task)
+        wait([task], timeout=patience)
 
     def wait(self) -> None:
         """Return when nothing is being written any more.

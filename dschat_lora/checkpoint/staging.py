@@ -29,6 +29,12 @@ def staged_directory(final: Path) -> Iterator[Path]:
             _sync(path)
         _sync(staging)
         _swap(staging, final)
+    except OSError as error:
+        if error.filename is None:
+            # A write alone does not know its file.
+            reason = error.strerror or str(error)
+            raise OSError(error.errno, reason, str(final)) from error
+        raise
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 

@@ -1,0 +1,194 @@
+"""What the fault tests share. What is written to disk is judged from its format alone."""
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+#: every point of failure, where the default run takes a spread of them
+LONG = os.environ.get("FAULTS") == "long"
+#: a step 1 of a second; later options win
+TINY = """
+    --lora_dim 4 --max_steps 2 --eval_iters 1 --sample_generations 0 --output_dir out
+    --per_device_train_batch_size 4 --max_seq_len 64
+""".split()
+MANIFEST = "manifest.json"
+CHECKPOINT = re.compile(r"step-(\d{8})")
+TIMING = re.compile(r"time|step_seconds|.*_per_second|(hardware_)?tflops.*|mfu|peak_memory_bytes")
+
+
+def compile_library(directory):
+    """The library of ``fault.c``, in ``directory``; for LD_PRELOAD."""
+    library = Path(directory) / "fault.so"
+    source = Path(__file__).with_name("fault.c")
+    flags = ["-shared", "-fPIC", "-O2", "-Wall", "-Wextra", "-Werror"]
+    done = subprocess.run(
+        ["cc", *flags, "-o", str(library), str(source), "-ldl"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return library
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A counted call, as ``FAULT_LOG`` has it."""
+
+    number: int
+    call: str
+    path: str
+    other: str
+
+    def concerns(self, text):
+        """Whether one of its paths holds ``text``."""
+        return text in self.path or text in self.other
+
+    def relative_to(self, root):
+        """``call path [-> path]`` below ``root``, with the random part of temporary names out."""
+        paths = [re.sub(r"\.tmp\w{6}$", ".tmpXXXXXX", p) for p in (self.path, self.other) if p]
+        return f"{self.call} " + " -> ".join(os.path.relpath(path, root) for path in paths)
+
+
+def operations(log):
+    """The calls in a file of ``FAULT_LOG``; none where nothing was counted."""
+    path = Path(log)
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    parts = [line.split("\t") for line in lines]
+    return [Operation(int(number), call, *paths) for number, call, *paths in parts]
+
+
+def spread(points, count):
+    """All points in a long run, else ``count`` of them, evenly with both ends."""
+    points = list(points)
+    if LONG or len(points) <= count:
+        return points
+    return [points[round(i * (len(points) - 1) / (count - 1))] for i in range(count)]
+
+
+def wait_until(condition, running, timeout=60):
+    """Return once ``condition()`` holds, which must be before the command ends."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        ended = None not in running.codes()
+        assert condition() or not ended, f"ended before\n{running.output()}"
+        assert time.monotonic() < deadline, f"not within {timeout} s\n{running.output()}"
+        time.sleep(0.005)
+
+
+def read_manifested(directory):
+    """The manifest of a directory that holds exactly what it lists, byte for byte.
+
+    Raises:
+        AssertionError: naming the first file that is missing, too many or not as listed.
+    """
+    directory = Path(directory)
+    assert (directory / MANIFEST).is_file(), f"{directory} has no {MANIFEST}"
+    try:
+        manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise AssertionError(f"{directory / MANIFEST} is no JSON: {error}") from None
+    there = {str(p.relative_to(directory)) for p in directory.rglob("*") if not p.is_dir()}
+    listed = manifest["files"]
+    assert there - {MANIFEST} <= listed.keys(), f"{directory} holds {sorted(there - listed.keys())}"
+    assert listed, f"{directory / MANIFEST} lists nothing"
+    for name, facts in sorted(listed.items()):
+        assert name in there, f"{directory} lacks {name}"
+        content = (directory / name).read_bytes()
+        assert len(content) == facts["bytes"], f"{directory / name} has {len(content)} bytes"
+        digest = hashlib.sha256(content).hexdigest()
+        assert digest == facts["sha256"], f"{directory / name} has sha256 {digest}"
+    return manifest
+
+
+def checkpoints(run_dir):
+    """``{step: directory}`` of every checkpoint under its final name, sound or not."""
+    found = {}
+    for path in sorted((Path(run_dir) / "checkpoints").glob("*")):
+        if match := CHECKPOINT.fullmatch(path.name):
+            found[int(match[1])] = path
+    return found
+
+
+def broken_checkpoints(run_dir):
+    """``{step: what is wrong}``; empty however a run ended."""
+    return {
+        step: reason
+        for step, path in checkpoints(run_dir).items()
+        if (reason := _broken(path)) is not None
+    }
+
+
+def valid_checkpoints(run_dir):
+    """``{step: directory}`` of the checkpoints that are whole, by their manifest."""
+    broken = broken_checkpoints(run_dir)
+    return {step: path for step, path in checkpoints(run_dir).items() if step not in broken}
+
+
+def _broken(checkpoint):
+    try:
+        read_manifested(checkpoint)
+    except (AssertionError, OSError, KeyError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def trained_tensors(checkpoint):
+    """``{name: tensor}`` of every ``model-*.safetensors`` of a checkpoint."""
+    tensors = {}
+    files = sorted(Path(checkpoint).glob("model-*.safetensors"))
+    assert files, f"{checkpoint} has no model-*.safetensors"
+    for path in files:
+        held = load_file(path)
+        assert not held.keys() & tensors.keys(), f"{path} holds a tensor twice"
+        tensors |= held
+    return tensors
+
+
+def comparable_metrics(run_dir, kinds=("train", "eval")):
+    """The lines of ``metrics.jsonl`` without what depends on time.
+
+    Raises:
+        AssertionError: unless its train lines are those of steps 1 to n, each once, in order.
+    """
+    text = (Path(run_dir) / "metrics.jsonl").read_text(encoding="utf-8")
+    assert not text or text.endswith("\n"), f"metrics.jsonl ends in {text[-40:]!r}"
+    lines = [json.loads(line) for line in text.splitlines()]
+    steps = [line["step"] for line in lines if line["kind"] == "train"]
+    assert steps == list(range(1, len(steps) + 1)), f"steps of metrics.jsonl: {steps}"
+    return [
+        {name: value for name, value in line.items() if not TIMING.fullmatch(name)}
+        for line in lines
+        if line["kind"] in kinds
+    ]
+
+
+def same_bits(a, b):
+    """Compare two safetensors files tensor by tensor, to the bit.
+
+    Raises:
+        AssertionError: naming the first difference.
+    """
+    same_tensors(load_file(a), load_file(b))
+
+
+def same_tensors(a, b):
+    """Compare two dicts of tensors to the bit; raises as :func:`same_bits`."""
+    assert a.keys() == b.keys(), f"only in one: {sorted(a.keys() ^ b.keys())}"
+    for name in sorted(a):
+        ours, theirs = (f"{t.dtype} {tuple(t.shape)}" for t in (a[name], b[name]))
+        assert ours == theirs, f"{name}: {ours} and {theirs}"
+        bits = [t.contiguous().reshape(-1).view(torch.uint8) for t in (a[name], b[name])]
+        differ = (bits[0] != bits[1]).nonzero()
+        if len(differ):
+            index = int(differ[0]) // a[name].element_size()
+            values = [float(t.reshape(-1)[index]) for t in (a[name], b[name])]
+            raise AssertionError(f"{name}, element {index}: {values[0]!r} and {values[1]!r}")

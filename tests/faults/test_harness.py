@@ -1,0 +1,122 @@
+"""The judges of the fault tests, on damage made by hand."""
+
+import hashlib
+import json
+
+import pytest
+import torch
+from harness import (
+    broken_checkpoints,
+    comparable_metrics,
+    read_manifested,
+    same_bits,
+    spread,
+    trained_tensors,
+    valid_checkpoints,
+    wait_until,
+)
+from safetensors.torch import save_file
+
+
+def checkpoint(directory):
+    """A small directory with a manifest."""
+    directory.mkdir(parents=True)
+    save_file({"w": torch.arange(3.0)}, directory / "model-00001.safetensors")
+    (directory / "state.json").write_text('{"step": 4}')
+    files = {
+        path.name: {
+            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+            "bytes": path.stat().st_size,
+        }
+        for path in directory.iterdir()
+    }
+    (directory / "manifest.json").write_text(json.dumps({"files": files}))
+    return directory
+
+
+def flip_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGE = {
+    "bit flipped": (lambda d: flip_a_bit(d / "model-00001.safetensors"), "has sha256"),
+    "cut short": (lambda d: (d / "state.json").write_text("{"), "has 1 bytes"),
+    "file gone": (lambda d: (d / "state.json").unlink(), "lacks state.json"),
+    "file too many": (lambda d: (d / "more").write_text(""), "holds .*more"),
+    "manifest gone": (lambda d: (d / "manifest.json").unlink(), "has no manifest"),
+    "manifest cut": (lambda d: (d / "manifest.json").write_text('{"files'), "is no JSON"),
+    "manifest empty": (lambda d: (d / "manifest.json").write_text('{"files": {}}'), "holds"),
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)
+def test_damaged_checkpoint_is_recognised(damage, message, tmp_path):
+    sound = checkpoint(tmp_path / "checkpoints" / "step-00000004")
+    hurt = checkpoint(tmp_path / "checkpoints" / "step-00000008")
+    checkpoint(tmp_path / "checkpoints" / ".step-00000012.tmp")
+    read_manifested(hurt)
+    damage(hurt)
+    with pytest.raises(AssertionError, match=message):
+        read_manifested(hurt)
+    assert valid_checkpoints(tmp_path) == {4: sound}
+    assert list(broken_checkpoints(tmp_path)) == [8]
+
+
+def test_tensors_of_a_checkpoint_are_those_of_its_files(tmp_path):
+    directory = checkpoint(tmp_path / "step-00000004")
+    save_file({"v": torch.zeros(2)}, directory / "model-00002.safetensors")
+    assert {n: t.tolist() for n, t in trained_tensors(directory).items()} == {
+        "v": [0.0, 0.0],
+        "w": [0.0, 1.0, 2.0],
+    }
+
+
+DIFFERENT = {
+    "sign of zero": (torch.tensor([1.0, -0.0]), "w, element 1: 0.0 and -0.0"),
+    "type": (torch.tensor([1.0, 0.0], dtype=torch.float64), "float32 .* and torch.float64"),
+    "shape": (torch.tensor([[1.0, 0.0]]), r"\(2,\) and .*\(1, 2\)"),
+    "last bit": (torch.nextafter(torch.tensor([1.0, 0.0]), torch.tensor(2.0)), "element 0: 1.0"),
+}
+
+
+@pytest.mark.parametrize(("other", "message"), DIFFERENT.values(), ids=DIFFERENT)
+def test_bits_that_differ_are_named(other, message, tmp_path):
+    for name, tensor in (("a", torch.tensor([1.0, 0.0])), ("b", other)):
+        save_file({"w": tensor, "nan": torch.tensor(torch.nan)}, tmp_path / name)
+    same_bits(tmp_path / "b", tmp_path / "b")
+    with pytest.raises(AssertionError, match=message):
+        same_bits(tmp_path / "a", tmp_path / "b")
+
+
+@pytest.mark.parametrize("steps", [[1, 3], [1, 2, 2], [2, 3]], ids=str)
+def test_steps_with_a_gap_or_twice_are_refused(steps, tmp_path):
+    lines = [{"kind": "train", "step": step, "time": 1.0, "loss": 0.5} for step in steps]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "metrics.jsonl").write_text(text)
+    with pytest.raises(AssertionError, match="steps of metrics"):
+        comparable_metrics(tmp_path)
+
+
+def test_metrics_are_compared_without_their_times(tmp_path):
+    line = {"kind": "train", "step": 1, "loss": 0.5}
+    timed = {"time": 1.0, "step_seconds": 2.0, "tokens_per_second": 3.0, "mfu": None}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({**line, **timed}) + "\n")
+    assert comparable_metrics(tmp_path) == [line]
+
+
+def test_waiting_for_a_command_that_ended_fails_at_once():
+    class Ended:
+        codes = staticmethod(lambda: [0])
+        output = staticmethod(lambda: "what it said")
+
+    wait_until(lambda: True, Ended)
+    with pytest.raises(AssertionError, match="what it said"):
+        wait_until(lambda: False, Ended)
+
+
+def test_spread_keeps_both_ends(monkeypatch):
+    monkeypatch.setattr("harness.LONG", False)
+    assert spread(range(101), 5) == [0, 25, 50, 75, 100]
+    assert spread([1, 2], 5) == [1, 2]

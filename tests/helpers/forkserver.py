@@ -1,0 +1,126 @@
+"""A process that has imported everything, and forks one child for each rank of a command.
+
+Each child is a process of its own, as if started by a launcher: it runs a script as ``__main__``
+in its own session, can be killed at any time, and ends through the interpreter's own exit. What
+differs from a fresh interpreter: the hash seed is the server's, and what modules read from the
+environment when they are imported is fixed. Requests and replies are lines of JSON.
+"""
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import pkgutil
+import random
+import runpy
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import dschat_lora
+
+# What the stages import late; a child that finds it in place starts a second earlier.
+LATE = """
+    deepspeed.ops.op_builder.all_ops numpy.ctypeslib peft safetensors.torch setuptools
+    torch._dynamo torch.utils._foreach_utils transformers.integrations.deepspeed
+    transformers.models.auto.tokenization_auto transformers.models.opt.modeling_opt
+    transformers.tokenization_utils_tokenizers
+""".split()
+
+
+def import_everything():
+    """Import every module of the package, and the late ones of the others."""
+    modules = pkgutil.walk_packages(dschat_lora.__path__, "dschat_lora.")
+    for name in [module.name for module in modules if not module.name.endswith("__main__")] + LATE:
+        importlib.import_module(name)
+    torch.set_num_threads(1)
+    # The collector would write to every page of every child, which takes two seconds at its end.
+    gc.collect()
+    gc.freeze()
+    assert len(os.listdir("/proc/self/task")) == 1, "a forked child would miss the other threads"
+
+
+class Server:
+    """The children and how they ended."""
+
+    def __init__(self):
+        self._codes = {}
+
+    def serve(self):
+        """Reply to requests; returns the request of a child, in the child, else None."""
+        for line in sys.stdin:
+            request = json.loads(line)
+            if "start" in request:
+                pid = os.fork()
+                if pid == 0:
+                    return request["start"]
+                self._codes[pid] = None
+                reply = pid
+            elif "signal" in request:
+                reply = self._signal(request["pid"], request["signal"])
+            else:
+                reply = [self._code(pid) for pid in request["codes"]]
+            sys.stdout.write(json.dumps(reply) + "\n")
+            sys.stdout.flush()
+        for pid in self._codes:
+            self._signal(pid, signal.SIGKILL)
+        return None
+
+    def _code(self, pid):
+        """Exit code of a child, or minus the signal that ended it; None while it runs."""
+        if self._codes[pid] is None and os.waitid(
+            os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT
+        ):
+            # Not reaped yet, so that the group is still its own: what it started ends with it.
+            os.killpg(pid, signal.SIGKILL)
+            self._codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        return self._codes[pid]
+
+    def _signal(self, pid, number):
+        """Whether the child was there to receive it."""
+        if self._code(pid) is not None:
+            return False
+        os.kill(pid, number)
+        return True
+
+
+def become(request):
+    """Turn this forked process into the command of the request, up to its first line."""
+    os.setsid()
+    for name, descriptor, flags in (
+        ("/dev/null", 0, os.O_RDONLY),
+        (request["out"], 1, os.O_WRONLY | os.O_CREAT | os.O_APPEND),
+        (request["err"], 2, os.O_WRONLY | os.O_CREAT | os.O_APPEND),
+    ):
+        opened = os.open(name, flags, 0o666)
+        os.dup2(opened, descriptor)
+        os.close(opened)
+    # The reader may hold requests for the server.
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+    os.environ.clear()
+    os.environ.update(request["environment"], FAULT_PID=str(os.getpid()))
+    os.chdir(request["cwd"])
+    sys.argv = request["argv"]
+    sys.path[0] = str(Path(request["argv"][0]).resolve().parent)
+    # A fresh interpreter has these unlike any other's; torch's own generator starts alike.
+    random.seed()
+    np.random.seed()
+    tempfile.tempdir = None
+    configure = getattr(ctypes.CDLL(None), "fault_configure", None)
+    if configure is not None:
+        configure()
+
+
+if __name__ == "__main__":
+    import_everything()
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    task = Server().serve()
+    if task is not None:
+        become(task)
+        runpy.run_path(task["argv"][0], run_name="__main__")

@@ -1,0 +1,148 @@
+"""Whole commands in processes of their own, without the seconds that imports take."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from helpers.ranks import TESTS, free_port
+
+ROOT = TESTS.parent
+STEP1 = ROOT / "training" / "step1_sft" / "main.py"
+
+
+class StillRunningError(AssertionError):
+    """A command took too long and was killed; the message holds what its ranks wrote."""
+
+
+class Launcher:
+    """Starts commands through one :mod:`helpers.forkserver`, which ends when this process does.
+
+    Args:
+        directory: receives what the commands write to their terminals.
+        environment: added to this process's, for the server and for every command.
+    """
+
+    def __init__(self, directory, **environment):
+        self._directory = Path(directory)
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._environment = {
+            **os.environ,
+            "CUDA_VISIBLE_DEVICES": "",
+            "DS_ACCELERATOR": "cpu",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([str(TESTS), str(ROOT)]),
+            **environment,
+        }
+        self._server = None
+        self._starts = 0
+
+    def start(self, argv, cwd, *, ranks=1, env=None, script=STEP1):
+        """Run ``python script argv...`` in ``cwd`` on so many ranks of one node."""
+        self._starts += 1
+        private = self._directory / f"start-{self._starts}"
+        private.mkdir()
+        common = {
+            **self._environment,
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            # All commands have one parent, by which two launches would take each other's port.
+            "TMPDIR": str(private),
+            **{name: str(value) for name, value in (env or {}).items()},
+        }
+        pids = []
+        for rank in range(ranks):
+            request = {
+                "argv": [str(script), *(str(each) for each in argv)],
+                "cwd": str(cwd),
+                "environment": {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                "out": str(private / f"out-{rank}"),
+                "err": str(private / f"err-{rank}"),
+            }
+            pids.append(self._ask({"start": request}))
+        return Running(self._ask, pids, private)
+
+    def stop(self):
+        """End the server, and every command that still runs."""
+        if self._server is not None:
+            self._server.stdin.close()
+            self._server.wait(timeout=60)
+            self._server.stdout.close()
+            self._server = None
+
+    def _ask(self, request):
+        if self._server is None:
+            self._server = subprocess.Popen(
+                [sys.executable, "-m", "helpers.forkserver"],
+                # Arrow's allocator would start a thread, which children would miss.
+                env={**self._environment, "JE_ARROW_MALLOC_CONF": "background_thread:false"},
+                cwd=ROOT,  # first on its module path
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+            said = self._server.stdout.readline()
+            assert said == "ready\n", f"the fork server did not start: {said!r}"
+        self._server.stdin.write(json.dumps(request) + "\n")
+        self._server.stdin.flush()
+        return json.loads(self._server.stdout.readline())
+
+
+class Running:
+    """A command that was started: one process for each rank."""
+
+    def __init__(self, ask, pids, private):
+        self._ask, self.pids, self._private = ask, pids, private
+
+    def codes(self):
+        """Exit code of each rank: minus the signal that ended it, None while it runs."""
+        return self._ask({"codes": self.pids})
+
+    def signal(self, number, rank=None):
+        """Send a signal to one rank or all; whether each was still there."""
+        chosen = self.pids if rank is None else [self.pids[rank]]
+        return [self._ask({"pid": pid, "signal": int(number)}) for pid in chosen]
+
+    def kill(self, rank=None):
+        """End one rank or all at once, as a lost machine would."""
+        return self.signal(signal.SIGKILL, rank)
+
+    def wait(self, timeout=120):
+        """Exit codes once every rank has ended; those that have not in time are killed.
+
+        Raises:
+            StillRunningError: if any had to be.
+        """
+        deadline = time.monotonic() + timeout
+        while None in (codes := self.codes()):
+            if time.monotonic() > deadline:
+                self.kill()
+                written = "\n".join(
+                    f"rank {rank}: {code}\n{self.output(rank)[-2000:]}"
+                    for rank, code in enumerate(codes)
+                )
+                raise StillRunningError(f"not ended after {timeout} s\n{written}")
+            time.sleep(0.01)
+        return codes
+
+    def output(self, rank=0):
+        """What a rank wrote to its standard output, then to its standard error."""
+        return self.out(rank) + self.err(rank)
+
+    def out(self, rank=0):
+        """What a rank wrote to its standard output."""
+        return self._written(f"out-{rank}")
+
+    def err(self, rank=0):
+        """What a rank wrote to its standard error."""
+        return self._written(f"err-{rank}")
+
+    def _written(self, name):
+        path = self._private / name
+        return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
