@@ -229,7 +229,8 @@ class Keeper:
         """Make the output directory that of a run which has just reached the checkpoint."""
         output = self._output
         in_place = goes_on_in_place(output.config)
-        source = None if in_place else run_of(checkpoint) / "metrics.jsonl"
+        origin = None if in_place else run_of(checkpoint)
+        source = origin / "metrics.jsonl" if origin is not None else None
         output.log.rewind(**state["log"], step=state["step"], source=source)
         if in_place:
             rejected = [Path(path) for path in output.config.rejected]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dschat_lora.checkpoint.history import (
+    CHECKPOINTS,
     STATE_FILE,
     Choice,
     Rejected,
@@ -82,6 +83,8 @@ def settle(config: ConfigT, *, stage: str) -> ConfigT:
         raise ValueError(_nothing_found(wanted, run, choice.rejected))
     state = read_state(choice.path)
     merged = _with_options_of(state, config, choice.path)
+    if merged.run.output_dir is None and run is None:
+        raise ValueError(f"--resume_from_checkpoint {wanted} lies in no run; give an --output_dir")
     output_dir = merged.run.output_dir or str(run)
     say_once(f"going on from {choice.path}, after step {state['step']:,}")
     return replace(
@@ -118,16 +121,20 @@ def check_identity(checkpoint: Path, now: Mapping[str, Any]) -> None:
         )
 
 
-def run_of(checkpoint: str | Path) -> Path:
-    """The output directory that a checkpoint lies in."""
-    return Path(checkpoint).parent.parent
+def run_of(checkpoint: str | Path) -> Path | None:
+    """The output directory that a checkpoint lies in; None for a copy elsewhere."""
+    home = Path(checkpoint).parent
+    if home.name != CHECKPOINTS:
+        home = home.absolute()
+    return home.parent if home.name == CHECKPOINTS else None
 
 
 def goes_on_in_place(config: SupervisedConfig) -> bool:
     """Whether the run continues in the directory of its checkpoint, rather than in a new one."""
     if not config.checkpoint or config.run.output_dir is None:
         return False
-    return run_of(config.checkpoint).resolve() == Path(config.run.output_dir).expanduser().resolve()
+    run = run_of(config.checkpoint)
+    return run is not None and run.resolve() == Path(config.run.output_dir).expanduser().resolve()
 
 
 def options_to_keep(config: SupervisedConfig) -> dict[str, Any]:
@@ -141,7 +148,7 @@ def _choose(wanted: str, output_dir: str | None, stage: str) -> tuple[Path | Non
         run = Path(output_dir).expanduser() if output_dir is not None else newest_directory(stage)
         return run, newest_valid(run) if run is not None else Choice(None, ())
     path = Path(wanted).expanduser()
-    if (path / MANIFEST).is_file() or path.parent.name == "checkpoints":
+    if (path / MANIFEST).is_file() or path.parent.name == CHECKPOINTS:
         if not path.is_dir():
             raise ValueError(f"--resume_from_checkpoint {wanted} does not exist")
         # Given by name: nothing else is taken in its place.

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from dschat_lora.checkpoint.history import checkpoints_of, clear_unfinished, set_aside
+from dschat_lora.checkpoint.history import CHECKPOINTS, checkpoints_of, clear_unfinished, set_aside
 from dschat_lora.cli.options import build_config, fail, flatten, typed_options
 from dschat_lora.config import SupervisedConfig
 from dschat_lora.engine.distributed import agree, init_distributed, rank, shutdown, world_size
@@ -111,7 +111,7 @@ def _directory(config: SupervisedConfig, name: str) -> Path:
     if config.run.resume_from_checkpoint != "auto":
         return claim_directory(given, name=name)
     # A fresh start where no checkpoint was sound: those that are not stay for a closer look.
-    directory = claim_directory(given, name=name, spared=frozenset({"checkpoints"}))
+    directory = claim_directory(given, name=name, spared=frozenset({CHECKPOINTS}))
     set_aside(directory, after=-1, rejected=checkpoints_of(directory))
     return directory
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dschat_lora.checkpoint.manifest import DamagedError, verify
 
+CHECKPOINTS = "checkpoints"
 #: beside the tensors of a checkpoint: everything that is none
 STATE_FILE = "state.json"
 _UNFINISHED = re.compile(r"\.(step-[0-9]{8,})\.(tmp|old|deleted)")
@@ -32,7 +33,7 @@ class Choice:
 
 def step_directory(run: Path, step: int) -> Path:
     """Where a run keeps the checkpoint taken after ``step`` optimizer steps."""
-    return run / "checkpoints" / f"step-{step:08d}"
+    return run / CHECKPOINTS / f"step-{step:08d}"
 
 
 def step_of(path: Path) -> int | None:
@@ -114,7 +115,7 @@ def clear_unfinished(run: Path) -> None:
     A directory caught between the two renames of a replacement takes its name back. Call on one
     rank, while nothing writes to ``run``.
     """
-    checkpoints = run / "checkpoints"
+    checkpoints = run / CHECKPOINTS
     for path in sorted(checkpoints.iterdir()) if checkpoints.is_dir() else []:
         match = _UNFINISHED.fullmatch(path.name)
         if match is not None:
@@ -126,7 +127,7 @@ def clear_unfinished(run: Path) -> None:
 
 def _numbered(run: Path) -> list[tuple[int, Path]]:
     """Step and path of each checkpoint, highest step first."""
-    directory = run / "checkpoints"
+    directory = run / CHECKPOINTS
     found = list(directory.iterdir()) if directory.is_dir() else []
     numbered = [(step_of(path), path) for path in found if path.is_dir()]
     return sorted(((step, path) for step, path in numbered if step is not None), reverse=True)

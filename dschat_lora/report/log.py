@@ -69,7 +69,7 @@ class RunLog:
     ) -> None:
         """Go on after the first ``num_lines`` lines, ``seconds`` into the run, after ``step``.
 
-        TensorBoard is told to forget later steps.
+        TensorBoard is told to forget what came after the lines that stay.
 
         Args:
             num_lines: of :attr:`position`.
@@ -81,20 +81,40 @@ class RunLog:
         if self._file is None:
             return
         if source is not None and source.is_file():
-            lines = source.read_text(encoding="utf-8").splitlines(keepends=True)
-            self._file.writelines(lines[:num_lines])
+            earlier = source.read_text(encoding="utf-8").splitlines(keepends=True)
+            self._file.writelines(earlier[:num_lines])
             self._file.flush()
-        self._num_lines = _truncate(self._file, num_lines)
+        lines = _truncate(self._file, num_lines)
+        self._num_lines = len(lines)
         if self._num_lines < num_lines:
             self.say(
                 f"  note         metrics.jsonl held {self._num_lines} of {num_lines} lines: those "
                 "between are lost"
             )
         if self._board_directory is not None:
-            from torch.utils.tensorboard import SummaryWriter  # an optional extra
+            self._open_board(lines, first=step if source is None else 0)
 
-            purged = step + 1 if step else None
-            self._board = SummaryWriter(str(self._board_directory), purge_step=purged)
+    def _open_board(self, lines: list[bytes], *, first: int) -> None:
+        """Begin TensorBoard's file with what ``lines`` say from step ``first`` on.
+
+        That step's lines are repeated: an evaluation after it may have to be forgotten, and
+        TensorBoard forgets whole steps only.
+        """
+        from torch.utils.tensorboard import SummaryWriter  # an optional extra
+
+        self._board = SummaryWriter(str(self._board_directory), purge_step=first or None)
+        for line in lines:
+            record = json.loads(line)
+            if record["step"] >= first:
+                self._show(record.pop("kind"), record.pop("step"), record)
+
+    def _show(self, kind: str, step: int, fields: Mapping[str, Any]) -> None:
+        """Give the numbers of a line to TensorBoard."""
+        if self._board is None or kind == "event":
+            return
+        for name, value in fields.items():
+            if isinstance(value, int | float) and name != "time":
+                self._board.add_scalar(f"{kind}/{name}", value, step)
 
     def expect(self, total_steps: int, done: int = 0) -> None:
         """Show a progress bar over ``total_steps`` where a person is watching."""
@@ -113,10 +133,7 @@ class RunLog:
             self.failure = error
             return
         self._num_lines += 1
-        if self._board is not None and kind != "event":
-            for name, value in fields.items():
-                if isinstance(value, int | float):
-                    self._board.add_scalar(f"{kind}/{name}", value, step)
+        self._show(kind, step, fields)
 
     def sync(self) -> None:
         """Bring what was written to the disk.
@@ -177,18 +194,17 @@ class RunLog:
         self.close()
 
 
-def _truncate(file: TextIO, num_lines: int) -> int:
-    """Cut off what follows the first ``num_lines`` whole lines; returns how many there are."""
-    size = found = 0
+def _truncate(file: TextIO, num_lines: int) -> list[bytes]:
+    """The first ``num_lines`` whole lines, or as many as there are; what follows is cut off."""
+    lines: list[bytes] = []
     # Through this very descriptor: closing any other one of the file would drop the lock.
     reader = file.buffer
     reader.seek(0)
-    while found < num_lines and (line := reader.readline()).endswith(b"\n"):
-        size += len(line)
-        found += 1
-    file.truncate(size)
+    while len(lines) < num_lines and (line := reader.readline()).endswith(b"\n"):
+        lines.append(line)
+    file.truncate(sum(map(len, lines)))
     file.seek(0, os.SEEK_END)
-    return found
+    return lines
 
 
 def jsonable(value: Any) -> Any:
