@@ -76,17 +76,21 @@ class Keeper:
         self._is_owed = False
         self._saves, self._seconds = 0, 0.0
 
-    def restore(self) -> None:
+    def restore(self, *, num_steps: int = 0) -> None:
         """Become what the run's checkpoint holds, if it has one; else begin.
 
+        Args:
+            num_steps: planned for the whole run; 0 where there is no plan to keep to.
+
         Raises:
-            ValueError: if the checkpoint is of another model, tokenizer or data.
+            ValueError: if the checkpoint is of another model, tokenizer or data, or beyond the
+                plan. The earlier run is as it was then.
         """
         config = self._output.config
         if not config.checkpoint:
             return
         checkpoint = Path(config.checkpoint)
-        on_rank_zero(lambda: check_identity(checkpoint, self._identity))
+        on_rank_zero(lambda: check_identity(checkpoint, self._identity, num_steps=num_steps))
         state = json.loads(agree(json.dumps(read_state(checkpoint)) if rank() == 0 else ""))
         for name, engine in self._engines.items():
             engine.load(state["engines"][name], _reader(checkpoint, name))

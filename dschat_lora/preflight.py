@@ -9,6 +9,7 @@ from typing import Any
 
 from dschat_lora.assets import BUNDLED_DATA
 from dschat_lora.checkpoint.adapter_config import verify_adapter
+from dschat_lora.checkpoint.history import checkpoints_of
 from dschat_lora.config import DataConfig, LoraConfig, RunConfig, SupervisedConfig
 from dschat_lora.data.rows import check_sources
 from dschat_lora.engine.ds_config import reconcile
@@ -168,10 +169,14 @@ def check_output_dir(config: SupervisedConfig) -> None:
     names = ", ".join(p.name for p in earlier)
     goes_on = run.resume_from_checkpoint == "auto" and is_unfinished(path)
     if not run.overwrite_output_dir and not goes_on:
+        go_on = (
+            "go on with that run by --resume_from_checkpoint latest, "
+            if checkpoints_of(path)
+            else "(it has no checkpoint for --resume_from_checkpoint) "
+        )
         raise ValueError(
-            f"--output_dir {path} holds an earlier run ({names}); choose another directory, go "
-            "on with that run by --resume_from_checkpoint latest, or delete it with "
-            "--overwrite_output_dir"
+            f"--output_dir {path} holds an earlier run ({names}); choose another directory, "
+            f"{go_on}or delete it with --overwrite_output_dir"
         )
     if not (path / "run.json").is_file():
         raise ValueError(

@@ -15,10 +15,10 @@ from dschat_lora.checkpoint.history import (
     checkpoints_of,
     newest_valid,
 )
-from dschat_lora.checkpoint.manifest import MANIFEST, verify
+from dschat_lora.checkpoint.manifest import MANIFEST, DamagedError, verify
 from dschat_lora.cli.options import build_config, typed_options
 from dschat_lora.config import SupervisedConfig
-from dschat_lora.report.directory import newest_directory
+from dschat_lora.report.directory import check_idle, newest_directory
 from dschat_lora.report.terminal import say_once
 
 ConfigT = TypeVar("ConfigT", bound=SupervisedConfig)
@@ -102,13 +102,23 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     return state
 
 
-def check_identity(checkpoint: Path, now: Mapping[str, Any]) -> None:
-    """Refuse to give the state of one run to another.
+def check_identity(checkpoint: Path, now: Mapping[str, Any], *, num_steps: int = 0) -> None:
+    """Refuse to give the state of one run to another, or to one that would have ended before.
 
     Raises:
         ValueError: listing everything that differs.
     """
-    then = read_state(checkpoint)["identity"]
+    state = read_state(checkpoint)
+    then = state["identity"]
+    if num_steps and state["step"] > num_steps:
+        raise ValueError(
+            f"--resume_from_checkpoint {checkpoint} is after step {state['step']}, and "
+            f"--max_steps or --num_train_epochs end the run at step {num_steps}; raise them, or "
+            "go on from an earlier checkpoint"
+        )
+    if then.get("dtype") != now.get("dtype"):
+        # The weights are then of another type too, which says nothing of the model.
+        then, now = {**then, "model": None}, {**now, "model": None}
     differences = [
         f"{text} (was {then.get(name)}, now {now.get(name)})"
         for name, text in _IDENTITY.items()
@@ -146,13 +156,22 @@ def _choose(wanted: str, output_dir: str | None, stage: str) -> tuple[Path | Non
     """(output directory looked into, its newest valid checkpoint)."""
     if wanted in ("latest", "auto"):
         run = Path(output_dir).expanduser() if output_dir is not None else newest_directory(stage)
-        return run, newest_valid(run) if run is not None else Choice(None, ())
+        if run is None:
+            return None, Choice(None, ())
+        check_idle(run)  # or its checkpoints would come and go
+        return run, newest_valid(run)
     path = Path(wanted).expanduser()
     if (path / MANIFEST).is_file() or path.parent.name == CHECKPOINTS:
         if not path.is_dir():
             raise ValueError(f"--resume_from_checkpoint {wanted} does not exist")
-        # Given by name: nothing else is taken in its place.
-        verify(path, kind="checkpoint")
+        try:
+            verify(path, kind="checkpoint")
+        except DamagedError as error:
+            # Given by name: nothing else is taken in its place.
+            raise ValueError(
+                f"--resume_from_checkpoint {wanted} cannot be used: {error}; use latest to go on "
+                "from the newest sound checkpoint"
+            ) from error
         return run_of(path), Choice(path, ())
     if not checkpoints_of(path):
         raise ValueError(
@@ -229,4 +248,6 @@ def _with_same_rows(
 
 
 def _shown(value: Any) -> str:
+    if value is None:
+        return "the default"
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)

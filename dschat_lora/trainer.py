@@ -250,12 +250,11 @@ def fit(
         keeper: asked to save after each step.
 
     Raises:
-        ValueError: when steps keep being skipped because the gradient is not finite, or the
-            plan ends before ``progress``.
+        ValueError: when steps keep being skipped because the gradient is not finite.
     """
     done, per_epoch = progress.step, loader.steps_per_epoch
-    if plan.num_steps and done > plan.num_steps:
-        raise ValueError(f"{done} steps are done already, more than the {plan.num_steps} planned")
+    if done and done == plan.num_steps:
+        log.say("the run was complete: there is no step left to train")
     if not done or not plan.num_steps or _evaluates_after(done, plan, per_epoch):
         _evaluate(evaluate_at, keeper, done)
     log.expect(plan.num_steps, done)
@@ -354,6 +353,6 @@ def _check_skips(progress: Progress, outcome: StepOutcome, keeper: Keeper) -> No
     if skipped >= limit:
         raise ValueError(
             f"training stopped at step {progress.step}: the gradient was not finite {skipped} "
-            "times in a row, and no weight was changed by it; lower the learning rate or try "
+            "times in a row; those steps changed no weight. Lower the learning rate or try "
             f"--dtype bf16. {keeper.last_good()}"
         )

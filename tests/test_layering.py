@@ -30,7 +30,10 @@ LAYERS = {
     "checkpoint.history": ({"checkpoint.manifest"}, set()),
     "checkpoint.manifest": (set(), set()),
     "cli.options": (set(), {"yaml"}),
-    "cli.main": ({"", "demo"}, set()),
+    "cli.main": (
+        {"", "checkpoint.adapter_config", "cli.options", "demo", "report.terminal"},
+        set(),
+    ),
     "config": ({"cli.options"}, set()),
     "data": (
         {"config", "algos", "randomness"},
@@ -62,8 +65,8 @@ LAYERS = {
     "perf": ({"lora"}, {"torch"}),
     "preflight": (
         {
-            *("assets", "checkpoint.adapter_config", "config", "data.rows", "engine.ds_config"),
-            *("models.source", "report", "resume"),
+            *("assets", "checkpoint.adapter_config", "checkpoint.history", "config"),
+            *("data.rows", "engine.ds_config", "models.source", "report", "resume"),
         },
         set(),
     ),

@@ -3,7 +3,6 @@
 import json
 import os
 import shlex
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -179,7 +178,7 @@ def _remedy(directory: Path) -> str:
         return f"if PEFT saved the adapter anew, delete {directory / MANIFEST}"
     return (
         "copy the adapter again or, if this change was meant, run "
-        f"python -m dschat_lora.checkpoint.adapter_config {shlex.quote(str(directory))}"
+        f"dschat-lora accept {shlex.quote(str(directory))}"
     )
 
 
@@ -219,7 +218,3 @@ def _field(
         wanted = " or ".join(each.__name__ for each in kinds)
         raise ValueError(f"{path}: {name} must be {wanted}, got {value!r}")
     return value
-
-
-if __name__ == "__main__":
-    accept_adapter(sys.argv[1])

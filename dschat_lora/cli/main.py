@@ -3,6 +3,9 @@
 import argparse
 
 from dschat_lora import __version__
+from dschat_lora.checkpoint.adapter_config import accept_adapter
+from dschat_lora.cli.options import fail
+from dschat_lora.report.terminal import say_once
 
 
 def main() -> None:
@@ -12,11 +15,24 @@ def main() -> None:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     demo = verbs.add_parser("demo", help="train on the bundled model and data, show what changed")
     demo.add_argument("--output_dir", help="default: the first free of output/demo, -2, -3, ...")
+    accept = verbs.add_parser("accept", help="vouch for an adapter that was changed on purpose")
+    accept.add_argument("adapter", help="its directory, whose manifest is written anew")
     arguments = parser.parse_args()
+    if arguments.verb == "accept":
+        _accept(arguments.adapter)
+        return
 
     from dschat_lora.demo import run_demo  # heavy, and not wanted for --help
 
     run_demo(arguments.output_dir)
+
+
+def _accept(directory: str) -> None:
+    try:
+        accept_adapter(directory)
+    except (ValueError, OSError) as error:
+        fail(str(error))
+    say_once(f"{directory}: its files are the ones its manifest says")
 
 
 if __name__ == "__main__":

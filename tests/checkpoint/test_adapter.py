@@ -416,7 +416,7 @@ def test_changed_file_is_named_with_what_to_do(name, read, tmp_path):
     damage_in_place(tmp_path / "adapter" / name)
     message = (
         f"adapter/{name} has another SHA-256 than its manifest says; copy the adapter again or, "
-        "if this change was meant, run python -m dschat_lora.checkpoint.adapter_config "
+        "if this change was meant, run dschat-lora accept "
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         read(tmp_path / "adapter")
@@ -480,9 +480,9 @@ def test_change_that_was_meant_is_accepted_by_the_command_of_the_message(tmp_pat
     path.write_text(path.read_text().replace("some/base", "moved/base"))
     with pytest.raises(ValueError, match="if this change was meant, run") as refused:
         read_adapter(directory)
-    python, *command = shlex.split(str(refused.value).rpartition(" run ")[2])
-    assert python == "python"
-    subprocess.run([sys.executable, *command], check=True, cwd=ROOT)
+    program, *command = shlex.split(str(refused.value).rpartition(" run ")[2])
+    assert program == "dschat-lora"
+    subprocess.run([sys.executable, "-m", "dschat_lora.cli.main", *command], check=True, cwd=ROOT)
     assert read_adapter(directory).config.base_model_name_or_path == "moved/base"
 
 

@@ -66,7 +66,7 @@ def main(config: SupervisedConfig) -> None:
             output=output,
         )
 
-        keeper.restore()
+        keeper.restore(num_steps=plan.num_steps)
         samples.show("before")
         with (
             output.interrupts.deferred(),
