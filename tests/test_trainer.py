@@ -1,5 +1,7 @@
 """The training loop: what a step's loss and gradient are, however its rows are dealt out."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -145,6 +147,42 @@ def test_a_run_whose_gradient_stays_infinite_ends_after_three_skips(ranks, model
         events = [line for line in results[0]["lines"] if line["kind"] == "event"]
         assert [event["step"] for event in events] == [1, 2, 3]
         assert all(event["event"] == "skipped_step" for event in events)
+
+
+@pytest.mark.stage
+@pytest.mark.parametrize("size", [1, 2])
+def test_infinite_loss_of_finite_gradient_on_one_rank_skips_the_step_on_all(
+    ranks, model_directory, size
+):
+    # In the first micro-batch of the second step, and in the last of the fourth.
+    infinite = [[1, 0, size - 1], [3, 1, 0]]
+    results = ranks(size).run(
+        "helpers.runs:fit_with_infinite_losses",
+        path=model_directory("opt"),
+        stages=[0, 1, 2, 3],
+        infinite=infinite,
+    )
+    for per_rank in zip(*results, strict=True):
+        seen, lines = per_rank[0]["seen"], per_rank[0]["lines"]
+        changes = []
+        for before, after in pairwise(seen):
+            same = before.keys() == after.keys() and all(
+                torch.equal(before[key].view(torch.int32), after[key].view(torch.int32))
+                for key in before
+            )
+            assert same or not any(
+                torch.equal(before[key], after[key]) for key in before if "lora_B" in key
+            )
+            changes.append(not same)
+        assert changes == [True, False, True, False, True]
+        train = [line for line in lines if line["kind"] == "train"]
+        assert [line["skipped"] for line in train] == [False, True, False, True, False]
+        assert [line["loss"] for line in train if line["skipped"]] == ["inf", "inf"]
+        events = [(line["step"], line["event"]) for line in lines if line["kind"] == "event"]
+        assert events == [(2, "skipped_step"), (4, "skipped_step")]
+        for report in per_rank:
+            assert (report["progress"]["skipped"], report["progress"]["step"]) == (2, 5)
+            assert report["progress"]["skipped_in_a_row"] == 0
 
 
 @pytest.mark.parametrize(

@@ -30,10 +30,9 @@ def staged_directory(final: Path) -> Iterator[Path]:
         _sync(staging)
         _swap(staging, final)
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None and error.errno is not None:
             # A write alone does not know its file.
-            reason = error.strerror or str(error)
-            raise OSError(error.errno, reason, str(final)) from error
+            raise OSError(error.errno, error.strerror, str(final)) from error
         raise
     finally:
         shutil.rmtree(staging, ignore_errors=True)

@@ -153,3 +153,40 @@ def test_the_cache_is_readable_by_whoever_may_read_its_parent(tmp_path):
     finally:
         os.umask(before)
     assert (tmp_path / "key").stat().st_mode & 0o777 == 0o755
+
+
+def digest_of(directory, samples, name="x.arrow"):
+    write_samples(directory / name, samples)
+    return TokenSet(directory / name).digest()
+
+
+@pytest.mark.parametrize("count", [0, 1, 9])
+def test_digest_is_that_of_the_content_whatever_the_file(tmp_path, monkeypatch, count):
+    monkeypatch.setattr(store, "SAMPLES_PER_BATCH", 4)
+    first = digest_of(tmp_path, make_samples(count))
+    assert digest_of(tmp_path, make_samples(count), "other.arrow") == first
+    assert len(first) == 32
+    assert int(first, 16) >= 0
+
+
+def test_digest_tells_any_other_content_apart(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "SAMPLES_PER_BATCH", 4)
+    samples = make_samples(9)
+
+    def changed(index, *, ids=False, labels=False):
+        sample = samples[index]
+        other = Sample(sample.input_ids + int(ids), sample.labels + int(labels))
+        return [*samples[:index], other, *samples[index + 1 :]]
+
+    long = np.arange(6, dtype=np.int32)
+    halves = [Sample(long[:3], -long[:3]), Sample(long[3:], -long[3:])]
+    thirds = [Sample(long[:2], -long[:2]), Sample(long[2:], -long[2:])]
+    others = [
+        *(changed(index, ids=True) for index in range(9)),
+        *(changed(index, labels=True) for index in range(9)),
+        *(samples[:8], samples[::-1], [*samples, samples[0]], halves, thirds),
+        [Sample(long, -long)],
+        [Sample(-long, long)],
+    ]
+    digests = {digest_of(tmp_path, each) for each in [samples, *others]}
+    assert len(digests) == 1 + len(others)

@@ -14,6 +14,7 @@ from dschat_lora.data.loader import StepLoader, eval_batches
 from dschat_lora.data.packing import make_rows
 from dschat_lora.engine.build import DTYPES, EngineSettings, TrainEngine
 from dschat_lora.engine.distributed import rank, world_size
+from dschat_lora.engine.state import EngineState
 from dschat_lora.engine.zero import gather_to_cpu
 from dschat_lora.lora.model import adapter_parameters, apply_lora
 from dschat_lora.lora.rates import parameter_groups
@@ -301,3 +302,59 @@ def fit_with_infinite_gradients(path, *, stage, dtype="fp32"):
     release(engine)
     lines = [json.loads(line) for line in text.splitlines()]
     return {"error": error, "evaluated": evaluated, "lines": lines}
+
+
+class Watching(NoKeeper):
+    """Keeps nothing but looks at what the engine has learnt after each step."""
+
+    def __init__(self, state):
+        self._state = state
+        self.seen = [dict(state.tensors())]
+
+    def after_step(self, step, wishes, *, skipped, last):
+        self.seen.append(dict(self._state.tensors()))
+        return False
+
+
+def fit_with_infinite_losses(path, *, stages, infinite):
+    """What :func:`fit` does where losses are infinite whose gradient is finite.
+
+    Args:
+        path: of the model.
+        stages: of ZeRO, one run each.
+        infinite: [step, micro-batch, rank] of each such loss.
+    """
+    return [_fit_with_infinite_losses(path, stage, infinite) for stage in stages]
+
+
+def _fit_with_infinite_losses(path, stage, infinite):
+    model, engine = build(path, LORA, engine_settings(stage=stage, micro=2, accumulation=2))
+    calls = iter(range(10**9))
+
+    def loss_function(engine, batch):
+        loss = causal_lm_loss(engine, batch)
+        step, micro = divmod(next(calls), 2)
+        return loss + math.inf if [step, micro, rank()] in infinite else loss
+
+    watching = Watching(EngineState(engine, model))
+    meter = Meter(describe(model), gradient_checkpointing=False, world_size=1, device=engine.device)
+    with tempfile.TemporaryDirectory() as directory:
+        with RunLog(Path(directory), active=rank() == 0) as log:
+            fit(
+                engine,
+                source := loader(ragged_samples(64), micro=2, accumulation=2),
+                loss_function,
+                make_plan(OptimConfig(max_steps=5), RunConfig(), source.steps_per_epoch),
+                progress=(progress := Progress()),
+                rate_factor=lambda step: 1.0,
+                seed=1,
+                keeper=watching,
+                meter=meter,
+                log=log,
+                evaluate_at=lambda step: None,
+            )
+        path = Path(directory) / "metrics.jsonl"
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+    release(engine)
+    lines = [json.loads(line) for line in text.splitlines()]
+    return {"seen": watching.seen, "lines": lines, "progress": progress.state()}

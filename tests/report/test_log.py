@@ -1,5 +1,6 @@
 """metrics.jsonl is valid however a run ends; one rank alone speaks."""
 
+import errno
 import json
 import math
 import os
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from dschat_lora.report import log as log_module
 from dschat_lora.report.log import RunLog, eval_line, jsonable, summary_lines, train_line
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -156,3 +158,173 @@ def test_summary_shows_a_dash_for_what_was_not_measured():
     text = " ".join(summary_lines(metrics))
     assert "- real tokens/s" in text
     assert "peak memory 2 GiB" in text
+
+
+# ---------------------------------------------------------------------------- runs that go on
+
+
+def written(directory, steps, **arguments):
+    """The position of a log after a line for each step."""
+    with RunLog(directory, active=True, **arguments) as log:
+        for step in steps:
+            log.write("train", step, {"loss": float(step)})
+        return log.position
+
+
+def steps_in(directory):
+    return [line["step"] for line in lines_of(directory)]
+
+
+def test_position_counts_lines_and_seconds(tmp_path, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(log_module.time, "monotonic", lambda: now[0])
+    with RunLog(tmp_path, active=True) as log:
+        assert log.position == {"num_lines": 0, "seconds": 0.0}
+        now[0] += 7.0
+        log.write("train", 1, {})
+        assert log.position == {"num_lines": 1, "seconds": 7.0}
+
+
+def test_resumed_log_forgets_later_lines_and_its_time_goes_on(tmp_path, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(log_module.time, "monotonic", lambda: now[0])
+    written(tmp_path, [1, 2, 3, 4])
+    now[0] = 5.0  # another boot
+    with RunLog(tmp_path, active=True, earlier=True) as log:
+        log.rewind(num_lines=2, seconds=50.0, step=2)
+        assert steps_in(tmp_path) == [1, 2]
+        assert log.position == {"num_lines": 2, "seconds": 50.0}
+        now[0] += 3.0
+        log.write("train", 3, {})
+        assert log.position == {"num_lines": 3, "seconds": 53.0}
+    assert [(line["step"], line["time"]) for line in lines_of(tmp_path)] == [
+        (1, 0.0), (2, 0.0), (3, 53.0)
+    ]  # fmt: skip
+
+
+def test_earlier_lines_stay_until_the_log_is_rewound(tmp_path):
+    written(tmp_path, [1, 2, 3])
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with RunLog(tmp_path, active=True, earlier=True):
+        assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def test_line_torn_by_a_crash_is_cut_off(tmp_path, capsys):
+    written(tmp_path, [1, 2])
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"kind": "train", "st')
+    with RunLog(tmp_path, active=True, earlier=True) as log:
+        log.rewind(num_lines=2, seconds=0.0, step=2)
+        log.write("train", 3, {})
+    assert steps_in(tmp_path) == [1, 2, 3]
+    assert capsys.readouterr().out == ""
+
+
+def test_lines_that_are_missing_or_torn_are_counted_and_named(tmp_path, capsys):
+    written(tmp_path, [1, 2])
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-1])
+    with RunLog(tmp_path, active=True, earlier=True) as log:
+        log.rewind(num_lines=3, seconds=0.0, step=3)
+        assert log.position["num_lines"] == 1
+        log.write("train", 4, {})
+    assert steps_in(tmp_path) == [1, 4]
+    assert capsys.readouterr().out == (
+        "  note         metrics.jsonl held 1 of 3 lines: those between are lost\n"
+    )
+
+
+def test_run_that_goes_on_elsewhere_takes_the_lines_along(tmp_path):
+    for name in ("source", "fork"):
+        (tmp_path / name).mkdir()
+    written(tmp_path / "source", [1, 2, 3, 4])
+    before = (tmp_path / "source" / "metrics.jsonl").read_bytes()
+    with RunLog(tmp_path / "fork", active=True) as log:
+        source = tmp_path / "source" / "metrics.jsonl"
+        log.rewind(num_lines=3, seconds=1.0, step=3, source=source)
+        assert log.position["num_lines"] == 3
+        log.write("train", 10, {})
+    assert steps_in(tmp_path / "fork") == [1, 2, 3, 10]
+    assert source.read_bytes() == before
+
+
+def test_source_that_is_gone_leaves_an_empty_log_and_a_note(tmp_path, capsys):
+    with RunLog(tmp_path, active=True) as log:
+        log.rewind(num_lines=2, seconds=1.0, step=2, source=tmp_path / "absent" / "metrics.jsonl")
+        assert log.position["num_lines"] == 0
+    assert steps_in(tmp_path) == []
+    assert "held 0 of 2 lines" in capsys.readouterr().out
+
+
+def test_other_ranks_rewind_their_clock_alone(tmp_path):
+    with RunLog(tmp_path, active=False, tensorboard=tmp_path / "tb") as log:
+        log.rewind(num_lines=5, seconds=1000.0, step=5, source=tmp_path / "x")
+        log.sync()
+        assert log.position["seconds"] >= 1000.0
+        assert log.position["num_lines"] == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tensorboard_forgets_the_steps_that_are_done_again(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board_directory = tmp_path / "tb"
+    with RunLog(tmp_path, active=True, tensorboard=board_directory) as log:
+        for step in (1, 2, 3):
+            log.write("train", step, {"loss": 1.0})
+        log.sync()
+        assert len(lines_of(tmp_path)) == 3
+    with RunLog(tmp_path, active=True, tensorboard=board_directory, earlier=True) as log:
+        log.rewind(num_lines=2, seconds=0.0, step=2)
+        log.write("train", 3, {"loss": 2.0})
+    board = EventAccumulator(str(board_directory))
+    board.Reload()
+    assert [(e.step, e.value) for e in board.Scalars("train/loss")] == [
+        (1, 1.0), (2, 1.0), (3, 2.0)
+    ]  # fmt: skip
+
+
+def test_second_process_cannot_write_to_the_log_of_a_living_run(tmp_path):
+    code = (
+        "import pathlib; from dschat_lora.report.log import RunLog\n"
+        f"RunLog(pathlib.Path({str(tmp_path)!r}), active=True)"
+    )
+    command = [sys.executable, "-c", code]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with RunLog(tmp_path, active=True) as log:
+        log.write("train", 1, {})
+        log.rewind(num_lines=1, seconds=0.0, step=1)  # keeps the lock
+        other = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=False
+        )
+        assert "another run is writing to" in other.stderr
+        assert steps_in(tmp_path) == [1]
+    other = subprocess.run(command, env=environment, capture_output=True, check=False)
+    assert other.returncode == 0
+    assert steps_in(tmp_path) == []
+
+
+def test_full_disk_is_kept_as_the_failure_and_nothing_more_is_written(tmp_path):
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full")
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with RunLog(tmp_path, active=True, earlier=True) as log:
+        log.write("train", 1, {"loss": 1.0})
+        first = log.failure
+        assert first.errno == errno.ENOSPC
+        log.write("train", 2, {"loss": 1.0})
+        assert log.failure is first
+        assert log.position["num_lines"] == 0
+        with pytest.raises(OSError, match="No space left"):
+            log.sync()
+
+
+def test_lines_are_on_the_disk_after_sync(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(log_module.os, "fsync", lambda fd: synced.append(os.fstat(fd).st_ino))
+    with RunLog(tmp_path, active=True) as log:
+        log.write("train", 1, {})
+        log.sync()
+    assert synced == [(tmp_path / "metrics.jsonl").stat().st_ino]

@@ -65,3 +65,55 @@ def test_package_that_is_not_installed_has_no_version(monkeypatch):
 def test_machine_without_git_has_no_commit(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     assert environment()["git_commit"] is None
+
+
+def test_earlier_run_shows_until_the_resumed_one_takes_over(tmp_path):
+    RunRecord(tmp_path, active=True).update({"status": "interrupted", "seed": 1})
+    before = (tmp_path / "run.json").read_bytes()
+    record = RunRecord(tmp_path, active=True, earlier=True)
+    assert not record.is_open
+    record.update({"status": "running", "more": 2})
+    record.append("resumed", {"step": 4})
+    assert (tmp_path / "run.json").read_bytes() == before
+    record.release()
+    assert record.is_open
+    assert read(tmp_path) == {
+        "status": "running", "seed": 1, "more": 2, "resumed": [{"step": 4}]
+    }  # fmt: skip
+    record.update({"status": "finished"})
+    assert read(tmp_path)["status"] == "finished"
+
+
+def test_new_run_forgets_the_earlier_ones_record_at_once(tmp_path):
+    RunRecord(tmp_path, active=True).update({"seed": 1})
+    record = RunRecord(tmp_path, active=True)
+    assert record.is_open
+    record.update({"status": "running"})
+    assert read(tmp_path) == {"status": "running"}
+
+
+def test_lists_grow_over_several_resumes(tmp_path):
+    for step in (4, 8):
+        record = RunRecord(tmp_path, active=True, earlier=True)
+        record.release()
+        record.append("resumed", {"step": step})
+    assert read(tmp_path)["resumed"] == [{"step": 4}, {"step": 8}]
+
+
+@pytest.mark.parametrize("content", [None, "", "{", "[1]", "\udcff"])
+def test_record_that_cannot_be_read_is_begun_anew(tmp_path, content):
+    if content is not None:
+        (tmp_path / "run.json").write_bytes(content.encode("utf-8", "surrogateescape"))
+    record = RunRecord(tmp_path, active=True, earlier=True)
+    record.release()
+    record.append("resumed", 1)
+    assert read(tmp_path) == {"resumed": [1]}
+
+
+def test_other_ranks_read_and_write_nothing_when_resumed(tmp_path):
+    RunRecord(tmp_path, active=True).update({"seed": 1})
+    before = (tmp_path / "run.json").read_bytes()
+    record = RunRecord(tmp_path, active=False, earlier=True)
+    record.release()
+    record.append("resumed", 1)
+    assert (tmp_path / "run.json").read_bytes() == before
