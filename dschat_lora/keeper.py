@@ -10,6 +10,7 @@ from typing import Any, NoReturn, Protocol
 from torch import Tensor
 
 from dschat_lora.checkpoint.history import set_aside
+from dschat_lora.checkpoint.manifest import read_manifest
 from dschat_lora.checkpoint.saver import Saver
 from dschat_lora.checkpoint.tensors import TensorFiles
 from dschat_lora.cli.options import flatten
@@ -252,4 +253,5 @@ def _reader(checkpoint: Path, name: str) -> Any:
 
     if rank() != 0:
         return nothing
-    return TensorFiles(sorted(checkpoint.glob(f"{name}-*.safetensors"))).read
+    files = read_manifest(checkpoint, kind="checkpoint")["files"]
+    return TensorFiles([checkpoint / file for file in files if file.startswith(f"{name}-")]).read

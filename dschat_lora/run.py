@@ -17,7 +17,7 @@ from dschat_lora.config import SupervisedConfig
 from dschat_lora.engine.distributed import agree, init_distributed, rank, shutdown, world_size
 from dschat_lora.interrupt import Interrupts, Stopped, name_of
 from dschat_lora.randomness import stream_seed
-from dschat_lora.report.directory import abandon_directory, claim_directory
+from dschat_lora.report.directory import abandon_directory, check_idle, claim_directory
 from dschat_lora.report.log import RunLog
 from dschat_lora.report.record import RunRecord, environment
 from dschat_lora.resume import goes_on_in_place
@@ -94,8 +94,6 @@ def _files(config: SupervisedConfig, name: str, interrupts: Interrupts) -> Itera
     earlier = goes_on_in_place(config)
     board = _board(config, directory)
     with RunLog(directory, active=active, tensorboard=board, earlier=earlier) as log:
-        if active:
-            clear_unfinished(directory)
         record = RunRecord(directory, active=active, earlier=earlier)
         record.update({"stage": name, "status": "running", **environment()})
         record.update({"world_size": world_size(), "config": flatten(config)})
@@ -106,6 +104,9 @@ def _files(config: SupervisedConfig, name: str, interrupts: Interrupts) -> Itera
 
 def _directory(config: SupervisedConfig, name: str) -> Path:
     given = config.run.output_dir
+    if given is not None:
+        check_idle(Path(given).expanduser())
+        clear_unfinished(Path(given).expanduser())
     if given is not None and goes_on_in_place(config):
         return Path(given).expanduser()
     if config.run.resume_from_checkpoint != "auto":
