@@ -90,6 +90,14 @@ class LoraConfig:
         require(0 <= self.lora_dropout < 1, "lora_dropout", self.lora_dropout, "in [0, 1)")
         require(bool(self.target_modules), "target_modules", (), "one name or more")
 
+    def described(self) -> str:
+        """What the factors mean, in a few words; which layers have some, their names say."""
+        if self.lora_dim == 0:
+            return "none"
+        kind = " rank-stabilised" if self.use_rslora else ""
+        biases = f", biases {self.train_bias}" if self.train_bias != "none" else ""
+        return f"r {self.lora_dim}, alpha {self.lora_alpha:g}{kind}{biases}"
+
 
 @dataclass(frozen=True)
 class DataConfig:

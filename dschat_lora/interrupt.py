@@ -24,7 +24,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.received = 0
-        self._is_deferred = False
+        self._is_deferred = self._was_interrupted = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Interrupts":
@@ -67,7 +67,8 @@ class Interrupts:
             raise StopRequested
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        again = number == self.received == signal.SIGINT
+        again = number == signal.SIGINT and self._was_interrupted
+        self._was_interrupted = self._was_interrupted or number == signal.SIGINT
         self.received = self.received or number
         if again or not self._is_deferred:
             raise SystemExit(128 + number)

@@ -236,11 +236,12 @@ class Keeper:
         in_place = goes_on_in_place(output.config)
         origin = None if in_place else run_of(checkpoint)
         source = origin / "metrics.jsonl" if origin is not None else None
-        output.log.rewind(**state["log"], step=state["step"], source=source)
         if in_place:
+            # First: a checkpoint must not outlive its lines of the log.
             rejected = [Path(path) for path in output.config.rejected]
             for path in set_aside(output.directory, after=state["step"], rejected=rejected):
                 output.log.say(f"  note         set aside: {path}")
+        output.log.rewind(**state["log"], step=state["step"], source=source)
         output.record.release()
         output.record.append("resumed", {"step": state["step"], "checkpoint": str(checkpoint)})
 

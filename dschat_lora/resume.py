@@ -46,6 +46,7 @@ _IDENTITY = {
     "train_data": "the training data",
     "eval_data": "the evaluation data",
     "dtype": "--dtype",
+    "adapter": "the adapter",
     "packing": "whether rows are packed",
     "rows": "the number of rows",
     "rows_per_step": "the rows of a step",

@@ -64,7 +64,7 @@ def open_run(config: SupervisedConfig, *, name: str, check: Check) -> Iterator[O
                 shutdown()
             elif interrupts.received:
                 # Whatever the error: ranks that are told to stop leave each other in the middle.
-                fail(f"stopped by {name_of(interrupts.received)}", code=128 + interrupts.received)
+                fail(_last_words(error, interrupts), code=128 + interrupts.received)
             _fail_if_expected(error, opened)
             raise
     # Not after a failure: leaving the group can wait for ranks that are gone.
@@ -117,13 +117,23 @@ def _directory(config: SupervisedConfig, name: str) -> Path:
     return directory
 
 
+def _last_words(error: BaseException, interrupts: Interrupts) -> str:
+    """Why a run that was told to stop ended, and whether it could be saved."""
+    words = f"stopped by {name_of(interrupts.received)}"
+    if isinstance(error, ValueError | OSError):
+        words += f"; what was learnt since the last checkpoint is not saved: {error}"
+    return words
+
+
 def _record_end(error: BaseException, opened: list[Output], interrupts: Interrupts) -> None:
     """Write why the run ended, where there is a record and room for it."""
     if isinstance(error, Stopped) or not opened or not opened[0].record.is_open:
         return
     status = f"failed: {type(error).__name__}: {error}"
     if interrupts.received:
-        status = f"interrupted by {name_of(interrupts.received)}"
+        status = f"failed: {_last_words(error, interrupts)}"
+        if isinstance(error, SystemExit):
+            status = f"interrupted by {name_of(interrupts.received)}"
     with contextlib.suppress(OSError):
         opened[0].record.update({"status": status})
 

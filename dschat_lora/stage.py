@@ -103,6 +103,7 @@ def identify(
         "train_data": data.train.digest(),
         "eval_data": data.eval.digest(),
         "dtype": settings.dtype,
+        "adapter": adapted.lora.described(),
     }
 
 

@@ -102,6 +102,8 @@ class RunLog:
         """
         from torch.utils.tensorboard import SummaryWriter  # an optional extra
 
+        if self._board is not None:
+            self._board.close()
         self._board = SummaryWriter(str(self._board_directory), purge_step=first or None)
         for line in lines:
             record = json.loads(line)

@@ -1,9 +1,12 @@
 from types import SimpleNamespace
 
 import pytest
-from harness import TINY, compile_library
 
-from helpers.launcher import Launcher
+pytest.register_assert_rewrite("harness")
+
+from harness import TINY, compile_library  # noqa: E402
+
+from helpers.launcher import Launcher  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -24,16 +27,17 @@ def launcher(fault_library, tmp_path_factory):
 def tiny_run(launcher, tmp_path_factory):
     """``tiny_run(*options, FAULT_...)``: how a short step 1 ended.
 
-    It writes to ``out`` in a directory of its own or, with ``home``, in that of an earlier run;
-    ``FAULT_PATH`` is ``out`` unless given, and ``log`` lists the operations.
+    Its options come after those of ``base``. It writes to ``out`` in a directory of its own or,
+    with ``home``, in that of an earlier run; ``FAULT_PATH`` is ``out`` unless given, and ``log``
+    lists the operations.
     """
 
-    def call(*options, home=None, ranks=1, **settings):
+    def call(*options, base=TINY, home=None, ranks=1, **settings):
         home = home or tmp_path_factory.mktemp("run")
         out, log = home / "out", home / "log"
         log.unlink(missing_ok=True)
         faults = {"FAULT_PATH": out, "FAULT_LOG": log, **settings}
-        running = launcher.start([*TINY, *options], home, ranks=ranks, env=faults)
+        running = launcher.start([*base, *options], home, ranks=ranks, env=faults)
         codes = running.wait()
         return SimpleNamespace(home=home, out=out, log=log, codes=codes, running=running)
 

@@ -192,3 +192,47 @@ def same_tensors(a, b):
             index = int(differ[0]) // a[name].element_size()
             values = [float(t.reshape(-1)[index]) for t in (a[name], b[name])]
             raise AssertionError(f"{name}, element {index}: {values[0]!r} and {values[1]!r}")
+
+
+def trained_steps(run_dir):
+    """The last step with a whole train line in ``metrics.jsonl``; 0 without any."""
+    path = Path(run_dir) / "metrics.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    found = [json.loads(line) for line in lines if line.endswith("\n")]
+    return max((line["step"] for line in found if line["kind"] == "train"), default=0)
+
+
+def check_same_end(run_dir, whole):
+    """A run that was disturbed ended as ``whole`` did, to the bit.
+
+    Compared are every file of the adapter and the model, the last checkpoint's tensors and
+    state, the metrics but for times, and the results.
+    """
+    run_dir, whole = Path(run_dir), Path(whole)
+    assert comparable_metrics(run_dir) == comparable_metrics(whole)
+    assert not broken_checkpoints(run_dir)
+    ours, theirs = (max(valid_checkpoints(path).items()) for path in (run_dir, whole))
+    assert ours[0] == theirs[0]
+    same_tensors(trained_tensors(ours[1]), trained_tensors(theirs[1]))
+    assert _lasting_state(ours[1]) == _lasting_state(theirs[1])
+    for name in ("adapter", "model"):
+        assert _files(run_dir / name) == _files(whole / name), name
+    records = [json.loads((path / "run.json").read_text()) for path in (run_dir, whole)]
+    for name in ("status", "results", "answers", "parameters"):
+        assert records[0].get(name) == records[1].get(name), name
+    assert records[0]["status"] == "finished"
+    left = [path for path in run_dir.rglob("*") if re.search(r"\.(tmp|old|deleted)", path.name)]
+    assert not left, left
+
+
+def _lasting_state(checkpoint):
+    """What ``state.json`` says but for options and the seconds of the log."""
+    state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+    names = ("step", "identity", "world_size", "random", "engines", "parts")
+    return {name: state[name] for name in names} | {"lines": state["log"]["num_lines"]}
+
+
+def _files(directory):
+    """Every file's bytes by name; none where there is no directory."""
+    paths = sorted(path for path in directory.rglob("*") if path.is_file())
+    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in paths}

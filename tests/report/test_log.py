@@ -286,6 +286,24 @@ def test_tensorboard_forgets_the_steps_that_are_done_again(tmp_path):
     ]  # fmt: skip
 
 
+def test_tensorboard_of_a_run_that_goes_on_elsewhere_shows_all_its_steps(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for name in ("source", "fork"):
+        (tmp_path / name).mkdir()
+    written(tmp_path / "source", [1, 2, 3])
+    with RunLog(tmp_path / "fork", active=True, tensorboard=tmp_path / "tb") as log:
+        source = tmp_path / "source" / "metrics.jsonl"
+        log.rewind(num_lines=2, seconds=0.0, step=2, source=source)
+        log.write("train", 3, {"loss": 7.0})
+    board = EventAccumulator(str(tmp_path / "tb"))
+    board.Reload()
+    assert [(e.step, e.value) for e in board.Scalars("train/loss")] == [
+        (1, 1.0), (2, 2.0), (3, 7.0)
+    ]  # fmt: skip
+
+
 def test_second_process_cannot_write_to_the_log_of_a_living_run(tmp_path):
     code = (
         "import pathlib; from dschat_lora.report.log import RunLog\n"

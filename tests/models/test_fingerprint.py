@@ -1,0 +1,86 @@
+"""The fingerprint of a base: the same for the same weights, another for any other."""
+
+import pytest
+import torch
+from torch import nn
+
+from dschat_lora.config import LoraConfig
+from dschat_lora.lora.model import adapter_parameters, apply_lora
+from dschat_lora.models.fingerprint import base_fingerprint
+from helpers.tiny import tiny_model
+
+
+class Base(nn.Module):
+    def __init__(self, **tensors):
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_parameter(name, nn.Parameter(tensor))
+
+
+def tensors():
+    return {"a": torch.arange(12.0).view(3, 4), "b": torch.ones(5, dtype=torch.bfloat16)}
+
+
+def of(**changed):
+    return base_fingerprint(Base(**{**tensors(), **changed}))
+
+
+def test_same_weights_have_the_same_fingerprint_in_any_order():
+    assert of() == of()
+    assert len(of()) == 32
+    assert int(of(), 16) >= 0
+    assert base_fingerprint(Base(**dict(reversed(tensors().items())))) == of()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"a": torch.arange(12.0).view(4, 3)},
+        {"a": torch.arange(12.0).view(3, 4).double()},
+        {"a": torch.arange(12.0).view(3, 4).bfloat16()},
+        {"b": torch.ones(5, dtype=torch.float16)},
+        {"b": torch.ones(6, dtype=torch.bfloat16)},
+        {"c": torch.zeros(0)},
+    ],
+    ids=["shape", "type", "narrower type", "type of the same width", "length", "name"],
+)
+def test_shape_type_and_name_count(changed):
+    assert of(**changed) != of()
+
+
+@pytest.mark.parametrize("index", range(12))
+def test_every_value_of_a_small_tensor_counts_to_the_last_bit(index):
+    other = torch.arange(12.0).view(3, 4)
+    other.flatten()[index] = torch.nextafter(other.flatten()[index], torch.tensor(99.0))
+    assert of(a=other) != of()
+
+
+def test_values_all_over_a_large_tensor_count():
+    large = torch.zeros(100_000)
+    expected = of(a=large)
+    for place in (0, 33_333, 66_666, 99_900):
+        other = large.clone()
+        other[place : place + 30] = 1.0  # wider than the places that are looked at lie apart
+        assert of(a=other) != expected
+
+
+def test_swapped_values_and_names_show():
+    one, two = torch.zeros(3), torch.ones(3)
+    assert base_fingerprint(Base(x=one, y=two)) != base_fingerprint(Base(x=two, y=one))
+
+
+def test_adapters_do_not_count_whether_trained_or_not():
+    model = tiny_model("opt")
+    found = set()
+    for rank in (2, 4):
+        adapted = tiny_model("opt")
+        apply_lora(adapted, LoraConfig(lora_dim=rank), seed=rank)
+        with torch.no_grad():
+            for parameter in adapter_parameters(adapted).values():
+                parameter.add_(1.0)
+        found.add(base_fingerprint(adapted))
+    assert len(found) == 1
+    with torch.no_grad():
+        next(model.parameters()).flatten()[0] += 1.0
+    apply_lora(model, LoraConfig(lora_dim=2), seed=2)
+    assert base_fingerprint(model) not in found
