@@ -82,6 +82,21 @@ def test_second_ctrl_c_ends_the_process_at_once():
     assert reached == ["once"]
 
 
+def test_second_ctrl_c_counts_after_another_signal_too():
+    reached = []
+
+    def train():
+        with interrupts.deferred():
+            receive(signal.SIGTERM, signal.SIGINT)
+            reached.append("once")
+            receive(signal.SIGINT)
+            reached.append("twice")
+
+    with Interrupts() as interrupts:
+        assert exit_code(train) == 130
+    assert reached == ["once"]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_other_signals_that_are_repeated_do_not_cut_the_saving_short(number):
     reached = []

@@ -26,7 +26,8 @@ __all__ = ["refused"]
 
 IDENTITY = {
     "model": "aa", "tokenizer": "bb", "train_data": "cc", "eval_data": "dd",
-    "dtype": "fp32", "packing": True, "rows": 40, "rows_per_step": 16,
+    "dtype": "fp32", "adapter": "r 4, alpha 32", "packing": True, "rows": 40,
+    "rows_per_step": 16,
 }  # fmt: skip
 
 
@@ -458,6 +459,7 @@ def test_run_of_the_same_identity_is_let_through(earlier):
         ("train_data", "the training data (was cc, now other)"),
         ("eval_data", "the evaluation data (was dd, now other)"),
         ("dtype", "--dtype (was fp32, now other)"),
+        ("adapter", "the adapter (was r 4, alpha 32, now other)"),
         ("packing", "whether rows are packed (was True, now other)"),
         ("rows", "the number of rows (was 40, now other)"),
         ("rows_per_step", "the rows of a step (was 16, now other)"),
@@ -475,8 +477,8 @@ def test_every_difference_of_identity_is_listed(earlier):
         check_identity(checkpoint, dict.fromkeys(IDENTITY) | {"dtype": "fp32"})
     message = str(error.value)
     assert message.startswith(f"--resume_from_checkpoint {checkpoint}: ")
-    assert message.count("; ") == 1 + 6
-    assert message.count("now None") == 7
+    assert message.count("; ") == 1 + 7
+    assert message.count("now None") == 8
 
 
 def test_weights_of_another_type_are_no_other_model(earlier):

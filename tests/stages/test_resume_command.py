@@ -12,6 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 from dschat_lora.assets import BUNDLED_DATA, BUNDLED_MODEL
+from dschat_lora.checkpoint.adapter_config import accept_adapter
 from helpers.launcher import Launcher
 from helpers.step1 import metrics
 
@@ -346,6 +347,34 @@ def other_data(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "other.jsonl"
     path.write_text("".join([lines[1], lines[0], *lines[2:]]), encoding="utf-8")
     return path
+
+
+def test_continued_adapter_of_another_scale_is_refused(command, whole, tmp_path):
+    scaled = tmp_path / "scaled"
+    shutil.copytree(whole / "adapter", scaled)
+    config = scaled / "adapter_config.json"
+    text = config.read_text(encoding="utf-8")
+    config.write_text(text.replace('"lora_alpha": 32', '"lora_alpha": 64'), encoding="utf-8")
+    accept_adapter(scaled)
+    options = ["--model_name_or_path", whole / "adapter", "--max_steps", 2]
+    assert command(tmp_path, *RUN, *options).codes == [0]
+    ended = command(tmp_path, *RESUME, "latest", "--model_name_or_path", scaled)
+    assert ended.codes == [2]
+    assert "what differs: the adapter (was r 4, alpha 32, now r 4, alpha 64)" in ended.err
+
+
+def test_signal_whose_save_fails_says_that_nothing_was_saved(command, launcher, tmp_path):
+    running = launcher.start([*RUN, "--save_interval", 0], tmp_path)
+    wait_for_steps(running, tmp_path / "out", 2)
+    (tmp_path / "out" / "checkpoints").write_text("in the way", encoding="utf-8")
+    running.signal(signal.SIGTERM)
+    assert running.wait() == [143]
+    assert running.err().count("\n") == 1
+    assert "stopped by SIGTERM; what was learnt since the last checkpoint is not saved" in (
+        running.err()
+    )
+    status = json.loads((tmp_path / "out" / "run.json").read_text(encoding="utf-8"))["status"]
+    assert status.startswith("failed: stopped by SIGTERM; what was learnt")
 
 
 @pytest.mark.parametrize(
