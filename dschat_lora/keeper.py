@@ -13,7 +13,7 @@ from dschat_lora.checkpoint.history import set_aside
 from dschat_lora.checkpoint.manifest import read_manifest
 from dschat_lora.checkpoint.saver import Saver
 from dschat_lora.checkpoint.tensors import TensorFiles
-from dschat_lora.cli.options import flatten
+from dschat_lora.cli.options import flatten, in_words
 from dschat_lora.config import RunConfig
 from dschat_lora.engine.distributed import agree, max_over_ranks, on_rank_zero, rank, world_size
 from dschat_lora.engine.state import EngineState
@@ -197,11 +197,12 @@ class Keeper:
         failure = self._failure()
         if failure is None:
             raise SystemExit(1)
-        reason = str(failure)
-        if isinstance(failure, OSError) and failure.filename:
-            reason = f"{failure.filename}: {failure.strerror}"
+        raise self._explained(failure) from failure
+
+    def _explained(self, failure: BaseException) -> Exception:
+        """The error with the checkpoint to go on from."""
         kind = OSError if isinstance(failure, OSError) else ValueError
-        raise kind(f"{reason}. {self.last_good()}") from failure
+        return kind(f"{in_words(failure)}. {self.last_good()}")
 
     def _finish_writing(self) -> None:
         """Return when the checkpoint being written is complete, on every rank."""
@@ -210,7 +211,10 @@ class Keeper:
     def _wait(self) -> None:
         if self._saver is None:
             return
-        self._saver.wait()
+        try:
+            self._saver.wait()
+        except (OSError, ValueError) as error:
+            raise self._explained(error) from error
         while self._saver.notes:
             self._output.log.say(f"  note         {self._saver.notes.pop()}")
 

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 
 from dschat_lora.checkpoint.history import CHECKPOINTS, checkpoints_of, clear_unfinished, set_aside
-from dschat_lora.cli.options import build_config, fail, flatten, typed_options
+from dschat_lora.cli.options import build_config, fail, flatten, in_words, typed_options
 from dschat_lora.config import SupervisedConfig
 from dschat_lora.engine.distributed import agree, init_distributed, rank, shutdown, world_size
 from dschat_lora.interrupt import Interrupts, Stopped, name_of
@@ -121,7 +121,7 @@ def _last_words(error: BaseException, interrupts: Interrupts) -> str:
     """Why a run that was told to stop ended, and whether it could be saved."""
     words = f"stopped by {name_of(interrupts.received)}"
     if isinstance(error, ValueError | OSError):
-        words += f"; what was learnt since the last checkpoint is not saved: {error}"
+        words += f"; what was learnt since the last checkpoint is not saved: {in_words(error)}"
     return words
 
 
@@ -149,10 +149,8 @@ def _fail_if_expected(error: BaseException, opened: list[Output]) -> None:
     if isinstance(error, torch.OutOfMemoryError):
         who = f"rank {rank()}: " if world_size() > 1 else ""
         fail(f"{who}{error}", code=1, from_any_rank=True)
-    if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        fail(f"{error.filename}: {error.strerror}", code=1)
     if isinstance(error, OSError | SafetensorError):
-        fail(str(error), code=1)
+        fail(in_words(error), code=1)
 
 
 def _board(config: SupervisedConfig, directory: Path) -> Path | None:

@@ -8,6 +8,7 @@ from typing import TextIO
 
 _FINISHED = ("adapter", "model")
 _RESULTS = ("metrics.jsonl", *_FINISHED, "checkpoints")
+_KEPT = ("metrics.jsonl", "run.json")
 _EXTRAS = ("run.json", "tensorboard", "report.html")
 
 
@@ -63,6 +64,13 @@ def open_alone(path: Path) -> TextIO:
     return file
 
 
+def named(error: OSError, path: Path) -> OSError:
+    """``error`` with the file it is about, which a write alone does not know."""
+    if error.filename is not None or error.errno is None:
+        return error
+    return OSError(error.errno, error.strerror, str(path))
+
+
 def check_idle(path: Path) -> None:
     """Refuse a directory that a living run writes to.
 
@@ -76,7 +84,8 @@ def check_idle(path: Path) -> None:
 def claim_directory(given: str | None, *, name: str, spared: frozenset[str] = frozenset()) -> Path:
     """Create and return the directory of a run, emptied of what an earlier one wrote.
 
-    Its ``metrics.jsonl`` stays, for whoever locks it to empty.
+    Its ``metrics.jsonl`` stays, for whoever locks it to empty, and its ``run.json``, without
+    which nobody would know the directory for that of a run.
 
     Args:
         given: the user's choice; None takes the first free of output/NAME, output/NAME-2, ...
@@ -90,7 +99,7 @@ def claim_directory(given: str | None, *, name: str, spared: frozenset[str] = fr
         path = Path(given).expanduser()
         check_idle(path)
         for old in leftovers(path):
-            if old.name not in {"metrics.jsonl", *spared}:
+            if old.name not in {*_KEPT, *spared}:
                 shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
         path.mkdir(parents=True, exist_ok=True)
         return path

@@ -1,10 +1,10 @@
 """What a run says while it runs: metrics.jsonl, TensorBoard, and the terminal."""
 
-import contextlib
 import json
 import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from dschat_lora.report.directory import open_alone
+from dschat_lora.report.directory import named, open_alone
 from dschat_lora.report.terminal import fall_silent
 
 
@@ -104,6 +104,7 @@ class RunLog:
 
         if self._board is not None:
             self._board.close()
+        _leave_disk_errors_to_their_owner()
         self._board = SummaryWriter(str(self._board_directory), purge_step=first or None)
         for line in lines:
             record = json.loads(line)
@@ -131,11 +132,10 @@ class RunLog:
         try:
             self._file.write(json.dumps(jsonable(record)) + "\n")
             self._file.flush()
+            self._num_lines += 1
+            self._show(kind, step, fields)
         except OSError as error:
-            self.failure = error
-            return
-        self._num_lines += 1
-        self._show(kind, step, fields)
+            self.failure = named(error, Path(self._file.name))
 
     def sync(self) -> None:
         """Bring what was written to the disk.
@@ -145,10 +145,14 @@ class RunLog:
         """
         if self.failure is not None:
             raise self.failure
-        if self._board is not None:
-            self._board.flush()
-        if self._file is not None:
+        if self._file is None:
+            return
+        try:
+            if self._board is not None:
+                self._board.flush()
             os.fsync(self._file.fileno())
+        except OSError as error:
+            raise named(error, Path(self._file.name)) from error
 
     def say(self, text: str) -> None:
         """Show a line, above the progress bar if there is one.
@@ -176,13 +180,16 @@ class RunLog:
 
     def close(self) -> None:
         """Close files and the bar."""
-        for closable in (self._bar, self._board):
-            if closable is not None:
-                closable.close()
-        if self._file is not None:
-            # What a full disk has refused once it may refuse again.
-            with contextlib.suppress(OSError) if self.failure else contextlib.nullcontext():
-                self._file.close()
+        if self._bar is not None:
+            self._bar.close()
+        for closable in (self._board, self._file):
+            try:
+                if closable is not None:
+                    closable.close()
+            except OSError as error:
+                # What a full disk has refused once it may refuse again.
+                if self.failure is None and self._file is not None:
+                    raise named(error, Path(self._file.name)) from error
 
     def __enter__(self) -> "RunLog":
         return self
@@ -194,6 +201,17 @@ class RunLog:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _leave_disk_errors_to_their_owner() -> None:
+    """Keep TensorBoard's thread from printing an error that the next call here will raise."""
+    usual = threading.excepthook
+
+    def hook(failed: threading.ExceptHookArgs) -> None:
+        if not isinstance(failed.exc_value, OSError):
+            usual(failed)
+
+    threading.excepthook = hook
 
 
 def _truncate(file: TextIO, num_lines: int) -> list[bytes]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dschat_lora import __version__
+from dschat_lora.report.directory import named
 from dschat_lora.report.log import jsonable
 
 _PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "tokenizers", "safetensors", "numpy")
@@ -41,14 +42,20 @@ class RunRecord:
         self.update({})
 
     def update(self, fields: Mapping[str, Any]) -> None:
-        """Add or replace top-level fields."""
+        """Add or replace top-level fields.
+
+        Raises:
+            OSError: if the disk refuses; the file is as before.
+        """
         self._content |= fields
         if self._active and self.is_open:
             staged = self._path.with_suffix(".json.partial")
-            staged.write_text(
-                json.dumps(jsonable(self._content), indent=2) + "\n", encoding="utf-8"
-            )
-            staged.replace(self._path)
+            text = json.dumps(jsonable(self._content), indent=2) + "\n"
+            try:
+                staged.write_text(text, encoding="utf-8")
+                staged.replace(self._path)
+            except OSError as error:
+                raise named(error, self._path) from error
 
     def append(self, name: str, item: Any) -> None:
         """Add ``item`` to the list under ``name``."""

@@ -35,7 +35,9 @@ def test_only_what_an_earlier_run_wrote_is_removed(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     assert {path.name for path in leftovers(tmp_path)} == {"adapter", "metrics.jsonl", "run.json"}
     claim_directory(str(tmp_path), name="sft")
-    assert {path.name for path in tmp_path.iterdir()} == {"notes.txt", "metrics.jsonl"}
+    # A killed run must still be known for one, and its log is emptied under its lock.
+    kept = {"notes.txt", "metrics.jsonl", "run.json"}
+    assert {path.name for path in tmp_path.iterdir()} == kept
 
 
 def test_linked_adapter_is_unlinked_and_what_it_points_to_stays(tmp_path):
@@ -101,17 +103,17 @@ for attempt in (
 
 
 def test_directory_of_a_living_run_is_left_alone_until_it_ends(tmp_path):
-    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "adapter").mkdir()
     file = open_alone(tmp_path / "metrics.jsonl")
     file.write("{}\n")
     file.flush()
     said = other_process(TRY, tmp_path).splitlines()
     advice = "wait for it, stop it, or choose another --output_dir"
     assert said == [f"refused: another run is writing to {tmp_path}; {advice}"] * 3
-    assert (tmp_path / "run.json").exists()
+    assert (tmp_path / "adapter").exists()
     file.close()
     assert other_process(TRY, tmp_path).splitlines() == ["let in"] * 3
-    assert not (tmp_path / "run.json").exists()
+    assert not (tmp_path / "adapter").exists()
 
 
 def test_directory_without_a_log_is_idle_and_looking_makes_none(tmp_path):
