@@ -294,11 +294,6 @@ class RunConfig:
             require(getattr(self, name) >= 0, name, getattr(self, name), ">= 0")
         require(self.logging_steps >= 1, "logging_steps", self.logging_steps, ">= 1")
         require(0 <= self.seed < 2**63, "seed", self.seed, "in [0, 2**63)")
-        if self.resume_from_checkpoint is not None and self.overwrite_output_dir:
-            raise ValueError(
-                "--resume_from_checkpoint goes on with a run that --overwrite_output_dir would "
-                "delete; give one"
-            )
         if self.output_dir is not None and Path(self.output_dir).is_file():
             raise ValueError(f"--output_dir {self.output_dir} is a file, not a directory")
 

@@ -3,8 +3,7 @@
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType, TracebackType
-from typing import Any
+from types import FrameType
 
 from dschat_lora.engine.distributed import max_over_ranks
 
@@ -20,42 +19,33 @@ class Stopped(SystemExit):
 
 
 class Interrupts:
-    """Receives the signals; a second Ctrl-C always ends the process at once."""
+    """Receives the signals while training; a second Ctrl-C always ends the process at once.
+
+    Outside of training they end the process, as they do any: a handler of ours would wait
+    where a process is blocked in a collective.
+    """
 
     def __init__(self) -> None:
         self.received = 0
-        self._is_deferred = self._was_interrupted = False
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> "Interrupts":
-        for number in SIGNALS:
-            if signal.getsignal(number) is signal.SIG_IGN:
-                continue  # under nohup
-            self._before[number] = signal.signal(number, self._receive)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self._was_interrupted = False
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
         """Inside the block a signal is remembered, for the loop to act on.
 
-        One that came too late for the loop ends the process at the end of the block.
+        One that came too late for the loop ends all processes at the end of the block. Call on
+        every rank.
         """
-        self._is_deferred = True
+        # What is ignored, as SIGHUP is under nohup, stays so.
+        numbers = [n for n in SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, self._receive) for number in numbers}
         try:
             yield
         finally:
-            self._is_deferred = False
-        if self.received:
-            raise SystemExit(128 + self.received)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        if received := int(max_over_ranks(float(self.received))):
+            raise SystemExit(128 + received)
 
     def check(self) -> None:
         """End an activity that may be cut short; call on every rank.
@@ -70,7 +60,7 @@ class Interrupts:
         again = number == signal.SIGINT and self._was_interrupted
         self._was_interrupted = self._was_interrupted or number == signal.SIGINT
         self.received = self.received or number
-        if again or not self._is_deferred:
+        if again:
             raise SystemExit(128 + number)
 
 

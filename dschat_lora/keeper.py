@@ -1,6 +1,5 @@
 """Keeps a run's state safe: saves it when due and when told to stop, and restores it."""
 
-import contextlib
 import json
 import time
 from collections.abc import Mapping
@@ -13,12 +12,13 @@ from dschat_lora.checkpoint.history import set_aside
 from dschat_lora.checkpoint.manifest import read_manifest
 from dschat_lora.checkpoint.saver import Saver
 from dschat_lora.checkpoint.tensors import TensorFiles
-from dschat_lora.cli.options import flatten, in_words
+from dschat_lora.cli.options import flatten
 from dschat_lora.config import RunConfig
-from dschat_lora.engine.distributed import agree, max_over_ranks, on_rank_zero, rank, world_size
+from dschat_lora.engine.distributed import agree, max_over_ranks, on_rank_zero, rank
 from dschat_lora.engine.state import EngineState
 from dschat_lora.interrupt import Stopped, name_of
 from dschat_lora.report.log import jsonable
+from dschat_lora.report.terminal import in_words
 from dschat_lora.resume import check_identity, goes_on_in_place, options_to_keep, read_state, run_of
 from dschat_lora.run import Output
 
@@ -63,13 +63,17 @@ class Keeper:
                 a step; complete on rank 0.
         """
         self._output, self._engines, self._parts = output, engines, parts
-        self._identity = dict(identity)
+        self._identity = {**identity, "streams": STREAMS}
         self._run = output.config.run
+        assert output.directory is not None, "a dry run keeps nothing"
+        self._directory = output.directory
         self._saver: Saver | None = None
         if rank() == 0:
             self._saver = Saver(
-                output.directory, keep=self._run.save_total_limit, before_commit=output.log.sync
+                self._directory, keep=self._run.save_total_limit, before_commit=output.log.sync
             )
+            # Whatever ends the run, a checkpoint that is being written is finished.
+            output.closing.callback(self._saver.drain)
         self._begun = self._last_time = time.monotonic()
         self._first_step = 0
         self._last_step = 0
@@ -165,7 +169,7 @@ class Keeper:
         if step > self._last_step:
             self.save(step)
         self._finish_writing()
-        where = f"go on with: --output_dir {self._output.directory} --resume_from_checkpoint latest"
+        where = f"go on with: --output_dir {self._directory} --resume_from_checkpoint latest"
         self._output.log.say(
             f"stopped by {name_of(number)} after step {step}; "
             + (where if step else "nothing was learnt yet")
@@ -177,8 +181,7 @@ class Keeper:
         """The newest checkpoint, as a sentence."""
         if self._saver is None:
             return ""
-        with contextlib.suppress(OSError, ValueError):
-            self._saver.wait()
+        self._saver.drain()
         path = self._saver.committed or self._resumed_from
         return f"The last good checkpoint is {path}" if path else "There is no checkpoint yet"
 
@@ -190,7 +193,7 @@ class Keeper:
 
     def _failure(self) -> BaseException | None:
         written = self._saver.failure if self._saver is not None else None
-        return written or self._output.log.failure
+        return written or self._output.log.failure or self._output.record.failure
 
     def _give_up(self) -> NoReturn:
         """End the run because of rank 0's failure, which says why in one line."""
@@ -199,10 +202,12 @@ class Keeper:
             raise SystemExit(1)
         raise self._explained(failure) from failure
 
-    def _explained(self, failure: BaseException) -> Exception:
-        """The error with the checkpoint to go on from."""
-        kind = OSError if isinstance(failure, OSError) else ValueError
-        return kind(f"{in_words(failure)}. {self.last_good()}")
+    def _explained(self, failure: BaseException) -> BaseException:
+        """The error with the checkpoint to go on from; a fault of ours as it is."""
+        words = f"{in_words(failure)}. {self.last_good()}"
+        if isinstance(failure, OSError):
+            return OSError(words)
+        return ValueError(words) if isinstance(failure, ValueError) else failure
 
     def _finish_writing(self) -> None:
         """Return when the checkpoint being written is complete, on every rank."""
@@ -225,8 +230,6 @@ class Keeper:
             "identity": self._identity,
             "options": options_to_keep(config),
             "config": flatten(config),
-            "world_size": world_size(),
-            "random": {"seed": self._run.seed, "streams": STREAMS},
             "log": self._output.log.position,
             "engines": {name: engine.facts() for name, engine in self._engines.items()},
             "parts": {name: part.state() for name, part in self._parts.items()},
@@ -243,7 +246,7 @@ class Keeper:
         if in_place:
             # First: a checkpoint must not outlive its lines of the log.
             rejected = [Path(path) for path in output.config.rejected]
-            for path in set_aside(output.directory, after=state["step"], rejected=rejected):
+            for path in set_aside(self._directory, after=state["step"], rejected=rejected):
                 output.log.say(f"  note         set aside: {path}")
         output.log.rewind(**state["log"], step=state["step"], source=source)
         output.record.release()

@@ -3,13 +3,14 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import torch
 
+from dschat_lora.checkpoint.history import checkpoints_of
 from dschat_lora.config import SupervisedConfig
 from dschat_lora.engine.build import EngineSettings
 from dschat_lora.engine.distributed import device, world_size
-from dschat_lora.keeper import Keeper
 from dschat_lora.models.build import AdaptedModel
 from dschat_lora.perf.advice import Estimator, out_of_memory_advice
 from dschat_lora.perf.memory import estimate_memory
@@ -48,9 +49,12 @@ def make_estimator(adapted: AdaptedModel, settings: EngineSettings) -> Estimator
 
 @contextmanager
 def explaining_memory(
-    adapted: AdaptedModel, config: SupervisedConfig, settings: EngineSettings, keeper: Keeper
+    adapted: AdaptedModel, config: SupervisedConfig, settings: EngineSettings, directory: Path
 ) -> Iterator[None]:
-    """Inside the block, running out of GPU memory says what to change, and where to go on."""
+    """Inside the block, running out of GPU memory says what to change, and where to go on.
+
+    Any rank may run out alone, so nothing is asked of the others.
+    """
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -70,4 +74,6 @@ def explaining_memory(
             lora_dim=adapted.lora.lora_dim,
             dtype=settings.dtype,
         )
-        raise torch.OutOfMemoryError(f"{advice}. {keeper.last_good()}".rstrip(". ")) from error
+        if found := checkpoints_of(directory):
+            advice += f". The newest checkpoint is {found[0]}"
+        raise torch.OutOfMemoryError(advice) from error

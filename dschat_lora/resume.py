@@ -40,6 +40,14 @@ _FIXED = (
 )
 _ROWS = ("per_device_train_batch_size", "gradient_accumulation_steps")
 
+# Of these, one that is typed does away with the others.
+_RIVALS = (
+    {"lora_learning_rate", "lora_lr_multiplier"},
+    {"zero_stage", "deepspeed_config"},
+    {"offload", "deepspeed_config"},
+    {"report_to", "enable_tensorboard"},
+    {"report_to", "tensorboard_path"},
+)
 _IDENTITY = {
     "model": "the base model's weights",
     "tokenizer": "the tokenizer",
@@ -50,6 +58,7 @@ _IDENTITY = {
     "packing": "whether rows are packed",
     "rows": "the number of rows",
     "rows_per_step": "the rows of a step",
+    "streams": "how random numbers are drawn",
 }
 
 
@@ -87,14 +96,20 @@ def settle(config: ConfigT, *, stage: str) -> ConfigT:
     if merged.run.output_dir is None and run is None:
         raise ValueError(f"--resume_from_checkpoint {wanted} lies in no run; give an --output_dir")
     output_dir = merged.run.output_dir or str(run)
-    say_once(f"going on from {choice.path}, after step {state['step']:,}")
-    return replace(
+    settled = replace(
         merged,
         run=replace(merged.run, output_dir=output_dir),
         given=merged.given | {"output_dir"},
         checkpoint=str(choice.path.absolute()),
         rejected=tuple(str(each.path) for each in choice.rejected),
     )
+    if config.run.overwrite_output_dir and goes_on_in_place(settled):
+        raise ValueError(
+            "--resume_from_checkpoint goes on with a run that --overwrite_output_dir would "
+            "delete; give one"
+        )
+    say_once(f"going on from {choice.path}, after step {state['step']:,}")
+    return settled
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
@@ -203,7 +218,12 @@ def _with_options_of(state: Mapping[str, Any], config: ConfigT, path: Path) -> C
         for name, (before, after) in changed.items()
         if name in _FIXED
     ]
-    merged = build_config(type(config), {**state["options"], **now})
+    merged = build_config(type(config), {**_inherited(state["options"], now), **now})
+    if merged.optim.num_train_epochs == 0:
+        raise ValueError(
+            "--num_train_epochs 0 evaluates a model, and --resume_from_checkpoint goes on training "
+            "one: name an adapter with --model_name_or_path instead"
+        )
     merged, rows, note = _with_same_rows(merged, state, now)
     differences += rows
     if differences:
@@ -220,6 +240,14 @@ def _with_options_of(state: Mapping[str, Any], config: ConfigT, path: Path) -> C
     return merged
 
 
+def _inherited(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of the checkpoint that no typed one stands in for."""
+    replaced = {
+        name for rivals in _RIVALS for name in rivals if name not in now and rivals & now.keys()
+    }
+    return {name: value for name, value in then.items() if name not in replaced}
+
+
 def _with_same_rows(
     config: ConfigT, state: Mapping[str, Any], now: Mapping[str, Any]
 ) -> tuple[ConfigT, list[str], str]:
@@ -228,7 +256,8 @@ def _with_same_rows(
     then, rows = state["config"], state["identity"]["rows_per_step"]
     micro = now.get(_ROWS[0], then[_ROWS[0]])
     if _ROWS[0] not in now:
-        micro = min(micro, max(1, rows // world_size))
+        fitting = [m for m in range(1, micro + 1) if rows % (m * world_size) == 0]
+        micro = max(fitting, default=min(micro, max(1, rows // world_size)))
     steps = now.get(_ROWS[1], max(1, rows // (micro * world_size)))
     if micro * steps * world_size != rows:
         return (

@@ -1,27 +1,42 @@
 """A run from its first rank joining to how it ended: directory, log and record."""
 
-import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 
-from dschat_lora.checkpoint.history import CHECKPOINTS, checkpoints_of, clear_unfinished, set_aside
-from dschat_lora.cli.options import build_config, fail, flatten, in_words, typed_options
+from dschat_lora.checkpoint.history import (
+    CHECKPOINTS,
+    checkpoints_of,
+    clear_unfinished,
+    put_aside,
+    set_aside,
+)
+from dschat_lora.cli.options import build_config, fail, flatten, typed_options
 from dschat_lora.config import SupervisedConfig
-from dschat_lora.engine.distributed import agree, init_distributed, rank, shutdown, world_size
+from dschat_lora.engine.distributed import (
+    agree,
+    init_distributed,
+    on_rank_zero,
+    rank,
+    shutdown,
+    world_size,
+)
 from dschat_lora.interrupt import Interrupts, Stopped, name_of
 from dschat_lora.randomness import stream_seed
 from dschat_lora.report.directory import abandon_directory, check_idle, claim_directory
 from dschat_lora.report.log import RunLog
 from dschat_lora.report.record import RunRecord, environment
+from dschat_lora.report.terminal import in_words
 from dschat_lora.resume import goes_on_in_place
 
+# What tells how a run went, besides its run.json.
+_STORY = ("metrics.jsonl", "tensorboard")
 Check = Callable[[SupervisedConfig], SupervisedConfig]
 
 
@@ -30,10 +45,11 @@ class Output:
     """Where a run writes, its log and its record. Every rank holds one; rank 0's is active."""
 
     config: SupervisedConfig  # as settled for every rank
-    directory: Path
+    directory: Path | None  # None for a dry run
     log: RunLog
     record: RunRecord
     interrupts: Interrupts
+    closing: ExitStack  # what has to happen, or to be said, before the log is closed
 
 
 @contextmanager
@@ -49,24 +65,23 @@ def open_run(config: SupervisedConfig, *, name: str, check: Check) -> Iterator[O
         check: what checked it, for ranks that wait for rank 0 to settle a resumed run.
     """
     opened: list[Output] = []
-    with Interrupts() as interrupts:
-        try:
-            init_distributed()
-            config = _settled(config, check)
-            torch.manual_seed(stream_seed("build", config.run.seed))
-            with _files(config, name, interrupts) as output:
-                opened.append(output)
+    interrupts = Interrupts()
+    try:
+        init_distributed()
+        config = _settled(config, check)
+        torch.manual_seed(stream_seed("build", config.run.seed))
+        with _files(config, name, interrupts) as output:
+            opened.append(output)
+            with output.closing:
                 yield output
-            output.record.update({"status": "finished"})
-        except BaseException as error:
-            _record_end(error, opened, interrupts)
-            if isinstance(error, Stopped):
-                shutdown()
-            elif interrupts.received:
-                # Whatever the error: ranks that are told to stop leave each other in the middle.
-                fail(_last_words(error, interrupts), code=128 + interrupts.received)
-            _fail_if_expected(error, opened)
-            raise
+        output.record.update({"status": "finished"})
+        on_rank_zero(output.record.check)
+    except BaseException as error:
+        _record_end(error, opened, interrupts)
+        if isinstance(error, Stopped):
+            shutdown()
+        _fail_if_expected(error, opened, interrupts)
+        raise
     # Not after a failure: leaving the group can wait for ranks that are gone.
     shutdown()
 
@@ -88,18 +103,23 @@ def _files(config: SupervisedConfig, name: str, interrupts: Interrupts) -> Itera
     active = rank() == 0
     if config.run.dry_run:
         with RunLog(None, active=active) as log:
-            yield Output(config, Path(), log, RunRecord(Path(), active=False), interrupts)
+            record = RunRecord(Path(), active=False)
+            yield Output(config, None, log, record, interrupts, ExitStack())
         return
-    directory = Path(agree(str(_directory(config, name)) if active else ""))
+    directory = Path(agree(str(on_rank_zero(lambda: _directory(config, name)))))
     earlier = goes_on_in_place(config)
-    board = _board(config, directory)
-    with RunLog(directory, active=active, tensorboard=board, earlier=earlier) as log:
+    opened = on_rank_zero(
+        lambda: RunLog(
+            directory, active=True, tensorboard=_board(config, directory), earlier=earlier
+        )
+    )
+    with opened or RunLog(None, active=False) as log:
         record = RunRecord(directory, active=active, earlier=earlier)
         record.update({"stage": name, "status": "running", **environment()})
         record.update({"world_size": world_size(), "config": flatten(config)})
         log.say(f"output: {directory}")
-        yield Output(config, directory, log, record, interrupts)
-        log.sync()
+        yield Output(config, directory, log, record, interrupts, ExitStack())
+        on_rank_zero(log.sync)
 
 
 def _directory(config: SupervisedConfig, name: str) -> Path:
@@ -111,46 +131,54 @@ def _directory(config: SupervisedConfig, name: str) -> Path:
         return Path(given).expanduser()
     if config.run.resume_from_checkpoint != "auto":
         return claim_directory(given, name=name)
-    # A fresh start where no checkpoint was sound: those that are not stay for a closer look.
-    directory = claim_directory(given, name=name, spared=frozenset({CHECKPOINTS}))
-    set_aside(directory, after=-1, rejected=checkpoints_of(directory))
+    # A fresh start where no checkpoint was sound: what there was stays for a closer look.
+    unsound = checkpoints_of(Path(given).expanduser()) if given is not None else []
+    spared = {CHECKPOINTS, *(_STORY if unsound else ())}
+    directory = claim_directory(given, name=name, spared=frozenset(spared))
+    set_aside(directory, after=-1, rejected=unsound)
+    for path in (directory / each for each in _STORY if unsound):
+        if path.exists():
+            put_aside(path, "rejected")
     return directory
 
 
-def _last_words(error: BaseException, interrupts: Interrupts) -> str:
-    """Why a run that was told to stop ended, and whether it could be saved."""
-    words = f"stopped by {name_of(interrupts.received)}"
-    if isinstance(error, ValueError | OSError):
-        words += f"; what was learnt since the last checkpoint is not saved: {in_words(error)}"
-    return words
-
-
 def _record_end(error: BaseException, opened: list[Output], interrupts: Interrupts) -> None:
-    """Write why the run ended, where there is a record and room for it."""
+    """Write why the run ended, where there is a record."""
     if isinstance(error, Stopped) or not opened or not opened[0].record.is_open:
         return
     status = f"failed: {type(error).__name__}: {error}"
-    if interrupts.received:
-        status = f"failed: {_last_words(error, interrupts)}"
-        if isinstance(error, SystemExit):
-            status = f"interrupted by {name_of(interrupts.received)}"
-    with contextlib.suppress(OSError):
-        opened[0].record.update({"status": status})
+    if interrupts.received and isinstance(error, SystemExit):
+        status = f"interrupted by {name_of(interrupts.received)}"
+    opened[0].record.update({"status": status})
 
 
-def _fail_if_expected(error: BaseException, opened: list[Output]) -> None:
+def _fail_if_expected(error: BaseException, opened: list[Output], interrupts: Interrupts) -> None:
     """End the process with one line, unless ``error`` is a fault of this package."""
     if os.environ.get("DSCHAT_LORA_TRACEBACK"):
         return
+    words = in_words(error)
+    if interrupts.received and isinstance(error, Exception):
+        words = (
+            f"stopped by {name_of(interrupts.received)}; what was learnt since the last "
+            f"checkpoint is not saved: {words}"
+        )
     if isinstance(error, ValueError):
-        if opened and rank() == 0:
+        if opened and opened[0].directory is not None and rank() == 0:
             abandon_directory(opened[0].directory)
-        fail(str(error))
+        fail(words)
+    if isinstance(error, KeyboardInterrupt):
+        fail("stopped by SIGINT", code=130)
     if isinstance(error, torch.OutOfMemoryError):
         who = f"rank {rank()}: " if world_size() > 1 else ""
-        fail(f"{who}{error}", code=1, from_any_rank=True)
-    if isinstance(error, OSError | SafetensorError):
-        fail(in_words(error), code=1)
+        fail(who + words, code=1, from_any_rank=True)
+    if isinstance(error, OSError | SafetensorError) or _lost_others(error):
+        fail(words, code=1)
+
+
+def _lost_others(error: BaseException) -> bool:
+    """Whether rank 0, which says why, has left this rank alone."""
+    lost = ("Connection closed by peer", "Connection reset by peer")
+    return rank() > 0 and isinstance(error, RuntimeError) and any(t in str(error) for t in lost)
 
 
 def _board(config: SupervisedConfig, directory: Path) -> Path | None:

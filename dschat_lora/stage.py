@@ -96,9 +96,11 @@ def identify(
 
     Call it before :func:`place`, while rank 0 holds the model whole.
     """
+    if rank() != 0:
+        return {}
     rules = json.dumps(describe_tokenizer(tokenizer), sort_keys=True)
     return {
-        "model": base_fingerprint(adapted.model) if rank() == 0 else None,
+        "model": base_fingerprint(adapted.model),
         "tokenizer": hashlib.blake2b(rules.encode(), digest_size=16).hexdigest(),
         "train_data": data.train.digest(),
         "eval_data": data.eval.digest(),
@@ -292,6 +294,7 @@ def finish(
         meter: of the run.
         output: of the run.
     """
+    assert output.directory is not None, "a dry run has no end"
     output.record.update({"results": results})
     summary = meter.summary()
     if summary["steps"]:  # none where a run is resumed at its end

@@ -146,13 +146,14 @@ def train_steps(
         engine.train()
         rates = engine.set_rates(factor)
         counts = count(window)
-        shared = torch.tensor([0.0, *wishes()], device=engine.device, dtype=torch.float64)
+        total = torch.zeros(1, device=engine.device, dtype=torch.float64)
         for index, batch in enumerate(window):
             last = index == len(window) - 1
             loss = loss_function(engine, batch.to(engine.device))
-            shared[0] += loss.detach()
+            total += loss.detach()
             if last:
-                loss = _broken_unless_finite(loss, sum_tensor_(shared)[0])
+                shared = sum_tensor_(torch.cat([total, total.new_tensor(wishes())]))
+                loss = _broken_unless_finite(loss, shared[0])
             engine.backward(loss / max(1, counts.num_targets), last=last)
         outcome = engine.step()
         summed, *granted = shared.tolist()
@@ -255,7 +256,7 @@ def fit(
     done, per_epoch = progress.step, loader.steps_per_epoch
     if done and done == plan.num_steps:
         log.say("the run was complete: there is no step left to train")
-    if not done or not plan.num_steps or _evaluates_after(done, plan, per_epoch):
+    if not done or _evaluates_after(done, plan, per_epoch):
         _evaluate(evaluate_at, keeper, done)
     log.expect(plan.num_steps, done)
     meter.start()

@@ -55,7 +55,7 @@ LAYERS = {
         {"torch"},
     ),
     "lora": ({"config"}, {"torch"}),
-    "memory": ({"config", "engine", "keeper", "models", "perf"}, {"torch"}),
+    "memory": ({"checkpoint.history", "config", "engine", "models", "perf"}, {"torch"}),
     "models": (
         {"algos", "attention", "checkpoint", "config", "lora"},
         {"torch", "transformers"},

@@ -364,9 +364,24 @@ def test_same_value_typed_again_is_no_difference(earlier, tmp_path):
     assert resumed("out", "--max_seq_len", 128, "--data_path", BUNDLED_DATA["train"]).checkpoint
 
 
-def test_options_that_contradict_each_other_only_together_are_refused(earlier):
-    earlier("--lora_lr_multiplier", 2, "--lora_dim", 8)
-    assert "give one" in no_resume("out", "--lora_learning_rate", 1e-3)
+def test_typed_option_does_away_with_the_one_it_stands_in_for(earlier):
+    earlier("--lora_lr_multiplier", 2, "--lora_dim", 8, "--enable_tensorboard")
+    config = resumed("out", "--lora_learning_rate", 1e-3, "--report_to", "none")
+    assert config.optim.lora_lr_multiplier is None
+    assert config.optim.lora_learning_rate == 1e-3
+    assert config.run.report_to == "none"
+    assert config.lora.lora_dim == 8
+
+
+def test_checkpoint_is_not_evaluated_in_the_place_of_a_model(earlier):
+    earlier()
+    assert "name an adapter with --model_name_or_path" in no_resume("out", "--num_train_epochs", 0)
+
+
+def test_smaller_micro_batch_is_found_that_keeps_the_rows(earlier, monkeypatch):
+    earlier("--per_device_train_batch_size", 8, "--gradient_accumulation_steps", 3)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert shape(resumed("out")) == (6, 2)
 
 
 # ---------------------------------------------------------------------------- rows of a step

@@ -103,9 +103,9 @@ def set_aside(run: Path, *, after: int, rejected: Iterable[Path] = ()) -> list[P
     renamed = []
     for step, path in _numbered(run):
         if step in damaged:
-            renamed.append(_renamed(path, "rejected"))
+            renamed.append(put_aside(path, "rejected"))
         elif step > after:
-            renamed.append(_renamed(path, "abandoned"))
+            renamed.append(put_aside(path, "abandoned"))
     return renamed
 
 
@@ -133,7 +133,8 @@ def _numbered(run: Path) -> list[tuple[int, Path]]:
     return sorted(((step, path) for step, path in numbered if step is not None), reverse=True)
 
 
-def _renamed(path: Path, ending: str) -> Path:
+def put_aside(path: Path, ending: str) -> Path:
+    """Rename to ``NAME.ending``, or ``NAME.ending.2``, ... where that is taken; the new path."""
     target, number = path.with_name(f"{path.name}.{ending}"), 1
     while os.path.lexists(target):
         number += 1

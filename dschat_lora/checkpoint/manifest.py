@@ -53,12 +53,13 @@ def read_manifest(directory: Path, *, kind: str) -> dict[str, Any]:
 
     Raises:
         DamagedError: if it is missing, differs by a byte from what was written, or is of
-            another kind or format.
+            another kind.
+        ValueError: if it is sound, and of a format that this version does not read.
     """
     path = directory / MANIFEST
     content = _sound_content(path)
     if content.get("format") != _FORMAT:
-        raise DamagedError(
+        raise ValueError(
             f"{path} has format {content.get('format')!r}, this version reads {_FORMAT}; "
             "use the version that wrote it"
         )

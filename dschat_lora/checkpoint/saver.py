@@ -2,9 +2,10 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from pathlib import Path
 from queue import Full, Queue
+from threading import Thread
 from typing import Any
 
 import torch
@@ -22,8 +23,9 @@ Shard = tuple[str, dict[str, Tensor]]
 class Saver:
     """Writes ``RUN/checkpoints/step-...`` on a thread of its own; rank 0 alone has one.
 
-    At most two shards of tensors wait in memory; where the disk is slower than that, saving
-    waits for it. What goes wrong is kept in ``failure`` for the training loop to find.
+    At most three shards of tensors are in memory: being taken, waiting, and being written. Where
+    the disk is slower than that, saving waits for it. What goes wrong is kept in ``failure`` for
+    the training loop to find.
     """
 
     def __init__(self, run: Path, *, keep: int, before_commit: Callable[[], None]) -> None:
@@ -36,7 +38,6 @@ class Saver:
                 it relies on.
         """
         self._run, self._keep, self._before_commit = run, keep, before_commit
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._task: Future[None] | None = None
         #: what went wrong without harm, for a person
         self.notes: list[str] = []
@@ -70,7 +71,10 @@ class Saver:
         """
         self.wait()
         shards: Queue[Shard | None] = Queue(maxsize=1)
-        task = self._task = self._thread.submit(self._write, step, shards, dict(state))
+        task: Future[None] = Future()
+        self._task = task
+        # A daemon: a process that has to end does not wait for the disk.
+        Thread(target=self._work, args=(task, step, shards, dict(state)), daemon=True).start()
         complete = False
         try:
             for part, pairs in tensors.items():
@@ -89,6 +93,26 @@ class Saver:
         """
         if self._task is not None:
             self._task.result()
+
+    def drain(self) -> None:
+        """Return when nothing is being written any more, however that ended."""
+        if self._task is not None:
+            wait([self._task])
+
+    def _work(
+        self,
+        task: "Future[None]",
+        step: int,
+        shards: "Queue[Shard | None]",
+        state: dict[str, Any],
+    ) -> None:
+        """Write, and let ``task`` know how it went, for whoever waits for it."""
+        try:
+            self._write(step, shards, state)
+        except BaseException as error:  # noqa: BLE001
+            task.set_exception(error)
+        else:
+            task.set_result(None)
 
     def _write(self, step: int, shards: "Queue[Shard | None]", state: dict[str, Any]) -> None:
         final = step_directory(self._run, step)

@@ -16,7 +16,9 @@ def staged_directory(final: Path) -> Iterator[Path]:
     ``.NAME.old``. If the block raises, ``final`` is as before; what a killed process left behind
     is cleared by the next. One process at a time may write ``final``.
     """
-    final.parent.mkdir(parents=True, exist_ok=True)
+    if not final.parent.is_dir():
+        final.parent.mkdir(parents=True)
+        _sync(final.parent.parent)
     staging = final.parent / f".{final.name}.tmp"
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir()

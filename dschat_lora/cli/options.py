@@ -140,13 +140,6 @@ def fail(message: str, *, code: int = 2, from_any_rank: bool = False) -> NoRetur
     raise SystemExit(code)
 
 
-def in_words(error: BaseException) -> str:
-    """An error as a user reads it: that of a disk with its file first."""
-    if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        return f"{os.fsdecode(error.filename)}: {error.strerror}"
-    return str(error)
-
-
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
     """The config as ``{option name: value}``, JSON-ready."""
     flat: dict[str, Any] = {}

@@ -20,7 +20,8 @@ from torch import Tensor
 ResultT = TypeVar("ResultT")
 # Other ranks wait for rank 0 to tokenise the data or load the model.
 TIMEOUT = timedelta(hours=2)
-PORT_WAIT_SECONDS = 60.0
+# Rank 0 may verify a large checkpoint before it chooses the port.
+PORT_WAIT_SECONDS = TIMEOUT.total_seconds()
 
 
 def init_distributed() -> None:
@@ -137,19 +138,24 @@ def on_rank_zero(function: Callable[[], ResultT]) -> ResultT | None:
 
 
 def _telling(function: Callable[[], ResultT]) -> ResultT:
-    """Call, and let the processes in :func:`_hear` know whether it worked."""
-    done = False
+    """Call, and let the processes in :func:`_hear` know the exit code, 0 if it worked."""
+    code = 2
     try:
         result = function()
-        done = True
+        code = 0
+    except OSError:
+        code = 1
+        raise
     finally:
-        max_over_ranks(float(not done))
+        worst = max_over_ranks(float(code))
+    if worst:
+        raise SystemExit(int(worst))
     return result
 
 
 def _hear() -> None:
-    if max_over_ranks(0.0) > 0:
-        raise SystemExit(2)
+    if code := int(max_over_ranks(0.0)):
+        raise SystemExit(code)
 
 
 def _settle_port() -> None:

@@ -64,13 +64,6 @@ def open_alone(path: Path) -> TextIO:
     return file
 
 
-def named(error: OSError, path: Path) -> OSError:
-    """``error`` with the file it is about, which a write alone does not know."""
-    if error.filename is not None or error.errno is None:
-        return error
-    return OSError(error.errno, error.strerror, str(path))
-
-
 def check_idle(path: Path) -> None:
     """Refuse a directory that a living run writes to.
 

@@ -13,8 +13,8 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from dschat_lora.report.directory import named, open_alone
-from dschat_lora.report.terminal import fall_silent
+from dschat_lora.report.directory import open_alone
+from dschat_lora.report.terminal import fall_silent, named
 
 
 class RunLog:
@@ -104,7 +104,7 @@ class RunLog:
 
         if self._board is not None:
             self._board.close()
-        _leave_disk_errors_to_their_owner()
+        threading.excepthook = _leave_disk_errors_to_their_owner
         self._board = SummaryWriter(str(self._board_directory), purge_step=first or None)
         for line in lines:
             record = json.loads(line)
@@ -182,6 +182,7 @@ class RunLog:
         """Close files and the bar."""
         if self._bar is not None:
             self._bar.close()
+        threading.excepthook = threading.__excepthook__
         for closable in (self._board, self._file):
             try:
                 if closable is not None:
@@ -203,15 +204,10 @@ class RunLog:
         self.close()
 
 
-def _leave_disk_errors_to_their_owner() -> None:
+def _leave_disk_errors_to_their_owner(failed: threading.ExceptHookArgs) -> None:
     """Keep TensorBoard's thread from printing an error that the next call here will raise."""
-    usual = threading.excepthook
-
-    def hook(failed: threading.ExceptHookArgs) -> None:
-        if not isinstance(failed.exc_value, OSError):
-            usual(failed)
-
-    threading.excepthook = hook
+    if not isinstance(failed.exc_value, OSError):
+        threading.__excepthook__(failed)
 
 
 def _truncate(file: TextIO, num_lines: int) -> list[bytes]:

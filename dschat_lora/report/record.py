@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from dschat_lora import __version__
-from dschat_lora.report.directory import named
 from dschat_lora.report.log import jsonable
+from dschat_lora.report.terminal import named
 
 _PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "tokenizers", "safetensors", "numpy")
 
@@ -33,6 +33,8 @@ class RunRecord:
         self._path = output_dir / "run.json"
         self._active = active
         self._content = _read_object(self._path) if earlier and active else {}
+        #: the first error of the disk
+        self.failure: OSError | None = None
         #: whether the file belongs to this run
         self.is_open = not earlier
 
@@ -42,11 +44,7 @@ class RunRecord:
         self.update({})
 
     def update(self, fields: Mapping[str, Any]) -> None:
-        """Add or replace top-level fields.
-
-        Raises:
-            OSError: if the disk refuses; the file is as before.
-        """
+        """Add or replace top-level fields; if the disk refuses, the file stays as it was."""
         self._content |= fields
         if self._active and self.is_open:
             staged = self._path.with_suffix(".json.partial")
@@ -55,7 +53,16 @@ class RunRecord:
                 staged.write_text(text, encoding="utf-8")
                 staged.replace(self._path)
             except OSError as error:
-                raise named(error, self._path) from error
+                self.failure = self.failure or named(error, self._path)
+
+    def check(self) -> None:
+        """Raise what the disk refused.
+
+        Raises:
+            OSError: if it did.
+        """
+        if self.failure is not None:
+            raise self.failure
 
     def append(self, name: str, item: Any) -> None:
         """Add ``item`` to the list under ``name``."""

@@ -1,7 +1,8 @@
-"""A line for a person before there is a run to log to."""
+"""Words for a person, where there is no run to log to."""
 
 import os
 import sys
+from pathlib import Path
 
 
 def fall_silent() -> None:
@@ -16,3 +17,17 @@ def say_once(text: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
+
+
+def named(error: OSError, path: Path) -> OSError:
+    """``error`` with the file it is about, which a write alone does not know."""
+    if error.filename is not None or error.errno is None:
+        return error
+    return OSError(error.errno, error.strerror, str(path))
+
+
+def in_words(error: BaseException) -> str:
+    """An error as a user reads it: that of a disk with its file first."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{os.fsdecode(error.filename)}: {error.strerror}"
+    return str(error)

@@ -363,18 +363,27 @@ def test_continued_adapter_of_another_scale_is_refused(command, whole, tmp_path)
     assert "what differs: the adapter (was r 4, alpha 32, now r 4, alpha 64)" in ended.err
 
 
+def test_dry_run_that_finds_a_mistake_leaves_the_users_files_alone(command, tmp_path):
+    (tmp_path / "run.json").write_text("mine", encoding="utf-8")
+    (tmp_path / "metrics.jsonl").write_text("", encoding="utf-8")
+    ended = command(tmp_path, *"--lora_dim 4 --target_modules nosuch --dry_run".split())
+    assert ended.codes == [2]
+    assert ended.err.count("\n") == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"run.json", "metrics.jsonl"}
+
+
 def test_signal_whose_save_fails_says_that_nothing_was_saved(command, launcher, tmp_path):
     running = launcher.start([*RUN, "--save_interval", 0], tmp_path)
     wait_for_steps(running, tmp_path / "out", 2)
     (tmp_path / "out" / "checkpoints").write_text("in the way", encoding="utf-8")
     running.signal(signal.SIGTERM)
-    assert running.wait() == [143]
+    assert running.wait() == [1]
     assert running.err().count("\n") == 1
     assert "stopped by SIGTERM; what was learnt since the last checkpoint is not saved" in (
         running.err()
     )
     status = json.loads((tmp_path / "out" / "run.json").read_text(encoding="utf-8"))["status"]
-    assert status.startswith("failed: stopped by SIGTERM; what was learnt")
+    assert status.startswith("failed: OSError: out/checkpoints")
 
 
 @pytest.mark.parametrize(

@@ -42,9 +42,10 @@ def main(config: SupervisedConfig) -> None:
             meta=stage.wants_shape_only(config, settings),
         )
         stage.describe(config, settings, adapted, output)
-        if config.run.dry_run:
-            return
+        if output.directory is None:
+            return  # a dry run
 
+        output.closing.enter_context(explaining_memory(adapted, config, settings, output.directory))
         identity = stage.identify(adapted, tokenizer, data, settings)
         stage.place(adapted.model, settings)
         engine = stage.build_engine(CausalLMLoss(adapted.model), adapted, config, settings)
@@ -68,10 +69,7 @@ def main(config: SupervisedConfig) -> None:
 
         keeper.restore(num_steps=plan.num_steps)
         samples.show("before")
-        with (
-            output.interrupts.deferred(),
-            explaining_memory(adapted, config, settings, keeper),
-        ):
+        with output.interrupts.deferred():
             fit(
                 engine,
                 loader,
