@@ -228,7 +228,7 @@ def check_same_end(run_dir, whole):
 def _lasting_state(checkpoint):
     """What ``state.json`` says but for options and the seconds of the log."""
     state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
-    names = ("step", "identity", "world_size", "random", "engines", "parts")
+    names = ("step", "identity", "engines", "parts")
     return {name: state[name] for name in names} | {"lines": state["log"]["num_lines"]}
 
 

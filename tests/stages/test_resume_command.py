@@ -133,7 +133,7 @@ def state_of(checkpoint):
     """What a checkpoint says but for times and options."""
     state = json.loads((checkpoint / "state.json").read_text())
     return {
-        **{name: state[name] for name in ("step", "identity", "random", "engines", "parts")},
+        **{name: state[name] for name in ("step", "identity", "engines", "parts")},
         "lines": state["log"]["num_lines"],
     }
 
