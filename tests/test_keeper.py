@@ -57,6 +57,7 @@ class StubSaver:
         self.saved, self.states, self.waits, self.patience = [], [], 0, []
         self.failure = self.committed = None
         self.notes = []
+        self.drains = 0
 
     def save(self, step, tensors, state, *, patience=0.0):
         self.saved.append(step)
@@ -65,7 +66,7 @@ class StubSaver:
         self.committed = Path(f"step-{step}")
 
     def drain(self):
-        pass
+        self.drains += 1
 
     def wait(self):
         self.waits += 1
@@ -338,6 +339,20 @@ def test_failed_log_ends_the_run(stubbed):
     assert keeper.wishes() == FAILED
     with pytest.raises(OSError, match="No space left on device. There is no checkpoint yet"):
         keeper.after_step(1, FAILED, skipped=False, last=False)
+
+
+def test_failed_record_ends_the_run(stubbed):
+    keeper, _ = stubbed()
+    keeper.output.record.failure = OSError(28, "No space left on device", "out/run.json")
+    assert keeper.wishes() == FAILED
+    with pytest.raises(OSError, match="out/run.json: No space left on device"):
+        keeper.after_step(1, FAILED, skipped=False, last=False)
+
+
+def test_checkpoint_being_written_is_finished_whatever_ends_the_run(stubbed):
+    keeper, saver = stubbed()
+    keeper.output.closing.close()
+    assert saver.drains == 1
 
 
 def test_other_ranks_end_quietly_where_the_first_failed(stubbed):

@@ -2,6 +2,8 @@
 
 import pytest
 
+from dschat_lora.engine import distributed
+
 pytestmark = pytest.mark.stage
 
 
@@ -34,3 +36,23 @@ def test_result_of_rank_zero_comes_to_it_alone_and_the_others_wait(ranks):
 def test_failure_of_rank_zero_is_told_there_and_ends_the_others_quietly(ranks):
     found = ranks(2).run("engine.test_rank_zero:outcomes", fails=True)
     assert found == [["no", "no", 2.0], ["exit 2", "exit 2", 2.0]]
+
+
+@pytest.mark.parametrize(("error", "code"), [(OSError("full"), 1.0), (ValueError("wrong"), 2.0)])
+def test_other_ranks_learn_the_exit_code_of_rank_zeros_failure(monkeypatch, error, code):
+    told = []
+    monkeypatch.setattr(distributed, "max_over_ranks", lambda value: told.append(value) or value)
+
+    def fail():
+        raise error
+
+    with pytest.raises(type(error)):
+        distributed.on_rank_zero(fail)
+    assert distributed.on_rank_zero(lambda: "done") == "done"
+    assert told == [code, 0.0]
+
+
+def test_first_rank_ends_with_another_one_that_failed(monkeypatch):
+    monkeypatch.setattr(distributed, "max_over_ranks", lambda value: 2.0)
+    with pytest.raises(SystemExit, match="2"):
+        distributed.local_first(lambda: "done")

@@ -84,3 +84,12 @@ def test_adapters_do_not_count_whether_trained_or_not():
         next(model.parameters()).flatten()[0] += 1.0
     apply_lora(model, LoraConfig(lora_dim=2), seed=2)
     assert base_fingerprint(model) not in found
+
+
+def test_every_column_of_a_matrix_is_looked_at(monkeypatch):
+    monkeypatch.setattr("dschat_lora.models.fingerprint.SAMPLED_VALUES", 4)
+    model = torch.nn.Linear(8, 4, bias=False)
+    before = base_fingerprint(model)
+    with torch.no_grad():
+        model.weight[:, 1:] += 1.0
+    assert base_fingerprint(model) != before
