@@ -9,21 +9,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 
-def save_tensors(
-    tensors: Mapping[str, Tensor], path: Path, *, metadata: Mapping[str, str] | None = None
-) -> None:
+def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     """Write one file.
 
     Args:
         tensors: contiguous, on CPU.
         path: of the file.
-        metadata: texts for the header.
 
     Raises:
         OSError: if the disk refuses; safetensors has an error of its own for that.
     """
     try:
-        save_file(dict(tensors), path, metadata=dict(metadata or {}) or None)
+        save_file(dict(tensors), path)
     except SafetensorError as error:
         raise OSError(f"{path} cannot be written: {error}") from error
 
