@@ -28,7 +28,11 @@ ENDINGS = {
     "exit code": ("raise SystemExit(7)", 7),
     "message": ("raise SystemExit('no')", 1),
     "exception": ("raise ValueError('no')", 1),
-    "interrupt": ("import os, signal; os.kill(os.getpid(), signal.SIGINT)", -signal.SIGINT),
+    # A shell's background jobs are born deaf to it.
+    "interrupt": (
+        "import os, signal; signal.signal(2, signal.default_int_handler); os.kill(os.getpid(), 2)",
+        -signal.SIGINT,
+    ),
     "signal": ("import os; os.abort()", -signal.SIGABRT),
 }
 
