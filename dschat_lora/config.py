@@ -190,7 +190,9 @@ class BatchConfig:
 @dataclass(frozen=True)
 class OptimConfig:
     learning_rate: float = option(5e-5, help="peak rate of base weights, where they train")
-    lora_learning_rate: float | None = option(None, help="peak rate of the adapters; default 5e-4")
+    lora_learning_rate: float | None = option(
+        None, help="peak rate of the adapters; default 5e-4, DPO 1e-5"
+    )
     lora_lr_multiplier: float | None = option(
         None,
         help="adapters train at this multiple of --learning_rate; start at 2 to 3, up to 10",
@@ -209,6 +211,7 @@ class OptimConfig:
     max_steps: int = option(
         0, help="train for this many optimizer steps, whatever the epochs; 0: by epochs"
     )
+    default_lora_learning_rate: float = hidden(5e-4)
 
     def __post_init__(self) -> None:
         for name in ("learning_rate", "loraplus_lr_ratio", "adam_epsilon"):
@@ -299,6 +302,71 @@ class RunConfig:
 
 
 @dataclass(frozen=True)
+class PairConfig:
+    share_prompt: bool = option(
+        True,
+        help="compute what both answers of a pair begin with once (no-: each answer has its own)",
+    )
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    reward_loss: Literal["bradley_terry", "per_token"] = option(
+        "bradley_terry",
+        help="bradley_terry compares the scores at the end of two answers; per_token, "
+        "DeepSpeed-Chat's loss, at each token from the first difference on",
+    )
+    center_rewards_coefficient: float = option(
+        0.0, help="weight of the squared sum of a pair's scores, which keeps them around zero"
+    )
+    num_padding_at_beginning: int = option(
+        1, help="accepted from DeepSpeed-Chat; nothing is guessed from padding"
+    )
+
+    def __post_init__(self) -> None:
+        coefficient = self.center_rewards_coefficient
+        require(coefficient >= 0, "center_rewards_coefficient", coefficient, ">= 0")
+        if coefficient and self.reward_loss == "per_token":
+            raise ValueError(
+                f"--center_rewards_coefficient {coefficient:g} is for --reward_loss bradley_terry"
+            )
+
+
+@dataclass(frozen=True)
+class DpoConfig:
+    beta: float = option(0.1, help="how strongly the policy stays with the reference")
+    loss_type: Literal["sigmoid", "ipo", "hinge"] = option(
+        "sigmoid", help="DPO's own loss, IPO's squared one or SLiC's hinge"
+    )
+    label_smoothing: float = option(
+        0.0, help="share of labels taken to be wrong (conservative DPO), in [0, 0.5)"
+    )
+    length_normalization: bool = option(
+        False, help="compare log-ratios per token instead of per answer; ipo always does"
+    )
+    rpo_alpha: float = option(
+        0.0, help="weight of the chosen answer's own loss per token, added to that of the pair"
+    )
+    precompute_ref_log_probs: bool = option(
+        True,
+        help="compute the reference's log-probabilities once, before training (no-: each time)",
+    )
+    offload_reference_model: bool = option(
+        False, help="accepted from DeepSpeed-Chat; the reference is never a second model"
+    )
+
+    def __post_init__(self) -> None:
+        require(self.beta > 0, "beta", self.beta, "> 0")
+        require(self.rpo_alpha >= 0, "rpo_alpha", self.rpo_alpha, ">= 0")
+        smoothing = self.label_smoothing
+        require(0 <= smoothing < 0.5, "label_smoothing", smoothing, "in [0, 0.5)")
+        if smoothing and self.loss_type != "sigmoid":
+            raise ValueError(
+                f"--label_smoothing {smoothing:g} is for --loss_type sigmoid, not {self.loss_type}"
+            )
+
+
+@dataclass(frozen=True)
 class SupervisedConfig:
     """Options of a supervised stage: what to train, on what, how, and where it goes."""
 
@@ -313,3 +381,55 @@ class SupervisedConfig:
     # the checkpoint to go on from; "" for a fresh start, None where that is not settled yet
     checkpoint: str | None = hidden()
     rejected: tuple[str, ...] = hidden(())  # damaged checkpoints that were passed over
+
+    @property
+    def max_row_tokens(self) -> int:
+        """Most tokens of a row: of one sample, or of both sequences of a pair."""
+        pairs = isinstance(self, RewardStageConfig | DpoStageConfig)
+        return self.data.max_seq_len * (2 if pairs else 1)
+
+
+@dataclass(frozen=True)
+class RewardStageConfig(SupervisedConfig):
+    """Options of step 2, which trains a reward model on pairs."""
+
+    data: DataConfig = group(DataConfig, packing=False)
+    pairs: PairConfig = group(PairConfig)
+    reward: RewardConfig = group(RewardConfig)
+
+
+@dataclass(frozen=True)
+class DpoStageConfig(SupervisedConfig):
+    """Options of DPO, which trains a policy on pairs."""
+
+    data: DataConfig = group(DataConfig, packing=False)
+    optim: OptimConfig = group(OptimConfig, learning_rate=1e-6, default_lora_learning_rate=1e-5)
+    pairs: PairConfig = group(PairConfig)
+    dpo: DpoConfig = group(DpoConfig)
+
+
+@dataclass(frozen=True)
+class ScoreConfig:
+    """Options of ``dschat-lora score``, which scores answers by a reward model."""
+
+    model: ModelConfig = group(ModelConfig)
+    data_path: tuple[str, ...] = option(
+        (), help="files (.jsonl .json .csv .parquet), directories of them, or hub data sets"
+    )
+    output_path: str | None = option(None, help="JSONL file to write; default: standard output")
+    max_seq_len: int = option(
+        0, help="longer sequences get no score; 0: as many tokens as the model has positions"
+    )
+    per_device_eval_batch_size: int = option(16, help="sequences scored at a time")
+
+    def __post_init__(self) -> None:
+        require(bool(self.data_path), "data_path", "nothing", "a file or more to score")
+        require(
+            self.model.model_name_or_path is not None,
+            "model_name_or_path",
+            "nothing",
+            "the output directory of a reward model",
+        )
+        require(self.max_seq_len >= 0, "max_seq_len", self.max_seq_len, ">= 0")
+        size = self.per_device_eval_batch_size
+        require(size >= 1, "per_device_eval_batch_size", size, ">= 1")

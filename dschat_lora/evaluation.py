@@ -1,22 +1,22 @@
-"""Looking at held-out rows before, during and after training: perplexity, and a few answers."""
+"""Looking at held-out rows before, during and after training: metrics, and a few answers."""
 
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from dschat_lora.config import RunConfig, SupervisedConfig
-from dschat_lora.data.loader import eval_batches
-from dschat_lora.data.packing import make_rows
+from dschat_lora.config import SupervisedConfig
+from dschat_lora.data.loader import Collator, Samples, eval_batches
+from dschat_lora.data.packing import Row
 from dschat_lora.data.store import TokenSet
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import rank, world_size
 from dschat_lora.models.causal_lm import Tokenizer
 from dschat_lora.models.generate import answer
-from dschat_lora.perf.throughput import StepCounts
-from dschat_lora.report.log import eval_line
+from dschat_lora.objective import Objective, mean_of
+from dschat_lora.report.log import eval_line, jsonable
 from dschat_lora.run import Output
-from dschat_lora.trainer import Evaluation, LossFunction, evaluate
+from dschat_lora.trainer import evaluate
 
 MAX_ANSWER_TOKENS = 64
 
@@ -26,56 +26,46 @@ class Evaluator:
     """Evaluates the held-out rows at a step, shows and records the result; keeps them all."""
 
     engine: TrainEngine
-    samples: TokenSet
-    loss_function: LossFunction
+    samples: Samples
+    rows: Sequence[Row]
+    collate: Collator
+    objective: Objective
     config: SupervisedConfig
-    tokenizer: Tokenizer
     output: Output
-    packing: bool
-    results: dict[int, Evaluation] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._rows = make_rows(
-            self.samples.lengths,
-            max_seq_len=self.config.data.max_seq_len,
-            packing=self.packing,
-            seed=self.config.run.seed,
-        )
+    results: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def __call__(self, step: int) -> None:
         """Evaluate after ``step`` optimizer steps, unless that was done; call on every rank."""
-        if step in self.results or not len(self.samples):
+        if step in self.results or not self.rows:
             return
         batches = eval_batches(
             self.samples,
-            rows=self._rows,
+            rows=self.rows,
             batch_size=self.config.batch.per_device_eval_batch_size,
             rank=rank(),
             world_size=world_size(),
-            pad_id=int(self.tokenizer.pad_token_id),
+            collate=self.collate,
         )
         limited = islice(batches, self.config.run.eval_iters or None)
-        result = evaluate(self.engine, self._interruptible(limited), self.loss_function)
-        self.results[step] = result
+        result = evaluate(self.engine, self._interruptible(limited), self.objective)
         metrics = {
-            "perplexity": result.perplexity,
             "loss": result.loss,
             "tokens": result.counts.num_targets,
             "samples": result.counts.num_samples,
+            **{name: mean_of(column) for name, column in result.columns.items()},
+            **self.objective.describe(result.loss, result.columns),
         }
+        self.results[step] = metrics
         self.output.log.write("eval", step, metrics)
         self.output.log.say(eval_line(step, metrics))
 
     def state(self) -> dict[str, Any]:
         """As JSON."""
-        return {str(step): asdict(result) for step, result in self.results.items()}
+        return {str(step): jsonable(metrics) for step, metrics in self.results.items()}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Become what :meth:`state` returned."""
-        self.results = {
-            int(step): Evaluation(float(result["loss"]), StepCounts(**result["counts"]))
-            for step, result in state.items()
-        }
+        self.results = {int(step): metrics for step, metrics in state.items()}
 
     def _interruptible(self, batches: Iterable[Any]) -> Iterator[Any]:
         for batch in batches:
@@ -83,14 +73,12 @@ class Evaluator:
             yield batch
 
     def before_and_after(self) -> dict[str, float]:
-        """Held-out perplexity of the first and the last evaluation, for record and card."""
+        """The headline metric of the first and the last evaluation, for record and card."""
         if not self.results:
             return {}
-        values = list(self.results.values())
-        return {
-            "perplexity before": values[0].perplexity,
-            "perplexity after": values[-1].perplexity,
-        }
+        name = self.objective.headline
+        values = [float(metrics[name]) for metrics in self.results.values()]
+        return {f"{name} before": values[0], f"{name} after": values[-1]}
 
 
 @dataclass
@@ -98,28 +86,26 @@ class SampleAnswers:
     """Greedy answers to a few held-out prompts, shown and recorded before and after."""
 
     engine: TrainEngine
-    samples: TokenSet
+    prompts: Sequence[Sequence[int]]
     tokenizer: Tokenizer
-    run: RunConfig
     output: Output
     shown: list[dict[str, str]] = field(default_factory=list)
 
     def show(self, when: str) -> None:
         """Answer, print and record under ``when``, unless that was done; call on every rank."""
-        prompts = self._prompts()
-        if not prompts or any(texts["when"] == when for texts in self.shown):
+        if not self.prompts or any(texts["when"] == when for texts in self.shown):
             return
         self.engine.eval()
         model: Any = self.engine.module
         answers = answer(
             model.model,
             self.tokenizer,
-            prompts,
+            self.prompts,
             max_new_tokens=MAX_ANSWER_TOKENS,
             device=self.engine.device,
             synced=self.engine.zero_stage == 3 and world_size() > 1,
         )
-        for prompt, ids in zip(prompts, answers, strict=True):
+        for prompt, ids in zip(self.prompts, answers, strict=True):
             texts = {
                 "when": when,
                 "prompt": self.tokenizer.decode(prompt),
@@ -137,14 +123,13 @@ class SampleAnswers:
         """Become what :meth:`state` returned."""
         self.shown = list(state["shown"])
 
-    def _prompts(self) -> list[list[int]]:
-        """Tokens before the first supervised one, of the first rows that have any."""
-        prompts: list[list[int]] = []
-        for index in range(len(self.samples)):
-            if len(prompts) == self.run.sample_generations:
-                break
-            sample = self.samples[index]
-            length = int((sample.labels >= 0).argmax())
-            if length:
-                prompts.append(sample.input_ids[:length].tolist())
-        return prompts
+
+def first_prompts(samples: TokenSet, count: int) -> list[list[int]]:
+    """Tokens before the first answer, of the first ``count`` samples or pairs that have any."""
+    prompts: list[list[int]] = []
+    for index in range(len(samples)):
+        if len(prompts) == count:
+            break
+        sample = samples[index]
+        prompts += [ids.tolist() for ids in [sample.prompt] if len(ids)]
+    return prompts

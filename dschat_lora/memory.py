@@ -26,7 +26,7 @@ def estimate_memory_of(
         return None
     estimate = estimator(
         rows=config.batch.per_device_train_batch_size,
-        length=config.data.max_seq_len,
+        length=config.max_row_tokens,
         gradient_checkpointing=config.model.gradient_checkpointing,
         zero_stage=settings.zero_stage,
     )
@@ -65,7 +65,7 @@ def explaining_memory(
             device_bytes=total,
             micro_batch_size=config.batch.per_device_train_batch_size,
             accumulation_steps=config.batch.gradient_accumulation_steps,
-            max_seq_len=config.data.max_seq_len,
+            max_seq_len=config.max_row_tokens,
             gradient_checkpointing=config.model.gradient_checkpointing,
             zero_stage=settings.zero_stage,
             world_size=world_size(),

@@ -3,20 +3,29 @@
 import importlib.util
 import json
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dschat_lora.assets import BUNDLED_DATA
 from dschat_lora.checkpoint.adapter_config import verify_adapter
 from dschat_lora.checkpoint.history import checkpoints_of
-from dschat_lora.config import DataConfig, LoraConfig, RunConfig, SupervisedConfig
-from dschat_lora.data.rows import check_sources
+from dschat_lora.config import (
+    DataConfig,
+    DpoStageConfig,
+    LoraConfig,
+    RunConfig,
+    ScoreConfig,
+    SupervisedConfig,
+)
+from dschat_lora.data.rows import DataKind, check_sources
 from dschat_lora.engine.ds_config import reconcile
 from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.report.directory import check_idle, is_unfinished, leftovers
 from dschat_lora.report.terminal import say_once
 from dschat_lora.resume import goes_on_in_place, settle
+
+ConfigT = TypeVar("ConfigT", bound=SupervisedConfig)
 
 # Rows of the bundled data are short; longer packed rows would leave few optimizer steps.
 BUNDLED_SEQ_LEN = 128
@@ -33,7 +42,31 @@ _LORA_ONLY = (
 )
 
 
-def check_supervised(config: SupervisedConfig, *, stage: str = "sft") -> SupervisedConfig:
+@dataclass(frozen=True)
+class StageRules:
+    """What a stage asks of its options.
+
+    Attributes:
+        name: as in its default output directory.
+        kind: what it makes of rows of data.
+        tasks: kinds of model whose adapters it continues.
+        unused: options of other stages that it accepts and ignores.
+    """
+
+    name: str
+    kind: DataKind = "samples"
+    tasks: tuple[str, ...] = ("CAUSAL_LM",)
+    unused: tuple[str, ...] = ()
+
+
+SFT = StageRules("sft")
+REWARD = StageRules(
+    "reward", "pairs", ("CAUSAL_LM", "SEQ_CLS"), ("train_on_prompt", "sample_generations")
+)
+DPO = StageRules("dpo", "pairs", unused=("train_on_prompt",))
+
+
+def check_supervised(config: ConfigT, *, rules: StageRules = SFT) -> ConfigT:
     """The config of step 1, 2 or DPO with paths, bundled defaults and the DeepSpeed JSON applied.
 
     Where a run is to be resumed, the first rank settles from what, and the others wait for its
@@ -41,7 +74,7 @@ def check_supervised(config: SupervisedConfig, *, stage: str = "sft") -> Supervi
 
     Args:
         config: as parsed.
-        stage: name of the stage.
+        rules: of the stage.
 
     Raises:
         ValueError: at the first thing that cannot work, naming option, value and remedy.
@@ -49,16 +82,16 @@ def check_supervised(config: SupervisedConfig, *, stage: str = "sft") -> Supervi
     if config.checkpoint is None:
         if config.run.resume_from_checkpoint and not _is_first_rank():
             return config
-        config = settle(config, stage=stage)
+        config = settle(config, stage=rules.name)
     given = config.given
     source = find_model(config.model.model_name_or_path)
     if source.adapter is not None and _is_first_rank():
         verify_adapter(source.adapter)
     data = with_bundled_data(config.data, given)
-    lora = continued_lora(config.lora, source, given)
+    lora = continued_lora(config.lora, source, given, tasks=rules.tasks)
     _check_lora(lora, given)
     data = replace(data, max_seq_len=_fitting_length(data.max_seq_len, source, given))
-    check_sources(data)
+    check_sources(data, rules.kind)
     model, batch, optim, parallel = reconcile(
         config.model,
         config.batch,
@@ -71,7 +104,8 @@ def check_supervised(config: SupervisedConfig, *, stage: str = "sft") -> Supervi
     check_output_dir(config)
     _check_nothing_read_is_deleted(run, source)
     announce(source, data, config.data)
-    for note in without_effect(replace(config, lora=lora)):
+    _check_reference(config, lora)
+    for note in without_effect(replace(config, lora=lora), unused=rules.unused):
         say_once(f"  note         {note}")
     return replace(
         config,
@@ -83,6 +117,20 @@ def check_supervised(config: SupervisedConfig, *, stage: str = "sft") -> Supervi
         parallel=parallel,
         run=run,
     )
+
+
+def check_score(config: ScoreConfig) -> None:
+    """Find what is wrong with a reward model's directory or the files to score, before torch.
+
+    Raises:
+        ValueError: naming option, value and remedy.
+    """
+    source = find_model(config.model.model_name_or_path)
+    if source.adapter is not None:
+        verify_adapter(source.adapter)
+    check_sources(DataConfig(data_path=config.data_path))
+    if config.output_path is not None:
+        _check_can_be_made(Path(config.output_path).expanduser().parent, option="output_path")
 
 
 def announce(source: ModelSource, data: DataConfig, asked: DataConfig) -> None:
@@ -106,7 +154,13 @@ def with_bundled_data(data: DataConfig, given: frozenset[str]) -> DataConfig:
     )
 
 
-def continued_lora(lora: LoraConfig, source: ModelSource, given: frozenset[str]) -> LoraConfig:
+def continued_lora(
+    lora: LoraConfig,
+    source: ModelSource,
+    given: frozenset[str],
+    *,
+    tasks: tuple[str, ...] = ("CAUSAL_LM",),
+) -> LoraConfig:
     """The settings of the adapter that ``--model_name_or_path`` continues, else as given.
 
     Raises:
@@ -115,10 +169,10 @@ def continued_lora(lora: LoraConfig, source: ModelSource, given: frozenset[str])
     adapter = source.adapter_config
     if adapter is None:
         return lora
-    if adapter.task_type not in (None, "CAUSAL_LM"):
+    if adapter.task_type not in (None, *tasks):
         raise ValueError(
             f"--model_name_or_path {source.adapter} is an adapter of a {adapter.task_type} model; "
-            "this stage continues CAUSAL_LM adapters"
+            f"this stage continues {' and '.join(tasks)} adapters"
         )
     if "lora_dropout" not in given:
         lora = replace(lora, lora_dropout=adapter.lora_dropout)
@@ -189,18 +243,18 @@ def _is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _check_can_be_made(path: Path) -> None:
+def _check_can_be_made(path: Path, option: str = "output_dir") -> None:
     nearest = next(p for p in (path, *path.absolute().parents) if p.exists())
     if not nearest.is_dir():
-        raise ValueError(f"--output_dir {path} cannot be made: {nearest} is no directory")
+        raise ValueError(f"--{option} {path} cannot be made: {nearest} is no directory")
     if not os.access(nearest, os.W_OK | os.X_OK):
-        raise ValueError(f"--output_dir {path} cannot be made: {nearest} is not writable")
+        raise ValueError(f"--{option} {path} cannot be made: {nearest} is not writable")
 
 
-def without_effect(config: SupervisedConfig) -> list[str]:
+def without_effect(config: SupervisedConfig, *, unused: tuple[str, ...] = ()) -> list[str]:
     """A line for each option that was given and changes nothing."""
     lora, given = config.lora, config.given
-    notes = []
+    notes = [f"--{name} has no effect in this stage" for name in unused if name in given]
     if lora.lora_dim == 0:
         notes += [
             f"--{name} has no effect without --lora_dim" for name in _LORA_ONLY if name in given
@@ -210,6 +264,17 @@ def without_effect(config: SupervisedConfig) -> list[str]:
     if "eot_token" in given and not config.model.add_eot_token:
         notes.append("--eot_token has no effect without --add_eot_token")
     return notes
+
+
+def _check_reference(config: SupervisedConfig, lora: LoraConfig) -> None:
+    """Refuse a reference that would have to be a second model."""
+    if not isinstance(config, DpoStageConfig) or config.dpo.precompute_ref_log_probs:
+        return
+    if lora.lora_dim == 0 or not lora.only_optimize_lora:
+        raise ValueError(
+            "--no-precompute_ref_log_probs looks through the starting adapter on the frozen base; "
+            "with base weights that train use --precompute_ref_log_probs"
+        )
 
 
 def _check_nothing_read_is_deleted(run: RunConfig, source: ModelSource) -> None:

@@ -37,6 +37,8 @@ _FIXED = (
     *("train_bias", "modules_to_save", "only_optimize_lora", "add_eot_token", "eot_token"),
     *("max_seq_len", "overlong", "bad_rows", "train_on_prompt", "packing", "data_split"),
     *("data_weights", "eval_ratio", "seed"),
+    *("reward_loss", "center_rewards_coefficient", "share_prompt"),
+    *("beta", "loss_type", "label_smoothing", "length_normalization", "rpo_alpha"),
 )
 _ROWS = ("per_device_train_batch_size", "gradient_accumulation_steps")
 
@@ -55,6 +57,7 @@ _IDENTITY = {
     "eval_data": "the evaluation data",
     "dtype": "--dtype",
     "adapter": "the adapter",
+    "start": "the adapter that training started from",
     "packing": "whether rows are packed",
     "rows": "the number of rows",
     "rows_per_step": "the rows of a step",

@@ -13,8 +13,15 @@ from torch import Tensor
 from dschat_lora.config import OptimConfig, RunConfig
 from dschat_lora.data.loader import StepLoader
 from dschat_lora.engine.build import StepOutcome, TrainEngine
-from dschat_lora.engine.distributed import rank, sum_over_ranks, sum_tensor_
+from dschat_lora.engine.distributed import (
+    gather_over_ranks,
+    rank,
+    sum_over_ranks,
+    sum_tensor_,
+)
 from dschat_lora.interrupt import StopRequested
+from dschat_lora.objective import BatchLoss, Objective
+from dschat_lora.perf.flops import Flops
 from dschat_lora.perf.throughput import Meter, StepCounts
 from dschat_lora.randomness import stream_seed
 from dschat_lora.report.log import RunLog, train_line
@@ -36,18 +43,16 @@ class Batch(Protocol):
         """The same batch on ``device``."""
 
 
-LossFunction = Callable[[TrainEngine, Any], Tensor]
-
-
 @dataclass(frozen=True)
 class TrainStep:
     """One optimizer step."""
 
-    loss: float  # nats per supervised token of the whole step
+    loss: float  # mean of the whole step, in nats per supervised token or pair
     counts: StepCounts
     outcome: StepOutcome
     rates: dict[str, float]  # learning rate of each parameter group
     wishes: list[float] = field(default_factory=list)  # summed over ranks
+    means: dict[str, float] = field(default_factory=dict)  # over pairs, of the loss's columns
 
 
 class Keeper(Protocol):
@@ -123,22 +128,22 @@ def _own_counts(batch: Batch) -> StepCounts:
 def train_steps(
     engine: TrainEngine,
     windows: Iterable[list[Any]],
-    loss_function: LossFunction,
+    objective: Objective,
     rate_factors: Iterable[float],
     *,
     wishes: Callable[[], list[float]] = list,
 ) -> Iterator[TrainStep]:
     """Train on each window of micro-batches, yielding after its optimizer step.
 
-    Each step descends the mean loss over all targets of the step, however unevenly they fall
-    on micro-batches and ranks; this is the one place that divides. If that sum is not finite on
-    any rank, no rank's gradient is, and the engine skips the step.
+    Each step descends the mean loss over all targets (or pairs) of the step, however unevenly
+    they fall on micro-batches and ranks; this is the one place that divides. If that sum is not
+    finite on any rank, no rank's gradient is, and the engine skips the step.
 
     Args:
         engine: over the model.
         windows: this rank's micro-batches of each optimizer step; every rank must yield the
             same number of windows, and of micro-batches in each.
-        loss_function: summed loss of one micro-batch, in nats.
+        objective: what to descend.
         rate_factors: multiplier of the peak learning rates, one for each step.
         wishes: numbers of this rank to be summed over all along with the loss.
     """
@@ -146,18 +151,28 @@ def train_steps(
         engine.train()
         rates = engine.set_rates(factor)
         counts = count(window)
-        total = torch.zeros(1, device=engine.device, dtype=torch.float64)
+        divisor = max(1, getattr(counts, objective.mean_over))
+        totals = torch.zeros((), device=engine.device, dtype=torch.float64)
         for index, batch in enumerate(window):
             last = index == len(window) - 1
-            loss = loss_function(engine, batch.to(engine.device))
-            total += loss.detach()
+            result = objective.loss(engine, batch.to(engine.device))
+            totals = totals + _sums(result)
+            loss = result.total
             if last:
-                shared = sum_tensor_(torch.cat([total, total.new_tensor(wishes())]))
+                shared = sum_tensor_(torch.cat([totals, totals.new_tensor(wishes())]))
                 loss = _broken_unless_finite(loss, shared[0])
-            engine.backward(loss / max(1, counts.num_targets), last=last)
+            engine.backward(loss / divisor, last=last)
         outcome = engine.step()
-        summed, *granted = shared.tolist()
-        yield TrainStep(summed / max(1, counts.num_targets), counts, outcome, rates, granted)
+        values = iter(shared.tolist())
+        mean = next(values) / divisor
+        means = {name: next(values) / max(1, counts.num_samples) for name in result.columns}
+        yield TrainStep(mean, counts, outcome, rates, list(values), means)
+
+
+def _sums(result: BatchLoss) -> Tensor:
+    """(1 + columns,) float64: the loss and the sum of each column."""
+    parts = [result.total.detach(), *(column.sum() for column in result.columns.values())]
+    return torch.stack([part.double() for part in parts])
 
 
 def _broken_unless_finite(loss: Tensor, total: Tensor) -> Tensor:
@@ -172,33 +187,32 @@ def _broken_unless_finite(loss: Tensor, total: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Token-weighted results over the evaluation batches of all ranks."""
+    """Results over the evaluation batches of all ranks."""
 
-    loss: float  # nats per supervised token
+    loss: float  # nats per supervised token or pair
     counts: StepCounts
-
-    @property
-    def perplexity(self) -> float:
-        """``exp(loss)``; inf where that overflows."""
-        return math.exp(self.loss) if self.loss < 700 else math.inf
+    columns: dict[str, Tensor]  # of all pairs, on CPU, rank after rank
 
 
 @torch.no_grad()
-def evaluate(
-    engine: TrainEngine, batches: Iterable[Any], loss_function: LossFunction
-) -> Evaluation:
-    """Mean loss over every supervised token of ``batches``; call on every rank.
+def evaluate(engine: TrainEngine, batches: Iterable[Any], objective: Objective) -> Evaluation:
+    """Mean loss over every supervised token or pair of ``batches``; call on every rank.
 
     Every rank must bring the same number of batches.
     """
     engine.eval()
     total, own = torch.zeros((), device=engine.device, dtype=torch.float64), StepCounts()
+    columns: dict[str, list[Tensor]] = {}
     for batch in batches:
-        total += loss_function(engine, batch.to(engine.device))
+        result = objective.loss(engine, batch.to(engine.device))
+        total += result.total
         own += _own_counts(batch)
+        for name, column in result.columns.items():
+            columns.setdefault(name, []).append(column)
     counts = _over_ranks(own)
     (summed,) = sum_over_ranks([float(total)])
-    return Evaluation(summed / max(1, counts.num_targets), counts)
+    whole = {name: gather_over_ranks(torch.cat(parts)).cpu() for name, parts in columns.items()}
+    return Evaluation(summed / max(1, getattr(counts, objective.mean_over)), counts, whole)
 
 
 @dataclass(frozen=True)
@@ -224,7 +238,7 @@ def make_plan(optim: OptimConfig, run: RunConfig, steps_per_epoch: int) -> Plan:
 def fit(
     engine: TrainEngine,
     loader: StepLoader,
-    loss_function: LossFunction,
+    objective: Objective,
     plan: Plan,
     *,
     progress: Progress,
@@ -234,13 +248,14 @@ def fit(
     log: RunLog,
     evaluate_at: Callable[[int], None],
     keeper: Keeper,
+    extra_flops: Callable[[StepCounts], Flops] | None = None,
 ) -> None:
     """Evaluate, train by the plan from where ``progress`` is, and evaluate on the way and last.
 
     Args:
         engine: over the model.
         loader: this rank's micro-batches.
-        loss_function: summed loss of one micro-batch.
+        objective: what to descend.
         plan: from :func:`make_plan`.
         progress: kept up to date.
         rate_factor: multiplier of the peak rates, by steps done.
@@ -249,6 +264,7 @@ def fit(
         log: receives a train line each step.
         evaluate_at: called with the steps done, on every rank.
         keeper: asked to save after each step.
+        extra_flops: of a step besides forward and backward, such as those of a reference.
 
     Raises:
         ValueError: when steps keep being skipped because the gradient is not finite.
@@ -263,13 +279,15 @@ def fit(
     for result in train_steps(
         engine,
         seeded_windows(loader, plan, start=done, seed=seed),
-        loss_function,
+        objective,
         map(rate_factor, count_from(done)),
         wishes=keeper.wishes,
     ):
         progress.add(result)
         step = progress.step
-        metrics = step_metrics(result, epoch=step / per_epoch) | meter.step(result.counts)
+        extra = extra_flops(result.counts) if extra_flops is not None else None
+        rates = meter.step(result.counts, extra=extra)
+        metrics = step_metrics(result, epoch=step / per_epoch) | rates
         _report(result, metrics, progress, plan, meter=meter, log=log)
         _check_skips(progress, result.outcome, keeper)
         looks = _evaluates_after(step, plan, per_epoch) and not keeper.is_stopping(result.wishes)
@@ -339,6 +357,7 @@ def step_metrics(result: TrainStep, *, epoch: float) -> dict[str, Any]:
         "samples": result.counts.num_samples,
         "tokens": result.counts.num_tokens,
         "supervised_tokens": result.counts.num_targets,
+        **result.means,
     }
 
 

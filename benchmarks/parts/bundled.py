@@ -10,7 +10,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from dschat_lora.assets import BUNDLED_DATA
 from dschat_lora.config import LoraConfig, ModelConfig, OptimConfig
-from dschat_lora.data.batch import Batch
+from dschat_lora.data.batch import Batch, SampleCollator
 from dschat_lora.data.chat import make_chat
 from dschat_lora.data.loader import StepLoader
 from dschat_lora.data.packing import make_rows
@@ -63,7 +63,7 @@ class Bundled:
             rank=0,
             world_size=1,
             seed=SEED,
-            pad_id=int(self.tokenizer.pad_token_id),
+            collate=SampleCollator(int(self.tokenizer.pad_token_id)),
         )
         return islice((window for epoch in count() for window in loader.epoch(epoch)), steps)
 

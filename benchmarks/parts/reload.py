@@ -16,8 +16,8 @@ from dschat_lora.engine.build import DTYPES
 from dschat_lora.engine.distributed import device
 from dschat_lora.lora.model import adapters_disabled
 from dschat_lora.models.build import AdaptedModel
-from dschat_lora.models.causal_lm import causal_lm_loss
 from dschat_lora.models.source import find_model
+from dschat_lora.objective import SUPERVISED
 from dschat_lora.trainer import train_steps
 
 STEPS = 5
@@ -30,7 +30,7 @@ def run(report: PartReport, *, tiny: bool) -> None:
     """Compare the logits of the trained model, of a reloaded one, and of PEFT's."""
     bundled = Bundled(tiny=tiny)
     adapted, engine = bundled_engine(bundled, dtype=DTYPE, zero_stage=2)
-    for _ in train_steps(engine, bundled.windows(STEPS), causal_lm_loss, repeat(1.0)):
+    for _ in train_steps(engine, bundled.windows(STEPS), SUPERVISED, repeat(1.0)):
         pass
     tokens = torch.from_numpy(bundled.samples[0].input_ids).long()[None].to(device())
     trained = _logits(adapted.model, tokens)

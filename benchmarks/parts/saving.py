@@ -18,7 +18,7 @@ from dschat_lora.data.batch import Batch
 from dschat_lora.engine.build import DTYPES, TrainEngine, resolve_dtype
 from dschat_lora.engine.distributed import device
 from dschat_lora.engine.state import EngineState
-from dschat_lora.models.causal_lm import causal_lm_loss
+from dschat_lora.objective import SUPERVISED
 from dschat_lora.perf.peak import synchronize
 from dschat_lora.trainer import train_steps
 
@@ -85,7 +85,7 @@ def _steps(engine: TrainEngine, batch: Batch) -> float:
     """Seconds of a block of optimizer steps."""
     synchronize(device())
     start = time.perf_counter()
-    for _ in train_steps(engine, [[batch]] * STEPS, causal_lm_loss, repeat(1.0)):
+    for _ in train_steps(engine, [[batch]] * STEPS, SUPERVISED, repeat(1.0)):
         pass
     synchronize(device())
     return time.perf_counter() - start

@@ -10,7 +10,7 @@ from torch import Tensor
 from benchmarks.parts.bundled import Bundled, bundled_engine
 from benchmarks.parts.report import PartReport, print_table
 from dschat_lora.engine.build import TrainEngine
-from dschat_lora.models.causal_lm import causal_lm_loss
+from dschat_lora.objective import SUPERVISED
 from dschat_lora.trainer import train_steps
 
 INITIAL_POWER = 32
@@ -41,7 +41,7 @@ def _train(bundled: Bundled, zero_stage: int) -> dict[str, Any]:
     _, engine = bundled_engine(bundled, dtype="fp16", zero_stage=zero_stage, deepspeed_json=fp16)
     result = {"zero_stage": zero_stage, "skipped": 0, "kept": 0, "taken": 0, "changed": 0}
     before, losses, scale = _trained(engine), [], 0.0
-    for step in train_steps(engine, bundled.windows(MAX_STEPS), causal_lm_loss, repeat(1.0)):
+    for step in train_steps(engine, bundled.windows(MAX_STEPS), SUPERVISED, repeat(1.0)):
         after = _trained(engine)
         same = all(torch.equal(after[name], before[name]) for name in after)
         if step.outcome.skipped:

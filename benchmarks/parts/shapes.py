@@ -11,7 +11,7 @@ from transformers import OPTConfig
 
 from dschat_lora.algos.sft import IGNORE_INDEX
 from dschat_lora.config import LoraConfig, ModelConfig
-from dschat_lora.data.batch import Batch, collate
+from dschat_lora.data.batch import Batch, SampleCollator
 from dschat_lora.data.packing import make_rows
 from dschat_lora.data.tokenize import Sample
 from dschat_lora.lora.model import apply_lora
@@ -97,7 +97,7 @@ def packed(shape: Shape) -> tuple[list[Sample], Batch]:
         [_sample(int(lengths[index]), shape.vocab_size, generator) for index in row]
         for row in rows[: shape.rows]
     ]
-    return [sample for row in samples for sample in row], collate(samples, PAD_ID)
+    return [sample for row in samples for sample in row], SampleCollator(PAD_ID)(samples)
 
 
 def padded(samples: Sequence[Sample], shape: Shape) -> list[Batch]:
@@ -108,7 +108,7 @@ def padded(samples: Sequence[Sample], shape: Shape) -> list[Batch]:
     size = shape.rows * shape.row_length // shape.max_sample
     groups = [samples[first : first + size] for first in range(0, len(samples), size)]
     return [
-        collate([[sample] for sample in group], PAD_ID, multiple_of=shape.max_sample)
+        SampleCollator(PAD_ID, multiple_of=shape.max_sample)([[sample] for sample in group])
         for group in groups
     ]
 
@@ -118,7 +118,7 @@ def equal_lengths(shape: Shape) -> Batch:
     generator = np.random.default_rng(SEED)
     count = shape.rows * shape.row_length // shape.max_sample
     rows = [[_sample(shape.max_sample, shape.vocab_size, generator)] for _ in range(count)]
-    return collate(rows, PAD_ID)
+    return SampleCollator(PAD_ID)(rows)
 
 
 def _sample(length: int, vocab_size: int, generator: np.random.Generator) -> Sample:

@@ -23,7 +23,7 @@ from benchmarks.parts.shapes import (
 from dschat_lora.data.batch import Batch
 from dschat_lora.engine.build import DTYPES, TrainEngine, resolve_dtype
 from dschat_lora.engine.distributed import device
-from dschat_lora.models.causal_lm import causal_lm_loss
+from dschat_lora.objective import SUPERVISED
 from dschat_lora.perf.memory import estimate_memory
 from dschat_lora.perf.peak import device_peak, measured_peak
 from dschat_lora.perf.shape import describe
@@ -174,7 +174,7 @@ def _check_equal_loss(report: PartReport, engine: TrainEngine, cases: Sequence[C
     if not {"packed", "padded"} <= by_name.keys():
         return
     losses = {
-        name: evaluate(engine, by_name[name].batches, causal_lm_loss).loss
+        name: evaluate(engine, by_name[name].batches, SUPERVISED).loss
         for name in ("packed", "padded")
     }
     report.store({"loss": losses})
@@ -211,7 +211,7 @@ def _step(engine: TrainEngine, case: Case) -> TrainStep | None:
     if device().type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     try:
-        return next(train_steps(engine, [case.batches], causal_lm_loss, [1.0]))
+        return next(train_steps(engine, [case.batches], SUPERVISED, [1.0]))
     except torch.OutOfMemoryError:
         case.problem = "not run: out of memory"
         model.zero_grad(set_to_none=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.parts.bundled import Bundled, bundled_engine
 from benchmarks.parts.report import PartReport, print_table
-from dschat_lora.models.causal_lm import causal_lm_loss
+from dschat_lora.objective import SUPERVISED
 from dschat_lora.trainer import train_steps
 
 STEPS = 30
@@ -48,7 +48,7 @@ def run(report: PartReport, *, tiny: bool) -> None:
 
 def _train(bundled: Bundled, dtype: str, zero_stage: int) -> Trajectory:
     _, engine = bundled_engine(bundled, dtype=dtype, zero_stage=zero_stage)
-    steps = list(train_steps(engine, bundled.windows(STEPS), causal_lm_loss, repeat(1.0)))
+    steps = list(train_steps(engine, bundled.windows(STEPS), SUPERVISED, repeat(1.0)))
     skipped = sum(step.outcome.skipped for step in steps)
     return Trajectory(dtype, zero_stage, [step.loss for step in steps], skipped)
 

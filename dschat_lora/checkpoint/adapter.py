@@ -1,7 +1,7 @@
 """Adapters on disk: ``adapter_model.safetensors`` in PEFT's layout, checked both ways."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
@@ -148,10 +148,17 @@ def lora_config_of(directory: str | Path) -> LoraConfig:
 
 
 @torch.no_grad()
-def load_adapter(model: nn.Module, directory: str | Path) -> list[str]:
+def load_adapter(
+    model: nn.Module, directory: str | Path, *, new: Collection[str] = ()
+) -> list[str]:
     """Copy an adapter into ``model``, on which :func:`apply_lora` made room for it.
 
     Parameters on the meta device are checked and left as they are.
+
+    Args:
+        model: with room for it.
+        directory: of the adapter.
+        new: parameters that begin with this model, so that the adapter has no value for them.
 
     Returns:
         Names of the parameters that were loaded.
@@ -161,21 +168,29 @@ def load_adapter(model: nn.Module, directory: str | Path) -> list[str]:
             modules, shapes or scaling, or another base.
     """
     adapter = read_adapter(directory)
-    check_fits(model, adapter, where=str(directory))
+    check_fits(model, adapter, where=str(directory), new=new)
     parameters = adapter_parameters(model)
     for name, tensor in adapter.tensors.items():
         parameters[name].copy_(tensor)
     return list(adapter.tensors)
 
 
-def check_fits(model: nn.Module, adapter: Adapter, *, where: str) -> None:
+def check_fits(
+    model: nn.Module, adapter: Adapter, *, where: str, new: Collection[str] = ()
+) -> None:
     """Refuse an adapter made for other modules, shapes, scaling or base weights.
+
+    Args:
+        model: with adapters.
+        adapter: as read.
+        where: for the message.
+        new: parameters of ``model`` that the adapter need not hold.
 
     Raises:
         ValueError: naming ``where`` and what differs.
     """
     parameters = adapter_parameters(model)
-    missing = sorted(parameters.keys() - adapter.tensors.keys())
+    missing = sorted(parameters.keys() - adapter.tensors.keys() - set(new))
     surplus = sorted(adapter.tensors.keys() - parameters.keys())
     if missing:
         raise ValueError(f"{where} lacks {_some(missing)}, which the model has")

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from dschat_lora.checkpoint.adapter import write_adapter
 from dschat_lora.checkpoint.adapter_config import AdapterConfig, read_adapter_config
@@ -33,6 +33,7 @@ def save_adapter(
     base: str,
     tokenizer: Any,
     card: Mapping[str, Any],
+    task_type: str = "CAUSAL_LM",
 ) -> AdapterConfig | None:
     """Write ``directory`` in PEFT's layout from any ZeRO stage; call on every rank.
 
@@ -43,6 +44,7 @@ def save_adapter(
         base: hub name or directory of the base model.
         tokenizer: written beside the weights.
         card: ``data``, ``metrics`` and ``versions`` of the model card.
+        task_type: PEFT's name of the model class.
 
     Returns:
         The configuration written, on rank 0.
@@ -55,6 +57,7 @@ def save_adapter(
             config,
             layout=adapter_layout(model),
             base_model_name_or_path=base,
+            task_type=task_type,
             write_more=lambda staging: _write_beside(staging, tokenizer, card),
         )
     )
@@ -99,9 +102,9 @@ def save_merged(
         with staged_directory(directory) as staging:
             merged.save_pretrained(staging)
             _save_tokenizer(tokenizer, staging)
-            written = AutoModelForCausalLM.from_pretrained(staging, dtype=model.dtype)
+            written = _auto_class(model).from_pretrained(staging, dtype=model.dtype)
             after = _logits(written.to(_device_with_room(written)).eval(), probe_ids)
-            mask = torch.ones(probe_ids.shape, dtype=torch.bool)
+            mask = torch.ones(after.shape[:-1], dtype=torch.bool)
             report = merge_deviation(before, after, mask)
             check_merge(report, max_kl=max_kl)
         return report
@@ -118,19 +121,33 @@ def _merged_model(model: Any, tensors: dict[str, Tensor]) -> Any:
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise ValueError(f"the model is not saved: {name} holds values that are not finite")
     with torch.device("meta"):
-        merged = AutoModelForCausalLM.from_config(model.config, dtype=model.dtype)
+        merged = _auto_class(model).from_config(model.config, dtype=model.dtype)
     if untied_by_merge(model):
         merged.config.tie_word_embeddings = False
     _load_by_assignment(merged, state)
-    merged.generation_config = model.generation_config
+    if not _is_reward_model(model):
+        merged.generation_config = model.generation_config
     return merged
+
+
+def _is_reward_model(model: Any) -> bool:
+    return hasattr(model, "score")
+
+
+def _auto_class(model: Any) -> Any:
+    return AutoModelForSequenceClassification if _is_reward_model(model) else AutoModelForCausalLM
 
 
 @torch.no_grad()
 def _logits(model: Any, input_ids: Tensor) -> Tensor:
-    """(B, T, V) logits on CPU."""
+    """(B, T, V) logits on CPU; of a reward model (B, 1, 2), its scores against zero.
+
+    The softmax of a score and zero is the probability of beating an answer that scores zero.
+    """
     output = model(input_ids=input_ids.to(model.device), use_cache=False)
     logits: Tensor = output.logits.cpu()
+    if _is_reward_model(model):
+        return torch.stack([logits, torch.zeros_like(logits)], dim=-1)
     return logits
 
 

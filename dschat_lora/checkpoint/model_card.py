@@ -41,13 +41,30 @@ def model_card(
         # A JSON string is a valid YAML string, whatever the name holds.
         front.insert(1, f"base_model: {json.dumps(config.base_model_name_or_path)}")
     sections = [("LoRA", settings), ("Data", data), ("Metrics", metrics), ("Versions", versions)]
+    reward = config.task_type == "SEQ_CLS"
+    auto = "AutoModelForSequenceClassification" if reward else "AutoModelForCausalLM"
+    labels = ", num_labels=1" if reward else ""
     lines = [*front, "", f"# {title}", "", f"LoRA adapter for `{base}`, in the layout of PEFT:", ""]
-    lines += ["```python", "from peft import PeftModel", "", _LOAD_LINE, "```"]
+    lines += [
+        "```python",
+        "from peft import PeftModel",
+        f"from transformers import {auto}",
+        "",
+        f"base_model = {auto}.from_pretrained({json.dumps(base)}{labels})",
+        _LOAD_LINE,
+        "```",
+    ]
+    if reward:
+        lines += ["", _SCORE_NOTE]
     for heading, rows in sections:
         lines += ["", f"## {heading}", "", *_table(rows)]
     return "\n".join(lines) + "\n"
 
 
+_SCORE_NOTE = (
+    "A reward model: it scores a prompt and answer that end in the end-of-sequence token, at that "
+    "token."
+)
 _LOAD_LINE = 'model = PeftModel.from_pretrained(base_model, "path/of/this/directory")'
 
 

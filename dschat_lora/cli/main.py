@@ -4,8 +4,10 @@ import argparse
 
 from dschat_lora import __version__
 from dschat_lora.checkpoint.adapter_config import accept_adapter
-from dschat_lora.cli.options import fail
-from dschat_lora.report.terminal import say_once
+from dschat_lora.cli.options import fail, parse_config
+from dschat_lora.config import ScoreConfig
+from dschat_lora.preflight import check_score
+from dschat_lora.report.terminal import fall_silent, in_words, say_once
 
 
 def main() -> None:
@@ -17,7 +19,13 @@ def main() -> None:
     demo.add_argument("--output_dir", help="default: the first free of output/demo, -2, -3, ...")
     accept = verbs.add_parser("accept", help="vouch for an adapter that was changed on purpose")
     accept.add_argument("adapter", help="its directory, whose manifest is written anew")
-    arguments = parser.parse_args()
+    verbs.add_parser("score", help="score answers by a reward model", add_help=False)
+    arguments, rest = parser.parse_known_args()
+    if arguments.verb == "score":
+        _score(rest)
+        return
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if arguments.verb == "accept":
         _accept(arguments.adapter)
         return
@@ -33,6 +41,20 @@ def _accept(directory: str) -> None:
     except (ValueError, OSError) as error:
         fail(str(error))
     say_once(f"{directory}: its files are the ones its manifest says")
+
+
+def _score(argv: list[str]) -> None:
+    try:
+        config = parse_config(ScoreConfig, argv, description=ScoreConfig.__doc__)
+        check_score(config)
+
+        from dschat_lora.score import score_files  # heavy, and not wanted for a wrong option
+
+        score_files(config)
+    except BrokenPipeError:
+        fall_silent()  # whoever reads has read enough
+    except (ValueError, OSError) as error:
+        fail(in_words(error), code=1 if isinstance(error, OSError) else 2)
 
 
 if __name__ == "__main__":

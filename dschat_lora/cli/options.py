@@ -7,8 +7,10 @@ command line wins.
 """
 
 import argparse
+import copy
 import dataclasses
 import difflib
+import functools
 import math
 import os
 import re
@@ -30,10 +32,14 @@ def option(default: Any = dataclasses.MISSING, *, help: str) -> Any:
     return dataclasses.field(default=default, metadata={"help": help})
 
 
-def group(config_class: type, *, flat: bool = True) -> Any:
-    """A nested config; ``flat=False`` prefixes its options with the field's name."""
+def group(config_class: type, *, flat: bool = True, **defaults: Any) -> Any:
+    """A nested config; ``flat=False`` prefixes its options with the field's name.
+
+    ``defaults`` stand in for the class's own: what suits one stage need not suit another.
+    """
     return dataclasses.field(
-        default_factory=config_class, metadata={"group": config_class, "flat": flat}
+        default_factory=functools.partial(config_class, **defaults),
+        metadata={"group": config_class, "flat": flat, "defaults": defaults},
     )
 
 
@@ -153,14 +159,16 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _leaves(
-    config_class: type, prefix: str = ""
+    config_class: type, prefix: str = "", defaults: Mapping[str, Any] = types.MappingProxyType({})
 ) -> Iterator[tuple[str, tuple[dataclasses.Field[Any], Any]]]:
     annotations = typing.get_type_hints(config_class)
     for field in dataclasses.fields(config_class):
         if nested := field.metadata.get("group"):
-            yield from _leaves(nested, _nested_prefix(prefix, field))
+            yield from _leaves(nested, _nested_prefix(prefix, field), field.metadata["defaults"])
         elif _is_option(field):
-            yield prefix + field.name, (field, annotations[field.name])
+            shown = copy.copy(field)
+            shown.default = defaults.get(field.name, field.default)
+            yield prefix + field.name, (shown, annotations[field.name])
 
 
 def _is_option(field: dataclasses.Field[Any]) -> bool:
@@ -270,15 +278,15 @@ def _build(config_class: type[ConfigT], values: Mapping[str, Any], prefix: str) 
     for field in dataclasses.fields(config_class):  # type: ignore[arg-type]
         name = prefix + field.name
         if nested := field.metadata.get("group"):
-            kwargs[field.name] = _build(nested, values, _nested_prefix(prefix, field))
+            own = _nested_prefix(prefix, field)
+            defaults = {own + key: value for key, value in field.metadata["defaults"].items()}
+            kwargs[field.name] = _build(nested, {**defaults, **values}, own)
         elif "given" in field.metadata:
             kwargs[field.name] = frozenset(values)
-        elif "hidden" in field.metadata:
-            continue
         elif name in values:
             value = values[name]
             kwargs[field.name] = tuple(value) if isinstance(value, list) else value
-        elif field.default is dataclasses.MISSING:
+        elif field.default is dataclasses.MISSING and "hidden" not in field.metadata:
             raise ValueError(f"--{name} is required")
     return config_class(**kwargs)
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from dschat_lora.algos.sft import IGNORE_INDEX
 from dschat_lora.config import DataConfig
 from dschat_lora.data.collect import Collected
 from dschat_lora.data.rows import EmptyRowError
@@ -35,6 +34,8 @@ class Audit:
     dropped_rows: int  # training rows that are too long
     truncated_rows: int
     eval_dropped_rows: int
+    identical_rows: int  # training pairs left out because nothing tells their answers apart
+    eval_identical_rows: int
     doubled_bos_rows: int  # rows that brought a second beginning-of-sequence (kept once)
     length_quantiles: dict[str, int]  # tokens of training rows before any was cut
     train_samples: int
@@ -76,6 +77,12 @@ class Audit:
                 "no training rows are left after the split; give more data in --data_path or "
                 "smaller --eval_ratio, or look at --data_split and --data_weights "
                 f"({self.overlap_rows} rows were left out as copies of held-out ones)"
+            )
+        if self.supervised_tokens == 0 and self.identical_rows:
+            raise ValueError(
+                f"no pair is left to learn from: of {self.train_rows} training rows "
+                f"{self.identical_rows} have equal answers (perhaps once cut to --max_seq_len "
+                f"{self.max_seq_len}) and {self.dropped_rows} are longer than that"
             )
         if self.supervised_tokens == 0:
             raise ValueError(
@@ -126,6 +133,11 @@ class Audit:
             "supervised": f"{self.supervised_tokens:,} tokens ({self.supervised_share:.1%})",
             "ends in EOS": f"{self.eos_samples:,} samples ({self.eos_share:.1%})",
         }
+        if self.identical_rows or self.eval_identical_rows:
+            table["identical"] = (
+                f"{self.identical_rows:,} pairs of equal answers left out; eval "
+                f"{self.eval_identical_rows:,}"
+            )
         lines = [f"{name:<12} {text}" for name, text in table.items()]
         lines += [f"bad row      {example}" for example in self.bad_row_examples]
         return lines + [f"warning      {text}" for text in self.warnings()]
@@ -141,6 +153,7 @@ class Tally:
     eos_id: int
     lengths: list[int] = field(default_factory=list)  # of every row, before any was cut
     dropped: int = 0
+    identical: int = 0
     truncated: int = 0
     doubled_bos: int = 0
     samples: int = 0
@@ -153,15 +166,14 @@ class Tally:
         self.lengths.append(tokenized.length)
         self.truncated += tokenized.truncated
         self.doubled_bos += tokenized.doubled_bos
+        self.identical += tokenized.identical
         if tokenized.sample is None:
-            self.dropped += 1
+            self.dropped += not tokenized.identical
             return
-        labels = tokenized.sample.labels
-        targets = labels[labels != IGNORE_INDEX]
         self.samples += times
-        self.tokens += times * len(labels)
-        self.supervised += times * len(targets)
-        self.eos += times * int(targets[-1] == self.eos_id)
+        self.tokens += times * len(tokenized.sample.input_ids)
+        self.supervised += times * tokenized.sample.num_targets
+        self.eos += times * tokenized.sample.ends_in(self.eos_id)
 
 
 def make_audit(config: DataConfig, rows: Collected, train: Tally, held_out: Tally) -> Audit:
@@ -179,6 +191,8 @@ def make_audit(config: DataConfig, rows: Collected, train: Tally, held_out: Tall
         dropped_rows=train.dropped,
         truncated_rows=train.truncated,
         eval_dropped_rows=held_out.dropped,
+        identical_rows=train.identical,
+        eval_identical_rows=held_out.identical,
         doubled_bos_rows=train.doubled_bos,
         length_quantiles=_quantiles(train.lengths),
         train_samples=train.samples,

@@ -1,14 +1,21 @@
-"""Rows of samples to one padded batch of tensors."""
+"""Rows of samples or pairs to one padded batch of tensors."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dschat_lora.algos.sft import IGNORE_INDEX
-from dschat_lora.data.tokenize import Sample
+from dschat_lora.data.store import TokenSet
+from dschat_lora.data.tokenize import PairSample, Sample
+
+BatchT = TypeVar("BatchT", "Batch", "PairBatch")
+# How the two sequences of a pair lie: as one tree, side by side in a row, or a row each.
+PairLayout = Literal["shared", "separate", "alone"]
 
 
 @dataclass(frozen=True)
@@ -26,50 +33,246 @@ class Batch:
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same batch on ``device``."""
-        names = ("input_ids", "position_ids", "segment_ids", "labels")
-        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
-        return replace(self, **moved)
+        return _moved(self, device)
 
 
-def collate(rows: Sequence[Sequence[Sample]], pad_id: int, *, multiple_of: int = 1) -> Batch:
-    """One batch row per element of ``rows``, its samples one after another.
+@dataclass(frozen=True)
+class PairBatch:
+    """Rows of pairs. The sequences of the P pairs are numbered chosen first, then rejected.
 
-    The label of a sample's first token is ignored whatever the sample says: in a packed row
-    it would be predicted from another sample.
+    A place is an index into the flattened (B T) positions. ``predicted_from[k]`` is where the
+    answer token ``predicted[k]`` of sequence ``owner[k]`` is predicted; ``answers`` are the
+    places of those tokens themselves.
+    """
 
-    Args:
-        rows: samples of each row; none is empty.
+    input_ids: Tensor  # (B, T) int64
+    position_ids: Tensor  # (B, T) int64, place in its sequence; 0 on padding
+    segment_ids: Tensor  # (B, T) int64, 1, 2, ... per tree or sequence of the row; 0 on padding
+    branch_ids: Tensor  # (B, T) int64, 0 where a tree's sequences are one, then 1 and 2
+    ends: Tensor  # (2 P,) int64 place of each sequence's last token
+    answer_lengths: Tensor  # (2 P,) int64 tokens of each answer
+    predicted_from: Tensor  # (N,) int64 places
+    predicted: Tensor  # (N,) int64 tokens
+    owner: Tensor  # (N,) int64 in [0, 2 P)
+    compared: Tensor  # (2, M) int64 places of tokens at the same step of two diverged answers
+    compared_pair: Tensor  # (M,) int64 in [0, P)
+    margins: Tensor  # (P,) float32
+    reference: Tensor  # (2 P,) float32 reference log-probabilities; NaN where not known
+    num_targets: int  # N
+    num_tokens: int
+    num_samples: int  # P
+    num_attended: int
+
+    def to(self, device: torch.device | str) -> "PairBatch":
+        """The same batch on ``device``."""
+        return _moved(self, device)
+
+
+@dataclass(frozen=True)
+class SampleCollator:
+    """Batches of samples, one after another in their rows.
+
+    Attributes:
         pad_id: what padding holds. Nothing reads it: segment 0 is what marks padding.
         multiple_of: width is rounded up to it.
     """
+
+    pad_id: int
+    multiple_of: int = 1
+
+    def __call__(self, rows: Sequence[Sequence[Sample]]) -> Batch:
+        """One batch row per element of ``rows``, none of which is empty.
+
+        The label of a sample's first token is ignored whatever the sample says: in a packed
+        row it would be predicted from another sample.
+        """
+        grid = _Grid(rows, _width(rows, self.multiple_of), self.pad_id)
+        labels = np.full(grid.shape, IGNORE_INDEX, dtype=np.int64)
+        for index, row in enumerate(rows):
+            for segment, sample in enumerate(row, start=1):
+                size = len(sample.input_ids)
+                start = grid.put(index, sample.input_ids, np.arange(size), segment)
+                labels[index, start + 1 : start + size] = sample.labels[1:]
+        sizes = [len(sample.input_ids) for row in rows for sample in row]
+        return Batch(
+            input_ids=torch.from_numpy(grid.input_ids),
+            position_ids=torch.from_numpy(grid.positions),
+            segment_ids=torch.from_numpy(grid.segments),
+            labels=torch.from_numpy(labels),
+            num_targets=int((labels != IGNORE_INDEX).sum()),
+            num_tokens=sum(sizes),
+            num_samples=len(sizes),
+            num_attended=sum(map(_causal_pairs, sizes)),
+        )
+
+    def lengths(self, samples: TokenSet) -> NDArray[np.int64]:
+        """(len(samples),) tokens of each sample."""
+        return samples.lengths
+
+    def empty(self) -> Batch:
+        """One row of one padding token."""
+        zero = torch.zeros(1, 1, dtype=torch.int64)
+        return Batch(zero + self.pad_id, zero, zero, zero + IGNORE_INDEX, 0, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class PairCollator:
+    """Batches of pairs.
+
+    Attributes:
+        pad_id: what padding holds.
+        layout: ``shared`` lays a pair out as what its sequences begin with, then the rest of
+            the chosen and the rest of the rejected one, positions going on from the beginning;
+            ``separate`` as two sequences in a row; ``alone`` gives each a row of its own.
+        multiple_of: width is rounded up to it.
+    """
+
+    pad_id: int
+    layout: PairLayout
+    multiple_of: int = 1
+
+    def __call__(self, rows: Sequence[Sequence[PairSample]]) -> PairBatch:
+        """One batch row per element of ``rows``, or one per sequence of its only pair."""
+        pieces = [[piece for pair in row for piece in self._pieces(pair)] for row in rows]
+        if self.layout == "alone":
+            assert all(len(row) == 1 for row in rows), "a row of its own holds one sequence"
+            pieces = [[piece] for row in pieces for piece in row]
+        width = max(sum(len(ids) for ids, *_ in row) for row in pieces)
+        width = -(-width // self.multiple_of) * self.multiple_of
+        grid = _Grid(pieces, width, self.pad_id)
+        paths = [
+            path
+            for index, row in enumerate(pieces)
+            for segment, piece in enumerate(row, start=1)
+            for path in grid.put_tree(index, segment, *piece)
+        ]
+        return _pair_batch(grid, [pair for row in rows for pair in row], paths, pieces)
+
+    def empty(self) -> PairBatch:
+        """One row of one padding token, and no pair."""
+        return _pair_batch(_Grid([[]], 1, self.pad_id), [], [], [])
+
+    def lengths(self, pairs: TokenSet) -> NDArray[np.int64]:
+        """(len(pairs),) tokens of each pair as it is laid out."""
+        if self.layout == "shared":
+            return pairs.lengths
+        return pairs.lengths + pairs.column("shared_length")
+
+    def _pieces(self, pair: PairSample) -> list["_Piece"]:
+        if self.layout == "shared":
+            return [(pair.input_ids, pair.shared_length, pair.chosen_length)]
+        return [(ids, len(ids), 0) for ids in (pair.chosen, pair.rejected)]
+
+
+# Tokens of a tree, how many both sequences begin with, how many of the rest are the first one's.
+_Piece = tuple[NDArray[np.int32], int, int]
+
+
+class _Grid:
+    """Arrays (B, T) of a batch, filled row by row from the left."""
+
+    def __init__(self, rows: Sequence[object], width: int, pad_id: int) -> None:
+        self.shape = len(rows), width
+        self.input_ids, self.positions, self.segments, self.branches = (
+            np.full(self.shape, value, dtype=np.int64) for value in (pad_id, 0, 0, 0)
+        )
+        self._filled = [0] * len(rows)
+
+    def put(
+        self, row: int, ids: NDArray[np.int32], positions: NDArray[np.int64], segment: int
+    ) -> int:
+        """Put tokens behind what is in the row; returns the column where they begin."""
+        start = self._filled[row]
+        end = self._filled[row] = start + len(ids)
+        self.input_ids[row, start:end] = ids
+        self.positions[row, start:end] = positions
+        self.segments[row, start:end] = segment
+        return start
+
+    def put_tree(
+        self, row: int, segment: int, ids: NDArray[np.int32], shared: int, first: int
+    ) -> list[NDArray[np.int64]]:
+        """Put a tree behind what is in the row; returns the places along each sequence."""
+        order = np.arange(len(ids))
+        second = shared + first
+        positions = np.where(order < second, order, order - first)
+        start = self.put(row, ids, positions, segment)
+        self.branches[row, start + shared : start + second] = 1
+        self.branches[row, start + second : start + len(ids)] = 2
+        places = row * self.shape[1] + start + order
+        if shared == len(ids):
+            return [places]
+        return [places[:second], np.concatenate([places[:shared], places[second:]])]
+
+
+def _pair_batch(
+    grid: _Grid,
+    pairs: Sequence[PairSample],
+    paths: Sequence[NDArray[np.int64]],
+    pieces: Sequence[Sequence[_Piece]],
+) -> PairBatch:
+    """The batch of ``pairs``; ``paths`` are the places along the sequences, pair by pair."""
+    sequences = [*paths[::2], *paths[1::2]]
+    tokens = grid.input_ids.reshape(-1)
+    prompts = [pair.prompt_length for pair in pairs] * 2
+    # The one shift by one: a token is predicted where the token before it stands. Nothing
+    # predicts the first token of a sequence.
+    steps = [np.arange(max(1, n), len(path)) for n, path in zip(prompts, sequences, strict=True)]
+    along = list(zip(sequences, steps, strict=True))
+    compared = [
+        np.stack([chosen[pair.shared_length : end], rejected[pair.shared_length : end]])
+        for pair, chosen, rejected in zip(pairs, paths[::2], paths[1::2], strict=True)
+        for end in [min(len(chosen), len(rejected))]
+    ]
+    reference = [pair.reference[side] for side in (0, 1) for pair in pairs]
+    trees = [piece for row in pieces for piece in row]
+    return PairBatch(
+        input_ids=torch.from_numpy(grid.input_ids),
+        position_ids=torch.from_numpy(grid.positions),
+        segment_ids=torch.from_numpy(grid.segments),
+        branch_ids=torch.from_numpy(grid.branches),
+        ends=_integers(path[-1:] for path in sequences),
+        answer_lengths=_integers(
+            np.array([len(path) - n]) for n, path in zip(prompts, sequences, strict=True)
+        ),
+        predicted_from=_integers(path[step - 1] for path, step in along),
+        predicted=_integers(tokens[path[step]] for path, step in along),
+        owner=_integers(np.full(len(step), number) for number, step in enumerate(steps)),
+        compared=torch.from_numpy(np.concatenate([np.zeros((2, 0), np.int64), *compared], axis=1)),
+        compared_pair=_integers(
+            np.full(each.shape[1], number) for number, each in enumerate(compared)
+        ),
+        margins=torch.tensor([pair.margin for pair in pairs], dtype=torch.float32),
+        reference=torch.tensor(reference, dtype=torch.float32),
+        num_targets=sum(map(len, steps)),
+        num_tokens=sum(len(ids) for ids, *_ in trees),
+        num_samples=len(pairs),
+        num_attended=sum(_tree_pairs(len(ids), shared, first) for ids, shared, first in trees),
+    )
+
+
+def _integers(arrays: Iterable[NDArray[np.int64]]) -> Tensor:
+    return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *arrays]))
+
+
+def _causal_pairs(size: int) -> int:
+    return size * (size + 1) // 2
+
+
+def _tree_pairs(size: int, shared: int, first: int) -> int:
+    """(query, key) pairs of a tree: each branch attends to what comes before it as well."""
+    branches = (first, size - shared - first)
+    return _causal_pairs(shared) + sum(n * shared + _causal_pairs(n) for n in branches)
+
+
+def _width(rows: Sequence[Sequence[Sample]], multiple_of: int) -> int:
     longest = max(sum(len(sample.input_ids) for sample in row) for row in rows)
-    width = -(-longest // multiple_of) * multiple_of
-    input_ids, positions, segments, labels = (
-        np.full((len(rows), width), value, dtype=np.int64) for value in (pad_id, 0, 0, IGNORE_INDEX)
-    )
-    for index, row in enumerate(rows):
-        start = 0
-        for segment, sample in enumerate(row, start=1):
-            end = start + len(sample.input_ids)
-            input_ids[index, start:end] = sample.input_ids
-            positions[index, start:end] = np.arange(end - start)
-            segments[index, start:end] = segment
-            labels[index, start + 1 : end] = sample.labels[1:]
-            start = end
-    sizes = [len(sample.input_ids) for row in rows for sample in row]
-    return Batch(
-        input_ids=torch.from_numpy(input_ids),
-        position_ids=torch.from_numpy(positions),
-        segment_ids=torch.from_numpy(segments),
-        labels=torch.from_numpy(labels),
-        num_targets=int((labels != IGNORE_INDEX).sum()),
-        num_tokens=sum(sizes),
-        num_samples=len(sizes),
-        num_attended=sum(size * (size + 1) // 2 for size in sizes),
-    )
+    return -(-longest // multiple_of) * multiple_of
 
 
-def empty_batch(pad_id: int) -> Batch:
-    """One row of one padding token: a rank without rows still takes part in the forward pass."""
-    zero = torch.zeros(1, 1, dtype=torch.int64)
-    return Batch(zero + pad_id, zero, zero, zero + IGNORE_INDEX, 0, 0, 0, 0)
+def _moved(batch: BatchT, device: torch.device | str) -> BatchT:
+    values: dict[str, Any] = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            values[name] = value.to(device, non_blocking=True)
+    return replace(batch, **values)

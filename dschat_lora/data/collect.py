@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from dschat_lora.config import DataConfig, parse_data_split
 from dschat_lora.data.chat import Chat
 from dschat_lora.data.records import Record, to_record
-from dschat_lora.data.rows import RowError, iter_rows, parse_row, require_completion
+from dschat_lora.data.rows import DataKind, RowError, iter_rows, parse_row, require_usable
 from dschat_lora.data.sources import Source
 from dschat_lora.data.split import Parts, repeats, split_rows
 
@@ -16,6 +16,7 @@ from dschat_lora.data.split import Parts, repeats, split_rows
 class Collected:
     """What reading the sources found, by the part each row belongs to."""
 
+    kind: DataKind
     train: list[Record] = field(default_factory=list)
     train_repeats: list[int] = field(default_factory=list)
     eval: list[Record] = field(default_factory=list)
@@ -27,9 +28,15 @@ class Collected:
 
 
 def collect(
-    config: DataConfig, sources: Sequence[Source], chat: Chat, *, phase: int, seed: int
+    config: DataConfig,
+    sources: Sequence[Source],
+    chat: Chat,
+    *,
+    phase: int,
+    seed: int,
+    kind: DataKind = "samples",
 ) -> Collected:
-    rows = Collected()
+    rows = Collected(kind)
     shares = parse_data_split(config.data_split) if config.data_split else None
     for number, source in enumerate(sources):
         if source.option == "eval_data_path":
@@ -64,7 +71,7 @@ def _records(
     for raw in iter_rows(source):
         empty = False
         try:
-            yield to_record(require_completion(parse_row(raw)), chat)
+            yield to_record(require_usable(parse_row(raw), rows.kind), chat)
         except RowError as error:
             if config.bad_rows == "stop":
                 raise
@@ -86,7 +93,7 @@ def _assign(
     """Add one source's records to the parts they belong to."""
     for record in records:
         if record is not None:
-            digest = record.digest()
+            digest = record.digest(rows.kind)
             rows.by_type[record.kind] += 1
             rows.duplicates += digest in rows.seen
             rows.seen.add(digest)
@@ -98,8 +105,8 @@ def _assign(
 
 
 def _count_overlap(rows: Collected, *, remove: bool) -> None:
-    held_out = {record.digest() for record in rows.eval}
-    kept = [index for index, r in enumerate(rows.train) if r.digest() not in held_out]
+    held_out = {record.digest(rows.kind) for record in rows.eval}
+    kept = [index for index, r in enumerate(rows.train) if r.digest(rows.kind) not in held_out]
     rows.overlap = len(rows.train) - len(kept)
     if remove:
         rows.train = [rows.train[index] for index in kept]

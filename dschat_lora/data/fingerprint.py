@@ -7,7 +7,7 @@ from importlib.resources import files
 from typing import Any
 
 from dschat_lora.config import DataConfig
-from dschat_lora.data.rows import load_hub
+from dschat_lora.data.rows import DataKind, load_hub
 from dschat_lora.data.sources import Source, data_suffix
 from dschat_lora.data.store import file_digest
 from dschat_lora.data.tokenize import Tokenizer, call
@@ -39,6 +39,7 @@ def fingerprint(
     phase: int,
     seed: int,
     eos_id: int,
+    kind: DataKind = "samples",
 ) -> str:
     """32 hex digits, equal only if the prepared data would be equal.
 
@@ -48,7 +49,7 @@ def fingerprint(
     parts = {
         "sources": [_describe_source(source) for source in sources],
         "options": {name: getattr(config, name) for name in OPTIONS},
-        "run": [phase, seed, eos_id],
+        "run": [phase, seed, eos_id, kind],
         "tokenizer": describe_tokenizer(tokenizer),
         "code": _code_digest(),
     }

@@ -1,18 +1,33 @@
 """Micro-batches of each optimizer step for one rank."""
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
-from dschat_lora.data.batch import Batch, collate, empty_batch
+import numpy as np
+from numpy.typing import NDArray
+
 from dschat_lora.data.order import permutation
 from dschat_lora.data.packing import Row
-from dschat_lora.data.tokenize import Sample
+from dschat_lora.data.store import TokenSet
 
 
 class Samples(Protocol):
     """Samples by index."""
 
-    def __getitem__(self, index: int) -> Sample: ...
+    def __getitem__(self, index: int) -> Any: ...
+
+
+class Collator(Protocol):
+    """Makes batches; see :class:`dschat_lora.data.batch.SampleCollator`."""
+
+    def __call__(self, rows: Sequence[Sequence[Any]]) -> Any:
+        """One batch of rows of samples."""
+
+    def lengths(self, samples: TokenSet) -> NDArray[np.int64]:
+        """(len(samples),) tokens that each takes in a row."""
+
+    def empty(self) -> Any:
+        """A batch of nothing: a rank without rows still takes part in the forward pass."""
 
 
 class StepLoader:
@@ -34,7 +49,7 @@ class StepLoader:
         rank: int,
         world_size: int,
         seed: int,
-        pad_id: int,
+        collate: Collator,
     ) -> None:
         assert 0 <= rank < world_size
         assert min(micro_batch_size, gradient_accumulation_steps) >= 1
@@ -46,11 +61,11 @@ class StepLoader:
         self._rank = rank
         self._world_size = world_size
         self._seed = seed
-        self._pad_id = pad_id
+        self._collate = collate
         self.rows_per_step = micro_batch_size * gradient_accumulation_steps * world_size
         self.steps_per_epoch = -(-len(rows) // self.rows_per_step)
 
-    def epoch(self, number: int, start_step: int = 0) -> Iterator[list[Batch]]:
+    def epoch(self, number: int, start_step: int = 0) -> Iterator[list[Any]]:
         """This rank's micro-batches of each step, from ``start_step`` on.
 
         Every rank gets the same number of micro-batches at a step.
@@ -60,7 +75,7 @@ class StepLoader:
             first = step * self.rows_per_step
             yield self._step([self._rows[i] for i in order[first : first + self.rows_per_step]])
 
-    def _step(self, rows: list[Row]) -> list[Batch]:
+    def _step(self, rows: list[Row]) -> list[Any]:
         packs = [[self._samples[index] for index in row] for row in rows]
         # Rows of like length share a micro-batch: little padding, and ranks wait little for
         # each other. Within a step the order has no effect on the gradient's sum.
@@ -71,7 +86,7 @@ class StepLoader:
                 batch_size=self._micro_batch_size,
                 rank=self._rank,
                 world_size=self._world_size,
-                pad_id=self._pad_id,
+                collate=self._collate,
             )
         )
 
@@ -83,8 +98,8 @@ def eval_batches(
     batch_size: int,
     rank: int,
     world_size: int,
-    pad_id: int,
-) -> Iterator[Batch]:
+    collate: Collator,
+) -> Iterator[Any]:
     """This rank's batches of an evaluation, each row on exactly one rank.
 
     Every rank gets the same number of batches, through empty ones where rows run out.
@@ -93,24 +108,24 @@ def eval_batches(
     for first in range(0, len(rows), per_batch):
         packs = [[samples[index] for index in row] for row in rows[first : first + per_batch]]
         yield from shard(
-            packs, batch_size=batch_size, rank=rank, world_size=world_size, pad_id=pad_id
+            packs, batch_size=batch_size, rank=rank, world_size=world_size, collate=collate
         )
 
 
 def shard(
-    packs: Sequence[Sequence[Sample]],
+    packs: Sequence[Sequence[Any]],
     *,
     batch_size: int,
     rank: int,
     world_size: int,
-    pad_id: int,
-) -> Iterator[Batch]:
+    collate: Collator,
+) -> Iterator[Any]:
     """Deal rows out to ranks one by one, ``batch_size`` a rank and batch."""
     per_batch = batch_size * world_size
     for first in range(0, len(packs), per_batch):
         mine = packs[first : first + per_batch][rank::world_size]
-        yield collate(mine, pad_id) if mine else empty_batch(pad_id)
+        yield collate(mine) if mine else collate.empty()
 
 
-def _tokens(pack: Sequence[Sample]) -> int:
+def _tokens(pack: Sequence[Any]) -> int:
     return sum(len(sample.input_ids) for sample in pack)

@@ -11,9 +11,9 @@ from dschat_lora.data.chat import make_chat
 from dschat_lora.data.collect import collect
 from dschat_lora.data.fingerprint import fingerprint
 from dschat_lora.data.parallel import tokenize_all
-from dschat_lora.data.rows import config_sources
+from dschat_lora.data.rows import DataKind, config_sources
 from dschat_lora.data.store import TokenSet, load_or_build, write_samples
-from dschat_lora.data.tokenize import Sample, Tokenized, TokenRule, make_encoder
+from dschat_lora.data.tokenize import PairSample, Sample, Tokenized, TokenRule, make_encoder
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,9 @@ def prepare(
     seed: int,
     eos_id: int,
     cache_dir: Path,
+    kind: DataKind = "samples",
 ) -> Prepared:
-    """Token sets of supervised fine-tuning, from the cache if they were made before.
+    """Token sets of samples or pairs, from the cache if they were made before.
 
     Safe to call in several processes at once; the first to finish fills the cache. Whether
     the data is fit to train on is for :meth:`Audit.check` to say.
@@ -49,17 +50,18 @@ def prepare(
         seed: of the run; the split is disjoint between phases of equal seed.
         eos_id: token that ends a sequence; need not be the tokenizer's own.
         cache_dir: the sets are kept in ``cache_dir/FINGERPRINT``.
+        kind: what is made of a row.
 
     Raises:
         ValueError: for data that cannot be found, read or used, naming file and row.
     """
     sources = config_sources(config)
-    key = fingerprint(config, sources, tokenizer, phase=phase, seed=seed, eos_id=eos_id)
-    rule = TokenRule(eos_id, config.max_seq_len, config.overlong, config.train_on_prompt)
+    key = fingerprint(config, sources, tokenizer, phase=phase, seed=seed, eos_id=eos_id, kind=kind)
+    rule = TokenRule(eos_id, config.max_seq_len, config.overlong, config.train_on_prompt, kind)
 
     def build(directory: Path) -> dict[str, Any]:
         chat = make_chat(tokenizer, tokenizer.convert_ids_to_tokens(eos_id))
-        rows = collect(config, sources, chat, phase=phase, seed=seed)
+        rows = collect(config, sources, chat, phase=phase, seed=seed, kind=kind)
         encoder = make_encoder(tokenizer)
         tallies = []
         for name, records, times in (
@@ -69,24 +71,28 @@ def prepare(
             tokenized = tokenize_all(
                 records, encoder, rule, workers=config.preprocessing_num_workers
             )
-            tallies.append(_write(directory / f"{name}.arrow", tokenized, times, eos_id))
+            tallies.append(_write(directory / f"{name}.arrow", tokenized, times, rule))
         return make_audit(config, rows, *tallies).to_dict()
 
     content, from_cache = load_or_build(cache_dir / key, build)
     audit = Audit.from_dict(content)
-    train, held_out = (TokenSet(cache_dir / key / f"{name}.arrow") for name in ("train", "eval"))
+    train, held_out = (
+        TokenSet(cache_dir / key / f"{name}.arrow", kind) for name in ("train", "eval")
+    )
     return Prepared(train, held_out, audit, key, audit.bad_rows, from_cache)
 
 
-def _write(path: Path, tokenized: Iterable[Tokenized], times: Sequence[int], eos_id: int) -> Tally:
+def _write(
+    path: Path, tokenized: Iterable[Tokenized], times: Sequence[int], rule: TokenRule
+) -> Tally:
     """Write what became of each record as often as it is used, and count."""
-    tally = Tally(eos_id)
+    tally = Tally(rule.eos_id)
 
-    def samples() -> Iterator[Sample]:
+    def samples() -> Iterator[Sample | PairSample]:
         for result, repeat in zip(tokenized, times, strict=True):
             tally.add(result, repeat)
             if result.sample is not None:
                 yield from [result.sample] * repeat
 
-    write_samples(path, samples())
+    write_samples(path, samples(), rule.kind)
     return tally

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dschat_lora.data.chat import ASSISTANT, Chat, Message, Span, conversation_spans
-from dschat_lora.data.rows import Row, RowError, RowType
+from dschat_lora.data.rows import DataKind, Row, RowError, RowType
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,11 @@ class Record:
         """The last answer (of a preference: the chosen one), None for a prompt alone."""
         return self.spans[-1].text if self.spans[-1].target else None
 
-    def digest(self) -> bytes:
-        """16 bytes equal for records of equal prompt and completion."""
-        texts = (self.prompt, self.completion or "")
+    def digest(self, kind: DataKind = "samples") -> bytes:
+        """16 bytes equal for records of equal prompt and completion; of pairs, both answers."""
+        texts = [self.prompt, self.completion or ""]
+        if kind == "pairs":
+            texts.append(self.rejected or "")
         return hashlib.blake2b(repr(texts).encode(), digest_size=16).digest()
 
 
@@ -112,7 +114,7 @@ def _split_preference(values: dict[str, Any]) -> tuple[Any, Any, Any]:
 
 def _shared_text(chosen: str, rejected: str) -> int:
     """Length of the shared prefix up to the last ``Assistant:``, or else up to a whole word."""
-    shared = chosen[: _shared_length(chosen, rejected)]
+    shared = chosen[: shared_length(chosen, rejected)]
     turn = shared.rfind(ASSISTANT)
     if turn >= 0:
         return turn + len(ASSISTANT)
@@ -122,10 +124,10 @@ def _shared_text(chosen: str, rejected: str) -> int:
 
 def _shared_messages(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
     # The answers themselves may be the same.
-    return min(_shared_length(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
+    return min(shared_length(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
 
 
-def _shared_length(left: Sequence[Any], right: Sequence[Any]) -> int:
+def shared_length(left: Sequence[Any], right: Sequence[Any]) -> int:
     """Number of leading items, or characters, that are equal."""
     shorter = min(len(left), len(right))
     return next((i for i in range(shorter) if left[i] != right[i]), shorter)

@@ -19,6 +19,8 @@ from dschat_lora.data.sources import Source, data_suffix, find_source
 
 RowType = Literal["text", "prompt-completion", "conversation", "preference", "prompt"]
 Messages = list[dict[str, Any]]
+# What a stage makes of rows: texts to learn, or two answers to compare.
+DataKind = Literal["samples", "pairs"]
 
 KNOWN_TYPES = (
     "`text`; `prompt`, `completion`; `messages`; `chosen`, `rejected` with or without `prompt`; "
@@ -64,22 +66,27 @@ class Row:
     values: dict[str, Any]  # without absent (null) columns
 
 
-def check_sources(config: DataConfig) -> None:
+def check_sources(config: DataConfig, kind: DataKind = "samples") -> None:
     """Check that all data can be found and that their rows can be used.
 
     Reads small files whole, the first row of others, and nothing from the network.
+
+    Args:
+        config: the data options.
+        kind: what the stage makes of rows.
 
     Raises:
         ValueError: naming the option and path, or the file and line.
     """
     for source in config_sources(config):
+        wanted: DataKind = "samples" if source.option == "sft_only_data_path" else kind
         for file in source.files:
             seen = None if file.stat().st_size <= SMALL_FILE else 1
             rows = 0
             for raw in islice(iter_file(file), seen):
                 rows += 1
                 if config.bad_rows == "stop":
-                    require_completion(parse_row(raw))
+                    require_usable(parse_row(raw), wanted)
             if not rows:
                 raise ValueError(f"--{source.option} {source.entry}: {file} has no rows")
 
@@ -165,8 +172,14 @@ def classify(values: dict[str, Any], location: str) -> RowType:
     raise RowError(location, f"row has {sorted(has)}; a row has {KNOWN_TYPES}")
 
 
-def require_completion(row: Row) -> Row:
-    """The row itself, unless it is a prompt alone, which supervised training cannot use."""
+def require_usable(row: Row, kind: DataKind) -> Row:
+    """The row itself if ``kind`` can be made of it; two answers are one to learn as well."""
+    if kind == "pairs" and row.kind != "preference":
+        raise RowError(
+            row.location,
+            f"row lacks 'chosen' and 'rejected'; it has {sorted(row.values)}; this stage compares "
+            "a better and a worse answer",
+        )
     if row.kind == "prompt":
         raise RowError(
             row.location,

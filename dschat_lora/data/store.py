@@ -7,6 +7,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,61 +16,80 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from dschat_lora.data.tokenize import Sample
+from dschat_lora.data.rows import DataKind
+from dschat_lora.data.tokenize import PairSample, Sample
 
-COLUMNS = ("input_ids", "labels")
 LIST = pa.large_list(pa.int32())  # 64-bit offsets: more than 2**31 tokens fit
-SCHEMA = pa.schema([pa.field(name, LIST) for name in COLUMNS])
+CLASSES: dict[DataKind, type] = {"samples": Sample, "pairs": PairSample}
+# Fields of the classes, as they are stored.
+COLUMNS = {
+    "samples": {"input_ids": LIST, "labels": LIST},
+    "pairs": {
+        "input_ids": LIST,
+        "prompt_length": pa.int32(),
+        "shared_length": pa.int32(),
+        "chosen_length": pa.int32(),
+        "margin": pa.float32(),
+    },
+}
+_TYPES = {pa.int32(): np.int32, pa.float32(): np.float32}
 SAMPLES_PER_BATCH = 4096
 MANIFEST = "manifest.json"
 
 
 class TokenSet:
-    """``token_set[i]`` is sample ``i`` of an Arrow file, its arrays views of the file."""
+    """``token_set[i]`` is sample or pair ``i`` of an Arrow file, its arrays views of the file."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, kind: DataKind = "samples") -> None:
         with pa.memory_map(str(path)) as file:
             table = pa.ipc.open_file(file).read_all()
-        chunks = [
-            [column.chunk(number) for column in table.columns]
+        self._class = CLASSES[kind]
+        self._chunks = [
+            {name: _column(table.column(name).chunk(number)) for name in COLUMNS[kind]}
             for number in range(table.column(0).num_chunks)
         ]
-        self._offsets = [_list_offsets(columns[0]) for columns in chunks]
-        self._values = [[_list_values(column) for column in columns] for columns in chunks]
-        sizes = [len(offsets) - 1 for offsets in self._offsets]
-        self._starts = np.cumsum([0, *sizes])
+        self._starts = np.cumsum([0, *(len(chunk["input_ids"]) for chunk in self._chunks)])
         #: (len,) int64, tokens of each sample
         self.lengths: NDArray[np.int64] = np.concatenate(
-            [np.zeros(0, np.int64), *(np.diff(offsets) for offsets in self._offsets)]
+            [np.zeros(0, np.int64), *(chunk["input_ids"].lengths for chunk in self._chunks)]
         )
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
+    def column(self, name: str) -> NDArray[Any]:
+        """(len,) all values of a field that is a number."""
+        return np.concatenate([chunk[name].values for chunk in self._chunks])
+
     def digest(self) -> str:
-        """32 hex digits of the tokens and labels of every sample, in order."""
+        """32 hex digits of every field of every sample, in order."""
         digest = hashlib.blake2b(self.lengths.tobytes(), digest_size=16)
-        for offsets, columns in zip(self._offsets, self._values, strict=True):
-            for values in columns:
-                digest.update(values[offsets[0] : offsets[-1]].data)
+        for chunk in self._chunks:
+            for column in chunk.values():
+                digest.update(column.values.data)
         return digest.hexdigest()
 
-    def __getitem__(self, index: int) -> Sample:
+    def __getitem__(self, index: int) -> Any:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         chunk = int(np.searchsorted(self._starts, index, side="right")) - 1
-        row = index - self._starts[chunk]
-        start, end = self._offsets[chunk][row : row + 2]
-        input_ids, labels = self._values[chunk]
-        return Sample(input_ids[start:end], labels[start:end])
+        row = int(index - self._starts[chunk])
+        return self._class(**{name: c[row] for name, c in self._chunks[chunk].items()})
 
 
-def write_samples(path: Path, samples: Iterable[Sample]) -> None:
+def write_samples(
+    path: Path, samples: Iterable[Sample | PairSample], kind: DataKind = "samples"
+) -> None:
     """Write samples to an Arrow file, a few thousand in memory at a time."""
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, SCHEMA) as writer:
+    types = COLUMNS[kind]
+    schema = pa.schema([pa.field(name, stored) for name, stored in types.items()])
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, schema) as writer:
         for group in _groups(samples, SAMPLES_PER_BATCH):
-            columns = [_list_array([getattr(sample, name) for sample in group]) for name in COLUMNS]
-            writer.write_batch(pa.record_batch(columns, schema=SCHEMA))
+            columns = [
+                _arrow([getattr(sample, name) for sample in group], stored)
+                for name, stored in types.items()
+            ]
+            writer.write_batch(pa.record_batch(columns, schema=schema))
 
 
 def load_or_build(
@@ -109,27 +129,66 @@ def file_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _groups(samples: Iterable[Sample], size: int) -> Iterator[list[Sample]]:
+@dataclass(frozen=True)
+class _Numbers:
+    """A column of numbers."""
+
+    values: NDArray[Any]
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, row: int) -> Any:
+        return self.values[row].item()
+
+
+@dataclass(frozen=True)
+class _Lists:
+    """A column of lists: where each begins (and the last ends), and all values in a row."""
+
+    offsets: NDArray[np.int64]
+    values: NDArray[np.int32]
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        return np.diff(self.offsets)
+
+    def __getitem__(self, row: int) -> NDArray[np.int32]:
+        start, end = self.offsets[row : row + 2]
+        return self.values[start:end]
+
+
+def _column(array: Any) -> Any:
+    """A column as views of its buffers.
+
+    Buffers are read directly because the array's own ``to_numpy`` would import pandas.
+    """
+    size, first = len(array), array.offset
+    if array.type != LIST:
+        kind = _TYPES[array.type]
+        numbers = np.frombuffer(array.buffers()[1], kind, size, np.dtype(kind).itemsize * first)
+        return _Numbers(numbers)
+    offsets = np.frombuffer(array.buffers()[1], np.int64, size + 1, 8 * first)
+    values: NDArray[np.int32] = np.frombuffer(array.buffers()[3], np.int32)
+    return _Lists(offsets - offsets[0], values[offsets[0] : offsets[-1]])
+
+
+def _groups(
+    samples: Iterable[Sample | PairSample], size: int
+) -> Iterator[list[Sample | PairSample]]:
     iterator = iter(samples)
     while group := list(islice(iterator, size)):
         yield group
 
 
-def _list_offsets(array: Any) -> NDArray[np.int64]:
-    """Where each list begins, and where the last one ends, as a view.
-
-    Buffers are read directly because the array's own ``to_numpy`` would import pandas.
-    """
-    return np.frombuffer(array.buffers()[1], np.int64, len(array) + 1, 8 * array.offset)
-
-
-def _list_values(array: Any) -> NDArray[np.int32]:
-    """All values one after another, as a view."""
-    return np.frombuffer(array.buffers()[3], np.int32)
-
-
-def _list_array(rows: Sequence[NDArray[np.int32]]) -> Any:
-    """An Arrow list array; made from buffers because ``pa.array`` would import pandas."""
+def _arrow(rows: Sequence[Any], stored: Any) -> Any:
+    """An Arrow array; made from buffers because ``pa.array`` would import pandas."""
+    if stored != LIST:
+        numbers = pa.py_buffer(np.array(rows, dtype=_TYPES[stored]))
+        return pa.Array.from_buffers(stored, len(rows), [None, numbers])
     offsets = np.cumsum([0, *map(len, rows)], dtype=np.int64)
     values = np.ascontiguousarray(np.concatenate(rows), dtype=np.int32)
     flat = pa.Array.from_buffers(pa.int32(), len(values), [None, pa.py_buffer(values)])

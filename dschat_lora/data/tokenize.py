@@ -1,5 +1,6 @@
 """Records to token ids and labels; the one path for training, evaluation and rollouts."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -9,7 +10,8 @@ from numpy.typing import NDArray
 
 from dschat_lora.algos.sft import IGNORE_INDEX
 from dschat_lora.data.chat import Span
-from dschat_lora.data.records import Record
+from dschat_lora.data.records import Record, shared_length
+from dschat_lora.data.rows import DataKind
 
 Tokens = NDArray[np.int32]
 
@@ -31,6 +33,62 @@ class Sample:
     input_ids: Tokens  # (n,)
     labels: Tokens  # (n,), IGNORE_INDEX where no loss is taken
 
+    @property
+    def prompt(self) -> Tokens:
+        """Tokens before the first supervised one."""
+        return self.input_ids[: int((self.labels != IGNORE_INDEX).argmax())]
+
+    @property
+    def num_targets(self) -> int:
+        """Supervised tokens."""
+        return int((self.labels != IGNORE_INDEX).sum())
+
+    def ends_in(self, token: int) -> bool:
+        """Whether the last supervised token is ``token``."""
+        return bool(self.labels[self.labels != IGNORE_INDEX][-1] == token)
+
+
+@dataclass(frozen=True, eq=False)
+class PairSample:
+    """Two answers to one prompt, as a tree: what both begin with, then how each goes on.
+
+    ``input_ids`` is the shared beginning (prompt included), the rest of the chosen and the
+    rest of the rejected sequence, one after another.
+    """
+
+    input_ids: Tokens  # (n,)
+    prompt_length: int
+    shared_length: int  # >= prompt_length: answers may begin alike too
+    chosen_length: int  # of the rest of the chosen sequence
+    margin: float = 0.0  # by how much the chosen answer is better
+    # log-probabilities of the chosen and the rejected answer under a reference, in nats
+    reference: tuple[float, float] = (math.nan, math.nan)
+
+    @property
+    def prompt(self) -> Tokens:
+        """Tokens of the prompt."""
+        return self.input_ids[: self.prompt_length]
+
+    @property
+    def chosen(self) -> Tokens:
+        """(n,) the whole chosen sequence."""
+        return self.input_ids[: self.shared_length + self.chosen_length]
+
+    @property
+    def rejected(self) -> Tokens:
+        """(n,) the whole rejected sequence."""
+        start = self.shared_length + self.chosen_length
+        return np.concatenate([self.input_ids[: self.shared_length], self.input_ids[start:]])
+
+    @property
+    def num_targets(self) -> int:
+        """Tokens of both answers."""
+        return len(self.chosen) + len(self.rejected) - 2 * self.prompt_length
+
+    def ends_in(self, token: int) -> bool:
+        """Whether ``token`` ends both answers."""
+        return bool(self.chosen[-1] == token and self.rejected[-1] == token)
+
 
 @dataclass(frozen=True)
 class TokenRule:
@@ -40,16 +98,18 @@ class TokenRule:
     max_seq_len: int
     overlong: Literal["drop", "truncate", "error"]
     train_on_prompt: bool
+    kind: DataKind = "samples"
 
 
 @dataclass(frozen=True)
 class Tokenized:
     """What became of a record, for the audit."""
 
-    sample: Sample | None  # None: dropped, being too long or without a token to learn
-    length: int  # tokens before anything was cut
+    sample: Sample | PairSample | None  # None: dropped, too long or with nothing to learn
+    length: int  # tokens before anything was cut; of a pair's longer sequence
     truncated: bool = False
     doubled_bos: bool = False  # its text brought a second beginning-of-sequence
+    identical: bool = False  # a pair that was dropped because nothing tells its answers apart
 
 
 @dataclass(frozen=True)
@@ -132,7 +192,7 @@ def call(tokenizer: Tokenizer, texts: Sequence[str], **options: bool) -> list[li
 
 
 def tokenize(records: Sequence[Record], encoder: Encoder, rule: TokenRule) -> list[Tokenized]:
-    """Samples of records, in order.
+    """Samples of records, or pairs if ``rule.kind`` says so, in order.
 
     A sequence is ``tokenizer(prompt)``, the completion's tokens and end-of-sequence. The
     completion's tokens are the rest of ``tokenizer(prompt + completion)`` where that begins
@@ -142,12 +202,22 @@ def tokenize(records: Sequence[Record], encoder: Encoder, rule: TokenRule) -> li
     Raises:
         ValueError: at a record longer than ``max_seq_len`` if ``rule.overlong`` is ``error``.
     """
-    texts = [text for record in records for text in _prefixes(record.spans)]
-    encoded = iter(encoder.encode_raw(texts))
+    tokenize_one = _tokenize_pair if rule.kind == "pairs" else _tokenize_sample
+    texts = [_texts(record, rule.kind) for record in records]
+    encoded = iter(encoder.encode_raw([text for each in texts for text in each]))
     return [
-        _tokenize_one(record, [next(encoded) for _ in record.spans], encoder, rule)
-        for record in records
+        tokenize_one(record, [next(encoded) for _ in own], encoder, rule)
+        for record, own in zip(records, texts, strict=True)
     ]
+
+
+def _texts(record: Record, kind: DataKind) -> list[str]:
+    """What has to be encoded: the text up to each span's end, and to the rejected answer's."""
+    texts = _prefixes(record.spans)
+    if kind == "pairs":
+        assert record.rejected is not None, "rows without two answers were refused"
+        texts.append(record.prompt + record.rejected)
+    return texts
 
 
 def _prefixes(spans: Sequence[Span]) -> list[str]:
@@ -159,14 +229,13 @@ def _prefixes(spans: Sequence[Span]) -> list[str]:
     return texts
 
 
-def _tokenize_one(
+def _tokenize_sample(
     record: Record, encoded: list[list[int]], encoder: Encoder, rule: TokenRule
 ) -> Tokenized:
     doubled = encoder.begins_twice(encoded[-1])
     pieces = _pieces(record.spans, [encoder.begin_once(ids) for ids in encoded], encoder)
-    # A template may have ended the last answer itself; one end is enough.
-    if record.spans[-1].target and pieces[-1][-1:] != [rule.eos_id]:
-        pieces[-1] = [*pieces[-1], rule.eos_id]
+    if record.spans[-1].target:
+        pieces[-1] = _ended(pieces[-1], rule.eos_id)
     length = sum(map(len, pieces))
     if length > rule.max_seq_len and rule.overlong != "truncate":
         _refuse_overlong(record, length, rule)
@@ -175,6 +244,50 @@ def _tokenize_one(
     learns = bool((sample.labels != IGNORE_INDEX).any())
     truncated = length > rule.max_seq_len
     return Tokenized(sample if learns else None, length, truncated and learns, doubled)
+
+
+def _tokenize_pair(
+    record: Record, encoded: list[list[int]], encoder: Encoder, rule: TokenRule
+) -> Tokenized:
+    doubled = encoder.begins_twice(encoded[-1])
+    *prefixes, with_rejected = (encoder.begin_once(ids) for ids in encoded)
+    *context, chosen = _pieces(record.spans, prefixes, encoder)
+    prompt = [token for piece in context for token in piece]
+    answer = Span(record.rejected or "", target=True)
+    *_, rejected = _pieces((*record.spans[:-1], answer), [*prefixes[:-1], with_rejected], encoder)
+    sequences = [[*prompt, *_ended(ids, rule.eos_id)] for ids in (chosen, rejected)]
+    length = max(map(len, sequences))
+    if length > rule.max_seq_len and rule.overlong != "truncate":
+        _refuse_overlong(record, length, rule)
+        return Tokenized(None, length, doubled_bos=doubled)
+    # A prompt that fills the row leaves nothing of either answer.
+    chosen, rejected = (ids[: rule.max_seq_len] for ids in sequences)
+    if chosen == rejected:
+        return Tokenized(None, length, doubled_bos=doubled, identical=True)
+    return Tokenized(
+        _to_pair(chosen, rejected, prompt_length=len(prompt), margin=record.margin or 0.0),
+        length,
+        truncated=length > rule.max_seq_len,
+        doubled_bos=doubled,
+    )
+
+
+def _to_pair(
+    chosen: Sequence[int], rejected: Sequence[int], *, prompt_length: int, margin: float
+) -> PairSample:
+    shared = shared_length(chosen, rejected)
+    return PairSample(
+        np.array([*chosen, *rejected[shared:]], dtype=np.int32),
+        prompt_length=prompt_length,
+        shared_length=shared,
+        chosen_length=len(chosen) - shared,
+        margin=margin,
+    )
+
+
+def _ended(ids: list[int], eos_id: int) -> list[int]:
+    """``ids`` and an end-of-sequence, unless a template has put one there."""
+    return ids if ids[-1:] == [eos_id] else [*ids, eos_id]
 
 
 def _pieces(

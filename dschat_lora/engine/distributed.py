@@ -94,6 +94,18 @@ def sum_tensor_(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def gather_over_ranks(values: Tensor) -> Tensor:
+    """The (n,) tensors of all ranks behind each other, of any lengths; call on every rank."""
+    own = [float(len(values)) if each == rank() else 0.0 for each in range(world_size())]
+    sizes = [int(size) for size in sum_over_ranks(own)]
+    # Collectives move equal shapes.
+    padded = values.new_zeros(max(sizes))
+    padded[: len(values)] = values
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded)
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+
 def max_over_ranks(value: float) -> float:
     """The largest of the processes' numbers; call on every rank."""
     largest = torch.tensor(value, dtype=torch.float64, device=device())

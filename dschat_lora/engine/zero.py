@@ -65,3 +65,51 @@ def _holder(parameters: dict[str, nn.Parameter]) -> nn.Module:
     holder = nn.Module()
     holder._parameters = dict(parameters)
     return holder
+
+
+class Snapshot:
+    """The values of parameters at one time, to look through them again later.
+
+    Every rank keeps what it may need to put them in place: its shards at ZeRO 3, and whole
+    values. Make it on every rank.
+    """
+
+    @torch.no_grad()
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self._parameters: list[Any] = list(parameters)
+        sharded = filter(_is_sharded, self._parameters)
+        self._shards = [p.ds_tensor.clone() for p in sharded]
+        with gathered(parameters):
+            self._wholes = [p.detach().clone() for p in parameters]
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Inside the block the parameters have those values; nothing may be trained there."""
+        sharded = [p for p in self._parameters if _is_sharded(p)]
+        shards = [p.ds_tensor.data for p in sharded]
+        # DeepSpeed may keep small parameters whole on every rank, beside their shards.
+        present = [p.data.numel() == whole.numel() for p, whole in self._pairs()]
+        wholes = [p.data for p, here in zip(self._parameters, present, strict=True) if here]
+        values = [whole for whole, here in zip(self._wholes, present, strict=True) if here]
+        before = [tensor.clone() for tensor in (*shards, *wholes)]
+        _copy([*shards, *wholes], [*self._shards, *values])
+        try:
+            yield
+        finally:
+            _copy([*shards, *wholes], before)
+            for (p, whole), here in zip(self._pairs(), present, strict=True):
+                if not here and p.data.numel() == whole.numel():
+                    p.partition()  # gathered inside the block, and to be gathered again
+
+    def _pairs(self) -> list[tuple[Any, Tensor]]:
+        return list(zip(self._parameters, self._wholes, strict=True))
+
+
+def _is_sharded(parameter: Any) -> bool:
+    return hasattr(parameter, "ds_tensor")
+
+
+@torch.no_grad()
+def _copy(targets: list[Tensor], values: list[Tensor]) -> None:
+    if targets:
+        torch._foreach_copy_(targets, values)

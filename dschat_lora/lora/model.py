@@ -90,7 +90,9 @@ def init_lora_(tensor: Tensor, *, seed: int, name: str, fan_in: int) -> None:
     stage. For a (r, fan_in) tensor the bound is that of PyTorch's linear layers.
     """
     bound = 1 / math.sqrt(fan_in)
-    values = torch.empty(tensor.shape).uniform_(-bound, bound, generator=_generator(seed, name))
+    values = torch.empty(tensor.shape).uniform_(
+        -bound, bound, generator=seeded_generator(seed, name)
+    )
     tensor.copy_(values)
 
 
@@ -102,7 +104,7 @@ def init_adapter_(model: nn.Module, *, seed: int) -> None:
             continue
         if isinstance(layer, LoraEmbedding):
             b = layer.lora_embedding_B
-            generator = _generator(seed, f"{name}.lora_embedding_B")
+            generator = seeded_generator(seed, f"{name}.lora_embedding_B")
             layer.lora_embedding_A.zero_()
             b.copy_(torch.empty(b.shape).normal_(generator=generator))
         else:
@@ -234,7 +236,8 @@ def _original_name(name: str, saved: list[str]) -> str | None:
     return name
 
 
-def _generator(seed: int, name: str) -> torch.Generator:
+def seeded_generator(seed: int, name: str) -> torch.Generator:
+    """A generator of its own for each name."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     # 63 bits: the range that every generator accepts.
     return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "big") >> 1)

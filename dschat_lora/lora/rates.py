@@ -9,7 +9,6 @@ from dschat_lora.config import LoraConfig, OptimConfig
 from dschat_lora.lora.layers import full_shape
 from dschat_lora.lora.model import adapter_parameters
 
-DEFAULT_ADAPTER_RATE = 5e-4
 # The upper end of what published recipes use to train every weight of a language model.
 FULL_FINE_TUNING_RATE = 5e-5
 MAX_MULTIPLIER = 10.0
@@ -30,12 +29,12 @@ def suggested_lora_rate(full_rate: float, multiplier: float = 2.5) -> float:
 
 
 def adapter_learning_rate(optim: OptimConfig) -> float:
-    """Peak rate of the adapters: the one given, a multiple of the base's, or 5e-4."""
+    """Peak rate of the adapters: the one given, a multiple of the base's, or the default."""
     if optim.lora_learning_rate is not None:
         return optim.lora_learning_rate
     if optim.lora_lr_multiplier is not None:
         return suggested_lora_rate(optim.learning_rate, optim.lora_lr_multiplier)
-    return DEFAULT_ADAPTER_RATE
+    return optim.default_lora_learning_rate
 
 
 def rate_warning(optim: OptimConfig, lora: LoraConfig) -> str | None:

@@ -1,15 +1,21 @@
 """A pretrained model with its adapter, whole or as the empty shape of one."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from transformers import PreTrainedModel
 
 from dschat_lora.checkpoint.adapter import load_adapter, lora_config_of
 from dschat_lora.config import LoraConfig, ModelConfig
-from dschat_lora.lora.model import apply_lora
+from dschat_lora.lora.model import adapter_parameters, apply_lora
+from dschat_lora.lora.targets import is_inside
 from dschat_lora.models.causal_lm import Tokenizer, load_causal_lm, load_config
+from dschat_lora.models.reward_model import HEAD, load_reward_model
 from dschat_lora.models.source import ModelSource
+
+# PEFT's names of the two kinds of model.
+Task = Literal["CAUSAL_LM", "SEQ_CLS"]
 
 
 @dataclass(frozen=True)
@@ -19,6 +25,7 @@ class AdaptedModel:
     model: Any
     lora: LoraConfig  # as applied; layers by name where an adapter is continued
     targets: list[str]  # adapted modules, in model order
+    task: Task = "CAUSAL_LM"
 
 
 def build_causal_lm(
@@ -47,28 +54,61 @@ def build_causal_lm(
     """
     model_config = load_config(source.base, config)
     model = load_causal_lm(source.base, model_config, config, dtype=dtype, meta=meta)
-    _fit_vocabulary(model, tokenizer, lora)
-    if source.adapter is not None:
-        lora = replace(
-            lora_config_of(source.adapter),
-            lora_dropout=lora.lora_dropout,
-            only_optimize_lora=lora.only_optimize_lora,
-        )
-    targets = apply_lora(model, lora, seed=seed)
-    if source.adapter is not None:
-        load_adapter(model, source.adapter)
+    adapted = _adapt(model, source, tokenizer, config, lora, seed=seed, task="CAUSAL_LM")
     if config.add_eot_token:
-        model.config.eos_token_id = tokenizer.eos_token_id
         model.generation_config.eos_token_id = tokenizer.eos_token_id
-    if config.gradient_checkpointing:
-        # The name changed within transformers 5; the first argument did not.
-        old = model.gradient_checkpointing_enable
-        enable = getattr(model, "activation_checkpointing_enable", old)
-        enable({"use_reentrant": False})
-    return AdaptedModel(model, lora, targets)
+    return adapted
 
 
-def check_targets(source: ModelSource, config: ModelConfig, lora: LoraConfig) -> None:
+def build_reward_model(
+    source: ModelSource,
+    tokenizer: Tokenizer,
+    config: ModelConfig,
+    lora: LoraConfig,
+    *,
+    dtype: torch.dtype,
+    seed: int,
+    meta: bool,
+    new_head: bool = True,
+) -> AdaptedModel:
+    """As :func:`build_causal_lm`, with a scalar head that trains in full beside the factors.
+
+    The adapter of a language model is continued under a new head, that of a reward model with
+    its own.
+
+    Args:
+        source: base and adapter, from :func:`find_model`.
+        tokenizer: whose ids the model must hold.
+        config: the user's model options.
+        lora: the user's LoRA options.
+        dtype: type of the base weights.
+        seed: of the adapter's and the head's initial values.
+        meta: only the shape, on the meta device.
+        new_head: draw a head where there is none; else that is an error.
+
+    Raises:
+        ValueError: if something cannot be loaded or does not fit.
+    """
+    adapter = source.adapter_config
+    if adapter is not None and adapter.task_type != "SEQ_CLS" and not new_head:
+        raise ValueError(
+            f"--model_name_or_path {source.adapter} is an adapter of a {adapter.task_type} model, "
+            "not of a reward model (SEQ_CLS)"
+        )
+    model_config = load_config(source.base, config)
+    model_config.pad_token_id = tokenizer.pad_token_id
+    head_seed = seed if new_head or adapter is not None else None
+    model = load_reward_model(
+        source.base, model_config, config, dtype=dtype, seed=head_seed, meta=meta
+    )
+    if lora.lora_dim > 0 and HEAD not in lora.modules_to_save:
+        lora = replace(lora, modules_to_save=(*lora.modules_to_save, HEAD))
+    return _adapt(model, source, tokenizer, config, lora, seed=seed, task="SEQ_CLS")
+
+
+def check_targets(
+    source: ModelSource, config: ModelConfig, lora: LoraConfig, task: Task = "CAUSAL_LM"
+) -> None:
     """Try the choice of layers on the empty shape of the model, before anything takes long.
 
     Raises:
@@ -77,8 +117,62 @@ def check_targets(source: ModelSource, config: ModelConfig, lora: LoraConfig) ->
     if lora.lora_dim == 0 or source.adapter is not None:
         return
     model_config = load_config(source.base, config)
-    model = load_causal_lm(source.base, model_config, config, dtype=torch.float32, meta=True)
+    if task == "CAUSAL_LM":
+        model = load_causal_lm(source.base, model_config, config, dtype=torch.float32, meta=True)
+    else:
+        model = load_reward_model(
+            source.base, model_config, config, dtype=torch.float32, seed=0, meta=True
+        )
     apply_lora(model, lora, seed=0)
+
+
+def _adapt(
+    model: PreTrainedModel,
+    source: ModelSource,
+    tokenizer: Tokenizer,
+    config: ModelConfig,
+    lora: LoraConfig,
+    *,
+    seed: int,
+    task: Task,
+) -> AdaptedModel:
+    """Put the adapter in and set what trains."""
+    _fit_vocabulary(model, tokenizer, lora)
+    new_parts: tuple[str, ...] = ()
+    if source.adapter is not None:
+        stored = lora_config_of(source.adapter)
+        new_parts = _new_parts(source, stored, task)
+        lora = replace(
+            stored,
+            lora_dropout=lora.lora_dropout,
+            only_optimize_lora=lora.only_optimize_lora,
+            modules_to_save=(*stored.modules_to_save, *new_parts),
+        )
+    targets = apply_lora(model, lora, seed=seed)
+    if source.adapter is not None:
+        names = adapter_parameters(model)
+        load_adapter(model, source.adapter, new={n for n in names if is_inside(n, new_parts)})
+    if config.add_eot_token:
+        model.config.eos_token_id = tokenizer.eos_token_id
+    if config.gradient_checkpointing:
+        # The name changed within transformers 5; the first argument did not.
+        old = model.gradient_checkpointing_enable
+        enable = getattr(model, "activation_checkpointing_enable", old)
+        enable({"use_reentrant": False})
+    return AdaptedModel(model, lora, targets, task)
+
+
+def _new_parts(source: ModelSource, stored: LoraConfig, task: Task) -> tuple[str, ...]:
+    """Modules that train in full and that the adapter does not bring: a reward model's head."""
+    if task == "CAUSAL_LM" or HEAD in stored.modules_to_save:
+        return ()
+    assert source.adapter_config is not None
+    if source.adapter_config.task_type == "SEQ_CLS":
+        raise ValueError(
+            f"--model_name_or_path {source.adapter} is the adapter of a reward model, but its "
+            f"{HEAD} head is missing; save it again with modules_to_save=[{HEAD!r}]"
+        )
+    return (HEAD,)
 
 
 def _fit_vocabulary(model: Any, tokenizer: Tokenizer, lora: LoraConfig) -> None:

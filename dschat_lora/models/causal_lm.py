@@ -1,7 +1,7 @@
 """Pretrained causal language models, their tokenizers, and the loss without full logits."""
 
-import inspect
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -16,15 +16,16 @@ from transformers import (
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils.logging import disable_progress_bar
 
+from dschat_lora.algos.logprobs import linear_logprobs, token_logprobs
 from dschat_lora.algos.sft import (
     IGNORE_INDEX,
     MAX_CHUNK_LOGITS,
     linear_cross_entropy,
     next_token_targets,
 )
-from dschat_lora.attention import block_causal_mask
 from dschat_lora.config import ModelConfig
 from dschat_lora.models.errors import hub_errors
+from dschat_lora.models.trunk import Trunk
 
 # The run has a log of its own; a bar for each of a few weights says nothing.
 disable_progress_bar()
@@ -96,17 +97,23 @@ def load_causal_lm(
         "attn_implementation": config.attn_implementation,
         "trust_remote_code": config.trust_remote_code,
     }
-    with hub_errors("--model_name_or_path", path, "model"):
-        try:
-            if meta:
-                with torch.device("meta"):
-                    return AutoModelForCausalLM.from_config(model_config, **kwargs)
-            return AutoModelForCausalLM.from_pretrained(path, config=model_config, **kwargs)
-        except ValueError as error:
-            if "scaled_dot_product_attention" in str(error):
-                kind = model_config.model_type
-                raise ValueError(f"{kind} has no sdpa: use --attn_implementation eager") from error
-            raise
+    with hub_errors("--model_name_or_path", path, "model"), sdpa_errors(model_config):
+        if meta:
+            with torch.device("meta"):
+                return AutoModelForCausalLM.from_config(model_config, **kwargs)
+        return AutoModelForCausalLM.from_pretrained(path, config=model_config, **kwargs)
+
+
+@contextmanager
+def sdpa_errors(model_config: PretrainedConfig) -> Iterator[None]:
+    """Say what to do where an architecture lacks the fused attention kernel."""
+    try:
+        yield
+    except ValueError as error:
+        if "scaled_dot_product_attention" in str(error):
+            kind = model_config.model_type
+            raise ValueError(f"{kind} has no sdpa: use --attn_implementation eager") from error
+        raise
 
 
 class CausalLMLoss(nn.Module):
@@ -116,21 +123,17 @@ class CausalLMLoss(nn.Module):
 
     Attributes:
         model: the transformers model, layers possibly adapted.
+        trunk: runs it below its head.
         full_logits: take the model's own logits instead, for architectures that transform
             them after the head.
-        own_mask: let the model make its mask from which positions are padding, for
-            architectures that take no other; rows must hold one sample each.
     """
 
     def __init__(self, model: PreTrainedModel, *, full_logits: bool = False) -> None:
         super().__init__()
         self.model = model
+        self.trunk = Trunk(model)
         self.full_logits = full_logits
-        self._windows = attention_windows(model.config)
-        self.own_mask = self._windows is None
         self.head = LinearHead(model.get_output_embeddings(), model.config.vocab_size)
-        accepted = inspect.signature(model.base_model.forward).parameters
-        self._takes_positions = "position_ids" in accepted
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, segment_ids: Tensor, labels: Tensor
@@ -139,56 +142,50 @@ class CausalLMLoss(nn.Module):
         targets = next_token_targets(labels, segment_ids)
         supervised = targets != IGNORE_INDEX
         if self.full_logits:
-            inputs = self._inputs(input_ids, position_ids, segment_ids)
+            inputs = self.trunk.inputs(input_ids, position_ids, segment_ids)
             logits = self.model(**inputs).logits[supervised].float()
             return nn.functional.cross_entropy(logits, targets[supervised], reduction="sum")
-        hidden = self.hidden_states(input_ids, position_ids, segment_ids)
+        hidden = self.trunk(input_ids, position_ids, segment_ids)
         # Without a supervised position the graph still spans the model: every rank and every
         # micro-batch must run the same backward hooks.
         loss: Tensor = self.head(hidden[supervised], targets[supervised])
         return loss + 0.0 * hidden[:, 0].float().sum()
 
-    def hidden_states(self, input_ids: Tensor, position_ids: Tensor, segment_ids: Tensor) -> Tensor:
-        """(B, T, H) last hidden states, each sample of a row by itself."""
-        inputs = self._inputs(input_ids, position_ids, segment_ids)
-        hidden: Tensor = self.model.base_model(**inputs).last_hidden_state
-        return hidden
 
-    def _inputs(
-        self, input_ids: Tensor, position_ids: Tensor, segment_ids: Tensor
-    ) -> dict[str, Any]:
-        inputs = {
-            "input_ids": input_ids,
-            "attention_mask": self._mask(segment_ids),
-            "use_cache": False,
-        }
-        return inputs | ({"position_ids": position_ids} if self._takes_positions else {})
+class CausalLMLogprobs(nn.Module):
+    """A causal language model that returns log-probabilities of given tokens.
 
-    def _mask(self, segment_ids: Tensor) -> Tensor | dict[str, Tensor]:
-        """What the model takes as ``attention_mask``: one mask, or one for each kind of layer."""
-        if self.own_mask or self._windows is None:
-            return (segment_ids > 0).long()
-        masks = {
-            kind: block_causal_mask(segment_ids, self.model.dtype, window=window)
-            for kind, window in self._windows.items()
-        }
-        return masks if len(masks) > 1 else next(iter(masks.values()))
-
-
-def attention_windows(config: PretrainedConfig) -> dict[str, int | None] | None:
-    """Sliding window of each kind of attention layer, None for all that precedes.
-
-    Returns:
-        ``{kind: window}`` by transformers' names of kinds; None where the model has layers
-        whose mask is none of ours (linear, chunked, ...).
+    Attributes:
+        model, trunk, full_logits: as in :class:`CausalLMLoss`.
     """
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if kinds - {"full_attention", "sliding_attention"}:
-        return None
-    window = getattr(config, "sliding_window", None)
-    if window is None or not getattr(config, "use_sliding_window", True):
-        return {"full_attention": None}
-    return {k: None if k == "full_attention" else window for k in kinds or {"sliding_attention"}}
+
+    def __init__(self, model: PreTrainedModel, *, full_logits: bool = False) -> None:
+        super().__init__()
+        self.model = model
+        self.trunk = Trunk(model)
+        self.full_logits = full_logits
+        self.head = LogprobHead(model.get_output_embeddings(), model.config.vocab_size)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        segment_ids: Tensor,
+        branch_ids: Tensor,
+        predicted_from: Tensor,
+        predicted: Tensor,
+    ) -> Tensor:
+        """(N,) fp32 log-probabilities in nats; all arguments as in ``PairBatch``.
+
+        Without a token to predict the graph still spans the model.
+        """
+        if self.full_logits:
+            inputs = self.trunk.inputs(input_ids, position_ids, segment_ids, branch_ids)
+            logits = self.model(**inputs).logits
+            return token_logprobs(logits.flatten(0, 1)[predicted_from], predicted)
+        hidden = self.trunk(input_ids, position_ids, segment_ids, branch_ids)
+        logprobs: Tensor = self.head(hidden.flatten(0, 1)[predicted_from], predicted)
+        return logprobs
 
 
 class LinearHead(nn.Module):
@@ -224,12 +221,32 @@ class LinearHead(nn.Module):
         return nn.functional.cross_entropy(logits, targets, reduction="sum")
 
 
-def causal_lm_loss(engine: Any, batch: Any) -> Tensor:
-    """Summed loss of one micro-batch through the engine over a :class:`CausalLMLoss`."""
-    loss: Tensor = engine(
-        input_ids=batch.input_ids,
-        position_ids=batch.position_ids,
-        segment_ids=batch.segment_ids,
-        labels=batch.labels,
-    )
-    return loss
+class LogprobHead(nn.Module):
+    """The output embedding as log-probabilities of given tokens, chunk by chunk.
+
+    Lends or calls the head as :class:`LinearHead` does.
+    """
+
+    def __init__(self, head: nn.Module, vocab_size: int) -> None:
+        super().__init__()
+        self.rows = max(1, MAX_CHUNK_LOGITS // vocab_size)
+        self.plain = type(head) is nn.Linear
+        if isinstance(head, nn.Linear) and self.plain:
+            self.weight: Tensor = head.weight
+            self.bias: Tensor | None = head.bias
+        else:
+            self.module = head
+
+    def forward(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """(N,) fp32 log-probabilities of (N,) tokens after (N, H) hidden states, in nats."""
+        if self.plain and not self.weight.requires_grad:
+            return linear_logprobs(hidden, self.weight, self.bias, tokens)
+        # A head that trains needs what the loss makes of each value: its logits are formed
+        # again in the backward pass.
+        chunks = zip(torch.split(hidden, self.rows), torch.split(tokens, self.rows), strict=True)
+        return torch.cat([checkpoint(self._chunk, h, t, use_reentrant=False) for h, t in chunks])
+
+    def _chunk(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        if self.plain:
+            return token_logprobs(nn.functional.linear(hidden, self.weight, self.bias), tokens)
+        return token_logprobs(self.module(hidden), tokens)

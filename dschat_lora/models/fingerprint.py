@@ -1,6 +1,7 @@
 """What a model's base weights are, as one hash."""
 
 import hashlib
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +22,19 @@ def base_fingerprint(model: nn.Module) -> str:
         model: whole, before ZeRO 3 shards it, and before it is trained.
     """
     adapter = adapter_parameters(model)
+    return _fingerprint({n: p for n, p in model.named_parameters() if n not in adapter})
+
+
+def adapter_fingerprint(model: nn.Module) -> str:
+    """32 hex digits that differ where the adapter does, in the same sense."""
+    return _fingerprint(adapter_parameters(model))
+
+
+def _fingerprint(parameters: Mapping[str, nn.Parameter]) -> str:
     digest = hashlib.blake2b(digest_size=16)
-    for name, parameter in sorted(model.named_parameters()):
-        if name not in adapter:
-            digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}\n".encode())
-            digest.update(_sample(parameter).numpy().tobytes())
+    for name, parameter in sorted(parameters.items()):
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}\n".encode())
+        digest.update(_sample(parameter).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from dschat_lora.models.causal_lm import CausalLMLoss
+from dschat_lora.models.trunk import Trunk
 
 # Relative errors allowed. The same kernels run on rows of one shape, so that a sample's states
 # may not move with its neighbours; packed and alone the kernels differ, and round differently.
@@ -20,58 +21,75 @@ class ProbeReport:
 
     leak_error: float  # hidden states of a packed sample when the ones before it change
     packing_error: float  # hidden states of packed samples against each sample alone
-    head_error: float  # loss from hidden states against loss from the model's own logits
+    branch_leak_error: float  # hidden states of a tree's second branch when the first changes
+    tree_error: float  # hidden states of the two branches of a tree against each sequence alone
     packing_is_exact: bool  # samples of a packed row do not see each other
-    head_is_linear: bool  # logits are the output embedding applied to hidden states
+    tree_is_exact: bool  # nor do branches, which see what they begin with
 
 
 @torch.no_grad()
-def probe(model: CausalLMLoss, *, vocab_size: int, device: torch.device) -> ProbeReport:
-    """Run three short random samples packed into a row and one by one; call on every rank.
+def probe(trunk: Trunk, *, vocab_size: int, device: torch.device) -> ProbeReport:
+    """Run three short random samples packed, as a tree, and alone; call on every rank.
 
     Args:
-        model: in evaluation mode.
+        trunk: of a model in evaluation mode.
         vocab_size: ids below it are drawn.
         device: where the model computes.
     """
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(length: int) -> Tensor:
-        return torch.randint(0, vocab_size, (length,), generator=generator).to(device)
-
-    samples = [draw(length) for length in _LENGTHS]
-    others = [*(draw(length) for length in _LENGTHS[:-1]), samples[-1]]
-    alone = torch.cat([_alone(model, sample) for sample in samples])
-    last = slice(-_LENGTHS[-1], None)
+    samples, others = (_draw(vocab_size, device, seed=seed) for seed in (0, 1))
+    others[-1] = samples[-1]
+    start, first, second = samples
+    alone = torch.cat([_alone(trunk, sample) for sample in samples])
+    sequences = torch.cat([_alone(trunk, torch.cat([start, x])) for x in (first, second)])
     try:
-        packed, changed = (
-            model.hidden_states(**_packed(row))[0].float() for row in (samples, others)
+        packed, changed = (trunk(**_packed(row))[0].float() for row in (samples, others))
+        tree, changed_tree = (
+            trunk(**_tree(start, x, second))[0].float() for x in (first, others[1])
         )
-        leak_error = _relative(changed[last], packed[last])
-        packing_error = _relative(packed, alone)
     except (RuntimeError, ValueError, TypeError, IndexError):
-        leak_error = packing_error = float("inf")  # an architecture that takes no mask of ours
-    head_error = _head_error(model, samples[0])
-    dtype = model.model.dtype
+        # an architecture that takes no mask of ours
+        packed = changed = tree = changed_tree = torch.full_like(alone, float("inf"))
+    last = slice(-len(second), None)
+    along = torch.cat([tree[: -len(second)], tree[: len(start)], tree[last]])
+    leak_error, branch_leak_error = (
+        _relative(y[last], x[last]) for x, y in ((packed, changed), (tree, changed_tree))
+    )
+    packing_error, tree_error = _relative(packed, alone), _relative(along, sequences)
+    leak, rounding = _LEAK[trunk.model.dtype], _ROUNDING[trunk.model.dtype]
     return ProbeReport(
         leak_error,
         packing_error,
-        head_error,
-        packing_is_exact=leak_error <= _LEAK[dtype] and packing_error <= _ROUNDING[dtype],
-        head_is_linear=head_error <= _ROUNDING[dtype],
+        branch_leak_error,
+        tree_error,
+        packing_is_exact=leak_error <= leak and packing_error <= rounding,
+        tree_is_exact=branch_leak_error <= leak and tree_error <= rounding,
     )
 
 
-def _head_error(model: CausalLMLoss, sample: Tensor) -> float:
-    """Relative error of the loss from hidden states, on one sample under the model's mask."""
-    batch = _packed([sample])
-    before = model.own_mask, model.full_logits
-    losses = []
-    for full_logits in (False, True):
-        model.own_mask, model.full_logits = True, full_logits
-        losses.append(model(**batch, labels=batch["input_ids"]))
-    model.own_mask, model.full_logits = before
-    return _relative(*losses)
+@torch.no_grad()
+def head_error(model: PreTrainedModel, *, vocab_size: int, device: torch.device) -> float:
+    """Relative difference of the output embedding's logits from the model's own, on a sample.
+
+    0 where logits are the output embedding applied to hidden states; call on every rank.
+    """
+    sample = _draw(vocab_size, device, seed=0)[0][None]
+    hidden = model.base_model(input_ids=sample, use_cache=False)[0]
+    logits = model(input_ids=sample, use_cache=False).logits
+    return _relative(model.get_output_embeddings()(hidden).float(), logits.float())
+
+
+def head_is_linear(model: PreTrainedModel, *, vocab_size: int, device: torch.device) -> bool:
+    """Whether :func:`head_error` is no more than rounding; call on every rank."""
+    error = head_error(model, vocab_size=vocab_size, device=device)
+    return error <= _ROUNDING[model.dtype]
+
+
+def _draw(vocab_size: int, device: torch.device, *, seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randint(0, vocab_size, (length,), generator=generator).to(device)
+        for length in _LENGTHS
+    ]
 
 
 def _packed(samples: list[Tensor]) -> dict[str, Tensor]:
@@ -84,9 +102,22 @@ def _packed(samples: list[Tensor]) -> dict[str, Tensor]:
     }
 
 
-def _alone(model: CausalLMLoss, sample: Tensor) -> Tensor:
+def _tree(start: Tensor, *branches: Tensor) -> dict[str, Tensor]:
+    parts = [start, *branches]
+    input_ids = torch.cat(parts)[None]
+    order = [torch.arange(len(part), device=start.device) for part in parts]
+    positions = [order[0], *(each + len(start) for each in order[1:])]
+    return {
+        "input_ids": input_ids,
+        "position_ids": torch.cat(positions)[None],
+        "segment_ids": torch.ones_like(input_ids),
+        "branch_ids": torch.cat([torch.full_like(p, i) for i, p in enumerate(parts)])[None],
+    }
+
+
+def _alone(trunk: Trunk, sample: Tensor) -> Tensor:
     """(n, H) hidden states by the model's own masks and positions."""
-    hidden: Tensor = model.model.base_model(input_ids=sample[None], use_cache=False)[0]
+    hidden: Tensor = trunk.model.base_model(input_ids=sample[None], use_cache=False)[0]
     return hidden[0].float()
 
 

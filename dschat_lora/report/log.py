@@ -240,6 +240,7 @@ def train_line(step: int, total: int, metrics: Mapping[str, Any]) -> str:
     parts = [
         f"step {step:>{len(str(total))}}/{total}",
         f"loss {metrics['loss']:.4f}",
+        *([f"accuracy {metrics['accuracy']:.1%}"] if "accuracy" in metrics else []),
         f"lr {metrics['lora_learning_rate'] or metrics['learning_rate']:.2e}",
         f"grad {metrics['grad_norm']:.3g}",
         f"{seconds:.2f} s",
@@ -253,6 +254,12 @@ def train_line(step: int, total: int, metrics: Mapping[str, Any]) -> str:
 
 def eval_line(step: int, metrics: Mapping[str, Any]) -> str:
     """An evaluation for a person."""
+    if "accuracy" in metrics:
+        return (
+            f"eval after step {step}: held-out accuracy {metrics['accuracy']:.1%} "
+            f"(margin {metrics['margin']:.3f}, loss {metrics['loss']:.4f} over "
+            f"{metrics['samples']:,} pairs)"
+        )
     return (
         f"eval after step {step}: held-out perplexity {metrics['perplexity']:.4f} "
         f"(loss {metrics['loss']:.4f} over {metrics['tokens']:,} tokens)"

@@ -19,6 +19,11 @@ def say_once(text: str) -> None:
         sys.stdout.flush()
 
 
+def note(text: str) -> None:
+    """Print a line beside what the standard output carries."""
+    sys.stderr.write(text + "\n")
+
+
 def named(error: OSError, path: Path) -> OSError:
     """``error`` with the file it is about, which a write alone does not know."""
     if error.filename is not None or error.errno is None:

@@ -15,6 +15,8 @@ SOUND = {
     "dropped_rows": 4,
     "truncated_rows": 0,
     "eval_dropped_rows": 1,
+    "identical_rows": 0,
+    "eval_identical_rows": 0,
     "doubled_bos_rows": 0,
     "length_quantiles": {"min": 3, "p50": 40, "max": 1200},
     "train_samples": 96,

@@ -1,7 +1,7 @@
 import numpy as np
 import torch
 
-from dschat_lora.data.batch import collate, empty_batch
+from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.tokenize import Sample
 
 I = -100  # noqa: E741 - short, so that the rows below line up
@@ -17,7 +17,7 @@ C = sample([4], [I])
 
 
 def test_a_packed_batch_by_hand():
-    batch = collate([[A, B], [C]], pad_id=3)
+    batch = SampleCollator(3)([[A, B], [C]])
     expected = {
         "input_ids": [[5, 6, 7, 8, 9], [4, 3, 3, 3, 3]],
         "position_ids": [[0, 1, 2, 0, 1], [0, 0, 0, 0, 0]],
@@ -34,21 +34,21 @@ def test_a_packed_batch_by_hand():
 
 
 def test_padding_is_told_by_segment_even_where_ids_equal_it():
-    batch = collate([[sample([2, 3], [I, 3])], [A]], pad_id=3)
+    batch = SampleCollator(3)([[sample([2, 3], [I, 3])], [A]])
     assert batch.segment_ids[0].tolist() == [1, 1, 0]
     assert batch.labels[0].tolist() == [I, 3, I]
     assert batch.num_targets == 3
 
 
 def test_the_width_can_be_rounded_up():
-    assert collate([[A, B]], 0, multiple_of=8).input_ids.shape == (1, 8)
-    assert collate([[A, B]], 0, multiple_of=5).input_ids.shape == (1, 5)
+    assert SampleCollator(0, multiple_of=8)([[A, B]]).input_ids.shape == (1, 8)
+    assert SampleCollator(0, multiple_of=5)([[A, B]]).input_ids.shape == (1, 5)
 
 
 def test_counts_agree_with_the_tensors_of_a_random_batch():
     rng = np.random.default_rng(0)
     rows = [[_random_sample(rng) for _ in range(rng.integers(1, 4))] for _ in range(5)]
-    batch = collate(rows, 0)
+    batch = SampleCollator(0)(rows)
     attended = targets = 0
     for row in range(5):
         for t in range(batch.segment_ids.shape[1]):
@@ -69,7 +69,7 @@ def _random_sample(rng):
 
 
 def test_an_empty_batch_has_a_shape_and_nothing_else():
-    batch = empty_batch(7)
+    batch = SampleCollator(7).empty()
     assert batch.input_ids.tolist() == [[7]]
     assert batch.labels.tolist() == [[I]]
     assert batch.segment_ids.tolist() == batch.position_ids.tolist() == [[0]]
@@ -79,7 +79,7 @@ def test_an_empty_batch_has_a_shape_and_nothing_else():
 
 
 def test_moving_a_batch_moves_its_tensors_and_keeps_its_counts():
-    moved = collate([[A]], 0).to("meta")
+    moved = SampleCollator(0)([[A]]).to("meta")
     tensors = (moved.input_ids, moved.position_ids, moved.segment_ids, moved.labels)
     assert {tensor.device.type for tensor in tensors} == {"meta"}
     assert moved.num_tokens == 3

@@ -3,6 +3,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.loader import StepLoader, eval_batches
 from dschat_lora.data.tokenize import Sample
 
@@ -29,7 +30,7 @@ def make_loader(micro=4, accumulation=1, world=1, *, rank=0, seed=5, rows=ROWS):
         rank=rank,
         world_size=world,
         seed=seed,
-        pad_id=0,
+        collate=SampleCollator(0),
     )
 
 
@@ -129,7 +130,16 @@ def test_ranks_of_a_step_differ_by_less_than_one_row_of_tokens():
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_evaluation_sees_each_row_once_on_equally_many_batches(world):
     ranks = [
-        list(eval_batches(Samples(), rows=ROWS, batch_size=2, rank=r, world_size=world, pad_id=0))
+        list(
+            eval_batches(
+                Samples(),
+                rows=ROWS,
+                batch_size=2,
+                rank=r,
+                world_size=world,
+                collate=SampleCollator(0),
+            )
+        )
         for r in range(world)
     ]
     assert {len(batches) for batches in ranks} == {-(-len(ROWS) // (2 * world))}
@@ -139,5 +149,7 @@ def test_evaluation_sees_each_row_once_on_equally_many_batches(world):
 
 def test_no_rows_give_no_steps():
     assert list(make_loader(rows=[]).epoch(0)) == []
-    none = eval_batches(Samples(), rows=[], batch_size=2, rank=0, world_size=2, pad_id=0)
+    none = eval_batches(
+        Samples(), rows=[], batch_size=2, rank=0, world_size=2, collate=SampleCollator(0)
+    )
     assert list(none) == []

@@ -355,6 +355,8 @@ def test_the_audit_counts_by_hand(run, jsonl):
         "dropped_rows": 1,
         "truncated_rows": 1,
         "eval_dropped_rows": 0,
+        "identical_rows": 0,
+        "eval_identical_rows": 0,
         "doubled_bos_rows": 1,
         "length_quantiles": {"min": 4, "p50": 6, "p90": 11, "p99": 11, "max": 11},
         "train_samples": 5,

@@ -3,6 +3,7 @@
 import json
 import math
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import deepspeed
@@ -10,6 +11,7 @@ import torch
 
 from dschat_lora.checkpoint.export import save_adapter, save_merged
 from dschat_lora.config import LoraConfig, ModelConfig, OptimConfig, RunConfig
+from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.loader import StepLoader, eval_batches
 from dschat_lora.data.packing import make_rows
 from dschat_lora.engine.build import DTYPES, EngineSettings, TrainEngine
@@ -18,7 +20,8 @@ from dschat_lora.engine.state import EngineState
 from dschat_lora.engine.zero import gather_to_cpu
 from dschat_lora.lora.model import adapter_parameters, apply_lora
 from dschat_lora.lora.rates import parameter_groups
-from dschat_lora.models.causal_lm import CausalLMLoss, causal_lm_loss, load_causal_lm, load_config
+from dschat_lora.models.causal_lm import CausalLMLoss, load_causal_lm, load_config
+from dschat_lora.objective import SUPERVISED, BatchLoss, causal_lm_loss
 from dschat_lora.perf.shape import describe
 from dschat_lora.perf.throughput import Meter
 from dschat_lora.report.log import RunLog
@@ -97,7 +100,7 @@ def loader(samples, *, micro, accumulation, packing=False):
         rank=rank(),
         world_size=world_size(),
         seed=3,
-        pad_id=0,
+        collate=SampleCollator(0),
     )
 
 
@@ -105,13 +108,13 @@ def overflowing_at(step, micro_steps):
     """The usual loss, but in window ``step`` the last rank's first gradient is infinite."""
     calls = iter(range(10**9))
 
-    def loss_function(engine, batch):
-        loss = causal_lm_loss(engine, batch)
+    def loss(engine, batch):
+        loss = causal_lm_loss(engine, batch).total
         if next(calls) == step * micro_steps and rank() == world_size() - 1:
             loss.register_hook(lambda gradient: gradient * math.inf)
-        return loss
+        return BatchLoss(loss)
 
-    return loss_function
+    return replace(SUPERVISED, loss=loss)
 
 
 def train(
@@ -149,12 +152,12 @@ def train(
     source = loader(
         ragged_samples(samples), micro=micro, accumulation=accumulation, packing=packing
     )
-    loss_function = causal_lm_loss
+    objective = SUPERVISED
     if overflow_at is not None:
-        loss_function = overflowing_at(overflow_at, accumulation)
+        objective = overflowing_at(overflow_at, accumulation)
     gradient = _record_gradient(engine, model) if want_gradient else {}
     windows = (window for epoch in range(10**6) for window in source.epoch(epoch))
-    results = list(train_steps(engine, windows, loss_function, rate_factors(steps)))
+    results = list(train_steps(engine, windows, objective, rate_factors(steps)))
     after = gather_to_cpu(_base_parameters(model))
     _save(model, lora, path, save_adapter_to, save_merged_to)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -191,10 +194,10 @@ def evaluate_samples(path, *, stage, batch_size, samples, packing=False):
             batch_size=batch_size,
             rank=rank(),
             world_size=world_size(),
-            pad_id=0,
+            collate=SampleCollator(0),
         )
     )
-    result = evaluate(engine, batches, causal_lm_loss)
+    result = evaluate(engine, batches, SUPERVISED)
     release(engine)
     return {
         "loss": result.loss,
@@ -270,6 +273,10 @@ class NoKeeper:
         return "There is no checkpoint"
 
 
+def infinite_loss(engine, batch):
+    return BatchLoss(causal_lm_loss(engine, batch).total * math.inf)
+
+
 def fit_with_infinite_gradients(path, *, stage, dtype="fp32"):
     """How a run ends none of whose gradients is finite."""
     settings = engine_settings(stage=stage, micro=2, dtype=dtype)
@@ -285,7 +292,7 @@ def fit_with_infinite_gradients(path, *, stage, dtype="fp32"):
                 fit(
                     engine,
                     source := loader(ragged_samples(64), micro=2, accumulation=1),
-                    lambda engine, batch: causal_lm_loss(engine, batch) * math.inf,
+                    replace(SUPERVISED, loss=infinite_loss),
                     make_plan(OptimConfig(max_steps=60), RunConfig(), source.steps_per_epoch),
                     progress=Progress(),
                     rate_factor=lambda step: 1.0,
@@ -331,10 +338,10 @@ def _fit_with_infinite_losses(path, stage, infinite):
     model, engine = build(path, LORA, engine_settings(stage=stage, micro=2, accumulation=2))
     calls = iter(range(10**9))
 
-    def loss_function(engine, batch):
-        loss = causal_lm_loss(engine, batch)
+    def loss(engine, batch):
+        loss = causal_lm_loss(engine, batch).total
         step, micro = divmod(next(calls), 2)
-        return loss + math.inf if [step, micro, rank()] in infinite else loss
+        return BatchLoss(loss + math.inf if [step, micro, rank()] in infinite else loss)
 
     watching = Watching(EngineState(engine, model))
     meter = Meter(describe(model), gradient_checkpointing=False, world_size=1, device=engine.device)
@@ -343,7 +350,7 @@ def _fit_with_infinite_losses(path, stage, infinite):
             fit(
                 engine,
                 source := loader(ragged_samples(64), micro=2, accumulation=2),
-                loss_function,
+                replace(SUPERVISED, loss=loss),
                 make_plan(OptimConfig(max_steps=5), RunConfig(), source.steps_per_epoch),
                 progress=(progress := Progress()),
                 rate_factor=lambda step: 1.0,

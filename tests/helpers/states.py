@@ -14,7 +14,7 @@ from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import rank, world_size
 from dschat_lora.engine.state import EngineState
 from dschat_lora.engine.zero import gather_to_cpu
-from dschat_lora.models.causal_lm import causal_lm_loss
+from dschat_lora.objective import SUPERVISED
 from dschat_lora.stage import place
 from dschat_lora.trainer import train_steps
 from helpers.runs import LORA, build, engine_settings, loader, overflowing_at, release
@@ -39,7 +39,7 @@ class TinyModel:
         outcomes = []
         for step in range(first, first + count):
             windows = [next(source.epoch(0, step))]
-            loss = overflowing_at(0, 1) if step in overflow_at else causal_lm_loss
+            loss = overflowing_at(0, 1) if step in overflow_at else SUPERVISED
             (done,) = train_steps(self.engine, windows, loss, [1.0 - step / 30])
             outcomes.append((done.loss, done.outcome.grad_norm, done.outcome.loss_scale))
         return outcomes

@@ -10,11 +10,12 @@ from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM, Ge
 
 from dschat_lora import stage
 from dschat_lora.attention import block_causal_mask
-from dschat_lora.config import DataConfig, LoraConfig
-from dschat_lora.data.batch import collate
+from dschat_lora.config import LoraConfig
+from dschat_lora.data.batch import SampleCollator
 from dschat_lora.lora.model import adapter_parameters, apply_lora
 from dschat_lora.models.causal_lm import CausalLMLoss, LinearHead
-from dschat_lora.models.probe import probe
+from dschat_lora.models.probe import head_is_linear, probe
+from dschat_lora.models.trunk import Trunk
 from helpers import plain
 from helpers.tiny import KINDS, VOCAB, ragged_samples, tiny_model
 
@@ -45,9 +46,9 @@ def test_packed_samples_equal_each_sample_alone(kind, attention):
     model = adapted(kind, attention)
     samples = ragged_samples(7, longest=9, seed=3)
     # Rows of three, three and one sample, padded to a common width.
-    batch = collate([samples[:3], samples[3:6], samples[6:]], pad_id=0)
+    batch = SampleCollator(0)([samples[:3], samples[3:6], samples[6:]])
     network = CausalLMLoss(model)
-    hidden = network.hidden_states(**tensors(batch))[batch.segment_ids > 0]
+    hidden = network.trunk(**tensors(batch))[batch.segment_ids > 0]
     with torch.no_grad():
         ids = [torch.as_tensor(s.input_ids, dtype=torch.long)[None] for s in samples]
         alone = torch.cat([model.base_model(input_ids=each)[0][0] for each in ids])
@@ -68,17 +69,17 @@ def test_packed_samples_equal_each_sample_alone(kind, attention):
 def test_padding_and_neighbours_have_no_influence(kind):
     network = CausalLMLoss(tiny_model(kind))
     samples = ragged_samples(4, longest=8, seed=4)
-    loss = network(**tensors(b := collate([samples[:2]], 0)), labels=b.labels)
-    wide = collate([samples[:2]], pad_id=7, multiple_of=32)
+    loss = network(**tensors(b := SampleCollator(0)([samples[:2]])), labels=b.labels)
+    wide = SampleCollator(7, multiple_of=32)([samples[:2]])
     torch.testing.assert_close(network(**tensors(wide), labels=wide.labels), loss)
-    more = collate([samples[:2], samples[2:]], pad_id=0)
-    rest = network(**tensors(b := collate([samples[2:]], 0)), labels=b.labels)
+    more = SampleCollator(0)([samples[:2], samples[2:]])
+    rest = network(**tensors(b := SampleCollator(0)([samples[2:]])), labels=b.labels)
     torch.testing.assert_close(network(**tensors(more), labels=more.labels), loss + rest)
 
 
 def test_a_batch_without_targets_has_zero_loss_and_zero_gradient_everywhere():
     model = adapted("opt")
-    batch = collate([ragged_samples(1)], pad_id=0)
+    batch = SampleCollator(0)([ragged_samples(1)])
     loss = CausalLMLoss(model)(**tensors(batch), labels=torch.full_like(batch.labels, -100))
     loss.backward()
     assert loss.item() == 0.0
@@ -87,7 +88,7 @@ def test_a_batch_without_targets_has_zero_loss_and_zero_gradient_everywhere():
 
 @pytest.mark.parametrize("kind", ["opt", "llama"])
 def test_full_logits_and_checkpointed_heads_give_the_same_loss_and_gradient(kind):
-    batch = collate([ragged_samples(4, longest=8)], pad_id=0)
+    batch = SampleCollator(0)([ragged_samples(4, longest=8)])
 
     def loss_and_gradient(change):
         model = adapted(kind)
@@ -114,11 +115,11 @@ def test_full_logits_and_checkpointed_heads_give_the_same_loss_and_gradient(kind
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_probe_finds_nothing_wrong_with_these_architectures(kind, attention, dtype):
-    report = probe(
-        CausalLMLoss(tiny_model(kind, attention).to(dtype)), vocab_size=VOCAB, device=CPU
-    )
+    model = tiny_model(kind, attention).to(dtype)
+    report = probe(Trunk(model), vocab_size=VOCAB, device=CPU)
     assert report.packing_is_exact
-    assert report.head_is_linear
+    assert report.tree_is_exact
+    assert head_is_linear(model, vocab_size=VOCAB, device=CPU)
 
 
 def changing_inputs(model, change):
@@ -165,9 +166,11 @@ def counting_positions_through(model):
     + [(kind, counting_positions_through) for kind in ("opt", "gpt2")],
 )
 def test_probe_notices_samples_that_influence_each_other(kind, broken):
-    report = probe(CausalLMLoss(broken(tiny_model(kind))), vocab_size=VOCAB, device=CPU)
+    model = broken(tiny_model(kind))
+    report = probe(Trunk(model), vocab_size=VOCAB, device=CPU)
     assert not report.packing_is_exact
-    assert report.head_is_linear
+    assert not report.tree_is_exact
+    assert head_is_linear(model, vocab_size=VOCAB, device=CPU)
 
 
 def softcapped():
@@ -191,10 +194,7 @@ def softcapped():
 
 
 def test_probe_notices_logits_that_are_more_than_a_linear_layer():
-    network = CausalLMLoss(softcapped())
-    report = probe(network, vocab_size=VOCAB, device=CPU)
-    assert not report.head_is_linear
-    assert network.full_logits is False
+    assert not head_is_linear(softcapped(), vocab_size=VOCAB, device=CPU)
 
 
 class Said:
@@ -223,14 +223,10 @@ class Engine:
         self.module.eval()
 
 
-class Config:
-    def __init__(self, packing):
-        self.data = DataConfig(packing=packing)
-
-
 def settle(network, packing=True):
     said = Said()
-    return stage.settle_packing(Engine(network), Config(packing), range(VOCAB), said), said
+    stage.settle_head(Engine(network), VOCAB, said)
+    return stage.settle_packing(Engine(network), packing, VOCAB, said), said
 
 
 def test_packing_is_kept_where_it_is_exact_and_left_where_not_asked_for():
@@ -254,7 +250,7 @@ def test_whole_logits_are_used_aloud_where_the_model_transforms_them():
     assert network.full_logits
     assert any("transforms its logits" in line for line in said.lines)
     sample = ragged_samples(1)[0]
-    batch = collate([[sample]], pad_id=0)
+    batch = SampleCollator(0)([[sample]])
     loss = network(**tensors(batch), labels=batch.labels)
     torch.testing.assert_close(loss, plain.sample_loss(model, sample)[0], rtol=1e-5, atol=1e-5)
 
@@ -283,11 +279,10 @@ def test_probe_notices_a_leak_that_16_bit_rounding_would_hide():
         states = output.last_hidden_state
         output.last_hidden_state = states + 0.02 * states[:, :1]
 
-    network = CausalLMLoss(model)
-    exact = probe(network, vocab_size=VOCAB, device=CPU)
+    exact = probe(Trunk(model), vocab_size=VOCAB, device=CPU)
     assert exact.packing_is_exact
     model.model.register_forward_hook(leak)
-    report = probe(network, vocab_size=VOCAB, device=CPU)
+    report = probe(Trunk(model), vocab_size=VOCAB, device=CPU)
     assert report.leak_error > 0.001
     assert report.packing_error < 0.1
     assert not report.packing_is_exact

@@ -1,0 +1,152 @@
+"""Pretrained decoders with a scalar head, which score a sequence at its last token."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging
+
+from dschat_lora.config import ModelConfig
+from dschat_lora.lora.layers import TrainedModule
+from dschat_lora.lora.model import seeded_generator
+from dschat_lora.models.causal_lm import sdpa_errors
+from dschat_lora.models.errors import hub_errors
+from dschat_lora.models.trunk import Trunk
+
+HEAD = "score"
+
+
+def load_reward_model(
+    path: str,
+    model_config: PretrainedConfig,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    seed: int | None,
+    meta: bool,
+) -> PreTrainedModel:
+    """The pretrained model with one score instead of next-token logits.
+
+    A head that the files lack is drawn from N(0, 1 / (H + 1)), from ``seed`` alone.
+
+    Args:
+        path: local directory or hub name, of a language model or a reward model.
+        model_config: from :func:`dschat_lora.models.causal_lm.load_config`.
+        config: the user's options.
+        dtype: type of the weights.
+        seed: of a new head; None asks for a model that has one.
+        meta: build the shape alone.
+
+    Raises:
+        ValueError: if it cannot be loaded, has several labels, has its head elsewhere, or has
+            none and ``seed`` is None.
+    """
+    model_config.num_labels = 1
+    kwargs = {
+        "dtype": dtype,
+        "attn_implementation": config.attn_implementation,
+        "trust_remote_code": config.trust_remote_code,
+    }
+    auto = AutoModelForSequenceClassification
+    with hub_errors("--model_name_or_path", path, "model"), sdpa_errors(model_config):
+        if meta:
+            with torch.device("meta"):
+                model = auto.from_config(model_config, **kwargs)
+            missing: set[str] = set()
+        else:
+            with _without_report():
+                model, report = auto.from_pretrained(
+                    path,
+                    config=model_config,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,
+                    **kwargs,
+                )
+            missing = set(report["missing_keys"])
+            if report["mismatched_keys"]:
+                raise ValueError(f"it gives more than one score: {report['mismatched_keys']}")
+    if not isinstance(getattr(model, HEAD, None), nn.Linear):
+        raise ValueError(
+            f"--model_name_or_path {path}: a {model_config.model_type} model has no {HEAD!r} head "
+            "that could be read at the last token; use a decoder such as OPT, GPT-2 or Llama"
+        )
+    if f"{HEAD}.weight" in missing:
+        if seed is None:
+            raise ValueError(
+                f"--model_name_or_path {path} is no reward model: it has no {HEAD} head"
+            )
+        init_head_(model.score, seed=seed)
+    return model
+
+
+@contextmanager
+def _without_report() -> Iterator[None]:
+    """Keep transformers from advising to train the head that will be trained."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+@torch.no_grad()
+def init_head_(head: nn.Linear, *, seed: int) -> None:
+    """Draw the weights from N(0, 1 / (H + 1)) (arXiv:2009.01325, appendix B.1), no bias."""
+    values = torch.empty(head.weight.shape)
+    values.normal_(std=(head.in_features + 1) ** -0.5, generator=seeded_generator(seed, HEAD))
+    head.weight.copy_(values)
+    if head.bias is not None:
+        head.bias.zero_()
+
+
+class RewardModel(nn.Module):
+    """A model with a scalar head that returns scores at given places.
+
+    Attributes:
+        model: the transformers model, layers possibly adapted.
+        trunk: runs it below its head.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model: Any = model
+        self.trunk = Trunk(model)
+        self.head = ScoreHead(self.model.score)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        segment_ids: Tensor,
+        branch_ids: Tensor,
+        places: Tensor,
+    ) -> Tensor:
+        """(K,) fp32 scores at (K,) places; the other arguments (B, T) as in ``PairBatch``.
+
+        Without a place the graph still spans the model.
+        """
+        hidden = self.trunk(input_ids, position_ids, segment_ids, branch_ids)
+        scores: Tensor = self.head(hidden.flatten(0, 1)[places])
+        return scores
+
+
+class ScoreHead(nn.Module):
+    """The scalar head, computed in float32: 16-bit scores of like answers would be equal.
+
+    The head's layer lends its parameters, so that ZeRO 3 gathers them for this module.
+    """
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        layer: Any = head.trained if isinstance(head, TrainedModule) else head
+        self.weight: Tensor = layer.weight
+        self.bias: Tensor | None = layer.bias
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(K,) scores of (K, H) hidden states."""
+        bias = None if self.bias is None else self.bias.float()
+        return nn.functional.linear(hidden.float(), self.weight.float(), bias).squeeze(-1)

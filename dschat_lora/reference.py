@@ -1,0 +1,161 @@
+"""DPO's reference: the policy as it was before training, as numbers or looked through again."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dschat_lora.data.batch import PairBatch
+from dschat_lora.data.loader import Collator, eval_batches
+from dschat_lora.data.packing import Row
+from dschat_lora.data.store import TokenSet, load_or_build
+from dschat_lora.engine.build import TrainEngine
+from dschat_lora.engine.distributed import broadcast_, on_rank_zero, rank, sum_tensor_, world_size
+from dschat_lora.engine.zero import Snapshot
+from dschat_lora.objective import answer_logprobs
+
+_FILE = "logprobs.npy"
+
+
+class WithReference:
+    """Pairs with the reference's log-probabilities of their answers."""
+
+    def __init__(self, pairs: TokenSet, logprobs: NDArray[np.float32]) -> None:
+        self._pairs, self._logprobs = pairs, logprobs
+
+    def __getitem__(self, index: int) -> Any:
+        chosen, rejected = self._logprobs[index].tolist()
+        return replace(self._pairs[index], reference=(chosen, rejected))
+
+
+@torch.no_grad()
+def reference_logprobs(
+    engine: TrainEngine,
+    pairs: TokenSet,
+    *,
+    rows: Sequence[Row],
+    collate: Collator,
+    batch_size: int,
+    cache: Path,
+    identity: Any,
+) -> NDArray[np.float32]:
+    """(len(pairs), 2) log-probabilities in nats of chosen and rejected answers, from the cache.
+
+    What is not there is computed with ``engine`` as it is, so before anything is trained or
+    restored. Call on every rank.
+
+    Args:
+        engine: over a ``CausalLMLogprobs``.
+        pairs: to compute them for.
+        rows: of pair numbers; each pair is in one row.
+        collate: makes batches of rows.
+        batch_size: rows of a batch on one rank.
+        cache: directory for directories of results.
+        identity: what the results depend on, JSON-ready; complete on rank 0.
+    """
+    text = json.dumps([identity, pairs.digest()], sort_keys=True)
+    key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    directory = cache / f"reference-{key}"
+    known = on_rank_zero(lambda: _read(directory, len(pairs)))
+    found = torch.tensor(float(known is not None), device=engine.device)
+    if not broadcast_(found):
+        known = _compute(engine, pairs, rows, collate, batch_size)
+        on_rank_zero(lambda: load_or_build(directory, lambda path: _write(path, known)))
+    values = torch.zeros(len(pairs), 2, device=engine.device)
+    if rank() == 0:
+        values.copy_(torch.from_numpy(known))
+    shared: NDArray[np.float32] = broadcast_(values).cpu().numpy()
+    return shared
+
+
+def _compute(
+    engine: TrainEngine,
+    pairs: TokenSet,
+    rows: Sequence[Row],
+    collate: Collator,
+    batch_size: int,
+) -> NDArray[np.float32]:
+    engine.eval()
+    own = eval_batches(
+        pairs,
+        rows=rows,
+        batch_size=batch_size,
+        rank=rank(),
+        world_size=world_size(),
+        collate=collate,
+    )
+    results = [answer_logprobs(engine, batch.to(engine.device)) for batch in own]
+    order = eval_batches(
+        _Numbers(),
+        rows=rows,
+        batch_size=batch_size,
+        rank=rank(),
+        world_size=world_size(),
+        collate=_Numbers(),
+    )
+    values = torch.zeros(len(pairs), 2, device=engine.device)
+    for numbers, logprobs in zip(order, results, strict=True):
+        values[numbers] = torch.stack(logprobs.chunk(2), dim=1)
+    # Each pair was on one rank, so the sum is a collection.
+    collected: NDArray[np.float32] = sum_tensor_(values).cpu().numpy()
+    return collected
+
+
+class _Numbers:
+    """Samples that are their own numbers, and batches of these."""
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def __call__(self, rows: Sequence[Sequence[int]]) -> list[int]:
+        return [number for row in rows for number in row]
+
+    def empty(self) -> list[int]:
+        return []
+
+    def lengths(self, samples: TokenSet) -> NDArray[np.int64]:
+        return samples.lengths
+
+
+def _read(directory: Path, size: int) -> NDArray[np.float32] | None:
+    """What :func:`_write` wrote; None where nothing sound is there."""
+    if not directory.is_dir():
+        return None
+
+    def missing(path: Path) -> dict[str, Any]:
+        raise ValueError(f"{path} holds nothing")
+
+    try:
+        load_or_build(directory, missing)
+        values: NDArray[np.float32] = np.load(directory / _FILE)
+    except (OSError, ValueError):
+        return None
+    return values if values.shape == (size, 2) else None
+
+
+def _write(directory: Path, values: NDArray[np.float32] | None) -> dict[str, Any]:
+    assert values is not None
+    np.save(directory / _FILE, values)
+    return {"pairs": len(values)}
+
+
+@torch.no_grad()
+def logprobs_at(snapshot: Snapshot, engine: TrainEngine, batch: PairBatch) -> Tensor:
+    """(2 P,) log-probabilities of a batch's answers as they were then; call on every rank.
+
+    Dropout is off, whatever the engine's mode.
+    """
+    was_training = engine.module.training
+    engine.eval()
+    with snapshot.in_place():
+        values = answer_logprobs(engine, batch)
+    if was_training:
+        engine.train()
+    return values

@@ -1,0 +1,59 @@
+"""Direct preference optimisation: a policy from pairs of answers, without a reward model.
+
+    deepspeed training/step2_dpo/main.py --model_name_or_path output/sft --lora_dim 16
+
+The reference is the model as it is before training. Rows have a prompt, a chosen and a rejected
+answer. Without --model_name_or_path and --data_path the bundled tiny model and data are used.
+"""
+
+from functools import partial
+
+from dschat_lora.cli.options import run_main
+from dschat_lora.config import DpoStageConfig
+from dschat_lora.preflight import DPO, check_supervised
+
+check = partial(check_supervised, rules=DPO)
+
+
+def main(config: DpoStageConfig) -> None:
+    """Train, evaluate and save, from a checked config."""
+    # Imported here, so that a wrong option is reported without waiting for torch.
+    from dschat_lora import stage
+    from dschat_lora.data.batch import PairCollator
+    from dschat_lora.models.build import build_causal_lm
+    from dschat_lora.models.causal_lm import CausalLMLogprobs
+    from dschat_lora.run import open_run
+
+    with open_run(config, name="dpo", check=check) as output:
+        setup = stage.set_up(output, build_causal_lm, phase=2, kind="pairs", task="CAUSAL_LM")
+        if output.directory is None:
+            return  # a dry run
+        options, tokenizer = output.config, setup.tokenizer
+        assert isinstance(options, DpoStageConfig)
+
+        engine = stage.build_engine(setup, CausalLMLogprobs(setup.adapted.model))
+        stage.settle_head(engine, len(tokenizer), output)
+        layout, packing = stage.settle_pairs(
+            engine,
+            options.pairs,
+            packing=options.data.packing,
+            vocab_size=len(tokenizer),
+            output=output,
+        )
+        collate = PairCollator(int(tokenizer.pad_token_id), layout)
+        reference = stage.make_reference(setup, engine, collate, options.dpo, packing=packing)
+        stage.train(
+            setup,
+            engine,
+            stage.train_loader(setup, reference.train, collate, packing=packing),
+            reference.objective,
+            stage.make_evaluator(
+                setup, engine, reference.eval, collate, reference.objective, packing=packing
+            ),
+            answers=stage.make_answers(setup, engine),
+            extra_flops=reference.extra_flops,
+        )
+
+
+if __name__ == "__main__":
+    run_main(DpoStageConfig, check, main, description=__doc__)

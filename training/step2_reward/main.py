@@ -1,0 +1,55 @@
+"""Step 2: a reward model that scores an answer at its last token, from pairs of answers.
+
+    deepspeed training/step2_reward/main.py --model_name_or_path output/sft --lora_dim 16
+
+Rows have a prompt, a chosen and a rejected answer, perhaps with a margin. Without
+--model_name_or_path and --data_path the bundled tiny model and data are used.
+"""
+
+from functools import partial
+
+from dschat_lora.cli.options import run_main
+from dschat_lora.config import RewardStageConfig
+from dschat_lora.preflight import REWARD, check_supervised
+
+check = partial(check_supervised, rules=REWARD)
+
+
+def main(config: RewardStageConfig) -> None:
+    """Train, evaluate and save, from a checked config."""
+    # Imported here, so that a wrong option is reported without waiting for torch.
+    from dschat_lora import stage
+    from dschat_lora.data.batch import PairCollator
+    from dschat_lora.models.build import build_reward_model
+    from dschat_lora.models.reward_model import RewardModel
+    from dschat_lora.objective import reward_objective
+    from dschat_lora.run import open_run
+
+    with open_run(config, name="reward", check=check) as output:
+        setup = stage.set_up(output, build_reward_model, phase=2, kind="pairs", task="SEQ_CLS")
+        if output.directory is None:
+            return  # a dry run
+        options, tokenizer, data = output.config, setup.tokenizer, setup.data
+        assert isinstance(options, RewardStageConfig)
+
+        engine = stage.build_engine(setup, RewardModel(setup.adapted.model))
+        layout, packing = stage.settle_pairs(
+            engine,
+            options.pairs,
+            packing=options.data.packing,
+            vocab_size=len(tokenizer),
+            output=output,
+        )
+        collate = PairCollator(int(tokenizer.pad_token_id), layout)
+        objective = reward_objective(options.reward)
+        stage.train(
+            setup,
+            engine,
+            stage.train_loader(setup, data.train, collate, packing=packing),
+            objective,
+            stage.make_evaluator(setup, engine, data.eval, collate, objective, packing=packing),
+        )
+
+
+if __name__ == "__main__":
+    run_main(RewardStageConfig, check, main, description=__doc__)
