@@ -12,6 +12,7 @@ TEST = [
     "pytest>=8,<10",
     "pytest-cov>=5,<8",
     "pytest-xdist>=3.5,<4",
+    "trl>=1.16,<2",
 ]
 
 setup(
