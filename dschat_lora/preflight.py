@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dschat_lora.assets import BUNDLED_DATA
-from dschat_lora.checkpoint.adapter_config import verify_adapter
+from dschat_lora.checkpoint.adapter_config import WEIGHTS_FILE, verify_adapter
 from dschat_lora.checkpoint.history import checkpoints_of
+from dschat_lora.checkpoint.manifest import safetensors_header
 from dschat_lora.config import (
     DataConfig,
     DpoStageConfig,
@@ -87,8 +88,9 @@ def check_supervised(config: ConfigT, *, rules: StageRules = SFT) -> ConfigT:
     source = find_model(config.model.model_name_or_path)
     if source.adapter is not None and _is_first_rank():
         verify_adapter(source.adapter)
+    _check_task(source, rules.tasks)
     data = with_bundled_data(config.data, given)
-    lora = continued_lora(config.lora, source, given, tasks=rules.tasks)
+    lora = continued_lora(config.lora, source, given)
     _check_lora(lora, given)
     data = replace(data, max_seq_len=_fitting_length(data.max_seq_len, source, given))
     check_sources(data, rules.kind)
@@ -128,6 +130,7 @@ def check_score(config: ScoreConfig) -> None:
     source = find_model(config.model.model_name_or_path)
     if source.adapter is not None:
         verify_adapter(source.adapter)
+    _check_task(source, ("SEQ_CLS",))
     check_sources(DataConfig(data_path=config.data_path))
     if config.output_path is not None:
         _check_can_be_made(Path(config.output_path).expanduser().parent, option="output_path")
@@ -154,13 +157,41 @@ def with_bundled_data(data: DataConfig, given: frozenset[str]) -> DataConfig:
     )
 
 
-def continued_lora(
-    lora: LoraConfig,
-    source: ModelSource,
-    given: frozenset[str],
-    *,
-    tasks: tuple[str, ...] = ("CAUSAL_LM",),
-) -> LoraConfig:
+def _check_task(source: ModelSource, tasks: tuple[str, ...]) -> None:
+    """Refuse a language model where a reward model is wanted and the other way round.
+
+    Raises:
+        ValueError: naming the directory and what it holds.
+    """
+    found, adapter = None, source.adapter_config
+    if adapter is not None:
+        found = adapter.task_type
+    elif any(name.endswith("ForSequenceClassification") for name in _architectures(source)):
+        found = "SEQ_CLS"
+    elif tasks == ("SEQ_CLS",) and Path(source.base).is_dir():
+        found = "CAUSAL_LM"
+    name = source.adapter or source.base
+    if found is not None and found not in tasks:
+        kinds = " or ".join(tasks)
+        raise ValueError(
+            f"--model_name_or_path {name} is of kind {found}, and this takes {kinds} "
+            "(SEQ_CLS is a reward model, CAUSAL_LM a language model)"
+        )
+    if found == "SEQ_CLS" and source.adapter is not None:
+        tensors = safetensors_header(source.adapter / WEIGHTS_FILE)
+        if not any(".score." in name for name in tensors):
+            raise ValueError(
+                f"--model_name_or_path {name} is the adapter of a reward model, but its score head "
+                "is missing; save it again with modules_to_save=['score']"
+            )
+
+
+def _architectures(source: ModelSource) -> list[str]:
+    fields = _model_fields(source)
+    return [str(name) for name in fields.get("architectures") or []]
+
+
+def continued_lora(lora: LoraConfig, source: ModelSource, given: frozenset[str]) -> LoraConfig:
     """The settings of the adapter that ``--model_name_or_path`` continues, else as given.
 
     Raises:
@@ -169,11 +200,6 @@ def continued_lora(
     adapter = source.adapter_config
     if adapter is None:
         return lora
-    if adapter.task_type not in (None, *tasks):
-        raise ValueError(
-            f"--model_name_or_path {source.adapter} is an adapter of a {adapter.task_type} model; "
-            f"this stage continues {' and '.join(tasks)} adapters"
-        )
     if "lora_dropout" not in given:
         lora = replace(lora, lora_dropout=adapter.lora_dropout)
     stored: dict[str, Any] = {
@@ -300,18 +326,24 @@ def _check_lora(lora: LoraConfig, given: frozenset[str]) -> None:
 
 def _fitting_length(length: int, source: ModelSource, given: frozenset[str]) -> int:
     """``length`` or, unless the user chose it, what a local model's positions allow."""
-    path = Path(source.base) / "config.json"
-    if not path.is_file():
-        return length
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"--model_name_or_path: {path} is damaged: {error}") from error
-    if not isinstance(fields, dict):
-        raise ValueError(f"--model_name_or_path: {path} must hold a JSON object")
+    path, fields = Path(source.base) / "config.json", _model_fields(source)
     limit = fields.get("max_position_embeddings") or fields.get("n_positions") or length
     if not isinstance(limit, int):
         raise ValueError(f"--model_name_or_path: {path} says {limit!r} of its positions")
     if length > limit and "max_seq_len" in given:
         raise ValueError(f"--max_seq_len is {length}, but the model has {limit} positions")
     return min(length, int(limit))
+
+
+def _model_fields(source: ModelSource) -> dict[str, Any]:
+    """The configuration of a local base; empty for one of the hub."""
+    path = Path(source.base) / "config.json"
+    if not path.is_file():
+        return {}
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"--model_name_or_path: {path} is damaged: {error}") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"--model_name_or_path: {path} must hold a JSON object")
+    return fields

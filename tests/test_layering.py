@@ -31,7 +31,10 @@ LAYERS = {
     "checkpoint.manifest": (set(), set()),
     "cli.options": (set(), {"yaml"}),
     "cli.main": (
-        {"", "checkpoint.adapter_config", "cli.options", "demo", "report.terminal"},
+        {
+            *("", "checkpoint.adapter_config", "cli.options", "config", "demo", "preflight"),
+            *("report.terminal", "score"),
+        },
         set(),
     ),
     "config": ({"cli.options"}, set()),
@@ -40,13 +43,13 @@ LAYERS = {
         {"torch", "numpy", "datasets", "pyarrow", "jinja2"},
     ),
     "demo": (
-        {"assets", "cli.options", "config", "lora", "models", "report", "world"},
+        {"assets", "cli.options", "config", "lora", "models", "report", "score", "world"},
         {"torch"},
     ),
     "engine": (set(), {"torch", "deepspeed", "psutil"}),
     "engine.ds_config": ({"config"}, set()),
     "evaluation": (
-        {"config", "data", "engine", "models", "perf", "report", "run", "trainer"},
+        {"config", "data", "engine", "models", "objective", "perf", "report", "run", "trainer"},
         set(),
     ),
     "interrupt": ({"engine"}, set()),
@@ -62,15 +65,17 @@ LAYERS = {
     ),
     "models.errors": (set(), {"safetensors"}),
     "models.source": ({"assets", "checkpoint.adapter_config"}, set()),
+    "objective": ({"algos", "config", "data"}, {"torch"}),
     "perf": ({"lora"}, {"torch"}),
     "preflight": (
         {
-            *("assets", "checkpoint.adapter_config", "checkpoint.history", "config"),
-            *("data.rows", "engine.ds_config", "models.source", "report", "resume"),
+            *("assets", "checkpoint.adapter_config", "checkpoint.history", "checkpoint.manifest"),
+            *("config", "data.rows", "engine.ds_config", "models.source", "report", "resume"),
         },
         set(),
     ),
     "randomness": (set(), set()),
+    "reference": ({"data", "engine", "objective"}, {"numpy", "torch"}),
     "report": ({""}, {"torch", "tqdm"}),
     "resume": (
         {"checkpoint.history", "checkpoint.manifest", "cli.options", "config", "report"},
@@ -84,28 +89,30 @@ LAYERS = {
         {"torch", "safetensors"},
     ),
     "schedule": (set(), {"torch", "transformers"}),
+    "score": ({"config", "data", "engine", "models", "report"}, {"torch"}),
     "stage": (
         {
-            *("checkpoint", "cli.options", "config", "data", "engine", "lora", "models"),
-            *("keeper", "memory", "perf", "report", "run"),
+            *("checkpoint", "cli.options", "config", "data", "engine", "evaluation", "keeper"),
+            *("lora", "memory", "models", "objective", "perf", "reference", "report", "run"),
+            *("schedule", "trainer"),
         },
         {"torch"},
     ),
     "trainer": (
-        {"config", "data", "engine", "interrupt", "perf", "randomness", "report"},
+        {"config", "data", "engine", "interrupt", "objective", "perf", "randomness", "report"},
         {"torch"},
     ),
     "world": (set(), set()),
 }
 # Loaded by every start-up check, so that a wrong option is reported at once.
 LIGHT = """
-    assets checkpoint.adapter_config checkpoint.history checkpoint.manifest cli.options config
-    data.rows data.sources engine.ds_config models.source preflight report.directory
+    assets checkpoint.adapter_config checkpoint.history checkpoint.manifest cli.main cli.options
+    config data.rows data.sources engine.ds_config models.source preflight report.directory
     report.terminal randomness resume world
 """.split()
 HEAVY = ("torch", "transformers", "deepspeed", "datasets", "numpy", "pyarrow", "peft")
 # Modules that may write to a standard stream.
-SPEAKERS = {"report.log", "report.terminal", "cli.options"}
+SPEAKERS = {"report.log", "report.terminal", "cli.options", "score"}
 
 
 def name_of(path):

@@ -200,5 +200,5 @@ def test_plan_counts_epochs_unless_steps_are_given(optim, steps):
 
 
 def test_perplexity_of_a_huge_loss_is_infinite():
-    assert Evaluation(0.0, StepCounts()).perplexity == 1.0
-    assert Evaluation(1000.0, StepCounts()).perplexity == float("inf")
+    assert describe_perplexity(0.0, {}) == {"perplexity": 1.0}
+    assert describe_perplexity(1000.0, {}) == {"perplexity": float("inf")}

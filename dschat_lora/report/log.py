@@ -258,7 +258,8 @@ def eval_line(step: int, metrics: Mapping[str, Any]) -> str:
         return (
             f"eval after step {step}: held-out accuracy {metrics['accuracy']:.1%} "
             f"(margin {metrics['margin']:.3f}, loss {metrics['loss']:.4f} over "
-            f"{metrics['samples']:,} pairs)"
+            f"{metrics['samples']:,} pairs; calibration error {metrics['calibration_error']:.3f}, "
+            f"correlation with length {metrics['length_correlation'] or 0:.2f})"
         )
     return (
         f"eval after step {step}: held-out perplexity {metrics['perplexity']:.4f} "
