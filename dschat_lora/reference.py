@@ -2,24 +2,37 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
+from dschat_lora.config import DpoConfig
 from dschat_lora.data.batch import PairBatch
-from dschat_lora.data.loader import Collator, eval_batches
+from dschat_lora.data.loader import Collator, Samples, eval_batches
 from dschat_lora.data.packing import Row
 from dschat_lora.data.store import TokenSet, load_or_build
 from dschat_lora.engine.build import TrainEngine
-from dschat_lora.engine.distributed import broadcast_, on_rank_zero, rank, sum_tensor_, world_size
+from dschat_lora.engine.distributed import (
+    broadcast_,
+    on_rank_zero,
+    rank,
+    sum_tensor_,
+    world_size,
+)
 from dschat_lora.engine.zero import Snapshot
-from dschat_lora.objective import answer_logprobs
+from dschat_lora.layout import Arrangement, rows_of
+from dschat_lora.objective import Objective, answer_logprobs, dpo_objective
+from dschat_lora.perf.flops import Flops, forward_flops
+from dschat_lora.perf.shape import describe as describe_shape
+from dschat_lora.perf.throughput import StepCounts
+from dschat_lora.stage import Setup, cache_directory
 
 _FILE = "logprobs.npy"
 
@@ -159,3 +172,65 @@ def logprobs_at(snapshot: Snapshot, engine: TrainEngine, batch: PairBatch) -> Te
     if was_training:
         engine.train()
     return values
+
+
+@dataclass(frozen=True)
+class Reference:
+    """DPO's objective and the pairs it is taken on, which may bring the reference's values."""
+
+    objective: Objective
+    train: Samples
+    eval: Samples
+    extra_flops: Callable[[StepCounts], Flops] | None = None
+
+
+def make_reference(
+    setup: Setup, engine: TrainEngine, arrangement: Arrangement, dpo: DpoConfig
+) -> Reference:
+    """The model as it is, before anything is trained or restored; call on every rank.
+
+    Args:
+        setup: of the stage.
+        engine: over its network.
+        arrangement: of pairs in batches.
+        dpo: the user's options.
+    """
+    data, config = setup.data, setup.config
+    if not dpo.precompute_ref_log_probs:
+        trained = [p for p in setup.adapted.model.parameters() if p.requires_grad]
+        return Reference(
+            dpo_objective(dpo, partial(logprobs_at, Snapshot(trained), engine)),
+            data.train,
+            data.eval,
+            partial(_forward_flops, setup.adapted.model),
+        )
+    setup.output.log.say("  reference    its log-probabilities of all pairs ...")
+    known = partial(
+        reference_logprobs,
+        engine,
+        collate=arrangement.collate,
+        batch_size=config.batch.per_device_eval_batch_size,
+        cache=cache_directory(config),
+        identity=[setup.identity.get(name) for name in ("model", "start", "dtype")],
+    )
+    train, held_out = (
+        WithReference(pairs, known(pairs, rows=rows_of(setup, pairs, arrangement)))
+        for pairs in (data.train, data.eval)
+    )
+    return Reference(dpo_objective(dpo, lambda batch: batch.reference), train, held_out)
+
+
+def _forward_flops(model: nn.Module, counts: StepCounts) -> Flops:
+    """FLOPs of one more forward pass; none where the architecture is not understood."""
+    try:
+        shape = describe_shape(model)
+    except ValueError:
+        return Flops()
+    return forward_flops(
+        shape,
+        num_tokens=counts.num_tokens,
+        num_attended=counts.num_attended,
+        num_targets=counts.num_targets,
+        num_positions=counts.num_positions,
+        num_scored_pairs=counts.num_scored_pairs,
+    )

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM, Gemma2Config
 
-from dschat_lora import stage
+from dschat_lora import layout
 from dschat_lora.attention import block_causal_mask
 from dschat_lora.config import LoraConfig
 from dschat_lora.data.batch import SampleCollator
@@ -225,8 +225,8 @@ class Engine:
 
 def settle(network, packing=True):
     said = Said()
-    stage.settle_head(Engine(network), VOCAB, said)
-    return stage.settle_packing(Engine(network), packing, VOCAB, said), said
+    layout.settle_head(Engine(network), VOCAB, said)
+    return layout.settle_packing(Engine(network), packing, VOCAB, said), said
 
 
 def test_packing_is_kept_where_it_is_exact_and_left_where_not_asked_for():

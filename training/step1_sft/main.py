@@ -14,8 +14,7 @@ from dschat_lora.preflight import check_supervised
 def main(config: SupervisedConfig) -> None:
     """Train, evaluate and save, from a checked config."""
     # Imported here, so that a wrong option is reported without waiting for torch.
-    from dschat_lora import stage
-    from dschat_lora.data.batch import SampleCollator
+    from dschat_lora import course, layout, stage
     from dschat_lora.models.build import build_causal_lm
     from dschat_lora.models.causal_lm import CausalLMLoss
     from dschat_lora.objective import SUPERVISED
@@ -25,19 +24,17 @@ def main(config: SupervisedConfig) -> None:
         setup = stage.set_up(output, build_causal_lm, phase=1, kind="samples", task="CAUSAL_LM")
         if output.directory is None:
             return  # a dry run
-        config, tokenizer, data = setup.config, setup.tokenizer, setup.data
-
         engine = stage.build_engine(setup, CausalLMLoss(setup.adapted.model))
-        stage.settle_head(engine, len(tokenizer), output)
-        packing = stage.settle_packing(engine, config.data.packing, len(tokenizer), output)
-        collate = SampleCollator(int(tokenizer.pad_token_id))
-        stage.train(
+        layout.settle_head(engine, len(setup.tokenizer), output)
+        arrangement = layout.arrange_samples(setup, engine)
+        train, held_out = setup.data.train, setup.data.eval
+        course.train(
             setup,
             engine,
-            stage.train_loader(setup, data.train, collate, packing=packing),
+            layout.train_loader(setup, train, arrangement),
             SUPERVISED,
-            stage.make_evaluator(setup, engine, data.eval, collate, SUPERVISED, packing=packing),
-            answers=stage.make_answers(setup, engine),
+            course.make_evaluator(setup, engine, held_out, arrangement, SUPERVISED),
+            answers=course.make_answers(setup, engine),
         )
 
 

@@ -18,39 +18,31 @@ check = partial(check_supervised, rules=DPO)
 def main(config: DpoStageConfig) -> None:
     """Train, evaluate and save, from a checked config."""
     # Imported here, so that a wrong option is reported without waiting for torch.
-    from dschat_lora import stage
-    from dschat_lora.data.batch import PairCollator
+    from dschat_lora import course, layout, stage
     from dschat_lora.models.build import build_causal_lm
     from dschat_lora.models.causal_lm import CausalLMLogprobs
+    from dschat_lora.reference import make_reference
     from dschat_lora.run import open_run
 
     with open_run(config, name="dpo", check=check) as output:
         setup = stage.set_up(output, build_causal_lm, phase=2, kind="pairs", task="CAUSAL_LM")
         if output.directory is None:
             return  # a dry run
-        options, tokenizer = output.config, setup.tokenizer
+        options = output.config
         assert isinstance(options, DpoStageConfig)
 
         engine = stage.build_engine(setup, CausalLMLogprobs(setup.adapted.model))
-        stage.settle_head(engine, len(tokenizer), output)
-        layout, packing = stage.settle_pairs(
-            engine,
-            options.pairs,
-            packing=options.data.packing,
-            vocab_size=len(tokenizer),
-            output=output,
-        )
-        collate = PairCollator(int(tokenizer.pad_token_id), layout)
-        reference = stage.make_reference(setup, engine, collate, options.dpo, packing=packing)
-        stage.train(
+        layout.settle_head(engine, len(setup.tokenizer), output)
+        arrangement = layout.arrange_pairs(setup, engine, options.pairs)
+        reference = make_reference(setup, engine, arrangement, options.dpo)
+        objective = reference.objective
+        course.train(
             setup,
             engine,
-            stage.train_loader(setup, reference.train, collate, packing=packing),
-            reference.objective,
-            stage.make_evaluator(
-                setup, engine, reference.eval, collate, reference.objective, packing=packing
-            ),
-            answers=stage.make_answers(setup, engine),
+            layout.train_loader(setup, reference.train, arrangement),
+            objective,
+            course.make_evaluator(setup, engine, reference.eval, arrangement, objective),
+            answers=course.make_answers(setup, engine),
             extra_flops=reference.extra_flops,
         )
 

@@ -18,8 +18,7 @@ check = partial(check_supervised, rules=REWARD)
 def main(config: RewardStageConfig) -> None:
     """Train, evaluate and save, from a checked config."""
     # Imported here, so that a wrong option is reported without waiting for torch.
-    from dschat_lora import stage
-    from dschat_lora.data.batch import PairCollator
+    from dschat_lora import course, layout, stage
     from dschat_lora.models.build import build_reward_model
     from dschat_lora.models.reward_model import RewardModel
     from dschat_lora.objective import reward_objective
@@ -29,25 +28,19 @@ def main(config: RewardStageConfig) -> None:
         setup = stage.set_up(output, build_reward_model, phase=2, kind="pairs", task="SEQ_CLS")
         if output.directory is None:
             return  # a dry run
-        options, tokenizer, data = output.config, setup.tokenizer, setup.data
+        options = output.config
         assert isinstance(options, RewardStageConfig)
 
         engine = stage.build_engine(setup, RewardModel(setup.adapted.model))
-        layout, packing = stage.settle_pairs(
-            engine,
-            options.pairs,
-            packing=options.data.packing,
-            vocab_size=len(tokenizer),
-            output=output,
-        )
-        collate = PairCollator(int(tokenizer.pad_token_id), layout)
+        arrangement = layout.arrange_pairs(setup, engine, options.pairs)
         objective = reward_objective(options.reward)
-        stage.train(
+        train, held_out = setup.data.train, setup.data.eval
+        course.train(
             setup,
             engine,
-            stage.train_loader(setup, data.train, collate, packing=packing),
+            layout.train_loader(setup, train, arrangement),
             objective,
-            stage.make_evaluator(setup, engine, data.eval, collate, objective, packing=packing),
+            course.make_evaluator(setup, engine, held_out, arrangement, objective),
         )
 
 

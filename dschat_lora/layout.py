@@ -1,0 +1,151 @@
+"""How samples and pairs lie in rows, and whether the model at hand keeps them apart there."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from dschat_lora.config import PairConfig
+from dschat_lora.data.batch import PairCollator, PairLayout, SampleCollator
+from dschat_lora.data.loader import Collator, Samples, StepLoader
+from dschat_lora.data.packing import Row, fill, make_rows
+from dschat_lora.data.store import TokenSet
+from dschat_lora.engine.build import TrainEngine
+from dschat_lora.engine.distributed import rank, world_size
+from dschat_lora.models.probe import ProbeReport, head_is_linear, probe
+from dschat_lora.models.trunk import Trunk
+from dschat_lora.run import Output
+from dschat_lora.stage import Setup
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """How a run's samples or pairs become batches."""
+
+    collate: Collator
+    packing: bool  # rows hold several of them
+
+
+def arrange_samples(setup: Setup, engine: TrainEngine) -> Arrangement:
+    """Of samples, after a look at how the user's own model treats them; call on every rank."""
+    tokenizer, wanted = setup.tokenizer, setup.config.data.packing
+    packing = settle_packing(engine, wanted, len(tokenizer), setup.output)
+    return Arrangement(SampleCollator(int(tokenizer.pad_token_id)), packing)
+
+
+def arrange_pairs(setup: Setup, engine: TrainEngine, pairs: PairConfig) -> Arrangement:
+    """Of pairs, after the same look; call on every rank."""
+    tokenizer = setup.tokenizer
+    layout, packing = settle_pairs(
+        engine,
+        pairs,
+        packing=setup.config.data.packing,
+        vocab_size=len(tokenizer),
+        output=setup.output,
+    )
+    return Arrangement(PairCollator(int(tokenizer.pad_token_id), layout), packing)
+
+
+def settle_head(engine: TrainEngine, vocab_size: int, output: Output) -> None:
+    """Take the model's own logits where its head is more than a linear layer. On every rank."""
+    network: Any = engine.module
+    engine.eval()
+    if not head_is_linear(network.model, vocab_size=vocab_size, device=engine.device):
+        network.full_logits = True
+        output.log.say(
+            "  note         this architecture transforms its logits: they are computed whole, "
+            "which takes more memory"
+        )
+
+
+def settle_packing(engine: TrainEngine, wanted: bool, vocab_size: int, output: Output) -> bool:
+    """Whether to pack, after a look at how the user's own model treats a packed row.
+
+    Call on every rank.
+    """
+    trunk, report = _probe(engine, vocab_size, output)
+    if report.packing_is_exact and not trunk.own_mask:
+        return wanted
+    trunk.own_mask = True
+    if wanted:
+        output.log.say(
+            "  note         packing is off: this architecture mixes the samples of a packed row "
+            f"(relative error {report.packing_error:.1g})"
+        )
+    return False
+
+
+def settle_pairs(
+    engine: TrainEngine, wanted: PairConfig, *, packing: bool, vocab_size: int, output: Output
+) -> tuple[PairLayout, bool]:
+    """How pairs are laid out and whether rows hold several, after the same look.
+
+    Call on every rank.
+    """
+    trunk, report = _probe(engine, vocab_size, output)
+    if trunk.own_mask or not report.packing_is_exact:
+        trunk.own_mask = True
+        if packing or wanted.share_prompt:
+            output.log.say(
+                "  note         every answer has a row of its own: this architecture mixes the "
+                f"sequences of a row (relative error {report.packing_error:.1g})"
+            )
+        return "alone", False
+    if wanted.share_prompt and report.tree_is_exact:
+        return "shared", packing
+    if wanted.share_prompt:
+        output.log.say(
+            "  note         answers do not share their prompt: this architecture mixes them "
+            f"(relative error {report.tree_error:.1g})"
+        )
+    return "separate", packing
+
+
+def _probe(engine: TrainEngine, vocab_size: int, output: Output) -> tuple[Trunk, ProbeReport]:
+    network: Any = engine.module
+    engine.eval()
+    report = probe(network.trunk, vocab_size=vocab_size, device=engine.device)
+    output.record.update({"probe": vars(report)})
+    return network.trunk, report
+
+
+def rows_of(setup: Setup, samples: TokenSet, arrangement: Arrangement) -> list[Row]:
+    """Rows of sample numbers, several samples a row if they are to be packed."""
+    return make_rows(
+        arrangement.collate.lengths(samples),
+        max_seq_len=setup.config.max_row_tokens,
+        packing=arrangement.packing,
+        seed=setup.config.run.seed,
+    )
+
+
+def train_loader(setup: Setup, samples: Samples, arrangement: Arrangement) -> StepLoader:
+    """This rank's micro-batches of every optimizer step.
+
+    Args:
+        setup: of the stage.
+        samples: the training samples, perhaps with something added.
+        arrangement: of samples in batches.
+    """
+    config, log = setup.config, setup.output.log
+    lengths = arrangement.collate.lengths(setup.data.train)
+    rows = rows_of(setup, setup.data.train, arrangement)
+    if arrangement.packing:
+        capacity = config.max_row_tokens
+        share = fill(rows, lengths, capacity)
+        log.say(f"  packing      {len(rows):,} rows of {capacity} tokens, {share:.1%} full")
+    loader = StepLoader(
+        samples,
+        rows=rows,
+        micro_batch_size=config.batch.per_device_train_batch_size,
+        gradient_accumulation_steps=config.batch.gradient_accumulation_steps,
+        rank=rank(),
+        world_size=world_size(),
+        seed=config.run.seed,
+        collate=arrangement.collate,
+    )
+    steps = loader.steps_per_epoch
+    log.say(
+        f"  steps        {steps:,} an epoch, of up to {loader.rows_per_step} rows: about "
+        f"{len(lengths) / max(1, steps):,.0f} samples and "
+        f"{lengths.sum() / max(1, steps):,.0f} tokens each"
+    )
+    return loader
