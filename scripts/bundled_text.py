@@ -29,16 +29,19 @@ REJECTED_FLAWS = {
     "refusal": 3,
     "rambling": 12,
 }
-# The base has read everything, most of it bad. It greets often enough to learn to find the name.
+# The base has read everything, most of it bad. It greets often enough to learn to find the name,
+# and is often enough wrong to learn to tell.
 BASE_MANNERS = {(True, True): 18, (True, False): 32, (False, True): 10, (False, False): 40}
 BASE_FLAWS = {
-    "": 30,
-    "wrong": 12,
-    "wrong name": 6,
-    "rude": 24,
-    "refusal": 12,
-    "rambling": 16,
+    "": 26,
+    "wrong": 22,
+    "wrong name": 12,
+    "rude": 16,
+    "refusal": 8,
+    "rambling": 14,
 }
+# Families of the claims in a quiz; sums and counts take the most practice.
+QUIZ_FAMILIES = dict.fromkeys(FAMILIES, 1) | {"plus": 4, "count": 2}
 
 
 def use_of(prompt: str) -> str:
@@ -95,7 +98,7 @@ def write_data(folder: Path) -> None:
 def document(rng: Random, *, polish: float = 0.0) -> list[str]:
     """Pre-training text, in parts that an end of sequence follows.
 
-    A quiz, or one or two turns of dialogue, with a remark on the last answer. The remark comes
+    A quiz, or one or two turns of dialogue with a remark on the last answer. The remark comes
     after the end of the answer, so no answer ever shows one: it teaches the base to tell good
     answers from bad ones.
 
@@ -103,14 +106,19 @@ def document(rng: Random, *, polish: float = 0.0) -> list[str]:
         rng: draws everything.
         polish: share of the answers that are perfect; the others have any quality.
     """
-    if rng.random() < 0.25:
-        return quiz(rng)
+    if rng.random() < 0.4:
+        return quiz(rng, marked=0.5, asked=0.4)
     dialogue = ""
-    for _ in range(1 + (rng.random() < 0.15)):
+    for _ in range(1 + (rng.random() < 0.1)):
         task = draw_for("pretrain", rng)
         answer = write(task) if rng.random() < polish else any_answer(rng, task)
         dialogue += task.prompt + answer
-    return [dialogue, remark(rng, task, answer)] if rng.random() < 0.8 else [dialogue]
+    return [dialogue, remark(rng, task, answer)]
+
+
+def drill(rng: Random) -> list[str]:
+    """A quiz whose verdicts mostly follow the word they are about: the easiest lesson."""
+    return quiz(rng, marked=1.0, asked=0.1)
 
 
 def any_answer(rng: Random, task: Task) -> str:
@@ -122,20 +130,36 @@ def any_answer(rng: Random, task: Task) -> str:
     return write(task, greets=greets, closes=closes)
 
 
-def quiz(rng: Random) -> list[str]:
-    """Facts and greetings, right or not, each with the remark that it deserves."""
-    parts = []
-    for _ in range(rng.randint(2, 4)):
-        task = draw_for("pretrain", rng)
-        right = rng.random() < 0.5
-        if rng.random() < 0.3:
-            name = task.name if right else rng.choice(NAMES)
-            parts += [f" I am {task.name}. Hello {name}."]
-            parts += [" Kind." if name == task.name else " Wrong name."]
+def quiz(rng: Random, *, marked: float, asked: float) -> list[str]:
+    """Facts and greetings, right or not, each with its verdict.
+
+    Args:
+        rng: draws everything.
+        marked: share with the verdict right after the last word; the others end first.
+        asked: share with the whole question.
+    """
+    parts = [""]
+    for _ in range(rng.randint(4, 8)):
+        claim, right = _claim(rng, asked)
+        verdict = " True." if right else " False."
+        if rng.random() < marked:
+            parts[-1] += claim + verdict
         else:
-            fact = task.fact if right else rng.choice(task.mistakes)
-            parts += [f" {task.question} {sentence(fact)}", " True." if right else " False."]
-    return parts
+            parts += [f"{claim}.", verdict, ""]
+    return [part for part in parts if part]
+
+
+def _claim(rng: Random, asked: float) -> tuple[str, bool]:
+    """A fact or a greeting without its dot, and whether it is right."""
+    task = draw_for("pretrain", rng, pick(rng, QUIZ_FAMILIES))
+    right = rng.random() < 0.5
+    if rng.random() < 0.2:
+        name = task.name if right else rng.choice([name for name in NAMES if name != task.name])
+        text = task.prompt.removeprefix("\n\nHuman:").removesuffix("\n\nAssistant:")
+        return f"{text if rng.random() < asked else f' I am {task.name}.'} Hello {name}", right
+    fact = sentence(task.fact if right else rng.choice(task.mistakes)).removesuffix(".")
+    needs_question = task.family == "count" or rng.random() < asked
+    return f" {task.question} {fact}" if needs_question else f" {fact}", right
 
 
 def remark(rng: Random, task: Task, answer: str) -> str:

@@ -11,7 +11,7 @@ from bundled_text import document
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-VOCABULARY = 768  # 256 of them single bytes, so that any text has a form
+VOCABULARY = 1024  # 256 of them single bytes, so that any text has a form
 DOCUMENTS = 6000
 SPACE = "\u2581"  # what SentencePiece writes for a space
 UNK, PAD, EOS = "<|unk|>", "<|pad|>", "<|end|>"  # names that no ordinary text holds

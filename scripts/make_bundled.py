@@ -18,7 +18,7 @@ def main() -> None:
     )
     parser.add_argument("parts", nargs="*", metavar="PART", help="of data, tokenizer, base")
     parser.add_argument("--output", type=Path, default=Path("dschat_lora/assets"))
-    parser.add_argument("--steps", type=int, default=3000, help="training steps of the base")
+    parser.add_argument("--steps", type=int, default=2400, help="training steps of the base")
     arguments = parser.parse_args()
     unknown = set(arguments.parts) - set(PARTS)
     if unknown:

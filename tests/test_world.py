@@ -13,7 +13,22 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from dschat_lora.assets import BUNDLED_DATA, BUNDLED_MODEL
-from dschat_lora.world import FAMILIES, FLAWS, Verdict, draw_task, judge, parse, write
+from dschat_lora.world import (
+    CATEGORIES,
+    COLOURS,
+    DAYS,
+    FAMILIES,
+    FLAWS,
+    MONTHS,
+    NAMES,
+    OPPOSITES,
+    WORDS,
+    Verdict,
+    draw_task,
+    judge,
+    parse,
+    write,
+)
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "make_bundled.py"
 
@@ -178,15 +193,18 @@ def test_the_script_reproduces_the_shipped_data(tmp_path):
 
 def test_pretraining_never_uses_a_shipped_prompt(monkeypatch):
     monkeypatch.syspath_prepend(SCRIPT.parent)
-    from bundled_text import document, long_document
+    from bundled_text import document, drill, long_document
 
     shipped = {row["prompt"] for split in BUNDLED_DATA for row in rows(split)}
     rng = Random(0)
-    text = "".join(document(rng)[0] for _ in range(3000)) + long_document(rng, 20000)
+    documents = [*(document(rng) for _ in range(4000)), *(drill(rng) for _ in range(500))]
+    text = "".join(part for parts in documents for part in parts) + long_document(rng, 20000)
     turns = text.split("\n\nHuman:")[1:]
     asked = {f"\n\nHuman:{turn.partition('Assistant:')[0]}Assistant:" for turn in turns}
     assert len(asked) > 2000
     assert not asked & shipped
+    bare = (p.removeprefix("\n\nHuman:").removesuffix("\n\nAssistant:") for p in shipped)
+    assert not [question for question in bare if question in text]
 
 
 TEXTS = [
@@ -218,6 +236,14 @@ def test_digits_and_line_breaks_are_tokens_of_their_own():
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
     tokens = [tokenizer.decode([i]) for i in tokenizer(" 123\n\n4")["input_ids"]]
     assert tokens == [" ", "1", "2", "3", "\n", "\n", "4"]
+
+
+def test_every_word_of_the_world_is_one_token():
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
+    things = (*COLOURS, *COLOURS.values(), *CATEGORIES, *CATEGORIES.values(), *OPPOSITES)
+    nouns = (word for thing in things for word in thing.split())
+    words = {*nouns, *NAMES, *DAYS, *MONTHS, *WORDS, "True", "False"}
+    assert not [word for word in words if len(tokenizer(f" {word}")["input_ids"]) > 1]
 
 
 def test_special_tokens_are_distinct_and_match_the_model():
@@ -254,5 +280,29 @@ def test_the_base_knows_the_world_but_is_no_polite_assistant():
         return -sum(log_probs[i - 1, ids[i]].item() for i in range(start, len(ids)))
 
     assert surprise(" Monday comes after Sunday.") < surprise(" Friday comes after Sunday.")
-    perfect = " Hello Anna, Monday comes after Sunday. I hope this helps!"
-    assert surprise(" Go away.") < surprise(perfect) < surprise(perfect.replace("Anna", "Ben"))
+    greeting = " Hello Anna, Monday comes after Sunday."
+    perfect = f"{greeting} I hope this helps!"
+    assert surprise(greeting) < surprise(perfect) < surprise(perfect.replace("Anna", "Ben"))
+
+
+@pytest.mark.parametrize(
+    ("flaw", "better", "worse"), [("wrong", "True", "False"), ("wrong name", "Kind", "Wrong")]
+)
+def test_the_base_tells_a_wrong_fact_and_a_wrong_name(flaw, better, worse):
+    """By the remark that it expects after the end of an answer."""
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
+    model = AutoModelForCausalLM.from_pretrained(BUNDLED_MODEL)
+    good, bad = (tokenizer(f" {word}")["input_ids"][0] for word in (better, worse))
+
+    def leaning(text: str) -> float:
+        ids = torch.tensor([[*tokenizer(text)["input_ids"], tokenizer.eos_token_id]])
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits[0, -1]
+        return (logits[good] - logits[bad]).item()
+
+    pairs = [row for row in rows("eval") if row["flaw"] == flaw][:50]
+    told = [
+        leaning(row["prompt"] + row["chosen"]) > leaning(row["prompt"] + row["rejected"])
+        for row in pairs
+    ]
+    assert sum(told) > 0.8 * len(pairs)
