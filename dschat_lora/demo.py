@@ -35,14 +35,12 @@ SFT_OPTIONS = {
     "logging_steps": 20,
 }
 REWARD_OPTIONS = {
-    "lora_dim": 16,
-    "lora_alpha": 32,
-    "lora_learning_rate": 1e-3,
+    "lora_learning_rate": 2e-3,
     "max_seq_len": 128,
     "per_device_train_batch_size": 32,
-    "num_train_epochs": 3,
+    "num_train_epochs": 1,
     "num_warmup_steps": 10,
-    "logging_steps": 40,
+    "logging_steps": 25,
 }
 MAX_NEW_TOKENS = 40
 BATCH_SIZE = 100
@@ -62,7 +60,8 @@ def run_demo(output_dir: str | None) -> None:
     directory = claim_directory(output_dir, name="demo")
     sft, reward = directory / "sft", directory / "reward"
     _run_stage(scripts / "step1_sft" / "main.py", SFT_OPTIONS | {"output_dir": sft})
-    _run_stage(scripts / "step2_reward" / "main.py", REWARD_OPTIONS | {"output_dir": reward})
+    start = {"model_name_or_path": sft, "output_dir": reward}
+    _run_stage(scripts / "step2_reward" / "main.py", REWARD_OPTIONS | start)
     say_once("judging held-out answers by the rule, and the reward model on held-out pairs ...")
     tables = {
         "SFT, held-out test rows": _sft_rows(sft),
