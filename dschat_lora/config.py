@@ -303,6 +303,9 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class PairConfig:
+    num_padding_at_beginning: int = option(
+        1, help="accepted from DeepSpeed-Chat; nothing is guessed from padding"
+    )
     share_prompt: bool = option(
         True,
         help="compute what both answers of a pair begin with once (no-: each answer has its own)",
@@ -318,9 +321,6 @@ class RewardConfig:
     )
     center_rewards_coefficient: float = option(
         0.0, help="weight of the squared sum of a pair's scores, which keeps them around zero"
-    )
-    num_padding_at_beginning: int = option(
-        1, help="accepted from DeepSpeed-Chat; nothing is guessed from padding"
     )
 
     def __post_init__(self) -> None:
@@ -410,12 +410,19 @@ class DpoStageConfig(SupervisedConfig):
 
 @dataclass(frozen=True)
 class ScoreConfig:
-    """Options of ``dschat-lora score``, which scores answers by a reward model."""
+    """Score the answers of data files by a reward model, one JSON line for each row."""
 
-    model: ModelConfig = group(ModelConfig)
-    data_path: tuple[str, ...] = option(
-        (), help="files (.jsonl .json .csv .parquet), directories of them, or hub data sets"
+    model_name_or_path: str = option(
+        help="output directory of a reward model's training, its adapter/ or model/, or a hub name"
     )
+    data_path: tuple[str, ...] = option(
+        help="files (.jsonl .json .csv .parquet), directories of them, or hub data sets"
+    )
+    dtype: Dtype = option("auto", help="compute type; auto: as in training")
+    attn_implementation: Literal["sdpa", "eager"] = option(
+        "sdpa", help="attention kernel of transformers"
+    )
+    trust_remote_code: bool = option(False, help="run model code that comes with a hub repository")
     output_path: str | None = option(None, help="JSONL file to write; default: standard output")
     max_seq_len: int = option(
         0, help="longer sequences get no score; 0: as many tokens as the model has positions"
@@ -424,12 +431,16 @@ class ScoreConfig:
 
     def __post_init__(self) -> None:
         require(bool(self.data_path), "data_path", "nothing", "a file or more to score")
-        require(
-            self.model.model_name_or_path is not None,
-            "model_name_or_path",
-            "nothing",
-            "the output directory of a reward model",
-        )
         require(self.max_seq_len >= 0, "max_seq_len", self.max_seq_len, ">= 0")
         size = self.per_device_eval_batch_size
         require(size >= 1, "per_device_eval_batch_size", size, ">= 1")
+
+    @property
+    def model(self) -> ModelConfig:
+        """How the model is to be loaded."""
+        return ModelConfig(
+            model_name_or_path=self.model_name_or_path,
+            dtype=self.dtype,
+            attn_implementation=self.attn_implementation,
+            trust_remote_code=self.trust_remote_code,
+        )

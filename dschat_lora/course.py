@@ -66,6 +66,7 @@ def train(
         parts=parts | ({"answers": answers} if answers is not None else {}),
         identity={
             **setup.identity,
+            "stage": output.stage,
             "packing": loader.packs,
             "rows": loader.num_rows,
             "rows_per_step": loader.rows_per_step,

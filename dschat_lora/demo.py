@@ -124,7 +124,7 @@ def accuracy_by_flaw(directory: Path) -> dict[str, float]:
     path = directory / "scores.jsonl"
     score_files(
         ScoreConfig(
-            model=ModelConfig(model_name_or_path=str(directory)),
+            model_name_or_path=str(directory),
             data_path=(str(BUNDLED_DATA["test"]),),
             output_path=str(path),
             per_device_eval_batch_size=BATCH_SIZE,

@@ -141,11 +141,18 @@ def mean_of(values: Tensor) -> float | None:
 
 def describe_scores(loss: float, columns: Columns) -> dict[str, Any]:
     """Calibration of the predicted preferences, and how far they follow from length alone."""
-    longer = columns["chosen_length"] - columns["rejected_length"]
     calibration = reliability(columns["margin"])
     return {
         "calibration_error": calibration.error,
         "reliability": asdict(calibration),
+        **describe_lengths(loss, columns),
+    }
+
+
+def describe_lengths(loss: float, columns: Columns) -> dict[str, Any]:
+    """How far margins follow from the lengths of the answers alone."""
+    longer = columns["chosen_length"] - columns["rejected_length"]
+    return {
         "length_correlation": correlation(columns["margin"], longer),
         "chosen_is_longer": mean_of(accuracy(longer, torch.zeros_like(longer))),
     }
@@ -164,7 +171,7 @@ def dpo_objective(config: DpoConfig, reference: Callable[[PairBatch], Tensor]) -
             expected = reference(batch)
         return dpo_batch_loss(answer_logprobs(engine, batch), expected, batch, config)
 
-    return Objective(loss, "num_samples", describe_scores, "accuracy")
+    return Objective(loss, "num_samples", describe_lengths, "accuracy")
 
 
 def answer_logprobs(engine: Network, batch: PairBatch) -> Tensor:

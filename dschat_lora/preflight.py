@@ -62,9 +62,12 @@ class StageRules:
 
 SFT = StageRules("sft")
 REWARD = StageRules(
-    "reward", "pairs", ("CAUSAL_LM", "SEQ_CLS"), ("train_on_prompt", "sample_generations")
+    "reward",
+    "pairs",
+    ("CAUSAL_LM", "SEQ_CLS"),
+    ("train_on_prompt", "sft_only_data_path", "sample_generations"),
 )
-DPO = StageRules("dpo", "pairs", unused=("train_on_prompt",))
+DPO = StageRules("dpo", "pairs", unused=("train_on_prompt", "sft_only_data_path"))
 
 
 def check_supervised(config: ConfigT, *, rules: StageRules = SFT) -> ConfigT:
@@ -89,7 +92,7 @@ def check_supervised(config: ConfigT, *, rules: StageRules = SFT) -> ConfigT:
     if source.adapter is not None and _is_first_rank():
         verify_adapter(source.adapter)
     _check_task(source, rules.tasks)
-    data = with_bundled_data(config.data, given)
+    data = with_bundled_data(config.data, given, ignored=rules.unused)
     lora = continued_lora(config.lora, source, given)
     _check_lora(lora, given)
     data = replace(data, max_seq_len=_fitting_length(data.max_seq_len, source, given))
@@ -127,10 +130,11 @@ def check_score(config: ScoreConfig) -> None:
     Raises:
         ValueError: naming option, value and remedy.
     """
-    source = find_model(config.model.model_name_or_path)
+    source = find_model(config.model_name_or_path)
     if source.adapter is not None:
         verify_adapter(source.adapter)
     _check_task(source, ("SEQ_CLS",))
+    _fitting_length(config.max_seq_len, source, frozenset({"max_seq_len"}))
     check_sources(DataConfig(data_path=config.data_path))
     if config.output_path is not None:
         _check_can_be_made(Path(config.output_path).expanduser().parent, option="output_path")
@@ -145,8 +149,12 @@ def announce(source: ModelSource, data: DataConfig, asked: DataConfig) -> None:
     say_once(f"model: {model}{adapter}; data: {paths} {more}".rstrip())
 
 
-def with_bundled_data(data: DataConfig, given: frozenset[str]) -> DataConfig:
-    """The bundled rows where the user names none."""
+def with_bundled_data(
+    data: DataConfig, given: frozenset[str], *, ignored: tuple[str, ...] = ()
+) -> DataConfig:
+    """The bundled rows where the user names none that the stage uses."""
+    if "sft_only_data_path" in ignored:
+        data = replace(data, sft_only_data_path=())
     if data.data_path or data.sft_only_data_path:
         return data
     return replace(

@@ -58,6 +58,7 @@ def reference_logprobs(
     batch_size: int,
     cache: Path,
     identity: Any,
+    say: Callable[[str], None] = lambda line: None,
 ) -> NDArray[np.float32]:
     """(len(pairs), 2) log-probabilities in nats of chosen and rejected answers, from the cache.
 
@@ -72,11 +73,16 @@ def reference_logprobs(
         batch_size: rows of a batch on one rank.
         cache: directory for directories of results.
         identity: what the results depend on, JSON-ready; complete on rank 0.
+        say: is told whether they were known.
     """
     text = json.dumps([identity, pairs.digest()], sort_keys=True)
     key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
     directory = cache / f"reference-{key}"
     known = on_rank_zero(lambda: _read(directory, len(pairs)))
+    if rank() == 0 and known is not None:
+        say(f"  reference    log-probabilities of {len(pairs):,} pairs read from {directory}")
+    elif rank() == 0:
+        say(f"  reference    log-probabilities of {len(pairs):,} pairs are computed ...")
     found = torch.tensor(float(known is not None), device=engine.device)
     if not broadcast_(found):
         known = _compute(engine, pairs, rows, collate, batch_size)
@@ -204,14 +210,19 @@ def make_reference(
             data.eval,
             partial(_forward_flops, setup.adapted.model),
         )
-    setup.output.log.say("  reference    its log-probabilities of all pairs ...")
     known = partial(
         reference_logprobs,
         engine,
         collate=arrangement.collate,
         batch_size=config.batch.per_device_eval_batch_size,
         cache=cache_directory(config),
-        identity=[setup.identity.get(name) for name in ("model", "start", "dtype")],
+        say=setup.output.log.say,
+        # The layout too: sums in another order would make ties of equal answers look decided.
+        identity=[
+            *(setup.identity.get(name) for name in ("model", "start", "dtype")),
+            *(repr(arrangement), config.max_row_tokens, world_size()),
+            config.batch.per_device_eval_batch_size,
+        ],
     )
     train, held_out = (
         WithReference(pairs, known(pairs, rows=rows_of(setup, pairs, arrangement)))

@@ -51,6 +51,7 @@ _RIVALS = (
     {"report_to", "tensorboard_path"},
 )
 _IDENTITY = {
+    "stage": "the stage",
     "model": "the base model's weights",
     "tokenizer": "the tokenizer",
     "train_data": "the training data",
@@ -95,6 +96,12 @@ def settle(config: ConfigT, *, stage: str) -> ConfigT:
             return replace(config, checkpoint="")
         raise ValueError(_nothing_found(wanted, run, choice.rejected))
     state = read_state(choice.path)
+    made_by = state["identity"].get("stage", stage)
+    if made_by != stage:
+        raise ValueError(
+            f"--resume_from_checkpoint {choice.path} is of a run of the stage {made_by}, and this "
+            f"is {stage}; go on with the script that made it"
+        )
     merged = _with_options_of(state, config, choice.path)
     if merged.run.output_dir is None and run is None:
         raise ValueError(f"--resume_from_checkpoint {wanted} lies in no run; give an --output_dir")

@@ -44,6 +44,7 @@ Check = Callable[[SupervisedConfig], SupervisedConfig]
 class Output:
     """Where a run writes, its log and its record. Every rank holds one; rank 0's is active."""
 
+    stage: str  # its name
     config: SupervisedConfig  # as settled for every rank
     directory: Path | None  # None for a dry run
     log: RunLog
@@ -104,7 +105,7 @@ def _files(config: SupervisedConfig, name: str, interrupts: Interrupts) -> Itera
     if config.run.dry_run:
         with RunLog(None, active=active) as log:
             record = RunRecord(Path(), active=False)
-            yield Output(config, None, log, record, interrupts, ExitStack())
+            yield Output(name, config, None, log, record, interrupts, ExitStack())
         return
     directory = Path(agree(str(on_rank_zero(lambda: _directory(config, name)))))
     earlier = goes_on_in_place(config)
@@ -118,7 +119,7 @@ def _files(config: SupervisedConfig, name: str, interrupts: Interrupts) -> Itera
         record.update({"stage": name, "status": "running", **environment()})
         record.update({"world_size": world_size(), "config": flatten(config)})
         log.say(f"output: {directory}")
-        yield Output(config, directory, log, record, interrupts, ExitStack())
+        yield Output(name, config, directory, log, record, interrupts, ExitStack())
         on_rank_zero(log.sync)
 
 

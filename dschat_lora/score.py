@@ -26,7 +26,7 @@ from dschat_lora.models.probe import probe
 from dschat_lora.models.reward_model import RewardModel
 from dschat_lora.models.source import find_model
 from dschat_lora.report.log import jsonable
-from dschat_lora.report.terminal import named, note
+from dschat_lora.report.terminal import note
 
 ROWS_AT_A_TIME = 4096  # held in memory, sorted by length
 
@@ -39,7 +39,7 @@ class Scorer:
     """
 
     def __init__(self, config: ScoreConfig) -> None:
-        source = find_model(config.model.model_name_or_path)
+        source = find_model(config.model_name_or_path)
         self.tokenizer = load_tokenizer(source.tokenizer, config.model)
         adapted = build_reward_model(
             source,
@@ -164,10 +164,11 @@ def _output(path: str | None) -> Iterator[TextIO]:
     final = Path(path).expanduser()
     staged = final.with_name(f".{final.name}.{os.getpid()}")
     try:
+        final.parent.mkdir(parents=True, exist_ok=True)
         with staged.open("w", encoding="utf-8") as file:
             yield file
         staged.replace(final)
     except OSError as error:
-        raise named(error, final) from error
+        raise OSError(error.errno, error.strerror, str(final)) from error
     finally:
         staged.unlink(missing_ok=True)

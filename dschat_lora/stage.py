@@ -136,6 +136,12 @@ def prepare_data(
     return prepared
 
 
+def note_unused_margins(setup: Setup) -> None:
+    """Say that margins have no part in this stage's loss, where rows bring some."""
+    if len(setup.data.train) and setup.data.train.column("margin").any():
+        setup.output.log.say("  note         the column `margin` has no effect on this loss")
+
+
 def cache_directory(config: SupervisedConfig) -> Path:
     """Where tokenised data and reference log-probabilities are kept."""
     default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "dschat_lora"

@@ -7,11 +7,15 @@ from pathlib import Path
 import pytest
 
 from dschat_lora.cli.options import parse_config
-from dschat_lora.config import SupervisedConfig
+from dschat_lora.config import DpoStageConfig, RewardStageConfig, SupervisedConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 # Configuration class of each stage script.
-STAGES = {"step1_sft": SupervisedConfig}
+STAGES = {
+    "step1_sft": SupervisedConfig,
+    "step2_reward": RewardStageConfig,
+    "step2_dpo": DpoStageConfig,
+}
 _COMMAND = re.compile(r"(?:deepspeed|python3?)\s+(?:--\S+\s+(?:\d\S*\s+)?)*training/(\w+)/main\.py")
 
 

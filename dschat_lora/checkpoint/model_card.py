@@ -63,7 +63,8 @@ def model_card(
 
 _SCORE_NOTE = (
     "A reward model: it scores a prompt and answer that end in the end-of-sequence token, at that "
-    "token."
+    "token. transformers finds it before the padding, so in a batch the base's `pad_token_id` must "
+    "be another token than end-of-sequence; without one, score one sequence at a time."
 )
 _LOAD_LINE = 'model = PeftModel.from_pretrained(base_model, "path/of/this/directory")'
 

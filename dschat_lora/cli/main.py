@@ -45,7 +45,9 @@ def _accept(directory: str) -> None:
 
 def _score(argv: list[str]) -> None:
     try:
-        config = parse_config(ScoreConfig, argv, description=ScoreConfig.__doc__)
+        config = parse_config(
+            ScoreConfig, argv, description=ScoreConfig.__doc__, program="dschat-lora score"
+        )
         check_score(config)
 
         from dschat_lora.score import score_files  # heavy, and not wanted for a wrong option

@@ -70,6 +70,7 @@ def parse_config(
     argv: Sequence[str] | None = None,
     *,
     description: str | None = None,
+    program: str | None = None,
 ) -> ConfigT:
     """An instance of ``config_class`` from ``argv`` (default: ``sys.argv[1:]``).
 
@@ -79,7 +80,8 @@ def parse_config(
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     fields = dict(_leaves(config_class))
-    parser = _Parser(prog=Path(sys.argv[0]).name, description=description, allow_abbrev=False)
+    program = program or Path(sys.argv[0]).name
+    parser = _Parser(prog=program, description=description, allow_abbrev=False)
     parser.add_argument("--config", metavar="FILE", help="YAML file of these options")
     for name in _LAUNCHER_FLAGS:
         parser.add_argument(f"--{name}", nargs="?", help=argparse.SUPPRESS)

@@ -28,6 +28,7 @@ class Audit:
     bad_row_examples: tuple[str, ...]  # "file:line: reason" of the first few
     duplicate_rows: int  # rows whose prompt and completion an earlier row has
     overlap_rows: int  # training rows whose prompt and completion are held out too
+    shared_prompt_rows: int  # held-out pairs whose prompt is in training pairs too
     overlap_removed: bool  # whether these are kept out of training
     train_rows: int  # rows of this step before the length limit
     eval_rows: int
@@ -94,8 +95,8 @@ class Audit:
         if self.eos_samples == 0:
             raise ValueError(
                 f"none of the {self.train_samples} training samples ends in end-of-sequence, so "
-                f"the model would never learn to stop; raise --max_seq_len {self.max_seq_len}, "
-                "or use --overlong drop to leave out the rows that are cut"
+                "nothing would be learnt of where answers end; raise --max_seq_len "
+                f"{self.max_seq_len}, or use --overlong drop to leave out the rows that are cut"
             )
 
     def warnings(self) -> tuple[str, ...]:
@@ -108,6 +109,9 @@ class Audit:
             f"{self.max_seq_len}": cut > 0.1 * self.train_rows,
             f"{self.overlap_rows} training rows are in --eval_data_path too; the evaluation "
             "will look too good": self.overlap_rows > 0 and not self.overlap_removed,
+            f"the prompts of {self.shared_prompt_rows} of {self.eval_rows} held-out pairs are in "
+            "training pairs too; for a harder test give --eval_data_path with prompts of its "
+            "own": self.shared_prompt_rows > 0.1 * self.eval_rows,
             f"{self.doubled_bos_rows} rows begin with a beginning-of-sequence of their own; it "
             "is kept once": self.doubled_bos_rows > 0,
             "no row is held out; there is nothing to evaluate on": self.eval_samples == 0,
@@ -185,6 +189,7 @@ def make_audit(config: DataConfig, rows: Collected, train: Tally, held_out: Tall
         bad_row_examples=tuple(str(error) for error in rows.bad[:MAX_EXAMPLES]),
         duplicate_rows=rows.duplicates,
         overlap_rows=rows.overlap,
+        shared_prompt_rows=rows.shared_prompts,
         overlap_removed=not config.eval_data_path,
         train_rows=len(rows.train),
         eval_rows=len(rows.eval),

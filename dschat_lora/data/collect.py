@@ -25,6 +25,7 @@ class Collected:
     seen: set[bytes] = field(default_factory=set)  # digests of rows of the training sources
     duplicates: int = 0
     overlap: int = 0
+    shared_prompts: int = 0  # held-out pairs with a prompt of training pairs
 
 
 def collect(
@@ -56,6 +57,9 @@ def collect(
         weight = config.data_weights[number] if number < len(config.data_weights) else 1.0
         _assign(rows, records, parts, weight=weight, seed=seed, number=number)
     _count_overlap(rows, remove=not config.eval_data_path)
+    if kind == "pairs":
+        prompts = {record.prompt for record in rows.train}
+        rows.shared_prompts = sum(record.prompt in prompts for record in rows.eval)
     return rows
 
 

@@ -1,6 +1,7 @@
 """Rows to records: one shape for all five row types, still text."""
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -148,8 +149,13 @@ def _pair(prompt: str, completion: str) -> tuple[Span, ...]:
 
 def _margin(values: dict[str, Any]) -> float | None:
     margin = values.get("margin")
-    if margin is None:
+    if margin is None or margin == "":
         return None
-    if isinstance(margin, bool) or not isinstance(margin, int | float):
-        raise ValueError(f"`margin` must be a number, found {type(margin).__name__}")
-    return float(margin)
+    try:
+        # A cell of a CSV file is text.
+        number = math.nan if isinstance(margin, bool) else float(margin)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"`margin` must be a finite number, found {margin!r}")
+    return number

@@ -184,7 +184,7 @@ def require_usable(row: Row, kind: DataKind) -> Row:
         raise RowError(
             row.location,
             f"row lacks 'completion'; it has {sorted(row.values)}; name the text to learn "
-            "'completion': a prompt alone gives supervised training nothing",
+            "'completion': a prompt alone has no answer",
         )
     return row
 

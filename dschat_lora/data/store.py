@@ -59,7 +59,8 @@ class TokenSet:
 
     def column(self, name: str) -> NDArray[Any]:
         """(len,) all values of a field that is a number."""
-        return np.concatenate([chunk[name].values for chunk in self._chunks])
+        chunks = [chunk[name].values for chunk in self._chunks]
+        return np.concatenate(chunks) if chunks else np.zeros(0)
 
     def digest(self) -> str:
         """32 hex digits of every field of every sample, in order."""

@@ -82,8 +82,8 @@ class PairSample:
 
     @property
     def num_targets(self) -> int:
-        """Tokens of both answers."""
-        return len(self.chosen) + len(self.rejected) - 2 * self.prompt_length
+        """Tokens of both answers, those that they share once."""
+        return len(self.input_ids) - self.prompt_length
 
     def ends_in(self, token: int) -> bool:
         """Whether ``token`` ends both answers."""

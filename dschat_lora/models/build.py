@@ -96,7 +96,10 @@ def build_reward_model(
             "not of a reward model (SEQ_CLS)"
         )
     model_config = load_config(source.base, config)
-    model_config.pad_token_id = tokenizer.pad_token_id
+    # transformers scores the token before the padding: with end-of-sequence as padding it would
+    # look before the end of every answer. Without any, it takes one sequence at a time.
+    pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
+    model_config.pad_token_id = None if pad == eos else pad
     head_seed = seed if new_head or adapter is not None else None
     model = load_reward_model(
         source.base, model_config, config, dtype=dtype, seed=head_seed, meta=meta

@@ -67,7 +67,8 @@ def load_reward_model(
                 )
             missing = set(report["missing_keys"])
             if report["mismatched_keys"]:
-                raise ValueError(f"it gives more than one score: {report['mismatched_keys']}")
+                found = [f"{key} {tuple(shape)}" for key, shape, *_ in report["mismatched_keys"]]
+                raise ValueError(f"a reward model gives one score, it has {', '.join(found)}")
     if not isinstance(getattr(model, HEAD, None), nn.Linear):
         raise ValueError(
             f"--model_name_or_path {path}: a {model_config.model_type} model has no {HEAD!r} head "

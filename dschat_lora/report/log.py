@@ -255,12 +255,16 @@ def train_line(step: int, total: int, metrics: Mapping[str, Any]) -> str:
 def eval_line(step: int, metrics: Mapping[str, Any]) -> str:
     """An evaluation for a person."""
     if "accuracy" in metrics:
-        return (
-            f"eval after step {step}: held-out accuracy {metrics['accuracy']:.1%} "
-            f"(margin {metrics['margin']:.3f}, loss {metrics['loss']:.4f} over "
-            f"{metrics['samples']:,} pairs; calibration error {metrics['calibration_error']:.3f}, "
-            f"correlation with length {metrics['length_correlation'] or 0:.2f})"
-        )
+        details = [
+            f"loss {metrics['loss']:.4f} over {metrics['samples']:,} pairs",
+            f"chosen {metrics['chosen_score']:.3f}, rejected {metrics['rejected_score']:.3f}",
+        ]
+        if "calibration_error" in metrics:
+            details.append(f"calibration error {metrics['calibration_error']:.3f}")
+        if metrics.get("length_correlation") is not None:
+            details.append(f"correlation with length {metrics['length_correlation']:.2f}")
+        accuracy = f"held-out accuracy {metrics['accuracy']:.1%}"
+        return f"eval after step {step}: {accuracy} ({'; '.join(details)})"
     return (
         f"eval after step {step}: held-out perplexity {metrics['perplexity']:.4f} "
         f"(loss {metrics['loss']:.4f} over {metrics['tokens']:,} tokens)"

@@ -9,6 +9,7 @@ SOUND = {
     "bad_row_examples": ("f:3: `text` is empty", "f:9: not valid JSON"),
     "duplicate_rows": 5,
     "overlap_rows": 1,
+    "shared_prompt_rows": 0,
     "overlap_removed": True,
     "train_rows": 100,
     "eval_rows": 10,
@@ -54,8 +55,8 @@ def test_sound_data_passes_without_a_word():
         ),
         (
             {"eos_samples": 0},
-            "none of the 96 training samples ends in end-of-sequence, so the model would never "
-            "learn to stop; raise --max_seq_len 512, or use --overlong drop to leave out the "
+            "none of the 96 training samples ends in end-of-sequence, so nothing would be "
+            "learnt of where answers end; raise --max_seq_len 512, or use --overlong drop to leave out the "
             "rows that are cut",
         ),
     ],

@@ -153,7 +153,7 @@ def test_a_bad_row_stops_the_run_and_names_its_place(run, jsonl, tmp_path):
         run(path)
     assert str(error.value) == (
         f"{path}:3: row lacks 'completion'; it has ['answer', 'prompt']; name the text "
-        "to learn 'completion': a prompt alone gives supervised training nothing"
+        "to learn 'completion': a prompt alone has no answer"
     )
     assert not list((tmp_path / "cache").iterdir())
 
@@ -349,6 +349,7 @@ def test_the_audit_counts_by_hand(run, jsonl):
         ),
         "duplicate_rows": 1,
         "overlap_rows": 0,
+        "shared_prompt_rows": 0,
         "overlap_removed": True,
         "train_rows": 6,
         "eval_rows": 0,

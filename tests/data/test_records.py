@@ -46,8 +46,8 @@ def test_a_prompt_alone_has_no_completion():
 def test_a_preference_trains_on_the_chosen_answer_and_keeps_the_rejected():
     row = record({"prompt": "p", "chosen": "good", "rejected": "bad", "margin": 2})
     assert (row.prompt, row.completion, row.rejected, row.margin) == ("p", "good", "bad", 2.0)
-    assert "`margin` must be a number, found str" in reason(
-        {"prompt": "p", "chosen": "a", "rejected": "b", "margin": "2"}
+    assert "`margin` must be a finite number, found 'two'" in reason(
+        {"prompt": "p", "chosen": "a", "rejected": "b", "margin": "two"}
     )
 
 

@@ -252,7 +252,7 @@ def test_the_check_names_a_first_row_that_supervised_training_cannot_use(jsonl):
         check_sources(DataConfig(eval_data_path=(str(path),)))
     assert str(error.value) == (
         f"{path}:1: row lacks 'completion'; it has ['answer', 'prompt']; name the text "
-        "to learn 'completion': a prompt alone gives supervised training nothing"
+        "to learn 'completion': a prompt alone has no answer"
     )
     check_sources(DataConfig(eval_data_path=(str(path),), bad_rows="skip"))
 

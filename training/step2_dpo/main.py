@@ -31,6 +31,7 @@ def main(config: DpoStageConfig) -> None:
         options = output.config
         assert isinstance(options, DpoStageConfig)
 
+        stage.note_unused_margins(setup)
         engine = stage.build_engine(setup, CausalLMLogprobs(setup.adapted.model))
         layout.settle_head(engine, len(setup.tokenizer), output)
         arrangement = layout.arrange_pairs(setup, engine, options.pairs)

@@ -31,6 +31,8 @@ def main(config: RewardStageConfig) -> None:
         options = output.config
         assert isinstance(options, RewardStageConfig)
 
+        if options.reward.reward_loss != "bradley_terry":
+            stage.note_unused_margins(setup)
         engine = stage.build_engine(setup, RewardModel(setup.adapted.model))
         arrangement = layout.arrange_pairs(setup, engine, options.pairs)
         objective = reward_objective(options.reward)
