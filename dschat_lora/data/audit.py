@@ -176,7 +176,7 @@ class Tally:
             return
         self.samples += times
         self.tokens += times * len(tokenized.sample.input_ids)
-        self.supervised += times * tokenized.sample.num_targets
+        self.supervised += times * tokenized.sample.num_supervised
         self.eos += times * tokenized.sample.ends_in(self.eos_id)
 
 

@@ -50,7 +50,7 @@ class PairBatch:
     segment_ids: Tensor  # (B, T) int64, 1, 2, ... per tree or sequence of the row; 0 on padding
     branch_ids: Tensor  # (B, T) int64, 0 where a tree's sequences are one, then 1 and 2
     ends: Tensor  # (2 P,) int64 place of each sequence's last token
-    answer_lengths: Tensor  # (2 P,) int64 tokens of each answer
+    answer_lengths: Tensor  # (2 P,) int64 predicted tokens of each answer
     predicted_from: Tensor  # (N,) int64 places
     predicted: Tensor  # (N,) int64 tokens
     owner: Tensor  # (N,) int64 in [0, 2 P)
@@ -232,9 +232,7 @@ def _pair_batch(
         segment_ids=torch.from_numpy(grid.segments),
         branch_ids=torch.from_numpy(grid.branches),
         ends=_integers(path[-1:] for path in sequences),
-        answer_lengths=_integers(
-            np.array([len(path) - n]) for n, path in zip(prompts, sequences, strict=True)
-        ),
+        answer_lengths=_integers([np.array([len(step) for step in steps], dtype=np.int64)]),
         predicted_from=_integers(path[step - 1] for path, step in along),
         predicted=_integers(tokens[path[step]] for path, step in along),
         owner=_integers(np.full(len(step), number) for number, step in enumerate(steps)),

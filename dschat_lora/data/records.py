@@ -9,6 +9,8 @@ from typing import Any
 from dschat_lora.data.chat import ASSISTANT, Chat, Message, Span, conversation_spans
 from dschat_lora.data.rows import DataKind, Row, RowError, RowType
 
+MAX_MARGIN = 1e30  # far within float32, which margins are kept in
+
 
 @dataclass(frozen=True)
 class Record:
@@ -154,8 +156,8 @@ def _margin(values: dict[str, Any]) -> float | None:
     try:
         # A cell of a CSV file is text.
         number = math.nan if isinstance(margin, bool) else float(margin)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if not math.isfinite(number):
+    if not abs(number) <= MAX_MARGIN:
         raise ValueError(f"`margin` must be a finite number, found {margin!r}")
     return number

@@ -39,7 +39,7 @@ class Sample:
         return self.input_ids[: int((self.labels != IGNORE_INDEX).argmax())]
 
     @property
-    def num_targets(self) -> int:
+    def num_supervised(self) -> int:
         """Supervised tokens."""
         return int((self.labels != IGNORE_INDEX).sum())
 
@@ -81,7 +81,7 @@ class PairSample:
         return np.concatenate([self.input_ids[: self.shared_length], self.input_ids[start:]])
 
     @property
-    def num_targets(self) -> int:
+    def num_supervised(self) -> int:
         """Tokens of both answers, those that they share once."""
         return len(self.input_ids) - self.prompt_length
 

@@ -56,8 +56,8 @@ def test_sound_data_passes_without_a_word():
         (
             {"eos_samples": 0},
             "none of the 96 training samples ends in end-of-sequence, so nothing would be "
-            "learnt of where answers end; raise --max_seq_len 512, or use --overlong drop to leave out the "
-            "rows that are cut",
+            "learnt of where answers end; raise --max_seq_len 512, or use --overlong drop to leave "
+            "out the rows that are cut",
         ),
     ],
 )

@@ -1,0 +1,842 @@
+"""Pairs that share a row score as each answer alone, before and after a model is saved."""
+
+import functools
+import inspect
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BloomConfig,
+    Gemma2Config,
+    MistralConfig,
+)
+
+from dschat_lora.attention import block_causal_mask
+from dschat_lora.checkpoint.export import save_adapter, save_merged
+from dschat_lora.config import DpoConfig, LoraConfig, ModelConfig, RewardConfig
+from dschat_lora.data.batch import PairCollator
+from dschat_lora.lora.layers import TrainedModule
+from dschat_lora.lora.model import adapter_parameters, apply_lora
+from dschat_lora.models.build import build_causal_lm, build_reward_model
+from dschat_lora.models.causal_lm import CausalLMLogprobs, LogprobHead
+from dschat_lora.models.probe import probe
+from dschat_lora.models.reward_model import RewardModel, init_head_
+from dschat_lora.models.source import find_model
+from dschat_lora.models.trunk import Trunk
+from dschat_lora.objective import (
+    answer_logprobs,
+    dpo_objective,
+    reward_objective,
+    score_ends,
+)
+from helpers.pairs import (
+    Answers,
+    plain_bradley_terry,
+    plain_dpo,
+    plain_logprobs,
+    plain_per_token,
+    plain_scores,
+    ragged_pairs,
+    with_a_prefix,
+)
+from helpers.runs import NoTokenizer
+from helpers.tiny import VOCAB, tiny_model
+
+CPU = torch.device("cpu")
+WINDOW = 4
+# The sequences are longer than Mistral's window; every kind of position embedding is there.
+KINDS = ("opt", "gpt2", "neox", "llama", "qwen2", "mistral")
+LAYOUTS = ("shared", "separate", "alone")
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+@functools.cache
+def config_of(kind):
+    if kind != "mistral":
+        return tiny_model(kind).config
+    return MistralConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        sliding_window=WINDOW,
+        pad_token_id=0,
+    )
+
+
+def build(auto, kind, lora, attention="sdpa", **options):
+    """A random model, adapted if ``lora`` says so, with random factors."""
+    config = type(config_of(kind))(**config_of(kind).to_dict() | options)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = auto.from_config(config, attn_implementation=attention).eval()
+        if lora is not None:
+            apply_lora(model, lora, seed=0)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1 * torch.randn(parameter.shape))
+    return model
+
+
+HEAD_AND_FACTORS = LoraConfig(lora_dim=3, modules_to_save=("score",))
+FACTORS = LoraConfig(lora_dim=3)
+
+
+def reward_model(kind, lora=HEAD_AND_FACTORS, attention="sdpa"):
+    return build(AutoModelForSequenceClassification, kind, lora, attention, num_labels=1)
+
+
+def policy(kind, lora=FACTORS, attention="sdpa"):
+    return build(AutoModelForCausalLM, kind, lora, attention)
+
+
+def pairs_of():
+    return [*ragged_pairs(5, seed=1), *with_a_prefix(), Answers([5, 6], [7], [8, 9, 10], 1.0)]
+
+
+@torch.no_grad()
+def known(pairs, model):
+    """The same pairs with a reference that is up to three nats from the model's own."""
+    offsets = itertools.cycle([-1.0, 2.0, 3.0, -0.5, 0.25, -2.0, 1.0])
+
+    def reference(pair):
+        return tuple(
+            plain_logprobs(model, sequence, len(pair.prompt)).sum().item() + next(offsets)
+            for sequence in pair.sequences
+        )
+
+    return [replace(pair, reference=reference(pair)) for pair in pairs]
+
+
+def batch_of(pairs, layout, **options):
+    samples = [pair.sample() for pair in pairs]
+    rows = [samples[:3], samples[3:4], samples[4:]]
+    if layout == "alone":
+        rows = [[sample] for sample in samples]
+    return PairCollator(0, layout, **options)([row for row in rows if row])
+
+
+def trainable(model):
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def gradients(loss, model):
+    parameters = trainable(model)
+    found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    return {
+        name: torch.zeros_like(p) if g is None else g
+        for (name, p), g in zip(parameters.items(), found, strict=True)
+    }
+
+
+def assert_same_gradients(found, expected):
+    assert found.keys() == expected.keys()
+    whole = torch.cat([g.flatten() for g in expected.values()]).norm()
+    assert whole > 0
+    for name, value in found.items():
+        wanted = expected[name]
+        # of what all gradients together measure, for one that all but vanishes
+        assert (value - wanted).norm() <= 1e-5 * max(wanted.norm(), 0.05 * whole), name
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_of_every_layout_are_those_of_each_sequence_alone(kind, attention):
+    model, pairs = reward_model(kind, attention=attention), pairs_of()
+    sequences = [p.sequences[side] for side in (0, 1) for p in pairs]
+    assert max(map(len, sequences)) > 2 * WINDOW
+    with torch.no_grad():
+        # the model's own score of its last token
+        expected = torch.cat([model(input_ids=torch.tensor([s])).logits[0] for s in sequences])
+        every = [plain_scores(model, s) for s in sequences]
+        for layout in LAYOUTS:
+            batch = batch_of(pairs, layout)
+            scores = score_ends(RewardModel(model), batch)
+            assert scores.dtype == torch.float32
+            torch.testing.assert_close(scores, expected, **CLOSE)
+            places = torch.cat([batch.predicted_from, batch.ends])
+            along = RewardModel(model)(
+                batch.input_ids, batch.position_ids, batch.segment_ids, batch.branch_ids, places
+            )
+            begins = [len(p.prompt) for p in pairs] * 2
+            wanted = [e[n - 1 : -1] for e, n in zip(every, begins, strict=True)]
+            torch.testing.assert_close(along, torch.cat([*wanted, expected]), **CLOSE)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_logprobs_of_every_layout_are_those_of_each_sequence_alone(kind, attention):
+    model, pairs = policy(kind, attention=attention), pairs_of()
+    with torch.no_grad():
+        each = [
+            plain_logprobs(model, p.sequences[side], len(p.prompt))
+            for side in (0, 1)
+            for p in pairs
+        ]
+        for layout in LAYOUTS:
+            batch, network = batch_of(pairs, layout), CausalLMLogprobs(model)
+            tokens = network(
+                batch.input_ids,
+                batch.position_ids,
+                batch.segment_ids,
+                batch.branch_ids,
+                batch.predicted_from,
+                batch.predicted,
+            )
+            torch.testing.assert_close(tokens, torch.cat(each), **CLOSE)
+            sums = answer_logprobs(network, batch)
+            torch.testing.assert_close(sums, torch.stack([x.sum() for x in each]), **CLOSE)
+
+
+REWARD_LOSSES = {
+    "bradley_terry": (RewardConfig(), plain_bradley_terry),
+    "centred": (
+        RewardConfig(center_rewards_coefficient=0.3),
+        functools.partial(plain_bradley_terry, center=0.3),
+    ),
+    "per_token": (RewardConfig(reward_loss="per_token"), plain_per_token),
+}
+DPO_LOSSES = {
+    "sigmoid": DpoConfig(beta=0.3),
+    "conservative": DpoConfig(beta=0.3, label_smoothing=0.2),
+    "hinge": DpoConfig(beta=0.3, loss_type="hinge"),
+    "ipo": DpoConfig(beta=0.3, loss_type="ipo"),
+    "by length": DpoConfig(beta=2.0, length_normalization=True),
+    "hinge by length": DpoConfig(beta=2.0, loss_type="hinge", length_normalization=True),
+    "with the chosen answer's loss": DpoConfig(beta=0.3, rpo_alpha=0.7),
+    "ipo with the chosen answer's loss": DpoConfig(beta=0.3, loss_type="ipo", rpo_alpha=0.7),
+}
+
+
+def reference_of(batch):
+    return batch.reference
+
+
+def check_reward(model, name, pairs, batch):
+    config, plainly = REWARD_LOSSES[name]
+    loss = reward_objective(config).loss(RewardModel(model), batch).total
+    expected = plainly(model, pairs)
+    torch.testing.assert_close(loss, expected, **CLOSE)
+    assert_same_gradients(gradients(loss, model), gradients(expected, model))
+
+
+def check_dpo(model, name, pairs, batch, network=None):
+    config = DPO_LOSSES[name]
+    network = network or CausalLMLogprobs(model)
+    loss = dpo_objective(config, reference_of).loss(network, batch).total
+    expected = plain_dpo(model, pairs, config)
+    torch.testing.assert_close(loss, expected, **CLOSE)
+    assert_same_gradients(gradients(loss, model), gradients(expected, model))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", REWARD_LOSSES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_and_gradient_of_scores_are_those_of_two_forward_passes(kind, name, layout):
+    pairs = pairs_of()
+    model = reward_model(kind)
+    assert any("score" in n for n in trainable(model))
+    check_reward(model, name, pairs, batch_of(pairs, layout))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", DPO_LOSSES)
+def test_loss_and_gradient_of_dpo_are_those_of_two_forward_passes(name, layout):
+    model = policy("llama")
+    pairs = known(pairs_of(), model)
+    check_dpo(model, name, pairs, batch_of(pairs, layout))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "llama"])
+def test_gradient_of_dpo_is_that_of_two_forward_passes_in_every_architecture(kind):
+    model = policy(kind)
+    pairs = known(pairs_of(), model)
+    check_dpo(model, "sigmoid", pairs, batch_of(pairs, "shared"))
+
+
+@pytest.mark.parametrize("kind", ["opt", "llama"])
+def test_every_weight_has_the_gradient_of_two_forward_passes_where_all_train(kind):
+    model, pairs = reward_model(kind, lora=None), pairs_of()
+    for name in REWARD_LOSSES:
+        check_reward(model, name, pairs, batch_of(pairs, "shared"))
+    model = policy(kind, lora=None)
+    pairs = known(pairs, model)
+    for rows in (3, 1000):
+        network = CausalLMLogprobs(model)
+        network.head.rows = rows
+        check_dpo(model, "by length", pairs, batch_of(pairs, "shared"), network)
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [
+        LoraConfig(lora_dim=3, target_modules=("lm_head", "q_proj")),
+        LoraConfig(lora_dim=3, modules_to_save=("lm_head",)),
+        LoraConfig(lora_dim=3, only_optimize_lora=False),
+    ],
+    ids=["adapted head", "head trained in full", "base trained too"],
+)
+def test_a_head_that_trains_gets_its_gradient(lora):
+    model = policy("llama", lora=lora)
+    pairs = known(pairs_of(), model)
+    network = CausalLMLogprobs(model)
+    network.head.rows = 3
+    assert any("lm_head" in name for name in trainable(model))
+    check_dpo(model, "by length", pairs, batch_of(pairs, "shared"), network)
+
+
+def test_heads_that_are_more_than_a_linear_layer_are_called():
+    model = policy("llama")
+    pairs = known(pairs_of(), model)
+    network = CausalLMLogprobs(model)
+    network.head = LogprobHead(nn.Sequential(model.get_output_embeddings()), VOCAB)
+    network.head.rows = 5
+    assert not network.head.plain
+    check_dpo(model, "sigmoid", pairs, batch_of(pairs, "shared"), network)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_logits_that_the_model_transforms_are_taken_whole(layout):
+    config = Gemma2Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        final_logit_softcapping=2.0,
+        sliding_window=WINDOW,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.2 * torch.randn(parameter.shape))
+    apply_lora(model, FACTORS, seed=0)
+    pairs = known(pairs_of(), model)
+    network = CausalLMLogprobs(model, full_logits=True)
+    check_dpo(model, "sigmoid", pairs, batch_of(pairs, layout), network)
+    with torch.no_grad():
+        linear = answer_logprobs(CausalLMLogprobs(model), batch_of(pairs, layout))
+        whole = answer_logprobs(network, batch_of(pairs, layout))
+    assert (linear - whole).abs().max() > 0.1
+
+
+def test_an_architecture_under_its_own_mask_has_a_row_for_each_sequence():
+    options = {"vocab_size": VOCAB, "hidden_size": 16, "n_layer": 2, "n_head": 2}
+    config = BloomConfig(**options, pad_token_id=0)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        language = AutoModelForCausalLM.from_config(config).eval()
+        scalar = BloomConfig(**options, pad_token_id=0, num_labels=1)
+        reward = AutoModelForSequenceClassification.from_config(scalar).eval()
+        with torch.no_grad():
+            for parameter in (*language.parameters(), *reward.parameters()):
+                parameter.add_(0.2 * torch.randn(parameter.shape))
+    assert not probe(Trunk(language), vocab_size=VOCAB, device=CPU).tree_is_exact
+    pairs = known(pairs_of(), language)
+    batch = batch_of(pairs, "alone")
+    policy_network, reward_network = CausalLMLogprobs(language), RewardModel(reward)
+    policy_network.trunk.own_mask = reward_network.trunk.own_mask = True
+    check_dpo(language, "sigmoid", pairs, batch, policy_network)
+    with torch.no_grad():
+        scores = score_ends(reward_network, batch)
+    torch.testing.assert_close(scores, stock_scores(reward), **CLOSE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", ["shared", "separate"])
+def test_padding_and_neighbours_have_no_influence(kind, layout):
+    model, pairs = RewardModel(reward_model(kind)), pairs_of()
+
+    def scores(pairs, **options):
+        batch = PairCollator(options.pop("pad", 0), layout, **options)(
+            [[pair.sample() for pair in pairs]]
+        )
+        with torch.no_grad():
+            return score_ends(model, batch).reshape(2, -1)
+
+    alone = scores(pairs[:1])
+    # rows of one width run the same kernels: nothing may move at all
+    wide, other_padding = (scores(pairs[:2], pad=pad, multiple_of=64) for pad in (0, 17))
+    assert torch.equal(wide, other_padding)
+    changed = Answers([9] * len(pairs[1].prompt), pairs[1].chosen, pairs[1].rejected)
+    neighbour = scores([pairs[0], changed], multiple_of=64)
+    assert torch.equal(neighbour[:, 0], wide[:, 0])
+    assert not torch.equal(neighbour[:, 1], wide[:, 1])
+    torch.testing.assert_close(wide[:, :1], alone, **CLOSE)
+    behind = scores([pairs[1], pairs[0]])
+    torch.testing.assert_close(behind[:, 1:], alone, **CLOSE)
+
+
+def test_neither_answer_sees_the_other():
+    model = RewardModel(reward_model("opt"))
+    answers = [[7, 8, 9], [10, 11, 12]]
+    with torch.no_grad():
+        first, second = (
+            score_ends(model, batch_of([Answers([5, 6], answers[0], other)], "shared"))
+            for other in (answers[1], [13, 14, 15])
+        )
+    assert first[0] == second[0]
+    assert first[1] != second[1]
+
+
+@pytest.mark.parametrize("config", [RewardConfig(), RewardConfig(reward_loss="per_token")])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_batch_without_pairs_has_no_loss_and_zero_gradient_everywhere(layout, config):
+    empty = PairCollator(0, layout).empty()
+    dpo = dpo_objective(DpoConfig(rpo_alpha=1.0), reference_of)
+    for objective, network in (
+        (reward_objective(config), RewardModel(reward_model("opt"))),
+        (dpo, CausalLMLogprobs(policy("opt"))),
+        (dpo, CausalLMLogprobs(policy("opt", lora=None))),
+    ):
+        result = objective.loss(network, empty)
+        result.total.backward()
+        assert result.total.item() == 0.0
+        assert all(values.shape == (0,) for values in result.columns.values())
+        for parameter in trainable(network.model).values():
+            assert parameter.grad is not None
+            assert parameter.grad.abs().max() == 0
+
+
+def test_full_logits_of_a_batch_without_pairs_span_the_model():
+    model = policy("opt")
+    network = CausalLMLogprobs(model, full_logits=True)
+    empty = PairCollator(0, "shared").empty()
+    dpo_objective(DpoConfig(), reference_of).loss(network, empty).total.backward()
+    assert all(p.grad is not None and p.grad.abs().max() == 0 for p in trainable(model).values())
+
+
+def test_scores_of_a_16_bit_model_keep_more_digits_than_its_states():
+    model = reward_model("llama").to(torch.bfloat16)
+    batch = batch_of(pairs_of(), "shared")
+    scores = score_ends(RewardModel(model), batch)
+    assert scores.dtype == torch.float32
+    assert (scores != scores.to(torch.bfloat16).float()).any()
+
+
+# What a look at the model before training notices
+
+
+def changing_inputs(model, change):
+    """The same model, but its body gets ``change`` of what it is given."""
+    body = getattr(model.base_model, "decoder", model.base_model)
+    forward = body.forward
+
+    @functools.wraps(forward)
+    def changed(*args, **inputs):
+        named = inspect.signature(forward).bind_partial(*args).arguments
+        return forward(**change({**named, **inputs}))
+
+    body.forward = changed
+    return model
+
+
+def is_tree(inputs):
+    """A row without padding whose positions go back, but never to 0."""
+    positions = inputs.get("position_ids")
+    if positions is None:
+        return False
+    return bool((positions[0].diff() < 0).any() and (positions == 0).sum() == 1)
+
+
+def letting_branches_see_each_other(model):
+    def change(inputs):
+        if not is_tree(inputs):
+            return inputs
+        one_sequence = torch.ones_like(inputs["input_ids"])
+        return inputs | {"attention_mask": block_causal_mask(one_sequence, model.dtype)}
+
+    return changing_inputs(model, change)
+
+
+def hiding_the_beginning(model):
+    def change(inputs):
+        if not is_tree(inputs):
+            return inputs
+        # each branch a sequence of its own
+        second = (inputs["position_ids"][0].diff() < 0).nonzero()[0].item() + 1
+        segments = torch.ones_like(inputs["input_ids"])
+        segments[:, second:] = 2
+        return inputs | {"attention_mask": block_causal_mask(segments, model.dtype)}
+
+    return changing_inputs(model, change)
+
+
+def counting_through_a_tree(model):
+    def change(inputs):
+        if not is_tree(inputs):
+            return inputs
+        return inputs | {"position_ids": torch.arange(inputs["input_ids"].shape[1])[None]}
+
+    return changing_inputs(model, change)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_sound_model_keeps_branches_apart(kind, attention):
+    # Mistral's window of 4 is shorter than the probe's samples.
+    report = probe(Trunk(policy(kind, attention=attention)), vocab_size=VOCAB, device=CPU)
+    assert report.tree_is_exact
+    assert report.packing_is_exact
+    assert report.branch_leak_error == 0.0
+
+
+@pytest.mark.parametrize("kind", ["opt", "gpt2", "llama", "qwen2"])
+@pytest.mark.parametrize(
+    "broken", [letting_branches_see_each_other, hiding_the_beginning, counting_through_a_tree]
+)
+def test_a_tree_that_is_broken_is_noticed_where_packing_is_sound(kind, broken):
+    report = probe(Trunk(broken(policy(kind))), vocab_size=VOCAB, device=CPU)
+    assert report.packing_is_exact
+    assert not report.tree_is_exact
+    leaks = report.branch_leak_error > 1e-5
+    assert leaks == (broken is letting_branches_see_each_other)
+
+
+def test_a_leak_between_branches_that_16_bit_rounding_would_hide_is_noticed():
+    model = policy("llama", lora=None).to(torch.bfloat16)
+
+    def leak(module, inputs, named, output):
+        if is_tree(named):
+            states = output.last_hidden_state
+            first = 7  # tokens of the probe's beginning
+            moved = states[:, first + 5 :] + 0.02 * states[:, first : first + 1]
+            output.last_hidden_state = torch.cat([states[:, : first + 5], moved], dim=1)
+
+    assert probe(Trunk(model), vocab_size=VOCAB, device=CPU).tree_is_exact
+    model.model.register_forward_hook(leak, with_kwargs=True)
+    report = probe(Trunk(model), vocab_size=VOCAB, device=CPU)
+    assert report.packing_is_exact
+    assert report.branch_leak_error > 0.001
+    assert report.tree_error < 0.1
+    assert not report.tree_is_exact
+
+
+# Reward models built, saved and read again
+
+
+class PadTokenizer(NoTokenizer):
+    """As much of a tokenizer as building a model asks for."""
+
+    eos_token_id = 2
+
+    def __len__(self):
+        return VOCAB
+
+
+CARD = {"data": {}, "metrics": {}, "versions": {}}
+
+
+@pytest.fixture
+def one_rank():
+    """A process group of this process alone, which saving asks for."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+saves = pytest.mark.usefixtures("one_rank")
+quiet = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+def built(path, lora=FACTORS, *, build=build_reward_model, pad=0, seed=0, meta=False, **options):
+    tokenizer = PadTokenizer()
+    tokenizer.pad_token_id = pad
+    return build(
+        find_model(str(path)),
+        tokenizer,
+        ModelConfig(),
+        lora,
+        dtype=torch.float32,
+        seed=seed,
+        meta=meta,
+        **options,
+    )
+
+
+def move(model, by=0.1):
+    """As training would: every trained value by something else."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in trainable(model).values():
+            parameter.add_(by * torch.randn(parameter.shape, generator=generator))
+    return model.eval()
+
+
+def save(adapted, directory, base):
+    save_adapter(
+        Path(directory),
+        adapted.model,
+        adapted.lora,
+        base=str(base),
+        tokenizer=NoTokenizer(),
+        card=CARD,
+        task_type=adapted.task,
+    )
+    return directory
+
+
+@torch.no_grad()
+def scores_of(model):
+    """By our layout of trees, with the whole of our code."""
+    return score_ends(RewardModel(model.eval()), batch_of(pairs_of(), "shared"))
+
+
+@torch.no_grad()
+def stock_scores(model):
+    """By the model's own forward pass, a sequence at a time."""
+    sequences = [p.sequences[side] for side in (0, 1) for p in pairs_of()]
+    each = [model.eval()(input_ids=torch.tensor([s])).logits[0, 0] for s in sequences]
+    return torch.stack(each)
+
+
+def head_of(model):
+    return (model.score.trained if isinstance(model.score, TrainedModule) else model.score).weight
+
+
+def test_new_head_depends_on_the_seed_alone(model_directory):
+    path = model_directory("opt")
+    torch.manual_seed(1)
+    first = built(path).model
+    torch.manual_seed(2)
+    again = built(path, LoraConfig(lora_dim=7, target_modules=("fc1",))).model
+    full = built(path, LoraConfig()).model
+    assert torch.equal(head_of(first), head_of(again))
+    assert torch.equal(head_of(first), head_of(full))
+    assert not torch.equal(head_of(first), head_of(built(path, seed=1).model))
+    assert head_of(first).shape == (1, 32)
+
+
+def test_new_head_has_the_deviation_of_the_paper_and_no_bias():
+    # 1 / sqrt(H + 1); the standard deviation of 40,000 draws is within 2 % of it
+    head = nn.Linear(39_999, 1)
+    init_head_(head, seed=3)
+    assert head.weight.std().item() == pytest.approx(40_000**-0.5, rel=0.02)
+    assert abs(head.weight.mean().item()) < 5 / 40_000
+    assert head.bias.tolist() == [0.0]
+    small = nn.Linear(3, 10_000, bias=False)
+    init_head_(small, seed=3)
+    assert small.weight.std().item() == pytest.approx(0.5, rel=0.03)
+
+
+@pytest.mark.parametrize("kind", ["opt", "gpt2", "llama"])
+def test_factors_and_head_train_and_nothing_else(model_directory, kind):
+    adapted = built(model_directory(kind))
+    names = trainable(adapted.model)
+    assert any("score" in name for name in names)
+    assert all("lora_" in name or name == "score.trained.weight" for name in names)
+    assert names.keys() == adapter_parameters(adapted.model).keys()
+    assert adapted.task == "SEQ_CLS"
+    assert "score" in adapted.lora.modules_to_save
+    assert adapted.model.config.num_labels == 1
+    assert adapted.model.config.pad_token_id == 0
+    full = built(model_directory(kind), LoraConfig()).model
+    assert len(trainable(full)) == len(list(full.parameters()))
+
+
+def test_padding_that_stock_transformers_skips_is_the_tokenizers(model_directory):
+    # The stock model scores the last token that is no padding, by its configuration.
+    model = built(model_directory("llama"), pad=9).model.eval()
+    padded, plain = torch.tensor([[5, 6, 7, 9, 9]]), torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        torch.testing.assert_close(model(input_ids=padded).logits, model(input_ids=plain).logits)
+
+
+def test_stock_transformers_scores_an_end_that_is_the_padding_too(model_directory):
+    model = built(model_directory("llama"), pad=PadTokenizer.eos_token_id).model.eval()
+    ended = [5, 6, 7, PadTokenizer.eos_token_id]
+    with torch.no_grad():
+        expected = plain_scores(model, ended)[-1]
+        torch.testing.assert_close(model(input_ids=torch.tensor([ended])).logits[0, 0], expected)
+
+
+@pytest.mark.parametrize("named", [(), ("score",)])
+def test_head_is_trained_once_whether_named_or_not(model_directory, named):
+    adapted = built(model_directory("opt"), LoraConfig(lora_dim=3, modules_to_save=named))
+    assert adapted.lora.modules_to_save == ("score",)
+
+
+def test_trunk_is_that_of_the_language_model(model_directory):
+    ids = torch.tensor([[5, 6, 7, 8]])
+    reward = built(model_directory("llama")).model
+    language = AutoModelForCausalLM.from_pretrained(model_directory("llama")).eval()
+    with torch.no_grad():
+        expected = language.model(input_ids=ids)[0]
+        torch.testing.assert_close(reward.eval().model(input_ids=ids)[0], expected)
+
+
+def test_shape_alone_has_the_same_parameters(model_directory):
+    whole = built(model_directory("opt")).model
+    shape = built(model_directory("opt"), meta=True).model
+    assert all(p.is_meta for p in shape.parameters())
+    assert {n: (p.shape, p.requires_grad) for n, p in shape.named_parameters()} == {
+        n: (p.shape, p.requires_grad) for n, p in whole.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("kind", ["opt", "llama"])
+@saves
+def test_adapter_of_a_language_model_is_continued_under_a_new_head(model_directory, kind, tmp_path):
+    base = model_directory(kind)
+    first = built(base, build=build_causal_lm)
+    move(first.model)
+    save(first, tmp_path / "adapter", base)
+    reward = built(tmp_path, seed=4)
+    language = adapter_parameters(first.model)
+    found = adapter_parameters(reward.model)
+    assert found.keys() - language.keys() == {"score.trained.weight"}
+    assert all(torch.equal(found[name], value) for name, value in language.items())
+    assert torch.equal(head_of(reward.model), head_of(built(base, seed=4).model))
+    assert reward.lora.modules_to_save == ("score",)
+    # and it is a reward model from then on
+    move(reward.model)
+    save(reward, tmp_path / "reward", base)
+    again = built(tmp_path / "reward", new_head=False).model
+    assert torch.equal(scores_of(again), scores_of(reward.model))
+
+
+@pytest.mark.parametrize("kind", ["opt", "gpt2", "llama"])
+@quiet
+@saves
+def test_stock_peft_gives_the_scores_of_our_adapter(model_directory, kind, tmp_path):
+    base = model_directory(kind)
+    reward = built(base, LoraConfig(lora_dim=3, lora_alpha=7))
+    untrained = scores_of(reward.model)
+    move(reward.model)
+    save(reward, tmp_path / "adapter", base)
+    ours = scores_of(reward.model)
+    stock = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, pad_token_id=0)
+    theirs = peft.PeftModel.from_pretrained(stock, tmp_path / "adapter")
+    torch.testing.assert_close(ours, stock_scores(theirs), **CLOSE)
+    assert (ours - untrained).abs().max() > 0.1
+    # Continued here with another seed, its head and factors are those that were saved.
+    again = built(tmp_path, seed=9).model
+    assert torch.equal(scores_of(again), ours)
+    assert torch.equal(scores_of(built(tmp_path, new_head=False).model), ours)
+
+
+@quiet
+def test_reward_adapter_of_peft_gives_its_scores_here(model_directory, tmp_path):
+    base = model_directory("llama")
+    stock = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, pad_token_id=0)
+    theirs = peft.get_peft_model(
+        stock,
+        peft.LoraConfig(
+            r=3, lora_alpha=7, target_modules=["q_proj", "down_proj"], task_type="SEQ_CLS"
+        ),
+    )
+    move(theirs)
+    expected = stock_scores(theirs)
+    theirs.save_pretrained(tmp_path)
+    for new_head in (True, False):
+        ours = built(tmp_path, new_head=new_head).model
+        torch.testing.assert_close(scores_of(ours), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("kind", ["opt", "llama"])
+@saves
+def test_merged_reward_model_scores_as_the_unmerged_in_stock_transformers(
+    model_directory, kind, tmp_path
+):
+    reward = built(model_directory(kind), LoraConfig(lora_dim=3, lora_alpha=7))
+    move(reward.model)
+    save_merged(
+        tmp_path / "model",
+        reward.model,
+        tokenizer=NoTokenizer(),
+        probe_ids=torch.arange(3, 12)[None],
+        max_kl=1e-6,
+        dropouts={},
+    )
+    expected = stock_scores(reward.model)
+    merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
+    torch.testing.assert_close(stock_scores(merged), expected, **CLOSE)
+    torch.testing.assert_close(scores_of(reward.model), expected, **CLOSE)
+    # a base for further training as it is
+    again = built(tmp_path / "model", LoraConfig(), new_head=False).model
+    torch.testing.assert_close(scores_of(again), expected, **CLOSE)
+
+
+@saves
+def test_reward_adapter_without_its_head_is_refused(model_directory, tmp_path):
+    base = model_directory("opt")
+    save(built(base), tmp_path / "adapter", base)
+    weights = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = {k: v for k, v in load_file(weights).items() if "score" not in k}
+    save_file(tensors, weights, metadata={"format": "pt"})
+    (tmp_path / "adapter" / "manifest.json").unlink()
+    for new_head in (True, False):
+        with pytest.raises(
+            ValueError, match=r"of a reward model, but its score head is missing; save"
+        ):
+            built(tmp_path, new_head=new_head)
+
+
+@saves
+def test_reward_adapter_that_names_no_head_is_refused(model_directory, tmp_path):
+    base = model_directory("opt")
+    language = built(base, build=build_causal_lm)
+    save(replace(language, task="SEQ_CLS"), tmp_path / "adapter", base)
+    with pytest.raises(ValueError, match=r"is the adapter of a reward model, but its score head"):
+        built(tmp_path)
+
+
+@pytest.mark.parametrize("meta", [False, True])
+def test_encoders_are_refused(tmp_path, meta):
+    config = BertConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_labels=1,
+    )
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"a bert model has no 'score' head that could be read"):
+        built(tmp_path, meta=meta)
+
+
+def test_a_classifier_of_several_labels_is_refused(tmp_path):
+    config = config_of("llama").to_dict() | {"num_labels": 3}
+    model = AutoModelForSequenceClassification.from_config(type(config_of("llama"))(**config))
+    model.save_pretrained(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"a reward model gives one score, it has score\.weight \(3, 32\)"
+    ):
+        built(tmp_path)
+
+
+@saves
+def test_no_head_is_drawn_where_there_must_be_one(model_directory, tmp_path):
+    base = model_directory("opt")
+    with pytest.raises(ValueError, match=r"is no reward model: it has no score head"):
+        built(base, LoraConfig(), new_head=False)
+    save(built(base, build=build_causal_lm), tmp_path / "adapter", base)
+    with pytest.raises(ValueError, match=r"is an adapter of a CAUSAL_LM model, not of a reward"):
+        built(tmp_path, new_head=False)
+
+
+@pytest.mark.parametrize("lora", [LoraConfig(), FACTORS], ids=["all weights", "adapter"])
+def test_a_head_that_the_files_bring_is_kept(tmp_path, lora):
+    stock = reward_model("llama", lora=None)
+    stock.save_pretrained(tmp_path)
+    ours = built(tmp_path, lora, seed=8).model
+    assert torch.equal(head_of(ours), stock.score.weight)
+    torch.testing.assert_close(scores_of(ours), stock_scores(stock), **CLOSE)

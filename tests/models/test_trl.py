@@ -1,0 +1,196 @@
+"""DPO's loss, gradient and rewards are those of TRL's trainer on its own batch."""
+
+import functools
+import math
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    OPTConfig,
+)
+
+from dschat_lora.assets import BUNDLED_MODEL
+from dschat_lora.config import DpoConfig, LoraConfig
+from dschat_lora.data.batch import PairCollator
+from dschat_lora.lora.model import adapter_parameters, apply_lora
+from dschat_lora.models.causal_lm import CausalLMLogprobs
+from dschat_lora.objective import answer_logprobs, dpo_objective
+from helpers.pairs import Answers
+
+trl = pytest.importorskip("trl")
+peft = pytest.importorskip("peft")
+
+pytestmark = [
+    pytest.mark.stage,
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+R, ALPHA, BETA = 3, 6, 0.3
+ROWS = [
+    {"prompt": "Who is there?", "chosen": " A friend of yours.", "rejected": " Nobody."},
+    {"prompt": "Say one", "chosen": " one", "rejected": " one and two and three"},
+    {"prompt": "The sea is", "chosen": " wide and deep", "rejected": " wide"},
+    {"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"},
+]
+
+
+@functools.cache
+def tokenizer():
+    return AutoTokenizer.from_pretrained(BUNDLED_MODEL)
+
+
+def tiny(kind, seed=0):
+    size = {"vocab_size": len(tokenizer()), "hidden_size": 32, "num_hidden_layers": 2}
+    size |= {"num_attention_heads": 4, "max_position_embeddings": 64}
+    size |= {"pad_token_id": tokenizer().pad_token_id, "bos_token_id": 0, "eos_token_id": 0}
+    if kind == "opt":
+        config = OPTConfig(ffn_dim=48, word_embed_proj_dim=32, dropout=0.0, **size)
+    else:
+        config = LlamaConfig(
+            intermediate_size=48, num_key_value_heads=2, tie_word_embeddings=False, **size
+        )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1 * torch.randn(parameter.shape))
+    return model
+
+
+def trainer_of(kind, directory, *, adapted, rows=ROWS, **options):
+    """TRL's trainer over the tiny model, which has moved away from its reference."""
+    config = trl.DPOConfig(
+        output_dir=str(directory),
+        beta=BETA,
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        per_device_train_batch_size=len(rows),
+        gradient_checkpointing=False,
+        disable_tqdm=True,
+        **options,
+    )
+    lora = peft.LoraConfig(r=R, lora_alpha=ALPHA, target_modules="all-linear")
+    trainer = trl.DPOTrainer(
+        model=tiny(kind),
+        ref_model=None if adapted else tiny(kind),
+        args=config,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer(),
+        peft_config=lora if adapted else None,
+    )
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.03 * torch.randn(parameter.shape, generator=generator))
+    trainer.model.eval()
+    return trainer
+
+
+def pairs_of(batch, reference):
+    """Its collated batch as pairs: rows are all chosen, then all rejected sequences."""
+    ids, real, answer = (batch[k] for k in ("input_ids", "attention_mask", "completion_mask"))
+    half, pairs = len(ids) // 2, []
+    for row in range(half):
+        answers = [ids[r][(real[r] == 1) & (answer[r] == 1)].tolist() for r in (row, row + half)]
+        prompts = [ids[r][(real[r] == 1) & (answer[r] == 0)].tolist() for r in (row, row + half)]
+        assert prompts[0] == prompts[1]
+        assert answers[0][-1] == answers[1][-1] == tokenizer().eos_token_id
+        pairs.append(Answers(prompts[0], *answers, reference=reference(row)))
+    return pairs
+
+
+def our_policy(trainer, kind, adapted):
+    """Our model with the trainer's values, and {our name: their name} of what trains."""
+    model = tiny(kind)
+    if not adapted:
+        model.load_state_dict(trainer.model.state_dict())
+        return model, {name: name for name, _ in model.named_parameters()}
+    apply_lora(model, LoraConfig(lora_dim=R, lora_alpha=ALPHA), seed=0)
+    theirs = dict(trainer.model.named_parameters())
+    names = {name: f"base_model.model.{name}.default.weight" for name in adapter_parameters(model)}
+    assert set(names.values()) == {n for n, p in theirs.items() if p.requires_grad}
+    with torch.no_grad():
+        for name, parameter in adapter_parameters(model).items():
+            parameter.copy_(theirs[names[name]])
+    return model, names
+
+
+def collate(pairs, layout):
+    rows = [[pair.sample()] for pair in pairs]
+    if layout == "packed":
+        return PairCollator(0, "shared")([[pair for row in rows for pair in row]])
+    return PairCollator(0, layout)(rows)
+
+
+def compare(kind, directory, config, *, adapted, layout="packed", rows=ROWS, **options):
+    trainer = trainer_of(kind, directory, adapted=adapted, rows=rows, **options)
+    examples = [trainer.train_dataset[i] for i in range(len(rows))]
+    theirs = trainer.data_collator(examples)
+    loss = trainer._compute_loss(trainer.model, dict(theirs), False)
+    loss.backward()
+
+    model, names = our_policy(trainer, kind, adapted)
+    base = CausalLMLogprobs(tiny(kind))
+
+    def reference(batch):
+        assert batch.reference.isnan().all()
+        return answer_logprobs(base, batch)
+
+    batch = collate(pairs_of(theirs, lambda row: (math.nan, math.nan)), layout)
+    result = dpo_objective(config, reference).loss(CausalLMLogprobs(model), batch)
+    ours = result.total / batch.num_samples
+    torch.testing.assert_close(ours, loss.detach(), rtol=1e-5, atol=1e-5)
+    ours.backward()
+    expected = dict(trainer.model.named_parameters())
+    whole = torch.cat([expected[name].grad.flatten() for name in names.values()]).norm()
+    assert whole > 1e-3
+    for name, parameter in model.named_parameters():
+        if name in names:
+            wanted = expected[names[name]].grad
+            assert (parameter.grad - wanted).norm() <= 1e-5 * max(wanted.norm(), 0.05 * whole)
+    metrics = trainer._metrics["eval"]
+    shared = [name for name in metrics if name.startswith(("rewards/", "logps/"))]
+    assert len(shared) == 6
+    for name in shared:
+        assert result.columns[name].mean().item() == pytest.approx(
+            metrics[name][0], rel=1e-5, abs=1e-5
+        ), name
+    assert 0 < abs(metrics["rewards/margins"][0]) < 10
+
+
+VARIANTS = {
+    "sigmoid": ({"loss_type": "sigmoid"}, DpoConfig(beta=BETA)),
+    "hinge": ({"loss_type": "hinge"}, DpoConfig(beta=BETA, loss_type="hinge")),
+    "ipo": ({"loss_type": "ipo"}, DpoConfig(beta=BETA, loss_type="ipo")),
+    "by length": (
+        {"loss_type": "sigmoid_norm"},
+        DpoConfig(beta=BETA, length_normalization=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("adapted", [True, False], ids=["adapter", "all weights"])
+@pytest.mark.parametrize("kind", ["opt", "llama"])
+@pytest.mark.parametrize(("options", "config"), VARIANTS.values(), ids=VARIANTS)
+def test_loss_gradient_and_rewards_are_trls(kind, options, config, adapted, tmp_path):
+    compare(kind, tmp_path, config, adapted=adapted, **options)
+
+
+@pytest.mark.parametrize("layout", ["shared", "separate", "alone"])
+def test_loss_is_trls_in_every_layout(layout, tmp_path):
+    compare("opt", tmp_path, DpoConfig(beta=BETA), adapted=True, layout=layout)
+
+
+@pytest.mark.parametrize("row", range(len(ROWS)))
+def test_loss_of_a_pair_with_the_chosen_answers_own_is_trls(row, tmp_path):
+    # Of several pairs TRL takes the mean over all tokens, here each answer counts alike.
+    options = {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.7]}
+    config = DpoConfig(beta=BETA, rpo_alpha=0.7)
+    compare("llama", tmp_path, config, adapted=True, rows=ROWS[row : row + 1], **options)
