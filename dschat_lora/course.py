@@ -7,10 +7,9 @@ from typing import Any
 import torch
 
 from dschat_lora.checkpoint.export import save_adapter, save_merged
-from dschat_lora.config import SupervisedConfig
 from dschat_lora.data.loader import Samples, StepLoader
 from dschat_lora.data.store import TokenSet
-from dschat_lora.engine.build import EngineSettings, TrainEngine
+from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import (
     device,
     world_size,
@@ -19,7 +18,6 @@ from dschat_lora.engine.state import EngineState
 from dschat_lora.evaluation import Evaluator, SampleAnswers, first_prompts
 from dschat_lora.keeper import Keeper, Part
 from dschat_lora.layout import Arrangement, rows_of
-from dschat_lora.models.build import AdaptedModel
 from dschat_lora.models.causal_lm import Tokenizer, stored_dropouts
 from dschat_lora.objective import Objective
 from dschat_lora.perf.flops import Flops
@@ -28,7 +26,6 @@ from dschat_lora.perf.shape import describe as describe_shape
 from dschat_lora.perf.throughput import Meter, StepCounts
 from dschat_lora.report.log import summary_lines
 from dschat_lora.report.record import package_versions
-from dschat_lora.run import Output
 from dschat_lora.schedule import rate_factor
 from dschat_lora.stage import Setup
 from dschat_lora.trainer import Progress, fit, make_plan
@@ -57,7 +54,7 @@ def train(
     """
     config, output = setup.config, setup.output
     plan = make_plan(config.optim, config.run, loader.steps_per_epoch)
-    meter = make_meter(setup.adapted, config, setup.settings, output)
+    meter = make_meter(setup, engine)
     progress = Progress()
     parts: dict[str, Part] = {"progress": progress, "evaluation": evaluator}
     keeper = Keeper(
@@ -126,21 +123,21 @@ def make_answers(setup: Setup, engine: TrainEngine) -> SampleAnswers:
     return SampleAnswers(engine, prompts, setup.tokenizer, setup.output)
 
 
-def make_meter(
-    adapted: AdaptedModel, config: SupervisedConfig, settings: EngineSettings, output: Output
-) -> Meter:
-    """The throughput meter of a run over this model."""
+def make_meter(setup: Setup, engine: TrainEngine) -> Meter:
+    """The throughput meter of a run over this engine."""
+    network: Any = engine.module
     try:
-        shape = describe_shape(adapted.model)
+        shape = describe_shape(setup.adapted.model)
     except ValueError as error:
-        output.log.say(f"  note         TFLOPs are not reported: {error}")
+        setup.output.log.say(f"  note         TFLOPs are not reported: {error}")
         shape = None
     return Meter(
         shape,
-        gradient_checkpointing=config.model.gradient_checkpointing,
+        gradient_checkpointing=setup.config.model.gradient_checkpointing,
         world_size=world_size(),
         device=device(),
-        peak_tflops=device_peak(device(), settings.torch_dtype),
+        peak_tflops=device_peak(device(), setup.settings.torch_dtype),
+        skips_padding=network.trunk.skips_padding(engine.device),
     )
 
 

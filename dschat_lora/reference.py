@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from dschat_lora.config import DpoConfig
 from dschat_lora.data.batch import PairBatch
@@ -208,7 +208,7 @@ def make_reference(
             dpo_objective(dpo, partial(logprobs_at, Snapshot(trained), engine)),
             data.train,
             data.eval,
-            partial(_forward_flops, setup.adapted.model),
+            partial(_forward_flops, engine),
         )
     known = partial(
         reference_logprobs,
@@ -231,17 +231,19 @@ def make_reference(
     return Reference(dpo_objective(dpo, lambda batch: batch.reference), train, held_out)
 
 
-def _forward_flops(model: nn.Module, counts: StepCounts) -> Flops:
+def _forward_flops(engine: TrainEngine, counts: StepCounts) -> Flops:
     """FLOPs of one more forward pass; none where the architecture is not understood."""
+    network: Any = engine.module
     try:
-        shape = describe_shape(model)
+        shape = describe_shape(network.model)
     except ValueError:
         return Flops()
+    dense = not network.trunk.skips_padding(engine.device)
     return forward_flops(
         shape,
         num_tokens=counts.num_tokens,
         num_attended=counts.num_attended,
         num_targets=counts.num_targets,
-        num_positions=counts.num_positions,
-        num_scored_pairs=counts.num_scored_pairs,
+        num_positions=counts.num_positions if dense else None,
+        num_scored_pairs=counts.num_scored_pairs if dense else None,
     )

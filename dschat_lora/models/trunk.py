@@ -3,10 +3,12 @@
 import inspect
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from dschat_lora.attention import block_causal_mask
+from dschat_lora.models.blocks import block_sizes, understand_blocks
 
 
 class Trunk:
@@ -16,12 +18,20 @@ class Trunk:
         model: the whole transformers model.
         own_mask: let the model make its mask from which positions are padding, for
             architectures that take no other; rows must hold one sequence each.
+        by_blocks: compute on real tokens alone and attend within samples alone, on a CPU.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self._windows = attention_windows(model.config)
         self.own_mask = self._windows is None
+        self.by_blocks = (
+            self._windows == {"full_attention": None}
+            and model.config._attn_implementation == "sdpa"
+            and bool(getattr(model, "_supports_attention_backend", False))
+        )
+        if self.by_blocks:
+            understand_blocks()
         accepted = inspect.signature(model.base_model.forward).parameters
         self._takes_positions = "position_ids" in accepted
 
@@ -33,9 +43,37 @@ class Trunk:
         branch_ids: Tensor | None = None,
     ) -> Tensor:
         """(B, T, H) last hidden states; all arguments (B, T) as in ``Batch`` or ``PairBatch``."""
+        if self.skips_padding(input_ids.device) and bool((segment_ids > 0).any()):
+            return self._by_blocks(input_ids, position_ids, segment_ids, branch_ids)
         inputs = self.inputs(input_ids, position_ids, segment_ids, branch_ids)
         hidden: Tensor = self.model.base_model(**inputs).last_hidden_state
         return hidden
+
+    def skips_padding(self, device: torch.device) -> bool:
+        """Whether rows on ``device`` are computed by blocks; a GPU would wait for their sizes."""
+        return device.type == "cpu" and self.by_blocks and not self.own_mask
+
+    def _by_blocks(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        segment_ids: Tensor,
+        branch_ids: Tensor | None,
+    ) -> Tensor:
+        """As :meth:`__call__`; zeros on padding, which is not computed."""
+        (places,) = segment_ids.flatten().nonzero(as_tuple=True)
+        inputs: dict[str, Any] = {
+            "input_ids": input_ids.flatten()[places][None],
+            "attention_mask": block_sizes(segment_ids, branch_ids),
+            "use_cache": False,
+        }
+        if self._takes_positions:
+            inputs["position_ids"] = position_ids.flatten()[places][None]
+        hidden: Tensor = self.model.base_model(**inputs).last_hidden_state[0]
+        if len(places) < input_ids.numel():
+            rows = hidden.new_zeros(input_ids.numel(), hidden.shape[-1])
+            hidden = rows.index_copy(0, places, hidden)
+        return hidden.view(*input_ids.shape, -1)
 
     def inputs(
         self,

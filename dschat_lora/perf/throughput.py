@@ -64,6 +64,7 @@ class Meter:
         world_size: int,
         device: torch.device,
         peak_tflops: float | None = None,
+        skips_padding: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Prepare to measure.
@@ -74,6 +75,7 @@ class Meter:
             world_size: number of processes that the counts are summed over.
             device: this process's device.
             peak_tflops: best TFLOP/s of one device, for ``mfu``; None where unknown.
+            skips_padding: whether padding and pairs of tokens under the mask are not computed.
             clock: gives seconds.
         """
         self._shape = shape
@@ -81,6 +83,7 @@ class Meter:
         self._world_size = world_size
         self._device = device
         self._peak_tflops = peak_tflops
+        self._skips_padding = skips_padding
         self._clock = clock
         self._mark: float | None = None
         self._first: _Total | None = None
@@ -156,8 +159,8 @@ class Meter:
             num_attended=counts.num_attended,
             num_targets=counts.num_targets,
             gradient_checkpointing=self._gradient_checkpointing,
-            num_positions=counts.num_positions,
-            num_scored_pairs=counts.num_scored_pairs,
+            num_positions=None if self._skips_padding else counts.num_positions,
+            num_scored_pairs=None if self._skips_padding else counts.num_scored_pairs,
         )
         device_tera_seconds = total.seconds * self._world_size * 1e12
         tflops = flops.model / device_tera_seconds
