@@ -19,6 +19,8 @@ from dschat_lora.models.trunk import Trunk
 from helpers import plain
 from helpers.tiny import KINDS, VOCAB, ragged_samples, tiny_model
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 CPU = torch.device("cpu")
 
 

@@ -52,6 +52,8 @@ from helpers.pairs import (
 from helpers.runs import NoTokenizer
 from helpers.tiny import VOCAB, tiny_model
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 CPU = torch.device("cpu")
 WINDOW = 4
 # The sequences are longer than Mistral's window; every kind of position embedding is there.

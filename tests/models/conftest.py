@@ -1,0 +1,13 @@
+"""How rows of several sequences are computed differs between devices; both ways run here."""
+
+import pytest
+
+from dschat_lora.models.trunk import Trunk
+
+
+@pytest.fixture(params=["blocks", "dense"])
+def both_ways(request, monkeypatch):
+    """Once as on a CPU, sample by sample, and once as on a GPU, under a dense mask."""
+    if request.param == "dense":
+        monkeypatch.setattr(Trunk, "skips_padding", lambda self, device: False)
+    return request.param
