@@ -15,6 +15,7 @@ PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "reload": ("reload", {}),
     "saving": ("saving", {}),
     "commands": ("commands", {}),
+    "pairs": ("pairs", {}),
     "throughput-1.3b": ("throughput", {"name": "opt-1.3b"}),
     "throughput-6.7b": ("throughput", {"name": "opt-6.7b"}),
 }

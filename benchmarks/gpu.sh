@@ -3,7 +3,7 @@
 #
 #     benchmarks/gpu.sh [PART ...]
 #
-# Parts, all by default: env trajectories scaling reload saving commands throughput-1.3b throughput-6.7b
+# Parts, all by default: env trajectories scaling reload saving commands pairs throughput-1.3b throughput-6.7b
 # Environment:
 #   PYTHON        interpreter that has torch, deepspeed and transformers; default python3
 #   BENCH_OUTPUT  directory of the JSON results; default benchmarks/results
@@ -16,7 +16,7 @@ set -uo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 PYTHON=${PYTHON:-python3}
 BENCH_OUTPUT=${BENCH_OUTPUT:-$ROOT/benchmarks/results}
-PARTS=(env trajectories scaling reload saving commands throughput-1.3b throughput-6.7b)
+PARTS=(env trajectories scaling reload saving commands pairs throughput-1.3b throughput-6.7b)
 
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
@@ -26,13 +26,14 @@ export TRANSFORMERS_VERBOSITY=error TOKENIZERS_PARALLELISM=false PYTHONWARNINGS=
 limit() {
   case $1 in
     env) echo 30 ;;
-    trajectories) echo 90 ;;
-    scaling) echo 45 ;;
-    reload) echo 55 ;;
+    trajectories) echo 75 ;;
+    scaling) echo 35 ;;
+    reload) echo 45 ;;
     saving) echo 50 ;;
-    commands) echo 80 ;;
-    throughput-1.3b) echo 85 ;;
-    throughput-6.7b) echo 120 ;;
+    commands) echo 70 ;;
+    pairs) echo 70 ;;
+    throughput-1.3b) echo 75 ;;
+    throughput-6.7b) echo 105 ;;
     *) return 1 ;;
   esac
 }

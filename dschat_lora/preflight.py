@@ -95,6 +95,7 @@ def check_supervised(config: ConfigT, *, rules: StageRules = SFT) -> ConfigT:
     data = with_bundled_data(config.data, given, ignored=rules.unused)
     lora = continued_lora(config.lora, source, given)
     _check_lora(lora, given)
+    _check_reference(config, lora)
     data = replace(data, max_seq_len=_fitting_length(data.max_seq_len, source, given))
     check_sources(data, rules.kind)
     model, batch, optim, parallel = reconcile(
@@ -109,7 +110,6 @@ def check_supervised(config: ConfigT, *, rules: StageRules = SFT) -> ConfigT:
     check_output_dir(config)
     _check_nothing_read_is_deleted(run, source)
     announce(source, data, config.data)
-    _check_reference(config, lora)
     for note in without_effect(replace(config, lora=lora), unused=rules.unused):
         say_once(f"  note         {note}")
     return replace(

@@ -219,7 +219,7 @@ def make_reference(
         say=setup.output.log.say,
         # The layout too: sums in another order would make ties of equal answers look decided.
         identity=[
-            *(setup.identity.get(name) for name in ("model", "start", "dtype")),
+            *(setup.identity.get(name) for name in ("model", "start", "adapter", "dtype")),
             *(repr(arrangement), config.max_row_tokens, world_size()),
             config.batch.per_device_eval_batch_size,
         ],

@@ -104,7 +104,8 @@ def score_files(config: ScoreConfig) -> None:
             for row, own in zip(rows, records, strict=True):
                 scores = [next(values) for _ in own]
                 line = _described(row, scores)
-                file.write(json.dumps(jsonable(line), ensure_ascii=False) + "\n")
+                # Columns that are no JSON, such as the dates of a parquet file, as text.
+                file.write(json.dumps(jsonable(line), ensure_ascii=False, default=str) + "\n")
                 count += 1
                 too_long += None in scores
                 if len(scores) == 2 and None not in scores:

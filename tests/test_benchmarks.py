@@ -20,6 +20,7 @@ PARTS = (
     "reload",
     "saving",
     "commands",
+    "pairs",
     "throughput-1.3b",
     "throughput-6.7b",
 )

@@ -114,9 +114,37 @@ def test_stages_are_run_as_a_user_would(monkeypatch, tmp_path, capsys):
         demo.subprocess, "run", lambda command, check: commands.append(command) or Done
     )
     monkeypatch.setattr(demo, "_sft_rows", lambda directory: [["perplexity", "2", "1"]])
+    monkeypatch.setattr(demo, "_reward_rows", lambda directory: [["accuracy", "0.5", "0.9"]])
     demo.run_demo(str(tmp_path / "demo"))
-    (command,) = commands
-    assert command[0].endswith("deepspeed")
-    assert command[1].endswith("training/step1_sft/main.py")
-    assert command[command.index("--output_dir") + 1] == str(tmp_path / "demo" / "sft")
-    assert "perplexity" in capsys.readouterr().out
+    for command, (script, name) in zip(
+        commands, [("step1_sft", "sft"), ("step2_reward", "reward")], strict=True
+    ):
+        assert command[0].endswith("deepspeed")
+        assert command[1].endswith(f"training/{script}/main.py")
+        assert command[command.index("--output_dir") + 1] == str(tmp_path / "demo" / name)
+    shown = capsys.readouterr().out
+    assert "perplexity" in shown
+    assert "accuracy" in shown
+
+
+def test_accuracy_is_told_for_each_flaw(monkeypatch, tmp_path):
+    rows = [
+        {"flaw": "wrong", "chosen_score": 1.0, "rejected_score": 0.0},
+        {"flaw": "curt", "chosen_score": 1.0, "rejected_score": 2.0},
+        {"flaw": "curt", "chosen_score": -1.0, "rejected_score": -2.0},
+    ]
+
+    def score_files(config):
+        assert config.model.model_name_or_path == str(tmp_path)
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / "scores.jsonl").write_text(text, encoding="utf-8")
+
+    monkeypatch.setattr(demo, "score_files", score_files)
+    evals = [{"kind": "eval", "accuracy": share} for share in (0.5, 0.7, 0.9)]
+    lines = "".join(json.dumps(record) + "\n" for record in evals)
+    (tmp_path / "metrics.jsonl").write_text(lines, encoding="utf-8")
+    assert demo._reward_rows(tmp_path) == [
+        ["accuracy", "0.500", "0.900"],
+        ["  rejected is curt", "", "0.500"],
+        ["  rejected is wrong", "", "1.000"],
+    ]

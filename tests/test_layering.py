@@ -38,6 +38,13 @@ LAYERS = {
         set(),
     ),
     "config": ({"cli.options"}, set()),
+    "course": (
+        {
+            *("checkpoint", "config", "data", "engine", "evaluation", "keeper", "layout", "models"),
+            *("objective", "perf", "report", "run", "schedule", "stage", "trainer"),
+        },
+        {"torch"},
+    ),
     "data": (
         {"config", "algos", "randomness"},
         {"torch", "numpy", "datasets", "pyarrow", "jinja2"},
@@ -57,6 +64,7 @@ LAYERS = {
         {"checkpoint", "cli.options", "config", "engine", "interrupt", "report", "resume", "run"},
         {"torch"},
     ),
+    "layout": ({"config", "data", "engine", "models", "run", "stage"}, set()),
     "lora": ({"config"}, {"torch"}),
     "memory": ({"checkpoint.history", "config", "engine", "models", "perf"}, {"torch"}),
     "models": (
@@ -75,7 +83,10 @@ LAYERS = {
         set(),
     ),
     "randomness": (set(), set()),
-    "reference": ({"data", "engine", "objective"}, {"numpy", "torch"}),
+    "reference": (
+        {"config", "data", "engine", "layout", "objective", "perf", "stage"},
+        {"numpy", "torch"},
+    ),
     "report": ({""}, {"torch", "tqdm"}),
     "resume": (
         {"checkpoint.history", "checkpoint.manifest", "cli.options", "config", "report"},
@@ -92,9 +103,8 @@ LAYERS = {
     "score": ({"config", "data", "engine", "models", "report"}, {"torch"}),
     "stage": (
         {
-            *("checkpoint", "cli.options", "config", "data", "engine", "evaluation", "keeper"),
-            *("lora", "memory", "models", "objective", "perf", "reference", "report", "run"),
-            *("schedule", "trainer"),
+            *("cli.options", "config", "data", "engine", "lora", "memory", "models", "report"),
+            "run",
         },
         {"torch"},
     ),

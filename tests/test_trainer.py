@@ -7,7 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from dschat_lora.config import LoraConfig, OptimConfig, RunConfig
-from dschat_lora.trainer import Evaluation, StepCounts, make_plan
+from dschat_lora.objective import describe_perplexity
+from dschat_lora.trainer import make_plan
 from helpers import plain
 from helpers.runs import LORA, load_model, loader
 from helpers.tiny import ragged_samples

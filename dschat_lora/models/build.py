@@ -104,8 +104,7 @@ def build_reward_model(
     model = load_reward_model(
         source.base, model_config, config, dtype=dtype, seed=head_seed, meta=meta
     )
-    if lora.lora_dim > 0 and HEAD not in lora.modules_to_save:
-        lora = replace(lora, modules_to_save=(*lora.modules_to_save, HEAD))
+    lora = _with_head(lora)
     return _adapt(model, source, tokenizer, config, lora, seed=seed, task="SEQ_CLS")
 
 
@@ -123,10 +122,18 @@ def check_targets(
     if task == "CAUSAL_LM":
         model = load_causal_lm(source.base, model_config, config, dtype=torch.float32, meta=True)
     else:
+        lora = _with_head(lora)
         model = load_reward_model(
             source.base, model_config, config, dtype=torch.float32, seed=0, meta=True
         )
     apply_lora(model, lora, seed=0)
+
+
+def _with_head(lora: LoraConfig) -> LoraConfig:
+    """The head trains in full beside the factors."""
+    if lora.lora_dim == 0 or HEAD in lora.modules_to_save:
+        return lora
+    return replace(lora, modules_to_save=(*lora.modules_to_save, HEAD))
 
 
 def _adapt(

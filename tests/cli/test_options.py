@@ -16,7 +16,7 @@ from dschat_lora.cli.options import (
     parse_config,
     run_main,
 )
-from dschat_lora.config import SupervisedConfig
+from dschat_lora.config import DpoStageConfig, RewardStageConfig, SupervisedConfig
 from dschat_lora.preflight import check_supervised
 from helpers.step1 import parsed
 
@@ -38,6 +38,13 @@ STEP1_FLAGS = """
     output_dir overwrite_output_dir seed logging_steps eval_interval eval_iters
     sample_generations merge_adapter merge_max_kl report_to enable_tensorboard tensorboard_path
     print_loss dry_run
+""".split()
+REWARD_FLAGS = """
+    share_prompt reward_loss center_rewards_coefficient num_padding_at_beginning
+""".split()
+DPO_FLAGS = """
+    share_prompt num_padding_at_beginning beta loss_type label_smoothing length_normalization rpo_alpha
+    precompute_ref_log_probs offload_reference_model
 """.split()
 
 # Flags of DeepSpeed-Chat's step 1 with a value its scripts use; None: a switch.
@@ -78,6 +85,21 @@ CLASSIC_FLAGS = {
     "deepspeed_config": "ds.json",
     "deepscale": None,
     "deepscale_config": "ds.json",
+}
+# Those that its step 2 and DPO share with step 1, and what each has besides.
+SHARED_FLAGS = CLASSIC_FLAGS.keys() - {"sft_only_data_path", "eot_token", "print_loss"}
+CLASSIC_REWARD_FLAGS = {
+    **{name: CLASSIC_FLAGS[name] for name in sorted(SHARED_FLAGS)},
+    "num_padding_at_beginning": "1",
+    "eval_interval": "0",
+    "eval_iters": "100",
+}
+CLASSIC_DPO_FLAGS = {
+    **{name: CLASSIC_FLAGS[name] for name in sorted(SHARED_FLAGS)},
+    "offload_reference_model": None,
+    "beta": "0.1",
+    "label_smoothing": "0.0",
+    "print_loss": None,
 }
 
 
@@ -461,3 +483,83 @@ def test_step_1_script_of_deepspeed_chat_for_one_gpu_parses():
     )
     assert (config.lora.lora_dim, config.batch.gradient_accumulation_steps) == (128, 8)
     assert config.parallel.deepspeed
+
+
+# ---------------------------------------------------------------------------- step 2 and DPO
+
+
+def test_flags_of_step_2_and_dpo_are_those_of_step_1_and_these():
+    assert sorted(flatten(RewardStageConfig())) == sorted(STEP1_FLAGS + REWARD_FLAGS)
+    assert sorted(flatten(DpoStageConfig())) == sorted(STEP1_FLAGS + DPO_FLAGS)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        f
+        for c in (RewardStageConfig, DpoStageConfig)
+        for f in leaves(c)
+        if f.name not in STEP1_FLAGS
+    ],
+    ids=lambda field: field.name,
+)
+def test_every_option_of_pairs_has_help_and_a_default(field):
+    assert len(field.metadata["help"]) > 8
+    assert field.default is not dataclasses.MISSING
+
+
+@pytest.mark.parametrize(
+    ("config_class", "name", "value"),
+    [
+        (config_class, name, value)
+        for config_class, flags in (
+            (RewardStageConfig, CLASSIC_REWARD_FLAGS),
+            (DpoStageConfig, CLASSIC_DPO_FLAGS),
+        )
+        for name, value in flags.items()
+    ],
+)
+def test_classic_flag_of_step_2_and_dpo_is_accepted_with_its_meaning(config_class, name, value):
+    config = parse_config(config_class, [f"--{name}", *([] if value is None else [value])])
+    if name.startswith(("local_rank", "deepscale")):
+        assert config.given == frozenset()
+        return
+    assert config.given == {name}
+    shown = flatten(config)[name]
+    shown = shown[0] if isinstance(shown, list) else shown
+    assert shown == (True if value is None else type(shown)(value))
+
+
+@pytest.mark.parametrize(
+    ("config_class", "expected"),
+    [
+        (RewardStageConfig, {"packing": False, "learning_rate": 5e-5, "share_prompt": True}),
+        (DpoStageConfig, {"packing": False, "learning_rate": 1e-6, "beta": 0.1}),
+    ],
+)
+def test_default_of_a_stage_is_used_and_shown_in_its_help(capsys, config_class, expected):
+    flat = flatten(config_class())
+    assert {name: flat[name] for name in expected} == expected
+    with pytest.raises(SystemExit, match="0"):
+        parse_config(config_class, ["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"rate of base weights, where they train (default: {expected['learning_rate']})" in shown
+
+
+def test_one_option_given_leaves_a_stages_other_defaults():
+    config = parse_config(DpoStageConfig, ["--weight_decay", "0.1", "--max_seq_len", "64"])
+    assert (config.optim.learning_rate, config.optim.weight_decay) == (1e-6, 0.1)
+    assert config.optim.default_lora_learning_rate == 1e-5
+    assert (config.data.packing, config.data.max_seq_len) == (False, 64)
+
+
+def test_step_2_scripts_of_deepspeed_chat_for_one_gpu_parse():
+    line = (
+        "--model_name_or_path facebook/opt-350m --num_padding_at_beginning 1 --weight_decay 0.1 "
+        "--dropout 0.0 --gradient_accumulation_steps 4 --zero_stage 0 --enable_tensorboard "
+        "--tensorboard_path out --deepspeed --output_dir out"
+    )
+    config = parse_config(RewardStageConfig, line.split())
+    assert config.pairs.num_padding_at_beginning == 1
+    line = line.replace("--num_padding_at_beginning 1 ", "--offload_reference_model ")
+    assert parse_config(DpoStageConfig, line.split()).dpo.offload_reference_model

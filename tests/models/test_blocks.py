@@ -1,4 +1,4 @@
-"""Attention by blocks: the states and gradients that a dense mask gives, and nothing for padding."""
+"""Attention by blocks: the states and gradients of a dense mask, and nothing for padding."""
 
 import pytest
 import torch
@@ -101,3 +101,10 @@ def test_generation_is_what_it_was():
     Trunk(model)
     after = model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
     assert torch.equal(before, after)
+
+
+def test_a_model_under_its_own_mask_computes_its_padding():
+    trunk = Trunk(tiny_model("opt"))
+    trunk.own_mask = True
+    assert not trunk.skips_padding(CPU)
+    assert not Trunk(tiny_model("opt")).skips_padding(torch.device("cuda"))

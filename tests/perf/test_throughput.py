@@ -1,4 +1,5 @@
 import resource
+from dataclasses import replace
 
 import pytest
 import torch
@@ -78,6 +79,18 @@ def test_classic_tflops_of_mixed_rows_are_the_sum_over_the_rows(shape):
     two_devices = 2
     expected = by_row / two_devices
     assert timer.step(COUNTS)["tflops_deepspeed_chat"] == pytest.approx(expected)
+
+
+def test_padding_that_is_not_computed_is_not_counted_as_work_of_the_hardware(shape):
+    rates = []
+    for counts in (COUNTS, replace(COUNTS, num_positions=10**6, num_scored_pairs=10**9)):
+        timer = meter(shape, [0.0, 1.0], skips_padding=True)
+        timer.start()
+        rates.append(timer.step(counts)["hardware_tflops_per_device"])
+    assert rates[0] == rates[1]
+    timer = meter(shape, [0.0, 1.0])
+    timer.start()
+    assert timer.step(COUNTS)["hardware_tflops_per_device"] > rates[0]
 
 
 def test_flops_besides_the_step_are_added(shape):

@@ -1,0 +1,281 @@
+"""Training on pairs against other ways to do so: pairs per second, tokens and peak memory.
+
+``BENCH_PAIRS=FILE`` measures on the pairs of a file and, on a CPU, with a model large enough to
+mean something, in minutes; without it the pairs are random tokens of the same lengths.
+"""
+
+import importlib.util
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+
+from benchmarks.parts.pair_contenders import CHAT, CONTENDERS, OURS, Kind, Ready, Task, Work, serve
+from benchmarks.parts.pair_data import Pairs, random_pairs, read_pairs
+from benchmarks.parts.report import PartReport, print_table
+from dschat_lora.engine.build import resolve_dtype
+
+KINDS: tuple[Kind, ...] = ("reward", "dpo")
+LOSS_LIMIT = 1e-5  # nats, in fp32
+# Of pairs/s, on a file's pairs.
+TARGETS = {("reward", CHAT): 4.0, ("reward", "TRL"): 2.0, ("dpo", "TRL, precomputed"): 2.0}
+START_SECONDS = 600.0  # for a contender to be ready, or to take a step
+NOT_INSTALLED = "TRL or PEFT is not installed"
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model and how much is done with it."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    vocab_size: int
+    lora_dim: int
+    max_seq_len: int
+    num_pairs: int
+    rounds: int
+    seconds: float  # no round begins later than so much after a kind's first one
+
+
+TINY = Size(64, 2, 4, 512, 8, 128, 64, 3, 8.0)
+CPU = Size(256, 4, 8, 8192, 16, 512, 192, 11, 900.0)
+GPU = Size(2048, 24, 32, 50272, 128, 512, 128, 8, 8.0)
+MICRO_BATCH, ACCUMULATION = 4, 4
+
+
+@dataclass
+class Runner:
+    """A contender's process, and what its steps took."""
+
+    name: str
+    process: Any
+    connection: Any
+    ready: Ready | None = None
+    problem: str | None = None
+    works: list[Work] = field(default_factory=list)
+    peak_bytes: int | None = None
+
+    def receive(self) -> Any:
+        """Its next answer; None, and a problem noted, where it gives none."""
+        try:
+            if not self.connection.poll(START_SECONDS):
+                raise TimeoutError(f"silent for {START_SECONDS:.0f} s")
+            answer = self.connection.recv()
+        except (EOFError, OSError) as error:
+            answer = f"{type(error).__name__}: {error}"
+        if isinstance(answer, str):
+            self.problem = answer
+            return None
+        return answer
+
+    def ask(self, message: str) -> Any:
+        """Its answer to a message."""
+        self.connection.send(message)
+        return self.receive()
+
+
+def run(report: PartReport, *, tiny: bool) -> None:
+    """Measure both kinds; store, print and check."""
+    # gpu.sh ends a part that takes too long with this signal; its processes then end too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    file = os.environ.get("BENCH_PAIRS")
+    on_gpu = torch.cuda.is_available()
+    size = (GPU if on_gpu and not tiny else CPU) if file or not tiny else TINY
+    pairs = _pairs(file, size)
+    threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
+    dtype = resolve_dtype("auto") if on_gpu and size is GPU else "fp32"
+    report.store(
+        {
+            "size": asdict(size),
+            "dtype": dtype,
+            "threads": threads,
+            "pairs": pairs.source,
+            "micro_batch": MICRO_BATCH,
+            "accumulation": ACCUMULATION,
+            "trl": _has_trl(),
+        }
+    )
+    for kind in KINDS:
+        task = Task(
+            kind=kind,
+            hidden_size=size.hidden_size,
+            num_layers=size.num_layers,
+            num_heads=size.num_heads,
+            vocab_size=size.vocab_size,
+            lora_dim=size.lora_dim,
+            max_seq_len=size.max_seq_len,
+            pairs=pairs.samples,
+            tokenizer=pairs.tokenizer,
+            micro_batch=MICRO_BATCH,
+            accumulation=ACCUMULATION,
+            dtype=dtype,
+            threads=threads,
+        )
+        runners = _measure(task, size)
+        rows = [_row(runner, runners[0], len(task.pairs)) for runner in runners]
+        report.store({kind: rows})
+        _print(kind, rows)
+        _check(report, kind, runners, rows, exact=dtype == "fp32", real=bool(file))
+
+
+def _pairs(file: str | None, size: Size) -> Pairs:
+    options = {
+        "vocab_size": size.vocab_size,
+        "max_seq_len": size.max_seq_len,
+        "limit": size.num_pairs,
+    }
+    return read_pairs(Path(file), **options) if file else random_pairs(**options)
+
+
+def _measure(task: Task, size: Size) -> list[Runner]:
+    """Every contender's steps, in turns; no process is left behind."""
+    runners = _start(task)
+    try:
+        _take_turns(runners, size)
+    finally:
+        for runner in runners:
+            if runner.process is not None:
+                runner.process.kill()
+                runner.process.join()
+    return runners
+
+
+def _take_turns(runners: list[Runner], size: Size) -> None:
+    for runner in runners:
+        if runner.process is not None:
+            runner.ready = runner.receive()
+    deadline = time.monotonic() + size.seconds
+    for number in range(size.rounds):
+        if number and time.monotonic() > deadline:
+            break
+        for runner in runners:
+            if runner.problem is None:
+                work = runner.ask("step")
+                runner.works += [work] if work is not None else []
+    for runner in runners:
+        if runner.problem is None:
+            runner.peak_bytes = runner.ask("stop")
+
+
+def _has_trl() -> bool:
+    return all(importlib.util.find_spec(name) for name in ("trl", "peft", "datasets"))
+
+
+def _start(task: Task) -> list[Runner]:
+    """A process for each contender, all of which have imported the same on a CPU."""
+    # A process that has looked for a GPU must not fork.
+    method = "spawn" if torch.cuda.is_available() else "forkserver"
+    context: Any = multiprocessing.get_context(method)
+    if method == "forkserver":
+        optional = ["trl", "peft", "datasets"] if _has_trl() else []
+        context.set_forkserver_preload(["benchmarks.parts.pair_contenders", *optional])
+    runners = []
+    for name in CONTENDERS[task.kind]:
+        if name.startswith("TRL") and not _has_trl():
+            runners.append(Runner(name, None, None, problem=NOT_INSTALLED))
+            continue
+        mine, its = context.Pipe()
+        process = context.Process(target=serve, args=(its, name, task), daemon=True)
+        process.start()
+        its.close()
+        runners.append(Runner(name, process, mine))
+    return runners
+
+
+def _row(runner: Runner, ours: Runner, num_pairs: int) -> dict[str, Any]:
+    """A contender's numbers, and in how many of its times ours does a pair, round by round."""
+    row: dict[str, Any] = {
+        "contender": runner.name,
+        "problem": runner.problem,
+        "pairs_per_second": None,
+        "positions_per_pair": None,
+        "times_ours": None,
+        "cpu_times_ours": None,
+        "peak_mib": runner.peak_bytes and runner.peak_bytes / 2**20,
+        "reference_seconds_per_pair": None,
+        "rounds": len(runner.works),
+    }
+    if not runner.works:
+        return row
+    pairs = sum(work.pairs for work in runner.works)
+    rounds = list(zip(runner.works, ours.works, strict=False))
+    walls = [(a.seconds / a.pairs) / (b.seconds / b.pairs) for a, b in rounds]
+    cpus = [(a.cpu_seconds / a.pairs) / (b.cpu_seconds / b.pairs) for a, b in rounds]
+    row |= {
+        "pairs_per_second": median(work.pairs / work.seconds for work in runner.works),
+        "positions_per_pair": sum(work.positions for work in runner.works) / pairs,
+        "times_ours": _spread(walls),
+        "cpu_times_ours": _spread(cpus),
+        "works": [asdict(work) for work in runner.works],
+    }
+    if runner.ready is not None and runner.ready.reference_seconds is not None:
+        row["reference_seconds_per_pair"] = runner.ready.reference_seconds / num_pairs
+    return row
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    low, middle, high = quantiles(values, n=4) if len(values) > 1 else values * 3
+    return {"median": middle, "quartile_1": low, "quartile_3": high}
+
+
+def _print(kind: Kind, rows: list[dict[str, Any]]) -> None:
+    header = [kind, "pairs/s", "positions/pair", "x ours", "quartiles", "x CPU time", "peak MiB"]
+    table = []
+    for row in rows:
+        times, cpu = row["times_ours"], row["cpu_times_ours"]
+        table.append(
+            [
+                row["contender"],
+                row["pairs_per_second"],
+                row["positions_per_pair"],
+                times and times["median"],
+                times and f"{times['quartile_1']:.2f} - {times['quartile_3']:.2f}",
+                cpu and cpu["median"],
+                row["peak_mib"],
+            ]
+        )
+    print_table(header, table)
+    for row in rows:
+        if row["problem"]:
+            print(f"{row['contender']}: {row['problem']}")
+
+
+def _check(
+    report: PartReport,
+    kind: Kind,
+    runners: list[Runner],
+    rows: list[dict[str, Any]],
+    *,
+    exact: bool,
+    real: bool,
+) -> None:
+    """That all compute the same loss where it is the same; on real pairs also how fast."""
+    ready = {runner.name: runner.ready for runner in runners if runner.ready is not None}
+    report.check(
+        f"{kind}: every way to train runs", all(r.problem in (None, NOT_INSTALLED) for r in runners)
+    )
+    if OURS not in ready:
+        return
+    losses = {name: each.loss for name, each in ready.items()}
+    if kind == "reward":
+        losses.pop(CHAT, None)  # another loss
+    report.store({f"{kind}_loss": losses})
+    if exact:
+        apart = max(abs(loss - losses[OURS]) for loss in losses.values())
+        report.check(f"{kind}: losses agree within {LOSS_LIMIT}", apart <= LOSS_LIMIT)
+    for row in rows:
+        target = TARGETS.get((kind, row["contender"]))
+        if not real or target is None or row["times_ours"] is None:
+            continue
+        reached = row["times_ours"]["median"] >= target
+        report.check(f"{kind}: {target:g} times the pairs/s of {row['contender']}", reached)
+        less = row["peak_mib"] > rows[0]["peak_mib"]
+        report.check(f"{kind}: less memory than {row['contender']}", less)
