@@ -41,7 +41,7 @@ def arrange_pairs(setup: Setup, engine: TrainEngine, pairs: PairConfig) -> Arran
         vocab_size=len(tokenizer),
         output=setup.output,
     )
-    return Arrangement(PairCollator(int(tokenizer.pad_token_id), layout), packing)
+    return Arrangement(PairCollator(int(tokenizer.pad_token_id), layout, tight=True), packing)
 
 
 def settle_head(engine: TrainEngine, vocab_size: int, output: Output) -> None:

@@ -35,6 +35,8 @@ class BatchLoss:
 
 
 LossFunction = Callable[[Any, Any], BatchLoss]
+# Log-ratios of the untrained policy differ by rounding alone.
+SAME_NATS = 1e-4
 
 
 @dataclass(frozen=True)
@@ -121,11 +123,13 @@ def _scores(engine: Network, batch: PairBatch, places: Tensor) -> Tensor:
     return scores
 
 
-def score_columns(chosen: Tensor, rejected: Tensor, batch: PairBatch) -> dict[str, Tensor]:
-    """What is reported of each pair, from its scores."""
+def score_columns(
+    chosen: Tensor, rejected: Tensor, batch: PairBatch, *, tolerance: float = 0.0
+) -> dict[str, Tensor]:
+    """What is reported of each pair, from its scores; closer ones than ``tolerance`` are equal."""
     chosen_length, rejected_length = batch.answer_lengths.float().chunk(2)
     return {
-        "accuracy": accuracy(chosen, rejected),
+        "accuracy": accuracy(chosen, rejected, tolerance=tolerance),
         "margin": chosen - rejected,
         "chosen_score": chosen,
         "rejected_score": rejected,
@@ -214,7 +218,9 @@ def dpo_batch_loss(
         losses = losses - config.rpo_alpha * (logprobs / lengths).chunk(2)[0]
     rewards = config.beta * logratios.detach()
     chosen_rewards, rejected_rewards = rewards.chunk(2)
-    columns = score_columns(chosen_rewards, rejected_rewards, batch)
+    columns = score_columns(
+        chosen_rewards, rejected_rewards, batch, tolerance=config.beta * SAME_NATS
+    )
     chosen_logprobs, rejected_logprobs = logprobs.detach().chunk(2)
     return BatchLoss(
         losses.sum(),
@@ -223,7 +229,7 @@ def dpo_batch_loss(
             # TRL's names
             "rewards/chosen": columns["chosen_score"],
             "rewards/rejected": columns["rejected_score"],
-            "rewards/accuracies": columns["accuracy"],
+            "rewards/accuracies": (columns["margin"] > 0).float(),
             "rewards/margins": columns["margin"],
             "logps/chosen": chosen_logprobs,
             "logps/rejected": rejected_logprobs,

@@ -86,6 +86,11 @@ def reference_logprobs(
     found = torch.tensor(float(known is not None), device=engine.device)
     if not broadcast_(found):
         known = _compute(engine, pairs, rows, collate, batch_size)
+        if broken := int((~np.isfinite(known)).any(1).sum()):
+            raise ValueError(
+                f"the reference's log-probabilities of {broken:,} of {len(pairs):,} pairs are not "
+                "finite; try --dtype bf16 or fp32"
+            )
         on_rank_zero(lambda: load_or_build(directory, lambda path: _write(path, known)))
     values = torch.zeros(len(pairs), 2, device=engine.device)
     if rank() == 0:
@@ -217,17 +222,15 @@ def make_reference(
         batch_size=config.batch.per_device_eval_batch_size,
         cache=cache_directory(config),
         say=setup.output.log.say,
-        # The layout too: sums in another order would make ties of equal answers look decided.
-        identity=[
-            *(setup.identity.get(name) for name in ("model", "start", "adapter", "dtype")),
-            *(repr(arrangement), config.max_row_tokens, world_size()),
-            config.batch.per_device_eval_batch_size,
-        ],
+        identity=[setup.identity.get(name) for name in ("model", "start", "adapter", "dtype")],
     )
-    train, held_out = (
+    # Training pairs are not looked at by a run that only evaluates.
+    sets = (data.train, data.eval) if config.optim.num_train_epochs else (data.eval,)
+    *trained, held_out = (
         WithReference(pairs, known(pairs, rows=rows_of(setup, pairs, arrangement)))
-        for pairs in (data.train, data.eval)
+        for pairs in sets
     )
+    train = trained[0] if trained else data.train
     return Reference(dpo_objective(dpo, lambda batch: batch.reference), train, held_out)
 
 

@@ -25,10 +25,16 @@ class Reliability:
     observed: list[float]
 
 
-def accuracy(chosen_scores: Tensor, rejected_scores: Tensor) -> Tensor:
-    """(P,) 1 where the better answer scores higher, 1/2 where both score the same, else 0."""
+def accuracy(chosen_scores: Tensor, rejected_scores: Tensor, *, tolerance: float = 0.0) -> Tensor:
+    """(P,) 1 where the better answer scores higher, 1/2 where both score the same, else 0.
+
+    Args:
+        chosen_scores: (P,) of the better answers.
+        rejected_scores: (P,) of the worse ones.
+        tolerance: scores that differ by no more are the same.
+    """
     difference = chosen_scores - rejected_scores
-    return (difference > 0).float() + 0.5 * (difference == 0).float()
+    return (difference > tolerance).float() + 0.5 * (difference.abs() <= tolerance).float()
 
 
 def reliability(differences: Tensor, *, num_bins: int = NUM_BINS) -> Reliability:

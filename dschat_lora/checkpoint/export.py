@@ -92,7 +92,7 @@ def save_merged(
     Raises:
         ValueError: if it is larger than ``max_kl``; nothing is written then.
     """
-    before = _logits(model, probe_ids)
+    unmerged = _logits(model, probe_ids)
     tensors = gather_to_cpu(dict(model.named_parameters()))
 
     def write() -> MergeReport:
@@ -105,6 +105,10 @@ def save_merged(
             written = _auto_class(model).from_pretrained(staging, dtype=model.dtype)
             after = _logits(written.to(_device_with_room(written)).eval(), probe_ids)
             mask = torch.ones(after.shape[:-1], dtype=torch.bool)
+            before = unmerged
+            if _is_reward_model(model):
+                # By how much an answer would seem to beat itself, whatever its score.
+                before, after = torch.zeros_like(unmerged), after - unmerged
             report = merge_deviation(before, after, mask)
             check_merge(report, max_kl=max_kl)
         return report
@@ -140,14 +144,16 @@ def _auto_class(model: Any) -> Any:
 
 @torch.no_grad()
 def _logits(model: Any, input_ids: Tensor) -> Tensor:
-    """(B, T, V) logits on CPU; of a reward model (B, 1, 2), its scores against zero.
+    """(B, T, V) logits on CPU; of a reward model (B, T, 2), the score at each token and zero.
 
     The softmax of a score and zero is the probability of beating an answer that scores zero.
     """
-    output = model(input_ids=input_ids.to(model.device), use_cache=False)
-    logits: Tensor = output.logits.cpu()
+    inputs = input_ids.to(model.device)
     if _is_reward_model(model):
-        return torch.stack([logits, torch.zeros_like(logits)], dim=-1)
+        hidden = model.base_model(input_ids=inputs, use_cache=False).last_hidden_state
+        scores: Tensor = model.score(hidden).float().cpu()
+        return torch.cat([scores, torch.zeros_like(scores)], dim=-1)
+    logits: Tensor = model(input_ids=inputs, use_cache=False).logits.cpu()
     return logits
 
 

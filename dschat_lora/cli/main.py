@@ -55,8 +55,14 @@ def _score(argv: list[str]) -> None:
         score_files(config)
     except BrokenPipeError:
         fall_silent()  # whoever reads has read enough
+    except KeyboardInterrupt:
+        fail("stopped; --output_path was not written", code=130)
     except (ValueError, OSError) as error:
         fail(in_words(error), code=1 if isinstance(error, OSError) else 2)
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch's own, which is not imported here
+            raise
+        fail("the GPU is full: lower --per_device_eval_batch_size or --max_seq_len", code=1)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dschat_lora.algos.sft import IGNORE_INDEX
+from dschat_lora.data.packing import first_fit
 from dschat_lora.data.store import TokenSet
 from dschat_lora.data.tokenize import PairSample, Sample
 
@@ -86,12 +87,12 @@ class SampleCollator:
         The label of a sample's first token is ignored whatever the sample says: in a packed
         row it would be predicted from another sample.
         """
-        grid = _Grid(rows, _width(rows, self.multiple_of), self.pad_id)
+        grid = _Grid(len(rows), _width(rows, self.multiple_of), self.pad_id)
         labels = np.full(grid.shape, IGNORE_INDEX, dtype=np.int64)
         for index, row in enumerate(rows):
-            for segment, sample in enumerate(row, start=1):
+            for sample in row:
                 size = len(sample.input_ids)
-                start = grid.put(index, sample.input_ids, np.arange(size), segment)
+                start = grid.put(index, sample.input_ids, np.arange(size))
                 labels[index, start + 1 : start + size] = sample.labels[1:]
         sizes = [len(sample.input_ids) for row in rows for sample in row]
         return Batch(
@@ -125,38 +126,55 @@ class PairCollator:
             the chosen and the rest of the rejected one, positions going on from the beginning;
             ``separate`` as two sequences in a row; ``alone`` gives each a row of its own.
         multiple_of: width is rounded up to it.
+        tight: move short rows behind each other, up to the width of the longest one, so that
+            little is padding; the pairs keep their numbers.
     """
 
     pad_id: int
     layout: PairLayout
     multiple_of: int = 1
+    tight: bool = False
 
     def __call__(self, rows: Sequence[Sequence[PairSample]]) -> PairBatch:
         """One batch row per element of ``rows``, or one per sequence of its only pair."""
-        pieces = [[piece for pair in row for piece in self._pieces(pair)] for row in rows]
-        if self.layout == "alone":
-            assert all(len(row) == 1 for row in rows), "a row of its own holds one sequence"
-            pieces = [[piece] for row in pieces for piece in row]
-        width = max(sum(len(ids) for ids, *_ in row) for row in pieces)
-        width = -(-width // self.multiple_of) * self.multiple_of
-        grid = _Grid(pieces, width, self.pad_id)
+        pairs = [pair for row in rows for pair in row]
+        pieces = [piece for pair in pairs for piece in self._pieces(pair)]
+        row_of = self._rows(rows)
+        filled = [0] * (max(row_of) + 1)
+        for row, (ids, *_) in zip(row_of, pieces, strict=True):
+            filled[row] += len(ids)
+        width = -(-max(filled) // self.multiple_of) * self.multiple_of
+        grid = _Grid(len(filled), width, self.pad_id)
         paths = [
             path
-            for index, row in enumerate(pieces)
-            for segment, piece in enumerate(row, start=1)
-            for path in grid.put_tree(index, segment, *piece)
+            for row, piece in zip(row_of, pieces, strict=True)
+            for path in grid.put_tree(row, *piece)
         ]
-        return _pair_batch(grid, [pair for row in rows for pair in row], paths, pieces)
+        return _pair_batch(grid, pairs, paths, pieces)
 
     def empty(self) -> PairBatch:
         """One row of one padding token, and no pair."""
-        return _pair_batch(_Grid([[]], 1, self.pad_id), [], [], [])
+        return _pair_batch(_Grid(1, 1, self.pad_id), [], [], [])
 
     def lengths(self, pairs: TokenSet) -> NDArray[np.int64]:
         """(len(pairs),) tokens of each pair as it is laid out."""
         if self.layout == "shared":
             return pairs.lengths
         return pairs.lengths + pairs.column("shared_length")
+
+    def _rows(self, rows: Sequence[Sequence[PairSample]]) -> list[int]:
+        """The batch row of each piece, pair by pair."""
+        sizes = [[len(piece[0]) for pair in row for piece in self._pieces(pair)] for row in rows]
+        if self.layout == "alone":
+            assert all(len(row) == 1 for row in rows), "a row of its own holds one sequence"
+            return list(range(2 * len(rows)))
+        moved = list(range(len(rows)))
+        if self.tight:
+            totals = [sum(each) for each in sizes]
+            for index, members in enumerate(first_fit(totals, max(totals))):
+                for row in members:
+                    moved[row] = index
+        return [row for row, each in zip(moved, sizes, strict=True) for _ in each]
 
     def _pieces(self, pair: PairSample) -> list["_Piece"]:
         if self.layout == "shared":
@@ -171,32 +189,32 @@ _Piece = tuple[NDArray[np.int32], int, int]
 class _Grid:
     """Arrays (B, T) of a batch, filled row by row from the left."""
 
-    def __init__(self, rows: Sequence[object], width: int, pad_id: int) -> None:
-        self.shape = len(rows), width
+    def __init__(self, rows: int, width: int, pad_id: int) -> None:
+        self.shape = rows, width
         self.input_ids, self.positions, self.segments, self.branches = (
             np.full(self.shape, value, dtype=np.int64) for value in (pad_id, 0, 0, 0)
         )
-        self._filled = [0] * len(rows)
+        self._filled = [0] * rows
+        self._segments = [0] * rows
 
-    def put(
-        self, row: int, ids: NDArray[np.int32], positions: NDArray[np.int64], segment: int
-    ) -> int:
-        """Put tokens behind what is in the row; returns the column where they begin."""
+    def put(self, row: int, ids: NDArray[np.int32], positions: NDArray[np.int64]) -> int:
+        """Put a sample behind what is in the row; returns the column where it begins."""
         start = self._filled[row]
         end = self._filled[row] = start + len(ids)
         self.input_ids[row, start:end] = ids
         self.positions[row, start:end] = positions
-        self.segments[row, start:end] = segment
+        self._segments[row] += 1
+        self.segments[row, start:end] = self._segments[row]
         return start
 
     def put_tree(
-        self, row: int, segment: int, ids: NDArray[np.int32], shared: int, first: int
+        self, row: int, ids: NDArray[np.int32], shared: int, first: int
     ) -> list[NDArray[np.int64]]:
         """Put a tree behind what is in the row; returns the places along each sequence."""
         order = np.arange(len(ids))
         second = shared + first
         positions = np.where(order < second, order, order - first)
-        start = self.put(row, ids, positions, segment)
+        start = self.put(row, ids, positions)
         self.branches[row, start + shared : start + second] = 1
         self.branches[row, start + second : start + len(ids)] = 2
         places = row * self.shape[1] + start + order
@@ -209,7 +227,7 @@ def _pair_batch(
     grid: _Grid,
     pairs: Sequence[PairSample],
     paths: Sequence[NDArray[np.int64]],
-    pieces: Sequence[Sequence[_Piece]],
+    pieces: Sequence[_Piece],
 ) -> PairBatch:
     """The batch of ``pairs``; ``paths`` are the places along the sequences, pair by pair."""
     sequences = [*paths[::2], *paths[1::2]]
@@ -225,7 +243,6 @@ def _pair_batch(
         for end in [min(len(chosen), len(rejected))]
     ]
     reference = [pair.reference[side] for side in (0, 1) for pair in pairs]
-    trees = [piece for row in pieces for piece in row]
     return PairBatch(
         input_ids=torch.from_numpy(grid.input_ids),
         position_ids=torch.from_numpy(grid.positions),
@@ -243,9 +260,9 @@ def _pair_batch(
         margins=torch.tensor([pair.margin for pair in pairs], dtype=torch.float32),
         reference=torch.tensor(reference, dtype=torch.float32),
         num_targets=sum(map(len, steps)),
-        num_tokens=sum(len(ids) for ids, *_ in trees),
+        num_tokens=sum(len(ids) for ids, *_ in pieces),
         num_samples=len(pairs),
-        num_attended=sum(_tree_pairs(len(ids), shared, first) for ids, shared, first in trees),
+        num_attended=sum(_tree_pairs(len(ids), shared, first) for ids, shared, first in pieces),
     )
 
 

@@ -1,7 +1,7 @@
 """Rows of all sources as records, in the parts they belong to: training or held out."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from dschat_lora.config import DataConfig, parse_data_split
@@ -41,13 +41,15 @@ def collect(
     shares = parse_data_split(config.data_split) if config.data_split else None
     for number, source in enumerate(sources):
         if source.option == "eval_data_path":
-            rows.eval += [r for r in _records(config, source, chat, rows) if r is not None]
+            rows.eval += [r for r in _records(config, source, chat, rows, []) if r is not None]
             continue
         if source.option == "sft_only_data_path" and phase != 1:
             continue
-        records = list(_records(config, source, chat, rows))
+        prompts: list[Hashable] = []
+        records = list(_records(config, source, chat, rows, prompts))
         parts = split_rows(
             len(records),
+            groups=prompts,
             shares=shares if source.option == "data_path" else None,
             phase=phase,
             eval_ratio=0.0 if config.eval_data_path else config.eval_ratio,
@@ -58,15 +60,18 @@ def collect(
         _assign(rows, records, parts, weight=weight, seed=seed, number=number)
     _count_overlap(rows, remove=not config.eval_data_path)
     if kind == "pairs":
-        prompts = {record.prompt for record in rows.train}
-        rows.shared_prompts = sum(record.prompt in prompts for record in rows.eval)
+        trained = {record.prompt for record in rows.train}
+        rows.shared_prompts = sum(record.prompt in trained for record in rows.eval)
     return rows
 
 
 def _records(
-    config: DataConfig, source: Source, chat: Chat, rows: Collected
+    config: DataConfig, source: Source, chat: Chat, rows: Collected, prompts: list[Hashable]
 ) -> Iterator[Record | None]:
     """Records of a source; None, and an entry in ``rows.bad``, for a row that cannot be used.
+
+    ``prompts`` grows by one entry a row, equal for rows of one prompt whatever the stage makes
+    of them, so that every stage holds out the same rows.
 
     Raises:
         RowError: at such a row unless ``--bad_rows skip``.
@@ -74,8 +79,13 @@ def _records(
     empty = True
     for raw in iter_rows(source):
         empty = False
+        prompts.append(len(prompts))
         try:
-            yield to_record(require_usable(parse_row(raw), rows.kind), chat)
+            row = parse_row(raw)
+            record = to_record(row, chat)
+            prompts[-1] = record.prompt or prompts[-1]
+            require_usable(row, rows.kind)
+            yield record
         except RowError as error:
             if config.bad_rows == "stop":
                 raise

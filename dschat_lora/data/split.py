@@ -1,5 +1,6 @@
 """Which rows of a source are held out, and which belong to which training step."""
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +27,7 @@ def split_rows(
     eval_ratio: float,
     seed: int,
     source: int,
+    groups: Sequence[Hashable] | None = None,
 ) -> Parts:
     """Split row numbers so that phases and held-out rows are disjoint for equal seeds.
 
@@ -41,14 +43,44 @@ def split_rows(
             unless it is 0.
         seed: of the run.
         source: number of the source, which makes its order its own.
+        groups: of each row; rows of a group are held out together or not at all, if there is
+            a group of no more than half of the rows. None: each row is its own.
     """
-    order = permutation(size, "split", seed, source)
-    held_out = _held_out(size, eval_ratio)
+    members: dict[Hashable, list[int]] = {}
+    for row, group in enumerate(range(size) if groups is None else groups):
+        members.setdefault(group, []).append(row)
+    together = list(members.values())
+    shuffled = [together[i] for i in permutation(len(together), "split", seed, source)]
+    wanted = _held_out(size, eval_ratio)
+    chosen = _choose(shuffled, wanted, size)
+    order = np.array(
+        [
+            row
+            for held in (True, False)
+            for i, rows in enumerate(shuffled)
+            for row in rows
+            if (i in chosen) is held
+        ],
+        dtype=np.int64,
+    )
+    # Without a group small enough, rows are held out whatever their group.
+    held_out = sum(len(shuffled[i]) for i in chosen) or wanted
     rest = order[held_out:]
     if shares is not None:
         borders = [_round(sum(shares[:step]) * len(rest)) for step in (phase - 1, phase)]
         rest = rest[borders[0] : borders[1]]
     return Parts(train=np.sort(rest), eval=np.sort(order[:held_out]))
+
+
+def _choose(groups: Sequence[Sequence[int]], wanted: int, size: int) -> set[int]:
+    """The first groups that together have no more than ``wanted`` rows, or one of up to half."""
+    chosen: set[int] = set()
+    count = 0
+    for index, rows in enumerate(groups):
+        if count + len(rows) <= wanted or (wanted and not count and len(rows) <= size // 2):
+            chosen.add(index)
+            count += len(rows)
+    return chosen
 
 
 def repeats(size: int, weight: float, *, seed: int, source: int) -> Indices:

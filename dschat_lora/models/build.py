@@ -100,7 +100,9 @@ def build_reward_model(
     # look before the end of every answer. Without any, it takes one sequence at a time.
     pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
     model_config.pad_token_id = None if pad == eos else pad
-    head_seed = seed if new_head or adapter is not None else None
+    names = getattr(model_config, "architectures", None) or []
+    has_head = adapter is None and any(n.endswith("ForSequenceClassification") for n in names)
+    head_seed = seed if adapter is not None or (new_head and not has_head) else None
     model = load_reward_model(
         source.base, model_config, config, dtype=dtype, seed=head_seed, meta=meta
     )

@@ -24,7 +24,7 @@ from dschat_lora.algos.sft import (
     next_token_targets,
 )
 from dschat_lora.config import ModelConfig
-from dschat_lora.models.errors import hub_errors
+from dschat_lora.models.errors import check_whole, hub_errors
 from dschat_lora.models.trunk import Trunk
 
 # The run has a log of its own; a bar for each of a few weights says nothing.
@@ -101,7 +101,11 @@ def load_causal_lm(
         if meta:
             with torch.device("meta"):
                 return AutoModelForCausalLM.from_config(model_config, **kwargs)
-        return AutoModelForCausalLM.from_pretrained(path, config=model_config, **kwargs)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path, config=model_config, output_loading_info=True, **kwargs
+        )
+        check_whole(report)
+        return model
 
 
 @contextmanager
@@ -221,21 +225,8 @@ class LinearHead(nn.Module):
         return nn.functional.cross_entropy(logits, targets, reduction="sum")
 
 
-class LogprobHead(nn.Module):
-    """The output embedding as log-probabilities of given tokens, chunk by chunk.
-
-    Lends or calls the head as :class:`LinearHead` does.
-    """
-
-    def __init__(self, head: nn.Module, vocab_size: int) -> None:
-        super().__init__()
-        self.rows = max(1, MAX_CHUNK_LOGITS // vocab_size)
-        self.plain = type(head) is nn.Linear
-        if isinstance(head, nn.Linear) and self.plain:
-            self.weight: Tensor = head.weight
-            self.bias: Tensor | None = head.bias
-        else:
-            self.module = head
+class LogprobHead(LinearHead):
+    """The output embedding as log-probabilities of given tokens, chunk by chunk."""
 
     def forward(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """(N,) fp32 log-probabilities of (N,) tokens after (N, H) hidden states, in nats."""

@@ -1,9 +1,26 @@
 """One clear line instead of a hub client's traceback."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from safetensors import SafetensorError
+
+
+def check_whole(report: Mapping[str, Any], *, new: Collection[str] = ()) -> None:
+    """Refuse a model some of whose weights its files lack: transformers would draw them.
+
+    Args:
+        report: the loading information of ``from_pretrained``.
+        new: names that may be missing.
+
+    Raises:
+        ValueError: naming the first few.
+    """
+    missing = sorted(set(report["missing_keys"]) - set(new))
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise ValueError(f"the files lack {', '.join(missing[:3])}{more}")
 
 
 @contextmanager

@@ -26,15 +26,16 @@ def base_fingerprint(model: nn.Module) -> str:
 
 
 def adapter_fingerprint(model: nn.Module) -> str:
-    """32 hex digits that differ where the adapter does, in the same sense."""
-    return _fingerprint(adapter_parameters(model))
+    """32 hex digits that differ where any value of the adapter does."""
+    return _fingerprint(adapter_parameters(model), sampled=False)
 
 
-def _fingerprint(parameters: Mapping[str, nn.Parameter]) -> str:
+def _fingerprint(parameters: Mapping[str, nn.Parameter], *, sampled: bool = True) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for name, parameter in sorted(parameters.items()):
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}\n".encode())
-        digest.update(_sample(parameter).numpy().tobytes())
+        values = _sample(parameter) if sampled else parameter.detach().cpu().contiguous()
+        digest.update(values.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -13,7 +13,7 @@ from dschat_lora.config import ModelConfig
 from dschat_lora.lora.layers import TrainedModule
 from dschat_lora.lora.model import seeded_generator
 from dschat_lora.models.causal_lm import sdpa_errors
-from dschat_lora.models.errors import hub_errors
+from dschat_lora.models.errors import check_whole, hub_errors
 from dschat_lora.models.trunk import Trunk
 
 HEAD = "score"
@@ -66,9 +66,11 @@ def load_reward_model(
                     **kwargs,
                 )
             missing = set(report["missing_keys"])
-            if report["mismatched_keys"]:
-                found = [f"{key} {tuple(shape)}" for key, shape, *_ in report["mismatched_keys"]]
-                raise ValueError(f"a reward model gives one score, it has {', '.join(found)}")
+            check_whole(report, new=(f"{HEAD}.weight", f"{HEAD}.bias"))
+            for name, found, *_ in report["mismatched_keys"]:
+                if name.startswith(f"{HEAD}."):
+                    raise ValueError(f"a reward model gives one score, it has {found[0]}")
+                raise ValueError(f"{name} has the shape {tuple(found)}, which does not fit")
     if not isinstance(getattr(model, HEAD, None), nn.Linear):
         raise ValueError(
             f"--model_name_or_path {path}: a {model_config.model_type} model has no {HEAD!r} head "

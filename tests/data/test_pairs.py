@@ -685,3 +685,29 @@ def test_mask_of_a_tree_by_hand():
         [0, 0, 1, 0, 0, 1, 0],
         [0, 0, 0, 0, 0, 0, 1],
     ]
+
+
+@pytest.mark.parametrize("layout", ["shared", "separate", "alone"])
+def test_tight_rows_hold_the_same_pairs_under_the_same_numbers(layout):
+    pairs = [each.sample() for each in ragged_pairs(40, longest=24)]
+    pairs.sort(key=lambda pair: len(pair.input_ids), reverse=True)
+    rows = [[pair] for pair in pairs]
+    plain, tight = PairCollator(0, layout)(rows), PairCollator(0, layout, tight=True)(rows)
+    assert tight.input_ids.shape[1] == plain.input_ids.shape[1]
+    fewer = tight.input_ids.shape[0] < plain.input_ids.shape[0]
+    assert fewer is (layout != "alone")
+    for name in ("num_targets", "num_tokens", "num_samples", "num_attended"):
+        assert getattr(tight, name) == getattr(plain, name)
+    for name in ("predicted", "owner", "compared_pair", "margins", "answer_lengths"):
+        assert torch.equal(getattr(tight, name), getattr(plain, name))
+    for name in ("ends", "predicted_from"):
+        found, expected = (
+            [
+                each.flatten()[getattr(batch, name)].tolist()
+                for each in (batch.input_ids, batch.position_ids, batch.branch_ids)
+            ]
+            for batch in (tight, plain)
+        )
+        assert found == expected
+    real = tight.segment_ids > 0
+    assert int(real.sum()) == plain.num_tokens

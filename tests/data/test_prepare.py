@@ -128,13 +128,15 @@ def test_weights_say_how_often_the_rows_of_each_path_are_used(run, jsonl):
 
 def test_rows_that_are_held_out_are_kept_out_of_training(run, jsonl):
     prepared = run(jsonl(pairs(4) * 5), eval_ratio=0.1)
-    assert len(prepared.eval) == 2
+    # Rows of one prompt stay together: one of the four prompts, five times.
+    assert len(prepared.eval) == 5
     held_out = set(texts(prepared.eval))
+    assert len(held_out) == 1
     assert not held_out & set(texts(prepared.train))
     rest = [text for text in texts(run(jsonl(pairs(4) * 5)).train) if text not in held_out]
     assert sorted(texts(prepared.train)) == sorted(rest)
     assert prepared.audit.overlap_removed
-    assert prepared.audit.overlap_rows == 18 - len(rest)
+    assert prepared.audit.overlap_rows == 0
     assert prepared.audit.duplicate_rows == 16
 
 

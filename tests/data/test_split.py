@@ -75,3 +75,48 @@ def test_permutations_are_permutations_that_differ_by_key():
 def test_a_permutation_never_changes():
     # Written down once: a resumed run must find the order it left.
     assert permutation(8, "epoch", 1234, 0).tolist() == [7, 0, 2, 4, 1, 6, 3, 5]
+
+
+def parts_of(groups, **changes):
+    options = {"shares": None, "phase": 1, "eval_ratio": 0.25, "seed": 3, "source": 0}
+    return split_rows(len(groups), groups=groups, **(options | changes))
+
+
+def test_rows_of_a_group_are_held_out_together():
+    groups = [f"prompt {i // 3}" for i in range(24)]
+    parts = parts_of(groups)
+    assert len(parts.eval) == 6
+    held = {groups[i] for i in parts.eval}
+    assert not held & {groups[i] for i in parts.train}
+    assert sorted([*parts.train, *parts.eval]) == list(range(24))
+
+
+def test_groups_of_one_row_are_split_as_rows():
+    rows = split_rows(20, shares=(0.2, 0.4, 0.4), phase=2, eval_ratio=0.1, seed=1, source=2)
+    groups = split_rows(
+        20,
+        shares=(0.2, 0.4, 0.4),
+        phase=2,
+        eval_ratio=0.1,
+        seed=1,
+        source=2,
+        groups=list("abcdefghijklmnopqrst"),
+    )
+    assert (rows.train == groups.train).all()
+    assert (rows.eval == groups.eval).all()
+
+
+def test_a_group_larger_than_the_share_is_held_out_if_it_leaves_half():
+    parts = parts_of(["a"] * 4 + ["b"] * 4 + ["c"] * 4, eval_ratio=0.1)
+    assert len(parts.eval) == 4
+
+
+def test_a_group_of_nearly_all_rows_is_split():
+    parts = parts_of(["a"] * 8, eval_ratio=0.25)
+    assert (len(parts.eval), len(parts.train)) == (2, 6)
+    parts = parts_of(["a"] * 9 + ["b"], eval_ratio=0.1)
+    assert [len(parts.eval), len(parts.train)] == [1, 9]
+
+
+def test_nothing_is_held_out_where_nothing_is_asked_for():
+    assert len(parts_of(["a", "a", "b"], eval_ratio=0.0).eval) == 0
