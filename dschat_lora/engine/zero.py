@@ -70,8 +70,8 @@ def _holder(parameters: dict[str, nn.Parameter]) -> nn.Module:
 class Snapshot:
     """The values of parameters at one time, to look through them again later.
 
-    Every rank keeps what it may need to put them in place: its shards at ZeRO 3, and what
-    DeepSpeed keeps whole. Make it on every rank.
+    Every rank keeps what it may need to put them in place: its shards at ZeRO 3, and whole
+    values. Make it on every rank.
     """
 
     @torch.no_grad()
@@ -80,7 +80,7 @@ class Snapshot:
         sharded = filter(_is_sharded, self._parameters)
         self._shards = [p.ds_tensor.clone() for p in sharded]
         with gathered(parameters):
-            self._wholes = [_whole(p) for p in self._parameters]
+            self._wholes = [p.detach().clone() for p in parameters]
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -88,31 +88,21 @@ class Snapshot:
         sharded = [p for p in self._parameters if _is_sharded(p)]
         shards = [p.ds_tensor.data for p in sharded]
         # DeepSpeed may keep small parameters whole on every rank, beside their shards.
-        kept = [(p, w) for p, w in self._pairs() if p.data.numel() == w.numel()]
-        absent = [(p, w) for p, w in self._pairs() if p.data.numel() != w.numel()]
-        wholes, values = [p.data for p, _ in kept], [whole for _, whole in kept]
+        present = [p.data.numel() == whole.numel() for p, whole in self._pairs()]
+        wholes = [p.data for p, here in zip(self._parameters, present, strict=True) if here]
+        values = [whole for whole, here in zip(self._wholes, present, strict=True) if here]
         before = [tensor.clone() for tensor in (*shards, *wholes)]
         _copy([*shards, *wholes], [*self._shards, *values])
         try:
             yield
         finally:
             _copy([*shards, *wholes], before)
-            for p, whole in absent:
-                if p.data.numel() == whole.numel():
+            for (p, whole), here in zip(self._pairs(), present, strict=True):
+                if not here and p.data.numel() == whole.numel():
                     p.partition()  # gathered inside the block, and to be gathered again
 
     def _pairs(self) -> list[tuple[Any, Tensor]]:
-        """The parameters that may be whole on every rank, and their values."""
-        pairs = zip(self._parameters, self._wholes, strict=True)
-        return [(p, whole) for p, whole in pairs if whole is not None]
-
-
-def _whole(parameter: Any) -> Tensor | None:
-    """A copy of a gathered parameter, unless nothing but its shards stay between steps."""
-    if _is_sharded(parameter) and not parameter.ds_persist:
-        return None
-    copy: Tensor = parameter.detach().clone()
-    return copy
+        return list(zip(self._parameters, self._wholes, strict=True))
 
 
 def _is_sharded(parameter: Any) -> bool:

@@ -819,9 +819,7 @@ def test_a_classifier_of_several_labels_is_refused(tmp_path):
     config = config_of("llama").to_dict() | {"num_labels": 3}
     model = AutoModelForSequenceClassification.from_config(type(config_of("llama"))(**config))
     model.save_pretrained(tmp_path)
-    with pytest.raises(
-        ValueError, match=r"a reward model gives one score, it has score\.weight \(3, 32\)"
-    ):
+    with pytest.raises(ValueError, match=r"a reward model gives one score, it has 3"):
         built(tmp_path)
 
 
