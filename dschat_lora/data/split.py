@@ -73,13 +73,20 @@ def split_rows(
 
 
 def _choose(groups: Sequence[Sequence[int]], wanted: int, size: int) -> set[int]:
-    """The first groups that together have no more than ``wanted`` rows, or one of up to half."""
+    """The first groups that together have no more than ``wanted`` rows.
+
+    Where all are larger, the smallest if it leaves half of the rows, else none.
+    """
     chosen: set[int] = set()
     count = 0
     for index, rows in enumerate(groups):
-        if count + len(rows) <= wanted or (wanted and not count and len(rows) <= size // 2):
+        if count + len(rows) <= wanted:
             chosen.add(index)
             count += len(rows)
+    if wanted and not chosen:
+        smallest = min(range(len(groups)), key=lambda index: len(groups[index]))
+        if len(groups[smallest]) <= size // 2:
+            return {smallest}
     return chosen
 
 

@@ -120,3 +120,10 @@ def test_a_group_of_nearly_all_rows_is_split():
 
 def test_nothing_is_held_out_where_nothing_is_asked_for():
     assert len(parts_of(["a", "a", "b"], eval_ratio=0.0).eval) == 0
+
+
+def test_a_large_group_is_not_held_out_while_others_fit():
+    for seed in range(20):
+        parts = parts_of(["large"] * 8 + list("abcdefghijkl"), eval_ratio=0.25, seed=seed)
+        assert len(parts.eval) == 5
+        assert not set(parts.eval) & set(range(8))
