@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from dschat_lora.checkpoint.history import step_directory
-from dschat_lora.config import LoraConfig
-from dschat_lora.memory import explaining_memory
+from dschat_lora.cli.options import parse_config
+from dschat_lora.config import DpoStageConfig, LoraConfig, SupervisedConfig
+from dschat_lora.memory import estimate_memory_of, explaining_memory
 from dschat_lora.models.build import AdaptedModel
 from helpers.runs import LORA, engine_settings, load_model
 from helpers.step1 import parsed
@@ -45,3 +46,19 @@ def test_message_names_the_newest_checkpoint_on_any_rank(message, tmp_path):
 def test_other_errors_are_left_as_they_are(model_directory, tmp_path):
     with pytest.raises(KeyError), explaining_memory(None, None, None, tmp_path):
         raise KeyError("x")
+
+
+def test_a_row_of_pairs_needs_the_memory_of_two_sequences(model_directory, monkeypatch):
+    monkeypatch.setattr("dschat_lora.memory.world_size", lambda: 1)
+    adapted = AdaptedModel(load_model(model_directory("opt"), LORA), LoraConfig(**LORA), [])
+    argv = ["--lora_dim", "4", "--per_device_train_batch_size", "8", "--max_seq_len"]
+    settings = engine_settings(micro=8)
+    one, two, longer = (
+        estimate_memory_of(adapted, parse_config(kind, [*argv, length]), settings)
+        for kind, length in (
+            (SupervisedConfig, "16"),
+            (DpoStageConfig, "16"),
+            (SupervisedConfig, "32"),
+        )
+    )
+    assert one < two == longer

@@ -235,3 +235,21 @@ def test_an_evaluation_of_nothing_or_of_equal_lengths_has_no_correlation():
 def test_mean_of_values_is_theirs_or_none():
     assert mean_of(torch.tensor([1.0, 2.0, 6.0])) == 3.0
     assert mean_of(torch.zeros(0)) is None
+
+
+def test_log_ratios_that_differ_by_rounding_alone_are_ties():
+    def shifted(nats):
+        # the second pair's log-ratios are equal but for so much
+        def reference(batch):
+            known = batch.reference.clone()
+            logratio = -1.0 - known[1]
+            known[3] = -2.3 - logratio + nats
+            return known
+
+        columns = dpo(DpoConfig(beta=0.5), reference).columns
+        return columns["accuracy"][1].item(), columns["rewards/accuracies"][1].item()
+
+    assert shifted(2e-5) == (0.5, 1.0)
+    assert shifted(-2e-5) == (0.5, 0.0)
+    assert shifted(1e-3) == (1.0, 1.0)
+    assert shifted(-1e-3) == (0.0, 0.0)

@@ -390,3 +390,9 @@ def test_the_end_counts_by_the_last_supervised_token(run, jsonl):
     audit = run(jsonl([{"text": "abcdef"}, {"text": "ab</s>cdefg"}]), **options).audit
     assert (audit.train_samples, audit.eos_samples) == (2, 1)
     assert audit.eos_share == 0.5
+
+
+def test_rows_without_a_prompt_are_no_group(run, jsonl):
+    texts_alone = [{"text": f"text {i}"} for i in range(12)]
+    prepared = run(jsonl(texts_alone + pairs(8)), eval_ratio=0.5)
+    assert len(prepared.eval) == 10

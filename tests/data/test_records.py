@@ -200,3 +200,9 @@ def test_digests_tell_prompt_and_completion_apart():
     one = record({"prompt": "ab", "completion": "c"})
     assert one.digest() == record({"prompt": "ab", "chosen": "c", "rejected": "d"}).digest()
     assert one.digest() != record({"prompt": "a", "completion": "bc"}).digest()
+
+
+@pytest.mark.parametrize("margin", [1e39, -1e39, 10**400, float("nan"), True, [1]])
+def test_a_margin_that_float32_cannot_hold_is_refused(margin):
+    row = {"prompt": "p", "chosen": "a", "rejected": "b", "margin": margin}
+    assert "`margin` must be a finite number" in reason(row)

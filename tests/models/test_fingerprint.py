@@ -6,7 +6,7 @@ from torch import nn
 
 from dschat_lora.config import LoraConfig
 from dschat_lora.lora.model import adapter_parameters, apply_lora
-from dschat_lora.models.fingerprint import base_fingerprint
+from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
 from helpers.tiny import tiny_model
 
 
@@ -93,3 +93,17 @@ def test_every_column_of_a_matrix_is_looked_at(monkeypatch):
     with torch.no_grad():
         model.weight[:, 1:] += 1.0
     assert base_fingerprint(model) != before
+
+
+def test_any_value_of_an_adapter_counts():
+    model = tiny_model("llama")
+    apply_lora(model, LoraConfig(lora_dim=256), seed=0)
+    before = adapter_fingerprint(model)
+    assert adapter_fingerprint(model) == before
+    factor = max(adapter_parameters(model).values(), key=lambda p: p.numel())
+    with torch.no_grad():
+        for place in (1, factor.numel() // 2 + 1, factor.numel() - 2):
+            factor.view(-1)[place] += 1.0
+            changed = adapter_fingerprint(model)
+            assert changed != before
+            before = changed

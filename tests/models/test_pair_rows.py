@@ -777,6 +777,36 @@ def test_merged_reward_model_scores_as_the_unmerged_in_stock_transformers(
 
 
 @saves
+def test_merge_of_a_reward_model_is_measured_in_scores_however_large(model_directory, tmp_path):
+    reward = built(model_directory("opt"), LoraConfig(lora_dim=3, lora_alpha=7))
+    move(reward.model)
+    with torch.no_grad():
+        reward.model.score.trained.weight.mul_(50)  # scores at which a sigmoid is flat
+    model = reward.model.bfloat16()
+    for parameter in adapter_parameters(model).values():
+        parameter.data = parameter.data.float()
+    report = save_merged(
+        tmp_path / "model",
+        model,
+        tokenizer=NoTokenizer(),
+        probe_ids=(ids := torch.arange(3, 12)[None]),
+        max_kl=1e9,
+        dropouts={},
+    )
+    merged = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "model", dtype=torch.bfloat16
+    )
+    with torch.no_grad():
+        scores = [m.score(m.base_model(input_ids=ids)[0]).double() for m in (model, merged)]
+    shift = scores[1] - scores[0]
+    assert report.max_abs_logit == pytest.approx(shift.abs().max().item())
+    win = torch.sigmoid(shift)
+    kl = -(torch.log(2 * win) + torch.log(2 * (1 - win))) / 2
+    assert report.kl_nats_per_token == pytest.approx(kl.mean().item(), rel=1e-3)
+    assert report.kl_nats_per_token > 1e-6
+
+
+@saves
 def test_reward_adapter_without_its_head_is_refused(model_directory, tmp_path):
     base = model_directory("opt")
     save(built(base), tmp_path / "adapter", base)
