@@ -50,8 +50,12 @@ class Trunk:
         return hidden
 
     def skips_padding(self, device: torch.device) -> bool:
-        """Whether rows on ``device`` are computed by blocks; a GPU would wait for their sizes."""
-        return device.type == "cpu" and self.by_blocks and not self.own_mask
+        """Whether rows on ``device`` are computed by blocks: on a CPU, in float32.
+
+        A GPU would wait for their sizes, and 16 bits on a CPU are there to do as a GPU does.
+        """
+        on_cpu = device.type == "cpu" and self.model.dtype == torch.float32
+        return on_cpu and self.by_blocks and not self.own_mask
 
     def _by_blocks(
         self,

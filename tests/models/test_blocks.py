@@ -108,3 +108,4 @@ def test_a_model_under_its_own_mask_computes_its_padding():
     trunk.own_mask = True
     assert not trunk.skips_padding(CPU)
     assert not Trunk(tiny_model("opt")).skips_padding(torch.device("cuda"))
+    assert not Trunk(tiny_model("opt").bfloat16()).skips_padding(CPU)
