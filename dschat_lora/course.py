@@ -10,10 +10,7 @@ from dschat_lora.checkpoint.export import save_adapter, save_merged
 from dschat_lora.data.loader import Samples, StepLoader
 from dschat_lora.data.store import TokenSet
 from dschat_lora.engine.build import TrainEngine
-from dschat_lora.engine.distributed import (
-    device,
-    world_size,
-)
+from dschat_lora.engine.distributed import device, world_size
 from dschat_lora.engine.state import EngineState
 from dschat_lora.evaluation import Evaluator, SampleAnswers, first_prompts
 from dschat_lora.keeper import Keeper, Part

@@ -17,7 +17,7 @@ from dschat_lora.config import DpoConfig
 from dschat_lora.data.batch import PairBatch
 from dschat_lora.data.loader import Collator, Samples, eval_batches
 from dschat_lora.data.packing import Row
-from dschat_lora.data.store import TokenSet, load_or_build
+from dschat_lora.data.store import TokenSet, load_or_build, read_content
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import (
     broadcast_,
@@ -107,25 +107,15 @@ def _compute(
     batch_size: int,
 ) -> NDArray[np.float32]:
     engine.eval()
-    own = eval_batches(
-        pairs,
-        rows=rows,
-        batch_size=batch_size,
-        rank=rank(),
-        world_size=world_size(),
-        collate=collate,
+    shared = partial(
+        eval_batches, rows=rows, batch_size=batch_size, rank=rank(), world_size=world_size()
     )
-    results = [answer_logprobs(engine, batch.to(engine.device)) for batch in own]
-    order = eval_batches(
-        _Numbers(),
-        rows=rows,
-        batch_size=batch_size,
-        rank=rank(),
-        world_size=world_size(),
-        collate=_Numbers(),
+    numbered = zip(
+        shared(_Numbers(), collate=_Numbers()), shared(pairs, collate=collate), strict=True
     )
     values = torch.zeros(len(pairs), 2, device=engine.device)
-    for numbers, logprobs in zip(order, results, strict=True):
+    for numbers, batch in numbered:
+        logprobs = answer_logprobs(engine, batch.to(engine.device))
         values[numbers] = torch.stack(logprobs.chunk(2), dim=1)
     # Each pair was on one rank, so the sum is a collection.
     collected: NDArray[np.float32] = sum_tensor_(values).cpu().numpy()
@@ -150,17 +140,9 @@ class _Numbers:
 
 def _read(directory: Path, size: int) -> NDArray[np.float32] | None:
     """What :func:`_write` wrote; None where nothing sound is there."""
-    if not directory.is_dir():
+    if read_content(directory) is None:
         return None
-
-    def missing(path: Path) -> dict[str, Any]:
-        raise ValueError(f"{path} holds nothing")
-
-    try:
-        load_or_build(directory, missing)
-        values: NDArray[np.float32] = np.load(directory / _FILE)
-    except (OSError, ValueError):
-        return None
+    values: NDArray[np.float32] = np.load(directory / _FILE)
     return values if values.shape == (size, 2) else None
 
 

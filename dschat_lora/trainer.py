@@ -211,7 +211,10 @@ def evaluate(engine: TrainEngine, batches: Iterable[Any], objective: Objective) 
             columns.setdefault(name, []).append(column)
     counts = _over_ranks(own)
     (summed,) = sum_over_ranks([float(total)])
-    whole = {name: gather_over_ranks(torch.cat(parts)).cpu() for name, parts in columns.items()}
+    whole: dict[str, Tensor] = {}
+    if columns:
+        table = torch.stack([torch.cat(parts) for parts in columns.values()], dim=1)
+        whole = dict(zip(columns, gather_over_ranks(table).cpu().unbind(1), strict=True))
     return Evaluation(summed / max(1, getattr(counts, objective.mean_over)), counts, whole)
 
 

@@ -42,8 +42,7 @@ class PairBatch:
     """Rows of pairs. The sequences of the P pairs are numbered chosen first, then rejected.
 
     A place is an index into the flattened (B T) positions. ``predicted_from[k]`` is where the
-    answer token ``predicted[k]`` of sequence ``owner[k]`` is predicted; ``answers`` are the
-    places of those tokens themselves.
+    answer token ``predicted[k]`` of sequence ``owner[k]`` is predicted.
     """
 
     input_ids: Tensor  # (B, T) int64
@@ -87,7 +86,8 @@ class SampleCollator:
         The label of a sample's first token is ignored whatever the sample says: in a packed
         row it would be predicted from another sample.
         """
-        grid = _Grid(len(rows), _width(rows, self.multiple_of), self.pad_id)
+        longest = max(sum(len(sample.input_ids) for sample in row) for row in rows)
+        grid = _Grid(len(rows), _rounded_up(longest, self.multiple_of), self.pad_id)
         labels = np.full(grid.shape, IGNORE_INDEX, dtype=np.int64)
         for index, row in enumerate(rows):
             for sample in row:
@@ -143,8 +143,7 @@ class PairCollator:
         filled = [0] * (max(row_of) + 1)
         for row, (ids, *_) in zip(row_of, pieces, strict=True):
             filled[row] += len(ids)
-        width = -(-max(filled) // self.multiple_of) * self.multiple_of
-        grid = _Grid(len(filled), width, self.pad_id)
+        grid = _Grid(len(filled), _rounded_up(max(filled), self.multiple_of), self.pad_id)
         paths = [
             path
             for row, piece in zip(row_of, pieces, strict=True)
@@ -280,9 +279,8 @@ def _tree_pairs(size: int, shared: int, first: int) -> int:
     return _causal_pairs(shared) + sum(n * shared + _causal_pairs(n) for n in branches)
 
 
-def _width(rows: Sequence[Sequence[Sample]], multiple_of: int) -> int:
-    longest = max(sum(len(sample.input_ids) for sample in row) for row in rows)
-    return -(-longest // multiple_of) * multiple_of
+def _rounded_up(width: int, multiple_of: int) -> int:
+    return -(-width // multiple_of) * multiple_of
 
 
 def _moved(batch: BatchT, device: torch.device | str) -> BatchT:

@@ -108,7 +108,7 @@ def load_or_build(
     Returns:
         What ``build`` returned (now or earlier), and True if it was read from the cache.
     """
-    content = _read(directory)
+    content = read_content(directory)
     if content is not None:
         return content, True
     temporary = _make_temporary(directory)
@@ -203,7 +203,7 @@ def _write_manifest(directory: Path, name: str, content: dict[str, Any]) -> None
     (directory / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
 
 
-def _read(directory: Path) -> dict[str, Any] | None:
+def read_content(directory: Path) -> dict[str, Any] | None:
     """The content kept with a directory, None if anything about it is not as it was written."""
     try:
         manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
@@ -237,7 +237,7 @@ def _put_in_place(temporary: Path, directory: Path) -> None:
         # Without the lock, a process that found an unsound directory could move away the
         # sound one that another has just put in its place.
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if _read(directory) is not None:
+        if read_content(directory) is not None:
             return
         if os.path.lexists(directory):
             unsound = temporary.with_name(temporary.name + "-unsound")

@@ -95,11 +95,11 @@ def sum_tensor_(tensor: Tensor) -> Tensor:
 
 
 def gather_over_ranks(values: Tensor) -> Tensor:
-    """The (n,) tensors of all ranks behind each other, of any lengths; call on every rank."""
+    """The (n, ...) tensors of all ranks behind each other, of any n; call on every rank."""
     own = [float(len(values)) if each == rank() else 0.0 for each in range(world_size())]
     sizes = [int(size) for size in sum_over_ranks(own)]
     # Collectives move equal shapes.
-    padded = values.new_zeros(max(sizes))
+    padded = values.new_zeros(max(sizes), *values.shape[1:])
     padded[: len(values)] = values
     parts = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(parts, padded)

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from dschat_lora.algos.logprobs import linear_logprobs, sequence_sums, token_logprobs
+from helpers.watching import LargestTensor
 
 ROWS, WIDTH, VOCAB = 11, 6, 9
 
@@ -93,18 +92,6 @@ def test_extreme_logits_stay_finite():
     value.backward()
     assert value.item() == -2e4
     assert hidden.grad.item() == -2.0
-
-
-class LargestTensor(TorchDispatchMode):
-    """Remembers the most numbers that one result of an operation holds."""
-
-    largest = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        sizes = [t.numel() for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
-        self.largest = max([self.largest, *sizes])
-        return result
 
 
 def test_no_tensor_is_larger_than_the_bound_on_the_logits():

@@ -3,11 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from dschat_lora.algos.sft import IGNORE_INDEX as X
 from dschat_lora.algos.sft import linear_cross_entropy, next_token_targets
+from helpers.watching import LargestTensor
 
 ROWS, WIDTH, VOCAB = 11, 6, 9
 
@@ -110,18 +109,6 @@ def test_extreme_logits_stay_finite():
     loss.backward()
     assert loss.item() == 2e4
     assert hidden.grad.item() == 2.0
-
-
-class LargestTensor(TorchDispatchMode):
-    """Remembers the most numbers that one result of an operation holds."""
-
-    largest = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        sizes = [t.numel() for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
-        self.largest = max([self.largest, *sizes])
-        return result
 
 
 def test_no_tensor_is_larger_than_the_bound_on_the_logits():

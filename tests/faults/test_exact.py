@@ -3,7 +3,6 @@
 import random
 import signal
 import time
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from harness import (
 )
 
 from dschat_lora.assets import BUNDLED_DATA
+from helpers.launcher import undisturbed_runs
 
 pytestmark = pytest.mark.stage
 
@@ -76,14 +76,7 @@ def start(launcher, tmp_path_factory):
 @pytest.fixture(scope="module")
 def undisturbed(start):
     """``undisturbed(name)``: where the run of this name wrote, without a pause."""
-
-    @cache
-    def of(name):
-        home, running = start(name)
-        assert not any(running.wait()), running.output()
-        return home / "out"
-
-    return of
+    return undisturbed_runs(start)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import cache
 from pathlib import Path
 
 from helpers.ranks import TESTS, free_port
@@ -146,3 +147,19 @@ class Running:
     def _written(self, name):
         path = self._private / name
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+
+def undisturbed_runs(start):
+    """``of(name)``: where the run of this name wrote, started once and never disturbed.
+
+    Args:
+        start: gives the home of the run of a name, and the run.
+    """
+
+    @cache
+    def of(name):
+        home, running = start(name)
+        assert not any(running.wait()), running.output()
+        return home / "out"
+
+    return of

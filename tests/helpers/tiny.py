@@ -1,5 +1,8 @@
 """Tiny pretrained models of several architectures, and samples of ragged lengths."""
 
+import functools
+import inspect
+
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
@@ -87,3 +90,18 @@ def ragged_samples(count, *, longest=20, seed=0):
         labels[: int(generator.integers(0, size))] = IGNORE_INDEX
         samples.append(Sample(ids, labels))
     return samples
+
+
+def changing_inputs(model, change):
+    """The same model, but its body gets ``change`` of what it is given."""
+    # OPT's head is over the decoder within its body.
+    body = getattr(model.base_model, "decoder", model.base_model)
+    forward = body.forward
+
+    @functools.wraps(forward)
+    def changed(*args, **inputs):
+        named = inspect.signature(forward).bind_partial(*args).arguments
+        return forward(**change({**named, **inputs}))
+
+    body.forward = changed
+    return model

@@ -1,8 +1,5 @@
 """Samples of a packed row are computed as if each stood alone; where not, it is noticed."""
 
-import functools
-import inspect
-
 import pytest
 import torch
 from torch import nn
@@ -17,7 +14,7 @@ from dschat_lora.models.causal_lm import CausalLMLoss, LinearHead
 from dschat_lora.models.probe import head_is_linear, probe
 from dschat_lora.models.trunk import Trunk
 from helpers import plain
-from helpers.tiny import KINDS, VOCAB, ragged_samples, tiny_model
+from helpers.tiny import KINDS, VOCAB, changing_inputs, ragged_samples, tiny_model
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 
@@ -122,21 +119,6 @@ def test_probe_finds_nothing_wrong_with_these_architectures(kind, attention, dty
     assert report.packing_is_exact
     assert report.tree_is_exact
     assert head_is_linear(model, vocab_size=VOCAB, device=CPU)
-
-
-def changing_inputs(model, change):
-    """The same model, but its body gets ``change`` of what it is given."""
-    # OPT's head is over the decoder within its body.
-    body = getattr(model.base_model, "decoder", model.base_model)
-    forward = body.forward
-
-    @functools.wraps(forward)
-    def changed(*args, **inputs):
-        named = inspect.signature(forward).bind_partial(*args).arguments
-        return forward(**change({**named, **inputs}))
-
-    body.forward = changed
-    return model
 
 
 def mixing_samples(model):

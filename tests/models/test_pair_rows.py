@@ -1,7 +1,6 @@
 """Pairs that share a row score as each answer alone, before and after a model is saved."""
 
 import functools
-import inspect
 import itertools
 from dataclasses import replace
 from pathlib import Path
@@ -50,7 +49,7 @@ from helpers.pairs import (
     with_a_prefix,
 )
 from helpers.runs import NoTokenizer
-from helpers.tiny import VOCAB, tiny_model
+from helpers.tiny import VOCAB, changing_inputs, tiny_model
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 
@@ -434,20 +433,6 @@ def test_scores_of_a_16_bit_model_keep_more_digits_than_its_states():
 
 
 # What a look at the model before training notices
-
-
-def changing_inputs(model, change):
-    """The same model, but its body gets ``change`` of what it is given."""
-    body = getattr(model.base_model, "decoder", model.base_model)
-    forward = body.forward
-
-    @functools.wraps(forward)
-    def changed(*args, **inputs):
-        named = inspect.signature(forward).bind_partial(*args).arguments
-        return forward(**change({**named, **inputs}))
-
-    body.forward = changed
-    return model
 
 
 def is_tree(inputs):

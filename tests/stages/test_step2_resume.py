@@ -5,13 +5,12 @@ import os
 import random
 import shutil
 import signal
-from functools import cache
 from pathlib import Path
 
 import pytest
 
 from dschat_lora.assets import BUNDLED_DATA
-from helpers.launcher import ROOT, Launcher
+from helpers.launcher import ROOT, Launcher, undisturbed_runs
 from stages.test_resume_command import (
     assert_same_run,
     files_of,
@@ -91,14 +90,7 @@ def start(launcher, tmp_path_factory):
 @pytest.fixture(scope="module")
 def undisturbed(start):
     """``undisturbed(name)``: where the run of this name wrote, without a pause."""
-
-    @cache
-    def of(name):
-        home, running = start(name)
-        assert not any(running.wait()), running.output()
-        return home / "out"
-
-    return of
+    return undisturbed_runs(start)
 
 
 @pytest.mark.parametrize(
