@@ -28,20 +28,13 @@ def require(condition: bool, name: str, value: object, allowed: str) -> None:
 
 
 @dataclass(frozen=True)
-class ModelConfig:
-    model_name_or_path: str | None = option(
-        None,
-        help="hub name, local model directory, or the output directory of an earlier stage; "
-        "the bundled tiny model when absent",
-    )
+class LoadConfig:
+    """How models are loaded and computed."""
+
     dtype: Dtype = option(
         "auto",
         help="compute type; auto: bf16 where the GPU has it, fp16 on older GPUs, fp32 on CPU",
     )
-    gradient_checkpointing: bool = option(
-        False, help="recompute activations in the backward pass instead of keeping them"
-    )
-    dropout: float = option(0.0, help="every dropout probability of the base model, in [0, 1)")
     attn_implementation: Literal["sdpa", "eager"] = option(
         "sdpa", help="attention kernel of transformers"
     )
@@ -55,8 +48,26 @@ class ModelConfig:
     )
 
     def __post_init__(self) -> None:
-        require(0 <= self.dropout < 1, "dropout", self.dropout, "in [0, 1)")
         require(self.compute_fp32_loss, "no-compute_fp32_loss", False, "absent: the loss is fp32")
+
+
+@dataclass(frozen=True)
+class ModelConfig(LoadConfig):
+    """The one model of a supervised stage."""
+
+    model_name_or_path: str | None = option(
+        None,
+        help="hub name, local model directory, or the output directory of an earlier stage; "
+        "the bundled tiny model when absent",
+    )
+    gradient_checkpointing: bool = option(
+        False, help="recompute activations in the backward pass instead of keeping them"
+    )
+    dropout: float = option(0.0, help="every dropout probability of the base model, in [0, 1)")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(0 <= self.dropout < 1, "dropout", self.dropout, "in [0, 1)")
 
 
 @dataclass(frozen=True)
@@ -100,7 +111,9 @@ class LoraConfig:
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class SourceConfig:
+    """Where rows come from and how they are read."""
+
     data_path: tuple[str, ...] = option(
         (),
         help="files (.jsonl .json .csv .parquet), directories of them, or hub data sets; "
@@ -108,9 +121,6 @@ class DataConfig:
     )
     data_weights: tuple[float, ...] = option(
         (), help="times each --data_path is used per epoch, in its order; 1 each when absent"
-    )
-    sft_only_data_path: tuple[str, ...] = option(
-        (), help="further data used whole in step 1 and in no other step"
     )
     eval_data_path: tuple[str, ...] = option((), help="held-out data, never trained on")
     eval_ratio: float = option(
@@ -124,24 +134,16 @@ class DataConfig:
     data_output_path: str | None = option(
         None, help="cache of tokenised data; default ~/.cache/dschat_lora"
     )
-    max_seq_len: int = option(512, help="tokens per row, prompt and completion together")
     overlong: Literal["drop", "truncate", "error"] = option(
         "drop", help="what happens to samples longer than --max_seq_len"
     )
     bad_rows: Literal["stop", "skip"] = option(
         "stop", help="what happens at a row that cannot be used"
     )
-    train_on_prompt: bool = option(
-        False, help="take the loss on the prompt too (DeepSpeed-Chat's behaviour)"
-    )
-    packing: bool = option(
-        True, help="fill rows of --max_seq_len with several samples, kept apart by the mask"
-    )
     preprocessing_num_workers: int = option(1, help="processes that tokenise")
 
     def __post_init__(self) -> None:
         require(0 <= self.eval_ratio < 1, "eval_ratio", self.eval_ratio, "in [0, 1)")
-        require(self.max_seq_len >= 2, "max_seq_len", self.max_seq_len, ">= 2 tokens")
         workers = self.preprocessing_num_workers
         require(workers >= 1, "preprocessing_num_workers", workers, ">= 1")
         if self.data_weights:
@@ -154,6 +156,26 @@ class DataConfig:
             )
         if self.data_split is not None:
             parse_data_split(self.data_split)
+
+
+@dataclass(frozen=True)
+class DataConfig(SourceConfig):
+    """Rows as sequences to train on."""
+
+    sft_only_data_path: tuple[str, ...] = option(
+        (), help="further data used whole in step 1 and in no other step"
+    )
+    max_seq_len: int = option(512, help="tokens per row, prompt and completion together")
+    train_on_prompt: bool = option(
+        False, help="take the loss on the prompt too (DeepSpeed-Chat's behaviour)"
+    )
+    packing: bool = option(
+        True, help="fill rows of --max_seq_len with several samples, kept apart by the mask"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.max_seq_len >= 2, "max_seq_len", self.max_seq_len, ">= 2 tokens")
 
 
 def parse_data_split(text: str) -> tuple[float, float, float]:
@@ -188,19 +210,12 @@ class BatchConfig:
 
 
 @dataclass(frozen=True)
-class OptimConfig:
-    learning_rate: float = option(5e-5, help="peak rate of base weights, where they train")
-    lora_learning_rate: float | None = option(
-        None, help="peak rate of the adapters; default 5e-4, DPO 1e-5"
-    )
-    lora_lr_multiplier: float | None = option(
-        None,
-        help="adapters train at this multiple of --learning_rate; start at 2 to 3, up to 10",
-    )
+class ScheduleConfig:
+    """AdamW, and how long and how fast to train."""
+
     loraplus_lr_ratio: float = option(
         1.0, help="rate of lora_B over that of lora_A (LoRA+); 1 treats them alike"
     )
-    weight_decay: float = option(0.0, help="decoupled weight decay; biases and norms exempt")
     adam_beta1: float = option(0.9, help="decay of the gradient's mean")
     adam_beta2: float = option(0.95, help="decay of the gradient's square")
     adam_epsilon: float = option(1e-8, help="added to the root of the second moment")
@@ -211,24 +226,38 @@ class OptimConfig:
     max_steps: int = option(
         0, help="train for this many optimizer steps, whatever the epochs; 0: by epochs"
     )
+
+    def __post_init__(self) -> None:
+        for name in ("loraplus_lr_ratio", "adam_epsilon"):
+            require(getattr(self, name) > 0, name, getattr(self, name), "> 0")
+        for name in ("adam_beta1", "adam_beta2"):
+            require(0 <= getattr(self, name) < 1, name, getattr(self, name), "in [0, 1)")
+        for name in ("max_grad_norm", "num_warmup_steps", "num_train_epochs", "max_steps"):
+            require(getattr(self, name) >= 0, name, getattr(self, name), ">= 0")
+
+
+@dataclass(frozen=True)
+class OptimConfig(ScheduleConfig):
+    """The same with the rates of the one model that trains."""
+
+    learning_rate: float = option(5e-5, help="peak rate of base weights, where they train")
+    lora_learning_rate: float | None = option(
+        None, help="peak rate of the adapters; default 5e-4, DPO 1e-5"
+    )
+    lora_lr_multiplier: float | None = option(
+        None,
+        help="adapters train at this multiple of --learning_rate; start at 2 to 3, up to 10",
+    )
+    weight_decay: float = option(0.0, help="decoupled weight decay; biases and norms exempt")
     default_lora_learning_rate: float = hidden(5e-4)
 
     def __post_init__(self) -> None:
-        for name in ("learning_rate", "loraplus_lr_ratio", "adam_epsilon"):
-            require(getattr(self, name) > 0, name, getattr(self, name), "> 0")
+        super().__post_init__()
+        require(self.learning_rate > 0, "learning_rate", self.learning_rate, "> 0")
         for name in ("lora_learning_rate", "lora_lr_multiplier"):
             value = getattr(self, name)
             require(value is None or value > 0, name, value, "> 0")
-        for name in ("adam_beta1", "adam_beta2"):
-            require(0 <= getattr(self, name) < 1, name, getattr(self, name), "in [0, 1)")
-        for name in (
-            "weight_decay",
-            "max_grad_norm",
-            "num_warmup_steps",
-            "num_train_epochs",
-            "max_steps",
-        ):
-            require(getattr(self, name) >= 0, name, getattr(self, name), ">= 0")
+        require(self.weight_decay >= 0, "weight_decay", self.weight_decay, ">= 0")
         if self.lora_learning_rate is not None and self.lora_lr_multiplier is not None:
             raise ValueError(
                 f"--lora_learning_rate {self.lora_learning_rate:g} and --lora_lr_multiplier "
@@ -367,7 +396,28 @@ class DpoConfig:
 
 
 @dataclass(frozen=True)
-class SupervisedConfig:
+class StageConfig:
+    """What every stage has: how long it trains, on how many processes, and where it goes."""
+
+    optim: ScheduleConfig = group(ScheduleConfig)
+    parallel: ParallelConfig = group(ParallelConfig)
+    run: RunConfig = group(RunConfig)
+    given: frozenset[str] = given_options()
+    # the checkpoint to go on from; "" for a fresh start, None where that is not settled yet
+    checkpoint: str | None = hidden()
+    rejected: tuple[str, ...] = hidden(())  # damaged checkpoints that were passed over
+
+    @property
+    def rows(self) -> dict[str, tuple[str, str]]:
+        """What a resumed run keeps whatever its processes: the two options whose product it is.
+
+        Keyed by their name in the run's identity: rows per process, times how often.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class SupervisedConfig(StageConfig):
     """Options of a supervised stage: what to train, on what, how, and where it goes."""
 
     model: ModelConfig = group(ModelConfig)
@@ -375,12 +425,11 @@ class SupervisedConfig:
     data: DataConfig = group(DataConfig)
     batch: BatchConfig = group(BatchConfig)
     optim: OptimConfig = group(OptimConfig)
-    parallel: ParallelConfig = group(ParallelConfig)
-    run: RunConfig = group(RunConfig)
-    given: frozenset[str] = given_options()
-    # the checkpoint to go on from; "" for a fresh start, None where that is not settled yet
-    checkpoint: str | None = hidden()
-    rejected: tuple[str, ...] = hidden(())  # damaged checkpoints that were passed over
+
+    @property
+    def rows(self) -> dict[str, tuple[str, str]]:
+        """The rows of an optimizer step."""
+        return {"rows_per_step": ("per_device_train_batch_size", "gradient_accumulation_steps")}
 
     @property
     def max_row_tokens(self) -> int:

@@ -45,6 +45,7 @@ class Audit:
     supervised_tokens: int
     eos_samples: int  # training samples whose last supervised token is end-of-sequence
     max_seq_len: int
+    kind: str
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready fields."""
@@ -79,6 +80,14 @@ class Audit:
                 "smaller --eval_ratio, or look at --data_split and --data_weights "
                 f"({self.overlap_rows} rows were left out as copies of held-out ones)"
             )
+        if self.kind == "prompts":
+            if self.train_samples == 0:
+                raise ValueError(
+                    f"none of the {self.train_rows} prompts has at most --max_prompt_seq_len "
+                    f"{self.max_seq_len} tokens (the longest has {self.length_quantiles['max']}); "
+                    "raise it, or use --overlong truncate"
+                )
+            return
         if self.supervised_tokens == 0 and self.identical_rows:
             raise ValueError(
                 f"no pair is left to learn from: of {self.train_rows} training rows "
@@ -102,10 +111,11 @@ class Audit:
     def warnings(self) -> tuple[str, ...]:
         """What is unlikely to be meant but does not stop the run."""
         cut = self.dropped_rows + self.truncated_rows
+        option = "max_prompt_seq_len" if self.kind == "prompts" else "max_seq_len"
         doubts = {
             f"only {self.eos_share:.0%} of the samples end in end-of-sequence; answers may "
-            "not stop": self.train_samples > 0 and self.eos_share < 0.5,
-            f"{cut} of {self.train_rows} training rows are longer than --max_seq_len "
+            "not stop": self.kind != "prompts" and self.train_samples > 0 and self.eos_share < 0.5,
+            f"{cut} of {self.train_rows} training rows are longer than --{option} "
             f"{self.max_seq_len}": cut > 0.1 * self.train_rows,
             f"{self.overlap_rows} training rows are in --eval_data_path too; the evaluation "
             "will look too good": self.overlap_rows > 0 and not self.overlap_removed,
@@ -137,6 +147,8 @@ class Audit:
             "supervised": f"{self.supervised_tokens:,} tokens ({self.supervised_share:.1%})",
             "ends in EOS": f"{self.eos_samples:,} samples ({self.eos_share:.1%})",
         }
+        if self.kind == "prompts":
+            del table["supervised"], table["ends in EOS"]
         if self.identical_rows or self.eval_identical_rows:
             table["identical"] = (
                 f"{self.identical_rows:,} pairs of equal answers left out; eval "
@@ -206,6 +218,7 @@ def make_audit(config: DataConfig, rows: Collected, train: Tally, held_out: Tall
         supervised_tokens=train.supervised,
         eos_samples=train.eos,
         max_seq_len=config.max_seq_len,
+        kind=rows.kind,
     )
 
 

@@ -1,13 +1,22 @@
 """Rows of all sources as records, in the parts they belong to: training or held out."""
 
+import json
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from dschat_lora.config import DataConfig, parse_data_split
 from dschat_lora.data.chat import Chat
 from dschat_lora.data.records import Record, to_record
-from dschat_lora.data.rows import DataKind, RowError, iter_rows, parse_row, require_usable
+from dschat_lora.data.rows import (
+    DataKind,
+    EmptyRowError,
+    RowError,
+    iter_rows,
+    parse_row,
+    require_usable,
+)
 from dschat_lora.data.sources import Source
 from dschat_lora.data.split import Parts, repeats, split_rows
 
@@ -85,6 +94,10 @@ def _records(
             record = to_record(row, chat)
             prompts[-1] = record.prompt or prompts[-1]
             require_usable(row, rows.kind)
+            if rows.kind == "prompts":
+                if not record.prompt:
+                    raise EmptyRowError(row.location, "there is nothing before the answer")
+                record = replace(record, columns=_columns(raw.values))
             yield record
         except RowError as error:
             if config.bad_rows == "stop":
@@ -93,6 +106,11 @@ def _records(
             yield None
     if empty:
         raise ValueError(f"--{source.option} {source.entry} has no rows")
+
+
+def _columns(values: dict[str, Any]) -> str:
+    """A row as JSON; what JSON has no form for, such as a date, as text."""
+    return json.dumps(values, ensure_ascii=False, default=str)
 
 
 def _assign(

@@ -13,7 +13,7 @@ from dschat_lora.data.fingerprint import fingerprint
 from dschat_lora.data.parallel import tokenize_all
 from dschat_lora.data.rows import DataKind, config_sources
 from dschat_lora.data.store import TokenSet, load_or_build, write_samples
-from dschat_lora.data.tokenize import PairSample, Sample, Tokenized, TokenRule, make_encoder
+from dschat_lora.data.tokenize import AnySample, Tokenized, TokenRule, make_encoder
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def _write(
     """Write what became of each record as often as it is used, and count."""
     tally = Tally(rule.eos_id)
 
-    def samples() -> Iterator[Sample | PairSample]:
+    def samples() -> Iterator[AnySample]:
         for result, repeat in zip(tokenized, times, strict=True):
             tally.add(result, repeat)
             if result.sample is not None:

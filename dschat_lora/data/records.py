@@ -25,6 +25,7 @@ class Record:
     spans: tuple[Span, ...]
     rejected: str | None = None  # follows ``prompt`` in place of ``completion``
     margin: float | None = None  # by how much the chosen answer is better, if the row says
+    columns: str = ""  # the row as JSON, where a reward function may want to see it
 
     @property
     def prompt(self) -> str:
@@ -38,8 +39,11 @@ class Record:
         return self.spans[-1].text if self.spans[-1].target else None
 
     def digest(self, kind: DataKind = "samples") -> bytes:
-        """16 bytes equal for records of equal prompt and completion; of pairs, both answers."""
-        texts = [self.prompt, self.completion or ""]
+        """16 bytes equal for records of equal prompt and completion; of pairs, both answers.
+
+        Of prompts, for equal prompts.
+        """
+        texts = [self.prompt, "" if kind == "prompts" else self.completion or ""]
         if kind == "pairs":
             texts.append(self.rejected or "")
         return hashlib.blake2b(repr(texts).encode(), digest_size=16).digest()

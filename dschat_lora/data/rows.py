@@ -19,8 +19,8 @@ from dschat_lora.data.sources import Source, data_suffix, find_source
 
 RowType = Literal["text", "prompt-completion", "conversation", "preference", "prompt"]
 Messages = list[dict[str, Any]]
-# What a stage makes of rows: texts to learn, or two answers to compare.
-DataKind = Literal["samples", "pairs"]
+# What a stage makes of rows: texts to learn, two answers to compare, or prompts to answer.
+DataKind = Literal["samples", "pairs", "prompts"]
 
 KNOWN_TYPES = (
     "`text`; `prompt`, `completion`; `messages`; `chosen`, `rejected` with or without `prompt`; "
@@ -180,6 +180,13 @@ def require_usable(row: Row, kind: DataKind) -> Row:
             f"row lacks 'chosen' and 'rejected'; it has {sorted(row.values)}; this stage compares "
             "a better and a worse answer",
         )
+    if kind == "prompts":
+        if row.kind == "text":
+            raise RowError(
+                row.location,
+                f"row lacks 'prompt'; it has {sorted(row.values)}; this stage answers prompts",
+            )
+        return row
     if row.kind == "prompt":
         raise RowError(
             row.location,

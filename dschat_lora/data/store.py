@@ -17,10 +17,15 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from dschat_lora.data.rows import DataKind
-from dschat_lora.data.tokenize import PairSample, Sample
+from dschat_lora.data.tokenize import AnySample, PairSample, PromptSample, Sample
 
 LIST = pa.large_list(pa.int32())  # 64-bit offsets: more than 2**31 tokens fit
-CLASSES: dict[DataKind, type] = {"samples": Sample, "pairs": PairSample}
+TEXT = pa.large_binary()
+CLASSES: dict[DataKind, type] = {
+    "samples": Sample,
+    "pairs": PairSample,
+    "prompts": PromptSample,
+}
 # Fields of the classes, as they are stored.
 COLUMNS = {
     "samples": {"input_ids": LIST, "labels": LIST},
@@ -31,6 +36,7 @@ COLUMNS = {
         "chosen_length": pa.int32(),
         "margin": pa.float32(),
     },
+    "prompts": {"input_ids": LIST, "columns": TEXT},
 }
 _TYPES = {pa.int32(): np.int32, pa.float32(): np.float32}
 SAMPLES_PER_BATCH = 4096
@@ -78,9 +84,7 @@ class TokenSet:
         return self._class(**{name: c[row] for name, c in self._chunks[chunk].items()})
 
 
-def write_samples(
-    path: Path, samples: Iterable[Sample | PairSample], kind: DataKind = "samples"
-) -> None:
+def write_samples(path: Path, samples: Iterable[AnySample], kind: DataKind = "samples") -> None:
     """Write samples to an Arrow file, a few thousand in memory at a time."""
     types = COLUMNS[kind]
     schema = pa.schema([pa.field(name, stored) for name, stored in types.items()])
@@ -148,7 +152,7 @@ class _Lists:
     """A column of lists: where each begins (and the last ends), and all values in a row."""
 
     offsets: NDArray[np.int64]
-    values: NDArray[np.int32]
+    values: NDArray[Any]
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -157,9 +161,16 @@ class _Lists:
     def lengths(self) -> NDArray[np.int64]:
         return np.diff(self.offsets)
 
-    def __getitem__(self, row: int) -> NDArray[np.int32]:
+    def __getitem__(self, row: int) -> NDArray[Any]:
         start, end = self.offsets[row : row + 2]
         return self.values[start:end]
+
+
+class _Texts(_Lists):
+    """A column of bytes."""
+
+    def __getitem__(self, row: int) -> Any:
+        return super().__getitem__(row).tobytes()
 
 
 def _column(array: Any) -> Any:
@@ -168,6 +179,10 @@ def _column(array: Any) -> Any:
     Buffers are read directly because the array's own ``to_numpy`` would import pandas.
     """
     size, first = len(array), array.offset
+    if array.type == TEXT:
+        offsets = np.frombuffer(array.buffers()[1], np.int64, size + 1, 8 * first)
+        data = np.frombuffer(array.buffers()[2] or b"", np.uint8)
+        return _Texts(offsets - offsets[0], data[offsets[0] : offsets[-1]])
     if array.type != LIST:
         kind = _TYPES[array.type]
         numbers = np.frombuffer(array.buffers()[1], kind, size, np.dtype(kind).itemsize * first)
@@ -177,9 +192,7 @@ def _column(array: Any) -> Any:
     return _Lists(offsets - offsets[0], values[offsets[0] : offsets[-1]])
 
 
-def _groups(
-    samples: Iterable[Sample | PairSample], size: int
-) -> Iterator[list[Sample | PairSample]]:
+def _groups(samples: Iterable[AnySample], size: int) -> Iterator[list[AnySample]]:
     iterator = iter(samples)
     while group := list(islice(iterator, size)):
         yield group
@@ -187,6 +200,9 @@ def _groups(
 
 def _arrow(rows: Sequence[Any], stored: Any) -> Any:
     """An Arrow array; made from buffers because ``pa.array`` would import pandas."""
+    if stored == TEXT:
+        ends = pa.py_buffer(np.cumsum([0, *map(len, rows)], dtype=np.int64))
+        return pa.Array.from_buffers(TEXT, len(rows), [None, ends, pa.py_buffer(b"".join(rows))])
     if stored != LIST:
         numbers = pa.py_buffer(np.array(rows, dtype=_TYPES[stored]))
         return pa.Array.from_buffers(stored, len(rows), [None, numbers])

@@ -90,6 +90,31 @@ class PairSample:
         return bool(self.chosen[-1] == token and self.rejected[-1] == token)
 
 
+@dataclass(frozen=True, eq=False)
+class PromptSample:
+    """A prompt to be answered, and the row that it comes from."""
+
+    input_ids: Tokens  # (n,)
+    columns: bytes  # the row as JSON, UTF-8
+
+    @property
+    def prompt(self) -> Tokens:
+        """Tokens of the prompt."""
+        return self.input_ids
+
+    @property
+    def num_supervised(self) -> int:
+        """Nothing is learnt by heart."""
+        return 0
+
+    def ends_in(self, token: int) -> bool:
+        """Answers are not given."""
+        return False
+
+
+AnySample = Sample | PairSample | PromptSample
+
+
 @dataclass(frozen=True)
 class TokenRule:
     """Options that decide how a record becomes a sample."""
@@ -105,7 +130,7 @@ class TokenRule:
 class Tokenized:
     """What became of a record, for the audit."""
 
-    sample: Sample | PairSample | None  # None: dropped, too long or with nothing to learn
+    sample: AnySample | None  # None: dropped, too long or with nothing to learn
     length: int  # tokens before anything was cut; of a pair's longer sequence
     truncated: bool = False
     doubled_bos: bool = False  # its text brought a second beginning-of-sequence
@@ -202,7 +227,11 @@ def tokenize(records: Sequence[Record], encoder: Encoder, rule: TokenRule) -> li
     Raises:
         ValueError: at a record longer than ``max_seq_len`` if ``rule.overlong`` is ``error``.
     """
-    tokenize_one = _tokenize_pair if rule.kind == "pairs" else _tokenize_sample
+    tokenize_one = {
+        "samples": _tokenize_sample,
+        "pairs": _tokenize_pair,
+        "prompts": _tokenize_prompt,
+    }[rule.kind]
     texts = [_texts(record, rule.kind) for record in records]
     encoded = iter(encoder.encode_raw([text for each in texts for text in each]))
     return [
@@ -213,6 +242,8 @@ def tokenize(records: Sequence[Record], encoder: Encoder, rule: TokenRule) -> li
 
 def _texts(record: Record, kind: DataKind) -> list[str]:
     """What has to be encoded: the text up to each span's end, and to the rejected answer's."""
+    if kind == "prompts":
+        return _prefixes(_context(record))
     texts = _prefixes(record.spans)
     if kind == "pairs":
         assert record.rejected is not None, "rows without two answers were refused"
@@ -272,6 +303,26 @@ def _tokenize_pair(
     )
 
 
+def _tokenize_prompt(
+    record: Record, encoded: list[list[int]], encoder: Encoder, rule: TokenRule
+) -> Tokenized:
+    doubled = encoder.begins_twice(encoded[-1])
+    prefixes = [encoder.begin_once(ids) for ids in encoded]
+    ids = [token for piece in _pieces(_context(record), prefixes, encoder) for token in piece]
+    if not ids or (len(ids) > rule.max_seq_len and rule.overlong != "truncate"):
+        _refuse_overlong(record, len(ids), rule, option="max_prompt_seq_len")
+        return Tokenized(None, len(ids), doubled_bos=doubled)
+    # The answer follows the end of the prompt, so its beginning is cut.
+    kept = np.array(ids[-rule.max_seq_len :], dtype=np.int32)
+    sample = PromptSample(kept, record.columns.encode())
+    return Tokenized(sample, len(ids), truncated=len(ids) > len(kept), doubled_bos=doubled)
+
+
+def _context(record: Record) -> tuple[Span, ...]:
+    """All that comes before the last answer."""
+    return record.spans[:-1] if record.spans[-1].target else record.spans
+
+
 def _to_pair(
     chosen: Sequence[int], rejected: Sequence[int], *, prompt_length: int, margin: float
 ) -> PairSample:
@@ -301,10 +352,12 @@ def _pieces(
     return pieces
 
 
-def _refuse_overlong(record: Record, length: int, rule: TokenRule) -> None:
+def _refuse_overlong(
+    record: Record, length: int, rule: TokenRule, option: str = "max_seq_len"
+) -> None:
     if rule.overlong == "error":
         raise ValueError(
-            f"{record.location}: {length} tokens are more than --max_seq_len "
+            f"{record.location}: {length} tokens are more than --{option} "
             f"{rule.max_seq_len}; raise it, or choose --overlong drop or truncate"
         )
 

@@ -13,6 +13,7 @@ from dschat_lora.lora.targets import is_inside
 from dschat_lora.models.causal_lm import Tokenizer, load_causal_lm, load_config
 from dschat_lora.models.reward_model import HEAD, load_reward_model
 from dschat_lora.models.source import ModelSource
+from dschat_lora.models.views import same_weights
 
 # PEFT's names of the two kinds of model.
 Task = Literal["CAUSAL_LM", "SEQ_CLS"]
@@ -37,6 +38,7 @@ def build_causal_lm(
     dtype: torch.dtype,
     seed: int,
     meta: bool,
+    base: PreTrainedModel | None = None,
 ) -> AdaptedModel:
     """Load the base, add or continue the adapter, and set what trains.
 
@@ -48,12 +50,16 @@ def build_causal_lm(
         dtype: type of the base weights.
         seed: of the adapter's initial values.
         meta: only the shape, on the meta device.
+        base: what is loaded already; the model is then another one on the same weights.
 
     Raises:
         ValueError: if something cannot be loaded or does not fit.
     """
-    model_config = load_config(source.base, config)
-    model = load_causal_lm(source.base, model_config, config, dtype=dtype, meta=meta)
+    if base is not None:
+        model = same_weights(base)
+    else:
+        model_config = load_config(source.base, config)
+        model = load_causal_lm(source.base, model_config, config, dtype=dtype, meta=meta)
     adapted = _adapt(model, source, tokenizer, config, lora, seed=seed, task="CAUSAL_LM")
     if config.add_eot_token:
         model.generation_config.eos_token_id = tokenizer.eos_token_id
@@ -70,6 +76,7 @@ def build_reward_model(
     seed: int,
     meta: bool,
     new_head: bool = True,
+    base: PreTrainedModel | None = None,
 ) -> AdaptedModel:
     """As :func:`build_causal_lm`, with a scalar head that trains in full beside the factors.
 
@@ -85,6 +92,8 @@ def build_reward_model(
         seed: of the adapter's and the head's initial values.
         meta: only the shape, on the meta device.
         new_head: draw a head where there is none; else that is an error.
+        base: a language or reward model that is loaded already; the model is then another one on
+            the same weights below the head.
 
     Raises:
         ValueError: if something cannot be loaded or does not fit.
@@ -104,7 +113,7 @@ def build_reward_model(
     has_head = adapter is None and any(n.endswith("ForSequenceClassification") for n in names)
     head_seed = seed if adapter is not None or (new_head and not has_head) else None
     model = load_reward_model(
-        source.base, model_config, config, dtype=dtype, seed=head_seed, meta=meta
+        source.base, model_config, config, dtype=dtype, seed=head_seed, meta=meta, base=base
     )
     lora = _with_head(lora)
     return _adapt(model, source, tokenizer, config, lora, seed=seed, task="SEQ_CLS")

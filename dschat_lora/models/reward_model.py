@@ -15,6 +15,7 @@ from dschat_lora.lora.model import seeded_generator
 from dschat_lora.models.causal_lm import sdpa_errors
 from dschat_lora.models.errors import check_whole, hub_errors
 from dschat_lora.models.trunk import Trunk
+from dschat_lora.models.views import same_weights
 
 HEAD = "score"
 
@@ -27,6 +28,7 @@ def load_reward_model(
     dtype: torch.dtype,
     seed: int | None,
     meta: bool,
+    base: PreTrainedModel | None = None,
 ) -> PreTrainedModel:
     """The pretrained model with one score instead of next-token logits.
 
@@ -39,6 +41,8 @@ def load_reward_model(
         dtype: type of the weights.
         seed: of a new head; None asks for a model that has one.
         meta: build the shape alone.
+        base: a model that is loaded already, whose weights below the head are to be used, and its
+            head too if it has one.
 
     Raises:
         ValueError: if it cannot be loaded, has several labels, has its head elsewhere, or has
@@ -52,10 +56,12 @@ def load_reward_model(
     }
     auto = AutoModelForSequenceClassification
     with hub_errors("--model_name_or_path", path, "model"), sdpa_errors(model_config):
-        if meta:
+        missing: set[str] = set()
+        if meta or base is not None:
             with torch.device("meta"):
                 model = auto.from_config(model_config, **kwargs)
-            missing: set[str] = set()
+            if base is not None:
+                missing = _stand_on(model, base)
         else:
             with _without_report():
                 model, report = auto.from_pretrained(
@@ -65,7 +71,7 @@ def load_reward_model(
                     ignore_mismatched_sizes=True,
                     **kwargs,
                 )
-            missing = set(report["missing_keys"])
+            missing |= set(report["missing_keys"])
             check_whole(report, new=(f"{HEAD}.weight", f"{HEAD}.bias"))
             for name, found, *_ in report["mismatched_keys"]:
                 if name.startswith(f"{HEAD}."):
@@ -81,8 +87,21 @@ def load_reward_model(
             raise ValueError(
                 f"--model_name_or_path {path} is no reward model: it has no {HEAD} head"
             )
-        init_head_(model.score, seed=seed)
+        if not model.score.weight.is_meta:
+            init_head_(model.score, seed=seed)
     return model
+
+
+def _stand_on(model: Any, base: Any) -> set[str]:
+    """Use the weights of ``base``, which is loaded; returns the names of what it lacks."""
+    setattr(model, model.base_model_prefix, same_weights(base.base_model))
+    if hasattr(base, HEAD):
+        setattr(model, HEAD, same_weights(base.score))
+        return set()
+    embedding = base.get_input_embeddings().weight
+    if not embedding.is_meta:
+        setattr(model, HEAD, model.score.to_empty(device=embedding.device))
+    return {f"{HEAD}.weight"}
 
 
 @contextmanager

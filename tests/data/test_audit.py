@@ -26,6 +26,7 @@ SOUND = {
     "supervised_tokens": 1000,
     "eos_samples": 96,
     "max_seq_len": 512,
+    "kind": "samples",
 }
 
 

@@ -1,0 +1,101 @@
+"""A causal language model as a policy: log-probability and entropy at each response token."""
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from dschat_lora.algos.logprobs import linear_logprobs_entropy, token_entropy, token_logprobs
+from dschat_lora.models.causal_lm import LinearHead
+from dschat_lora.models.trunk import Trunk
+
+
+class Policy(nn.Module):
+    """Returns what a policy thinks of given tokens, without ever holding all logits.
+
+    Attributes:
+        model: the transformers model, layers possibly adapted.
+        trunk: runs it below its head.
+        full_logits: take the model's own logits instead, for architectures that transform
+            them after the head.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, *, full_logits: bool = False, entropy_trains: bool = False
+    ) -> None:
+        """Wrap a model.
+
+        Args:
+            model: to run.
+            full_logits: see the attribute.
+            entropy_trains: give the entropy a gradient, which forms logits a second time.
+        """
+        super().__init__()
+        self.model = model
+        self.trunk = Trunk(model)
+        self.full_logits = full_logits
+        self.head = PolicyHead(
+            model.get_output_embeddings(), model.config.vocab_size, entropy_trains=entropy_trains
+        )
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        segment_ids: Tensor,
+        predicted_from: Tensor,
+        predicted: Tensor,
+        temperature: float,
+    ) -> tuple[Tensor, Tensor]:
+        """(N,) fp32 log-probabilities and entropies in nats, of logits over ``temperature``.
+
+        Args:
+            input_ids: (B, T); as position_ids and segment_ids those of a ``Batch``.
+            position_ids: (B, T).
+            segment_ids: (B, T).
+            predicted_from: (N,) places in the flattened (B T) positions.
+            predicted: (N,) tokens that follow there.
+            temperature: > 0.
+        """
+        if self.full_logits:
+            inputs = self.trunk.inputs(input_ids, position_ids, segment_ids)
+            logits = self.model(**inputs).logits.flatten(0, 1)[predicted_from].float()
+            logits = logits / temperature
+            return token_logprobs(logits, predicted), token_entropy(logits)
+        hidden = self.trunk(input_ids, position_ids, segment_ids)
+        both: tuple[Tensor, Tensor] = self.head(
+            hidden.flatten(0, 1)[predicted_from], predicted, temperature
+        )
+        return both
+
+
+class PolicyHead(LinearHead):
+    """The output embedding as log-probabilities and entropies, chunk by chunk."""
+
+    def __init__(self, head: nn.Module, vocab_size: int, *, entropy_trains: bool) -> None:
+        super().__init__(head, vocab_size)
+        self.entropy_trains = entropy_trains
+
+    def forward(  # type: ignore[override]
+        self, hidden: Tensor, tokens: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """Both (N,) of (N,) tokens after (N, H) hidden states."""
+        if self.plain and not (self.weight.requires_grad or self.entropy_trains):
+            bias = self.bias
+            if temperature != 1:
+                hidden = hidden / temperature
+                bias = None if bias is None else bias / temperature
+            return linear_logprobs_entropy(hidden, self.weight, bias, tokens)
+        # Logits are formed again in the backward pass: what the loss makes of them is not known.
+        chunks = zip(torch.split(hidden, self.rows), torch.split(tokens, self.rows), strict=True)
+        parts = [checkpoint(self._both, h, t, temperature, use_reentrant=False) for h, t in chunks]
+        logprobs, entropies = zip(*parts, strict=True)
+        return torch.cat(logprobs), torch.cat(entropies)
+
+    def _both(self, hidden: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        if self.plain:
+            logits = nn.functional.linear(hidden, self.weight, self.bias).float()
+        else:
+            logits = self.module(hidden).float()
+        logits = logits / temperature
+        return token_logprobs(logits, tokens), token_entropy(logits)

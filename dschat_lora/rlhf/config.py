@@ -1,0 +1,343 @@
+"""What a user may choose in step 3: two trained roles, rollouts, rewards and the update."""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from dschat_lora.cli.options import group, hidden, option
+from dschat_lora.config import (
+    DataConfig,
+    LoadConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimConfig,
+    ScheduleConfig,
+    SourceConfig,
+    StageConfig,
+    require,
+)
+
+Algorithm = Literal["ppo", "rloo", "grpo"]
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+@dataclass(frozen=True)
+class RoleConfig:
+    """A model that trains: the actor or the critic."""
+
+    role: str = hidden("actor")
+    model_name_or_path: str | None = option(
+        None,
+        help="the actor: output of SFT, a model directory or hub name; the critic: output of the "
+        "reward model's training, which scores answers and is where the critic starts",
+    )
+    lora_dim: int = option(
+        0, help="rank of a new adapter; an adapter that is there is continued; 0 trains all weights"
+    )
+    lora_alpha: float = option(32.0, help="the update is scaled by lora_alpha / lora_dim")
+    use_rslora: bool = option(False, help="scale by lora_alpha / sqrt(lora_dim)")
+    target_modules: tuple[str, ...] = option(
+        ("all-linear",),
+        help="layers to adapt: all-linear, name endings, or one regular expression",
+    )
+    lora_module_name: str | None = option(
+        None, help="adapt the linear layers whose name contains this (DeepSpeed-Chat's rule)"
+    )
+    learning_rate: float = option(9.65e-6, help="peak rate of base weights, where they train")
+    lora_learning_rate: float = option(5e-4, help="peak rate of the adapter")
+    weight_decay: float = option(0.0, help="decoupled weight decay; biases and norms exempt")
+    zero_stage: Literal[0, 1, 2, 3] | None = option(
+        None, help="ZeRO stage of this role; default: --zero_stage"
+    )
+    gradient_checkpointing: bool = option(
+        False, help="recompute activations in the backward pass instead of keeping them"
+    )
+    dropout: float = option(
+        0.0, help="accepted from DeepSpeed-Chat; old and new log-probabilities need one network"
+    )
+
+    def __post_init__(self) -> None:
+        role = self.role
+        require(self.lora_dim >= 0, f"{role}_lora_dim", self.lora_dim, ">= 0 (0 disables LoRA)")
+        require(bool(self.target_modules), f"{role}_target_modules", (), "one name or more")
+        for name in ("lora_alpha", "learning_rate", "lora_learning_rate"):
+            require(getattr(self, name) > 0, f"{role}_{name}", getattr(self, name), "> 0")
+        require(self.weight_decay >= 0, f"{role}_weight_decay", self.weight_decay, ">= 0")
+        require(0 <= self.dropout < 1, f"{role}_dropout", self.dropout, "in [0, 1)")
+
+    def lora(self, only_optimize_lora: bool) -> LoraConfig:
+        """Its adapter, without dropout: old and new log-probabilities need one network."""
+        return LoraConfig(
+            lora_dim=self.lora_dim,
+            lora_alpha=self.lora_alpha,
+            use_rslora=self.use_rslora,
+            target_modules=self.target_modules,
+            lora_module_name=self.lora_module_name,
+            only_optimize_lora=only_optimize_lora,
+        )
+
+    def model(self, load: LoadConfig, *, trained: bool = True) -> ModelConfig:
+        """How its model is loaded, without dropout."""
+        return ModelConfig(
+            **vars(load),
+            model_name_or_path=self.model_name_or_path,
+            gradient_checkpointing=self.gradient_checkpointing and trained,
+        )
+
+    def optim(self, schedule: ScheduleConfig) -> OptimConfig:
+        """How it trains."""
+        return OptimConfig(
+            **vars(schedule),
+            learning_rate=self.learning_rate,
+            lora_learning_rate=self.lora_learning_rate,
+            weight_decay=self.weight_decay,
+        )
+
+
+@dataclass(frozen=True)
+class PromptConfig(SourceConfig):
+    """Prompts and their length."""
+
+    max_prompt_seq_len: int = option(256, help="longer prompts follow --overlong")
+    max_answer_seq_len: int = option(256, help="most tokens of a response")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.max_prompt_seq_len >= 1, "max_prompt_seq_len", self.max_prompt_seq_len, ">= 1")
+        require(self.max_answer_seq_len >= 1, "max_answer_seq_len", self.max_answer_seq_len, ">= 1")
+
+    @property
+    def max_seq_len(self) -> int:
+        """Prompt and response together."""
+        return self.max_prompt_seq_len + self.max_answer_seq_len
+
+    @property
+    def data(self) -> DataConfig:
+        """As what prepares data takes it."""
+        source = {name: getattr(self, name) for name in SourceConfig.__dataclass_fields__}
+        return DataConfig(**source, max_seq_len=max(2, self.max_prompt_seq_len), packing=False)
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """How many responses, and how they are sampled."""
+
+    per_device_generation_batch_size: int = option(
+        16, help="responses generated at a time on a device"
+    )
+    generation_batches: int = option(1, help="generation batches of one iteration")
+    per_device_training_batch_size: int = option(
+        16, help="responses per device and micro-batch of the update"
+    )
+    gradient_accumulation_steps: int = option(1, help="micro-batches per optimizer step")
+    num_generations: int = option(
+        1, help="responses to each prompt; rloo and grpo compare them, and need 2 or more"
+    )
+    do_sample: bool = option(True, help="sample responses (no-: the likeliest token, greedy)")
+    temperature: float = option(1.0, help="of sampling and of all log-probabilities")
+    top_p: float = option(1.0, help="sample from the likeliest tokens of this probability mass")
+    top_k: int = option(0, help="sample from this many likeliest tokens; 0: all")
+
+    def __post_init__(self) -> None:
+        for name in (
+            *("per_device_generation_batch_size", "generation_batches", "num_generations"),
+            *("per_device_training_batch_size", "gradient_accumulation_steps"),
+        ):
+            require(getattr(self, name) >= 1, name, getattr(self, name), ">= 1")
+        require(
+            self.temperature > 0, "temperature", self.temperature, "> 0 (greedy: --no-do_sample)"
+        )
+        require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
+        require(self.top_k >= 0, "top_k", self.top_k, ">= 0")
+        own = self.per_device_generation_batch_size * self.generation_batches
+        if own % self.num_generations:
+            raise ValueError(
+                f"--num_generations {self.num_generations} must divide the {own} responses of an "
+                "iteration (--per_device_generation_batch_size x --generation_batches)"
+            )
+
+
+@dataclass(frozen=True)
+class RewardsConfig:
+    """What a response is worth."""
+
+    reward_function: str | None = option(
+        None,
+        help="module:function that scores responses, instead of the reward model or added to it; "
+        "called as function(prompts=[...], responses=[...])",
+    )
+    clip_reward_value: float = option(
+        5.0, help="scores are clipped to this absolute value, after scaling; 0: never"
+    )
+    reward_scaling: Literal["none", "running", "standard"] = option(
+        "none",
+        help="running: divide scores by their standard deviation so far; standard: subtract their "
+        "mean so far too",
+    )
+    missing_eos_penalty: float = option(
+        0.0, help="subtracted from the score of a response that was cut off"
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("clip_reward_value", "missing_eos_penalty"):
+            require(getattr(self, name) >= 0, name, getattr(self, name), ">= 0")
+        function = self.reward_function
+        if function is not None and not _FUNCTION.fullmatch(function):
+            raise ValueError(
+                f"--reward_function must be module:function such as my_rewards:is_right, got "
+                f"{function!r}"
+            )
+
+
+@dataclass(frozen=True)
+class PpoConfig:
+    """The update."""
+
+    algorithm: Algorithm = option(
+        "ppo",
+        help="ppo has a critic; rloo and grpo compare the responses to a prompt instead",
+    )
+    ppo_epochs: int = option(1, help="passes over the responses of an iteration")
+    kl_coef: float = option(0.1, help="weight of the divergence from the reference")
+    adaptive_kl_target: float = option(
+        0.0, help="nats per response that kl_coef is steered towards; 0: kl_coef stays"
+    )
+    kl_horizon: int = option(10000, help="responses over which kl_coef adapts")
+    gamma: float = option(1.0, help="discount of later rewards, in [0, 1]")
+    lam: float = option(0.95, help="bias and variance of advantages (GAE), in [0, 1]")
+    cliprange: float = option(0.2, help="bound on the change of a token's probability ratio")
+    cliprange_value: float = option(0.2, help="bound on the change of a value")
+    whiten_advantages: bool = option(
+        True, help="advantages of an iteration get mean 0 and standard deviation 1"
+    )
+    entropy_coef: float = option(0.0, help="weight of the entropy bonus")
+    target_kl: float = option(
+        0.0,
+        help="end an iteration's updates when the policy has moved this far from where it began "
+        "(mean nats per token); 0: never",
+    )
+
+    def __post_init__(self) -> None:
+        require(self.ppo_epochs >= 1, "ppo_epochs", self.ppo_epochs, ">= 1")
+        for name in ("kl_coef", "adaptive_kl_target", "entropy_coef", "target_kl"):
+            require(getattr(self, name) >= 0, name, getattr(self, name), ">= 0")
+        require(self.kl_horizon >= 1, "kl_horizon", self.kl_horizon, ">= 1")
+        for name in ("gamma", "lam"):
+            require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "in [0, 1]")
+        for name in ("cliprange", "cliprange_value"):
+            require(getattr(self, name) > 0, name, getattr(self, name), "> 0")
+        if self.adaptive_kl_target and not self.kl_coef:
+            raise ValueError("--adaptive_kl_target scales --kl_coef, which is 0: give it a start")
+
+
+@dataclass(frozen=True)
+class PretrainingConfig:
+    """Pretraining text mixed into the update (PTX)."""
+
+    unsupervised_dataset_name: str | None = option(
+        None, help="text to mix in: files, a directory or a hub data set (name:configuration)"
+    )
+    unsupervised_dataset_config_name: str | None = option(
+        None, help="configuration of a hub data set, as in name:configuration"
+    )
+    unsup_coef: float = option(27.8, help="weight of its loss per token beside the policy's")
+
+    def __post_init__(self) -> None:
+        require(self.unsup_coef > 0, "unsup_coef", self.unsup_coef, "> 0")
+        if self.unsupervised_dataset_config_name and not self.unsupervised_dataset_name:
+            raise ValueError(
+                f"--unsupervised_dataset_config_name {self.unsupervised_dataset_config_name} is "
+                "of a data set: give its --unsupervised_dataset_name"
+            )
+
+
+@dataclass(frozen=True)
+class ClassicConfig:
+    """Options of DeepSpeed-Chat, and what is shown."""
+
+    only_optimize_lora: bool = option(
+        True, help="freeze base models that have an adapter (no-: train them too)"
+    )
+    enable_ema: bool = option(
+        False, help="keep a moving average of the actor, written to actor_ema/"
+    )
+    ema_decay: float = option(0.992, help="share of the average that stays at a step")
+    print_answers: bool = option(False, help="show a response at every iteration")
+    print_answers_interval: int = option(10, help="iterations between shown responses; 0: never")
+    enable_test_mode: bool = option(False, help="stop after --test_stop_step optimizer steps")
+    test_stop_step: int = option(0, help="optimizer steps of --enable_test_mode")
+    num_padding_at_beginning: int = option(
+        1, help="accepted from DeepSpeed-Chat; nothing is guessed from padding"
+    )
+    align_overflow: bool = option(
+        False, help="skip a step of actor and critic together (always done here)"
+    )
+    offload_reference_model: bool = option(
+        False, help="accepted from DeepSpeed-Chat; the reference shares the actor's base"
+    )
+    offload_reward_model: bool = option(
+        False, help="accepted from DeepSpeed-Chat; the reward model shares the critic's base"
+    )
+    enable_hybrid_engine: bool = option(
+        False, help="accepted from DeepSpeed-Chat; rollouts have a decode loop of their own"
+    )
+    unpin_actor_parameters: bool = option(
+        False, help="accepted from DeepSpeed-Chat, for its hybrid engine"
+    )
+    release_inference_cache: bool = option(
+        False, help="accepted from DeepSpeed-Chat; the cache of keys and values is always freed"
+    )
+    inference_tp_size: int = option(
+        1, help="accepted from DeepSpeed-Chat, for its hybrid engine; 1"
+    )
+    tp_gather_partition_size: int = option(
+        8, help="accepted from DeepSpeed-Chat, for its hybrid engine"
+    )
+    enable_mixed_precision_lora: bool = option(
+        False, help="accepted from DeepSpeed-Chat; --deepspeed_config sets quantised weights"
+    )
+
+    def __post_init__(self) -> None:
+        require(0 <= self.ema_decay < 1, "ema_decay", self.ema_decay, "in [0, 1)")
+        interval = self.print_answers_interval
+        require(interval >= 0, "print_answers_interval", interval, ">= 0")
+        require(self.test_stop_step >= 0, "test_stop_step", self.test_stop_step, ">= 0")
+        if self.enable_test_mode and not self.test_stop_step:
+            raise ValueError("--enable_test_mode stops after --test_stop_step steps: give it")
+        size = self.inference_tp_size
+        require(size == 1, "inference_tp_size", size, "1: rollouts are data-parallel")
+
+
+@dataclass(frozen=True)
+class RlhfConfig(StageConfig):
+    """Options of step 3, which trains the actor on its own responses."""
+
+    actor: RoleConfig = group(RoleConfig, flat=False, role="actor")
+    critic: RoleConfig = group(RoleConfig, flat=False, role="critic", learning_rate=5e-6)
+    load: LoadConfig = group(LoadConfig)
+    data: PromptConfig = group(PromptConfig)
+    batch: RolloutConfig = group(RolloutConfig)
+    rewards: RewardsConfig = group(RewardsConfig)
+    ppo: PpoConfig = group(PpoConfig)
+    pretraining: PretrainingConfig = group(PretrainingConfig)
+    classic: ClassicConfig = group(ClassicConfig)
+    optim: ScheduleConfig = group(ScheduleConfig, num_warmup_steps=0)
+    eval_prompts: int = option(
+        64, help="held-out prompts answered at each evaluation, greedily and by sampling; 0: none"
+    )
+
+    def __post_init__(self) -> None:
+        require(self.eval_prompts >= 0, "eval_prompts", self.eval_prompts, ">= 0")
+
+    @property
+    def rows(self) -> dict[str, tuple[str, str]]:
+        """The responses of an iteration and those of an optimizer step."""
+        return {
+            "responses": ("per_device_generation_batch_size", "generation_batches"),
+            "rows_per_step": ("per_device_training_batch_size", "gradient_accumulation_steps"),
+        }
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether values are learnt."""
+        return self.ppo.algorithm == "ppo"
