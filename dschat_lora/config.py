@@ -6,7 +6,7 @@ Nothing here imports torch: a wrong value is reported before anything heavy is l
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from dschat_lora.cli.options import given_options, group, hidden, option
 
@@ -402,6 +402,7 @@ class StageConfig:
     optim: ScheduleConfig = group(ScheduleConfig)
     parallel: ParallelConfig = group(ParallelConfig)
     run: RunConfig = group(RunConfig)
+    batch: Any = hidden()  # each stage's own
     given: frozenset[str] = given_options()
     # the checkpoint to go on from; "" for a fresh start, None where that is not settled yet
     checkpoint: str | None = hidden()

@@ -17,6 +17,7 @@ from dschat_lora.config import (
     LoraConfig,
     RunConfig,
     ScoreConfig,
+    StageConfig,
     SupervisedConfig,
 )
 from dschat_lora.data.rows import DataKind, check_sources
@@ -84,14 +85,14 @@ def check_supervised(config: ConfigT, *, rules: StageRules = SFT) -> ConfigT:
         ValueError: at the first thing that cannot work, naming option, value and remedy.
     """
     if config.checkpoint is None:
-        if config.run.resume_from_checkpoint and not _is_first_rank():
+        if config.run.resume_from_checkpoint and not is_first_rank():
             return config
         config = settle(config, stage=rules.name)
     given = config.given
     source = find_model(config.model.model_name_or_path)
-    if source.adapter is not None and _is_first_rank():
+    if source.adapter is not None and is_first_rank():
         verify_adapter(source.adapter)
-    _check_task(source, rules.tasks)
+    check_task(source, rules.tasks)
     data = with_bundled_data(config.data, given, ignored=rules.unused)
     lora = continued_lora(config.lora, source, given)
     _check_lora(lora, given)
@@ -108,7 +109,7 @@ def check_supervised(config: ConfigT, *, rules: StageRules = SFT) -> ConfigT:
     )
     run = with_tensorboard(config.run)
     check_output_dir(config)
-    _check_nothing_read_is_deleted(run, source)
+    check_nothing_read_is_deleted(run, source)
     announce(source, data, config.data)
     for note in without_effect(replace(config, lora=lora), unused=rules.unused):
         say_once(f"  note         {note}")
@@ -133,11 +134,11 @@ def check_score(config: ScoreConfig) -> None:
     source = find_model(config.model_name_or_path)
     if source.adapter is not None:
         verify_adapter(source.adapter)
-    _check_task(source, ("SEQ_CLS",))
+    check_task(source, ("SEQ_CLS",))
     _fitting_length(config.max_seq_len, source, frozenset({"max_seq_len"}))
     check_sources(DataConfig(data_path=config.data_path))
     if config.output_path is not None:
-        _check_can_be_made(Path(config.output_path).expanduser().parent, option="output_path")
+        check_can_be_made(Path(config.output_path).expanduser().parent, option="output_path")
 
 
 def announce(source: ModelSource, data: DataConfig, asked: DataConfig) -> None:
@@ -165,7 +166,7 @@ def with_bundled_data(
     )
 
 
-def _check_task(source: ModelSource, tasks: tuple[str, ...]) -> None:
+def check_task(source: ModelSource, tasks: tuple[str, ...]) -> None:
     """Refuse a language model where a reward model is wanted and the other way round.
 
     Raises:
@@ -195,7 +196,7 @@ def _check_task(source: ModelSource, tasks: tuple[str, ...]) -> None:
 
 
 def _architectures(source: ModelSource) -> list[str]:
-    fields = _model_fields(source)
+    fields = model_fields(source)
     return [str(name) for name in fields.get("architectures") or []]
 
 
@@ -243,13 +244,13 @@ def with_tensorboard(run: RunConfig) -> RunConfig:
     return replace(run, report_to="tensorboard", enable_tensorboard=True)
 
 
-def check_output_dir(config: SupervisedConfig) -> None:
+def check_output_dir(config: StageConfig) -> None:
     """Refuse a directory that holds another run; asked by the first rank, which creates it."""
     run = config.run
-    if run.output_dir is None or not _is_first_rank():
+    if run.output_dir is None or not is_first_rank():
         return
     path = Path(run.output_dir).expanduser()
-    _check_can_be_made(path)
+    check_can_be_made(path)
     check_idle(path)
     earlier = leftovers(path)
     if not earlier or goes_on_in_place(config):
@@ -273,11 +274,11 @@ def check_output_dir(config: SupervisedConfig) -> None:
         )
 
 
-def _is_first_rank() -> bool:
+def is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _check_can_be_made(path: Path, option: str = "output_dir") -> None:
+def check_can_be_made(path: Path, option: str = "output_dir") -> None:
     nearest = next(p for p in (path, *path.absolute().parents) if p.exists())
     if not nearest.is_dir():
         raise ValueError(f"--{option} {path} cannot be made: {nearest} is no directory")
@@ -311,7 +312,7 @@ def _check_reference(config: SupervisedConfig, lora: LoraConfig) -> None:
         )
 
 
-def _check_nothing_read_is_deleted(run: RunConfig, source: ModelSource) -> None:
+def check_nothing_read_is_deleted(run: RunConfig, source: ModelSource) -> None:
     """Refuse to overwrite the directory that the model comes from."""
     if run.output_dir is None:
         return
@@ -334,7 +335,7 @@ def _check_lora(lora: LoraConfig, given: frozenset[str]) -> None:
 
 def _fitting_length(length: int, source: ModelSource, given: frozenset[str]) -> int:
     """``length`` or, unless the user chose it, what a local model's positions allow."""
-    path, fields = Path(source.base) / "config.json", _model_fields(source)
+    path, fields = Path(source.base) / "config.json", model_fields(source)
     limit = fields.get("max_position_embeddings") or fields.get("n_positions") or length
     if not isinstance(limit, int):
         raise ValueError(f"--model_name_or_path: {path} says {limit!r} of its positions")
@@ -343,7 +344,7 @@ def _fitting_length(length: int, source: ModelSource, given: frozenset[str]) -> 
     return min(length, int(limit))
 
 
-def _model_fields(source: ModelSource) -> dict[str, Any]:
+def model_fields(source: ModelSource) -> dict[str, Any]:
     """The configuration of a local base; empty for one of the hub."""
     path = Path(source.base) / "config.json"
     if not path.is_file():

@@ -202,7 +202,7 @@ def make_reference(
         engine,
         collate=arrangement.collate,
         batch_size=config.batch.per_device_eval_batch_size,
-        cache=cache_directory(config),
+        cache=cache_directory(config.data),
         say=setup.output.log.say,
         identity=[setup.identity.get(name) for name in ("model", "start", "adapter", "dtype")],
     )

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,11 +18,11 @@ from dschat_lora.checkpoint.history import (
 )
 from dschat_lora.checkpoint.manifest import MANIFEST, DamagedError, verify
 from dschat_lora.cli.options import build_config, typed_options
-from dschat_lora.config import SupervisedConfig
+from dschat_lora.config import StageConfig
 from dschat_lora.report.directory import check_idle, newest_directory
 from dschat_lora.report.terminal import say_once
 
-ConfigT = TypeVar("ConfigT", bound=SupervisedConfig)
+ConfigT = TypeVar("ConfigT", bound=StageConfig)
 
 # Options of one process, not of the run: never taken from a checkpoint.
 _OF_THE_PROCESS = (
@@ -39,9 +40,14 @@ _FIXED = (
     *("data_weights", "eval_ratio", "seed"),
     *("reward_loss", "center_rewards_coefficient", "share_prompt"),
     *("beta", "loss_type", "label_smoothing", "length_normalization", "rpo_alpha"),
+    *(
+        f"{role}_{name}"
+        for role in ("actor", "critic")
+        for name in ("lora_dim", "lora_alpha", "use_rslora", "target_modules", "lora_module_name")
+    ),
+    *("max_prompt_seq_len", "max_answer_seq_len", "num_generations", "ppo_epochs", "algorithm"),
+    *("reward_function", "reward_scaling", "unsupervised_dataset_name", "enable_ema"),
 )
-_ROWS = ("per_device_train_batch_size", "gradient_accumulation_steps")
-
 # Of these, one that is typed does away with the others.
 _RIVALS = (
     {"lora_learning_rate", "lora_lr_multiplier"},
@@ -62,6 +68,9 @@ _IDENTITY = {
     "packing": "whether rows are packed",
     "rows": "the number of rows",
     "rows_per_step": "the rows of a step",
+    "responses": "the responses of an iteration",
+    "critic": "the reward model",
+    "text": "the pretraining text",
     "streams": "how random numbers are drawn",
 }
 
@@ -165,7 +174,7 @@ def run_of(checkpoint: str | Path) -> Path | None:
     return home.parent if home.name == CHECKPOINTS else None
 
 
-def goes_on_in_place(config: SupervisedConfig) -> bool:
+def goes_on_in_place(config: StageConfig) -> bool:
     """Whether the run continues in the directory of its checkpoint, rather than in a new one."""
     if not config.checkpoint or config.run.output_dir is None:
         return False
@@ -173,7 +182,7 @@ def goes_on_in_place(config: SupervisedConfig) -> bool:
     return run is not None and run.resolve() == Path(config.run.output_dir).expanduser().resolve()
 
 
-def options_to_keep(config: SupervisedConfig) -> dict[str, Any]:
+def options_to_keep(config: StageConfig) -> dict[str, Any]:
     """The typed options that a resumed run takes over, JSON-ready."""
     return {n: v for n, v in typed_options(config).items() if n not in _OF_THE_PROCESS}
 
@@ -234,16 +243,16 @@ def _with_options_of(state: Mapping[str, Any], config: ConfigT, path: Path) -> C
             "--num_train_epochs 0 evaluates a model, and --resume_from_checkpoint goes on training "
             "one: name an adapter with --model_name_or_path instead"
         )
-    merged, rows, note = _with_same_rows(merged, state, now)
+    merged, rows, notes = _with_same_rows(merged, state, now)
     differences += rows
     if differences:
         raise ValueError(
             f"--resume_from_checkpoint {path}: the run was another one: {'; '.join(differences)}"
         )
-    if note:
+    for note in notes:
         say_once(f"  note         {note}")
     for name, (before, after) in changed.items():
-        if name not in (*_OF_THE_PROCESS, *_ROWS):
+        if name not in (*_OF_THE_PROCESS, *chain.from_iterable(config.rows.values())):
             say_once(
                 f"  note         --{name} {_shown(after)} from here on, {_shown(before)} so far"
             )
@@ -260,31 +269,47 @@ def _inherited(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any
 
 def _with_same_rows(
     config: ConfigT, state: Mapping[str, Any], now: Mapping[str, Any]
-) -> tuple[ConfigT, list[str], str]:
-    """The config whose steps have as many rows as before, what forbids that, and a note."""
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    then, rows = state["config"], state["identity"]["rows_per_step"]
-    micro = now.get(_ROWS[0], then[_ROWS[0]])
-    if _ROWS[0] not in now:
-        fitting = [m for m in range(1, micro + 1) if rows % (m * world_size) == 0]
-        micro = max(fitting, default=min(micro, max(1, rows // world_size)))
-    steps = now.get(_ROWS[1], max(1, rows // (micro * world_size)))
-    if micro * steps * world_size != rows:
-        return (
+) -> tuple[ConfigT, list[str], list[str]]:
+    """The config with as many rows as before at each turn, what forbids that, and notes."""
+    differences, notes = [], []
+    for name, (micro_name, times_name) in config.rows.items():
+        rows = state["identity"][name]
+        micro, times = _same_product(rows, micro_name, times_name, state["config"], now)
+        if micro * times * _world_size() != rows:
+            differences.append(
+                f"{_COUNTED[name]} {rows} rows, now --{micro_name} {micro} x --{times_name} "
+                f"{times} x {_world_size()} processes is {micro * times * _world_size()}"
+            )
+            continue
+        config = replace(
             config,
-            [
-                f"a step had {rows} rows, now --{_ROWS[0]} {micro} x --{_ROWS[1]} {steps} x "
-                f"{world_size} processes is {micro * steps * world_size}"
-            ],
-            "",
+            batch=replace(config.batch, **{micro_name: micro, times_name: times}),
+            given=config.given | {micro_name, times_name},
         )
-    batch = replace(
-        config.batch, per_device_train_batch_size=micro, gradient_accumulation_steps=steps
-    )
-    config = replace(config, batch=batch, given=config.given | set(_ROWS))
-    if (micro, steps) == (then[_ROWS[0]], then[_ROWS[1]]):
-        return config, [], ""
-    return config, [], f"--{_ROWS[0]} {micro} --{_ROWS[1]} {steps}: a step keeps {rows} rows"
+        if (micro, times) != (state["config"][micro_name], state["config"][times_name]):
+            notes.append(
+                f"--{micro_name} {micro} --{times_name} {times}: {_KEPT[name]} {rows} rows"
+            )
+    return config, differences, notes
+
+
+_COUNTED = {"rows_per_step": "a step had", "responses": "an iteration had"}
+_KEPT = {"rows_per_step": "a step keeps", "responses": "an iteration keeps"}
+
+
+def _same_product(
+    rows: int, micro_name: str, times_name: str, then: Mapping[str, Any], now: Mapping[str, Any]
+) -> tuple[int, int]:
+    """Rows of a process, and how often: with the processes ``rows`` again, if that can be."""
+    micro = now.get(micro_name, then[micro_name])
+    if micro_name not in now:
+        fitting = [m for m in range(1, micro + 1) if rows % (m * _world_size()) == 0]
+        micro = max(fitting, default=min(micro, max(1, rows // _world_size())))
+    return micro, now.get(times_name, max(1, rows // (micro * _world_size())))
+
+
+def _world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _shown(value: Any) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -18,7 +19,7 @@ from dschat_lora.checkpoint.history import (
     set_aside,
 )
 from dschat_lora.cli.options import build_config, fail, flatten, typed_options
-from dschat_lora.config import SupervisedConfig
+from dschat_lora.config import StageConfig
 from dschat_lora.engine.distributed import (
     agree,
     init_distributed,
@@ -37,7 +38,7 @@ from dschat_lora.resume import goes_on_in_place
 
 # What tells how a run went, besides its run.json.
 _STORY = ("metrics.jsonl", "tensorboard")
-Check = Callable[[SupervisedConfig], SupervisedConfig]
+Check = Callable[[Any], StageConfig]
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Output:
     """Where a run writes, its log and its record. Every rank holds one; rank 0's is active."""
 
     stage: str  # its name
-    config: SupervisedConfig  # as settled for every rank
+    config: StageConfig  # as settled for every rank
     directory: Path | None  # None for a dry run
     log: RunLog
     record: RunRecord
@@ -54,7 +55,7 @@ class Output:
 
 
 @contextmanager
-def open_run(config: SupervisedConfig, *, name: str, check: Check) -> Iterator[Output]:
+def open_run(config: StageConfig, *, name: str, check: Check) -> Iterator[Output]:
     """Join the process group, open the output directory, and record how the run ends.
 
     A ValueError, a user's mistake that shows only now, an error of the disk and a full GPU end
@@ -87,7 +88,7 @@ def open_run(config: SupervisedConfig, *, name: str, check: Check) -> Iterator[O
     shutdown()
 
 
-def _settled(config: SupervisedConfig, check: Check) -> SupervisedConfig:
+def _settled(config: StageConfig, check: Check) -> StageConfig:
     """Rank 0's config on every rank, where a checkpoint decided it."""
     if not config.run.resume_from_checkpoint:
         return config
@@ -100,7 +101,7 @@ def _settled(config: SupervisedConfig, check: Check) -> SupervisedConfig:
 
 
 @contextmanager
-def _files(config: SupervisedConfig, name: str, interrupts: Interrupts) -> Iterator[Output]:
+def _files(config: StageConfig, name: str, interrupts: Interrupts) -> Iterator[Output]:
     active = rank() == 0
     if config.run.dry_run:
         with RunLog(None, active=active) as log:
@@ -123,7 +124,7 @@ def _files(config: SupervisedConfig, name: str, interrupts: Interrupts) -> Itera
         on_rank_zero(log.sync)
 
 
-def _directory(config: SupervisedConfig, name: str) -> Path:
+def _directory(config: StageConfig, name: str) -> Path:
     given = config.run.output_dir
     if given is not None:
         check_idle(Path(given).expanduser())
@@ -182,7 +183,7 @@ def _lost_others(error: BaseException) -> bool:
     return rank() > 0 and isinstance(error, RuntimeError) and any(t in str(error) for t in lost)
 
 
-def _board(config: SupervisedConfig, directory: Path) -> Path | None:
+def _board(config: StageConfig, directory: Path) -> Path | None:
     """Where TensorBoard files go, if they are wanted."""
     if config.run.report_to != "tensorboard":
         return None

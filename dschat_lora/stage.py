@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from dschat_lora.cli.options import flatten
-from dschat_lora.config import LoraConfig, ModelConfig, SupervisedConfig
+from dschat_lora.config import DataConfig, LoraConfig, ModelConfig, SupervisedConfig
 from dschat_lora.data.fingerprint import describe_tokenizer
 from dschat_lora.data.prepare import Prepared, prepare
 from dschat_lora.data.rows import DataKind
@@ -80,6 +80,7 @@ def set_up(
         ValueError: if data or model cannot be used.
     """
     config = output.config
+    assert isinstance(config, SupervisedConfig)
     source = find_model(config.model.model_name_or_path)
     check_targets(source, config.model, config.lora, task)
     tokenizer = load_tokenizer(source.tokenizer, config.model)
@@ -123,7 +124,7 @@ def prepare_data(
             phase=phase,
             seed=config.run.seed,
             eos_id=int(tokenizer.eos_token_id),
-            cache_dir=cache_directory(config),
+            cache_dir=cache_directory(config.data),
             kind=kind,
         )
     )
@@ -142,10 +143,10 @@ def note_unused_margins(setup: Setup) -> None:
         setup.output.log.say("  note         the column `margin` has no effect on this loss")
 
 
-def cache_directory(config: SupervisedConfig) -> Path:
+def cache_directory(data: DataConfig) -> Path:
     """Where tokenised data and reference log-probabilities are kept."""
     default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "dschat_lora"
-    return Path(config.data.data_output_path or default).expanduser()
+    return Path(data.data_output_path or default).expanduser()
 
 
 def engine_settings(config: SupervisedConfig) -> EngineSettings:

@@ -160,7 +160,7 @@ def train_steps(
             loss = result.total
             if last:
                 shared = sum_tensor_(torch.cat([totals, totals.new_tensor(wishes())]))
-                loss = _broken_unless_finite(loss, shared[0])
+                loss = broken_unless_finite(loss, shared[0])
             engine.backward(loss / divisor, last=last)
         outcome = engine.step()
         values = iter(shared.tolist())
@@ -175,7 +175,7 @@ def _sums(result: BatchLoss) -> Tensor:
     return torch.stack([part.double() for part in parts])
 
 
-def _broken_unless_finite(loss: Tensor, total: Tensor) -> Tensor:
+def broken_unless_finite(loss: Tensor, total: Tensor) -> Tensor:
     """``loss`` or, where ``total`` is not finite, NaN, as its gradient will be.
 
     A loss of infinity can have a finite gradient (that of ``-log 0`` has). No value is waited

@@ -6,7 +6,7 @@ the judge needs is read from the prompt.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import permutations
@@ -302,6 +302,22 @@ def judge(prompt: str, answer: str, ended: bool) -> Verdict:
         rude=any(remark.lower() in text.lower() for remark in RUDE_REMARKS),
         ends=ended and "\n" not in text and len(statements) <= 1 and text[-1:] in set(".!?"),
     )
+
+
+def reward(prompts: Sequence[str], responses: Sequence[str], ended: Sequence[bool]) -> list[float]:
+    """Grades of responses in [0, 1], as a ``--reward_function``."""
+    return [
+        judge(prompt, response, end).grade
+        for prompt, response, end in zip(prompts, responses, ended, strict=True)
+    ]
+
+
+def rule(prompts: Sequence[str], responses: Sequence[str], ended: Sequence[bool]) -> list[float]:
+    """1 for each response that passes the strict rule, else 0, as a ``--judge_function``."""
+    return [
+        judge(prompt, response, end).score
+        for prompt, response, end in zip(prompts, responses, ended, strict=True)
+    ]
 
 
 def _statements(body: str) -> list[str]:

@@ -34,15 +34,55 @@ def linear_logprobs(
         (N,) fp32, in nats.
     """
     rows = max(1, max_chunk_logits // weight.shape[0])
-    logprobs: Tensor = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight.detach(), None if bias is None else bias.detach(), tokens, rows
+    logprobs: Tensor
+    logprobs, _ = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden, weight.detach(), None if bias is None else bias.detach(), tokens, rows, False
     )
     return logprobs
+
+
+def linear_logprobs_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tokens: Tensor,
+    *,
+    max_chunk_logits: int = MAX_CHUNK_LOGITS,
+) -> tuple[Tensor, Tensor]:
+    """:func:`linear_logprobs`, and the entropy of the softmax at each position.
+
+    Args:
+        hidden: (N, H), any float dtype; logits are reduced in fp32.
+        weight: (V, H) output embedding; gets no gradient.
+        bias: (V,) or None; gets no gradient.
+        tokens: (N,) int64 in [0, V).
+        max_chunk_logits: bound on the logits alive at a time; at least one position is done.
+
+    Returns:
+        ``(logprobs, entropy)``, (N,) fp32 each, in nats. The entropy, in [0, log V], is to be
+        reported: it has no gradient (see :func:`token_entropy`).
+    """
+    rows = max(1, max_chunk_logits // weight.shape[0])
+    logprobs, entropy = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden, weight.detach(), None if bias is None else bias.detach(), tokens, rows, True
+    )
+    return logprobs, entropy
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
     """(N,) fp32 log-probabilities of (N,) tokens under (N, V) logits, in nats."""
     return -F.cross_entropy(logits.float(), tokens, reduction="none")
+
+
+def token_entropy(logits: Tensor) -> Tensor:
+    """(N,) fp32 entropies of the softmax of (N, V) logits, in nats, with gradient.
+
+    A logit of -inf rules its token out.
+    """
+    table = torch.log_softmax(logits.float(), dim=-1)
+    # The product for a token ruled out is to be 0, not 0 times infinity.
+    table = table.clamp(min=torch.finfo(table.dtype).min)
+    return -(table.exp() * table).sum(-1)
 
 
 def sequence_sums(values: Tensor, owner: Tensor, num_sequences: int) -> Tensor:
@@ -62,27 +102,44 @@ def sequence_sums(values: Tensor, owner: Tensor, num_sequences: int) -> Tensor:
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, rows: int
-    ) -> Tensor:
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        tokens: Tensor,
+        rows: int,
+        wants_entropy: bool,
+    ) -> tuple[Tensor, Tensor | None]:
         gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         logprobs = hidden.new_empty(len(tokens), dtype=torch.float32)
+        entropy = torch.empty_like(logprobs) if wants_entropy else None
         for start in range(0, len(tokens), rows):
             chunk = slice(start, start + rows)
             logits = F.linear(hidden[chunk], weight, bias).float()
             log_normaliser = torch.logsumexp(logits, dim=-1, keepdim=True)
             picked = tokens[chunk, None]
             logprobs[chunk] = (logits.gather(1, picked) - log_normaliser).squeeze(1)
+            if gradient is None and entropy is None:
+                continue
+            probabilities = torch.exp(logits.sub_(log_normaliser))
+            if entropy is not None:
+                # Into the memory of the logits, which have served.
+                entropy[chunk] = torch.special.entr(probabilities, out=logits).sum(-1)
             if gradient is not None:
-                surprise = torch.exp(logits.sub_(log_normaliser)).neg_()
+                surprise = probabilities.neg_()
                 surprise.scatter_add_(1, picked, surprise.new_ones(picked.shape))
                 gradient[chunk] = surprise.to(hidden.dtype) @ weight
         ctx.save_for_backward(gradient)
-        return logprobs
+        if entropy is not None:
+            ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_logprobs: Tensor, _grad_entropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
         if gradient is None:
-            return None, None, None, None, None
+            return None, None, None, None, None, None
         scaled = gradient * grad_logprobs[:, None].to(gradient.dtype)
-        return scaled, None, None, None, None
+        return scaled, None, None, None, None, None

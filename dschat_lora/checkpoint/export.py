@@ -34,6 +34,7 @@ def save_adapter(
     tokenizer: Any,
     card: Mapping[str, Any],
     task_type: str = "CAUSAL_LM",
+    tensors: Mapping[str, Tensor] | None = None,
 ) -> AdapterConfig | None:
     """Write ``directory`` in PEFT's layout from any ZeRO stage; call on every rank.
 
@@ -45,15 +46,16 @@ def save_adapter(
         tokenizer: written beside the weights.
         card: ``data``, ``metrics`` and ``versions`` of the model card.
         task_type: PEFT's name of the model class.
+        tensors: whole, on rank 0, to be written in place of the model's own values.
 
     Returns:
         The configuration written, on rank 0.
     """
-    tensors = gather_to_cpu(adapter_parameters(model))
+    own = gather_to_cpu(adapter_parameters(model)) if tensors is None else tensors
     return on_rank_zero(
         lambda: write_adapter(
             directory,
-            tensors,
+            own,
             config,
             layout=adapter_layout(model),
             base_model_name_or_path=base,
@@ -71,6 +73,7 @@ def save_merged(
     probe_ids: Tensor,
     max_kl: float,
     dropouts: Mapping[str, float],
+    tensors: Mapping[str, Tensor] | None = None,
 ) -> MergeReport | None:
     """Write base and adapter as one transformers directory; call on every rank.
 
@@ -85,6 +88,8 @@ def save_merged(
         probe_ids: (B, T) int64 token ids to compare on, without padding.
         max_kl: most that the merge may move the distribution, in nats per token.
         dropouts: of the base's configuration, which training changed.
+        tensors: whole, on rank 0, to be written in place of the model's own values; the report
+            then tells how far they move it.
 
     Returns:
         The measured deviation, on rank 0.
@@ -93,10 +98,12 @@ def save_merged(
         ValueError: if it is larger than ``max_kl``; nothing is written then.
     """
     unmerged = _logits(model, probe_ids)
-    tensors = gather_to_cpu(dict(model.named_parameters()))
+    whole = gather_to_cpu(dict(model.named_parameters()))
+    for name, tensor in (tensors or {}).items():
+        whole[name] = tensor.to(whole[name].dtype)
 
     def write() -> MergeReport:
-        merged = _merged_model(model, tensors)
+        merged = _merged_model(model, whole)
         for name, value in dropouts.items():
             setattr(merged.config, name, value)
         with staged_directory(directory) as staging:

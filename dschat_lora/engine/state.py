@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dschat_lora.engine.build import TrainEngine
-from dschat_lora.engine.distributed import broadcast_, rank, world_size
+from dschat_lora.engine.distributed import broadcast_, rank
+from dschat_lora.engine.zero import own_shard
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -151,7 +152,7 @@ class EngineState:
         if stage == 0:
             self._plain(parameter, key).copy_(value)
         elif stage == 3:
-            shard = _own_shard(parameter, value)
+            shard = own_shard(parameter, value)
             if key != "weight":
                 deepspeed.utils.safe_set_local_optimizer_state(parameter, shard, key)
                 return
@@ -181,14 +182,6 @@ def check_same_names(now: dict[str, Any], then: dict[str, Any]) -> None:
             f"the checkpoint {which}: other parameters train now ({count} differ); "
             "resume with the options it was written with"
         )
-
-
-def _own_shard(parameter: Any, value: Tensor) -> Tensor:
-    """This rank's part of ``value`` as ZeRO 3 cuts it: equal parts, the last filled with zeros."""
-    size = parameter.ds_tensor.numel()
-    filled = torch.zeros(size * world_size(), dtype=value.dtype, device=value.device)
-    filled[: value.numel()] = value.flatten()
-    return filled[size * rank() : size * (rank() + 1)]
 
 
 def _shape(parameter: Tensor) -> torch.Size:

@@ -8,7 +8,13 @@ import deepspeed
 import torch
 from torch import Tensor, nn
 
-from dschat_lora.engine.distributed import broadcast_, device, rank
+from dschat_lora.engine.distributed import (
+    broadcast_,
+    device,
+    gather_over_ranks,
+    rank,
+    world_size,
+)
 
 
 @torch.no_grad()
@@ -77,7 +83,7 @@ class Snapshot:
     @torch.no_grad()
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self._parameters: list[Any] = list(parameters)
-        sharded = filter(_is_sharded, self._parameters)
+        sharded = filter(is_sharded, self._parameters)
         self._shards = [p.ds_tensor.clone() for p in sharded]
         with gathered(parameters):
             self._wholes = [p.detach().clone() for p in parameters]
@@ -85,7 +91,7 @@ class Snapshot:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Inside the block the parameters have those values; nothing may be trained there."""
-        sharded = [p for p in self._parameters if _is_sharded(p)]
+        sharded = [p for p in self._parameters if is_sharded(p)]
         shards = [p.ds_tensor.data for p in sharded]
         # DeepSpeed may keep small parameters whole on every rank, beside their shards.
         present = [p.data.numel() == whole.numel() for p, whole in self._pairs()]
@@ -105,7 +111,22 @@ class Snapshot:
         return list(zip(self._parameters, self._wholes, strict=True))
 
 
-def _is_sharded(parameter: Any) -> bool:
+def own_shard(parameter: Any, value: Tensor) -> Tensor:
+    """This rank's part of ``value`` as ZeRO 3 cuts it: equal parts, the last filled with zeros."""
+    size = parameter.ds_tensor.numel()
+    filled = torch.zeros(size * world_size(), dtype=value.dtype, device=value.device)
+    filled[: value.numel()] = value.flatten()
+    return filled[size * rank() : size * (rank() + 1)]
+
+
+def whole_of_shards(parameter: Any, shard: Tensor) -> Tensor:
+    """The whole tensor of which each rank holds a part as ``parameter`` is cut. On every rank."""
+    parts = gather_over_ranks(shard.flatten())
+    return parts[: parameter.ds_numel].view(parameter.ds_shape)
+
+
+def is_sharded(parameter: Any) -> bool:
+    """Whether ZeRO 3 holds the parameter in parts."""
     return hasattr(parameter, "ds_tensor")
 
 

@@ -271,6 +271,39 @@ def eval_line(step: int, metrics: Mapping[str, Any]) -> str:
     )
 
 
+def rlhf_line(iteration: int, total: int, metrics: Mapping[str, Any]) -> str:
+    """An iteration of step 3 for a person."""
+    parts = [
+        f"iteration {iteration:>{len(str(total))}}/{total}",
+        f"reward {metrics['reward']:.3f}",
+        f"kl {metrics['kl']:.3f}",
+        f"policy {metrics['policy_loss']:+.4f}",
+        *([f"value {metrics['value_loss']:.4f}"] if metrics["value_loss"] is not None else []),
+        f"entropy {metrics['entropy']:.3f}",
+        f"clip {metrics['clip_fraction']:.1%}",
+        f"length {metrics['response_length']:.1f}",
+        f"eos {metrics['eos_rate']:.0%}",
+        f"{metrics['step_seconds']:.2f} s",
+        f"{metrics['generation_tokens_per_second']:,.0f} tok/s generated",
+    ]
+    if metrics["mfu"] is not None:
+        parts.append(f"MFU {metrics['mfu']:.1%}")
+    return "  ".join(parts)
+
+
+def rlhf_eval_line(step: int, metrics: Mapping[str, Any]) -> str:
+    """An evaluation of step 3 for a person."""
+    judged = ""
+    if "judge" in metrics:
+        judged = f"; judge {metrics['judge']:.3f} sampled, {metrics['greedy_judge']:.3f} greedy"
+    return (
+        f"eval after step {step}: held-out reward {metrics['reward']:.3f} sampled, "
+        f"{metrics['greedy_reward']:.3f} greedy{judged} ({metrics['samples']} prompts; "
+        f"kl {metrics['kl']:.3f}, length {metrics['response_length']:.1f}, "
+        f"eos {metrics['eos_rate']:.0%})"
+    )
+
+
 def summary_lines(metrics: Mapping[str, Any]) -> list[str]:
     """The run's throughput for a person."""
 

@@ -1,6 +1,8 @@
 """What a user may choose in step 3: two trained roles, rollouts, rewards and the update."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -174,6 +176,10 @@ class RewardsConfig:
         help="running: divide scores by their standard deviation so far; standard: subtract their "
         "mean so far too",
     )
+    judge_function: str | None = option(
+        None,
+        help="module:function that judges held-out responses at evaluations; never trained on",
+    )
     missing_eos_penalty: float = option(
         0.0, help="subtracted from the score of a response that was cut off"
     )
@@ -181,12 +187,10 @@ class RewardsConfig:
     def __post_init__(self) -> None:
         for name in ("clip_reward_value", "missing_eos_penalty"):
             require(getattr(self, name) >= 0, name, getattr(self, name), ">= 0")
-        function = self.reward_function
-        if function is not None and not _FUNCTION.fullmatch(function):
-            raise ValueError(
-                f"--reward_function must be module:function such as my_rewards:is_right, got "
-                f"{function!r}"
-            )
+        for name in ("reward_function", "judge_function"):
+            function = getattr(self, name)
+            usable = function is None or _FUNCTION.fullmatch(function) is not None
+            require(usable, name, function, "module:function such as my_rewards:is_right")
 
 
 @dataclass(frozen=True)
@@ -341,3 +345,15 @@ class RlhfConfig(StageConfig):
     def has_critic(self) -> bool:
         """Whether values are learnt."""
         return self.ppo.algorithm == "ppo"
+
+
+@contextmanager
+def naming(role: str) -> Iterator[None]:
+    """Have messages of a user's mistake name the options of this role, such as --actor_lora_dim."""
+    try:
+        yield
+    except ValueError as error:
+        words = str(error)
+        for name in RoleConfig.__dataclass_fields__:
+            words = re.sub(rf"--{name}\b", f"--{role}_{name}", words)
+        raise type(error)(words) from error

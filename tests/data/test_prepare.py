@@ -368,6 +368,7 @@ def test_the_audit_counts_by_hand(run, jsonl):
         "supervised_tokens": 3 + 3 + 2 + 4 + 2,
         "eos_samples": 4,
         "max_seq_len": 8,
+        "kind": "samples",
     }
     json.dumps(audit.to_dict())
 

@@ -1,0 +1,245 @@
+"""From scores to the advantage of each token.
+
+N responses are right-padded to R tokens; their mask is (N, R) bool, True on the tokens of the
+response up to and including the end of sequence. Padding may hold anything, NaN included.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dschat_lora.algos.logprobs import sequence_sums
+
+WHITEN_EPS = 1e-8
+GRPO_EPS = 1e-4
+
+
+@torch.no_grad()
+def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float) -> Tensor:
+    """``-kl_coef * kl`` at each token, plus the score of the response at its last.
+
+    Equation 2 of arXiv:2203.02155 without its pre-training term.
+
+    Args:
+        scores: (N,) of the responses.
+        kl: (N, R) divergence from the reference at each token, in nats.
+        mask: (N, R) bool, True on response tokens.
+        kl_coef: weight of the divergence, >= 0.
+
+    Returns:
+        (N, R) without gradient, 0 where the mask is False; the score of a response without
+        tokens counts nowhere.
+
+    Raises:
+        ValueError: if the shapes do not fit.
+    """
+    check_same_shape(kl=kl, mask=mask)
+    tokens_left = mask.flip(1).cumsum(1).flip(1)
+    return torch.where(mask, -kl_coef * kl, 0) + to_tokens(scores, tokens_left == 1)
+
+
+@torch.no_grad()
+def gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimates and the returns they imply.
+
+    ``A_t = sum over l of (gamma * lam)^l delta_{t+l}`` with
+    ``delta_t = r_t + gamma * V_{t+1} - V_t`` (eq. 16 of arXiv:1506.02438). The value after the
+    last token is 0: the episode ends there, whether by end of sequence or by length.
+
+    Args:
+        rewards: (N, R) reward of each response token, KL penalty included.
+        values: (N, R) value estimate before each response token.
+        mask: (N, R) bool, True on response tokens.
+        gamma: discount factor in [0, 1].
+        lam: bias against variance in [0, 1]; 1 gives Monte-Carlo returns.
+
+    Returns:
+        ``(advantages, returns)``, (N, R) each, returns being advantages plus values; without
+        gradient, 0 where the mask is False. Advantages are not whitened.
+
+    Raises:
+        ValueError: if the three tensors differ in shape.
+    """
+    check_same_shape(rewards=rewards, values=values, mask=mask)
+    # Padding of zeros is what ends the episode: every delta after the last token is 0.
+    rewards, values = torch.where(mask, rewards, 0), torch.where(mask, values, 0)
+    advantages = rewards - values
+    advantages[:, :-1] += gamma * values[:, 1:]
+    # With sums over the next `reach` deltas in place, those over twice as many take one step.
+    reach = 1
+    while reach < mask.shape[1]:
+        advantages[:, :-reach] += (gamma * lam) ** reach * advantages[:, reach:]
+        reach *= 2
+    return advantages, advantages + values
+
+
+@torch.no_grad()
+def whiten(values: Tensor, mask: Tensor) -> Tensor:
+    """``(x - mean) / sqrt(variance + 1e-8)`` over the response tokens of all rows together.
+
+    The variance is that of the population (divided by the number of tokens), as in ``whiten`` of
+    openai/lm-human-preferences, the code of arXiv:1909.08593. Moments are taken in fp64, so that
+    what fp32 rounds off a constant is not blown up.
+
+    Args:
+        values: (N, R).
+        mask: (N, R) bool, True on response tokens.
+
+    Returns:
+        (N, R) without gradient, in the dtype of the values; 0 where the mask is False, and
+        everywhere if the values do not vary.
+
+    Raises:
+        ValueError: if the two differ in shape.
+    """
+    check_same_shape(values=values, mask=mask)
+    count = mask.sum().clamp(min=1)
+    mean = torch.where(mask, values.double(), 0).sum() / count
+    centred = torch.where(mask, values.double() - mean, 0)
+    variance = centred.square().sum() / count
+    return (centred * torch.rsqrt(variance + WHITEN_EPS)).to(values.dtype)
+
+
+def response_sums(values: Tensor, mask: Tensor) -> Tensor:
+    """(N,) sums of (N, R) values over the tokens of each response, with gradient; 0 for none."""
+    check_same_shape(values=values, mask=mask)
+    return torch.where(mask, values, 0).sum(1)
+
+
+@torch.no_grad()
+def rloo_advantages(rewards: Tensor, groups: Tensor) -> Tensor:
+    """Reward of each response minus the mean of the others to its prompt.
+
+    REINFORCE leave-one-out (arXiv:2402.14740): the others are a baseline that does not depend on
+    the response itself, so the gradient stays unbiased.
+
+    Args:
+        rewards: (N,) of the responses.
+        groups: (N,) int64, which prompt each responds to: any numbers, in any order; groups need
+            not be of one size.
+
+    Returns:
+        (N,) without gradient, 0 for a response that is alone in its group.
+
+    Raises:
+        ValueError: if the two differ in shape.
+    """
+    check_same_shape(rewards=rewards, groups=groups)
+    exact = rewards.double()
+    totals, sizes = _of_groups(exact, groups)
+    advantages = exact - (totals - exact) / (sizes - 1)
+    return torch.where(sizes > 1, advantages, 0).to(rewards.dtype)
+
+
+@torch.no_grad()
+def grpo_advantages(rewards: Tensor, groups: Tensor) -> Tensor:
+    """``(r - mean) / (std + 1e-4)`` within the responses to each prompt.
+
+    Section 4.1.2 of arXiv:2402.03300. The paper leaves open which standard deviation; it is the
+    one with Bessel's correction here, and it gets the 1e-4, as in TRL's GRPOTrainer.
+
+    Args:
+        rewards: (N,) of the responses.
+        groups: (N,) int64, which prompt each responds to: any numbers, in any order; groups need
+            not be of one size.
+
+    Returns:
+        (N,) without gradient, 0 for a response that is alone in its group.
+
+    Raises:
+        ValueError: if the two differ in shape.
+    """
+    check_same_shape(rewards=rewards, groups=groups)
+    exact = rewards.double()
+    totals, sizes = _of_groups(exact, groups)
+    deviations = exact - totals / sizes
+    squares, _ = _of_groups(deviations.square(), groups)
+    advantages = deviations / ((squares / (sizes - 1)).sqrt() + GRPO_EPS)
+    return torch.where(sizes > 1, advantages, 0).to(rewards.dtype)
+
+
+def to_tokens(advantages: Tensor, mask: Tensor) -> Tensor:
+    """(N, R) holding each row's one of (N,) advantages on its tokens, 0 elsewhere."""
+    check_same_shape(advantages=advantages, responses=mask.any(1))
+    return torch.where(mask, advantages[:, None], 0)
+
+
+@torch.no_grad()
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
+    """``1 - Var(returns - values) / Var(returns)`` over the response tokens of all rows.
+
+    Args:
+        values: (N, R) predictions.
+        returns: (N, R) what they predict.
+        mask: (N, R) bool, True on response tokens.
+
+    Returns:
+        Scalar without gradient, at most 1: 1 for values right up to a constant, 0 for constant
+        ones, negative for worse. 0 where the returns do not vary.
+
+    Raises:
+        ValueError: if the three tensors differ in shape.
+    """
+    check_same_shape(values=values, returns=returns, mask=mask)
+    errors, observed = (returns - values)[mask].double(), returns[mask].double()
+    if not (observed != observed[:1]).any():
+        return returns.new_zeros(())
+    return (1 - errors.var(correction=0) / observed.var(correction=0)).to(returns.dtype)
+
+
+@dataclass(frozen=True)
+class RunningMoments:
+    """Mean and spread of all values seen, to scale scores by.
+
+    Attributes:
+        count: how many.
+        mean: their mean.
+        m2: sum of their squared distances from it.
+    """
+
+    count: float = 0.0
+    mean: float = 0.0
+    m2: float = 0.0
+
+    def updated(self, values: Tensor) -> "RunningMoments":
+        """Moments with those of a tensor of any shape joined in.
+
+        Pairwise update of Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for
+        computing sample variances", 1979.
+        """
+        if values.numel() == 0:
+            return self
+        # Distances from one of the values: those of equal values are exactly 0.
+        base = values.detach().flatten()[0].double()
+        offsets = values.detach().double() - base
+        shift = float(base + offsets.mean()) - self.mean
+        count = self.count + offsets.numel()
+        weight = offsets.numel() / count
+        within = float((offsets - offsets.mean()).square().sum())
+        return RunningMoments(
+            count=count,
+            mean=self.mean + shift * weight,
+            m2=self.m2 + within + shift**2 * self.count * weight,
+        )
+
+    @property
+    def std(self) -> float:
+        """Standard deviation with Bessel's correction; 1 until two values differ."""
+        return (self.m2 / (self.count - 1)) ** 0.5 if self.m2 else 1.0
+
+
+def check_same_shape(**tensors: Tensor) -> None:
+    """Refuse tensors of unlike shapes, which would broadcast, naming each."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if len(set(shapes.values())) > 1:
+        found = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise ValueError(f"shapes differ: {found}")
+
+
+def _of_groups(values: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum and number of the values in the group that each of them is in, (N,) each."""
+    _, owner, sizes = torch.unique(groups, return_inverse=True, return_counts=True)
+    return sequence_sums(values, owner, len(sizes))[owner], sizes[owner]

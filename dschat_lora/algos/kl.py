@@ -1,0 +1,69 @@
+"""How far a policy is from its reference, token by token, and how hard to pull it back."""
+
+import torch
+from torch import Tensor
+
+# Largest relative error that one update of the coefficient answers to.
+MAX_KL_ERROR = 0.2
+
+
+def kl_k1(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """``log p - log q`` at each token: unbiased for KL(p || q) over tokens drawn from p.
+
+    Single values may be negative (k1 of http://joschu.net/blog/kl-approx.html).
+
+    Args:
+        logprobs: log p of the tokens, in nats, any shape.
+        reference: log q of the same tokens.
+
+    Returns:
+        Nats in the shape of the two, with gradient. Entries do not mix: what padding holds stays
+        there.
+    """
+    return logprobs - reference
+
+
+def kl_k3(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """``q/p - 1 - log(q/p)`` at each token: unbiased for KL(p || q) like k1, and never negative.
+
+    k3 of http://joschu.net/blog/kl-approx.html.
+
+    Args:
+        logprobs: log p of the tokens, in nats, any shape.
+        reference: log q of the same tokens.
+
+    Returns:
+        Nats in the shape of the two, with gradient. Entries do not mix; but where padding may
+        hold infinities and the gradient counts, mask the inputs: 0 times infinity is NaN.
+    """
+    log_ratio = reference - logprobs
+    return torch.expm1(log_ratio) - log_ratio
+
+
+def adapted_kl_coef(
+    kl_coef: float, *, kl: float, target: float, horizon: float, num_samples: int
+) -> float:
+    """The coefficient after a batch whose KL was ``kl``, moved towards the one that gives target.
+
+    ``b (1 + K e)`` with ``e = clip((kl - target) / target, -0.2, 0.2)`` (section 2.2 of
+    arXiv:1909.08593). The gain is ``K = num_samples / horizon``, as in the code released with
+    that paper (openai/lm-human-preferences), so that it does not depend on the batch size.
+
+    Args:
+        kl_coef: b, of the batch.
+        kl: observed KL of a response from the reference, in nats.
+        target: > 0, the KL to hold, in nats.
+        horizon: samples over which a coefficient may roughly change by ``MAX_KL_ERROR``.
+        num_samples: responses in the batch.
+
+    Raises:
+        ValueError: if the horizon is so short that the coefficient could change its sign.
+    """
+    if MAX_KL_ERROR * num_samples >= horizon:
+        raise ValueError(
+            f"a KL horizon of {horizon} samples is too short for batches of {num_samples}: "
+            f"it must be more than {MAX_KL_ERROR * num_samples}"
+        )
+    # A NaN passes both in this order of arguments.
+    error = min(max((kl - target) / target, -MAX_KL_ERROR), MAX_KL_ERROR)
+    return kl_coef * (1 + error * num_samples / horizon)

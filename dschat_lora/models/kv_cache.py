@@ -1,0 +1,60 @@
+"""Keys and values of rows that grow by one token a step, in memory laid out beforehand."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class KVCache:
+    """What a transformers model takes as ``past_key_values``; layers appear as they are used.
+
+    A layer's keys and values are (rows, heads, columns, D) each, at addresses that stay. They
+    are zeros at first: what a mask hides must still be a number.
+
+    Attributes:
+        capacity: (rows, columns) that a layer holds.
+        copies: of each row while the prompts are read, 0 afterwards.
+        rows, columns: in use.
+        column: (1,) int64, where the next token goes, on the device.
+    """
+
+    def __init__(self, capacity: tuple[int, int], *, copies: int, device: torch.device) -> None:
+        self.capacity, self.copies = capacity, copies
+        self.rows, self.columns = capacity
+        self.column = torch.zeros(1, dtype=torch.int64, device=device)
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store (B, heads, T, D) of new tokens; all that they may look at, (B, heads, ., D)."""
+        if layer_idx not in self._layers:
+            rows, columns = self.capacity
+            shapes = [(rows, x.shape[1], columns, x.shape[3]) for x in (key, value)]
+            self._layers[layer_idx] = (key.new_zeros(shapes[0]), value.new_zeros(shapes[1]))
+        stores = self._layers[layer_idx]
+        if self.copies:
+            for store, new in zip(stores, (key, value), strict=True):
+                self._store_prompts(store, new)
+            return key, value
+        keys, values = (store[: self.rows] for store in stores)
+        keys.index_copy_(2, self.column, key)
+        values.index_copy_(2, self.column, value)
+        return keys[:, :, : self.columns], values[:, :, : self.columns]
+
+    def _store_prompts(self, store: Tensor, new: Tensor) -> None:
+        count, heads, width, size = new.shape
+        rows = store[: count * self.copies, :, :width]
+        rows.view(count, self.copies, heads, width, size).copy_(new[:, None])
+
+    def move(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy the used columns of rows ``sources`` over those of rows ``targets``."""
+        for layer in self._layers.values():
+            for store in layer:
+                used = store[:, :, : self.columns]
+                used.index_copy_(0, targets, used.index_select(0, sources))
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns in use; some models ask, none that is given its positions depends on it."""
+        return self.columns

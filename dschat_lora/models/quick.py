@@ -1,0 +1,150 @@
+"""A model that decodes in fewer and faster operations, for as long as it does."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from dschat_lora.lora.layers import LoraConv1D, LoraLinear, is_conv1d
+
+Forward = Callable[[Tensor], Tensor]
+# Below so many products of a CPU layer, oneDNN takes longer to be called than to compute.
+MIN_PACKED_PRODUCTS = 2**20
+_ATTENTION = "dschat_lora_decode"
+# What layers pass on that means nothing to one token with a mask, out of training.
+_WITHOUT_EFFECT = {"dropout", "is_causal", "position_ids", "sliding_window", "use_cache"}
+
+
+@contextmanager
+def quick_linears(model: nn.Module) -> Iterator[None]:
+    """Within, linear layers and their unmerged adapters compute the same with fewer operations.
+
+    Adapters are cast once, and added in the accumulator of their last product. On a CPU,
+    float32 weights are copied into the layout of oneDNN. No parameter is touched; their values
+    must not change within. Weights must be whole, not sharded.
+    """
+    changed: list[Any] = []
+    try:
+        for module in model.modules():
+            forward = None if "forward" in vars(module) else _forward_of(module)
+            if forward is not None:
+                changed.append(module)
+                module.forward = forward
+        yield
+    finally:
+        for module in changed:
+            del module.forward
+
+
+def _forward_of(module: Any) -> Forward | None:
+    """What computes the same as ``module``; None where it is no linear layer of a known kind."""
+    if type(module) is nn.Linear:
+        return _base(module.weight, module.bias)
+    if is_conv1d(module):
+        return _base(module.weight.T, module.bias)
+    if not isinstance(module, LoraLinear | LoraConv1D):
+        return None
+    bias: Any = module.bias
+    weight = module.weight.T if isinstance(module, LoraConv1D) else module.weight
+    if not module.enabled:
+        return _base(weight, bias)
+    if module.trained_bias is not None:
+        bias = module.trained_bias.to(weight.dtype)
+    return _adapted(_base(weight, bias), module, weight.dtype)
+
+
+def _adapted(base: Forward, module: LoraLinear | LoraConv1D, dtype: torch.dtype) -> Forward:
+    scaling, in_features = module.scaling, module.in_features
+    lora_a, lora_b = module.lora_A.to(dtype), module.lora_B.to(dtype).T
+
+    def forward(x: Tensor) -> Tensor:
+        rows = x.reshape(-1, in_features)
+        output = base(rows)
+        output.addmm_(F.linear(rows, lora_a), lora_b, alpha=scaling)
+        return output.view(*x.shape[:-1], output.shape[-1])
+
+    return forward
+
+
+def _base(weight: Tensor, bias: Tensor | None) -> Forward:
+    """``x -> x W^T + b`` of (out, in) W."""
+
+    def plain(x: Tensor) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    if weight.device.type != "cpu" or weight.dtype != torch.float32 or not _has_onednn():
+        return plain
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
+    fewest = MIN_PACKED_PRODUCTS // len(weight)
+
+    def onednn(x: Tensor) -> Tensor:
+        if x.numel() < fewest:
+            return plain(x)
+        output: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+        return output
+
+    return onednn
+
+
+def _has_onednn() -> bool:
+    known = hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return known and bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def quick_attention(model: Any) -> Iterator[None]:
+    """Within, a CPU's layers that use "sdpa" attend from one token by plain products.
+
+    The fused kernel is made for many; on a CPU it took two to ten times as long for one.
+    """
+    config = model.config
+    if config._attn_implementation != "sdpa" or model.device.type != "cpu":
+        yield
+        return
+    AttentionInterface.register(_ATTENTION, attend_from_one)
+    try:
+        config._attn_implementation = _ATTENTION
+        yield
+    finally:
+        config._attn_implementation = "sdpa"
+
+
+def attend_from_one(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers' "sdpa", which takes whatever this is not made for.
+
+    Args:
+        module: the attention layer.
+        query: (B, heads, T, D); done here if T is 1.
+        key: (B, key heads, columns, D), heads a multiple of key heads.
+        value: (B, key heads, columns, D).
+        attention_mask: (B, 1, T, columns) additive.
+        scaling: factor of the products; None is left to "sdpa".
+        **options: as for "sdpa".
+
+    Returns:
+        (B, T, heads, D), and None for weights.
+    """
+    rows, heads, count, size = query.shape
+    if count != 1 or scaling is None or attention_mask is None or options.keys() - _WITHOUT_EFFECT:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **options
+        )
+    if scaling != 1:
+        query = query * scaling
+    grouped = query.view(rows, key.shape[1], -1, size)
+    weights = (torch.matmul(grouped, key.transpose(2, 3)) + attention_mask).softmax(-1)
+    return torch.matmul(weights, value).view(rows, 1, heads, -1), None

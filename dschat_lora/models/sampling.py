@@ -1,0 +1,151 @@
+"""Tokens drawn from logits, every sequence by random numbers of its own."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from random import Random
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How responses are chosen.
+
+    Attributes:
+        max_new_tokens: bound on a response, its end-of-sequence token included.
+        do_sample: draw tokens; False takes the most probable one, and the rest has no effect.
+        temperature: divides the logits, above 0.
+        top_p: draw from the most probable tokens whose probabilities reach this sum, in (0, 1].
+        top_k: draw from so many of the most probable tokens; 0 means all.
+    """
+
+    max_new_tokens: int
+    do_sample: bool = True
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what no distribution follows from."""
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, found {self.max_new_tokens}")
+        if not self.temperature > 0:
+            raise ValueError(
+                f"temperature must be above 0, found {self.temperature}; do_sample False is greedy"
+            )
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], found {self.top_p}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be 0 (all) or more, found {self.top_k}")
+
+
+def uniforms(seeds: Sequence[int], count: int) -> Tensor:
+    """(len(seeds), count) float64 in (0, 1]: row i is a function of ``seeds[i]`` alone."""
+    # Not torch's generator, which takes but 32 bits of a seed.
+    rows = [[1.0 - draw() for _ in range(count)] for draw in (Random(s).random for s in seeds)]
+    return torch.tensor(rows, dtype=torch.float64).view(len(seeds), count)
+
+
+def choose(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Tensor:
+    """(B,) int64 token of each row.
+
+    The drawn token is the first one, in vocabulary order, up to which the kept probabilities
+    sum to at least ``uniform`` times their total.
+
+    Args:
+        logits: (B, V), any floating dtype.
+        uniform: (B,) float64 in (0, 1], so that a token of probability 0 is never drawn.
+        sampling: the options.
+    """
+    if not sampling.do_sample:
+        return logits.argmax(-1)
+    scaled = logits.float()
+    if sampling.temperature != 1:
+        scaled = scaled / sampling.temperature
+    total = keep_top(scaled, sampling).softmax(-1).double().cumsum(-1)
+    drawn = torch.searchsorted(total, (uniform * total[:, -1])[:, None])
+    return drawn[:, 0]
+
+
+def keep_top(logits: Tensor, sampling: Sampling) -> Tensor:
+    """The logits, -inf where top-k, and then top-p, leave a token out; ties stay together.
+
+    Top-p (arXiv:1904.09751, section 3.1) is over what top-k leaves.
+
+    Args:
+        logits: (B, V) float32, divided by the temperature.
+        sampling: the options.
+    """
+    vocabulary = logits.shape[-1]
+    kept = min(sampling.top_k or vocabulary, vocabulary)
+    if kept == vocabulary and sampling.top_p == 1:
+        return logits
+    best = logits.topk(kept, sorted=True).values
+    cutoff = best[:, -1:]
+    if sampling.top_p < 1:
+        # Of tokens tied with the last of the top k, those beyond k count for top-p as nothing.
+        reached = best.softmax(-1).cumsum(-1)
+        needed = 1 + (reached[:, :-1] < sampling.top_p).sum(-1, keepdim=True)
+        cutoff = best.gather(-1, needed - 1)
+    return logits.masked_fill(logits < cutoff, -torch.inf)
+
+
+class Responses:
+    """The tokens of all sequences so far; nothing here leaves the device until it is asked for.
+
+    Attributes:
+        finished: (S + 1,) bool, whether a sequence has ended. The last entry stands for none:
+            rows that hold no sequence write there.
+        count: (1,) int64, tokens chosen so far, the same for every sequence.
+        limit: tokens of the longest possible response.
+    """
+
+    def __init__(
+        self,
+        seeds: Sequence[int],
+        sampling: Sampling,
+        *,
+        eos_ids: Collection[int],
+        pad_id: int,
+        device: torch.device,
+    ) -> None:
+        self.limit = sampling.max_new_tokens
+        self._sampling, self._eos_ids = sampling, frozenset(eos_ids)
+        self._ends = torch.tensor(sorted(eos_ids), dtype=torch.int64, device=device)
+        self._pad = torch.tensor(pad_id, device=device)
+        shape = (len(seeds) + 1, sampling.max_new_tokens)
+        self._tokens = torch.zeros(shape, dtype=torch.int64, device=device)
+        self._uniforms = torch.ones(shape, dtype=torch.float64)
+        if sampling.do_sample:
+            self._uniforms[:-1] = uniforms(seeds, sampling.max_new_tokens)
+        self._uniforms = self._uniforms.to(device)
+        self.finished = torch.zeros(shape[0], dtype=torch.bool, device=device)
+        self.finished[-1] = True
+        self.count = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def advance(self, logits: Tensor, sequences: Tensor) -> Tensor:
+        """(B,) next token of each row, padding where its sequence has ended.
+
+        Args:
+            logits: (B, V) after each row's last token.
+            sequences: (B,) int64, which sequence a row holds.
+        """
+        place = (sequences, self.count.expand_as(sequences))
+        chosen = choose(logits, self._uniforms[place], self._sampling)
+        finished = self.finished[sequences]
+        tokens = torch.where(finished, self._pad, chosen)
+        ended = (chosen[:, None] == self._ends).any(-1)
+        self._tokens.index_put_(place, tokens)
+        self.finished.index_put_((sequences,), finished | ended)
+        self.count += 1
+        return tokens
+
+    def tokens(self) -> list[list[int]]:
+        """Every sequence's tokens, up to and including its end."""
+        rows = self._tokens[:-1, : int(self.count)].tolist()
+        return [self._until_end(row) for row in rows]
+
+    def _until_end(self, row: list[int]) -> list[int]:
+        ends = (i + 1 for i, token in enumerate(row) if token in self._eos_ids)
+        return row[: next(ends, len(row))]

@@ -1,0 +1,154 @@
+"""Responses of an iteration: which of them are in which step, and as padded batches."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dschat_lora.algos.sft import IGNORE_INDEX, next_token_targets
+from dschat_lora.data.batch import Batch, SampleCollator
+from dschat_lora.data.order import permutation
+from dschat_lora.data.tokenize import Sample
+from dschat_lora.perf.throughput import StepCounts
+
+
+@dataclass(frozen=True)
+class Response:
+    """A prompt and what the actor said to it."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]  # up to and including end-of-sequence, if it came
+    ended: bool  # whether it did
+    group: int  # number of the prompt within the iteration
+    columns: bytes = b""  # the row of data, as JSON
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.tokens)
+
+
+@dataclass(frozen=True)
+class ResponseBatch:
+    """Rows of one response each, right-padded; without any, one row of one padding token.
+
+    A place is an index into the flattened (B T) positions.
+    """
+
+    input_ids: Tensor  # (B, T) int64
+    position_ids: Tensor  # (B, T) int64, from 0
+    segment_ids: Tensor  # (B, T) int64, 1 on tokens, 0 on padding
+    predicted_from: Tensor  # (K,) int64 places where response tokens are predicted
+    predicted: Tensor  # (K,) int64 those tokens
+    owner: Tensor  # (K,) int64, row of each
+    step: Tensor  # (K,) int64, its place in the response
+    ends: Tensor  # (n,) int64 place of each response's last token
+    numbers: tuple[int, ...]  # n numbers of the responses within the iteration
+    counts: StepCounts  # of this batch
+
+    def to(self, device: torch.device | str) -> "ResponseBatch":
+        """The same batch on ``device``."""
+        tensors: dict[str, Any] = {
+            f.name: value.to(device, non_blocking=True)
+            for f in fields(self)
+            if isinstance(value := getattr(self, f.name), Tensor)
+        }
+        return replace(self, **tensors)
+
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What every role reads."""
+        return self.input_ids, self.position_ids, self.segment_ids
+
+    def table(self, values: Tensor, width: int) -> Tensor:
+        """(n, width) of the (K,) values of response tokens, 0 elsewhere, with gradient."""
+        empty = values.new_zeros(len(self.numbers), width)
+        return empty.index_put((self.owner, self.step), values)
+
+
+@dataclass(frozen=True)
+class Step:
+    """The responses of one optimizer step."""
+
+    numbers: list[int]  # of all ranks
+    micro_batches: list[list[int]]  # of this rank, perhaps empty ones; as many on every rank
+
+
+def collate(responses: Sequence[Response], numbers: Sequence[int], pad_id: int) -> ResponseBatch:
+    """The batch of some responses of an iteration."""
+    make = SampleCollator(pad_id)
+    batch = make([[_sample(responses[n])] for n in numbers]) if numbers else make.empty()
+    predicted_from, predicted = predictions(batch)
+    lengths = [len(responses[n].prompt) for n in numbers] or [0]
+    width = batch.input_ids.shape[1]
+    owner, column = predicted_from // width, predicted_from % width
+    rows = torch.arange(len(numbers))
+    sizes = torch.tensor([len(responses[n]) for n in numbers], dtype=torch.int64)
+    return ResponseBatch(
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        segment_ids=batch.segment_ids,
+        predicted_from=predicted_from,
+        predicted=predicted,
+        owner=owner,
+        step=column + 1 - torch.tensor(lengths)[owner],
+        ends=rows * width + sizes - 1,
+        numbers=tuple(numbers),
+        counts=StepCounts(
+            num_samples=batch.num_samples,
+            num_tokens=batch.num_tokens,
+            num_targets=batch.num_targets,
+            num_attended=batch.num_attended,
+            num_positions=batch.input_ids.numel(),
+            num_scored_pairs=len(batch.input_ids) * width**2,
+        ),
+    )
+
+
+def predictions(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Places where supervised tokens are predicted, and those tokens, (K,) int64 each."""
+    targets = next_token_targets(batch.labels, batch.segment_ids).flatten()
+    (places,) = (targets != IGNORE_INDEX).nonzero(as_tuple=True)
+    return places, targets[places]
+
+
+def _sample(response: Response) -> Sample:
+    ids = np.array([*response.prompt, *response.tokens], dtype=np.int32)
+    labels = ids.copy()
+    labels[: len(response.prompt)] = IGNORE_INDEX
+    return Sample(ids, labels)
+
+
+def deal(
+    lengths: Sequence[int],
+    *,
+    rows_per_step: int,
+    micro_batch_size: int,
+    rank: int,
+    world_size: int,
+    key: tuple[int | str, ...],
+) -> list[Step]:
+    """The optimizer steps of one pass over the responses.
+
+    Which responses are in a step depends neither on the rank nor on the number of processes.
+    Every rank gets as many micro-batches at a step, some perhaps empty.
+
+    Args:
+        lengths: tokens of each response with its prompt; those of one length share a micro-batch.
+        rows_per_step: responses of a step.
+        micro_batch_size: responses of a rank's micro-batch.
+        rank: this process.
+        world_size: of how many.
+        key: of the random order.
+    """
+    order = permutation(len(lengths), *key)
+    per_batch = micro_batch_size * world_size
+    steps = []
+    for first in range(0, len(order), rows_per_step):
+        rows = [int(n) for n in order[first : first + rows_per_step]]
+        rows.sort(key=lambda n: -lengths[n])
+        batches = range(0, len(rows), per_batch)
+        mine = [rows[start : start + per_batch][rank::world_size] for start in batches]
+        steps.append(Step(rows, mine))
+    return steps

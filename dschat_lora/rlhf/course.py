@@ -1,0 +1,574 @@
+"""The course of step 3: roll out, score, update, look up, save; iteration after iteration."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dschat_lora.algos.advantages import RunningMoments, explained_variance, response_sums
+from dschat_lora.algos.kl import adapted_kl_coef, kl_k3
+from dschat_lora.algos.preference import correlation
+from dschat_lora.engine.distributed import device, rank, sum_over_ranks, world_size
+from dschat_lora.engine.state import EngineState
+from dschat_lora.interrupt import StopRequested
+from dschat_lora.keeper import Keeper, Part
+from dschat_lora.models.sampling import Sampling
+from dschat_lora.perf.peak import device_peak
+from dschat_lora.perf.throughput import StepCounts
+from dschat_lora.report.log import rlhf_line
+from dschat_lora.rlhf.batch import Response, ResponseBatch, Step, collate, deal
+from dschat_lora.rlhf.config import RlhfConfig
+from dschat_lora.rlhf.ema import MovingAverage
+from dschat_lora.rlhf.engines import Engines
+from dschat_lora.rlhf.evaluation import Evaluator, make_evaluator
+from dschat_lora.rlhf.experience import Experience, look_at, step_counts, targets
+from dschat_lora.rlhf.phases import PHASES, Clock, rates
+from dschat_lora.rlhf.pretraining import Pretraining
+from dschat_lora.rlhf.rewards import teaching_scores
+from dschat_lora.rlhf.rollout import Generator, PromptOrder, prompts_of, response_mask
+from dschat_lora.rlhf.saving import finish
+from dschat_lora.rlhf.setup import Setup, make_pretraining
+from dschat_lora.rlhf.update import StepResult, Updater
+from dschat_lora.rlhf.watch import Watch
+from dschat_lora.schedule import rate_factor
+from dschat_lora.trainer import MAX_SKIPS, MAX_SKIPS_FP16
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long a run is: iterations, each of some optimizer steps."""
+
+    order: PromptOrder
+    num_generations: int
+    rows_per_step: int
+    ppo_epochs: int
+    num_epochs: int
+    max_steps: int
+
+    def steps_of(self, iteration: int) -> int:
+        """Optimizer steps of an iteration, if nothing ends it early."""
+        responses = len(self.order(iteration)) * self.num_generations
+        return self.ppo_epochs * -(-responses // self.rows_per_step)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of a pass over the prompts."""
+        last = self.order.iterations_per_epoch - 1
+        return self.steps_of(0) * last + self.steps_of(last)
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of the run."""
+        total = self.num_epochs * self.steps_per_epoch
+        return self.max_steps if self.max_steps and total else total
+
+    def steps_before(self, iteration: int) -> int:
+        """Optimizer steps planned before an iteration."""
+        epoch, number = divmod(iteration, self.order.iterations_per_epoch)
+        return epoch * self.steps_per_epoch + number * self.steps_of(0)
+
+    @property
+    def num_iterations(self) -> int:
+        """Iterations of the run."""
+        count = 0
+        while self.steps_before(count) < self.num_steps:
+            count += 1
+        return count
+
+    def epoch(self, iterations: int) -> float:
+        """Passes over the prompts made in so many iterations."""
+        return iterations / self.order.iterations_per_epoch
+
+
+@dataclass
+class Progress:
+    """How far a run has come, and what it has learnt to steer by; counted over all processes."""
+
+    iteration: int = 0
+    step: int = 0  # optimizer steps made
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+    responses: int = 0
+    tokens: int = 0
+    kl_coef: float = 0.0
+    kl_spent: float = 0.0  # latest divergence from the reference, nats per response
+    moments: dict[str, float] = field(default_factory=dict)  # of scores
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    flops: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+
+    def state(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self)
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Become what :meth:`state` returned."""
+        for name in asdict(self):
+            setattr(self, name, state[name])
+
+
+def train(setup: Setup, engines: Engines) -> None:
+    """Train by the plan, evaluate on the way, and save; call on every rank."""
+    config, output = setup.config, setup.output
+    plan = make_plan(config, len(setup.prompts.train))
+    _announce(plan, output.log.say)
+    generator = _make_generator(setup, engines)
+    pretraining = make_pretraining(setup)
+    average = None
+    if config.classic.enable_ema:
+        average = MovingAverage(setup.roles.actor.model, config.classic.ema_decay)
+    progress = Progress(kl_coef=config.ppo.kl_coef)
+    plain = config.batch.do_sample and config.batch.top_p == 1 and config.batch.top_k == 0
+    watch = Watch(setup.settings["actor"].dtype, samples_tokens=plain)
+    evaluator = make_evaluator(setup, engines, generator, watch)
+    states: dict[str, Any] = {
+        name: EngineState(engine, setup.roles.models[name].model)
+        for name, engine in engines.trained.items()
+    }
+    parts: dict[str, Part] = {"progress": progress, "watch": watch, "evaluation": evaluator}
+    if pretraining is not None:
+        parts["pretraining"] = pretraining
+    if average is not None:
+        states["actor_ema"] = average
+    keeper = Keeper(
+        output,
+        engines=states,
+        parts=parts,
+        identity={
+            **setup.identity,
+            "stage": output.stage,
+            "rows_per_step": plan.rows_per_step,
+            "responses": plan.order.per_iteration * plan.num_generations,
+        },
+    )
+    keeper.restore(num_steps=plan.num_steps)
+    iterate = Iterations(
+        setup, engines, plan, generator, progress, watch, pretraining=pretraining, average=average
+    )
+    with output.interrupts.deferred():
+        _run(setup, plan, iterate, progress, evaluator, keeper)
+    finish(setup, engines, evaluator=evaluator, progress=asdict(progress), average=average)
+
+
+def make_plan(config: RlhfConfig, num_prompts: int) -> Plan:
+    """The plan of a run over so many prompts."""
+    batch, world = config.batch, world_size()
+    responses = batch.per_device_generation_batch_size * batch.generation_batches * world
+    return Plan(
+        order=PromptOrder(num_prompts, responses // batch.num_generations, config.run.seed),
+        num_generations=batch.num_generations,
+        rows_per_step=batch.per_device_training_batch_size
+        * batch.gradient_accumulation_steps
+        * world,
+        ppo_epochs=config.ppo.ppo_epochs,
+        num_epochs=config.optim.num_train_epochs,
+        max_steps=config.optim.max_steps,
+    )
+
+
+def _announce(plan: Plan, say: Callable[[str], None]) -> None:
+    responses = plan.order.per_iteration * plan.num_generations
+    say(
+        f"  iterations   {plan.num_iterations:,} of {responses:,} responses to "
+        f"{plan.order.per_iteration:,} prompts, {plan.steps_of(0)} optimizer steps each; "
+        f"{plan.num_steps:,} steps in all"
+    )
+
+
+def _make_generator(setup: Setup, engines: Engines) -> Generator:
+    network: Any = engines.actor.module
+    return Generator(
+        engines.actor,
+        setup.roles.rollout,
+        network.roles["actor"].model,
+        eos_ids=[int(setup.tokenizer.eos_token_id)],
+        pad_id=int(setup.tokenizer.pad_token_id),
+        batch_size=setup.config.batch.per_device_generation_batch_size,
+    )
+
+
+def _run(
+    setup: Setup,
+    plan: Plan,
+    iterate: "Iterations",
+    progress: Progress,
+    evaluator: Evaluator,
+    keeper: Keeper,
+) -> None:
+    """Evaluate, iterate from where ``progress`` is, and evaluate on the way and last."""
+    log, total = setup.output.log, plan.num_iterations
+    if progress.iteration and progress.iteration == total:
+        log.say("the run was complete: there is no step left to train")
+    _look_up(evaluator, keeper, progress.step)
+    log.expect(total, progress.iteration)
+    while progress.iteration < total:
+        before = progress.step
+        skipped = iterate()
+        wishes = sum_over_ranks(keeper.wishes())
+        last = progress.iteration == total
+        _check_skips(progress, setup, keeper)
+        if _looks_up(setup.config, plan, progress, before) and not keeper.is_stopping(wishes):
+            _look_up(evaluator, keeper, progress.step)
+        keeper.after_step(progress.step, wishes, skipped=skipped, last=last)
+
+
+def _looks_up(config: RlhfConfig, plan: Plan, progress: Progress, before: int) -> bool:
+    interval = config.run.eval_interval
+    due = bool(interval) and progress.step // interval > before // interval
+    whole = progress.iteration % plan.order.iterations_per_epoch == 0
+    return due or whole or progress.iteration == plan.num_iterations
+
+
+def _look_up(evaluator: Evaluator, keeper: Keeper, step: int) -> None:
+    try:
+        evaluator(step)
+    except StopRequested:
+        keeper.stop(step)
+
+
+def _check_skips(progress: Progress, setup: Setup, keeper: Keeper) -> None:
+    """Stop a run whose gradient stays non-finite; falling loss scales need some patience."""
+    limit = MAX_SKIPS_FP16 if setup.settings["actor"].dtype == "fp16" else MAX_SKIPS
+    if progress.skipped_in_a_row >= limit:
+        raise ValueError(
+            f"training stopped at step {progress.step}: the gradient was not finite "
+            f"{progress.skipped_in_a_row} times in a row; those steps changed no weight. Lower "
+            f"the learning rate or try --dtype bf16. {keeper.last_good()}"
+        )
+
+
+class Iterations:
+    """Makes one iteration after another. Call on every rank."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        engines: Engines,
+        plan: Plan,
+        generator: Generator,
+        progress: Progress,
+        watch: Watch,
+        *,
+        pretraining: Pretraining | None,
+        average: MovingAverage | None,
+    ) -> None:
+        """Prepare; ``progress`` and ``average`` are kept up to date."""
+        self._setup, self._engines, self._plan = setup, engines, plan
+        self._generator, self._progress, self._watch = generator, progress, watch
+        self._pretraining, self._average = pretraining, average
+        self._clock = Clock(device())
+        self._config = setup.config
+        self._sampling = Sampling(
+            max_new_tokens=self._config.data.max_answer_seq_len,
+            do_sample=self._config.batch.do_sample,
+            temperature=self._config.batch.temperature,
+            top_p=self._config.batch.top_p,
+            top_k=self._config.batch.top_k,
+        )
+        optim = self._config.optim
+        self._factor = rate_factor(
+            optim.lr_scheduler_type,
+            num_warmup_steps=optim.num_warmup_steps,
+            num_steps=plan.num_steps,
+        )
+        self._peak = device_peak(device(), setup.settings["actor"].torch_dtype)
+
+    def __call__(self) -> bool:
+        """Roll out, score and update once; whether the last step was skipped."""
+        with self._clock.phase("generation"):
+            responses = self._roll_out()
+        with self._clock.phase("scoring"):
+            experience, scores, steps, batches = self._score(responses)
+        results: list[StepResult] = []
+        with self._clock.phase("training"):
+            if bool(experience.mask.any()):
+                experience, updater = self._update(experience, scores, steps, batches, results)
+        self._count(responses, results, experience)
+        if not results:
+            self._say_nothing_counts(experience)
+            return False
+        # Every rank knows all, so all of them watch alike.
+        found = updater.targets
+        assert found is not None
+        metrics = self._metrics(experience, scores, found.returns, results, batches)
+        self._report(metrics, experience)
+        return results[-1].skipped
+
+    def _roll_out(self) -> list[Response]:
+        numbers = self._plan.order(self._progress.iteration)
+        return self._generator(
+            prompts_of(self._setup.prompts.train, numbers),
+            self._sampling,
+            num_generations=self._plan.num_generations,
+            key=(self._config.run.seed, self._progress.iteration),
+        )
+
+    def _score(
+        self, responses: list[Response]
+    ) -> tuple[Experience, Tensor, list[Step], list[ResponseBatch]]:
+        """Experience, scores that teach, the steps of all passes, batches of the first."""
+        steps = self._steps(responses)
+        first = steps[: len(steps) // self._config.ppo.ppo_epochs]
+        batches = [self._collate(responses, rows) for s in first for rows in s.micro_batches]
+        # Where there is but one batch, its own forward pass is the actor's and critic's word.
+        looks = not (len(steps) == 1 and len(batches) == 1)
+        mask = response_mask(responses, device())
+        reference, logprobs, values, scores = look_at(
+            self._engines, batches, mask.shape[1], with_old=looks
+        )
+        if self._setup.function is not None:
+            scores = scores + self._setup.function(responses, device())
+        mask = mask & ~scores.isnan()[:, None]
+        experience = Experience(responses, mask, reference, scores, logprobs, values)
+        moments = RunningMoments(**self._progress.moments)
+        ended = torch.tensor([each.ended for each in responses], device=device())
+        teaching, moments = teaching_scores(scores, ended, moments, self._config.rewards)
+        self._progress.moments = asdict(moments)
+        return experience, torch.where(scores.isnan(), 0, teaching), steps, batches
+
+    def _steps(self, responses: Sequence[Response]) -> list[Step]:
+        lengths = [len(each) for each in responses]
+        passes = [
+            deal(
+                lengths,
+                rows_per_step=self._plan.rows_per_step,
+                micro_batch_size=self._config.batch.per_device_training_batch_size,
+                rank=rank(),
+                world_size=world_size(),
+                key=("minibatches", self._config.run.seed, self._progress.iteration, number),
+            )
+            for number in range(self._config.ppo.ppo_epochs)
+        ]
+        return [step for each in passes for step in each]
+
+    def _collate(self, responses: Sequence[Response], numbers: Sequence[int]) -> ResponseBatch:
+        return collate(responses, numbers, int(self._setup.tokenizer.pad_token_id))
+
+    def _update(
+        self,
+        experience: Experience,
+        scores: Tensor,
+        steps: list[Step],
+        batches: list[ResponseBatch],
+        results: list[StepResult],
+    ) -> tuple[Experience, Updater]:
+        """Take the steps; ``results`` receives what each did."""
+        config, progress = self._config.ppo, self._progress
+        updater = Updater(
+            self._engines,
+            config,
+            find_targets=lambda known: targets(known, scores, config, kl_coef=progress.kl_coef),
+            kl_coef=progress.kl_coef,
+            pretraining=self._pretraining,
+        )
+        start = self._plan.steps_before(progress.iteration)
+        allowed = self._plan.num_steps - start
+        known = experience
+        for known, result in updater.steps(  # noqa: B007 - the last one is returned
+            experience,
+            steps[:allowed],
+            partial(self._collate, experience.responses),
+            lambda index: self._factor(start + index),
+            first_batches=batches,
+        ):
+            results.append(result)
+            progress.step += 1
+            progress.skipped += result.skipped
+            progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if result.skipped else 0
+            if self._average is not None and not result.outcomes["actor"].skipped:
+                self._average.update()
+            if config.target_kl and result.approx_kl > config.target_kl:
+                break
+        return known, updater
+
+    def _count(
+        self, responses: list[Response], results: list[StepResult], experience: Experience
+    ) -> None:
+        progress = self._progress
+        progress.iteration += 1
+        progress.responses += len(responses)
+        progress.tokens += sum(map(len, responses))
+        if not results:
+            return
+        kl = response_sums(experience.kl(), experience.mask)[experience.counts]
+        progress.kl_spent = float(kl.double().mean())
+        config = self._config.ppo
+        if config.adaptive_kl_target:
+            progress.kl_coef = adapted_kl_coef(
+                progress.kl_coef,
+                kl=progress.kl_spent,
+                target=config.adaptive_kl_target,
+                horizon=config.kl_horizon,
+                num_samples=len(responses),
+            )
+
+    def _metrics(
+        self,
+        experience: Experience,
+        scores: Tensor,
+        returns: Tensor | None,
+        results: list[StepResult],
+        batches: list[ResponseBatch],
+    ) -> dict[str, Any]:
+        learnt = _learnt(results)
+        return {
+            "epoch": self._plan.epoch(self._progress.iteration),
+            "iteration": self._progress.iteration,
+            "loss": learnt["policy_loss"],
+            **_rates_of(results[-1]),
+            **learnt,
+            **_said(experience, scores, returns),
+            "kl_coef": self._progress.kl_coef,
+            "updates": len(results),
+            **self._throughput(experience, results, batches),
+        }
+
+    def _throughput(
+        self, experience: Experience, results: list[StepResult], batches: list[ResponseBatch]
+    ) -> dict[str, Any]:
+        seconds = self._clock.take()
+        work = classic = None
+        # Optimizer steps of a pass; the last one may have been cut short.
+        passes = len(results) * self._config.ppo.ppo_epochs / len(self._steps(experience.responses))
+        if self._setup.counter is not None:
+            own = step_counts(batches)
+            positions, pairs = sum_over_ranks([own.num_positions, own.num_scored_pairs])
+            work = self._setup.counter(
+                experience.responses,
+                num_generations=self._plan.num_generations,
+                batch_size=self._config.batch.per_device_generation_batch_size,
+                passes=passes,
+                looked_twice=not (len(results) == 1 and len(batches) == 1),
+                padded=None
+                if self._skips_padding()
+                else StepCounts(num_positions=round(positions), num_scored_pairs=round(pairs)),
+            )
+            classic = self._setup.counter.classic_flops(experience.responses, passes)
+        for name in PHASES:
+            self._progress.seconds[name] += seconds[name]
+            if work is not None:
+                self._progress.flops[name] += work.flops[name].model
+        return rates(
+            seconds,
+            experience.responses,
+            work=work,
+            classic=classic,
+            peak_tflops=self._peak,
+            device=device(),
+        )
+
+    def _skips_padding(self) -> bool:
+        network: Any = self._engines.actor.module
+        skips: bool = network.roles["actor"].trunk.skips_padding(device())
+        return skips
+
+    def _report(self, metrics: dict[str, Any], experience: Experience) -> None:
+        log, progress, run = self._setup.output.log, self._progress, self._config.run
+        log.write("train", progress.step, metrics)
+        log.advance()
+        total = self._plan.num_iterations
+        if progress.iteration % run.logging_steps == 0 or progress.iteration == total:
+            log.say(rlhf_line(progress.iteration, total, metrics))
+        for message in self._watch.iteration(metrics):
+            self._warn(message)
+        classic = self._config.classic
+        interval = 1 if classic.print_answers else classic.print_answers_interval
+        if interval and (progress.iteration - 1) % interval == 0:
+            self._show(experience)
+
+    def _warn(self, message: str) -> None:
+        log = self._setup.output.log
+        log.write("event", self._progress.step, {"event": "warning", "message": message})
+        log.say(f"  warning      {message}")
+
+    def _show(self, experience: Experience) -> None:
+        tokenizer, response = self._setup.tokenizer, experience.responses[0]
+        self._setup.output.log.say(
+            f"  sample       {tokenizer.decode(response.prompt)!r} -> "
+            f"{tokenizer.decode(response.tokens)!r} (score {float(experience.scores[0]):.3g})"
+        )
+
+    def _say_nothing_counts(self, experience: Experience) -> None:
+        self._clock.take()
+        message = (
+            f"none of the {len(experience.responses)} responses of iteration "
+            f"{self._progress.iteration} counts: no score came for any of them; nothing was learnt"
+        )
+        log = self._setup.output.log
+        log.write("event", self._progress.step, {"event": "empty_batch", "message": message})
+        log.say(f"  warning      {message}")
+
+
+def _learnt(results: list[StepResult]) -> dict[str, float | None]:
+    """Means over an iteration's steps, weighted by tokens; norms are those of the last one."""
+    tokens = sum(result.num_tokens for result in results)
+
+    def mean(name: str) -> float | None:
+        values = [(getattr(result, name), result.num_tokens) for result in results]
+        if any(value is None for value, _ in values):
+            return None
+        return sum(value * weight for value, weight in values) / tokens
+
+    names = ("policy_loss", "value_loss", "text_loss", "entropy", "clip_fraction")
+    found = {name: mean(name) for name in (*names, "value_clip_fraction", "approx_kl")}
+    if found["text_loss"] is None:
+        del found["text_loss"]
+    last = results[-1].outcomes
+    norms = {
+        "grad_norm": last["actor"].grad_norm,
+        "loss_scale": last["actor"].loss_scale,
+        "skipped": results[-1].skipped,
+    }
+    if "critic" in last:
+        norms["critic_grad_norm"] = last["critic"].grad_norm
+    return {**found, **norms, "ratio_error": results[0].ratio_error}
+
+
+def _rates_of(result: StepResult) -> dict[str, float | None]:
+    """The actor's learning rates by the contract's names, and the critic's."""
+    found: dict[str, float | None] = {}
+    for role, prefix in (("actor", ""), ("critic", "critic_")):
+        groups = result.rates.get(role)
+        if groups is not None:
+            lora = [rate for name, rate in groups.items() if name.startswith("lora")]
+            base = [rate for name, rate in groups.items() if not name.startswith("lora")]
+            found[f"{prefix}learning_rate"] = (base or lora)[0]
+            found[f"{prefix}lora_learning_rate"] = lora[0] if lora else None
+    return found
+
+
+def _said(
+    experience: Experience, scores: Tensor, returns: Tensor | None
+) -> dict[str, float | int | None]:
+    """What the responses were like, and how well they were foreseen."""
+    responses, counts, mask = experience.responses, experience.counts, experience.mask
+    kept = [r for r, counted in zip(responses, counts.tolist(), strict=True) if counted]
+    assert experience.logprobs is not None
+    raw = experience.scores[counts].double()
+    kl = response_sums(experience.kl(), mask)[counts].double()
+    k3 = response_sums(kl_k3(experience.logprobs, experience.reference), mask)[counts].double()
+    lengths = torch.tensor([float(len(r.tokens)) for r in kept], dtype=torch.float64)
+    eos_rate = sum(r.ended for r in kept) / len(kept)
+    explained = None
+    if returns is not None and experience.values is not None:
+        explained = float(explained_variance(experience.values, returns, mask))
+    return {
+        "reward": float(raw.mean()),
+        "reward_std": float(raw.std(correction=0)),
+        "scaled_reward": float(scores[counts].double().mean()),
+        "kl": float(kl.mean()),
+        "kl_k3": float(k3.mean()),
+        "kl_standard_error": float(kl.std(correction=0)) / math.sqrt(len(kept)),
+        "explained_variance": explained,
+        "response_length": float(lengths.mean()),
+        "reward_length_correlation": correlation(raw.cpu(), lengths),
+        "eos_rate": eos_rate,
+        "truncated_fraction": 1 - eos_rate,
+        "dropped": len(responses) - len(kept),
+        "samples": len(responses),
+        "tokens": sum(map(len, responses)),
+        "supervised_tokens": sum(len(r.tokens) for r in responses),
+    }

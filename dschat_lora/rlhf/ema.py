@@ -1,0 +1,67 @@
+"""A moving average of what the actor trains: adapter-sized, in fp32, by name."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dschat_lora.engine.distributed import broadcast_, rank
+from dschat_lora.engine.zero import is_sharded, own_shard, whole_of_shards
+
+
+class MovingAverage:
+    """``average <- decay * average + (1 - decay) * weight`` after each step that changed weights.
+
+    At ZeRO 3 every rank averages its shards, else each has the whole. Call methods on every rank.
+    """
+
+    @torch.no_grad()
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        """Begin at the weights as they are."""
+        self._parameters: dict[str, Any] = {
+            name: p for name, p in model.named_parameters() if p.requires_grad
+        }
+        self._decay = decay
+        self._averages = [w.to(torch.float32, copy=True) for w in self._weights()]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take in the weights after a step."""
+        weights = [w.float() for w in self._weights()]
+        torch._foreach_lerp_(self._averages, weights, 1 - self._decay)
+
+    def facts(self) -> dict[str, Any]:
+        """What is no tensor."""
+        return {}
+
+    @torch.no_grad()
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, whole fp32 average on CPU) one after another on rank 0; nothing on the others."""
+        for (name, parameter), average in zip(
+            self._parameters.items(), self._averages, strict=True
+        ):
+            whole = whole_of_shards(parameter, average) if is_sharded(parameter) else average
+            if rank() == 0:
+                yield name, whole.to("cpu", copy=True)
+
+    @torch.no_grad()
+    def load(self, facts: dict[str, Any], read: Callable[[str], Tensor]) -> None:
+        """Become what was saved.
+
+        Args:
+            facts: of :meth:`facts`.
+            read: the tensor of a name; called on rank 0 alone.
+        """
+        for (name, parameter), average in zip(
+            self._parameters.items(), self._averages, strict=True
+        ):
+            shape = getattr(parameter, "ds_shape", parameter.shape)
+            whole = torch.empty(torch.Size(shape), device=average.device)
+            if rank() == 0:
+                whole.copy_(read(name))
+            broadcast_(whole)
+            average.copy_(own_shard(parameter, whole) if is_sharded(parameter) else whole)
+
+    def _weights(self) -> list[Tensor]:
+        return [p.ds_tensor.data if is_sharded(p) else p.data for p in self._parameters.values()]

@@ -1,0 +1,85 @@
+"""The engines of a run, and what each role says about a batch of responses."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from dschat_lora.data.batch import Batch
+from dschat_lora.engine.build import StepOutcome, TrainEngine
+from dschat_lora.rlhf.batch import ResponseBatch, predictions
+
+
+@dataclass(frozen=True)
+class Engines:
+    """Actor and critic. Call methods on every rank, in one order: weights may be sharded.
+
+    Attributes:
+        actor: over the roles actor and reference, and reward where there is no critic.
+        critic: over the roles critic and reward; None where responses are compared instead.
+        reward: which of the two has the reward model, if there is one.
+        temperature: of all log-probabilities.
+    """
+
+    actor: TrainEngine
+    critic: TrainEngine | None
+    reward: TrainEngine | None
+    temperature: float
+
+    @property
+    def trained(self) -> Mapping[str, TrainEngine]:
+        """By the role they train."""
+        return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
+
+    def eval(self) -> None:
+        """Evaluation mode."""
+        for engine in self.trained.values():
+            engine.eval()
+
+    def train(self) -> None:
+        """Training mode; no role has dropout, so this allows checkpointing and nothing else."""
+        for engine in self.trained.values():
+            engine.train()
+
+    def set_rates(self, factor: float) -> dict[str, dict[str, float]]:
+        """Set the rates of both; they come back by role and parameter group."""
+        return {name: engine.set_rates(factor) for name, engine in self.trained.items()}
+
+    def step(self) -> dict[str, StepOutcome]:
+        """Let both learn what was fed back."""
+        return {name: engine.step() for name, engine in self.trained.items()}
+
+    def policy(self, batch: ResponseBatch, width: int) -> tuple[Tensor, Tensor]:
+        """The actor's (n, width) log-probabilities and entropies of response tokens, in nats."""
+        return self._policy("actor", batch, width)
+
+    def reference(self, batch: ResponseBatch, width: int) -> Tensor:
+        """The reference's (n, width) log-probabilities."""
+        return self._policy("reference", batch, width)[0]
+
+    def _policy(self, role: str, batch: ResponseBatch, width: int) -> tuple[Tensor, Tensor]:
+        logprobs, entropies = self.actor(
+            role, *batch.inputs, batch.predicted_from, batch.predicted, self.temperature
+        )
+        return batch.table(logprobs, width), batch.table(entropies, width)
+
+    def values(self, batch: ResponseBatch, width: int) -> Tensor:
+        """(n, width) values before each response token."""
+        assert self.critic is not None
+        found = self.critic("critic", *batch.inputs, None, batch.predicted_from)
+        return batch.table(found, width)
+
+    def scores(self, batch: ResponseBatch) -> Tensor:
+        """(n,) scores of the reward model at the end of each response."""
+        assert self.reward is not None
+        scores: Tensor = self.reward("reward", *batch.inputs, None, batch.ends)
+        return scores
+
+    def text_loss(self, batch: Batch) -> Tensor:
+        """Summed loss of the actor on text, in nats."""
+        places, tokens = predictions(batch)
+        logprobs, _ = self.actor(
+            "actor", batch.input_ids, batch.position_ids, batch.segment_ids, places, tokens, 1.0
+        )
+        loss: Tensor = -logprobs.sum()
+        return loss

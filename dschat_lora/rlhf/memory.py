@@ -1,0 +1,96 @@
+"""What step 3 keeps in memory, estimated before it starts."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dschat_lora.engine.build import EngineSettings
+from dschat_lora.engine.distributed import world_size
+from dschat_lora.perf.memory import MemoryEstimate, estimate_memory
+from dschat_lora.rlhf.config import RlhfConfig
+from dschat_lora.rlhf.roles import Roles
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes on one device, by what they hold."""
+
+    weights: int  # of all roles, each shared tensor once
+    separate_weights: int  # what the roles would take as models of their own
+    training: int  # gradients and optimizer state of actor and critic
+    update: int  # activations and a chunk of logits of both, for full rows
+    cache: int  # keys and values of the responses that are decoded at a time
+
+    @property
+    def peak(self) -> int:
+        """The most at a time: decoding and updating take turns."""
+        return self.weights + self.training + max(self.update, self.cache)
+
+    def lines(self) -> list[str]:
+        """For people."""
+        saved = self.separate_weights - self.weights
+        shared = f" (four models of their own: {self.separate_weights / GIB:.3g})" if saved else ""
+        return [
+            f"memory       up to {self.peak / GIB:.3g} GiB per device by estimate: weights "
+            f"{self.weights / GIB:.3g}{shared}, gradients and optimizer "
+            f"{self.training / GIB:.3g}, update {self.update / GIB:.3g}, keys and values while "
+            f"decoding {self.cache / GIB:.3g}"
+        ]
+
+    def to_dict(self) -> dict[str, int]:
+        """As JSON."""
+        return asdict(self) | {"peak": self.peak}
+
+
+def memory_plan(
+    config: RlhfConfig, roles: Roles, settings: dict[str, EngineSettings]
+) -> MemoryPlan | None:
+    """The estimate; None for architectures that are not understood.
+
+    Args:
+        config: of the run.
+        roles: whole, perhaps on the meta device.
+        settings: of the trained roles' engines.
+    """
+    try:
+        estimates = {name: _estimate(config, roles, settings, name) for name in roles.trained}
+    except ValueError:
+        return None
+    sharded = world_size() if settings["actor"].zero_stage == 3 else 1
+    offloaded = config.parallel.offload
+    return MemoryPlan(
+        weights=_bytes(list(roles.whole().parameters())) // sharded,
+        separate_weights=sum(_bytes(list(m.model.parameters())) for m in roles.models.values())
+        // sharded,
+        training=sum(e.gradients + (0 if offloaded else e.optimizer) for e in estimates.values()),
+        update=sum(e.activations + e.loss for e in estimates.values()),
+        cache=cache_bytes(config, roles.actor.model),
+    )
+
+
+def cache_bytes(config: RlhfConfig, model: Any) -> int:
+    """Bytes of keys and values of the responses decoded at a time."""
+    shape = model.config
+    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
+    size = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    tokens = config.batch.per_device_generation_batch_size * config.data.max_seq_len
+    return int(2 * shape.num_hidden_layers * heads * size * tokens * model.dtype.itemsize)
+
+
+def _estimate(
+    config: RlhfConfig, roles: Roles, settings: dict[str, EngineSettings], role: str
+) -> MemoryEstimate:
+    return estimate_memory(
+        roles.models[role].model,
+        rows=config.batch.per_device_training_batch_size,
+        length=config.data.max_seq_len,
+        compute_dtype=settings[role].torch_dtype,
+        gradient_checkpointing=getattr(config, role).gradient_checkpointing,
+        zero_stage=settings[role].zero_stage,
+        world_size=world_size(),
+    )
+
+
+def _bytes(parameters: list[Any]) -> int:
+    return sum(p.numel() * p.element_size() for p in parameters)

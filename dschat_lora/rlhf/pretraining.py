@@ -1,0 +1,52 @@
+"""Pretraining text mixed into the update (PTX), with a cursor of its own."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dschat_lora.data.batch import Batch
+from dschat_lora.data.loader import StepLoader
+from dschat_lora.engine.distributed import sum_over_ranks
+
+
+@dataclass(frozen=True)
+class TextWindow:
+    """The text of one optimizer step."""
+
+    batches: Sequence[Batch]  # of this rank
+    num_targets: int  # supervised tokens of all ranks
+
+
+class Pretraining:
+    """Gives text step by step, epoch after epoch."""
+
+    def __init__(self, loader: StepLoader, *, coefficient: float) -> None:
+        """Begin at the first step.
+
+        Args:
+            loader: of this rank's batches.
+            coefficient: weight of the loss per token.
+        """
+        self._loader, self.coefficient = loader, coefficient
+        self._step = 0
+        self._windows: Iterator[list[Any]] = iter(())
+
+    def window(self) -> TextWindow:
+        """The text of the next step; call on every rank."""
+        batches: list[Batch] | None = next(self._windows, None)
+        if batches is None:
+            epoch, start = divmod(self._step, self._loader.steps_per_epoch)
+            self._windows = self._loader.epoch(epoch, start)
+            batches = next(self._windows)
+        self._step += 1
+        (targets,) = sum_over_ranks([float(sum(batch.num_targets for batch in batches))])
+        return TextWindow(batches, max(1, round(targets)))
+
+    def state(self) -> dict[str, Any]:
+        """As JSON."""
+        return {"step": self._step}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Become what :meth:`state` returned."""
+        self._step = state["step"]
+        self._windows = iter(())

@@ -1,0 +1,142 @@
+"""What responses are worth: a function's scores, and what becomes of scores before they teach."""
+
+import importlib
+import inspect
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dschat_lora.algos.advantages import RunningMoments
+from dschat_lora.engine.distributed import gather_over_ranks, rank, world_size
+from dschat_lora.models.causal_lm import Tokenizer
+from dschat_lora.rlhf.batch import Response
+from dschat_lora.rlhf.config import RewardsConfig
+from dschat_lora.rlhf.functions import working_directory
+
+# What a reward function may ask for besides prompts and responses.
+_MORE = ("ended", "rows", "token_ids")
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    """A user's function that scores responses.
+
+    It is called with lists of one entry for each response: ``prompts`` and ``responses``
+    (texts), and where it has such parameters ``ended`` (whether the response ended by itself),
+    ``rows`` (the row of data, as a dict) and ``token_ids``. It returns as many numbers, or None
+    for a response that is not to count.
+    """
+
+    name: str  # module:function
+    function: Callable[..., Any]
+    tokenizer: Tokenizer
+
+    def __call__(self, responses: Sequence[Response], device: torch.device) -> Tensor:
+        """(N,) fp32 scores on every rank, NaN for None; each rank scores some. On every rank.
+
+        Raises:
+            ValueError: if the function returns something else.
+        """
+        mine = range(rank(), len(responses), world_size())
+        values = self._scores([responses[n] for n in mine]) if mine else []
+        table = torch.tensor([list(pair) for pair in zip(mine, values, strict=True)])
+        table = gather_over_ranks(table.double().view(-1, 2).to(device))
+        scores = torch.empty(len(responses), device=device)
+        scores[table[:, 0].long()] = table[:, 1].float()
+        return scores
+
+    def _scores(self, responses: list[Response]) -> list[float]:
+        texts = [_text(self.tokenizer, each.tokens) for each in responses]
+        more = {
+            "ended": [each.ended for each in responses],
+            "rows": [json.loads(each.columns or b"{}") for each in responses],
+            "token_ids": [list(each.tokens) for each in responses],
+        }
+        found = self.function(
+            prompts=[self.tokenizer.decode(each.prompt) for each in responses],
+            responses=texts,
+            **{name: value for name, value in more.items() if _takes(self.function, name)},
+        )
+        if not isinstance(found, list | tuple | Tensor) or len(found) != len(responses):
+            what = f"{len(found)} scores" if hasattr(found, "__len__") else type(found).__name__
+            raise ValueError(
+                f"--reward_function {self.name} returned {what} for {len(responses)} responses; "
+                "it must return a list of one number, or None, for each"
+            )
+        return [self._number(value) for value in found]
+
+    def _number(self, value: Any) -> float:
+        if value is None:
+            return math.nan
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = math.inf
+        if math.isinf(number):
+            raise ValueError(
+                f"--reward_function {self.name} returned {value!r}; scores are finite numbers, or "
+                "None for a response that is not to count"
+            )
+        return number
+
+
+def load_function(option: str, name: str, tokenizer: Tokenizer) -> RewardFunction:
+    """The function behind ``module:function``; the module is imported, nothing is evaluated.
+
+    Raises:
+        ValueError: if there is no such function, or it takes other arguments.
+    """
+    module_name, _, function_name = name.partition(":")
+    with working_directory():
+        try:
+            module = importlib.import_module(module_name)
+        except ImportError as error:
+            raise ValueError(f"--{option} {name} cannot be imported: {error}") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise ValueError(f"--{option} {name}: {module_name} has no function {function_name}")
+    if not (_takes(function, "prompts") and _takes(function, "responses")):
+        raise ValueError(
+            f"--{option} {name} must take prompts and responses (and may take {', '.join(_MORE)}), "
+            f"it takes {inspect.signature(function)}"
+        )
+    return RewardFunction(name, function, tokenizer)
+
+
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _text(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
+    text: str = tokenizer.decode(list(tokens), skip_special_tokens=True)
+    return text
+
+
+def teaching_scores(
+    scores: Tensor, ended: Tensor, moments: RunningMoments, config: RewardsConfig
+) -> tuple[Tensor, RunningMoments]:
+    """Scores as the update sees them, and the moments with these scores counted.
+
+    Scaled, then clipped, then lowered where the response was cut off.
+
+    Args:
+        scores: (N,) as scored, NaN for a response that does not count.
+        ended: (N,) bool, whether the response ended by itself.
+        moments: of all scores before.
+        config: the user's choice.
+    """
+    if config.reward_scaling != "none":
+        moments = moments.updated(scores[~scores.isnan()])
+        if config.reward_scaling == "standard":
+            scores = scores - moments.mean
+        scores = scores / moments.std
+    if config.clip_reward_value:
+        limit = config.clip_reward_value
+        scores = scores.clamp(-limit, limit)
+    return scores - config.missing_eos_penalty * ~ended, moments

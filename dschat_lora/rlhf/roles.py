@@ -1,0 +1,197 @@
+"""Actor, reference, critic and reward model: adapters on one frozen base wherever they can be."""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from dschat_lora.config import LoraConfig
+from dschat_lora.models.build import AdaptedModel, build_causal_lm, build_reward_model
+from dschat_lora.models.causal_lm import Tokenizer, load_causal_lm, load_config
+from dschat_lora.models.reward_model import load_reward_model
+from dschat_lora.models.source import ModelSource
+from dschat_lora.models.views import same_weights
+from dschat_lora.rlhf.config import RlhfConfig, RoleConfig, naming
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What the roles are made of."""
+
+    actor: ModelSource
+    critic: ModelSource | None  # None: values start from the actor, and nothing scores
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The models of a run. Those of one base hold the very same tensors for its weights.
+
+    Attributes:
+        actor: trains.
+        reference: the actor as it was, frozen.
+        critic: trains; None where responses are compared instead.
+        reward: frozen; None where a function alone scores.
+        rollout: the actor again, in modules that no engine knows.
+    """
+
+    actor: AdaptedModel
+    reference: AdaptedModel
+    critic: AdaptedModel | None
+    reward: AdaptedModel | None
+    rollout: PreTrainedModel
+
+    @property
+    def models(self) -> dict[str, AdaptedModel]:
+        """Those that are there, by name."""
+        found = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "rollout"}
+        return {name: model for name, model in found.items() if model is not None}
+
+    @property
+    def trained(self) -> dict[str, AdaptedModel]:
+        """Those that learn, by name."""
+        return {name: m for name, m in self.models.items() if name in ("actor", "critic")}
+
+    def whole(self) -> nn.Module:
+        """All of them as one module, so that shared tensors are seen to be shared."""
+        return nn.ModuleList([*(m.model for m in self.models.values()), self.rollout])
+
+
+def build_roles(
+    config: RlhfConfig,
+    sources: Sources,
+    tokenizer: Tokenizer,
+    *,
+    dtype: torch.dtype,
+    meta: bool,
+) -> Roles:
+    """Load each base once and stand the roles on it.
+
+    A base whose weights train has one role alone: the frozen role that starts alike is then a
+    second copy.
+
+    Args:
+        config: of the run.
+        sources: of the models.
+        tokenizer: of all.
+        dtype: type of the base weights.
+        meta: only the shapes, on the meta device.
+
+    Raises:
+        ValueError: if something cannot be loaded or does not fit, naming the role's option.
+    """
+    make = _Maker(config, tokenizer, dtype=dtype, meta=meta)
+    with naming("actor"):
+        base = make.language_base(sources.actor) if make.is_frozen("actor") else None
+        actor = make.policy(sources.actor, config.actor, base=base)
+        reference = frozen(make.policy(sources.actor, config.actor, base=base, trained=False))
+    critic = reward = None
+    with naming("critic" if sources.critic is not None else "actor"):
+        start = sources.critic or sources.actor
+        has_adapter = start.adapter is not None or sources.critic is None
+        if not (base is not None and has_adapter and start.base == sources.actor.base):
+            base = make.scored_base(start) if make.is_frozen("critic") else None
+        elif not make.is_frozen("critic"):
+            base = None
+        if sources.critic is not None:
+            reward = frozen(make.scorer(start, config.critic, base=base, trained=False))
+        if config.has_critic:
+            new_head = sources.critic is None
+            critic = make.scorer(start, config.critic, base=base, new_head=new_head)
+    return Roles(actor, reference, critic, reward, same_weights(actor.model))
+
+
+@dataclass(frozen=True)
+class _Maker:
+    config: RlhfConfig
+    tokenizer: Tokenizer
+    dtype: torch.dtype
+    meta: bool
+
+    def is_frozen(self, role: str) -> bool:
+        """Whether the base of a role never changes."""
+        options: RoleConfig = getattr(self.config, role)
+        return options.lora_dim > 0 and self.config.classic.only_optimize_lora
+
+    def language_base(self, source: ModelSource) -> PreTrainedModel:
+        model_config = self.config.actor.model(self.config.load, trained=False)
+        return load_causal_lm(
+            source.base,
+            load_config(source.base, model_config),
+            model_config,
+            dtype=self.dtype,
+            meta=self.meta,
+        ).requires_grad_(False)
+
+    def scored_base(self, source: ModelSource) -> PreTrainedModel:
+        model_config = self.config.critic.model(self.config.load, trained=False)
+        return load_reward_model(
+            source.base,
+            load_config(source.base, model_config),
+            model_config,
+            dtype=self.dtype,
+            # The head of an adapter takes the place of this one.
+            seed=None if source.adapter is None else self.config.run.seed,
+            meta=self.meta,
+        ).requires_grad_(False)
+
+    def policy(
+        self,
+        source: ModelSource,
+        options: RoleConfig,
+        *,
+        base: PreTrainedModel | None,
+        trained: bool = True,
+    ) -> AdaptedModel:
+        lora = options.lora(self.config.classic.only_optimize_lora)
+        return build_causal_lm(
+            source,
+            self.tokenizer,
+            options.model(self.config.load, trained=trained),
+            lora if trained else LoraConfig(),
+            base=base,
+            **self._common,
+        )
+
+    def scorer(
+        self,
+        source: ModelSource,
+        options: RoleConfig,
+        *,
+        base: PreTrainedModel | None,
+        trained: bool = True,
+        new_head: bool = False,
+    ) -> AdaptedModel:
+        lora = options.lora(self.config.classic.only_optimize_lora)
+        return build_reward_model(
+            source,
+            self.tokenizer,
+            options.model(self.config.load, trained=trained),
+            lora if trained else LoraConfig(),
+            base=base,
+            new_head=new_head,
+            **self._common,
+        )
+
+    @property
+    def _common(self) -> dict[str, Any]:
+        return {"dtype": self.dtype, "seed": self.config.run.seed, "meta": self.meta}
+
+
+def frozen(adapted: AdaptedModel) -> AdaptedModel:
+    """The same with nothing that trains."""
+    adapted.model.requires_grad_(False)
+    return replace(adapted, model=adapted.model.eval())
+
+
+class Network(nn.Module):
+    """The roles of one engine; each call says which of them is asked."""
+
+    def __init__(self, **roles: nn.Module) -> None:
+        super().__init__()
+        self.roles = nn.ModuleDict(roles)
+
+    def forward(self, role: str, *args: Any) -> Any:
+        """What the role returns."""
+        return self.roles[role](*args)

@@ -1,0 +1,170 @@
+"""Responses of the actor to the prompts of an iteration, the same for any number of processes."""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dschat_lora.data.order import permutation
+from dschat_lora.data.store import TokenSet
+from dschat_lora.data.tokenize import PromptSample
+from dschat_lora.engine.build import TrainEngine
+from dschat_lora.engine.distributed import gather_over_ranks, max_over_ranks, rank, world_size
+from dschat_lora.engine.zero import gathered
+from dschat_lora.models.decode import decode
+from dschat_lora.models.sampling import Sampling
+from dschat_lora.randomness import stream_seed
+from dschat_lora.rlhf.batch import Response
+
+# Share of the free memory that the whole weights may take during generation at ZeRO 3.
+GATHER_SHARE = 0.6
+
+
+@dataclass(frozen=True)
+class PromptOrder:
+    """Which prompts each iteration answers: a random order of all of them, epoch after epoch."""
+
+    num_prompts: int
+    per_iteration: int
+    seed: int
+
+    @property
+    def iterations_per_epoch(self) -> int:
+        """The last one of an epoch may have fewer prompts."""
+        return -(-self.num_prompts // self.per_iteration)
+
+    def __call__(self, iteration: int) -> list[int]:
+        """Numbers of the prompts of an iteration, counted from 0."""
+        epoch, number = divmod(iteration, self.iterations_per_epoch)
+        order = permutation(self.num_prompts, "prompts", self.seed, epoch)
+        first = number * self.per_iteration
+        return [int(n) for n in order[first : first + self.per_iteration]]
+
+
+class Generator:
+    """Decodes with the actor's weights as they are at the moment; call methods on every rank.
+
+    At ZeRO 3 the weights are gathered once for a whole phase where they fit beside what is
+    there, and layer by layer at every token where they do not.
+    """
+
+    def __init__(
+        self,
+        engine: TrainEngine,
+        rollout: Any,
+        sharded: Any,
+        *,
+        eos_ids: Collection[int],
+        pad_id: int,
+        batch_size: int,
+    ) -> None:
+        """Prepare to decode.
+
+        Args:
+            engine: that trains the actor.
+            rollout: the actor's model in modules without the engine's hooks.
+            sharded: the actor's model in the engine's modules, which gather their weights.
+            eos_ids: tokens that end a response.
+            pad_id: of the tokenizer.
+            batch_size: responses at a time.
+        """
+        self._engine, self._rollout, self._sharded = engine, rollout.eval(), sharded
+        self._eos_ids, self._pad_id, self._batch_size = frozenset(eos_ids), pad_id, batch_size
+
+    def __call__(
+        self,
+        prompts: Sequence[PromptSample],
+        sampling: Sampling,
+        *,
+        num_generations: int,
+        key: tuple[int | str, ...],
+    ) -> list[Response]:
+        """``num_generations`` responses to each prompt, prompt after prompt, on every rank.
+
+        Args:
+            prompts: the same on every rank, which answer some each.
+            sampling: how tokens are chosen.
+            num_generations: responses to a prompt.
+            key: of the random numbers; each response has its own.
+        """
+        # Prompts of like length are decoded together, and ranks have as much to do.
+        order = sorted(range(len(prompts)), key=lambda n: -len(prompts[n].input_ids))
+        mine = order[rank() :: world_size()]
+        at_a_time = max(1, self._batch_size // num_generations)
+        chunks = -(-len(order[:: world_size()]) // at_a_time)
+        rows: list[list[int]] = []
+        with self._weights() as (model, keep_going):
+            for chunk in range(chunks):
+                numbers = mine[chunk * at_a_time : (chunk + 1) * at_a_time]
+                answers = decode(
+                    model,
+                    [prompts[n].input_ids.tolist() for n in numbers],
+                    sampling,
+                    seeds=[
+                        [stream_seed("rollout", *key, n, k) for k in range(num_generations)]
+                        for n in numbers
+                    ],
+                    eos_ids=self._eos_ids,
+                    pad_id=self._pad_id,
+                    device=self._engine.device,
+                    keep_going=keep_going,
+                )
+                for n, own in zip(numbers, answers, strict=True):
+                    for k, tokens in enumerate(own):
+                        rows.append([n * num_generations + k, *tokens])
+        shared = self._share(rows, sampling.max_new_tokens)
+        return [
+            self._response(prompts[n // num_generations], n // num_generations, tokens)
+            for n, tokens in enumerate(shared)
+        ]
+
+    def _response(self, prompt: PromptSample, group: int, tokens: list[int]) -> Response:
+        ended = bool(tokens) and tokens[-1] in self._eos_ids
+        ids = tuple(prompt.input_ids.tolist())
+        return Response(ids, tuple(tokens), ended, group, prompt.columns)
+
+    def _share(self, rows: list[list[int]], width: int) -> list[list[int]]:
+        """The tokens of all ranks' responses by number, on every rank."""
+        table = torch.full((len(rows), width + 2), -1, dtype=torch.int64)
+        for index, row in enumerate(rows):
+            table[index, : len(row)] = torch.tensor(row)
+        whole = gather_over_ranks(table.to(self._engine.device)).tolist()
+        whole.sort(key=lambda row: row[0])
+        return [row[1 : row.index(-1)] for row in whole]
+
+    @contextmanager
+    def _weights(self) -> Iterator[tuple[Any, Callable[[bool], bool] | None]]:
+        """The model to decode with, and what keeps the ranks in step if they must be."""
+        if self._engine.zero_stage < 3:
+            yield self._rollout, None
+            return
+        parameters: list[Any] = list(self._rollout.parameters())
+        if not self._fits(parameters):
+            self._engine.eval()
+            yield self._sharded, lambda done: max_over_ranks(float(not done)) > 0
+            return
+        with gathered(parameters):
+            yield self._rollout, None
+
+    def _fits(self, parameters: list[Any]) -> bool:
+        """Whether every rank has room for the whole weights."""
+        fits = True
+        if self._engine.device.type == "cuda":
+            size = sum(p.ds_numel * p.element_size() for p in parameters)
+            fits = size < GATHER_SHARE * torch.cuda.mem_get_info(self._engine.device)[0]
+        return max_over_ranks(float(not fits)) == 0
+
+
+def prompts_of(samples: TokenSet, numbers: Sequence[int]) -> list[PromptSample]:
+    """The prompts of these numbers."""
+    return [samples[number] for number in numbers]
+
+
+def response_mask(responses: Sequence[Response], device: torch.device) -> Tensor:
+    """(N, R) bool, True on the tokens of each response; R that of the longest, at least 1."""
+    lengths = torch.tensor([len(each.tokens) for each in responses], dtype=torch.int64)
+    width = max(1, int(lengths.max())) if len(lengths) else 1
+    return (torch.arange(width) < lengths[:, None]).to(device)

@@ -1,0 +1,337 @@
+"""What step 3 sets up before it trains: prompts, roles and engines, and their record."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dschat_lora.cli.options import flatten
+from dschat_lora.config import DataConfig
+from dschat_lora.data.batch import SampleCollator
+from dschat_lora.data.fingerprint import describe_tokenizer
+from dschat_lora.data.loader import StepLoader
+from dschat_lora.data.packing import make_rows
+from dschat_lora.data.prepare import Prepared, prepare
+from dschat_lora.engine.build import EngineSettings, TrainEngine, resolve_dtype
+from dschat_lora.engine.distributed import device, local_first, rank, world_size
+from dschat_lora.engine.ds_config import read_deepspeed_json
+from dschat_lora.lora.rates import parameter_groups
+from dschat_lora.models.causal_lm import Tokenizer, load_tokenizer
+from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
+from dschat_lora.models.policy import Policy
+from dschat_lora.models.probe import head_is_linear, probe
+from dschat_lora.models.reward_model import RewardModel
+from dschat_lora.rlhf.config import RlhfConfig, RoleConfig, naming
+from dschat_lora.rlhf.engines import Engines
+from dschat_lora.rlhf.memory import memory_plan
+from dschat_lora.rlhf.phases import Counter
+from dschat_lora.rlhf.preflight import find_sources, text_data
+from dschat_lora.rlhf.pretraining import Pretraining
+from dschat_lora.rlhf.rewards import RewardFunction, load_function
+from dschat_lora.rlhf.roles import Network, Roles, Sources, build_roles
+from dschat_lora.run import Output
+from dschat_lora.stage import cache_directory, place
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A run with everything but its course."""
+
+    config: RlhfConfig
+    sources: Sources
+    tokenizer: Tokenizer
+    prompts: Prepared
+    text: Prepared | None  # pretraining text to mix in
+    roles: Roles
+    settings: dict[str, EngineSettings]  # by trained role
+    counter: Counter | None  # None for an architecture that is not understood
+    function: RewardFunction | None
+    judge: RewardFunction | None
+    identity: dict[str, Any]
+    output: Output
+
+
+def set_up(output: Output) -> Setup:
+    """Prompts and roles, shown and recorded; call on every rank.
+
+    Raises:
+        ValueError: if data, a model or a function cannot be used.
+    """
+    config = output.config
+    assert isinstance(config, RlhfConfig)
+    sources = Sources(*find_sources(config))
+    tokenizer = _load_tokenizer(config, sources)
+    function, judge = (
+        None if name is None else load_function(option, name, tokenizer)
+        for option, name in (
+            ("reward_function", config.rewards.reward_function),
+            ("judge_function", config.rewards.judge_function),
+        )
+    )
+    prompts = _prepare(config, config.data.data, tokenizer, output, kind="prompts")
+    text_config = text_data(config)
+    text = None
+    if text_config is not None:
+        text = _prepare(config, text_config, tokenizer, output, kind="samples")
+    settings = _settings(config)
+    dtype = settings["actor"].torch_dtype
+    shape_only = config.run.dry_run or (settings["actor"].zero_stage == 3 and rank() > 0)
+    roles = build_roles(config, sources, tokenizer, dtype=dtype, meta=shape_only)
+    counter = _counter(config, roles, output)
+    _describe(config, roles, settings, output)
+    identity: dict[str, Any] = {}
+    if output.directory is not None:
+        output.closing.enter_context(_explaining_memory())
+        identity = _identify(config, roles, tokenizer, prompts, text, settings)
+        place(roles.whole(), settings["actor"])
+    return Setup(
+        config,
+        sources,
+        tokenizer,
+        prompts,
+        text,
+        roles,
+        settings,
+        counter,
+        function,
+        judge,
+        identity,
+        output,
+    )
+
+
+def build_engines(setup: Setup) -> Engines:
+    """The engines over the roles; call on every rank."""
+    config, roles = setup.config, setup.roles
+    entropy_trains = config.ppo.entropy_coef > 0
+    own: dict[str, Any] = {
+        "actor": Policy(roles.actor.model, entropy_trains=entropy_trains),
+        "reference": Policy(roles.reference.model),
+    }
+    scorers: dict[str, Any] = {}
+    if roles.critic is not None:
+        scorers["critic"] = RewardModel(roles.critic.model)
+    if roles.reward is not None:
+        scorers["reward"] = RewardModel(roles.reward.model)
+    actor = _engine(setup, "actor", Network(**own, **({} if roles.critic else scorers)))
+    critic = _engine(setup, "critic", Network(**scorers)) if roles.critic is not None else None
+    reward = (critic or actor) if roles.reward is not None else None
+    engines = Engines(actor, critic, reward, config.batch.temperature)
+    engines.eval()
+    _settle(setup, engines)
+    return engines
+
+
+def make_pretraining(setup: Setup) -> Pretraining | None:
+    """Text for each optimizer step, if any is mixed in."""
+    if setup.text is None:
+        return None
+    config = setup.config
+    rows = make_rows(
+        setup.text.train.lengths,
+        max_seq_len=config.data.max_seq_len,
+        packing=False,
+        seed=config.run.seed,
+    )
+    loader = StepLoader(
+        setup.text.train,
+        rows=rows,
+        micro_batch_size=config.batch.per_device_training_batch_size,
+        gradient_accumulation_steps=config.batch.gradient_accumulation_steps,
+        rank=rank(),
+        world_size=world_size(),
+        seed=config.run.seed,
+        collate=SampleCollator(int(setup.tokenizer.pad_token_id)),
+    )
+    return Pretraining(loader, coefficient=config.pretraining.unsup_coef)
+
+
+def _load_tokenizer(config: RlhfConfig, sources: Sources) -> Tokenizer:
+    """The actor's tokenizer, which all roles must share: they read the very same tokens.
+
+    Raises:
+        ValueError: if the reward model was trained with another.
+    """
+    with naming("actor"):
+        tokenizer = load_tokenizer(sources.actor.tokenizer, config.actor.model(config.load))
+    if sources.critic is not None:
+        with naming("critic"):
+            other = load_tokenizer(sources.critic.tokenizer, config.critic.model(config.load))
+        if _rules(other) != _rules(tokenizer):
+            raise ValueError(
+                f"--critic_model_name_or_path {config.critic.model_name_or_path} has another "
+                f"tokenizer than --actor_model_name_or_path {config.actor.model_name_or_path}: it "
+                "would read other tokens than the actor wrote; train it on a base of that family"
+            )
+    return tokenizer
+
+
+def _rules(tokenizer: Tokenizer) -> str:
+    described = describe_tokenizer(tokenizer)
+    # How chats are written and in which class is no matter of tokens.
+    kept = {k: v for k, v in described.items() if k not in ("chat_template", "class")}
+    return json.dumps(kept, sort_keys=True)
+
+
+def _prepare(
+    config: RlhfConfig, data: DataConfig, tokenizer: Tokenizer, output: Output, *, kind: Any
+) -> Prepared:
+    """Tokenised rows, audited."""
+    prepared = local_first(
+        lambda: prepare(
+            data,
+            tokenizer,
+            phase=3,
+            seed=config.run.seed,
+            eos_id=int(tokenizer.eos_token_id),
+            cache_dir=cache_directory(data),
+            kind=kind,
+        )
+    )
+    name = "data" if kind == "prompts" else "pretraining text"
+    for line in prepared.audit.lines():
+        output.log.say(f"  {line}")
+    facts = {"fingerprint": prepared.fingerprint, "audit": prepared.audit.to_dict()}
+    output.record.update({name: facts})
+    if config.optim.num_train_epochs > 0:
+        prepared.audit.check()
+    return prepared
+
+
+def _settings(config: RlhfConfig) -> dict[str, EngineSettings]:
+    """How the engine of each trained role is built, on this machine."""
+    roles = {"actor": config.actor} | ({"critic": config.critic} if config.has_critic else {})
+    return {
+        name: EngineSettings(
+            dtype=resolve_dtype(config.load.dtype),
+            zero_stage=role.zero_stage or 0,
+            offload=config.parallel.offload,
+            micro_batch_size=config.batch.per_device_training_batch_size,
+            accumulation_steps=config.batch.gradient_accumulation_steps,
+            max_grad_norm=config.optim.max_grad_norm,
+            betas=(config.optim.adam_beta1, config.optim.adam_beta2),
+            epsilon=config.optim.adam_epsilon,
+            deepspeed_json=read_deepspeed_json(config.parallel.deepspeed_config),
+        )
+        for name, role in roles.items()
+    }
+
+
+def _engine(setup: Setup, role: str, network: Network) -> TrainEngine:
+    options: RoleConfig = getattr(setup.config, role)
+    groups = parameter_groups(setup.roles.models[role].model, options.optim(setup.config.optim))
+    return TrainEngine(network, groups, setup.settings[role])
+
+
+def _settle(setup: Setup, engines: Engines) -> None:
+    """Look at how the user's own models treat rows and logits; call on every rank."""
+    for engine in engines.trained.values():
+        network: Any = engine.module
+        for role in network.roles.values():
+            report = probe(role.trunk, vocab_size=len(setup.tokenizer), device=engine.device)
+            # Every response has a row of its own, which any mask gets right.
+            role.trunk.own_mask |= not report.packing_is_exact
+    actor: Any = engines.actor.module
+    policy, reference = actor.roles["actor"], actor.roles["reference"]
+    if not head_is_linear(policy.model, vocab_size=len(setup.tokenizer), device=device()):
+        policy.full_logits = reference.full_logits = True
+        setup.output.log.say(
+            "  note         this architecture transforms its logits: they are computed whole, "
+            "which takes more memory"
+        )
+
+
+def _counter(config: RlhfConfig, roles: Roles, output: Output) -> Counter | None:
+    checkpointed = {
+        "actor": config.actor.gradient_checkpointing,
+        "critic": config.critic.gradient_checkpointing,
+    }
+    try:
+        return Counter(roles, checkpointed=checkpointed)
+    except ValueError as error:
+        output.log.say(f"  note         TFLOPs are not reported: {error}")
+        return None
+
+
+def _describe(
+    config: RlhfConfig, roles: Roles, settings: dict[str, EngineSettings], output: Output
+) -> None:
+    """Show and record what trains, on what, and the memory it takes."""
+    parameters = list(roles.whole().parameters())  # each shared one once
+    total = sum(p.numel() for p in parameters)
+    trained = {
+        name: sum(p.numel() for p in m.model.parameters() if p.requires_grad)
+        for name, m in roles.trained.items()
+    }
+    actor = settings["actor"]
+    output.log.say(
+        f"  parameters   {total:,} in memory for {' + '.join(roles.models)}; trained: "
+        + ", ".join(f"{name} {count:,}" for name, count in trained.items())
+        + f"; {actor.dtype}, ZeRO {actor.zero_stage}, "
+        f"{world_size()} process{'es' if world_size() > 1 else ''} on {device().type}"
+    )
+    plan = memory_plan(config, roles, settings)
+    if plan is not None:
+        for line in plan.lines():
+            output.log.say(f"  {line}")
+        output.record.update({"memory": plan.to_dict()})
+    output.record.update(
+        {
+            "parameters": {"total": total, "trainable": sum(trained.values()), **trained},
+            "dtype": actor.dtype,
+            "adapted_layers": roles.actor.targets,
+        }
+    )
+    if config.run.dry_run:
+        for name, value in flatten(config).items():
+            output.log.say(f"  --{name} {value}")
+        output.log.say("dry run: nothing was trained or saved")
+
+
+def _identify(
+    config: RlhfConfig,
+    roles: Roles,
+    tokenizer: Tokenizer,
+    prompts: Prepared,
+    text: Prepared | None,
+    settings: dict[str, EngineSettings],
+) -> dict[str, Any]:
+    """What the run's state would mean nothing without; complete on rank 0."""
+    if rank() != 0:
+        return {}
+    rules = json.dumps(describe_tokenizer(tokenizer), sort_keys=True)
+    scorer = roles.reward or roles.critic
+    return {
+        "model": base_fingerprint(roles.actor.model),
+        "critic": None if scorer is None else _whole_fingerprint(scorer.model),
+        "tokenizer": hashlib.blake2b(rules.encode(), digest_size=16).hexdigest(),
+        "train_data": prompts.train.digest(),
+        "eval_data": prompts.eval.digest(),
+        "text": None if text is None else text.train.digest(),
+        "dtype": settings["actor"].dtype,
+        "adapter": roles.actor.lora.described(),
+        "start": adapter_fingerprint(roles.actor.model),
+        "rows": len(prompts.train),
+    }
+
+
+def _whole_fingerprint(model: Any) -> str:
+    return f"{base_fingerprint(model)} {adapter_fingerprint(model)}"
+
+
+@contextmanager
+def _explaining_memory() -> Iterator[None]:
+    """Inside the block, running out of GPU memory says what to change."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise torch.OutOfMemoryError(
+            "the GPU is full: lower --per_device_training_batch_size (and raise "
+            "--gradient_accumulation_steps by as much), --per_device_generation_batch_size (and "
+            "raise --generation_batches), or use --actor_gradient_checkpointing "
+            "--critic_gradient_checkpointing"
+        ) from error

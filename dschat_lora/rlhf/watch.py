@@ -1,0 +1,159 @@
+"""Known ways in which step 3 fails, recognised from its figures and explained."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+WINDOW = 5  # iterations that a judgement is made over
+PATIENCE = 20  # iterations before the critic is expected to explain anything
+# Old and new log-probabilities come from one code path; only rounding may tell them apart.
+RATIO_TOLERANCE = {"fp32": 1e-6, "bf16": 0.05, "fp16": 0.01}
+_WATCHED = (
+    *("kl", "kl_standard_error", "eos_rate", "entropy", "explained_variance", "reward_std"),
+    "ratio_error",
+)
+
+
+@dataclass
+class Watch:
+    """Looks at each iteration and evaluation; says each thing once, until it has passed.
+
+    Attributes:
+        dtype: compute type, for what rounding may do.
+        samples_tokens: whether responses are drawn from the very policy that is compared with
+            the reference: no top-p, no top-k, no greedy choice.
+    """
+
+    dtype: str
+    samples_tokens: bool
+    first: list[dict[str, float]] = field(default_factory=list)
+    latest: list[dict[str, float]] = field(default_factory=list)
+    iterations: int = 0
+    evaluations: list[dict[str, float]] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
+
+    def iteration(self, metrics: Mapping[str, Any]) -> list[str]:
+        """Warnings after an iteration with these metrics."""
+        row = _numbers(metrics, _WATCHED)
+        self.iterations += 1
+        if len(self.first) < WINDOW:
+            self.first.append(row)
+        self.latest = [*self.latest, row][-WINDOW:]
+        if len(self.latest) < WINDOW:
+            return self._news({"ratio": self._ratio(row)})
+        return self._news(
+            {
+                "ratio": self._ratio(row),
+                "kl": self._negative_kl(),
+                "eos": self._eos(),
+                "entropy": self._entropy(),
+                "critic": self._critic(),
+                "equal": self._equal_rewards(),
+            }
+        )
+
+    def evaluation(self, metrics: Mapping[str, Any]) -> list[str]:
+        """Warnings after an evaluation with these metrics."""
+        row = _numbers(metrics, ("reward", "judge", "judge_standard_error"))
+        self.evaluations.append(row)
+        return self._news({"judge": self._judged()})
+
+    def state(self) -> dict[str, Any]:
+        """As JSON."""
+        names = ("first", "latest", "iterations", "evaluations", "said")
+        return {name: getattr(self, name) for name in names}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Become what :meth:`state` returned."""
+        for name, value in state.items():
+            setattr(self, name, value)
+
+    def _news(self, found: dict[str, str | None]) -> list[str]:
+        news = [text for name, text in found.items() if text and name not in self.said]
+        passed = {name for name, text in found.items() if text is None}
+        present = [name for name, text in found.items() if text]
+        self.said = [*(n for n in self.said if n not in {*passed, *present}), *present]
+        return news
+
+    def _mean(self, rows: list[dict[str, float]], name: str) -> float | None:
+        values = [row[name] for row in rows if name in row]
+        return sum(values) / len(values) if values else None
+
+    def _ratio(self, row: dict[str, float]) -> str | None:
+        limit = RATIO_TOLERANCE[self.dtype]
+        if row.get("ratio_error", 0.0) <= limit:
+            return None
+        return (
+            f"the policy's log-probabilities before its first step differ from those it sampled "
+            f"with by a ratio of {row['ratio_error']:.2g}, more than rounding in {self.dtype} "
+            f"({limit:g}): the two passes do not see the same input"
+        )
+
+    def _negative_kl(self) -> str | None:
+        kl = self._mean(self.latest, "kl")
+        error = self._mean(self.latest, "kl_standard_error")
+        if kl is None or error is None or not self.samples_tokens:
+            return None
+        if kl >= -max(4 * error / WINDOW**0.5, 1e-4):
+            return None
+        return (
+            f"the divergence from the reference is negative ({kl:.3g} nats per response), which no "
+            "sample of the policy gives: log-probabilities and samples come from unlike policies"
+        )
+
+    def _eos(self) -> str | None:
+        before, after = (self._mean(rows, "eos_rate") for rows in (self.first, self.latest))
+        if before is None or after is None or before < 0.2 or after > 0.5 * before:
+            return None
+        return (
+            f"only {after:.0%} of the responses end by themselves, {before:.0%} did at the start: "
+            "the policy forgets to stop; raise --kl_coef or --missing_eos_penalty, or "
+            "--max_answer_seq_len if answers need the room"
+        )
+
+    def _entropy(self) -> str | None:
+        before, after = (self._mean(rows, "entropy") for rows in (self.first, self.latest))
+        if before is None or after is None or before <= 0 or after > 0.1 * before:
+            return None
+        return (
+            f"the entropy has collapsed to {after:.3g} nats per token from {before:.3g}: hardly "
+            "anything new is tried; lower the learning rate, raise --kl_coef or --entropy_coef"
+        )
+
+    def _critic(self) -> str | None:
+        explained = self._mean(self.latest, "explained_variance")
+        if explained is None or self.iterations < PATIENCE or explained > 0.05:
+            return None
+        return (
+            f"the critic explains {explained:.0%} of the returns after {self.iterations} "
+            "iterations, so advantages are noise: raise the critic's learning rate or "
+            "--cliprange_value (in units of reward), or use --algorithm rloo"
+        )
+
+    def _equal_rewards(self) -> str | None:
+        spread = self._mean(self.latest, "reward_std")
+        if spread is None or spread > 0:
+            return None
+        return (
+            "all responses of the last iterations got the same reward: there is nothing to learn "
+            "from (a rule that nothing passes, or --clip_reward_value that everything exceeds?)"
+        )
+
+    def _judged(self) -> str | None:
+        if len(self.evaluations) < 2:
+            return None
+        first, last = self.evaluations[0], self.evaluations[-1]
+        if "judge" not in first or "judge" not in last or last["reward"] <= first["reward"]:
+            return None
+        fall = first["judge"] - last["judge"]
+        if fall <= 2 * last.get("judge_standard_error", 0.0):
+            return None
+        return (
+            f"the reward rose on held-out prompts ({first['reward']:.3g} to {last['reward']:.3g}) "
+            f"while the judge's score fell ({first['judge']:.3g} to {last['judge']:.3g}): the "
+            "policy exploits the reward model; raise --kl_coef, stop earlier, or mend the reward"
+        )
+
+
+def _numbers(metrics: Mapping[str, Any], names: Sequence[str]) -> dict[str, float]:
+    return {name: float(v) for name in names if (v := metrics.get(name)) is not None}

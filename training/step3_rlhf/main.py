@@ -1,0 +1,29 @@
+"""Step 3: PPO (or RLOO, GRPO) of an actor on its own responses, all roles on one frozen base.
+
+    deepspeed training/step3_rlhf/main.py --actor_model_name_or_path output/sft \
+        --critic_model_name_or_path output/reward
+
+The reference is the actor as it is before training. Rows bring prompts; answers in them are not
+read. With no model and no data named, the bundled ones are used and the bundled world judges.
+"""
+
+from dschat_lora.cli.options import run_main
+from dschat_lora.rlhf.config import RlhfConfig
+from dschat_lora.rlhf.preflight import NAME, check_rlhf
+
+
+def main(config: RlhfConfig) -> None:
+    """Train, evaluate and save, from a checked config."""
+    # Imported here, so that a wrong option is reported without waiting for torch.
+    from dschat_lora.rlhf import course, setup
+    from dschat_lora.run import open_run
+
+    with open_run(config, name=NAME, check=check_rlhf) as output:
+        ready = setup.set_up(output)
+        if output.directory is None:
+            return  # a dry run
+        course.train(ready, setup.build_engines(ready))
+
+
+if __name__ == "__main__":
+    run_main(RlhfConfig, check_rlhf, main, description=__doc__)
