@@ -92,6 +92,25 @@ LAYERS = {
         {"checkpoint.history", "checkpoint.manifest", "cli.options", "config", "report"},
         set(),
     ),
+    # What step 3 has of its own; it uses the rooms of the other stages, and none uses it.
+    "rlhf": (
+        {
+            *("algos", "checkpoint", "cli.options", "config", "data", "engine", "interrupt"),
+            *("keeper", "lora", "models", "perf", "randomness", "report", "run", "schedule"),
+            *("stage", "trainer"),
+        },
+        {"torch", "numpy"},
+    ),
+    "rlhf.config": ({"cli.options", "config"}, set()),
+    "rlhf.functions": (set(), set()),
+    "rlhf.preflight": (
+        {
+            *("assets", "checkpoint.adapter_config", "config", "data.rows", "engine.ds_config"),
+            *("models.source", "preflight", "report", "resume", "rlhf.config", "rlhf.functions"),
+        },
+        set(),
+    ),
+    "rlhf.watch": (set(), set()),
     "run": (
         {
             *("checkpoint", "cli.options", "config", "engine", "interrupt", "randomness"),
@@ -118,7 +137,7 @@ LAYERS = {
 LIGHT = """
     assets checkpoint.adapter_config checkpoint.history checkpoint.manifest cli.main cli.options
     config data.rows data.sources engine.ds_config models.source preflight report.directory
-    report.terminal randomness resume world
+    report.terminal randomness resume rlhf.config rlhf.functions rlhf.preflight world
 """.split()
 HEAVY = ("torch", "transformers", "deepspeed", "datasets", "numpy", "pyarrow", "peft")
 # Modules that may write to a standard stream.

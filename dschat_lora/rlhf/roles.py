@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from dschat_lora.config import LoraConfig
 from dschat_lora.models.build import AdaptedModel, build_causal_lm, build_reward_model
@@ -40,7 +39,7 @@ class Roles:
     reference: AdaptedModel
     critic: AdaptedModel | None
     reward: AdaptedModel | None
-    rollout: PreTrainedModel
+    rollout: Any
 
     @property
     def models(self) -> dict[str, AdaptedModel]:
@@ -114,7 +113,7 @@ class _Maker:
         options: RoleConfig = getattr(self.config, role)
         return options.lora_dim > 0 and self.config.classic.only_optimize_lora
 
-    def language_base(self, source: ModelSource) -> PreTrainedModel:
+    def language_base(self, source: ModelSource) -> Any:
         model_config = self.config.actor.model(self.config.load, trained=False)
         return load_causal_lm(
             source.base,
@@ -124,7 +123,7 @@ class _Maker:
             meta=self.meta,
         ).requires_grad_(False)
 
-    def scored_base(self, source: ModelSource) -> PreTrainedModel:
+    def scored_base(self, source: ModelSource) -> Any:
         model_config = self.config.critic.model(self.config.load, trained=False)
         return load_reward_model(
             source.base,
@@ -141,7 +140,7 @@ class _Maker:
         source: ModelSource,
         options: RoleConfig,
         *,
-        base: PreTrainedModel | None,
+        base: Any,
         trained: bool = True,
     ) -> AdaptedModel:
         lora = options.lora(self.config.classic.only_optimize_lora)
@@ -159,7 +158,7 @@ class _Maker:
         source: ModelSource,
         options: RoleConfig,
         *,
-        base: PreTrainedModel | None,
+        base: Any,
         trained: bool = True,
         new_head: bool = False,
     ) -> AdaptedModel:
