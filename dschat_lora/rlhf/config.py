@@ -171,10 +171,10 @@ class RewardsConfig:
     clip_reward_value: float = option(
         5.0, help="scores are clipped to this absolute value, after scaling; 0: never"
     )
-    reward_scaling: Literal["none", "running", "standard"] = option(
+    reward_scaling: Literal["none", "running", "initial"] = option(
         "none",
-        help="running: divide scores by their standard deviation so far; standard: subtract their "
-        "mean so far too",
+        help="running: divide scores by their standard deviation so far; initial: by that of the "
+        "first iteration's scores, after subtracting their mean; the critic starts in these units",
     )
     judge_function: str | None = option(
         None,

@@ -28,7 +28,7 @@ from dschat_lora.rlhf.evaluation import Evaluator, make_evaluator
 from dschat_lora.rlhf.experience import Experience, look_at, step_counts, targets
 from dschat_lora.rlhf.phases import PHASES, Clock, rates
 from dschat_lora.rlhf.pretraining import Pretraining
-from dschat_lora.rlhf.rewards import teaching_scores
+from dschat_lora.rlhf.rewards import in_units_of, teaching_scores
 from dschat_lora.rlhf.rollout import Generator, PromptOrder, prompts_of, response_mask
 from dschat_lora.rlhf.saving import finish
 from dschat_lora.rlhf.setup import Setup, make_pretraining
@@ -322,11 +322,12 @@ class Iterations:
         if self._setup.function is not None:
             scores = scores + self._setup.function(responses, device())
         mask = mask & ~scores.isnan()[:, None]
-        experience = Experience(responses, mask, reference, scores, logprobs, values)
         moments = RunningMoments(**self._progress.moments)
         ended = torch.tensor([each.ended for each in responses], device=device())
         teaching, moments = teaching_scores(scores, ended, moments, self._config.rewards)
         self._progress.moments = asdict(moments)
+        values = None if values is None else self._value_units(values)
+        experience = Experience(responses, mask, reference, scores, logprobs, values)
         return experience, torch.where(scores.isnan(), 0, teaching), steps, batches
 
     def _steps(self, responses: Sequence[Response]) -> list[Step]:
@@ -363,6 +364,7 @@ class Iterations:
             find_targets=lambda known: targets(known, scores, config, kl_coef=progress.kl_coef),
             kl_coef=progress.kl_coef,
             pretraining=self._pretraining,
+            value_units=self._value_units,
         )
         start = self._plan.steps_before(progress.iteration)
         allowed = self._plan.num_steps - start
@@ -383,6 +385,16 @@ class Iterations:
             if config.target_kl and result.approx_kl > config.target_kl:
                 break
         return known, updater
+
+    def _value_units(self, values: Tensor) -> Tensor:
+        """The critic's values in units of scaled rewards.
+
+        It starts as the reward model, whose units these are the first scores' deviations from.
+        """
+        starts_as_reward = self._setup.roles.reward is not None
+        if self._config.rewards.reward_scaling != "initial" or not starts_as_reward:
+            return values
+        return in_units_of(RunningMoments(**self._progress.moments), values)
 
     def _count(
         self, responses: list[Response], results: list[StepResult], experience: Experience

@@ -123,20 +123,30 @@ def teaching_scores(
 ) -> tuple[Tensor, RunningMoments]:
     """Scores as the update sees them, and the moments with these scores counted.
 
-    Scaled, then clipped, then lowered where the response was cut off.
+    Scaled, then clipped, then lowered where the response was cut off. Scaling by the scores of
+    the first iteration is that of arXiv:1909.08593, section 2.2: mean 0 and variance 1 under the
+    policy before it learns.
 
     Args:
         scores: (N,) as scored, NaN for a response that does not count.
         ended: (N,) bool, whether the response ended by itself.
-        moments: of all scores before.
+        moments: of all scores before, or of the first ones.
         config: the user's choice.
     """
-    if config.reward_scaling != "none":
+    if config.reward_scaling == "running" or (
+        config.reward_scaling == "initial" and not moments.count
+    ):
         moments = moments.updated(scores[~scores.isnan()])
-        if config.reward_scaling == "standard":
-            scores = scores - moments.mean
+    if config.reward_scaling == "initial":
+        scores = in_units_of(moments, scores)
+    elif config.reward_scaling == "running":
         scores = scores / moments.std
     if config.clip_reward_value:
         limit = config.clip_reward_value
         scores = scores.clamp(-limit, limit)
     return scores - config.missing_eos_penalty * ~ended, moments
+
+
+def in_units_of(moments: RunningMoments, values: Tensor) -> Tensor:
+    """Values as distances from the mean, in standard deviations."""
+    return (values - moments.mean) / moments.std

@@ -87,16 +87,16 @@ def build_roles(
         reference = frozen(make.policy(sources.actor, config.actor, base=base, trained=False))
     critic = reward = None
     with naming("critic" if sources.critic is not None else "actor"):
-        start = sources.critic or sources.actor
-        has_adapter = start.adapter is not None or sources.critic is None
+        start, new_head = sources.critic or sources.actor, sources.critic is None
+        has_adapter = start.adapter is not None or new_head
         if not (base is not None and has_adapter and start.base == sources.actor.base):
-            base = make.scored_base(start) if make.is_frozen("critic") else None
+            frozen_base = make.is_frozen("critic")
+            base = make.scored_base(start, new_head=new_head) if frozen_base else None
         elif not make.is_frozen("critic"):
             base = None
         if sources.critic is not None:
             reward = frozen(make.scorer(start, config.critic, base=base, trained=False))
         if config.has_critic:
-            new_head = sources.critic is None
             critic = make.scorer(start, config.critic, base=base, new_head=new_head)
     return Roles(actor, reference, critic, reward, same_weights(actor.model))
 
@@ -123,7 +123,7 @@ class _Maker:
             meta=self.meta,
         ).requires_grad_(False)
 
-    def scored_base(self, source: ModelSource) -> Any:
+    def scored_base(self, source: ModelSource, *, new_head: bool) -> Any:
         model_config = self.config.critic.model(self.config.load, trained=False)
         return load_reward_model(
             source.base,
@@ -131,7 +131,7 @@ class _Maker:
             model_config,
             dtype=self.dtype,
             # The head of an adapter takes the place of this one.
-            seed=None if source.adapter is None else self.config.run.seed,
+            seed=self.config.run.seed if new_head or source.adapter is not None else None,
             meta=self.meta,
         ).requires_grad_(False)
 

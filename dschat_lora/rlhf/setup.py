@@ -197,8 +197,14 @@ def _prepare(
         output.log.say(f"  {line}")
     facts = {"fingerprint": prepared.fingerprint, "audit": prepared.audit.to_dict()}
     output.record.update({name: facts})
-    if config.optim.num_train_epochs > 0:
+    if kind == "prompts" and config.optim.num_train_epochs > 0:
         prepared.audit.check()
+    # Of text nothing is learnt about where answers end: it may be cut.
+    if kind != "prompts" and prepared.audit.supervised_tokens == 0:
+        raise ValueError(
+            f"--unsupervised_dataset_name {config.pretraining.unsupervised_dataset_name} holds no "
+            "text to learn from"
+        )
     return prepared
 
 

@@ -79,6 +79,7 @@ class Updater:
         find_targets: Callable[[Experience], Targets],
         kl_coef: float,
         pretraining: Pretraining | None,
+        value_units: Callable[[Tensor], Tensor] = lambda values: values,
     ) -> None:
         """Prepare an iteration.
 
@@ -88,10 +89,11 @@ class Updater:
             find_targets: advantages and returns of an experience with log-probabilities.
             kl_coef: weight of the divergence where the loss has it.
             pretraining: text to mix in.
+            value_units: brings the critic's values to the units of rewards.
         """
         self._engines, self._config = engines, config
         self._find_targets, self._kl_coef = find_targets, kl_coef
-        self._pretraining = pretraining
+        self._pretraining, self._value_units = pretraining, value_units
         self.targets: Targets | None = None
 
     def steps(
@@ -140,7 +142,9 @@ class Updater:
         for batch in batches:
             last = batch is batches[-1]
             logprobs, entropy = engines.policy(batch, width)
-            values = engines.values(batch, width) if engines.critic is not None else None
+            values = None
+            if engines.critic is not None:
+                values = self._value_units(engines.values(batch, width))
             if experience.logprobs is None:
                 assert len(batches) == 1, "responses of other batches have to be known"
                 experience = with_old(experience, batch.numbers, logprobs, values)
