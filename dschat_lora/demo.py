@@ -52,11 +52,12 @@ SCRIPTS = {"sft": "step1_sft", "reward": "step2_reward", "rlhf": "step3_rlhf"}
 Rows = list[list[str]]
 
 
-def run_demo(output_dir: str | None) -> None:
+def run_demo(output_dir: str | None, *, seed: int = 1234) -> None:
     """Run every stage as a user would, then judge answers to prompts that none has seen.
 
     Args:
         output_dir: of all stages; None takes the first free of output/demo, -2, -3, ...
+        seed: of all stages.
     """
     scripts = Path(__file__).parents[1] / "training"
     if not (scripts / "step1_sft" / "main.py").is_file():
@@ -68,7 +69,7 @@ def run_demo(output_dir: str | None) -> None:
     seconds = {}
     for name, options in stage_options(stages).items():
         start = time.monotonic()
-        _run_stage(scripts / SCRIPTS[name] / "main.py", options)
+        _run_stage(scripts / SCRIPTS[name] / "main.py", options | {"seed": seed})
         seconds[name] = time.monotonic() - start
     say_once("judging answers to test prompts by the rule, and the reward model on test pairs ...")
     tables = _tables(stages, seconds)

@@ -129,14 +129,16 @@ class Keeper:
         if self.is_stopping(wishes):
             self.stop(step)
         interval = self._run.save_interval
-        wanted = interval > 0 and step % interval == 0
+        # An iteration of step 3 may pass over the very step.
+        wanted = interval > 0 and step // interval > self._last_step // interval
         if last:
             wanted = interval > 0 or self._run.save_minutes > 0
         wanted = wanted or due_by_time > 0 or self._is_owed
         self._is_owed = wanted and skipped and not last
-        if not wanted or self._is_owed:
+        if not wanted or self._is_owed or (step == self._last_step and not last):
             return False
-        self.save(step)
+        if step > self._last_step:
+            self.save(step)
         if last:
             self._finish_writing()
             self._output.record.update(

@@ -212,10 +212,10 @@ class RunningMoments:
         """
         if values.numel() == 0:
             return self
+        exact = values.detach().double().flatten()
         # Distances from one of the values: those of equal values are exactly 0.
-        base = values.detach().flatten()[0].double()
-        offsets = values.detach().double() - base
-        shift = float(base + offsets.mean()) - self.mean
+        offsets = exact - exact[0]
+        shift = float(exact[0] + offsets.mean()) - self.mean
         count = self.count + offsets.numel()
         weight = offsets.numel() / count
         within = float((offsets - offsets.mean()).square().sum())

@@ -4,7 +4,7 @@ import argparse
 
 from dschat_lora import __version__
 from dschat_lora.checkpoint.adapter_config import accept_adapter
-from dschat_lora.cli.options import fail, parse_config
+from dschat_lora.cli.options import Parser, fail, parse_config, unknown_option
 from dschat_lora.config import ScoreConfig
 from dschat_lora.preflight import check_score
 from dschat_lora.report.terminal import fall_silent, in_words, say_once
@@ -17,12 +17,17 @@ def main() -> None:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     demo = verbs.add_parser("demo", help="train on the bundled model and data, show what changed")
     demo.add_argument("--output_dir", help="default: the first free of output/demo, -2, -3, ...")
+    demo.add_argument("--seed", type=int, default=1234, help="of all stages (default: 1234)")
     accept = verbs.add_parser("accept", help="vouch for an adapter that was changed on purpose")
     accept.add_argument("adapter", help="its directory, whose manifest is written anew")
     verbs.add_parser("score", help="score answers by a reward model", add_help=False)
+    verbs.add_parser("pipeline", help="run all stages of a YAML file, or go on", add_help=False)
     arguments, rest = parser.parse_known_args()
     if arguments.verb == "score":
         _score(rest)
+        return
+    if arguments.verb == "pipeline":
+        _pipeline(rest)
         return
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -32,7 +37,7 @@ def main() -> None:
 
     from dschat_lora.demo import run_demo  # heavy, and not wanted for --help
 
-    run_demo(arguments.output_dir)
+    run_demo(arguments.output_dir, seed=arguments.seed)
 
 
 def _accept(directory: str) -> None:
@@ -63,6 +68,47 @@ def _score(argv: list[str]) -> None:
         if type(error).__name__ != "OutOfMemoryError":  # torch's own, which is not imported here
             raise
         fail("the GPU is full: lower --per_device_eval_batch_size or --max_seq_len", code=1)
+
+
+def _pipeline(argv: list[str]) -> None:
+    parser = Parser(
+        prog="dschat-lora pipeline",
+        description="Run the stages of a YAML file one after another; those that are finished are "
+        "skipped, one that was stopped goes on.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("file", metavar="FILE", help="YAML file of the stages and their options")
+    parser.add_argument("--output_dir", metavar="DIR", help="instead of the file's output_dir")
+    parser.add_argument("--num_gpus", metavar="N", type=int, help="processes, one for each GPU")
+    parser.add_argument(
+        "--dry_run", action="store_true", help="check all stages, say what would run, and stop"
+    )
+    parser.add_argument(
+        "--from",
+        dest="redo_from",
+        metavar="STAGE",
+        help="do this stage and all later ones again, over what they left",
+    )
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        metavar="STAGE.OPTION=VALUE",
+        nargs="+",
+        action="extend",
+        default=[],
+        help="options instead of the file's",
+    )
+    try:
+        chosen, unknown = parser.parse_known_args(argv)
+        if unknown:
+            names = ["output_dir", "num_gpus", "dry_run", "from", "set"]
+            raise ValueError(unknown_option(unknown[0], names))
+    except ValueError as error:
+        fail(str(error))
+
+    from dschat_lora.pipeline.course import run_pipeline  # not wanted for --help
+
+    run_pipeline(**vars(chosen))
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def hidden(default: Any = None) -> Any:
     return dataclasses.field(default=default, metadata={"hidden": True})
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Raises instead of printing usage, so that every mistake is one line."""
 
     def __init__(self, **kwargs: Any) -> None:
@@ -81,7 +81,7 @@ def parse_config(
     argv = list(sys.argv[1:] if argv is None else argv)
     fields = dict(_leaves(config_class))
     program = program or Path(sys.argv[0]).name
-    parser = _Parser(prog=program, description=description, allow_abbrev=False)
+    parser = Parser(prog=program, description=description, allow_abbrev=False)
     parser.add_argument("--config", metavar="FILE", help="YAML file of these options")
     for name in _LAUNCHER_FLAGS:
         parser.add_argument(f"--{name}", nargs="?", help=argparse.SUPPRESS)
@@ -90,10 +90,12 @@ def parse_config(
     namespace, unknown = parser.parse_known_args(argv)
     if unknown:
         switches = [f"no-{name}" for name, (_, annotation) in fields.items() if annotation is bool]
-        raise ValueError(_unknown_option(unknown[0], [*fields, "config", *switches]))
+        raise ValueError(unknown_option(unknown[0], [*fields, "config", *switches]))
     values = {k: v for k, v in vars(namespace).items() if k in fields}
     if namespace.config is not None:
-        values = _read_yaml(namespace.config, fields) | values
+        label = f"--config {namespace.config}"
+        content = read_mapping(namespace.config, label=label)
+        values = options_of(config_class, content, label=label) | values
     return build_config(config_class, values)
 
 
@@ -109,6 +111,69 @@ def build_config(config_class: type[ConfigT], values: Mapping[str, Any]) -> Conf
 def typed_options(config: Any) -> dict[str, Any]:
     """The options the user set, JSON-ready; :func:`build_config` takes them back."""
     return {name: value for name, value in flatten(config).items() if name in config.given}
+
+
+def read_mapping(path: str, *, label: str) -> dict[str, Any]:
+    """The content of a YAML file of ``name: value`` lines.
+
+    Args:
+        path: of the file.
+        label: begins the message of an error.
+
+    Raises:
+        ValueError: if it cannot be read or holds something else.
+    """
+    import yaml  # only where a file is given
+
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"{label} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{label} must hold 'option: value' lines")
+    return content
+
+
+def options_of(
+    config_class: type, content: Mapping[Any, Any], *, label: str, more: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Values of a YAML file, checked one by one and converted as if typed on the command line.
+
+    Args:
+        config_class: whose options they are.
+        content: by name.
+        label: begins the message of an error.
+        more: names that are no options of the class, and may have been meant.
+
+    Raises:
+        ValueError: at the first that is unknown or of another kind.
+    """
+    fields = dict(_leaves(config_class))
+    values = {}
+    for name, value in content.items():
+        if name not in fields:
+            raise ValueError(f"{label}: {unknown_option(f'--{name}', [*fields, *more])}")
+        values[name] = _from_yaml(f"{label}: {name}", value, fields[name][1])
+    return values
+
+
+def option_names(config_class: type) -> list[str]:
+    """Every option of the class."""
+    return [name for name, _ in _leaves(config_class)]
+
+
+def command_line(values: Mapping[str, Any]) -> list[str]:
+    """``{option name: value}`` as it would be typed; what is None is left out."""
+    argv: list[str] = []
+    for name, value in values.items():
+        if isinstance(value, bool):
+            argv.append(f"--{name}" if value else f"--no-{name}")
+        elif isinstance(value, list | tuple):
+            argv += [f"--{name}", *map(str, value)]
+        elif value is not None:
+            text = str(value)
+            argv += [f"--{name}={text}"] if text.startswith("-") else [f"--{name}", text]
+    return argv
 
 
 def run_main(
@@ -227,31 +292,14 @@ def _converter(kind: type, choices: tuple[Any, ...]) -> Callable[[str], Any]:
     return convert
 
 
-def _unknown_option(text: str, names: Sequence[str]) -> str:
+def unknown_option(text: str, names: Sequence[str]) -> str:
+    """What to say of ``text``, which is none of ``names``."""
     if not text.startswith("-"):
         return f"unexpected argument {text!r}; options start with --"
     given = text.split("=")[0]
     names = [f"--{name}" for name in names]
     close = difflib.get_close_matches(given.replace("-", "_").replace("__", "--", 1), names, 1)
     return f"unknown option {given}" + (f"; did you mean {close[0]}?" if close else "; see --help")
-
-
-def _read_yaml(path: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of a YAML file, checked and converted as if typed on the command line."""
-    import yaml  # only where a file is given
-
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"--config {path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"--config {path} must hold 'option: value' lines")
-    values = {}
-    for name, value in content.items():
-        if name not in fields:
-            raise ValueError(f"--config {path}: " + _unknown_option(f"--{name}", list(fields)))
-        values[name] = _from_yaml(f"--config {path}: {name}", value, fields[name][1])
-    return values
 
 
 def _from_yaml(label: str, value: Any, annotation: Any) -> Any:

@@ -356,4 +356,4 @@ def naming(role: str) -> Iterator[None]:
         words = str(error)
         for name in RoleConfig.__dataclass_fields__:
             words = re.sub(rf"--{name}\b", f"--{role}_{name}", words)
-        raise type(error)(words) from error
+        raise ValueError(words) from error

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -240,6 +240,17 @@ def _check_skips(progress: Progress, setup: Setup, keeper: Keeper) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Scored:
+    """An iteration's experience and what is to be done with it."""
+
+    experience: Experience
+    scores: Tensor  # (N,) as they are to teach; 0 for what does not count
+    steps: list[Step]  # of all passes
+    batches: list[ResponseBatch]  # this rank's of the first pass
+    looked_twice: bool  # whether actor and critic were asked before the update too
+
+
 class Iterations:
     """Makes one iteration after another. Call on every rank."""
 
@@ -281,20 +292,17 @@ class Iterations:
         with self._clock.phase("generation"):
             responses = self._roll_out()
         with self._clock.phase("scoring"):
-            experience, scores, steps, batches = self._score(responses)
+            scored = self._score(responses)
         results: list[StepResult] = []
         with self._clock.phase("training"):
-            if bool(experience.mask.any()):
-                experience, updater = self._update(experience, scores, steps, batches, results)
-        self._count(responses, results, experience)
+            experience, returns = self._update(scored, results)
+        self._count(experience, results)
         if not results:
             self._say_nothing_counts(experience)
             return False
         # Every rank knows all, so all of them watch alike.
-        found = updater.targets
-        assert found is not None
-        metrics = self._metrics(experience, scores, found.returns, results, batches)
-        self._report(metrics, experience)
+        learnt = replace(scored, experience=experience)
+        self._report(self._metrics(learnt, returns, results), experience)
         return results[-1].skipped
 
     def _roll_out(self) -> list[Response]:
@@ -306,10 +314,7 @@ class Iterations:
             key=(self._config.run.seed, self._progress.iteration),
         )
 
-    def _score(
-        self, responses: list[Response]
-    ) -> tuple[Experience, Tensor, list[Step], list[ResponseBatch]]:
-        """Experience, scores that teach, the steps of all passes, batches of the first."""
+    def _score(self, responses: list[Response]) -> Scored:
         steps = self._steps(responses)
         first = steps[: len(steps) // self._config.ppo.ppo_epochs]
         batches = [self._collate(responses, rows) for s in first for rows in s.micro_batches]
@@ -328,7 +333,7 @@ class Iterations:
         self._progress.moments = asdict(moments)
         values = None if values is None else self._value_units(values)
         experience = Experience(responses, mask, reference, scores, logprobs, values)
-        return experience, torch.where(scores.isnan(), 0, teaching), steps, batches
+        return Scored(experience, torch.where(scores.isnan(), 0, teaching), steps, batches, looks)
 
     def _steps(self, responses: Sequence[Response]) -> list[Step]:
         lengths = [len(each) for each in responses]
@@ -349,15 +354,10 @@ class Iterations:
         return collate(responses, numbers, int(self._setup.tokenizer.pad_token_id))
 
     def _update(
-        self,
-        experience: Experience,
-        scores: Tensor,
-        steps: list[Step],
-        batches: list[ResponseBatch],
-        results: list[StepResult],
-    ) -> tuple[Experience, Updater]:
-        """Take the steps; ``results`` receives what each did."""
-        config, progress = self._config.ppo, self._progress
+        self, scored: Scored, results: list[StepResult]
+    ) -> tuple[Experience, Tensor | None]:
+        """Take the steps; ``results`` receives what each did. The experience, and its returns."""
+        config, progress, scores = self._config.ppo, self._progress, scored.scores
         updater = Updater(
             self._engines,
             config,
@@ -368,13 +368,13 @@ class Iterations:
         )
         start = self._plan.steps_before(progress.iteration)
         allowed = self._plan.num_steps - start
-        known = experience
+        known = scored.experience
         for known, result in updater.steps(  # noqa: B007 - the last one is returned
-            experience,
-            steps[:allowed],
-            partial(self._collate, experience.responses),
+            scored.experience,
+            scored.steps[:allowed],
+            partial(self._collate, scored.experience.responses),
             lambda index: self._factor(start + index),
-            first_batches=batches,
+            first_batches=scored.batches,
         ):
             results.append(result)
             progress.step += 1
@@ -384,7 +384,7 @@ class Iterations:
                 self._average.update()
             if config.target_kl and result.approx_kl > config.target_kl:
                 break
-        return known, updater
+        return known, None if updater.targets is None else updater.targets.returns
 
     def _value_units(self, values: Tensor) -> Tensor:
         """The critic's values in units of scaled rewards.
@@ -396,10 +396,8 @@ class Iterations:
             return values
         return in_units_of(RunningMoments(**self._progress.moments), values)
 
-    def _count(
-        self, responses: list[Response], results: list[StepResult], experience: Experience
-    ) -> None:
-        progress = self._progress
+    def _count(self, experience: Experience, results: list[StepResult]) -> None:
+        progress, responses = self._progress, experience.responses
         progress.iteration += 1
         progress.responses += len(responses)
         progress.tokens += sum(map(len, responses))
@@ -418,12 +416,7 @@ class Iterations:
             )
 
     def _metrics(
-        self,
-        experience: Experience,
-        scores: Tensor,
-        returns: Tensor | None,
-        results: list[StepResult],
-        batches: list[ResponseBatch],
+        self, scored: Scored, returns: Tensor | None, results: list[StepResult]
     ) -> dict[str, Any]:
         learnt = _learnt(results)
         return {
@@ -432,40 +425,38 @@ class Iterations:
             "loss": learnt["policy_loss"],
             **_rates_of(results[-1]),
             **learnt,
-            **_said(experience, scores, returns),
+            **_said(scored.experience, scored.scores, returns),
             "kl_coef": self._progress.kl_coef,
             "updates": len(results),
-            **self._throughput(experience, results, batches),
+            **self._throughput(scored, results),
         }
 
-    def _throughput(
-        self, experience: Experience, results: list[StepResult], batches: list[ResponseBatch]
-    ) -> dict[str, Any]:
-        seconds = self._clock.take()
+    def _throughput(self, scored: Scored, results: list[StepResult]) -> dict[str, Any]:
+        seconds, responses = self._clock.take(), scored.experience.responses
         work = classic = None
-        # Optimizer steps of a pass; the last one may have been cut short.
-        passes = len(results) * self._config.ppo.ppo_epochs / len(self._steps(experience.responses))
+        # The last pass may have been cut short.
+        passes = len(results) * self._config.ppo.ppo_epochs / len(scored.steps)
         if self._setup.counter is not None:
-            own = step_counts(batches)
+            own = step_counts(scored.batches)
             positions, pairs = sum_over_ranks([own.num_positions, own.num_scored_pairs])
             work = self._setup.counter(
-                experience.responses,
+                responses,
                 num_generations=self._plan.num_generations,
                 batch_size=self._config.batch.per_device_generation_batch_size,
                 passes=passes,
-                looked_twice=not (len(results) == 1 and len(batches) == 1),
+                looked_twice=scored.looked_twice,
                 padded=None
                 if self._skips_padding()
                 else StepCounts(num_positions=round(positions), num_scored_pairs=round(pairs)),
             )
-            classic = self._setup.counter.classic_flops(experience.responses, passes)
+            classic = self._setup.counter.classic_flops(responses, passes)
         for name in PHASES:
             self._progress.seconds[name] += seconds[name]
             if work is not None:
                 self._progress.flops[name] += work.flops[name].model
         return rates(
             seconds,
-            experience.responses,
+            responses,
             work=work,
             classic=classic,
             peak_tflops=self._peak,

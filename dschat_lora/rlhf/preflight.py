@@ -62,6 +62,7 @@ def check_rlhf(config: RlhfConfig) -> RlhfConfig:
     check_sources(config.data.data, "prompts")
     check_sources_of_text(config)
     config = _with_steps(_reconciled(config))
+    _check_kl_horizon(config)
     _check_zero_stages(config)
     config = replace(config, run=with_tensorboard(config.run))
     check_output_dir(config)
@@ -220,6 +221,17 @@ def _check_algorithm(config: RlhfConfig) -> None:
         raise ValueError(
             f"--algorithm {algorithm} compares the responses to a prompt: --num_generations must "
             f"be 2 or more, got {k}"
+        )
+
+
+def _check_kl_horizon(config: RlhfConfig) -> None:
+    batch, world_size = config.batch, int(os.environ.get("WORLD_SIZE", "1"))
+    responses = batch.per_device_generation_batch_size * batch.generation_batches * world_size
+    horizon = config.ppo.kl_horizon
+    if config.ppo.adaptive_kl_target and 5 * horizon <= responses:
+        raise ValueError(
+            f"--kl_horizon {horizon} is too short for {responses} responses an iteration: the "
+            f"coefficient could change its sign; use more than {responses // 5}"
         )
 
 

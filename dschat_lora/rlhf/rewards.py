@@ -20,6 +20,7 @@ from dschat_lora.rlhf.functions import working_directory
 
 # What a reward function may ask for besides prompts and responses.
 _MORE = ("ended", "rows", "token_ids")
+_OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class RewardFunction:
     for a response that is not to count.
     """
 
+    option: str  # that names it
     name: str  # module:function
     function: Callable[..., Any]
     tokenizer: Tokenizer
@@ -62,10 +64,11 @@ class RewardFunction:
             responses=texts,
             **{name: value for name, value in more.items() if _takes(self.function, name)},
         )
-        if not isinstance(found, list | tuple | Tensor) or len(found) != len(responses):
-            what = f"{len(found)} scores" if hasattr(found, "__len__") else type(found).__name__
+        is_list = isinstance(found, list | tuple) or (isinstance(found, Tensor) and found.dim() > 0)
+        if not is_list or len(found) != len(responses):
+            what = f"{len(found)} scores" if is_list else f"a {type(found).__name__}"
             raise ValueError(
-                f"--reward_function {self.name} returned {what} for {len(responses)} responses; "
+                f"--{self.option} {self.name} returned {what} for {len(responses)} responses; "
                 "it must return a list of one number, or None, for each"
             )
         return [self._number(value) for value in found]
@@ -75,11 +78,11 @@ class RewardFunction:
             return math.nan
         try:
             number = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, RuntimeError, OverflowError):
             number = math.inf
         if math.isinf(number):
             raise ValueError(
-                f"--reward_function {self.name} returned {value!r}; scores are finite numbers, or "
+                f"--{self.option} {self.name} returned {value!r}; scores are finite numbers, or "
                 "None for a response that is not to count"
             )
         return number
@@ -100,12 +103,18 @@ def load_function(option: str, name: str, tokenizer: Tokenizer) -> RewardFunctio
     function = getattr(module, function_name, None)
     if not callable(function):
         raise ValueError(f"--{option} {name}: {module_name} has no function {function_name}")
-    if not (_takes(function, "prompts") and _takes(function, "responses")):
+    known = ("prompts", "responses", *_MORE)
+    strange = [
+        p
+        for p in inspect.signature(function).parameters.values()
+        if p.name not in known and p.default is p.empty and p.kind not in _OPEN
+    ]
+    if strange or not (_takes(function, "prompts") and _takes(function, "responses")):
         raise ValueError(
             f"--{option} {name} must take prompts and responses (and may take {', '.join(_MORE)}), "
             f"it takes {inspect.signature(function)}"
         )
-    return RewardFunction(name, function, tokenizer)
+    return RewardFunction(option, name, function, tokenizer)
 
 
 def _takes(function: Callable[..., Any], name: str) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from dschat_lora.cli.options import flatten
 from dschat_lora.config import DataConfig
@@ -79,7 +80,8 @@ def set_up(output: Output) -> Setup:
         text = _prepare(config, text_config, tokenizer, output, kind="samples")
     settings = _settings(config)
     dtype = settings["actor"].torch_dtype
-    shape_only = config.run.dry_run or (settings["actor"].zero_stage == 3 and rank() > 0)
+    all_sharded = all(each.zero_stage == 3 for each in settings.values())
+    shape_only = config.run.dry_run or (all_sharded and rank() > 0)
     roles = build_roles(config, sources, tokenizer, dtype=dtype, meta=shape_only)
     counter = _counter(config, roles, output)
     _describe(config, roles, settings, output)
@@ -87,7 +89,9 @@ def set_up(output: Output) -> Setup:
     if output.directory is not None:
         output.closing.enter_context(_explaining_memory())
         identity = _identify(config, roles, tokenizer, prompts, text, settings)
-        place(roles.whole(), settings["actor"])
+        _place(roles, settings)
+        # Those that no engine knows as well, such as the rotary tables of the rollout's modules.
+        roles.whole().to(device())
     return Setup(
         config,
         sources,
@@ -225,6 +229,18 @@ def _settings(config: RlhfConfig) -> dict[str, EngineSettings]:
         )
         for name, role in roles.items()
     }
+
+
+def _place(roles: Roles, settings: dict[str, EngineSettings]) -> None:
+    """Shard what is at ZeRO 3; on every rank. Roles on one base can only be sharded together."""
+    policies = nn.ModuleList([roles.actor.model, roles.reference.model, roles.rollout])
+    scorers = nn.ModuleList([m.model for m in (roles.critic, roles.reward) if m is not None])
+    shared = {id(p) for p in policies.parameters()} & {id(p) for p in scorers.parameters()}
+    if shared or "critic" not in settings:
+        place(roles.whole(), settings["actor"])
+        return
+    place(policies, settings["actor"])
+    place(scorers, settings["critic"])
 
 
 def _engine(setup: Setup, role: str, network: Network) -> TrainEngine:

@@ -143,10 +143,11 @@ class Watch:
         if len(self.evaluations) < 2:
             return None
         first, last = self.evaluations[0], self.evaluations[-1]
-        if "judge" not in first or "judge" not in last or last["reward"] <= first["reward"]:
+        if "judge" not in first or "judge" not in last:
             return None
-        fall = first["judge"] - last["judge"]
-        if fall <= 2 * last.get("judge_standard_error", 0.0):
+        rise, fall = last["reward"] - first["reward"], first["judge"] - last["judge"]
+        # A NaN, as the error of a single judgement is, proves nothing.
+        if not (rise > 0 and fall > 2 * last.get("judge_standard_error", 0.0)):
             return None
         return (
             f"the reward rose on held-out prompts ({first['reward']:.3g} to {last['reward']:.3g}) "

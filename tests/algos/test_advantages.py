@@ -1,6 +1,7 @@
 """Advantages against plain loops over lists, and what padding, rows and groups must not change."""
 
 import math
+import statistics
 from functools import partial
 
 import pytest
@@ -185,6 +186,12 @@ def test_whitening_what_does_not_vary_gives_zero(constant, lengths):
     torch.testing.assert_close(whitened, torch.zeros(mask.shape), rtol=0, atol=1e-7)
 
 
+def test_whitening_sees_a_difference_of_one_unit_of_fp32():
+    values = torch.tensor([[16777214.0, 16777215.0]])
+    whitened = whiten(values, torch.tensor([[True, True]]))
+    assert whitened.tolist() == [pytest.approx([-1.0, 1.0])]
+
+
 # response_sums, to_tokens
 
 
@@ -336,8 +343,11 @@ def test_moments_by_hand():
 
 
 def test_moments_are_taken_in_fp64_whatever_the_values_are_in():
-    values = torch.tensor([10000.0, 10001.0, 10002.0])
-    assert seen(values, values + 3).std == pytest.approx(math.sqrt(3.5), rel=1e-12)
+    values = torch.tensor([0.1, 1000.3, -7.7, 0.3])
+    assert values.dtype == torch.float32
+    moments = seen(values[:3], values[3:])
+    assert moments.mean == pytest.approx(mean(values.tolist()), rel=1e-12)
+    assert moments.std == pytest.approx(statistics.stdev(values.tolist()), rel=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -353,6 +363,7 @@ def test_moments_without_new_values_are_the_moments_before():
     assert moments.updated(torch.zeros(0)) == moments
 
 
+@pytest.mark.filterwarnings("error")
 def test_moments_are_plain_numbers_that_a_checkpoint_can_hold():
     moments = seen(torch.tensor([1.0, 3.0], requires_grad=True))
     assert [type(x) for x in vars(moments).values()] == [float, float, float]

@@ -1,9 +1,12 @@
 """Entropies against torch's own, and log-probabilities that do not mind being asked for both."""
 
 import math
+import weakref
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from dschat_lora.algos.logprobs import linear_logprobs, linear_logprobs_entropy, token_entropy
 from helpers.watching import LargestTensor
@@ -103,6 +106,45 @@ def test_no_tensor_is_larger_than_the_bound_on_the_logits_or_a_position(bound, l
     with LargestTensor() as seen:
         linear_logprobs_entropy(hidden, weight, None, tokens, max_chunk_logits=bound)
     assert seen.largest == largest
+
+
+class Watch(TorchDispatchMode):
+    """Names of the operations, and the most tensors of one size alive at a time."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size, self.alive, self.most, self.names = size, set(), 0, set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.names.add(func.overloadpacket.__name__)
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.numel() == self.size:
+                memory = tensor.data_ptr()
+                self.alive.add(memory)
+                weakref.finalize(tensor.untyped_storage(), self.alive.discard, memory)
+        self.most = max(self.most, len(self.alive))
+        return result
+
+
+def watched(function, trains):
+    hidden, weight, _, tokens = inputs()
+    hidden = hidden.detach().requires_grad_(trains)
+    with Watch(4 * VOCAB) as seen:
+        function(hidden, weight, None, tokens, max_chunk_logits=4 * VOCAB)
+    return seen
+
+
+def test_only_what_is_asked_for_is_worked_out():
+    assert not watched(linear_logprobs, False).names & {"exp", "special_entr"}
+    assert "special_entr" not in watched(linear_logprobs, True).names
+    assert "scatter_add_" not in watched(linear_logprobs_entropy, False).names
+    assert watched(linear_logprobs_entropy, True).names > {"special_entr", "scatter_add_"}
+
+
+@pytest.mark.parametrize("trains", [True, False], ids=["with gradient", "without"])
+def test_the_entropy_takes_no_more_memory_than_the_gradient(trains):
+    assert watched(linear_logprobs_entropy, trains).most == watched(linear_logprobs, True).most
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
