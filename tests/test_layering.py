@@ -49,10 +49,7 @@ LAYERS = {
         {"config", "algos", "randomness"},
         {"torch", "numpy", "datasets", "pyarrow", "jinja2"},
     ),
-    "demo": (
-        {"assets", "cli.options", "config", "lora", "models", "report", "score", "world"},
-        {"torch"},
-    ),
+    "demo": ({"assets", "cli.options", "judging", "report"}, set()),
     "engine": (set(), {"torch", "deepspeed", "psutil"}),
     "engine.ds_config": ({"config"}, set()),
     "evaluation": (
@@ -60,6 +57,13 @@ LAYERS = {
         set(),
     ),
     "interrupt": ({"engine"}, set()),
+    "judging": (
+        {
+            *("assets", "config", "data", "engine", "lora", "models", "randomness", "score"),
+            "world",
+        },
+        {"torch"},
+    ),
     "keeper": (
         {"checkpoint", "cli.options", "config", "engine", "interrupt", "report", "resume", "run"},
         {"torch"},
