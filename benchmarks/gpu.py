@@ -16,6 +16,8 @@ PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "saving": ("saving", {}),
     "commands": ("commands", {}),
     "pairs": ("pairs", {}),
+    "decode": ("decode", {}),
+    "ppo": ("ppo", {}),
     "throughput-1.3b": ("throughput", {"name": "opt-1.3b"}),
     "throughput-6.7b": ("throughput", {"name": "opt-6.7b"}),
 }

@@ -8,6 +8,7 @@ import pytest
 
 from dschat_lora.cli.options import parse_config
 from dschat_lora.config import DpoStageConfig, RewardStageConfig, SupervisedConfig
+from dschat_lora.rlhf.config import RlhfConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 # Configuration class of each stage script.
@@ -15,6 +16,7 @@ STAGES = {
     "step1_sft": SupervisedConfig,
     "step2_reward": RewardStageConfig,
     "step2_dpo": DpoStageConfig,
+    "step3_rlhf": RlhfConfig,
 }
 _COMMAND = re.compile(r"(?:deepspeed|python3?)\s+(?:--\S+\s+(?:\d\S*\s+)?)*training/(\w+)/main\.py")
 

@@ -18,6 +18,7 @@ MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.stat().st_size)
 # The longest name that fits a module is its layer.
 LAYERS = {
     "": (set(), set()),
+    "__main__": ({"cli.main"}, set()),
     "algos": (set(), {"torch"}),
     "assets": (set(), set()),
     "attention": (set(), {"torch"}),
@@ -33,7 +34,7 @@ LAYERS = {
     "cli.main": (
         {
             *("", "checkpoint.adapter_config", "cli.options", "config", "demo", "preflight"),
-            *("report.terminal", "score"),
+            *("pipeline", "report.terminal", "score"),
         },
         set(),
     ),
@@ -79,6 +80,13 @@ LAYERS = {
     "models.source": ({"assets", "checkpoint.adapter_config"}, set()),
     "objective": ({"algos", "config", "data"}, {"torch"}),
     "perf": ({"lora"}, {"torch"}),
+    "pipeline": (
+        {
+            *("checkpoint.adapter_config", "checkpoint.history", "cli.options", "config"),
+            *("models.source", "preflight", "report", "rlhf.config", "rlhf.preflight"),
+        },
+        {"psutil", "yaml"},
+    ),
     "preflight": (
         {
             *("assets", "checkpoint.adapter_config", "checkpoint.history", "checkpoint.manifest"),
@@ -140,8 +148,8 @@ LAYERS = {
 # Loaded by every start-up check, so that a wrong option is reported at once.
 LIGHT = """
     assets checkpoint.adapter_config checkpoint.history checkpoint.manifest cli.main cli.options
-    config data.rows data.sources engine.ds_config models.source preflight report.directory
-    report.terminal randomness resume rlhf.config rlhf.functions rlhf.preflight world
+    config data.rows data.sources engine.ds_config models.source pipeline.course preflight
+    report.directory report.terminal randomness resume rlhf.config rlhf.functions rlhf.preflight world
 """.split()
 HEAVY = ("torch", "transformers", "deepspeed", "datasets", "numpy", "pyarrow", "peft")
 # Modules that may write to a standard stream.

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import OPTConfig
 
 from benchmarks.parts.pair_data import PAD_ID, load_tokenizer
+from benchmarks.parts.turns import forget_peak, peak_bytes
 from dschat_lora.config import DpoConfig, LoraConfig, ModelConfig, OptimConfig, RewardConfig
 from dschat_lora.data.batch import PairCollator, PairLayout
 from dschat_lora.data.loader import StepLoader
@@ -541,11 +542,11 @@ def serve(connection: Any, name: str, task: Task) -> None:
         draw_adapters_(contender.model)
         loss = contender.loss(list(range(min(CHECKED_PAIRS, len(task.pairs)))))
         contender.step()  # warm-up
-        _forget_peak()
+        forget_peak()
         connection.send(Ready(loss, contender.reference_seconds))
         while connection.recv() == "step":
             connection.send(_timed(contender))
-        connection.send(_peak_bytes() - (libraries if device().type == "cpu" else 0))
+        connection.send(peak_bytes() - (libraries if device().type == "cpu" else 0))
     except BaseException as error:
         connection.send(f"{type(error).__name__}: {error}"[:500])
         raise
@@ -558,18 +559,3 @@ def _timed(contender: Contender) -> Work:
     synchronize(device())
     seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu
     return replace(work, seconds=seconds, cpu_seconds=cpu_seconds)
-
-
-def _forget_peak() -> None:
-    if device().type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    else:
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # proc(5)
-
-
-def _peak_bytes() -> int:
-    if device().type == "cuda":
-        return torch.cuda.max_memory_allocated()
-    status = Path("/proc/self/status").read_text(encoding="utf-8")
-    (line,) = (line for line in status.splitlines() if line.startswith("VmHWM:"))
-    return int(line.split()[1]) * 1024

@@ -60,7 +60,7 @@ def random_pairs(*, vocab_size: int, max_seq_len: int, limit: int) -> Pairs:
     samples: list[PairSample] = []
     while len(samples) < limit:
         shared, chosen, rejected = (
-            _length(QUANTILES[name], max_seq_len / QUANTILES_LENGTH, generator)
+            draw_length(QUANTILES[name], max_seq_len / QUANTILES_LENGTH, generator)
             for name in ("shared", "chosen", "rejected")
         )
         if shared + max(chosen, rejected) <= max_seq_len:
@@ -96,7 +96,8 @@ def _train(texts: Sequence[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def _length(quantiles: Sequence[int], scale: float, generator: np.random.Generator) -> int:
+def draw_length(quantiles: Sequence[int], scale: float, generator: np.random.Generator) -> int:
+    """A random length with these quantiles times ``scale``, at least 2."""
     at = generator.uniform(0, len(quantiles) - 1)
     return max(2, round(scale * float(np.interp(at, range(len(quantiles)), quantiles))))
 

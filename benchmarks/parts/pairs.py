@@ -5,28 +5,27 @@ mean something, in minutes; without it the pairs are random tokens of the same l
 """
 
 import importlib.util
-import multiprocessing
 import os
 import signal
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 import torch
 
-from benchmarks.parts.pair_contenders import CHAT, CONTENDERS, OURS, Kind, Ready, Task, Work, serve
+from benchmarks.parts.pair_contenders import CHAT, CONTENDERS, OURS, Kind, Task, serve
 from benchmarks.parts.pair_data import Pairs, random_pairs, read_pairs
 from benchmarks.parts.report import PartReport, print_table
+from benchmarks.parts.turns import Runner, make_context, spread, start, stop
 from dschat_lora.engine.build import resolve_dtype
 
 KINDS: tuple[Kind, ...] = ("reward", "dpo")
 LOSS_LIMIT = 1e-5  # nats, in fp32
 # Of pairs/s, on a file's pairs.
 TARGETS = {("reward", CHAT): 4.0, ("reward", "TRL"): 2.0, ("dpo", "TRL, precomputed"): 2.0}
-START_SECONDS = 600.0  # for a contender to be ready, or to take a step
 NOT_INSTALLED = "TRL or PEFT is not installed"
 
 
@@ -49,37 +48,6 @@ TINY = Size(64, 2, 4, 512, 8, 128, 64, 3, 8.0)
 CPU = Size(256, 4, 8, 8192, 16, 512, 192, 11, 900.0)
 GPU = Size(2048, 24, 32, 50272, 128, 512, 128, 8, 8.0)
 MICRO_BATCH, ACCUMULATION = 4, 4
-
-
-@dataclass
-class Runner:
-    """A contender's process, and what its steps took."""
-
-    name: str
-    process: Any
-    connection: Any
-    ready: Ready | None = None
-    problem: str | None = None
-    works: list[Work] = field(default_factory=list)
-    peak_bytes: int | None = None
-
-    def receive(self) -> Any:
-        """Its next answer; None, and a problem noted, where it gives none."""
-        try:
-            if not self.connection.poll(START_SECONDS):
-                raise TimeoutError(f"silent for {START_SECONDS:.0f} s")
-            answer = self.connection.recv()
-        except (EOFError, OSError) as error:
-            answer = f"{type(error).__name__}: {error}"
-        if isinstance(answer, str):
-            self.problem = answer
-            return None
-        return answer
-
-    def ask(self, message: str) -> Any:
-        """Its answer to a message."""
-        self.connection.send(message)
-        return self.receive()
 
 
 def run(report: PartReport, *, tiny: bool) -> None:
@@ -141,10 +109,7 @@ def _measure(task: Task, size: Size) -> list[Runner]:
     try:
         _take_turns(runners, size)
     finally:
-        for runner in runners:
-            if runner.process is not None:
-                runner.process.kill()
-                runner.process.join()
+        stop(runners)
     return runners
 
 
@@ -170,23 +135,15 @@ def _has_trl() -> bool:
 
 
 def _start(task: Task) -> list[Runner]:
-    """A process for each contender, all of which have imported the same on a CPU."""
-    # A process that has looked for a GPU must not fork.
-    method = "spawn" if torch.cuda.is_available() else "forkserver"
-    context: Any = multiprocessing.get_context(method)
-    if method == "forkserver":
-        optional = ["trl", "peft", "datasets"] if _has_trl() else []
-        context.set_forkserver_preload(["benchmarks.parts.pair_contenders", *optional])
+    """A process for each contender."""
+    optional = ["trl", "peft", "datasets"] if _has_trl() else []
+    context = make_context(["benchmarks.parts.pair_contenders", *optional])
     runners = []
     for name in CONTENDERS[task.kind]:
         if name.startswith("TRL") and not _has_trl():
             runners.append(Runner(name, None, None, problem=NOT_INSTALLED))
-            continue
-        mine, its = context.Pipe()
-        process = context.Process(target=serve, args=(its, name, task), daemon=True)
-        process.start()
-        its.close()
-        runners.append(Runner(name, process, mine))
+        else:
+            runners.append(start(context, name, serve, task))
     return runners
 
 
@@ -212,18 +169,13 @@ def _row(runner: Runner, ours: Runner, num_pairs: int) -> dict[str, Any]:
     row |= {
         "pairs_per_second": median(work.pairs / work.seconds for work in runner.works),
         "positions_per_pair": sum(work.positions for work in runner.works) / pairs,
-        "times_ours": _spread(walls),
-        "cpu_times_ours": _spread(cpus),
+        "times_ours": spread(walls),
+        "cpu_times_ours": spread(cpus),
         "works": [asdict(work) for work in runner.works],
     }
     if runner.ready is not None and runner.ready.reference_seconds is not None:
         row["reference_seconds_per_pair"] = runner.ready.reference_seconds / num_pairs
     return row
-
-
-def _spread(values: list[float]) -> dict[str, float]:
-    low, middle, high = quantiles(values, n=4) if len(values) > 1 else values * 3
-    return {"median": middle, "quartile_1": low, "quartile_3": high}
 
 
 def _print(kind: Kind, rows: list[dict[str, Any]]) -> None:

@@ -149,6 +149,25 @@ def on_rank_zero(function: Callable[[], ResultT]) -> ResultT | None:
     return None
 
 
+def together(function: Callable[[], ResultT]) -> ResultT:
+    """What ``function`` returns on this rank; call on every rank.
+
+    Raises:
+        ValueError: on every rank, if it raised one on any: the first one's.
+    """
+    failure: ValueError | None = None
+    try:
+        result = function()
+    except ValueError as error:
+        failure = error
+    first = -int(max_over_ranks(-float(rank() if failure is not None else world_size())))
+    if first == world_size():
+        return result
+    box = [str(failure)]
+    dist.broadcast_object_list(box, first, device=device())
+    raise ValueError(box[0]) from failure
+
+
 def _telling(function: Callable[[], ResultT]) -> ResultT:
     """Call, and let the processes in :func:`_hear` know the exit code, 0 if it worked."""
     code = 2

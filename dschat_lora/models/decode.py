@@ -1,13 +1,20 @@
 """Responses of a causal language model to prompts, many at a time, one token a step."""
 
-from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
-from dschat_lora.models.decode_rows import CachedRows, RecomputedRows, Rows, is_sharded, takes_cache
-from dschat_lora.models.quick import quick_linears
+from dschat_lora.models.decode_rows import (
+    CachedRows,
+    RecomputedRows,
+    Rows,
+    cuda_graphs,
+    is_sharded,
+    takes_cache,
+)
+from dschat_lora.models.quick import quick_attention, quick_linears
 from dschat_lora.models.sampling import Responses, Sampling
 
 GPU_POLL = 16  # steps between two looks at which sequences have ended
@@ -50,12 +57,22 @@ def decode(
     if not prompts and keep_going is None:
         return []
     flat = [seed for each in seeds for seed in each]
-    responses = Responses(flat, sampling, eos_ids=eos_ids, pad_id=pad_id, device=device)
+    responses = Responses(flat, sampling, eos_ids=eos_ids, device=device)
     rows = _rows(model, prompts, responses, copies=copies, pad_id=pad_id, device=device)
-    with nullcontext() if is_sharded(model) else quick_linears(model):
+    with _quickly(model):
         _run(model, rows, responses, pad_id=pad_id, device=device, keep_going=keep_going)
     found = responses.tokens()
     return [found[i : i + copies] for i in range(0, len(found), copies)]
+
+
+@contextmanager
+def _quickly(model: Any) -> Iterator[None]:
+    with ExitStack() as stack:
+        if not is_sharded(model):
+            stack.enter_context(quick_linears(model))
+        if takes_cache(model):
+            stack.enter_context(quick_attention(model))
+        yield
 
 
 def _run(
@@ -123,7 +140,7 @@ def _rows(
     if not takes_cache(model):
         return RecomputedRows(model, prompts, responses, **options)
     if device.type == "cuda":
-        options |= {"buckets": True, "record": None if is_sharded(model) else cuda_graph}
+        options |= {"buckets": True, "record": None if is_sharded(model) else cuda_graphs()}
     return CachedRows(model, prompts, responses, **options)
 
 
@@ -140,8 +157,7 @@ def _living(rows: Rows, responses: Responses, chosen: int, device: torch.device)
     alive = [not finished[sequence] for sequence in rows.sequences]
     if not any(alive):
         return None
-    if not all(alive):
-        rows.keep(alive)
+    rows.keep(alive)
     return rows
 
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from dschat_lora.attention import block_causal_mask
 from dschat_lora.models.kv_cache import KVCache
-from dschat_lora.models.quick import quick_attention
 from dschat_lora.models.sampling import Responses
 from dschat_lora.models.trunk import attention_windows
 
@@ -65,7 +64,7 @@ class CachedRows:
         pad_id: any token.
         device: where the model computes.
         buckets: whether rows and columns come in few sizes.
-        record: makes of a step of one shape what repeats it, such as :func:`cuda_graph`; None
+        record: makes of a step of one shape what repeats it, such as :func:`cuda_graphs`; None
             computes every step anew.
 
     Attributes:
@@ -156,11 +155,11 @@ class CachedRows:
         """Move living rows into the places of ended ones, and use the first rows alone.
 
         Args:
-            alive: of each row in use.
+            alive: of each row in use; at least one is.
         """
         living = [row for row, lives in enumerate(alive) if lives]
         rows = self._row_bucket(len(living))
-        if not living or self._cache.rows - rows < max(1, self._cache.rows // 16):
+        if self._cache.rows - rows < max(1, self._cache.rows // 16):
             return
         sources = [row for row in living if row >= rows]
         targets = [row for row in range(rows) if row >= len(alive) or not alive[row]]
@@ -180,16 +179,14 @@ class CachedRows:
 
     def _forward(self, ids: Tensor, positions: Tensor, masks: dict[str, Tensor]) -> Tensor:
         """(B, V) logits after the last column."""
-        with quick_attention(self._model):
-            output = self._model(
-                input_ids=ids,
-                position_ids=positions,
-                attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
-                past_key_values=self._cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
-        logits: Tensor = output.logits
+        logits: Tensor = self._model(
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits
         return logits[:, -1]
 
     def _empty_mask(self, window: int | None) -> Tensor:
@@ -222,13 +219,21 @@ class CachedRows:
         return -(-columns // COLUMN_BUCKET) * COLUMN_BUCKET if self._buckets else columns
 
 
-def cuda_graph(step: Step) -> Step:
-    """Replays of what ``step`` launches, which is not run here."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    replay: Step = graph.replay
-    return replay
+def cuda_graphs() -> Callable[[Step], Step]:
+    """What makes of a step the replay of all that it launches, without running it.
+
+    Replays follow one another, so all share one memory for what lasts no longer than a step.
+    """
+    pool = torch.cuda.graph_pool_handle()
+
+    def record(step: Step) -> Step:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            step()
+        replay: Step = graph.replay
+        return replay
+
+    return record
 
 
 def padded_left(

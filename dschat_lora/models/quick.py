@@ -15,8 +15,9 @@ from dschat_lora.lora.layers import LoraConv1D, LoraLinear, is_conv1d
 Forward = Callable[[Tensor], Tensor]
 # Below so many products of a CPU layer, oneDNN takes longer to be called than to compute.
 MIN_PACKED_PRODUCTS = 2**20
+MAX_PRODUCT_TOKENS = 64  # for more, the fused kernel of attention is better
 _ATTENTION = "dschat_lora_decode"
-# What layers pass on that means nothing to one token with a mask, out of training.
+# What layers pass on that means nothing where a mask is given, out of training.
 _WITHOUT_EFFECT = {"dropout", "is_causal", "position_ids", "sliding_window", "use_cache"}
 
 
@@ -44,69 +45,67 @@ def quick_linears(model: nn.Module) -> Iterator[None]:
 def _forward_of(module: Any) -> Forward | None:
     """What computes the same as ``module``; None where it is no linear layer of a known kind."""
     if type(module) is nn.Linear:
-        return _base(module.weight, module.bias)
+        return _linear(module.weight, module.bias)
     if is_conv1d(module):
-        return _base(module.weight.T, module.bias)
+        return _linear(module.weight.T, module.bias)
     if not isinstance(module, LoraLinear | LoraConv1D):
         return None
-    bias: Any = module.bias
     weight = module.weight.T if isinstance(module, LoraConv1D) else module.weight
     if not module.enabled:
-        return _base(weight, bias)
-    if module.trained_bias is not None:
-        bias = module.trained_bias.to(weight.dtype)
-    return _adapted(_base(weight, bias), module, weight.dtype)
+        return _linear(weight, module.bias)
+    bias: Any = module.bias if module.trained_bias is None else module.trained_bias
+    lora_a, lora_b = module.lora_A.to(weight.dtype), module.lora_B.to(weight.dtype)
+    bias = None if bias is None else bias.to(weight.dtype)
+    return _adapted(_linear(weight, bias), lora_a, lora_b.T, module.scaling)
 
 
-def _adapted(base: Forward, module: LoraLinear | LoraConv1D, dtype: torch.dtype) -> Forward:
-    scaling, in_features = module.scaling, module.in_features
-    lora_a, lora_b = module.lora_A.to(dtype), module.lora_B.to(dtype).T
+def _linear(weight: Tensor, bias: Tensor | None) -> Forward:
+    """``x -> x W^T + b`` of (out, in) W."""
+    if not _packs(weight):
+        return lambda x: F.linear(x, weight, bias)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
+    fewest = MIN_PACKED_PRODUCTS / len(weight)
 
     def forward(x: Tensor) -> Tensor:
-        rows = x.reshape(-1, in_features)
+        if x.numel() < fewest:
+            return F.linear(x, weight, bias)
+        output: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+        return output
+
+    return forward
+
+
+def _adapted(base: Forward, down: Tensor, up: Tensor, scaling: float) -> Forward:
+    """``x -> base(x) + scaling * x A^T B^T`` of (r, in) A and (r, out) B^T."""
+
+    def forward(x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
         output = base(rows)
-        output.addmm_(F.linear(rows, lora_a), lora_b, alpha=scaling)
+        output.addmm_(F.linear(rows, down), up, alpha=scaling)
         return output.view(*x.shape[:-1], output.shape[-1])
 
     return forward
 
 
-def _base(weight: Tensor, bias: Tensor | None) -> Forward:
-    """``x -> x W^T + b`` of (out, in) W."""
-
-    def plain(x: Tensor) -> Tensor:
-        return F.linear(x, weight, bias)
-
-    if weight.device.type != "cpu" or weight.dtype != torch.float32 or not _has_onednn():
-        return plain
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
-    fewest = MIN_PACKED_PRODUCTS // len(weight)
-
-    def onednn(x: Tensor) -> Tensor:
-        if x.numel() < fewest:
-            return plain(x)
-        output: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-        return output
-
-    return onednn
-
-
-def _has_onednn() -> bool:
+def _packs(weight: Tensor) -> bool:
+    """Whether oneDNN computes products with this weight from a layout of its own."""
     known = hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    return known and bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+    usable = known and bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+    return usable and weight.device.type == "cpu" and weight.dtype == torch.float32
 
 
 @contextmanager
 def quick_attention(model: Any) -> Iterator[None]:
-    """Within, a CPU's layers that use "sdpa" attend from one token by plain products.
+    """Within, a CPU's layers that use "sdpa" attend from few tokens by plain products.
 
     The fused kernel is made for many; on a CPU it took two to ten times as long for one.
+    Masks must be given whole: transformers makes none for attention it does not know.
     """
     config = model.config
     if config._attn_implementation != "sdpa" or model.device.type != "cpu":
         yield
         return
-    AttentionInterface.register(_ATTENTION, attend_from_one)
+    AttentionInterface.register(_ATTENTION, attend_by_products)
     try:
         config._attn_implementation = _ATTENTION
         yield
@@ -114,7 +113,7 @@ def quick_attention(model: Any) -> Iterator[None]:
         config._attn_implementation = "sdpa"
 
 
-def attend_from_one(
+def attend_by_products(
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -128,7 +127,7 @@ def attend_from_one(
 
     Args:
         module: the attention layer.
-        query: (B, heads, T, D); done here if T is 1.
+        query: (B, heads, T, D); done here if T is small.
         key: (B, key heads, columns, D), heads a multiple of key heads.
         value: (B, key heads, columns, D).
         attention_mask: (B, 1, T, columns) additive.
@@ -138,13 +137,17 @@ def attend_from_one(
     Returns:
         (B, T, heads, D), and None for weights.
     """
-    rows, heads, count, size = query.shape
-    if count != 1 or scaling is None or attention_mask is None or options.keys() - _WITHOUT_EFFECT:
+    rows, heads, tokens, size = query.shape
+    unknown = bool(options.keys() - _WITHOUT_EFFECT)
+    if unknown or scaling is None or attention_mask is None or tokens > MAX_PRODUCT_TOKENS:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **options
         )
     if scaling != 1:
         query = query * scaling
-    grouped = query.view(rows, key.shape[1], -1, size)
-    weights = (torch.matmul(grouped, key.transpose(2, 3)) + attention_mask).softmax(-1)
-    return torch.matmul(weights, value).view(rows, 1, heads, -1), None
+    # All heads that share a key are rows of one product.
+    grouped = query.reshape(rows, key.shape[1], -1, size)
+    scores = torch.matmul(grouped, key.transpose(2, 3)).view(rows, heads, tokens, -1)
+    scores += attention_mask
+    weights = scores.softmax(-1).view(*grouped.shape[:3], -1)
+    return torch.matmul(weights, value).view(rows, heads, tokens, -1).transpose(1, 2), None

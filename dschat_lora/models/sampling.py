@@ -107,13 +107,11 @@ class Responses:
         sampling: Sampling,
         *,
         eos_ids: Collection[int],
-        pad_id: int,
         device: torch.device,
     ) -> None:
         self.limit = sampling.max_new_tokens
         self._sampling, self._eos_ids = sampling, frozenset(eos_ids)
         self._ends = torch.tensor(sorted(eos_ids), dtype=torch.int64, device=device)
-        self._pad = torch.tensor(pad_id, device=device)
         shape = (len(seeds) + 1, sampling.max_new_tokens)
         self._tokens = torch.zeros(shape, dtype=torch.int64, device=device)
         self._uniforms = torch.ones(shape, dtype=torch.float64)
@@ -121,11 +119,10 @@ class Responses:
             self._uniforms[:-1] = uniforms(seeds, sampling.max_new_tokens)
         self._uniforms = self._uniforms.to(device)
         self.finished = torch.zeros(shape[0], dtype=torch.bool, device=device)
-        self.finished[-1] = True
         self.count = torch.zeros(1, dtype=torch.int64, device=device)
 
     def advance(self, logits: Tensor, sequences: Tensor) -> Tensor:
-        """(B,) next token of each row, padding where its sequence has ended.
+        """(B,) next token of each row; what follows the end of a sequence means nothing.
 
         Args:
             logits: (B, V) after each row's last token.
@@ -133,13 +130,11 @@ class Responses:
         """
         place = (sequences, self.count.expand_as(sequences))
         chosen = choose(logits, self._uniforms[place], self._sampling)
-        finished = self.finished[sequences]
-        tokens = torch.where(finished, self._pad, chosen)
         ended = (chosen[:, None] == self._ends).any(-1)
-        self._tokens.index_put_(place, tokens)
-        self.finished.index_put_((sequences,), finished | ended)
+        self._tokens.index_put_(place, chosen)
+        self.finished.index_put_((sequences,), self.finished[sequences] | ended)
         self.count += 1
-        return tokens
+        return chosen
 
     def tokens(self) -> list[list[int]]:
         """Every sequence's tokens, up to and including its end."""

@@ -6,7 +6,8 @@ import shutil
 from pathlib import Path
 from typing import TextIO
 
-_FINISHED = ("adapter", "model")
+# of steps 1 and 2, and of step 3
+_FINISHED = ("adapter", "model", "actor", "critic", "actor_ema")
 _RESULTS = ("metrics.jsonl", *_FINISHED, "checkpoints")
 _KEPT = ("metrics.jsonl", "run.json")
 _EXTRAS = ("run.json", "tensorboard", "report.html")

@@ -174,7 +174,8 @@ class RewardsConfig:
     reward_scaling: Literal["none", "running", "initial"] = option(
         "none",
         help="running: divide scores by their standard deviation so far; initial: by that of the "
-        "first iteration's scores, after subtracting their mean; the critic starts in these units",
+        "first iteration's scores, after subtracting their mean; the critic starts in these units "
+        "(with none and running in those of the reward model)",
     )
     judge_function: str | None = option(
         None,
@@ -274,7 +275,7 @@ class ClassicConfig:
         1, help="accepted from DeepSpeed-Chat; nothing is guessed from padding"
     )
     align_overflow: bool = option(
-        False, help="skip a step of actor and critic together (always done here)"
+        False, help="accepted from DeepSpeed-Chat; a loss that is not finite skips both steps"
     )
     offload_reference_model: bool = option(
         False, help="accepted from DeepSpeed-Chat; the reference shares the actor's base"

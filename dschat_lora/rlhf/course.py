@@ -28,7 +28,7 @@ from dschat_lora.rlhf.evaluation import Evaluator, make_evaluator
 from dschat_lora.rlhf.experience import Experience, look_at, step_counts, targets
 from dschat_lora.rlhf.phases import PHASES, Clock, rates
 from dschat_lora.rlhf.pretraining import Pretraining
-from dschat_lora.rlhf.rewards import in_units_of, teaching_scores
+from dschat_lora.rlhf.rewards import in_units_of, scores_of_clip, teaching_scores
 from dschat_lora.rlhf.rollout import Generator, PromptOrder, prompts_of, response_mask
 from dschat_lora.rlhf.saving import finish
 from dschat_lora.rlhf.setup import Setup, make_pretraining
@@ -145,6 +145,8 @@ def train(setup: Setup, engines: Engines) -> None:
         },
     )
     keeper.restore(num_steps=plan.num_steps)
+    if not config.ppo.adaptive_kl_target:
+        progress.kl_coef = config.ppo.kl_coef  # perhaps another one from here on
     iterate = Iterations(
         setup, engines, plan, generator, progress, watch, pretraining=pretraining, average=average
     )
@@ -170,10 +172,10 @@ def make_plan(config: RlhfConfig, num_prompts: int) -> Plan:
 
 
 def _announce(plan: Plan, say: Callable[[str], None]) -> None:
-    responses = plan.order.per_iteration * plan.num_generations
+    prompts = len(plan.order(0))
     say(
-        f"  iterations   {plan.num_iterations:,} of {responses:,} responses to "
-        f"{plan.order.per_iteration:,} prompts, {plan.steps_of(0)} optimizer steps each; "
+        f"  iterations   {plan.num_iterations:,} of {prompts * plan.num_generations:,} responses "
+        f"to {prompts:,} prompts, {plan.steps_of(0)} optimizer steps each; "
         f"{plan.num_steps:,} steps in all"
     )
 
@@ -202,22 +204,23 @@ def _run(
     log, total = setup.output.log, plan.num_iterations
     if progress.iteration and progress.iteration == total:
         log.say("the run was complete: there is no step left to train")
-    _look_up(evaluator, keeper, progress.step)
+    if _looks_up(setup.config, plan, progress, evaluator):
+        _look_up(evaluator, keeper, progress.step)
     log.expect(total, progress.iteration)
     while progress.iteration < total:
-        before = progress.step
         skipped = iterate()
         wishes = sum_over_ranks(keeper.wishes())
         last = progress.iteration == total
         _check_skips(progress, setup, keeper)
-        if _looks_up(setup.config, plan, progress, before) and not keeper.is_stopping(wishes):
+        if _looks_up(setup.config, plan, progress, evaluator) and not keeper.is_stopping(wishes):
             _look_up(evaluator, keeper, progress.step)
         keeper.after_step(progress.step, wishes, skipped=skipped, last=last)
 
 
-def _looks_up(config: RlhfConfig, plan: Plan, progress: Progress, before: int) -> bool:
-    interval = config.run.eval_interval
-    due = bool(interval) and progress.step // interval > before // interval
+def _looks_up(config: RlhfConfig, plan: Plan, progress: Progress, evaluator: Evaluator) -> bool:
+    interval, last = config.run.eval_interval, max(evaluator.results, default=0)
+    # Iterations take several steps, or none: the interval may end within one.
+    due = bool(interval) and progress.step // interval > last // interval
     whole = progress.iteration % plan.order.iterations_per_epoch == 0
     return due or whole or progress.iteration == plan.num_iterations
 
@@ -249,6 +252,7 @@ class Scored:
     steps: list[Step]  # of all passes
     batches: list[ResponseBatch]  # this rank's of the first pass
     looked_twice: bool  # whether actor and critic were asked before the update too
+    clipped: float  # share of the scores that the clip bounds
 
 
 class Iterations:
@@ -333,7 +337,10 @@ class Iterations:
         self._progress.moments = asdict(moments)
         values = None if values is None else self._value_units(values)
         experience = Experience(responses, mask, reference, scores, logprobs, values)
-        return Scored(experience, torch.where(scores.isnan(), 0, teaching), steps, batches, looks)
+        clipped = float((scores_of_clip(teaching, ended, self._config.rewards)).double().mean())
+        return Scored(
+            experience, torch.where(scores.isnan(), 0, teaching), steps, batches, looks, clipped
+        )
 
     def _steps(self, responses: Sequence[Response]) -> list[Step]:
         lengths = [len(each) for each in responses]
@@ -426,6 +433,7 @@ class Iterations:
             **_rates_of(results[-1]),
             **learnt,
             **_said(scored.experience, scored.scores, returns),
+            "score_clip_fraction": scored.clipped,
             "kl_coef": self._progress.kl_coef,
             "updates": len(results),
             **self._throughput(scored, results),

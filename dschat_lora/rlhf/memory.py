@@ -30,7 +30,7 @@ class MemoryPlan:
     def lines(self) -> list[str]:
         """For people."""
         saved = self.separate_weights - self.weights
-        shared = f" (four models of their own: {self.separate_weights / GIB:.3g})" if saved else ""
+        shared = f" (as models of their own: {self.separate_weights / GIB:.3g})" if saved else ""
         return [
             f"memory       up to {self.peak / GIB:.3g} GiB per device by estimate: weights "
             f"{self.weights / GIB:.3g}{shared}, gradients and optimizer "

@@ -32,7 +32,7 @@ _UNUSED = (
     *("actor_dropout", "critic_dropout", "num_padding_at_beginning", "align_overflow"),
     *("offload_reference_model", "offload_reward_model", "enable_hybrid_engine"),
     *("unpin_actor_parameters", "release_inference_cache", "tp_gather_partition_size"),
-    "enable_mixed_precision_lora",
+    *("enable_mixed_precision_lora", "eval_iters", "print_loss"),
 )
 
 
@@ -66,9 +66,10 @@ def check_rlhf(config: RlhfConfig) -> RlhfConfig:
     _check_zero_stages(config)
     config = replace(config, run=with_tensorboard(config.run))
     check_output_dir(config)
-    for source in (actor, critic):
+    for role, source in (("actor", actor), ("critic", critic)):
         if source is not None:
-            check_nothing_read_is_deleted(config.run, source)
+            with naming(role):
+                check_nothing_read_is_deleted(config.run, source)
     _announce(config, asked, actor, critic)
     for note in _without_effect(config, critic):
         say_once(f"  note         {note}")

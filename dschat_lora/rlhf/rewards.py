@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dschat_lora.algos.advantages import RunningMoments
-from dschat_lora.engine.distributed import gather_over_ranks, rank, world_size
+from dschat_lora.engine.distributed import gather_over_ranks, rank, together, world_size
 from dschat_lora.models.causal_lm import Tokenizer
 from dschat_lora.rlhf.batch import Response
 from dschat_lora.rlhf.config import RewardsConfig
@@ -45,7 +45,8 @@ class RewardFunction:
             ValueError: if the function returns something else.
         """
         mine = range(rank(), len(responses), world_size())
-        values = self._scores([responses[n] for n in mine]) if mine else []
+        # One rank's failure is everybody's: the first rank says what it was.
+        values = together(lambda: self._scores([responses[n] for n in mine]) if mine else [])
         table = torch.tensor([list(pair) for pair in zip(mine, values, strict=True)])
         table = gather_over_ranks(table.double().view(-1, 2).to(device))
         scores = torch.empty(len(responses), device=device)
@@ -59,12 +60,15 @@ class RewardFunction:
             "rows": [json.loads(each.columns or b"{}") for each in responses],
             "token_ids": [list(each.tokens) for each in responses],
         }
-        found = self.function(
-            prompts=[self.tokenizer.decode(each.prompt) for each in responses],
-            responses=texts,
-            **{name: value for name, value in more.items() if _takes(self.function, name)},
-        )
-        is_list = isinstance(found, list | tuple) or (isinstance(found, Tensor) and found.dim() > 0)
+        more = {name: value for name, value in more.items() if _takes(self.function, name)}
+        prompts = [self.tokenizer.decode(each.prompt) for each in responses]
+        try:
+            found = self.function(prompts=prompts, responses=texts, **more)
+        except ValueError as error:
+            # It would pass for a wrong option, and be shown without its place.
+            raise RuntimeError(f"--{self.option} {self.name} failed") from error
+        found = found.tolist() if hasattr(found, "tolist") else found  # a tensor or an array
+        is_list = isinstance(found, list | tuple)
         if not is_list or len(found) != len(responses):
             what = f"{len(found)} scores" if is_list else f"a {type(found).__name__}"
             raise ValueError(
@@ -159,3 +163,10 @@ def teaching_scores(
 def in_units_of(moments: RunningMoments, values: Tensor) -> Tensor:
     """Values as distances from the mean, in standard deviations."""
     return (values - moments.mean) / moments.std
+
+
+def scores_of_clip(teaching: Tensor, ended: Tensor, config: RewardsConfig) -> Tensor:
+    """(N,) bool, which of :func:`teaching_scores` the clip bounds."""
+    before = teaching + config.missing_eos_penalty * ~ended
+    limit = config.clip_reward_value
+    return before.abs() >= limit if limit else torch.zeros_like(ended)

@@ -127,7 +127,8 @@ class Updater:
                 continue
             self._engines.train()
             rates = self._engines.set_rates(factor(index))
-            experience, sums, error = self._feed(experience, batches, tokens, first=index == 0)
+            first = self.targets is None
+            experience, sums, error = self._feed(experience, batches, tokens, first=first)
             outcomes = self._engines.step()
             yield experience, self._result(sums, tokens, outcomes, rates, error)
 

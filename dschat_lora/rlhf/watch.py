@@ -10,7 +10,7 @@ PATIENCE = 20  # iterations before the critic is expected to explain anything
 RATIO_TOLERANCE = {"fp32": 1e-6, "bf16": 0.05, "fp16": 0.01}
 _WATCHED = (
     *("kl", "kl_standard_error", "eos_rate", "entropy", "explained_variance", "reward_std"),
-    "ratio_error",
+    *("ratio_error", "score_clip_fraction"),
 )
 
 
@@ -49,6 +49,7 @@ class Watch:
                 "entropy": self._entropy(),
                 "critic": self._critic(),
                 "equal": self._equal_rewards(),
+                "clip": self._clipped(),
             }
         )
 
@@ -137,6 +138,15 @@ class Watch:
         return (
             "all responses of the last iterations got the same reward: there is nothing to learn "
             "from (a rule that nothing passes, or --clip_reward_value that everything exceeds?)"
+        )
+
+    def _clipped(self) -> str | None:
+        share = self._mean(self.latest, "score_clip_fraction")
+        if share is None or share < 0.3:
+            return None
+        return (
+            f"{share:.0%} of the scores are at --clip_reward_value, where better and worse look "
+            "alike: raise it, or use --reward_scaling initial"
         )
 
     def _judged(self) -> str | None:

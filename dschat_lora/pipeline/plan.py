@@ -1,0 +1,209 @@
+"""Which stages are done, which go on and which begin; ``pipeline.json`` remembers with what."""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from dschat_lora.checkpoint.history import checkpoints_of
+from dschat_lora.pipeline.recipe import Recipe
+from dschat_lora.report.directory import leftovers
+from dschat_lora.report.terminal import named
+
+RECORD = "pipeline.json"
+_FINISHED = {"status": "finished", "replaces": None}
+#: what is done about a stage: nothing; a new run; the rest of one; a new run in place of one
+How = Literal["skip", "begin", "resume", "redo"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A stage and what is done about it."""
+
+    stage: str
+    how: How
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the pipeline says to the stage about its directory."""
+        said: dict[str, dict[str, Any]] = {
+            "redo": {"overwrite_output_dir": True},
+            "resume": {"resume_from_checkpoint": "auto"},
+        }
+        return said.get(self.how, {})
+
+
+class Record:
+    """``pipeline.json``: options and status of each stage, rewritten whole at each update."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / RECORD
+        self._content = _read_object(self._path)
+
+    def stage(self, name: str) -> dict[str, Any] | None:
+        """What is known of a stage: its ``options`` and ``status``; None where nothing is."""
+        found = self._content.get("stages", {}).get(name)
+        return found if isinstance(found, dict) else None
+
+    def update(self, name: str, **fields: Any) -> None:
+        """Add or replace what is known of a stage.
+
+        Raises:
+            OSError: if the disk refuses; the file stays as it was.
+        """
+        stages = dict(self._content.get("stages", {}))
+        stages[name] = {**(self.stage(name) or {}), **fields}
+        self._content = {**self._content, "stages": stages}
+        staged = self._path.with_name(f"{RECORD}.partial")
+        try:
+            with staged.open("w", encoding="utf-8") as file:
+                file.write(json.dumps(self._content, indent=2) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            staged.replace(self._path)
+        except OSError as error:
+            raise named(error, self._path) from error
+
+    def finish(self, name: str) -> None:
+        """Note that a stage is finished, unless that is known."""
+        if self.stage(name) != {**(self.stage(name) or {}), **_FINISHED}:
+            self.update(name, **_FINISHED)
+
+
+def run_facts(directory: Path) -> dict[str, Any]:
+    """``run.json`` of a stage; empty if there is none that can be read."""
+    return _read_object(directory / "run.json")
+
+
+@contextmanager
+def alone(directory: Path) -> Iterator[None]:
+    """Make the directory and, inside the block, keep other pipelines out of it.
+
+    Raises:
+        ValueError: if one is there.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        _lock(descriptor, directory)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, directory: Path) -> None:
+    try:
+        # Ends with this process, however it ends: what it starts does not inherit it.
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(
+            f"another pipeline is at work in {directory}; wait for it, stop it, or choose another "
+            "--output_dir"
+        ) from None
+    except OSError:
+        return  # a file system without locks
+
+
+def make_plan(recipe: Recipe, record: Record, *, redo_from: str | None = None) -> list[Step]:
+    """What to do about each stage, in order.
+
+    Args:
+        recipe: of the pipeline.
+        record: of its directory.
+        redo_from: a stage to be done again, with all later ones.
+
+    Raises:
+        ValueError: if an earlier run is another one than the recipe asks for now.
+    """
+    names = list(recipe.stages)
+    if redo_from is not None and redo_from not in names:
+        raise ValueError(f"--from {redo_from} must be one of {', '.join(names)}")
+    first = len(names) if redo_from is None else names.index(redo_from)
+    steps: list[Step] = []
+    for number, name in enumerate(names):
+        how = _redo(recipe, record, name) if number >= first else _how(recipe, record, name)
+        step = Step(name, how)
+        _check_inputs(recipe, step, steps)
+        steps.append(step)
+    return steps
+
+
+def _how(recipe: Recipe, record: Record, name: str) -> How:
+    directory, known = recipe.directory / name, record.stage(name)
+    facts = run_facts(directory)
+    if known is None:
+        if found := leftovers(directory):
+            raise ValueError(
+                f"{directory} holds a run ({', '.join(p.name for p in found)}) that {RECORD} "
+                f"beside it does not know; choose another --output_dir, or --from {name} to "
+                "replace it"
+            )
+        return "begin"
+    if known.get("replaces") is not None and facts.get("started") == known["replaces"]:
+        return "redo"  # it was asked for, and did not come to it
+    finished = facts.get("status") == "finished"
+    then, now = known.get("options", {}), recipe.stages[name]
+    if changes := _changes(then, now):
+        if finished:
+            raise ValueError(
+                f"{recipe.file}: stage {name} is finished, with other options: "
+                f"{'; '.join(changes)}; put them back, or use --from {name} to do it and all "
+                "later stages again"
+            )
+        # Options that are not typed are those of the checkpoint.
+        if (dropped := sorted(then.keys() - now.keys())) and checkpoints_of(directory):
+            raise ValueError(
+                f"{recipe.file}: stage {name} was begun with --{dropped[0]} "
+                f"{_shown(then[dropped[0]])}, which is given no more; state what it shall be, or "
+                f"use --from {name} to begin again"
+            )
+    return "skip" if finished else "resume"
+
+
+def _redo(recipe: Recipe, record: Record, name: str) -> How:
+    """Begin anew, over what is there if anything is."""
+    directory = recipe.directory / name
+    return "redo" if leftovers(directory) or record.stage(name) is not None else "begin"
+
+
+def _check_inputs(recipe: Recipe, step: Step, before: list[Step]) -> None:
+    """Refuse to keep a stage whose model is going to be another one."""
+    pending = {each.stage for each in before if each.how != "skip"}
+    stale = [each for each in recipe.sources(step.stage).values() if each in pending]
+    if step.how in ("skip", "resume") and stale and _has_begun(recipe, step):
+        raise ValueError(
+            f"{recipe.file}: stage {step.stage} stands on the stage {stale[0]}, which is not "
+            f"finished; use --from {stale[0]} to do it and all later stages again"
+        )
+
+
+def _has_begun(recipe: Recipe, step: Step) -> bool:
+    return bool(leftovers(recipe.directory / step.stage))
+
+
+def _changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    names = sorted(then.keys() | now.keys())
+    return [
+        f"--{name} was {_shown(then.get(name))}, now {_shown(now.get(name))}"
+        for name in names
+        if then.get(name) != now.get(name)
+    ]
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "the default"
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in ``path``; empty if there is none that can be read."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

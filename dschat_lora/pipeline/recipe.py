@@ -1,0 +1,207 @@
+"""A pipeline's YAML file: its stages with their options, each value checked as if typed."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dschat_lora.cli.options import (
+    build_config,
+    option,
+    option_names,
+    options_of,
+    read_mapping,
+    typed_options,
+    unknown_option,
+)
+from dschat_lora.config import require
+from dschat_lora.pipeline.stages import STAGES
+
+_PARTS = ("output_dir", "launcher", "common", "stages")
+# What the pipeline itself says to a stage.
+_OWN = ("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "dry_run")
+_OVERRIDE = re.compile(r"(\w+)\.([\w-]+)=(.*)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class LauncherConfig:
+    """Arguments of the deepspeed launcher."""
+
+    num_gpus: int | None = option(None, help="processes on a machine, one for each GPU")
+    master_port: int | None = option(None, help="port at which processes meet")
+    include: str | None = option(None, help="machines and GPUs to use, such as host:0,1")
+    hostfile: str | None = option(None, help="file of machines and their number of GPUs")
+
+    def __post_init__(self) -> None:
+        require(self.num_gpus is None or self.num_gpus >= 1, "num_gpus", self.num_gpus, ">= 1")
+        port = self.master_port
+        require(port is None or 0 < port < 2**16, "master_port", port, "in 1 to 65535")
+
+    @property
+    def processes(self) -> int | None:
+        """Of a stage; None where the launcher decides."""
+        return None if self.include or self.hostfile else self.num_gpus
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What to run, and where.
+
+    Attributes:
+        file: it was read from.
+        directory: receives a directory for each stage.
+        launcher: of every stage.
+        stages: options of each stage in the order they run, JSON-ready, with the outputs of
+            earlier stages filled in.
+    """
+
+    file: str
+    directory: Path
+    launcher: LauncherConfig
+    stages: Mapping[str, Mapping[str, Any]]
+
+    def sources(self, name: str) -> dict[str, str]:
+        """By option, the earlier stage whose output is this stage's model."""
+        found = {}
+        for option_name in STAGES[name].inputs:
+            value = self.stages[name].get(option_name)
+            for earlier in self.stages:
+                home = self.directory / earlier
+                if value is not None and Path(value).expanduser().is_relative_to(home):
+                    found[option_name] = earlier
+        return found
+
+
+def read_recipe(
+    file: str,
+    *,
+    output_dir: str | None = None,
+    num_gpus: int | None = None,
+    overrides: Sequence[str] = (),
+) -> Recipe:
+    """The pipeline of a YAML file.
+
+    Args:
+        file: to read.
+        output_dir: instead of the file's.
+        num_gpus: instead of the file's.
+        overrides: ``STAGE.OPTION=VALUE``, each instead of the file's.
+
+    Raises:
+        ValueError: at the first thing that is unknown or cannot be used, naming file, stage,
+            option, value and what is allowed.
+    """
+    content = read_mapping(file, label=file)
+    for name in content:
+        if name not in _PARTS:
+            raise ValueError(f"{file}: {_unknown(name, _PARTS)}")
+    directory = output_dir if output_dir is not None else content.get("output_dir")
+    if not isinstance(directory, str) or not directory:
+        raise ValueError(
+            f"{file}: output_dir must be a directory, got {directory!r}; name it in the file or "
+            "by --output_dir"
+        )
+    home = Path(directory).expanduser()
+    if home.is_file():
+        raise ValueError(f"{file}: output_dir {home} is a file, not a directory")
+    given = _part(file, content, "launcher") | ({} if num_gpus is None else {"num_gpus": num_gpus})
+    values = options_of(LauncherConfig, given, label=f"{file}: launcher")
+    try:
+        launcher = build_config(LauncherConfig, values)
+    except ValueError as error:
+        raise ValueError(_in(f"{file}: launcher", error)) from error
+    options = _stage_options(file, content, overrides)
+    return Recipe(file, home, launcher, _with_inputs(file, home, options))
+
+
+def _stage_options(
+    file: str, content: Mapping[str, Any], overrides: Sequence[str]
+) -> dict[str, dict[str, Any]]:
+    """What file and command line say of each stage, converted."""
+    stages = _part(file, content, "stages")
+    if not stages:
+        raise ValueError(f"{file}: stages must name one or more of {', '.join(STAGES)}")
+    for name in stages:
+        if name not in STAGES:
+            raise ValueError(f"{file}: stages: {_unknown(name, tuple(STAGES))}")
+    common = _part(file, content, "common")
+    known = {name: option_names(STAGES[name].config) for name in stages}
+    anywhere = sorted({each for names in known.values() for each in names})
+    for name in common:
+        if name not in anywhere:
+            raise ValueError(f"{file}: common: {unknown_option(f'--{name}', anywhere)}")
+    found = {}
+    for name in stages:
+        mine = {k: v for k, v in common.items() if k in known[name]}
+        mine |= _part(file, stages, name, label=f"stage {name}")
+        found[name] = _converted(name, mine, label=f"{file}: stage {name}")
+    for text in overrides:
+        name, values = _override(text, tuple(stages))
+        found[name] |= _converted(name, values, label=f"--set {text}: stage {name}")
+    return found
+
+
+def _converted(name: str, values: Mapping[str, Any], *, label: str) -> dict[str, Any]:
+    for own in _OWN:
+        if own in values:
+            raise ValueError(
+                f"{label}: {own} is the pipeline's to set: the stage writes to OUTPUT_DIR/{name}"
+            )
+    # For a model, null says that there is none; elsewhere it is as if nothing were said.
+    kept = {k: v for k, v in values.items() if v is not None or k in STAGES[name].inputs}
+    return options_of(STAGES[name].config, kept, label=label)
+
+
+def _override(text: str, stages: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
+    """Stage and ``{option: value}`` of ``STAGE.OPTION=VALUE``."""
+    import yaml  # only where one is given
+
+    match = _OVERRIDE.fullmatch(text)
+    if match is None:
+        raise ValueError(f"--set {text} must be STAGE.OPTION=VALUE, such as {stages[0]}.seed=1")
+    name, option_name, value = match.groups()
+    if name not in stages:
+        raise ValueError(f"--set {text}: the stages are {', '.join(stages)}, not {name}")
+    try:
+        return name, {option_name: yaml.safe_load(value)}
+    except yaml.YAMLError as error:
+        raise ValueError(f"--set {text}: the value cannot be read: {error}") from error
+
+
+def _with_inputs(
+    file: str, home: Path, options: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """The options with the outputs of earlier stages where no model is named, and validated."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, values in options.items():
+        inputs = {}
+        for option_name, wanted in STAGES[name].inputs.items():
+            fitting = [each for each in found if each in wanted]
+            if option_name not in values and fitting:
+                inputs[option_name] = str(home / fitting[-1])
+        said = {k: v for k, v in values.items() if v is not None}
+        try:
+            config: Any = build_config(STAGES[name].config, said | inputs)
+        except ValueError as error:
+            raise ValueError(_in(f"{file}: stage {name}", error)) from error
+        found[name] = typed_options(config)
+    return found
+
+
+def _part(
+    file: str, content: Mapping[str, Any], name: str, label: str | None = None
+) -> dict[str, Any]:
+    part = content.get(name)
+    if part is not None and not isinstance(part, dict):
+        raise ValueError(f"{file}: {label or name} must hold 'name: value' lines, got {part!r}")
+    return part or {}
+
+
+def _unknown(name: object, known: tuple[str, ...]) -> str:
+    words = unknown_option(f"--{name}", known).replace("--", "").replace("option ", "")
+    return f"{words.removesuffix('; see help')}; it may have {', '.join(known)}"
+
+
+def _in(where: str, error: ValueError) -> str:
+    return f"{where}: {error}"

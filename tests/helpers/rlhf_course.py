@@ -1,0 +1,177 @@
+"""Tiny models for whole runs of step 3, and such runs in the processes of ``Ranks``."""
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from unittest import mock
+
+import peft
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from data.hand_tokenizers import build_byte_tokenizer
+from dschat_lora.cli.options import parse_config
+from dschat_lora.engine.distributed import rank
+from dschat_lora.engine.zero import gather_to_cpu
+from dschat_lora.lora.model import adapter_parameters
+from dschat_lora.rlhf import course, setup
+from dschat_lora.rlhf.config import RlhfConfig
+from dschat_lora.rlhf.preflight import NAME, check_rlhf
+from dschat_lora.rlhf.rollout import Generator
+from dschat_lora.rlhf.update import Updater
+from dschat_lora.run import open_run
+from helpers.runs import release
+from helpers.step1 import metrics, write_jsonl
+from helpers.tiny import VOCAB, save_tiny_model
+
+# With the three special tokens as many as the tiny models know.
+LETTERS = [*"abcdefghijklmnopqrstuvwxyz0123456789", "\u0120", *".,:?!", *"ABCDEFGHIJKLMNOP"]
+
+
+# ---------------------------------------------------------------------------- what runs begin with
+
+
+def save_family(kind, directory):
+    """A base, an actor and a reward model on it, and one of every weight, as stock PEFT saves.
+
+    Factors are those of trained adapters: with zeros, Adam would make steps of rounding.
+
+    Returns:
+        ``{name: path}`` of ``base``, ``actor``, ``reward`` (adapters) and ``whole`` (a model).
+    """
+    directory = Path(directory)
+    paths = {name: str(directory / name) for name in ("base", "actor", "reward", "whole")}
+    tokenizer = build_byte_tokenizer(letters=LETTERS)
+    assert len(tokenizer) == VOCAB
+    save_tiny_model(kind, paths["base"])
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        policy = AutoModelForCausalLM.from_pretrained(paths["base"])
+        _stock_adapter(policy, "CAUSAL_LM").save_pretrained(paths["actor"])
+        _scorer(paths["base"]).save_pretrained(paths["whole"])
+        _stock_adapter(_scorer(paths["base"]), "SEQ_CLS").save_pretrained(paths["reward"])
+    for path in paths.values():
+        tokenizer.save_pretrained(path)
+    return paths
+
+
+def _scorer(base):
+    model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
+    model.config.pad_token_id = 0
+    torch.nn.init.normal_(model.score.weight, std=0.3)
+    return model
+
+
+def _stock_adapter(model, task):
+    head = {"modules_to_save": ["score"]} if task == "SEQ_CLS" else {}
+    config = peft.LoraConfig(
+        task_type=task, r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], **head
+    )
+    adapted = peft.get_peft_model(model, config)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return adapted
+
+
+def write_prompts(path, count, *, longest=14, seed=0):
+    """Prompts of ragged lengths, for a tokenizer of one token a letter."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for number in range(count):
+        size = int(torch.randint(1, longest + 1, (), generator=generator))
+        letters = torch.randint(0, 26, (size,), generator=generator).tolist()
+        rows.append({"prompt": "".join(LETTERS[n] for n in letters), "number": number})
+    return write_jsonl(Path(path), rows)
+
+
+def write_texts(path, count):
+    """Pretraining text."""
+    rows = [{"text": f"this is text {n}, of some letters: " + "ab" * (n % 7)} for n in range(count)]
+    return write_jsonl(Path(path), rows)
+
+
+def vowels(prompts, responses):
+    """A reward that depends on the text: the share of vowels."""
+    return [sum(c in "aeiou" for c in text) / max(1, len(text)) for text in responses]
+
+
+# ---------------------------------------------------------------------------- runs
+
+
+def train_rlhf_many(runs):
+    """Several runs after another, as :func:`train_rlhf`."""
+    return [train_rlhf(**arguments) for arguments in runs]
+
+
+def train_rlhf(argv, *, layer_by_layer=False):
+    """Step 3 as ``main`` runs it, in the processes at hand; what a test may want to know.
+
+    Args:
+        argv: its command line.
+        layer_by_layer: decode at ZeRO 3 as where the whole weights do not fit.
+    """
+    steps, texts = [], []
+
+    class Watched(Updater):
+        def steps(self, *args, **kwargs):
+            for known, result in super().steps(*args, **kwargs):
+                steps.append(_as_numbers(result))
+                yield known, result
+
+    generate = Generator.__call__
+
+    def watched(self, *args, **kwargs):
+        responses = generate(self, *args, **kwargs)
+        texts.append([list(each.tokens) for each in responses])
+        return responses
+
+    too_large = mock.patch.object(Generator, "_fits", return_value=False)
+    config = check_rlhf(parse_config(RlhfConfig, [str(each) for each in argv]))
+    with (
+        # The process group is the tests'.
+        mock.patch("dschat_lora.run.init_distributed"),
+        mock.patch("dschat_lora.run.shutdown"),
+        mock.patch.object(course, "Updater", Watched),
+        mock.patch.object(Generator, "__call__", watched),
+        too_large if layer_by_layer else nullcontext(),
+        open_run(config, name=NAME, check=check_rlhf) as output,
+    ):
+        ready = setup.set_up(output)
+        report = _course(ready, setup.build_engines(ready))
+    lines = metrics(config.run.output_dir) if rank() == 0 else []
+    return {"steps": steps, "texts": texts, "lines": json.dumps(lines), **report}
+
+
+def _course(ready, engines):
+    roles = ready.roles
+    frozen = {
+        f"{role}.{name}": p
+        for role, adapted in roles.models.items()
+        for name, p in adapted.model.named_parameters()
+        if not p.requires_grad
+    }
+    before = gather_to_cpu(frozen)
+    course.train(ready, engines)
+    after = gather_to_cpu(frozen)
+    trained = {
+        role: gather_to_cpu({n: p for n, p in m.model.named_parameters() if p.requires_grad})
+        for role, m in roles.trained.items()
+    }
+    reference = gather_to_cpu(adapter_parameters(roles.reference.model))
+    for engine in engines.trained.values():
+        release(engine)
+    return {
+        "trained": trained,
+        "reference": reference,
+        "changed": [name for name in before if not torch.equal(before[name], after[name])],
+    }
+
+
+def _as_numbers(result):
+    names = ("policy_loss", "value_loss", "text_loss", "entropy", "clip_fraction", "approx_kl")
+    return {
+        **{name: getattr(result, name) for name in names},
+        **{f"{role}_norm": outcome.grad_norm for role, outcome in result.outcomes.items()},
+        "tokens": result.num_tokens,
+    }

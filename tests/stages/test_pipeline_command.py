@@ -1,0 +1,98 @@
+"""All stages by one command: stopped inside a stage, continued to the end, and skipped."""
+
+import json
+import signal
+import stat
+import subprocess
+import sys
+import time
+
+import pytest
+
+from dschat_lora.pipeline import course
+from helpers.launcher import ROOT
+
+pytestmark = pytest.mark.stage
+
+RECIPE = ROOT / "configs" / "recipes" / "bundled.yaml"
+STAGES = ("sft", "reward", "rlhf")
+# Starts a stage as the launcher does, without the seconds that its two processes take to import
+# what they need. The real one is in the way of the signal, where it matters.
+LAUNCHER = f"""#!{sys.executable}
+import os, sys
+script = next(i for i, word in enumerate(sys.argv) if word.endswith("main.py"))
+words = [sys.executable, "-u", sys.argv[script], "--local_rank=0", *sys.argv[script + 1 :]]
+os.execv(sys.executable, words)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _in_a_directory_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+@pytest.fixture
+def light_launcher(tmp_path, monkeypatch):
+    path = tmp_path / "deepspeed"
+    path.write_text(LAUNCHER, encoding="utf-8")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr(course, "launcher_command", lambda: str(path))
+
+
+def steps_of(out, stage):
+    path = out / stage / "metrics.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [line["step"] for line in map(json.loads, lines) if line["kind"] == "train"]
+
+
+def record(out, stage):
+    return json.loads((out / stage / "run.json").read_text(encoding="utf-8"))
+
+
+def times(out):
+    return {path: path.stat().st_mtime_ns for path in out.glob("*/*")}
+
+
+def test_stopped_in_a_stage_it_goes_on_to_the_end_and_then_has_nothing_to_do(
+    tmp_path, light_launcher, capfd
+):
+    out = tmp_path / "out"
+    words = ["pipeline", str(RECIPE), "--output_dir", "out", "--set", "sft.max_steps=400"]
+    running = subprocess.Popen(
+        [sys.executable, "-m", "dschat_lora", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    while len(steps_of(out, "sft")) < 2:
+        assert running.poll() is None, running.communicate()
+        time.sleep(0.02)
+    running.send_signal(signal.SIGTERM)
+    said, error = (text.decode() for text in running.communicate(timeout=60))
+    done = len(steps_of(out, "sft"))
+    assert running.returncode == 143, error
+    assert f"stopped by SIGTERM after step {done}; go on with: --output_dir out/sft" in said
+    assert error.splitlines()[-1] == (
+        f"error: stopped by SIGTERM in the stage sft; go on with: dschat-lora {' '.join(words)}"
+    )
+    assert record(out, "sft")["status"] == f"interrupted by SIGTERM at step {done}"
+
+    again = {"output_dir": "out", "overrides": [f"sft.max_steps={done + 1}", "rlhf.max_steps=2"]}
+    course.run_pipeline(str(RECIPE), **again)
+    said = capfd.readouterr().out
+    assert f"going on from out/sft/checkpoints/step-{done:08d}" in said
+    assert steps_of(out, "sft") == list(range(1, done + 2))
+    assert [len(steps_of(out, stage)) for stage in ("reward", "rlhf")] == [3, 2]
+    assert all(record(out, stage)["status"] == "finished" for stage in STAGES)
+    assert record(out, "reward")["config"]["model_name_or_path"] == "out/sft"
+    assert record(out, "rlhf")["config"]["critic_model_name_or_path"] == "out/reward"
+    for line in ("sft: out/sft/adapter", "rlhf: out/rlhf/actor/adapter", "report: out/report.html"):
+        assert line in said.splitlines()
+    page = (out / "report.html").read_text(encoding="utf-8")
+    assert all(f'id="stage-{number}"' in page for number in range(len(STAGES)))
+
+    before = times(out)
+    course.run_pipeline(str(RECIPE), **again)
+    skipped = [f"stage {stage}: finished, and skipped" for stage in STAGES]
+    assert capfd.readouterr().out.splitlines()[:3] == skipped
+    assert times(out) == before
