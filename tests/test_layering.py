@@ -149,7 +149,8 @@ LAYERS = {
 LIGHT = """
     assets checkpoint.adapter_config checkpoint.history checkpoint.manifest cli.main cli.options
     config data.rows data.sources engine.ds_config models.source pipeline.course preflight
-    report.directory report.terminal randomness resume rlhf.config rlhf.functions rlhf.preflight world
+    report.directory report.terminal randomness resume rlhf.config rlhf.functions rlhf.preflight
+    world
 """.split()
 HEAVY = ("torch", "transformers", "deepspeed", "datasets", "numpy", "pyarrow", "peft")
 # Modules that may write to a standard stream.

@@ -30,6 +30,7 @@ CPU = Size(Shape(256, 4, 8), Shape(128, 4, 4), 4096, 16, 64, 64, 32, 32, ALL, 9,
 OPT_1_3B, OPT_350M = Shape(2048, 24, 32), Shape(1024, 24, 16)
 GPU = Size(OPT_1_3B, OPT_350M, 50272, 128, 256, 256, 64, 16, (FULL, ENDING), 2, 15.0)
 AGREEMENT = 1e-4  # of everything found on the same responses, in fp32
+END_SECONDS = 10.0
 TARGET_SECONDS = 1.6  # an iteration of the GPU's size with full prompts on one H200
 TARGET_RATIO = 2.0  # of a CPU's time, on real prompts whose answers end
 
@@ -58,12 +59,20 @@ def run(report: PartReport, *, tiny: bool) -> None:
         runners = [start(context, name, serve, task) for name in CONTENDERS]
         try:
             _measure(report, task, runners)
+            _end(runners)
         finally:
             stop(runners)
     report.check("both ways run", all(runner.problem is None for runner in runners))
     for runner in runners:
         if runner.problem:
             print(f"{runner.name}: {runner.problem}")
+
+
+def _end(runners: Sequence[Runner]) -> None:
+    """Let the processes end by themselves, which leaves nothing of theirs behind."""
+    for runner in runners:
+        if runner.problem is None and runner.ask(("stop",)):
+            runner.process.join(END_SECONDS)
 
 
 def _lengths(task: Task) -> dict[str, Any]:

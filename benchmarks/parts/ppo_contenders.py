@@ -156,6 +156,10 @@ class Ours:
                 average=None,
             )
 
+    def close(self) -> None:
+        """End the run."""
+        self._closing.close()
+
     @property
     def weight_bytes(self) -> int:
         """Of all roles, what they share once."""
@@ -320,6 +324,9 @@ class DeepSpeedChat:
             for role, parameters in self._trained.items()
         }
         torch.manual_seed(SEED)
+
+    def close(self) -> None:
+        """Nothing is open."""
 
     @property
     def weight_bytes(self) -> int:
@@ -537,7 +544,8 @@ def serve(connection: Any, name: str, task: Task) -> None:
 
     ``("iterate", setting)`` answers with a :class:`Work`, ``("look", ...)`` with a
     :class:`Found`, ``("forget",)`` begins to count the peak memory anew, ``("peak",)`` answers
-    with it in bytes, above what the imported libraries take. A text says that something failed.
+    with it in bytes, above what the imported libraries take, ``("stop",)`` ends the process. A
+    text says that something failed.
     """
     torch.set_num_threads(task.threads)
     logging.set_verbosity_error()
@@ -553,6 +561,10 @@ def serve(connection: Any, name: str, task: Task) -> None:
             elif command == "forget":
                 forget_peak()
                 connection.send(True)
+            elif command == "stop":
+                contender.close()
+                connection.send(True)
+                return
             elif command == "look":
                 connection.send(contender.look(*arguments))
             else:

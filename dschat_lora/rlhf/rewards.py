@@ -67,8 +67,9 @@ class RewardFunction:
         except ValueError as error:
             # It would pass for a wrong option, and be shown without its place.
             raise RuntimeError(f"--{self.option} {self.name} failed") from error
-        found = found.tolist() if hasattr(found, "tolist") else found  # a tensor or an array
-        is_list = isinstance(found, list | tuple)
+        if hasattr(found, "tolist") and not isinstance(found, Tensor):
+            found = found.tolist()  # an array
+        is_list = isinstance(found, list | tuple) or (isinstance(found, Tensor) and found.dim() > 0)
         if not is_list or len(found) != len(responses):
             what = f"{len(found)} scores" if is_list else f"a {type(found).__name__}"
             raise ValueError(
