@@ -495,7 +495,7 @@ def test_memory_plan_is_what_one_counts_by_hand(large_roles):
     assert plan.to_dict()["peak"] == plan.peak
     (line,) = plan.lines()
     assert f"up to {plan.peak / 2**30:.3g} GiB" in line
-    assert "four models of their own" in line
+    assert f"(as models of their own: {plan.separate_weights / 2**30:.3g})" in line
 
 
 def test_meta_roles_have_the_shapes_of_real_ones(family):

@@ -204,6 +204,12 @@ def test_largest_error_is_that_of_any_micro_batch():
     assert result.ratio_error == pytest.approx(math.exp(0.2) - 1)
 
 
+def test_largest_error_is_that_of_any_rank(monkeypatch):
+    monkeypatch.setattr("dschat_lora.rlhf.update.max_over_ranks", lambda own: max(own, 0.75))
+    ((_, result), _) = updated(Roles(), experience(), TWO_HALVES)[0]
+    assert result.ratio_error == 0.75
+
+
 def test_what_is_not_known_is_what_the_first_pass_says():
     roles = Roles(logprob=-0.7, value=0.2)
     whole = Step(list(range(6)), [[4, 2, 0, 1, 3, 5]])

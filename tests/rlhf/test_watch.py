@@ -190,7 +190,7 @@ def test_rewards_and_judgements_that_are_no_numbers_prove_nothing():
 
 @pytest.mark.parametrize("stop", [1, 4, 6, 9, 12])
 def test_a_resumed_run_is_warned_as_if_it_had_gone_on(stop):
-    rows = times(WINDOW) + times(5, entropy=0.0, reward_std=0.0) + times(6) + times(9, kl=-1.0)
+    rows = times(WINDOW) + times(8, entropy=0.0, reward_std=0.0) + times(6) + times(9, kl=-1.0)
     whole = watch()
     whole.evaluation({"reward": 1.0, "judge": 5.0, "judge_standard_error": 0.1})
     expected = said(whole, rows)

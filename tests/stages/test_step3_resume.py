@@ -209,6 +209,14 @@ def copy_of(tmp_path, undisturbed):
     return copy
 
 
+def test_resumed_where_no_evaluation_is_due_it_has_none(start, copy_of, undisturbed):
+    out = copy_of("1 rank", step=20)
+    _, running = start("1 rank", out.parent)
+    assert not any(running.wait()), running.output()
+    assert "going on from out/checkpoints/step-00000020" in running.out()
+    assert_same_run(out, undisturbed("1 rank"))
+
+
 @pytest.mark.parametrize(("name", "ranks"), [("2 ranks, ZeRO 3", 1), ("1 rank", 2)])
 def test_other_number_of_processes_keeps_responses_and_rows(
     start, copy_of, undisturbed, name, ranks
