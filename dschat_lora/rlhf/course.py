@@ -51,7 +51,7 @@ class Plan:
 
     def steps_of(self, iteration: int) -> int:
         """Optimizer steps of an iteration, if nothing ends it early."""
-        responses = len(self.order(iteration)) * self.num_generations
+        responses = self.order.size(iteration) * self.num_generations
         return self.ppo_epochs * -(-responses // self.rows_per_step)
 
     @property
@@ -74,10 +74,11 @@ class Plan:
     @property
     def num_iterations(self) -> int:
         """Iterations of the run."""
-        count = 0
-        while self.steps_before(count) < self.num_steps:
-            count += 1
-        return count
+        if not self.num_steps:
+            return 0
+        epochs, rest = divmod(self.num_steps, self.steps_per_epoch)
+        within = min(-(-rest // self.steps_of(0)), self.order.iterations_per_epoch)
+        return epochs * self.order.iterations_per_epoch + within
 
     def epoch(self, iterations: int) -> float:
         """Passes over the prompts made in so many iterations."""
@@ -172,7 +173,7 @@ def make_plan(config: RlhfConfig, num_prompts: int) -> Plan:
 
 
 def _announce(plan: Plan, say: Callable[[str], None]) -> None:
-    prompts = len(plan.order(0))
+    prompts = plan.order.size(0)
     say(
         f"  iterations   {plan.num_iterations:,} of {prompts * plan.num_generations:,} responses "
         f"to {prompts:,} prompts, {plan.steps_of(0)} optimizer steps each; "

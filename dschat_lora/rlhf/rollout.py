@@ -36,6 +36,11 @@ class PromptOrder:
         """The last one of an epoch may have fewer prompts."""
         return -(-self.num_prompts // self.per_iteration)
 
+    def size(self, iteration: int) -> int:
+        """How many prompts an iteration has."""
+        number = iteration % self.iterations_per_epoch
+        return min(self.per_iteration, self.num_prompts - number * self.per_iteration)
+
     def __call__(self, iteration: int) -> list[int]:
         """Numbers of the prompts of an iteration, counted from 0."""
         epoch, number = divmod(iteration, self.iterations_per_epoch)
