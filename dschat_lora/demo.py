@@ -108,7 +108,9 @@ def stage_options(stages: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
 
 def _run_stage(script: Path, options: dict[str, Any]) -> None:
     flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-    command = [str(Path(sys.executable).with_name("deepspeed")), str(script), *flags]
+    # More would make other steps of other sizes.
+    launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "1"]
+    command = [*launcher, str(script), *flags]
     say_once("$ " + " ".join(["deepspeed", *command[1:]]))
     result = subprocess.run(command, check=False)
     if result.returncode != 0:

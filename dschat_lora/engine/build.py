@@ -193,6 +193,7 @@ class EngineSettings:
     betas: tuple[float, float]
     epsilon: float
     deepspeed_json: Mapping[str, Any]
+    shares_weights: bool = False  # with another engine, on one frozen base
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -213,6 +214,7 @@ class EngineSettings:
             accumulation_steps=self.accumulation_steps,
             max_grad_norm=self.max_grad_norm,
             native_dtype=native_dtype,
+            shares_weights=self.shares_weights,
         )
 
 

@@ -154,18 +154,21 @@ def together(function: Callable[[], ResultT]) -> ResultT:
 
     Raises:
         ValueError: on every rank, if it raised one on any: the first one's.
+        RuntimeError: on the other ranks, if it raised anything else on one.
     """
-    failure: ValueError | None = None
+    failure: Exception | None = None
     try:
         result = function()
-    except ValueError as error:
+    except Exception as error:  # noqa: BLE001 - raised again, on every rank
         failure = error
     first = -int(max_over_ranks(-float(rank() if failure is not None else world_size())))
     if first == world_size():
         return result
-    box = [str(failure)]
+    box = [str(failure), str(isinstance(failure, ValueError))]
     dist.broadcast_object_list(box, first, device=device())
-    raise ValueError(box[0]) from failure
+    if box[1] == "True":
+        raise ValueError(box[0]) from failure
+    raise failure or RuntimeError(f"rank {first} failed: {box[0]}")
 
 
 def _telling(function: Callable[[], ResultT]) -> ResultT:

@@ -159,6 +159,7 @@ def engine_config(
     accumulation_steps: int,
     max_grad_norm: float,
     native_dtype: str | None,
+    shares_weights: bool = False,
 ) -> dict[str, Any]:
     """The complete DeepSpeed configuration of one engine, no field left to a default that bites.
 
@@ -171,10 +172,14 @@ def engine_config(
         max_grad_norm: clipping norm, 0 for none. DeepSpeed's own default is 1.
         native_dtype: ``"bf16"`` or ``"fp16"`` where DeepSpeed is to keep the fp32 masters of
             16-bit trained weights, None where every trained tensor is fp32 already.
+        shares_weights: whether another engine trains on the same base weights.
     """
     said = _without_auto(content.get("zero_optimization", {}))
     # A file that says what to offload says all of it.
     zero = default_zero(zero_stage, offload and "offload_optimizer" not in said) | said
+    if zero_stage == 3 and shares_weights:
+        # What one engine has fetched ahead is on its way still when the other wants it.
+        zero["stage3_prefetch_bucket_size"] = 0
     scaling = _LOSS_SCALING | _without_auto(content.get("fp16", {}))
     rest = {
         key: value

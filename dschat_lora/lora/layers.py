@@ -192,8 +192,10 @@ class TrainedModule(nn.Module):
         if not self.enabled:
             output: Tensor = self.base(*args, **kwargs)
             return output
-        args = tuple(_to_float32(value) for value in args)
-        kwargs = {name: _to_float32(value) for name, value in kwargs.items()}
+        # float32, unless DeepSpeed keeps the fp32 masters of all that trains.
+        dtype = next(self.trained.parameters()).dtype
+        args = tuple(_cast(value, dtype) for value in args)
+        kwargs = {name: _cast(value, dtype) for name, value in kwargs.items()}
         output = self.trained(*args, **kwargs)
         return output.to(next(self.base.parameters()).dtype)
 
@@ -231,9 +233,9 @@ def _biased_function(base: nn.Module) -> Callable[[Tensor, Any, Any], Tensor]:
     )
 
 
-def _to_float32(value: Any) -> Any:
+def _cast(value: Any, dtype: torch.dtype) -> Any:
     is_float = isinstance(value, Tensor) and value.is_floating_point()
-    return value.float() if is_float else value
+    return value.to(dtype) if is_float else value
 
 
 def _lora_repr(layer: Any) -> str:

@@ -11,7 +11,7 @@ from dschat_lora.models.decode_rows import (
     RecomputedRows,
     Rows,
     cuda_graphs,
-    is_sharded,
+    in_shards,
     takes_cache,
 )
 from dschat_lora.models.quick import quick_attention, quick_linears
@@ -53,22 +53,41 @@ def decode(
         ValueError: if a prompt is empty, or the seeds are not as many for each prompt.
     """
     copies = _copies(prompts, seeds)
-    _check_fits(model, prompts, sampling)
-    if not prompts and keep_going is None:
-        return []
     flat = [seed for each in seeds for seed in each]
     responses = Responses(flat, sampling, eos_ids=eos_ids, device=device)
+    respond(model, prompts, responses, pad_id=pad_id, device=device, keep_going=keep_going)
+    found = responses.tokens()
+    return [found[i : i + copies] for i in range(0, len(found), copies)]
+
+
+@torch.no_grad()
+def respond(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    responses: Responses,
+    *,
+    pad_id: int,
+    device: torch.device,
+    keep_going: Callable[[bool], bool] | None = None,
+) -> None:
+    """Fill ``responses``, as many to each prompt, prompt after prompt; arguments as :func:`decode`.
+
+    Raises:
+        ValueError: if a prompt is empty.
+    """
+    _check_fits(model, prompts, responses.limit)
+    if not prompts and keep_going is None:
+        return
+    copies = responses.size // max(1, len(prompts))
     rows = _rows(model, prompts, responses, copies=copies, pad_id=pad_id, device=device)
     with _quickly(model):
         _run(model, rows, responses, pad_id=pad_id, device=device, keep_going=keep_going)
-    found = responses.tokens()
-    return [found[i : i + copies] for i in range(0, len(found), copies)]
 
 
 @contextmanager
 def _quickly(model: Any) -> Iterator[None]:
     with ExitStack() as stack:
-        if not is_sharded(model):
+        if not in_shards(model):
             stack.enter_context(quick_linears(model))
         if takes_cache(model):
             stack.enter_context(quick_attention(model))
@@ -109,18 +128,18 @@ def _copies(prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]]) ->
             f"seeds must be one list for each of {len(prompts)} prompts, all of one length of at "
             f"least 1; found {len(seeds)} lists of lengths {sorted(counts)}"
         )
-    empty = [index for index, prompt in enumerate(prompts) if not len(prompt)]
-    if empty:
-        raise ValueError(f"prompt {empty[0]} is empty; a response needs a token to follow")
     return max(counts, default=1)
 
 
-def _check_fits(model: Any, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
+def _check_fits(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
     assert not model.training, "responses are decoded in evaluation mode"
+    empty = [index for index, prompt in enumerate(prompts) if not len(prompt)]
+    if empty:
+        raise ValueError(f"prompt {empty[0]} is empty; a response needs a token to follow")
     limit = getattr(model.config, "max_position_embeddings", None)
     longest = max((len(prompt) for prompt in prompts), default=0)
-    assert limit is None or longest + sampling.max_new_tokens <= limit, (
-        f"a prompt of {longest} tokens and {sampling.max_new_tokens} new ones exceed the model's "
+    assert limit is None or longest + max_new_tokens <= limit, (
+        f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the model's "
         f"{limit} positions"
     )
 
@@ -140,7 +159,7 @@ def _rows(
     if not takes_cache(model):
         return RecomputedRows(model, prompts, responses, **options)
     if device.type == "cuda":
-        options |= {"buckets": True, "record": None if is_sharded(model) else cuda_graphs()}
+        options |= {"buckets": True, "record": None if in_shards(model) else cuda_graphs()}
     return CachedRows(model, prompts, responses, **options)
 
 

@@ -44,9 +44,13 @@ def takes_cache(model: Any) -> bool:
     )
 
 
-def is_sharded(model: Any) -> bool:
-    """Whether ZeRO 3 holds the parameters, which then have their values during a forward alone."""
-    return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+def in_shards(model: Any) -> bool:
+    """Whether ZeRO 3 holds parameters that have their values during their layer's forward alone.
+
+    Gathered ones keep them for as long as they are.
+    """
+    sizes = ((p.numel(), getattr(p, "ds_numel", p.numel())) for p in model.parameters())
+    return any(here != whole for here, whole in sizes)
 
 
 class CachedRows:

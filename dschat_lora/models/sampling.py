@@ -7,6 +7,8 @@ from random import Random
 import torch
 from torch import Tensor
 
+from dschat_lora.algos.logprobs import token_logprobs
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -99,6 +101,7 @@ class Responses:
             rows that hold no sequence write there.
         count: (1,) int64, tokens chosen so far, the same for every sequence.
         limit: tokens of the longest possible response.
+        size: S, how many sequences there are.
     """
 
     def __init__(
@@ -108,8 +111,9 @@ class Responses:
         *,
         eos_ids: Collection[int],
         device: torch.device,
+        keep_logprobs: bool = False,
     ) -> None:
-        self.limit = sampling.max_new_tokens
+        self.limit, self.size = sampling.max_new_tokens, len(seeds)
         self._sampling, self._eos_ids = sampling, frozenset(eos_ids)
         self._ends = torch.tensor(sorted(eos_ids), dtype=torch.int64, device=device)
         shape = (len(seeds) + 1, sampling.max_new_tokens)
@@ -118,6 +122,7 @@ class Responses:
         if sampling.do_sample:
             self._uniforms[:-1] = uniforms(seeds, sampling.max_new_tokens)
         self._uniforms = self._uniforms.to(device)
+        self._logprobs = torch.zeros(shape, device=device) if keep_logprobs else None
         self.finished = torch.zeros(shape[0], dtype=torch.bool, device=device)
         self.count = torch.zeros(1, dtype=torch.int64, device=device)
 
@@ -132,6 +137,9 @@ class Responses:
         chosen = choose(logits, self._uniforms[place], self._sampling)
         ended = (chosen[:, None] == self._ends).any(-1)
         self._tokens.index_put_(place, chosen)
+        if self._logprobs is not None:
+            scaled = logits.float() / self._sampling.temperature
+            self._logprobs.index_put_(place, token_logprobs(scaled, chosen))
         self.finished.index_put_((sequences,), self.finished[sequences] | ended)
         self.count += 1
         return chosen
@@ -140,6 +148,12 @@ class Responses:
         """Every sequence's tokens, up to and including its end."""
         rows = self._tokens[:-1, : int(self.count)].tolist()
         return [self._until_end(row) for row in rows]
+
+    def logprobs(self) -> list[list[float]]:
+        """Log-probability of every sequence's tokens, in nats, before top-k and top-p."""
+        assert self._logprobs is not None, "they were not kept"
+        rows = self._logprobs[:-1].tolist()
+        return [row[: len(own)] for row, own in zip(rows, self.tokens(), strict=True)]
 
     def _until_end(self, row: list[int]) -> list[int]:
         ends = (i + 1 for i, token in enumerate(row) if token in self._eos_ids)

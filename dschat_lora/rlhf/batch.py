@@ -24,6 +24,7 @@ class Response:
     ended: bool  # whether it did
     group: int  # number of the prompt within the iteration
     columns: bytes = b""  # the row of data, as JSON
+    logprobs: tuple[float, ...] = ()  # of its tokens as they were drawn, in nats, where kept
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.tokens)

@@ -151,7 +151,13 @@ class RolloutConfig:
         )
         require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
         require(self.top_k >= 0, "top_k", self.top_k, ">= 0")
-        own = self.per_device_generation_batch_size * self.generation_batches
+        at_a_time = self.per_device_generation_batch_size
+        if self.num_generations > at_a_time:
+            raise ValueError(
+                f"--num_generations {self.num_generations} responses to a prompt are generated at "
+                f"a time: --per_device_generation_batch_size {at_a_time} must be as many"
+            )
+        own = at_a_time * self.generation_batches
         if own % self.num_generations:
             raise ValueError(
                 f"--num_generations {self.num_generations} must divide the {own} responses of an "
@@ -169,10 +175,10 @@ class RewardsConfig:
         "called as function(prompts=[...], responses=[...])",
     )
     clip_reward_value: float = option(
-        5.0, help="scores are clipped to this absolute value, after scaling; 0: never"
+        5.0, help="scores are clipped to this absolute value once they are scaled; 0: never"
     )
     reward_scaling: Literal["none", "running", "initial"] = option(
-        "none",
+        "initial",
         help="running: divide scores by their standard deviation so far; initial: by that of the "
         "first iteration's scores, after subtracting their mean; the critic starts in these units "
         "(with none and running in those of the reward model)",

@@ -96,6 +96,7 @@ class Progress:
     responses: int = 0
     tokens: int = 0
     kl_coef: float = 0.0
+    kl_start: float = 0.0  # what the user gave for it
     kl_spent: float = 0.0  # latest divergence from the reference, nats per response
     moments: dict[str, float] = field(default_factory=dict)  # of scores
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
@@ -109,6 +110,9 @@ class Progress:
         """Become what :meth:`state` returned."""
         for name in asdict(self):
             setattr(self, name, state[name])
+        # What is not finite went through JSON as text.
+        self.kl_coef, self.kl_spent = float(self.kl_coef), float(self.kl_spent)
+        self.moments = {name: float(value) for name, value in self.moments.items()}
 
 
 def train(setup: Setup, engines: Engines) -> None:
@@ -121,7 +125,7 @@ def train(setup: Setup, engines: Engines) -> None:
     average = None
     if config.classic.enable_ema:
         average = MovingAverage(setup.roles.actor.model, config.classic.ema_decay)
-    progress = Progress(kl_coef=config.ppo.kl_coef)
+    progress = Progress(kl_coef=config.ppo.kl_coef, kl_start=config.ppo.kl_coef)
     plain = config.batch.do_sample and config.batch.top_p == 1 and config.batch.top_k == 0
     watch = Watch(setup.settings["actor"].dtype, samples_tokens=plain)
     evaluator = make_evaluator(setup, engines, generator, watch)
@@ -146,8 +150,8 @@ def train(setup: Setup, engines: Engines) -> None:
         },
     )
     keeper.restore(num_steps=plan.num_steps)
-    if not config.ppo.adaptive_kl_target:
-        progress.kl_coef = config.ppo.kl_coef  # perhaps another one from here on
+    if progress.kl_start != config.ppo.kl_coef:  # another one from here on
+        progress.kl_coef = progress.kl_start = config.ppo.kl_coef
     iterate = Iterations(
         setup, engines, plan, generator, progress, watch, pretraining=pretraining, average=average
     )
@@ -317,6 +321,7 @@ class Iterations:
             self._sampling,
             num_generations=self._plan.num_generations,
             key=(self._config.run.seed, self._progress.iteration),
+            keep_logprobs=True,
         )
 
     def _score(self, responses: list[Response]) -> Scored:
@@ -414,7 +419,7 @@ class Iterations:
         kl = response_sums(experience.kl(), experience.mask)[experience.counts]
         progress.kl_spent = float(kl.double().mean())
         config = self._config.ppo
-        if config.adaptive_kl_target:
+        if config.adaptive_kl_target and math.isfinite(progress.kl_spent):
             progress.kl_coef = adapted_kl_coef(
                 progress.kl_coef,
                 kl=progress.kl_spent,
@@ -568,6 +573,7 @@ def _said(
     if returns is not None and experience.values is not None:
         explained = float(explained_variance(experience.values, returns, mask))
     return {
+        **_drawn_alike(experience),
         "reward": float(raw.mean()),
         "reward_std": float(raw.std(correction=0)),
         "scaled_reward": float(scores[counts].double().mean()),
@@ -584,3 +590,13 @@ def _said(
         "tokens": sum(map(len, responses)),
         "supervised_tokens": sum(len(r.tokens) for r in responses),
     }
+
+
+def _drawn_alike(experience: Experience) -> dict[str, float]:
+    """How far log-probabilities in the decode loop are from those that are trained on, in nats."""
+    table = torch.zeros(experience.mask.shape)
+    for row, response in enumerate(experience.responses):
+        table[row, : len(response.logprobs)] = torch.tensor(response.logprobs)
+    assert experience.logprobs is not None
+    errors = (table.to(experience.mask.device) - experience.logprobs).abs()[experience.mask]
+    return {"sampler_error": float(errors.mean()), "sampler_error_max": float(errors.max())}

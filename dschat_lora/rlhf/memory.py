@@ -18,9 +18,9 @@ class MemoryPlan:
 
     weights: int  # of all roles, each shared tensor once
     separate_weights: int  # what the roles would take as models of their own
-    training: int  # gradients and optimizer state of actor and critic
+    training: int  # gradients and optimizer state of actor and critic, and the moving average
     update: int  # activations and a chunk of logits of both, for full rows
-    cache: int  # keys and values of the responses that are decoded at a time
+    cache: int  # keys and values of responses decoded at a time; at ZeRO 3 whole weights too
 
     @property
     def peak(self) -> int:
@@ -58,14 +58,20 @@ def memory_plan(
     except ValueError:
         return None
     sharded = world_size() if settings["actor"].zero_stage == 3 else 1
+    weights = _bytes(list(roles.whole().parameters()))
+    averaged = 4 * sum(p.numel() for p in roles.actor.model.parameters() if p.requires_grad)
+    kept = averaged // sharded if config.classic.enable_ema else 0
     offloaded = config.parallel.offload
     return MemoryPlan(
-        weights=_bytes(list(roles.whole().parameters())) // sharded,
+        weights=weights // sharded,
         separate_weights=sum(_bytes(list(m.model.parameters())) for m in roles.models.values())
         // sharded,
-        training=sum(e.gradients + (0 if offloaded else e.optimizer) for e in estimates.values()),
+        training=kept
+        + sum(e.gradients + (0 if offloaded else e.optimizer) for e in estimates.values()),
         update=sum(e.activations + e.loss for e in estimates.values()),
-        cache=cache_bytes(config, roles.actor.model),
+        # At ZeRO 3 the weights are whole for as long as responses are generated.
+        cache=cache_bytes(config, roles.actor.model)
+        + (_bytes(list(roles.rollout.parameters())) if sharded > 1 else 0),
     )
 
 

@@ -103,7 +103,7 @@ def load_function(option: str, name: str, tokenizer: Tokenizer) -> RewardFunctio
     with working_directory():
         try:
             module = importlib.import_module(module_name)
-        except ImportError as error:
+        except (ImportError, SyntaxError) as error:
             raise ValueError(f"--{option} {name} cannot be imported: {error}") from error
     function = getattr(module, function_name, None)
     if not callable(function):

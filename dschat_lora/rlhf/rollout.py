@@ -14,8 +14,8 @@ from dschat_lora.data.tokenize import PromptSample
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import gather_over_ranks, max_over_ranks, rank, world_size
 from dschat_lora.engine.zero import gathered
-from dschat_lora.models.decode import decode
-from dschat_lora.models.sampling import Sampling
+from dschat_lora.models.decode import respond
+from dschat_lora.models.sampling import Responses, Sampling
 from dschat_lora.randomness import stream_seed
 from dschat_lora.rlhf.batch import Response
 
@@ -86,6 +86,7 @@ class Generator:
         *,
         num_generations: int,
         key: tuple[int | str, ...],
+        keep_logprobs: bool = False,
     ) -> list[Response]:
         """``num_generations`` responses to each prompt, prompt after prompt, on every rank.
 
@@ -94,6 +95,7 @@ class Generator:
             sampling: how tokens are chosen.
             num_generations: responses to a prompt.
             key: of the random numbers; each response has its own.
+            keep_logprobs: bring along what the decode loop made of the tokens it drew.
         """
         # Prompts of like length are decoded together, and ranks have as much to do.
         order = sorted(range(len(prompts)), key=lambda n: -len(prompts[n].input_ids))
@@ -101,44 +103,60 @@ class Generator:
         at_a_time = max(1, self._batch_size // num_generations)
         chunks = -(-len(order[:: world_size()]) // at_a_time)
         rows: list[list[int]] = []
+        drawn: list[list[float]] = []
         with self._weights() as (model, keep_going):
             for chunk in range(chunks):
                 numbers = mine[chunk * at_a_time : (chunk + 1) * at_a_time]
-                answers = decode(
+                copies = [(n, k) for n in numbers for k in range(num_generations)]
+                responses = Responses(
+                    [stream_seed("rollout", *key, n, k) for n, k in copies],
+                    sampling,
+                    eos_ids=self._eos_ids,
+                    device=self._engine.device,
+                    keep_logprobs=keep_logprobs,
+                )
+                respond(
                     model,
                     [prompts[n].input_ids.tolist() for n in numbers],
-                    sampling,
-                    seeds=[
-                        [stream_seed("rollout", *key, n, k) for k in range(num_generations)]
-                        for n in numbers
-                    ],
-                    eos_ids=self._eos_ids,
+                    responses,
                     pad_id=self._pad_id,
                     device=self._engine.device,
                     keep_going=keep_going,
                 )
-                for n, own in zip(numbers, answers, strict=True):
-                    for k, tokens in enumerate(own):
-                        rows.append([n * num_generations + k, *tokens])
-        shared = self._share(rows, sampling.max_new_tokens)
+                rows += [
+                    [n * num_generations + k, *tokens]
+                    for (n, k), tokens in zip(copies, responses.tokens(), strict=True)
+                ]
+                drawn += responses.logprobs() if keep_logprobs else [[] for _ in copies]
         return [
-            self._response(prompts[n // num_generations], n // num_generations, tokens)
-            for n, tokens in enumerate(shared)
+            self._response(prompts[n // num_generations], n // num_generations, tokens, logprobs)
+            for n, (tokens, logprobs) in enumerate(self._share(rows, drawn, sampling))
         ]
 
-    def _response(self, prompt: PromptSample, group: int, tokens: list[int]) -> Response:
+    def _response(
+        self, prompt: PromptSample, group: int, tokens: list[int], logprobs: list[float]
+    ) -> Response:
         ended = bool(tokens) and tokens[-1] in self._eos_ids
         ids = tuple(prompt.input_ids.tolist())
-        return Response(ids, tuple(tokens), ended, group, prompt.columns)
+        return Response(ids, tuple(tokens), ended, group, prompt.columns, tuple(logprobs))
 
-    def _share(self, rows: list[list[int]], width: int) -> list[list[int]]:
-        """The tokens of all ranks' responses by number, on every rank."""
-        table = torch.full((len(rows), width + 2), -1, dtype=torch.int64)
-        for index, row in enumerate(rows):
-            table[index, : len(row)] = torch.tensor(row)
-        whole = gather_over_ranks(table.to(self._engine.device)).tolist()
-        whole.sort(key=lambda row: row[0])
-        return [row[1 : row.index(-1)] for row in whole]
+    def _share(
+        self, rows: list[list[int]], drawn: list[list[float]], sampling: Sampling
+    ) -> list[tuple[list[int], list[float]]]:
+        """Tokens and log-probabilities of all ranks' responses by number, on every rank."""
+        # Numbers, tokens and fp32 values are exact in fp64.
+        width = sampling.max_new_tokens
+        table = torch.full((len(rows), 3 + 2 * width), -1, dtype=torch.float64)
+        for index, (row, own) in enumerate(zip(rows, drawn, strict=True)):
+            table[index, 0], table[index, 1], table[index, 2] = row[0], len(row) - 1, len(own)
+            table[index, 3 : 2 + len(row)] = torch.tensor(row[1:])
+            table[index, 3 + width : 3 + width + len(own)] = torch.tensor(own)
+        whole = gather_over_ranks(table.to(self._engine.device)).cpu()
+        whole = whole[whole[:, 0].argsort()]
+        return [
+            (row[3 : 3 + int(row[1])].long().tolist(), row[3 + width :][: int(row[2])].tolist())
+            for row in whole
+        ]
 
     @contextmanager
     def _weights(self) -> Iterator[tuple[Any, Callable[[bool], bool] | None]]:
@@ -158,8 +176,11 @@ class Generator:
         """Whether every rank has room for the whole weights."""
         fits = True
         if self._engine.device.type == "cuda":
+            here = self._engine.device
             size = sum(p.ds_numel * p.element_size() for p in parameters)
-            fits = size < GATHER_SHARE * torch.cuda.mem_get_info(self._engine.device)[0]
+            # What torch holds and does not use is free too.
+            unused = torch.cuda.memory_reserved(here) - torch.cuda.memory_allocated(here)
+            fits = size < GATHER_SHARE * (torch.cuda.mem_get_info(here)[0] + unused)
         return max_over_ranks(float(not fits)) == 0
 
 

@@ -30,7 +30,7 @@ from dschat_lora.rlhf.config import RlhfConfig, RoleConfig, naming
 from dschat_lora.rlhf.engines import Engines
 from dschat_lora.rlhf.memory import memory_plan
 from dschat_lora.rlhf.phases import Counter
-from dschat_lora.rlhf.preflight import find_sources, text_data
+from dschat_lora.rlhf.preflight import find_sources, shares_base, text_data
 from dschat_lora.rlhf.pretraining import Pretraining
 from dschat_lora.rlhf.rewards import RewardFunction, load_function
 from dschat_lora.rlhf.roles import Network, Roles, Sources, build_roles
@@ -226,6 +226,7 @@ def _settings(config: RlhfConfig) -> dict[str, EngineSettings]:
             betas=(config.optim.adam_beta1, config.optim.adam_beta2),
             epsilon=config.optim.adam_epsilon,
             deepspeed_json=read_deepspeed_json(config.parallel.deepspeed_config),
+            shares_weights=config.has_critic and shares_base(config),
         )
         for name, role in roles.items()
     }

@@ -8,9 +8,11 @@ WINDOW = 5  # iterations that a judgement is made over
 PATIENCE = 20  # iterations before the critic is expected to explain anything
 # Old and new log-probabilities come from one code path; only rounding may tell them apart.
 RATIO_TOLERANCE = {"fp32": 1e-6, "bf16": 0.05, "fp16": 0.01}
+# The decode loop computes one token at a time, by other kernels: mean error in nats per token.
+SAMPLER_TOLERANCE = {"fp32": 1e-4, "bf16": 0.05, "fp16": 0.02}
 _WATCHED = (
     *("kl", "kl_standard_error", "eos_rate", "entropy", "explained_variance", "reward_std"),
-    *("ratio_error", "score_clip_fraction"),
+    *("ratio_error", "score_clip_fraction", "sampler_error"),
 )
 
 
@@ -40,10 +42,11 @@ class Watch:
             self.first.append(row)
         self.latest = [*self.latest, row][-WINDOW:]
         if len(self.latest) < WINDOW:
-            return self._news({"ratio": self._ratio(row)})
+            return self._news({"ratio": self._ratio(row), "sampler": self._sampler(row)})
         return self._news(
             {
                 "ratio": self._ratio(row),
+                "sampler": self._sampler(row),
                 "kl": self._negative_kl(),
                 "eos": self._eos(),
                 "entropy": self._entropy(),
@@ -66,8 +69,11 @@ class Watch:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Become what :meth:`state` returned."""
-        for name, value in state.items():
-            setattr(self, name, value)
+        for name in ("first", "latest", "evaluations"):
+            # What is not finite went through JSON as text.
+            rows = [{key: float(value) for key, value in row.items()} for row in state[name]]
+            setattr(self, name, rows)
+        self.iterations, self.said = state["iterations"], list(state["said"])
 
     def _news(self, found: dict[str, str | None]) -> list[str]:
         news = [text for name, text in found.items() if text and name not in self.said]
@@ -88,6 +94,16 @@ class Watch:
             f"the policy's log-probabilities before its first step differ from those it sampled "
             f"with by a ratio of {row['ratio_error']:.2g}, more than rounding in {self.dtype} "
             f"({limit:g}): the two passes do not see the same input"
+        )
+
+    def _sampler(self, row: dict[str, float]) -> str | None:
+        limit = SAMPLER_TOLERANCE[self.dtype]
+        if row.get("sampler_error", 0.0) <= limit:
+            return None
+        return (
+            f"the decode loop's log-probabilities are {row['sampler_error']:.2g} nats per token "
+            f"from those that are trained on, more than rounding in {self.dtype} ({limit:g}): "
+            "responses are drawn from another policy than the one that learns"
         )
 
     def _negative_kl(self) -> str | None:
