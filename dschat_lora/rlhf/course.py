@@ -2,16 +2,15 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dschat_lora.algos.advantages import RunningMoments, explained_variance, response_sums
-from dschat_lora.algos.kl import adapted_kl_coef, kl_k3
-from dschat_lora.algos.preference import correlation
+from dschat_lora.algos.advantages import RunningMoments, response_sums
+from dschat_lora.algos.kl import adapted_kl_coef
 from dschat_lora.engine.distributed import device, rank, sum_over_ranks, world_size
 from dschat_lora.engine.state import EngineState
 from dschat_lora.interrupt import StopRequested
@@ -26,93 +25,18 @@ from dschat_lora.rlhf.ema import MovingAverage
 from dschat_lora.rlhf.engines import Engines
 from dschat_lora.rlhf.evaluation import Evaluator, make_evaluator
 from dschat_lora.rlhf.experience import Experience, look_at, step_counts, targets
+from dschat_lora.rlhf.figures import learnt, rates_of, said
 from dschat_lora.rlhf.phases import PHASES, Clock, rates
+from dschat_lora.rlhf.plan import Plan, Progress, make_plan
 from dschat_lora.rlhf.pretraining import Pretraining
 from dschat_lora.rlhf.rewards import in_units_of, scores_of_clip, teaching_scores
-from dschat_lora.rlhf.rollout import Generator, PromptOrder, prompts_of, response_mask
+from dschat_lora.rlhf.rollout import Generator, prompts_of, response_mask
 from dschat_lora.rlhf.saving import finish
 from dschat_lora.rlhf.setup import Setup, make_pretraining
 from dschat_lora.rlhf.update import StepResult, Updater
 from dschat_lora.rlhf.watch import Watch
 from dschat_lora.schedule import rate_factor
 from dschat_lora.trainer import MAX_SKIPS, MAX_SKIPS_FP16
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How long a run is: iterations, each of some optimizer steps."""
-
-    order: PromptOrder
-    num_generations: int
-    rows_per_step: int
-    ppo_epochs: int
-    num_epochs: int
-    max_steps: int
-
-    def steps_of(self, iteration: int) -> int:
-        """Optimizer steps of an iteration, if nothing ends it early."""
-        responses = self.order.size(iteration) * self.num_generations
-        return self.ppo_epochs * -(-responses // self.rows_per_step)
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Optimizer steps of a pass over the prompts."""
-        last = self.order.iterations_per_epoch - 1
-        return self.steps_of(0) * last + self.steps_of(last)
-
-    @property
-    def num_steps(self) -> int:
-        """Optimizer steps of the run."""
-        total = self.num_epochs * self.steps_per_epoch
-        return self.max_steps if self.max_steps and total else total
-
-    def steps_before(self, iteration: int) -> int:
-        """Optimizer steps planned before an iteration."""
-        epoch, number = divmod(iteration, self.order.iterations_per_epoch)
-        return epoch * self.steps_per_epoch + number * self.steps_of(0)
-
-    @property
-    def num_iterations(self) -> int:
-        """Iterations of the run."""
-        if not self.num_steps:
-            return 0
-        epochs, rest = divmod(self.num_steps, self.steps_per_epoch)
-        within = min(-(-rest // self.steps_of(0)), self.order.iterations_per_epoch)
-        return epochs * self.order.iterations_per_epoch + within
-
-    def epoch(self, iterations: int) -> float:
-        """Passes over the prompts made in so many iterations."""
-        return iterations / self.order.iterations_per_epoch
-
-
-@dataclass
-class Progress:
-    """How far a run has come, and what it has learnt to steer by; counted over all processes."""
-
-    iteration: int = 0
-    step: int = 0  # optimizer steps made
-    skipped: int = 0
-    skipped_in_a_row: int = 0
-    responses: int = 0
-    tokens: int = 0
-    kl_coef: float = 0.0
-    kl_start: float = 0.0  # what the user gave for it
-    kl_spent: float = 0.0  # latest divergence from the reference, nats per response
-    moments: dict[str, float] = field(default_factory=dict)  # of scores
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    flops: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-
-    def state(self) -> dict[str, Any]:
-        """As JSON."""
-        return asdict(self)
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Become what :meth:`state` returned."""
-        for name in asdict(self):
-            setattr(self, name, state[name])
-        # What is not finite went through JSON as text.
-        self.kl_coef, self.kl_spent = float(self.kl_coef), float(self.kl_spent)
-        self.moments = {name: float(value) for name, value in self.moments.items()}
 
 
 def train(setup: Setup, engines: Engines) -> None:
@@ -158,22 +82,6 @@ def train(setup: Setup, engines: Engines) -> None:
     with output.interrupts.deferred():
         _run(setup, plan, iterate, progress, evaluator, keeper)
     finish(setup, engines, evaluator=evaluator, progress=asdict(progress), average=average)
-
-
-def make_plan(config: RlhfConfig, num_prompts: int) -> Plan:
-    """The plan of a run over so many prompts."""
-    batch, world = config.batch, world_size()
-    responses = batch.per_device_generation_batch_size * batch.generation_batches * world
-    return Plan(
-        order=PromptOrder(num_prompts, responses // batch.num_generations, config.run.seed),
-        num_generations=batch.num_generations,
-        rows_per_step=batch.per_device_training_batch_size
-        * batch.gradient_accumulation_steps
-        * world,
-        ppo_epochs=config.ppo.ppo_epochs,
-        num_epochs=config.optim.num_train_epochs,
-        max_steps=config.optim.max_steps,
-    )
 
 
 def _announce(plan: Plan, say: Callable[[str], None]) -> None:
@@ -310,8 +218,8 @@ class Iterations:
             self._say_nothing_counts(experience)
             return False
         # Every rank knows all, so all of them watch alike.
-        learnt = replace(scored, experience=experience)
-        self._report(self._metrics(learnt, returns, results), experience)
+        scored = replace(scored, experience=experience)
+        self._report(self._metrics(scored, returns, results), experience)
         return results[-1].skipped
 
     def _roll_out(self) -> list[Response]:
@@ -431,14 +339,14 @@ class Iterations:
     def _metrics(
         self, scored: Scored, returns: Tensor | None, results: list[StepResult]
     ) -> dict[str, Any]:
-        learnt = _learnt(results)
+        update = learnt(results)
         return {
             "epoch": self._plan.epoch(self._progress.iteration),
             "iteration": self._progress.iteration,
-            "loss": learnt["policy_loss"],
-            **_rates_of(results[-1]),
-            **learnt,
-            **_said(scored.experience, scored.scores, returns),
+            "loss": update["policy_loss"],
+            **rates_of(results[-1]),
+            **update,
+            **said(scored.experience, scored.scores, returns),
             "score_clip_fraction": scored.clipped,
             "kl_coef": self._progress.kl_coef,
             "updates": len(results),
@@ -459,6 +367,7 @@ class Iterations:
                 batch_size=self._config.batch.per_device_generation_batch_size,
                 passes=passes,
                 looked_twice=scored.looked_twice,
+                text=None if self._pretraining is None else self._pretraining.take_counts(),
                 padded=None
                 if self._skips_padding()
                 else StepCounts(num_positions=round(positions), num_scored_pairs=round(pairs)),
@@ -517,86 +426,3 @@ class Iterations:
         log = self._setup.output.log
         log.write("event", self._progress.step, {"event": "empty_batch", "message": message})
         log.say(f"  warning      {message}")
-
-
-def _learnt(results: list[StepResult]) -> dict[str, float | None]:
-    """Means over an iteration's steps, weighted by tokens; norms are those of the last one."""
-    tokens = sum(result.num_tokens for result in results)
-
-    def mean(name: str) -> float | None:
-        values = [(getattr(result, name), result.num_tokens) for result in results]
-        if any(value is None for value, _ in values):
-            return None
-        return sum(value * weight for value, weight in values) / tokens
-
-    names = ("policy_loss", "value_loss", "text_loss", "entropy", "clip_fraction")
-    found = {name: mean(name) for name in (*names, "value_clip_fraction", "approx_kl")}
-    if found["text_loss"] is None:
-        del found["text_loss"]
-    last = results[-1].outcomes
-    norms = {
-        "grad_norm": last["actor"].grad_norm,
-        "loss_scale": last["actor"].loss_scale,
-        "skipped": results[-1].skipped,
-    }
-    if "critic" in last:
-        norms["critic_grad_norm"] = last["critic"].grad_norm
-    return {**found, **norms, "ratio_error": results[0].ratio_error}
-
-
-def _rates_of(result: StepResult) -> dict[str, float | None]:
-    """The actor's learning rates by the contract's names, and the critic's."""
-    found: dict[str, float | None] = {}
-    for role, prefix in (("actor", ""), ("critic", "critic_")):
-        groups = result.rates.get(role)
-        if groups is not None:
-            lora = [rate for name, rate in groups.items() if name.startswith("lora")]
-            base = [rate for name, rate in groups.items() if not name.startswith("lora")]
-            found[f"{prefix}learning_rate"] = (base or lora)[0]
-            found[f"{prefix}lora_learning_rate"] = lora[0] if lora else None
-    return found
-
-
-def _said(
-    experience: Experience, scores: Tensor, returns: Tensor | None
-) -> dict[str, float | int | None]:
-    """What the responses were like, and how well they were foreseen."""
-    responses, counts, mask = experience.responses, experience.counts, experience.mask
-    kept = [r for r, counted in zip(responses, counts.tolist(), strict=True) if counted]
-    assert experience.logprobs is not None
-    raw = experience.scores[counts].double()
-    kl = response_sums(experience.kl(), mask)[counts].double()
-    k3 = response_sums(kl_k3(experience.logprobs, experience.reference), mask)[counts].double()
-    lengths = torch.tensor([float(len(r.tokens)) for r in kept], dtype=torch.float64)
-    eos_rate = sum(r.ended for r in kept) / len(kept)
-    explained = None
-    if returns is not None and experience.values is not None:
-        explained = float(explained_variance(experience.values, returns, mask))
-    return {
-        **_drawn_alike(experience),
-        "reward": float(raw.mean()),
-        "reward_std": float(raw.std(correction=0)),
-        "scaled_reward": float(scores[counts].double().mean()),
-        "kl": float(kl.mean()),
-        "kl_k3": float(k3.mean()),
-        "kl_standard_error": float(kl.std(correction=0)) / math.sqrt(len(kept)),
-        "explained_variance": explained,
-        "response_length": float(lengths.mean()),
-        "reward_length_correlation": correlation(raw.cpu(), lengths),
-        "eos_rate": eos_rate,
-        "truncated_fraction": 1 - eos_rate,
-        "dropped": len(responses) - len(kept),
-        "samples": len(responses),
-        "tokens": sum(map(len, responses)),
-        "supervised_tokens": sum(len(r.tokens) for r in responses),
-    }
-
-
-def _drawn_alike(experience: Experience) -> dict[str, float]:
-    """How far log-probabilities in the decode loop are from those that are trained on, in nats."""
-    table = torch.zeros(experience.mask.shape)
-    for row, response in enumerate(experience.responses):
-        table[row, : len(response.logprobs)] = torch.tensor(response.logprobs)
-    assert experience.logprobs is not None
-    errors = (table.to(experience.mask.device) - experience.logprobs).abs()[experience.mask]
-    return {"sampler_error": float(errors.mean()), "sampler_error_max": float(errors.max())}

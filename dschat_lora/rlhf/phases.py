@@ -83,6 +83,7 @@ class Counter:
         passes: float,
         looked_twice: bool,
         padded: StepCounts | None,
+        text: StepCounts | None = None,
     ) -> Work:
         """Work of one iteration over all processes.
 
@@ -94,6 +95,7 @@ class Counter:
             looked_twice: whether actor and critic were asked before the update too.
             padded: positions and pairs that one pass over all responses computes; None where
                 padding is not computed.
+            text: pretraining text that the actor trained on.
         """
         counts = _counts(responses)
         forward = _arguments(counts, padded)
@@ -105,6 +107,12 @@ class Counter:
         for name, checkpointed in self._checkpointed.items():
             one = step_flops(self.shapes[name], gradient_checkpointing=checkpointed, **forward)
             training += Flops(one.model * passes, one.hardware * passes)
+        if text is not None:
+            training += step_flops(
+                self.shapes["actor"],
+                gradient_checkpointing=self._checkpointed["actor"],
+                **_arguments(text, None if padded is None else text),
+            )
         generation = self._generation(self.shapes["actor"], responses, num_generations)
         flops = {"generation": generation, "scoring": scoring, "training": training}
         return Work(flops, self._decode_bytes(responses, batch_size))

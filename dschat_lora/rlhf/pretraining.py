@@ -6,7 +6,8 @@ from typing import Any
 
 from dschat_lora.data.batch import Batch
 from dschat_lora.data.loader import StepLoader
-from dschat_lora.engine.distributed import sum_over_ranks
+from dschat_lora.perf.throughput import StepCounts
+from dschat_lora.trainer import count
 
 
 @dataclass(frozen=True)
@@ -29,18 +30,25 @@ class Pretraining:
         """
         self._loader, self.coefficient = loader, coefficient
         self._step = 0
+        self._counts = StepCounts()
         self._windows: Iterator[list[Any]] = iter(())
 
     def window(self) -> TextWindow:
         """The text of the next step; call on every rank."""
-        batches: list[Batch] | None = next(self._windows, None)
+        batches: list[Any] | None = next(self._windows, None)
         if batches is None:
             epoch, start = divmod(self._step, self._loader.steps_per_epoch)
             self._windows = self._loader.epoch(epoch, start)
             batches = next(self._windows)
         self._step += 1
-        (targets,) = sum_over_ranks([float(sum(batch.num_targets for batch in batches))])
-        return TextWindow(batches, max(1, round(targets)))
+        counts = count(batches)
+        self._counts += counts
+        return TextWindow(batches, max(1, counts.num_targets))
+
+    def take_counts(self) -> StepCounts:
+        """Of the text since the last call, of all ranks."""
+        counts, self._counts = self._counts, StepCounts()
+        return counts
 
     def state(self) -> dict[str, Any]:
         """As JSON."""

@@ -51,9 +51,17 @@ def home(tmp_path_factory):
     write_prompts(home / "seven.jsonl", 7)
     write_prompts(home / "held.jsonl", 5, seed=1)
     write_texts(home / "texts.jsonl", 9)
-    # Else DeepSpeed keeps parameters as small as these whole on every rank.
-    sharded = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
-    (home / "sharded.json").write_text(json.dumps(sharded), encoding="utf-8")
+    # Else DeepSpeed keeps parameters as small as these whole on every rank, or fetches all of
+    # them ahead, which it does not of larger models: two engines on one base get in each
+    # other's way there.
+    sharded = {
+        "stage3_param_persistence_threshold": 0,
+        "stage3_prefetch_bucket_size": 3000,
+        "stage3_max_live_parameters": 3000,
+        "stage3_max_reuse_distance": 9000,
+    }
+    text = json.dumps({"zero_optimization": sharded})
+    (home / "sharded.json").write_text(text, encoding="utf-8")
     return home
 
 
@@ -103,13 +111,14 @@ def command_line(name, home, models, size):
     critic = "whole" if name == "every weight of the critic" else "reward"
     one_step = name == "an iteration in one step"
     rows = RESPONSES if one_step else ROWS
+    batches = 1 if "--num_generations 4" in options else 2
     return [
         *["--actor_model_name_or_path", models["actor"]],
         *["--critic_model_name_or_path", models[critic]],
         *["--data_path", home / ("seven.jsonl" if name == "seven prompts" else "prompts.jsonl")],
         *["--eval_data_path", home / "held.jsonl", *COMMON],
-        *["--per_device_generation_batch_size", RESPONSES // size // 2],
-        *["--generation_batches", 2, "--per_device_training_batch_size", rows // size],
+        *["--per_device_generation_batch_size", RESPONSES // size // batches],
+        *["--generation_batches", batches, "--per_device_training_batch_size", rows // size],
         *options.split(),
     ]
 

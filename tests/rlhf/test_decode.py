@@ -594,12 +594,17 @@ def test_decoding_stops_when_all_have_ended():
     assert len(forwards) == 1
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_weights_that_are_shards_outside_a_forward_are_not_prepared(sharded):
+@pytest.mark.parametrize(
+    ("whole", "here", "sharded"),
+    [(None, None, False), (8, 8, False), (8, 0, True)],
+    ids=["no ZeRO 3", "gathered", "in shards"],
+)
+def test_weights_that_are_shards_outside_a_forward_are_not_prepared(whole, here, sharded):
     model = adapted("opt")
     layer = next(iter(adapter_layers(model).values()))
-    if sharded:
-        layer.weight.ds_id = 0
+    if whole is not None:
+        # As ZeRO 3 marks them: what is in shards here has fewer numbers than the whole.
+        layer.weight.ds_numel = layer.weight.numel() + whole - here
     prepared = []
     model.register_forward_pre_hook(lambda *_: prepared.append("forward" in vars(layer)))
     texts = run(model, PROMPTS, GREEDY)

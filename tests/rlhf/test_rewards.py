@@ -212,7 +212,7 @@ def test_a_module_that_is_not_there_is_refused():
 
 def taught(scores, ended=None, moments=None, **options):
     """(scores that teach, moments after) with everything off that is not named."""
-    config = RewardsConfig(**{"clip_reward_value": 0.0} | options)
+    config = RewardsConfig(**{"clip_reward_value": 0.0, "reward_scaling": "none"} | options)
     ended = torch.ones(len(scores), dtype=torch.bool) if ended is None else torch.tensor(ended)
     return teaching_scores(torch.tensor(scores), ended, moments or RunningMoments(), config)
 
