@@ -39,8 +39,6 @@ PPO_OPTIONS = {
     "actor_lora_learning_rate": 1e-3,
     "critic_lora_learning_rate": 1e-3,
     "kl_coef": 0.1,
-    "reward_scaling": "initial",
-    "clip_reward_value": 0,
     "per_device_generation_batch_size": 128,
     "per_device_training_batch_size": 128,
     "max_steps": 40,

@@ -297,3 +297,27 @@ def test_file_is_not_changed_by_use():
     before = json.dumps(content)
     engine(content)
     assert json.dumps(content) == before
+
+
+@pytest.mark.parametrize("said", [{}, {"stage3_prefetch_bucket_size": 5000}])
+def test_engines_on_one_base_fetch_nothing_ahead_of_each_other(said):
+    options = {
+        "offload": False,
+        "micro_batch_size": 1,
+        "accumulation_steps": 1,
+        "max_grad_norm": 1.0,
+        "native_dtype": None,
+    }
+    content = {"zero_optimization": said}
+    alone, together = (
+        engine_config(content, zero_stage=3, shares_weights=shares, **options)["zero_optimization"]
+        for shares in (False, True)
+    )
+    assert together["stage3_prefetch_bucket_size"] == 0
+    assert alone["stage3_prefetch_bucket_size"] == said.get(
+        "stage3_prefetch_bucket_size", default_zero(3, False)["stage3_prefetch_bucket_size"]
+    )
+    two = engine_config(content, zero_stage=2, shares_weights=True, **options)
+    assert two["zero_optimization"].get("stage3_prefetch_bucket_size") == said.get(
+        "stage3_prefetch_bucket_size"
+    )

@@ -18,7 +18,7 @@ from transformers import (
 
 from dschat_lora.config import LoraConfig
 from dschat_lora.lora.model import adapter_layers, adapters_disabled, apply_lora
-from dschat_lora.models.decode import decode
+from dschat_lora.models.decode import decode, respond
 from dschat_lora.models.decode_rows import CachedRows, takes_cache
 from dschat_lora.models.quick import quick_attention, quick_linears
 from dschat_lora.models.sampling import Responses, Sampling, choose, keep_top, uniforms
@@ -615,3 +615,22 @@ def test_weights_that_are_shards_outside_a_forward_are_not_prepared(whole, here,
 def test_a_model_in_training_mode_is_refused():
     with pytest.raises(AssertionError, match="evaluation mode"):
         run(tiny_model("opt").train(), PROMPTS, GREEDY)
+
+
+@pytest.mark.parametrize("kind", ["opt", "llama", "gpt2"])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_logprobs_kept_are_those_of_a_plain_forward_before_any_filter(kind, temperature):
+    model, copies = adapted(kind), 3
+    sampling = Sampling(9, temperature=temperature, top_k=20, top_p=0.9)
+    seeds = list(range(copies * len(PROMPTS)))
+    responses = Responses(seeds, sampling, eos_ids=range(8), device=CPU, keep_logprobs=True)
+    respond(model, PROMPTS, responses, pad_id=PAD, device=CPU)
+    texts, found = responses.tokens(), responses.logprobs()
+    assert {len(text) for text in texts} > {9}, "some end early"
+    for number, (tokens, logprobs) in enumerate(zip(texts, found, strict=True)):
+        prompt = PROMPTS[number // copies]
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + tokens])).logits[0] / temperature
+        expected = logits[len(prompt) - 1 : -1].log_softmax(-1)
+        picked = [float(row[token]) for row, token in zip(expected, tokens, strict=True)]
+        assert logprobs == pytest.approx(picked, abs=1e-5)

@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from dschat_lora.report.log import jsonable
 from dschat_lora.rlhf.watch import PATIENCE, WINDOW, Watch
 
 HEALTHY = {
@@ -15,6 +16,8 @@ HEALTHY = {
     "explained_variance": 0.3,
     "reward_std": 1.0,
     "ratio_error": 0.0,
+    "sampler_error": 1e-6,
+    "score_clip_fraction": 0.01,
     "reward": 1.0,
     "loss": 0.1,
 }
@@ -48,6 +51,8 @@ CASES = {
     "forgotten ends": ({}, {"eos_rate": 0.1}, "responses end by themselves", 3),
     "collapsed entropy": ({}, {"entropy": 0.1}, "entropy has collapsed", 5),
     "equal rewards": ({}, {"reward_std": 0.0}, "got the same reward", 5),
+    "clipped scores": ({}, {"score_clip_fraction": 0.5}, "are at --clip_reward_value", 3),
+    "unlike sampler": ({}, {"sampler_error": 0.3}, "drawn from another policy", 1),
     "unlike passes": ({}, {"ratio_error": 1e-3}, "do not see the same input", 1),
 }
 
@@ -213,3 +218,21 @@ def test_a_state_keeps_no_more_than_the_windows():
     state = looking.state()
     assert len(state["first"]) == len(state["latest"]) == WINDOW
     assert "loss" not in state["latest"][0]
+
+
+@pytest.mark.parametrize(("dtype", "allowed", "much"), [("fp32", 9e-5, 2e-4), ("bf16", 0.04, 0.06)])
+def test_decode_loop_may_differ_by_what_rounding_does(dtype, allowed, much):
+    assert said(watch(dtype), [{"sampler_error": allowed}]) == [[]]
+    assert "decode loop" in said(watch(dtype), [{"sampler_error": much}])[0][0]
+
+
+def test_figures_that_were_no_numbers_come_back_as_they_were():
+    looking = watch()
+    said(looking, times(WINDOW, kl=math.nan))
+    looking.evaluation({"reward": 1.0, "judge": math.nan, "judge_standard_error": math.inf})
+    again = watch()
+    again.restore(json.loads(json.dumps(jsonable(looking.state()))))
+    assert math.isnan(again.latest[-1]["kl"])
+    assert math.isinf(again.evaluations[0]["judge_standard_error"])
+    assert again.evaluation({"reward": 2.0, "judge": 0.0, "judge_standard_error": 0.1}) == []
+    assert again.iteration(HEALTHY) == []
