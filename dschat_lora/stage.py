@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from dschat_lora.cli.options import flatten
-from dschat_lora.config import DataConfig, LoraConfig, ModelConfig, SupervisedConfig
+from dschat_lora.config import DataConfig, LoraConfig, ModelConfig, StageConfig, SupervisedConfig
 from dschat_lora.data.fingerprint import describe_tokenizer
 from dschat_lora.data.prepare import Prepared, prepare
 from dschat_lora.data.rows import DataKind
@@ -85,7 +85,12 @@ def set_up(
     check_targets(source, config.model, config.lora, task)
     tokenizer = load_tokenizer(source.tokenizer, config.model)
     data = prepare_data(config, tokenizer, phase=phase, kind=kind, output=output)
-    settings = engine_settings(config)
+    settings = engine_settings(
+        config,
+        dtype=config.model.dtype,
+        zero_stage=config.parallel.zero_stage,
+        micro_batch_size=config.batch.per_device_train_batch_size,
+    )
     adapted = build(
         source,
         tokenizer,
@@ -149,18 +154,34 @@ def cache_directory(data: DataConfig) -> Path:
     return Path(data.data_output_path or default).expanduser()
 
 
-def engine_settings(config: SupervisedConfig) -> EngineSettings:
-    """How the engine is to be built, on this machine."""
+def engine_settings(
+    config: StageConfig,
+    *,
+    dtype: str,
+    zero_stage: int | None,
+    micro_batch_size: int,
+    shares_weights: bool = False,
+) -> EngineSettings:
+    """How an engine is to be built, on this machine.
+
+    Args:
+        config: of the stage.
+        dtype: compute type, or auto.
+        zero_stage: None for 0.
+        micro_batch_size: rows of a device's micro-batch.
+        shares_weights: whether another engine trains on the same base weights.
+    """
     return EngineSettings(
-        dtype=resolve_dtype(config.model.dtype),
-        zero_stage=config.parallel.zero_stage or 0,
+        dtype=resolve_dtype(dtype),
+        zero_stage=zero_stage or 0,
         offload=config.parallel.offload,
-        micro_batch_size=config.batch.per_device_train_batch_size,
+        micro_batch_size=micro_batch_size,
         accumulation_steps=config.batch.gradient_accumulation_steps,
         max_grad_norm=config.optim.max_grad_norm,
         betas=(config.optim.adam_beta1, config.optim.adam_beta2),
         epsilon=config.optim.adam_epsilon,
         deepspeed_json=read_deepspeed_json(config.parallel.deepspeed_config),
+        shares_weights=shares_weights,
     )
 
 

@@ -275,6 +275,7 @@ def _options(task: Task) -> list[str]:
         "cliprange": str(CLIP),
         "cliprange_value": str(CLIP_VALUE),
         "clip_reward_value": str(CLIP_REWARD),
+        "reward_scaling": "none",
         "dtype": task.dtype,
         "zero_stage": "0",
         "output_dir": task.path("output"),

@@ -17,9 +17,8 @@ from dschat_lora.data.fingerprint import describe_tokenizer
 from dschat_lora.data.loader import StepLoader
 from dschat_lora.data.packing import make_rows
 from dschat_lora.data.prepare import Prepared, prepare
-from dschat_lora.engine.build import EngineSettings, TrainEngine, resolve_dtype
+from dschat_lora.engine.build import EngineSettings, TrainEngine
 from dschat_lora.engine.distributed import device, local_first, rank, world_size
-from dschat_lora.engine.ds_config import read_deepspeed_json
 from dschat_lora.lora.rates import parameter_groups
 from dschat_lora.models.causal_lm import Tokenizer, load_tokenizer
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
@@ -35,7 +34,7 @@ from dschat_lora.rlhf.pretraining import Pretraining
 from dschat_lora.rlhf.rewards import RewardFunction, load_function
 from dschat_lora.rlhf.roles import Network, Roles, Sources, build_roles
 from dschat_lora.run import Output
-from dschat_lora.stage import cache_directory, place
+from dschat_lora.stage import cache_directory, engine_settings, place
 
 
 @dataclass(frozen=True)
@@ -216,16 +215,11 @@ def _settings(config: RlhfConfig) -> dict[str, EngineSettings]:
     """How the engine of each trained role is built, on this machine."""
     roles = {"actor": config.actor} | ({"critic": config.critic} if config.has_critic else {})
     return {
-        name: EngineSettings(
-            dtype=resolve_dtype(config.load.dtype),
-            zero_stage=role.zero_stage or 0,
-            offload=config.parallel.offload,
+        name: engine_settings(
+            config,
+            dtype=config.load.dtype,
+            zero_stage=role.zero_stage,
             micro_batch_size=config.batch.per_device_training_batch_size,
-            accumulation_steps=config.batch.gradient_accumulation_steps,
-            max_grad_norm=config.optim.max_grad_norm,
-            betas=(config.optim.adam_beta1, config.optim.adam_beta2),
-            epsilon=config.optim.adam_epsilon,
-            deepspeed_json=read_deepspeed_json(config.parallel.deepspeed_config),
             shares_weights=config.has_critic and shares_base(config),
         )
         for name, role in roles.items()

@@ -274,11 +274,16 @@ def test_without_arguments_all_is_bundled_and_said_to_be(home, command):
 
 @stage_test
 def test_dry_run_prints_the_options_and_leaves_no_trace(home, command):
-    before = sorted(home.rglob("*"))
+    before = files_of(home)
     ended = command(*SHORT, "--dry_run", "--output_dir", "nowhere")
     for line in ["--algorithm ppo", "--kl_coef 0.1", "--actor_lora_dim 4", "dry run"]:
         assert line in ended.out
-    assert sorted(path for path in home.rglob("*") if "__pycache__" not in path.parts) == before
+    assert files_of(home) == before
+
+
+def files_of(directory):
+    """All paths but Python's own."""
+    return sorted(path for path in directory.rglob("*") if "__pycache__" not in path.parts)
 
 
 @stage_test
