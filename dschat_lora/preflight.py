@@ -25,7 +25,7 @@ from dschat_lora.engine.ds_config import reconcile
 from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.report.directory import check_idle, is_unfinished, leftovers
 from dschat_lora.report.terminal import say_once
-from dschat_lora.resume import goes_on_in_place, settle
+from dschat_lora.resume import goes_on_in_place, launched_processes, settle
 
 ConfigT = TypeVar("ConfigT", bound=SupervisedConfig)
 
@@ -105,7 +105,7 @@ def check_supervised(config: ConfigT, *, rules: StageRules = SFT) -> ConfigT:
         config.optim,
         config.parallel,
         given=given,
-        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        world_size=launched_processes(),
     )
     run = with_tensorboard(config.run)
     check_output_dir(config)

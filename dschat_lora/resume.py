@@ -275,10 +275,11 @@ def _with_same_rows(
     for name, (micro_name, times_name) in config.rows.items():
         rows = state["identity"][name]
         micro, times = _same_product(rows, micro_name, times_name, state["config"], now)
-        if micro * times * _world_size() != rows:
+        processes = launched_processes()
+        if micro * times * processes != rows:
             differences.append(
                 f"{_COUNTED[name]} {rows} rows, now --{micro_name} {micro} x --{times_name} "
-                f"{times} x {_world_size()} processes is {micro * times * _world_size()}"
+                f"{times} x {processes} processes is {micro * times * processes}"
             )
             continue
         config = replace(
@@ -303,12 +304,13 @@ def _same_product(
     """Rows of a process, and how often: with the processes ``rows`` again, if that can be."""
     micro = now.get(micro_name, then[micro_name])
     if micro_name not in now:
-        fitting = [m for m in range(1, micro + 1) if rows % (m * _world_size()) == 0]
-        micro = max(fitting, default=min(micro, max(1, rows // _world_size())))
-    return micro, now.get(times_name, max(1, rows // (micro * _world_size())))
+        fitting = [m for m in range(1, micro + 1) if rows % (m * launched_processes()) == 0]
+        micro = max(fitting, default=min(micro, max(1, rows // launched_processes())))
+    return micro, now.get(times_name, max(1, rows // (micro * launched_processes())))
 
 
-def _world_size() -> int:
+def launched_processes() -> int:
+    """Processes of this run, as the launcher says before they meet."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 

@@ -122,23 +122,44 @@ def prepare_data(
     Raises:
         ValueError: if rows cannot be read, or there is nothing to learn from them.
     """
+    seed = config.run.seed
+    prepared = read_data(
+        config.data, tokenizer, phase=phase, seed=seed, kind=kind, name="data", output=output
+    )
+    if config.optim.num_train_epochs > 0:
+        prepared.audit.check()
+    return prepared
+
+
+def read_data(
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    phase: int,
+    seed: int,
+    kind: DataKind,
+    name: str,
+    output: Output,
+) -> Prepared:
+    """Tokenised rows; their audit is shown, and recorded under ``name``. Call on every rank.
+
+    Whether they are fit to train on is for the caller to say.
+    """
     prepared = local_first(
         lambda: prepare(
-            config.data,
+            data,
             tokenizer,
             phase=phase,
-            seed=config.run.seed,
+            seed=seed,
             eos_id=int(tokenizer.eos_token_id),
-            cache_dir=cache_directory(config.data),
+            cache_dir=cache_directory(data),
             kind=kind,
         )
     )
     for line in prepared.audit.lines():
         output.log.say(f"  {line}")
     audit = prepared.audit.to_dict()
-    output.record.update({"data": {"fingerprint": prepared.fingerprint, "audit": audit}})
-    if config.optim.num_train_epochs > 0:
-        prepared.audit.check()
+    output.record.update({name: {"fingerprint": prepared.fingerprint, "audit": audit}})
     return prepared
 
 

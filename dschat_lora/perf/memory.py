@@ -84,6 +84,14 @@ def estimate_memory(
     )
 
 
+def cached_token_bytes(model: Any) -> int:
+    """Bytes of the keys and values that decoding keeps of one token."""
+    config = model.config
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * config.num_hidden_layers * heads * size * model.dtype.itemsize)
+
+
 def activation_bytes(
     model: nn.Module,
     shape: ModelShape,

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from dschat_lora.checkpoint.history import checkpoints_of
 from dschat_lora.pipeline.recipe import Recipe
-from dschat_lora.report.directory import leftovers
+from dschat_lora.report.directory import leftovers, read_object
 from dschat_lora.report.terminal import named
 
 RECORD = "pipeline.json"
@@ -42,7 +42,7 @@ class Record:
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / RECORD
-        self._content = _read_object(self._path)
+        self._content = read_object(self._path)
 
     def stage(self, name: str) -> dict[str, Any] | None:
         """What is known of a stage: its ``options`` and ``status``; None where nothing is."""
@@ -76,7 +76,7 @@ class Record:
 
 def run_facts(directory: Path) -> dict[str, Any]:
     """``run.json`` of a stage; empty if there is none that can be read."""
-    return _read_object(directory / "run.json")
+    return read_object(directory / "run.json")
 
 
 @contextmanager
@@ -198,12 +198,3 @@ def _shown(value: Any) -> str:
     if value is None:
         return "the default"
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in ``path``; empty if there is none that can be read."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}

@@ -2,9 +2,10 @@
 
 import errno
 import fcntl
+import json
 import shutil
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 # of steps 1 and 2, and of step 3
 _FINISHED = ("adapter", "model", "actor", "critic", "actor_ema")
@@ -116,3 +117,12 @@ def abandon_directory(path: Path) -> None:
         (path / name).unlink(missing_ok=True)
     if not any(path.iterdir()):
         path.rmdir()
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in ``path``; empty if there is none that can be read."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dschat_lora import __version__
+from dschat_lora.report.directory import read_object
 from dschat_lora.report.log import jsonable
 from dschat_lora.report.terminal import named
 
@@ -32,7 +33,7 @@ class RunRecord:
         """
         self._path = output_dir / "run.json"
         self._active = active
-        self._content = _read_object(self._path) if earlier and active else {}
+        self._content = read_object(self._path) if earlier and active else {}
         #: the first error of the disk
         self.failure: OSError | None = None
         #: whether the file belongs to this run
@@ -67,15 +68,6 @@ class RunRecord:
     def append(self, name: str, item: Any) -> None:
         """Add ``item`` to the list under ``name``."""
         self.update({name: [*self._content.get(name, []), item]})
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in ``path``; empty if there is none that can be read."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def package_versions() -> dict[str, str | None]:

@@ -251,7 +251,7 @@ class Iterations:
         self._progress.moments = asdict(moments)
         values = None if values is None else self._value_units(values)
         experience = Experience(responses, mask, reference, scores, logprobs, values)
-        clipped = float((scores_of_clip(teaching, ended, self._config.rewards)).double().mean())
+        clipped = float(scores_of_clip(teaching, ended, self._config.rewards).double().mean())
         return Scored(
             experience, torch.where(scores.isnan(), 0, teaching), steps, batches, looks, clipped
         )

@@ -5,7 +5,7 @@ from typing import Any
 
 from dschat_lora.engine.build import EngineSettings
 from dschat_lora.engine.distributed import world_size
-from dschat_lora.perf.memory import MemoryEstimate, estimate_memory
+from dschat_lora.perf.memory import MemoryEstimate, cached_token_bytes, estimate_memory
 from dschat_lora.rlhf.config import RlhfConfig
 from dschat_lora.rlhf.roles import Roles
 
@@ -77,11 +77,8 @@ def memory_plan(
 
 def cache_bytes(config: RlhfConfig, model: Any) -> int:
     """Bytes of keys and values of the responses decoded at a time."""
-    shape = model.config
-    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
-    size = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
     tokens = config.batch.per_device_generation_batch_size * config.data.max_seq_len
-    return int(2 * shape.num_hidden_layers * heads * size * tokens * model.dtype.itemsize)
+    return tokens * cached_token_bytes(model)
 
 
 def _estimate(

@@ -10,6 +10,7 @@ import torch
 
 from dschat_lora.engine.distributed import world_size
 from dschat_lora.perf.flops import Flops, deepspeed_chat_flops, forward_flops, step_flops
+from dschat_lora.perf.memory import cached_token_bytes
 from dschat_lora.perf.peak import synchronize
 from dschat_lora.perf.shape import ModelShape, describe
 from dschat_lora.perf.throughput import StepCounts, peak_memory_bytes
@@ -67,12 +68,7 @@ class Counter:
         model: Any = roles.actor.model
         self._checkpointed = {name: checkpointed[name] for name in roles.trained}
         self._weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-        config = model.config
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self._bytes_per_cached_token = (
-            2 * config.num_hidden_layers * heads * size * model.dtype.itemsize
-        )
+        self._bytes_per_cached_token = cached_token_bytes(model)
 
     def __call__(
         self,

@@ -1,6 +1,5 @@
 """Everything that can be found wrong in step 3's options before anything heavy is imported."""
 
-import os
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +19,7 @@ from dschat_lora.preflight import (
     with_tensorboard,
 )
 from dschat_lora.report.terminal import say_once
-from dschat_lora.resume import settle
+from dschat_lora.resume import launched_processes, settle
 from dschat_lora.rlhf.config import PromptConfig, RlhfConfig, RoleConfig, naming
 from dschat_lora.rlhf.functions import check_function
 
@@ -226,7 +225,7 @@ def _check_algorithm(config: RlhfConfig) -> None:
 
 
 def _check_kl_horizon(config: RlhfConfig) -> None:
-    batch, world_size = config.batch, int(os.environ.get("WORLD_SIZE", "1"))
+    batch, world_size = config.batch, launched_processes()
     responses = batch.per_device_generation_batch_size * batch.generation_batches * world_size
     horizon = config.ppo.kl_horizon
     if config.ppo.adaptive_kl_target and 5 * horizon <= responses:
@@ -248,7 +247,7 @@ def _reconciled(config: RlhfConfig) -> RlhfConfig:
         OptimConfig(**vars(config.optim)),
         config.parallel,
         given=frozenset(names.get(name, name) for name in config.given),
-        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        world_size=launched_processes(),
     )
     stage = parallel.zero_stage or 0
     return replace(
@@ -272,7 +271,7 @@ def _with_stage(role: RoleConfig, stage: int) -> RoleConfig:
 
 def _with_steps(config: RlhfConfig) -> RlhfConfig:
     """With as many responses an iteration as a step wants, and as many steps as a test wants."""
-    batch, world_size = config.batch, int(os.environ.get("WORLD_SIZE", "1"))
+    batch, world_size = config.batch, launched_processes()
     wanted = batch.per_device_training_batch_size * batch.gradient_accumulation_steps
     if wanted > batch.per_device_generation_batch_size * batch.generation_batches:
         times = -(-wanted // batch.per_device_generation_batch_size)

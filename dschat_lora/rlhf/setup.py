@@ -1,6 +1,5 @@
 """What step 3 sets up before it trains: prompts, roles and engines, and their record."""
 
-import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,9 +15,9 @@ from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.fingerprint import describe_tokenizer
 from dschat_lora.data.loader import StepLoader
 from dschat_lora.data.packing import make_rows
-from dschat_lora.data.prepare import Prepared, prepare
+from dschat_lora.data.prepare import Prepared
 from dschat_lora.engine.build import EngineSettings, TrainEngine
-from dschat_lora.engine.distributed import device, local_first, rank, world_size
+from dschat_lora.engine.distributed import device, rank, world_size
 from dschat_lora.lora.rates import parameter_groups
 from dschat_lora.models.causal_lm import Tokenizer, load_tokenizer
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
@@ -34,7 +33,7 @@ from dschat_lora.rlhf.pretraining import Pretraining
 from dschat_lora.rlhf.rewards import RewardFunction, load_function
 from dschat_lora.rlhf.roles import Network, Roles, Sources, build_roles
 from dschat_lora.run import Output
-from dschat_lora.stage import cache_directory, engine_settings, place
+from dschat_lora.stage import engine_settings, identify, place, read_data
 
 
 @dataclass(frozen=True)
@@ -184,22 +183,9 @@ def _prepare(
     config: RlhfConfig, data: DataConfig, tokenizer: Tokenizer, output: Output, *, kind: Any
 ) -> Prepared:
     """Tokenised rows, audited."""
-    prepared = local_first(
-        lambda: prepare(
-            data,
-            tokenizer,
-            phase=3,
-            seed=config.run.seed,
-            eos_id=int(tokenizer.eos_token_id),
-            cache_dir=cache_directory(data),
-            kind=kind,
-        )
-    )
     name = "data" if kind == "prompts" else "pretraining text"
-    for line in prepared.audit.lines():
-        output.log.say(f"  {line}")
-    facts = {"fingerprint": prepared.fingerprint, "audit": prepared.audit.to_dict()}
-    output.record.update({name: facts})
+    seed = config.run.seed
+    prepared = read_data(data, tokenizer, phase=3, seed=seed, kind=kind, name=name, output=output)
     if kind == "prompts" and config.optim.num_train_epochs > 0:
         prepared.audit.check()
     # Of text nothing is learnt about where answers end: it may be cut.
@@ -214,13 +200,14 @@ def _prepare(
 def _settings(config: RlhfConfig) -> dict[str, EngineSettings]:
     """How the engine of each trained role is built, on this machine."""
     roles = {"actor": config.actor} | ({"critic": config.critic} if config.has_critic else {})
+    shares_weights = config.has_critic and shares_base(config)
     return {
         name: engine_settings(
             config,
             dtype=config.load.dtype,
             zero_stage=role.zero_stage,
             micro_batch_size=config.batch.per_device_training_batch_size,
-            shares_weights=config.has_critic and shares_base(config),
+            shares_weights=shares_weights,
         )
         for name, role in roles.items()
     }
@@ -320,18 +307,10 @@ def _identify(
     """What the run's state would mean nothing without; complete on rank 0."""
     if rank() != 0:
         return {}
-    rules = json.dumps(describe_tokenizer(tokenizer), sort_keys=True)
     scorer = roles.reward or roles.critic
-    return {
-        "model": base_fingerprint(roles.actor.model),
+    return identify(roles.actor, tokenizer, prompts, settings["actor"]) | {
         "critic": None if scorer is None else _whole_fingerprint(scorer.model),
-        "tokenizer": hashlib.blake2b(rules.encode(), digest_size=16).hexdigest(),
-        "train_data": prompts.train.digest(),
-        "eval_data": prompts.eval.digest(),
         "text": None if text is None else text.train.digest(),
-        "dtype": settings["actor"].dtype,
-        "adapter": roles.actor.lora.described(),
-        "start": adapter_fingerprint(roles.actor.model),
         "rows": len(prompts.train),
     }
 
