@@ -194,3 +194,14 @@ def test_scaling_is_not_part_of_the_base():
     base, layer = adapted_linear(scaling=math.pi)
     zero = torch.zeros(1, 5)
     torch.testing.assert_close(layer(zero), base(zero))
+
+
+def test_saved_module_whose_copy_was_cast_to_16_bits_still_computes():
+    # as DeepSpeed does where it keeps the fp32 masters of all that trains
+    layer = TrainedModule(nn.Linear(4, 2).bfloat16())
+    layer.trained.bfloat16()
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
+    found = layer(x)
+    assert found.dtype == torch.bfloat16
+    expected = nn.functional.linear(x, layer.trained.weight, layer.trained.bias)
+    torch.testing.assert_close(found, expected)

@@ -476,6 +476,10 @@ MISTAKES = [
         ["--actor_zero_stage 0", "--critic_zero_stage 3", "for both (3) or for neither"],
     ),
     (
+        f"{GOOD} --per_device_generation_batch_size 2 --generation_batches 2 --num_generations 4",
+        ["--num_generations 4", "--per_device_generation_batch_size 2", "as many"],
+    ),
+    (
         f"{GOOD} --per_device_generation_batch_size 4 --num_generations 3",
         ["--num_generations 3", "4 responses", "--per_device_generation_batch_size"],
     ),
