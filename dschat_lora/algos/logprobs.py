@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dschat_lora.algos.sft import MAX_CHUNK_LOGITS
+from dschat_lora.algos.sft import chunk_rows, head_logits
 
 
 def linear_logprobs(
@@ -15,7 +15,7 @@ def linear_logprobs(
     bias: Tensor | None,
     tokens: Tensor,
     *,
-    max_chunk_logits: int = MAX_CHUNK_LOGITS,
+    max_chunk_logits: int | None = None,
 ) -> Tensor:
     """``log softmax(hidden W^T + b)`` at the given tokens, for a head that does not train.
 
@@ -28,12 +28,13 @@ def linear_logprobs(
         weight: (V, H) output embedding; gets no gradient.
         bias: (V,) or None; gets no gradient.
         tokens: (N,) int64 in [0, V).
-        max_chunk_logits: bound on the logits alive at a time; at least one position is done.
+        max_chunk_logits: bound on the logits alive at a time, by default the device's; at
+            least one position is done.
 
     Returns:
         (N,) fp32, in nats.
     """
-    rows = max(1, max_chunk_logits // weight.shape[0])
+    rows = chunk_rows(weight, max_chunk_logits)
     logprobs: Tensor
     logprobs, _ = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, weight.detach(), None if bias is None else bias.detach(), tokens, rows, False
@@ -47,7 +48,7 @@ def linear_logprobs_entropy(
     bias: Tensor | None,
     tokens: Tensor,
     *,
-    max_chunk_logits: int = MAX_CHUNK_LOGITS,
+    max_chunk_logits: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`linear_logprobs`, and the entropy of the softmax at each position.
 
@@ -56,13 +57,14 @@ def linear_logprobs_entropy(
         weight: (V, H) output embedding; gets no gradient.
         bias: (V,) or None; gets no gradient.
         tokens: (N,) int64 in [0, V).
-        max_chunk_logits: bound on the logits alive at a time; at least one position is done.
+        max_chunk_logits: bound on the logits alive at a time, by default the device's; at
+            least one position is done.
 
     Returns:
         ``(logprobs, entropy)``, (N,) fp32 each, in nats. The entropy, in [0, log V], is to be
         reported: it has no gradient (see :func:`token_entropy`).
     """
-    rows = max(1, max_chunk_logits // weight.shape[0])
+    rows = chunk_rows(weight, max_chunk_logits)
     logprobs, entropy = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, weight.detach(), None if bias is None else bias.detach(), tokens, rows, True
     )
@@ -115,13 +117,13 @@ class _LinearLogprobs(torch.autograd.Function):
         entropy = torch.empty_like(logprobs) if wants_entropy else None
         for start in range(0, len(tokens), rows):
             chunk = slice(start, start + rows)
-            logits = F.linear(hidden[chunk], weight, bias).float()
-            log_normaliser = torch.logsumexp(logits, dim=-1, keepdim=True)
+            logits = head_logits(hidden[chunk], weight, bias)
             picked = tokens[chunk, None]
-            logprobs[chunk] = (logits.gather(1, picked) - log_normaliser).squeeze(1)
+            table = torch.log_softmax(logits, dim=-1)
+            logprobs[chunk] = table.gather(1, picked).squeeze(1)
             if gradient is None and entropy is None:
                 continue
-            probabilities = torch.exp(logits.sub_(log_normaliser))
+            probabilities = table.exp_()
             if entropy is not None:
                 # Into the memory of the logits, which have served.
                 entropy[chunk] = torch.special.entr(probabilities, out=logits).sum(-1)

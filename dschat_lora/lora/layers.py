@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dschat_lora.lora.matmul import draw_keep, lora_linear
+
 
 def is_conv1d(module: nn.Module) -> bool:
     """Whether ``module`` is GPT-2's transposed linear layer of transformers: weight (in, out)."""
@@ -56,12 +58,9 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out), in the dtype of ``x``."""
-        base = F.linear(x, self.weight, _active_bias(self))
         if not self.enabled:
-            return base
-        a, b = self.lora_A.to(x.dtype), self.lora_B.to(x.dtype)
-        x = F.dropout(x, self.dropout, self.training)
-        return base + self.scaling * F.linear(F.linear(x, a), b)
+            return F.linear(x, self.weight, self.bias)
+        return _adapted(self, x, transposed=False)
 
     def delta(self, lora_A: Tensor, lora_B: Tensor) -> Tensor:  # noqa: N803
         """The update these factors make to ``weight``, (out, in) float32."""
@@ -91,12 +90,9 @@ class LoraConv1D(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out), in the dtype of ``x``."""
-        base = conv1d(x, self.weight, _active_bias(self))
         if not self.enabled:
-            return base
-        a, b = self.lora_A.to(x.dtype), self.lora_B.to(x.dtype)
-        x = F.dropout(x, self.dropout, self.training)
-        return base + self.scaling * F.linear(F.linear(x, a), b)
+            return conv1d(x, self.weight, self.bias)
+        return _adapted(self, x, transposed=True)
 
     def delta(self, lora_A: Tensor, lora_B: Tensor) -> Tensor:  # noqa: N803
         """The update these factors make to ``weight``, (in, out) float32."""
@@ -211,6 +207,22 @@ def float32_copy(parameter: Tensor) -> nn.Parameter:
 
 def _zeros(*shape: int, device: torch.device) -> nn.Parameter:
     return nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=device))
+
+
+def _adapted(layer: Any, x: Tensor, *, transposed: bool) -> Tensor:
+    scaling, keep = layer.scaling, None
+    if layer.training and layer.dropout > 0:
+        scaling, keep = scaling / (1 - layer.dropout), draw_keep(x, layer.dropout)
+    return lora_linear(
+        x,
+        layer.weight,
+        _active_bias(layer),
+        layer.lora_A,
+        layer.lora_B,
+        scaling,
+        keep,
+        transposed=transposed,
+    )
 
 
 def _active_bias(layer: Any) -> Any:

@@ -1,0 +1,136 @@
+"""A frozen matrix product and its low-rank update as one operation.
+
+``y = x W^T + b + s (x A^T) B^T`` written out in torch makes four tensors as large as ``y`` (the
+base's product, the update, the scaled update, their sum) and keeps 16-bit copies of fp32
+factors. :func:`lora_linear` makes one, and keeps what the factors' gradients need: ``x``,
+shared with every other layer that reads it, and ``x A^T``, which is r wide.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def lora_linear_reference(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    lora_A: Tensor,  # noqa: N803
+    lora_B: Tensor,  # noqa: N803
+    scaling: float,
+    keep: Tensor | None = None,
+) -> Tensor:
+    """What :func:`lora_linear` computes, as the formula reads (arXiv:2106.09685, eq. 3)."""
+    adapted = x if keep is None else x * keep
+    update = F.linear(F.linear(adapted, lora_A.to(x.dtype)), lora_B.to(x.dtype))
+    return F.linear(x, weight, bias) + scaling * update
+
+
+def lora_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    lora_A: Tensor,  # noqa: N803
+    lora_B: Tensor,  # noqa: N803
+    scaling: float,
+    keep: Tensor | None = None,
+    *,
+    transposed: bool = False,
+) -> Tensor:
+    """``x W^T + b + scaling * ((x * keep) A^T) B^T`` for a frozen W.
+
+    Under autocast all of it is computed in autocast's type, else in that of ``x``.
+
+    Args:
+        x: (..., in).
+        weight: (out, in), frozen as a rule. May be a ZeRO 3 parameter: it is read anew in the
+            backward pass, when DeepSpeed has gathered it again.
+        bias: (out,) or None.
+        lora_A: (r, in), any float type.
+        lora_B: (out, r), any float type.
+        scaling: of the update; with dropout it includes the factor ``1 / (1 - p)``.
+        keep: (..., in) bool, True where dropout lets the adapter see its input; None: everywhere.
+        transposed: ``weight`` is (in, out), as in GPT-2's layers.
+
+    Returns:
+        (..., out).
+    """
+    dtype = _compute_dtype(x)
+    output: Tensor = _LoraLinear.apply(  # type: ignore[no-untyped-call]
+        x.to(dtype),
+        weight.to(dtype),
+        None if bias is None else bias.to(dtype),
+        lora_A,
+        lora_B,
+        scaling,
+        keep,
+        transposed,
+    )
+    return output
+
+
+def draw_keep(x: Tensor, dropout: float) -> Tensor:
+    """(..., in) bool, True with probability ``1 - dropout``."""
+    return torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - dropout)
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+class _LoraLinear(torch.autograd.Function):
+    """Products of matrices: the leading dimensions of ``x`` are one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        lora_A: Tensor,  # noqa: N803
+        lora_B: Tensor,  # noqa: N803
+        scaling: float,
+        keep: Tensor | None,
+        transposed: bool,
+    ) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        matrix = weight.t() if transposed else weight
+        output = F.linear(rows, matrix, bias)
+        adapted = rows if keep is None else rows * keep.view(rows.shape)
+        inner = F.linear(adapted, lora_A.to(x.dtype))
+        output.addmm_(inner, lora_B.to(x.dtype).t(), alpha=scaling)
+        # The parameters themselves: casts are made again, and shards gathered again.
+        ctx.save_for_backward(x, weight, lora_A, lora_B, keep, inner)
+        ctx.scaling, ctx.transposed = scaling, transposed
+        return output.view(*x.shape[:-1], output.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, lora_a, lora_b, keep, inner = ctx.saved_tensors
+        wants_x, wants_weight, wants_bias, wants_a, wants_b = ctx.needs_input_grad[:5]
+        matrix = weight.t() if ctx.transposed else weight
+        rows, grad = x.reshape(-1, x.shape[-1]), grad_output.reshape(-1, grad_output.shape[-1])
+        if keep is not None:
+            keep = keep.view(rows.shape)
+        grad_inner = (grad @ lora_b.to(grad.dtype)).mul_(ctx.scaling)
+        grad_x = grad_a = grad_b = None
+        if wants_x:
+            grad_x = grad @ matrix
+            if keep is None:
+                grad_x.addmm_(grad_inner, lora_a.to(grad.dtype))
+            else:
+                grad_x.add_((grad_inner @ lora_a.to(grad.dtype)).mul_(keep))
+            grad_x = grad_x.view(x.shape)
+        if wants_a:
+            adapted = rows if keep is None else rows * keep
+            grad_a = (grad_inner.t() @ adapted).to(lora_a.dtype)
+        if wants_b:
+            grad_b = (grad.t() @ inner).mul_(ctx.scaling).to(lora_b.dtype)
+        grad_bias = grad.sum(0) if wants_bias else None
+        grad_matrix = grad.t() @ rows if wants_weight else None
+        if grad_matrix is not None and ctx.transposed:
+            grad_matrix = grad_matrix.t()
+        return grad_x, grad_matrix, grad_bias, grad_a, grad_b, None, None, None

@@ -1,0 +1,227 @@
+"""The one LoRA product against the formula as it reads, and what it keeps and allocates."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from dschat_lora.lora.layers import LoraLinear
+from dschat_lora.lora.matmul import draw_keep, lora_linear, lora_linear_reference
+
+NAMES = ("x", "bias", "lora_A", "lora_B")
+
+
+def operands(dtype=torch.float64, *, factors=None, dropout=0.0, tokens=6, wide=7, out=5, r=2):
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape, dtype):
+        return torch.randn(*shape, dtype=torch.float64, generator=generator).to(dtype)
+
+    x = draw(2, tokens // 2, wide, dtype=dtype)
+    return {
+        "x": x.requires_grad_(),
+        "weight": draw(out, wide, dtype=dtype),
+        "bias": draw(out, dtype=dtype).requires_grad_(),
+        "lora_A": draw(r, wide, dtype=factors or dtype).requires_grad_(),
+        "lora_B": draw(out, r, dtype=factors or dtype).requires_grad_(),
+        "scaling": 0.7,
+        "keep": draw_keep(x, dropout) if dropout else None,
+    }
+
+
+def results(function, values, **options):
+    """Output, and the gradients of some weighted sum of it."""
+    leaves = [values[name] for name in NAMES if values[name] is not None]
+    output = function(**values, **options)
+    weights = torch.linspace(-1, 1, output.numel(), dtype=torch.float64).view(output.shape)
+    return [output, *torch.autograd.grad(output, leaves, weights.to(output.dtype))]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gradients_are_those_of_finite_differences(dropout, transposed):
+    torch.manual_seed(1)
+    values = operands(dropout=dropout)
+    leaves = [values[name] for name in NAMES]
+
+    def function(*leaves):
+        given = {**values, **dict(zip(NAMES, leaves, strict=True))}
+        if transposed:
+            given["weight"] = given["weight"].T.contiguous()
+        return lora_linear(**given, transposed=transposed)
+
+    assert torch.autograd.gradcheck(function, leaves)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+@pytest.mark.parametrize("bias", [True, False])
+def test_it_is_the_formula_in_float32(dropout, bias):
+    torch.manual_seed(1)
+    values = operands(torch.float32, dropout=dropout, tokens=64, wide=32, out=48, r=4)
+    if not bias:
+        values["bias"] = None
+    pairs = zip(results(lora_linear, values), results(lora_linear_reference, values), strict=True)
+    for value, expected in pairs:
+        assert (value - expected).norm() <= 1e-6 * expected.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_16_bits_it_is_as_near_to_the_truth_as_the_formula(dtype):
+    values = operands(dtype, factors=torch.float32, tokens=64, wide=32, out=48, r=4)
+    exact = {
+        name: value.detach().double().requires_grad_(value.requires_grad)
+        if isinstance(value, torch.Tensor)
+        else value
+        for name, value in values.items()
+    }
+    truth = results(lora_linear_reference, exact)
+    ours, plain = results(lora_linear, values), results(lora_linear_reference, values)
+    for one, other, wanted in zip(ours, plain, truth, strict=True):
+        assert one.dtype == other.dtype
+        error, allowed = ((each.double() - wanted).norm() for each in (one, other))
+        assert error <= 1.2 * allowed
+
+
+def test_a_weight_that_trains_gets_its_gradient():
+    for transposed in (False, True):
+        values = operands()
+        values["weight"].requires_grad_()
+        expected = torch.autograd.grad(lora_linear_reference(**values).sum(), values["weight"])[0]
+        stored = values["weight"].detach().T.clone() if transposed else values["weight"].detach()
+        weight = stored.requires_grad_()
+        output = lora_linear(**{**values, "weight": weight}, transposed=transposed)
+        (gradient,) = torch.autograd.grad(output.sum(), weight)
+        torch.testing.assert_close(gradient, expected.T if transposed else expected)
+
+
+def test_an_input_without_gradient_costs_none():
+    values = operands()
+    values["x"] = values["x"].detach()
+    values["bias"] = values["bias"].detach()
+    with Outputs(values["x"].numel()) as seen:
+        lora_linear(**values).sum().backward()
+    assert values["lora_A"].grad.abs().sum() > 0
+    # Neither the output nor its gradient is as large as the input here.
+    assert seen.large == 0
+
+
+class Outputs(TorchDispatchMode):
+    """Counts fresh tensors of at least so many elements."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size, self.large = size, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        old = {x.data_ptr() for x in args if isinstance(x, torch.Tensor)}
+        for each in result if isinstance(result, tuple | list) else [result]:
+            fresh = isinstance(each, torch.Tensor) and each.data_ptr() not in old
+            self.large += fresh and each.numel() >= self.size
+        return result
+
+
+def test_one_tensor_of_full_size_forward_and_one_backward():
+    counts = {}
+    for function in (lora_linear, lora_linear_reference):
+        values = operands(torch.float32, tokens=64, wide=32, out=32, r=2)
+        values["bias"] = values["bias"].detach()
+        with Outputs(values["x"].numel()) as forward:
+            output = function(**values)
+        weights = torch.ones_like(output)
+        with Outputs(values["x"].numel()) as backward:
+            output.backward(weights)
+        counts[function] = forward.large, backward.large
+    assert counts[lora_linear] == (1, 1)
+    # Forward: product, update, scaled update, sum. Backward: the scaled gradient, two parts of
+    # the input's gradient and their sum.
+    assert counts[lora_linear_reference][0] == 4
+    assert counts[lora_linear_reference][1] >= 3
+
+
+def kept_bytes(function, known=()):
+    """Bytes that autograd keeps for the backward pass, each storage once."""
+    storages = {}
+
+    def note(tensor):
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        output = function()
+    for tensor in known:
+        storages.pop(tensor.untyped_storage().data_ptr(), None)
+    return sum(storages.values()), output
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_layers_that_read_one_input_keep_it_once_and_little_else(dropout):
+    torch.manual_seed(0)
+    tokens, wide, r = 40, 24, 3
+    layers = [
+        LoraLinear(nn.Linear(wide, wide).bfloat16(), r=r, scaling=1.0, dropout=dropout)
+        for _ in "qkv"
+    ]
+    x = torch.randn(tokens, wide, dtype=torch.bfloat16, requires_grad=True)
+    parameters = [p for layer in layers for p in layer.parameters()]
+    kept, _ = kept_bytes(lambda: [layer(x) for layer in layers], known=parameters)
+    masks = 3 * tokens * wide if dropout else 0
+    assert kept == 2 * tokens * wide + 3 * 2 * tokens * r + masks
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_recomputing_it_draws_the_same_dropout(dropout):
+    layer = LoraLinear(nn.Linear(6, 4), r=2, scaling=0.5, dropout=dropout)
+    nn.init.normal_(layer.lora_B)
+    nn.init.normal_(layer.lora_A)
+    x = torch.randn(8, 6, requires_grad=True)
+
+    def gradients(run):
+        torch.manual_seed(5)
+        leaves = (x, layer.lora_A, layer.lora_B)
+        return torch.autograd.grad(run().square().sum(), leaves)
+
+    plain = gradients(lambda: layer(x))
+    again = gradients(lambda: checkpoint(layer, x, use_reentrant=False))
+    for one, other in zip(plain, again, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_autocast_computes_in_its_type_and_trains_fp32_factors():
+    values = operands(torch.float32, tokens=16, wide=32, out=16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours = results(lora_linear, values)
+        plain = results(lora_linear_reference, values)
+    assert ours[0].dtype == plain[0].dtype == torch.bfloat16
+    for one, other in zip(ours, plain, strict=True):
+        assert one.dtype == other.dtype
+        assert (one.float() - other.float()).norm() <= 0.02 * other.float().norm()
+
+
+def test_it_compiles_into_one_graph():
+    torch._dynamo.reset()
+    layer = LoraLinear(nn.Linear(6, 4), r=2, scaling=0.5)
+    nn.init.normal_(layer.lora_B)
+    nn.init.normal_(layer.lora_A)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    x = torch.randn(3, 6, requires_grad=True)
+    leaves = (x, layer.lora_A, layer.lora_B)
+    eager = torch.autograd.grad(layer(x).square().sum(), leaves)
+    whole = torch.autograd.grad(compiled(x).square().sum(), leaves)
+    torch.testing.assert_close(whole, eager)
+
+
+def test_a_masked_out_input_reaches_the_base_alone():
+    values = operands()
+    values["keep"] = torch.zeros_like(values["x"], dtype=torch.bool)
+    base = nn.functional.linear(values["x"], values["weight"], values["bias"])
+    torch.testing.assert_close(lora_linear(**values), base)
+
+
+def test_keep_probability():
+    torch.manual_seed(0)
+    keep = draw_keep(torch.zeros(200, 200), 0.3)
+    assert keep.dtype == torch.bool
+    assert abs(keep.double().mean() - 0.7) < 0.01  # four standard deviations
