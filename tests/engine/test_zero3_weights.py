@@ -1,0 +1,73 @@
+"""ZeRO 3 gives gathered weights back after the forward pass: the LoRA product holds none."""
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from dschat_lora.lora import layers
+from dschat_lora.lora.layers import LoraLinear
+from dschat_lora.lora.matmul import lora_linear, lora_linear_reference
+
+pytestmark = pytest.mark.stage
+WIDE, DEEP = 64, 4
+KEEP_NOTHING = {
+    "stage3_param_persistence_threshold": 0,
+    "stage3_max_live_parameters": 0,
+    "stage3_max_reuse_distance": 0,
+    "stage3_prefetch_bucket_size": 0,
+}
+
+
+def weights_held(formula):
+    """(read, still in memory after the forward pass) frozen weights, and the first gradient."""
+    from dschat_lora.engine.build import TrainEngine
+    from dschat_lora.engine.zero import shard_from_rank_zero
+    from helpers.runs import engine_settings, release
+
+    settings = engine_settings(stage=3, deepspeed_json={"zero_optimization": KEEP_NOTHING})
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(LoraLinear(nn.Linear(WIDE, WIDE).requires_grad_(False), r=2, scaling=1.0) for _ in "abcd")
+    )
+    for layer in model:
+        nn.init.normal_(layer.lora_A)
+        nn.init.normal_(layer.lora_B)
+    shard_from_rank_zero(model, settings.deepspeed(3, None))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    engine = TrainEngine(model, [{"params": trained, "lr": 0.1, "weight_decay": 0.0}], settings)
+    read = {}
+
+    def note(tensor):
+        storage = tensor.untyped_storage()
+        if tensor.numel() == WIDE * WIDE:
+            read[storage.data_ptr()] = StorageWeakRef(storage)
+        return tensor
+
+    layers.lora_linear = written_out if formula else lora_linear
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            output = engine(torch.ones(8, WIDE))
+        held = sum(not ref.expired() for ref in read.values())
+        engine.backward(output.square().sum(), last=True)
+        norm = engine.step().grad_norm
+    finally:
+        layers.lora_linear = lora_linear
+    release(engine)
+    return len(read), held, norm
+
+
+def written_out(x, weight, bias, a, b, scaling, keep=None, *, transposed=False):
+    return lora_linear_reference(x, weight, bias, a, b, scaling, keep)
+
+
+def test_no_gathered_weight_outlives_the_forward_pass(ranks):
+    ours, plain = (
+        ranks(2).run("engine.test_zero3_weights:weights_held", formula=formula)[0]
+        for formula in (False, True)
+    )
+    # The formula's graph holds a view of every weight but the first, whose input has no gradient.
+    assert plain[1] == plain[0] == DEEP - 1
+    assert ours[0] == DEEP
+    assert ours[1] <= 1
+    assert ours[2] == pytest.approx(plain[2], rel=1e-5)
