@@ -1,12 +1,13 @@
 # make demo: the pipeline on the bundled model and data; make test: the test suite. Both offline
-# once installed, both on CPU or the GPU they find.
+# once installed, both on CPU or the GPU they find. make bench: fine-tuning against other ways to
+# do so, on the CPU, in ten minutes at most; make bench-gpu: everything that has to be seen on a GPU.
 VENV ?= .venv
 PYTHON ?= python3
 PIP = $(VENV)/bin/python -m pip install --quiet --constraint constraints.txt
 SOURCES = setup.py constraints.txt
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: demo test faults lint format bench clean
+.PHONY: demo test faults lint format bench bench-gpu clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.run
@@ -28,8 +29,11 @@ format: $(VENV)/.dev
 	ruff check --fix .
 	ruff format .
 
-bench: $(VENV)/.run
-	bash benchmarks/gpu.sh
+bench: $(VENV)/.bench
+	PYTHON=python BENCH_SFT=1 CUDA_VISIBLE_DEVICES= bash benchmarks/gpu.sh sft
+
+bench-gpu: $(VENV)/.bench
+	PYTHON=python bash benchmarks/gpu.sh
 
 # torch first: the packages that build against it then find it, and no other build is fetched
 $(VENV)/.run: $(SOURCES)
@@ -37,6 +41,10 @@ $(VENV)/.run: $(SOURCES)
 	$(PIP) --upgrade pip setuptools wheel
 	$(PIP) torch==2.13.0
 	$(PIP) --editable .
+	touch $@
+
+$(VENV)/.bench: $(VENV)/.run
+	$(PIP) --editable '.[bench]'
 	touch $@
 
 $(VENV)/.test: $(VENV)/.run

@@ -6,13 +6,14 @@ from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
 TENSORBOARD = ["tensorboard>=2.15,<3"]
+# What the benchmark compares with.
+BENCH = ["peft>=0.18,<1", "trl>=1.16,<2"]
 TEST = [
     *TENSORBOARD,
-    "peft>=0.18,<1",
+    *BENCH,
     "pytest>=8,<10",
     "pytest-cov>=5,<8",
     "pytest-xdist>=3.5,<4",
-    "trl>=1.16,<2",
 ]
 
 setup(
@@ -40,6 +41,7 @@ setup(
         "tqdm>=4.66,<5",
     ],
     extras_require={
+        "bench": BENCH,
         "tensorboard": TENSORBOARD,
         "test": TEST,
         "dev": [*TEST, "mypy>=1.13,<3", "ruff>=0.8,<1"],

@@ -16,11 +16,15 @@ PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "saving": ("saving", {}),
     "commands": ("commands", {}),
     "pairs": ("pairs", {}),
+    "sft": ("sft", {}),
     "decode": ("decode", {}),
     "ppo": ("ppo", {}),
     "throughput-1.3b": ("throughput", {"name": "opt-1.3b"}),
     "throughput-6.7b": ("throughput", {"name": "opt-6.7b"}),
+    "throughput-llama-2-7b": ("throughput", {"name": "llama-2-7b"}),
 }
+# Parts that take a larger size where these are set: a run to keep, in a file of its own.
+LARGE = {"sft": "BENCH_SFT"}
 
 
 def main() -> int:
@@ -31,6 +35,8 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="tiny shapes; always so on a CPU")
     arguments = parser.parse_args()
     # Imported here: a wrong argument is reported without waiting for torch.
+    # Contenders of a part wait for each other: threads that have nothing to do must sleep.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     import torch
 
     on_gpu = torch.cuda.is_available()
@@ -42,7 +48,7 @@ def main() -> int:
         # Tiny shapes gain nothing from threads, which wait for each other on a busy machine.
         torch.set_num_threads(1)
     tiny = arguments.tiny or not on_gpu
-    report = PartReport(arguments.output, arguments.part, tiny=tiny)
+    report = PartReport(arguments.output, arguments.part, tiny=tiny, file=_file(arguments.part))
     name, options = PARTS[arguments.part]
     try:
         init_distributed()
@@ -53,6 +59,10 @@ def main() -> int:
     finally:
         shutdown()
     return 0 if report.finish() else 1
+
+
+def _file(part: str) -> str | None:
+    return part if os.environ.get(LARGE.get(part, "")) else None
 
 
 if __name__ == "__main__":

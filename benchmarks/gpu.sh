@@ -3,20 +3,21 @@
 #
 #     benchmarks/gpu.sh [PART ...]
 #
-# Parts, all by default: env trajectories scaling reload saving commands pairs decode ppo throughput-1.3b throughput-6.7b
+# Parts, all by default: env trajectories scaling reload saving commands pairs sft decode ppo throughput-1.3b throughput-6.7b
 # Environment:
 #   PYTHON        interpreter that has torch, deepspeed and transformers; default python3
 #   BENCH_OUTPUT  directory of the JSON results; default benchmarks/results
 #   BENCH_TINY=1  tiny shapes on a GPU too
-# Each part is a process of its own with a time limit of at most 110 seconds; README.md beside this
-# file has groups of parts that take 10 minutes at most. A part that fails does not stop the
-# others. Exit status: 0 if all parts passed, 1 if one failed, 2 for a wrong argument.
+#   BENCH_SFT=1   the part sft at a size that means something on a CPU, 10 minutes at most
+# Each part is a process of its own with a time limit of at most 110 seconds, but for BENCH_SFT;
+# README.md beside this file has groups of parts that take 10 minutes at most. A part that fails
+# does not stop the others. Exit status: 0 if all parts passed, 1 if one failed, 2 for a wrong argument.
 set -uo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 PYTHON=${PYTHON:-python3}
 BENCH_OUTPUT=${BENCH_OUTPUT:-$ROOT/benchmarks/results}
-PARTS=(env trajectories scaling reload saving commands pairs decode ppo throughput-1.3b throughput-6.7b)
+PARTS=(env trajectories scaling reload saving commands pairs sft decode ppo throughput-1.3b throughput-6.7b)
 
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
@@ -32,6 +33,7 @@ limit() {
     saving) echo 50 ;;
     commands) echo 70 ;;
     pairs) echo 70 ;;
+    sft) [[ -n ${BENCH_SFT:-} ]] && echo 595 || echo 90 ;;
     decode) echo 110 ;;
     ppo) echo 110 ;;
     throughput-1.3b) echo 75 ;;

@@ -1,7 +1,98 @@
-"""Who may look at whom: masks that keep the samples of a packed row apart."""
+"""Who may look at whom: the spans of a batch's sequences, and masks that keep them apart."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
+
+# Tokens of a sample: those that its two branches begin with, of the first and of the second. A
+# sample that is one sequence has the first number alone.
+Sizes = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Where the sequences of a batch begin and end: known on the host, made once for all layers.
+
+    The N tokens that are no padding stand row after row. A sample's shared beginning and first
+    branch are one sequence, its second branch, if there is one, is another, whose keys are those
+    of the beginning and its own: of S sequences, each has its queries last among its keys, so
+    that causal attention is the same for all.
+    """
+
+    lengths: tuple[tuple[int, int], ...]  # queries and keys of each sequence
+    longest: tuple[int, int]  # most of each
+    query_ends: Tensor  # (S + 1,) int32: 0, and tokens up to each sequence's end
+    key_ends: Tensor  # (S + 1,) int32, likewise of keys
+    keys: Tensor | None  # (K,) int64 in [0, N), keys of all sequences; None: their own tokens
+    places: Tensor | None  # (N,) int64 in the flattened (B T) positions; None: there is no padding
+
+    def to(self, device: torch.device | str) -> "Spans":
+        """The same spans with tensors on ``device``."""
+        tensors: dict[str, Any] = {
+            f.name: value.to(device, non_blocking=True)
+            for f in fields(self)
+            if isinstance(value := getattr(self, f.name), Tensor)
+        }
+        return replace(self, **tensors)
+
+
+def make_spans(rows: Sequence[Sequence[Sizes]], width: int) -> Spans:
+    """The spans of a batch.
+
+    Args:
+        rows: samples of each row, one after another from its first position on.
+        width: T, positions of a row.
+    """
+    lengths: list[tuple[int, int]] = []
+    keys: list[Tensor] = []
+    start = 0
+    for shared, first, second in (sizes for row in rows for sizes in row):
+        own = torch.arange(start, start + shared + first + second)
+        trunk, branch = torch.split(own, [shared + first, second])
+        lengths.append((shared + first, shared + first))
+        keys.append(trunk)
+        if second:
+            lengths.append((second, shared + second))
+            keys += [trunk[:shared], branch]
+        start += len(own)
+    filled = [sum(map(sum, row)) for row in rows]
+    is_full = all(n == width for n in filled)
+    places = [torch.arange(r * width, r * width + n) for r, n in enumerate(filled)]
+    queries_of, keys_of = zip(*lengths, strict=True) if lengths else ((), ())
+    return Spans(
+        lengths=tuple(lengths),
+        longest=(max(queries_of, default=0), max(keys_of, default=0)),
+        query_ends=_ends(queries_of),
+        key_ends=_ends(keys_of),
+        keys=None if queries_of == keys_of else torch.cat(keys),
+        places=None if is_full else torch.cat(places),
+    )
+
+
+def _ends(lengths: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+
+
+def find_spans(segment_ids: Tensor, branch_ids: Tensor | None = None) -> Spans:
+    """The spans of a batch that came without, on its device; waits for the device.
+
+    Args:
+        segment_ids: (B, T) int64, as for :func:`block_causal_mask`; padding is on the right.
+        branch_ids: (B, T) int64 or None, as there; ascending within a sample.
+    """
+    segments = segment_ids.cpu()
+    branches = torch.zeros_like(segments) if branch_ids is None else branch_ids.cpu()
+    rows = []
+    for segment, branch in zip(segments, branches, strict=True):
+        real = segment > 0
+        samples, sample = torch.unique_consecutive(segment[real], return_inverse=True)
+        counts = torch.bincount(3 * sample + branch[real], minlength=3 * len(samples))
+        rows.append([(s, one, two) for s, one, two in counts.view(-1, 3).tolist()])
+    return make_spans(rows, segment_ids.shape[1]).to(segment_ids.device)
 
 
 def block_causal_mask(

@@ -4,6 +4,7 @@ Nothing here imports torch: a wrong value is reported before anything heavy is l
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -11,6 +12,7 @@ from typing import Any, Literal
 from dschat_lora.cli.options import given_options, group, hidden, option
 
 Dtype = Literal["auto", "fp32", "bf16", "fp16"]
+Switch = bool | Literal["auto"]
 Scheduler = Literal[
     "linear",
     "cosine",
@@ -25,6 +27,11 @@ def require(condition: bool, name: str, value: object, allowed: str) -> None:
     """Raise a ValueError that names the option, its value and what is allowed."""
     if not condition:
         raise ValueError(f"--{name} must be {allowed}, got {value!r}")
+
+
+def is_on(switch: Switch) -> bool:
+    """Whether a switch is on; ``auto`` is off until it is settled."""
+    return switch is True
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,10 @@ class LoadConfig:
         False, help="add --eot_token to the tokenizer and end every completion with it"
     )
     eot_token: str = option("<|endoftext|>", help="end-of-text token of --add_eot_token")
+    compile: bool = option(
+        False,
+        help="compile the model's blocks (torch.compile): slow to start, faster from then on",
+    )
     compute_fp32_loss: bool = option(
         True, help="accepted from DeepSpeed-Chat; the loss is always computed in fp32"
     )
@@ -60,8 +71,10 @@ class ModelConfig(LoadConfig):
         help="hub name, local model directory, or the output directory of an earlier stage; "
         "the bundled tiny model when absent",
     )
-    gradient_checkpointing: bool = option(
-        False, help="recompute activations in the backward pass instead of keeping them"
+    gradient_checkpointing: Switch = option(
+        "auto",
+        help="recompute activations in the backward pass instead of keeping them; without a value "
+        "on, auto: where they would not fit the memory by estimate",
     )
     dropout: float = option(0.0, help="every dropout probability of the base model, in [0, 1)")
 
@@ -201,12 +214,16 @@ class BatchConfig:
     per_device_train_batch_size: int = option(
         16, help="rows (packed, or single samples) per device and micro-batch"
     )
+    tokens_per_device: int = option(
+        0, help="tokens per device and micro-batch, instead of a number of rows; 0: by rows"
+    )
     per_device_eval_batch_size: int = option(16, help="rows per device in evaluation")
     gradient_accumulation_steps: int = option(1, help="micro-batches per optimizer step")
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
-            require(getattr(self, name) >= 1, name, getattr(self, name), ">= 1")
+            least = 0 if name == "tokens_per_device" else 1
+            require(getattr(self, name) >= least, name, getattr(self, name), f">= {least}")
 
 
 @dataclass(frozen=True)
@@ -409,10 +426,11 @@ class StageConfig:
     rejected: tuple[str, ...] = hidden(())  # damaged checkpoints that were passed over
 
     @property
-    def rows(self) -> dict[str, tuple[str, str]]:
-        """What a resumed run keeps whatever its processes: the two options whose product it is.
+    def rows(self) -> Mapping[str, tuple[str, ...]]:
+        """What a resumed run keeps whatever its processes: the options whose product it is.
 
-        Keyed by their name in the run's identity: rows per process, times how often.
+        Keyed by its name in the run's identity: rows per process, if they are counted, and how
+        often.
         """
         raise NotImplementedError
 
@@ -428,8 +446,10 @@ class SupervisedConfig(StageConfig):
     optim: OptimConfig = group(OptimConfig)
 
     @property
-    def rows(self) -> dict[str, tuple[str, str]]:
-        """The rows of an optimizer step."""
+    def rows(self) -> Mapping[str, tuple[str, ...]]:
+        """The rows of an optimizer step, or its micro-batches of so many tokens."""
+        if self.batch.tokens_per_device:
+            return {"rows_per_step": ("gradient_accumulation_steps",)}
         return {"rows_per_step": ("per_device_train_batch_size", "gradient_accumulation_steps")}
 
     @property

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from dschat_lora.checkpoint.export import save_adapter, save_merged
+from dschat_lora.config import is_on
 from dschat_lora.data.loader import Samples, StepLoader
 from dschat_lora.data.store import TokenSet
 from dschat_lora.engine.build import TrainEngine
@@ -64,6 +65,7 @@ def train(
             "packing": loader.packs,
             "rows": loader.num_rows,
             "rows_per_step": loader.rows_per_step,
+            "tokens_per_device": config.batch.tokens_per_device or None,
         },
     )
     keeper.restore(num_steps=plan.num_steps)
@@ -130,7 +132,7 @@ def make_meter(setup: Setup, engine: TrainEngine) -> Meter:
         shape = None
     return Meter(
         shape,
-        gradient_checkpointing=setup.config.model.gradient_checkpointing,
+        gradient_checkpointing=is_on(setup.config.model.gradient_checkpointing),
         world_size=world_size(),
         device=device(),
         peak_tflops=device_peak(device(), setup.settings.torch_dtype),

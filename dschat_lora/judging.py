@@ -130,7 +130,14 @@ def perplexity(model: Any, tokenizer: Any) -> float:
     total = count = 0.0
     for first in range(0, len(samples), BATCH_SIZE):
         batch = collate([[sample] for sample in samples[first : first + BATCH_SIZE]]).to(device())
-        loss = network(batch.input_ids, batch.position_ids, batch.segment_ids, batch.labels)
+        loss = network(
+            batch.input_ids,
+            batch.position_ids,
+            batch.segment_ids,
+            batch.predicted_from,
+            batch.predicted,
+            batch.spans,
+        )
         total, count = total + float(loss), count + batch.num_targets
     return math.exp(total / count)
 

@@ -5,6 +5,8 @@ from typing import Any
 
 from dschat_lora.config import PairConfig
 from dschat_lora.data.batch import PairCollator, PairLayout, SampleCollator
+from dschat_lora.data.budget import TokenBudget
+from dschat_lora.data.counts import count_samples
 from dschat_lora.data.loader import Collator, Samples, StepLoader
 from dschat_lora.data.packing import Row, fill, make_rows
 from dschat_lora.data.store import TokenSet
@@ -22,13 +24,16 @@ class Arrangement:
 
     collate: Collator
     packing: bool  # rows hold several of them
+    # most of a row under --tokens_per_device; None: each of them has a row of its own
+    row_tokens: int | None = None
 
 
 def arrange_samples(setup: Setup, engine: TrainEngine) -> Arrangement:
     """Of samples, after a look at how the user's own model treats them; call on every rank."""
     tokenizer, wanted = setup.tokenizer, setup.config.data.packing
     packing = settle_packing(engine, wanted, len(tokenizer), setup.output)
-    return Arrangement(SampleCollator(int(tokenizer.pad_token_id)), packing)
+    collate = SampleCollator(int(tokenizer.pad_token_id))
+    return Arrangement(collate, packing, _row_tokens(setup, engine) if packing else None)
 
 
 def arrange_pairs(setup: Setup, engine: TrainEngine, pairs: PairConfig) -> Arrangement:
@@ -41,7 +46,22 @@ def arrange_pairs(setup: Setup, engine: TrainEngine, pairs: PairConfig) -> Arran
         vocab_size=len(tokenizer),
         output=setup.output,
     )
-    return Arrangement(PairCollator(int(tokenizer.pad_token_id), layout, tight=True), packing)
+    collate = PairCollator(int(tokenizer.pad_token_id), layout, tight=True)
+    # Packing is about what a step counts: pairs share rows without it too.
+    row_tokens = _row_tokens(setup, engine) if layout != "alone" else None
+    return Arrangement(collate, packing, row_tokens)
+
+
+def _row_tokens(setup: Setup, engine: TrainEngine) -> int:
+    """Most tokens of a packed row: all of a micro-batch's where attention is by samples.
+
+    Under a mask, attention costs as much as the square of the row.
+    """
+    network: Any = engine.module
+    budget: int = setup.config.batch.tokens_per_device
+    if budget and network.trunk.skips_padding(engine.device):
+        return budget
+    return setup.config.max_row_tokens
 
 
 def settle_head(engine: TrainEngine, vocab_size: int, output: Output) -> None:
@@ -125,27 +145,39 @@ def train_loader(setup: Setup, samples: Samples, arrangement: Arrangement) -> St
         samples: the training samples, perhaps with something added.
         arrangement: of samples in batches.
     """
-    config, log = setup.config, setup.output.log
-    lengths = arrangement.collate.lengths(setup.data.train)
-    rows = rows_of(setup, setup.data.train, arrangement)
-    if arrangement.packing:
-        capacity = config.max_row_tokens
-        share = fill(rows, lengths, capacity)
-        log.say(f"  packing      {len(rows):,} rows of {capacity} tokens, {share:.1%} full")
+    config, batch = setup.config, setup.config.batch
+    counts = count_samples(arrangement.collate, setup.data.train, len(setup.data.train))
+    if batch.tokens_per_device:
+        budget = TokenBudget(
+            batch.tokens_per_device,
+            batch.gradient_accumulation_steps * world_size(),
+            arrangement.row_tokens,
+        )
+        rows = budget.groups(counts, seed=config.run.seed)
+    else:
+        budget, rows = None, rows_of(setup, setup.data.train, arrangement)
     loader = StepLoader(
         samples,
         rows=rows,
-        micro_batch_size=config.batch.per_device_train_batch_size,
-        gradient_accumulation_steps=config.batch.gradient_accumulation_steps,
+        micro_batch_size=batch.per_device_train_batch_size,
+        gradient_accumulation_steps=batch.gradient_accumulation_steps,
         rank=rank(),
         world_size=world_size(),
         seed=config.run.seed,
         collate=arrangement.collate,
+        counts=counts,
+        budget=budget,
     )
+    log, capacity, kind = setup.output.log, config.max_row_tokens, "rows"
+    if budget is not None:
+        kind = f"x {budget.tokens:,} tokens, {budget.fill(rows, counts):.1%} full"
+    elif arrangement.packing:
+        share = fill(rows, counts.tokens, capacity)
+        log.say(f"  packing      {len(rows):,} rows of {capacity} tokens, {share:.1%} full")
     steps = loader.steps_per_epoch
     log.say(
-        f"  steps        {steps:,} an epoch, of up to {loader.rows_per_step} rows: about "
-        f"{len(lengths) / max(1, steps):,.0f} samples and "
-        f"{lengths.sum() / max(1, steps):,.0f} tokens each"
+        f"  steps        {steps:,} an epoch, of up to {loader.rows_per_step} {kind}: about "
+        f"{len(counts.tokens) / max(1, steps):,.0f} samples and "
+        f"{counts.tokens.sum() / max(1, steps):,.0f} tokens each"
     )
     return loader

@@ -1,20 +1,94 @@
 """A stage's need of memory: estimated before it starts, explained when it was not enough."""
 
-from collections.abc import Iterator
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from dschat_lora.checkpoint.history import checkpoints_of
-from dschat_lora.config import SupervisedConfig
+from dschat_lora.config import StageConfig, SupervisedConfig, Switch, is_on
 from dschat_lora.engine.build import EngineSettings
-from dschat_lora.engine.distributed import device, world_size
+from dschat_lora.engine.distributed import agree, device, max_over_ranks, rank, world_size
 from dschat_lora.models.build import AdaptedModel
 from dschat_lora.perf.advice import Estimator, out_of_memory_advice
-from dschat_lora.perf.memory import MemoryEstimate, estimate_memory
+from dschat_lora.perf.memory import USABLE, MemoryEstimate, estimate_memory
 from dschat_lora.perf.shape import describe
+from dschat_lora.resume import read_state
+
+# Names of roles that recompute their blocks -> bytes of a device that the run needs.
+Need = Callable[[Sequence[str]], int]
+
+
+def free_memory() -> int:
+    """Bytes that are free to every process, the least of all; call on every rank.
+
+    Those of its GPU, or an equal share of the host's. Call it before any rank loads a model: what
+    the estimate counts must not be in use already.
+    """
+    if device().type == "cuda":
+        mine = torch.cuda.mem_get_info(device())[0]
+    else:
+        mine = psutil.virtual_memory().available // int(os.environ["LOCAL_WORLD_SIZE"])
+    return -int(max_over_ranks(-float(mine)))
+
+
+def settle_recomputation(
+    config: StageConfig, switches: Mapping[str, Switch], need: Need, *, free: int
+) -> tuple[dict[str, bool], str | None]:
+    """Whether blocks are computed again in the backward pass, and what to say of it.
+
+    Where that is ``auto``, a resumed run does as it did unless the option is typed again, and
+    another recomputes as little as fits the memory by estimate. Rank 0's decision holds; call on
+    every rank.
+
+    Args:
+        config: of the stage.
+        switches: its options that decide so, by name.
+        need: memory with the blocks under some of these options recomputed.
+        free: see :func:`free_memory`.
+    """
+    decided = _decide(config, switches, need, free) if rank() == 0 else None
+    on, words = json.loads(agree(json.dumps(decided)))
+    return {name: name in on for name in switches}, words
+
+
+def _decide(
+    config: StageConfig, switches: Mapping[str, Switch], need: Need, free: int
+) -> tuple[list[str], str | None]:
+    """Options that are on, and what to say of those that were ``auto``."""
+    before = read_state(Path(config.checkpoint))["config"] if config.checkpoint else {}
+    # What was auto at the checkpoint is settled there: auto is given if it was typed now.
+    kept = {n: before[n] for n, v in switches.items() if v == "auto" and n in before}
+    known = {n: v if n in config.given else kept.get(n, v) for n, v in switches.items()}
+    on = [name for name, value in known.items() if value is True]
+    undecided = [name for name, value in known.items() if value == "auto"]
+    chosen = _fewest(undecided, lambda more: need([*on, *more]) <= USABLE * free)
+    if not chosen:
+        return on, None
+    without, within = need(on), need([*on, *chosen])
+    return [*on, *chosen], (
+        f"activations are recomputed ({', '.join(f'--{name}' for name in chosen)}): by estimate "
+        f"{_gib(without)} per device without, {_gib(within)} with, of {_gib(free)} free"
+    )
+
+
+def _fewest(names: Sequence[str], fits: Callable[[Sequence[str]], bool]) -> list[str]:
+    """The fewest of the names that fit together; all where none do."""
+    for size in range(len(names)):
+        for chosen in combinations(names, size):
+            if fits(chosen):
+                return list(chosen)
+    return list(names)
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.3g} GiB"
 
 
 def estimate_memory_of(
@@ -25,12 +99,19 @@ def estimate_memory_of(
     if estimator is None:
         return None
     estimate = estimator(
-        rows=config.batch.per_device_train_batch_size,
+        rows=_rows_at_once(config),
         length=config.data.max_seq_len,
-        gradient_checkpointing=config.model.gradient_checkpointing,
+        gradient_checkpointing=is_on(config.model.gradient_checkpointing),
         zero_stage=settings.zero_stage,
     )
     return estimate.total - (estimate.optimizer if settings.offload else 0)
+
+
+def _rows_at_once(config: SupervisedConfig) -> int:
+    """Full rows of a micro-batch."""
+    tokens = config.batch.tokens_per_device
+    rows = -(-tokens // config.max_row_tokens)
+    return rows if tokens else config.batch.per_device_train_batch_size
 
 
 def make_estimator(
@@ -38,7 +119,8 @@ def make_estimator(
 ) -> Estimator | None:
     """The memory estimate of this model; None for architectures that are not understood.
 
-    Its ``length`` is ``--max_seq_len``, of which a row of pairs holds two.
+    Its ``length`` is ``--max_seq_len``, of which a row of pairs holds two. ``--tokens_per_device``
+    stands in for rows.
     """
     try:
         describe(adapted.model)
@@ -46,10 +128,15 @@ def make_estimator(
         return None
     sequences = config.max_row_tokens // config.data.max_seq_len
 
-    def estimate(*, length: int, **options: Any) -> MemoryEstimate:
+    def estimate(*, rows: int, length: int, **options: Any) -> MemoryEstimate:
+        length *= sequences
+        if tokens := config.batch.tokens_per_device:
+            rows = -(-tokens // length)
+            length = tokens // rows
         return estimate_memory(
             adapted.model,
-            length=length * sequences,
+            rows=rows,
+            length=length,
             compute_dtype=settings.torch_dtype,
             world_size=world_size(),
             **options,
@@ -74,10 +161,10 @@ def explaining_memory(
         advice = out_of_memory_advice(
             make_estimator(adapted, config, settings),
             device_bytes=total,
-            micro_batch_size=config.batch.per_device_train_batch_size,
+            micro_batch_size=_rows_at_once(config),
             accumulation_steps=config.batch.gradient_accumulation_steps,
             max_seq_len=config.data.max_seq_len,
-            gradient_checkpointing=config.model.gradient_checkpointing,
+            gradient_checkpointing=is_on(config.model.gradient_checkpointing),
             zero_stage=settings.zero_stage,
             world_size=world_size(),
             offload=settings.offload,
@@ -85,6 +172,8 @@ def explaining_memory(
             lora_dim=adapted.lora.lora_dim,
             dtype=settings.dtype,
         )
+        if tokens := config.batch.tokens_per_device:
+            advice += f". Fewer than --tokens_per_device {tokens} take less, in another run"
         if found := checkpoints_of(directory):
             advice += f". The newest checkpoint is {found[0]}"
         raise torch.OutOfMemoryError(advice) from error

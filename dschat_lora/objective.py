@@ -63,7 +63,9 @@ def causal_lm_loss(engine: Network, batch: Batch) -> BatchLoss:
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
             segment_ids=batch.segment_ids,
-            labels=batch.labels,
+            predicted_from=batch.predicted_from,
+            predicted=batch.predicted,
+            spans=batch.spans,
         )
     )
 
@@ -119,6 +121,7 @@ def _scores(engine: Network, batch: PairBatch, places: Tensor) -> Tensor:
         segment_ids=batch.segment_ids,
         branch_ids=batch.branch_ids,
         places=places,
+        spans=batch.spans,
     )
     return scores
 
@@ -187,6 +190,7 @@ def answer_logprobs(engine: Network, batch: PairBatch) -> Tensor:
         branch_ids=batch.branch_ids,
         predicted_from=batch.predicted_from,
         predicted=batch.predicted,
+        spans=batch.spans,
     )
     return sequence_sums(logprobs, batch.owner, 2 * batch.num_samples)
 

@@ -14,6 +14,7 @@ from dschat_lora.checkpoint.manifest import safetensors_header
 from dschat_lora.config import (
     DataConfig,
     DpoStageConfig,
+    LoadConfig,
     LoraConfig,
     RunConfig,
     ScoreConfig,
@@ -98,6 +99,7 @@ def check_supervised(config: ConfigT, *, rules: StageRules = SFT) -> ConfigT:
     _check_lora(lora, given)
     _check_reference(config, lora)
     data = replace(data, max_seq_len=_fitting_length(data.max_seq_len, source, given))
+    _check_budget(replace(config, data=data))
     check_sources(data, rules.kind)
     model, batch, optim, parallel = reconcile(
         config.model,
@@ -107,6 +109,7 @@ def check_supervised(config: ConfigT, *, rules: StageRules = SFT) -> ConfigT:
         given=given,
         world_size=launched_processes(),
     )
+    check_compile(config.model, parallel.zero_stage)
     run = with_tensorboard(config.run)
     check_output_dir(config)
     check_nothing_read_is_deleted(run, source)
@@ -139,6 +142,19 @@ def check_score(config: ScoreConfig) -> None:
     check_sources(DataConfig(data_path=config.data_path))
     if config.output_path is not None:
         check_can_be_made(Path(config.output_path).expanduser().parent, option="output_path")
+
+
+def check_compile(load: LoadConfig, *zero_stages: int | None) -> None:
+    """Refuse to compile what gathers its weights as it runs.
+
+    Raises:
+        ValueError: naming both options.
+    """
+    if load.compile and 3 in zero_stages:
+        raise ValueError(
+            "--compile does not go with --zero_stage 3, which gathers the weights of each layer as "
+            "it runs; use --zero_stage 2, or drop --compile"
+        )
 
 
 def announce(source: ModelSource, data: DataConfig, asked: DataConfig) -> None:
@@ -309,6 +325,23 @@ def _check_reference(config: SupervisedConfig, lora: LoraConfig) -> None:
         raise ValueError(
             "--no-precompute_ref_log_probs looks through the starting adapter on the frozen base; "
             "with base weights that train use --precompute_ref_log_probs"
+        )
+
+
+def _check_budget(config: SupervisedConfig) -> None:
+    """Refuse micro-batches of so many tokens that are of so many rows too, or hold no row."""
+    tokens, rows = config.batch.tokens_per_device, config.batch.per_device_train_batch_size
+    if tokens and "per_device_train_batch_size" in config.given:
+        raise ValueError(
+            f"--tokens_per_device {tokens} and --per_device_train_batch_size {rows} both say what "
+            "a micro-batch holds; give one"
+        )
+    longest, length = config.max_row_tokens, config.data.max_seq_len
+    if tokens and tokens < longest:
+        both = ", twice that for a pair" if longest > length else ""
+        raise ValueError(
+            f"--tokens_per_device {tokens} is less than a row may take with --max_seq_len "
+            f"{length}{both}; give {longest} or more, or lower --max_seq_len"
         )
 
 

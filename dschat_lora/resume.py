@@ -1,6 +1,7 @@
 """Which checkpoint a run goes on from, and with which options; settled before anything heavy."""
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -37,7 +38,7 @@ _FIXED = (
     *("lora_dim", "lora_alpha", "use_rslora", "target_modules", "lora_module_name"),
     *("train_bias", "modules_to_save", "only_optimize_lora", "add_eot_token", "eot_token"),
     *("max_seq_len", "overlong", "bad_rows", "train_on_prompt", "packing", "data_split"),
-    *("data_weights", "eval_ratio", "seed"),
+    *("data_weights", "eval_ratio", "seed", "tokens_per_device"),
     *("reward_loss", "center_rewards_coefficient", "share_prompt"),
     *("beta", "loss_type", "label_smoothing", "length_normalization", "rpo_alpha"),
     *(
@@ -68,6 +69,7 @@ _IDENTITY = {
     "packing": "whether rows are packed",
     "rows": "the number of rows",
     "rows_per_step": "the rows of a step",
+    "tokens_per_device": "--tokens_per_device",
     "responses": "the responses of an iteration",
     "critic": "the reward model",
     "text": "the pretraining text",
@@ -243,8 +245,10 @@ def _with_options_of(state: Mapping[str, Any], config: ConfigT, path: Path) -> C
             "--num_train_epochs 0 evaluates a model, and --resume_from_checkpoint goes on training "
             "one: name an adapter with --model_name_or_path instead"
         )
-    merged, rows, notes = _with_same_rows(merged, state, now)
-    differences += rows
+    notes: list[str] = []
+    if "tokens_per_device" not in changed:  # or steps would be counted in two units
+        merged, rows, notes = _with_same_rows(merged, state, now)
+        differences += rows
     if differences:
         raise ValueError(
             f"--resume_from_checkpoint {path}: the run was another one: {'; '.join(differences)}"
@@ -272,25 +276,23 @@ def _with_same_rows(
 ) -> tuple[ConfigT, list[str], list[str]]:
     """The config with as many rows as before at each turn, what forbids that, and notes."""
     differences, notes = [], []
-    for name, (micro_name, times_name) in config.rows.items():
-        rows = state["identity"][name]
-        micro, times = _same_product(rows, micro_name, times_name, state["config"], now)
-        processes = launched_processes()
-        if micro * times * processes != rows:
+    processes = launched_processes()
+    for name, options in config.rows.items():
+        rows, unit = state["identity"][name], "rows" if len(options) > 1 else "micro-batches"
+        values = _same_product(rows, options, state["config"], now)
+        product = math.prod(values.values()) * processes
+        typed = [f"--{option} {value}" for option, value in values.items()]
+        if product != rows:
             differences.append(
-                f"{_COUNTED[name]} {rows} rows, now --{micro_name} {micro} x --{times_name} "
-                f"{times} x {processes} processes is {micro * times * processes}"
+                f"{_COUNTED[name]} {rows} {unit}, now {' x '.join(typed)} x {processes} processes "
+                f"is {product}"
             )
             continue
         config = replace(
-            config,
-            batch=replace(config.batch, **{micro_name: micro, times_name: times}),
-            given=config.given | {micro_name, times_name},
+            config, batch=replace(config.batch, **values), given=config.given | values.keys()
         )
-        if (micro, times) != (state["config"][micro_name], state["config"][times_name]):
-            notes.append(
-                f"--{micro_name} {micro} --{times_name} {times}: {_KEPT[name]} {rows} rows"
-            )
+        if any(state["config"][option] != value for option, value in values.items()):
+            notes.append(f"{' '.join(typed)}: {_KEPT[name]} {rows} {unit}")
     return config, differences, notes
 
 
@@ -299,14 +301,22 @@ _KEPT = {"rows_per_step": "a step keeps", "responses": "an iteration keeps"}
 
 
 def _same_product(
-    rows: int, micro_name: str, times_name: str, then: Mapping[str, Any], now: Mapping[str, Any]
-) -> tuple[int, int]:
-    """Rows of a process, and how often: with the processes ``rows`` again, if that can be."""
-    micro = now.get(micro_name, then[micro_name])
-    if micro_name not in now:
-        fitting = [m for m in range(1, micro + 1) if rows % (m * launched_processes()) == 0]
-        micro = max(fitting, default=min(micro, max(1, rows // launched_processes())))
-    return micro, now.get(times_name, max(1, rows // (micro * launched_processes())))
+    rows: int, options: tuple[str, ...], then: Mapping[str, Any], now: Mapping[str, Any]
+) -> dict[str, int]:
+    """Rows of a process, if they are an option, and how often: with the processes ``rows`` again.
+
+    Where that cannot be, what comes near.
+    """
+    *micro_names, times_name = options
+    values: dict[str, int] = {}
+    for name in micro_names:
+        micro = now.get(name, then[name])
+        if name not in now:
+            fitting = [m for m in range(1, micro + 1) if rows % (m * launched_processes()) == 0]
+            micro = max(fitting, default=min(micro, max(1, rows // launched_processes())))
+        values[name] = micro
+    at_once = math.prod(values.values()) * launched_processes()
+    return values | {times_name: now.get(times_name, max(1, rows // at_once))}
 
 
 def launched_processes() -> int:

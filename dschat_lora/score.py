@@ -83,6 +83,7 @@ class Scorer:
             batch.segment_ids,
             torch.zeros_like(batch.segment_ids),
             (torch.arange(rows) * width + lengths - 1).to(device()),
+            batch.spans,
         )
         values: list[float] = scores.tolist()
         return values

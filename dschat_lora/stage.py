@@ -3,7 +3,8 @@
 import hashlib
 import json
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,14 +21,27 @@ from dschat_lora.engine.distributed import (
     device,
     local_first,
     rank,
+    together,
     world_size,
 )
 from dschat_lora.engine.ds_config import read_deepspeed_json
 from dschat_lora.engine.zero import shard_from_rank_zero
 from dschat_lora.lora.rates import parameter_groups, rate_warning
-from dschat_lora.memory import estimate_memory_of, explaining_memory
-from dschat_lora.models.build import AdaptedModel, Task, check_targets
+from dschat_lora.memory import (
+    estimate_memory_of,
+    explaining_memory,
+    free_memory,
+    settle_recomputation,
+)
+from dschat_lora.models.build import (
+    AdaptedModel,
+    Task,
+    can_recompute,
+    check_targets,
+    recompute_blocks,
+)
 from dschat_lora.models.causal_lm import Tokenizer, load_tokenizer
+from dschat_lora.models.compile import check_compiler, compile_blocks
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
 from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.run import Output
@@ -81,6 +95,8 @@ def set_up(
     """
     config = output.config
     assert isinstance(config, SupervisedConfig)
+    if config.model.compile:
+        prepare_to_compile(output)
     source = find_model(config.model.model_name_or_path)
     check_targets(source, config.model, config.lora, task)
     tokenizer = load_tokenizer(source.tokenizer, config.model)
@@ -91,6 +107,7 @@ def set_up(
         zero_stage=config.parallel.zero_stage,
         micro_batch_size=config.batch.per_device_train_batch_size,
     )
+    free = free_memory()
     adapted = build(
         source,
         tokenizer,
@@ -100,6 +117,8 @@ def set_up(
         seed=config.run.seed,
         meta=wants_shape_only(config, settings),
     )
+    config = settle_memory(config, settings, adapted, output, free=free)
+    output = replace(output, config=config)
     describe(config, settings, adapted, output)
     identity: dict[str, Any] = {}
     if output.directory is not None:
@@ -107,6 +126,49 @@ def set_up(
         identity = identify(adapted, tokenizer, data, settings)
         place(adapted.model, settings)
     return Setup(config, source, tokenizer, data, settings, adapted, identity, output)
+
+
+def prepare_to_compile(output: Output) -> None:
+    """Refuse ``--compile`` where it cannot work, and say what it costs; call on every rank.
+
+    Raises:
+        ValueError: if there is no working compiler on some rank.
+    """
+    together(lambda: check_compiler(device()))
+    output.log.say("  note         --compile: the first evaluation and steps wait for the compiler")
+
+
+def settle_memory(
+    config: SupervisedConfig,
+    settings: EngineSettings,
+    adapted: AdaptedModel,
+    output: Output,
+    *,
+    free: int,
+) -> SupervisedConfig:
+    """The config with ``--gradient_checkpointing`` settled, as the model then does. On every rank.
+
+    Raises:
+        ValueError: if blocks are to be recomputed, and the architecture cannot.
+    """
+    option = "gradient_checkpointing"
+
+    def recomputing(on: bool) -> SupervisedConfig:
+        return replace(config, model=replace(config.model, gradient_checkpointing=on))
+
+    def need(on: Sequence[str]) -> int:
+        if not can_recompute(adapted.model):
+            return 0
+        return estimate_memory_of(adapted, recomputing(option in on), settings) or 0
+
+    switches = {option: config.model.gradient_checkpointing}
+    on, words = settle_recomputation(config, switches, need, free=free)
+    if words is not None:
+        output.log.say(f"  note         {words}")
+    if on[option]:
+        recompute_blocks(adapted.model)
+    output.record.update(on)
+    return recomputing(on[option])
 
 
 def prepare_data(
@@ -241,7 +303,8 @@ def describe(
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     output.log.say(
         f"  parameters   {total:,}, of which {trained:,} train ({trained / total:.2%}); "
-        f"{len(adapted.targets)} adapted layers; {settings.dtype}, ZeRO {settings.zero_stage}, "
+        f"{len(adapted.targets)} adapted layers; {settings.dtype}, "
+        f"{zero_words(settings, adapted.model)}, "
         f"{world_size()} process{'es' if world_size() > 1 else ''} on {device().type}"
     )
     if warning := rate_warning(config.optim, config.lora):
@@ -264,6 +327,13 @@ def describe(
         output.log.say("dry run: nothing was trained or saved")
 
 
+def zero_words(settings: EngineSettings, model: nn.Module) -> str:
+    """The ZeRO stage asked for, and whether it makes no difference to ``model`` here."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    idle = settings.stage_in_use(settings.native_dtype(trained)) < settings.zero_stage
+    return f"ZeRO {settings.zero_stage}{' (one process: nothing to shard)' if idle else ''}"
+
+
 def place(model: nn.Module, settings: EngineSettings) -> None:
     """Shard the weights over ranks at ZeRO 3; DeepSpeed moves them otherwise. On every rank."""
     if settings.zero_stage < 3:
@@ -280,4 +350,7 @@ def place(model: nn.Module, settings: EngineSettings) -> None:
 def build_engine(setup: Setup, network: nn.Module) -> TrainEngine:
     """The engine over ``network``, which holds the stage's model; call on every rank."""
     groups = parameter_groups(setup.adapted.model, setup.config.optim)
-    return TrainEngine(network, groups, setup.settings)
+    engine = TrainEngine(network, groups, setup.settings)
+    if setup.config.model.compile:
+        compile_blocks(setup.adapted.model)
+    return engine

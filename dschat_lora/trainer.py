@@ -1,7 +1,7 @@
 """The one training loop of the supervised stages: micro-batches in, optimizer steps out."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, field
 from itertools import count as count_from
 from itertools import islice
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dschat_lora.config import OptimConfig, RunConfig
-from dschat_lora.data.loader import StepLoader
+from dschat_lora.data.loader import StepLoader, Window
 from dschat_lora.engine.build import StepOutcome, TrainEngine
 from dschat_lora.engine.distributed import (
     gather_over_ranks,
@@ -104,8 +104,13 @@ class Progress:
             setattr(self, name, state[name])
 
 
-def count(batches: Iterable[Batch]) -> StepCounts:
-    """Counts of the batches of all ranks; call on every rank."""
+def count(batches: Window | Sequence[Batch]) -> StepCounts:
+    """Counts of the batches of all ranks, which must be asked unless the loader knows them.
+
+    Call on every rank.
+    """
+    if isinstance(batches, Window):
+        return StepCounts(**batches.counts)
     return _over_ranks(sum((_own_counts(batch) for batch in batches), StepCounts()))
 
 
@@ -127,7 +132,7 @@ def _own_counts(batch: Batch) -> StepCounts:
 
 def train_steps(
     engine: TrainEngine,
-    windows: Iterable[list[Any]],
+    windows: Iterable[Window | Sequence[Any]],
     objective: Objective,
     rate_factors: Iterable[float],
     *,
@@ -142,7 +147,8 @@ def train_steps(
     Args:
         engine: over the model.
         windows: this rank's micro-batches of each optimizer step; every rank must yield the
-            same number of windows, and of micro-batches in each.
+            same number of windows, and of micro-batches in each. Where they are no ``Window``,
+            the ranks add up what they hold.
         objective: what to descend.
         rate_factors: multiplier of the peak learning rates, one for each step.
         wishes: numbers of this rank to be summed over all along with the loss.
@@ -303,7 +309,7 @@ def fit(
             meter.start()
 
 
-def seeded_windows(loader: StepLoader, plan: Plan, *, start: int, seed: int) -> Iterator[list[Any]]:
+def seeded_windows(loader: StepLoader, plan: Plan, *, start: int, seed: int) -> Iterator[Window]:
     """The micro-batches of each step of the plan from ``start`` on, in turn.
 
     Dropout draws from (seed, step, rank) alone: a resumed run draws what it would have drawn.

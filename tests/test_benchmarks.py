@@ -7,9 +7,20 @@ import re
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+
+from benchmarks.parts import sft, turns
+from benchmarks.parts.contenders import Task, Work, draw_adapters_
+from benchmarks.parts.pair_data import random_pairs
+from benchmarks.parts.report import PartReport, device_slug
+from benchmarks.parts.sft_contenders import CONTENDERS
+from benchmarks.parts.turns import Runner, times_ours
+from dschat_lora.data.tokenize import Sample
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "benchmarks" / "gpu.sh"
@@ -22,6 +33,7 @@ PARTS = (
     "saving",
     "commands",
     "pairs",
+    "sft",
     "decode",
     "ppo",
     "throughput-1.3b",
@@ -29,9 +41,10 @@ PARTS = (
 )
 
 
-def run(*parts, python=sys.executable, output="/nonexistent"):
+def run(*parts, python=sys.executable, output="/nonexistent", **variables):
     environment = {
         **os.environ,
+        **variables,
         "PYTHON": str(python),
         "BENCH_OUTPUT": str(output),
         "CUDA_VISIBLE_DEVICES": "",
@@ -101,6 +114,156 @@ def test_the_ppo_part_finds_both_ways_to_do_the_same_work(tmp_path):
             # the package holds each base once
             chat = cases[setting, "DeepSpeed-Chat's way"]
             assert case["weights_mib"] < 0.7 * chat["weights_mib"]
+
+
+@pytest.fixture(scope="module")
+def ways():
+    """Every way to fine-tune, on 40 samples of 8 tokens, of which three are a prompt."""
+    generator = np.random.default_rng(0)
+    ids = generator.integers(4, 64, size=(40, 8), dtype=np.int32)
+    labels = np.where(np.arange(8) < 3, np.int32(-100), ids)
+    samples = [Sample(*each) for each in zip(ids, labels, strict=True)]
+    tiny = replace(
+        task(0, micro_batch=4, accumulation=2),
+        samples=samples,
+        tokenizer=random_pairs(vocab_size=64, max_seq_len=24, limit=1).tokenizer,
+        hidden_size=16,
+        num_heads=2,
+        vocab_size=64,
+        lora_dim=2,
+        max_seq_len=24,
+    )
+    built = {name: build(tiny) for name, build in CONTENDERS.items()}
+    for way in built.values():
+        draw_adapters_(way.model)
+    return built
+
+
+@pytest.mark.stage
+@pytest.mark.filterwarnings("ignore")
+def test_all_ways_to_fine_tune_find_the_loss_of_the_untrained_model(ways):
+    losses = {name: way.loss([0, 1, 2]) for name, way in ways.items()}
+    # By hand from the full logits of one of them: five supervised tokens of each sample.
+    chat = ways["DeepSpeed-Chat's way"]
+    ids = torch.stack([chat._ids[number][:8] for number in range(3)])
+    with torch.no_grad():
+        logprobs = chat.model(input_ids=ids).logits.log_softmax(-1)
+    picked = logprobs[:, 2:7].gather(-1, ids[:, 3:8, None])
+    assert losses == pytest.approx(dict.fromkeys(ways, -picked.mean().item()), abs=1e-5)
+
+
+@pytest.mark.stage
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", CONTENDERS)
+def test_a_step_of_each_way_trains_its_adapters_and_counts_real_tokens(ways, name):
+    way = ways[name]
+    before = [p.detach().clone() for p in way.model.parameters() if p.requires_grad]
+    work = way.step()
+    after = [p for p in way.model.parameters() if p.requires_grad]
+    # Two factors on each of six linear layers.
+    assert len(after) == 12
+    assert all(not torch.equal(old, new) for old, new in zip(before, after, strict=True))
+    packed = name == "ours" or "packing " in name
+    # Eight samples of 8 tokens; packed, three of them fill a row of 24.
+    assert work.amount == (72 if packed else 64)
+    assert work.positions == (8 * 24 if "DeepSpeed" in name else work.amount)
+
+
+def works(*steps):
+    return [Work(amount, positions=0, seconds=s, cpu_seconds=2 * s) for amount, s in steps]
+
+
+def test_contenders_are_compared_round_by_round_by_what_they_did():
+    ours = Runner("ours", None, None, works=works((100, 1.0), (50, 1.0), (100, 2.0)))
+    other = Runner("other", None, None, works=works((50, 1.0), (50, 3.0), (100, 8.0)))
+    # A hundredth, a fiftieth and a fiftieth of a second each; three times a fiftieth and so on.
+    times = times_ours(other, ours, "seconds")
+    assert times["median"] == pytest.approx(3)
+    assert times["quartile_1"] == pytest.approx(2.5)
+    assert times["quartile_3"] == pytest.approx(3.5)
+    assert times_ours(other, ours, "cpu_seconds") == times
+
+
+class Clocked(Runner):
+    """A contender whose step takes ten seconds of a clock that stands still otherwise."""
+
+    clock = 0.0
+
+    def receive(self):
+        return "ready"
+
+    def ask(self, message):
+        if message == "stop":
+            return 1
+        Clocked.clock += 10
+        return message
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({}, 5), ({"seconds": 25}, 3), ({"deadline": 25}, 2), ({"deadline": 5}, 1)],
+    ids=["all rounds", "begun in time", "ended in time", "one at least"],
+)
+def test_rounds_end_in_time(options, expected, monkeypatch):
+    monkeypatch.setattr(Clocked, "clock", 0.0)
+    monkeypatch.setattr(turns.time, "monotonic", lambda: Clocked.clock)
+    runner, failed = Clocked("one", object(), None), Runner("two", None, None, problem="absent")
+    turns.take_turns([runner, failed], rounds=5, **options)
+    assert len(runner.works) == expected
+    assert (runner.ready, runner.peak_bytes) == ("ready", 1)
+    assert failed.works == []
+
+
+def task(samples, *, micro_batch, accumulation):
+    options = dict.fromkeys(
+        ("hidden_size", "num_layers", "num_heads", "vocab_size", "lora_dim", "max_seq_len"), 1
+    )
+    return Task(
+        kind="sft",
+        samples=[None] * samples,
+        tokenizer="",
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        dtype="fp32",
+        threads=1,
+        **options,
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "expected"),
+    [(1000, (4, 4)), (500, (2, 4)), (380, (2, 3)), (100, (1, 2)), (1, (1, 1))],
+)
+def test_a_step_of_packed_rows_holds_as_many_samples_as_one_without_packing(num_rows, expected):
+    assert task(1000, micro_batch=4, accumulation=4).rows_like_samples(num_rows) == expected
+
+
+def test_windows_take_every_row_once_an_epoch_in_whole_steps_alone():
+    windows = task(10, micro_batch=2, accumulation=2).windows(10, 2, 2)
+    first, second = ([next(windows) for _ in range(2)] for _ in range(2))
+    for epoch in (first, second):
+        assert [[len(micro) for micro in window] for window in epoch] == [[2, 2], [2, 2]]
+        numbers = [n for window in epoch for micro in window for n in micro]
+        assert len(set(numbers)) == 8
+        assert set(numbers) <= set(range(10))
+    assert first != second
+
+
+def test_results_of_a_run_to_keep_have_a_file_of_their_own(tmp_path):
+    assert PartReport(tmp_path, "sft", tiny=True, file="sft").finish()
+    assert PartReport(tmp_path, "sft", tiny=True).finish()
+    entries = {path.name: json.loads(path.read_text()) for path in tmp_path.iterdir()}
+    assert {name: entry["sft"]["tiny"] for name, entry in entries.items()} == {
+        f"{device_slug()}-sft.json": False,
+        f"{device_slug()}-tiny.json": True,
+    }
+
+
+def test_the_run_of_make_bench_ends_within_ten_minutes():
+    result = run("sft", python="/bin/false", BENCH_SFT="1")
+    (limit,) = re.findall(r"== sft \(at most (\d+) s\)", result.stdout)
+    assert int(limit) + 5 <= 10 * 60
+    assert sft.CPU.seconds < int(limit)
 
 
 def test_an_unknown_part_is_refused_by_name_before_anything_runs():

@@ -47,7 +47,7 @@ LAYERS = {
         {"torch"},
     ),
     "data": (
-        {"config", "algos", "randomness"},
+        {"algos", "attention", "config", "randomness"},
         {"torch", "numpy", "datasets", "pyarrow", "jinja2"},
     ),
     "demo": ({"assets", "cli.options", "judging", "report"}, set()),
@@ -71,7 +71,10 @@ LAYERS = {
     ),
     "layout": ({"config", "data", "engine", "models", "run", "stage"}, set()),
     "lora": ({"config"}, {"torch"}),
-    "memory": ({"checkpoint.history", "config", "engine", "models", "perf"}, {"torch"}),
+    "memory": (
+        {"checkpoint.history", "config", "engine", "models", "perf", "resume"},
+        {"psutil", "torch"},
+    ),
     "models": (
         {"algos", "attention", "checkpoint", "config", "lora"},
         {"torch", "transformers"},
@@ -107,9 +110,9 @@ LAYERS = {
     # What step 3 has of its own; it uses the rooms of the other stages, and none uses it.
     "rlhf": (
         {
-            *("algos", "checkpoint", "cli.options", "config", "data", "engine", "interrupt"),
-            *("keeper", "lora", "models", "perf", "randomness", "report", "run", "schedule"),
-            *("stage", "trainer"),
+            *("algos", "attention", "checkpoint", "cli.options", "config", "data", "engine"),
+            *("interrupt", "keeper", "lora", "memory", "models", "perf", "randomness", "report"),
+            *("run", "schedule", "stage", "trainer"),
         },
         {"torch", "numpy"},
     ),

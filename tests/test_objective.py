@@ -32,7 +32,7 @@ class Scripted:
     def __init__(self, of_places):
         self.of_places, self.asked = of_places, []
 
-    def __call__(self, *, input_ids, position_ids, segment_ids, branch_ids, **rest):
+    def __call__(self, *, input_ids, position_ids, segment_ids, branch_ids, spans=None, **rest):
         assert input_ids.shape == position_ids.shape == segment_ids.shape == branch_ids.shape
         self.asked.append(rest)
         tokens = input_ids.flatten()

@@ -1,12 +1,16 @@
 """The training loop: what a step's loss and gradient are, however its rows are dealt out."""
 
+from dataclasses import asdict
 from itertools import pairwise
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from dschat_lora import trainer
 from dschat_lora.config import LoraConfig, OptimConfig, RunConfig
+from dschat_lora.data.batch import SampleCollator
+from dschat_lora.data.loader import Window
 from dschat_lora.objective import describe_perplexity
 from dschat_lora.trainer import make_plan
 from helpers import plain
@@ -184,6 +188,16 @@ def test_infinite_loss_of_finite_gradient_on_one_rank_skips_the_step_on_all(
         for report in per_rank:
             assert (report["progress"]["skipped"], report["progress"]["step"]) == (2, 5)
             assert report["progress"]["skipped_in_a_row"] == 0
+
+
+def test_what_a_loader_knows_of_a_step_is_not_asked_of_the_ranks(monkeypatch):
+    batches = [SampleCollator(0)([[sample]]) for sample in ragged_samples(3)]
+    known = {"num_samples": 30, "num_tokens": 200, "num_targets": 150, "num_attended": 900}
+    known |= {"num_positions": 256, "num_scored_pairs": 4096}
+    monkeypatch.setattr(trainer, "sum_over_ranks", lambda values: [10 * v for v in values])
+    assert trainer.count(batches).num_samples == 30
+    monkeypatch.setattr(trainer, "sum_over_ranks", None)
+    assert asdict(trainer.count(Window(batches, known))) == known
 
 
 @pytest.mark.parametrize(

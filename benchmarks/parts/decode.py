@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.parts.bundled import Bundled
+from benchmarks.parts.environment import copy_rate
 from benchmarks.parts.report import PartReport, print_table
 from benchmarks.parts.shapes import PAD_ID, SHAPES, Shape, random_model
 from dschat_lora.models.decode import decode
@@ -265,20 +266,8 @@ def _step(
         "step_milliseconds": 1e3 * seconds,
         "gigabytes_per_step": read / 1e9,
         "terabytes_per_second": read / seconds / 1e12,
-        "copy_terabytes_per_second": _copy_rate(options["device"]),
+        "copy_terabytes_per_second": copy_rate(2**30),
     }
-
-
-def _copy_rate(device: torch.device) -> float:
-    """What a copy of 4 GB reads and writes, TB/s."""
-    source = torch.empty(2**30, dtype=torch.float32, device=device)
-    target = torch.empty_like(source)
-    rates = []
-    for _ in range(4):
-        start = _now(device)
-        target.copy_(source)
-        rates.append(2 * source.nbytes / (_now(device) - start) / 1e12)
-    return max(rates)
 
 
 def _print(cases: Sequence[dict[str, Any]]) -> None:

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 from dschat_lora.data.chat import make_chat
 from dschat_lora.data.order import permutation
 from dschat_lora.data.records import to_record
-from dschat_lora.data.rows import iter_file, parse_row
-from dschat_lora.data.tokenize import PairSample, TokenRule, make_encoder, tokenize
+from dschat_lora.data.rows import DataKind, iter_file, parse_row
+from dschat_lora.data.tokenize import PairSample, Sample, TokenRule, make_encoder, tokenize
 
 SPECIAL = ("<unk>", "<pad>", "<s>", "</s>")
 PAD_ID = SPECIAL.index("<pad>")
@@ -42,16 +42,26 @@ class Pairs:
 
 def read_pairs(path: Path, *, vocab_size: int, max_seq_len: int, limit: int) -> Pairs:
     """``limit`` usable pairs of a file, at random, in pieces of a vocabulary of its own texts."""
+    samples, text = _read(path, vocab_size, max_seq_len, "pairs")
+    return Pairs(samples[:limit], text, "file")
+
+
+def read_samples(path: Path, *, vocab_size: int, max_seq_len: int) -> tuple[list[Sample], str]:
+    """A file's prompts with their (chosen) answers, at random, and the tokenizer of its texts."""
+    return _read(path, vocab_size, max_seq_len, "samples")
+
+
+def _read(path: Path, vocab_size: int, max_seq_len: int, kind: DataKind) -> tuple[list[Any], str]:
     rows = [parse_row(row) for row in iter_file(path)]
-    texts = [str(row.values[name]) for row in rows for name in ("prompt", "chosen", "rejected")]
+    names = ("prompt", "chosen", "rejected", "completion")
+    texts = [str(row.values[name]) for row in rows for name in names if name in row.values]
     tokenizer = load_tokenizer(_train(texts, vocab_size).to_str())
     chat = make_chat(tokenizer, SPECIAL[EOS_ID])
-    rule = TokenRule(EOS_ID, max_seq_len, "drop", train_on_prompt=False, kind="pairs")
+    rule = TokenRule(EOS_ID, max_seq_len, "drop", train_on_prompt=False, kind=kind)
     results = tokenize([to_record(row, chat) for row in rows], make_encoder(tokenizer), rule)
-    samples = [result.sample for result in results if isinstance(result.sample, PairSample)]
-    chosen = permutation(len(samples), "benchmark", SEED)[:limit]
-    text = tokenizer.backend_tokenizer.to_str()
-    return Pairs([samples[number] for number in chosen], text, "file")
+    samples = [result.sample for result in results if result.sample is not None]
+    order = permutation(len(samples), "benchmark", SEED)
+    return [samples[number] for number in order], tokenizer.backend_tokenizer.to_str()
 
 
 def random_pairs(*, vocab_size: int, max_seq_len: int, limit: int) -> Pairs:

@@ -8,7 +8,6 @@ import importlib.util
 import os
 import signal
 import sys
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -16,10 +15,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.parts.pair_contenders import CHAT, CONTENDERS, OURS, Kind, Task, serve
+from benchmarks.parts.contenders import CHAT, OURS, Kind, Task
+from benchmarks.parts.pair_contenders import CONTENDERS, serve
 from benchmarks.parts.pair_data import Pairs, random_pairs, read_pairs
 from benchmarks.parts.report import PartReport, print_table
-from benchmarks.parts.turns import Runner, make_context, spread, start, stop
+from benchmarks.parts.turns import Runner, make_context, start, stop, take_turns, times_ours
 from dschat_lora.engine.build import resolve_dtype
 
 KINDS: tuple[Kind, ...] = ("reward", "dpo")
@@ -80,7 +80,7 @@ def run(report: PartReport, *, tiny: bool) -> None:
             vocab_size=size.vocab_size,
             lora_dim=size.lora_dim,
             max_seq_len=size.max_seq_len,
-            pairs=pairs.samples,
+            samples=pairs.samples,
             tokenizer=pairs.tokenizer,
             micro_batch=MICRO_BATCH,
             accumulation=ACCUMULATION,
@@ -88,7 +88,7 @@ def run(report: PartReport, *, tiny: bool) -> None:
             threads=threads,
         )
         runners = _measure(task, size)
-        rows = [_row(runner, runners[0], len(task.pairs)) for runner in runners]
+        rows = [_row(runner, runners[0], len(task.samples)) for runner in runners]
         report.store({kind: rows})
         _print(kind, rows)
         _check(report, kind, runners, rows, exact=dtype == "fp32", real=bool(file))
@@ -107,27 +107,10 @@ def _measure(task: Task, size: Size) -> list[Runner]:
     """Every contender's steps, in turns; no process is left behind."""
     runners = _start(task)
     try:
-        _take_turns(runners, size)
+        take_turns(runners, rounds=size.rounds, seconds=size.seconds)
     finally:
         stop(runners)
     return runners
-
-
-def _take_turns(runners: list[Runner], size: Size) -> None:
-    for runner in runners:
-        if runner.process is not None:
-            runner.ready = runner.receive()
-    deadline = time.monotonic() + size.seconds
-    for number in range(size.rounds):
-        if number and time.monotonic() > deadline:
-            break
-        for runner in runners:
-            if runner.problem is None:
-                work = runner.ask("step")
-                runner.works += [work] if work is not None else []
-    for runner in runners:
-        if runner.problem is None:
-            runner.peak_bytes = runner.ask("stop")
 
 
 def _has_trl() -> bool:
@@ -162,15 +145,12 @@ def _row(runner: Runner, ours: Runner, num_pairs: int) -> dict[str, Any]:
     }
     if not runner.works:
         return row
-    pairs = sum(work.pairs for work in runner.works)
-    rounds = list(zip(runner.works, ours.works, strict=False))
-    walls = [(a.seconds / a.pairs) / (b.seconds / b.pairs) for a, b in rounds]
-    cpus = [(a.cpu_seconds / a.pairs) / (b.cpu_seconds / b.pairs) for a, b in rounds]
+    pairs = sum(work.amount for work in runner.works)
     row |= {
-        "pairs_per_second": median(work.pairs / work.seconds for work in runner.works),
+        "pairs_per_second": median(work.amount / work.seconds for work in runner.works),
         "positions_per_pair": sum(work.positions for work in runner.works) / pairs,
-        "times_ours": spread(walls),
-        "cpu_times_ours": spread(cpus),
+        "times_ours": times_ours(runner, ours, "seconds"),
+        "cpu_times_ours": times_ours(runner, ours, "cpu_seconds"),
         "works": [asdict(work) for work in runner.works],
     }
     if runner.ready is not None and runner.ready.reference_seconds is not None:

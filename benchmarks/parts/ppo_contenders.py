@@ -26,7 +26,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from benchmarks.parts.pair_contenders import ChatLora
+from benchmarks.parts.contenders import ChatLora
 from benchmarks.parts.ppo_task import ALPHA, EOS_ID, PAD_ID, Setting, Task
 from benchmarks.parts.turns import forget_peak, peak_bytes
 from dschat_lora.checkpoint.adapter import read_adapter

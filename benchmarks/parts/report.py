@@ -14,22 +14,32 @@ from dschat_lora.report.record import environment
 
 
 class PartReport:
-    """The entry of one part in ``DEVICE.json``; the file is rewritten whole at each update.
+    """The entry of one part in a file of results, which is rewritten whole at each update.
 
     An entry says "running" until its part ends, so that one that was killed is told from one
     that finished, and keeps what was stored before.
     """
 
-    def __init__(self, directory: Path, part: str, *, tiny: bool) -> None:
+    def __init__(self, directory: Path, part: str, *, tiny: bool, file: str | None = None) -> None:
+        """Open the entry.
+
+        Args:
+            directory: of the results.
+            part: whose entry it is.
+            tiny: whether shapes are tiny.
+            file: the file is ``DEVICE-{file}.json``; by default ``DEVICE.json`` or, of tiny
+                shapes, ``DEVICE-tiny.json``.
+        """
         directory.mkdir(parents=True, exist_ok=True)
-        self._path = directory / f"{device_slug()}{'-tiny' if tiny else ''}.json"
+        suffix = file or ("tiny" if tiny else "")
+        self._path = directory / f"{device_slug()}{'-' if suffix else ''}{suffix}.json"
         self._part = part
         self._start = time.monotonic()
         self._checks: dict[str, bool] = {}
         known = environment()
         self._entry: dict[str, Any] = {
             "status": "running",
-            "tiny": tiny,
+            "tiny": tiny and file is None,
             "device": device_name(),
             "started": known["started"],
             "git_commit": known["git_commit"],

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.parts.bundled import make_engine
 from benchmarks.parts.report import PartReport, print_table
-from benchmarks.parts.shapes import SHAPES, TINY, Shape, packed, random_model
+from benchmarks.parts.shapes import SHAPES, TINY, Shape, micro_batches, mixed_rows, random_model
 from dschat_lora.checkpoint.history import checkpoints_of
 from dschat_lora.checkpoint.manifest import verify
 from dschat_lora.checkpoint.saver import Saver
@@ -46,7 +46,7 @@ def run(report: PartReport, *, tiny: bool) -> None:
 
 def _measure(shape: Shape, dtype: str, zero_stage: int) -> dict[str, Any]:
     model = random_model(shape, dtype=DTYPES[dtype], device=device())
-    _, batch = packed(shape)
+    (batch,) = micro_batches(mixed_rows(shape), shape.rows * shape.row_length)
     engine = make_engine(
         model, dtype=dtype, zero_stage=zero_stage, rows=shape.rows, accumulation_steps=1
     )

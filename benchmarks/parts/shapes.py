@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import nn
-from transformers import OPTConfig
+from transformers import LlamaConfig, OPTConfig, PretrainedConfig
 
 from dschat_lora.algos.sft import IGNORE_INDEX
 from dschat_lora.config import LoraConfig, ModelConfig
@@ -23,7 +22,7 @@ SEED = 0
 
 @dataclass(frozen=True)
 class Shape:
-    """An OPT decoder, its adapter, and the micro-batch it is measured on."""
+    """A decoder, its adapter, and the rows it is measured on."""
 
     hidden_size: int
     num_layers: int
@@ -32,93 +31,119 @@ class Shape:
     vocab_size: int
     positions: int
     lora_dim: int
-    rows: int  # packed rows of a micro-batch
+    rows: int  # packed rows of an optimizer step
     row_length: int  # tokens a packed row may hold
     max_sample: int  # tokens of the longest sample
+    architecture: Literal["opt", "llama"] = "opt"
+
+    @property
+    def linears(self) -> list[tuple[int, int]]:
+        """(in, out) of the products of a block, each size once."""
+        wide = (self.hidden_size, self.ffn_size)
+        return [(self.hidden_size, self.hidden_size), wide, wide[::-1]]
 
 
 SHAPES = {
     "opt-1.3b": Shape(2048, 24, 32, 8192, 50272, 2048, 128, 8, 2048, 512),
-    "opt-6.7b": Shape(4096, 32, 32, 16384, 50272, 2048, 128, 4, 2048, 512),
+    "opt-6.7b": Shape(4096, 32, 32, 16384, 50272, 2048, 128, 8, 2048, 512),
+    "llama-2-7b": Shape(4096, 32, 32, 11008, 32000, 4096, 16, 8, 2048, 512, "llama"),
 }
 TINY = {
     "opt-1.3b": Shape(64, 2, 4, 256, 512, 128, 8, 2, 128, 32),
     "opt-6.7b": Shape(96, 3, 4, 384, 512, 128, 8, 2, 128, 32),
+    "llama-2-7b": Shape(96, 2, 4, 256, 512, 128, 8, 2, 128, 32, "llama"),
 }
 
 
 def random_model(shape: Shape, *, dtype: torch.dtype, device: torch.device) -> Any:
     """The model with its adapter on ``device``, weights drawn there; no file is touched."""
-    config = OPTConfig(
-        hidden_size=shape.hidden_size,
-        word_embed_proj_dim=shape.hidden_size,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        ffn_dim=shape.ffn_size,
-        vocab_size=shape.vocab_size,
-        max_position_embeddings=shape.positions,
-        dropout=0.0,
-        attention_dropout=0.0,
-        layerdrop=0.0,
-    )
-    model: Any = load_causal_lm("random weights", config, ModelConfig(), dtype=dtype, meta=True)
-    assert not list(model.buffers()), "to_empty() leaves buffers undefined"
-    model.to_empty(device=device)
-    model.tie_weights()
-    _fill_(model)
+    model = random_base(shape, dtype=dtype, device=device)
     apply_lora(model, LoraConfig(lora_dim=shape.lora_dim), seed=SEED)
     return model
 
 
+def random_base(shape: Shape, *, dtype: torch.dtype, device: torch.device) -> Any:
+    """The model without an adapter."""
+    model: Any = load_causal_lm("random", _config(shape), ModelConfig(), dtype=dtype, meta=True)
+    draw_weights_(model, device)
+    return model
+
+
+def _config(shape: Shape) -> PretrainedConfig:
+    common = {
+        "hidden_size": shape.hidden_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "vocab_size": shape.vocab_size,
+        "max_position_embeddings": shape.positions,
+        "attention_dropout": 0.0,
+        "pad_token_id": PAD_ID,
+    }
+    if shape.architecture == "llama":
+        return LlamaConfig(intermediate_size=shape.ffn_size, **common)
+    return OPTConfig(
+        word_embed_proj_dim=shape.hidden_size,
+        ffn_dim=shape.ffn_size,
+        dropout=0.0,
+        layerdrop=0.0,
+        **common,
+    )
+
+
 @torch.no_grad()
-def _fill_(model: nn.Module) -> None:
-    """Weights from N(0, 0.02^2), biases 0, norms 1: as a new OPT begins."""
+def draw_weights_(model: Any, device: torch.device) -> None:
+    """From the meta device to ``device``: weights from N(0, 0.02^2), biases 0, norms 1."""
+    model.to_empty(device=device)
+    model.tie_weights()
+    for name, module in list(model.named_modules()):
+        if hasattr(module, "inv_freq"):  # rotary frequencies are no weights
+            model.set_submodule(name, type(module)(model.config).to(device))
+        else:
+            assert not list(module.buffers(recurse=False)), "to_empty() leaves buffers undefined"
     torch.manual_seed(SEED)
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if name == "bias":
-                parameter.zero_()
-            elif isinstance(module, nn.LayerNorm):
-                parameter.fill_(1.0)
-            else:
-                parameter.normal_(std=0.02)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1:
+            parameter.normal_(std=0.02)
+        else:
+            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
 
 
-def packed(shape: Shape) -> tuple[list[Sample], Batch]:
-    """Samples of ragged lengths, and the one micro-batch of rows that holds them all.
+def mixed_rows(shape: Shape) -> list[list[Sample]]:
+    """Packed rows of samples whose lengths are log-normal, cut at the longest.
 
-    Lengths are log-normal, their median a quarter of the longest.
+    Their mean is 0.45 of the longest: 228 of 512 tokens, as instructions and answers are.
     """
     generator = np.random.default_rng(SEED)
-    drawn = generator.lognormal(np.log(shape.max_sample / 4), 0.8, size=64 * shape.rows)
+    drawn = generator.lognormal(np.log(0.375 * shape.max_sample), 0.7, size=64 * shape.rows)
     lengths = drawn.clip(4, shape.max_sample).astype(np.int64)
     rows = make_rows(lengths, max_seq_len=shape.row_length, packing=True, seed=SEED)
-    samples = [
+    return [
         [_sample(int(lengths[index]), shape.vocab_size, generator) for index in row]
         for row in rows[: shape.rows]
     ]
-    return [sample for row in samples for sample in row], SampleCollator(PAD_ID)(samples)
 
 
-def padded(samples: Sequence[Sample], shape: Shape) -> list[Batch]:
-    """A row for each sample, all as long as the longest may be: DeepSpeed-Chat's layout.
-
-    Micro-batches have about as many positions as the packed one.
-    """
-    size = shape.rows * shape.row_length // shape.max_sample
-    groups = [samples[first : first + size] for first in range(0, len(samples), size)]
-    return [
-        SampleCollator(PAD_ID, multiple_of=shape.max_sample)([[sample] for sample in group])
-        for group in groups
-    ]
-
-
-def equal_lengths(shape: Shape) -> Batch:
+def full_rows(shape: Shape) -> list[list[Sample]]:
     """As many tokens as packed rows can hold, a row for each sample of the longest length."""
     generator = np.random.default_rng(SEED)
     count = shape.rows * shape.row_length // shape.max_sample
-    rows = [[_sample(shape.max_sample, shape.vocab_size, generator)] for _ in range(count)]
-    return SampleCollator(PAD_ID)(rows)
+    return [[_sample(shape.max_sample, shape.vocab_size, generator)] for _ in range(count)]
+
+
+def micro_batches(
+    rows: Sequence[Sequence[Sample]], tokens: int, *, multiple_of: int = 1
+) -> list[Batch]:
+    """The rows in micro-batches of at most so many positions, but of a row at least.
+
+    Args:
+        rows: samples of each row.
+        tokens: positions.
+        multiple_of: the width of each micro-batch is.
+    """
+    collate = SampleCollator(PAD_ID, multiple_of)
+    longest = max(sum(len(sample.input_ids) for sample in row) for row in rows)
+    count = max(1, tokens // (-(-longest // multiple_of) * multiple_of))
+    return [collate(rows[first : first + count]) for first in range(0, len(rows), count)]
 
 
 def _sample(length: int, vocab_size: int, generator: np.random.Generator) -> Sample:

@@ -1,6 +1,8 @@
 """Contenders in processes of their own that take turns: how they start, answer and are compared."""
 
+import math
 import multiprocessing
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,9 +74,58 @@ def stop(runners: Sequence[Runner]) -> None:
             runner.process.join()
 
 
+def take_turns(
+    runners: Sequence[Runner], *, rounds: int, seconds: float = math.inf, deadline: float = math.inf
+) -> None:
+    """A step of each in every round; there is one round at least.
+
+    Args:
+        runners: as :func:`start` gave them.
+        rounds: at most.
+        seconds: no round begins later than so much after the first one.
+        deadline: of ``time.monotonic()``: no round begins that would end later, if it took as
+            long as the longest one so far.
+    """
+    for runner in runners:
+        if runner.process is not None:
+            runner.ready = runner.receive()
+    first, longest = time.monotonic(), 0.0
+    for number in range(rounds):
+        begun = time.monotonic()
+        if number and (begun > first + seconds or begun + longest > deadline):
+            break
+        for runner in runners:
+            if runner.problem is None:
+                work = runner.ask("step")
+                runner.works += [work] if work is not None else []
+        longest = max(longest, time.monotonic() - begun)
+    for runner in runners:
+        if runner.problem is None:
+            runner.peak_bytes = runner.ask("stop")
+
+
+def times_ours(runner: Runner, ours: Runner, measure: str) -> dict[str, float]:
+    """In how many times ours a contender does as much, round by round: median and quartiles.
+
+    Args:
+        runner: of the contender, after its turns.
+        ours: of ours.
+        measure: which of their seconds.
+    """
+    rounds = zip(runner.works, ours.works, strict=False)
+    return spread(
+        [
+            (getattr(its, measure) / its.amount) / (getattr(own, measure) / own.amount)
+            for its, own in rounds
+        ]
+    )
+
+
 def spread(values: list[float]) -> dict[str, float]:
     """Median and quartiles."""
-    low, middle, high = quantiles(values, n=4) if len(values) > 1 else values * 3
+    low, middle, high = (
+        quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    )
     return {"median": middle, "quartile_1": low, "quartile_3": high}
 
 
@@ -93,3 +144,33 @@ def peak_bytes() -> int:
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     (line,) = (line for line in status.splitlines() if line.startswith("VmHWM:"))
     return int(line.split()[1]) * 1024
+
+
+class DeviceTimer:
+    """Milliseconds of what runs under it: of a GPU's queue, else of processor time.
+
+    Neither waits, nor counts what others do on the machine.
+    """
+
+    def __enter__(self) -> "DeviceTimer":
+        self._start = _mark()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end = _mark()
+
+    @property
+    def milliseconds(self) -> float:
+        """Of the latest run; waits for its end."""
+        if isinstance(self._start, float):
+            return 1e3 * (self._end - self._start)
+        self._end.synchronize()
+        return float(self._start.elapsed_time(self._end))
+
+
+def _mark() -> Any:
+    if device().type != "cuda":
+        return time.process_time()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

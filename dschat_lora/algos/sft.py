@@ -13,23 +13,6 @@ MAX_CHUNK_LOGITS = 2**25
 MAX_CHUNK_LOGITS_CPU = 2**22
 
 
-def next_token_targets(labels: Tensor, segment_ids: Tensor) -> Tensor:
-    """What each position has to predict; the one place that shifts by one.
-
-    Args:
-        labels: (B, T) int64, aligned with the inputs, ``IGNORE_INDEX`` where no loss is taken.
-        segment_ids: (B, T) int64, the sample each position belongs to, 0 on padding.
-
-    Returns:
-        (B, T) int64: the label of the following position if it belongs to the same sample,
-        else ``IGNORE_INDEX``. The last position predicts nothing.
-    """
-    targets = torch.full_like(labels, IGNORE_INDEX)
-    same_sample = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] > 0)
-    targets[:, :-1] = labels[:, 1:].masked_fill(~same_sample, IGNORE_INDEX)
-    return targets
-
-
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,

@@ -89,7 +89,7 @@ def parse_config(
         _add_option(parser, name, field, annotation)
     namespace, unknown = parser.parse_known_args(argv)
     if unknown:
-        switches = [f"no-{name}" for name, (_, annotation) in fields.items() if annotation is bool]
+        switches = [f"no-{name}" for name, (_, kind) in fields.items() if _is_switch(kind)]
         raise ValueError(unknown_option(unknown[0], [*fields, "config", *switches]))
     values = {k: v for k, v in vars(namespace).items() if k in fields}
     if namespace.config is not None:
@@ -253,6 +253,13 @@ def _add_option(
     if annotation is bool:
         parser.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, **kwargs)
         return
+    if _is_switch(annotation):
+        words = _switch_words(annotation)
+        kwargs |= {"type": _switch_converter(words), "metavar": "{" + ",".join(words) + "}"}
+        parser.add_argument(f"--{name}", nargs="?", const=True, **kwargs)
+        kwargs = {"default": argparse.SUPPRESS, "help": f"same as --{name} off"}
+        parser.add_argument(f"--no-{name}", dest=name, action="store_const", const=False, **kwargs)
+        return
     kind, choices, many = _shape_of(annotation)
     if choices:
         kwargs["metavar"] = "{" + ",".join(map(str, choices)) + "}"
@@ -273,6 +280,22 @@ def _shape_of(annotation: Any) -> tuple[type, tuple[Any, ...], bool]:
     if typing.get_origin(annotation) is tuple:
         return typing.get_args(annotation)[0], (), True
     return annotation, (), False
+
+
+def _is_switch(annotation: Any) -> bool:
+    """Whether a field is on or off, or perhaps something else: ``bool | Literal["auto"]``."""
+    return annotation is bool or bool in typing.get_args(annotation)
+
+
+def _switch_words(annotation: Any) -> list[str]:
+    """What may be typed for a switch: on, off, and the words for something else."""
+    others = [arg for arg in typing.get_args(annotation) if arg is not bool]
+    return ["on", "off", *(word for other in others for word in typing.get_args(other))]
+
+
+def _switch_converter(words: Sequence[str]) -> Callable[[str], bool | str]:
+    convert = _converter(str, tuple(words))
+    return lambda text: {"on": True, "off": False}.get(word := convert(text), word)
 
 
 def _converter(kind: type, choices: tuple[Any, ...]) -> Callable[[str], Any]:
@@ -303,9 +326,11 @@ def unknown_option(text: str, names: Sequence[str]) -> str:
 
 
 def _from_yaml(label: str, value: Any, annotation: Any) -> Any:
-    if annotation is bool:
-        if not isinstance(value, bool):
-            raise ValueError(f"{label} must be true or false, got {value!r}")
+    if _is_switch(annotation):
+        words = _switch_words(annotation)[2:]
+        if not isinstance(value, bool) and value not in words:
+            allowed = " or ".join(["true or false", *words])
+            raise ValueError(f"{label} must be {allowed}, got {value!r}")
         return value
     kind, choices, many = _shape_of(annotation)
     convert = _converter(kind, choices)

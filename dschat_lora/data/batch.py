@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dschat_lora.algos.sft import IGNORE_INDEX
+from dschat_lora.attention import Sizes, Spans, make_spans
 from dschat_lora.data.packing import first_fit
 from dschat_lora.data.store import TokenSet
 from dschat_lora.data.tokenize import PairSample, Sample
@@ -21,13 +22,18 @@ PairLayout = Literal["shared", "separate", "alone"]
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of one or several samples each, right-padded. Counts are over the whole batch."""
+    """Rows of one or several samples each, right-padded. Counts are over the whole batch.
+
+    A place is an index into the flattened (B T) positions.
+    """
 
     input_ids: Tensor  # (B, T) int64
     position_ids: Tensor  # (B, T) int64, from 0 within each sample; 0 on padding
     segment_ids: Tensor  # (B, T) int64, 1, 2, ... per sample of the row; 0 on padding
-    labels: Tensor  # (B, T) int64, IGNORE_INDEX where no loss is taken, not shifted
-    num_targets: int  # supervised predictions
+    predicted_from: Tensor  # (N,) int64 places, each before that of the token it predicts
+    predicted: Tensor  # (N,) int64 tokens
+    spans: Spans  # of the samples
+    num_targets: int  # N, supervised predictions
     num_tokens: int  # without padding
     num_samples: int
     num_attended: int  # (query, key) pairs of causal attention within samples
@@ -58,6 +64,7 @@ class PairBatch:
     compared_pair: Tensor  # (M,) int64 in [0, P)
     margins: Tensor  # (P,) float32
     reference: Tensor  # (2 P,) float32 reference log-probabilities; NaN where not known
+    spans: Spans  # of the trees or sequences
     num_targets: int  # N
     num_tokens: int
     num_samples: int  # P
@@ -83,24 +90,29 @@ class SampleCollator:
     def __call__(self, rows: Sequence[Sequence[Sample]]) -> Batch:
         """One batch row per element of ``rows``, none of which is empty.
 
-        The label of a sample's first token is ignored whatever the sample says: in a packed
-        row it would be predicted from another sample.
+        Nothing predicts a sample's first token, whatever its label: in a packed row that would
+        be another sample.
         """
         longest = max(sum(len(sample.input_ids) for sample in row) for row in rows)
         grid = _Grid(len(rows), _rounded_up(longest, self.multiple_of), self.pad_id)
-        labels = np.full(grid.shape, IGNORE_INDEX, dtype=np.int64)
+        predicted_from, predicted = [], []
         for index, row in enumerate(rows):
             for sample in row:
                 size = len(sample.input_ids)
-                start = grid.put(index, sample.input_ids, np.arange(size))
-                labels[index, start + 1 : start + size] = sample.labels[1:]
+                start = grid.put(index, sample.input_ids, np.arange(size), (size, 0, 0))
+                # A token is predicted where the token before it stands.
+                (steps,) = np.nonzero(sample.labels[1:] != IGNORE_INDEX)
+                predicted_from.append(index * grid.shape[1] + start + steps)
+                predicted.append(sample.labels[1:][steps].astype(np.int64))
         sizes = [len(sample.input_ids) for row in rows for sample in row]
         return Batch(
             input_ids=torch.from_numpy(grid.input_ids),
             position_ids=torch.from_numpy(grid.positions),
             segment_ids=torch.from_numpy(grid.segments),
-            labels=torch.from_numpy(labels),
-            num_targets=int((labels != IGNORE_INDEX).sum()),
+            predicted_from=_integers(predicted_from),
+            predicted=_integers(predicted),
+            spans=grid.spans(),
+            num_targets=sum(map(len, predicted)),
             num_tokens=sum(sizes),
             num_samples=len(sizes),
             num_attended=sum(map(_causal_pairs, sizes)),
@@ -113,7 +125,8 @@ class SampleCollator:
     def empty(self) -> Batch:
         """One row of one padding token."""
         zero = torch.zeros(1, 1, dtype=torch.int64)
-        return Batch(zero + self.pad_id, zero, zero, zero + IGNORE_INDEX, 0, 0, 0, 0)
+        none, spans = _integers([]), make_spans([[]], 1)
+        return Batch(zero + self.pad_id, zero, zero, none, none, spans, 0, 0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -194,17 +207,23 @@ class _Grid:
             np.full(self.shape, value, dtype=np.int64) for value in (pad_id, 0, 0, 0)
         )
         self._filled = [0] * rows
-        self._segments = [0] * rows
+        self._samples: list[list[Sizes]] = [[] for _ in range(rows)]
 
-    def put(self, row: int, ids: NDArray[np.int32], positions: NDArray[np.int64]) -> int:
+    def put(
+        self, row: int, ids: NDArray[np.int32], positions: NDArray[np.int64], sizes: Sizes
+    ) -> int:
         """Put a sample behind what is in the row; returns the column where it begins."""
         start = self._filled[row]
         end = self._filled[row] = start + len(ids)
         self.input_ids[row, start:end] = ids
         self.positions[row, start:end] = positions
-        self._segments[row] += 1
-        self.segments[row, start:end] = self._segments[row]
+        self._samples[row].append(sizes)
+        self.segments[row, start:end] = len(self._samples[row])
         return start
+
+    def spans(self) -> Spans:
+        """Of what was put."""
+        return make_spans(self._samples, self.shape[1])
 
     def put_tree(
         self, row: int, ids: NDArray[np.int32], shared: int, first: int
@@ -213,7 +232,7 @@ class _Grid:
         order = np.arange(len(ids))
         second = shared + first
         positions = np.where(order < second, order, order - first)
-        start = self.put(row, ids, positions)
+        start = self.put(row, ids, positions, (shared, first, len(ids) - second))
         self.branches[row, start + shared : start + second] = 1
         self.branches[row, start + second : start + len(ids)] = 2
         places = row * self.shape[1] + start + order
@@ -232,8 +251,7 @@ def _pair_batch(
     sequences = [*paths[::2], *paths[1::2]]
     tokens = grid.input_ids.reshape(-1)
     prompts = [pair.prompt_length for pair in pairs] * 2
-    # The one shift by one: a token is predicted where the token before it stands. Nothing
-    # predicts the first token of a sequence.
+    # A token is predicted where the token before it stands; nothing predicts a sequence's first.
     steps = [np.arange(max(1, n), len(path)) for n, path in zip(prompts, sequences, strict=True)]
     along = list(zip(sequences, steps, strict=True))
     compared = [
@@ -258,6 +276,7 @@ def _pair_batch(
         ),
         margins=torch.tensor([pair.margin for pair in pairs], dtype=torch.float32),
         reference=torch.tensor(reference, dtype=torch.float32),
+        spans=grid.spans(),
         num_targets=sum(map(len, steps)),
         num_tokens=sum(len(ids) for ids, *_ in pieces),
         num_samples=len(pairs),
@@ -288,4 +307,6 @@ def _moved(batch: BatchT, device: torch.device | str) -> BatchT:
     for name, value in values.items():
         if isinstance(value, Tensor):
             values[name] = value.to(device, non_blocking=True)
+        elif isinstance(value, Spans):
+            values[name] = value.to(device)
     return replace(batch, **values)

@@ -1,11 +1,14 @@
 """Micro-batches of each optimizer step for one rank."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dschat_lora.data.budget import TokenBudget
+from dschat_lora.data.counts import SampleCounts, count_samples, count_step
 from dschat_lora.data.order import permutation
 from dschat_lora.data.packing import Row
 from dschat_lora.data.store import TokenSet
@@ -30,6 +33,23 @@ class Collator(Protocol):
         """A batch of nothing: a rank without rows still takes part in the forward pass."""
 
 
+@dataclass(frozen=True)
+class Window:
+    """What one optimizer step trains on."""
+
+    batches: Sequence[Any]  # this rank's
+    counts: dict[str, int]  # of all ranks, by the names of ``StepCounts``
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.batches[index]
+
+
 class StepLoader:
     """``epoch(n)`` yields, for every optimizer step of epoch ``n``, this rank's micro-batches.
 
@@ -37,6 +57,8 @@ class StepLoader:
     batch, accumulation and ranks alone, so a resumed run, or one of another shape, sees what
     it would have seen. No row is dropped: the last step of an epoch takes what is left, with
     empty batches on ranks that have none.
+
+    Every rank deals out the rows of all, and so knows what they hold without asking them.
     """
 
     def __init__(
@@ -50,45 +72,70 @@ class StepLoader:
         world_size: int,
         seed: int,
         collate: Collator,
+        counts: SampleCounts | None = None,
+        budget: TokenBudget | None = None,
     ) -> None:
+        """Prepare to deal out rows.
+
+        Args:
+            samples: by index.
+            rows: of sample numbers; with a budget :meth:`TokenBudget.groups`.
+            micro_batch_size: rows of a rank's micro-batch; with a budget 1.
+            gradient_accumulation_steps: micro-batches of a rank and step.
+            rank: this process.
+            world_size: of how many.
+            seed: of the run.
+            collate: makes batches.
+            counts: of every sample; by default they are looked up once.
+            budget: of a micro-batch; ``rows_per_step`` is then the micro-batches of a step.
+        """
         assert 0 <= rank < world_size
         assert min(micro_batch_size, gradient_accumulation_steps) >= 1
+        assert budget is None or micro_batch_size == 1
+        size = 1 + max((max(row) for row in rows), default=-1)
+        self._counts = counts or count_samples(collate, samples, size)
         self._samples = samples
         self._rows = rows
         self.num_rows = len(rows)
-        self.packs = any(len(row) > 1 for row in rows)
+        several = any(len(row) > 1 for row in rows)
+        self.packs = several if budget is None else budget.row_tokens is not None
         self._micro_batch_size = micro_batch_size
         self._rank = rank
         self._world_size = world_size
         self._seed = seed
         self._collate = collate
+        self._budget = budget
         self.rows_per_step = micro_batch_size * gradient_accumulation_steps * world_size
-        self.steps_per_epoch = -(-len(rows) // self.rows_per_step)
+        assert budget is None or budget.micro_batches == self.rows_per_step
+        self._taken = self.rows_per_step if budget is None else budget.groups_per_step
+        self.steps_per_epoch = -(-len(rows) // self._taken)
 
-    def epoch(self, number: int, start_step: int = 0) -> Iterator[list[Any]]:
+    def epoch(self, number: int, start_step: int = 0) -> Iterator[Window]:
         """This rank's micro-batches of each step, from ``start_step`` on.
 
         Every rank gets the same number of micro-batches at a step.
         """
         order = permutation(len(self._rows), "epoch", self._seed, number)
         for step in range(start_step, self.steps_per_epoch):
-            first = step * self.rows_per_step
-            yield self._step([self._rows[i] for i in order[first : first + self.rows_per_step]])
+            first = step * self._taken
+            yield self._step([self._rows[i] for i in order[first : first + self._taken]])
 
-    def _step(self, rows: list[Row]) -> list[Any]:
-        packs = [[self._samples[index] for index in row] for row in rows]
+    def _step(self, rows: list[Row]) -> Window:
+        batches = self._deal(rows)
+        own = batches[self._rank :: self._world_size]
+        return Window(
+            [_collated(self._samples, batch, self._collate) for batch in own],
+            count_step(self._collate, self._counts, batches),
+        )
+
+    def _deal(self, rows: list[Row]) -> list[list[Row]]:
+        """Rows of each micro-batch of each rank, those of all ranks' first ones first."""
+        if self._budget is not None:
+            return self._budget.deal(rows, self._counts, world_size=self._world_size)
         # Rows of like length share a micro-batch: little padding, and ranks wait little for
         # each other. Within a step the order has no effect on the gradient's sum.
-        packs.sort(key=_tokens, reverse=True)
-        return list(
-            shard(
-                packs,
-                batch_size=self._micro_batch_size,
-                rank=self._rank,
-                world_size=self._world_size,
-                collate=self._collate,
-            )
-        )
+        rows = sorted(rows, key=lambda row: -int(self._counts.positions[list(row)].sum()))
+        return deal(rows, batch_size=self._micro_batch_size, world_size=self._world_size)
 
 
 def eval_batches(
@@ -104,28 +151,23 @@ def eval_batches(
 
     Every rank gets the same number of batches, through empty ones where rows run out.
     """
+    dealt = deal(rows, batch_size=batch_size, world_size=world_size)
+    for batch in dealt[rank::world_size]:
+        yield _collated(samples, batch, collate)
+
+
+def deal(rows: Sequence[Row], *, batch_size: int, world_size: int) -> list[list[Row]]:
+    """Rows dealt out to ranks one by one, up to ``batch_size`` a rank and batch.
+
+    Returns:
+        The rows of every rank's first batch, then those of the second ones, and so on.
+    """
     per_batch = batch_size * world_size
-    for first in range(0, len(rows), per_batch):
-        packs = [[samples[index] for index in row] for row in rows[first : first + per_batch]]
-        yield from shard(
-            packs, batch_size=batch_size, rank=rank, world_size=world_size, collate=collate
-        )
+    turns = [rows[first : first + per_batch] for first in range(0, len(rows), per_batch)]
+    return [list(turn[rank::world_size]) for turn in turns for rank in range(world_size)]
 
 
-def shard(
-    packs: Sequence[Sequence[Any]],
-    *,
-    batch_size: int,
-    rank: int,
-    world_size: int,
-    collate: Collator,
-) -> Iterator[Any]:
-    """Deal rows out to ranks one by one, ``batch_size`` a rank and batch."""
-    per_batch = batch_size * world_size
-    for first in range(0, len(packs), per_batch):
-        mine = packs[first : first + per_batch][rank::world_size]
-        yield collate(mine) if mine else collate.empty()
-
-
-def _tokens(pack: Sequence[Any]) -> int:
-    return sum(len(sample.input_ids) for sample in pack)
+def _collated(samples: Samples, rows: Sequence[Row], collate: Collator) -> Any:
+    if not rows:
+        return collate.empty()
+    return collate([[samples[index] for index in row] for row in rows])

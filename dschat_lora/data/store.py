@@ -68,6 +68,14 @@ class TokenSet:
         chunks = [chunk[name].values for chunk in self._chunks]
         return np.concatenate(chunks) if chunks else np.zeros(0)
 
+    def lists(self, name: str) -> Iterator[tuple[NDArray[np.int64], NDArray[Any]]]:
+        """All values of a field that is a list, part by part, and where each list of it begins.
+
+        The last number says where the last list ends.
+        """
+        for chunk in self._chunks:
+            yield chunk[name].offsets, chunk[name].values
+
     def digest(self) -> str:
         """32 hex digits of every field of every sample, in order."""
         digest = hashlib.blake2b(self.lengths.tobytes(), digest_size=16)

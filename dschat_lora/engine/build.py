@@ -3,7 +3,7 @@
 import logging
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,8 @@ from dschat_lora.engine.ds_config import engine_config, loss_scaling
 deepspeed_logger.setLevel(logging.ERROR)
 # DeepSpeed calls collectives by names that torch has since renamed, and is told so every time.
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+# Elements that ranks sum at once at ZeRO 0, where a copy of them is made: 400 MB in fp32.
+BUCKET_SIZE = 100_000_000
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -64,7 +66,7 @@ class TrainEngine:
             raise ValueError(
                 "--dtype fp16 on CPU trains adapters only; use --lora_dim > 0, or --dtype bf16"
             )
-        self.zero_stage = max(settings.zero_stage, 1) if native else settings.zero_stage
+        self.zero_stage = settings.stage_in_use(native)
         self.adam = torch.optim.AdamW(
             groups, betas=settings.betas, eps=settings.epsilon, fused=True
         )
@@ -76,6 +78,8 @@ class TrainEngine:
             config=settings.deepspeed(self.zero_stage, native),
             dist_init_required=False,
         )
+        if self.zero_stage == 0:
+            self._engine.enable_backward_allreduce = False  # see _average_gradients
         self._scaler = self._attach_scaler() if native is None else None
         if native == "fp16":
             self._engine.optimizer.loss_scaler.raise_error_at_min_scale = False
@@ -125,30 +129,58 @@ class TrainEngine:
         if self._scaler is not None and self.zero_stage == 0:
             loss = loss * self._scaler.cur_scale
         self._engine.backward(loss, scale_wrt_gas=False)
+        if last and self.zero_stage == 0:
+            self._average_gradients()
 
     def step(self) -> StepOutcome:
         """Clip and update, or skip if the gradient is not finite; call on every rank."""
+        return self.queue_step()()
+
+    def queue_step(self) -> Callable[[], StepOutcome]:
+        """As :meth:`step`, but what it returns waits for the outcome, once it is called.
+
+        At ZeRO 0 a GPU is given all of the step before anything is read from it, so that a
+        second engine's step can be queued behind the first. Call on every rank.
+        """
         return self._plain_step() if self.zero_stage == 0 else self._zero_step()
 
-    def _plain_step(self) -> StepOutcome:
-        scale = float(self._scaler.cur_scale) if self._scaler is not None else 1.0
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        norm = float(torch.nn.utils.get_total_norm(gradients)) / scale
-        skipped = not math.isfinite(norm)
-        if self._scaler is not None:
-            self._scaler.update_scale(skipped)
-        if skipped:
-            self._engine.zero_grad()
-            return StepOutcome(math.inf, skipped, scale)
+    def _average_gradients(self) -> None:
+        """Make every gradient the ranks' mean, in few and large pieces, and 0 where unused.
+
+        DeepSpeed's own way at ZeRO 0 copies the gradients back one by one.
+        """
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)  # as ZeRO 1 to 3 take it
+        if world_size() == 1:
+            return
+        for bucket in _buckets(self._parameters, BUCKET_SIZE):
+            gradients = [p.grad for p in bucket if p.grad is not None]  # each has one
+            mean = self._engine.allreduce_bucket(gradients, self._engine.seq_data_parallel_group)
+            torch._foreach_copy_(gradients, self._engine.unflatten(mean, gradients))
+
+    def _plain_step(self) -> Callable[[], StepOutcome]:
+        scale = 1.0 if self._scaler is None else float(self._scaler.cur_scale)
+        norms = torch._foreach_norm([p.grad for p in self._parameters])
+        norm = torch.linalg.vector_norm(torch.stack(norms)) / scale
         limit = self.settings.max_grad_norm
         # DeepSpeed's own formula, so that clipped runs agree over the stages.
-        excess = max(1.0, (norm + 1e-6) / limit) if limit > 0 else 1.0
-        if excess * scale != 1.0:
-            torch._foreach_mul_(gradients, 1.0 / (excess * scale))
+        excess = ((norm + 1e-6) / limit).clamp(min=1.0) if limit > 0 else torch.ones_like(norm)
+        # Fused AdamW divides by the one, and does nothing, nor counts a step, where the other is 1.
+        self.adam.grad_scale = excess * scale  # type: ignore[attr-defined]
+        self.adam.found_inf = 1.0 - norm.isfinite().float()  # type: ignore[attr-defined]
         self._engine.step()
-        return StepOutcome(norm, skipped, scale)
 
-    def _zero_step(self) -> StepOutcome:
+        def outcome() -> StepOutcome:
+            value = float(norm)
+            skipped = not math.isfinite(value)
+            if self._scaler is not None:
+                self._scaler.update_scale(skipped)
+            return StepOutcome(math.inf if skipped else value, skipped, scale)
+
+        return outcome
+
+    def _zero_step(self) -> Callable[[], StepOutcome]:
         optimizer = self._engine.optimizer
         scale = float(optimizer.loss_scale)
         self._engine.step()
@@ -156,7 +188,7 @@ class TrainEngine:
         norm = math.inf if skipped else float(self._engine.get_global_grad_norm())
         if self.zero_stage == 3:
             _forget_gradients(optimizer)
-        return StepOutcome(norm, skipped, scale)
+        return lambda: StepOutcome(norm, skipped, scale)
 
     def _attach_scaler(self) -> Any:
         """A dynamic loss scale for fp16 compute with fp32 trained tensors, else None."""
@@ -204,6 +236,17 @@ class EngineSettings:
         """The 16-bit type whose fp32 masters DeepSpeed has to keep; None if all is fp32."""
         return None if all(p.dtype == torch.float32 for p in trained) else self.dtype
 
+    def stage_in_use(self, native_dtype: str | None) -> int:
+        """The ZeRO stage an engine runs at, given :meth:`native_dtype` of what it trains.
+
+        Fp32 masters need stage 1. Without them one process has nothing to shard, and stages 1
+        and 2 would but copy every gradient and weight to and fro: stage 0 does the same.
+        """
+        if native_dtype is not None:
+            return max(self.zero_stage, 1)
+        shards = self.zero_stage == 3 or self.offload or world_size() > 1
+        return self.zero_stage if shards else 0
+
     def deepspeed(self, zero_stage: int, native_dtype: str | None) -> dict[str, Any]:
         """The DeepSpeed configuration."""
         return engine_config(
@@ -216,6 +259,19 @@ class EngineSettings:
             native_dtype=native_dtype,
             shares_weights=self.shares_weights,
         )
+
+
+def _buckets(parameters: Iterable[nn.Parameter], size: int) -> Iterator[list[nn.Parameter]]:
+    """The parameters in turn, in lists of at most ``size`` elements where one is not larger."""
+    bucket: list[nn.Parameter] = []
+    filled = 0
+    for parameter in parameters:
+        if bucket and filled + parameter.numel() > size:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(parameter)
+        filled += parameter.numel()
+    yield bucket
 
 
 def _forget_gradients(optimizer: Any) -> None:

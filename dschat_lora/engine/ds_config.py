@@ -120,6 +120,9 @@ def reconcile(
         "dtype": model.dtype,
         "offload": parallel.offload,
     }
+    if batch.tokens_per_device:
+        _refuse_rows(path, content, batch.tokens_per_device)
+        values["per_device_train_batch_size"] = 1  # as DeepSpeed wants some number of rows
     for field, name in _SHARED.items():
         said = _lookup(content, field)
         if said not in (None, AUTO):
@@ -186,18 +189,23 @@ def engine_config(
         for key, value in _without_auto(content).items()
         if key not in ("optimizer", "scheduler", "train_batch_size", "fp16", "bf16")
     }
-    return rest | {
-        "train_micro_batch_size_per_gpu": micro_batch_size,
-        "gradient_accumulation_steps": accumulation_steps,
-        "gradient_clipping": max_grad_norm if zero_stage > 0 else 0.0,
-        "zero_optimization": zero | {"stage": zero_stage},
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "bf16": {"enabled": native_dtype == "bf16"}
-        | ({"check_grad_overflow": True} if native_dtype == "bf16" else {}),
-        "fp16": scaling | {"enabled": native_dtype == "fp16"},
-        "steps_per_print": 2**31,
-    }
+    # DeepSpeed's own clock waits for the device at every forward and step.
+    return (
+        {"timers": {"throughput": {"enabled": False}}}
+        | rest
+        | {
+            "train_micro_batch_size_per_gpu": micro_batch_size,
+            "gradient_accumulation_steps": accumulation_steps,
+            "gradient_clipping": max_grad_norm if zero_stage > 0 else 0.0,
+            "zero_optimization": zero | {"stage": zero_stage},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "bf16": {"enabled": native_dtype == "bf16"}
+            | ({"check_grad_overflow": True} if native_dtype == "bf16" else {}),
+            "fp16": scaling | {"enabled": native_dtype == "fp16"},
+            "steps_per_print": 2**31,
+        }
+    )
 
 
 def loss_scaling(content: Mapping[str, Any]) -> dict[str, int]:
@@ -259,6 +267,15 @@ def _refuse_foreign_optimizer(path: str | None, content: Mapping[str, Any]) -> N
             raise ValueError(
                 f"--deepspeed_config {path} sets {section}.params {fixed}, which the command line "
                 f'owns (--learning_rate, --lr_scheduler_type, ...); remove "{section}" there'
+            )
+
+
+def _refuse_rows(path: str | None, content: Mapping[str, Any], tokens: int) -> None:
+    for field in ("train_micro_batch_size_per_gpu", "train_batch_size"):
+        if (said := content.get(field, AUTO)) != AUTO:
+            raise ValueError(
+                f"--deepspeed_config {path} sets {field} to {said}, a number of rows, but "
+                f'--tokens_per_device {tokens} counts tokens; write "{AUTO}" in the file'
             )
 
 

@@ -1,4 +1,4 @@
-"""Attention within samples alone: blocks of one row, where a mask would strike out the rest."""
+"""Attention within sequences alone: spans of one row, where a mask would strike out the rest."""
 
 from typing import Any
 
@@ -7,71 +7,90 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-
-def block_sizes(segment_ids: Tensor, branch_ids: Tensor | None) -> Tensor:
-    """Where the samples of rows begin and end, in place of a mask: see :func:`attend_by_blocks`.
-
-    Args:
-        segment_ids: (B, T) int64, as for ``block_causal_mask``.
-        branch_ids: (B, T) int64 or None, as there.
-
-    Returns:
-        (1, 1, S, 3) int64: of each sample, row by row, the tokens that its branches begin with
-        and those of either branch.
-    """
-    real = segment_ids > 0
-    rows = torch.arange(len(segment_ids), device=segment_ids.device)[:, None]
-    samples = (rows * (segment_ids.max() + 1) + segment_ids)[real]
-    found, sample = torch.unique_consecutive(samples, return_inverse=True)
-    branch = 0 if branch_ids is None else branch_ids[real]
-    return torch.bincount(3 * sample + branch, minlength=3 * len(found)).view(1, 1, -1, 3)
+from dschat_lora.attention import Spans
+from dschat_lora.models import varlen
 
 
-def attend_by_blocks(
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def attend_by_spans(
     module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
+    *,
+    spans: Spans | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of each sample by itself, where the mask is of :func:`block_sizes`.
+    """Attention of each sequence by itself, where the model was called with ``spans``.
 
     No product is formed that a mask would strike out, but for half of those of a branch with
-    itself. Other masks are passed on to the implementation that transformers calls "sdpa".
+    itself. Without spans this is what transformers calls "sdpa".
 
     Args:
         module: the attention layer.
-        query: (1, heads, N, D), all samples one after another, no padding.
+        query: (1, heads, N, D), all sequences one after another, no padding.
         key: (1, key heads, N, D).
         value: (1, key heads, N, D).
-        attention_mask: sizes, or what "sdpa" takes.
-        **options: as for "sdpa".
+        attention_mask: of no meaning beside spans; without them what "sdpa" takes.
+        spans: of the N tokens.
+        **options: as for "sdpa"; beside spans ``sliding_window`` counts too, the positions that
+            a query sees, its own included.
     """
-    if attention_mask is None or attention_mask.dtype != torch.int64:
+    if spans is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    sizes = attention_mask.flatten(0, 2).tolist()
-    # A tree is its first sequence, which is causal, and its second branch.
-    lengths = [n for shared, first, second in sizes for n in (shared + first, second)]
-    queries, keys, values = (torch.split(x, lengths, dim=2) for x in (query, key, value))
-    outputs = []
-    for index, (shared, _, second) in enumerate(sizes):
-        one, two = 2 * index, 2 * index + 1
-        outputs.append(
-            sdpa_attention_forward(module, queries[one], keys[one], values[one], None, **options)[0]
-        )
-        if second:
-            k, v = (torch.cat([x[one][:, :, :shared], x[two]], dim=2) for x in (keys, values))
-            visible = torch.ones(second, shared + second, dtype=torch.bool, device=k.device)
-            mask = visible.tril(shared)[None, None]
-            outputs.append(sdpa_attention_forward(module, queries[two], k, v, mask, **options)[0])
-    return torch.cat(outputs, dim=1), None
+    if varlen.takes(query, key, value, options):
+        scaling, window = options.get("scaling"), options.get("sliding_window")
+        output = varlen.attend(query, key, value, spans, scaling=scaling, window=window)
+        return output, None
+    return _one_by_one(module, query, key, value, spans, options), None
 
 
-def understand_blocks() -> None:
-    """Have transformers' "sdpa" take :func:`block_sizes` for a mask too, in this process.
+def _one_by_one(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spans: Spans,
+    options: dict[str, Any],
+) -> Tensor:
+    """(1, N, heads, D) by one call of "sdpa" a sequence."""
+    window = options.get("sliding_window")
+    tokens = [queries for queries, _ in spans.lengths]
+    outputs: list[Tensor] = []
+    before = None
+    parts = (torch.split(x, tokens, dim=2) for x in (query, key, value))
+    for q, k, v, (queries, keys) in zip(*parts, spans.lengths, strict=True):
+        seen_k, seen_v = k, v
+        if keys > queries:
+            # A second branch; the first stands before it with what both begin with.
+            assert before is not None
+            shared = keys - queries
+            seen_k, seen_v = (
+                torch.cat([x[:, :, :shared], own], dim=2)
+                for x, own in zip(before, (k, v), strict=True)
+            )
+        mask = _mask(queries, keys, window, q.device)
+        outputs.append(sdpa_attention_forward(module, q, seen_k, seen_v, mask, **options)[0])
+        before = k, v
+    return torch.cat(outputs, dim=1)
+
+
+def _mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:
+    """(1, 1, queries, keys) bool, True where a query sees a key; None: all that precedes."""
+    if queries == keys and (window is None or keys <= window):
+        return None
+    earlier = keys - queries
+    visible = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(earlier)
+    if window is not None:
+        visible = visible.triu(earlier - window + 1)
+    return visible[None, None]
+
+
+def understand_spans() -> None:
+    """Have models that attend by transformers' "sdpa" take ``spans`` too, in this process.
 
     Models look that name up at every call, so layers that are computed again in the backward
     pass find it, and generation does what it did.
     """
-    AttentionInterface.register("sdpa", attend_by_blocks)
+    AttentionInterface.register("sdpa", attend_by_spans)

@@ -119,6 +119,28 @@ def build_reward_model(
     return _adapt(model, source, tokenizer, config, lora, seed=seed, task="SEQ_CLS")
 
 
+def recompute_blocks(model: Any) -> None:
+    """Keep the input of each block only, and compute its inside again in the backward pass.
+
+    Raises:
+        ValueError: if the architecture cannot.
+    """
+    if not can_recompute(model):
+        raise ValueError(
+            f"--gradient_checkpointing: {type(model).__name__} cannot recompute its blocks; use "
+            "--no-gradient_checkpointing"
+        )
+    # The name changed within transformers 5; the first argument did not.
+    old = model.gradient_checkpointing_enable
+    enable = getattr(model, "activation_checkpointing_enable", old)
+    enable({"use_reentrant": False})
+
+
+def can_recompute(model: Any) -> bool:
+    """Whether transformers knows how to compute the blocks of this architecture again."""
+    return bool(getattr(model, "supports_gradient_checkpointing", False))
+
+
 def check_targets(
     source: ModelSource, config: ModelConfig, lora: LoraConfig, task: Task = "CAUSAL_LM"
 ) -> None:
@@ -175,11 +197,6 @@ def _adapt(
         load_adapter(model, source.adapter, new={n for n in names if is_inside(n, new_parts)})
     if config.add_eot_token:
         model.config.eos_token_id = tokenizer.eos_token_id
-    if config.gradient_checkpointing:
-        # The name changed within transformers 5; the first argument did not.
-        old = model.gradient_checkpointing_enable
-        enable = getattr(model, "activation_checkpointing_enable", old)
-        enable({"use_reentrant": False})
     return AdaptedModel(model, lora, targets, task)
 
 

@@ -17,12 +17,8 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from dschat_lora.algos.logprobs import linear_logprobs, token_logprobs
-from dschat_lora.algos.sft import (
-    IGNORE_INDEX,
-    MAX_CHUNK_LOGITS,
-    linear_cross_entropy,
-    next_token_targets,
-)
+from dschat_lora.algos.sft import MAX_CHUNK_LOGITS, linear_cross_entropy
+from dschat_lora.attention import Spans
 from dschat_lora.config import ModelConfig
 from dschat_lora.models.errors import check_whole, hub_errors
 from dschat_lora.models.trunk import Trunk
@@ -140,19 +136,23 @@ class CausalLMLoss(nn.Module):
         self.head = LinearHead(model.get_output_embeddings(), model.config.vocab_size)
 
     def forward(
-        self, input_ids: Tensor, position_ids: Tensor, segment_ids: Tensor, labels: Tensor
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        segment_ids: Tensor,
+        predicted_from: Tensor,
+        predicted: Tensor,
+        spans: Spans | None = None,
     ) -> Tensor:
-        """Summed cross-entropy, fp32 scalar in nats; all arguments (B, T) as in ``Batch``."""
-        targets = next_token_targets(labels, segment_ids)
-        supervised = targets != IGNORE_INDEX
+        """Summed cross-entropy, fp32 scalar in nats; all arguments as in ``Batch``."""
         if self.full_logits:
             inputs = self.trunk.inputs(input_ids, position_ids, segment_ids)
-            logits = self.model(**inputs).logits[supervised].float()
-            return nn.functional.cross_entropy(logits, targets[supervised], reduction="sum")
-        hidden = self.trunk(input_ids, position_ids, segment_ids)
+            logits = self.model(**inputs).logits.flatten(0, 1)[predicted_from]
+            return nn.functional.cross_entropy(logits.float(), predicted, reduction="sum")
+        hidden = self.trunk(input_ids, position_ids, segment_ids, spans=spans)
         # Without a supervised position the graph still spans the model: every rank and every
         # micro-batch must run the same backward hooks.
-        loss: Tensor = self.head(hidden[supervised], targets[supervised])
+        loss: Tensor = self.head(hidden.flatten(0, 1)[predicted_from], predicted)
         return loss + 0.0 * hidden[:, 0].float().sum()
 
 
@@ -178,6 +178,7 @@ class CausalLMLogprobs(nn.Module):
         branch_ids: Tensor,
         predicted_from: Tensor,
         predicted: Tensor,
+        spans: Spans | None = None,
     ) -> Tensor:
         """(N,) fp32 log-probabilities in nats; all arguments as in ``PairBatch``.
 
@@ -187,7 +188,7 @@ class CausalLMLogprobs(nn.Module):
             inputs = self.trunk.inputs(input_ids, position_ids, segment_ids, branch_ids)
             logits = self.model(**inputs).logits
             return token_logprobs(logits.flatten(0, 1)[predicted_from], predicted)
-        hidden = self.trunk(input_ids, position_ids, segment_ids, branch_ids)
+        hidden = self.trunk(input_ids, position_ids, segment_ids, branch_ids, spans)
         logprobs: Tensor = self.head(hidden.flatten(0, 1)[predicted_from], predicted)
         return logprobs
 

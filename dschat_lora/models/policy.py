@@ -6,6 +6,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from dschat_lora.algos.logprobs import linear_logprobs_entropy, token_entropy, token_logprobs
+from dschat_lora.attention import Spans
 from dschat_lora.models.causal_lm import LinearHead
 from dschat_lora.models.trunk import Trunk
 
@@ -46,6 +47,7 @@ class Policy(nn.Module):
         predicted_from: Tensor,
         predicted: Tensor,
         temperature: float,
+        spans: Spans | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(N,) fp32 log-probabilities and entropies in nats, of logits over ``temperature``.
 
@@ -56,13 +58,14 @@ class Policy(nn.Module):
             predicted_from: (N,) places in the flattened (B T) positions.
             predicted: (N,) tokens that follow there.
             temperature: > 0.
+            spans: of the batch; None: they are found.
         """
         if self.full_logits:
             inputs = self.trunk.inputs(input_ids, position_ids, segment_ids)
             logits = self.model(**inputs).logits.flatten(0, 1)[predicted_from].float()
             logits = logits / temperature
             return token_logprobs(logits, predicted), token_entropy(logits)
-        hidden = self.trunk(input_ids, position_ids, segment_ids)
+        hidden = self.trunk(input_ids, position_ids, segment_ids, spans=spans)
         both: tuple[Tensor, Tensor] = self.head(
             hidden.flatten(0, 1)[predicted_from], predicted, temperature
         )

@@ -1,6 +1,7 @@
 """Cheap checks on the user's own model before anything is trained on it."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,7 +93,7 @@ def _draw(vocab_size: int, device: torch.device, *, seed: int) -> list[Tensor]:
     ]
 
 
-def _packed(samples: list[Tensor]) -> dict[str, Tensor]:
+def _packed(samples: list[Tensor]) -> dict[str, Any]:
     numbers = [torch.full_like(sample, i) for i, sample in enumerate(samples, start=1)]
     positions = [torch.arange(len(sample), device=sample.device) for sample in samples]
     return {
@@ -102,7 +103,7 @@ def _packed(samples: list[Tensor]) -> dict[str, Tensor]:
     }
 
 
-def _tree(start: Tensor, *branches: Tensor) -> dict[str, Tensor]:
+def _tree(start: Tensor, *branches: Tensor) -> dict[str, Any]:
     parts = [start, *branches]
     input_ids = torch.cat(parts)[None]
     order = [torch.arange(len(part), device=start.device) for part in parts]

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
+from dschat_lora.attention import Spans
 from dschat_lora.config import ModelConfig
 from dschat_lora.lora.layers import TrainedModule
 from dschat_lora.lora.model import seeded_generator
@@ -146,12 +147,13 @@ class RewardModel(nn.Module):
         segment_ids: Tensor,
         branch_ids: Tensor,
         places: Tensor,
+        spans: Spans | None = None,
     ) -> Tensor:
-        """(K,) fp32 scores at (K,) places; the other arguments (B, T) as in ``PairBatch``.
+        """(K,) fp32 scores at (K,) places; the other arguments as in ``PairBatch``.
 
         Without a place the graph still spans the model.
         """
-        hidden = self.trunk(input_ids, position_ids, segment_ids, branch_ids)
+        hidden = self.trunk(input_ids, position_ids, segment_ids, branch_ids, spans)
         scores: Tensor = self.head(hidden.flatten(0, 1)[places])
         return scores
 

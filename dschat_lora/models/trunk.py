@@ -1,14 +1,18 @@
 """A transformers model up to its last hidden states, on rows that hold several sequences."""
 
 import inspect
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from dschat_lora.attention import block_causal_mask
-from dschat_lora.models.blocks import block_sizes, understand_blocks
+from dschat_lora.attention import Spans, block_causal_mask, find_spans
+from dschat_lora.models.blocks import understand_spans
+from dschat_lora.models.flex import flex_mask
+from dschat_lora.models.varlen import has_varlen
 
 
 class Trunk:
@@ -18,20 +22,16 @@ class Trunk:
         model: the whole transformers model.
         own_mask: let the model make its mask from which positions are padding, for
             architectures that take no other; rows must hold one sequence each.
-        by_blocks: compute on real tokens alone and attend within samples alone, on a CPU.
+        by_spans: whether the model's layers can be told which tokens are a sequence.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self._windows = attention_windows(model.config)
         self.own_mask = self._windows is None
-        self.by_blocks = (
-            self._windows == {"full_attention": None}
-            and model.config._attn_implementation == "sdpa"
-            and bool(getattr(model, "_supports_attention_backend", False))
-        )
-        if self.by_blocks:
-            understand_blocks()
+        self.by_spans = self._windows is not None and _takes_spans(model, self._windows)
+        if self.by_spans:
+            understand_spans()
         accepted = inspect.signature(model.base_model.forward).parameters
         self._takes_positions = "position_ids" in accepted
 
@@ -41,42 +41,48 @@ class Trunk:
         position_ids: Tensor,
         segment_ids: Tensor,
         branch_ids: Tensor | None = None,
+        spans: Spans | None = None,
     ) -> Tensor:
-        """(B, T, H) last hidden states; all arguments (B, T) as in ``Batch`` or ``PairBatch``."""
-        if self.skips_padding(input_ids.device) and bool((segment_ids > 0).any()):
-            return self._by_blocks(input_ids, position_ids, segment_ids, branch_ids)
+        """(B, T, H) last hidden states; all but spans (B, T) as in ``Batch`` or ``PairBatch``.
+
+        Args:
+            input_ids: tokens.
+            position_ids: their places in their sequences.
+            segment_ids: their samples.
+            branch_ids: their branches; None: there are no trees.
+            spans: the batch's; None: they are found, for which the device is waited for.
+        """
+        if self.skips_padding(input_ids.device):
+            spans = find_spans(segment_ids, branch_ids) if spans is None else spans
+            if spans.lengths:
+                return self._by_spans(input_ids, position_ids, spans)
         inputs = self.inputs(input_ids, position_ids, segment_ids, branch_ids)
         hidden: Tensor = self.model.base_model(**inputs).last_hidden_state
         return hidden
 
     def skips_padding(self, device: torch.device) -> bool:
-        """Whether rows on ``device`` are computed by blocks: on a CPU, in float32.
+        """Whether real tokens alone are computed on ``device``, each among its sequence.
 
-        A GPU would wait for their sizes, and 16 bits on a CPU are there to do as a GPU does.
+        A GPU without a kernel for that takes less time for a dense mask than for many calls.
         """
-        on_cpu = device.type == "cpu" and self.model.dtype == torch.float32
-        return on_cpu and self.by_blocks and not self.own_mask
+        fast = device.type == "cpu" or has_varlen(device, self.model.dtype)
+        return fast and self.by_spans and not self.own_mask
 
-    def _by_blocks(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        segment_ids: Tensor,
-        branch_ids: Tensor | None,
-    ) -> Tensor:
+    def _by_spans(self, input_ids: Tensor, position_ids: Tensor, spans: Spans) -> Tensor:
         """As :meth:`__call__`; zeros on padding, which is not computed."""
-        (places,) = segment_ids.flatten().nonzero(as_tuple=True)
         inputs: dict[str, Any] = {
-            "input_ids": input_ids.flatten()[places][None],
-            "attention_mask": block_sizes(segment_ids, branch_ids),
+            "input_ids": _real(input_ids, spans),
+            # Of this shape, it keeps the model from making one.
+            "attention_mask": input_ids.new_zeros(1, 1, 1, 1),
+            "spans": spans,
             "use_cache": False,
         }
         if self._takes_positions:
-            inputs["position_ids"] = position_ids.flatten()[places][None]
+            inputs["position_ids"] = _real(position_ids, spans)
         hidden: Tensor = self.model.base_model(**inputs).last_hidden_state[0]
-        if len(places) < input_ids.numel():
+        if spans.places is not None:
             rows = hidden.new_zeros(input_ids.numel(), hidden.shape[-1])
-            hidden = rows.index_copy(0, places, hidden)
+            hidden = rows.index_copy(0, spans.places, hidden)
         return hidden.view(*input_ids.shape, -1)
 
     def inputs(
@@ -94,23 +100,34 @@ class Trunk:
         }
         return inputs | ({"position_ids": position_ids} if self._takes_positions else {})
 
-    def _mask(
-        self, position_ids: Tensor, segment_ids: Tensor, branch_ids: Tensor | None
-    ) -> Tensor | dict[str, Tensor]:
+    def _mask(self, position_ids: Tensor, segment_ids: Tensor, branch_ids: Tensor | None) -> Any:
         """What the model takes as ``attention_mask``: one mask, or one for each kind of layer."""
         if self.own_mask or self._windows is None:
             return (segment_ids > 0).long()
-        masks = {
-            kind: block_causal_mask(
-                segment_ids,
-                self.model.dtype,
-                window=window,
-                branch_ids=branch_ids,
-                position_ids=None if branch_ids is None else position_ids,
-            )
-            for kind, window in self._windows.items()
-        }
+        if self.model.config._attn_implementation == "flex_attention":
+            make: Callable[..., Any] = partial(flex_mask, segment_ids, position_ids)
+        else:
+            positions = None if branch_ids is None else position_ids
+            dtype = self.model.dtype
+            make = partial(block_causal_mask, segment_ids, dtype, position_ids=positions)
+        masks = {k: make(window=w, branch_ids=branch_ids) for k, w in self._windows.items()}
         return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def _takes_spans(model: Any, windows: dict[str, int | None]) -> bool:
+    """Whether every layer passes on what it is not made for, and tells its window if it has one.
+
+    That is what transformers means by support of its backends, and of flash attention.
+    """
+    backend = bool(getattr(model, "_supports_attention_backend", False))
+    tells = windows == {"full_attention": None} or getattr(model, "_supports_flash_attn", False)
+    return model.config._attn_implementation == "sdpa" and backend and bool(tells)
+
+
+def _real(values: Tensor, spans: Spans) -> Tensor:
+    """(1, N) of (B, T): those that are no padding."""
+    flat = values.flatten()
+    return (flat if spans.places is None else flat.index_select(0, spans.places))[None]
 
 
 def attention_windows(config: PretrainedConfig) -> dict[str, int | None] | None:

@@ -12,11 +12,10 @@ from functools import cache
 from itertools import combinations, product
 from typing import Any, Protocol
 
-from dschat_lora.perf.memory import MemoryEstimate
+from dschat_lora.perf.memory import USABLE, MemoryEstimate
 
 Change = Mapping[str, Any]  # option -> its new value
 
-_USABLE = 0.9  # of a device; the rest is for what the estimate leaves out
 _WORTHWHILE = 0.02  # of the memory in use; a change that saves less is not advised
 _MOST_ALTERNATIVES = 3
 _NOTHING_LEFT = "no option is left that saves memory: take a larger device or a smaller model"
@@ -133,7 +132,7 @@ def out_of_memory_advice(
     def needed(options: _Options) -> MemoryEstimate:
         return _resident(estimate, options, now)
 
-    budget = None if device_bytes is None else int(_USABLE * device_bytes)
+    budget = None if device_bytes is None else int(USABLE * device_bytes)
     use = _use(needed(now), device_bytes)
     return f"out of GPU memory: by estimate {use}; {_advice(now, needed, budget)}"
 
@@ -300,7 +299,7 @@ def _use(memory: MemoryEstimate, device_bytes: int | None) -> str:
     if device_bytes is None:
         return listed
     on = f"{listed}, on a device of {_gib(device_bytes)}"
-    if memory.total > _USABLE * device_bytes:
+    if memory.total > USABLE * device_bytes:
         return on
     return f"{on}, where training should fit unless another program uses it"
 

@@ -17,6 +17,7 @@ from dschat_lora.perf.shape import BlockShape, LinearShape, ModelShape, describe
 
 # Tensors as wide as the MLP that its activation keeps, besides its own result.
 _KEPT_BY_ACTIVATION = {"relu": 0, "gelu_new": 4, "gelu_fast": 4}
+USABLE = 0.9  # of a device's memory; the rest is for what the estimate leaves out
 _LORA_FACTORS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 
 
@@ -65,7 +66,8 @@ def estimate_memory(
     width = compute_dtype.itemsize
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
-    copied = zero_stage > 0 or any(p.dtype != torch.float32 for p in trained)
+    sharded = zero_stage == 3 or (zero_stage > 0 and world_size > 1)
+    copied = sharded or any(p.dtype != torch.float32 for p in trained)
     optimizer = sum(_numel(p) for p in trained) * (12 if copied else 8)
     positions = rows * length
     activations = activation_bytes(

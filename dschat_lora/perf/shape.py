@@ -10,7 +10,14 @@ from typing import Any
 
 from torch import nn
 
-from dschat_lora.lora.layers import TrainedBias, TrainedModule, full_shape, is_conv1d
+from dschat_lora.lora.layers import (
+    LoraConv1D,
+    LoraLinear,
+    TrainedBias,
+    TrainedModule,
+    full_shape,
+    is_conv1d,
+)
 
 _EXPERT_OPTIONS = ("num_local_experts", "num_experts", "n_routed_experts")
 _DROPOUT_OPTIONS = ("dropout", "resid_pdrop", "hidden_dropout", "hidden_dropout_prob")
@@ -31,6 +38,7 @@ class LinearShape:
     bias_trained: bool = False
     rank: int = 0  # of the update, 0 without one
     adapter_trained: bool = False
+    whole: bool = False  # base and update are one operation, run as a whole or not at all
     input_needs_grad: bool = True
 
     @property
@@ -204,6 +212,7 @@ def _linear(module: Any, name: str, inputs: int, outputs: int) -> LinearShape:
         bias_trained=any(bias is not None and bias.requires_grad for bias in biases),
         rank=module.r if adapted else 0,
         adapter_trained=adapted and factor.requires_grad,
+        whole=adapted and isinstance(module, LoraLinear | LoraConv1D),
     )
 
 
@@ -282,8 +291,8 @@ def _recomputed(linears: Sequence[LinearShape], *, tail_saves: bool) -> int:
     """FLOPs per position that a checkpointed block runs a second time.
 
     Non-reentrant checkpointing stops right before the operation that takes the last tensor it
-    still wants. With ``base(x) + s (x A^T) B^T`` that is the product with B of the last layer
-    in need of a gradient, without an update that layer's own matmul.
+    still wants. With ``base(x) + s (x A^T) B^T`` written out that is the product with B of the
+    last layer in need of a gradient, without an update that layer's own matmul.
     """
     last = max((i for i, x in enumerate(linears) if x.output_needs_grad), default=None)
     if last is None:
@@ -292,4 +301,5 @@ def _recomputed(linears: Sequence[LinearShape], *, tail_saves: bool) -> int:
         return sum(x.forward for x in linears)
     final = linears[last]
     skipped = 2 * final.rank * final.out_features if final.rank else final.base
+    skipped *= not final.whole
     return sum(x.forward for x in linears[: last + 1]) - skipped

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dschat_lora.algos.sft import IGNORE_INDEX, next_token_targets
-from dschat_lora.data.batch import Batch, SampleCollator
+from dschat_lora.algos.sft import IGNORE_INDEX
+from dschat_lora.attention import Spans
+from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.order import permutation
 from dschat_lora.data.tokenize import Sample
 from dschat_lora.perf.throughput import StepCounts
@@ -45,6 +46,7 @@ class ResponseBatch:
     owner: Tensor  # (K,) int64, row of each
     step: Tensor  # (K,) int64, its place in the response
     ends: Tensor  # (n,) int64 place of each response's last token
+    spans: Spans  # of the responses
     numbers: tuple[int, ...]  # n numbers of the responses within the iteration
     counts: StepCounts  # of this batch
 
@@ -55,7 +57,7 @@ class ResponseBatch:
             for f in fields(self)
             if isinstance(value := getattr(self, f.name), Tensor)
         }
-        return replace(self, **tensors)
+        return replace(self, spans=self.spans.to(device), **tensors)
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -80,21 +82,21 @@ def collate(responses: Sequence[Response], numbers: Sequence[int], pad_id: int) 
     """The batch of some responses of an iteration."""
     make = SampleCollator(pad_id)
     batch = make([[_sample(responses[n])] for n in numbers]) if numbers else make.empty()
-    predicted_from, predicted = predictions(batch)
     lengths = [len(responses[n].prompt) for n in numbers] or [0]
     width = batch.input_ids.shape[1]
-    owner, column = predicted_from // width, predicted_from % width
+    owner, column = batch.predicted_from // width, batch.predicted_from % width
     rows = torch.arange(len(numbers))
     sizes = torch.tensor([len(responses[n]) for n in numbers], dtype=torch.int64)
     return ResponseBatch(
         input_ids=batch.input_ids,
         position_ids=batch.position_ids,
         segment_ids=batch.segment_ids,
-        predicted_from=predicted_from,
-        predicted=predicted,
+        predicted_from=batch.predicted_from,
+        predicted=batch.predicted,
         owner=owner,
         step=column + 1 - torch.tensor(lengths)[owner],
         ends=rows * width + sizes - 1,
+        spans=batch.spans,
         numbers=tuple(numbers),
         counts=StepCounts(
             num_samples=batch.num_samples,
@@ -105,13 +107,6 @@ def collate(responses: Sequence[Response], numbers: Sequence[int], pad_id: int) 
             num_scored_pairs=len(batch.input_ids) * width**2,
         ),
     )
-
-
-def predictions(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Places where supervised tokens are predicted, and those tokens, (K,) int64 each."""
-    targets = next_token_targets(batch.labels, batch.segment_ids).flatten()
-    (places,) = (targets != IGNORE_INDEX).nonzero(as_tuple=True)
-    return places, targets[places]
 
 
 def _sample(response: Response) -> Sample:

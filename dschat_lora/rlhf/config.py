@@ -16,6 +16,7 @@ from dschat_lora.config import (
     ScheduleConfig,
     SourceConfig,
     StageConfig,
+    Switch,
     require,
 )
 
@@ -51,8 +52,10 @@ class RoleConfig:
     zero_stage: Literal[0, 1, 2, 3] | None = option(
         None, help="ZeRO stage of this role; default: --zero_stage"
     )
-    gradient_checkpointing: bool = option(
-        False, help="recompute activations in the backward pass instead of keeping them"
+    gradient_checkpointing: Switch = option(
+        "auto",
+        help="recompute activations in the backward pass instead of keeping them; without a value "
+        "on, auto: where they would not fit the memory by estimate",
     )
     dropout: float = option(
         0.0, help="accepted from DeepSpeed-Chat; old and new log-probabilities need one network"
@@ -78,13 +81,9 @@ class RoleConfig:
             only_optimize_lora=only_optimize_lora,
         )
 
-    def model(self, load: LoadConfig, *, trained: bool = True) -> ModelConfig:
+    def model(self, load: LoadConfig) -> ModelConfig:
         """How its model is loaded, without dropout."""
-        return ModelConfig(
-            **vars(load),
-            model_name_or_path=self.model_name_or_path,
-            gradient_checkpointing=self.gradient_checkpointing and trained,
-        )
+        return ModelConfig(**vars(load), model_name_or_path=self.model_name_or_path)
 
     def optim(self, schedule: ScheduleConfig) -> OptimConfig:
         """How it trains."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dschat_lora.data.batch import Batch
 from dschat_lora.engine.build import StepOutcome, TrainEngine
-from dschat_lora.rlhf.batch import ResponseBatch, predictions
+from dschat_lora.rlhf.batch import ResponseBatch
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ class Engines:
 
     def step(self) -> dict[str, StepOutcome]:
         """Let both learn what was fed back."""
-        return {name: engine.step() for name, engine in self.trained.items()}
+        queued = {name: engine.queue_step() for name, engine in self.trained.items()}
+        return {name: outcome() for name, outcome in queued.items()}
 
     def policy(self, batch: ResponseBatch, width: int) -> tuple[Tensor, Tensor]:
         """The actor's (n, width) log-probabilities and entropies of response tokens, in nats."""
@@ -59,27 +60,38 @@ class Engines:
 
     def _policy(self, role: str, batch: ResponseBatch, width: int) -> tuple[Tensor, Tensor]:
         logprobs, entropies = self.actor(
-            role, *batch.inputs, batch.predicted_from, batch.predicted, self.temperature
+            role,
+            *batch.inputs,
+            batch.predicted_from,
+            batch.predicted,
+            self.temperature,
+            batch.spans,
         )
         return batch.table(logprobs, width), batch.table(entropies, width)
 
     def values(self, batch: ResponseBatch, width: int) -> Tensor:
         """(n, width) values before each response token."""
         assert self.critic is not None
-        found = self.critic("critic", *batch.inputs, None, batch.predicted_from)
+        found = self.critic("critic", *batch.inputs, None, batch.predicted_from, batch.spans)
         return batch.table(found, width)
 
     def scores(self, batch: ResponseBatch) -> Tensor:
         """(n,) scores of the reward model at the end of each response."""
         assert self.reward is not None
-        scores: Tensor = self.reward("reward", *batch.inputs, None, batch.ends)
+        scores: Tensor = self.reward("reward", *batch.inputs, None, batch.ends, batch.spans)
         return scores
 
     def text_loss(self, batch: Batch) -> Tensor:
         """Summed loss of the actor on text, in nats."""
-        places, tokens = predictions(batch)
         logprobs, _ = self.actor(
-            "actor", batch.input_ids, batch.position_ids, batch.segment_ids, places, tokens, 1.0
+            "actor",
+            batch.input_ids,
+            batch.position_ids,
+            batch.segment_ids,
+            batch.predicted_from,
+            batch.predicted,
+            1.0,
+            batch.spans,
         )
         loss: Tensor = -logprobs.sum()
         return loss

@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from dschat_lora.config import is_on
 from dschat_lora.engine.build import EngineSettings
 from dschat_lora.engine.distributed import world_size
 from dschat_lora.perf.memory import MemoryEstimate, cached_token_bytes, estimate_memory
@@ -25,7 +26,12 @@ class MemoryPlan:
     @property
     def peak(self) -> int:
         """The most at a time: decoding and updating take turns."""
-        return self.weights + self.training + max(self.update, self.cache)
+        return max(self.updating, self.weights + self.training + self.cache)
+
+    @property
+    def updating(self) -> int:
+        """The most of an update, the part that recomputed activations make less of."""
+        return self.weights + self.training + self.update
 
     def lines(self) -> list[str]:
         """For people."""
@@ -89,7 +95,7 @@ def _estimate(
         rows=config.batch.per_device_training_batch_size,
         length=config.data.max_seq_len,
         compute_dtype=settings[role].torch_dtype,
-        gradient_checkpointing=getattr(config, role).gradient_checkpointing,
+        gradient_checkpointing=is_on(getattr(config, role).gradient_checkpointing),
         zero_stage=settings[role].zero_stage,
         world_size=world_size(),
     )

@@ -10,6 +10,7 @@ from dschat_lora.data.rows import check_sources
 from dschat_lora.engine.ds_config import reconcile
 from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.preflight import (
+    check_compile,
     check_nothing_read_is_deleted,
     check_output_dir,
     check_task,
@@ -63,6 +64,7 @@ def check_rlhf(config: RlhfConfig) -> RlhfConfig:
     config = _with_steps(_reconciled(config))
     _check_kl_horizon(config)
     _check_zero_stages(config)
+    check_compile(config.load, config.actor.zero_stage, config.critic.zero_stage)
     config = replace(config, run=with_tensorboard(config.run))
     check_output_dir(config)
     for role, source in (("actor", actor), ("critic", critic)):

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dschat_lora.data.batch import Batch
-from dschat_lora.data.loader import StepLoader
+from dschat_lora.data.loader import StepLoader, Window
 from dschat_lora.perf.throughput import StepCounts
-from dschat_lora.trainer import count
 
 
 @dataclass(frozen=True)
@@ -31,19 +30,19 @@ class Pretraining:
         self._loader, self.coefficient = loader, coefficient
         self._step = 0
         self._counts = StepCounts()
-        self._windows: Iterator[list[Any]] = iter(())
+        self._windows: Iterator[Window] = iter(())
 
     def window(self) -> TextWindow:
-        """The text of the next step; call on every rank."""
-        batches: list[Any] | None = next(self._windows, None)
-        if batches is None:
+        """The text of the next step."""
+        window = next(self._windows, None)
+        if window is None:
             epoch, start = divmod(self._step, self._loader.steps_per_epoch)
             self._windows = self._loader.epoch(epoch, start)
-            batches = next(self._windows)
+            window = next(self._windows)
         self._step += 1
-        counts = count(batches)
+        counts = StepCounts(**window.counts)
         self._counts += counts
-        return TextWindow(batches, max(1, counts.num_targets))
+        return TextWindow(window.batches, max(1, counts.num_targets))
 
     def take_counts(self) -> StepCounts:
         """Of the text since the last call, of all ranks."""

@@ -114,7 +114,7 @@ class _Maker:
         return options.lora_dim > 0 and self.config.classic.only_optimize_lora
 
     def language_base(self, source: ModelSource) -> Any:
-        model_config = self.config.actor.model(self.config.load, trained=False)
+        model_config = self.config.actor.model(self.config.load)
         return load_causal_lm(
             source.base,
             load_config(source.base, model_config),
@@ -124,7 +124,7 @@ class _Maker:
         ).requires_grad_(False)
 
     def scored_base(self, source: ModelSource, *, new_head: bool) -> Any:
-        model_config = self.config.critic.model(self.config.load, trained=False)
+        model_config = self.config.critic.model(self.config.load)
         return load_reward_model(
             source.base,
             load_config(source.base, model_config),
@@ -147,7 +147,7 @@ class _Maker:
         return build_causal_lm(
             source,
             self.tokenizer,
-            options.model(self.config.load, trained=trained),
+            options.model(self.config.load),
             lora if trained else LoraConfig(),
             base=base,
             **self._common,
@@ -166,7 +166,7 @@ class _Maker:
         return build_reward_model(
             source,
             self.tokenizer,
-            options.model(self.config.load, trained=trained),
+            options.model(self.config.load),
             lora if trained else LoraConfig(),
             base=base,
             new_head=new_head,

@@ -1,16 +1,16 @@
 """What step 3 sets up before it trains: prompts, roles and engines, and their record."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from dschat_lora.cli.options import flatten
-from dschat_lora.config import DataConfig
+from dschat_lora.config import DataConfig, is_on
 from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.fingerprint import describe_tokenizer
 from dschat_lora.data.loader import StepLoader
@@ -19,7 +19,10 @@ from dschat_lora.data.prepare import Prepared
 from dschat_lora.engine.build import EngineSettings, TrainEngine
 from dschat_lora.engine.distributed import device, rank, world_size
 from dschat_lora.lora.rates import parameter_groups
+from dschat_lora.memory import free_memory, settle_recomputation
+from dschat_lora.models.build import can_recompute, recompute_blocks
 from dschat_lora.models.causal_lm import Tokenizer, load_tokenizer
+from dschat_lora.models.compile import compile_blocks
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
 from dschat_lora.models.policy import Policy
 from dschat_lora.models.probe import head_is_linear, probe
@@ -33,7 +36,14 @@ from dschat_lora.rlhf.pretraining import Pretraining
 from dschat_lora.rlhf.rewards import RewardFunction, load_function
 from dschat_lora.rlhf.roles import Network, Roles, Sources, build_roles
 from dschat_lora.run import Output
-from dschat_lora.stage import engine_settings, identify, place, read_data
+from dschat_lora.stage import (
+    engine_settings,
+    identify,
+    place,
+    prepare_to_compile,
+    read_data,
+    zero_words,
+)
 
 
 @dataclass(frozen=True)
@@ -62,6 +72,8 @@ def set_up(output: Output) -> Setup:
     """
     config = output.config
     assert isinstance(config, RlhfConfig)
+    if config.load.compile:
+        prepare_to_compile(output)
     sources = Sources(*find_sources(config))
     tokenizer = _load_tokenizer(config, sources)
     function, judge = (
@@ -80,12 +92,15 @@ def set_up(output: Output) -> Setup:
     dtype = settings["actor"].torch_dtype
     all_sharded = all(each.zero_stage == 3 for each in settings.values())
     shape_only = config.run.dry_run or (all_sharded and rank() > 0)
+    free = free_memory()
     roles = build_roles(config, sources, tokenizer, dtype=dtype, meta=shape_only)
+    config = _settle_memory(config, settings, roles, output, free=free)
+    output = replace(output, config=config)
     counter = _counter(config, roles, output)
     _describe(config, roles, settings, output)
     identity: dict[str, Any] = {}
     if output.directory is not None:
-        output.closing.enter_context(_explaining_memory())
+        output.closing.enter_context(_explaining_memory(config, roles))
         identity = _identify(config, roles, tokenizer, prompts, text, settings)
         _place(roles, settings)
         # Those that no engine knows as well, such as the rotary tables of the rollout's modules.
@@ -123,6 +138,10 @@ def build_engines(setup: Setup) -> Engines:
     critic = _engine(setup, "critic", Network(**scorers)) if roles.critic is not None else None
     reward = (critic or actor) if roles.reward is not None else None
     engines = Engines(actor, critic, reward, config.batch.temperature)
+    if config.load.compile:
+        # Those that decode are other modules, and not compiled.
+        for each in roles.models.values():
+            compile_blocks(each.model)
     engines.eval()
     _settle(setup, engines)
     return engines
@@ -213,6 +232,45 @@ def _settings(config: RlhfConfig) -> dict[str, EngineSettings]:
     }
 
 
+def _settle_memory(
+    config: RlhfConfig,
+    settings: dict[str, EngineSettings],
+    roles: Roles,
+    output: Output,
+    *,
+    free: int,
+) -> RlhfConfig:
+    """The config with each role's recomputation settled, as the models then do. On every rank."""
+    # The critic first: it is the smaller one as a rule, and costs less to compute again.
+    options = {f"{role}_gradient_checkpointing": role for role in ("critic", "actor")}
+    able = all(can_recompute(m.model) for m in roles.trained.values())
+
+    def recomputing(on: Sequence[str]) -> RlhfConfig:
+        return replace(
+            config,
+            **{
+                role: replace(getattr(config, role), gradient_checkpointing=option in on)
+                for option, role in options.items()
+            },
+        )
+
+    def need(on: Sequence[str]) -> int:
+        plan = memory_plan(recomputing(on), roles, settings) if able else None
+        return 0 if plan is None else plan.updating
+
+    trained = {option: role for option, role in options.items() if role in roles.trained}
+    switches = {o: getattr(config, role).gradient_checkpointing for o, role in trained.items()}
+    on, words = settle_recomputation(config, switches, need, free=free)
+    if words is not None:
+        output.log.say(f"  note         {words}")
+    chosen = [option for option in on if on[option]]
+    for option in chosen:
+        with naming(trained[option]):
+            recompute_blocks(roles.trained[trained[option]].model)
+    output.record.update(on)
+    return recomputing(chosen)
+
+
 def _place(roles: Roles, settings: dict[str, EngineSettings]) -> None:
     """Shard what is at ZeRO 3; on every rank. Roles on one base can only be sharded together."""
     policies = nn.ModuleList([roles.actor.model, roles.reference.model, roles.rollout])
@@ -251,8 +309,8 @@ def _settle(setup: Setup, engines: Engines) -> None:
 
 def _counter(config: RlhfConfig, roles: Roles, output: Output) -> Counter | None:
     checkpointed = {
-        "actor": config.actor.gradient_checkpointing,
-        "critic": config.critic.gradient_checkpointing,
+        "actor": is_on(config.actor.gradient_checkpointing),
+        "critic": is_on(config.critic.gradient_checkpointing),
     }
     try:
         return Counter(roles, checkpointed=checkpointed)
@@ -275,7 +333,7 @@ def _describe(
     output.log.say(
         f"  parameters   {total:,} in memory for {' + '.join(roles.models)}; trained: "
         + ", ".join(f"{name} {count:,}" for name, count in trained.items())
-        + f"; {actor.dtype}, ZeRO {actor.zero_stage}, "
+        + f"; {actor.dtype}, {zero_words(actor, roles.models['actor'].model)}, "
         f"{world_size()} process{'es' if world_size() > 1 else ''} on {device().type}"
     )
     plan = memory_plan(config, roles, settings)
@@ -320,14 +378,18 @@ def _whole_fingerprint(model: Any) -> str:
 
 
 @contextmanager
-def _explaining_memory() -> Iterator[None]:
+def _explaining_memory(config: RlhfConfig, roles: Roles) -> Iterator[None]:
     """Inside the block, running out of GPU memory says what to change."""
+    kept = [
+        f"--{role}_gradient_checkpointing"
+        for role in roles.trained
+        if not getattr(config, role).gradient_checkpointing
+    ]
     try:
         yield
     except torch.OutOfMemoryError as error:
         raise torch.OutOfMemoryError(
             "the GPU is full: lower --per_device_training_batch_size (and raise "
-            "--gradient_accumulation_steps by as much), --per_device_generation_batch_size (and "
-            "raise --generation_batches), or use --actor_gradient_checkpointing "
-            "--critic_gradient_checkpointing"
+            "--gradient_accumulation_steps by as much) or --per_device_generation_batch_size (and "
+            "raise --generation_batches)" + (f", or use {' '.join(kept)}" if kept else "")
         ) from error

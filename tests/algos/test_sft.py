@@ -4,8 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dschat_lora.algos.sft import IGNORE_INDEX as X
-from dschat_lora.algos.sft import linear_cross_entropy, next_token_targets
+from dschat_lora.algos.sft import linear_cross_entropy
 from helpers.watching import LargestTensor
 
 ROWS, WIDTH, VOCAB = 11, 6, 9
@@ -122,24 +121,3 @@ def test_no_tensor_is_larger_than_the_bound_on_the_logits():
     with LargestTensor() as all_at_once:
         F.cross_entropy(hidden @ weight.T, targets).backward()
     assert all_at_once.largest == rows * vocab
-
-
-def test_targets_are_the_next_labels_of_the_same_sample():
-    labels = torch.tensor([[X, 11, 12, X, 21, 22, X, X], [31, 32, 33, 34, 35, 36, 37, 38]])
-    segments = torch.tensor([[1, 1, 1, 2, 2, 2, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1]])
-    assert next_token_targets(labels, segments).tolist() == [
-        [11, 12, X, 21, 22, X, X, X],
-        [32, 33, 34, 35, 36, 37, 38, X],
-    ]
-
-
-def test_nothing_is_predicted_across_samples_or_from_padding():
-    # Labels where a careless collator would leave them: on first tokens and on padding.
-    labels = torch.tensor([[1, 2, 3, 4, 5, 6]])
-    segments = torch.tensor([[1, 1, 2, 3, 0, 0]])
-    assert next_token_targets(labels, segments).tolist() == [[2, X, X, X, X, X]]
-
-
-def test_a_row_of_one_position_predicts_nothing():
-    one = torch.tensor([[5]])
-    assert next_token_targets(one, torch.ones_like(one)).tolist() == [[X]]

@@ -8,6 +8,7 @@ from typing import Literal
 import pytest
 
 from dschat_lora.cli.options import (
+    command_line,
     fail,
     flatten,
     given_options,
@@ -23,7 +24,7 @@ from helpers.step1 import parsed
 # What users' scripts rely on. A flag may be added here, never taken away or renamed.
 STEP1_FLAGS = """
     model_name_or_path dtype gradient_checkpointing dropout attn_implementation trust_remote_code
-    add_eot_token eot_token compute_fp32_loss
+    add_eot_token eot_token compile compute_fp32_loss
     lora_dim lora_alpha lora_dropout use_rslora target_modules lora_module_name train_bias
     modules_to_save only_optimize_lora
     resume_from_checkpoint save_interval save_minutes save_total_limit
@@ -31,6 +32,7 @@ STEP1_FLAGS = """
     data_output_path max_seq_len overlong bad_rows train_on_prompt packing
     preprocessing_num_workers
     per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps
+    tokens_per_device
     learning_rate lora_learning_rate lora_lr_multiplier loraplus_lr_ratio weight_decay adam_beta1
     adam_beta2 adam_epsilon max_grad_norm lr_scheduler_type num_warmup_steps num_train_epochs
     max_steps
@@ -125,6 +127,7 @@ class Whole:
     weights: tuple[float, ...] = option((), help="numbers")
     fast: bool = option(False, help="a switch")
     slow: bool = option(True, help="a switch that is on")
+    tuned: bool | Literal["auto"] = option("auto", help="a switch that decides by itself")
     given: frozenset[str] = given_options()
 
 
@@ -170,6 +173,26 @@ def test_a_list_may_be_emptied():
     assert parse("--paths").paths == ()
 
 
+@pytest.mark.parametrize(
+    ("line", "value"),
+    [
+        ("", "auto"),
+        ("--tuned", True),
+        ("--tuned --fast", True),
+        ("--tuned on", True),
+        ("--tuned=off", False),
+        ("--no-tuned", False),
+        ("--no-tuned --tuned auto", "auto"),
+    ],
+)
+def test_switch_that_decides_by_itself_is_a_switch_too(line, value):
+    config = parse(line)
+    assert config.tuned == value
+    assert config.fast == ("fast" in line)
+    assert ("tuned" in config.given) == bool(line)
+    assert parse(" ".join(command_line({"tuned": value}))).tuned == value
+
+
 def test_given_names_what_the_user_set_even_to_the_default():
     assert parse("").given == frozenset()
     assert parse("--size 3 --no-fast").given == {"size", "fast"}
@@ -201,6 +224,7 @@ def test_flatten_gives_json_ready_values_that_parse_back():
         "weights": [],
         "fast": False,
         "slow": True,
+        "tuned": "auto",
     }
 
 
@@ -226,6 +250,9 @@ def test_required_option_is_named_when_absent():
         ("--size -1", ["--size", ">= 0", "-1"]),
         ("--size", ["--size", "expected one argument"]),
         ("--fast yes", ["'yes'"]),
+        ("--tuned yes", ["--tuned", "one of on, off, auto", "'yes'"]),
+        ("--no-tuned yes", ["'yes'"]),
+        ("--no-tuned=yes", ["--no-tuned", "'yes'"]),
         ("--fast=yes", ["--fast", "'yes'"]),
         ("stray", ["unexpected argument 'stray'"]),
     ],
@@ -299,6 +326,13 @@ def test_yaml_sets_the_same_fields_as_the_command_line(from_yaml):
     assert from_yaml(text) == parse(line)
 
 
+@pytest.mark.parametrize(
+    ("text", "value"), [("auto", "auto"), ("true", True), ("false", False), ("on", True)]
+)
+def test_yaml_sets_a_switch_that_decides_by_itself(from_yaml, text, value):
+    assert from_yaml(f"tuned: {text}\n").tuned == value
+
+
 def test_command_line_wins_over_yaml(from_yaml):
     config = from_yaml("size: 7\nname: file\nfast: true\n", "--size", "8", "--no-fast")
     assert (config.part.size, config.name, config.fast) == (8, "file", False)
@@ -334,6 +368,9 @@ def test_yaml_null_is_the_absent_value_of_an_optional_field(from_yaml):
         ("kind: three", ["kind", "one of one, two", "three"]),
         ("level: 7", ["level", "one of 0, 1, 2", "7"]),
         ("fast: 'no'", ["fast", "true or false", "'no'"]),
+        ("tuned: 'no'", ["tuned", "true or false or auto", "'no'"]),
+        ("tuned: 1", ["tuned", "true or false or auto", "1"]),
+        ("tuned: null", ["tuned", "true or false or auto", "None"]),
         ("fast: 1", ["fast", "true or false", "1"]),
         ("weights: [1, x]", ["weights", "a number", "'x'"]),
         ("name: [a, b]", ["name", "text", "['a', 'b']"]),
@@ -423,6 +460,8 @@ def test_help_names_every_option_with_its_text_and_default(monkeypatch, capsys):
     assert "--kind {one,two} a choice (default: one)" in shown
     assert "texts (default: a b)" in shown
     assert "--fast, --no-fast a switch" in shown
+    assert "--tuned [{on,off,auto}] a switch that decides by itself (default: auto)" in shown
+    assert "--no-tuned same as --tuned off" in shown
     assert "local_rank" not in shown
 
 

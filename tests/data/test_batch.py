@@ -1,8 +1,13 @@
+from dataclasses import fields
+
 import numpy as np
+import pytest
 import torch
 
-from dschat_lora.data.batch import SampleCollator
+from dschat_lora.attention import find_spans
+from dschat_lora.data.batch import PairCollator, SampleCollator
 from dschat_lora.data.tokenize import Sample
+from helpers.pairs import ragged_pairs, with_a_prefix
 
 I = -100  # noqa: E741 - short, so that the rows below line up
 
@@ -23,7 +28,8 @@ def test_a_packed_batch_by_hand():
         "position_ids": [[0, 1, 2, 0, 1], [0, 0, 0, 0, 0]],
         "segment_ids": [[1, 1, 1, 2, 2], [1, 0, 0, 0, 0]],
         # the first token of B would be predicted from A
-        "labels": [[I, 6, 7, I, 9], [I, I, I, I, I]],
+        "predicted_from": [0, 1, 3],
+        "predicted": [6, 7, 9],
     }
     for name, rows in expected.items():
         torch.testing.assert_close(getattr(batch, name), torch.tensor(rows))
@@ -31,12 +37,15 @@ def test_a_packed_batch_by_hand():
     assert batch.num_tokens == 6
     assert batch.num_samples == 3
     assert batch.num_attended == (1 + 2 + 3) + (1 + 2) + 1
+    assert batch.spans.lengths == ((3, 3), (2, 2), (1, 1))
+    assert batch.spans.places.tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_padding_is_told_by_segment_even_where_ids_equal_it():
     batch = SampleCollator(3)([[sample([2, 3], [I, 3])], [A]])
     assert batch.segment_ids[0].tolist() == [1, 1, 0]
-    assert batch.labels[0].tolist() == [I, 3, I]
+    assert batch.predicted_from.tolist() == [0, 3, 4]
+    assert batch.predicted.tolist()[0] == 3
     assert batch.num_targets == 3
 
 
@@ -49,17 +58,22 @@ def test_counts_agree_with_the_tensors_of_a_random_batch():
     rng = np.random.default_rng(0)
     rows = [[_random_sample(rng) for _ in range(rng.integers(1, 4))] for _ in range(5)]
     batch = SampleCollator(0)(rows)
-    attended = targets = 0
+    wanted, attended = [], 0
     for row in range(5):
+        start = row * batch.input_ids.shape[1]
+        for each in rows[row]:
+            # Labels of first tokens are there in half of the samples, and mean nothing.
+            steps = [t for t in range(1, len(each.labels)) if each.labels[t] != I]
+            wanted += [(start + t - 1, int(each.input_ids[t])) for t in steps]
+            start += len(each.labels)
         for t in range(batch.segment_ids.shape[1]):
             segment = batch.segment_ids[row, t]
             if segment > 0:
                 attended += int((batch.segment_ids[row, : t + 1] == segment).sum())
-            if t > 0 and batch.labels[row, t] != I:
-                assert segment == batch.segment_ids[row, t - 1]
-                targets += 1
     assert batch.num_attended == attended
-    assert batch.num_targets == targets
+    found = zip(batch.predicted_from.tolist(), batch.predicted.tolist(), strict=True)
+    assert list(found) == wanted
+    assert batch.num_targets == len(wanted)
     assert batch.num_tokens == int((batch.segment_ids > 0).sum())
 
 
@@ -71,15 +85,34 @@ def _random_sample(rng):
 def test_an_empty_batch_has_a_shape_and_nothing_else():
     batch = SampleCollator(7).empty()
     assert batch.input_ids.tolist() == [[7]]
-    assert batch.labels.tolist() == [[I]]
+    assert batch.predicted_from.tolist() == batch.predicted.tolist() == []
+    assert batch.predicted.dtype == torch.int64
     assert batch.segment_ids.tolist() == batch.position_ids.tolist() == [[0]]
     counts = (batch.num_targets, batch.num_tokens, batch.num_samples, batch.num_attended)
     assert counts == (0, 0, 0, 0)
     assert batch.input_ids.dtype == torch.int64
+    assert batch.spans.lengths == ()
 
 
 def test_moving_a_batch_moves_its_tensors_and_keeps_its_counts():
     moved = SampleCollator(0)([[A]]).to("meta")
-    tensors = (moved.input_ids, moved.position_ids, moved.segment_ids, moved.labels)
+    tensors = (moved.input_ids, moved.position_ids, moved.predicted_from, moved.predicted)
     assert {tensor.device.type for tensor in tensors} == {"meta"}
     assert moved.num_tokens == 3
+    assert moved.spans.key_ends.is_meta
+    assert moved.spans.longest == (3, 3)
+
+
+@pytest.mark.parametrize("layout", ["shared", "separate", "alone"])
+@pytest.mark.parametrize("tight", [False, True])
+def test_spans_of_pairs_are_where_their_tokens_are(layout, tight):
+    pairs = [each.sample() for each in [*ragged_pairs(5), *with_a_prefix()]]
+    rows = [[each] for each in pairs] if layout == "alone" else [pairs[:1], pairs[1:5], pairs[5:]]
+    batch = PairCollator(0, layout, tight=tight)(rows)
+    found = find_spans(batch.segment_ids, batch.branch_ids)
+    for field in fields(found):
+        value, expected = getattr(batch.spans, field.name), getattr(found, field.name)
+        if isinstance(expected, torch.Tensor):
+            assert value.tolist() == expected.tolist()
+        else:
+            assert value == expected

@@ -42,7 +42,7 @@ KINDS = {
 def windows(pairs, steps):
     """The pairs of each optimizer step."""
     lengths = torch.zeros(len(pairs), dtype=torch.int64).numpy()
-    loader = pair_loader(pairs, lengths, Keeping(lengths), micro=8, accumulation=1)
+    loader = pair_loader(pairs, lengths, Keeping(0, "shared"), micro=8, accumulation=1)
     epochs = (window for epoch in range(10**6) for window in loader.epoch(epoch))
     for _, (rows,) in zip(range(steps), epochs, strict=False):
         yield [pair for row in rows for pair in row]

@@ -42,11 +42,8 @@ SEED = 3
 PERSISTENT = {"zero_optimization": {}}
 
 
-class Keeping:
+class Keeping(PairCollator):
     """Stands in for a collator: a batch is its rows."""
-
-    def __init__(self, lengths):
-        self.lengths = lengths
 
     def __call__(self, rows):
         return rows

@@ -1,12 +1,19 @@
-"""Attention by blocks: the states and gradients of a dense mask, and nothing for padding."""
+"""Attention by spans: the states and gradients of a dense mask, and nothing for padding."""
 
 import pytest
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from dschat_lora import objective
+from dschat_lora.config import DpoConfig
 from dschat_lora.data.batch import PairCollator, SampleCollator
-from dschat_lora.models.blocks import attend_by_blocks, block_sizes
+from dschat_lora.models import trunk as trunk_module
+from dschat_lora.models.blocks import attend_by_spans
+from dschat_lora.models.causal_lm import CausalLMLogprobs, CausalLMLoss
+from dschat_lora.models.policy import Policy
+from dschat_lora.models.reward_model import RewardModel
 from dschat_lora.models.trunk import Trunk
+from dschat_lora.rlhf.batch import Response, collate
 from helpers.pairs import ragged_pairs
 from helpers.tiny import KINDS, ragged_samples, tiny_model
 
@@ -14,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def inputs_of(batch):
-    names = ("input_ids", "position_ids", "segment_ids", "branch_ids")
+    names = ("input_ids", "position_ids", "segment_ids", "branch_ids", "spans")
     return {name: getattr(batch, name) for name in names if hasattr(batch, name)}
 
 
@@ -23,47 +30,58 @@ def batches():
     pairs = [each.sample() for each in ragged_pairs(4)]
     return {
         "packed": SampleCollator(0)([samples[:3], samples[3:5], samples[5:]]),
-        "one a row": SampleCollator(0)([[sample] for sample in samples]),
+        "full": SampleCollator(0)([samples]),
         "trees": PairCollator(0, "shared")([pairs[:2], pairs[2:]]),
         "separate": PairCollator(0, "separate")([pairs[:1], pairs[1:]]),
     }
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["packed", "one a row", "trees", "separate"])
-def test_blocks_give_the_states_and_gradients_of_a_dense_mask(kind, name):
+@pytest.mark.parametrize("name", ["packed", "full", "trees", "separate"])
+def test_spans_give_the_states_and_gradients_of_a_dense_mask(kind, name):
     batch = batches()[name]
     real = batch.segment_ids > 0
     weights = torch.randn(real.sum(), 1, generator=torch.Generator().manual_seed(3))
     results = []
-    for by_blocks in (True, False):
+    for by_spans in (True, False):
         model = tiny_model(kind)
         trunk = Trunk(model)
         assert trunk.skips_padding(CPU)
-        trunk.by_blocks = by_blocks
+        trunk.by_spans = by_spans
         hidden = trunk(**inputs_of(batch))
         (hidden[real] * weights).sum().backward()
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         results.append((hidden, gradients))
-    (blocks, own), (dense, theirs) = results
-    torch.testing.assert_close(blocks[real], dense[real], rtol=1e-5, atol=1e-5)
-    assert not blocks[~real].any()
+    (spans, own), (dense, theirs) = results
+    torch.testing.assert_close(spans[real], dense[real], rtol=1e-5, atol=1e-5)
+    assert not spans[~real].any()
     assert len(own) == len(theirs)
     whole = torch.nn.utils.get_total_norm(theirs)
     for gradient, expected in zip(own, theirs, strict=True):
         assert (gradient - expected).norm() <= 1e-5 * whole
 
 
-def test_sizes_are_the_tokens_of_each_part_of_each_sample_row_by_row():
-    segments = torch.tensor([[1, 1, 1, 2, 2, 0], [1, 1, 1, 1, 1, 1]])
-    branches = torch.tensor([[0, 1, 2, 0, 0, 0], [0, 0, 1, 1, 1, 2]])
-    assert block_sizes(segments, branches).tolist() == [[[[1, 1, 1], [2, 0, 0], [2, 3, 1]]]]
-    assert block_sizes(segments, None).tolist() == [[[[3, 0, 0], [2, 0, 0], [6, 0, 0]]]]
+def test_spans_are_made_with_the_batch_and_used_by_every_loss(monkeypatch):
+    def none(*ids):
+        raise AssertionError("spans were looked for")
 
-
-def test_samples_of_one_number_in_two_rows_are_two():
-    segments = torch.tensor([[1, 1], [1, 1]])
-    assert block_sizes(segments, None).tolist() == [[[[2, 0, 0], [2, 0, 0]]]]
+    monkeypatch.setattr(trunk_module, "find_spans", none)
+    model = tiny_model("llama")
+    found = batches()
+    for name in ("packed", "full"):
+        assert objective.causal_lm_loss(CausalLMLoss(model), found[name]).total.isfinite()
+    loss = objective.dpo_objective(DpoConfig(), lambda batch: batch.reference).loss
+    for name in ("trees", "separate"):
+        assert loss(CausalLMLogprobs(model), found[name]).total.isfinite()
+        model.score = torch.nn.Linear(32, 1)
+        assert objective.score_ends(RewardModel(model), found[name]).isfinite().all()
+    responses = collate(
+        [Response((5, 6), (7, 8), True, 0), Response((5,), (7,), True, 0)], [0, 1], 0
+    )
+    inputs = *responses.inputs, responses.predicted_from, responses.predicted, 1.0
+    assert Policy(model)(*inputs, responses.spans)[0].isfinite().all()
+    with pytest.raises(AssertionError, match="looked for"):
+        Trunk(model)(found["full"].input_ids, found["full"].position_ids, found["full"].segment_ids)
 
 
 class Layer(torch.nn.Module):
@@ -81,7 +99,7 @@ def test_other_masks_are_left_to_transformers(mask):
         "boolean": seen,
         "additive": torch.zeros(2, 1, 5, 5).masked_fill(~seen, -1e9),
     }[mask]
-    ours, _ = attend_by_blocks(Layer(), query, key, value, given)
+    ours, _ = attend_by_spans(Layer(), query, key, value, given)
     theirs, _ = sdpa_attention_forward(Layer(), query, key, value, given)
     assert torch.equal(ours, theirs)
 
@@ -103,9 +121,10 @@ def test_generation_is_what_it_was():
     assert torch.equal(before, after)
 
 
-def test_a_model_under_its_own_mask_computes_its_padding():
+def test_padding_is_computed_under_the_models_own_mask_and_where_no_kernel_skips_it():
     trunk = Trunk(tiny_model("opt"))
     trunk.own_mask = True
     assert not trunk.skips_padding(CPU)
     assert not Trunk(tiny_model("opt")).skips_padding(torch.device("cuda"))
-    assert not Trunk(tiny_model("opt").bfloat16()).skips_padding(CPU)
+    assert not Trunk(tiny_model("opt", "eager")).skips_padding(CPU)
+    assert Trunk(tiny_model("opt").bfloat16()).skips_padding(CPU)

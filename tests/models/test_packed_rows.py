@@ -29,6 +29,10 @@ def tensors(batch):
     }
 
 
+def predictions(batch):
+    return {"predicted_from": batch.predicted_from, "predicted": batch.predicted}
+
+
 def adapted(kind, attention="sdpa"):
     model = tiny_model(kind, attention)
     apply_lora(model, LoraConfig(lora_dim=3), seed=0)
@@ -42,7 +46,8 @@ def adapted(kind, attention="sdpa"):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_samples_equal_each_sample_alone(kind, attention):
-    model = adapted(kind, attention)
+    # In fp32, of some machines, rounding alone moves a gradient by as much as is allowed here.
+    model = adapted(kind, attention).double()
     samples = ragged_samples(7, longest=9, seed=3)
     # Rows of three, three and one sample, padded to a common width.
     batch = SampleCollator(0)([samples[:3], samples[3:6], samples[6:]])
@@ -54,11 +59,11 @@ def test_packed_samples_equal_each_sample_alone(kind, attention):
     torch.testing.assert_close(hidden.detach(), alone, rtol=1e-5, atol=1e-5)
 
     parameters = adapter_parameters(model)
-    loss = network(**tensors(batch), labels=batch.labels)
+    loss = network(**tensors(batch), **predictions(batch))
     packed = torch.autograd.grad(loss, list(parameters.values()))
     slow = sum(plain.sample_loss(model, sample)[0] for sample in samples)
     expected = torch.autograd.grad(slow, list(parameters.values()))
-    torch.testing.assert_close(loss, slow, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(loss.double(), slow, rtol=1e-6, atol=0)
     for value, wanted in zip(packed, expected, strict=True):
         error = (value - wanted).norm() / wanted.norm()
         assert error < 1e-5
@@ -68,18 +73,19 @@ def test_packed_samples_equal_each_sample_alone(kind, attention):
 def test_padding_and_neighbours_have_no_influence(kind):
     network = CausalLMLoss(tiny_model(kind))
     samples = ragged_samples(4, longest=8, seed=4)
-    loss = network(**tensors(b := SampleCollator(0)([samples[:2]])), labels=b.labels)
+    loss = network(**tensors(b := SampleCollator(0)([samples[:2]])), **predictions(b))
     wide = SampleCollator(7, multiple_of=32)([samples[:2]])
-    torch.testing.assert_close(network(**tensors(wide), labels=wide.labels), loss)
+    torch.testing.assert_close(network(**tensors(wide), **predictions(wide)), loss)
     more = SampleCollator(0)([samples[:2], samples[2:]])
-    rest = network(**tensors(b := SampleCollator(0)([samples[2:]])), labels=b.labels)
-    torch.testing.assert_close(network(**tensors(more), labels=more.labels), loss + rest)
+    rest = network(**tensors(b := SampleCollator(0)([samples[2:]])), **predictions(b))
+    torch.testing.assert_close(network(**tensors(more), **predictions(more)), loss + rest)
 
 
 def test_a_batch_without_targets_has_zero_loss_and_zero_gradient_everywhere():
     model = adapted("opt")
     batch = SampleCollator(0)([ragged_samples(1)])
-    loss = CausalLMLoss(model)(**tensors(batch), labels=torch.full_like(batch.labels, -100))
+    none = torch.zeros(0, dtype=torch.int64)
+    loss = CausalLMLoss(model)(**tensors(batch), predicted_from=none, predicted=none)
     loss.backward()
     assert loss.item() == 0.0
     assert all(p.grad.abs().max() == 0 for p in adapter_parameters(model).values())
@@ -93,7 +99,7 @@ def test_full_logits_and_checkpointed_heads_give_the_same_loss_and_gradient(kind
         model = adapted(kind)
         network = CausalLMLoss(model)
         change(network, model)
-        loss = network(**tensors(batch), labels=batch.labels)
+        loss = network(**tensors(batch), **predictions(batch))
         loss.backward()
         return loss, [p.grad for p in adapter_parameters(model).values()]
 
@@ -128,7 +134,8 @@ def mixing_samples(model):
         if inputs.get("attention_mask") is None:
             return inputs
         one_sample = torch.ones_like(inputs["input_ids"])
-        return inputs | {"attention_mask": block_causal_mask(one_sample, model.dtype)}
+        mask = block_causal_mask(one_sample, model.dtype)
+        return inputs | {"attention_mask": mask, "spans": None}
 
     return changing_inputs(model, change)
 
@@ -235,7 +242,7 @@ def test_whole_logits_are_used_aloud_where_the_model_transforms_them():
     assert any("transforms its logits" in line for line in said.lines)
     sample = ragged_samples(1)[0]
     batch = SampleCollator(0)([[sample]])
-    loss = network(**tensors(batch), labels=batch.labels)
+    loss = network(**tensors(batch), **predictions(batch))
     torch.testing.assert_close(loss, plain.sample_loss(model, sample)[0], rtol=1e-5, atol=1e-5)
 
 
@@ -253,7 +260,10 @@ def test_architecture_that_takes_no_mask_of_ours_is_trained_unpacked_under_its_o
     positions = torch.arange(6).expand(2, 6)
     # transformers' own mean over the 3 + 5 predictions
     reference = model(input_ids=ids, attention_mask=segments, labels=labels).loss * 8
-    torch.testing.assert_close(network(ids, positions, segments, labels), reference)
+    (places,) = (segments[:, 1:] > 0).flatten().nonzero(as_tuple=True)
+    places += places // 5  # of rows of six positions
+    loss = network(ids, positions, segments, places, ids.flatten()[places + 1])
+    torch.testing.assert_close(loss, reference)
 
 
 def test_probe_notices_a_leak_that_16_bit_rounding_would_hide():

@@ -448,7 +448,8 @@ def letting_branches_see_each_other(model):
         if not is_tree(inputs):
             return inputs
         one_sequence = torch.ones_like(inputs["input_ids"])
-        return inputs | {"attention_mask": block_causal_mask(one_sequence, model.dtype)}
+        mask = block_causal_mask(one_sequence, model.dtype)
+        return inputs | {"attention_mask": mask, "spans": None}
 
     return changing_inputs(model, change)
 
@@ -461,7 +462,7 @@ def hiding_the_beginning(model):
         second = (inputs["position_ids"][0].diff() < 0).nonzero()[0].item() + 1
         segments = torch.ones_like(inputs["input_ids"])
         segments[:, second:] = 2
-        return inputs | {"attention_mask": block_causal_mask(segments, model.dtype)}
+        return inputs | {"attention_mask": block_causal_mask(segments, model.dtype), "spans": None}
 
     return changing_inputs(model, change)
 

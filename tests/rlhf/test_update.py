@@ -342,7 +342,9 @@ def test_what_is_done_to_the_engines_is_done_to_both(both):
             self.noted = []
 
         def __getattr__(self, name):
-            return lambda *values: self.noted.append((name, *values)) or f"{name} done"
+            done = f"{name} done"
+            result = (lambda: done) if name == "queue_step" else done
+            return lambda *values: self.noted.append((name, *values)) or result
 
     actor, critic = Noting(), Noting() if both else None
     engines = Engines(actor, critic, None, 1.0)
@@ -350,9 +352,9 @@ def test_what_is_done_to_the_engines_is_done_to_both(both):
     assert engines.set_rates(0.5) == dict.fromkeys(names, "set_rates done")
     engines.eval()
     engines.train()
-    assert engines.step() == dict.fromkeys(names, "step done")
+    assert engines.step() == dict.fromkeys(names, "queue_step done")
     for each in (actor, critic) if both else (actor,):
-        assert each.noted == [("set_rates", 0.5), ("eval",), ("train",), ("step",)]
+        assert each.noted == [("set_rates", 0.5), ("eval",), ("train",), ("queue_step",)]
 
 
 # ---------------------------------------------------------------------------- looking

@@ -1,0 +1,209 @@
+"""Ways to train adapters on one base in one process, and ours with parts of it left out.
+
+DeepSpeed-Chat's way is written anew, as in :mod:`benchmarks.parts.contenders`.
+"""
+
+import importlib.util
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from benchmarks.parts.bundled import make_engine
+from benchmarks.parts.contenders import (
+    ALPHA,
+    CHAT,
+    OURS,
+    ChatSteps,
+    add_chat_lora_,
+    draw_adapters_,
+)
+from benchmarks.parts.turns import DeviceTimer
+from dschat_lora.algos.sft import IGNORE_INDEX
+from dschat_lora.config import LoraConfig
+from dschat_lora.data.batch import Batch
+from dschat_lora.engine.build import DTYPES, TrainEngine
+from dschat_lora.engine.distributed import device
+from dschat_lora.lora.model import apply_lora
+from dschat_lora.models.compile import check_compiler, compile_blocks
+from dschat_lora.models.trunk import Trunk
+from dschat_lora.models.views import same_weights
+from dschat_lora.objective import SUPERVISED
+from dschat_lora.trainer import evaluate, train_steps
+
+PEFT = "PEFT"
+RECOMPUTING = {"use_reentrant": False}
+
+
+class Way(Protocol):
+    """A way to train.
+
+    Attributes:
+        model: transformers' with adapters.
+        adam: of its adapters.
+        update: timer of the latest step's clipping and update.
+        skips_padding: whether real tokens alone are computed.
+        all_logits: whether those of every position are.
+    """
+
+    model: Any
+    adam: torch.optim.Optimizer
+    update: DeviceTimer
+    skips_padding: bool
+    all_logits: bool
+
+    def step(self, batches: Sequence[Batch]) -> bool:
+        """An optimizer step; whether it was skipped."""
+
+    def loss(self, batch: Batch) -> float:
+        """Mean loss per supervised token."""
+
+
+class OurLoop:
+    """The package's engine, loop and loss, over a model that shares its adapters."""
+
+    all_logits = False
+
+    def __init__(self, engine: TrainEngine, model: Any, *, by_spans: bool = True) -> None:
+        self.model, self.adam, self.update = model.train(), engine.adam, DeviceTimer()
+        self._engine, self._trunk = engine, Trunk(model)
+        self._trunk.by_spans &= by_spans
+        self.skips_padding = self._trunk.skips_padding(device())
+
+    def step(self, batches: Sequence[Batch]) -> bool:
+        """An optimizer step; whether it was skipped."""
+        self._take_place()
+        (step,) = train_steps(self._engine, [batches], SUPERVISED, [1.0])
+        return step.outcome.skipped
+
+    def loss(self, batch: Batch) -> float:
+        """Mean loss per supervised token."""
+        self._take_place()
+        return evaluate(self._engine, [batch], SUPERVISED).loss
+
+    def _take_place(self) -> None:
+        engine: Any = self._engine
+        engine.module.trunk = self._trunk
+        engine.step = partial(_timed, self.update, partial(TrainEngine.step, engine))
+
+
+class ChatLoop:
+    """Rows padded to the longest allowed, all logits, a loss on prompts too."""
+
+    skips_padding = False
+    all_logits = True
+
+    def __init__(self, steps: ChatSteps, model: Any) -> None:
+        self.model, self.adam, self.update = model.train(), steps.adam, DeviceTimer()
+        self._steps = steps
+
+    def step(self, batches: Sequence[Batch]) -> bool:
+        """An optimizer step, which is never skipped."""
+        steps: Any = self._steps
+        steps.update = partial(_timed, self.update, partial(ChatSteps.update, steps))
+        steps.step([partial(self._loss, batch) for batch in batches])
+        return False
+
+    @torch.no_grad()
+    def loss(self, batch: Batch) -> float:
+        """Mean loss per supervised token, of which prompts have none here."""
+        labels = torch.full_like(batch.input_ids, IGNORE_INDEX).flatten()
+        labels[batch.predicted_from + 1] = batch.predicted
+        return float(self._loss(batch, labels.view_as(batch.input_ids)))
+
+    def _loss(self, batch: Batch, labels: Tensor | None = None) -> Tensor:
+        mask = (batch.segment_ids > 0).long()
+        if labels is None:
+            labels = batch.input_ids.masked_fill(mask == 0, IGNORE_INDEX)
+        inputs = {"input_ids": batch.input_ids, "attention_mask": mask, "labels": labels}
+        moved = {name: value.to(device()) for name, value in inputs.items()}
+        loss: Tensor = self.model(**moved, use_cache=False).loss
+        return loss
+
+
+def _timed(timer: DeviceTimer, function: Any) -> Any:
+    with timer:
+        return function()
+
+
+def build_ways(
+    base: Any, *, lora_dim: int, dtype: str, variants: bool, tiny: bool
+) -> dict[str, Way]:
+    """Each way by name, its adapters on the weights of ``base``.
+
+    Args:
+        base: a transformers model without adapters.
+        lora_dim: r, on all linear layers of the blocks; alpha is the same for all.
+        dtype: of the base.
+        variants: ours with its parts left out too, and theirs with recomputation.
+        tiny: trace compiled blocks, but do not wait for a compiler.
+    """
+    model = same_weights(base)
+    lora = LoraConfig(lora_dim=lora_dim, lora_alpha=ALPHA)
+    names = apply_lora(model, lora, seed=0)
+    models = {OURS: model}
+    if importlib.util.find_spec("peft") is not None:
+        models[PEFT] = add_peft_lora(same_weights(base), names, lora_dim, DTYPES[dtype])
+    chat = same_weights(base)
+    add_chat_lora_(chat, names, lora_dim)
+    for each in (*models.values(), chat):
+        draw_adapters_(each)
+    # Copies first: they would take an engine's hooks with them.
+    recomputing, masked, compiled = (same_weights(model) for _ in range(3))
+    recomputing.gradient_checkpointing_enable(RECOMPUTING)
+    chat_recomputing = same_weights(chat)
+    chat_recomputing.gradient_checkpointing_enable({"use_reentrant": True})
+    chat_recomputing.enable_input_require_grads()
+    engines = {
+        name: make_engine(each, dtype=dtype, zero_stage=0, rows=1, accumulation_steps=1)
+        for name, each in models.items()
+    }
+    steps = ChatSteps(chat)
+    ways: dict[str, Way] = {name: OurLoop(engines[name], models[name]) for name in models}
+    ways[CHAT] = ChatLoop(steps, chat)
+    if variants:
+        ways[f"{CHAT}, recomputing"] = ChatLoop(steps, chat_recomputing)
+        ways[f"{OURS}, recomputing"] = OurLoop(engines[OURS], recomputing)
+        ways[f"{OURS}, dense mask"] = OurLoop(engines[OURS], masked, by_spans=False)
+        if tiny or _can_compile():
+            # Last: what is compiled must find every trunk in place.
+            ways[f"{OURS}, compiled"] = OurLoop(engines[OURS], compiled)
+            compile_blocks(compiled, backend="eager" if tiny else "inductor")
+    return ways
+
+
+def _can_compile() -> bool:
+    try:
+        check_compiler(device())
+    except ValueError as error:
+        print(f"{OURS}, compiled: left out: {error}")
+        return False
+    return True
+
+
+def add_peft_lora(model: Any, names: Sequence[str], lora_dim: int, dtype: torch.dtype) -> Any:
+    """The model with PEFT's layers, which train fp32 factors under autocast as its users do."""
+    from peft import LoraConfig as PeftConfig
+    from peft import inject_adapter_in_model
+
+    config = PeftConfig(r=lora_dim, lora_alpha=int(ALPHA), target_modules=list(names))
+    inject_adapter_in_model(config, model)
+    for name in names:
+        layer = model.get_submodule(name)
+        for factors in (layer.lora_A, layer.lora_B):
+            factors.float().to(device())
+        # The layers alone: what else autocast would compute in fp32 stays as in ours.
+        layer.forward = partial(_under_autocast, dtype, layer.forward)
+    return model
+
+
+def _under_autocast(dtype: torch.dtype, function: Any, x: Tensor) -> Any:
+    with torch.autocast(device().type, dtype):
+        return function(x)
+
+
+def held_bytes(adam: torch.optim.Optimizer) -> int:
+    """What a way holds between steps besides the base: adapters, and two moments of each."""
+    return 3 * sum(p.nbytes for group in adam.param_groups for p in group["params"])

@@ -1,0 +1,121 @@
+"""What batches will hold, counted for all ranks from their rows without making them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dschat_lora.algos.sft import IGNORE_INDEX
+from dschat_lora.data.batch import PairCollator
+from dschat_lora.data.packing import Row, first_fit
+from dschat_lora.data.store import TokenSet
+
+Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class SampleCounts:
+    """Of each sample or pair as its rows hold it, (n,) int64."""
+
+    tokens: Integers
+    targets: Integers  # supervised predictions
+    attended: Integers  # (query, key) pairs of causal attention
+    positions: Integers  # of the rows it takes alone, their padding included
+
+
+def count_samples(collate: object, samples: Any, size: int) -> SampleCounts:
+    """Counts of the first ``size`` samples, as ``collate`` lays them out.
+
+    Args:
+        collate: a ``SampleCollator`` or ``PairCollator``.
+        samples: by index; a ``TokenSet`` is counted column by column, others one by one.
+        size: how many.
+    """
+    if isinstance(collate, PairCollator):
+        return _count_pairs(collate, samples, size)
+    tokens = _lengths(samples, size)
+    return SampleCounts(tokens, _targets(samples, size), _causal_pairs(tokens), tokens)
+
+
+def _count_pairs(collate: PairCollator, pairs: Any, size: int) -> SampleCounts:
+    names = ("prompt_length", "shared_length", "chosen_length")
+    prompt, shared, first = (_column(pairs, name, size) for name in names)
+    tree = _lengths(pairs, size)
+    tokens = tree + shared  # of both sequences, whole
+    chosen, rejected = shared + first, tree - first
+    # Nothing predicts the first token of a sequence.
+    unanswered = np.maximum(1, prompt)
+    targets = np.maximum(0, chosen - unanswered) + np.maximum(0, rejected - unanswered)
+    attended = _causal_pairs(chosen) + _causal_pairs(rejected)
+    if collate.layout == "shared":
+        return SampleCounts(tree, targets, attended - _causal_pairs(shared), tree)
+    positions = 2 * np.maximum(chosen, rejected) if collate.layout == "alone" else tokens
+    return SampleCounts(tokens, targets, attended, positions)
+
+
+def count_step(
+    collate: object, counts: SampleCounts, batches: Sequence[Sequence[Row]]
+) -> dict[str, int]:
+    """Counts of the batches that ``collate`` makes of rows, by the names of ``StepCounts``.
+
+    Args:
+        collate: a ``SampleCollator`` or ``PairCollator``.
+        counts: of every sample, for this collator.
+        batches: the rows of each, which may be none.
+    """
+    indices = [index for rows in batches for row in rows for index in row]
+    samples = np.array(indices, dtype=np.int64)
+    shapes = [_shape(collate, counts, rows) for rows in batches]
+    return {
+        "num_samples": len(samples),
+        "num_tokens": int(counts.tokens[samples].sum()),
+        "num_targets": int(counts.targets[samples].sum()),
+        "num_attended": int(counts.attended[samples].sum()),
+        "num_positions": sum(height * width for height, width in shapes),
+        "num_scored_pairs": sum(height * width**2 for height, width in shapes),
+    }
+
+
+def _shape(collate: Any, counts: SampleCounts, rows: Sequence[Row]) -> tuple[int, int]:
+    """(B, T) of a batch."""
+    if not rows:
+        return 1, 1
+    lengths = [int(counts.positions[list(row)].sum()) for row in rows]
+    height, width = len(rows), max(lengths)
+    if isinstance(collate, PairCollator) and collate.layout == "alone":
+        height, width = 2 * height, width // 2
+    elif isinstance(collate, PairCollator) and collate.tight:
+        height = len(first_fit(lengths, width))
+    return height, -(-width // collate.multiple_of) * collate.multiple_of
+
+
+def _lengths(samples: Any, size: int) -> Integers:
+    if isinstance(samples, TokenSet):
+        return samples.lengths[:size]
+    return np.array([len(samples[index].input_ids) for index in range(size)], dtype=np.int64)
+
+
+def _column(samples: Any, name: str, size: int) -> Integers:
+    if isinstance(samples, TokenSet):
+        return samples.column(name)[:size].astype(np.int64)
+    return np.array([getattr(samples[index], name) for index in range(size)], dtype=np.int64)
+
+
+def _targets(samples: Any, size: int) -> Integers:
+    """Labels that count; that of a sample's first token never does."""
+    if not isinstance(samples, TokenSet):
+        each = (np.count_nonzero(samples[i].labels[1:] != IGNORE_INDEX) for i in range(size))
+        return np.array(list(each), dtype=np.int64)
+    parts = [np.zeros(0, np.int64)]
+    for offsets, labels in samples.lists("labels"):
+        before = np.concatenate([[0], np.cumsum(labels != IGNORE_INDEX)])
+        # Nothing is before an empty sample's first token, so none is taken away there.
+        first = np.minimum(offsets[:-1] + 1, offsets[1:])
+        parts.append(before[offsets[1:]] - before[first])
+    return np.concatenate(parts)[:size]
+
+
+def _causal_pairs(size: Integers) -> Integers:
+    return size * (size + 1) // 2

@@ -1,0 +1,76 @@
+"""Blocks compiled by torch, for training and evaluation; decoding runs them as they are."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers.cache_utils import Cache
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+# Variants of a block's code: of each role with and without adapters and gradients, on one row
+# and on several. torch stops compiling beyond 8.
+_MOST_VARIANTS = 64
+
+
+def check_compiler(device: torch.device) -> None:
+    """Compile a trifle, to find out early whether this machine can.
+
+    Raises:
+        ValueError: if it cannot, with the compiler's reason.
+    """
+    trifle = torch.compile(lambda x: x.sin() + 1, options={"fx_graph_cache": False})
+    try:
+        trifle(torch.ones(4, device=device))
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"--compile needs a C++ compiler such as g++ that works here ({reason}); install one, "
+            "name it by the environment variable CXX, or drop the option"
+        ) from error
+
+
+def compile_blocks(model: nn.Module, *, backend: str | Callable[..., Any] = "inductor") -> None:
+    """Compile each block of ``model`` in place, for lengths that vary from call to call.
+
+    Parameters keep their names, and a copy of the model (``same_weights``) is not compiled. What is
+    recomputed in the backward pass stays so, and is not to be changed afterwards. Blocks that are
+    given a cache of keys and values run as they are: decoding has other shapes at every token.
+    Attention is left out of the graph: the lengths of samples are data.
+
+    Args:
+        model: a transformers model, on which every :class:`~dschat_lora.models.trunk.Trunk`
+            stands already.
+        backend: of ``torch.compile``.
+
+    Raises:
+        ValueError: if transformers marks no blocks in this architecture.
+    """
+    blocks = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
+    if not blocks:
+        raise ValueError(
+            f"--compile compiles a model's blocks, and {type(model).__name__} has none that "
+            "transformers knows; drop the option"
+        )
+    limit = torch._dynamo.config.recompile_limit
+    torch._dynamo.config.recompile_limit = max(limit, _MOST_VARIANTS)
+    for block in blocks:
+        block.compile(dynamic=True, backend=backend)
+        _dispatch(block, recompute=bool(block.gradient_checkpointing))
+
+
+def _dispatch(block: Any, *, recompute: bool) -> None:
+    """Let calls without a cache go to what is compiled."""
+    compiled = block._compiled_call_impl
+    # Checkpointing around what is compiled: torch gives up on what it finds within.
+    block.gradient_checkpointing = False
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(value, Cache) for value in (*args, *kwargs.values())):
+            return block._call_impl(*args, **kwargs)
+        if recompute and block.training:
+            return checkpoint(compiled, *args, use_reentrant=False, **kwargs)
+        return compiled(*args, **kwargs)
+
+    block._compiled_call_impl = call

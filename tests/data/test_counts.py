@@ -1,0 +1,122 @@
+"""What the loader says of a step is what the batches of all ranks hold."""
+
+from dataclasses import fields
+
+import numpy as np
+import pytest
+
+from dschat_lora.algos.sft import IGNORE_INDEX
+from dschat_lora.data.batch import PairCollator, SampleCollator
+from dschat_lora.data.budget import TokenBudget
+from dschat_lora.data.counts import SampleCounts, count_samples
+from dschat_lora.data.loader import StepLoader
+from dschat_lora.data.packing import make_rows
+from dschat_lora.data.store import TokenSet, write_samples
+from dschat_lora.data.tokenize import PairSample, Sample
+
+CAPACITY = 30
+SIZE = 23
+
+
+def samples():
+    rng = np.random.default_rng(3)
+    made = []
+    for number, length in enumerate(rng.integers(1, 13, SIZE)):
+        labels = np.where(rng.random(length) < 0.5, IGNORE_INDEX, 7).astype(np.int32)
+        labels[0] = 7 if number % 2 else IGNORE_INDEX  # never counts
+        made.append(Sample(np.full(length, 5, np.int32), labels))
+    return made
+
+
+def pairs():
+    rng = np.random.default_rng(4)
+    made = []
+    for number in range(SIZE):
+        prompt = int(rng.integers(0, 4)) if number else 0
+        shared = prompt + int(rng.integers(0, 3))
+        chosen, rejected = map(int, rng.integers(1, 10 if number % 4 else 3, 2))
+        ids = np.arange(1, 1 + shared + chosen + rejected, dtype=np.int32)
+        made.append(PairSample(ids, prompt, shared, chosen))
+    return made
+
+
+CASES = {
+    "samples": (samples, SampleCollator(0)),
+    "samples, rounded": (samples, SampleCollator(0, multiple_of=4)),
+    **{
+        f"pairs, {layout}{', tight' * tight}": (pairs, PairCollator(0, layout, 4, tight=tight))
+        for layout in ("shared", "separate", "alone")
+        for tight in (False, True)
+    },
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request):
+    make, collate = CASES[request.param]
+    return make(), collate
+
+
+def summed(windows):
+    """Counts of the batches themselves."""
+    batches = [batch for window in windows for batch in window]
+    shapes = [batch.input_ids.shape for batch in batches]
+    names = ("num_samples", "num_tokens", "num_targets", "num_attended")
+    return {name: sum(getattr(batch, name) for batch in batches) for name in names} | {
+        "num_positions": sum(rows * width for rows, width in shapes),
+        "num_scored_pairs": sum(rows * width**2 for rows, width in shapes),
+    }
+
+
+@pytest.mark.parametrize("kind", ["single", "packed", "budget", "budget of rows", "budget of one"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_window_counts_the_batches_of_all_ranks(case, world_size, kind):
+    data, collate = case
+    if kind in ("packed", "budget", "budget of rows") and getattr(collate, "layout", "") == "alone":
+        pytest.skip("each sequence has a row of its own")
+    counts = count_samples(collate, data, SIZE)
+    accumulation, budget = 2, None
+    if kind.startswith("budget"):
+        row_tokens = {"budget": 50, "budget of rows": CAPACITY, "budget of one": None}[kind]
+        budget = TokenBudget(50, accumulation * world_size, row_tokens)
+        rows = budget.groups(counts, seed=1)
+    else:
+        packing = kind == "packed"
+        rows = make_rows(counts.tokens, max_seq_len=CAPACITY, packing=packing, seed=1)
+    loaders = [
+        StepLoader(
+            data,
+            rows=rows,
+            micro_batch_size=1 if budget else 4,
+            gradient_accumulation_steps=accumulation,
+            rank=rank,
+            world_size=world_size,
+            seed=1,
+            collate=collate,
+            budget=budget,
+        )
+        for rank in range(world_size)
+    ]
+    for epoch in (0, 1):
+        steps = list(zip(*(loader.epoch(epoch) for loader in loaders), strict=True))
+        assert len(steps) == loaders[0].steps_per_epoch > 0
+        for windows in steps:
+            assert len({len(window) for window in windows}) == 1
+            for window in windows:
+                assert window.counts == summed(windows)
+        assert sum(windows[0].counts["num_samples"] for windows in steps) == SIZE
+
+
+@pytest.mark.parametrize("size", [SIZE, 5000])
+def test_a_stored_set_is_counted_as_its_samples_are(case, tmp_path, size):
+    data, collate = case
+    data = (data * (size // SIZE + 1))[:size]  # more than one part of a file
+    kind = "pairs" if isinstance(collate, PairCollator) else "samples"
+    write_samples(tmp_path / "set.arrow", data, kind)
+    stored = count_samples(collate, TokenSet(tmp_path / "set.arrow", kind), size)
+    each = count_samples(collate, data, size)
+    for field in fields(SampleCounts):
+        found, expected = getattr(stored, field.name), getattr(each, field.name)
+        assert found.dtype == expected.dtype == np.int64
+        np.testing.assert_array_equal(found, expected)
+    assert len(count_samples(collate, TokenSet(tmp_path / "set.arrow", kind), 3).tokens) == 3

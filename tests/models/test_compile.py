@@ -1,0 +1,144 @@
+"""Compiled blocks: the same numbers at any lengths, names as they were, decoding left alone."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, OPTConfig
+
+from dschat_lora.config import LoadConfig, LoraConfig
+from dschat_lora.lora.model import apply_lora
+from dschat_lora.models.build import recompute_blocks
+from dschat_lora.models.causal_lm import CausalLMLoss
+from dschat_lora.models.compile import check_compiler, compile_blocks
+from dschat_lora.models.views import same_weights
+from dschat_lora.preflight import check_compile
+
+
+class Counted:
+    """Runs graphs as they are; counts them and their runs."""
+
+    def __init__(self):
+        self.graphs = self.runs = 0
+
+    def __call__(self, graph, inputs):
+        self.graphs += 1
+
+        def run(*args):
+            self.runs += 1
+            return graph(*args)
+
+        return run
+
+
+def tiny():
+    config = OPTConfig(
+        hidden_size=16,
+        word_embed_proj_dim=16,
+        ffn_dim=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        vocab_size=32,
+        max_position_embeddings=64,
+        dropout=0.0,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    apply_lora(model, LoraConfig(lora_dim=2, target_modules=("fc1",)), seed=0)
+    for name, parameter in model.named_parameters():
+        if name.endswith("lora_B"):
+            nn.init.normal_(parameter.data, std=0.1)
+    return model
+
+
+def batch(*rows):
+    """Rows of samples of these lengths."""
+    width = max(map(sum, rows))
+    segments, positions = (torch.zeros(len(rows), width, dtype=torch.long) for _ in range(2))
+    for row, lengths in enumerate(rows):
+        parts = [torch.arange(n) for n in lengths]
+        positions[row, : sum(lengths)] = torch.cat(parts)
+        numbers = [torch.full((n,), i) for i, n in enumerate(lengths, start=1)]
+        segments[row, : sum(lengths)] = torch.cat(numbers)
+    ids = torch.randint(0, 32, segments.shape)
+    (places,) = (segments > 0).flatten().nonzero(as_tuple=True)
+    return ids, positions, segments, places, ids.flatten()[places]
+
+
+def gradient(network, rows):
+    network.zero_grad()
+    loss = network(*rows)
+    loss.backward()
+    parts = [p.grad.flatten() for p in network.parameters() if p.grad is not None]
+    return torch.cat([loss.detach()[None], *parts])
+
+
+@pytest.fixture
+def counted():
+    """A backend that counts; what torch compiled before and after is forgotten."""
+    torch._dynamo.reset()
+    yield Counted()
+    torch._dynamo.reset()
+
+
+@pytest.mark.stage
+def test_compiled_blocks_train_alike_and_lengths_are_not_compiled_again(counted):
+    models = [tiny(), tiny()]
+    for model in models:
+        recompute_blocks(model)
+    plain, network = (CausalLMLoss(model).train() for model in models)
+    compile_blocks(models[1], backend=counted)
+    # With padding and without is what is compiled for.
+    for rows in (batch([5, 7], [9]), batch([11])):
+        torch.testing.assert_close(gradient(network, rows), gradient(plain, rows))
+    graphs, runs = counted.graphs, counted.runs
+    for rows in (batch([6, 3], [13]), batch([17]), batch([2, 2, 2, 9], [14, 1], [7])):
+        torch.testing.assert_close(gradient(network, rows), gradient(plain, rows))
+    assert counted.graphs == graphs > 0
+    # Twice for each batch, in the forward pass and again in the backward pass.
+    assert (counted.runs - runs) % 6 == 0
+    assert counted.runs > runs
+
+
+def test_names_stay_and_copies_are_not_compiled(counted):
+    model = tiny()
+    names = list(model.state_dict())
+    compile_blocks(model, backend=counted)
+    assert list(model.state_dict()) == names
+    with torch.no_grad():
+        same_weights(model)(*batch([5])[:1])
+    assert counted.graphs == 0
+
+
+def test_decoding_with_a_cache_runs_blocks_as_they_are(counted):
+    model = tiny().eval()
+    ids = batch([5])[0]
+    options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = model.generate(ids, **options)
+    compile_blocks(model, backend=counted)
+    assert torch.equal(model.generate(ids, **options), expected)
+    assert counted.graphs == 0
+
+
+def test_model_without_blocks_is_refused():
+    with pytest.raises(ValueError, match="--compile compiles a model's blocks, and Linear has no"):
+        compile_blocks(nn.Linear(2, 2))
+
+
+def test_missing_compiler_is_one_clear_line(monkeypatch):
+    def compile_nothing(function, **options):
+        def fail(x):
+            raise RuntimeError("InvalidCxxCompiler: no working C++ compiler\nin many\nlines")
+
+        return fail
+
+    monkeypatch.setattr(torch, "compile", compile_nothing)
+    with pytest.raises(ValueError, match=r"^--compile needs a C\+\+ compiler[^\n]+$") as caught:
+        check_compiler(torch.device("cpu"))
+    assert "no working C++ compiler" in str(caught.value)
+
+
+def test_sharded_weights_are_refused():
+    with pytest.raises(ValueError, match="--compile does not go with --zero_stage 3"):
+        check_compile(LoadConfig(compile=True), 0, 3)
+    check_compile(LoadConfig(compile=True), 2, None)
+    check_compile(LoadConfig(), 3)

@@ -1,0 +1,221 @@
+"""The GPU's way of attending, with a slow loop in place of its kernel."""
+
+import math
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import flex_attention
+from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers.integrations import flex_attention as flex_integration
+
+from dschat_lora.data.batch import PairCollator, SampleCollator
+from dschat_lora.data.tokenize import Sample
+from dschat_lora.models import blocks, varlen
+from dschat_lora.models import trunk as trunk_module
+from dschat_lora.models.trunk import Trunk
+from helpers.pairs import ragged_pairs
+from helpers.tiny import VOCAB, ragged_samples, tiny_model
+
+WINDOW = 3
+KINDS = ("opt", "gpt2", "neox", "llama", "sliding")
+
+
+def model_of(kind):
+    if kind != "sliding":
+        return tiny_model(kind)
+    config = Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+        max_window_layers=1,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+
+
+class SlowKernel:
+    """What torch says of ``varlen_attn``, query by query."""
+
+    def __init__(self):
+        self.windows = []
+
+    def __call__(
+        self,
+        query,
+        key,
+        value,
+        cu_seq_q,
+        cu_seq_k,
+        max_q,
+        max_k,
+        *,
+        scale=None,
+        window_size=(-1, -1),
+        enable_gqa=False,
+    ):
+        assert enable_gqa or query.shape[1] == key.shape[1]
+        assert max_q == cu_seq_q.diff().max()
+        assert max_k == cu_seq_k.diff().max()
+        assert cu_seq_k[-1] == len(key) == len(value)
+        self.windows.append(window_size)
+        left, right = window_size
+        group = query.shape[1] // key.shape[1]
+        outputs = []
+        for s in range(len(cu_seq_q) - 1):
+            q = query[cu_seq_q[s] : cu_seq_q[s + 1]]
+            k, v = (x[cu_seq_k[s] : cu_seq_k[s + 1]] for x in (key, value))
+            for i in range(len(q)):
+                # the last query stands where the last key does
+                place = len(k) - len(q) + i
+                first = 0 if left == -1 else max(0, place - left)
+                seen = slice(first, place + right + 1)
+                for_heads = (x[seen].repeat_interleave(group, dim=1) for x in (k, v))
+                keys, values = for_heads
+                factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+                weights = (factor * torch.einsum("hd,khd->hk", q[i], keys)).softmax(-1)
+                outputs.append(torch.einsum("hk,khd->hd", weights, values))
+        return torch.stack(outputs)
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """Every device counts as one that has the kernel."""
+    for module in (varlen, trunk_module):
+        monkeypatch.setattr(module, "has_varlen", lambda device, dtype: True)
+
+
+def batches():
+    samples = ragged_samples(5, longest=9)
+    long = max(samples, key=lambda sample: len(sample.input_ids))
+    # One token more than the window spans.
+    samples.append(Sample(long.input_ids[: WINDOW + 1], long.labels[: WINDOW + 1]))
+    pairs = [each.sample() for each in ragged_pairs(3, longest=5)]
+    yield SampleCollator(0)([samples[:2], samples[2:]])
+    yield PairCollator(0, "shared")([pairs[:2], pairs[2:]])
+
+
+def run(model, trunk):
+    """Loss, and gradients of every weight."""
+    loss = 0.0
+    for batch in batches():
+        inputs = batch.input_ids, batch.position_ids, batch.segment_ids
+        hidden = trunk(*inputs, getattr(batch, "branch_ids", None), batch.spans)
+        real = hidden[batch.segment_ids > 0].double()
+        weights = torch.randn(real.shape, generator=torch.Generator().manual_seed(3))
+        loss = loss + (real * weights).sum() / len(real)
+    loss.backward()
+    return loss, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_call_a_layer_gives_the_loss_and_gradient_of_a_dense_mask(
+    kind, checkpointing, on_gpu, monkeypatch
+):
+    kernel = SlowKernel()
+    monkeypatch.setattr(varlen, "kernel", lambda: kernel)
+    model = model_of(kind)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+    loss, gradients = run(model, Trunk(model))
+    whole = (-1, 0)
+    second = (WINDOW - 1, 0) if kind == "sliding" else whole
+    assert sorted(kernel.windows) == sorted([whole, second] * 2 * (2 if checkpointing else 1))
+
+    model = model_of(kind)
+    trunk = Trunk(model)
+    monkeypatch.setattr(trunk, "by_spans", False)
+    expected_loss, expected = run(model, trunk)
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-6, atol=1e-6)
+    assert gradients.keys() == expected.keys()
+    norm = torch.nn.utils.get_total_norm(expected.values())
+    for name, gradient in gradients.items():
+        assert (gradient - expected[name]).norm() <= 1e-6 * norm, name
+
+
+@pytest.mark.skipif(varlen.kernel() is None, reason="this torch has no such kernel")
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_read_back_from_the_device(kind, on_gpu, monkeypatch):
+    # On the meta device there is nothing to read: whatever asks for a value fails.
+    monkeypatch.setattr(blocks, "_one_by_one", None)
+    model = model_of(kind).bfloat16().to("meta")
+    trunk = Trunk(model)
+    for batch in batches():
+        moved = batch.to("meta")
+        inputs = moved.input_ids, moved.position_ids, moved.segment_ids
+        branches = getattr(moved, "branch_ids", None)
+        hidden = trunk(*inputs, branches, moved.spans)
+        assert hidden.shape == (*batch.input_ids.shape, 32)
+        hidden.sum().backward()
+        with pytest.raises(NotImplementedError):
+            trunk(*inputs, branches)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_window_on_a_cpu_is_that_of_the_mask(checkpointing, monkeypatch):
+    model = model_of("sliding")
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+    loss, gradients = run(model, Trunk(model))
+    model = model_of("sliding")
+    trunk = Trunk(model)
+    monkeypatch.setattr(trunk, "by_spans", False)
+    expected_loss, expected = run(model, trunk)
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-6, atol=1e-6)
+    norm = torch.nn.utils.get_total_norm(expected.values())
+    for name, gradient in gradients.items():
+        assert (gradient - expected[name]).norm() <= 1e-6 * norm, name
+
+
+@pytest.mark.parametrize(
+    ("options", "size", "fits"),
+    [
+        ({"scaling": 0.5, "dropout": 0.0, "sliding_window": 7, "use_cache": False}, 64, True),
+        ({"is_causal": True, "position_ids": torch.zeros(1, 3), "softcap": None}, 64, True),
+        ({"dropout": 0.1}, 64, False),
+        ({"softcap": 30.0}, 64, False),
+        ({"s_aux": torch.zeros(4)}, 64, False),
+        ({"is_causal": False}, 64, False),
+        ({}, 12, False),
+        ({}, 256, False),
+        ({}, 80, True),
+    ],
+)
+def test_the_kernel_is_asked_for_what_it_does_alone(options, size, fits, on_gpu):
+    query = torch.zeros(1, 4, 3, size)
+    assert varlen.takes(query, query, query, options) is fits
+    assert not varlen.takes(query, query, torch.zeros(1, 4, 3, size - 8), options)
+
+
+def test_no_cpu_and_no_32_bits_have_the_kernel():
+    assert not varlen.has_varlen(torch.device("cpu"), torch.bfloat16)
+    assert not varlen.has_varlen(torch.device("cuda"), torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["opt", "llama", "sliding"])
+@torch.no_grad()
+def test_flex_attention_sees_what_the_dense_mask_lets_through(kind, monkeypatch):
+    # On a CPU it has no backward pass, and is slow to compile.
+    monkeypatch.setattr(
+        flex_integration,
+        "compile_friendly_flex_attention",
+        lambda *tensors, training, **options: flex_attention(*tensors, **options),
+    )
+    model = model_of(kind)
+    trunk = Trunk(model)
+    for batch in batches():
+        inputs = batch.input_ids, batch.position_ids, batch.segment_ids
+        states = []
+        for attention in ("flex_attention", "eager"):
+            model.config._attn_implementation = attention
+            mask = trunk.inputs(*inputs, getattr(batch, "branch_ids", None))
+            states.append(model.base_model(**mask).last_hidden_state)
+        torch.testing.assert_close(*states, rtol=1e-5, atol=1e-5)
