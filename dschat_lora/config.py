@@ -42,8 +42,10 @@ class LoadConfig:
         "auto",
         help="compute type; auto: bf16 where the GPU has it, fp16 on older GPUs, fp32 on CPU",
     )
-    attn_implementation: Literal["sdpa", "eager"] = option(
-        "sdpa", help="attention kernel of transformers"
+    attn_implementation: Literal["sdpa", "flex_attention", "eager"] = option(
+        "sdpa",
+        help="attention kernel; sdpa computes each sequence of a row alone where it can, "
+        "flex_attention is for GPUs where it cannot",
     )
     trust_remote_code: bool = option(False, help="run model code that comes with a hub repository")
     add_eot_token: bool = option(

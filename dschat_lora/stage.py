@@ -95,6 +95,10 @@ def set_up(
     """
     config = output.config
     assert isinstance(config, SupervisedConfig)
+    if config.model.attn_implementation == "flex_attention" and device().type == "cpu":
+        raise ValueError(
+            "--attn_implementation flex_attention trains on a GPU only; use sdpa or eager on a CPU"
+        )
     if config.model.compile:
         prepare_to_compile(output)
     source = find_model(config.model.model_name_or_path)

@@ -92,20 +92,30 @@ class TokenBudget:
     ) -> list[list[Row]]:
         """Rows of one sample; samples of like length share a micro-batch."""
         lengths = counts.positions[np.array(samples)]
-        size = _rounded_up(len(_cut(lengths, self.tokens)), world_size)
-        limit = bisect_left(
-            range(self.tokens),
-            True,
-            lo=int(lengths[0]),
-            key=lambda limit: len(_cut(lengths, limit)) <= size,
-        )
-        ends = _cut(lengths, limit)
-        ends += [len(samples)] * (size - len(ends))
-        starts = [0, *ends[:-1]]
         return [
-            [(index,) for index in samples[start:end]]
-            for start, end in zip(starts, ends, strict=True)
+            [(index,) for index in samples[batch]]
+            for batch in cut_evenly(lengths, self.tokens, multiple_of=world_size)
         ]
+
+
+def cut_evenly(lengths: NDArray[np.int64], limit: int, *, multiple_of: int) -> list[slice]:
+    """Rows of one sample each, in the fewest batches, and those of as equal sizes as can be.
+
+    Args:
+        lengths: (n,) of the samples, n >= 1, the longest first and none longer than ``limit``.
+        limit: positions of a batch, padding included.
+        multiple_of: the number of batches is one; the last of them may be empty.
+    """
+    size = _rounded_up(len(_cut(lengths, limit)), multiple_of)
+    least = bisect_left(
+        range(limit),
+        True,
+        lo=int(lengths[0]),
+        key=lambda limit: len(_cut(lengths, limit)) <= size,
+    )
+    ends = _cut(lengths, least)
+    ends += [len(lengths)] * (size - len(ends))
+    return [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 def _packed(samples: Row, tokens: NDArray[np.int64], row_tokens: int) -> list[Row]:

@@ -1,10 +1,10 @@
 """An estimate of the memory a run needs per device, made before it starts.
 
-Assumed: plain low-rank layers (``base(x) + s (x A^T) B^T``), no dropout, pre-norm blocks with
-two norms, a dense attention mask, AdamW in fp32, the loss computed chunk by chunk. With fused
-attention the activations are within 3 percent of what autograd keeps on OPT, Llama and GPT-2,
-and up to 15 percent low on GPT-NeoX, which keeps q, k and v both before and after rotation. Not
-included: temporaries of running kernels, communication buckets, fragmentation, device context.
+Assumed: the package's low-rank layers, which keep their input and ``x A^T``, no dropout, pre-norm
+blocks with two norms, a dense attention mask, AdamW in fp32, the loss computed chunk by chunk.
+With fused attention the activations are within 3 percent of what autograd keeps on OPT, Llama and
+GPT-2, and up to 15 percent low on GPT-NeoX, which keeps q, k and v both before and after rotation.
+Not included: temporaries of running kernels, communication buckets, fragmentation, device context.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,6 @@ from dschat_lora.perf.shape import BlockShape, LinearShape, ModelShape, describe
 # Tensors as wide as the MLP that its activation keeps, besides its own result.
 _KEPT_BY_ACTIVATION = {"relu": 0, "gelu_new": 4, "gelu_fast": 4}
 USABLE = 0.9  # of a device's memory; the rest is for what the estimate leaves out
-_LORA_FACTORS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ def estimate_memory(
         weights=_bytes(parameters) // (world_size if zero_stage >= 3 else 1),
         gradients=_bytes(trained) // (world_size if zero_stage >= 2 else 1),
         optimizer=optimizer // (world_size if zero_stage >= 1 else 1),
-        activations=activations * positions + _cast_factors(model, width),
+        activations=activations * positions,
         loss=_loss_bytes(shape, positions, width, max_chunk_logits),
     )
 
@@ -195,17 +194,6 @@ def _loss_bytes(shape: ModelShape, positions: int, width: int, max_chunk_logits:
     if shape.head.trained:
         gradients += 4 * shape.vocab_size * shape.hidden_size
     return chunk * per_logit + gradients
-
-
-def _cast_factors(model: nn.Module, width: int) -> int:
-    """Copies of the fp32 factors in the compute type, kept for the backward pass."""
-    if width == 4:
-        return 0
-    return width * sum(
-        _numel(parameter)
-        for name, parameter in model.named_parameters()
-        if name.rpartition(".")[2] in _LORA_FACTORS
-    )
 
 
 def _bytes(parameters: list[nn.Parameter]) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor
 from dschat_lora.algos.sft import IGNORE_INDEX
 from dschat_lora.attention import Spans
 from dschat_lora.data.batch import SampleCollator
+from dschat_lora.data.budget import cut_evenly
 from dschat_lora.data.order import permutation
 from dschat_lora.data.tokenize import Sample
 from dschat_lora.perf.throughput import StepCounts
@@ -124,6 +125,7 @@ def deal(
     rank: int,
     world_size: int,
     key: tuple[int | str, ...],
+    tokens_per_device: int = 0,
 ) -> list[Step]:
     """The optimizer steps of one pass over the responses.
 
@@ -137,6 +139,8 @@ def deal(
         rank: this process.
         world_size: of how many.
         key: of the random order.
+        tokens_per_device: positions of a rank's micro-batch, padding included, in place of
+            responses; 0: by responses. Steps stay the same.
     """
     order = permutation(len(lengths), *key)
     per_batch = micro_batch_size * world_size
@@ -144,7 +148,12 @@ def deal(
     for first in range(0, len(order), rows_per_step):
         rows = [int(n) for n in order[first : first + rows_per_step]]
         rows.sort(key=lambda n: -lengths[n])
-        batches = range(0, len(rows), per_batch)
-        mine = [rows[start : start + per_batch][rank::world_size] for start in batches]
+        if tokens_per_device:
+            sizes = np.array([lengths[n] for n in rows])
+            cuts = cut_evenly(sizes, tokens_per_device, multiple_of=world_size)
+            mine = [rows[cut] for cut in cuts[rank::world_size]]
+        else:
+            batches = range(0, len(rows), per_batch)
+            mine = [rows[start : start + per_batch][rank::world_size] for start in batches]
         steps.append(Step(rows, mine))
     return steps

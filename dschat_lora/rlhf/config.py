@@ -131,6 +131,11 @@ class RolloutConfig:
         16, help="responses per device and micro-batch of the update"
     )
     gradient_accumulation_steps: int = option(1, help="micro-batches per optimizer step")
+    tokens_per_device: int = option(
+        0,
+        help="cut the responses of a step into micro-batches of up to so many tokens per device, "
+        "instead of so many responses; 0: by responses",
+    )
     num_generations: int = option(
         1, help="responses to each prompt; rloo and grpo compare them, and need 2 or more"
     )
@@ -145,6 +150,8 @@ class RolloutConfig:
             *("per_device_training_batch_size", "gradient_accumulation_steps"),
         ):
             require(getattr(self, name) >= 1, name, getattr(self, name), ">= 1")
+        tokens = self.tokens_per_device
+        require(tokens >= 0, "tokens_per_device", tokens, ">= 0")
         require(
             self.temperature > 0, "temperature", self.temperature, "> 0 (greedy: --no-do_sample)"
         )

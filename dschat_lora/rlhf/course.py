@@ -266,6 +266,7 @@ class Iterations:
                 rank=rank(),
                 world_size=world_size(),
                 key=("minibatches", self._config.run.seed, self._progress.iteration, number),
+                tokens_per_device=self._config.batch.tokens_per_device,
             )
             for number in range(self._config.ppo.ppo_epochs)
         ]

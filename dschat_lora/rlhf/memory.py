@@ -90,9 +90,10 @@ def cache_bytes(config: RlhfConfig, model: Any) -> int:
 def _estimate(
     config: RlhfConfig, roles: Roles, settings: dict[str, EngineSettings], role: str
 ) -> MemoryEstimate:
+    tokens = config.batch.tokens_per_device
     return estimate_memory(
         roles.models[role].model,
-        rows=config.batch.per_device_training_batch_size,
+        rows=tokens // config.data.max_seq_len or config.batch.per_device_training_batch_size,
         length=config.data.max_seq_len,
         compute_dtype=settings[role].torch_dtype,
         gradient_checkpointing=is_on(getattr(config, role).gradient_checkpointing),

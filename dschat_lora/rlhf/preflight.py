@@ -63,6 +63,11 @@ def check_rlhf(config: RlhfConfig) -> RlhfConfig:
     check_sources_of_text(config)
     config = _with_steps(_reconciled(config))
     _check_kl_horizon(config)
+    _check_tokens(config)
+    if config.load.attn_implementation == "flex_attention":
+        raise ValueError(
+            "--attn_implementation flex_attention does not decode: step 3 takes sdpa or eager"
+        )
     _check_zero_stages(config)
     check_compile(config.load, config.actor.zero_stage, config.critic.zero_stage)
     config = replace(config, run=with_tensorboard(config.run))
@@ -234,6 +239,16 @@ def _check_kl_horizon(config: RlhfConfig) -> None:
         raise ValueError(
             f"--kl_horizon {horizon} is too short for {responses} responses an iteration: the "
             f"coefficient could change its sign; use more than {responses // 5}"
+        )
+
+
+def _check_tokens(config: RlhfConfig) -> None:
+    tokens, longest = config.batch.tokens_per_device, config.data.max_seq_len
+    if 0 < tokens < longest:
+        raise ValueError(
+            f"--tokens_per_device {tokens} is less than a prompt and its answer may take; it must "
+            f"be {longest} or more (--max_prompt_seq_len {config.data.max_prompt_seq_len} + "
+            f"--max_answer_seq_len {config.data.max_answer_seq_len})"
         )
 
 

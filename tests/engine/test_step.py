@@ -1,18 +1,24 @@
 """A step at ZeRO 0 is queued whole before any number of it is read, and may be skipped whole."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dschat_lora.config import DpoConfig, RewardConfig
+from dschat_lora.data.batch import PairCollator, SampleCollator
 from dschat_lora.engine.build import TrainEngine, _buckets
 from dschat_lora.engine.distributed import rank
 from dschat_lora.engine.zero import gather_to_cpu
+from dschat_lora.objective import SUPERVISED, dpo_objective, reward_objective
 from dschat_lora.stage import place
+from dschat_lora.trainer import train_steps
 from helpers.runs import engine_settings, release
 from helpers.states import Toy, ToyModel, toy_groups, toy_loss
+from helpers.tiny import ragged_samples
 
 pytestmark = pytest.mark.stage
 
@@ -21,14 +27,18 @@ READS = {"aten._local_scalar_dense", "aten.item", "aten.is_nonzero", "aten.nonze
 
 
 class Recording(TorchDispatchMode):
-    """The names of the operations called in it, in turn."""
+    """The names of the operations called in it, in turn; a mask as an index is a read too."""
 
     def __init__(self):
         super().__init__()
         self.names = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names.append(str(function.overloadpacket))
+        name = str(function.overloadpacket)
+        if name in ("aten.index", "aten.index_put_", "aten.index_put"):
+            masks = any(index is not None and index.dtype == torch.bool for index in args[1])
+            name = "aten.nonzero" if masks else name
+        self.names.append(name)
         return function(*args, **(kwargs or {}))
 
 
@@ -63,6 +73,42 @@ def test_step_reads_one_number_and_that_after_all_else(ranks, size, dtype, limit
         assert not READS & set(report["queued"])
         assert report["read"] == ["aten._local_scalar_dense"]
         assert report["skipped"] == overflow
+
+
+def operations_of_a_whole_step(task, path):
+    """Names of the operations of one turn of the training loop, counts to metrics."""
+    from helpers import pair_runs, runs
+
+    settings = engine_settings()
+    if task == "sft":
+        _, engine = runs.build(path, runs.LORA, settings)
+        batches = [SampleCollator(0)([[each] for each in ragged_samples(3)]) for _ in "ab"]
+        objective = SUPERVISED
+    else:
+        _, engine = pair_runs.build_pair_engine(path, task, runs.LORA, settings)
+        pairs = pair_runs.ragged_pairs(4)
+        batches = [PairCollator(0, "shared")([[pair] for pair in pairs])]
+        reference = partial(torch.zeros, 8)
+        objective = {
+            "reward": reward_objective(RewardConfig()),
+            "dpo": dpo_objective(DpoConfig(), lambda batch: reference()),
+        }[task]
+    steps = train_steps(engine, [batches, batches], objective, [1.0, 1.0])
+    next(steps)
+    with Recording() as step:
+        next(steps)
+    release(engine)
+    return step.names
+
+
+@pytest.mark.parametrize("task", ["sft", "reward", "dpo"])
+def test_turn_of_the_loop_reads_nothing_before_its_update_is_queued(ranks, model_directory, task):
+    (names,) = ranks(1).run(
+        "engine.test_step:operations_of_a_whole_step", task=task, path=model_directory("opt")
+    )
+    update = len(names) - 1 - names[::-1].index("aten._fused_adamw_")
+    assert len(names[:update]) > 200  # forward and backward are in it
+    assert not READS & set(names[:update])
 
 
 def skipped_step(stage):

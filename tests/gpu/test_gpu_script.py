@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.sh"
-PARTS = ("env", "trajectories", "scaling", "reload", "commands")
+PARTS = ("env", "trajectories", "scaling", "reload", "commands", "attention", "lora")
 
 pytestmark = [
     pytest.mark.gpu,

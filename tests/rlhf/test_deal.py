@@ -11,7 +11,15 @@ from helpers.iterations import ragged_responses
 LENGTHS = [7, 3, 9, 9, 2, 5, 11, 4, 4, 6, 8, 1, 12]
 
 
-def dealt(world_size, *, rows_per_step=6, per_rank=None, key=("k", 1), lengths=LENGTHS):
+def dealt(
+    world_size,
+    *,
+    rows_per_step=6,
+    per_rank=None,
+    key=("k", 1),
+    lengths=LENGTHS,
+    tokens_per_device=0,
+):
     micro = per_rank or 6 // world_size
     return [
         deal(
@@ -21,6 +29,7 @@ def dealt(world_size, *, rows_per_step=6, per_rank=None, key=("k", 1), lengths=L
             rank=rank,
             world_size=world_size,
             key=key,
+            tokens_per_device=tokens_per_device,
         )
         for rank in range(world_size)
     ]
@@ -55,6 +64,27 @@ def test_a_step_is_what_its_ranks_have_in_as_many_micro_batches_each(world_size,
         own = [n for step in steps for batch in step.micro_batches for n in batch]
         assert sorted(own) == sorted(steps[0].numbers)
         assert len(steps[0].micro_batches) == -(-len(own) // (per_rank * world_size))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("tokens", [12, 20, 200])
+def test_a_budget_of_tokens_cuts_the_same_steps_otherwise(world_size, tokens):
+    budget = dealt(world_size, tokens_per_device=tokens)
+    for steps, by_rows in zip(budget, dealt(world_size), strict=True):
+        assert [step.numbers for step in steps] == [step.numbers for step in by_rows]
+    for steps in zip(*budget, strict=True):
+        assert len({len(step.micro_batches) for step in steps}) == 1
+        batches = [batch for step in steps for batch in step.micro_batches]
+        assert sorted(n for batch in batches for n in batch) == sorted(steps[0].numbers)
+        sizes = [len(batch) * max((LENGTHS[n] for n in batch), default=0) for batch in batches]
+        assert max(sizes) <= tokens
+        # As few as can be: the responses by length, each batch as full as it gets.
+        fewest, room, longest = 0, 0, 0
+        for length in sorted((LENGTHS[n] for n in steps[0].numbers), reverse=True):
+            if (room + 1) * longest > tokens or not longest:
+                fewest, room, longest = fewest + 1, 0, length
+            room += 1
+        assert len(batches) == -(-fewest // world_size) * world_size
 
 
 def test_a_rank_for_which_nothing_is_left_has_an_empty_micro_batch():
