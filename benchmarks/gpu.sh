@@ -3,13 +3,14 @@
 #
 #     benchmarks/gpu.sh [PART ...]
 #
-# Parts, all by default: env trajectories scaling reload saving commands pairs sft decode ppo throughput-1.3b throughput-6.7b
+# Parts, all by default: env trajectories scaling reload saving commands pairs sft decode ppo attention
+# lora optimizer throughput-1.3b throughput-6.7b throughput-llama-2-7b
 # Environment:
 #   PYTHON        interpreter that has torch, deepspeed and transformers; default python3
 #   BENCH_OUTPUT  directory of the JSON results; default benchmarks/results
 #   BENCH_TINY=1  tiny shapes on a GPU too
 #   BENCH_SFT=1   the part sft at a size that means something on a CPU, 10 minutes at most
-# Each part is a process of its own with a time limit of at most 110 seconds, but for BENCH_SFT;
+# Each part is a process of its own with a time limit of at most 240 seconds, but for BENCH_SFT;
 # README.md beside this file has groups of parts that take 10 minutes at most. A part that fails
 # does not stop the others. Exit status: 0 if all parts passed, 1 if one failed, 2 for a wrong argument.
 set -uo pipefail
@@ -17,7 +18,10 @@ set -uo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 PYTHON=${PYTHON:-python3}
 BENCH_OUTPUT=${BENCH_OUTPUT:-$ROOT/benchmarks/results}
-PARTS=(env trajectories scaling reload saving commands pairs sft decode ppo throughput-1.3b throughput-6.7b)
+PARTS=(
+  env trajectories scaling reload saving commands pairs sft decode ppo attention lora optimizer
+  throughput-1.3b throughput-6.7b throughput-llama-2-7b
+)
 
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
@@ -26,7 +30,7 @@ export TRANSFORMERS_VERBOSITY=error TOKENIZERS_PARALLELISM=false PYTHONWARNINGS=
 # Seconds a part may take, five more to be killed in not included.
 limit() {
   case $1 in
-    env) echo 30 ;;
+    env) echo 40 ;;
     trajectories) echo 75 ;;
     scaling) echo 35 ;;
     reload) echo 45 ;;
@@ -36,8 +40,12 @@ limit() {
     sft) [[ -n ${BENCH_SFT:-} ]] && echo 595 || echo 90 ;;
     decode) echo 110 ;;
     ppo) echo 110 ;;
-    throughput-1.3b) echo 75 ;;
-    throughput-6.7b) echo 105 ;;
+    attention) echo 75 ;;
+    lora) echo 60 ;;
+    optimizer) echo 45 ;;
+    throughput-1.3b) echo 165 ;;
+    throughput-6.7b) echo 240 ;;
+    throughput-llama-2-7b) echo 240 ;;
     *) return 1 ;;
   esac
 }

@@ -133,6 +133,7 @@ def test_samples_of_a_shape_are_as_long_as_the_documentation_says():
     assert sum(lengths) / len(lengths) == pytest.approx(239, abs=0.5)
     assert 0.95 * 8 * 2048 < sum(lengths) <= 8 * 2048
     assert max(lengths) <= 512
+    assert len(mixed_rows(attention.TINY)) == attention.TINY.rows
     rows = full_rows(SHAPES["opt-1.3b"])
     assert [[len(sample.input_ids) for sample in row] for row in rows] == [[512]] * 32
 
