@@ -18,7 +18,7 @@ test: $(VENV)/.test
 
 # every point of failure, where make test takes a spread of them; minutes
 faults: $(VENV)/.test
-	FAULTS=long python -m pytest tests/faults
+	FAULTS=long python -m pytest tests/faults tests/checkpoint/test_manifest.py
 
 lint: $(VENV)/.dev
 	ruff check .

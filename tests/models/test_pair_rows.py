@@ -263,7 +263,8 @@ def test_loss_and_gradient_of_dpo_are_those_of_two_forward_passes(name, layout):
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "llama"])
 def test_gradient_of_dpo_is_that_of_two_forward_passes_in_every_architecture(kind):
-    model = policy(kind)
+    # In fp32, of some machines, rounding alone moves a gradient by as much as is allowed here.
+    model = policy(kind).double()
     pairs = known(pairs_of(), model)
     check_dpo(model, "sigmoid", pairs, batch_of(pairs, "shared"))
 

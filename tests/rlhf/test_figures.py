@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from dschat_lora.data.loader import Window
 from dschat_lora.rlhf.batch import Response
 from dschat_lora.rlhf.config import RewardsConfig
 from dschat_lora.rlhf.experience import Experience
@@ -46,7 +47,12 @@ class Texts:
             self.num_attended, self.input_ids = size, torch.zeros(1, size)
 
     def epoch(self, number, start=0):
-        return iter([[self.Batch(3), self.Batch(5)], [self.Batch(7)]][start:])
+        sizes = [[3, 5], [7]][start:]
+        return iter([Window([self.Batch(n) for n in each], self.counts(each)) for each in sizes])
+
+    def counts(self, sizes):
+        tokens, samples = sum(sizes), len(sizes)
+        return {"num_samples": samples, "num_tokens": tokens, "num_targets": tokens - samples}
 
 
 def test_text_is_counted_once_since_the_last_look(ranks):
