@@ -428,6 +428,11 @@ class StageConfig:
     rejected: tuple[str, ...] = hidden(())  # damaged checkpoints that were passed over
 
     @property
+    def free(self) -> frozenset[str]:
+        """Options that may change on resuming, fixed though they are in other stages."""
+        return frozenset()
+
+    @property
     def rows(self) -> Mapping[str, tuple[str, ...]]:
         """What a resumed run keeps whatever its processes: the options whose product it is.
 

@@ -234,10 +234,11 @@ def _with_options_of(state: Mapping[str, Any], config: ConfigT, path: Path) -> C
     then: dict[str, Any] = state["config"]
     shared = now.keys() & then.keys()
     changed = {n: (then[n], now[n]) for n in sorted(shared) if now[n] != then[n]}
+    fixed = changed.keys() & set(_FIXED) - config.free
     differences = [
         f"--{name} was {_shown(before)}, now {_shown(after)}"
         for name, (before, after) in changed.items()
-        if name in _FIXED
+        if name in fixed
     ]
     merged = build_config(type(config), {**_inherited(state["options"], now), **now})
     if merged.optim.num_train_epochs == 0:
@@ -246,7 +247,7 @@ def _with_options_of(state: Mapping[str, Any], config: ConfigT, path: Path) -> C
             "one: name an adapter with --model_name_or_path instead"
         )
     notes: list[str] = []
-    if "tokens_per_device" not in changed:  # or steps would be counted in two units
+    if "tokens_per_device" not in fixed:  # or steps would be counted in two units
         merged, rows, notes = _with_same_rows(merged, state, now)
         differences += rows
     if differences:

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from dschat_lora.algos.sft import chunk_rows, head_logits
 
@@ -137,6 +138,7 @@ class _LinearLogprobs(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
+    @once_differentiable
     def backward(
         ctx: Any, grad_logprobs: Tensor, _grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:

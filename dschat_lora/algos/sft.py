@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 IGNORE_INDEX = -100
 # Largest number of logits alive at a time: 128 MiB in fp32, which keeps a GPU busy; on a CPU 16,
@@ -57,7 +58,8 @@ def head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
     Rounded to bf16 on the way, a token's log-probability would be off by some 0.02 nats.
     """
-    if hidden.is_cuda and hidden.dtype != torch.float32 and hasattr(torch.ops.aten.mm, "dtype"):
+    narrow = hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16)
+    if narrow and torch.version.hip is None and hasattr(torch.ops.aten.mm, "dtype"):
         logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
         return logits if bias is None else logits.add_(bias)
     return F.linear(hidden, weight, bias).float()
@@ -95,6 +97,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
         weight_dtype, bias_dtype = ctx.dtypes

@@ -327,7 +327,9 @@ def unknown_option(text: str, names: Sequence[str]) -> str:
 
 def _from_yaml(label: str, value: Any, annotation: Any) -> Any:
     if _is_switch(annotation):
-        words = _switch_words(annotation)[2:]
+        on, off, *words = _switch_words(annotation)
+        if words and value in (on, off):  # in quotes, as they are typed
+            return value == on
         if not isinstance(value, bool) and value not in words:
             allowed = " or ".join(["true or false", *words])
             raise ValueError(f"{label} must be {allowed}, got {value!r}")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 def lora_linear_reference(
@@ -73,7 +74,8 @@ def lora_linear(
 
 def draw_keep(x: Tensor, dropout: float) -> Tensor:
     """(..., in) bool, True with probability ``1 - dropout``."""
-    return torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - dropout)
+    # Not by bernoulli_(), of which inductor of torch 2.13 makes something else.
+    return torch.rand(x.shape, device=x.device) >= dropout
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
@@ -99,22 +101,25 @@ class _LoraLinear(torch.autograd.Function):
         rows = x.reshape(-1, x.shape[-1])
         matrix = weight.t() if transposed else weight
         output = F.linear(rows, matrix, bias)
-        adapted = rows if keep is None else rows * keep.view(rows.shape)
+        adapted = rows if keep is None else rows * keep.reshape(rows.shape)
         inner = F.linear(adapted, lora_A.to(x.dtype))
         output.addmm_(inner, lora_B.to(x.dtype).t(), alpha=scaling)
         # The parameters themselves: casts are made again, and shards gathered again.
         ctx.save_for_backward(x, weight, lora_A, lora_B, keep, inner)
         ctx.scaling, ctx.transposed = scaling, transposed
-        return output.view(*x.shape[:-1], output.shape[-1])
+        # No view of what nothing else holds: some models write into it (Falcon, OLMo).
+        shape = [*x.shape[:-1], output.shape[-1]]
+        return torch.ops.aten._unsafe_view(output, shape)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, lora_a, lora_b, keep, inner = ctx.saved_tensors
         wants_x, wants_weight, wants_bias, wants_a, wants_b = ctx.needs_input_grad[:5]
         matrix = weight.t() if ctx.transposed else weight
         rows, grad = x.reshape(-1, x.shape[-1]), grad_output.reshape(-1, grad_output.shape[-1])
         if keep is not None:
-            keep = keep.view(rows.shape)
+            keep = keep.reshape(rows.shape)
         grad_inner = (grad @ lora_b.to(grad.dtype)).mul_(ctx.scaling)
         grad_x = grad_a = grad_b = None
         if wants_x:

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from dschat_lora.attention import Spans, block_causal_mask, find_spans
 from dschat_lora.models.blocks import understand_spans
 from dschat_lora.models.flex import flex_mask
-from dschat_lora.models.varlen import has_varlen
+from dschat_lora.models.varlen import fits, has_varlen
 
 
 class Trunk:
@@ -65,7 +65,8 @@ class Trunk:
 
         A GPU without a kernel for that takes less time for a dense mask than for many calls.
         """
-        fast = device.type == "cpu" or has_varlen(device, self.model.dtype)
+        kernel = has_varlen(device, self.model.dtype) and _suits_kernel(self.model.config)
+        fast = device.type == "cpu" or kernel
         return fast and self.by_spans and not self.own_mask
 
     def _by_spans(self, input_ids: Tensor, position_ids: Tensor, spans: Spans) -> Tensor:
@@ -122,6 +123,14 @@ def _takes_spans(model: Any, windows: dict[str, int | None]) -> bool:
     backend = bool(getattr(model, "_supports_attention_backend", False))
     tells = windows == {"full_attention": None} or getattr(model, "_supports_flash_attn", False)
     return model.config._attn_implementation == "sdpa" and backend and bool(tells)
+
+
+def _suits_kernel(config: Any) -> bool:
+    """Whether the kernel for sequences has what layers of this architecture ask for."""
+    heads = getattr(config, "num_attention_heads", None) or 1
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    options = ("attention_dropout", "attn_pdrop", "attn_logit_softcapping")
+    return fits(size) and not any(getattr(config, name, None) for name in options)
 
 
 def _real(values: Tensor, spans: Spans) -> Tensor:

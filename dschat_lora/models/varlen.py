@@ -19,6 +19,11 @@ MAX_HEAD_SIZE = 192
 _KNOWN = {"dropout", "is_causal", "position_ids", "scaling", "sliding_window", "use_cache"}
 
 
+def fits(head_size: int) -> bool:
+    """Whether the kernel takes heads of this size."""
+    return head_size % 8 == 0 and head_size <= MAX_HEAD_SIZE
+
+
 def has_varlen(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether sequences of this type are computed in one call on ``device``."""
     return (
@@ -61,8 +66,7 @@ def takes(query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, Any])
         and not options.get("dropout")
         and options.get("is_causal") is not False
         and size == value.shape[-1]
-        and size % 8 == 0
-        and size <= MAX_HEAD_SIZE
+        and fits(size)
         and query.dtype == key.dtype == value.dtype
         and has_varlen(query.device, query.dtype)
     )

@@ -347,6 +347,11 @@ class RlhfConfig(StageConfig):
         require(self.eval_prompts >= 0, "eval_prompts", self.eval_prompts, ">= 0")
 
     @property
+    def free(self) -> frozenset[str]:
+        """Tokens cut the same steps otherwise."""
+        return frozenset({"tokens_per_device"})
+
+    @property
     def rows(self) -> dict[str, tuple[str, str]]:
         """The responses of an iteration and those of an optimizer step."""
         return {

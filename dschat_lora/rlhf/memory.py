@@ -90,11 +90,14 @@ def cache_bytes(config: RlhfConfig, model: Any) -> int:
 def _estimate(
     config: RlhfConfig, roles: Roles, settings: dict[str, EngineSettings], role: str
 ) -> MemoryEstimate:
-    tokens = config.batch.tokens_per_device
+    rows, length = config.batch.per_device_training_batch_size, config.data.max_seq_len
+    if tokens := config.batch.tokens_per_device:
+        rows = -(-tokens // length)
+        length = tokens // rows
     return estimate_memory(
         roles.models[role].model,
-        rows=tokens // config.data.max_seq_len or config.batch.per_device_training_batch_size,
-        length=config.data.max_seq_len,
+        rows=rows,
+        length=length,
         compute_dtype=settings[role].torch_dtype,
         gradient_checkpointing=is_on(getattr(config, role).gradient_checkpointing),
         zero_stage=settings[role].zero_stage,

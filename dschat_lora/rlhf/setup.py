@@ -388,8 +388,13 @@ def _explaining_memory(config: RlhfConfig, roles: Roles) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
+        rows = (
+            "--tokens_per_device"
+            if config.batch.tokens_per_device
+            else "--per_device_training_batch_size (and raise --gradient_accumulation_steps by as "
+            "much)"
+        )
         raise torch.OutOfMemoryError(
-            "the GPU is full: lower --per_device_training_batch_size (and raise "
-            "--gradient_accumulation_steps by as much) or --per_device_generation_batch_size (and "
+            f"the GPU is full: lower {rows} or --per_device_generation_batch_size (and "
             "raise --generation_batches)" + (f", or use {' '.join(kept)}" if kept else "")
         ) from error

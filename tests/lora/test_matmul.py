@@ -225,3 +225,56 @@ def test_keep_probability():
     keep = draw_keep(torch.zeros(200, 200), 0.3)
     assert keep.dtype == torch.bool
     assert abs(keep.double().mean() - 0.7) < 0.01  # four standard deviations
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_input_and_gradient_may_lie_in_memory_in_any_order(dropout):
+    values = operands()
+    turned = torch.randn(7, 3, 2, dtype=torch.float64).permute(2, 1, 0).requires_grad_()
+    values |= {"x": turned, "keep": draw_keep(turned, dropout) if dropout else None}
+    weights = torch.randn(5, 3, 2, dtype=torch.float64).permute(2, 1, 0)
+    leaves = [values[name] for name in NAMES]
+    ours, plain = (
+        torch.autograd.grad(function(**values), leaves, weights)
+        for function in (lora_linear, lora_linear_reference)
+    )
+    torch.testing.assert_close(ours, plain)
+
+
+def test_a_model_may_write_into_the_output():
+    values = operands()
+    leaves = [values[name] for name in NAMES]
+    changed = lora_linear(**values)
+    changed.clamp_(-1.0, 1.0)
+    expected = lora_linear_reference(**values).clamp(-1.0, 1.0)
+    torch.testing.assert_close(
+        torch.autograd.grad(changed.sum(), leaves), torch.autograd.grad(expected.sum(), leaves)
+    )
+
+
+@pytest.mark.stage
+def test_compiled_dropout_is_the_same_forward_and_backward():
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    layers = [LoraLinear(nn.Linear(16, 8), r=2, scaling=0.5, dropout=0.5) for _ in "qkv"]
+    for layer in layers:
+        nn.init.normal_(layer.lora_B)
+        nn.init.normal_(layer.lora_A)
+    norm = nn.LayerNorm(16)
+
+    def outputs(x):
+        read = norm(x)
+        return torch.stack([layer(read) for layer in layers])
+
+    x = torch.randn(32, 16, requires_grad=True)
+    found = torch.compile(outputs)(x)
+    weights = torch.randn(found.shape)
+    gradients = torch.autograd.grad(found, [layer.lora_B for layer in layers], weights)
+    for layer in layers:
+        layer.enabled = False
+    # An update is linear in B, so that the product of B and its gradient is the update again.
+    updates = ((found - outputs(x)) * weights).sum((1, 2))
+    products = [(g * layer.lora_B).sum() for g, layer in zip(gradients, layers, strict=True)]
+    torch.testing.assert_close(torch.stack(products), updates, rtol=1e-4, atol=1e-3)
+    assert updates.abs().min() > 1
+    torch._dynamo.reset()
