@@ -14,7 +14,7 @@ demo: $(VENV)/.run
 	dschat-lora demo
 
 test: $(VENV)/.test
-	python -m pytest
+	python -m pytest -n 2 --dist worksteal
 
 # every point of failure, where make test takes a spread of them; minutes
 faults: $(VENV)/.test
