@@ -417,7 +417,10 @@ def test_second_process_is_refused_while_the_first_lives(command, launcher, tmp_
     wait_for_steps(first, tmp_path / "out", 10)
     first.signal(signal.SIGSTOP)
     try:
-        before = files_of(tmp_path / "out")
+        # A signal reaches a busy process a little later.
+        before = None
+        while before != (before := files_of(tmp_path / "out")):
+            time.sleep(0.3)
         for options in (["--overwrite_output_dir"], ["--resume_from_checkpoint", "auto"]):
             ended = command(tmp_path, *RUN, *options)
             assert ended.codes == [2]
