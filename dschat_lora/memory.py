@@ -17,7 +17,7 @@ from dschat_lora.engine.build import EngineSettings
 from dschat_lora.engine.distributed import agree, device, max_over_ranks, rank, world_size
 from dschat_lora.models.build import AdaptedModel
 from dschat_lora.perf.advice import Estimator, out_of_memory_advice
-from dschat_lora.perf.memory import USABLE, MemoryEstimate, estimate_memory
+from dschat_lora.perf.memory import USABLE, MemoryEstimate, estimate_memory, rows_of
 from dschat_lora.perf.shape import describe
 from dschat_lora.resume import read_state
 
@@ -109,9 +109,9 @@ def estimate_memory_of(
 
 def _rows_at_once(config: SupervisedConfig) -> int:
     """Full rows of a micro-batch."""
-    tokens = config.batch.tokens_per_device
-    rows = -(-tokens // config.max_row_tokens)
-    return rows if tokens else config.batch.per_device_train_batch_size
+    if tokens := config.batch.tokens_per_device:
+        return rows_of(tokens, config.max_row_tokens)[0]
+    return config.batch.per_device_train_batch_size
 
 
 def make_estimator(
@@ -131,8 +131,7 @@ def make_estimator(
     def estimate(*, rows: int, length: int, **options: Any) -> MemoryEstimate:
         length *= sequences
         if tokens := config.batch.tokens_per_device:
-            rows = -(-tokens // length)
-            length = tokens // rows
+            rows, length = rows_of(tokens, length)
         return estimate_memory(
             adapted.model,
             rows=rows,

@@ -85,6 +85,12 @@ def estimate_memory(
     )
 
 
+def rows_of(tokens: int, length: int) -> tuple[int, int]:
+    """How many rows of at most ``length`` positions hold ``tokens``, and the length of each."""
+    rows = -(-tokens // length)
+    return rows, tokens // rows
+
+
 def cached_token_bytes(model: Any) -> int:
     """Bytes of the keys and values that decoding keeps of one token."""
     config = model.config

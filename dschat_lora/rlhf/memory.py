@@ -6,7 +6,7 @@ from typing import Any
 from dschat_lora.config import is_on
 from dschat_lora.engine.build import EngineSettings
 from dschat_lora.engine.distributed import world_size
-from dschat_lora.perf.memory import MemoryEstimate, cached_token_bytes, estimate_memory
+from dschat_lora.perf.memory import MemoryEstimate, cached_token_bytes, estimate_memory, rows_of
 from dschat_lora.rlhf.config import RlhfConfig
 from dschat_lora.rlhf.roles import Roles
 
@@ -92,8 +92,7 @@ def _estimate(
 ) -> MemoryEstimate:
     rows, length = config.batch.per_device_training_batch_size, config.data.max_seq_len
     if tokens := config.batch.tokens_per_device:
-        rows = -(-tokens // length)
-        length = tokens // rows
+        rows, length = rows_of(tokens, length)
     return estimate_memory(
         roles.models[role].model,
         rows=rows,
