@@ -73,6 +73,23 @@ def make_spans(rows: Sequence[Sequence[Sizes]], width: int) -> Spans:
     )
 
 
+def lengthened(spans: Spans, extra: int) -> Spans:
+    """The spans with one more sequence of ``extra`` tokens, which stand in no row, at the end."""
+    if not extra:
+        return spans
+    tokens, keys = sum(n for n, _ in spans.lengths), spans.keys
+    if keys is not None:
+        keys = torch.cat([keys, torch.arange(tokens, tokens + extra, device=keys.device)])
+    return replace(
+        spans,
+        lengths=(*spans.lengths, (extra, extra)),
+        longest=(max(spans.longest[0], extra), max(spans.longest[1], extra)),
+        query_ends=torch.cat([spans.query_ends, spans.query_ends[-1:] + extra]),
+        key_ends=torch.cat([spans.key_ends, spans.key_ends[-1:] + extra]),
+        keys=keys,
+    )
+
+
 def _ends(lengths: Sequence[int]) -> Tensor:
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 

@@ -294,10 +294,26 @@ class ParallelConfig:
     offload: bool = option(
         False, help="keep optimizer state (and, at stage 3, weights) in host memory"
     )
+    tensor_parallel_size: int = option(
+        1,
+        help="processes that hold one model between them, each a part of every layer; they see "
+        "the same data",
+    )
+    sequence_parallel: bool = option(
+        False,
+        help="with --tensor_parallel_size above 1: between the layers each process keeps its "
+        "share of the tokens alone",
+    )
     deepspeed_config: str | None = option(
         None, help='DeepSpeed JSON such as configs/ds/zero2.json; "auto" fields are filled in'
     )
     deepspeed: bool = option(False, help="accepted from DeepSpeed; it is always used")
+
+    def __post_init__(self) -> None:
+        size = self.tensor_parallel_size
+        require(size >= 1, "tensor_parallel_size", size, ">= 1")
+        if self.sequence_parallel and size == 1:
+            raise ValueError("--sequence_parallel needs --tensor_parallel_size of 2 or more, got 1")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dschat_lora.data.loader import Collator, Samples, eval_batches
 from dschat_lora.data.packing import Row
 from dschat_lora.data.store import TokenSet
 from dschat_lora.engine.build import TrainEngine
-from dschat_lora.engine.distributed import rank, world_size
+from dschat_lora.engine.distributed import data_rank, data_world_size, world_size
 from dschat_lora.models.causal_lm import Tokenizer
 from dschat_lora.models.generate import answer
 from dschat_lora.objective import Objective, mean_of
@@ -42,8 +42,8 @@ class Evaluator:
             self.samples,
             rows=self.rows,
             batch_size=self.config.batch.per_device_eval_batch_size,
-            rank=rank(),
-            world_size=world_size(),
+            rank=data_rank(),
+            world_size=data_world_size(),
             collate=self.collate,
         )
         limited = islice(batches, self.config.run.eval_iters or None)

@@ -11,7 +11,7 @@ from dschat_lora.data.loader import Collator, Samples, StepLoader
 from dschat_lora.data.packing import Row, fill, make_rows
 from dschat_lora.data.store import TokenSet
 from dschat_lora.engine.build import TrainEngine
-from dschat_lora.engine.distributed import rank, world_size
+from dschat_lora.engine.distributed import data_rank, data_world_size
 from dschat_lora.models.probe import ProbeReport, head_is_linear, probe
 from dschat_lora.models.trunk import Trunk
 from dschat_lora.run import Output
@@ -150,7 +150,7 @@ def train_loader(setup: Setup, samples: Samples, arrangement: Arrangement) -> St
     if batch.tokens_per_device:
         budget = TokenBudget(
             batch.tokens_per_device,
-            batch.gradient_accumulation_steps * world_size(),
+            batch.gradient_accumulation_steps * data_world_size(),
             arrangement.row_tokens,
         )
         rows = budget.groups(counts, seed=config.run.seed)
@@ -161,8 +161,8 @@ def train_loader(setup: Setup, samples: Samples, arrangement: Arrangement) -> St
         rows=rows,
         micro_batch_size=batch.per_device_train_batch_size,
         gradient_accumulation_steps=batch.gradient_accumulation_steps,
-        rank=rank(),
-        world_size=world_size(),
+        rank=data_rank(),
+        world_size=data_world_size(),
         seed=config.run.seed,
         collate=arrangement.collate,
         counts=counts,

@@ -14,7 +14,7 @@ import torch
 from dschat_lora.checkpoint.history import checkpoints_of
 from dschat_lora.config import StageConfig, SupervisedConfig, Switch, is_on
 from dschat_lora.engine.build import EngineSettings
-from dschat_lora.engine.distributed import agree, device, max_over_ranks, rank, world_size
+from dschat_lora.engine.distributed import agree, data_world_size, device, max_over_ranks, rank
 from dschat_lora.models.build import AdaptedModel
 from dschat_lora.perf.advice import Estimator, out_of_memory_advice
 from dschat_lora.perf.memory import USABLE, MemoryEstimate, estimate_memory, rows_of
@@ -137,7 +137,7 @@ def make_estimator(
             rows=rows,
             length=length,
             compute_dtype=settings.torch_dtype,
-            world_size=world_size(),
+            world_size=data_world_size(),
             **options,
         )
 
@@ -165,7 +165,7 @@ def explaining_memory(
             max_seq_len=config.data.max_seq_len,
             gradient_checkpointing=is_on(config.model.gradient_checkpointing),
             zero_stage=settings.zero_stage,
-            world_size=world_size(),
+            world_size=data_world_size(),
             offload=settings.offload,
             trains_base=adapted.lora.lora_dim == 0 or not adapted.lora.only_optimize_lora,
             lora_dim=adapted.lora.lora_dim,

@@ -21,10 +21,11 @@ from dschat_lora.data.store import TokenSet, load_or_build, read_content
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import (
     broadcast_,
+    data_rank,
+    data_world_size,
     on_rank_zero,
     rank,
     sum_tensor_,
-    world_size,
 )
 from dschat_lora.engine.zero import Snapshot
 from dschat_lora.layout import Arrangement, rows_of
@@ -108,7 +109,11 @@ def _compute(
 ) -> NDArray[np.float32]:
     engine.eval()
     shared = partial(
-        eval_batches, rows=rows, batch_size=batch_size, rank=rank(), world_size=world_size()
+        eval_batches,
+        rows=rows,
+        batch_size=batch_size,
+        rank=data_rank(),
+        world_size=data_world_size(),
     )
     numbered = zip(
         shared(_Numbers(), collate=_Numbers()), shared(pairs, collate=collate), strict=True

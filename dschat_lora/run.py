@@ -22,6 +22,7 @@ from dschat_lora.cli.options import build_config, fail, flatten, typed_options
 from dschat_lora.config import StageConfig
 from dschat_lora.engine.distributed import (
     agree,
+    form_grid,
     init_distributed,
     on_rank_zero,
     rank,
@@ -71,6 +72,7 @@ def open_run(config: StageConfig, *, name: str, check: Check) -> Iterator[Output
     try:
         init_distributed()
         config = _settled(config, check)
+        form_grid(config.parallel.tensor_parallel_size)
         torch.manual_seed(stream_seed("build", config.run.seed))
         with _files(config, name, interrupts) as output:
             opened.append(output)

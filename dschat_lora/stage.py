@@ -12,20 +12,31 @@ import torch
 from torch import nn
 
 from dschat_lora.cli.options import flatten
-from dschat_lora.config import DataConfig, LoraConfig, ModelConfig, StageConfig, SupervisedConfig
+from dschat_lora.config import (
+    DataConfig,
+    LoraConfig,
+    ModelConfig,
+    ParallelConfig,
+    StageConfig,
+    SupervisedConfig,
+)
 from dschat_lora.data.fingerprint import describe_tokenizer
 from dschat_lora.data.prepare import Prepared, prepare
 from dschat_lora.data.rows import DataKind
 from dschat_lora.engine.build import EngineSettings, TrainEngine, resolve_dtype
 from dschat_lora.engine.distributed import (
+    data_rank,
     device,
+    grid,
     local_first,
-    rank,
+    tensor_rank,
     together,
     world_size,
 )
 from dschat_lora.engine.ds_config import read_deepspeed_json
 from dschat_lora.engine.zero import shard_from_rank_zero
+from dschat_lora.lora.collectives import TensorGroup
+from dschat_lora.lora.layers import full_shape
 from dschat_lora.lora.rates import parameter_groups, rate_warning
 from dschat_lora.memory import (
     estimate_memory_of,
@@ -74,6 +85,7 @@ class Build(Protocol):
         dtype: torch.dtype,
         seed: int,
         meta: bool,
+        group: TensorGroup | None,
     ) -> AdaptedModel:
         """The model with its adapter."""
 
@@ -120,6 +132,7 @@ def set_up(
         dtype=settings.torch_dtype,
         seed=config.run.seed,
         meta=wants_shape_only(config, settings),
+        group=tensor_group(config.parallel),
     )
     config = settle_memory(config, settings, adapted, output, free=free)
     output = replace(output, config=config)
@@ -130,6 +143,19 @@ def set_up(
         identity = identify(adapted, tokenizer, data, settings)
         place(adapted.model, settings)
     return Setup(config, source, tokenizer, data, settings, adapted, identity, output)
+
+
+def tensor_group(parallel: ParallelConfig) -> TensorGroup | None:
+    """The ranks that hold one model between them; None where each holds a whole one."""
+    ranks = grid()
+    if ranks is None:
+        return None
+    return TensorGroup(
+        ranks.tensor_group,
+        tensor_rank(),
+        ranks.tensor_size,
+        sequence_parallel=parallel.sequence_parallel,
+    )
 
 
 def prepare_to_compile(output: Output) -> None:
@@ -275,11 +301,11 @@ def engine_settings(
 def identify(
     adapted: AdaptedModel, tokenizer: Tokenizer, data: Prepared, settings: EngineSettings
 ) -> dict[str, Any]:
-    """What the run's state would mean nothing without; complete on rank 0.
+    """What the run's state would mean nothing without; complete on rank 0. On every rank.
 
-    Call it before :func:`place`, while rank 0 holds the model whole.
+    Call it before :func:`place`, while the first data-parallel ranks hold the model.
     """
-    if rank() != 0:
+    if data_rank() != 0:
         return {}
     rules = json.dumps(describe_tokenizer(tokenizer), sort_keys=True)
     return {
@@ -295,7 +321,7 @@ def identify(
 
 def wants_shape_only(config: SupervisedConfig, settings: EngineSettings) -> bool:
     """Whether this rank builds the model without its weights: they come sharded, or never."""
-    return config.run.dry_run or (settings.zero_stage == 3 and rank() > 0)
+    return config.run.dry_run or (settings.zero_stage == 3 and data_rank() > 0)
 
 
 def describe(
@@ -303,13 +329,12 @@ def describe(
 ) -> None:
     """Show and record parameter counts, compute type and ZeRO stage."""
     parameters = list(adapted.model.parameters())
-    total = sum(p.numel() for p in parameters)
-    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    total = sum(full_shape(p).numel() for p in parameters)
+    trained = sum(full_shape(p).numel() for p in parameters if p.requires_grad)
     output.log.say(
         f"  parameters   {total:,}, of which {trained:,} train ({trained / total:.2%}); "
         f"{len(adapted.targets)} adapted layers; {settings.dtype}, "
-        f"{zero_words(settings, adapted.model)}, "
-        f"{world_size()} process{'es' if world_size() > 1 else ''} on {device().type}"
+        f"{zero_words(settings, adapted.model)}, {process_words()}"
     )
     if warning := rate_warning(config.optim, config.lora):
         output.log.say(f"  warning      {warning}")
@@ -336,6 +361,14 @@ def zero_words(settings: EngineSettings, model: nn.Module) -> str:
     trained = [p for p in model.parameters() if p.requires_grad]
     idle = settings.stage_in_use(settings.native_dtype(trained)) < settings.zero_stage
     return f"ZeRO {settings.zero_stage}{' (one process: nothing to shard)' if idle else ''}"
+
+
+def process_words() -> str:
+    """How many processes there are, of what kind, and what they share."""
+    count = world_size()
+    words = f"{count} process{'es' if count > 1 else ''} on {device().type}"
+    ranks = grid()
+    return words if ranks is None else f"{words}, {ranks.tensor_size} to a model"
 
 
 def place(model: nn.Module, settings: EngineSettings) -> None:

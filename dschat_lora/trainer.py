@@ -14,10 +14,10 @@ from dschat_lora.config import OptimConfig, RunConfig
 from dschat_lora.data.loader import StepLoader, Window
 from dschat_lora.engine.build import StepOutcome, TrainEngine
 from dschat_lora.engine.distributed import (
+    data_rank,
     gather_over_ranks,
-    rank,
     sum_over_ranks,
-    sum_tensor_,
+    sum_with_wishes,
 )
 from dschat_lora.interrupt import StopRequested
 from dschat_lora.objective import BatchLoss, Objective
@@ -165,7 +165,7 @@ def train_steps(
             totals = totals + _sums(result)
             loss = result.total
             if last:
-                shared = sum_tensor_(torch.cat([totals, totals.new_tensor(wishes())]))
+                shared = sum_with_wishes(totals, wishes())
                 loss = broken_unless_finite(loss, shared[0])
             engine.backward(loss / divisor, last=last)
         outcome = engine.step()
@@ -312,13 +312,14 @@ def fit(
 def seeded_windows(loader: StepLoader, plan: Plan, *, start: int, seed: int) -> Iterator[Window]:
     """The micro-batches of each step of the plan from ``start`` on, in turn.
 
-    Dropout draws from (seed, step, rank) alone: a resumed run draws what it would have drawn.
+    Dropout draws from (seed, step, share of the data) alone: a resumed run draws what it would
+    have drawn, and ranks that hold one model between them draw alike.
     """
     step = start
     while step < plan.num_steps:
         epoch, first = divmod(step, loader.steps_per_epoch)
         for window in islice(loader.epoch(epoch, first), plan.num_steps - step):
-            torch.manual_seed(stream_seed("dropout", seed, step, rank()))
+            torch.manual_seed(stream_seed("dropout", seed, step, data_rank()))
             step += 1
             yield window
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dschat_lora.algos.sft import chunk_rows, head_logits
+from dschat_lora.algos.vocabulary import VocabularyPart, add_at_, log_softmax
 
 
 def linear_logprobs(
@@ -17,6 +18,7 @@ def linear_logprobs(
     tokens: Tensor,
     *,
     max_chunk_logits: int | None = None,
+    part: VocabularyPart | None = None,
 ) -> Tensor:
     """``log softmax(hidden W^T + b)`` at the given tokens, for a head that does not train.
 
@@ -31,14 +33,15 @@ def linear_logprobs(
         tokens: (N,) int64 in [0, V).
         max_chunk_logits: bound on the logits alive at a time, by default the device's; at
             least one position is done.
+        part: of the vocabulary, as for :func:`~dschat_lora.algos.sft.linear_cross_entropy`.
 
     Returns:
         (N,) fp32, in nats.
     """
-    rows = chunk_rows(weight, max_chunk_logits)
+    rows = chunk_rows(weight, max_chunk_logits, part)
     logprobs: Tensor
     logprobs, _ = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight.detach(), None if bias is None else bias.detach(), tokens, rows, False
+        hidden, weight.detach(), None if bias is None else bias.detach(), tokens, rows, part, False
     )
     return logprobs
 
@@ -50,6 +53,7 @@ def linear_logprobs_entropy(
     tokens: Tensor,
     *,
     max_chunk_logits: int | None = None,
+    part: VocabularyPart | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`linear_logprobs`, and the entropy of the softmax at each position.
 
@@ -60,14 +64,15 @@ def linear_logprobs_entropy(
         tokens: (N,) int64 in [0, V).
         max_chunk_logits: bound on the logits alive at a time, by default the device's; at
             least one position is done.
+        part: of the vocabulary, as for :func:`~dschat_lora.algos.sft.linear_cross_entropy`.
 
     Returns:
         ``(logprobs, entropy)``, (N,) fp32 each, in nats. The entropy, in [0, log V], is to be
         reported: it has no gradient (see :func:`token_entropy`).
     """
-    rows = chunk_rows(weight, max_chunk_logits)
+    rows = chunk_rows(weight, max_chunk_logits, part)
     logprobs, entropy = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight.detach(), None if bias is None else bias.detach(), tokens, rows, True
+        hidden, weight.detach(), None if bias is None else bias.detach(), tokens, rows, part, True
     )
     return logprobs, entropy
 
@@ -111,6 +116,7 @@ class _LinearLogprobs(torch.autograd.Function):
         bias: Tensor | None,
         tokens: Tensor,
         rows: int,
+        part: VocabularyPart | None,
         wants_entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
         gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
@@ -119,18 +125,17 @@ class _LinearLogprobs(torch.autograd.Function):
         for start in range(0, len(tokens), rows):
             chunk = slice(start, start + rows)
             logits = head_logits(hidden[chunk], weight, bias)
-            picked = tokens[chunk, None]
-            table = torch.log_softmax(logits, dim=-1)
-            logprobs[chunk] = table.gather(1, picked).squeeze(1)
+            table, logprobs[chunk] = log_softmax(logits, tokens[chunk], part)
             if gradient is None and entropy is None:
                 continue
             probabilities = table.exp_()
             if entropy is not None:
-                # Into the memory of the logits, which have served.
-                entropy[chunk] = torch.special.entr(probabilities, out=logits).sum(-1)
+                # Where there are no parts, into the memory of the logits, which have served.
+                room = logits if part is None else torch.empty_like(probabilities)
+                own = torch.special.entr(probabilities, out=room).sum(-1)
+                entropy[chunk] = own if part is None else part.sum(own)
             if gradient is not None:
-                surprise = probabilities.neg_()
-                surprise.scatter_add_(1, picked, surprise.new_ones(picked.shape))
+                surprise = add_at_(probabilities.neg_(), tokens[chunk], 1.0, part)
                 gradient[chunk] = surprise.to(hidden.dtype) @ weight
         ctx.save_for_backward(gradient)
         if entropy is not None:
@@ -144,6 +149,6 @@ class _LinearLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
         if gradient is None:
-            return None, None, None, None, None, None
+            return None, None, None, None, None, None, None
         scaled = gradient * grad_logprobs[:, None].to(gradient.dtype)
-        return scaled, None, None, None, None, None
+        return scaled, None, None, None, None, None, None

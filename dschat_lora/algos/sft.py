@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from dschat_lora.algos.vocabulary import VocabularyPart, add_at_, log_softmax
+
 IGNORE_INDEX = -100
 # Largest number of logits alive at a time: 128 MiB in fp32, which keeps a GPU busy; on a CPU 16,
 # for its caches.
@@ -21,6 +23,7 @@ def linear_cross_entropy(
     targets: Tensor,
     *,
     max_chunk_logits: int | None = None,
+    part: VocabularyPart | None = None,
 ) -> Tensor:
     """Summed cross-entropy of ``softmax(hidden W^T + b)`` against ``targets``.
 
@@ -35,22 +38,27 @@ def linear_cross_entropy(
         targets: (N,) int64 in [0, V).
         max_chunk_logits: bound on the logits alive at a time, by default the device's; at
             least one position is done.
+        part: of the vocabulary, if that is all that ``weight`` and ``bias`` are of. The gradient
+            of ``hidden`` is a part too then, to be summed over the processes.
 
     Returns:
         fp32 scalar in nats, a sum: only the training loop knows how many tokens the whole
         optimizer step holds.
     """
-    rows = chunk_rows(weight, max_chunk_logits)
+    rows = chunk_rows(weight, max_chunk_logits, part)
     loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, rows
+        hidden, weight, bias, targets, rows, part
     )
     return loss
 
 
-def chunk_rows(weight: Tensor, max_chunk_logits: int | None = None) -> int:
+def chunk_rows(
+    weight: Tensor, max_chunk_logits: int | None = None, part: VocabularyPart | None = None
+) -> int:
     """Positions whose logits under the (V, H) head ``weight`` may be alive at a time."""
     by_device = MAX_CHUNK_LOGITS_CPU if weight.device.type == "cpu" else MAX_CHUNK_LOGITS
-    return max(1, (max_chunk_logits or by_device) // weight.shape[0])
+    columns = weight.shape[0] if part is None else part.most
+    return max(1, (max_chunk_logits or by_device) // columns)
 
 
 def head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -68,7 +76,13 @@ def head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, rows: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        rows: int,
+        part: VocabularyPart | None,
     ) -> Tensor:
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
@@ -78,13 +92,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(targets), rows):
             chunk = slice(start, start + rows)
             logits = head_logits(hidden[chunk], weight, bias)
-            picked = targets[chunk, None]
-            logprobs = torch.log_softmax(logits, dim=-1)
-            loss -= logprobs.gather(1, picked).sum()
+            logprobs, picked = log_softmax(logits, targets[chunk], part)
+            loss -= picked.sum()
             if not any((wants_hidden, wants_weight, wants_bias)):
                 continue
-            error = logprobs.exp_()
-            error.scatter_add_(1, picked, error.new_full(picked.shape, -1.0))
+            error = add_at_(logprobs.exp_(), targets[chunk], -1.0, part)
             if grad_bias is not None:
                 grad_bias += error.sum(0)
             narrow = error.to(hidden.dtype)
@@ -105,6 +117,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None if grad_hidden is None else grad_hidden * grad_loss,
             None if grad_weight is None else (grad_weight * grad_loss).to(weight_dtype),
             None if grad_bias is None else (grad_bias * grad_loss).to(bias_dtype),
+            None,
             None,
             None,
         )

@@ -32,6 +32,7 @@ from dschat_lora.lora.model import (
     lora_layers,
     lora_scaling,
 )
+from dschat_lora.lora.parallel import own_part
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ def load_adapter(
     check_fits(model, adapter, where=str(directory), new=new)
     parameters = adapter_parameters(model)
     for name, tensor in adapter.tensors.items():
-        parameters[name].copy_(tensor)
+        parameters[name].copy_(own_part(parameters[name], tensor))
     return list(adapter.tensors)
 
 

@@ -23,6 +23,7 @@ from dschat_lora.lora.merge import (
     untied_by_merge,
 )
 from dschat_lora.lora.model import adapter_layout, adapter_parameters
+from dschat_lora.lora.parallel import whole_sequences
 
 
 def save_adapter(
@@ -156,6 +157,11 @@ def _logits(model: Any, input_ids: Tensor) -> Tensor:
     The softmax of a score and zero is the probability of beating an answer that scores zero.
     """
     inputs = input_ids.to(model.device)
+    with whole_sequences(model):
+        return _whole_logits(model, inputs)
+
+
+def _whole_logits(model: Any, inputs: Tensor) -> Tensor:
     if _is_reward_model(model):
         hidden = model.base_model(input_ids=inputs, use_cache=False).last_hidden_state
         scores: Tensor = model.score(hidden).float().cpu()

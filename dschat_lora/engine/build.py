@@ -9,11 +9,12 @@ from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.utils import logger as deepspeed_logger
 from torch import Tensor, nn
 
-from dschat_lora.engine.distributed import device, world_size
+from dschat_lora.engine.distributed import data_world_size, device, grid
 from dschat_lora.engine.ds_config import engine_config, loss_scaling
 
 deepspeed_logger.setLevel(logging.ERROR)
@@ -77,6 +78,7 @@ class TrainEngine:
             optimizer=self.adam,
             config=settings.deepspeed(self.zero_stage, native),
             dist_init_required=False,
+            mpu=grid(),
         )
         if self.zero_stage == 0:
             self._engine.enable_backward_allreduce = False  # see _average_gradients
@@ -125,7 +127,7 @@ class TrainEngine:
         """Add the gradient of ``loss`` summed over ranks; ``last`` ends the step's window."""
         self._engine.set_gradient_accumulation_boundary(last)
         # DeepSpeed averages over ranks; losses here are sums.
-        loss = loss * world_size()
+        loss = loss * data_world_size()
         if self._scaler is not None and self.zero_stage == 0:
             loss = loss * self._scaler.cur_scale
         self._engine.backward(loss, scale_wrt_gas=False)
@@ -152,7 +154,7 @@ class TrainEngine:
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)  # as ZeRO 1 to 3 take it
-        if world_size() == 1:
+        if data_world_size() == 1:
             return
         for bucket in _buckets(self._parameters, BUCKET_SIZE):
             gradients = [p.grad for p in bucket if p.grad is not None]  # each has one
@@ -161,8 +163,7 @@ class TrainEngine:
 
     def _plain_step(self) -> Callable[[], StepOutcome]:
         scale = 1.0 if self._scaler is None else float(self._scaler.cur_scale)
-        norms = torch._foreach_norm([p.grad for p in self._parameters])
-        norm = torch.linalg.vector_norm(torch.stack(norms)) / scale
+        norm = self._grad_norm() / scale
         limit = self.settings.max_grad_norm
         # DeepSpeed's own formula, so that clipped runs agree over the stages.
         excess = ((norm + 1e-6) / limit).clamp(min=1.0) if limit > 0 else torch.ones_like(norm)
@@ -179,6 +180,18 @@ class TrainEngine:
             return StepOutcome(math.inf if skipped else value, skipped, scale)
 
         return outcome
+
+    def _grad_norm(self) -> Tensor:
+        """Of all gradients as one vector, every element of the whole model counted once."""
+        norms = torch.stack(torch._foreach_norm([p.grad for p in self._parameters]))
+        if (ranks := grid()) is None:
+            return torch.linalg.vector_norm(norms)
+        squares = norms.double().square()
+        divided = [bool(getattr(p, "tensor_model_parallel", False)) for p in self._parameters]
+        parts = torch.tensor(divided, device=squares.device)
+        total = torch.where(parts, squares, 0.0).sum()
+        dist.all_reduce(total, group=ranks.tensor_group)
+        return (total + torch.where(parts, 0.0, squares).sum()).sqrt().float()
 
     def _zero_step(self) -> Callable[[], StepOutcome]:
         optimizer = self._engine.optimizer
@@ -244,7 +257,7 @@ class EngineSettings:
         """
         if native_dtype is not None:
             return max(self.zero_stage, 1)
-        shards = self.zero_stage == 3 or self.offload or world_size() > 1
+        shards = self.zero_stage == 3 or self.offload or data_world_size() > 1
         return self.zero_stage if shards else 0
 
     def deepspeed(self, zero_stage: int, native_dtype: str | None) -> dict[str, Any]:

@@ -6,15 +6,17 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import deepspeed
 import psutil
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import groups
 from torch import Tensor
 
 ResultT = TypeVar("ResultT")
@@ -60,6 +62,97 @@ def shutdown() -> None:
         dist.destroy_process_group()
 
 
+@dataclass(frozen=True)
+class Grid:
+    """The processes in rows and columns, in the words that DeepSpeed asks an ``mpu`` in.
+
+    A row, ``tensor_size`` processes one after another, holds one model between them and sees
+    the same data. A column holds the same part of it, and its gradients are averaged.
+
+    Attributes:
+        tensor_size: processes of a row.
+        tensor_group: this process's row.
+        data_group: this process's column.
+    """
+
+    tensor_size: int
+    tensor_group: Any
+    data_group: Any
+
+    def get_model_parallel_rank(self) -> int:
+        return rank() % self.tensor_size
+
+    def get_model_parallel_world_size(self) -> int:
+        return self.tensor_size
+
+    def get_model_parallel_group(self) -> Any:
+        return self.tensor_group
+
+    def get_data_parallel_rank(self) -> int:
+        return rank() // self.tensor_size
+
+    def get_data_parallel_world_size(self) -> int:
+        return world_size() // self.tensor_size
+
+    def get_data_parallel_group(self) -> Any:
+        return self.data_group
+
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+    get_tensor_model_parallel_group = get_model_parallel_group
+
+
+_grid: Grid | None = None
+
+
+def form_grid(tensor_size: int) -> Grid | None:
+    """Put the processes in rows of ``tensor_size``; None, for rows of one; call on every rank.
+
+    Raises:
+        ValueError: if the processes do not fill rows.
+    """
+    global _grid
+    size = world_size()
+    if size % tensor_size:
+        raise ValueError(
+            f"--tensor_parallel_size {tensor_size} does not divide the {size} processes"
+        )
+    groups.mpu = _grid = None
+    if tensor_size == 1:
+        return None
+    rows = [list(range(first, first + tensor_size)) for first in range(0, size, tensor_size)]
+    columns = [list(range(first, size, tensor_size)) for first in range(tensor_size)]
+    # Every process has a part in making every group.
+    made = [[dist.new_group(each, timeout=TIMEOUT) for each in kind] for kind in (rows, columns)]
+    _grid = Grid(tensor_size, made[0][rank() // tensor_size], made[1][rank() % tensor_size])
+    return _grid
+
+
+def grid() -> Grid | None:
+    """What :func:`form_grid` made; None where every process holds a whole model."""
+    return _grid
+
+
+def tensor_rank() -> int:
+    """This process among those that hold one model between them, from 0."""
+    return 0 if _grid is None else _grid.get_model_parallel_rank()
+
+
+def data_rank() -> int:
+    """Which share of the data this process sees, from 0; alike on all that hold one model."""
+    return rank() if _grid is None else _grid.get_data_parallel_rank()
+
+
+def data_world_size() -> int:
+    """Shares of the data: processes, or rows of them that hold one model between them."""
+    return world_size() if _grid is None else _grid.get_data_parallel_world_size()
+
+
+def data_group() -> Any:
+    """Processes that hold the same weights and see other data."""
+    return dist.group.WORLD if _grid is None else _grid.data_group
+
+
 def rank() -> int:
     """This process among all, from 0."""
     return dist.get_rank() if dist.is_initialized() else 0
@@ -83,26 +176,40 @@ def device() -> torch.device:
 
 
 def sum_over_ranks(values: list[float]) -> list[float]:
-    """Each number summed over all processes, in fp64; call on every rank."""
+    """Each number summed over the shares of the data, in fp64; call on every rank."""
     total = sum_tensor_(torch.tensor(values, dtype=torch.float64, device=device()))
     return [float(value) for value in total.tolist()]
 
 
 def sum_tensor_(tensor: Tensor) -> Tensor:
-    """Overwrite ``tensor`` with its sum over all processes; call on every rank."""
-    dist.all_reduce(tensor)
+    """Overwrite ``tensor`` with its sum over the shares of the data; call on every rank.
+
+    Processes that hold one model between them bring the same, which counts once.
+    """
+    dist.all_reduce(tensor, group=data_group())
     return tensor
 
 
+def sum_with_wishes(values: Tensor, wishes: list[float]) -> Tensor:
+    """``values`` summed over the shares of the data, then each wish over all processes.
+
+    Call on every rank.
+    """
+    counted = values if tensor_rank() == 0 else torch.zeros_like(values)
+    total = torch.cat([counted, values.new_tensor(wishes)])
+    dist.all_reduce(total)
+    return total
+
+
 def gather_over_ranks(values: Tensor) -> Tensor:
-    """The (n, ...) tensors of all ranks behind each other, of any n; call on every rank."""
-    own = [float(len(values)) if each == rank() else 0.0 for each in range(world_size())]
+    """The (n, ...) tensors of all shares of the data behind each other, of any n; on every rank."""
+    own = [float(len(values)) * (each == data_rank()) for each in range(data_world_size())]
     sizes = [int(size) for size in sum_over_ranks(own)]
     # Collectives move equal shapes.
     padded = values.new_zeros(max(sizes), *values.shape[1:])
     padded[: len(values)] = values
     parts = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(parts, padded)
+    dist.all_gather(parts, padded, group=data_group())
     return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dschat_lora.engine.build import TrainEngine
-from dschat_lora.engine.distributed import broadcast_, rank
-from dschat_lora.engine.zero import own_shard
+from dschat_lora.engine.distributed import broadcast_, data_group, rank
+from dschat_lora.engine.zero import own_part, own_shard, shard_of, whole_of_parts
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -48,7 +48,8 @@ class EngineState:
         for name, steps in self._steps().items():
             keys = ("weight", *MOMENTS) if steps else ("weight",)
             for key in keys:
-                full = self._gather(self._parameters[name], key)
+                parameter = self._parameters[name]
+                full = whole_of_parts(parameter, self._gather(parameter, key))
                 if rank() == 0:
                     yield f"{key}:{name}", full.to("cpu", torch.float32, copy=True)
 
@@ -73,7 +74,7 @@ class EngineState:
                     saved = read(f"{key}:{name}")
                     assert saved.shape == value.shape, f"{key}:{name}"
                     value.copy_(saved)
-                self._set(parameter, key, broadcast_(value))
+                self._set(parameter, key, own_part(parameter, broadcast_(value)))
         _restore_scaler(self._engine.loss_scaler, facts["loss_scaler"])
 
     def _steps(self) -> dict[str, int]:
@@ -113,7 +114,10 @@ class EngineState:
                 state["step"].fill_(max(float(state["step"]), steps[name]))
 
     def _gather(self, parameter: Any, key: str) -> Tensor:
-        """The whole tensor on rank 0, in its own type; on other ranks of no use."""
+        """This tensor-parallel rank's tensor, in its own type.
+
+        On the first data-parallel ranks; on others of no use.
+        """
         if self._engine.zero_stage == 0:
             return self._plain(parameter, key)
         if self._engine.zero_stage == 3:
@@ -126,7 +130,7 @@ class EngineState:
         if (piece := self._fragment(parameter, key)) is not None:
             start, values = piece
             whole[start : start + values.numel()] = values.to(whole.device)
-        dist.reduce(whole.view(torch.int32), 0)
+        dist.reduce(whole.view(torch.int32), group=data_group(), group_dst=0)
         return whole.view(parameter.shape)
 
     def _plain(self, parameter: Tensor, key: str) -> Tensor:
@@ -185,8 +189,9 @@ def check_same_names(now: dict[str, Any], then: dict[str, Any]) -> None:
 
 
 def _shape(parameter: Tensor) -> torch.Size:
-    """Whole, also where ZeRO 3 holds a flat shard."""
-    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+    """Whole, also where ZeRO 3 holds a flat shard, or a tensor-parallel rank a part."""
+    shape, shard = getattr(parameter, "ds_shape", parameter.shape), shard_of(parameter)
+    return torch.Size(shape if shard is None else shard.full_shape(shape))
 
 
 def _scaler_state(scaler: Any) -> dict[str, float] | None:

@@ -10,25 +10,53 @@ from torch import Tensor, nn
 
 from dschat_lora.engine.distributed import (
     broadcast_,
+    data_rank,
+    data_world_size,
     device,
     gather_over_ranks,
+    grid,
     rank,
-    world_size,
 )
 
 
 @torch.no_grad()
 def gather_to_cpu(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Full copies on rank 0's CPU in the parameters' own types, whatever the ZeRO stage.
+    """Full copies on rank 0's CPU in the parameters' own types, however they are divided.
 
     One parameter is whole at a time. Call on every rank; the others get an empty dict.
     """
     full = {}
     for name, parameter in parameters.items():
         with gathered([parameter]):
+            whole = whole_of_parts(parameter, parameter.detach())
             if rank() == 0:
-                full[name] = parameter.detach().to("cpu", copy=True)
+                full[name] = whole.to("cpu", copy=True)
     return full
+
+
+def shard_of(parameter: Any) -> Any:
+    """How a parameter is divided among tensor-parallel ranks; None if each holds all of it.
+
+    See :class:`dschat_lora.lora.parallel.Shard`.
+    """
+    return getattr(parameter, "tensor_shard", None)
+
+
+def whole_of_parts(parameter: Any, own: Tensor) -> Tensor:
+    """The whole of what each tensor-parallel rank holds a part of, cut as ``parameter`` is.
+
+    Call on every rank.
+    """
+    shard = shard_of(parameter)
+    whole: Tensor = own if shard is None else shard.whole(own)
+    return whole
+
+
+def own_part(parameter: Any, whole: Tensor) -> Tensor:
+    """What this tensor-parallel rank holds, as ``parameter``, of the value ``whole``."""
+    shard = shard_of(parameter)
+    own: Tensor = whole if shard is None else shard.own(whole)
+    return own
 
 
 @contextmanager
@@ -41,13 +69,13 @@ def gathered(parameters: list[nn.Parameter]) -> Iterator[None]:
 
 @torch.no_grad()
 def shard_from_rank_zero(model: nn.Module, ds_config: Mapping[str, Any]) -> None:
-    """Split the parameters of ``model`` over all ranks, one module at a time, for ZeRO 3.
+    """Split the parameters of ``model`` over data-parallel ranks, module by module, for ZeRO 3.
 
-    Rank 0 holds real values; the other ranks may hold a model on the meta device, so that no
-    other process ever needs memory for the whole of it. Buffers, never sharded, are copied.
+    The first of them holds real values; the others may hold a model on the meta device, so that
+    no other process ever needs memory for the whole of it. Buffers, never sharded, are copied.
     Call on every rank.
     """
-    replaced: dict[int, nn.Parameter] = {}
+    ranks, replaced = grid(), dict[int, nn.Parameter]()
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is None or hasattr(parameter, "ds_id"):
@@ -56,14 +84,21 @@ def shard_from_rank_zero(model: nn.Module, ds_config: Mapping[str, Any]) -> None
                 key = id(parameter)
                 if key not in replaced:
                     empty = torch.empty_like(parameter, device=device())
-                    replaced[key] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                    real = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                    real.__dict__.update(parameter.__dict__)
+                    replaced[key] = real
                 module._parameters[name] = replaced[key]
         for name, buffer in list(module._buffers.items()):
             if buffer is not None:
-                real = torch.empty_like(buffer, device=device()) if buffer.is_meta else buffer
-                module._buffers[name] = broadcast_(real.to(device()))
+                here = torch.empty_like(buffer, device=device()) if buffer.is_meta else buffer
+                module._buffers[name] = broadcast_(here.to(device()))
         if own := {name: p for name, p in module._parameters.items() if p is not None}:
-            deepspeed.zero.Init(module=_holder(own), config_dict_or_path=dict(ds_config))
+            deepspeed.zero.Init(
+                module=_holder(own),
+                data_parallel_group=ranks.data_group if ranks is not None else None,
+                config_dict_or_path=dict(ds_config),
+                mpu=ranks,
+            )
 
 
 def _holder(parameters: dict[str, nn.Parameter]) -> nn.Module:
@@ -114,9 +149,9 @@ class Snapshot:
 def own_shard(parameter: Any, value: Tensor) -> Tensor:
     """This rank's part of ``value`` as ZeRO 3 cuts it: equal parts, the last filled with zeros."""
     size = parameter.ds_tensor.numel()
-    filled = torch.zeros(size * world_size(), dtype=value.dtype, device=value.device)
+    filled = torch.zeros(size * data_world_size(), dtype=value.dtype, device=value.device)
     filled[: value.numel()] = value.flatten()
-    return filled[size * rank() : size * (rank() + 1)]
+    return filled[size * data_rank() : size * (data_rank() + 1)]
 
 
 def whole_of_shards(parameter: Any, shard: Tensor) -> Tensor:

@@ -15,6 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dschat_lora.lora.matmul import draw_keep, lora_linear
+from dschat_lora.lora.parallel import (
+    ParallelEmbedding,
+    ParallelLinear,
+    Shard,
+    Split,
+    mark_shard,
+    own_rows,
+    shard_of,
+    sum_of_parts,
+)
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -29,8 +39,9 @@ def conv1d(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def full_shape(parameter: Tensor) -> torch.Size:
-    """The parameter's shape, also where ZeRO 3 holds only a flat shard of it here."""
-    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+    """The parameter's shape, also where ZeRO 3 or a tensor group holds only a part of it here."""
+    shape, shard = torch.Size(getattr(parameter, "ds_shape", parameter.shape)), shard_of(parameter)
+    return shape if shard is None else shard.full_shape(shape)
 
 
 class LoraLinear(nn.Module):
@@ -44,23 +55,38 @@ class LoraLinear(nn.Module):
         lora_A: (r, in) float32. lora_B: (out, r) float32.
         trained_bias: (out,) float32 in place of ``bias``, or None.
         scaling: factor of the update. enabled: False gives the base.
+        split: how weight and factors are divided among a tensor group; None: they are whole.
+        in_features, out_features: of the whole layer.
     """
 
-    def __init__(self, base: nn.Linear, *, r: int, scaling: float, dropout: float = 0.0) -> None:
+    lora_A: nn.Parameter  # noqa: N815
+    lora_B: nn.Parameter  # noqa: N815
+    trained_bias: nn.Parameter | None
+    split: Split | None
+
+    def __init__(
+        self,
+        base: nn.Linear | ParallelLinear,
+        *,
+        r: int,
+        scaling: float,
+        dropout: float = 0.0,
+    ) -> None:
         super().__init__()
         self.in_features, self.out_features = base.in_features, base.out_features
         self.r, self.scaling, self.dropout, self.enabled = r, scaling, dropout, True
         self.weight, self.bias = base.weight, base.bias
-        self.register_parameter("trained_bias", None)
-        self.lora_A = _zeros(r, self.in_features, device=base.weight.device)
-        self.lora_B = _zeros(self.out_features, r, device=base.weight.device)
-        self.train(base.training)
+        _add_factors(self, base)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out), in the dtype of ``x``."""
+        return _around(self, x)
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """The layer with the weights of this rank and this bias."""
         if not self.enabled:
-            return F.linear(x, self.weight, self.bias)
-        return _adapted(self, x, transposed=False)
+            return F.linear(x, self.weight, bias)
+        return _adapted(self, x, bias, transposed=False)
 
     def delta(self, lora_A: Tensor, lora_B: Tensor) -> Tensor:  # noqa: N803
         """The update these factors make to ``weight``, (out, in) float32."""
@@ -77,22 +103,30 @@ class LoraConv1D(nn.Module):
     Attributes as in :class:`LoraLinear`, with ``weight`` (in, out).
     """
 
+    lora_A: nn.Parameter  # noqa: N815
+    lora_B: nn.Parameter  # noqa: N815
+    trained_bias: nn.Parameter | None
+    split: Split | None
+
     def __init__(self, base: nn.Module, *, r: int, scaling: float, dropout: float = 0.0) -> None:
         super().__init__()
         weight, bias = base.get_parameter("weight"), base.get_parameter("bias")
         self.in_features, self.out_features = full_shape(weight)
         self.r, self.scaling, self.dropout, self.enabled = r, scaling, dropout, True
         self.weight, self.bias = weight, bias
-        self.register_parameter("trained_bias", None)
-        self.lora_A = _zeros(r, self.in_features, device=weight.device)
-        self.lora_B = _zeros(self.out_features, r, device=weight.device)
-        self.train(base.training)
+        _add_factors(self, base)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out), in the dtype of ``x``."""
-        if not self.enabled:
-            return conv1d(x, self.weight, self.bias)
-        return _adapted(self, x, transposed=True)
+        return _around(self, x)
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """The layer with the weights of this rank and this bias."""
+        if self.enabled:
+            return _adapted(self, x, bias, transposed=True)
+        if bias is None:
+            return F.linear(x, self.weight.t())
+        return conv1d(x, self.weight, bias)
 
     def delta(self, lora_A: Tensor, lora_B: Tensor) -> Tensor:  # noqa: N803
         """The update these factors make to ``weight``, (in, out) float32."""
@@ -110,9 +144,10 @@ class LoraEmbedding(nn.Module):
         weight: (num_embeddings, dim) of the base.
         lora_embedding_A: (r, num_embeddings) float32. lora_embedding_B: (dim, r) float32.
         in_features: num_embeddings. out_features: dim.
+        shard: how the vocabulary is divided among a tensor group; None: it is whole.
     """
 
-    def __init__(self, base: nn.Embedding, *, r: int, scaling: float) -> None:
+    def __init__(self, base: nn.Embedding | ParallelEmbedding, *, r: int, scaling: float) -> None:
         super().__init__()
         if base.max_norm is not None:
             raise ValueError("an embedding with max_norm rescales its weights and cannot be frozen")
@@ -120,17 +155,32 @@ class LoraEmbedding(nn.Module):
         self.padding_idx = base.padding_idx
         self.r, self.scaling, self.dropout, self.enabled = r, scaling, 0.0, True
         self.weight = base.weight
-        self.lora_embedding_A = _zeros(r, self.in_features, device=base.weight.device)
-        self.lora_embedding_B = _zeros(self.out_features, r, device=base.weight.device)
+        self.shard = base.shard if isinstance(base, ParallelEmbedding) else None
+        columns = None if self.shard is None else Shard(self.shard.group, 1, self.shard.blocks)
+        device = base.weight.device
+        self.lora_embedding_A = _zeros(r, self.in_features, device=device, shard=columns)
+        self.lora_embedding_B = _zeros(self.out_features, r, device=device)
         self.train(base.training)
 
     def forward(self, ids: Tensor) -> Tensor:
         """(...) int64 -> (..., dim), in the dtype of ``weight``."""
-        base = F.embedding(ids, self.weight, self.padding_idx)
+        if self.shard is None:
+            return self._rows(ids, self.padding_idx, self.lora_embedding_B)
+        own, inside = own_rows(ids, self.shard)
+        group = self.shard.group
+        # In no row that is kept does the gradient of the padding's own row count.
+        ((start, stop),) = self.shard.ranges()
+        padding = self.padding_idx
+        padding = None if padding is None or not start <= padding < stop else padding - start
+        rows = self._rows(own, padding, group.copy(self.lora_embedding_B))
+        return sum_of_parts(rows.masked_fill(~inside[..., None], 0.0), group)
+
+    def _rows(self, ids: Tensor, padding_idx: int | None, lora_B: Tensor) -> Tensor:  # noqa: N803
+        base = F.embedding(ids, self.weight, padding_idx)
         if not self.enabled:
             return base
-        rows = F.embedding(ids, self.lora_embedding_A.T, self.padding_idx)
-        update = self.scaling * F.linear(rows, self.lora_embedding_B)
+        rows = F.embedding(ids, self.lora_embedding_A.T, padding_idx)
+        update = self.scaling * F.linear(rows, lora_B)
         return base + update.to(base.dtype)
 
     def delta(self, lora_A: Tensor, lora_B: Tensor) -> Tensor:  # noqa: N803
@@ -205,24 +255,44 @@ def float32_copy(parameter: Tensor) -> nn.Parameter:
     return nn.Parameter(parameter.detach().to(torch.float32, copy=True))
 
 
-def _zeros(*shape: int, device: torch.device) -> nn.Parameter:
-    return nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=device))
+def _zeros(*shape: int, device: torch.device, shard: Shard | None = None) -> nn.Parameter:
+    """Of this rank's part of the shape."""
+    size = shape if shard is None else shard.local_shape(shape)
+    zeros = nn.Parameter(torch.zeros(size, dtype=torch.float32, device=device))
+    mark_shard(zeros, shard)
+    return zeros
 
 
-def _adapted(layer: Any, x: Tensor, *, transposed: bool) -> Tensor:
-    scaling, keep = layer.scaling, None
+def _add_factors(layer: Any, base: nn.Module) -> None:
+    """What the linear layers have beside their base."""
+    layer.split = base.split if isinstance(base, ParallelLinear) else None
+    layer.register_parameter("trained_bias", None)
+    a, b = (None, None) if layer.split is None else layer.split.factors
+    device = layer.weight.device
+    layer.lora_A = _zeros(layer.r, layer.in_features, device=device, shard=a)
+    layer.lora_B = _zeros(layer.out_features, layer.r, device=device, shard=b)
+    layer.train(base.training)
+
+
+def _around(layer: Any, x: Tensor) -> Tensor:
+    if layer.split is None:
+        output: Tensor = layer.product(x, _active_bias(layer))
+        return output
+    output = layer.split.around(x, layer.product, _active_bias(layer))
+    return output
+
+
+def _adapted(layer: Any, x: Tensor, bias: Tensor | None, *, transposed: bool) -> Tensor:
+    lora_a, lora_b, scaling, keep = layer.lora_A, layer.lora_B, layer.scaling, None
+    if layer.split is not None:
+        lora_a, lora_b = layer.split.shared(lora_a, lora_b)
     if layer.training and layer.dropout > 0:
-        scaling, keep = scaling / (1 - layer.dropout), draw_keep(x, layer.dropout)
-    return lora_linear(
-        x,
-        layer.weight,
-        _active_bias(layer),
-        layer.lora_A,
-        layer.lora_B,
-        scaling,
-        keep,
-        transposed=transposed,
-    )
+        scaling /= 1 - layer.dropout
+        # Drawn for the whole layer on every rank, whose streams stay in step.
+        keep = draw_keep(x, layer.dropout, layer.in_features)
+        if layer.split is not None:
+            keep = layer.split.own_input(keep)
+    return lora_linear(x, layer.weight, bias, lora_a, lora_b, scaling, keep, transposed=transposed)
 
 
 def _active_bias(layer: Any) -> Any:

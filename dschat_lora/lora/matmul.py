@@ -72,10 +72,11 @@ def lora_linear(
     return output
 
 
-def draw_keep(x: Tensor, dropout: float) -> Tensor:
-    """(..., in) bool, True with probability ``1 - dropout``."""
+def draw_keep(x: Tensor, dropout: float, features: int | None = None) -> Tensor:
+    """(..., features) bool, by default (..., in), True with probability ``1 - dropout``."""
+    shape = (*x.shape[:-1], x.shape[-1] if features is None else features)
     # Not by bernoulli_(), of which inductor of torch 2.13 makes something else.
-    return torch.rand(x.shape, device=x.device) >= dropout
+    return torch.rand(shape, device=x.device) >= dropout
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:

@@ -19,6 +19,14 @@ from dschat_lora.lora.layers import (
     TrainedBias,
     TrainedModule,
     float32_copy,
+    full_shape,
+)
+from dschat_lora.lora.parallel import (
+    ParallelEmbedding,
+    ParallelLinear,
+    group_of,
+    mark_shard,
+    own_part,
 )
 from dschat_lora.lora.targets import (
     choose_saved,
@@ -63,6 +71,8 @@ def apply_lora(model: nn.Module, config: LoraConfig, *, seed: int) -> list[str]:
         raise ValueError("the model already has adapters; merge them before adding others")
     targets = choose_targets(model, config)
     saved = choose_saved(model, config.modules_to_save)
+    if group_of(model) is not None:
+        _check_parallel(model, config, saved)
     if config.only_optimize_lora:
         model.requires_grad_(False)
     for name in targets:
@@ -86,14 +96,14 @@ def lora_scaling(config: LoraConfig) -> float:
 def init_lora_(tensor: Tensor, *, seed: int, name: str, fan_in: int) -> None:
     """Fill with U(-1/sqrt(fan_in), 1/sqrt(fan_in)), drawn from ``seed`` and ``name`` alone.
 
-    The values depend neither on the global random state nor on order, process count or ZeRO
-    stage. For a (r, fan_in) tensor the bound is that of PyTorch's linear layers.
+    The values depend neither on the global random state nor on order, process count, ZeRO stage
+    or tensor-parallel size. For a (r, fan_in) tensor the bound is that of PyTorch's linear layers.
     """
     bound = 1 / math.sqrt(fan_in)
-    values = torch.empty(tensor.shape).uniform_(
+    values = torch.empty(full_shape(tensor)).uniform_(
         -bound, bound, generator=seeded_generator(seed, name)
     )
-    tensor.copy_(values)
+    tensor.copy_(own_part(tensor, values))
 
 
 @torch.no_grad()
@@ -172,12 +182,35 @@ def adapters_disabled(model: nn.Module) -> Iterator[None]:
             layer.enabled = enabled
 
 
+def _check_parallel(model: nn.Module, config: LoraConfig, saved: list[str]) -> None:
+    """Refuse to train, on a model divided among ranks, what ranks see a part of.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    blocks = [name for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
+    for name in saved:
+        parts = model.get_submodule(name).modules()
+        divided = any(isinstance(m, ParallelLinear | ParallelEmbedding) for m in parts)
+        if divided or is_inside(name, blocks):
+            raise ValueError(
+                f"--modules_to_save {name!r} is divided among ranks or lies in a block; with "
+                "--tensor_parallel_size above 1 adapt it by --target_modules instead"
+            )
+    if config.train_bias == "all" or not config.only_optimize_lora:
+        option = "--train_bias all" if config.only_optimize_lora else "--no-only_optimize_lora"
+        raise ValueError(
+            f"{option} trains parts of the base outside the adapted layers, which "
+            "--tensor_parallel_size above 1 does not; use --train_bias none or lora_only"
+        )
+
+
 def _lora_layer(base: nn.Module, config: LoraConfig) -> LoraLayer:
     r, scaling, dropout = config.lora_dim, lora_scaling(config), config.lora_dropout
-    if isinstance(base, nn.Linear):
-        return LoraLinear(base, r=r, scaling=scaling, dropout=dropout)
-    if isinstance(base, nn.Embedding):
+    if isinstance(base, nn.Embedding | ParallelEmbedding):
         return LoraEmbedding(base, r=r, scaling=scaling)
+    if isinstance(base, nn.Linear) or (isinstance(base, ParallelLinear) and not base.transposed):
+        return LoraLinear(base, r=r, scaling=scaling, dropout=dropout)
     return LoraConv1D(base, r=r, scaling=scaling, dropout=dropout)
 
 
@@ -196,7 +229,8 @@ def _train_biases(model: nn.Module, adapted: list[str] | None, saved: list[str])
             continue
         found = True
         if isinstance(module, (LoraLinear, LoraConv1D)):
-            module.trained_bias = float32_copy(module.bias)
+            module.trained_bias = float32_copy(module.get_parameter("bias"))
+            mark_shard(module.trained_bias, None if module.split is None else module.split.bias)
         else:
             _replace(model, name, TrainedBias(module))
     if not found:

@@ -8,6 +8,7 @@ from torch import nn
 
 from dschat_lora.config import LoraConfig
 from dschat_lora.lora.layers import is_conv1d
+from dschat_lora.lora.parallel import ParallelEmbedding, ParallelLinear
 
 ALL_LINEAR = "all-linear"
 _REGEX_CHARACTERS = frozenset("*?+()[]{}|\\^$")
@@ -33,7 +34,8 @@ def choose_targets(model: nn.Module, config: LoraConfig) -> list[str]:
         for name, module in model.named_modules()
         if _is_adaptable(module) and not is_inside(name, saved)
     }
-    linear = [name for name, m in candidates.items() if not isinstance(m, nn.Embedding)]
+    embeddings = nn.Embedding | ParallelEmbedding
+    linear = [name for name, m in candidates.items() if not isinstance(m, embeddings)]
     targets = config.target_modules
     if not any(_REGEX_CHARACTERS & set(entry) for entry in targets):
         targets = tuple(name for entry in targets for name in entry.split(",") if name)
@@ -119,7 +121,7 @@ def is_inside(name: str, parents: Iterable[str], *, strictly: bool = False) -> b
 def _is_adaptable(module: nn.Module) -> bool:
     # A subclass with its own forward (learned positions with an offset, scaled embeddings,
     # quantised layers) computes something else than our layers would.
-    if is_conv1d(module):
+    if is_conv1d(module) or isinstance(module, ParallelLinear | ParallelEmbedding):
         return True
     return any(
         isinstance(module, kind) and type(module).forward is kind.forward

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from dschat_lora.checkpoint.adapter import load_adapter, lora_config_of
 from dschat_lora.config import LoraConfig, ModelConfig
+from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.model import adapter_parameters, apply_lora
 from dschat_lora.lora.targets import is_inside
 from dschat_lora.models.causal_lm import Tokenizer, load_causal_lm, load_config
@@ -39,6 +40,7 @@ def build_causal_lm(
     seed: int,
     meta: bool,
     base: PreTrainedModel | None = None,
+    group: TensorGroup | None = None,
 ) -> AdaptedModel:
     """Load the base, add or continue the adapter, and set what trains.
 
@@ -51,6 +53,7 @@ def build_causal_lm(
         seed: of the adapter's initial values.
         meta: only the shape, on the meta device.
         base: what is loaded already; the model is then another one on the same weights.
+        group: the ranks to divide it among; None: it is whole.
 
     Raises:
         ValueError: if something cannot be loaded or does not fit.
@@ -59,7 +62,9 @@ def build_causal_lm(
         model = same_weights(base)
     else:
         model_config = load_config(source.base, config)
-        model = load_causal_lm(source.base, model_config, config, dtype=dtype, meta=meta)
+        model = load_causal_lm(
+            source.base, model_config, config, dtype=dtype, meta=meta, group=group
+        )
     adapted = _adapt(model, source, tokenizer, config, lora, seed=seed, task="CAUSAL_LM")
     if config.add_eot_token:
         model.generation_config.eos_token_id = tokenizer.eos_token_id
@@ -77,6 +82,7 @@ def build_reward_model(
     meta: bool,
     new_head: bool = True,
     base: PreTrainedModel | None = None,
+    group: TensorGroup | None = None,
 ) -> AdaptedModel:
     """As :func:`build_causal_lm`, with a scalar head that trains in full beside the factors.
 
@@ -94,6 +100,7 @@ def build_reward_model(
         new_head: draw a head where there is none; else that is an error.
         base: a language or reward model that is loaded already; the model is then another one on
             the same weights below the head.
+        group: the ranks to divide it among; None: it is whole.
 
     Raises:
         ValueError: if something cannot be loaded or does not fit.
@@ -113,7 +120,14 @@ def build_reward_model(
     has_head = adapter is None and any(n.endswith("ForSequenceClassification") for n in names)
     head_seed = seed if adapter is not None or (new_head and not has_head) else None
     model = load_reward_model(
-        source.base, model_config, config, dtype=dtype, seed=head_seed, meta=meta, base=base
+        source.base,
+        model_config,
+        config,
+        dtype=dtype,
+        seed=head_seed,
+        meta=meta,
+        base=base,
+        group=group,
     )
     lora = _with_head(lora)
     return _adapt(model, source, tokenizer, config, lora, seed=seed, task="SEQ_CLS")

@@ -1,7 +1,7 @@
 """Pretrained causal language models, their tokenizers, and the loss without full logits."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -18,9 +19,14 @@ from transformers.utils.logging import disable_progress_bar
 
 from dschat_lora.algos.logprobs import linear_logprobs, token_logprobs
 from dschat_lora.algos.sft import MAX_CHUNK_LOGITS, linear_cross_entropy
+from dschat_lora.algos.vocabulary import VocabularyPart
 from dschat_lora.attention import Spans
 from dschat_lora.config import ModelConfig
+from dschat_lora.lora.collectives import TensorGroup
+from dschat_lora.lora.parallel import ParallelLinear, Shard, Split
 from dschat_lora.models.errors import check_whole, hub_errors
+from dschat_lora.models.shard_loading import empty_parameters, load_parts
+from dschat_lora.models.tensor_parallel import divide
 from dschat_lora.models.trunk import Trunk
 
 # The run has a log of its own; a bar for each of a few weights says nothing.
@@ -78,6 +84,7 @@ def load_causal_lm(
     *,
     dtype: torch.dtype,
     meta: bool,
+    group: TensorGroup | None = None,
 ) -> PreTrainedModel:
     """The pretrained model in its compute type, or its empty shape on the meta device.
 
@@ -87,6 +94,7 @@ def load_causal_lm(
         config: the user's options.
         dtype: type of the weights; they are read straight into it.
         meta: build the shape alone, for a rank that receives its shards from rank 0.
+        group: the ranks to divide it among, each of which reads its part alone; None: it is whole.
     """
     kwargs = {
         "dtype": dtype,
@@ -94,14 +102,34 @@ def load_causal_lm(
         "trust_remote_code": config.trust_remote_code,
     }
     with hub_errors("--model_name_or_path", path, "model"), sdpa_errors(model_config):
-        if meta:
-            with torch.device("meta"):
-                return AutoModelForCausalLM.from_config(model_config, **kwargs)
-        model, report = AutoModelForCausalLM.from_pretrained(
+        auto = AutoModelForCausalLM
+        if meta or group is not None:
+            model = build_divided(lambda: auto.from_config(model_config, **kwargs), group, meta)
+            if not meta:
+                load_parts(model, path)
+                with suppress(OSError):  # as transformers, which many models do without
+                    model.generation_config = GenerationConfig.from_pretrained(path)
+            return model
+        model, report = auto.from_pretrained(
             path, config=model_config, output_loading_info=True, **kwargs
         )
         check_whole(report)
         return model
+
+
+def build_divided(
+    build: Callable[[], PreTrainedModel], group: TensorGroup | None, meta: bool
+) -> PreTrainedModel:
+    """What ``build`` makes, without values of parameters, and what ``group`` leaves of it here.
+
+    Buffers are real unless all of it is to be on the meta device.
+    """
+    with torch.device("meta") if meta else empty_parameters():
+        model = build()
+    if group is not None:
+        divide(model, group)
+        model.eval()
+    return model
 
 
 @contextmanager
@@ -197,23 +225,29 @@ class LinearHead(nn.Module):
     """The output embedding, applied and reduced chunk by chunk.
 
     A plain linear layer lends its parameters, so that ZeRO 3 gathers them for this module; any
-    other module (an adapted or separately trained head) is called under checkpointing.
+    other module (an adapted or separately trained head) is called under checkpointing. Where a
+    plain head is divided among ranks, none forms more than its own logits.
     """
 
     def __init__(self, head: nn.Module, vocab_size: int) -> None:
         super().__init__()
         self.rows = max(1, MAX_CHUNK_LOGITS // vocab_size)
-        self.plain = type(head) is nn.Linear
-        if isinstance(head, nn.Linear) and self.plain:
+        self.plain = type(head) in (nn.Linear, ParallelLinear)
+        self.split: Split | None = None
+        self.part: VocabularyPart | None = None
+        if isinstance(head, nn.Linear | ParallelLinear) and self.plain:
             self.weight: Tensor = head.weight
             self.bias: Tensor | None = head.bias
         else:
             self.module = head
+        if isinstance(head, ParallelLinear):
+            self.split, self.part = head.split, vocabulary_part(head)
 
     def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Summed cross-entropy of (N, H) hidden states against (N,) targets."""
         if self.plain:
-            return linear_cross_entropy(hidden, self.weight, self.bias, targets)
+            hidden = self._shared(hidden)
+            return linear_cross_entropy(hidden, self.weight, self.bias, targets, part=self.part)
         loss = hidden.new_zeros((), dtype=torch.float32)
         for h, t in zip(
             torch.split(hidden, self.rows), torch.split(targets, self.rows), strict=True
@@ -222,8 +256,23 @@ class LinearHead(nn.Module):
         return loss
 
     def _chunk_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        logits = self.module(hidden).float()
+        logits = self._logits(hidden).float()
         return nn.functional.cross_entropy(logits, targets, reduction="sum")
+
+    def _shared(self, hidden: Tensor) -> Tensor:
+        """Hidden states of whose gradient each rank forms a part, if the head is divided."""
+        return hidden if self.split is None else self.split.group.copy(hidden)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """(N, V) logits of (N, H) hidden states, all of them on every rank."""
+        if not self.plain:
+            logits: Tensor = self.module(hidden)
+            return logits
+        if self.split is None:
+            return nn.functional.linear(hidden, self.weight, self.bias)
+        return self.split.around(
+            hidden, lambda x, bias: nn.functional.linear(x, self.weight, bias), self.bias
+        )
 
 
 class LogprobHead(LinearHead):
@@ -232,13 +281,20 @@ class LogprobHead(LinearHead):
     def forward(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """(N,) fp32 log-probabilities of (N,) tokens after (N, H) hidden states, in nats."""
         if self.plain and not self.weight.requires_grad:
-            return linear_logprobs(hidden, self.weight, self.bias, tokens)
+            hidden = self._shared(hidden)
+            return linear_logprobs(hidden, self.weight, self.bias, tokens, part=self.part)
         # A head that trains needs what the loss makes of each value: its logits are formed
         # again in the backward pass.
         chunks = zip(torch.split(hidden, self.rows), torch.split(tokens, self.rows), strict=True)
         return torch.cat([checkpoint(self._chunk, h, t, use_reentrant=False) for h, t in chunks])
 
     def _chunk(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        if self.plain:
-            return token_logprobs(nn.functional.linear(hidden, self.weight, self.bias), tokens)
-        return token_logprobs(self.module(hidden), tokens)
+        return token_logprobs(self._logits(hidden), tokens)
+
+
+def vocabulary_part(head: ParallelLinear) -> VocabularyPart:
+    """What this rank holds of a divided output head."""
+    shard = Shard(head.split.group, 0, head.split.blocks)
+    ((start, stop),) = shard.ranges()
+    most = max(b - a for rank in range(shard.group.size) for a, b in shard.ranges(rank))
+    return VocabularyPart(start, stop, most, shard.group.sum, shard.group.max)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from dschat_lora.lora.parallel import group_of, whole_sequences
 from dschat_lora.models.decode_rows import (
     CachedRows,
     RecomputedRows,
@@ -87,6 +88,7 @@ def respond(
 @contextmanager
 def _quickly(model: Any) -> Iterator[None]:
     with ExitStack() as stack:
+        stack.enter_context(whole_sequences(model))
         if not in_shards(model):
             stack.enter_context(quick_linears(model))
         if takes_cache(model):
@@ -159,7 +161,9 @@ def _rows(
     if not takes_cache(model):
         return RecomputedRows(model, prompts, responses, **options)
     if device.type == "cuda":
-        options |= {"buckets": True, "record": None if in_shards(model) else cuda_graphs()}
+        # Exchanges between ranks have not been seen in a graph.
+        replays = not in_shards(model) and group_of(model) is None
+        options |= {"buckets": True, "record": cuda_graphs() if replays else None}
     return CachedRows(model, prompts, responses, **options)
 
 

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from dschat_lora.lora.layers import full_shape
 from dschat_lora.lora.model import adapter_parameters
+from dschat_lora.lora.parallel import shard_of
 
 SAMPLED_VALUES = 4096  # of each tensor
 
@@ -18,8 +20,10 @@ def base_fingerprint(model: nn.Module) -> str:
     Values are looked at in up to ``SAMPLED_VALUES`` evenly spaced places of each tensor: enough
     to tell models apart, and quick however large they are. Adapters do not count.
 
+    A model that is divided among ranks is the same as the whole one; call on all of them.
+
     Args:
-        model: whole, before ZeRO 3 shards it, and before it is trained.
+        model: before ZeRO 3 shards it, and before it is trained.
     """
     adapter = adapter_parameters(model)
     return _fingerprint({n: p for n, p in model.named_parameters() if n not in adapter})
@@ -33,15 +37,35 @@ def adapter_fingerprint(model: nn.Module) -> str:
 def _fingerprint(parameters: Mapping[str, nn.Parameter], *, sampled: bool = True) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for name, parameter in sorted(parameters.items()):
-        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}\n".encode())
-        values = _sample(parameter) if sampled else parameter.detach().cpu().contiguous()
-        digest.update(values.view(torch.uint8).numpy().tobytes())
+        digest.update(f"{name} {tuple(full_shape(parameter))} {parameter.dtype}\n".encode())
+        values = _sample(parameter) if sampled else _whole(parameter)
+        digest.update(values.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
-def _sample(tensor: Tensor) -> Tensor:
-    """Evenly spaced values, as the bytes they are, on CPU."""
-    flat = tensor.detach().reshape(-1)
+def _whole(parameter: Tensor) -> Tensor:
+    shard = shard_of(parameter)
+    return parameter.detach() if shard is None else shard.whole(parameter)
+
+
+def _sample(parameter: Tensor) -> Tensor:
+    """Evenly spaced values of the whole tensor, as the bytes they are."""
+    shape, shard = full_shape(parameter), shard_of(parameter)
     # Odd, or a matrix as wide as a power of two would be looked at in one column alone.
-    step = max(1, flat.numel() // SAMPLED_VALUES) | 1
-    return flat[::step].cpu().contiguous().view(torch.uint8)
+    step = max(1, shape.numel() // SAMPLED_VALUES) | 1
+    if shard is None:
+        return parameter.detach().reshape(-1)[::step].contiguous().view(torch.uint8)
+    wanted = torch.arange(0, shape.numel(), step, device=parameter.device)
+    places = list(torch.unravel_index(wanted, shape))
+    own = torch.zeros_like(wanted, dtype=torch.bool)
+    local, begin = torch.zeros_like(wanted), 0
+    along = places[shard.dim]
+    for start, stop in shard.ranges():
+        inside = (along >= start) & (along < stop)
+        local = torch.where(inside, along - start + begin, local)
+        own, begin = own | inside, begin + stop - start
+    places[shard.dim] = local
+    values = parameter.new_zeros(len(wanted))
+    values[own] = parameter.detach()[tuple(place[own] for place in places)]
+    # Each place is held by one rank, and zeros are zero bytes: the sum is a collection.
+    return shard.group.sum(values.view(torch.uint8))

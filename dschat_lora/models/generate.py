@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from dschat_lora.lora.parallel import whole_sequences
 from dschat_lora.models.causal_lm import Tokenizer
 
 
@@ -39,17 +40,18 @@ def answer(
     # Generation continues at the right end, so the padding stands left.
     rows = [[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts]
     mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    output = model.generate(
-        input_ids=torch.tensor(rows, device=device),
-        attention_mask=torch.tensor(mask, device=device),
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        num_beams=1,
-        pad_token_id=pad,
-        eos_token_id=tokenizer.eos_token_id,
-        use_cache=True,
-        synced_gpus=synced,
-    )
+    with whole_sequences(model):
+        output = model.generate(
+            input_ids=torch.tensor(rows, device=device),
+            attention_mask=torch.tensor(mask, device=device),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            num_beams=1,
+            pad_token_id=pad,
+            eos_token_id=tokenizer.eos_token_id,
+            use_cache=True,
+            synced_gpus=synced,
+        )
     answers = output[:, width:].tolist()
     return [_until(ids, tokenizer.eos_token_id) for ids in answers]
 

@@ -88,7 +88,8 @@ class PolicyHead(LinearHead):
             if temperature != 1:
                 hidden = hidden / temperature
                 bias = None if bias is None else bias / temperature
-            return linear_logprobs_entropy(hidden, self.weight, bias, tokens)
+            hidden = self._shared(hidden)
+            return linear_logprobs_entropy(hidden, self.weight, bias, tokens, part=self.part)
         # Logits are formed again in the backward pass: what the loss makes of them is not known.
         chunks = zip(torch.split(hidden, self.rows), torch.split(tokens, self.rows), strict=True)
         parts = [checkpoint(self._both, h, t, temperature, use_reentrant=False) for h, t in chunks]
@@ -96,9 +97,5 @@ class PolicyHead(LinearHead):
         return torch.cat(logprobs), torch.cat(entropies)
 
     def _both(self, hidden: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        if self.plain:
-            logits = nn.functional.linear(hidden, self.weight, self.bias).float()
-        else:
-            logits = self.module(hidden).float()
-        logits = logits / temperature
+        logits = self._logits(hidden).float() / temperature
         return token_logprobs(logits, tokens), token_entropy(logits)

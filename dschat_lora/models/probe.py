@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from dschat_lora.lora.parallel import whole_sequences
 from dschat_lora.models.trunk import Trunk
 
 # Relative errors allowed. The same kernels run on rows of one shape, so that a sample's states
@@ -37,6 +38,11 @@ def probe(trunk: Trunk, *, vocab_size: int, device: torch.device) -> ProbeReport
         vocab_size: ids below it are drawn.
         device: where the model computes.
     """
+    with whole_sequences(trunk.model):
+        return _probe(trunk, vocab_size, device)
+
+
+def _probe(trunk: Trunk, vocab_size: int, device: torch.device) -> ProbeReport:
     samples, others = (_draw(vocab_size, device, seed=seed) for seed in (0, 1))
     others[-1] = samples[-1]
     start, first, second = samples
@@ -74,9 +80,11 @@ def head_error(model: PreTrainedModel, *, vocab_size: int, device: torch.device)
     0 where logits are the output embedding applied to hidden states; call on every rank.
     """
     sample = _draw(vocab_size, device, seed=0)[0][None]
-    hidden = model.base_model(input_ids=sample, use_cache=False)[0]
-    logits = model(input_ids=sample, use_cache=False).logits
-    return _relative(model.get_output_embeddings()(hidden).float(), logits.float())
+    with whole_sequences(model):
+        hidden = model.base_model(input_ids=sample, use_cache=False)[0]
+        logits = model(input_ids=sample, use_cache=False).logits
+        own = model.get_output_embeddings()(hidden)
+    return _relative(own.float(), logits.float())
 
 
 def head_is_linear(model: PreTrainedModel, *, vocab_size: int, device: torch.device) -> bool:

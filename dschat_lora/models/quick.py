@@ -11,6 +11,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from dschat_lora.lora.layers import LoraConv1D, LoraLinear, is_conv1d
+from dschat_lora.lora.parallel import ParallelLinear, Row
 
 Forward = Callable[[Tensor], Tensor]
 # Below so many products of a CPU layer, oneDNN takes longer to be called than to compute.
@@ -46,17 +47,34 @@ def _forward_of(module: Any) -> Forward | None:
     """What computes the same as ``module``; None where it is no linear layer of a known kind."""
     if type(module) is nn.Linear:
         return _linear(module.weight, module.bias)
+    if isinstance(module, ParallelLinear):
+        weight = module.weight.T if module.transposed else module.weight
+        return _around(module, _linear(weight, _inner_bias(module, module.bias)), module.bias)
     if is_conv1d(module):
         return _linear(module.weight.T, module.bias)
     if not isinstance(module, LoraLinear | LoraConv1D):
         return None
     weight = module.weight.T if isinstance(module, LoraConv1D) else module.weight
-    if not module.enabled:
-        return _linear(weight, module.bias)
-    bias: Any = module.bias if module.trained_bias is None else module.trained_bias
-    lora_a, lora_b = module.lora_A.to(weight.dtype), module.lora_B.to(weight.dtype)
-    bias = None if bias is None else bias.to(weight.dtype)
-    return _adapted(_linear(weight, bias), lora_a, lora_b.T, module.scaling)
+    bias: Any = module.bias
+    if module.enabled and module.trained_bias is not None:
+        bias = module.trained_bias.to(weight.dtype)
+    product = _linear(weight, _inner_bias(module, bias))
+    if module.enabled:
+        lora_a, lora_b = module.lora_A.to(weight.dtype), module.lora_B.to(weight.dtype)
+        product = _adapted(product, lora_a, lora_b.T, module.scaling)
+    return _around(module, product, bias)
+
+
+def _inner_bias(module: Any, bias: Tensor | None) -> Tensor | None:
+    """What is added in the product itself; a divided row layer adds its bias to the sum."""
+    return None if isinstance(module.split, Row) else bias
+
+
+def _around(module: Any, product: Forward, bias: Tensor | None) -> Forward:
+    """The layer, given its product with what this rank holds."""
+    if module.split is None:
+        return product
+    return lambda x: module.split.around(x, lambda own, _: product(own), bias)
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> Forward:

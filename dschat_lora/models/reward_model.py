@@ -11,10 +11,12 @@ from transformers.utils import logging
 
 from dschat_lora.attention import Spans
 from dschat_lora.config import ModelConfig
+from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.layers import TrainedModule
 from dschat_lora.lora.model import seeded_generator
-from dschat_lora.models.causal_lm import sdpa_errors
+from dschat_lora.models.causal_lm import build_divided, sdpa_errors
 from dschat_lora.models.errors import check_whole, hub_errors
+from dschat_lora.models.shard_loading import load_parts
 from dschat_lora.models.trunk import Trunk
 from dschat_lora.models.views import same_weights
 
@@ -30,6 +32,7 @@ def load_reward_model(
     seed: int | None,
     meta: bool,
     base: PreTrainedModel | None = None,
+    group: TensorGroup | None = None,
 ) -> PreTrainedModel:
     """The pretrained model with one score instead of next-token logits.
 
@@ -44,6 +47,7 @@ def load_reward_model(
         meta: build the shape alone.
         base: a model that is loaded already, whose weights below the head are to be used, and its
             head too if it has one.
+        group: the ranks to divide it among, see :func:`load_causal_lm`; the head stays whole.
 
     Raises:
         ValueError: if it cannot be loaded, has several labels, has its head elsewhere, or has
@@ -59,10 +63,13 @@ def load_reward_model(
     with hub_errors("--model_name_or_path", path, "model"), sdpa_errors(model_config):
         missing: set[str] = set()
         if meta or base is not None:
-            with torch.device("meta"):
-                model = auto.from_config(model_config, **kwargs)
+            divided = group if base is None else None
+            model = build_divided(lambda: auto.from_config(model_config, **kwargs), divided, True)
             if base is not None:
                 missing = _stand_on(model, base)
+        elif group is not None:
+            model = build_divided(lambda: auto.from_config(model_config, **kwargs), group, False)
+            missing = load_parts(model, path, new=(f"{HEAD}.weight", f"{HEAD}.bias"))
         else:
             with _without_report():
                 model, report = auto.from_pretrained(

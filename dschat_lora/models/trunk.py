@@ -6,10 +6,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from dschat_lora.attention import Spans, block_causal_mask, find_spans
+from dschat_lora.attention import Spans, block_causal_mask, find_spans, lengthened
+from dschat_lora.lora.parallel import group_of
 from dschat_lora.models.blocks import understand_spans
 from dschat_lora.models.flex import flex_mask
 from dschat_lora.models.varlen import fits, has_varlen
@@ -32,6 +33,7 @@ class Trunk:
         self.by_spans = self._windows is not None and _takes_spans(model, self._windows)
         if self.by_spans:
             understand_spans()
+        self._group = group_of(model)
         accepted = inspect.signature(model.base_model.forward).parameters
         self._takes_positions = "position_ids" in accepted
 
@@ -56,9 +58,18 @@ class Trunk:
             spans = find_spans(segment_ids, branch_ids) if spans is None else spans
             if spans.lengths:
                 return self._by_spans(input_ids, position_ids, spans)
-        inputs = self.inputs(input_ids, position_ids, segment_ids, branch_ids)
+        width = input_ids.shape[1]
+        extra = self._lacking(width)
+        rows = [_longer(x, extra) for x in (input_ids, position_ids, segment_ids, branch_ids)]
+        inputs = self.inputs(*rows)
         hidden: Tensor = self.model.base_model(**inputs).last_hidden_state
-        return hidden
+        return hidden[:, :width]
+
+    def _lacking(self, count: int) -> int:
+        """Tokens to add for ranks that compute as many each."""
+        if self._group is None or not self._group.sequence_parallel:
+            return 0
+        return -count % self._group.size
 
     def skips_padding(self, device: torch.device) -> bool:
         """Whether real tokens alone are computed on ``device``, each among its sequence.
@@ -71,16 +82,19 @@ class Trunk:
 
     def _by_spans(self, input_ids: Tensor, position_ids: Tensor, spans: Spans) -> Tensor:
         """As :meth:`__call__`; zeros on padding, which is not computed."""
+        tokens = _real(input_ids, spans)
+        count = tokens.shape[1]
+        extra = self._lacking(count)
         inputs: dict[str, Any] = {
-            "input_ids": _real(input_ids, spans),
+            "input_ids": _longer(tokens, extra),
             # Of this shape, it keeps the model from making one.
             "attention_mask": input_ids.new_zeros(1, 1, 1, 1),
-            "spans": spans,
+            "spans": lengthened(spans, extra),
             "use_cache": False,
         }
         if self._takes_positions:
-            inputs["position_ids"] = _real(position_ids, spans)
-        hidden: Tensor = self.model.base_model(**inputs).last_hidden_state[0]
+            inputs["position_ids"] = _longer(_real(position_ids, spans), extra)
+        hidden: Tensor = self.model.base_model(**inputs).last_hidden_state[0, :count]
         if spans.places is not None:
             rows = hidden.new_zeros(input_ids.numel(), hidden.shape[-1])
             hidden = rows.index_copy(0, spans.places, hidden)
@@ -131,6 +145,11 @@ def _suits_kernel(config: Any) -> bool:
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     options = ("attention_dropout", "attn_pdrop", "attn_logit_softcapping")
     return fits(size) and not any(getattr(config, name, None) for name in options)
+
+
+def _longer(values: Any, extra: int) -> Any:
+    """(B, T + extra) of (B, T), with zeros: padding where they are segments."""
+    return values if values is None or not extra else nn.functional.pad(values, (0, extra))
 
 
 def _real(values: Tensor, spans: Spans) -> Tensor:

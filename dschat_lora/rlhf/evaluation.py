@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dschat_lora.algos.advantages import response_sums
 from dschat_lora.data.tokenize import PromptSample
-from dschat_lora.engine.distributed import device, rank, world_size
+from dschat_lora.engine.distributed import data_rank, data_world_size, device
 from dschat_lora.models.sampling import Sampling
 from dschat_lora.report.log import jsonable, rlhf_eval_line
 from dschat_lora.rlhf.batch import Response, collate
@@ -112,8 +112,8 @@ class Evaluator:
     def _look(self, responses: list[Response]) -> Experience:
         """Scores and log-probabilities, without an update to come."""
         size = self.setup.config.batch.per_device_training_batch_size
-        mine = list(range(len(responses)))[rank() :: world_size()]
-        count = math.ceil(math.ceil(len(responses) / world_size()) / size)
+        mine = list(range(len(responses)))[data_rank() :: data_world_size()]
+        count = math.ceil(math.ceil(len(responses) / data_world_size()) / size)
         pad_id = int(self.setup.tokenizer.pad_token_id)
         batches = [
             collate(responses, mine[n * size : (n + 1) * size], pad_id) for n in range(count)

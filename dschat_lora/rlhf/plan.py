@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from dschat_lora.engine.distributed import world_size
+from dschat_lora.engine.distributed import data_world_size
 from dschat_lora.rlhf.config import RlhfConfig
 from dschat_lora.rlhf.phases import PHASES
 from dschat_lora.rlhf.rollout import PromptOrder
@@ -88,7 +88,7 @@ class Progress:
 
 def make_plan(config: RlhfConfig, num_prompts: int) -> Plan:
     """The plan of a run over so many prompts."""
-    batch, world = config.batch, world_size()
+    batch, world = config.batch, data_world_size()
     responses = batch.per_device_generation_batch_size * batch.generation_batches * world
     return Plan(
         order=PromptOrder(num_prompts, responses // batch.num_generations, config.run.seed),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dschat_lora.algos.advantages import RunningMoments
-from dschat_lora.engine.distributed import gather_over_ranks, rank, together, world_size
+from dschat_lora.engine.distributed import data_rank, data_world_size, gather_over_ranks, together
 from dschat_lora.models.causal_lm import Tokenizer
 from dschat_lora.rlhf.batch import Response
 from dschat_lora.rlhf.config import RewardsConfig
@@ -44,7 +44,7 @@ class RewardFunction:
         Raises:
             ValueError: if the function returns something else.
         """
-        mine = range(rank(), len(responses), world_size())
+        mine = range(data_rank(), len(responses), data_world_size())
         # One rank's failure is everybody's: the first rank says what it was.
         values = together(lambda: self._scores([responses[n] for n in mine]) if mine else [])
         table = torch.tensor([list(pair) for pair in zip(mine, values, strict=True)])

@@ -1,0 +1,64 @@
+"""The softmax over a vocabulary of which each process may hold a part of the logits."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class VocabularyPart:
+    """Which tokens the logits of this process are of, and how to hear of the others'.
+
+    Attributes:
+        start, stop: token ids held here.
+        most: held by any process, so that all cut their work alike.
+        sum: of a tensor over the processes.
+        max: of a tensor over the processes.
+    """
+
+    start: int
+    stop: int
+    most: int
+    sum: Callable[[Tensor], Tensor]
+    max: Callable[[Tensor], Tensor]
+
+    def own(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Columns of (N,) tokens here, 0 where they are elsewhere, and whether they are here."""
+        inside = (tokens >= self.start) & (tokens < self.stop)
+        return torch.where(inside, tokens - self.start, 0), inside
+
+
+def log_softmax(
+    logits: Tensor, tokens: Tensor, part: VocabularyPart | None
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of the tokens held here, and of the given ones.
+
+    With parts, the logarithm of the sum over all is formed from each process's maximum and sum,
+    so that no process sees more than its own logits (Megatron-LM, arXiv:1909.08053, section 3).
+
+    Args:
+        logits: (N, V) fp32, or (N, V / processes); overwritten where there are parts.
+        tokens: (N,) int64 in the whole vocabulary.
+        part: of the vocabulary; None: the logits are of all of it.
+
+    Returns:
+        (N, V) or (N, V / processes), and (N,), fp32 in nats.
+    """
+    if part is None:
+        table = torch.log_softmax(logits, dim=-1)
+        return table, table.gather(1, tokens[:, None]).squeeze(1)
+    table = logits.sub_(part.max(logits.amax(-1))[:, None])
+    columns, inside = part.own(tokens)
+    picked = table.gather(1, columns[:, None]).squeeze(1).masked_fill(~inside, 0.0)
+    total, picked = part.sum(torch.stack([table.exp().sum(-1), picked]))
+    return table.sub_(total.log()[:, None]), picked - total.log()
+
+
+def add_at_(table: Tensor, tokens: Tensor, value: float, part: VocabularyPart | None) -> Tensor:
+    """Add ``value`` in each row of (N, V) at its token, where that is held here."""
+    if part is None:
+        return table.scatter_add_(1, tokens[:, None], table.new_full((len(tokens), 1), value))
+    columns, inside = part.own(tokens)
+    return table.scatter_add_(1, columns[:, None], (value * inside.to(table.dtype))[:, None])

@@ -1,0 +1,146 @@
+"""Exchanges between the ranks that share a layer, each with the exchange its gradient needs.
+
+Forward and backward of the six come in pairs (Megatron-LM, arXiv:1909.08053, section 3, and
+arXiv:2205.05198, section 4.2, for the sequence): identity and sum, gather and slice, gather and
+scattered sum. Sums are sums, never means.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Exchange = Callable[[Tensor], Tensor]
+
+
+class TensorGroup:
+    """The ranks that hold one model between them. Call every method on all of them.
+
+    Attributes:
+        rank, size: this process among them.
+        process_group: of torch.distributed.
+        sequence_parallel: whether tokens between the layers are dealt out to the ranks; False
+            within :meth:`whole_sequences`.
+    """
+
+    def __init__(
+        self, process_group: Any, rank: int, size: int, *, sequence_parallel: bool = False
+    ) -> None:
+        self.process_group, self.rank, self.size = process_group, rank, size
+        self.sequence_parallel = sequence_parallel
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TensorGroup":
+        """The group itself: copies of a model are on the same ranks."""
+        return self
+
+    @contextmanager
+    def whole_sequences(self) -> Iterator[None]:
+        """Within, every rank has all tokens, as decoding one at a time needs it."""
+        before, self.sequence_parallel = self.sequence_parallel, False
+        try:
+            yield
+        finally:
+            self.sequence_parallel = before
+
+    def enter(self, x: Tensor) -> Tensor:
+        """All tokens of (..., T or T / size, H) for layers that split their output.
+
+        Their input gradients are parts of a sum.
+        """
+        if self.sequence_parallel:
+            return _exchange(x, self._gather_tokens, self._sum_tokens)
+        return self.copy(x)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """The sum of (..., T, H) parts; with sequence parallelism this rank's tokens of it."""
+        if self.sequence_parallel:
+            return _exchange(x, self._sum_tokens, self._gather_tokens)
+        return _exchange(x, self.sum, _itself)
+
+    def copy(self, x: Tensor) -> Tensor:
+        """``x``, the same on every rank; its gradient is the sum of what the ranks make of it."""
+        return _exchange(x, _itself, self.sum)
+
+    def deal_tokens(self, x: Tensor) -> Tensor:
+        """This rank's tokens of (..., T, H), the same on every rank; T a multiple of size."""
+        return _exchange(x, self._own_tokens, self._gather_tokens)
+
+    def collect_tokens(self, x: Tensor) -> Tensor:
+        """All tokens of the ranks' (..., T / size, H), for layers that every rank runs alike."""
+        return _exchange(x, self._gather_tokens, self._own_tokens)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The ranks' sum of ``x``, without gradient."""
+        return self._reduce(x, dist.ReduceOp.SUM)
+
+    def max(self, x: Tensor) -> Tensor:
+        """The ranks' maximum of ``x``, without gradient."""
+        return self._reduce(x, dist.ReduceOp.MAX)
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        """Every rank's ``x``, of one shape everywhere, without gradient."""
+        own = self._reachable(x.detach()).contiguous()
+        parts = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(parts, own, group=self.process_group)
+        return [part.to(x.device) for part in parts]
+
+    def _reduce(self, x: Tensor, operation: Any) -> Tensor:
+        result = self._reachable(x.detach()).clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(result, op=operation, group=self.process_group)
+        return result.to(x.device)
+
+    def _reachable(self, x: Tensor) -> Tensor:
+        """On the device that the ranks exchange from: weights that were just read are on CPU."""
+        if x.device.type != "cpu" or dist.get_backend(self.process_group) == "gloo":
+            return x
+        return x.to(torch.accelerator.current_accelerator())
+
+    def _own_tokens(self, x: Tensor) -> Tensor:
+        return self._tokens_of(x, self.rank).contiguous()
+
+    def _tokens_of(self, x: Tensor, rank: int) -> Tensor:
+        count = x.shape[-2]
+        if count % self.size:
+            raise ValueError(f"{count} tokens cannot be dealt out evenly to {self.size} ranks")
+        each = count // self.size
+        return x.narrow(-2, rank * each, each)
+
+    def _gather_tokens(self, x: Tensor) -> Tensor:
+        return torch.cat(self.gather(x), dim=-2)
+
+    def _sum_tokens(self, x: Tensor) -> Tensor:
+        """This rank's tokens of the ranks' sum."""
+        if dist.get_backend(self.process_group) == "gloo":  # which has no scattered sum
+            return self._own_tokens(self.sum(x))
+        parts = torch.stack([self._tokens_of(x.detach(), rank) for rank in range(self.size)])
+        own = torch.empty_like(parts[0])
+        dist.reduce_scatter_tensor(own, parts, group=self.process_group)
+        return own
+
+
+def exchange(x: Tensor, there: Exchange, back: Exchange) -> Tensor:
+    """``there(x)``, whose gradient ``g`` becomes ``back(g)``; neither records a graph."""
+    return _exchange(x, there, back)
+
+
+def _exchange(x: Tensor, there: Exchange, back: Exchange) -> Tensor:
+    output: Tensor = _Exchange.apply(x, there, back)  # type: ignore[no-untyped-call]
+    return output
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x.view_as(x)
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Exchange, back: Exchange) -> Tensor:
+        ctx.back = back
+        return there(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(grad), None, None

@@ -1,0 +1,231 @@
+"""Which parts of a transformers model a tensor group divides, and how."""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from dschat_lora.lora.collectives import TensorGroup
+from dschat_lora.lora.layers import is_conv1d
+from dschat_lora.lora.parallel import Column, ParallelEmbedding, ParallelLinear, Row, Split
+
+# Where transformers ships no plan: linear layers below the base model, in its words.
+_OPT = {
+    **{f"decoder.layers.*.self_attn.{name}": "colwise" for name in ("q_proj", "k_proj", "v_proj")},
+    "decoder.layers.*.self_attn.out_proj": "rowwise",
+    "decoder.layers.*.fc1": "colwise",
+    "decoder.layers.*.fc2": "rowwise",
+}
+_GPT2 = {
+    "h.*.attn.c_attn": "packed_colwise",
+    "h.*.attn.c_proj": "rowwise",
+    "h.*.mlp.c_fc": "colwise",
+    "h.*.mlp.c_proj": "rowwise",
+}
+_PLANS = {"opt": _OPT, "gpt2": _GPT2}
+# What a layer of attention counts by itself.
+_COUNTS = ("num_heads", "split_size")
+# Architectures whose blocks are known to read what enters a block's part in column layers alone.
+KINDS = ("gpt2", "gpt_neox", "llama", "mistral", "opt", "qwen2", "qwen3")
+_COLUMN = {"colwise", "packed_colwise"}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the ranks of a tensor group have to divide."""
+
+    heads: int
+    key_heads: int
+    mlp: int
+
+
+def sizes_of(config: PretrainedConfig) -> Sizes:
+    """Of a model's configuration."""
+    heads = int(config.num_attention_heads)
+    hidden = int(config.hidden_size)
+    mlp = (getattr(config, name, None) for name in ("intermediate_size", "ffn_dim", "n_inner"))
+    return Sizes(
+        heads=heads,
+        key_heads=int(getattr(config, "num_key_value_heads", None) or heads),
+        mlp=int(next((size for size in mlp if size), 4 * hidden)),
+    )
+
+
+def check_divides(config: PretrainedConfig, size: int) -> None:
+    """Refuse a model that ``size`` ranks cannot divide evenly.
+
+    Raises:
+        ValueError: naming the numbers that do not fit.
+    """
+    kind = config.model_type
+    if kind not in KINDS:
+        raise ValueError(
+            f"--tensor_parallel_size {size}: how to divide a {kind} model is not known; "
+            f"{', '.join(KINDS)} can be divided"
+        )
+    sizes = sizes_of(config)
+    for words, count in (
+        ("attention heads", sizes.heads),
+        ("key and value heads", sizes.key_heads),
+        ("MLP features", sizes.mlp),
+    ):
+        if count % size:
+            fitting = [n for n in range(1, sizes.heads + 1) if _all_divide(sizes, n)]
+            raise ValueError(
+                f"--tensor_parallel_size {size} does not divide the model's {count} {words}; "
+                f"{', '.join(map(str, fitting))} would"
+            )
+
+
+def _all_divide(sizes: Sizes, size: int) -> bool:
+    return all(count % size == 0 for count in (sizes.heads, sizes.key_heads, sizes.mlp))
+
+
+def divide(model: Any, group: TensorGroup) -> None:
+    """Keep this rank's part of ``model`` alone, in place; on the meta device its shape.
+
+    Linear layers of the blocks are divided by the plan that transformers ships for its own
+    tensor parallelism, the embedding and the output head by the vocabulary. Names stay.
+
+    Args:
+        model: a transformers model without adapters.
+        group: the ranks.
+
+    Raises:
+        ValueError: if the model cannot be divided so.
+    """
+    check_divides(model.config, group.size)
+    tied = _ties(model)
+    _divide_blocks(model, group)
+    _divide_vocabulary(model, group)
+    for names in tied:
+        first, *others = names
+        for name in others:
+            _set_parameter(model, name, model.get_parameter(first))
+    _deal_tokens(model, group)
+
+
+def _divide_blocks(model: Any, group: TensorGroup) -> None:
+    plan = _plan(model)
+    lists = {name for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
+    regions: set[str] = set()
+    for name, module in list(model.named_modules()):
+        style = _style(plan, name)
+        if style is None:
+            continue
+        transposed = is_conv1d(module)
+        inputs, outputs = module.weight.shape if transposed else module.weight.shape[::-1]
+        if style == "rowwise":
+            split: Split = Row(group, (inputs,))
+        else:
+            parent = name.rpartition(".")[0]
+            # One exchange for all column layers that read what enters their attention or MLP.
+            shares = parent.rpartition(".")[0] not in lists
+            if shares:
+                regions.add(parent)
+            parts = 3 if style == "packed_colwise" else 1
+            split = Column(
+                group, (outputs // parts,) * parts, reads="entered" if shares else "dealt"
+            )
+        _replace(model, name, ParallelLinear(module, split, transposed=transposed))
+    for name in regions:
+        region = model.get_submodule(name)
+        region.register_forward_pre_hook(_Enter(group), with_kwargs=True)
+        for count in _COUNTS:
+            if isinstance(getattr(region, count, None), int):
+                setattr(region, count, getattr(region, count) // group.size)
+
+
+def _divide_vocabulary(model: Any, group: TensorGroup) -> None:
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    for name, module in list(model.named_modules()):
+        if module is embedding:
+            _replace(model, name, ParallelEmbedding(module, group))
+        elif module is head:
+            split = Column(group, (module.weight.shape[0],), reads="same", gathers=True)
+            _replace(model, name, ParallelLinear(module, split))
+
+
+def _deal_tokens(model: Any, group: TensorGroup) -> None:
+    """With sequence parallelism, blocks are given some of the tokens each."""
+    count = model.config.num_hidden_layers
+    blocks = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count)
+    blocks[0].register_forward_pre_hook(_Deal(group), with_kwargs=True)
+    blocks[-1].register_forward_hook(_Collect(group))
+
+
+@dataclass(frozen=True)
+class _Enter:
+    """Exchanges what enters an attention or MLP."""
+
+    group: TensorGroup
+
+    def __call__(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return _with_hidden(args, kwargs, self.group.enter)
+
+
+@dataclass(frozen=True)
+class _Deal:
+    """Gives each rank some of the tokens that enter the first block."""
+
+    group: TensorGroup
+
+    def __call__(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if not self.group.sequence_parallel:
+            return args, kwargs
+        return _with_hidden(args, kwargs, self.group.deal_tokens)
+
+
+@dataclass(frozen=True)
+class _Collect:
+    """Gives every rank all tokens that leave the last block."""
+
+    group: TensorGroup
+
+    def __call__(self, _: nn.Module, args: Any, output: Any) -> Any:
+        if not self.group.sequence_parallel:
+            return output
+        if isinstance(output, tuple):
+            return self.group.collect_tokens(output[0]), *output[1:]
+        return self.group.collect_tokens(output)
+
+
+def _with_hidden(args: Any, kwargs: Any, change: Any) -> tuple[Any, Any]:
+    """Arguments of a block or a part of it, with its hidden states changed."""
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    return args, kwargs | {"hidden_states": change(kwargs["hidden_states"])}
+
+
+def _plan(model: Any) -> dict[str, str]:
+    """Style of each linear layer in the blocks, by patterns of names below the base model."""
+    config = model.config
+    return _PLANS.get(config.model_type) or dict(config.base_model_tp_plan)
+
+
+def _style(plan: dict[str, str], name: str) -> str | None:
+    for pattern, style in plan.items():
+        words = re.escape(pattern).replace(r"\*", r"\d+")
+        if re.fullmatch(rf"(.+\.)?{words}", name) and style in (*_COLUMN, "rowwise"):
+            return style
+    return None
+
+
+def _ties(model: nn.Module) -> list[list[str]]:
+    """Names of each parameter that has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [each for each in names.values() if len(each) > 1]
+
+
+def _set_parameter(model: nn.Module, name: str, parameter: Tensor) -> None:
+    parent, _, part = name.rpartition(".")
+    setattr(model.get_submodule(parent), part, parameter)
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)
