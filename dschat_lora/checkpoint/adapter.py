@@ -298,14 +298,15 @@ def _compare(staging: Path, config: AdapterConfig, tensors: Mapping[str, Tensor]
 
 
 def _check_base(model: nn.Module, base_tensors: Mapping[str, Tensor], where: str) -> None:
-    names, state = base_names(model), model.state_dict()
+    names, state = base_names(model), model.state_dict(keep_vars=True)
     for name, tensor in base_tensors.items():
         if name not in names:
             raise ValueError(f"{where} holds {name}, which the model has no place for")
         own = state[names[name]]
         if own.is_meta:
             continue
-        if own.shape != tensor.shape or not torch.equal(own.cpu(), tensor.to(own.dtype)):
+        same = full_shape(own) == tensor.shape
+        if not same or not torch.equal(own.detach().cpu(), own_part(own, tensor).to(own.dtype)):
             raise ValueError(
                 f"{where} holds {name} of another base: resized or trained in full; "
                 "merge it into its base with PEFT and train on the result"

@@ -117,6 +117,8 @@ def form_grid(tensor_size: int) -> Grid | None:
         raise ValueError(
             f"--tensor_parallel_size {tensor_size} does not divide the {size} processes"
         )
+    for group in () if _grid is None else (_grid.tensor_group, _grid.data_group):
+        dist.destroy_process_group(group)
     groups.mpu = _grid = None
     if tensor_size == 1:
         return None

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dschat_lora.engine.build import TrainEngine
-from dschat_lora.engine.distributed import broadcast_, data_group, rank
+from dschat_lora.engine.distributed import broadcast_, data_group, data_rank, rank
 from dschat_lora.engine.zero import own_part, own_shard, shard_of, whole_of_parts
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -162,7 +162,7 @@ class EngineState:
                 return
             deepspeed.utils.safe_set_local_fp32_param(parameter, shard)
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-                if rank() == 0:
+                if data_rank() == 0:
                     parameter.copy_(value)
         else:
             if (piece := self._fragment(parameter, key)) is not None:

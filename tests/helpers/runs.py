@@ -15,7 +15,7 @@ from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.loader import StepLoader, eval_batches
 from dschat_lora.data.packing import make_rows
 from dschat_lora.engine.build import DTYPES, EngineSettings, TrainEngine
-from dschat_lora.engine.distributed import rank, world_size
+from dschat_lora.engine.distributed import data_rank, data_world_size, rank, world_size
 from dschat_lora.engine.state import EngineState
 from dschat_lora.engine.zero import gather_to_cpu
 from dschat_lora.lora.model import adapter_parameters, apply_lora
@@ -27,6 +27,7 @@ from dschat_lora.perf.throughput import Meter
 from dschat_lora.report.log import RunLog
 from dschat_lora.stage import place
 from dschat_lora.trainer import Progress, evaluate, fit, make_plan, train_steps
+from helpers.tensor_parallel import divided, replicas_differ
 from helpers.tiny import LENGTH, ragged_samples
 
 LORA = {"lora_dim": 4, "lora_alpha": 8.0}
@@ -70,19 +71,19 @@ def engine_settings(
     )
 
 
-def load_model(path, lora, *, dtype="fp32", meta=False, attention="sdpa"):
+def load_model(path, lora, *, dtype="fp32", meta=False, attention="sdpa", group=None):
     """The model at ``path`` with an adapter, as the stage builds it."""
     options = ModelConfig(attn_implementation=attention)
     config = load_config(path, options)
-    model = load_causal_lm(path, config, options, dtype=DTYPES[dtype], meta=meta)
+    model = load_causal_lm(path, config, options, dtype=DTYPES[dtype], meta=meta, group=group)
     apply_lora(model, LoraConfig(**lora), seed=1)
     return model
 
 
-def build(path, lora, settings, *, rate=RATE, checkpointing=False):
+def build(path, lora, settings, *, rate=RATE, checkpointing=False, group=None):
     """(model, engine) as the stage builds them; call on every rank."""
-    meta = settings.zero_stage == 3 and rank() > 0
-    model = load_model(path, lora, dtype=settings.dtype, meta=meta)
+    meta = settings.zero_stage == 3 and data_rank() > 0
+    model = load_model(path, lora, dtype=settings.dtype, meta=meta, group=group)
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     place(model, settings)
@@ -97,8 +98,8 @@ def loader(samples, *, micro, accumulation, packing=False):
         rows=make_rows(lengths, max_seq_len=LENGTH, packing=packing, seed=3),
         micro_batch_size=micro,
         gradient_accumulation_steps=accumulation,
-        rank=rank(),
-        world_size=world_size(),
+        rank=data_rank(),
+        world_size=data_world_size(),
         seed=3,
         collate=SampleCollator(0),
     )
@@ -133,6 +134,8 @@ def train(
     samples=64,
     packing=False,
     overflow_at=None,
+    tensor_parallel=1,
+    sequence_parallel=False,
     want_gradient=False,
     save_adapter_to=None,
     save_merged_to=None,
@@ -147,7 +150,39 @@ def train(
         deepspeed_json=deepspeed_json,
         offload=offload,
     )
-    model, engine = build(path, lora, settings, checkpointing=checkpointing)
+    with divided(tensor_parallel, sequence_parallel=sequence_parallel) as group:
+        return _train(
+            path,
+            build(path, lora, settings, checkpointing=checkpointing, group=group),
+            lora=lora,
+            micro=micro,
+            accumulation=accumulation,
+            steps=steps,
+            samples=samples,
+            packing=packing,
+            overflow_at=overflow_at,
+            want_gradient=want_gradient,
+            save_adapter_to=save_adapter_to,
+            save_merged_to=save_merged_to,
+        )
+
+
+def _train(
+    path,
+    built,
+    *,
+    lora,
+    micro,
+    accumulation,
+    steps,
+    samples,
+    packing,
+    overflow_at,
+    want_gradient,
+    save_adapter_to,
+    save_merged_to,
+):
+    model, engine = built
     before = gather_to_cpu(_base_parameters(model))
     source = loader(
         ragged_samples(samples), micro=micro, accumulation=accumulation, packing=packing
@@ -157,7 +192,10 @@ def train(
         objective = overflowing_at(overflow_at, accumulation)
     gradient = _record_gradient(engine, model) if want_gradient else {}
     windows = (window for epoch in range(10**6) for window in source.epoch(epoch))
-    results = list(train_steps(engine, windows, objective, rate_factors(steps)))
+    results, unlike = [], set()
+    for step, result in enumerate(train_steps(engine, windows, objective, rate_factors(steps))):
+        results.append(result)
+        unlike |= {f"{name} after step {step + 1}" for name in replicas_differ(model)}
     after = gather_to_cpu(_base_parameters(model))
     _save(model, lora, path, save_adapter_to, save_merged_to)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -170,6 +208,7 @@ def train(
         "rates": [max(result.rates.values()) for result in results],
         "trained": gather_to_cpu(trained),
         "base_changed": [name for name in before if not torch.equal(before[name], after[name])],
+        "unlike": sorted(unlike),
         "gradient": gradient,
     }
     release(engine)

@@ -1,0 +1,204 @@
+"""Training by processes that share a model: the losses, replicas and files of one process."""
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from helpers.tiny import KINDS, VOCAB
+
+pytestmark = pytest.mark.stage
+TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
+STEPS = 8
+OVERFLOW = 3
+# Eight rows of a step in two micro-batches, clipped at most steps.
+RUN = {"accumulation": 2, "max_grad_norm": 0.3, "steps": STEPS, "packing": True}
+TWO = [
+    {"tensor_parallel": 2, "micro": 4},
+    {"tensor_parallel": 2, "micro": 4, "sequence_parallel": True, "checkpointing": True},
+]
+FOUR = [
+    {"tensor_parallel": 4, "micro": 4, "sequence_parallel": True},
+    *({"tensor_parallel": 2, "micro": 2, "stage": stage} for stage in (0, 1)),
+    *({"tensor_parallel": 2, "micro": 2, "stage": s, "sequence_parallel": True} for s in (2, 3)),
+]
+
+
+def reports(ranks, size, path, layouts, **common):
+    """Of each layout the reports of every rank."""
+    runs = [{**RUN, "path": path, **common, **layout} for layout in layouts]
+    return list(zip(*ranks(size).run("helpers.runs:train_many", runs=runs), strict=True))
+
+
+@pytest.fixture(scope="module")
+def runs(ranks, model_directory):
+    """``runs(kind, dtype)``: (report of one process, every rank's of each divided run)."""
+    done = {}
+
+    def of(kind, dtype="fp32"):
+        if (kind, dtype) not in done:
+            path, steps = model_directory(kind), STEPS if kind == "opt" else 4
+            options = {"dtype": dtype, "steps": steps}
+            ((one,),) = reports(ranks, 1, path, [{"micro": 4}], **options)
+            shared = reports(ranks, 2, path, TWO if dtype == "fp32" else TWO[1:], **options)
+            if (kind, dtype) == ("opt", "fp32"):
+                shared += reports(ranks, 4, path, FOUR, **options)
+            done[kind, dtype] = one, shared
+        return done[kind, dtype]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [*((kind, "fp32") for kind in KINDS), ("opt", "bf16"), ("llama", "bf16")]
+)
+def test_losses_norms_and_adapters_do_not_depend_on_how_the_model_is_shared(runs, kind, dtype):
+    one, shared = runs(kind, dtype)
+    atol = TOLERANCE[dtype]
+    assert max(one["losses"]) - min(one["losses"]) > 10 * TOLERANCE["fp32"]
+    assert min(one["norms"]) > RUN["max_grad_norm"] / 2
+    for first, *_ in shared:
+        assert first["losses"] == pytest.approx(one["losses"], abs=atol)
+        assert first["norms"] == pytest.approx(one["norms"], abs=2 * atol)
+        assert first["base_changed"] == []
+        for name, expected in one["trained"].items():
+            value = first["trained"][name]
+            torch.testing.assert_close(value, expected, rtol=0.0, atol=3 * atol)
+
+
+def test_clipping_changes_the_runs_that_are_compared(runs):
+    one, _ = runs("opt")
+    assert sum(norm > RUN["max_grad_norm"] for norm in one["norms"]) >= STEPS // 2
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("opt", "fp32"), ("opt", "bf16"), ("llama", "bf16")])
+def test_what_every_rank_holds_stays_the_same_bits_on_all(runs, kind, dtype):
+    for every in runs(kind, dtype)[1]:
+        assert [report["unlike"] for report in every] == [[]] * len(every)
+
+
+def test_all_ranks_report_the_same_losses_and_norms(runs):
+    for first, *others in runs("opt")[1]:
+        for other in others:
+            assert other["losses"] == first["losses"]
+            assert other["norms"] == first["norms"]
+
+
+def test_infinite_gradient_on_one_rank_is_skipped_by_all_that_share_the_model(
+    ranks, model_directory
+):
+    run = {"dtype": "fp16", "overflow_at": OVERFLOW, "steps": OVERFLOW + 3}
+    path = model_directory("opt")
+    ((one,),) = reports(ranks, 1, path, [{"micro": 4}], **run)
+    for every in reports(ranks, 2, path, TWO[:1], **run):
+        for report in every:
+            assert [n for n, skipped in enumerate(report["skipped"]) if skipped] == [OVERFLOW]
+            assert report["scales"] == one["scales"]
+        assert every[0]["losses"] == pytest.approx(one["losses"], abs=1e-2)
+
+
+LAYOUTS = [(1, 1), (2, 3), (4, 0)]  # tensor-parallel size and ZeRO stage of four processes
+
+
+@pytest.fixture(scope="module")
+def carried(ranks, model_directory, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("carried")
+    for size, _ in LAYOUTS:
+        (directory / f"{size}").mkdir()
+    result = ranks(4).run(
+        "helpers.tensor_parallel_runs:carry_on",
+        path=model_directory("gpt2"),  # packed q, k, v
+        directory=str(directory),
+        layouts=LAYOUTS,
+    )[0]
+    return result, directory
+
+
+@pytest.mark.parametrize("reader", [1, 2, 4])
+@pytest.mark.parametrize("writer", [1, 2, 4])
+def test_state_saved_at_one_degree_is_bit_identical_at_another_and_trains_on(
+    carried, writer, reader
+):
+    result, _ = carried
+    (tensors, next_loss), (read, loss) = result["saved"][writer], result["loaded"][writer, reader]
+    assert {name.partition(":")[0] for name in tensors} == {"weight", "exp_avg", "exp_avg_sq"}
+    assert read.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(read[name], tensor), name
+    assert loss == pytest.approx(next_loss, abs=1e-5)
+
+
+@pytest.mark.parametrize("reader", [1, 2, 4])
+@pytest.mark.parametrize("writer", [1, 2, 4])
+def test_adapter_saved_at_one_degree_is_bit_identical_at_another(carried, writer, reader):
+    result, directory = carried
+    file = load_file(directory / f"{writer}" / "adapter" / "adapter_model.safetensors")
+    trained = {n.partition(":")[2]: t for n, t in result["saved"][writer][0].items()}
+    read = result["adapters"][writer, reader]
+    assert len(file) == len(read)
+    for name, tensor in read.items():
+        assert torch.equal(file[f"base_model.model.{name}.weight"], tensor), name
+    assert read.keys() == trained.keys()
+
+
+THEIRS = {
+    "opt": {"target_modules": ["q_proj", "fc2"], "bias": "lora_only"},
+    "opt embeddings": {"target_modules": ["embed_tokens", "v_proj", "out_proj"]},
+    "gpt2": {"target_modules": ["c_attn", "mlp.c_proj"], "fan_in_fan_out": True},
+    "llama": {"target_modules": ["lm_head", "k_proj", "gate_proj", "down_proj"]},
+    "neox": {"target_modules": ["query_key_value", "dense"], "use_rslora": True},
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", ["opt", "gpt2", "llama", "neox"])
+def test_adapters_of_stock_peft_come_and_go_through_a_shared_model(
+    ranks, model_directory, tmp_path, kind
+):
+    path, ids, pairs, expected = model_directory(kind), [[5, 9, 3, 44, 60, 7, 11, 2]], [], []
+    for name, options in THEIRS.items():
+        if not name.startswith(kind):
+            continue
+        base = AutoModelForCausalLM.from_pretrained(path)
+        config = peft.LoraConfig(r=3, lora_alpha=5, task_type="CAUSAL_LM", **options)
+        theirs = peft.get_peft_model(base, config).eval()
+        generator = torch.Generator().manual_seed(7)
+        with torch.no_grad():
+            for parameter in theirs.parameters():
+                if parameter.requires_grad:
+                    parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+            expected.append(theirs(input_ids=torch.tensor(ids)).logits)
+        theirs.save_pretrained(tmp_path / name)
+        pairs.append((str(tmp_path / name), str(tmp_path / f"{name} again")))
+    for found in ranks(2).run(
+        "helpers.tensor_parallel_runs:through", path=path, pairs=pairs, ids=ids
+    ):
+        for logits, wanted in zip(found, expected, strict=True):
+            assert logits.shape[-1] == VOCAB
+            torch.testing.assert_close(logits, wanted, rtol=0.0, atol=1e-5)
+    for (_, written), wanted in zip(pairs, expected, strict=True):
+        base = AutoModelForCausalLM.from_pretrained(path)
+        again = peft.PeftModel.from_pretrained(base, written).eval()
+        with torch.no_grad():
+            logits = again(input_ids=torch.tensor(ids)).logits
+        torch.testing.assert_close(logits, wanted, rtol=0.0, atol=1e-5)
+
+
+def test_fingerprints_do_not_depend_on_how_the_model_is_shared(ranks, model_directory):
+    for kind in ("gpt2", "llama"):
+        found = ranks(2).run(
+            "helpers.tensor_parallel_runs:fingerprints", path=model_directory(kind), sizes=[1, 2]
+        )[0]
+        assert found[0] == found[1]
+
+
+def test_merged_model_of_a_shared_one_is_that_of_one_process(ranks, model_directory, tmp_path):
+    run = {"path": model_directory("gpt2"), "steps": 3}
+    for size in (1, 2):
+        share = {"tensor_parallel": size, "save_merged_to": str(tmp_path / f"{size}")}
+        ranks(size).run("helpers.runs:train", **run, **share)
+    one, two = (load_file(tmp_path / f"{size}" / "model.safetensors") for size in (1, 2))
+    assert one.keys() == two.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=0.0, atol=1e-6)

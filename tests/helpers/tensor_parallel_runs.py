@@ -1,0 +1,153 @@
+"""Files written by processes that share a model, read by others that share it another way."""
+
+import json
+from itertools import product
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from dschat_lora.checkpoint.adapter import load_adapter, lora_config_of
+from dschat_lora.checkpoint.export import save_adapter
+from dschat_lora.config import ModelConfig
+from dschat_lora.engine.distributed import agree, data_world_size, rank
+from dschat_lora.engine.state import EngineState
+from dschat_lora.engine.zero import gather_to_cpu
+from dschat_lora.lora.model import adapter_parameters, apply_lora
+from dschat_lora.lora.parallel import whole_sequences
+from dschat_lora.models.causal_lm import load_causal_lm, load_config
+from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
+from dschat_lora.objective import SUPERVISED
+from dschat_lora.trainer import train_steps
+from helpers.runs import (
+    LORA,
+    NoTokenizer,
+    build,
+    engine_settings,
+    load_model,
+    loader,
+    rate_factors,
+    release,
+)
+from helpers.tensor_parallel import divided
+from helpers.tiny import ragged_samples
+
+ROWS = 4  # of a step, over all shares of the data
+CARD = {"data": {"training data": "random"}, "metrics": {}, "versions": {}}
+
+
+def carry_on(path, directory, layouts, steps=2):
+    """Train in each layout and save; load each of these in each layout, and go on for a step.
+
+    Args:
+        path: of the model.
+        directory: receives states and adapters.
+        layouts: (size of the tensor groups, ZeRO stage).
+        steps: before saving.
+
+    Returns:
+        ``saved``: by layout what the run that wrote it held, and its next loss. ``loaded``: by
+        both layouts the same of the run that read it. ``adapters``: what a model holds then that
+        read the adapter's file.
+    """
+    directory = Path(directory)
+    saved, loaded, adapters = {}, {}, {}
+    for size, stage in layouts:
+        with divided(size) as group:
+            run = _Run(path, stage, group)
+            run.train(0, steps)
+            run.save(directory / f"{size}")
+            saved[size] = run.held(), run.train(steps, 1)
+            release(run.engine)
+    for (writer, _), (reader, stage) in product(layouts, layouts):
+        with divided(reader) as group:
+            run = _Run(path, stage, group)
+            run.load(directory / f"{writer}")
+            loaded[writer, reader] = run.held(), run.train(steps, 1)
+            release(run.engine)
+            model = load_model(path, LORA, group=group)
+            load_adapter(model, directory / f"{writer}" / "adapter")
+            adapters[writer, reader] = gather_to_cpu(adapter_parameters(model))
+    return {"saved": saved, "loaded": loaded, "adapters": adapters}
+
+
+class _Run:
+    """A tiny language model on an engine; its steps are those of one fixed run."""
+
+    def __init__(self, path, stage, group):
+        self.micro, self.path = ROWS // data_world_size(), path
+        settings = engine_settings(stage=stage, micro=self.micro)
+        self.model, self.engine = build(path, LORA, settings, group=group)
+        self.state = EngineState(self.engine, self.model)
+
+    def train(self, first, count):
+        """Losses of so many steps from ``first`` on."""
+        source = loader(ragged_samples(64), micro=self.micro, accumulation=1)
+        windows = [next(source.epoch(0, step)) for step in range(first, first + count)]
+        rates = rate_factors(10)[first : first + count]
+        return [r.loss for r in train_steps(self.engine, windows, SUPERVISED, rates)]
+
+    def held(self):
+        """What it has learnt, on rank 0."""
+        return dict(self.state.tensors())
+
+    def save(self, directory):
+        """State and adapter."""
+        facts, tensors = self.state.facts(), self.held()
+        _save_adapter(directory / "adapter", self.model, load_lora(), self.path)
+        if rank() == 0:
+            save_file(tensors, directory / "state.safetensors")
+            (directory / "state.json").write_text(json.dumps(facts))
+
+    def load(self, directory):
+        """Become what was saved."""
+        facts = json.loads(agree((directory / "state.json").read_text() if rank() == 0 else ""))
+        tensors = load_file(directory / "state.safetensors") if rank() == 0 else {}
+        self.state.load(facts, tensors.__getitem__)
+
+
+def load_lora():
+    from dschat_lora.config import LoraConfig
+
+    return LoraConfig(**LORA)
+
+
+def _save_adapter(directory, model, lora, path):
+    save_adapter(directory, model, lora, base=path, tokenizer=NoTokenizer(), card=CARD)
+
+
+def through(path, pairs, ids, *, size=2, sequence_parallel=False):
+    """Logits of the model with each adapter that stock PEFT wrote, which is then written anew.
+
+    Args:
+        path: of the model.
+        pairs: (adapter to read, adapter to write) each.
+        ids: (B, T) token ids.
+        size: of the tensor group.
+        sequence_parallel: of the group.
+    """
+    found = []
+    with divided(size, sequence_parallel=sequence_parallel) as group:
+        for source, target in pairs:
+            options = ModelConfig()
+            config = load_config(path, options)
+            model = load_causal_lm(
+                path, config, options, dtype=torch.float32, meta=False, group=group
+            )
+            lora = lora_config_of(source)
+            apply_lora(model, lora, seed=3)
+            load_adapter(model, source)
+            with torch.no_grad(), whole_sequences(model):
+                found.append(model(input_ids=torch.tensor(ids)).logits)
+            _save_adapter(Path(target), model, lora, path)
+    return found
+
+
+def fingerprints(path, sizes):
+    """Base and adapter as one hash each, by the size of the tensor group."""
+    found = []
+    for size in sizes:
+        with divided(size) as group:
+            model = load_model(path, LORA, group=group)
+            found.append((base_fingerprint(model), adapter_fingerprint(model)))
+    return found
