@@ -82,10 +82,14 @@ class TensorGroup:
 
     def gather(self, x: Tensor) -> list[Tensor]:
         """Every rank's ``x``, of one shape everywhere, without gradient."""
+        return list(self._stacked(x).unbind())
+
+    def _stacked(self, x: Tensor) -> Tensor:
+        """(size, ...) of every rank's (...)."""
         own = self._reachable(x.detach()).contiguous()
-        parts = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(parts, own, group=self.process_group)
-        return [part.to(x.device) for part in parts]
+        parts = own.new_empty(self.size, *own.shape)
+        dist.all_gather_into_tensor(parts, own, group=self.process_group)
+        return parts.to(x.device)
 
     def _reduce(self, x: Tensor, operation: Any) -> Tensor:
         result = self._reachable(x.detach()).clone(memory_format=torch.contiguous_format)
@@ -99,23 +103,23 @@ class TensorGroup:
         return x.to(torch.accelerator.current_accelerator())
 
     def _own_tokens(self, x: Tensor) -> Tensor:
-        return self._tokens_of(x, self.rank).contiguous()
+        return self._by_rank(x)[self.rank].contiguous()
 
-    def _tokens_of(self, x: Tensor, rank: int) -> Tensor:
+    def _by_rank(self, x: Tensor) -> Tensor:
+        """(size, ..., T / size, H) of (..., T, H)."""
         count = x.shape[-2]
         if count % self.size:
             raise ValueError(f"{count} tokens cannot be dealt out evenly to {self.size} ranks")
-        each = count // self.size
-        return x.narrow(-2, rank * each, each)
+        return x.detach().unflatten(-2, (self.size, -1)).movedim(-3, 0)
 
     def _gather_tokens(self, x: Tensor) -> Tensor:
-        return torch.cat(self.gather(x), dim=-2)
+        return self._stacked(x).movedim(0, -3).flatten(-3, -2)
 
     def _sum_tokens(self, x: Tensor) -> Tensor:
         """This rank's tokens of the ranks' sum."""
         if dist.get_backend(self.process_group) == "gloo":  # which has no scattered sum
             return self._own_tokens(self.sum(x))
-        parts = torch.stack([self._tokens_of(x.detach(), rank) for rank in range(self.size)])
+        parts = self._by_rank(x).contiguous()
         own = torch.empty_like(parts[0])
         dist.reduce_scatter_tensor(own, parts, group=self.process_group)
         return own
