@@ -312,8 +312,15 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         size = self.tensor_parallel_size
         require(size >= 1, "tensor_parallel_size", size, ">= 1")
-        if self.sequence_parallel and size == 1:
-            raise ValueError("--sequence_parallel needs --tensor_parallel_size of 2 or more, got 1")
+
+    def shares(self, processes: int) -> int:
+        """Shares of the data: processes that hold one model between them see the same rows."""
+        return processes // self.tensor_parallel_size
+
+    def share_words(self, processes: int) -> str:
+        """How the shares come about, as a factor in a message."""
+        size = self.tensor_parallel_size
+        return f"{processes} processes" + (f" / --tensor_parallel_size {size}" if size > 1 else "")
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from dschat_lora.config import (
     DpoStageConfig,
     LoadConfig,
     LoraConfig,
+    ParallelConfig,
     RunConfig,
     ScoreConfig,
     StageConfig,
@@ -23,6 +24,12 @@ from dschat_lora.config import (
 )
 from dschat_lora.data.rows import DataKind, check_sources
 from dschat_lora.engine.ds_config import reconcile
+from dschat_lora.models.division import (
+    check_divides,
+    check_files,
+    check_processes,
+    check_training,
+)
 from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.report.directory import check_idle, is_unfinished, leftovers
 from dschat_lora.report.terminal import say_once
@@ -97,6 +104,9 @@ def check_supervised(config: ConfigT, *, rules: StageRules = SFT) -> ConfigT:
     data = with_bundled_data(config.data, given, ignored=rules.unused)
     lora = continued_lora(config.lora, source, given)
     _check_lora(lora, given)
+    check_processes(config.parallel.tensor_parallel_size, launched_processes())
+    check_training(config.model, lora, config.parallel.tensor_parallel_size)
+    check_divided(source, config.parallel)
     _check_reference(config, lora)
     data = replace(data, max_seq_len=_fitting_length(data.max_seq_len, source, given))
     _check_budget(replace(config, data=data))
@@ -142,6 +152,23 @@ def check_score(config: ScoreConfig) -> None:
     check_sources(DataConfig(data_path=config.data_path))
     if config.output_path is not None:
         check_can_be_made(Path(config.output_path).expanduser().parent, option="output_path")
+
+
+def check_divided(source: ModelSource, parallel: ParallelConfig) -> None:
+    """Refuse a local model that ``--tensor_parallel_size`` does not divide.
+
+    One of the hub is looked at once its configuration is here.
+
+    Raises:
+        ValueError: naming the model, and the numbers that do not fit.
+    """
+    size = parallel.tensor_parallel_size
+    try:
+        check_divides(model_fields(source), size)
+        check_files(Path(source.base), size)
+    except ValueError as error:
+        name = "the bundled tiny model" if source.bundled else f"--model_name_or_path {source.base}"
+        raise ValueError(f"{name}: {error}") from error
 
 
 def check_compile(load: LoadConfig, *zero_stages: int | None) -> None:
@@ -312,9 +339,17 @@ def without_effect(config: SupervisedConfig, *, unused: tuple[str, ...] = ()) ->
         ]
     elif lora.only_optimize_lora and "lora_lr_multiplier" not in given and "learning_rate" in given:
         notes.append("--learning_rate has no effect: adapters alone train, at --lora_learning_rate")
+    notes += parallel_without_effect(config.parallel)
     if "eot_token" in given and not config.model.add_eot_token:
         notes.append("--eot_token has no effect without --add_eot_token")
     return notes
+
+
+def parallel_without_effect(parallel: ParallelConfig) -> list[str]:
+    """A line where tokens are to be shared by processes that share no model."""
+    if parallel.sequence_parallel and parallel.tensor_parallel_size == 1:
+        return ["--sequence_parallel has no effect without --tensor_parallel_size above 1"]
+    return []
 
 
 def _check_reference(config: SupervisedConfig, lora: LoraConfig) -> None:

@@ -20,6 +20,7 @@ from dschat_lora.checkpoint.history import (
 from dschat_lora.checkpoint.manifest import MANIFEST, DamagedError, verify
 from dschat_lora.cli.options import build_config, typed_options
 from dschat_lora.config import StageConfig
+from dschat_lora.models.division import check_processes
 from dschat_lora.report.directory import check_idle, newest_directory
 from dschat_lora.report.terminal import say_once
 
@@ -246,6 +247,7 @@ def _with_options_of(state: Mapping[str, Any], config: ConfigT, path: Path) -> C
             "--num_train_epochs 0 evaluates a model, and --resume_from_checkpoint goes on training "
             "one: name an adapter with --model_name_or_path instead"
         )
+    _check_groups(merged, path, typed="tensor_parallel_size" in now)
     notes: list[str] = []
     if "tokens_per_device" not in fixed:  # or steps would be counted in two units
         merged, rows, notes = _with_same_rows(merged, state, now)
@@ -264,6 +266,20 @@ def _with_options_of(state: Mapping[str, Any], config: ConfigT, path: Path) -> C
     return merged
 
 
+def _check_groups(config: StageConfig, path: Path, *, typed: bool) -> None:
+    """Refuse processes that the tensor-parallel size, perhaps the checkpoint's, does not divide."""
+    size = config.parallel.tensor_parallel_size
+    try:
+        check_processes(size, launched_processes())
+    except ValueError as error:
+        if typed:
+            raise
+        raise ValueError(
+            f"--resume_from_checkpoint {path} is of a run with --tensor_parallel_size {size}: type "
+            f"the size that is wanted now, as {error}"
+        ) from error
+
+
 def _inherited(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
     """Options of the checkpoint that no typed one stands in for."""
     replaced = {
@@ -277,16 +293,17 @@ def _with_same_rows(
 ) -> tuple[ConfigT, list[str], list[str]]:
     """The config with as many rows as before at each turn, what forbids that, and notes."""
     differences, notes = [], []
-    processes = launched_processes()
+    parallel, processes = config.parallel, launched_processes()
+    shares = parallel.shares(processes)
     for name, options in config.rows.items():
         rows, unit = state["identity"][name], "rows" if len(options) > 1 else "micro-batches"
-        values = _same_product(rows, options, state["config"], now)
-        product = math.prod(values.values()) * processes
+        values = _same_product(rows, options, state["config"], now, shares=shares)
+        product = math.prod(values.values()) * shares
         typed = [f"--{option} {value}" for option, value in values.items()]
         if product != rows:
             differences.append(
-                f"{_COUNTED[name]} {rows} {unit}, now {' x '.join(typed)} x {processes} processes "
-                f"is {product}"
+                f"{_COUNTED[name]} {rows} {unit}, now {' x '.join(typed)} x "
+                f"{parallel.share_words(processes)} is {product}"
             )
             continue
         config = replace(
@@ -302,9 +319,14 @@ _KEPT = {"rows_per_step": "a step keeps", "responses": "an iteration keeps"}
 
 
 def _same_product(
-    rows: int, options: tuple[str, ...], then: Mapping[str, Any], now: Mapping[str, Any]
+    rows: int,
+    options: tuple[str, ...],
+    then: Mapping[str, Any],
+    now: Mapping[str, Any],
+    *,
+    shares: int,
 ) -> dict[str, int]:
-    """Rows of a process, if they are an option, and how often: with the processes ``rows`` again.
+    """Rows of a share, if they are an option, and how often: with the shares ``rows`` again.
 
     Where that cannot be, what comes near.
     """
@@ -313,10 +335,10 @@ def _same_product(
     for name in micro_names:
         micro = now.get(name, then[name])
         if name not in now:
-            fitting = [m for m in range(1, micro + 1) if rows % (m * launched_processes()) == 0]
-            micro = max(fitting, default=min(micro, max(1, rows // launched_processes())))
+            fitting = [m for m in range(1, micro + 1) if rows % (m * shares) == 0]
+            micro = max(fitting, default=min(micro, max(1, rows // shares)))
         values[name] = micro
-    at_once = math.prod(values.values()) * launched_processes()
+    at_once = math.prod(values.values()) * shares
     return values | {times_name: now.get(times_name, max(1, rows // at_once))}
 
 

@@ -114,7 +114,8 @@ def set_up(
     if config.model.compile:
         prepare_to_compile(output)
     source = find_model(config.model.model_name_or_path)
-    check_targets(source, config.model, config.lora, task)
+    group = tensor_group(config.parallel)
+    check_targets(source, config.model, config.lora, task, group=group)
     tokenizer = load_tokenizer(source.tokenizer, config.model)
     data = prepare_data(config, tokenizer, phase=phase, kind=kind, output=output)
     settings = engine_settings(
@@ -132,7 +133,7 @@ def set_up(
         dtype=settings.torch_dtype,
         seed=config.run.seed,
         meta=wants_shape_only(config, settings),
-        group=tensor_group(config.parallel),
+        group=group,
     )
     config = settle_memory(config, settings, adapted, output, free=free)
     output = replace(output, config=config)

@@ -18,7 +18,8 @@ STAGES = {
     "step2_dpo": DpoStageConfig,
     "step3_rlhf": RlhfConfig,
 }
-_COMMAND = re.compile(r"(?:deepspeed|python3?)\s+(?:--\S+\s+(?:\d\S*\s+)?)*training/(\w+)/main\.py")
+_LAUNCHER = r"(?:deepspeed|torchrun|python3?)"
+_COMMAND = re.compile(_LAUNCHER + r"\s+(?:--\S+\s+(?:\d\S*\s+)?)*training/(\w+)/main\.py")
 
 
 def documents():
@@ -55,5 +56,6 @@ def test_commands_are_found_in_every_form():
         "deepspeed --num_gpus 2 training/step1_sft/main.py",
         "deepspeed --num_gpus=2 --master_port 29501 training/step1_sft/main.py",
         "python training/step1_sft/main.py",
+        "torchrun --nproc_per_node 2 training/step1_sft/main.py",
     ):
         assert _COMMAND.match(text)

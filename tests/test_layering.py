@@ -79,7 +79,9 @@ LAYERS = {
         {"algos", "attention", "checkpoint", "config", "lora"},
         {"torch", "transformers"},
     ),
+    "models.division": ({"config"}, set()),
     "models.errors": (set(), {"safetensors"}),
+    "models.shard_loading": ({"lora"}, {"safetensors", "torch", "transformers"}),
     "models.source": ({"assets", "checkpoint.adapter_config"}, set()),
     "objective": ({"algos", "config", "data"}, {"torch"}),
     "perf": ({"lora"}, {"torch"}),
@@ -93,7 +95,8 @@ LAYERS = {
     "preflight": (
         {
             *("assets", "checkpoint.adapter_config", "checkpoint.history", "checkpoint.manifest"),
-            *("config", "data.rows", "engine.ds_config", "models.source", "report", "resume"),
+            *("config", "data.rows", "engine.ds_config", "models.division", "models.source"),
+            *("report", "resume"),
         },
         set(),
     ),
@@ -104,7 +107,10 @@ LAYERS = {
     ),
     "report": ({""}, {"torch", "tqdm"}),
     "resume": (
-        {"checkpoint.history", "checkpoint.manifest", "cli.options", "config", "report"},
+        {
+            *("checkpoint.history", "checkpoint.manifest", "cli.options", "config"),
+            *("models.division", "report"),
+        },
         set(),
     ),
     # What step 3 has of its own; it uses the rooms of the other stages, and none uses it.
@@ -121,7 +127,8 @@ LAYERS = {
     "rlhf.preflight": (
         {
             *("assets", "checkpoint.adapter_config", "config", "data.rows", "engine.ds_config"),
-            *("models.source", "preflight", "report", "resume", "rlhf.config", "rlhf.functions"),
+            *("models.division", "models.source", "preflight", "report", "resume"),
+            *("rlhf.config", "rlhf.functions"),
         },
         set(),
     ),
@@ -151,9 +158,9 @@ LAYERS = {
 # Loaded by every start-up check, so that a wrong option is reported at once.
 LIGHT = """
     assets checkpoint.adapter_config checkpoint.history checkpoint.manifest cli.main cli.options
-    config data.rows data.sources engine.ds_config models.source pipeline.course preflight
-    report.directory report.terminal randomness resume rlhf.config rlhf.functions rlhf.preflight
-    world
+    config data.rows data.sources engine.ds_config models.division models.source pipeline.course
+    preflight report.directory report.terminal randomness resume rlhf.config rlhf.functions
+    rlhf.preflight world
 """.split()
 HEAVY = ("torch", "transformers", "deepspeed", "datasets", "numpy", "pyarrow", "peft")
 # Modules that may write to a standard stream.

@@ -21,6 +21,10 @@ _SHARED = {
     "gradient_clipping": "max_grad_norm",
     "zero_optimization.stage": "zero_stage",
 }
+# What of DeepSpeed knows nothing of adapters, or of groups of processes that hold one model.
+_FOREIGN = ("tensor_parallel", "autotp_size", "sequence_parallel_size")
+# Fields of ZeRO whose groups are made of neighbouring processes, and what turns them off.
+_CROSSING = {"zero_hpz_partition_size": 1, "zero_quantized_gradients": False}
 _SECTIONS = ("zero_optimization", "bf16", "fp16", "optimizer", "scheduler")
 # What may stand in a field that an option sets too, "auto" apart.
 _ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {
@@ -105,7 +109,8 @@ def reconcile(
         optim: as parsed.
         parallel: as parsed.
         given: names of the options the user set.
-        world_size: number of processes, for ``train_batch_size``.
+        world_size: number of processes, for ``train_batch_size``; those that hold one model
+            between them count as one.
 
     Raises:
         ValueError: where the file and an option disagree; the message names both.
@@ -137,6 +142,7 @@ def reconcile(
             path, "zero_optimization.offload_optimizer", True, "offload", values["offload"], given
         )
     _refuse_foreign_optimizer(path, content)
+    _refuse_foreign_groups(path, content, parallel.tensor_parallel_size)
     resolved = (
         replace(model, dtype=values["dtype"]),
         replace(
@@ -147,7 +153,7 @@ def reconcile(
         replace(optim, max_grad_norm=values["max_grad_norm"]),
         replace(parallel, zero_stage=values["zero_stage"] or 0, offload=values["offload"]),
     )
-    _check_total_batch(path, content, resolved[1], world_size)
+    _check_total_batch(path, content, resolved[1], parallel, world_size)
     if values["offload"] and not values["zero_stage"]:
         raise ValueError("--offload needs --zero_stage 1, 2 or 3: ZeRO 0 shards nothing to offload")
     return resolved
@@ -270,6 +276,23 @@ def _refuse_foreign_optimizer(path: str | None, content: Mapping[str, Any]) -> N
             )
 
 
+def _refuse_foreign_groups(path: str | None, content: Mapping[str, Any], size: int) -> None:
+    """Refuse to have models divided by DeepSpeed, or groups that cross those that divide one."""
+    for name in _FOREIGN:
+        if name in content:
+            raise ValueError(
+                f"--deepspeed_config {path} has {name}, which knows nothing of adapters; remove it "
+                "there, and use --tensor_parallel_size (and --sequence_parallel)"
+            )
+    said = _without_auto(content.get("zero_optimization", {}))
+    crossing = [name for name, off in _CROSSING.items() if said.get(name, off) != off]
+    if size > 1 and crossing:
+        raise ValueError(
+            f"--deepspeed_config {path} sets zero_optimization.{crossing[0]}, whose groups of "
+            f"processes cross those of --tensor_parallel_size {size}; drop one"
+        )
+
+
 def _refuse_rows(path: str | None, content: Mapping[str, Any], tokens: int) -> None:
     for field in ("train_micro_batch_size_per_gpu", "train_batch_size"):
         if (said := content.get(field, AUTO)) != AUTO:
@@ -280,15 +303,20 @@ def _refuse_rows(path: str | None, content: Mapping[str, Any], tokens: int) -> N
 
 
 def _check_total_batch(
-    path: str | None, content: Mapping[str, Any], batch: BatchConfig, world_size: int
+    path: str | None,
+    content: Mapping[str, Any],
+    batch: BatchConfig,
+    parallel: ParallelConfig,
+    world_size: int,
 ) -> None:
     said = content.get("train_batch_size", AUTO)
     micro, steps = batch.per_device_train_batch_size, batch.gradient_accumulation_steps
-    if said not in (AUTO, micro * steps * world_size):
+    total = micro * steps * parallel.shares(world_size)
+    if said not in (AUTO, total):
         raise ValueError(
             f"--deepspeed_config {path} sets train_batch_size to {said}, but "
             f"--per_device_train_batch_size {micro} x --gradient_accumulation_steps {steps} x "
-            f"{world_size} processes is {micro * steps * world_size}"
+            f"{parallel.share_words(world_size)} is {total}"
         )
 
 

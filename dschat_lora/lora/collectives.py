@@ -88,7 +88,8 @@ class TensorGroup:
         """(size, ...) of every rank's (...)."""
         own = self._reachable(x.detach()).contiguous()
         parts = own.new_empty(self.size, *own.shape)
-        dist.all_gather_into_tensor(parts, own, group=self.process_group)
+        # gloo takes no further dimension, but numbers in a row.
+        dist.all_gather_into_tensor(parts.view(-1), own.view(-1), group=self.process_group)
         return parts.to(x.device)
 
     def _reduce(self, x: Tensor, operation: Any) -> Tensor:

@@ -156,7 +156,12 @@ def can_recompute(model: Any) -> bool:
 
 
 def check_targets(
-    source: ModelSource, config: ModelConfig, lora: LoraConfig, task: Task = "CAUSAL_LM"
+    source: ModelSource,
+    config: ModelConfig,
+    lora: LoraConfig,
+    task: Task = "CAUSAL_LM",
+    *,
+    group: TensorGroup | None = None,
 ) -> None:
     """Try the choice of layers on the empty shape of the model, before anything takes long.
 
@@ -167,11 +172,13 @@ def check_targets(
         return
     model_config = load_config(source.base, config)
     if task == "CAUSAL_LM":
-        model = load_causal_lm(source.base, model_config, config, dtype=torch.float32, meta=True)
+        model = load_causal_lm(
+            source.base, model_config, config, dtype=torch.float32, meta=True, group=group
+        )
     else:
         lora = _with_head(lora)
         model = load_reward_model(
-            source.base, model_config, config, dtype=torch.float32, seed=0, meta=True
+            source.base, model_config, config, dtype=torch.float32, seed=0, meta=True, group=group
         )
     apply_lora(model, lora, seed=0)
 

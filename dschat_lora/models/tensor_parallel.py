@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PretrainedConfig
 
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.layers import is_conv1d
 from dschat_lora.lora.parallel import Column, ParallelEmbedding, ParallelLinear, Row, Split
+from dschat_lora.models.division import check_divides
 
 # Where transformers ships no plan: linear layers below the base model, in its words.
 _OPT = {
@@ -27,60 +27,7 @@ _GPT2 = {
 _PLANS = {"opt": _OPT, "gpt2": _GPT2}
 # What a layer of attention counts by itself.
 _COUNTS = ("num_heads", "split_size")
-# Architectures whose blocks are known to read what enters a block's part in column layers alone.
-KINDS = ("gpt2", "gpt_neox", "llama", "mistral", "opt", "qwen2", "qwen3")
 _COLUMN = {"colwise", "packed_colwise"}
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What the ranks of a tensor group have to divide."""
-
-    heads: int
-    key_heads: int
-    mlp: int
-
-
-def sizes_of(config: PretrainedConfig) -> Sizes:
-    """Of a model's configuration."""
-    heads = int(config.num_attention_heads)
-    hidden = int(config.hidden_size)
-    mlp = (getattr(config, name, None) for name in ("intermediate_size", "ffn_dim", "n_inner"))
-    return Sizes(
-        heads=heads,
-        key_heads=int(getattr(config, "num_key_value_heads", None) or heads),
-        mlp=int(next((size for size in mlp if size), 4 * hidden)),
-    )
-
-
-def check_divides(config: PretrainedConfig, size: int) -> None:
-    """Refuse a model that ``size`` ranks cannot divide evenly.
-
-    Raises:
-        ValueError: naming the numbers that do not fit.
-    """
-    kind = config.model_type
-    if kind not in KINDS:
-        raise ValueError(
-            f"--tensor_parallel_size {size}: how to divide a {kind} model is not known; "
-            f"{', '.join(KINDS)} can be divided"
-        )
-    sizes = sizes_of(config)
-    for words, count in (
-        ("attention heads", sizes.heads),
-        ("key and value heads", sizes.key_heads),
-        ("MLP features", sizes.mlp),
-    ):
-        if count % size:
-            fitting = [n for n in range(1, sizes.heads + 1) if _all_divide(sizes, n)]
-            raise ValueError(
-                f"--tensor_parallel_size {size} does not divide the model's {count} {words}; "
-                f"{', '.join(map(str, fitting))} would"
-            )
-
-
-def _all_divide(sizes: Sizes, size: int) -> bool:
-    return all(count % size == 0 for count in (sizes.heads, sizes.key_heads, sizes.mlp))
 
 
 def divide(model: Any, group: TensorGroup) -> None:
@@ -96,7 +43,7 @@ def divide(model: Any, group: TensorGroup) -> None:
     Raises:
         ValueError: if the model cannot be divided so.
     """
-    check_divides(model.config, group.size)
+    check_divides(model.config.to_dict(), group.size)
     tied = _ties(model)
     _divide_blocks(model, group)
     _divide_vocabulary(model, group)
@@ -162,8 +109,8 @@ class _Enter:
 
     group: TensorGroup
 
-    def __call__(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return _with_hidden(args, kwargs, self.group.enter)
+    def __call__(self, _: nn.Module, values: Any, named: Any) -> tuple[Any, Any]:
+        return _with_hidden(values, named, self.group.enter)
 
 
 @dataclass(frozen=True)
@@ -172,10 +119,10 @@ class _Deal:
 
     group: TensorGroup
 
-    def __call__(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def __call__(self, _: nn.Module, values: Any, named: Any) -> tuple[Any, Any]:
         if not self.group.sequence_parallel:
-            return args, kwargs
-        return _with_hidden(args, kwargs, self.group.deal_tokens)
+            return values, named
+        return _with_hidden(values, named, self.group.deal_tokens)
 
 
 @dataclass(frozen=True)
@@ -184,7 +131,7 @@ class _Collect:
 
     group: TensorGroup
 
-    def __call__(self, _: nn.Module, args: Any, output: Any) -> Any:
+    def __call__(self, _: nn.Module, values: Any, output: Any) -> Any:
         if not self.group.sequence_parallel:
             return output
         if isinstance(output, tuple):
@@ -192,11 +139,11 @@ class _Collect:
         return self.group.collect_tokens(output)
 
 
-def _with_hidden(args: Any, kwargs: Any, change: Any) -> tuple[Any, Any]:
-    """Arguments of a block or a part of it, with its hidden states changed."""
-    if args:
-        return (change(args[0]), *args[1:]), kwargs
-    return args, kwargs | {"hidden_states": change(kwargs["hidden_states"])}
+def _with_hidden(values: Any, named: Any, change: Any) -> tuple[Any, Any]:
+    """What a block or a part of it is called with, its hidden states changed."""
+    if values:
+        return (change(values[0]), *values[1:]), named
+    return values, named | {"hidden_states": change(named["hidden_states"])}
 
 
 def _plan(model: Any) -> dict[str, str]:

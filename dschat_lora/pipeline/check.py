@@ -70,7 +70,10 @@ def _checked(name: str, values: Mapping[str, Any], processes: int | None) -> Any
     stage = STAGES[name]
     if processes is None and "deepspeed_config" in values:
         values = {k: v for k, v in values.items() if k not in _OF_PROCESSES}
-    with _as_one_of(processes or 1), redirect_stdout(io.StringIO()):
+    # Without a number the launcher takes every GPU there is, which only the stage can count.
+    size = values.get("tensor_parallel_size", 1)
+    least = size if isinstance(size, int) and size > 0 else 1
+    with _as_one_of(processes or least), redirect_stdout(io.StringIO()):
         return stage.check(build_config(stage.config, values))
 
 

@@ -305,7 +305,9 @@ class ClassicConfig:
         False, help="accepted from DeepSpeed-Chat; the cache of keys and values is always freed"
     )
     inference_tp_size: int = option(
-        1, help="accepted from DeepSpeed-Chat, for its hybrid engine; 1"
+        1,
+        help="accepted from DeepSpeed-Chat, for its hybrid engine; 1, or --tensor_parallel_size: "
+        "rollouts run on the processes that hold the model",
     )
     tp_gather_partition_size: int = option(
         8, help="accepted from DeepSpeed-Chat, for its hybrid engine"
@@ -321,8 +323,6 @@ class ClassicConfig:
         require(self.test_stop_step >= 0, "test_stop_step", self.test_stop_step, ">= 0")
         if self.enable_test_mode and not self.test_stop_step:
             raise ValueError("--enable_test_mode stops after --test_stop_step steps: give it")
-        size = self.inference_tp_size
-        require(size == 1, "inference_tp_size", size, "1: rollouts are data-parallel")
 
 
 @dataclass(frozen=True)
@@ -345,6 +345,14 @@ class RlhfConfig(StageConfig):
 
     def __post_init__(self) -> None:
         require(self.eval_prompts >= 0, "eval_prompts", self.eval_prompts, ">= 0")
+        size, training = self.classic.inference_tp_size, self.parallel.tensor_parallel_size
+        require(
+            size in (1, training),
+            "inference_tp_size",
+            size,
+            f"1 or that of --tensor_parallel_size ({training}): rollouts run on the processes that "
+            "hold the model",
+        )
 
     @property
     def free(self) -> frozenset[str]:

@@ -8,15 +8,18 @@ from dschat_lora.checkpoint.adapter_config import verify_adapter
 from dschat_lora.config import BatchConfig, DataConfig, ModelConfig, OptimConfig
 from dschat_lora.data.rows import check_sources
 from dschat_lora.engine.ds_config import reconcile
+from dschat_lora.models.division import check_processes, check_training
 from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.preflight import (
     check_compile,
+    check_divided,
     check_nothing_read_is_deleted,
     check_output_dir,
     check_task,
     continued_lora,
     is_first_rank,
     model_fields,
+    parallel_without_effect,
     with_tensorboard,
 )
 from dschat_lora.report.terminal import say_once
@@ -58,6 +61,7 @@ def check_rlhf(config: RlhfConfig) -> RlhfConfig:
         critic=_settled_critic(config, actor, critic),
         data=_fitting(config, [actor, *([critic] if critic is not None else [])]),
     )
+    _check_tensor_parallel(config, actor, critic)
     _check_algorithm(config)
     check_sources(config.data.data, "prompts")
     check_sources_of_text(config)
@@ -222,6 +226,21 @@ def _fitting(config: RlhfConfig, sources: list[ModelSource]) -> PromptConfig:
     return replace(data, max_prompt_seq_len=limit - limit // 2, max_answer_seq_len=limit // 2)
 
 
+def _check_tensor_parallel(
+    config: RlhfConfig, actor: ModelSource, critic: ModelSource | None
+) -> None:
+    """Refuse models that the processes cannot divide, or cannot train once they are divided."""
+    size, only_adapters = config.parallel.tensor_parallel_size, config.classic.only_optimize_lora
+    check_processes(size, launched_processes())
+    for role, source in (("actor", actor), ("critic", critic)):
+        options: RoleConfig = getattr(config, role)
+        with naming(role):
+            if role == "actor" or config.has_critic:
+                check_training(config.load, options.lora(only_adapters), size)
+            if source is not None:
+                check_divided(source, config.parallel)
+
+
 def _check_algorithm(config: RlhfConfig) -> None:
     algorithm, k = config.ppo.algorithm, config.batch.num_generations
     if algorithm != "ppo" and k < 2:
@@ -232,8 +251,8 @@ def _check_algorithm(config: RlhfConfig) -> None:
 
 
 def _check_kl_horizon(config: RlhfConfig) -> None:
-    batch, world_size = config.batch, launched_processes()
-    responses = batch.per_device_generation_batch_size * batch.generation_batches * world_size
+    batch, shares = config.batch, config.parallel.shares(launched_processes())
+    responses = batch.per_device_generation_batch_size * batch.generation_batches * shares
     horizon = config.ppo.kl_horizon
     if config.ppo.adaptive_kl_target and 5 * horizon <= responses:
         raise ValueError(
@@ -288,12 +307,12 @@ def _with_stage(role: RoleConfig, stage: int) -> RoleConfig:
 
 def _with_steps(config: RlhfConfig) -> RlhfConfig:
     """With as many responses an iteration as a step wants, and as many steps as a test wants."""
-    batch, world_size = config.batch, launched_processes()
+    batch, shares = config.batch, config.parallel.shares(launched_processes())
     wanted = batch.per_device_training_batch_size * batch.gradient_accumulation_steps
     if wanted > batch.per_device_generation_batch_size * batch.generation_batches:
         times = -(-wanted // batch.per_device_generation_batch_size)
         say_once(
-            f"  note         --generation_batches {times}: a step of {wanted * world_size} "
+            f"  note         --generation_batches {times}: a step of {wanted * shares} "
             "responses needs as many of one policy"
         )
         batch = replace(batch, generation_batches=times)
@@ -343,6 +362,7 @@ def _without_effect(config: RlhfConfig, critic: ModelSource | None) -> list[str]
     """A line for each option that was given and changes nothing."""
     given = config.given
     notes = [f"--{name} has no effect here: see --help" for name in _UNUSED if name in given]
+    notes += parallel_without_effect(config.parallel)
     if not config.has_critic:
         unused = sorted(n for n in given if n.startswith("critic_") and "model" not in n)
         unused += sorted({"cliprange_value", "gamma", "lam", "whiten_advantages"} & given)

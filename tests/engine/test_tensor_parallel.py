@@ -10,8 +10,8 @@ from helpers.tiny import KINDS, VOCAB
 
 pytestmark = pytest.mark.stage
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
-STEPS = 8
-OVERFLOW = 3
+STEPS = 6
+OVERFLOW = 2
 # Eight rows of a step in two micro-batches, clipped at most steps.
 RUN = {"accumulation": 2, "max_grad_norm": 0.3, "steps": STEPS, "packing": True}
 TWO = [
@@ -33,7 +33,7 @@ def reports(ranks, size, path, layouts, **common):
 
 @pytest.fixture(scope="module")
 def runs(ranks, model_directory):
-    """``runs(kind, dtype)``: (report of one process, every rank's of each divided run)."""
+    """``runs(kind, dtype)``: (report of one process, those of every rank), of each layout."""
     done = {}
 
     def of(kind, dtype="fp32"):
@@ -42,9 +42,12 @@ def runs(ranks, model_directory):
             options = {"dtype": dtype, "steps": steps}
             ((one,),) = reports(ranks, 1, path, [{"micro": 4}], **options)
             shared = reports(ranks, 2, path, TWO if dtype == "fp32" else TWO[1:], **options)
+            done[kind, dtype] = [(one, each) for each in shared]
             if (kind, dtype) == ("opt", "fp32"):
-                shared += reports(ranks, 4, path, FOUR, **options)
-            done[kind, dtype] = one, shared
+                options["steps"] = 3
+                ((one,),) = reports(ranks, 1, path, [{"micro": 4}], **options)
+                shared = reports(ranks, 4, path, FOUR, **options)
+                done[kind, dtype] += [(one, each) for each in shared]
         return done[kind, dtype]
 
     return of
@@ -54,11 +57,9 @@ def runs(ranks, model_directory):
     ("kind", "dtype"), [*((kind, "fp32") for kind in KINDS), ("opt", "bf16"), ("llama", "bf16")]
 )
 def test_losses_norms_and_adapters_do_not_depend_on_how_the_model_is_shared(runs, kind, dtype):
-    one, shared = runs(kind, dtype)
     atol = TOLERANCE[dtype]
-    assert max(one["losses"]) - min(one["losses"]) > 10 * TOLERANCE["fp32"]
-    assert min(one["norms"]) > RUN["max_grad_norm"] / 2
-    for first, *_ in shared:
+    for one, (first, *_) in runs(kind, dtype):
+        assert max(one["losses"]) - min(one["losses"]) > 10 * TOLERANCE["fp32"]
         assert first["losses"] == pytest.approx(one["losses"], abs=atol)
         assert first["norms"] == pytest.approx(one["norms"], abs=2 * atol)
         assert first["base_changed"] == []
@@ -68,18 +69,18 @@ def test_losses_norms_and_adapters_do_not_depend_on_how_the_model_is_shared(runs
 
 
 def test_clipping_changes_the_runs_that_are_compared(runs):
-    one, _ = runs("opt")
-    assert sum(norm > RUN["max_grad_norm"] for norm in one["norms"]) >= STEPS // 2
+    for one, _ in runs("opt"):
+        assert sum(norm > RUN["max_grad_norm"] for norm in one["norms"]) >= 2
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("opt", "fp32"), ("opt", "bf16"), ("llama", "bf16")])
 def test_what_every_rank_holds_stays_the_same_bits_on_all(runs, kind, dtype):
-    for every in runs(kind, dtype)[1]:
+    for _, every in runs(kind, dtype):
         assert [report["unlike"] for report in every] == [[]] * len(every)
 
 
 def test_all_ranks_report_the_same_losses_and_norms(runs):
-    for first, *others in runs("opt")[1]:
+    for _, (first, *others) in runs("opt"):
         for other in others:
             assert other["losses"] == first["losses"]
             assert other["norms"] == first["norms"]

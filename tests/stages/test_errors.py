@@ -79,6 +79,8 @@ CASES = [
     ("--offload", ["--offload", "--zero_stage 1, 2 or 3"]),
     ("--target_modules q_proj", ["--target_modules", "--lora_dim > 0"]),
     ("--lora_learning_rate 1 --lora_lr_multiplier 2", ["--lora_learning_rate 1", "multiplier 2"]),
+    ("--tensor_parallel_size 0", ["--tensor_parallel_size", "0", ">= 1"]),
+    ("--lora_dim 4 --tensor_parallel_size 2", ["--tensor_parallel_size 2", "processes, 1", "1 wo"]),
     # models
     ("--model_name_or_path nowhere/at/all", ["--model_name_or_path", "nowhere/at/all", "hub name"]),
     ("--model_name_or_path ./nowhere", ["--model_name_or_path", "./nowhere", "does not exist"]),
@@ -191,7 +193,7 @@ def test_under_the_launcher_the_first_rank_alone_says_it(workplace):
 
 @pytest.mark.stage
 @pytest.mark.parametrize("kind", ["a later bad row", "cut weights of a model", "cut adapter"])
-def test_what_shows_only_during_the_run_is_one_line_too(workplace, kind):
+def test_what_shows_only_during_the_run_is_one_line_too(launcher, workplace, kind):
     if kind == "a later bad row":
         # too large a file to be read through before the run
         long = {"prompt": "a" * 1000, "completion": " b"}
@@ -205,10 +207,10 @@ def test_what_shows_only_during_the_run_is_one_line_too(workplace, kind):
         argv, parts = ["--model_name_or_path", "base"], ["--model_name_or_path", "base"]
     else:
         argv, parts = ["--model_name_or_path", "adapter"], ["adapter_model.safetensors"]
-    done = run(python(*argv, "--output_dir", "out"), workplace)
-    assert done.code == 2
-    assert "Traceback" not in done.err
-    (line,) = [line for line in done.err.splitlines() if line.startswith("error: ")]
+    running = launcher.start([*argv, "--output_dir", "out"], workplace)
+    assert running.wait() == [2]
+    assert "Traceback" not in running.err()
+    (line,) = [line for line in running.err().splitlines() if line.startswith("error: ")]
     for part in parts:
         assert part in line
     # nothing was learned, so nothing is left in the way of the next try
