@@ -108,10 +108,10 @@ class TensorGroup:
 
     def _by_rank(self, x: Tensor) -> Tensor:
         """(size, ..., T / size, H) of (..., T, H)."""
-        count = x.shape[-2]
+        *rows, count, width = x.shape
         if count % self.size:
             raise ValueError(f"{count} tokens cannot be dealt out evenly to {self.size} ranks")
-        return x.detach().unflatten(-2, (self.size, -1)).movedim(-3, 0)
+        return x.detach().reshape(*rows, self.size, -1, width).movedim(-3, 0)
 
     def _gather_tokens(self, x: Tensor) -> Tensor:
         return self._stacked(x).movedim(0, -3).flatten(-3, -2)
