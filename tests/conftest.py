@@ -22,6 +22,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from helpers.launcher import Launcher  # noqa: E402
 from helpers.ranks import Ranks  # noqa: E402
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -32,13 +33,28 @@ def pytest_unconfigure(config):
 
 
 @pytest.fixture(scope="session")
-def ranks(tmp_path_factory):
+def plain_launcher(tmp_path_factory):
+    """Starts processes that have imported everything, without faults."""
+    running = Launcher(tmp_path_factory.mktemp("launcher"))
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="session")
+def launcher(plain_launcher):
+    """Starts commands; in ``faults``, another one takes its place."""
+    return plain_launcher
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory, plain_launcher):
     """``ranks(n)``: n processes over gloo, started once and kept for the session."""
     running = {}
 
     def of_size(size):
         if size not in running:
-            running[size] = Ranks(size, tmp_path_factory.mktemp(f"ranks{size}"))
+            directory = tmp_path_factory.mktemp(f"ranks{size}")
+            running[size] = Ranks(size, directory, plain_launcher)
         return running[size]
 
     yield of_size
@@ -47,12 +63,13 @@ def ranks(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def fresh_ranks(tmp_path_factory):
+def fresh_ranks(tmp_path_factory, plain_launcher):
     """``fresh_ranks(n)``: n new processes, for what a process shows only once."""
     started = []
 
     def of_size(size, **environment):
-        started.append(Ranks(size, tmp_path_factory.mktemp("fresh"), **environment))
+        directory = tmp_path_factory.mktemp("fresh")
+        started.append(Ranks(size, directory, plain_launcher, **environment))
         return started[-1]
 
     yield of_size

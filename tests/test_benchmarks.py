@@ -52,6 +52,7 @@ PARTS = (
     "throughput-1.3b",
     "throughput-6.7b",
     "throughput-llama-2-7b",
+    "tensor-parallel",
 )
 
 

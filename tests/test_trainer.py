@@ -62,7 +62,8 @@ def test_gradient_is_that_of_the_mean_over_the_steps_targets(
 ):
     run = {"path": model_directory("llama"), "samples": 27, "steps": 1, "stage": stage}
     run |= {"want_gradient": True}
-    runs = [run | {"micro": micro, "accumulation": n} for micro, n in SHAPES[size]]
+    shapes = SHAPES[size] if stage in (0, 3) else SHAPES[size][1:2]
+    runs = [run | {"micro": micro, "accumulation": n} for micro, n in shapes]
     for per_rank in ranks(size).run("helpers.runs:train_many", runs=runs):
         for report in per_rank:
             assert report["losses"][0] == pytest.approx(exact[0], rel=1e-6)
@@ -124,12 +125,12 @@ def test_evaluation_weighs_every_supervised_token_of_all_ranks_alike(
 @pytest.mark.stage
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_skipped_step_changes_no_weight_and_the_run_goes_on(ranks, model_directory, size):
-    run = {"path": model_directory("opt"), "steps": 6, "micro": 2, "accumulation": 2}
+    run = {"path": model_directory("opt"), "steps": 4, "micro": 2, "accumulation": 2}
     runs = [run | {"stage": stage, "overflow_at": 1} for stage in range(4)]
     # Without the second step's update, and with its rows: what the others would do alone.
     for reports in ranks(size).run("helpers.runs:train_many", runs=runs):
         for report in reports:
-            assert report["skipped"] == [False, True, False, False, False, False]
+            assert report["skipped"] == [False, True, False, False]
             assert report["losses"] == pytest.approx(reports[0]["losses"], abs=1e-5)
             assert all(value.isfinite().all() for value in report["trained"].values())
     run |= {"stage": 0, "overflow_at": 0, "steps": 1}

@@ -199,7 +199,9 @@ def runs(ranks, model_directory):
         run |= {"lora": FULL if full else LORA}
         reports = {}
         for size, shapes in SHAPES.items():
-            keys = [(*shapes[1], stage) for stage in STAGES]
+            # In one process, stages 1 and 2 share out nothing.
+            stages = (0, 3) if size == 1 and not LONG else STAGES
+            keys = [(*shapes[1], stage) for stage in stages]
             if not full:
                 keys += [(*shapes[0], stage) for stage in (STAGES if LONG else (0,))]
             results = ranks(size).run(

@@ -10,7 +10,8 @@ from helpers.runs import LORA, RATE, load_model, loader, rate_factors
 from helpers.tiny import ragged_samples
 
 pytestmark = pytest.mark.stage
-STEPS, SAMPLES = 12, 44
+# The last step of the epoch holds half as many samples.
+STEPS, SAMPLES = 6, 44
 # Gradients on both sides of 1, so that a clipping at 1 that nobody asked for shows.
 STRONG_LORA = {"lora_dim": 4, "lora_alpha": 32.0}
 
@@ -72,7 +73,8 @@ def test_clipping_is_torchs_at_every_stage(ranks, model_directory, size, max_gra
     assert max(expected[1]) > 1.0
     run = {"path": path, "steps": STEPS, "samples": SAMPLES, "max_grad_norm": max_grad_norm}
     run |= {"micro": 4 // size, "accumulation": 2, "lora": STRONG_LORA}
-    runs = [run | {"stage": stage} for stage in range(4)]
+    # In one process, stages 1 and 2 share out nothing.
+    runs = [run | {"stage": stage} for stage in ((0, 3) if size == 1 else range(4))]
     for ours in ranks(size).run("helpers.runs:train_many", runs=runs)[0]:
         assert_same_run(ours, *expected)
 

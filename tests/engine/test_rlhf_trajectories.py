@@ -15,31 +15,33 @@ pytestmark = pytest.mark.stage
 
 # every stage with every number of processes, where the default run takes a spread
 LONG = os.environ.get("FAULTS") == "long"
-STEPS = 10
+# The last iteration of two ends in the middle of its passes.
+STEPS = 7
 EVERYWHERE = [(size, stage) for size in (1, 2) for stage in (0, 1, 2, 3)]
 SPREAD = EVERYWHERE if LONG else [(1, 0), (2, 3)]
+EVERY_STAGE = EVERYWHERE if LONG else [(1, 0), (1, 3), (2, 0), (2, 1), (2, 2), (2, 3)]
 # Eight responses an iteration, four a step.
 RESPONSES, ROWS = 8, 4
 COMMON = f"""
-    --max_prompt_seq_len 14 --max_answer_seq_len 12 --max_steps {STEPS} --eval_prompts 0
+    --max_prompt_seq_len 14 --max_answer_seq_len 8 --max_steps {STEPS} --eval_prompts 0
     --eval_ratio 0 --actor_lora_learning_rate 5e-3 --critic_lora_learning_rate 5e-3
     --critic_learning_rate 1e-3 --num_warmup_steps 2 --save_interval 0 --save_minutes 0
     --num_train_epochs 9
 """.split()
 TWO_PASSES = "--ppo_epochs 2 --kl_coef 0.05 --entropy_coef 0.01"
 MORE = "--unsupervised_dataset_name texts.jsonl --unsup_coef 0.5 --enable_ema --ema_decay 0.8"
-LOOKS = "--eval_prompts 5"
+LOOKS = "--eval_prompts 3"
 FUNCTION = "--reward_function helpers.rlhf_course:vowels"
 # name: (architecture, (processes, stage) of each run, options)
 KINDS = {
-    "ppo": ("opt", EVERYWHERE, f"{TWO_PASSES} {MORE} {LOOKS}"),
+    "ppo": ("opt", EVERY_STAGE, f"{TWO_PASSES} {MORE} {LOOKS}"),
     "ppo of llama": ("llama", SPREAD, f"{TWO_PASSES} --reward_scaling running"),
     "rloo": ("opt", SPREAD, "--algorithm rloo --num_generations 2"),
     "grpo": ("opt", SPREAD, "--algorithm grpo --num_generations 4 --ppo_epochs 2"),
     "an iteration in one step": ("opt", SPREAD, "--num_generations 4"),
-    "seven prompts": ("opt", sorted({*SPREAD, (2, 0)}), f"{TWO_PASSES} {FUNCTION}"),
+    "seven prompts": ("opt", SPREAD, f"{TWO_PASSES} {FUNCTION}"),
     # OPT's biases of keys have no gradient but rounding, of which Adam makes whole steps.
-    "every weight of the critic": ("llama", SPREAD, TWO_PASSES),
+    "every weight of the critic": ("llama", SPREAD, f"{TWO_PASSES} --critic_learning_rate 3e-4"),
 }
 
 
@@ -49,7 +51,7 @@ def home(tmp_path_factory):
     home = tmp_path_factory.mktemp("rlhf")
     write_prompts(home / "prompts.jsonl", 24)
     write_prompts(home / "seven.jsonl", 7)
-    write_prompts(home / "held.jsonl", 5, seed=1)
+    write_prompts(home / "held.jsonl", 3, seed=1)
     write_texts(home / "texts.jsonl", 9)
     # Else DeepSpeed keeps parameters as small as these whole on every rank, or fetches all of
     # them ahead, which it does not of larger models: two engines on one base get in each
@@ -189,7 +191,8 @@ def test_run_says_something_of_what_it_compares(reports, name):
     assert 0.05 < sum(ends) / len(ends) < 0.95
     trains = [line for line in report["lines"] if line["kind"] == "train"]
     assert trains[-1]["step"] == STEPS
-    assert abs(trains[-1]["kl"]) > 1e-2
+    # A hundred times what figures may differ by, after the first iteration.
+    assert abs(trains[-1]["kl"]) > 1e-3
     assert max(line["reward"] for line in trains) > min(line["reward"] for line in trains)
     if report["steps"][0]["value_loss"] is not None:
         values = [step["value_loss"] for step in report["steps"]]
@@ -248,8 +251,9 @@ def test_reference_stays_the_actor_that_training_began_with(reports, family):
 
 @pytest.mark.parametrize("size", [1, 2] if LONG else [2])
 def test_rollout_layer_by_layer_says_what_gathered_weights_say(run_many, reports, size):
-    (report,) = run_many(size, [("ppo", (3, 3), True)])
-    assert_same(report, reports("ppo")[1, 0])
+    # A rank of two then has a response less to write than the other.
+    (report,) = run_many(size, [("seven prompts", (3, 3), True)])
+    assert_same(report, reports("seven prompts")[1, 0])
 
 
 @pytest.mark.parametrize(("size", "stages"), [(2, (0, 3)), (2, (3, 1))])
@@ -263,7 +267,7 @@ def test_last_iteration_of_an_epoch_has_what_is_left(reports):
     # Seven prompts: an iteration's eight responses are those to all of them.
     for report in reports("seven prompts").values():
         trains = [line for line in report["lines"] if line["kind"] == "train"]
-        assert [line["samples"] for line in trains] == [7, 7, 7]
+        assert [line["samples"] for line in trains] == [7, 7]
         assert [step["tokens"] for step in report["steps"]] == [
             step["tokens"] for step in reports("seven prompts")[1, 0]["steps"]
         ]

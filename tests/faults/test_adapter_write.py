@@ -20,7 +20,8 @@ pytestmark = pytest.mark.stage
 
 # Lines on stderr that a refusal by the disk may take.
 MOST_LINES_OF_A_REFUSAL = 1
-TRIALS = 12
+TRIALS = 9
+ERRORS = ["ENOSPC", "EIO", "EROFS", "EACCES"]
 
 
 @pytest.fixture(scope="module")
@@ -97,10 +98,11 @@ def test_killed_at_any_operation_leaves_a_whole_adapter_or_none(part, sound, tin
         assert (done.out / "adapter").exists() == renamed, operation
 
 
-@pytest.mark.parametrize("error", ["ENOSPC", "EIO", "EROFS", "EACCES"])
+@pytest.mark.parametrize("error", ERRORS)
 def test_refused_operation_ends_the_run_without_half_an_adapter(error, sound, tiny_run):
     until = next(n for n, each in enumerate(sound.saving) if each.concerns("run.json"))
-    for operation in spread(sound.saving[:until], 3):
+    points = sound.saving[:until]
+    for operation in points if LONG else spread(points, 6)[ERRORS.index(error) :: len(ERRORS)]:
         for sticky in ("1", ""):
             done = tiny_run(FAULT_AT=operation.number, FAULT_DO=error, FAULT_STICKY=sticky)
             # A directory that is there already needs no making.
@@ -132,12 +134,17 @@ def test_next_run_clears_what_a_killed_one_left(sound, tiny_run):
     check_whole_or_absent(done, sound)
 
 
-@pytest.mark.parametrize("action", ["kill", "EIO"])
-def test_other_rank_ends_when_the_writer_does(action, tiny_run):
+@pytest.fixture(scope="module")
+def renaming_of_two(tiny_run):
+    """The number of the operation by which two ranks' adapter gets its name."""
     undisturbed = tiny_run(ranks=2, FAULT_RANK=0)
     assert undisturbed.codes == [0, 0], undisturbed.running.output()
-    number = renaming(operations(undisturbed.log)).number
-    done = tiny_run(ranks=2, FAULT_RANK=0, FAULT_AT=number, FAULT_DO=action)
+    return renaming(operations(undisturbed.log)).number
+
+
+@pytest.mark.parametrize("action", ["kill", "EIO"])
+def test_other_rank_ends_when_the_writer_does(action, tiny_run, renaming_of_two):
+    done = tiny_run(ranks=2, FAULT_RANK=0, FAULT_AT=renaming_of_two, FAULT_DO=action)
     assert done.codes[0] == -signal.SIGKILL if action == "kill" else done.codes[0] > 0
     assert done.codes[1] > 0
     assert not (done.out / "adapter").exists()

@@ -21,7 +21,7 @@ from helpers.launcher import undisturbed_runs
 
 pytestmark = pytest.mark.stage
 
-STEPS = 16
+STEPS = 12
 LORA = "--lora_dropout 0.1 --lora_learning_rate 5e-3"
 FULL = "--lora_dim 0 --learning_rate 1e-3"
 TWO = "--per_device_train_batch_size 2"

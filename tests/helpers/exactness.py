@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from dschat_lora.config import LoraConfig
 from helpers import plain
+from helpers.launcher import Launcher
 from helpers.ranks import Ranks
 from helpers.runs import LORA, load_model
 from helpers.tiny import ragged_samples, save_tiny_model
@@ -148,11 +149,11 @@ def adapters(pools, directory):
             )
 
 
-def memory(directory):
+def memory(directory, launcher):
     from engine.test_zero3_loading import save_wide_model
 
     save_wide_model(directory / "wide")
-    pool = Ranks(2, directory)
+    pool = Ranks(2, directory, launcher)
     paths = {"path": str(directory / "wide"), "tiny_path": str(directory / "llama")}
     reports = pool.run("engine.test_zero3_loading:peak_rss", **paths)
     pool.stop()
@@ -169,10 +170,10 @@ def main():
         directory = Path(name)
         for kind in ("opt", "gpt2", "neox", "llama", "qwen2"):
             save_tiny_model(kind, directory / kind)
-        pools = {}
+        pools, launcher = {}, Launcher(directory / "launcher")
         for size in (1, 2):
             (directory / f"ranks{size}").mkdir()
-            pools[size] = Ranks(size, directory / f"ranks{size}")
+            pools[size] = Ranks(size, directory / f"ranks{size}", launcher)
         try:
             trajectories(pools, str(directory / "opt"))
             shapes(pools, str(directory / "llama"))
@@ -181,7 +182,8 @@ def main():
         finally:
             for pool in pools.values():
                 pool.stop()
-        memory(directory)
+        memory(directory, launcher)
+        launcher.stop()
 
 
 if __name__ == "__main__":

@@ -92,8 +92,10 @@ class Server:
 def become(request):
     """Turn this forked process into the command of the request, up to its first line."""
     os.setsid()
+    # A shell lets its background jobs ignore it, which their children inherit.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for name, descriptor, flags in (
-        ("/dev/null", 0, os.O_RDONLY),
+        (request["in"], 0, os.O_RDONLY),
         (request["out"], 1, os.O_WRONLY | os.O_CREAT | os.O_APPEND),
         (request["err"], 2, os.O_WRONLY | os.O_CREAT | os.O_APPEND),
     ):

@@ -3,14 +3,14 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from functools import cache
 from pathlib import Path
 
-from helpers.ranks import TESTS, free_port
-
+TESTS = Path(__file__).resolve().parents[1]
 ROOT = TESTS.parent
 STEP1 = ROOT / "training" / "step1_sft" / "main.py"
 
@@ -35,14 +35,17 @@ class Launcher:
             "CUDA_VISIBLE_DEVICES": "",
             "DS_ACCELERATOR": "cpu",
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([str(TESTS), str(ROOT)]),
+            "PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, sys.path), str(ROOT)]),
             **environment,
         }
         self._server = None
         self._starts = 0
 
-    def start(self, argv, cwd, *, ranks=1, env=None, script=STEP1):
-        """Run ``python script argv...`` in ``cwd`` on so many ranks of one node."""
+    def start(self, argv, cwd, *, ranks=1, env=None, script=STEP1, listening=False):
+        """Run ``python script argv...`` in ``cwd`` on so many ranks of one node.
+
+        Each reads its standard input from ``Running.inputs`` if it is ``listening``, else nothing.
+        """
         self._starts += 1
         private = self._directory / f"start-{self._starts}"
         private.mkdir()
@@ -56,17 +59,24 @@ class Launcher:
             "TMPDIR": str(private),
             **{name: str(value) for name, value in (env or {}).items()},
         }
-        pids = []
+        pids, inputs = [], []
         for rank in range(ranks):
+            source = private / f"in-{rank}" if listening else Path(os.devnull)
+            if listening:
+                os.mkfifo(source)
+                # Both ways, for that does not wait until somebody reads.
+                descriptor = os.open(source, os.O_RDWR)
+                inputs.append(os.fdopen(descriptor, "w", buffering=1, encoding="utf-8"))
             request = {
                 "argv": [str(script), *(str(each) for each in argv)],
                 "cwd": str(cwd),
+                "in": str(source),
                 "environment": {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 "out": str(private / f"out-{rank}"),
                 "err": str(private / f"err-{rank}"),
             }
             pids.append(self._ask({"start": request}))
-        return Running(self._ask, pids, private)
+        return Running(self._ask, pids, private, inputs)
 
     def stop(self):
         """End the server, and every command that still runs."""
@@ -82,7 +92,7 @@ class Launcher:
                 [sys.executable, "-m", "helpers.forkserver"],
                 # Arrow's allocator would start a thread, which children would miss.
                 env={**self._environment, "JE_ARROW_MALLOC_CONF": "background_thread:false"},
-                cwd=ROOT,  # first on its module path
+                cwd=self._directory,  # first on its module path
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -98,8 +108,8 @@ class Launcher:
 class Running:
     """A command that was started: one process for each rank."""
 
-    def __init__(self, ask, pids, private):
-        self._ask, self.pids, self._private = ask, pids, private
+    def __init__(self, ask, pids, private, inputs):
+        self._ask, self.pids, self._private, self.inputs = ask, pids, private, inputs
 
     def codes(self):
         """Exit code of each rank: minus the signal that ended it, None while it runs."""
@@ -163,3 +173,10 @@ def undisturbed_runs(start):
         return home / "out"
 
     return of
+
+
+def free_port():
+    """A port that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

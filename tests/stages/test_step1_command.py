@@ -221,30 +221,24 @@ def test_earlier_run_is_not_overwritten(own_data, home):
     assert (home / "own" / "run" / "metrics.jsonl").read_bytes() == before
 
 
-def test_dry_run_prints_the_options_and_leaves_no_trace(own_data, home):
+def test_dry_run_prints_the_options_and_leaves_no_trace(own_data, home, launcher):
     before = sorted(home.rglob("*"))
-    done = run(
-        python("--lora_dim", "8", "--output_dir", "own/run", "--overwrite_output_dir", "--dry_run"),
-        home,
-    )
-    assert done.code == 0, done.err
+    options = ["--lora_dim", 8, "--output_dir", "own/run", "--overwrite_output_dir", "--dry_run"]
+    running = launcher.start(options, home)
+    assert running.wait() == [0], running.output()
     for line in ("--lora_dim 8", "--max_seq_len 128", "--zero_stage 0", "dry run"):
-        assert line in done.out
-    assert "step 1/" not in done.out
+        assert line in running.out()
+    assert "step 1/" not in running.out()
     assert sorted(home.rglob("*")) == before
 
 
-def test_no_epochs_evaluate_the_continued_adapter_in_the_next_free_directory(title, home):
-    done = run(
-        python(
-            "--model_name_or_path", "output/sft", "--num_train_epochs", "0", "--lora_dim", "128"
-        ),
-        home,
-    )
-    assert done.code == 0, done.err
+def test_no_epochs_evaluate_the_continued_adapter_in_the_next_free_directory(title, home, launcher):
+    options = ["--model_name_or_path", "output/sft", "--num_train_epochs", 0, "--lora_dim", 128]
+    running = launcher.start(options, home)
+    assert running.wait() == [0], running.output()
     out = home / "output" / "sft-2"
-    assert f"output: {out.relative_to(home)}" in done.out
-    assert "with the adapter" in done.out.splitlines()[0]
+    assert f"output: {out.relative_to(home)}" in running.out()
+    assert "with the adapter" in running.out().splitlines()[0]
     (only,) = metrics(out)
     assert (only["kind"], only["step"]) == ("eval", 0)
     last = metrics(home / "output" / "sft", "eval")[-1]
@@ -283,14 +277,14 @@ def test_two_processes_at_zero_3_continue_the_adapter_with_a_busy_port(title, ho
     assert 1e-6 < moved < 1e-3
 
 
-def test_dropout_is_drawn_from_the_seed(tmp_path):
+def test_dropout_is_drawn_from_the_seed(tmp_path, launcher):
     def losses(seed, name):
-        command = python(
-            *["--lora_dim", "4", "--dropout", "0.3", "--seed", str(seed), "--max_steps", "2"],
-            *["--per_device_train_batch_size", "2", "--sample_generations", "0"],
-            *["--eval_iters", "1", "--output_dir", name],
-        )
-        assert run(command, tmp_path).code == 0
+        options = [
+            *["--lora_dim", 4, "--dropout", 0.3, "--seed", seed, "--max_steps", 2],
+            *["--per_device_train_batch_size", 2, *SHORT, "--output_dir", name],
+        ]
+        running = launcher.start(options, tmp_path)
+        assert running.wait() == [0], running.output()
         return [line["loss"] for line in metrics(tmp_path / name, "train")]
 
     first = losses(5, "a")

@@ -21,7 +21,7 @@ from dschat_lora.checkpoint.adapter_config import accept_adapter
 from dschat_lora.cli.options import run_main
 from dschat_lora.config import DpoStageConfig, RewardStageConfig, SupervisedConfig
 from dschat_lora.preflight import DPO, REWARD, SFT, check_supervised
-from helpers.launcher import STEP1, Launcher
+from helpers.launcher import STEP1
 from helpers.step1 import ROOT, metrics, run, write_adapter_config, write_jsonl
 
 MAX_SECONDS = 5.0
@@ -72,9 +72,8 @@ def home(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def command(home, tmp_path_factory):
+def command(home, launcher):
     """``command(stage, *argv)``: how it ended."""
-    launcher = Launcher(tmp_path_factory.mktemp("launcher"))
 
     def call(stage, *argv, code=0, ranks=1):
         running = launcher.start(argv, home, script=SCRIPTS[stage], ranks=ranks)
@@ -82,8 +81,7 @@ def command(home, tmp_path_factory):
         assert set(codes) == {code}, running.output()
         return SimpleNamespace(out=running.out(), err=running.err())
 
-    yield call
-    launcher.stop()
+    return call
 
 
 def json_of(path):

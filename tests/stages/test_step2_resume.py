@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dschat_lora.assets import BUNDLED_DATA
-from helpers.launcher import ROOT, Launcher, undisturbed_runs
+from helpers.launcher import ROOT, undisturbed_runs
 from stages.test_resume_command import (
     assert_same_run,
     files_of,
@@ -60,13 +60,6 @@ SHORT = [
     ("dpo on the fly, ZeRO 3", KILL),
 ]
 POINTS = [(name, number) for name in RUNS for number in (TERM, KILL)] if LONG else SHORT
-
-
-@pytest.fixture(scope="module")
-def launcher(tmp_path_factory):
-    running = Launcher(tmp_path_factory.mktemp("launcher"))
-    yield running
-    running.stop()
 
 
 @pytest.fixture(scope="module")

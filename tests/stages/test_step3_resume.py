@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from helpers.launcher import ROOT, STEP1, Launcher, undisturbed_runs
+from helpers.launcher import ROOT, STEP1, undisturbed_runs
 from helpers.rlhf_course import save_family, write_prompts, write_texts
 from helpers.step1 import metrics
 from stages.test_resume_command import (
@@ -30,16 +30,16 @@ pytestmark = pytest.mark.stage
 STEP3 = ROOT / "training" / "step3_rlhf" / "main.py"
 LONG = os.environ.get("FAULTS") == "long"
 # Twelve prompts make three iterations of four steps an epoch; the last iteration is cut short.
-STEPS, ITERATIONS = 22, 6
+STEPS, ITERATIONS = 14, 4
 # The interval of evaluations ends within iterations, that of checkpoints within and at their end.
 COMMON = f"""
     --data_path prompts.jsonl --eval_data_path held.jsonl --eval_prompts 3 --eval_interval 7
-    --max_prompt_seq_len 14 --max_answer_seq_len 8 --num_train_epochs 9 --max_steps {STEPS}
+    --max_prompt_seq_len 14 --max_answer_seq_len 6 --num_train_epochs 9 --max_steps {STEPS}
     --actor_lora_learning_rate 5e-3 --critic_lora_learning_rate 5e-3 --critic_learning_rate 1e-3
     --ppo_epochs 2 --num_generations 2 --adaptive_kl_target 0.5 --kl_horizon 40
     --reward_scaling running --enable_ema --ema_decay 0.8
     --unsupervised_dataset_name texts.jsonl --unsup_coef 0.3
-    --save_interval 6 --save_total_limit 0 --sample_generations 1
+    --save_interval 3 --save_total_limit 0 --sample_generations 1
     --output_dir out --resume_from_checkpoint auto
 """.split()
 # name: (ranks, reward model, options)
@@ -54,13 +54,6 @@ TERM, KILL = signal.SIGTERM, signal.SIGKILL
 SHORT = [("1 rank", TERM), ("1 rank, ZeRO 3", KILL), ("2 ranks", KILL), ("2 ranks, ZeRO 3", TERM)]
 POINTS = [(name, number) for name in RUNS for number in (TERM, KILL)] if LONG else SHORT
 ROLES = ("actor", "critic", "actor_ema")
-
-
-@pytest.fixture(scope="module")
-def launcher(tmp_path_factory):
-    running = Launcher(tmp_path_factory.mktemp("launcher"))
-    yield running
-    running.stop()
 
 
 @pytest.fixture(scope="module")
@@ -156,8 +149,8 @@ WEIGHTS = "adapter_model.safetensors"
 def test_intervals_that_end_within_iterations_are_kept(undisturbed):
     out = undisturbed("1 rank")
     # an epoch ends every 12 steps, the interval of evaluations every 7, iterations every 4
-    assert [line["step"] for line in metrics(out, "eval")] == [0, 8, 12, 16, 22]
-    saved = [f"step-{step:08d}" for step in (8, 12, 20, 22)]
+    assert [line["step"] for line in metrics(out, "eval")] == [0, 8, 12, 14]
+    saved = [f"step-{step:08d}" for step in (4, 8, 12, 14)]
     assert names(out) == saved
 
 
@@ -169,7 +162,7 @@ def test_intervals_that_end_within_iterations_are_kept(undisturbed):
 def test_interrupted_and_resumed_equals_uninterrupted(name, number, start, undisturbed):
     whole = undisturbed(name)
     home, running = start(name)
-    wait_for_steps(running, home / "out", random.Random(f"{name} {number}").randint(2, 4))
+    wait_for_steps(running, home / "out", random.Random(f"{name} {number}").randint(1, 2))
     running.signal(number)
     codes = running.wait()
     assert set(codes) == {143 if number == TERM else -KILL}, running.output()
@@ -210,10 +203,10 @@ def copy_of(tmp_path, undisturbed):
 
 
 def test_resumed_where_no_evaluation_is_due_it_has_none(start, copy_of, undisturbed):
-    out = copy_of("1 rank", step=20)
+    out = copy_of("1 rank", step=4)
     _, running = start("1 rank", out.parent)
     assert not any(running.wait()), running.output()
-    assert "going on from out/checkpoints/step-00000020" in running.out()
+    assert "going on from out/checkpoints/step-00000004" in running.out()
     assert_same_run(out, undisturbed("1 rank"))
 
 
@@ -221,7 +214,7 @@ def test_resumed_where_no_evaluation_is_due_it_has_none(start, copy_of, undistur
 def test_other_number_of_processes_keeps_responses_and_rows(
     start, copy_of, undisturbed, name, ranks
 ):
-    out = copy_of(name, step=12)
+    out = copy_of(name, step=8)
     _, running = start(name, out.parent, ranks=ranks, sizes=False)
     assert not any(running.wait()), running.output()
     assert "a step keeps 4 rows" in running.out()
