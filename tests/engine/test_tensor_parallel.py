@@ -44,7 +44,7 @@ def runs(ranks, model_directory):
             shared = reports(ranks, 2, path, TWO if dtype == "fp32" else TWO[1:], **options)
             done[kind, dtype] = [(one, each) for each in shared]
             if (kind, dtype) == ("opt", "fp32"):
-                options["steps"] = 3
+                options["steps"] = 2
                 ((one,),) = reports(ranks, 1, path, [{"micro": 4}], **options)
                 shared = reports(ranks, 4, path, FOUR, **options)
                 done[kind, dtype] += [(one, each) for each in shared]
