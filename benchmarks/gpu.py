@@ -25,9 +25,10 @@ PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "throughput-1.3b": ("throughput", {"name": "opt-1.3b"}),
     "throughput-6.7b": ("throughput", {"name": "opt-6.7b"}),
     "throughput-llama-2-7b": ("throughput", {"name": "llama-2-7b"}),
+    "tensor-parallel": ("tensor_parallel", {}),
 }
 # Parts that take a larger size where these are set: a run to keep, in a file of its own.
-LARGE = {"sft": "BENCH_SFT"}
+LARGE = {"sft": "BENCH_SFT", "tensor-parallel": "BENCH_TENSOR"}
 
 
 def main() -> int:

@@ -4,13 +4,14 @@
 #     benchmarks/gpu.sh [PART ...]
 #
 # Parts, all by default: env trajectories scaling reload saving commands pairs sft decode ppo attention
-# lora optimizer throughput-1.3b throughput-6.7b throughput-llama-2-7b
+# lora optimizer throughput-1.3b throughput-6.7b throughput-llama-2-7b tensor-parallel
 # Environment:
 #   PYTHON        interpreter that has torch, deepspeed and transformers; default python3
 #   BENCH_OUTPUT  directory of the JSON results; default benchmarks/results
 #   BENCH_TINY=1  tiny shapes on a GPU too
 #   BENCH_SFT=1   the part sft at a size that means something on a CPU, 10 minutes at most
-# Each part is a process of its own with a time limit of at most 240 seconds, but for BENCH_SFT;
+#   BENCH_TENSOR=1  the part tensor-parallel so
+# Each part is a process of its own with a time limit of at most 240 seconds, but for these;
 # README.md beside this file has groups of parts that take 10 minutes at most. A part that fails
 # does not stop the others. Exit status: 0 if all parts passed, 1 if one failed, 2 for a wrong argument.
 set -uo pipefail
@@ -20,7 +21,7 @@ PYTHON=${PYTHON:-python3}
 BENCH_OUTPUT=${BENCH_OUTPUT:-$ROOT/benchmarks/results}
 PARTS=(
   env trajectories scaling reload saving commands pairs sft decode ppo attention lora optimizer
-  throughput-1.3b throughput-6.7b throughput-llama-2-7b
+  throughput-1.3b throughput-6.7b throughput-llama-2-7b tensor-parallel
 )
 
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
@@ -46,6 +47,7 @@ limit() {
     throughput-1.3b) echo 165 ;;
     throughput-6.7b) echo 240 ;;
     throughput-llama-2-7b) echo 240 ;;
+    tensor-parallel) [[ -n ${BENCH_TENSOR:-} ]] && echo 595 || echo 105 ;;
     *) return 1 ;;
   esac
 }

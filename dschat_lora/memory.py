@@ -14,8 +14,16 @@ import torch
 from dschat_lora.checkpoint.history import checkpoints_of
 from dschat_lora.config import StageConfig, SupervisedConfig, Switch, is_on
 from dschat_lora.engine.build import EngineSettings
-from dschat_lora.engine.distributed import agree, data_world_size, device, max_over_ranks, rank
+from dschat_lora.engine.distributed import (
+    agree,
+    data_world_size,
+    device,
+    max_over_ranks,
+    rank,
+    world_size,
+)
 from dschat_lora.models.build import AdaptedModel
+from dschat_lora.models.division import check_divides, check_training
 from dschat_lora.perf.advice import Estimator, out_of_memory_advice
 from dschat_lora.perf.memory import USABLE, MemoryEstimate, estimate_memory, rows_of
 from dschat_lora.perf.shape import describe
@@ -144,6 +152,22 @@ def make_estimator(
     return estimate
 
 
+def _larger_groups(adapted: AdaptedModel, config: SupervisedConfig) -> list[int]:
+    """Multiples of ``--tensor_parallel_size`` that the processes and the model allow as well."""
+    size, count = config.parallel.tensor_parallel_size, world_size()
+    sizes = [n for n in range(2 * size, count + 1, size) if count % n == 0]
+    return [n for n in sizes if _can_divide(adapted, config, n)]
+
+
+def _can_divide(adapted: AdaptedModel, config: SupervisedConfig, size: int) -> bool:
+    try:
+        check_divides(adapted.model.config.to_dict(), size)
+        check_training(config.model, adapted.lora, size)
+    except ValueError:
+        return False
+    return True
+
+
 @contextmanager
 def explaining_memory(
     adapted: AdaptedModel, config: SupervisedConfig, settings: EngineSettings, directory: Path
@@ -170,6 +194,8 @@ def explaining_memory(
             trains_base=adapted.lora.lora_dim == 0 or not adapted.lora.only_optimize_lora,
             lora_dim=adapted.lora.lora_dim,
             dtype=settings.dtype,
+            tensor_parallel_size=config.parallel.tensor_parallel_size,
+            larger_groups=_larger_groups(adapted, config),
         )
         if tokens := config.batch.tokens_per_device:
             advice += f". Fewer than --tokens_per_device {tokens} take less, in another run"

@@ -1,7 +1,7 @@
 """Training the bundled model on the bundled data, as the parts about numbers do it."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import Any
 
@@ -18,6 +18,7 @@ from dschat_lora.data.records import to_record
 from dschat_lora.data.rows import iter_file, parse_row
 from dschat_lora.data.tokenize import Sample, TokenRule, make_encoder, tokenize
 from dschat_lora.engine.build import DTYPES, EngineSettings, TrainEngine
+from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.rates import parameter_groups
 from dschat_lora.models.build import AdaptedModel, build_causal_lm
 from dschat_lora.models.causal_lm import CausalLMLoss, load_tokenizer
@@ -44,31 +45,40 @@ TINY = Size(num_samples=300, max_seq_len=64, rows_per_step=2)
 class Bundled:
     """The bundled tokenizer and packed samples, and engines over fresh adapted models."""
 
-    def __init__(self, *, tiny: bool) -> None:
+    def __init__(self, *, tiny: bool, rows_per_step: int | None = None) -> None:
         disable_progress_bar()
-        self.size = TINY if tiny else FULL
+        size = TINY if tiny else FULL
+        self.size = replace(size, rows_per_step=rows_per_step or size.rows_per_step)
         self.source = find_model(None)
         self.tokenizer: Any = load_tokenizer(self.source.base, MODEL)
         self.samples = _samples(self.tokenizer, self.size)
 
-    def windows(self, steps: int) -> Iterator[list[Batch]]:
-        """The micro-batches of the first ``steps`` optimizer steps, the same at every call."""
+    def windows(self, steps: int, *, share: int = 0, shares: int = 1) -> Iterator[list[Batch]]:
+        """The micro-batches of the first ``steps`` optimizer steps, the same at every call.
+
+        Or one share of them, of as many as there are processes that see other data.
+        """
         lengths = np.array([len(sample.input_ids) for sample in self.samples])
         rows = make_rows(lengths, max_seq_len=self.size.max_seq_len, packing=True, seed=SEED)
         loader = StepLoader(
             self.samples,
             rows=rows,
-            micro_batch_size=self.size.rows_per_step // 2,
+            micro_batch_size=self.size.rows_per_step // 2 // shares,
             gradient_accumulation_steps=2,
-            rank=0,
-            world_size=1,
+            rank=share,
+            world_size=shares,
             seed=SEED,
             collate=SampleCollator(int(self.tokenizer.pad_token_id)),
         )
         return islice((window for epoch in count() for window in loader.epoch(epoch)), steps)
 
-    def build(self, dtype: str, source: ModelSource | None = None) -> AdaptedModel:
-        """The bundled base with a new adapter, or with the one that ``source`` names."""
+    def build(
+        self, dtype: str, source: ModelSource | None = None, group: TensorGroup | None = None
+    ) -> AdaptedModel:
+        """The bundled base with a new adapter, or with the one that ``source`` names.
+
+        ``group`` are the ranks that hold it between them, None for each by itself.
+        """
         return build_causal_lm(
             source or self.source,
             self.tokenizer,
@@ -77,6 +87,7 @@ class Bundled:
             dtype=DTYPES[dtype],
             seed=SEED,
             meta=False,
+            group=group,
         )
 
 

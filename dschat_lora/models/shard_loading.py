@@ -51,9 +51,6 @@ def load_parts(model: Any, path: str, *, new: Collection[str] = ()) -> set[str]:
         ValueError: if the files are no safetensors, lack a weight, or hold one of another shape.
     """
     files = _files(path)
-    handles: dict[str, Any] = {
-        file: safe_open(file, framework="pt") for file in set(files.values())
-    }
     keys = _names_of_keys(model, files)
     names: dict[int, list[str]] = {}
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -67,8 +64,9 @@ def load_parts(model: Any, path: str, *, new: Collection[str] = ()) -> set[str]:
             missing.update(aliases)
             value = torch.empty(parameter.shape, dtype=parameter.dtype)
         else:
-            piece = handles[files[key]].get_slice(key)
-            value = _read(piece, key, shard_of(parameter), parameter)
+            # Opened anew: pages of a file that stays open count as this process's memory.
+            with safe_open(files[key], framework="pt") as file:
+                value = _read(file.get_slice(key), key, shard_of(parameter), parameter)
         _fill(model, aliases, value)
     unknown = sorted(missing - set(new))
     if unknown:

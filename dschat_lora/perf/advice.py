@@ -23,7 +23,7 @@ _RANK = 16  # of the adapter advised instead of training every weight
 # Options that a run can be resumed with at another value.
 _RESUMABLE = {
     *("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing"),
-    *("zero_stage", "offload"),
+    *("zero_stage", "offload", "tensor_parallel_size"),
 }
 _PARTS = {
     "weights": "of weights",
@@ -52,11 +52,12 @@ class _Options:
     gradient_checkpointing: bool
     dtype: str
     zero_stage: int
+    tensor_parallel_size: int
     offload: bool
     lora_dim: int
     only_optimize_lora: bool
     max_seq_len: int
-    world_size: int  # no option, but given at the start too
+    world_size: int  # data-parallel processes: no option, but given at the start too
 
     @property
     def trains_base(self) -> bool:
@@ -91,6 +92,8 @@ def out_of_memory_advice(
     trains_base: bool,
     lora_dim: int,
     dtype: str,
+    tensor_parallel_size: int = 1,
+    larger_groups: Sequence[int] = (),
 ) -> str:
     """One sentence: what fills the device, and what to change, the cheapest sufficient first.
 
@@ -111,6 +114,8 @@ def out_of_memory_advice(
         trains_base: whether the base model trains, with or without adapters.
         lora_dim: rank of the adapters, 0 without.
         dtype: compute type, ``fp32``, ``bf16`` or ``fp16``.
+        tensor_parallel_size: processes that hold the model between them.
+        larger_groups: multiples of it that the processes and the model allow as well.
     """
     assert trains_base or lora_dim > 0
     now = _Options(
@@ -119,6 +124,7 @@ def out_of_memory_advice(
         gradient_checkpointing=gradient_checkpointing,
         dtype=dtype,
         zero_stage=zero_stage,
+        tensor_parallel_size=tensor_parallel_size,
         offload=offload,
         lora_dim=lora_dim,
         only_optimize_lora=lora_dim == 0 or not trains_base,
@@ -126,7 +132,7 @@ def out_of_memory_advice(
         world_size=world_size,
     )
     if estimate is None:
-        return f"out of GPU memory: {_general(now)}"
+        return f"out of GPU memory: {_general(now, larger_groups)}"
 
     @cache
     def needed(options: _Options) -> MemoryEstimate:
@@ -134,7 +140,8 @@ def out_of_memory_advice(
 
     budget = None if device_bytes is None else int(USABLE * device_bytes)
     use = _use(needed(now), device_bytes)
-    return f"out of GPU memory: by estimate {use}; {_advice(now, needed, budget)}"
+    advice = _advice(now, needed, budget, larger_groups)
+    return f"out of GPU memory: by estimate {use}; {advice}"
 
 
 def _resident(estimate: Estimator, options: _Options, built: _Options) -> MemoryEstimate:
@@ -152,6 +159,10 @@ def _resident(estimate: Estimator, options: _Options, built: _Options) -> Memory
             memory = replace(memory, weights=memory.weights // 2)
     if built.trains_base and not options.trains_base:
         memory = replace(memory, gradients=0, optimizer=0)
+    if options.engine_stage < 3:
+        # At stage 3 they are over all processes already. Of activations only some are divided.
+        parts = options.tensor_parallel_size // built.tensor_parallel_size
+        memory = replace(memory, weights=memory.weights // parts)
     if options.offload:
         memory = replace(memory, optimizer=0)
     if options.offload and options.zero_stage == 3:
@@ -159,11 +170,12 @@ def _resident(estimate: Estimator, options: _Options, built: _Options) -> Memory
     return memory
 
 
-def _remedies(now: _Options, *, rows_matter: bool) -> list[_Remedy]:
+def _remedies(now: _Options, groups: Sequence[int], *, rows_matter: bool) -> list[_Remedy]:
     """What can still be changed, the least costly first.
 
     Args:
         now: the options in use.
+        groups: larger tensor-parallel sizes.
         rows_matter: False where weights take the most: fewer positions are no cure then.
     """
     adapter = {"only_optimize_lora": True} if now.lora_dim else {"lora_dim": _RANK}
@@ -172,6 +184,7 @@ def _remedies(now: _Options, *, rows_matter: bool) -> list[_Remedy]:
         (True, "recompute activations", [{"gradient_checkpointing": True}]),
         (now.dtype == "fp32", "compute in 16 bits", [{"dtype": "auto"}]),
         (now.world_size > 1, "share over the processes", _sharing(now)),
+        (True, "divide the model", [{"tensor_parallel_size": size} for size in groups]),
         # With offload on, stage 3 over several processes is said already.
         (not (now.offload and now.world_size > 1), "use host memory", _offloading(now)),
         (True, "train adapters alone", [adapter]),
@@ -192,14 +205,8 @@ def _remedies(now: _Options, *, rows_matter: bool) -> list[_Remedy]:
 def _fewer_rows(now: _Options) -> list[Change]:
     """Smaller micro-batches of the same optimizer step."""
     rows = now.per_device_train_batch_size
-    return [
-        {
-            "per_device_train_batch_size": fewer,
-            "gradient_accumulation_steps": now.gradient_accumulation_steps * (rows // fewer),
-        }
-        for fewer in range(rows // 2, 0, -1)
-        if rows % fewer == 0
-    ]
+    sizes = [fewer for fewer in range(rows // 2, 0, -1) if rows % fewer == 0]
+    return [{"per_device_train_batch_size": fewer} for fewer in sizes]
 
 
 def _sharing(now: _Options) -> list[Change]:
@@ -214,15 +221,20 @@ def _offloading(now: _Options) -> list[Change]:
     return [{"zero_stage": stage, "offload": True} for stage in stages]
 
 
-def _general(now: _Options) -> str:
+def _general(now: _Options, groups: Sequence[int]) -> str:
     """What to try where nothing can be estimated."""
-    remedies = _remedies(now, rows_matter=True)
+    remedies = _remedies(now, groups, rows_matter=True)
     if not remedies:
         return _NOTHING_LEFT
     return f"try in this order: {_alternatives(now, remedies)}"
 
 
-def _advice(now: _Options, needed: Callable[[_Options], MemoryEstimate], budget: int | None) -> str:
+def _advice(
+    now: _Options,
+    needed: Callable[[_Options], MemoryEstimate],
+    budget: int | None,
+    groups: Sequence[int],
+) -> str:
     """What to change at ``now``, where ``needed`` says what is used, to stay within ``budget``."""
     memory = needed(now)
 
@@ -233,7 +245,7 @@ def _advice(now: _Options, needed: Callable[[_Options], MemoryEstimate], budget:
         return total(change) <= (1 - _WORTHWHILE) * memory.total
 
     rows_matter = memory.weights < max(asdict(memory).values())
-    remedies = _restricted(_remedies(now, rows_matter=rows_matter), is_worthwhile)
+    remedies = _restricted(_remedies(now, groups, rows_matter=rows_matter), is_worthwhile)
     if not remedies:
         return _NOTHING_LEFT
     if budget is None:
@@ -277,14 +289,19 @@ def _alternatives(now: _Options, remedies: Sequence[_Remedy]) -> str:
 
 def _typed(now: _Options, change: Change) -> str:
     """The options to give, without those that have their value already; see :func:`_batch_note`."""
-    news = {name: value for name, value in change.items() if value != getattr(now, name)}
+    after = now.changed(change)
+    # As many rows a step as before.
+    times = now.per_device_train_batch_size // after.per_device_train_batch_size
+    times *= after.tensor_parallel_size // now.tensor_parallel_size
+    after = replace(after, gradient_accumulation_steps=now.gradient_accumulation_steps * times)
+    news = {name: value for name, value in asdict(after).items() if value != getattr(now, name)}
     flags = [f"--{n}" if value is True else f"--{n} {value}" for n, value in news.items()]
     return " ".join(flags) + _batch_note(now, change)
 
 
 def _batch_note(now: _Options, change: Change) -> str:
     """That the rows of a step stay the same, after a change of how they are split."""
-    if "per_device_train_batch_size" not in change:
+    if not change.keys() & {"per_device_train_batch_size", "tensor_parallel_size"}:
         return ""
     rows = now.per_device_train_batch_size * now.gradient_accumulation_steps * now.world_size
     resumable = ", so the run can be resumed" if change.keys() <= _RESUMABLE else ""

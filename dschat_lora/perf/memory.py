@@ -4,6 +4,7 @@ Assumed: the package's low-rank layers, which keep their input and ``x A^T``, no
 blocks with two norms, a dense attention mask, AdamW in fp32, the loss computed chunk by chunk.
 With fused attention the activations are within 3 percent of what autograd keeps on OPT, Llama and
 GPT-2, and up to 15 percent low on GPT-NeoX, which keeps q, k and v both before and after rotation.
+Of a model that is divided among tensor-parallel ranks, what one of them keeps is estimated.
 Not included: temporaries of running kernels, communication buckets, fragmentation, device context.
 """
 
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from dschat_lora.lora.collectives import TensorGroup
+from dschat_lora.lora.parallel import ParallelLinear, group_of
 from dschat_lora.perf.shape import BlockShape, LinearShape, ModelShape, describe
 
 # Tensors as wide as the MLP that its activation keeps, besides its own result.
@@ -52,7 +55,7 @@ def estimate_memory(
     of processes.
 
     Args:
-        model: as for :func:`dschat_lora.perf.shape.describe`.
+        model: as for :func:`dschat_lora.perf.shape.describe`; a tensor-parallel rank's part counts.
         rows: rows of one micro-batch.
         length: positions of a row.
         compute_dtype: of activations.
@@ -81,7 +84,7 @@ def estimate_memory(
         gradients=_bytes(trained) // (world_size if zero_stage >= 2 else 1),
         optimizer=optimizer // (world_size if zero_stage >= 1 else 1),
         activations=activations * positions,
-        loss=_loss_bytes(shape, positions, width, max_chunk_logits),
+        loss=_loss_bytes(shape, positions, width, max_chunk_logits, _vocabulary_ranks(model)),
     )
 
 
@@ -92,7 +95,7 @@ def rows_of(tokens: int, length: int) -> tuple[int, int]:
 
 
 def cached_token_bytes(model: Any) -> int:
-    """Bytes of the keys and values that decoding keeps of one token."""
+    """Bytes of the keys and values that decoding keeps of one token, on all ranks of a model."""
     config = model.config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -118,18 +121,36 @@ def activation_bytes(
             inside is back.
     """
     width = compute_dtype.itemsize
-    norm = shape.hidden_size * _norm_bytes(model, width)
     config: Any = model.config
+    group = group_of(model)
+    ranks = 1 if group is None else group.size
+    per_feature = _norm_bytes(model, width)
+    # Between the layers of the blocks.
+    stream = shape.hidden_size // _token_ranks(group)
+    norm = stream * per_feature
+    heads = config.num_attention_heads // ranks
     inside = [
-        _attention_bytes(block, shape, config.num_attention_heads, length, norm, width)
-        + _mlp_bytes(block, shape, _activation(config), norm, width)
+        _attention_bytes(block, shape, heads, length, norm, width, ranks)
+        + _mlp_bytes(block, shape, _activation(config), norm, width, ranks)
         for block in shape.blocks
     ]
     mask = length * width  # one (B, 1, T, T) for all blocks
-    outside = norm + mask + sum(_input_bytes([x], x.in_features, width) for x in shape.outside)
+    outside = shape.hidden_size * per_feature + mask
+    outside += sum(_input_bytes([x], x.in_features, width) for x in shape.outside)
     if gradient_checkpointing:
-        return outside + len(inside) * shape.hidden_size * width + max(inside)
+        return outside + len(inside) * stream * width + max(inside)
     return outside + sum(inside)
+
+
+def _token_ranks(group: TensorGroup | None) -> int:
+    """How many ranks share the tokens between the layers."""
+    return group.size if group is not None and group.sequence_parallel else 1
+
+
+def _vocabulary_ranks(model: Any) -> int:
+    """How many ranks share the logits; an adapted head forms all of them on each."""
+    head = model.get_output_embeddings()
+    return head.split.group.size if isinstance(head, ParallelLinear) else 1
 
 
 def _norm_bytes(model: nn.Module, width: int) -> int:
@@ -145,14 +166,20 @@ def _norm_bytes(model: nn.Module, width: int) -> int:
 
 
 def _attention_bytes(
-    block: BlockShape, shape: ModelShape, heads: int, length: int, norm: int, width: int
+    block: BlockShape,
+    shape: ModelShape,
+    heads: int,
+    length: int,
+    norm: int,
+    width: int,
+    ranks: int,
 ) -> int:
     if not block.attention:
         return 0
     *readers, output = block.attention
     kept = norm if readers[0].input_needs_grad else 0
     kept += _input_bytes(readers, shape.hidden_size, width)
-    queries = block.attention_width * width
+    queries = block.attention_width // ranks * width
     if block.attention_backward and shape.fused_attention:
         # q, k, v (repeated for grouped queries), the result and its log-sum-exp
         kept += 4 * queries + 4 * heads
@@ -160,10 +187,12 @@ def _attention_bytes(
     if block.attention_backward:
         # The softmax is taken in fp32 and kept once more in the compute type.
         kept += 3 * queries + heads * length * (4 if width == 4 else 4 + width)
-    return kept + _input_bytes([output], output.in_features, width)
+    return kept + _input_bytes([output], output.in_features // ranks, width)
 
 
-def _mlp_bytes(block: BlockShape, shape: ModelShape, activation: str, norm: int, width: int) -> int:
+def _mlp_bytes(
+    block: BlockShape, shape: ModelShape, activation: str, norm: int, width: int, ranks: int
+) -> int:
     if not block.mlp:
         return 0
     *readers, down = block.mlp
@@ -174,9 +203,9 @@ def _mlp_bytes(block: BlockShape, shape: ModelShape, activation: str, norm: int,
         gated = len(readers) > 1
         tensors = 3 if gated else _KEPT_BY_ACTIVATION.get(activation, 1)
         result_kept = down.saves_input or activation == "relu"
-        kept += (tensors + result_kept) * down.in_features * width
+        kept += (tensors + result_kept) * (down.in_features // ranks) * width
         return kept + (down.rank * width if down.adapter_trained else 0)
-    return kept + _input_bytes([down], down.in_features, width)
+    return kept + _input_bytes([down], down.in_features // ranks, width)
 
 
 def _input_bytes(linears: list[LinearShape], features: int, width: int) -> int:
@@ -190,11 +219,13 @@ def _activation(config: Any) -> str:
     return next((name for name in names if name is not None), "")
 
 
-def _loss_bytes(shape: ModelShape, positions: int, width: int, max_chunk_logits: int) -> int:
+def _loss_bytes(
+    shape: ModelShape, positions: int, width: int, max_chunk_logits: int, ranks: int
+) -> int:
     """One chunk: logits, their fp32 copy, the fp32 error, its copy; and gradients to keep."""
     if shape.head is None:
         return 0
-    chunk = min(positions * shape.vocab_size, max_chunk_logits)
+    chunk = min(positions * -(-shape.vocab_size // ranks), max_chunk_logits)
     per_logit = 8 if width == 4 else 2 * width + 8
     gradients = positions * shape.hidden_size * width
     if shape.head.trained:

@@ -18,6 +18,7 @@ from dschat_lora.lora.layers import (
     full_shape,
     is_conv1d,
 )
+from dschat_lora.lora.parallel import ParallelLinear
 
 _EXPERT_OPTIONS = ("num_local_experts", "num_experts", "n_routed_experts")
 _DROPOUT_OPTIONS = ("dropout", "resid_pdrop", "hidden_dropout", "hidden_dropout_prob")
@@ -116,6 +117,9 @@ def describe(model: nn.Module) -> ModelShape:
     of GPT-2's Conv1D. Which inputs need a gradient follows autograd: without a trained
     embedding or ``enable_input_require_grads``, nothing is owed below the first trained weight.
 
+    A model that is divided among tensor-parallel ranks is described like the whole one: what its
+    ranks do between them, where products that each repeats count once.
+
     Args:
         model: a transformers model, its ``requires_grad`` flags set as for training.
 
@@ -187,7 +191,7 @@ def _sizes(module: Any) -> tuple[int, int] | None:
     """(in, out) of a layer that multiplies by its weight or by low-rank factors, else None."""
     if hasattr(module, "lora_embedding_A"):
         return 0, module.out_features
-    if hasattr(module, "lora_A") or isinstance(module, nn.Linear):
+    if hasattr(module, "lora_A") or isinstance(module, nn.Linear | ParallelLinear):
         return module.in_features, module.out_features
     if is_conv1d(module):
         return module.nx, module.nf
