@@ -192,6 +192,13 @@ def sum_tensor_(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def sum_over_processes(values: list[float]) -> list[float]:
+    """Each number summed over all processes, in fp64; call on every rank."""
+    total = torch.tensor(values, dtype=torch.float64, device=device())
+    dist.all_reduce(total)
+    return [float(value) for value in total.tolist()]
+
+
 def sum_with_wishes(values: Tensor, wishes: list[float]) -> Tensor:
     """``values`` summed over the shares of the data, then each wish over all processes.
 

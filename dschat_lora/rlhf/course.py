@@ -11,7 +11,13 @@ from torch import Tensor
 
 from dschat_lora.algos.advantages import RunningMoments, response_sums
 from dschat_lora.algos.kl import adapted_kl_coef
-from dschat_lora.engine.distributed import device, rank, sum_over_ranks, world_size
+from dschat_lora.engine.distributed import (
+    data_rank,
+    data_world_size,
+    device,
+    sum_over_processes,
+    sum_over_ranks,
+)
 from dschat_lora.engine.state import EngineState
 from dschat_lora.interrupt import StopRequested
 from dschat_lora.keeper import Keeper, Part
@@ -122,7 +128,7 @@ def _run(
     log.expect(total, progress.iteration)
     while progress.iteration < total:
         skipped = iterate()
-        wishes = sum_over_ranks(keeper.wishes())
+        wishes = sum_over_processes(keeper.wishes())
         last = progress.iteration == total
         _check_skips(progress, setup, keeper)
         if _looks_up(setup.config, plan, progress, evaluator) and not keeper.is_stopping(wishes):
@@ -263,8 +269,8 @@ class Iterations:
                 lengths,
                 rows_per_step=self._plan.rows_per_step,
                 micro_batch_size=self._config.batch.per_device_training_batch_size,
-                rank=rank(),
-                world_size=world_size(),
+                rank=data_rank(),
+                world_size=data_world_size(),
                 key=("minibatches", self._config.run.seed, self._progress.iteration, number),
                 tokens_per_device=self._config.batch.tokens_per_device,
             )

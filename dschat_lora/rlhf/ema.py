@@ -7,13 +7,21 @@ import torch
 from torch import Tensor, nn
 
 from dschat_lora.engine.distributed import broadcast_, rank
-from dschat_lora.engine.zero import is_sharded, own_shard, whole_of_shards
+from dschat_lora.engine.zero import (
+    is_sharded,
+    own_part,
+    own_shard,
+    whole_of_parts,
+    whole_of_shards,
+)
+from dschat_lora.lora.layers import full_shape
 
 
 class MovingAverage:
     """``average <- decay * average + (1 - decay) * weight`` after each step that changed weights.
 
-    At ZeRO 3 every rank averages its shards, else each has the whole. Call methods on every rank.
+    Every rank averages what it holds: its shards at ZeRO 3, its part of a divided tensor, else
+    the whole. Call methods on every rank.
     """
 
     @torch.no_grad()
@@ -41,7 +49,8 @@ class MovingAverage:
         for (name, parameter), average in zip(
             self._parameters.items(), self._averages, strict=True
         ):
-            whole = whole_of_shards(parameter, average) if is_sharded(parameter) else average
+            part = whole_of_shards(parameter, average) if is_sharded(parameter) else average
+            whole = whole_of_parts(parameter, part)
             if rank() == 0:
                 yield name, whole.to("cpu", copy=True)
 
@@ -56,12 +65,11 @@ class MovingAverage:
         for (name, parameter), average in zip(
             self._parameters.items(), self._averages, strict=True
         ):
-            shape = getattr(parameter, "ds_shape", parameter.shape)
-            whole = torch.empty(torch.Size(shape), device=average.device)
+            whole = torch.empty(full_shape(parameter), device=average.device)
             if rank() == 0:
                 whole.copy_(read(name))
-            broadcast_(whole)
-            average.copy_(own_shard(parameter, whole) if is_sharded(parameter) else whole)
+            part = own_part(parameter, broadcast_(whole))
+            average.copy_(own_shard(parameter, part) if is_sharded(parameter) else part)
 
     def _weights(self) -> list[Tensor]:
         return [p.ds_tensor.data if is_sharded(p) else p.data for p in self._parameters.values()]

@@ -5,7 +5,8 @@ from typing import Any
 
 from dschat_lora.config import is_on
 from dschat_lora.engine.build import EngineSettings
-from dschat_lora.engine.distributed import world_size
+from dschat_lora.engine.distributed import data_world_size
+from dschat_lora.lora.parallel import group_of
 from dschat_lora.perf.memory import MemoryEstimate, cached_token_bytes, estimate_memory, rows_of
 from dschat_lora.rlhf.config import RlhfConfig
 from dschat_lora.rlhf.roles import Roles
@@ -56,14 +57,14 @@ def memory_plan(
 
     Args:
         config: of the run.
-        roles: whole, perhaps on the meta device.
+        roles: not yet sharded, perhaps on the meta device.
         settings: of the trained roles' engines.
     """
     try:
         estimates = {name: _estimate(config, roles, settings, name) for name in roles.trained}
     except ValueError:
         return None
-    sharded = world_size() if settings["actor"].zero_stage == 3 else 1
+    sharded = data_world_size() if settings["actor"].zero_stage == 3 else 1
     weights = _bytes(list(roles.whole().parameters()))
     averaged = 4 * sum(p.numel() for p in roles.actor.model.parameters() if p.requires_grad)
     kept = averaged // sharded if config.classic.enable_ema else 0
@@ -82,9 +83,10 @@ def memory_plan(
 
 
 def cache_bytes(config: RlhfConfig, model: Any) -> int:
-    """Bytes of keys and values of the responses decoded at a time."""
+    """Bytes on one device of keys and values of the responses decoded at a time."""
     tokens = config.batch.per_device_generation_batch_size * config.data.max_seq_len
-    return tokens * cached_token_bytes(model)
+    group = group_of(model)
+    return tokens * cached_token_bytes(model) // (1 if group is None else group.size)
 
 
 def _estimate(
@@ -100,7 +102,7 @@ def _estimate(
         compute_dtype=settings[role].torch_dtype,
         gradient_checkpointing=is_on(getattr(config, role).gradient_checkpointing),
         zero_stage=settings[role].zero_stage,
-        world_size=world_size(),
+        world_size=data_world_size(),
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from dschat_lora.engine.distributed import world_size
+from dschat_lora.lora.parallel import group_of
 from dschat_lora.perf.flops import Flops, deepspeed_chat_flops, forward_flops, step_flops
 from dschat_lora.perf.memory import cached_token_bytes
 from dschat_lora.perf.peak import synchronize
@@ -67,7 +68,9 @@ class Counter:
         self.shapes = {name: describe(model.model) for name, model in roles.models.items()}
         model: Any = roles.actor.model
         self._checkpointed = {name: checkpointed[name] for name in roles.trained}
-        self._weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+        group = group_of(model)
+        holders = 1 if group is None else group.size  # each reads what it holds
+        self._weight_bytes = holders * sum(p.numel() * p.element_size() for p in model.parameters())
         self._bytes_per_cached_token = cached_token_bytes(model)
 
     def __call__(
@@ -86,7 +89,7 @@ class Counter:
         Args:
             responses: of the iteration.
             num_generations: of each prompt, whose keys and values are computed once.
-            batch_size: responses decoded at a time on a device.
+            batch_size: responses decoded at a time by a model.
             passes: that the update made over them.
             looked_twice: whether actor and critic were asked before the update too.
             padded: positions and pairs that one pass over all responses computes; None where

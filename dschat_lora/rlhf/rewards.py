@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dschat_lora.algos.advantages import RunningMoments
-from dschat_lora.engine.distributed import data_rank, data_world_size, gather_over_ranks, together
+from dschat_lora.engine.distributed import rank, sum_over_processes, together, world_size
 from dschat_lora.models.causal_lm import Tokenizer
 from dschat_lora.rlhf.batch import Response
 from dschat_lora.rlhf.config import RewardsConfig
@@ -41,17 +41,18 @@ class RewardFunction:
     def __call__(self, responses: Sequence[Response], device: torch.device) -> Tensor:
         """(N,) fp32 scores on every rank, NaN for None; each rank scores some. On every rank.
 
+        No response is scored twice, whatever the ranks hold: a function may answer differently.
+
         Raises:
             ValueError: if the function returns something else.
         """
-        mine = range(data_rank(), len(responses), data_world_size())
+        mine = range(rank(), len(responses), world_size())
         # One rank's failure is everybody's: the first rank says what it was.
         values = together(lambda: self._scores([responses[n] for n in mine]) if mine else [])
-        table = torch.tensor([list(pair) for pair in zip(mine, values, strict=True)])
-        table = gather_over_ranks(table.double().view(-1, 2).to(device))
-        scores = torch.empty(len(responses), device=device)
-        scores[table[:, 0].long()] = table[:, 1].float()
-        return scores
+        scores = [0.0] * len(responses)
+        for number, value in zip(mine, values, strict=True):
+            scores[number] = value
+        return torch.tensor(sum_over_processes(scores), device=device).float()
 
     def _scores(self, responses: list[Response]) -> list[float]:
         texts = [_text(self.tokenizer, each.tokens) for each in responses]

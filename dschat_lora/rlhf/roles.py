@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from dschat_lora.config import LoraConfig
+from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.models.build import AdaptedModel, build_causal_lm, build_reward_model
 from dschat_lora.models.causal_lm import Tokenizer, load_causal_lm, load_config
 from dschat_lora.models.reward_model import load_reward_model
@@ -64,6 +65,7 @@ def build_roles(
     *,
     dtype: torch.dtype,
     meta: bool,
+    group: TensorGroup | None = None,
 ) -> Roles:
     """Load each base once and stand the roles on it.
 
@@ -76,11 +78,12 @@ def build_roles(
         tokenizer: of all.
         dtype: type of the base weights.
         meta: only the shapes, on the meta device.
+        group: the ranks to divide every model among; None: they are whole.
 
     Raises:
         ValueError: if something cannot be loaded or does not fit, naming the role's option.
     """
-    make = _Maker(config, tokenizer, dtype=dtype, meta=meta)
+    make = _Maker(config, tokenizer, dtype=dtype, meta=meta, group=group)
     with naming("actor"):
         base = make.language_base(sources.actor) if make.is_frozen("actor") else None
         actor = make.policy(sources.actor, config.actor, base=base)
@@ -107,6 +110,7 @@ class _Maker:
     tokenizer: Tokenizer
     dtype: torch.dtype
     meta: bool
+    group: TensorGroup | None
 
     def is_frozen(self, role: str) -> bool:
         """Whether the base of a role never changes."""
@@ -121,6 +125,7 @@ class _Maker:
             model_config,
             dtype=self.dtype,
             meta=self.meta,
+            group=self.group,
         ).requires_grad_(False)
 
     def scored_base(self, source: ModelSource, *, new_head: bool) -> Any:
@@ -133,6 +138,7 @@ class _Maker:
             # The head of an adapter takes the place of this one.
             seed=self.config.run.seed if new_head or source.adapter is not None else None,
             meta=self.meta,
+            group=self.group,
         ).requires_grad_(False)
 
     def policy(
@@ -175,7 +181,12 @@ class _Maker:
 
     @property
     def _common(self) -> dict[str, Any]:
-        return {"dtype": self.dtype, "seed": self.config.run.seed, "meta": self.meta}
+        return {
+            "dtype": self.dtype,
+            "seed": self.config.run.seed,
+            "meta": self.meta,
+            "group": self.group,
+        }
 
 
 def frozen(adapted: AdaptedModel) -> AdaptedModel:

@@ -12,7 +12,12 @@ from dschat_lora.data.order import permutation
 from dschat_lora.data.store import TokenSet
 from dschat_lora.data.tokenize import PromptSample
 from dschat_lora.engine.build import TrainEngine
-from dschat_lora.engine.distributed import gather_over_ranks, max_over_ranks, rank, world_size
+from dschat_lora.engine.distributed import (
+    data_rank,
+    data_world_size,
+    gather_over_ranks,
+    max_over_ranks,
+)
 from dschat_lora.engine.zero import gathered
 from dschat_lora.models.decode import respond
 from dschat_lora.models.sampling import Responses, Sampling
@@ -91,7 +96,8 @@ class Generator:
         """``num_generations`` responses to each prompt, prompt after prompt, on every rank.
 
         Args:
-            prompts: the same on every rank, which answer some each.
+            prompts: the same on every rank, which answer some each; those that hold one model
+                between them the same ones.
             sampling: how tokens are chosen.
             num_generations: responses to a prompt.
             key: of the random numbers; each response has its own.
@@ -99,9 +105,9 @@ class Generator:
         """
         # Prompts of like length are decoded together, and ranks have as much to do.
         order = sorted(range(len(prompts)), key=lambda n: -len(prompts[n].input_ids))
-        mine = order[rank() :: world_size()]
+        mine = order[data_rank() :: data_world_size()]
         at_a_time = max(1, self._batch_size // num_generations)
-        chunks = -(-len(order[:: world_size()]) // at_a_time)
+        chunks = -(-len(order[:: data_world_size()]) // at_a_time)
         rows: list[list[int]] = []
         drawn: list[list[float]] = []
         with self._weights() as (model, keep_going):

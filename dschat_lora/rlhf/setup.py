@@ -17,7 +17,8 @@ from dschat_lora.data.loader import StepLoader
 from dschat_lora.data.packing import make_rows
 from dschat_lora.data.prepare import Prepared
 from dschat_lora.engine.build import EngineSettings, TrainEngine
-from dschat_lora.engine.distributed import device, rank, world_size
+from dschat_lora.engine.distributed import data_rank, data_world_size, device
+from dschat_lora.lora.layers import full_shape
 from dschat_lora.lora.rates import parameter_groups
 from dschat_lora.memory import free_memory, settle_recomputation
 from dschat_lora.models.build import can_recompute, recompute_blocks
@@ -41,7 +42,9 @@ from dschat_lora.stage import (
     identify,
     place,
     prepare_to_compile,
+    process_words,
     read_data,
+    tensor_group,
     zero_words,
 )
 
@@ -91,9 +94,16 @@ def set_up(output: Output) -> Setup:
     settings = _settings(config)
     dtype = settings["actor"].torch_dtype
     all_sharded = all(each.zero_stage == 3 for each in settings.values())
-    shape_only = config.run.dry_run or (all_sharded and rank() > 0)
+    shape_only = config.run.dry_run or (all_sharded and data_rank() > 0)
     free = free_memory()
-    roles = build_roles(config, sources, tokenizer, dtype=dtype, meta=shape_only)
+    roles = build_roles(
+        config,
+        sources,
+        tokenizer,
+        dtype=dtype,
+        meta=shape_only,
+        group=tensor_group(config.parallel),
+    )
     config = _settle_memory(config, settings, roles, output, free=free)
     output = replace(output, config=config)
     counter = _counter(config, roles, output)
@@ -163,8 +173,8 @@ def make_pretraining(setup: Setup) -> Pretraining | None:
         rows=rows,
         micro_batch_size=config.batch.per_device_training_batch_size,
         gradient_accumulation_steps=config.batch.gradient_accumulation_steps,
-        rank=rank(),
-        world_size=world_size(),
+        rank=data_rank(),
+        world_size=data_world_size(),
         seed=config.run.seed,
         collate=SampleCollator(int(setup.tokenizer.pad_token_id)),
     )
@@ -324,9 +334,9 @@ def _describe(
 ) -> None:
     """Show and record what trains, on what, and the memory it takes."""
     parameters = list(roles.whole().parameters())  # each shared one once
-    total = sum(p.numel() for p in parameters)
+    total = sum(full_shape(p).numel() for p in parameters)
     trained = {
-        name: sum(p.numel() for p in m.model.parameters() if p.requires_grad)
+        name: sum(full_shape(p).numel() for p in m.model.parameters() if p.requires_grad)
         for name, m in roles.trained.items()
     }
     actor = settings["actor"]
@@ -334,7 +344,7 @@ def _describe(
         f"  parameters   {total:,} in memory for {' + '.join(roles.models)}; trained: "
         + ", ".join(f"{name} {count:,}" for name, count in trained.items())
         + f"; {actor.dtype}, {zero_words(actor, roles.models['actor'].model)}, "
-        f"{world_size()} process{'es' if world_size() > 1 else ''} on {device().type}"
+        f"{process_words()}"
     )
     plan = memory_plan(config, roles, settings)
     if plan is not None:
@@ -362,8 +372,8 @@ def _identify(
     text: Prepared | None,
     settings: dict[str, EngineSettings],
 ) -> dict[str, Any]:
-    """What the run's state would mean nothing without; complete on rank 0."""
-    if rank() != 0:
+    """What the run's state would mean nothing without; complete on rank 0. On every rank."""
+    if data_rank() != 0:
         return {}
     scorer = roles.reward or roles.critic
     return identify(roles.actor, tokenizer, prompts, settings["actor"]) | {
