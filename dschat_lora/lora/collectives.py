@@ -64,6 +64,10 @@ class TensorGroup:
         """``x``, the same on every rank; its gradient is the sum of what the ranks make of it."""
         return _exchange(x, _itself, self.sum)
 
+    def alike(self, x: Tensor) -> Tensor:
+        """``x``, the same on every rank, as is its gradient but for rounding: the first rank's."""
+        return _exchange(x, _itself, self.first)
+
     def deal_tokens(self, x: Tensor) -> Tensor:
         """This rank's tokens of (..., T, H), the same on every rank; T a multiple of size."""
         return _exchange(x, self._own_tokens, self._gather_tokens)
@@ -79,6 +83,12 @@ class TensorGroup:
     def max(self, x: Tensor) -> Tensor:
         """The ranks' maximum of ``x``, without gradient."""
         return self._reduce(x, dist.ReduceOp.MAX)
+
+    def first(self, x: Tensor) -> Tensor:
+        """The first rank's ``x``, without gradient."""
+        result = self._reachable(x.detach()).clone(memory_format=torch.contiguous_format)
+        dist.broadcast(result, group=self.process_group, group_src=0)
+        return result.to(x.device)
 
     def gather(self, x: Tensor) -> list[Tensor]:
         """Every rank's ``x``, of one shape everywhere, without gradient."""

@@ -296,9 +296,10 @@ def _adapted(layer: Any, x: Tensor, bias: Tensor | None, *, transposed: bool) ->
 
 
 def _active_bias(layer: Any) -> Any:
-    if layer.enabled and layer.trained_bias is not None:
-        return layer.trained_bias.to(layer.weight.dtype)
-    return layer.bias
+    if not layer.enabled or layer.trained_bias is None:
+        return layer.bias
+    split, bias = getattr(layer, "split", None), layer.trained_bias
+    return (bias if split is None else split.shared_bias(bias)).to(layer.weight.dtype)
 
 
 def _biased_function(base: nn.Module) -> Callable[[Tensor, Any, Any], Tensor]:

@@ -148,6 +148,10 @@ class Column:
         """The factors, the one on every rank with the sum of the ranks' gradients."""
         return self.group.copy(lora_A), lora_B
 
+    def shared_bias(self, bias: Tensor) -> Tensor:
+        """The trained bias, in its own type: this rank's part, of a gradient that is complete."""
+        return bias
+
     def own_input(self, mask: Tensor) -> Tensor:
         """What concerns this rank of (..., in) that is given for the whole input."""
         return mask
@@ -197,6 +201,14 @@ class Row:
         """The factors, the one on every rank with the sum of the ranks' gradients."""
         return lora_A, self.group.copy(lora_B)
 
+    def shared_bias(self, bias: Tensor) -> Tensor:
+        """The trained bias, in its own type, with one gradient on all ranks.
+
+        With sequence parallelism each rank adds it to its own tokens.
+        """
+        group = self.group
+        return group.copy(bias) if group.sequence_parallel else group.alike(bias)
+
     def own_input(self, mask: Tensor) -> Tensor:
         """What concerns this rank of (..., in) that is given for the whole input."""
         return Shard(self.group, -1, self.blocks).own(mask)
@@ -206,11 +218,7 @@ class Row:
         inputs = Shard(self.group, -1, self.blocks)
         y = product(x if self.is_parallel else exchange(x, inputs.own, inputs.whole), None)
         y = self.group.leave(y)
-        if bias is None:
-            return y
-        # With sequence parallelism each rank adds it to its own tokens.
-        shared = self.group.sequence_parallel and bias.requires_grad
-        return y + (self.group.copy(bias) if shared else bias)
+        return y if bias is None else y + bias
 
 
 Split = Column | Row

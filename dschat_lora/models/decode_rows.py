@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dschat_lora.attention import block_causal_mask
+from dschat_lora.lora.parallel import group_of
 from dschat_lora.models.kv_cache import KVCache
 from dschat_lora.models.sampling import Responses
 from dschat_lora.models.trunk import attention_windows
@@ -88,6 +89,7 @@ class CachedRows:
         record: Callable[[Step], Step] | None = None,
     ) -> None:
         self._model, self._prompts, self._responses = model, prompts, responses
+        self._agreed = _agreed(model)
         self._pad_id, self._copies = pad_id, copies
         self._buckets, self._record = buckets, record
         self.sequences = list(range(len(prompts) * copies))
@@ -123,7 +125,7 @@ class CachedRows:
         for kind, window in self._windows.items():
             last = masks[kind][:, :, -1:].repeat_interleave(self._copies, 0)
             self._masks[kind][:count, :, :, window or 0 :][..., :width] = last
-        self._ids[:count, 0] = self._responses.advance(logits, self._sequence[:count])
+        self._ids[:count, 0] = self._responses.advance(logits, self._sequence[:count], self._agreed)
 
     def step(self) -> None:
         """Choose the next token of every row."""
@@ -153,7 +155,7 @@ class CachedRows:
         masks = {kind: self._open_column(kind, w) for kind, w in self._windows.items()}
         logits = self._forward(self._ids[:rows], self._positions[:rows], masks)
         cache.column += 1
-        self._ids[:rows, 0] = self._responses.advance(logits, self._sequence[:rows])
+        self._ids[:rows, 0] = self._responses.advance(logits, self._sequence[:rows], self._agreed)
 
     def keep(self, alive: Sequence[bool]) -> None:
         """Move living rows into the places of ended ones, and use the first rows alone.
@@ -240,6 +242,12 @@ def cuda_graphs() -> Callable[[Step], Step]:
     return record
 
 
+def _agreed(model: Any) -> Callable[[Tensor], Tensor] | None:
+    """What makes the ranks that a model is divided among choose the same tokens."""
+    group = group_of(model)
+    return None if group is None else group.first
+
+
 def padded_left(
     prompts: Sequence[Sequence[int]], pad_id: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
@@ -268,6 +276,7 @@ class RecomputedRows:
         device: torch.device,
     ) -> None:
         self._model, self._responses, self._pad_id = model, responses, pad_id
+        self._agreed = _agreed(model)
         self._texts = [list(prompt) for prompt in prompts for _ in range(copies)]
         self.sequences = list(range(len(self._texts)))
         self._device = device
@@ -287,7 +296,9 @@ class RecomputedRows:
         output = self._model(input_ids=ids, attention_mask=real.long(), use_cache=False)
         places = torch.arange(len(texts), device=self._device)
         sequences = torch.tensor(self.sequences, device=self._device)
-        tokens = self._responses.advance(output.logits[places, lengths - 1], sequences)
+        tokens = self._responses.advance(
+            output.logits[places, lengths - 1], sequences, self._agreed
+        )
         for text, token in zip(texts, tokens.tolist(), strict=True):
             text.append(token)
 

@@ -14,6 +14,7 @@ from dschat_lora.config import ModelConfig
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.layers import TrainedModule
 from dschat_lora.lora.model import seeded_generator
+from dschat_lora.lora.parallel import group_of
 from dschat_lora.models.causal_lm import build_divided, sdpa_errors
 from dschat_lora.models.errors import check_whole, hub_errors
 from dschat_lora.models.shard_loading import load_parts
@@ -145,7 +146,7 @@ class RewardModel(nn.Module):
         super().__init__()
         self.model: Any = model
         self.trunk = Trunk(model)
-        self.head = ScoreHead(self.model.score)
+        self.head = ScoreHead(self.model.score, group_of(model))
 
     def forward(
         self,
@@ -168,16 +169,19 @@ class RewardModel(nn.Module):
 class ScoreHead(nn.Module):
     """The scalar head, computed in float32: 16-bit scores of like answers would be equal.
 
-    The head's layer lends its parameters, so that ZeRO 3 gathers them for this module.
+    The head's layer lends its parameters, so that ZeRO 3 gathers them for this module. It is
+    whole on every rank of a group that divides the model, and stays the same there.
     """
 
-    def __init__(self, head: nn.Module) -> None:
+    def __init__(self, head: nn.Module, group: TensorGroup | None = None) -> None:
         super().__init__()
+        self._alike = (lambda x: x) if group is None else group.alike
         layer: Any = head.trained if isinstance(head, TrainedModule) else head
         self.weight: Tensor = layer.weight
         self.bias: Tensor | None = layer.bias
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(K,) scores of (K, H) hidden states."""
-        bias = None if self.bias is None else self.bias.float()
-        return nn.functional.linear(hidden.float(), self.weight.float(), bias).squeeze(-1)
+        weight = self._alike(self.weight).float()
+        bias = None if self.bias is None else self._alike(self.bias).float()
+        return nn.functional.linear(hidden.float(), weight, bias).squeeze(-1)

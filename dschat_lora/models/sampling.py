@@ -1,6 +1,6 @@
 """Tokens drawn from logits, every sequence by random numbers of its own."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -126,15 +126,24 @@ class Responses:
         self.finished = torch.zeros(shape[0], dtype=torch.bool, device=device)
         self.count = torch.zeros(1, dtype=torch.int64, device=device)
 
-    def advance(self, logits: Tensor, sequences: Tensor) -> Tensor:
+    def advance(
+        self,
+        logits: Tensor,
+        sequences: Tensor,
+        agreed: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
         """(B,) next token of each row; what follows the end of a sequence means nothing.
 
         Args:
             logits: (B, V) after each row's last token.
             sequences: (B,) int64, which sequence a row holds.
+            agreed: makes of this process's choice that of all which compute one model together:
+                on a GPU the same logits may round to another token.
         """
         place = (sequences, self.count.expand_as(sequences))
         chosen = choose(logits, self._uniforms[place], self._sampling)
+        if agreed is not None:
+            chosen = agreed(chosen)
         ended = (chosen[:, None] == self._ends).any(-1)
         self._tokens.index_put_(place, chosen)
         if self._logprobs is not None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.layers import is_conv1d
-from dschat_lora.lora.parallel import Column, ParallelEmbedding, ParallelLinear, Row, Split
+from dschat_lora.lora.parallel import Column, ParallelEmbedding, ParallelLinear, Row, Shard, Split
 from dschat_lora.models.division import check_divides
 
 # Where transformers ships no plan: linear layers below the base model, in its words.
@@ -87,6 +87,11 @@ def _divide_blocks(model: Any, group: TensorGroup) -> None:
 
 def _divide_vocabulary(model: Any, group: TensorGroup) -> None:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tokens = embedding.weight.shape[0]
+    if any(start == stop for start, stop in Shard(group, 0, (tokens,)).ranges(group.size - 1)):
+        raise ValueError(
+            f"--tensor_parallel_size {group.size} leaves some process none of the {tokens} tokens"
+        )
     for name, module in list(model.named_modules()):
         if module is embedding:
             _replace(model, name, ParallelEmbedding(module, group))

@@ -530,6 +530,15 @@ def narrow_traffic(group):
         y = layer(of["x"](values["x"]).bfloat16())
         with recorded() as found[name]:
             y.backward(of["y"](values["g"]).bfloat16())
+    with sequences(group, True):
+        case = CASES["row, trained bias"]
+        values = linear_values(case)
+        of = {part: cutter(case, group, part) for part in ("x", "y", "A", "B")}
+        layer = linear_layer(case, group, values, of)
+        layer.weight.data, layer.bias.data = layer.weight.bfloat16(), layer.bias.bfloat16()
+        y = layer(of["x"](values["x"]).bfloat16())
+        with recorded() as found["row, dealt tokens"]:
+            y.backward(of["y"](values["g"]).bfloat16())
     return found
 
 

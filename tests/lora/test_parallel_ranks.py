@@ -92,6 +92,14 @@ def test_gradients_of_a_factor_on_every_rank_are_summed_in_fp32_beside_16_bit_we
 
 
 @pytest.mark.parametrize("size", SIZES)
+def test_gradients_of_a_factor_and_a_bias_of_dealt_tokens_are_summed_in_fp32(reports, size):
+    for report in reports(size):
+        calls = report["narrow"]["row, dealt tokens"]
+        moved = {(tuple(shape), kind) for _, operation, shape, kind in calls if operation == "SUM"}
+        assert moved == {((12, 3), "torch.float32"), ((12,), "torch.float32")}
+
+
+@pytest.mark.parametrize("size", SIZES)
 def test_sums_maxima_and_dealt_and_collected_tokens_are_exact(reports, size):
     for report in reports(size):
         assert set(report["tokens"].values()) == {0.0}

@@ -5,7 +5,13 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, MistralConfig, Qwen3Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GPT2Config,
+    MistralConfig,
+    Qwen3Config,
+)
 
 from dschat_lora.config import ModelConfig
 from dschat_lora.lora.collectives import TensorGroup
@@ -146,6 +152,15 @@ def test_weights_of_another_shape_are_named(model_directory, tmp_path):
     load_config(path, OPTIONS).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"o_proj.weight has the shape \(32, 30\), the model"):
         part(str(tmp_path), 1)
+
+
+def test_more_ranks_than_words_to_divide_are_refused():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            GPT2Config(n_embd=8, n_layer=1, n_head=4, vocab_size=5)
+        )
+    with pytest.raises(ValueError, match="size 4 leaves some process none of the 5 tokens"):
+        divide(model, TensorGroup(None, 0, 4))
 
 
 def test_files_that_cannot_be_read_in_parts_are_refused(model_directory, tmp_path):
