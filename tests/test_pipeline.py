@@ -245,6 +245,14 @@ def test_what_a_later_stage_would_refuse_is_said_at_once(recipe_of, text, messag
     assert str(error.value).startswith(message)
 
 
+def test_processes_to_a_model_are_taken_to_be_there_where_their_number_is_not_given(recipe_of):
+    stage = "stages: {sft: {lora_dim: 4, tensor_parallel_size: 2}}"
+    check_stages(recipe_of(stage))
+    check_stages(recipe_of("launcher: {num_gpus: 4}\n" + stage))
+    with pytest.raises(ValueError, match="size 2 does not divide the number of .* processes, 3"):
+        check_stages(recipe_of("launcher: {num_gpus: 3}\n" + stage))
+
+
 def test_processes_count_where_the_launcher_has_their_number(recipe_of):
     Path("ds.json").write_text(json.dumps({"train_batch_size": 64}), encoding="utf-8")
     stage = "stages: {sft: {per_device_train_batch_size: 16, deepspeed_config: ds.json}}"

@@ -51,30 +51,30 @@ class TensorGroup:
         Their input gradients are parts of a sum.
         """
         if self.sequence_parallel:
-            return _exchange(x, self._gather_tokens, self._sum_tokens)
+            return exchange(x, self._gather_tokens, self._sum_tokens)
         return self.copy(x)
 
     def leave(self, x: Tensor) -> Tensor:
         """The sum of (..., T, H) parts; with sequence parallelism this rank's tokens of it."""
         if self.sequence_parallel:
-            return _exchange(x, self._sum_tokens, self._gather_tokens)
-        return _exchange(x, self.sum, _itself)
+            return exchange(x, self._sum_tokens, self._gather_tokens)
+        return exchange(x, self.sum, _itself)
 
     def copy(self, x: Tensor) -> Tensor:
         """``x``, the same on every rank; its gradient is the sum of what the ranks make of it."""
-        return _exchange(x, _itself, self.sum)
+        return exchange(x, _itself, self.sum)
 
     def alike(self, x: Tensor) -> Tensor:
         """``x``, the same on every rank, as is its gradient but for rounding: the first rank's."""
-        return _exchange(x, _itself, self.first)
+        return exchange(x, _itself, self.first)
 
     def deal_tokens(self, x: Tensor) -> Tensor:
         """This rank's tokens of (..., T, H), the same on every rank; T a multiple of size."""
-        return _exchange(x, self._own_tokens, self._gather_tokens)
+        return exchange(x, self._own_tokens, self._gather_tokens)
 
     def collect_tokens(self, x: Tensor) -> Tensor:
         """All tokens of the ranks' (..., T / size, H), for layers that every rank runs alike."""
-        return _exchange(x, self._gather_tokens, self._own_tokens)
+        return exchange(x, self._gather_tokens, self._own_tokens)
 
     def sum(self, x: Tensor) -> Tensor:
         """The ranks' sum of ``x``, without gradient."""
@@ -138,10 +138,6 @@ class TensorGroup:
 
 def exchange(x: Tensor, there: Exchange, back: Exchange) -> Tensor:
     """``there(x)``, whose gradient ``g`` becomes ``back(g)``; neither records a graph."""
-    return _exchange(x, there, back)
-
-
-def _exchange(x: Tensor, there: Exchange, back: Exchange) -> Tensor:
     output: Tensor = _Exchange.apply(x, there, back)  # type: ignore[no-untyped-call]
     return output
 
