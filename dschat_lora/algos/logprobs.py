@@ -107,6 +107,11 @@ def sequence_sums(values: Tensor, owner: Tensor, num_sequences: int) -> Tensor:
     return values.new_zeros(num_sequences).index_add(0, owner, values)
 
 
+def _room(logits: Tensor, part: VocabularyPart | None) -> Tensor:
+    """Memory for a table; that of the logits, unless :func:`log_softmax` made the table of it."""
+    return logits if part is None else torch.empty_like(logits)
+
+
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -130,9 +135,8 @@ class _LinearLogprobs(torch.autograd.Function):
                 continue
             probabilities = table.exp_()
             if entropy is not None:
-                # Where there are no parts, into the memory of the logits, which have served.
-                room = logits if part is None else torch.empty_like(probabilities)
-                own = torch.special.entr(probabilities, out=room).sum(-1)
+                # Into the memory of the logits, which have served.
+                own = torch.special.entr(probabilities, out=_room(logits, part)).sum(-1)
                 entropy[chunk] = own if part is None else part.sum(own)
             if gradient is not None:
                 surprise = add_at_(probabilities.neg_(), tokens[chunk], 1.0, part)
