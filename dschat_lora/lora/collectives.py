@@ -1,6 +1,6 @@
 """Exchanges between the ranks that share a layer, each with the exchange its gradient needs.
 
-Forward and backward of the six come in pairs (Megatron-LM, arXiv:1909.08053, section 3, and
+Forward and backward come in pairs (Megatron-LM, arXiv:1909.08053, section 3, and
 arXiv:2205.05198, section 4.2, for the sequence): identity and sum, gather and slice, gather and
 scattered sum. Sums are sums, never means.
 """

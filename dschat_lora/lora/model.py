@@ -76,9 +76,9 @@ def apply_lora(model: nn.Module, config: LoraConfig, *, seed: int) -> list[str]:
     if config.only_optimize_lora:
         model.requires_grad_(False)
     for name in targets:
-        _replace(model, name, _lora_layer(model.get_submodule(name), config))
+        replace_part(model, name, _lora_layer(model.get_submodule(name), config))
     for name in saved:
-        _replace(model, name, TrainedModule(model.get_submodule(name)))
+        replace_part(model, name, TrainedModule(model.get_submodule(name)))
     if config.train_bias != "none":
         _train_biases(model, targets if config.train_bias == "lora_only" else None, saved)
     _freeze_replaced(model)
@@ -214,9 +214,10 @@ def _lora_layer(base: nn.Module, config: LoraConfig) -> LoraLayer:
     return LoraConv1D(base, r=r, scaling=scaling, dropout=dropout)
 
 
-def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+def replace_part(model: nn.Module, name: str, part: nn.Module | nn.Parameter) -> None:
+    """Put ``part`` in place of the module or parameter ``name``."""
     parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, module)
+    setattr(model.get_submodule(parent), child, part)
 
 
 def _train_biases(model: nn.Module, adapted: list[str] | None, saved: list[str]) -> None:
@@ -232,7 +233,7 @@ def _train_biases(model: nn.Module, adapted: list[str] | None, saved: list[str])
             module.trained_bias = float32_copy(module.get_parameter("bias"))
             mark_shard(module.trained_bias, None if module.split is None else module.split.bias)
         else:
-            _replace(model, name, TrainedBias(module))
+            replace_part(model, name, TrainedBias(module))
     if not found:
         option = "all" if adapted is None else "lora_only"
         raise ValueError(f"--train_bias {option}: no such layer has a bias; use none")

@@ -4,10 +4,11 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.layers import is_conv1d
+from dschat_lora.lora.model import replace_part
 from dschat_lora.lora.parallel import Column, ParallelEmbedding, ParallelLinear, Row, Shard, Split
 from dschat_lora.models.division import check_divides
 
@@ -50,7 +51,7 @@ def divide(model: Any, group: TensorGroup) -> None:
     for names in tied:
         first, *others = names
         for name in others:
-            _set_parameter(model, name, model.get_parameter(first))
+            replace_part(model, name, model.get_parameter(first))
     _deal_tokens(model, group)
 
 
@@ -76,7 +77,7 @@ def _divide_blocks(model: Any, group: TensorGroup) -> None:
             split = Column(
                 group, (outputs // parts,) * parts, reads="entered" if shares else "dealt"
             )
-        _replace(model, name, ParallelLinear(module, split, transposed=transposed))
+        replace_part(model, name, ParallelLinear(module, split, transposed=transposed))
     for name in regions:
         region = model.get_submodule(name)
         region.register_forward_pre_hook(_Enter(group), with_kwargs=True)
@@ -94,10 +95,10 @@ def _divide_vocabulary(model: Any, group: TensorGroup) -> None:
         )
     for name, module in list(model.named_modules()):
         if module is embedding:
-            _replace(model, name, ParallelEmbedding(module, group))
+            replace_part(model, name, ParallelEmbedding(module, group))
         elif module is head:
             split = Column(group, (module.weight.shape[0],), reads="same", gathers=True)
-            _replace(model, name, ParallelLinear(module, split))
+            replace_part(model, name, ParallelLinear(module, split))
 
 
 def _deal_tokens(model: Any, group: TensorGroup) -> None:
@@ -171,13 +172,3 @@ def _ties(model: nn.Module) -> list[list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return [each for each in names.values() if len(each) > 1]
-
-
-def _set_parameter(model: nn.Module, name: str, parameter: Tensor) -> None:
-    parent, _, part = name.rpartition(".")
-    setattr(model.get_submodule(parent), part, parameter)
-
-
-def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, module)
