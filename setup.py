@@ -6,11 +6,20 @@ from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
 TENSORBOARD = ["tensorboard>=2.15,<3"]
+# GLUE with transformers' Trainer, and its metrics.
+GLUE = ["accelerate>=1.1,<2", "scikit-learn>=1.4,<2", "scipy>=1.11,<2"]
+# Metrics of generated text.
+NLG = ["nltk>=3.9,<4", "sacrebleu>=2.4,<3"]
+# METEOR 1.5, which runs on Java: 100 MB.
+METEOR = ["pycocoevalcap>=1.2,<2"]
 # What the benchmark compares with.
 BENCH = ["peft>=0.18,<1", "trl>=1.16,<2"]
 TEST = [
     *TENSORBOARD,
     *BENCH,
+    *GLUE,
+    *NLG,
+    "loralib>=0.1.2,<0.2",
     "pytest>=8,<10",
     "pytest-cov>=5,<8",
     "pytest-xdist>=3.5,<4",
@@ -42,6 +51,9 @@ setup(
     ],
     extras_require={
         "bench": BENCH,
+        "glue": GLUE,
+        "meteor": METEOR,
+        "nlg": NLG,
         "tensorboard": TENSORBOARD,
         "test": TEST,
         "dev": [*TEST, "mypy>=1.13,<3", "ruff>=0.8,<1"],

@@ -106,6 +106,11 @@ class LoraConfig:
     modules_to_save: tuple[str, ...] = option(
         (), help="name endings of modules to train in full and save with the adapter"
     )
+    enable_lora: tuple[str, ...] = option(
+        (),
+        help="q, k, v: the parts of a packed projection that get factors of their own; the layer "
+        "has one pair for all of it when absent",
+    )
     only_optimize_lora: bool = option(
         True, help="freeze the base model when lora_dim > 0 (no-: train it too)"
     )
@@ -115,6 +120,9 @@ class LoraConfig:
         require(self.lora_alpha > 0, "lora_alpha", self.lora_alpha, "> 0")
         require(0 <= self.lora_dropout < 1, "lora_dropout", self.lora_dropout, "in [0, 1)")
         require(bool(self.target_modules), "target_modules", (), "one name or more")
+        parts = self.enable_lora
+        fits = set(parts) <= {"q", "k", "v"} and len(set(parts)) == len(parts)
+        require(fits, "enable_lora", " ".join(parts), "some of q, k and v")
 
     def described(self) -> str:
         """What the factors mean, in a few words; which layers have some, their names say."""
@@ -122,7 +130,8 @@ class LoraConfig:
             return "none"
         kind = " rank-stabilised" if self.use_rslora else ""
         biases = f", biases {self.train_bias}" if self.train_bias != "none" else ""
-        return f"r {self.lora_dim}, alpha {self.lora_alpha:g}{kind}{biases}"
+        parts = f", parts {' '.join(self.enable_lora)}" if self.enable_lora else ""
+        return f"r {self.lora_dim}, alpha {self.lora_alpha:g}{kind}{parts}{biases}"
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,14 @@ _OF_THE_PROCESS = (
 # What the state means depends on these; their values cannot change on the way.
 _FIXED = (
     *("lora_dim", "lora_alpha", "use_rslora", "target_modules", "lora_module_name"),
-    *("train_bias", "modules_to_save", "only_optimize_lora", "add_eot_token", "eot_token"),
+    *(
+        "train_bias",
+        "modules_to_save",
+        "enable_lora",
+        "only_optimize_lora",
+        "add_eot_token",
+        "eot_token",
+    ),
     *("max_seq_len", "overlong", "bad_rows", "train_on_prompt", "packing", "data_split"),
     *("data_weights", "eval_ratio", "seed", "tokens_per_device"),
     *("reward_loss", "center_rewards_coefficient", "share_prompt"),
