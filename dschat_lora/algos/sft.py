@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dschat_lora.algos.vocabulary import VocabularyPart, add_at_, log_softmax
+from dschat_lora.algos.vocabulary import VocabularyPart, add_at_, log_softmax, sum_and_size
 
 IGNORE_INDEX = -100
 # Largest number of logits alive at a time: 128 MiB in fp32, which keeps a GPU busy; on a CPU 16,
@@ -22,6 +22,7 @@ def linear_cross_entropy(
     bias: Tensor | None,
     targets: Tensor,
     *,
+    label_smoothing: float = 0.0,
     max_chunk_logits: int | None = None,
     part: VocabularyPart | None = None,
 ) -> Tensor:
@@ -29,25 +30,27 @@ def linear_cross_entropy(
 
     Logits are formed for a chunk of positions at a time and turned into the gradient at once,
     so that the largest tensor holds ``max_chunk_logits`` numbers however long the input. With
-    ``p`` the softmax, the gradient for one position is ``W^T (p - onehot(target))``.
+    ``p`` the softmax and ``q = (1 - label_smoothing) onehot(target) + label_smoothing / V``
+    (section 7 of arXiv:1512.00567), the gradient for one position is ``W^T (p - q)``.
 
     Args:
         hidden: (N, H), any float dtype; logits are reduced in fp32.
         weight: (V, H) output embedding. Its gradient is computed only if it requires one.
         bias: (V,) or None.
         targets: (N,) int64 in [0, V).
+        label_smoothing: share of each target spread evenly over the vocabulary, in [0, 1].
         max_chunk_logits: bound on the logits alive at a time, by default the device's; at
             least one position is done.
         part: of the vocabulary, if that is all that ``weight`` and ``bias`` are of. The gradient
             of ``hidden`` is a part too then, to be summed over the processes.
 
     Returns:
-        fp32 scalar in nats, a sum: only the training loop knows how many tokens the whole
+        fp32 (of fp64: fp64) scalar in nats, a sum: only the training loop knows how many tokens the whole
         optimizer step holds.
     """
     rows = chunk_rows(weight, max_chunk_logits, part)
     loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, rows, part
+        hidden, weight, bias, targets, label_smoothing, rows, part
     )
     return loss
 
@@ -62,7 +65,7 @@ def chunk_rows(
 
 
 def head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """(N, V) fp32 ``hidden W^T + b``; a GPU rounds sums of 16-bit products to fp32 at once.
+    """(N, V) ``hidden W^T + b`` in fp32, of fp64 in fp64; a GPU rounds sums of 16-bit products so.
 
     Rounded to bf16 on the way, a token's log-probability would be off by some 0.02 nats.
     """
@@ -70,7 +73,12 @@ def head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if narrow and torch.version.hip is None and hasattr(torch.ops.aten.mm, "dtype"):
         logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
         return logits if bias is None else logits.add_(bias)
-    return F.linear(hidden, weight, bias).float()
+    return F.linear(hidden, weight, bias).to(_wide(hidden.dtype))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The type to reduce in."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -81,22 +89,29 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
+        smoothing: float,
         rows: int,
         part: VocabularyPart | None,
     ) -> Tensor:
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if wants_bias else None  # type: ignore[arg-type]
-        loss = hidden.new_zeros((), dtype=torch.float32)
+        wide = _wide(hidden.dtype)
+        grad_weight = torch.zeros_like(weight, dtype=wide) if wants_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=wide) if wants_bias else None  # type: ignore[arg-type]
+        loss = hidden.new_zeros((), dtype=wide)
         for start in range(0, len(targets), rows):
             chunk = slice(start, start + rows)
             logits = head_logits(hidden[chunk], weight, bias)
             logprobs, picked = log_softmax(logits, targets[chunk], part)
-            loss -= picked.sum()
+            loss -= (1 - smoothing) * picked.sum()
+            if smoothing:
+                over_vocabulary, size = sum_and_size(logprobs, part)
+                loss -= smoothing * over_vocabulary / size
             if not any((wants_hidden, wants_weight, wants_bias)):
                 continue
-            error = add_at_(logprobs.exp_(), targets[chunk], -1.0, part)
+            error = add_at_(logprobs.exp_(), targets[chunk], smoothing - 1.0, part)
+            if smoothing:
+                error -= smoothing / size
             if grad_bias is not None:
                 grad_bias += error.sum(0)
             narrow = error.to(hidden.dtype)
@@ -117,6 +132,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None if grad_hidden is None else grad_hidden * grad_loss,
             None if grad_weight is None else (grad_weight * grad_loss).to(weight_dtype),
             None if grad_bias is None else (grad_bias * grad_loss).to(bias_dtype),
+            None,
             None,
             None,
             None,

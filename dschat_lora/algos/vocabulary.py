@@ -62,3 +62,10 @@ def add_at_(table: Tensor, tokens: Tensor, value: float, part: VocabularyPart | 
         return table.scatter_add_(1, tokens[:, None], table.new_full((len(tokens), 1), value))
     columns, inside = part.own(tokens)
     return table.scatter_add_(1, columns[:, None], (value * inside.to(table.dtype))[:, None])
+
+
+def sum_and_size(table: Tensor, part: VocabularyPart | None) -> tuple[Tensor, Tensor]:
+    """The sum of (N, V) over all tokens and rows, and V, as scalars."""
+    own = torch.stack([table.sum(), table.new_tensor(table.shape[-1])])
+    total, size = own if part is None else part.sum(own)
+    return total, size

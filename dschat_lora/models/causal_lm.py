@@ -154,13 +154,17 @@ class CausalLMLoss(nn.Module):
         trunk: runs it below its head.
         full_logits: take the model's own logits instead, for architectures that transform
             them after the head.
+        label_smoothing: share of each target spread over the vocabulary, in training alone.
     """
 
-    def __init__(self, model: PreTrainedModel, *, full_logits: bool = False) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, full_logits: bool = False, label_smoothing: float = 0.0
+    ) -> None:
         super().__init__()
         self.model = model
         self.trunk = Trunk(model)
         self.full_logits = full_logits
+        self.label_smoothing = label_smoothing
         self.head = LinearHead(model.get_output_embeddings(), model.config.vocab_size)
 
     def forward(
@@ -173,14 +177,15 @@ class CausalLMLoss(nn.Module):
         spans: Spans | None = None,
     ) -> Tensor:
         """Summed cross-entropy, fp32 scalar in nats; all arguments as in ``Batch``."""
+        smoothing = self.label_smoothing if self.training else 0.0
         if self.full_logits:
             inputs = self.trunk.inputs(input_ids, position_ids, segment_ids)
             logits = self.model(**inputs).logits.flatten(0, 1)[predicted_from]
-            return nn.functional.cross_entropy(logits.float(), predicted, reduction="sum")
+            return summed_cross_entropy(logits, predicted, smoothing)
         hidden = self.trunk(input_ids, position_ids, segment_ids, spans=spans)
         # Without a supervised position the graph still spans the model: every rank and every
         # micro-batch must run the same backward hooks.
-        loss: Tensor = self.head(hidden.flatten(0, 1)[predicted_from], predicted)
+        loss: Tensor = self.head(hidden.flatten(0, 1)[predicted_from], predicted, smoothing)
         return loss + 0.0 * hidden[:, 0].float().sum()
 
 
@@ -243,21 +248,26 @@ class LinearHead(nn.Module):
         if isinstance(head, ParallelLinear):
             self.split, self.part = head.split, vocabulary_part(head)
 
-    def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
         """Summed cross-entropy of (N, H) hidden states against (N,) targets."""
         if self.plain:
-            hidden = self._shared(hidden)
-            return linear_cross_entropy(hidden, self.weight, self.bias, targets, part=self.part)
+            return linear_cross_entropy(
+                self._shared(hidden),
+                self.weight,
+                self.bias,
+                targets,
+                label_smoothing=label_smoothing,
+                part=self.part,
+            )
         loss = hidden.new_zeros((), dtype=torch.float32)
         for h, t in zip(
             torch.split(hidden, self.rows), torch.split(targets, self.rows), strict=True
         ):
-            loss = loss + checkpoint(self._chunk_loss, h, t, use_reentrant=False)
+            loss = loss + checkpoint(self._chunk_loss, h, t, label_smoothing, use_reentrant=False)
         return loss
 
-    def _chunk_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        logits = self._logits(hidden).float()
-        return nn.functional.cross_entropy(logits, targets, reduction="sum")
+    def _chunk_loss(self, hidden: Tensor, targets: Tensor, label_smoothing: float) -> Tensor:
+        return summed_cross_entropy(self._logits(hidden), targets, label_smoothing)
 
     def _shared(self, hidden: Tensor) -> Tensor:
         """Hidden states of whose gradient each rank forms a part, if the head is divided."""
@@ -275,10 +285,17 @@ class LinearHead(nn.Module):
         )
 
 
+def summed_cross_entropy(logits: Tensor, targets: Tensor, label_smoothing: float) -> Tensor:
+    """fp32 scalar in nats, of (N, V) logits against (N,) targets."""
+    return nn.functional.cross_entropy(
+        logits.float(), targets, reduction="sum", label_smoothing=label_smoothing
+    )
+
+
 class LogprobHead(LinearHead):
     """The output embedding as log-probabilities of given tokens, chunk by chunk."""
 
-    def forward(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, tokens: Tensor) -> Tensor:  # type: ignore[override]
         """(N,) fp32 log-probabilities of (N,) tokens after (N, H) hidden states, in nats."""
         if self.plain and not self.weight.requires_grad:
             hidden = self._shared(hidden)

@@ -43,6 +43,30 @@ def test_loss_and_gradients_are_torchs_in_chunks_of_any_size(chunk, bias):
             torch.testing.assert_close(leaf.grad.double(), gradient, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("chunk", [2, ROWS], ids="{} rows a chunk".format)
+def test_smoothed_labels_are_torchs_to_the_last_digits(chunk, smoothing):
+    values = [tensor.detach().double().requires_grad_() for tensor in inputs()[:3]]
+    targets = inputs()[3]
+    expected = F.cross_entropy(
+        F.linear(*values), targets, reduction="sum", label_smoothing=smoothing
+    )
+    gradients = torch.autograd.grad(3 * expected, values)
+    loss = linear_cross_entropy(
+        *values, targets, label_smoothing=smoothing, max_chunk_logits=chunk * VOCAB
+    )
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    for mine, reference in zip(torch.autograd.grad(3 * loss, values), gradients, strict=True):
+        torch.testing.assert_close(mine, reference, rtol=1e-12, atol=1e-12)
+
+
+def test_smoothed_labels_by_hand():
+    # logits 0 and log 3: probabilities 1/4 and 3/4; of the target's share 0.2 / 2 goes to each
+    hidden, weight = torch.ones(1, 1), torch.tensor([[0.0], [1.0986122886681098]])
+    loss = linear_cross_entropy(hidden, weight, None, torch.tensor([1]), label_smoothing=0.2)
+    assert loss.item() == pytest.approx(0.9 * 0.2876820724517809 + 0.1 * 1.3862943611198906)
+
+
 def test_a_vocabulary_beyond_the_bound_is_done_a_row_at_a_time():
     leaves = inputs()
     loss = linear_cross_entropy(*leaves, max_chunk_logits=1)

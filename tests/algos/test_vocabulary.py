@@ -96,6 +96,25 @@ def test_summed_loss_and_gradient_are_those_of_all_logits(parts, rows, offset):
         torch.testing.assert_close(grad.double(), gradient, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
+def test_smoothed_labels_spread_over_all_logits(parts):
+    hidden, weight, bias, tokens = values = inputs(parts[0], "none")
+    leaf = hidden.double().requires_grad_()
+    logits = torch.nn.functional.linear(leaf, weight.double(), bias.double())
+    expected = torch.nn.functional.cross_entropy(
+        logits, tokens, reduction="sum", label_smoothing=0.1
+    )
+    (3 * expected).backward()
+
+    def loss(*args):
+        *rest, part = args
+        return [linear_cross_entropy(*rest, label_smoothing=0.1, part=part)]
+
+    for (found,), grad in in_parts(loss, *parts, values):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0)
+        torch.testing.assert_close(grad.double(), leaf.grad, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("offset", ["none", "all", "one", "low"])
 @pytest.mark.parametrize("rows", [1, 4, 100], ids="{} rows a chunk".format)
 @pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)

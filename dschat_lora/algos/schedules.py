@@ -1,0 +1,60 @@
+"""The four learning rate schedules of microsoft/LoRA's GPT-2 experiments, as closed forms.
+
+They are functions of ``step``, the updates done before (from 0). transformers' schedule of the
+same name agrees for ``linear`` and ``constant``; its ``cosine`` begins after the warm-up, where
+this one is already on its way.
+"""
+
+import math
+from collections.abc import Sequence
+
+
+def linear(step: int, *, warmup: int, total: int) -> float:
+    """Share of the peak rate: up over ``warmup`` steps, then straight down to 0 at ``total``."""
+    if step < warmup:
+        return step / warmup
+    return max(0.0, (total - step) / max(1, total - warmup))
+
+
+def constant(step: int, *, warmup: int) -> float:
+    """Share of the peak rate: up over ``warmup`` steps, then 1."""
+    return step / warmup if step < warmup else 1.0
+
+
+def cosine(step: int, *, warmup: int, total: int) -> float:
+    """Share of the peak rate: up over ``warmup`` steps, then ``(1 + cos(pi step / total)) / 2``.
+
+    The cosine counts from the first step, not from the end of the warm-up, so the rate falls a
+    little where the two meet; and the first update is at rate 0 even without warm-up.
+    """
+    if step == 0:
+        return 0.0
+    if step < warmup:
+        return step / warmup
+    return (1 + math.cos(math.pi * min(step, total) / total)) / 2
+
+
+def cycle(step: int, *, steps: Sequence[int], rates: Sequence[float]) -> float:
+    """The learning rate itself: straight lines between ``rates[i]`` at ``steps[i]``, then the last.
+
+    A line arrives a millionth of a step late, as in the original.
+
+    Args:
+        step: updates done.
+        steps: rising, from 0.
+        rates: one for each of ``steps``.
+
+    Raises:
+        ValueError: if the two differ in number, or ``steps`` do not rise from 0.
+    """
+    rising = all(a < b for a, b in zip(steps, steps[1:], strict=False))
+    if len(steps) != len(rates) or not steps or steps[0] != 0 or not rising:
+        raise ValueError(
+            f"a cycle needs as many rates as steps, which rise from 0: got steps {list(steps)} and "
+            f"rates {list(rates)}"
+        )
+    for i, (start, end) in enumerate(zip(steps, steps[1:], strict=False)):
+        if start <= step < end:
+            share = (step - start) / (end - start + 1e-6)
+            return share * rates[i + 1] + (1 - share) * rates[i]
+    return rates[-1]
