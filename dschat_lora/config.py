@@ -254,6 +254,8 @@ class ScheduleConfig:
     max_steps: int = option(
         0, help="train for this many optimizer steps, whatever the epochs; 0: by epochs"
     )
+    correct_bias: bool = hidden(True)  # of Adam's moments, which start at zero
+    decay_after_update: bool = hidden(False)  # AdamW decays before
 
     def __post_init__(self) -> None:
         for name in ("loraplus_lr_ratio", "adam_epsilon"):
@@ -277,7 +279,7 @@ class OptimConfig(ScheduleConfig):
         help="adapters train at this multiple of --learning_rate; start at 2 to 3, up to 10",
     )
     weight_decay: float = option(0.0, help="decoupled weight decay; biases and norms exempt")
-    default_lora_learning_rate: float = hidden(5e-4)
+    default_lora_learning_rate: float | None = hidden(5e-4)  # None: that of base weights
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -5,24 +5,28 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from dschat_lora.algos.adamw import adamw_
 from dschat_lora.cli.options import flatten
 from dschat_lora.config import (
     DataConfig,
     LoraConfig,
     ModelConfig,
     ParallelConfig,
+    ScheduleConfig,
     StageConfig,
     SupervisedConfig,
 )
 from dschat_lora.data.fingerprint import describe_tokenizer
 from dschat_lora.data.prepare import Prepared, prepare
 from dschat_lora.data.rows import DataKind
+from dschat_lora.engine.adamw import Update
 from dschat_lora.engine.build import EngineSettings, TrainEngine, resolve_dtype
 from dschat_lora.engine.distributed import (
     data_rank,
@@ -296,6 +300,16 @@ def engine_settings(
         epsilon=config.optim.adam_epsilon,
         deepspeed_json=read_deepspeed_json(config.parallel.deepspeed_config),
         shares_weights=shares_weights,
+        update=adamw_update(config.optim),
+    )
+
+
+def adamw_update(optim: ScheduleConfig) -> Update | None:
+    """The update of a run that wants another than torch's."""
+    if optim.correct_bias and not optim.decay_after_update:
+        return None
+    return partial(
+        adamw_, correct_bias=optim.correct_bias, decay_after_update=optim.decay_after_update
     )
 
 

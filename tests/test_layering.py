@@ -144,8 +144,8 @@ LAYERS = {
     "score": ({"config", "data", "engine", "models", "report"}, {"torch"}),
     "stage": (
         {
-            *("cli.options", "config", "data", "engine", "lora", "memory", "models", "report"),
-            "run",
+            *("algos", "cli.options", "config", "data", "engine", "lora", "memory", "models"),
+            *("report", "run"),
         },
         {"torch"},
     ),

@@ -7,6 +7,7 @@ this one is already on its way.
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 
 def linear(step: int, *, warmup: int, total: int) -> float:
@@ -47,13 +48,13 @@ def cycle(step: int, *, steps: Sequence[int], rates: Sequence[float]) -> float:
     Raises:
         ValueError: if the two differ in number, or ``steps`` do not rise from 0.
     """
-    rising = all(a < b for a, b in zip(steps, steps[1:], strict=False))
+    rising = all(a < b for a, b in pairwise(steps))
     if len(steps) != len(rates) or not steps or steps[0] != 0 or not rising:
         raise ValueError(
             f"a cycle needs as many rates as steps, which rise from 0: got steps {list(steps)} and "
             f"rates {list(rates)}"
         )
-    for i, (start, end) in enumerate(zip(steps, steps[1:], strict=False)):
+    for i, (start, end) in enumerate(pairwise(steps)):
         if start <= step < end:
             share = (step - start) / (end - start + 1e-6)
             return share * rates[i + 1] + (1 - share) * rates[i]

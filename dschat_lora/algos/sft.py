@@ -45,8 +45,8 @@ def linear_cross_entropy(
             of ``hidden`` is a part too then, to be summed over the processes.
 
     Returns:
-        fp32 (of fp64: fp64) scalar in nats, a sum: only the training loop knows how many tokens the whole
-        optimizer step holds.
+        Scalar in nats, fp32 (of fp64 input fp64); a sum: only the training loop knows how many
+        tokens the whole optimizer step holds.
     """
     rows = chunk_rows(weight, max_chunk_logits, part)
     loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]

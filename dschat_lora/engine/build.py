@@ -14,6 +14,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.utils import logger as deepspeed_logger
 from torch import Tensor, nn
 
+from dschat_lora.engine.adamw import SteppedAdamW, Update
 from dschat_lora.engine.distributed import data_world_size, device, grid
 from dschat_lora.engine.ds_config import engine_config, loss_scaling
 
@@ -68,9 +69,7 @@ class TrainEngine:
                 "--dtype fp16 on CPU trains adapters only; use --lora_dim > 0, or --dtype bf16"
             )
         self.zero_stage = settings.stage_in_use(native)
-        self.adam = torch.optim.AdamW(
-            groups, betas=settings.betas, eps=settings.epsilon, fused=True
-        )
+        self.adam = settings.optimizer(groups)
         self._peak_rates = [float(group["lr"]) for group in self.adam.param_groups]
         self.group_names = [group.get("name", "") for group in self.adam.param_groups]
         self._engine, *_ = deepspeed.initialize(
@@ -167,7 +166,7 @@ class TrainEngine:
         limit = self.settings.max_grad_norm
         # DeepSpeed's own formula, so that clipped runs agree over the stages.
         excess = ((norm + 1e-6) / limit).clamp(min=1.0) if limit > 0 else torch.ones_like(norm)
-        # Fused AdamW divides by the one, and does nothing, nor counts a step, where the other is 1.
+        # AdamW divides by the one, and does nothing, nor counts a step, where the other is 1.
         self.adam.grad_scale = excess * scale  # type: ignore[attr-defined]
         self.adam.found_inf = 1.0 - norm.isfinite().float()  # type: ignore[attr-defined]
         self._engine.step()
@@ -239,11 +238,18 @@ class EngineSettings:
     epsilon: float
     deepspeed_json: Mapping[str, Any]
     shares_weights: bool = False  # with another engine, on one frozen base
+    update: Update | None = None  # in place of torch's AdamW
 
     @property
     def torch_dtype(self) -> torch.dtype:
         """Compute type of the weights."""
         return DTYPES[self.dtype]
+
+    def optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """AdamW over the groups."""
+        if self.update is not None:
+            return SteppedAdamW(groups, self.update, betas=self.betas, eps=self.epsilon)
+        return torch.optim.AdamW(groups, betas=self.betas, eps=self.epsilon, fused=True)
 
     def native_dtype(self, trained: Iterable[nn.Parameter]) -> str | None:
         """The 16-bit type whose fp32 masters DeepSpeed has to keep; None if all is fp32."""

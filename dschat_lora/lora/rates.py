@@ -34,7 +34,8 @@ def adapter_learning_rate(optim: OptimConfig) -> float:
         return optim.lora_learning_rate
     if optim.lora_lr_multiplier is not None:
         return suggested_lora_rate(optim.learning_rate, optim.lora_lr_multiplier)
-    return optim.default_lora_learning_rate
+    default = optim.default_lora_learning_rate
+    return optim.learning_rate if default is None else default
 
 
 def rate_warning(optim: OptimConfig, lora: LoraConfig) -> str | None:

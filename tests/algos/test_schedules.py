@@ -3,7 +3,6 @@
 import math
 
 import pytest
-from pytest import approx
 
 from dschat_lora.algos.schedules import constant, cosine, cycle, linear
 
@@ -21,28 +20,32 @@ TURNS = {"steps": (0, 10, 50, 100), "rates": (0.0, 1e-3, 5e-4, 1e-4)}
 
 @pytest.mark.parametrize(("step", "rate"), LINEAR.items())
 def test_linear_is_the_original(step, rate):
-    assert PEAK * linear(step, warmup=WARMUP, total=TOTAL) == approx(rate, rel=1e-7, abs=1e-12)
+    assert PEAK * linear(step, warmup=WARMUP, total=TOTAL) == pytest.approx(
+        rate, rel=1e-7, abs=1e-12
+    )
 
 
 @pytest.mark.parametrize(("step", "rate"), COSINE.items())
 def test_cosine_is_the_original(step, rate):
-    assert PEAK * cosine(step, warmup=WARMUP, total=TOTAL) == approx(rate, rel=1e-7, abs=1e-12)
+    assert PEAK * cosine(step, warmup=WARMUP, total=TOTAL) == pytest.approx(
+        rate, rel=1e-7, abs=1e-12
+    )
 
 
 @pytest.mark.parametrize(("step", "rate"), CONSTANT.items())
 def test_constant_is_the_original(step, rate):
-    assert PEAK * constant(step, warmup=WARMUP) == approx(rate, rel=1e-7, abs=1e-12)
+    assert PEAK * constant(step, warmup=WARMUP) == pytest.approx(rate, rel=1e-7, abs=1e-12)
 
 
 @pytest.mark.parametrize(("step", "rate"), CYCLE.items())
 def test_cycle_is_the_original(step, rate):
-    assert cycle(step, **TURNS) == approx(rate, rel=2e-8, abs=1e-12)
+    assert cycle(step, **TURNS) == pytest.approx(rate, rel=2e-8, abs=1e-12)
 
 
 def test_cosine_drops_where_the_warm_up_ends():
     before, after = (cosine(t, warmup=WARMUP, total=TOTAL) for t in (WARMUP - 1, WARMUP))
     assert before == 0.9
-    assert after == approx((1 + math.cos(math.pi / 10)) / 2, rel=1e-15)
+    assert after == pytest.approx((1 + math.cos(math.pi / 10)) / 2, rel=1e-15)
 
 
 def test_only_the_cosine_begins_at_zero_without_warm_up():

@@ -1,0 +1,68 @@
+"""An AdamW with an update of the caller's, for an engine to step in place of torch's."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Updates tensors and moments in place; see :func:`dschat_lora.algos.adamw.adamw_`.
+Update = Callable[..., None]
+
+
+class SteppedAdamW(torch.optim.Optimizer):
+    """AdamW whose update is given as a function, with the state of torch's own.
+
+    Attributes:
+        grad_scale: what gradients are to be divided by; None: by nothing.
+        found_inf: not 0 where the step is to be left out.
+    """
+
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        update: Update,
+        *,
+        betas: tuple[float, float],
+        eps: float,
+    ) -> None:
+        super().__init__(groups, {"lr": 1e-3, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        self._update = update
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        if self.found_inf is not None and bool(self.found_inf):
+            return
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if not parameters:
+                continue
+            states = [self._state(p) for p in parameters]
+            gradients = [p.grad for p in parameters]
+            if self.grad_scale is not None:
+                gradients = [g / self.grad_scale for g in gradients]
+            for state in states:
+                state["step"] += 1
+            self._update(
+                parameters,
+                gradients,
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                step=int(states[0]["step"]),
+                lr=group["lr"],
+                betas=group["betas"],
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+            )
+
+    def _state(self, parameter: Tensor) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self.state[parameter]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        return state
