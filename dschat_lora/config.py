@@ -196,6 +196,7 @@ class DataConfig(SourceConfig):
     packing: bool = option(
         True, help="fill rows of --max_seq_len with several samples, kept apart by the mask"
     )
+    eos_after_prompt: bool = hidden(False)  # the sign between the two of GPT-2 on tables of data
 
     def __post_init__(self) -> None:
         super().__post_init__()

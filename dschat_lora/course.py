@@ -24,7 +24,7 @@ from dschat_lora.perf.shape import describe as describe_shape
 from dschat_lora.perf.throughput import Meter, StepCounts
 from dschat_lora.report.log import summary_lines
 from dschat_lora.report.record import package_versions
-from dschat_lora.schedule import rate_factor
+from dschat_lora.schedule import RateFactor, standard_schedule
 from dschat_lora.stage import Setup
 from dschat_lora.trainer import Progress, fit, make_plan
 
@@ -38,6 +38,8 @@ def train(
     *,
     answers: SampleAnswers | None = None,
     extra_flops: Callable[[StepCounts], Flops] | None = None,
+    schedule: Callable[[int], RateFactor] | None = None,
+    beside: Callable[[int], None] | None = None,
 ) -> None:
     """Train by the plan, evaluate on the way, and save what was trained; call on every rank.
 
@@ -49,6 +51,8 @@ def train(
         evaluator: of held-out rows.
         answers: shown before and after.
         extra_flops: of a step besides forward and backward.
+        schedule: from the steps of the whole run, another than ``--lr_scheduler_type``.
+        beside: called with the step when a checkpoint is made, on every rank, to write more.
     """
     config, output = setup.config, setup.output
     plan = make_plan(config.optim, config.run, loader.steps_per_epoch)
@@ -67,6 +71,7 @@ def train(
             "rows_per_step": loader.rows_per_step,
             "tokens_per_device": config.batch.tokens_per_device or None,
         },
+        beside=beside,
     )
     keeper.restore(num_steps=plan.num_steps)
     if answers is not None:
@@ -78,11 +83,7 @@ def train(
             objective,
             plan,
             progress=progress,
-            rate_factor=rate_factor(
-                config.optim.lr_scheduler_type,
-                num_warmup_steps=config.optim.num_warmup_steps,
-                num_steps=plan.num_steps,
-            ),
+            rate_factor=(schedule or standard_schedule(config.optim))(plan.num_steps),
             seed=config.run.seed,
             meter=meter,
             log=output.log,

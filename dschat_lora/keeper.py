@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -52,6 +52,7 @@ class Keeper:
         engines: Mapping[str, EngineState],
         parts: Mapping[str, Part],
         identity: Mapping[str, Any],
+        beside: Callable[[int], None] | None = None,
     ) -> None:
         """Prepare to save and restore.
 
@@ -61,8 +62,10 @@ class Keeper:
             parts: by name.
             identity: what the state means nothing without: model, tokenizer, data and rows of
                 a step; complete on rank 0.
+            beside: called with the step when a checkpoint is made, on every rank, to write more.
         """
         self._output, self._engines, self._parts = output, engines, parts
+        self._beside = beside
         self._identity = {**identity, "streams": STREAMS}
         self._run = output.config.run
         assert output.directory is not None, "a dry run keeps nothing"
@@ -158,6 +161,8 @@ class Keeper:
             for pairs in tensors.values():
                 for _ in pairs:
                     raise AssertionError("tensors are rank 0's to write")
+        if self._beside is not None:
+            self._beside(step)
         self._last_step, self._last_time = step, time.monotonic()
         self._saves, self._seconds = self._saves + 1, self._seconds + self._last_time - start
 

@@ -337,12 +337,20 @@ def without_effect(config: SupervisedConfig, *, unused: tuple[str, ...] = ()) ->
         notes += [
             f"--{name} has no effect without --lora_dim" for name in _LORA_ONLY if name in given
         ]
-    elif lora.only_optimize_lora and "lora_lr_multiplier" not in given and "learning_rate" in given:
+    elif lora.only_optimize_lora and not _follows_base_rate(config) and "learning_rate" in given:
         notes.append("--learning_rate has no effect: adapters alone train, at --lora_learning_rate")
     notes += parallel_without_effect(config.parallel)
     if "eot_token" in given and not config.model.add_eot_token:
         notes.append("--eot_token has no effect without --add_eot_token")
     return notes
+
+
+def _follows_base_rate(config: SupervisedConfig) -> bool:
+    """Whether the adapters' rate comes from ``--learning_rate``."""
+    optim = config.optim
+    if optim.lora_learning_rate is not None:
+        return False
+    return optim.lora_lr_multiplier is not None or optim.default_lora_learning_rate is None
 
 
 def parallel_without_effect(parallel: ParallelConfig) -> list[str]:

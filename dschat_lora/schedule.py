@@ -5,8 +5,13 @@ from collections.abc import Callable
 import torch
 from transformers import get_scheduler
 
+from dschat_lora.config import ScheduleConfig
 
-def rate_factor(name: str, *, num_warmup_steps: int, num_steps: int) -> Callable[[int], float]:
+# Multiplier of the peak rate at each optimizer step, counted from 0.
+RateFactor = Callable[[int], float]
+
+
+def rate_factor(name: str, *, num_warmup_steps: int, num_steps: int) -> RateFactor:
     """Multiplier of the peak rate at each optimizer step, counted from 0.
 
     Args:
@@ -22,5 +27,12 @@ def rate_factor(name: str, *, num_warmup_steps: int, num_steps: int) -> Callable
         num_warmup_steps=num_warmup_steps,
         num_training_steps=max(1, num_steps),
     )
-    factor: Callable[[int], float] = scheduler.lr_lambdas[0]
+    factor: RateFactor = scheduler.lr_lambdas[0]
     return factor
+
+
+def standard_schedule(optim: ScheduleConfig) -> Callable[[int], RateFactor]:
+    """From the steps of the whole run, what ``--lr_scheduler_type`` makes of the rate."""
+    return lambda num_steps: rate_factor(
+        optim.lr_scheduler_type, num_warmup_steps=optim.num_warmup_steps, num_steps=num_steps
+    )

@@ -140,7 +140,7 @@ LAYERS = {
         },
         {"torch", "safetensors"},
     ),
-    "schedule": (set(), {"torch", "transformers"}),
+    "schedule": ({"config"}, {"torch", "transformers"}),
     "score": ({"config", "data", "engine", "models", "report"}, {"torch"}),
     "stage": (
         {

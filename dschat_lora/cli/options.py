@@ -86,11 +86,13 @@ def parse_config(
     for name in _LAUNCHER_FLAGS:
         parser.add_argument(f"--{name}", nargs="?", help=argparse.SUPPRESS)
     for name, (field, annotation) in fields.items():
-        _add_option(parser, name, field, annotation)
+        also = [old for old, new in spellings_of(config_class).items() if new == name]
+        _add_option(parser, [name, *also], field, annotation)
     namespace, unknown = parser.parse_known_args(argv)
     if unknown:
         switches = [f"no-{name}" for name, (_, kind) in fields.items() if _is_switch(kind)]
-        raise ValueError(unknown_option(unknown[0], [*fields, "config", *switches]))
+        known = [*fields, *spellings_of(config_class), "config", *switches]
+        raise ValueError(unknown_option(unknown[0], known))
     values = {k: v for k, v in vars(namespace).items() if k in fields}
     if namespace.config is not None:
         label = f"--config {namespace.config}"
@@ -148,9 +150,10 @@ def options_of(
     Raises:
         ValueError: at the first that is unknown or of another kind.
     """
-    fields = dict(_leaves(config_class))
+    fields, spellings = dict(_leaves(config_class)), spellings_of(config_class)
     values = {}
-    for name, value in content.items():
+    for given, value in content.items():
+        name = spellings.get(given, given)
         if name not in fields:
             raise ValueError(f"{label}: {unknown_option(f'--{name}', [*fields, *more])}")
         values[name] = _from_yaml(f"{label}: {name}", value, fields[name][1])
@@ -160,6 +163,12 @@ def options_of(
 def option_names(config_class: type) -> list[str]:
     """Every option of the class."""
     return [name for name, _ in _leaves(config_class)]
+
+
+def spellings_of(config_class: type) -> Mapping[str, str]:
+    """Further names of the class's options, from its ``spellings``: of an original, say."""
+    spellings: Mapping[str, str] = getattr(config_class, "spellings", {})
+    return spellings
 
 
 def command_line(values: Mapping[str, Any]) -> list[str]:
@@ -182,6 +191,8 @@ def run_main(
     main: Callable[[ConfigT], None],
     *,
     description: str | None = None,
+    argv: Sequence[str] | None = None,
+    program: str | None = None,
 ) -> None:
     """Parse, check, run; a user's mistake ends as one line on stderr and exit code 2.
 
@@ -191,12 +202,27 @@ def run_main(
             resolved config.
         main: the stage.
         description: first paragraphs of --help.
+        argv: the options; default: all of ``sys.argv`` after the script.
+        program: its name in --help; default: the script.
     """
     try:
-        config = check(parse_config(config_class, description=description))
+        config = check(parse_config(config_class, argv, description=description, program=program))
     except (ValueError, OSError) as error:
         fail(str(error))
     main(config)
+
+
+def chosen_verb(argv: Sequence[str], verbs: Sequence[str]) -> tuple[str, list[str]]:
+    """The verb that a command line begins with, the first of ``verbs`` where it has none.
+
+    Returns:
+        ``(verb, the other arguments)``. What a launcher puts in front is passed over.
+    """
+    launched = tuple(f"--{name}" for name in _LAUNCHER_FLAGS)
+    place = next((i for i, text in enumerate(argv) if not text.startswith(launched)), 0)
+    if argv[place : place + 1] and argv[place] in verbs:
+        return argv[place], [*argv[:place], *argv[place + 1 :]]
+    return verbs[0], list(argv)
 
 
 def fail(message: str, *, code: int = 2, from_any_rank: bool = False) -> NoReturn:
@@ -243,20 +269,25 @@ def _is_option(field: dataclasses.Field[Any]) -> bool:
 
 
 def _add_option(
-    parser: argparse.ArgumentParser, name: str, field: dataclasses.Field[Any], annotation: Any
+    parser: argparse.ArgumentParser,
+    names: Sequence[str],
+    field: dataclasses.Field[Any],
+    annotation: Any,
 ) -> None:
+    """Add an option under its name, which comes first, and its other spellings."""
+    name, flags = names[0], [f"--{each}" for each in names]
     help_text = field.metadata["help"].replace("%", "%%")
     if field.default not in (None, (), False, dataclasses.MISSING):
         shown = " ".join(field.default) if isinstance(field.default, tuple) else field.default
         help_text += f" (default: {shown})"
     kwargs: dict[str, Any] = {"default": argparse.SUPPRESS, "help": help_text}
     if annotation is bool:
-        parser.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, **kwargs)
+        parser.add_argument(*flags, action=argparse.BooleanOptionalAction, **kwargs)
         return
     if _is_switch(annotation):
         words = _switch_words(annotation)
         kwargs |= {"type": _switch_converter(words), "metavar": "{" + ",".join(words) + "}"}
-        parser.add_argument(f"--{name}", nargs="?", const=True, **kwargs)
+        parser.add_argument(*flags, nargs="?", const=True, **kwargs)
         kwargs = {"default": argparse.SUPPRESS, "help": f"same as --{name} off"}
         parser.add_argument(f"--no-{name}", dest=name, action="store_const", const=False, **kwargs)
         return
@@ -267,7 +298,7 @@ def _add_option(
         kwargs["metavar"] = {int: "N", float: "X"}.get(kind, "TEXT")
     if many:
         kwargs["nargs"] = "*"
-    parser.add_argument(f"--{name}", type=_converter(kind, choices), **kwargs)
+    parser.add_argument(*flags, type=_converter(kind, choices), **kwargs)
 
 
 def _shape_of(annotation: Any) -> tuple[type, tuple[Any, ...], bool]:

@@ -25,6 +25,7 @@ OPTIONS = (
     "overlong",
     "bad_rows",
     "train_on_prompt",
+    "eos_after_prompt",
     "data_split",
     "data_weights",
     "eval_ratio",

@@ -57,7 +57,14 @@ def prepare(
     """
     sources = config_sources(config)
     key = fingerprint(config, sources, tokenizer, phase=phase, seed=seed, eos_id=eos_id, kind=kind)
-    rule = TokenRule(eos_id, config.max_seq_len, config.overlong, config.train_on_prompt, kind)
+    rule = TokenRule(
+        eos_id,
+        config.max_seq_len,
+        config.overlong,
+        config.train_on_prompt,
+        kind,
+        config.eos_after_prompt,
+    )
 
     def build(directory: Path) -> dict[str, Any]:
         chat = make_chat(tokenizer, tokenizer.convert_ids_to_tokens(eos_id))

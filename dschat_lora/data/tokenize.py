@@ -124,6 +124,7 @@ class TokenRule:
     overlong: Literal["drop", "truncate", "error"]
     train_on_prompt: bool
     kind: DataKind = "samples"
+    eos_after_prompt: bool = False
 
 
 @dataclass(frozen=True)
@@ -265,6 +266,9 @@ def _tokenize_sample(
 ) -> Tokenized:
     doubled = encoder.begins_twice(encoded[-1])
     pieces = _pieces(record.spans, [encoder.begin_once(ids) for ids in encoded], encoder)
+    for number, span in enumerate(record.spans[:-1]):
+        if rule.eos_after_prompt and not span.target:
+            pieces[number] = _ended(pieces[number], rule.eos_id)
     if record.spans[-1].target:
         pieces[-1] = _ended(pieces[-1], rule.eos_id)
     length = sum(map(len, pieces))

@@ -11,7 +11,7 @@ from typing import Any, TextIO
 _FINISHED = ("adapter", "model", "actor", "critic", "actor_ema")
 _RESULTS = ("metrics.jsonl", *_FINISHED, "checkpoints")
 _KEPT = ("metrics.jsonl", "run.json")
-_EXTRAS = ("run.json", "tensorboard", "report.html")
+_EXTRAS = ("run.json", "tensorboard", "report.html", "lora")
 
 
 def leftovers(path: Path) -> list[Path]:

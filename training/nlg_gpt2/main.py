@@ -1,0 +1,32 @@
+"""GPT-2 puts data into words (E2E, WebNLG, DART): microsoft/LoRA's experiment, in three verbs.
+
+    deepspeed training/nlg_gpt2/main.py --model_name_or_path gpt2-medium --data_path train.txt
+    deepspeed training/nlg_gpt2/main.py decode --model_name_or_path output/nlg --data_path test.txt
+    python training/nlg_gpt2/main.py evaluate --predictions predictions.jsonl
+
+Without a verb it trains. The loss is taken on the text and its end-of-sequence token only.
+"""
+
+import sys
+
+from dschat_lora.cli.options import chosen_verb, run_main
+from dschat_lora.nlg.config import DecodeConfig, EvaluateConfig, NlgConfig
+from dschat_lora.nlg.plan import check_training
+
+
+def train(config: NlgConfig) -> None:
+    """Train, evaluate and save, from a checked config."""
+    # Imported here, so that a wrong option is reported without waiting for torch.
+    from dschat_lora.nlg.training import run_training
+
+    run_training(config)
+
+
+if __name__ == "__main__":
+    verb, argv = chosen_verb(sys.argv[1:], ("train", "decode", "evaluate"))
+    if verb == "decode":
+        run_main(DecodeConfig, None, None, description=__doc__, argv=argv)
+    elif verb == "evaluate":
+        run_main(EvaluateConfig, None, None, description=__doc__, argv=argv)
+    else:
+        run_main(NlgConfig, check_training, train, description=__doc__, argv=argv)
