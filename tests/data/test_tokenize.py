@@ -14,8 +14,19 @@ def make_record(*texts):
     return Record("f.jsonl:3", "prompt-completion", spans)
 
 
-def run(record, tokenizer, *, max_seq_len=100, overlong="drop", train_on_prompt=False, eos_id=EOS):
-    rule = TokenRule(eos_id, max_seq_len, overlong, train_on_prompt)
+def run(
+    record,
+    tokenizer,
+    *,
+    max_seq_len=100,
+    overlong="drop",
+    train_on_prompt=False,
+    eos_id=EOS,
+    eos_after_prompt=False,
+):
+    rule = TokenRule(
+        eos_id, max_seq_len, overlong, train_on_prompt, eos_after_prompt=eos_after_prompt
+    )
     (result,) = tokenize([record], make_encoder(tokenizer), rule)
     return result
 
@@ -38,6 +49,18 @@ def test_a_sequence_is_prompt_completion_and_one_end_whatever_the_tokenizer_adds
     ids, labels = ids_and_labels(make_record("ab", "cd"), tokenizer)
     assert ids == front + prompt + completion + [EOS]
     assert labels == [IGNORED] * len(front + prompt) + completion + [EOS]
+
+
+@pytest.mark.parametrize("train_on_prompt", [False, True])
+def test_an_end_after_the_prompt_stands_once_and_bears_no_loss_of_its_own(train_on_prompt):
+    tokenizer = build_byte_tokenizer()
+    prompt, completion = letters(tokenizer, "ab"), letters(tokenizer, "cd")
+    options = {"eos_after_prompt": True, "train_on_prompt": train_on_prompt}
+    ids, labels = ids_and_labels(make_record("ab", "cd"), tokenizer, **options)
+    assert ids == [*prompt, EOS, *completion, EOS]
+    # microsoft/LoRA's two masks: of the text alone (clm), or of all but the first token (jlm)
+    supervised = 5 if train_on_prompt else 3
+    assert labels == [IGNORED] * (6 - supervised) + ids[6 - supervised :]
 
 
 def test_a_completion_that_would_merge_with_the_prompt_is_tokenised_alone():

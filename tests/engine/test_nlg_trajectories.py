@@ -1,0 +1,43 @@
+"""Training GPT-2 as microsoft/LoRA does: every ZeRO stage and process count is loralib's run."""
+
+import pytest
+import torch
+
+from helpers import nlg_runs
+
+pytestmark = pytest.mark.stage
+
+# (processes, ZeRO stage, rows of a micro-batch, accumulation): 8 rows a step
+LAYOUTS = [(1, 0, 8, 1), (1, 0, 2, 4), (2, 0, 4, 1), (2, 1, 2, 2), (2, 2, 1, 4), (2, 3, 4, 1)]
+
+
+@pytest.fixture(scope="module")
+def runs(ranks, model_directory):
+    """The run of each layout, and under None loralib's."""
+    path = model_directory("gpt2")
+    found = {None: nlg_runs.loralibs(path)}
+    for size in (1, 2):
+        layouts = [layout for layout in LAYOUTS if layout[0] == size]
+        wanted = [{"stage": s, "micro": m, "accumulation": a} for _, s, m, a in layouts]
+        reports = ranks(size).run("helpers.nlg_runs:ours_many", path=path, runs=wanted)
+        found |= dict(zip(layouts, reports[0], strict=True))
+        for report in reports[1:]:  # gathered on the first rank alone
+            assert [r["losses"] for r in report] == [r["losses"] for r in reports[0]]
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_losses_and_gradient_norms_are_loralibs(runs, layout):
+    for name in ("losses", "norms"):
+        torch.testing.assert_close(
+            torch.tensor(runs[layout][name]), torch.tensor(runs[None][name]), rtol=2e-6, atol=0
+        )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_trained_factors_are_loralibs(runs, layout):
+    factors, expected = runs[layout]["factors"], runs[None]["factors"]
+    assert factors.keys() == expected.keys()
+    for name, tensor in factors.items():
+        assert tensor.abs().max() > 1e-3
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-6)
