@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -61,12 +62,14 @@ class StageRules:
         kind: what it makes of rows of data.
         tasks: kinds of model whose adapters it continues.
         unused: options of other stages that it accepts and ignores.
+        complete: the config with what it has by default for this model.
     """
 
     name: str
     kind: DataKind = "samples"
     tasks: tuple[str, ...] = ("CAUSAL_LM",)
     unused: tuple[str, ...] = ()
+    complete: Callable[[Any, ModelSource], Any] = lambda config, source: config
 
 
 SFT = StageRules("sft")
@@ -98,6 +101,7 @@ def check_supervised(config: ConfigT, *, rules: StageRules = SFT) -> ConfigT:
         config = settle(config, stage=rules.name)
     given = config.given
     source = find_model(config.model.model_name_or_path)
+    config = rules.complete(config, source)
     if source.adapter is not None and is_first_rank():
         verify_adapter(source.adapter)
     check_task(source, rules.tasks)

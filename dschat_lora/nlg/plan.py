@@ -2,35 +2,36 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from dschat_lora.algos.schedules import constant, cosine, cycle, linear
 from dschat_lora.config import LoraConfig
-from dschat_lora.models.source import find_model
+from dschat_lora.models.source import ModelSource
 from dschat_lora.nlg.config import NlgConfig, NlgOptimConfig
 from dschat_lora.preflight import StageRules, check_supervised, model_fields
 
-RULES = StageRules("nlg")
 _CHOICES = {"target_modules", "lora_module_name", "enable_lora"}
 
 
-def check_training(config: NlgConfig) -> NlgConfig:
-    """The config with what :func:`dschat_lora.preflight.check_supervised` settles, and the layers.
-
-    Query and value get factors, as in the original, unless an option says otherwise.
+def complete(config: NlgConfig, source: ModelSource) -> NlgConfig:
+    """The config with the layers to adapt: query and value, unless an option says otherwise.
 
     Raises:
-        ValueError: at the first thing that cannot work.
+        ValueError: if options contradict each other.
     """
-    source = find_model(config.model.model_name_or_path)
-    lora = config.lora
+    optim, lora = config.optim, config.lora
+    if optim.max_steps and optim.lr_scheduler_type == "cycle":
+        raise ValueError(
+            f"--max_steps {optim.max_steps} and --i_steps {optim.i_steps} both say how long the "
+            "run is; give one"
+        )
+    in_optimizer_steps(config)
     if source.adapter is None and not _CHOICES & config.given and lora.lora_dim > 0:
         lora = query_and_value(lora, str(model_fields(source).get("model_type", "gpt2")))
-    if config.optim.max_steps and config.optim.lr_scheduler_type == "cycle":
-        raise ValueError(
-            f"--max_steps {config.optim.max_steps} and --i_steps {config.optim.i_steps} both say "
-            "how long the run is; give one"
-        )
-    return check_supervised(replace(config, lora=lora), rules=RULES)
+    return replace(config, lora=lora)
+
+
+check_training = partial(check_supervised, rules=StageRules("nlg", complete=complete))
 
 
 def query_and_value(lora: LoraConfig, model_type: str) -> LoraConfig:
@@ -41,7 +42,11 @@ def query_and_value(lora: LoraConfig, model_type: str) -> LoraConfig:
 
 
 def in_optimizer_steps(config: NlgConfig) -> NlgConfig:
-    """The config with the run's length, if options tell it, in optimizer steps."""
+    """The config with the run's length, if options tell it, in optimizer steps.
+
+    Raises:
+        ValueError: if it is less than one.
+    """
     optim = config.optim
     steps = optim.turns[0][-1] if optim.lr_scheduler_type == "cycle" else optim.max_steps
     micro = _micro_steps(config)

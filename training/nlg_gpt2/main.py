@@ -12,6 +12,7 @@ import sys
 from dschat_lora.cli.options import chosen_verb, run_main
 from dschat_lora.nlg.config import DecodeConfig, EvaluateConfig, NlgConfig
 from dschat_lora.nlg.plan import check_training
+from dschat_lora.nlg.preflight import check_decode, check_evaluate
 
 
 def train(config: NlgConfig) -> None:
@@ -22,11 +23,25 @@ def train(config: NlgConfig) -> None:
     run_training(config)
 
 
+def decode(config: DecodeConfig) -> None:
+    """Write a text to every meaning, from a checked config."""
+    from dschat_lora.nlg.decode import run_decode
+
+    run_decode(config)
+
+
+def evaluate(config: EvaluateConfig) -> None:
+    """Compare texts with their references, from a checked config."""
+    from dschat_lora.nlg.evaluate import run_evaluate
+
+    run_evaluate(config)
+
+
 if __name__ == "__main__":
     verb, argv = chosen_verb(sys.argv[1:], ("train", "decode", "evaluate"))
-    if verb == "decode":
-        run_main(DecodeConfig, None, None, description=__doc__, argv=argv)
-    elif verb == "evaluate":
-        run_main(EvaluateConfig, None, None, description=__doc__, argv=argv)
-    else:
+    if verb == "train":
         run_main(NlgConfig, check_training, train, description=__doc__, argv=argv)
+    elif verb == "decode":
+        run_main(DecodeConfig, check_decode, decode, description=__doc__, argv=argv)
+    else:
+        run_main(EvaluateConfig, check_evaluate, evaluate, description=__doc__, argv=argv)
