@@ -125,11 +125,12 @@ class SampleAnswers:
 
 
 def first_prompts(samples: TokenSet, count: int) -> list[list[int]]:
-    """Tokens before the first answer, of the first ``count`` samples or pairs that have any."""
+    """Tokens before the first answer: the first ``count`` that differ, of samples or pairs."""
     prompts: list[list[int]] = []
     for index in range(len(samples)):
         if len(prompts) == count:
             break
-        sample = samples[index]
-        prompts += [ids.tolist() for ids in [sample.prompt] if len(ids)]
+        ids = samples[index].prompt.tolist()
+        if ids and ids not in prompts:
+            prompts.append(ids)
     return prompts

@@ -1,6 +1,7 @@
 """GPT-2 puts data into words, as users type it: train, resume, decode, evaluate."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.stage
 
 SCRIPT = ROOT / "training" / "nlg_gpt2" / "main.py"
 TRAIN = """
-    --lr 2e-2 --warmup_step 2 --max_step 8 --label_smooth 0.1 --no-correct_bias
+    --lr 2e-2 --scheduler cosine --warmup_step 2 --max_step 8 --label_smooth 0.1 --no-correct_bias
     --decay_after_update --lora_dropout 0.0 --save_interval 4 --log_interval 4
     --sample_generations 0
 """.split()
@@ -64,6 +65,12 @@ def test_training_learns(trained):
     losses = evaluations(trained)
     assert losses[-1] < losses[0] - 0.05
     assert json.loads((trained / "run.json").read_text())["status"] == "finished"
+
+
+def test_the_rate_follows_the_originals_cosine(trained):
+    falling = [1e-2 * (1 + math.cos(math.pi * step / 8)) for step in range(2, 8)]
+    rates = [line["learning_rate"] for line in metrics(trained, "train")]
+    assert rates == pytest.approx([0, 1e-2, *falling])
 
 
 def test_two_processes_with_accumulation_train_and_evaluate_the_same(trained, command, home):
@@ -120,3 +127,41 @@ def test_keys_keep_the_weights_of_the_base(trained, home):
     )
     changed = (merged != base).any(0).view(3, 32).any(1)
     assert changed.tolist() == [True, False, True]
+
+
+@pytest.fixture(scope="module")
+def texts(trained, command, home):
+    """What two processes write to the held-out meanings."""
+    decode = ["decode", "--data_path", "held.txt", "--num_beams", "3", "--max_new_tokens", "24"]
+    common = [*decode, "--per_device_eval_batch_size", "2"]
+    command(*common, "--model_name_or_path", "one", "--output_path", "two.jsonl", ranks=2)
+    command(*common, "--model_name_or_path", "one", "--output_path", "one.jsonl")
+    factors = ["--model_name_or_path", "base", "--lora_path", "one/lora/step-00000008.safetensors"]
+    command(*common, *factors, "--output_path", "factors.jsonl")
+    return home
+
+
+def test_one_and_two_processes_and_factors_on_their_base_write_the_same(texts):
+    written = [(texts / f"{name}.jsonl").read_text() for name in ("one", "two", "factors")]
+    assert written[0] == written[1] == written[2]
+    rows = [json.loads(line) for line in written[0].splitlines()]
+    assert [len(row["references"]) for row in rows] == [2, 2, 2, 2]
+    assert len({row["meaning"] for row in rows}) == 4
+
+
+def test_texts_are_judged_by_every_metric(texts, command):
+    argv = ["evaluate", "--predictions", "one.jsonl", "--output_path", "scores.json"]
+    shown = command(*argv)
+    scores = json.loads((texts / "scores.json").read_text())["metrics"]
+    assert {"BLEU", "NIST", "METEOR", "ROUGE-L", "CIDEr", "TER", "chrF"} == scores.keys()
+    for name, score in scores.items():
+        assert math.isfinite(score["value"])
+        assert f"{name} " in shown
+
+
+def test_factors_without_a_base_are_refused(trained, plain_launcher, home):
+    file = "one/lora/step-00000008.safetensors"
+    argv = ["decode", "--data_path", "held.txt", "--lora_path", file]
+    running = plain_launcher.start(argv, home, script=SCRIPT)
+    assert running.wait() == [2]
+    assert f"--lora_path {file} holds LoRA factors alone; name their base" in running.output(0)

@@ -1,0 +1,47 @@
+"""Labels are smoothed in training alone, on every path to the loss."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dschat_lora.data.batch import SampleCollator
+from dschat_lora.models.causal_lm import CausalLMLoss
+from helpers.tiny import ragged_samples, tiny_model
+
+
+def plain(network):
+    """The output embedding's own weight, a chunk at a time."""
+
+
+def full_logits(network):
+    """The model's own logits."""
+    network.full_logits = True
+
+
+def other_head(network):
+    """A head that is no plain linear layer, called under checkpointing."""
+    weight = network.head.weight
+    network.head.plain, network.head.rows = False, 5
+    network.head.module = nn.Sequential(nn.Linear(*weight.T.shape, bias=False))
+    network.head.module[0].weight = nn.Parameter(weight.detach())
+
+
+@pytest.mark.parametrize("path", [plain, full_logits, other_head])
+def test_loss_is_smoothed_in_training_and_plain_in_evaluation(path):
+    network = CausalLMLoss(tiny_model("gpt2"), label_smoothing=0.2)
+    path(network)
+    batch = SampleCollator(0)([[sample] for sample in ragged_samples(3)])
+    inputs = {
+        name: getattr(batch, name)
+        for name in ("input_ids", "position_ids", "segment_ids", "predicted_from", "predicted")
+    }
+    with torch.no_grad():
+        trained, evaluated = (network.train(mode)(**inputs) for mode in (True, False))
+        logits = network.model(input_ids=batch.input_ids).logits.flatten(0, 1)
+        logits = logits[batch.predicted_from]
+    common = {"reduction": "sum"}
+    torch.testing.assert_close(evaluated, F.cross_entropy(logits, batch.predicted, **common))
+    smoothed = F.cross_entropy(logits, batch.predicted, label_smoothing=0.2, **common)
+    torch.testing.assert_close(trained, smoothed)
+    assert (trained - evaluated).abs() > 0.1
