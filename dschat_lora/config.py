@@ -123,6 +123,7 @@ class LoraConfig:
         parts = self.enable_lora
         fits = set(parts) <= {"q", "k", "v"} and len(set(parts)) == len(parts)
         require(fits, "enable_lora", " ".join(parts), "some of q, k and v")
+        object.__setattr__(self, "enable_lora", tuple(part for part in "qkv" if part in parts))
 
     def described(self) -> str:
         """What the factors mean, in a few words; which layers have some, their names say."""

@@ -263,6 +263,7 @@ def continued_lora(lora: LoraConfig, source: ModelSource, given: frozenset[str])
         "lora_alpha": adapter.lora_alpha,
         "use_rslora": adapter.use_rslora,
         "train_bias": adapter.bias,
+        "enable_lora": adapter.enable_lora,
     }
     for name, value in stored.items():
         if name in given and getattr(lora, name) != value:

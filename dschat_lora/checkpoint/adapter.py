@@ -16,6 +16,7 @@ from dschat_lora.checkpoint.adapter_config import (
     WEIGHTS_FILE,
     WEIGHTS_METADATA,
     AdapterConfig,
+    packed_metadata,
     peft_fields,
     read_adapter_config,
     verify_adapter,
@@ -24,6 +25,7 @@ from dschat_lora.checkpoint.manifest import write_manifest
 from dschat_lora.checkpoint.peft_names import file_name, our_name
 from dschat_lora.checkpoint.staging import staged_directory
 from dschat_lora.config import LoraConfig
+from dschat_lora.lora.groups import PARTS, Groups, groups_of_parts
 from dschat_lora.lora.layers import full_shape
 from dschat_lora.lora.model import (
     AdapterLayout,
@@ -64,7 +66,8 @@ def write_adapter(
     """Write an adapter that stock PEFT loads, replacing ``directory`` in one step.
 
     Everything is written to a directory beside, read back and compared before it takes the
-    final name, so an interrupted write leaves what was there before. Call on one rank.
+    final name, so an interrupted write leaves what was there before. Call on one rank. Factors
+    for k parts of packed layers are written as one pair of k times the rank, with zeros.
 
     Args:
         directory: final place.
@@ -80,7 +83,7 @@ def write_adapter(
         OSError: if what was read back differs from what was written.
     """
     final = Path(directory)
-    check_tensors(tensors, config.lora_dim, where=str(final))
+    check_tensors(tensors, config.lora_dim, where=str(final), groups=layout.groups)
     described = AdapterConfig(
         base_model_name_or_path=base_model_name_or_path,
         task_type=task_type,
@@ -94,16 +97,19 @@ def write_adapter(
         else tuple(layout.target_modules),
         modules_to_save=tuple(layout.modules_to_save),
         fan_in_fan_out=layout.fan_in_fan_out,
+        enable_lora=tuple(part for part in PARTS if part in config.enable_lora),
+        group_sizes=() if layout.groups is None else layout.groups.sizes,
     )
     adapted = {name.rpartition(".")[0] for name in tensors if ".lora_" in name}
     stored = {
-        file_name(name, adapted): tensor.detach().float().contiguous()
+        file_name(name, adapted): _as_stored(name, tensor.detach().float(), layout.groups)
         for name, tensor in tensors.items()
     }
     with staged_directory(final) as staging:
         fields = json.dumps(peft_fields(described), indent=2, sort_keys=True) + "\n"
         (staging / CONFIG_FILE).write_text(fields, encoding="utf-8")
-        _save_weights(staging / WEIGHTS_FILE, stored)
+        metadata = WEIGHTS_METADATA | packed_metadata(described)
+        save_weights(staging / WEIGHTS_FILE, stored, metadata)
         if write_more is not None:
             write_more(staging)
         _compare(staging, described, tensors)
@@ -145,6 +151,7 @@ def lora_config_of(directory: str | Path) -> LoraConfig:
         target_modules=tuple(sorted(targets)),
         train_bias=bias,
         modules_to_save=tuple(sorted(saved)),
+        enable_lora=config.enable_lora,
     )
 
 
@@ -159,7 +166,8 @@ def load_adapter(
     Args:
         model: with room for it.
         directory: of the adapter.
-        new: parameters that begin with this model, so that the adapter has no value for them.
+        new: parameters that begin with this model: they stay as they are, whether the adapter has
+            no value for them or one of another shape, such as another task's head.
 
     Returns:
         Names of the parameters that were loaded.
@@ -171,9 +179,10 @@ def load_adapter(
     adapter = read_adapter(directory)
     check_fits(model, adapter, where=str(directory), new=new)
     parameters = adapter_parameters(model)
-    for name, tensor in adapter.tensors.items():
-        parameters[name].copy_(own_part(parameters[name], tensor))
-    return list(adapter.tensors)
+    loaded = [name for name in adapter.tensors if name not in new]
+    for name in loaded:
+        parameters[name].copy_(own_part(parameters[name], adapter.tensors[name]))
+    return loaded
 
 
 def check_fits(
@@ -185,7 +194,7 @@ def check_fits(
         model: with adapters.
         adapter: as read.
         where: for the message.
-        new: parameters of ``model`` that the adapter need not hold.
+        new: parameters of ``model`` that the adapter need not hold, or not in their shape.
 
     Raises:
         ValueError: naming ``where`` and what differs.
@@ -199,7 +208,7 @@ def check_fits(
         raise ValueError(f"{where} holds {_some(surplus)}, which the model has no place for")
     for name, tensor in adapter.tensors.items():
         shape = tuple(full_shape(parameters[name]))
-        if tuple(tensor.shape) != shape:
+        if tuple(tensor.shape) != shape and name not in new:
             raise ValueError(f"{where}: {name} is {tuple(tensor.shape)}, the model has {shape}")
     config = adapter.config
     scaling = lora_scaling(
@@ -211,16 +220,35 @@ def check_fits(
                 f"{where} was trained with scaling {scaling:g} (lora_alpha {config.lora_alpha:g}, "
                 f"r {config.r}, use_rslora {config.use_rslora}); {name} has {layer.scaling:g}"
             )
+        if getattr(layer, "groups", None) != groups_of(config):
+            raise ValueError(
+                f"{where} was trained with --enable_lora {' '.join(config.enable_lora) or 'absent'}"
+                f"; the factors of {name} are for other parts"
+            )
     _check_base(model, adapter.base_tensors, where)
 
 
-def check_tensors(tensors: Mapping[str, Tensor], r: int, *, where: str) -> None:
+def groups_of(config: AdapterConfig) -> Groups | None:
+    """How the adapter's packed layers are cut; None if its layers have one pair of factors.
+
+    Raises:
+        ValueError: if what the file says of them makes no sense.
+    """
+    if not config.enable_lora:
+        return None
+    return groups_of_parts(config.group_sizes, config.enable_lora)
+
+
+def check_tensors(
+    tensors: Mapping[str, Tensor], r: int, *, where: str, groups: Groups | None = None
+) -> None:
     """Refuse factors that lack their partner, are not of rank ``r``, or are not finite.
 
     Args:
         tensors: by the names of :func:`adapter_parameters`.
         r: rank that A has as rows and B as columns.
         where: directory or file, for the message.
+        groups: of packed layers, whose A has ``r`` rows for each that is enabled.
 
     Raises:
         ValueError: naming ``where`` and the tensor.
@@ -233,9 +261,10 @@ def check_tensors(tensors: Mapping[str, Tensor], r: int, *, where: str) -> None:
             partner = stem + ("B" if factor == "A" else "A")
             if partner not in tensors:
                 raise ValueError(f"{where}: {partner} is missing beside {name}")
-            wanted = f"({r}, n)" if factor == "A" else f"(n, {r})"
+            rank = r * groups.count if groups is not None and factor == "A" else r
+            wanted = f"({rank}, n)" if factor == "A" else f"(n, {rank})"
             rank_axis = 0 if factor == "A" else 1
-            if tensor.ndim != 2 or tensor.shape[rank_axis] != r or tensor.numel() == 0:
+            if tensor.ndim != 2 or tensor.shape[rank_axis] != rank or tensor.numel() == 0:
                 raise ValueError(
                     f"{where}: {name} must be {wanted} for rank {r}, got {tuple(tensor.shape)}"
                 )
@@ -243,14 +272,14 @@ def check_tensors(tensors: Mapping[str, Tensor], r: int, *, where: str) -> None:
             raise ValueError(f"{where}: {name} holds values that are not finite")
 
 
-def _save_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors and :data:`WEIGHTS_METADATA`, always in the same bytes.
+def save_weights(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file, always in the same bytes.
 
     The library puts several fields of metadata in an order of chance.
     """
     data = save(dict(tensors))
     start = 8 + int.from_bytes(data[:8], "little")
-    header = {"__metadata__": WEIGHTS_METADATA} | json.loads(data[8:start])
+    header = {"__metadata__": dict(metadata)} | json.loads(data[8:start])
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # tensors are aligned to 8 bytes
     with path.open("wb") as file:
@@ -281,8 +310,28 @@ def _load(directory: Path) -> Adapter:
             base_tensors[name] = tensor
         else:
             tensors[name] = tensor.float()
-    check_tensors(tensors, config.r, where=str(path))
+    groups = groups_of(config)
+    if groups is not None:
+        tensors = {name: _compacted(name, t, groups, path) for name, t in tensors.items()}
+    check_tensors(tensors, config.r, where=str(path), groups=groups)
     return Adapter(config, tensors, base_tensors)
+
+
+def _as_stored(name: str, tensor: Tensor, groups: Groups | None) -> Tensor:
+    """A tensor as PEFT wants it: of packed layers B with its zeros."""
+    if groups is not None and name.endswith(".lora_B"):
+        tensor = groups.expand(tensor)
+    return tensor.contiguous()
+
+
+def _compacted(name: str, tensor: Tensor, groups: Groups, path: Path) -> Tensor:
+    """What :func:`_as_stored` made ``tensor`` of."""
+    if not name.endswith(".lora_B"):
+        return tensor
+    try:
+        return groups.compact(tensor)
+    except ValueError as error:
+        raise ValueError(f"{path}: {name}: {error}") from None
 
 
 def _compare(staging: Path, config: AdapterConfig, tensors: Mapping[str, Tensor]) -> None:

@@ -1,10 +1,11 @@
 """``adapter_config.json`` in PEFT's layout; needs nothing but the standard library."""
 
 import json
+import math
 import os
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 # Metadata of weights that were written here: a directory with them needs its manifest.
 WEIGHTS_METADATA = {"format": "pt", "manifest": MANIFEST}
+# Key of further metadata, of packed layers, which PEFT knows nothing of.
+_PACKED = "packed"
 # The model card, which people edit.
 _UNCHECKED = frozenset({"README.md"})
 
@@ -51,6 +54,9 @@ class AdapterConfig:
         r: rank. lora_alpha: scaling is ``lora_alpha / r``, or over ``sqrt(r)`` with rsLoRA.
         target_modules: PEFT's rule: name endings, or one regular expression.
         modules_to_save: name endings of modules stored in full.
+        enable_lora: parts of packed layers with factors of their own, each of rank ``r``; empty:
+            layers have one pair. PEFT sees one pair of rank ``k * r`` of k parts.
+        group_sizes: outputs of q, k and v in the packed layers; empty without them.
     """
 
     base_model_name_or_path: str | None
@@ -63,6 +69,8 @@ class AdapterConfig:
     target_modules: tuple[str, ...] | str
     modules_to_save: tuple[str, ...]
     fan_in_fan_out: bool
+    enable_lora: tuple[str, ...] = ()
+    group_sizes: tuple[int, ...] = ()
 
 
 def is_adapter_directory(path: str | Path) -> bool:
@@ -91,7 +99,7 @@ def read_adapter_config(directory: str | Path) -> AdapterConfig:
     if r <= 0 or alpha <= 0:
         raise ValueError(f"{path}: r and lora_alpha must be > 0, got {r} and {alpha}")
     targets = _field(fields, path, "target_modules", (list, str), [])
-    return AdapterConfig(
+    described = AdapterConfig(
         base_model_name_or_path=_field(fields, path, "base_model_name_or_path", str, None),
         task_type=_field(fields, path, "task_type", str, None),
         r=r,
@@ -103,6 +111,7 @@ def read_adapter_config(directory: str | Path) -> AdapterConfig:
         modules_to_save=tuple(_field(fields, path, "modules_to_save", list, [])),
         fan_in_fan_out=_field(fields, path, "fan_in_fan_out", bool, False),
     )
+    return _as_packed(described, Path(directory) / WEIGHTS_FILE)
 
 
 def verify_adapter(directory: str | Path) -> None:
@@ -136,7 +145,7 @@ def accept_adapter(directory: str | Path) -> None:
 
 def peft_fields(config: AdapterConfig) -> dict[str, Any]:
     """The JSON object that stock PEFT and the tools around it read."""
-    alpha = config.lora_alpha
+    alpha = config.lora_alpha * _packed_factor(config)
     return {
         "alpha_pattern": {},
         "auto_mapping": None,
@@ -152,7 +161,7 @@ def peft_fields(config: AdapterConfig) -> dict[str, Any]:
         "lora_dropout": config.lora_dropout,
         "modules_to_save": list(config.modules_to_save) or None,
         "peft_type": "LORA",
-        "r": config.r,
+        "r": config.r * max(1, len(config.enable_lora)),
         "rank_pattern": {},
         "revision": None,
         "target_modules": config.target_modules
@@ -162,6 +171,47 @@ def peft_fields(config: AdapterConfig) -> dict[str, Any]:
         "use_dora": False,
         "use_rslora": config.use_rslora,
     }
+
+
+def packed_metadata(config: AdapterConfig) -> dict[str, str]:
+    """What metadata of the weights say of packed layers; empty where there are none."""
+    if not config.enable_lora:
+        return {}
+    packed = {"enable_lora": config.enable_lora, "group_sizes": config.group_sizes}
+    return {_PACKED: json.dumps(packed)}
+
+
+def _as_packed(config: AdapterConfig, weights: Path) -> AdapterConfig:
+    """``config``, read as PEFT does, in the terms of the packed layers that ``weights`` note.
+
+    PEFT drops the note when it saves an adapter anew; what remains is a plain one.
+    """
+    note = None
+    if weights.is_file():
+        note = safetensors_header(weights).get("__metadata__", {}).get(_PACKED)
+    if note is None:
+        return config
+    try:
+        packed = json.loads(note)
+        parts = tuple(str(part) for part in packed["enable_lora"])
+        sizes = tuple(int(size) for size in packed["group_sizes"])
+    except (ValueError, TypeError, KeyError):
+        raise ValueError(f"{weights} is damaged: it notes {note!r} of packed layers") from None
+    if not parts or config.r % len(parts):
+        raise ValueError(
+            f"{weights} holds factors for the parts {' '.join(parts)} of packed layers, which r "
+            f"{config.r} of {CONFIG_FILE} is no multiple of"
+        )
+    described = replace(config, r=config.r // len(parts), enable_lora=parts, group_sizes=sizes)
+    # Twelve digits undo the rounding of the product that was written.
+    alpha = float(f"{config.lora_alpha / _packed_factor(described):.12g}")
+    return replace(described, lora_alpha=alpha)
+
+
+def _packed_factor(config: AdapterConfig) -> float:
+    """By how much PEFT's alpha is larger, so that its scaling with k times the rank is ours."""
+    parts = max(1, len(config.enable_lora))
+    return math.sqrt(parts) if config.use_rslora else parts
 
 
 def _needs_manifest(weights: Path) -> bool:

@@ -31,6 +31,7 @@ def model_card(
         "rsLoRA": config.use_rslora,
         "dropout": config.lora_dropout,
         "target modules": config.target_modules,
+        **({"parts": " ".join(config.enable_lora)} if config.enable_lora else {}),
         "biases": config.bias,
         "modules stored in full": ", ".join(config.modules_to_save) or "none",
     }

@@ -1,4 +1,4 @@
-"""A directory that appears under its name complete, or not at all."""
+"""A directory, or a file, that appears under its name complete, or not at all."""
 
 import os
 import shutil
@@ -38,6 +38,24 @@ def staged_directory(final: Path) -> Iterator[Path]:
         raise
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+@contextmanager
+def staged_file(final: Path) -> Iterator[Path]:
+    """A path beside ``final`` whose file takes its name when the block succeeds."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    staging = final.with_name(f".{final.name}.tmp")
+    try:
+        yield staging
+        _sync(staging)
+        staging.replace(final)
+        _sync(final.parent)
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            raise OSError(error.errno, error.strerror, str(final)) from error
+        raise
+    finally:
+        staging.unlink(missing_ok=True)
 
 
 def _swap(staging: Path, final: Path) -> None:

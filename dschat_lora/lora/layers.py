@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dschat_lora.lora.groups import Groups
 from dschat_lora.lora.matmul import draw_keep, lora_linear
 from dschat_lora.lora.parallel import (
     ParallelEmbedding,
@@ -56,6 +57,8 @@ class LoraLinear(nn.Module):
         trained_bias: (out,) float32 in place of ``bias``, or None.
         scaling: factor of the update. enabled: False gives the base.
         split: how weight and factors are divided among a tensor group; None: they are whole.
+        groups: of a packed layer with factors for some of its parts, which says their shapes;
+            None: one pair of factors for all outputs.
         in_features, out_features: of the whole layer.
     """
 
@@ -63,6 +66,7 @@ class LoraLinear(nn.Module):
     lora_B: nn.Parameter  # noqa: N815
     trained_bias: nn.Parameter | None
     split: Split | None
+    groups: Groups | None
 
     def __init__(
         self,
@@ -71,12 +75,13 @@ class LoraLinear(nn.Module):
         r: int,
         scaling: float,
         dropout: float = 0.0,
+        groups: Groups | None = None,
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = base.in_features, base.out_features
         self.r, self.scaling, self.dropout, self.enabled = r, scaling, dropout, True
         self.weight, self.bias = base.weight, base.bias
-        _add_factors(self, base)
+        _add_factors(self, base, groups)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out), in the dtype of ``x``."""
@@ -90,7 +95,7 @@ class LoraLinear(nn.Module):
 
     def delta(self, lora_A: Tensor, lora_B: Tensor) -> Tensor:  # noqa: N803
         """The update these factors make to ``weight``, (out, in) float32."""
-        return self.scaling * (lora_B.float() @ lora_A.float())
+        return self.scaling * _product(self, lora_A, lora_B)
 
     def extra_repr(self) -> str:
         """Shape and adapter settings, for ``print(model)``."""
@@ -107,14 +112,23 @@ class LoraConv1D(nn.Module):
     lora_B: nn.Parameter  # noqa: N815
     trained_bias: nn.Parameter | None
     split: Split | None
+    groups: Groups | None
 
-    def __init__(self, base: nn.Module, *, r: int, scaling: float, dropout: float = 0.0) -> None:
+    def __init__(
+        self,
+        base: nn.Module,
+        *,
+        r: int,
+        scaling: float,
+        dropout: float = 0.0,
+        groups: Groups | None = None,
+    ) -> None:
         super().__init__()
         weight, bias = base.get_parameter("weight"), base.get_parameter("bias")
         self.in_features, self.out_features = full_shape(weight)
         self.r, self.scaling, self.dropout, self.enabled = r, scaling, dropout, True
         self.weight, self.bias = weight, bias
-        _add_factors(self, base)
+        _add_factors(self, base, groups)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out), in the dtype of ``x``."""
@@ -130,7 +144,7 @@ class LoraConv1D(nn.Module):
 
     def delta(self, lora_A: Tensor, lora_B: Tensor) -> Tensor:  # noqa: N803
         """The update these factors make to ``weight``, (in, out) float32."""
-        return self.scaling * (lora_B.float() @ lora_A.float()).T
+        return self.scaling * _product(self, lora_A, lora_B).T
 
     def extra_repr(self) -> str:
         """Shape and adapter settings, for ``print(model)``."""
@@ -263,15 +277,36 @@ def _zeros(*shape: int, device: torch.device, shard: Shard | None = None) -> nn.
     return zeros
 
 
-def _add_factors(layer: Any, base: nn.Module) -> None:
+def full_factors(layer: LoraLinear | LoraConv1D) -> tuple[Tensor, Tensor]:
+    """A (rank, in) and B (out, rank) of the update ``s B A``, of packed layers with its zeros."""
+    lora_b = layer.lora_B if layer.groups is None else layer.groups.expand(layer.lora_B)
+    return layer.lora_A, lora_b
+
+
+def _add_factors(layer: Any, base: nn.Module, groups: Groups | None) -> None:
     """What the linear layers have beside their base."""
+    if groups is not None and sum(groups.sizes) != layer.out_features:
+        raise ValueError(f"{layer.out_features} outputs cannot be cut into {list(groups.sizes)}")
     layer.split = base.split if isinstance(base, ParallelLinear) else None
+    layer.groups = groups
+    assert layer.split is None or groups is None
     layer.register_parameter("trained_bias", None)
     a, b = (None, None) if layer.split is None else layer.split.factors
     device = layer.weight.device
-    layer.lora_A = _zeros(layer.r, layer.in_features, device=device, shard=a)
-    layer.lora_B = _zeros(layer.out_features, layer.r, device=device, shard=b)
+    rank, outputs = layer.r, layer.out_features
+    if groups is not None:
+        rank, outputs = rank * groups.count, groups.rows
+    layer.lora_A = _zeros(rank, layer.in_features, device=device, shard=a)
+    layer.lora_B = _zeros(outputs, layer.r, device=device, shard=b)
     layer.train(base.training)
+
+
+def _product(layer: Any, lora_A: Tensor, lora_B: Tensor) -> Tensor:  # noqa: N803
+    """``B A``, (out, in) float32."""
+    lora_b = lora_B.float()
+    if layer.groups is not None:
+        lora_b = layer.groups.expand(lora_b)
+    return lora_b @ lora_A.float()
 
 
 def _around(layer: Any, x: Tensor) -> Tensor:
@@ -283,7 +318,8 @@ def _around(layer: Any, x: Tensor) -> Tensor:
 
 
 def _adapted(layer: Any, x: Tensor, bias: Tensor | None, *, transposed: bool) -> Tensor:
-    lora_a, lora_b, scaling, keep = layer.lora_A, layer.lora_B, layer.scaling, None
+    lora_a, lora_b = full_factors(layer)
+    scaling, keep = layer.scaling, None
     if layer.split is not None:
         lora_a, lora_b = layer.split.shared(lora_a, lora_b)
     if layer.training and layer.dropout > 0:
@@ -322,7 +358,9 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _lora_repr(layer: Any) -> str:
+    groups = getattr(layer, "groups", None)
+    cut = "" if groups is None else f", groups={groups.sizes}, enabled={groups.enabled}"
     return (
         f"in_features={layer.in_features}, out_features={layer.out_features}, r={layer.r}, "
-        f"scaling={layer.scaling:g}, dropout={layer.dropout:g}"
+        f"scaling={layer.scaling:g}, dropout={layer.dropout:g}{cut}"
     )

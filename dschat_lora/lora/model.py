@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dschat_lora.config import LoraConfig
+from dschat_lora.lora.groups import Groups
 from dschat_lora.lora.layers import (
     AdapterLayer,
     LoraConv1D,
@@ -34,16 +35,21 @@ from dschat_lora.lora.targets import (
     is_inside,
     minimal_endings,
     minimal_saved_endings,
+    packed_groups,
 )
 
 
 @dataclass(frozen=True)
 class AdapterLayout:
-    """Where an adapter sits in its model, in the words of PEFT's ``adapter_config.json``."""
+    """Where an adapter sits in its model, in the words of PEFT's ``adapter_config.json``.
+
+    PEFT has no word for ``groups``: how packed layers are cut that have factors for some parts.
+    """
 
     target_modules: list[str] | str
     modules_to_save: list[str]
     fan_in_fan_out: bool
+    groups: Groups | None = None
 
 
 def apply_lora(model: nn.Module, config: LoraConfig, *, seed: int) -> list[str]:
@@ -63,7 +69,8 @@ def apply_lora(model: nn.Module, config: LoraConfig, *, seed: int) -> list[str]:
         Names of the modules with LoRA factors, in model order.
 
     Raises:
-        ValueError: if a choice matches nothing, or the model already has adapters.
+        ValueError: if a choice matches nothing, the model already has adapters, or with
+            ``--enable_lora`` a chosen layer does not pack q, k and v one after another.
     """
     if config.lora_dim == 0:
         return []
@@ -73,10 +80,11 @@ def apply_lora(model: nn.Module, config: LoraConfig, *, seed: int) -> list[str]:
     saved = choose_saved(model, config.modules_to_save)
     if group_of(model) is not None:
         _check_parallel(model, config, saved)
+    groups = packed_groups(model, targets, config.enable_lora)
     if config.only_optimize_lora:
         model.requires_grad_(False)
     for name in targets:
-        replace_part(model, name, _lora_layer(model.get_submodule(name), config))
+        replace_part(model, name, _lora_layer(model.get_submodule(name), config, groups))
     for name in saved:
         replace_part(model, name, TrainedModule(model.get_submodule(name)))
     if config.train_bias != "none":
@@ -165,6 +173,7 @@ def adapter_layout(model: nn.Module) -> AdapterLayout:
         target_modules=minimal_endings(layers, names),
         modules_to_save=minimal_saved_endings(saved, names),
         fan_in_fan_out=any(isinstance(layer, LoraConv1D) for layer in layers.values()),
+        groups=next((getattr(layer, "groups", None) for layer in layers.values()), None),
     )
 
 
@@ -203,15 +212,20 @@ def _check_parallel(model: nn.Module, config: LoraConfig, saved: list[str]) -> N
             f"{option} trains parts of the base outside the adapted layers, which "
             "--tensor_parallel_size above 1 does not; use --train_bias none or lora_only"
         )
+    if config.enable_lora:
+        raise ValueError(
+            f"--enable_lora {' '.join(config.enable_lora)} is for whole layers, not for "
+            "--tensor_parallel_size above 1; without it the packed layer has one pair of factors"
+        )
 
 
-def _lora_layer(base: nn.Module, config: LoraConfig) -> LoraLayer:
+def _lora_layer(base: nn.Module, config: LoraConfig, groups: Groups | None) -> LoraLayer:
     r, scaling, dropout = config.lora_dim, lora_scaling(config), config.lora_dropout
     if isinstance(base, nn.Embedding | ParallelEmbedding):
         return LoraEmbedding(base, r=r, scaling=scaling)
     if isinstance(base, nn.Linear) or (isinstance(base, ParallelLinear) and not base.transposed):
-        return LoraLinear(base, r=r, scaling=scaling, dropout=dropout)
-    return LoraConv1D(base, r=r, scaling=scaling, dropout=dropout)
+        return LoraLinear(base, r=r, scaling=scaling, dropout=dropout, groups=groups)
+    return LoraConv1D(base, r=r, scaling=scaling, dropout=dropout, groups=groups)
 
 
 def replace_part(model: nn.Module, name: str, part: nn.Module | nn.Parameter) -> None:

@@ -3,15 +3,20 @@
 import difflib
 import re
 from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
 from torch import nn
 
 from dschat_lora.config import LoraConfig
+from dschat_lora.lora.groups import Groups, groups_of_parts
 from dschat_lora.lora.layers import is_conv1d
 from dschat_lora.lora.parallel import ParallelEmbedding, ParallelLinear
 
 ALL_LINEAR = "all-linear"
 _REGEX_CHARACTERS = frozenset("*?+()[]{}|\\^$")
+# By model type, the layer whose outputs are all of q, then all of k, then all of v. Others pack
+# them head by head (GPT-NeoX, BLOOM, Falcon).
+_PACKED = {"gpt2": "c_attn", "mpt": "Wqkv", "openai-gpt": "c_attn", "phi3": "qkv_proj"}
 
 
 def choose_targets(model: nn.Module, config: LoraConfig) -> list[str]:
@@ -78,6 +83,55 @@ def choose_saved(model: nn.Module, endings: Collection[str]) -> list[str]:
     return [
         name for name in modules if name in matched and not is_inside(name, matched, strictly=True)
     ]
+
+
+def packed_groups(model: Any, targets: Collection[str], parts: tuple[str, ...]) -> Groups | None:
+    """How the packed layers ``targets`` are cut into q, k and v.
+
+    Args:
+        model: a transformers model, whose config says how many heads there are.
+        targets: names of its layers that get factors.
+        parts: of ``--enable_lora``: those of q, k, v that get them; none: the layer as one.
+
+    Returns:
+        The groups, the same for all layers; None without ``parts``.
+
+    Raises:
+        ValueError: if one of ``targets`` is no packed layer known here.
+    """
+    if not parts:
+        return None
+    config = getattr(model, "config", None)
+    kind = getattr(config, "model_type", None)
+    packed = _PACKED.get(str(kind))
+    for name in targets:
+        if packed is None or not _has_ending(name, packed):
+            use = f"--target_modules {packed}" if packed else "it with one of " + ", ".join(_PACKED)
+            raise ValueError(
+                f"--enable_lora {' '.join(parts)}: {name} of this model ({kind}) does not hold "
+                f"q, k and v one after another; use {use}"
+            )
+    groups = groups_of_parts(_part_sizes(config), parts)
+    for name in targets:
+        outputs = _outputs(model.get_submodule(name))
+        if outputs != sum(groups.sizes):
+            raise ValueError(
+                f"--enable_lora {' '.join(parts)}: {name} has {outputs} outputs, not the "
+                f"{sum(groups.sizes)} of q, k and v of the model's configuration"
+            )
+    return groups
+
+
+def _part_sizes(config: Any) -> tuple[int, int, int]:
+    """Outputs of q, k and v."""
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    keys = width * (getattr(config, "num_key_value_heads", None) or heads)
+    return heads * width, keys, keys
+
+
+def _outputs(module: Any) -> int:
+    return int(module.nf if is_conv1d(module) else module.out_features)
 
 
 def minimal_endings(names: Collection[str], all_names: Iterable[str]) -> list[str] | str:

@@ -140,6 +140,12 @@ def check_training(load: LoadConfig, lora: LoraConfig, size: int) -> None:
             f"--train_bias all trains biases outside the adapted layers, and {reason}; use none "
             "or lora_only"
         )
+    if lora.enable_lora:
+        raise ValueError(
+            f"--enable_lora {' '.join(lora.enable_lora)} gives parts of a layer factors of their "
+            f"own, which --tensor_parallel_size {size} does not divide; without it the packed "
+            "layer has one pair of factors"
+        )
     for name in lora.modules_to_save:
         if name.rpartition(".")[2] in _VOCABULARIES:
             raise ValueError(

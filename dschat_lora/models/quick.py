@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from dschat_lora.lora.layers import LoraConv1D, LoraLinear, is_conv1d
+from dschat_lora.lora.layers import LoraConv1D, LoraLinear, full_factors, is_conv1d
 from dschat_lora.lora.parallel import ParallelLinear, Row
 
 Forward = Callable[[Tensor], Tensor]
@@ -60,7 +60,7 @@ def _forward_of(module: Any) -> Forward | None:
         bias = module.trained_bias.to(weight.dtype)
     product = _linear(weight, _inner_bias(module, bias))
     if module.enabled:
-        lora_a, lora_b = module.lora_A.to(weight.dtype), module.lora_B.to(weight.dtype)
+        lora_a, lora_b = (factor.to(weight.dtype) for factor in full_factors(module))
         product = _adapted(product, lora_a, lora_b.T, module.scaling)
     return _around(module, product, bias)
 

@@ -21,7 +21,8 @@ def run_training(config: NlgConfig) -> None:
     """Train, evaluate and save, from a checked config."""
     with open_run(config, name="nlg", check=check_training) as output:
         setup = stage.set_up(output, build_causal_lm, phase=1, kind="samples", task="CAUSAL_LM")
-        if output.directory is None:
+        directory = output.directory
+        if directory is None:
             return  # a dry run
         settled = setup.config
         assert isinstance(settled, NlgConfig)
@@ -38,7 +39,7 @@ def run_training(config: NlgConfig) -> None:
             course.make_evaluator(setup, engine, setup.data.eval, arrangement, SUPERVISED),
             answers=course.make_answers(setup, engine),
             schedule=schedule(settled),
-            beside=lambda step: save_factors(setup, output.directory / "lora", step),
+            beside=lambda step: save_factors(setup, directory / "lora", step),
         )
 
 

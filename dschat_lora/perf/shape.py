@@ -37,7 +37,7 @@ class LinearShape:
     out_features: int
     trained: bool  # W receives a gradient
     bias_trained: bool = False
-    rank: int = 0  # of the update, 0 without one
+    rank: int = 0  # of the update, of all parts of a packed layer together; 0 without one
     adapter_trained: bool = False
     whole: bool = False  # base and update are one operation, run as a whole or not at all
     input_needs_grad: bool = True
@@ -214,7 +214,7 @@ def _linear(module: Any, name: str, inputs: int, outputs: int) -> LinearShape:
         out_features=outputs,
         trained=inputs > 0 and module.weight.requires_grad,
         bias_trained=any(bias is not None and bias.requires_grad for bias in biases),
-        rank=module.r if adapted else 0,
+        rank=full_shape(factor)[0] if adapted else 0,
         adapter_trained=adapted and factor.requires_grad,
         whole=adapted and isinstance(module, LoraLinear | LoraConv1D),
     )

@@ -1,14 +1,19 @@
 """Adapters exchanged with stock PEFT, which is the reference for layout and meaning."""
 
+import json
 import warnings
+from dataclasses import replace
 
 import peft
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from tiny_models import random_ids, randomise, tiny_model
 
 from dschat_lora.checkpoint.adapter import load_adapter, lora_config_of, read_adapter, write_adapter
 from dschat_lora.checkpoint.adapter_config import verify_adapter
+from dschat_lora.checkpoint.manifest import write_manifest
 from dschat_lora.config import LoraConfig
 from dschat_lora.lora.model import adapter_layout, adapter_parameters, apply_lora, lora_layers
 
@@ -41,6 +46,20 @@ OURS = {
     "gpt2, default": ("gpt2", {}),
     "gpt2, embedding": ("gpt2", {"target_modules": ("wte", "c_attn", "mlp.c_proj")}),
     "gpt2, all biases": ("gpt2", {"train_bias": "all", "target_modules": ("c_fc",)}),
+    "gpt2, parts": ("gpt2", {"target_modules": ("c_attn",), "enable_lora": ("v", "q")}),
+    "gpt2, parts and biases": (
+        "gpt2",
+        {"target_modules": ("c_attn",), "enable_lora": ("k",), "train_bias": "lora_only"},
+    ),
+    "phi3, unequal parts, rslora": (
+        "phi3",
+        {
+            "target_modules": ("qkv_proj",),
+            "enable_lora": ("q", "v"),
+            "use_rslora": True,
+            "lora_alpha": 5.5,
+        },
+    ),
     "reward, score": ("reward", {"modules_to_save": ("score",)}),
 }
 
@@ -73,6 +92,91 @@ def test_stock_peft_loads_our_adapter_with_equal_logits(kind, options, tmp_path)
     apply_lora(again, lora_config_of(tmp_path / "adapter"), seed=9)
     load_adapter(again, tmp_path / "adapter")
     assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+PARTS = LoraConfig(lora_dim=3, lora_alpha=5.5, target_modules=("c_attn",), enable_lora=("q", "v"))
+
+
+def write_parts(directory, config=PARTS):
+    """An adapter of parts of GPT-2's packed projections, and its model."""
+    model = tiny_model("gpt2")
+    apply_lora(model, config, seed=0)
+    randomise(adapter_parameters(model).values())
+    tensors = {name: p.detach() for name, p in adapter_parameters(model).items()}
+    layout = adapter_layout(model)
+    write_adapter(directory, tensors, config, layout=layout, base_model_name_or_path="base")
+    return model
+
+
+def test_an_adapter_of_parts_goes_on_as_one(tmp_path):
+    write_parts(tmp_path / "adapter")
+    stored = lora_config_of(tmp_path / "adapter")
+    assert (stored.lora_dim, stored.lora_alpha) == (3, 5.5)
+    assert stored.enable_lora == ("q", "v")
+    adapter = read_adapter(tmp_path / "adapter")
+    assert (adapter.config.r, adapter.config.lora_alpha) == (3, 5.5)
+    assert {tuple(t.shape) for t in adapter.tensors.values()} == {(6, 16), (32, 3)}
+    fields = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (fields["r"], fields["lora_alpha"]) == (6, 11)
+
+
+def test_an_adapter_of_parts_that_peft_saved_anew_is_a_plain_one(tmp_path):
+    model, ids = write_parts(tmp_path / "ours"), random_ids()
+    theirs = peft.PeftModel.from_pretrained(tiny_model("gpt2"), tmp_path / "ours")
+    theirs.save_pretrained(tmp_path / "theirs")
+    stored = lora_config_of(tmp_path / "theirs")
+    assert (stored.lora_dim, stored.lora_alpha, stored.enable_lora) == (6, 11, ())
+    again = tiny_model("gpt2")
+    apply_lora(again, stored, seed=0)
+    load_adapter(again, tmp_path / "theirs")
+    torch.testing.assert_close(again(ids).logits, model(ids).logits)
+
+
+def test_an_adapter_of_parts_needs_room_for_the_same_parts(tmp_path):
+    write_parts(tmp_path / "adapter")
+    other = tiny_model("gpt2")
+    apply_lora(other, replace(PARTS, enable_lora=("q", "k")), seed=0)
+    message = r"trained with --enable_lora q v; the factors of transformer.h.0.attn.c_attn are for"
+    with pytest.raises(ValueError, match=message):
+        load_adapter(other, tmp_path / "adapter")
+
+
+def test_an_adapter_of_parts_with_values_between_them_is_refused(tmp_path):
+    write_parts(tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(path)
+    key = "base_model.model.transformer.h.1.attn.c_attn.lora_B.weight"
+    tensors[key][20, 1] = 0.1  # of k
+    save_file(tensors, path, metadata)
+    write_manifest(tmp_path / "adapter", kind="adapter")
+    message = r"transformer.h.1.attn.c_attn.lora_B: values other than zero stand outside the blocks"
+    with pytest.raises(ValueError, match=message):
+        read_adapter(tmp_path / "adapter")
+    save_file(tensors, path, metadata | {"packed": "[]"})
+    write_manifest(tmp_path / "adapter", kind="adapter")
+    with pytest.raises(ValueError, match=r"is damaged: it notes '\[\]' of packed layers"):
+        read_adapter(tmp_path / "adapter")
+
+
+def test_parameters_that_begin_anew_are_left_as_they_are(tmp_path):
+    config = LoraConfig(lora_dim=2, modules_to_save=("score",))
+    model = tiny_model("reward")
+    apply_lora(model, config, seed=0)
+    randomise(adapter_parameters(model).values())
+    tensors = {name: p.detach() for name, p in adapter_parameters(model).items()}
+    tensors["score.trained.weight"] = torch.ones(3, 16)  # of another task
+    layout = adapter_layout(model)
+    write_adapter(tmp_path / "a", tensors, config, layout=layout, base_model_name_or_path="b")
+    other = tiny_model("reward")
+    apply_lora(other, config, seed=1)
+    before = adapter_parameters(other)["score.trained.weight"].clone()
+    with pytest.raises(ValueError, match=r"score.trained.weight is \(3, 16\), the model has"):
+        load_adapter(other, tmp_path / "a")
+    loaded = load_adapter(other, tmp_path / "a", new={"score.trained.weight"})
+    assert set(loaded) == tensors.keys() - {"score.trained.weight"}
+    assert torch.equal(adapter_parameters(other)["score.trained.weight"], before)
 
 
 THEIRS = {

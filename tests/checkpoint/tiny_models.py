@@ -9,6 +9,8 @@ from transformers import (
     OPTConfig,
     OPTForCausalLM,
     OPTForSequenceClassification,
+    Phi3Config,
+    Phi3ForCausalLM,
 )
 
 VOCAB = 40
@@ -60,10 +62,27 @@ def _llama():
     )
 
 
+def _phi3():
+    return Phi3ForCausalLM(
+        Phi3Config(
+            vocab_size=VOCAB,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=16,
+            original_max_position_embeddings=16,
+            pad_token_id=0,
+        )
+    )
+
+
 MODELS = {
     "opt": lambda: OPTForCausalLM(_opt_config()),
     "llama": _llama,
     "gpt2": _gpt2,
+    "phi3": _phi3,
     "reward": lambda: OPTForSequenceClassification(_opt_config(num_labels=1)),
 }
 

@@ -26,7 +26,7 @@ STEP1_FLAGS = """
     model_name_or_path dtype gradient_checkpointing dropout attn_implementation trust_remote_code
     add_eot_token eot_token compile compute_fp32_loss
     lora_dim lora_alpha lora_dropout use_rslora target_modules lora_module_name train_bias
-    modules_to_save only_optimize_lora
+    modules_to_save enable_lora only_optimize_lora
     resume_from_checkpoint save_interval save_minutes save_total_limit
     data_path data_weights sft_only_data_path eval_data_path eval_ratio data_split
     data_output_path max_seq_len overlong bad_rows train_on_prompt packing

@@ -1,0 +1,102 @@
+"""Packed projections, such as q, k and v in one layer, with factors for some of their parts."""
+
+from dataclasses import dataclass
+from itertools import compress
+
+import torch
+from torch import Tensor
+
+PARTS = ("q", "k", "v")  # in the order of their rows in every packed layer known here
+
+
+@dataclass(frozen=True)
+class Groups:
+    """How the outputs of a packed layer are cut, and which groups have factors of their own.
+
+    The k enabled groups share ``lora_A`` (k * r, in), r rows each, and a compact ``lora_B`` with
+    r columns and the outputs of the enabled groups alone as rows: the layout of loralib's
+    MergedLinear, whose groups are equal. The update of group j's outputs is ``s B_j A_j``, that
+    of the others zero.
+
+    Attributes:
+        sizes: outputs of each group; they may differ, as with grouped-query attention.
+        enabled: whether each has factors.
+    """
+
+    sizes: tuple[int, ...]
+    enabled: tuple[bool, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.sizes) != len(self.enabled) or not any(self.enabled):
+            raise ValueError(
+                f"a packed layer of {len(self.sizes)} groups needs as many of enable_lora, one of "
+                f"them True at least, got {list(self.enabled)}"
+            )
+        if min(self.sizes) <= 0:
+            raise ValueError(f"the groups of a packed layer must be > 0, got {list(self.sizes)}")
+
+    @property
+    def count(self) -> int:
+        """k, the number of enabled groups."""
+        return sum(self.enabled)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the compact B."""
+        return sum(self.enabled_sizes)
+
+    @property
+    def enabled_sizes(self) -> tuple[int, ...]:
+        """Outputs of each enabled group."""
+        return tuple(compress(self.sizes, self.enabled))
+
+    def expand(self, lora_B: Tensor) -> Tensor:  # noqa: N803
+        """B as one matrix, by which ``(x A^T) B^T`` is the update of all outputs.
+
+        Args:
+            lora_B: (rows, r).
+
+        Returns:
+            (sum of sizes, k * r), zero outside the enabled groups' blocks, with their gradient.
+        """
+        blocks = iter(lora_B.split_with_sizes(self.enabled_sizes))
+        matrix: Tensor = torch.block_diag(  # type: ignore[no-untyped-call]
+            *(
+                next(blocks) if enabled else lora_B.new_zeros(size, 0)
+                for size, enabled in zip(self.sizes, self.enabled, strict=True)
+            )
+        )
+        return matrix
+
+    def compact(self, matrix: Tensor) -> Tensor:
+        """What :meth:`expand` made ``matrix`` of.
+
+        Raises:
+            ValueError: if no B expands to it.
+        """
+        rows, columns = matrix.shape
+        if rows != sum(self.sizes) or columns % self.count:
+            raise ValueError(
+                f"{tuple(matrix.shape)} does not fit the groups {list(self.sizes)}, "
+                f"{self.count} of them enabled"
+            )
+        rank = columns // self.count
+        bands = list(compress(matrix.split_with_sizes(self.sizes), self.enabled))
+        blocks = [band[:, rank * j : rank * (j + 1)] for j, band in enumerate(bands)]
+        lora_b = torch.cat(blocks)
+        if not torch.equal(self.expand(lora_b), matrix):
+            raise ValueError(
+                "values other than zero stand outside the blocks of the groups "
+                f"{list(self.sizes)}, enabled {list(self.enabled)}"
+            )
+        return lora_b
+
+
+def groups_of_parts(sizes: tuple[int, ...], parts: tuple[str, ...]) -> Groups:
+    """The groups of q, k and v of these sizes, with factors for ``parts`` of them."""
+    return Groups(sizes, tuple(part in parts for part in PARTS))
+
+
+def parts_of(groups: Groups | None) -> tuple[str, ...]:
+    """The parts of q, k and v that have factors of their own; none where the layer has one pair."""
+    return () if groups is None else tuple(compress(PARTS, groups.enabled))
