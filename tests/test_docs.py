@@ -6,17 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from dschat_lora.cli.options import parse_config
+from dschat_lora.cli.options import chosen_verb, parse_config
 from dschat_lora.config import DpoStageConfig, RewardStageConfig, SupervisedConfig
+from dschat_lora.glue.config import GlueConfig
+from dschat_lora.nlg.config import DecodeConfig, EvaluateConfig, NlgConfig
 from dschat_lora.rlhf.config import RlhfConfig
 
 ROOT = Path(__file__).resolve().parents[1]
-# Configuration class of each stage script.
+# Configuration class of each stage script, by its verb.
 STAGES = {
-    "step1_sft": SupervisedConfig,
-    "step2_reward": RewardStageConfig,
-    "step2_dpo": DpoStageConfig,
-    "step3_rlhf": RlhfConfig,
+    "step1_sft": {"": SupervisedConfig},
+    "step2_reward": {"": RewardStageConfig},
+    "step2_dpo": {"": DpoStageConfig},
+    "step3_rlhf": {"": RlhfConfig},
+    "nlg_gpt2": {"": NlgConfig, "decode": DecodeConfig, "evaluate": EvaluateConfig},
+    "nlu_glue": {"": GlueConfig},
 }
 _LAUNCHER = r"(?:deepspeed|torchrun|python3?)"
 _COMMAND = re.compile(_LAUNCHER + r"\s+(?:--\S+\s+(?:\d\S*\s+)?)*training/(\w+)/main\.py")
@@ -44,8 +48,8 @@ def commands():
 def test_quoted_command_parses(stage, arguments):
     script = ROOT / "training" / stage / "main.py"
     assert script.is_file(), f"{script} does not exist"
-    argv = shlex.split(arguments)
-    parse_config(STAGES[stage], argv)
+    verb, argv = chosen_verb(shlex.split(arguments), list(STAGES[stage]))
+    parse_config(STAGES[stage][verb], argv)
     if "--deepspeed_config" in argv:
         assert (ROOT / argv[argv.index("--deepspeed_config") + 1]).is_file()
 

@@ -1,4 +1,4 @@
-"""Whole runs of the stage's command on the bundled model: what no other part passes through."""
+"""Whole runs of the commands that train on the bundled model: what no other part passes through."""
 
 import json
 import subprocess
@@ -9,18 +9,26 @@ from pathlib import Path
 
 from benchmarks.parts.report import PartReport, print_table
 
-SCRIPT = Path(__file__).parents[2] / "training" / "step1_sft" / "main.py"
+TRAINING = Path(__file__).parents[2] / "training"
+STEP1, NLG = TRAINING / "step1_sft" / "main.py", TRAINING / "nlg_gpt2" / "main.py"
 COMMON = ("--max_steps", "4", "--per_device_train_batch_size", "8", "--sample_generations", "1")
 ADAPTERS = ("--lora_dim", "16")
 CASES = {
     "ZeRO 3, offload, recomputing, merge": (
+        STEP1,
         *("--zero_stage", "3", "--offload", "--gradient_checkpointing", "--merge_adapter"),
         *ADAPTERS,
     ),
-    "all weights, ZeRO 2": ("--zero_stage", "2", "--learning_rate", "1e-4"),
+    "all weights, ZeRO 2": (STEP1, "--zero_stage", "2", "--learning_rate", "1e-4"),
     "adapters beside a trained base, ZeRO 3": (
+        STEP1,
         *("--zero_stage", "3", "--no-only_optimize_lora"),
         *ADAPTERS,
+    ),
+    "smoothed labels, the original's AdamW, ZeRO 1": (
+        NLG,
+        *("--zero_stage", "1", "--learning_rate", "2e-3", "--label_smooth", "0.1"),
+        *("--no-correct_bias", "--decay_after_update", "--lora_dim", "16"),
     ),
 }
 
@@ -30,8 +38,8 @@ def run(report: PartReport, *, tiny: bool) -> None:
     del tiny
     results = []
     with tempfile.TemporaryDirectory() as directory:
-        for name, options in CASES.items():
-            results.append(_run(name, options, Path(directory) / str(len(results))))
+        for name, (script, *options) in CASES.items():
+            results.append(_run(name, script, options, Path(directory) / str(len(results))))
             report.store({"commands": results})
     columns = ("case", "exit_code", "perplexity", "seconds")
     print_table(list(columns), [[result[column] for column in columns] for result in results])
@@ -41,9 +49,11 @@ def run(report: PartReport, *, tiny: bool) -> None:
         report.check(f"{result['case']}: learns", after < before)
 
 
-def _run(name: str, options: tuple[str, ...], output: Path) -> dict[str, object]:
+def _run(
+    name: str, script: str | Path, options: list[str | Path], output: Path
+) -> dict[str, object]:
     start = time.monotonic()
-    command = [sys.executable, str(SCRIPT), "--output_dir", str(output), *COMMON, *options]
+    command = [sys.executable, script, "--output_dir", output, *COMMON, *options]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     perplexity = None
     if result.returncode == 0:

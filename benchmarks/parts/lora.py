@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from statistics import median
 from typing import Any
 from unittest import mock
@@ -20,6 +21,7 @@ from benchmarks.parts.turns import DeviceTimer
 from dschat_lora.engine.build import DTYPES, resolve_dtype
 from dschat_lora.engine.distributed import device
 from dschat_lora.lora import layers
+from dschat_lora.lora.groups import groups_of_parts
 from dschat_lora.lora.layers import LoraLinear
 from dschat_lora.lora.matmul import lora_linear, lora_linear_reference
 from dschat_lora.models.trunk import Trunk
@@ -28,6 +30,7 @@ from dschat_lora.models.trunk import Trunk
 SHAPE = Shape(256, 3, 4, 1024, 512, 512, 16, 2, 64, 64)
 WIDTHS = {"opt": 1024, "llama": 688}
 OURS, FORMULA, AGAIN = "ours", "formula", "ours, x A^T again"
+BASE, LORALIB = "base alone", "loralib"
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,8 @@ class Layer:
 
 
 FULL_LAYERS = [Layer(16384, width, r, 20) for width in (2048, 4096) for r in (16, 128)]
+# The packed attention of GPT-2 medium and large, with factors for q and v.
+PACKED_LAYERS = [Layer(8 * 512, width, 4, 20) for width in (1024, 1280)]
 TINY_LAYERS = [Layer(512, 256, 16, 5)]
 
 
@@ -54,6 +59,9 @@ def run(report: PartReport, *, tiny: bool) -> None:
     times = [row for layer in (TINY_LAYERS if tiny else FULL_LAYERS) for row in _times(layer)]
     report.store({"layers": times})
     print_table(list(times[0]), [list(row.values()) for row in times])
+    packed = [row for layer in (TINY_LAYERS if tiny else PACKED_LAYERS) for row in _packed(layer)]
+    report.store({"packed": packed})
+    print_table(list(packed[0]), [list(row.values()) for row in packed])
     for one, other in zip(kept[::2], kept[1::2], strict=True):
         saves = one["bytes per token"] <= other["bytes per token"]
         copies = one["bytes besides"] >= other["bytes besides"]
@@ -162,23 +170,63 @@ def _times(size: Layer) -> list[dict[str, Any]]:
         FORMULA: partial(mock.patch.object, layers, "lora_linear", _formula),
         AGAIN: partial(_inner_again, layer, x),
     }
-    times: dict[str, list[float]] = {name: [] for name in contexts}
-    for number in range(size.rounds + 2):
-        for name, context in contexts.items():
-            with context(), DeviceTimer() as timer:
-                layer(x).backward(gradient)
+    facts = {"tokens": size.tokens, "width": size.width, "r": size.lora_dim}
+    steps = {
+        name: partial(_step, layer, x, gradient, context) for name, context in contexts.items()
+    }
+    return [facts | row for row in _in_turns(steps, size.rounds)]
+
+
+def _step(
+    layer: nn.Module,
+    x: Tensor,
+    gradient: Tensor,
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> None:
+    with context():
+        layer(x).backward(gradient)
+
+
+def _in_turns(steps: Mapping[str, Callable[[], None]], rounds: int) -> list[dict[str, Any]]:
+    """Milliseconds of each step, and in times of the first's, round by round: medians."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(rounds + 2):
+        for name, step in steps.items():
+            with DeviceTimer() as timer:
+                step()
             if number >= 2:
                 times[name].append(timer.milliseconds)
-    facts = {"tokens": size.tokens, "width": size.width, "r": size.lora_dim}
+    first = next(iter(times.values()))
     return [
         {
-            **facts,
             "product": name,
             "ms": median(values),
-            "x ours": median(a / b for a, b in zip(values, times[OURS], strict=True)),
+            "x ours": median(a / b for a, b in zip(values, first, strict=True)),
         }
         for name, values in times.items()
     ]
+
+
+def _packed(size: Layer) -> list[dict[str, Any]]:
+    """The same of GPT-2's packed attention with factors for q and v, against loralib's layer."""
+    dtype, width = DTYPES[resolve_dtype("auto")], size.width
+    base = nn.Linear(width, 3 * width, device=device(), dtype=dtype).requires_grad_(False)
+    groups = groups_of_parts((width, width, width), ("q", "v"))
+    contenders: dict[str, nn.Module] = {
+        OURS: LoraLinear(base, r=size.lora_dim, scaling=8.0, groups=groups),
+        BASE: base,
+    }
+    if find_spec("loralib") is not None:
+        import loralib
+
+        options = {"r": size.lora_dim, "lora_alpha": 32, "enable_lora": [True, False, True]}
+        other = loralib.MergedLinear(width, 3 * width, merge_weights=False, **options)
+        contenders[LORALIB] = other.to(device(), dtype)
+    x = torch.randn(size.tokens, width, device=device(), dtype=dtype, requires_grad=True)
+    gradient = torch.randn(size.tokens, 3 * width, device=device(), dtype=dtype)
+    facts = {"tokens": size.tokens, "width": width, "r": size.lora_dim, "parts": "q v"}
+    steps = {name: partial(_step, layer, x, gradient) for name, layer in contenders.items()}
+    return [facts | row for row in _in_turns(steps, size.rounds)]
 
 
 def _inner_again(layer: LoraLinear, x: Tensor) -> AbstractContextManager[Any]:

@@ -21,10 +21,14 @@ def main() -> None:
     accept = verbs.add_parser("accept", help="vouch for an adapter that was changed on purpose")
     accept.add_argument("adapter", help="its directory, whose manifest is written anew")
     verbs.add_parser("score", help="score answers by a reward model", add_help=False)
+    verbs.add_parser("extract", help="LoRA and head of a full checkpoint to PEFT", add_help=False)
     verbs.add_parser("pipeline", help="run all stages of a YAML file, or go on", add_help=False)
     arguments, rest = parser.parse_known_args()
     if arguments.verb == "score":
         _score(rest)
+        return
+    if arguments.verb == "extract":
+        _extract(rest)
         return
     if arguments.verb == "pipeline":
         _pipeline(rest)
@@ -68,6 +72,48 @@ def _score(argv: list[str]) -> None:
         if type(error).__name__ != "OutOfMemoryError":  # torch's own, which is not imported here
             raise
         fail("the GPU is full: lower --per_device_eval_batch_size or --max_seq_len", code=1)
+
+
+def _extract(argv: list[str]) -> None:
+    parser = Parser(
+        prog="dschat-lora extract",
+        description="Write the LoRA factors and the head that a full checkpoint holds as an "
+        "adapter that PEFT loads.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        help="directory (the Trainer's checkpoint-N), or file of a model's or of LoRA weights",
+    )
+    parser.add_argument(
+        "--base", metavar="MODEL", required=True, help="hub name or directory of the clean base"
+    )
+    parser.add_argument(
+        "--lora_alpha", metavar="X", type=float, help="of the training; no checkpoint says it"
+    )
+    parser.add_argument(
+        "--enable_lora", metavar="PART", nargs="*", default=[], help="q, k, v of packed layers"
+    )
+    parser.add_argument("--output_dir", metavar="DIR", help="default: CHECKPOINT/adapter")
+    try:
+        chosen, unknown = parser.parse_known_args(argv)
+        if unknown:
+            names = ["base", "lora_alpha", "enable_lora", "output_dir"]
+            raise ValueError(unknown_option(unknown[0], names))
+
+        from dschat_lora.checkpoint.extract import extract  # heavy, and not wanted for --help
+
+        extract(
+            chosen.checkpoint,
+            base=chosen.base,
+            lora_alpha=chosen.lora_alpha,
+            enable_lora=tuple(chosen.enable_lora),
+            output_dir=chosen.output_dir,
+            say=say_once,
+        )
+    except (ValueError, OSError) as error:
+        fail(in_words(error), code=1 if isinstance(error, OSError) else 2)
 
 
 def _pipeline(argv: list[str]) -> None:

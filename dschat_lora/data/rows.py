@@ -7,14 +7,16 @@ heavy is loaded. Parquet and hub data sets import their readers when used.
 import csv
 import gzip
 import json
+import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
 from dschat_lora.config import DataConfig
+from dschat_lora.data.nlg import dart_rows, e2e_row, is_dart_set, is_webnlg_entry, webnlg_rows
 from dschat_lora.data.sources import Source, data_suffix, find_source
 
 RowType = Literal["text", "prompt-completion", "conversation", "preference", "prompt"]
@@ -28,6 +30,8 @@ KNOWN_TYPES = (
 )
 # csv refuses cells longer than this; its own default, 128 KiB, is less than a long document.
 MAX_CSV_CELL = 2**30
+# A list of rows, or of WebNLG's entries.
+JSON_LIST = re.compile(r'\s*(\{\s*"entries"\s*:\s*)?\[')
 # Bytes of a file that start-up checks read whole, in less than a second.
 SMALL_FILE = 16 * 2**20
 
@@ -117,6 +121,8 @@ def iter_file(path: Path) -> Iterator[RawRow]:
         ".jsonl": _iter_jsonl,
         ".jsonl.gz": _iter_jsonl,
         ".json": _iter_json,
+        ".txt": _iter_e2e,
+        ".txt.gz": _iter_e2e,
         ".csv": _iter_csv,
         ".parquet": _iter_parquet,
     }
@@ -252,22 +258,32 @@ def _open_binary(path: Path) -> BinaryIO:
 
 
 def _iter_jsonl(path: Path) -> Iterator[RawRow]:
+    return _iter_lines(path, lambda location, line: _object_row(location, json.loads(line)))
+
+
+def _iter_e2e(path: Path) -> Iterator[RawRow]:
+    return _iter_lines(path, lambda location, line: RawRow(location, e2e_row(line)))
+
+
+def _iter_lines(path: Path, parse: Callable[[str, str], RawRow]) -> Iterator[RawRow]:
     # Decoded line by line, so that bytes that are not UTF-8 spoil, and name, one line only.
     with _open_binary(path) as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                yield _parse_line(f"{path}:{number}", line)
+                yield _parse_line(f"{path}:{number}", line, parse)
 
 
-def _parse_line(location: str, line: bytes) -> RawRow:
+def _parse_line(location: str, line: bytes, parse: Callable[[str, str], RawRow]) -> RawRow:
     try:
-        return _object_row(location, json.loads(line.decode("utf-8-sig")))
+        return parse(location, line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         return RawRow(location, {}, f"not UTF-8 (byte {error.start + 1} of the line)")
     except json.JSONDecodeError as error:
         return RawRow(location, {}, f"not valid JSON ({error.msg}, column {error.colno})")
     except RecursionError:
         return RawRow(location, {}, "nested too deeply")
+    except ValueError as error:
+        return RawRow(location, {}, str(error))
 
 
 def _object_row(location: str, value: object) -> RawRow:
@@ -292,22 +308,36 @@ def _iter_json(path: Path) -> Iterator[RawRow]:
 
 def _iter_json_text(path: Path, text: str) -> Iterator[RawRow]:
     decode = json.JSONDecoder().raw_decode
-    at = _skip_space(text, 0)
-    in_list = text.startswith("[", at)
-    if in_list:
-        at = _skip_space(text, at + 1)
+    opening = JSON_LIST.match(text)
+    in_list, entries = opening is not None, opening is not None and opening[1] is not None
+    at = _skip_space(text, opening.end() if opening else 0)
     line, counted = 1, 0
     while at < len(text) and not (in_list and text[at] == "]"):
         line, counted = line + text.count("\n", counted, at), at
         value, at = decode(text, at)
-        yield _object_row(f"{path}:{line}", value)
+        yield from _json_rows(f"{path}:{line}", value, webnlg=entries)
         at = _skip_space(text, at)
         if in_list and text.startswith(",", at):
             at = _skip_space(text, at + 1)
         elif in_list and not text.startswith("]", at):
             raise json.JSONDecodeError("Expecting ',' or ']'", text, at)
-    if in_list and text[at:].strip() != "]":
+    if in_list and "".join(text[at:].split()) != ("]}" if entries else "]"):
         raise json.JSONDecodeError("Expecting one list of objects", text, at)
+
+
+def _json_rows(location: str, value: object, *, webnlg: bool) -> Iterator[RawRow]:
+    """The row that ``value`` is, or those of one entry of WebNLG or DART, all of one place."""
+    try:
+        if webnlg:
+            if not is_webnlg_entry(value):
+                raise ValueError("entry is no object of one object with 'modifiedtripleset'")
+            yield from (RawRow(location, row) for row in webnlg_rows(cast(dict[str, Any], value)))
+        elif is_dart_set(value):
+            yield from (RawRow(location, row) for row in dart_rows(cast(dict[str, Any], value)))
+        else:
+            yield _object_row(location, value)
+    except ValueError as error:
+        yield RawRow(location, {}, str(error))
 
 
 def _skip_space(text: str, at: int) -> int:

@@ -7,7 +7,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
+SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet", ".txt", ".txt.gz")
+# Read where they are named: beside other data they are notes.
+NAMED_ONLY = (".txt", ".txt.gz")
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.+-]+)?")
 
 
@@ -53,12 +55,14 @@ def data_suffix(path: Path) -> str | None:
 
 def _files_of_directory(option: str, entry: str, directory: Path) -> tuple[Path, ...]:
     names = sorted(path for path in directory.iterdir() if not path.name.startswith("."))
-    files = tuple(path for path in names if path.is_file() and data_suffix(path) is not None)
+    files = tuple(
+        path for path in names if path.is_file() and data_suffix(path) not in (None, *NAMED_ONLY)
+    )
     if not files:
         found = ", ".join(path.name for path in names[:5]) or "nothing"
         raise ValueError(
             f"--{option} {entry} is a directory without a data file; it holds {found}; "
-            f"files may be {_any_suffix()}"
+            f"files may be {' '.join(s for s in SUFFIXES if s not in NAMED_ONLY)}"
         )
     return files
 

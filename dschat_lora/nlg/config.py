@@ -39,8 +39,11 @@ class DecodeConfig:
     lora_path: str | None = option(
         None, help="file of LoRA factors alone, to put on --model_name_or_path"
     )
-    lora_alpha: float = option(
-        32.0, help="alpha of --lora_path, which holds the rank and not the scale"
+    lora_alpha: float | None = option(
+        None, help="alpha of a --lora_path that does not say it, as loralib's do not"
+    )
+    enable_lora: tuple[str, ...] = option(
+        (), help="parts of the packed projection in a --lora_path that does not say them: q v"
     )
     num_beams: int = option(10, help="width of the search; 1: greedy")
     length_penalty: float = option(
@@ -75,8 +78,9 @@ class DecodeConfig:
             require(value is None or value >= 1, name, value, ">= 1")
         for name in ("no_repeat_ngram_size", "min_length", "length_penalty"):
             require(getattr(self, name) >= 0, name, getattr(self, name), ">= 0")
-        for name in ("repetition_penalty", "lora_alpha"):
-            require(getattr(self, name) > 0, name, getattr(self, name), "> 0")
+        penalty, alpha = self.repetition_penalty, self.lora_alpha
+        require(penalty > 0, "repetition_penalty", penalty, "> 0")
+        require(alpha is None or alpha > 0, "lora_alpha", alpha, "> 0")
         for value in self.eos_token_id:
             require(value >= 0, "eos_token_id", value, ">= 0")
         least, most = self.min_length, self.max_new_tokens
@@ -106,7 +110,16 @@ class EvaluateConfig:
     filter: Filter = option(
         "all", help="of WebNLG: the ten categories seen in training, the others, or all"
     )
+    ref_num: int | None = option(
+        None,
+        help="references of a meaning at most, the first ones; 0: all; default: all for e2e, 6 for "
+        "webnlg and dart, as in the published scores",
+    )
     output_path: str | None = option(None, help="JSON file of the numbers")
+
+    def __post_init__(self) -> None:
+        number = self.ref_num
+        require(number is None or number >= 0, "ref_num", number, ">= 0")
 
 
 @dataclass(frozen=True)

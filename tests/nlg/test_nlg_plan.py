@@ -28,7 +28,11 @@ def test_defaults_are_the_originals():
     assert (config.lora.lora_dim, config.lora.lora_alpha) == (4, 32)
     assert (optim.learning_rate, optim.weight_decay) == (1e-5, 0.01)
     assert (optim.adam_beta1, optim.adam_beta2, optim.adam_epsilon) == (0.9, 0.98, 1e-6)
-    assert (optim.lr_scheduler_type, optim.max_grad_norm, config.label_smoothing) == ("linear", 0, 0)
+    assert (optim.lr_scheduler_type, optim.max_grad_norm, config.label_smoothing) == (
+        "linear",
+        0,
+        0,
+    )
     assert adapter_learning_rate(optim) == 1e-5
 
 

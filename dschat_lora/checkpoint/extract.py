@@ -1,0 +1,253 @@
+"""LoRA factors and head taken out of a full checkpoint, into a directory in PEFT's layout."""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+from dschat_lora.checkpoint.adapter import write_adapter
+from dschat_lora.checkpoint.adapter_config import is_adapter_directory
+from dschat_lora.checkpoint.lora_only import (
+    LoraOnly,
+    lora_config_of_file,
+    match_names,
+    rank_of,
+    read_lora_only,
+)
+from dschat_lora.config import LoraConfig
+from dschat_lora.lora.model import adapter_layout, apply_lora, lora_layers
+
+_FILES = ("model.safetensors", "pytorch_model.bin")
+_INDEX = "model.safetensors.index.json"
+_TOKENIZER = ["tokenizer*.json", "vocab.*", "merges.txt", "special_tokens_map.json", "*.model"]
+# Last layer of the head of transformers' classifiers, one row for each label.
+_LAST_LAYERS = ("classifier.out_proj.weight", "classifier.weight", "score.weight")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Weights of the base that a checkpoint holds with other values than ``--base``.
+
+    Attributes:
+        merged: those whose difference is the update: the checkpoint was saved while the update
+            was merged, and counts it twice when it is loaded as it stands.
+        other: all others.
+    """
+
+    merged: list[str]
+    other: list[str]
+
+
+def extract(
+    checkpoint: str | Path,
+    *,
+    base: str,
+    lora_alpha: float | None,
+    enable_lora: tuple[str, ...] = (),
+    output_dir: str | Path | None = None,
+    say: Callable[[str], None],
+) -> Path:
+    """Write what was trained in ``checkpoint`` as an adapter on ``base``; returns its directory.
+
+    Args:
+        checkpoint: directory of a full model with factors, such as the Trainer's checkpoint-N or
+            one of microsoft/LoRA, or a file of its weights or of the factors alone.
+        base: hub name or directory of the clean base.
+        lora_alpha: of the training, which a checkpoint does not record.
+        enable_lora: parts of packed layers that have factors.
+        output_dir: default: ``adapter/`` in a checkpoint directory, or beside a file.
+        say: told what was found.
+
+    Raises:
+        ValueError: if the checkpoint holds no factors, does not fit the base, or ``output_dir``
+            holds something else than an adapter.
+    """
+    path = Path(checkpoint).expanduser()
+    directory = _output_directory(path, output_dir)
+    # It would show bars, and miss the head that every base lacks.
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    file = read_checkpoint(path)
+    settings = AutoConfig.from_pretrained(base)
+    settings.num_labels = _num_labels(file.tensors) or settings.num_labels
+    model = _skeleton(settings, file.tensors)
+    trained = replace(file, tensors=_trained(model, file.tensors))
+    config = lora_config_of_file(trained, lora_alpha=lora_alpha, enable_lora=enable_lora)
+    write_trained(
+        directory,
+        trained,
+        config,
+        model,
+        base_model_name_or_path=base,
+        write_more=lambda staging: _copy_tokenizer(path, staging),
+    )
+    count = sum(tensor.numel() for tensor in trained.tensors.values())
+    say(f"{directory}: {len(trained.tensors)} tensors, {count:,} parameters, rank {file.r}")
+    _report(compare_base(model, file, base), path, base, say)
+    return directory
+
+
+def write_trained(
+    directory: str | Path,
+    trained: LoraOnly,
+    config: LoraConfig,
+    model: PreTrainedModel,
+    *,
+    base_model_name_or_path: str,
+    write_more: Callable[[Path], None] | None = None,
+) -> None:
+    """Write factors, and a head in full, as an adapter that stock PEFT loads; call on one rank.
+
+    Args:
+        directory: final place.
+        trained: factors and head by their names in a state dict.
+        config: settings of the adapter.
+        model: on the meta device, without adapters; receives them.
+        base_model_name_or_path: where the base is found.
+        write_more: called with the directory to add files.
+
+    Raises:
+        ValueError: if a tensor is missing, has no place or another shape.
+        OSError: if what was read back differs from what was written.
+    """
+    heads = {name.partition(".")[0] for name in trained.tensors if is_head(model, name)}
+    config = replace(config, modules_to_save=tuple(sorted(heads)))
+    apply_lora(model, config, seed=0)
+    names = match_names(model, trained)
+    write_adapter(
+        directory,
+        {name: trained.tensors[key].cpu() for key, name in names.items()},
+        config,
+        layout=adapter_layout(model),
+        base_model_name_or_path=base_model_name_or_path,
+        task_type="SEQ_CLS" if heads else "CAUSAL_LM",
+        write_more=write_more,
+    )
+
+
+def read_checkpoint(path: Path) -> LoraOnly:
+    """Every tensor of a checkpoint directory or file, float32 on CPU.
+
+    Raises:
+        ValueError: if it cannot be read or holds no factors.
+    """
+    if not path.is_dir():
+        return read_lora_only(path)
+    for name in _FILES:
+        if (path / name).is_file():
+            return read_lora_only(path / name)
+    if not (path / _INDEX).is_file():
+        raise ValueError(f"{path} holds no {', '.join(_FILES)} or {_INDEX}")
+    try:
+        shards = json.loads((path / _INDEX).read_text(encoding="utf-8"))["weight_map"].values()
+        parts = [load_file(path / name) for name in sorted(set(shards))]
+    except (OSError, ValueError, LookupError, SafetensorError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    tensors = {name: tensor.float() for part in parts for name, tensor in part.items()}
+    return LoraOnly(path, rank_of(tensors, path), tensors, None)
+
+
+@torch.no_grad()
+def compare_base(model: PreTrainedModel, file: LoraOnly, base: str) -> Difference:
+    """What the base's weights in ``file`` have become; nothing, if it holds factors alone.
+
+    Args:
+        model: with the adapter, on the meta device.
+        file: as read.
+        base: hub name or directory.
+    """
+    body, layers = f"{model.base_model_prefix}.", lora_layers(model)
+    own = {n: t for n, t in file.tensors.items() if n.startswith(body) and not is_factor(n)}
+    difference = Difference([], [])
+    if not own:
+        return difference
+    clean = type(model).from_pretrained(base, config=model.config, dtype=torch.float32)
+    for name, tensor in clean.state_dict().items():
+        if name not in own or torch.equal(own[name], tensor):
+            continue
+        layer = layers.get(name.removesuffix(".weight"))
+        update = torch.zeros(())
+        if layer is not None:
+            stem = name.removesuffix("weight")
+            update = layer.delta(*(file.tensors[f"{stem}lora_{each}"] for each in "AB"))
+        is_update = layer is not None and torch.allclose(own[name], tensor + update, atol=1e-5)
+        (difference.merged if is_update else difference.other).append(name)
+    return difference
+
+
+def is_factor(name: str) -> bool:
+    """Whether a name in a state dict is that of a LoRA factor."""
+    return name.endswith((".lora_A", ".lora_B"))
+
+
+def is_head(model: PreTrainedModel, name: str) -> bool:
+    """Whether a parameter lies in a classifier's head, outside the model's body."""
+    causal = hasattr(model, "get_output_embeddings") and model.get_output_embeddings() is not None
+    return not causal and not is_factor(name) and not name.startswith(f"{model.base_model_prefix}.")
+
+
+def empty_classifier(settings: PretrainedConfig) -> PreTrainedModel:
+    """A classifier without values, on the meta device."""
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForSequenceClassification.from_config(settings)
+    return model
+
+
+def _skeleton(settings: PretrainedConfig, tensors: Mapping[str, Tensor]) -> PreTrainedModel:
+    if _num_labels(tensors) is not None:
+        return empty_classifier(settings)
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(settings)
+    return model
+
+
+def _trained(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {n: t for n, t in tensors.items() if is_factor(n) or is_head(model, n)}
+
+
+def _num_labels(tensors: Mapping[str, Tensor]) -> int | None:
+    """Labels of the head; None if there is none."""
+    return next((len(tensors[name]) for name in _LAST_LAYERS if name in tensors), None)
+
+
+def _output_directory(checkpoint: Path, given: str | Path | None) -> Path:
+    default = checkpoint / "adapter" if checkpoint.is_dir() else checkpoint.with_suffix(".adapter")
+    directory = default if given is None else Path(given).expanduser()
+    taken = directory.is_file() or (directory.is_dir() and any(directory.iterdir()))
+    if taken and not is_adapter_directory(directory):
+        raise ValueError(f"--output_dir {directory} holds something else than an adapter")
+    return directory
+
+
+def _copy_tokenizer(checkpoint: Path, directory: Path) -> None:
+    if checkpoint.is_dir():
+        for path in {each for pattern in _TOKENIZER for each in checkpoint.glob(pattern)}:
+            shutil.copy(path, directory / path.name)
+
+
+def _report(found: Difference, path: Path, base: str, say: Callable[[str], None]) -> None:
+    if found.merged:
+        say(
+            f"note: {path} was saved while merged: {len(found.merged)} weights hold the update "
+            f"already ({found.merged[0]}, ...). Loaded as it stands it counts the update twice; "
+            "the adapter written here, on its clean base, does not"
+        )
+    if found.other:
+        say(
+            f"note: {len(found.other)} weights of the base differ between {path} and {base} "
+            f"({found.other[0]}, ...): the adapter was trained on another base"
+        )

@@ -1,0 +1,92 @@
+"""Meanings and the texts written to them, from the files of E2E, WebNLG and DART."""
+
+from typing import Any
+
+
+def e2e_row(line: str) -> dict[str, Any]:
+    """The row in a line ``meaning||text`` of E2E.
+
+    Raises:
+        ValueError: if it has no ``||``.
+    """
+    meaning, bars, text = line.partition("||")
+    if not bars:
+        raise ValueError("line has no || between a meaning and its text")
+    return _row(meaning.strip(), text.strip())
+
+
+def is_webnlg_entry(value: object) -> bool:
+    """Whether ``value`` is an entry of WebNLG 2017: an object of one numbered object."""
+    if not isinstance(value, dict) or len(value) != 1:
+        return False
+    (content,) = value.values()
+    return isinstance(content, dict) and "modifiedtripleset" in content
+
+
+def webnlg_rows(entry: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row for each text of an entry that its annotators found good, with the category.
+
+    Raises:
+        ValueError: naming what is absent or of another type.
+    """
+    (content,) = entry.values()
+    triples = [
+        tuple(_text(triple, part) for part in ("subject", "property", "object"))
+        for triple in _items(content, "modifiedtripleset")
+    ]
+    meaning, category = _joined(triples), _text(content, "category")
+    return [
+        {**_row(meaning, _text(each, "lex")), "category": category}
+        for each in _items(content, "lexicalisations")
+        if _text(each, "comment") == "good"
+    ]
+
+
+def is_dart_set(value: object) -> bool:
+    """Whether ``value`` is a set of DART, and no row that took over its columns."""
+    return (
+        isinstance(value, dict)
+        and {"tripleset", "annotations"} <= value.keys()
+        and "prompt" not in value
+    )
+
+
+def dart_rows(value: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row for each text of a set of triples, relations in lower case.
+
+    Raises:
+        ValueError: naming what is absent or of another type.
+    """
+    triples: list[tuple[str, ...]] = []
+    for triple in _items(value, "tripleset"):
+        texts = isinstance(triple, list) and all(isinstance(part, str) for part in triple)
+        if not texts or len(triple) != 3:
+            raise ValueError(f"'tripleset' has {triple!r} where three texts belong")
+        subject, relation, target = triple
+        triples.append((subject, relation.lower(), target))
+    meaning = _joined(triples)
+    return [_row(meaning, _text(each, "text")) for each in _items(value, "annotations")]
+
+
+def _row(meaning: str, text: str) -> dict[str, Any]:
+    return {"prompt": meaning, "completion": f" {text}"}
+
+
+def _joined(triples: list[tuple[str, ...]]) -> str:
+    return " | ".join(" : ".join(triple) for triple in triples)
+
+
+def _items(value: dict[str, Any], name: str) -> list[Any]:
+    found = value.get(name)
+    if not isinstance(found, list):
+        raise ValueError(f"{name!r} must be a list, found {type(found).__name__}")
+    return found
+
+
+def _text(value: object, name: str) -> str:
+    if not isinstance(value, dict):
+        raise ValueError(f"an object with {name!r} belongs where {type(value).__name__} is")
+    found = value.get(name)
+    if not isinstance(found, str):
+        raise ValueError(f"{name!r} must be text, found {type(found).__name__}")
+    return found

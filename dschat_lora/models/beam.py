@@ -1,0 +1,126 @@
+"""Beam search for one best text to each prompt."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
+
+
+@dataclass(frozen=True)
+class Search:
+    """How a text is searched for.
+
+    Attributes:
+        num_beams: open texts at every step; 1: the most probable token at every step.
+        max_new_tokens: of a text, with the one that ends it.
+        eos_ids: any of them ends a text.
+        pad_id: any token, for places that no result depends on.
+        length_penalty: power of the length that a log-probability is divided by.
+        no_repeat_ngram_size: no n tokens occur twice in a text; 0: they may.
+        repetition_penalty: of tokens that the text has, in the logarithm; 1: none.
+        min_length: tokens before a text may end.
+    """
+
+    num_beams: int
+    max_new_tokens: int
+    eos_ids: tuple[int, ...]
+    pad_id: int
+    length_penalty: float = 1.0
+    no_repeat_ngram_size: int = 0
+    repetition_penalty: float = 1.0
+    min_length: int = 0
+
+
+class TextRules(LogitsProcessor):  # type: ignore[misc]  # transformers is untyped
+    """Log-probabilities of the next token under rules that look at the text alone.
+
+    transformers' own rules of these names look at the prompt too: names that stand in the
+    meaning could not be said twice, or at all.
+
+    Attributes:
+        start: where texts begin in a row, behind the padded prompts.
+    """
+
+    def __init__(self, search: Search, start: int) -> None:
+        self.start = start
+        self._ngram = search.no_repeat_ngram_size
+        self._penalty = search.repetition_penalty
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """(N, V) of (N, T) rows so far and the (N, V) logits or log-probabilities behind them.
+
+        A token that the text has is ``repetition_penalty`` times as improbable in the logarithm
+        (arXiv:1909.05858, of log-probabilities); one that would complete an n-gram which the text
+        has gets -inf.
+        """
+        text = input_ids[:, self.start :]
+        scores = scores.log_softmax(dim=-1)
+        if self._penalty != 1.0 and text.shape[1]:
+            said = scores.gather(1, text)
+            scores = scores.scatter(1, text, said * self._penalty)
+        if self._ngram:
+            for row, tokens in enumerate(text.tolist()):
+                scores[row, completing(tokens, self._ngram)] = -torch.inf
+        return scores
+
+
+def completing(tokens: Sequence[int], n: int) -> list[int]:
+    """Tokens that would complete an n-gram for the second time."""
+    last = list(tokens[len(tokens) - n + 1 :])
+    if len(last) < n - 1:
+        return []
+    starts = range(len(tokens) - n + 1)
+    return [tokens[i + n - 1] for i in starts if list(tokens[i : i + n - 1]) == last]
+
+
+@torch.no_grad()
+def write_texts(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    search: Search,
+    *,
+    device: torch.device,
+    use_cache: bool = True,
+) -> list[list[int]]:
+    """Of each prompt the best text found, without the token that ended it.
+
+    The best is that of the highest ``log p(text) / |text|^length_penalty``, |text| in tokens with
+    the one that ended it, among those that ended and those that reached ``max_new_tokens``. The
+    search goes on until nothing that is still open could be better.
+
+    Args:
+        model: a transformers causal language model in evaluation mode.
+        prompts: token ids, none empty.
+        search: how.
+        device: where the model computes.
+        use_cache: keep keys and values instead of computing them again.
+    """
+    width = max(len(prompt) for prompt in prompts)
+    rows = [[search.pad_id] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    output = model.generate(
+        input_ids=torch.tensor(rows, device=device),
+        attention_mask=torch.tensor(mask, device=device),
+        max_new_tokens=search.max_new_tokens,
+        min_new_tokens=search.min_length,
+        do_sample=False,
+        num_beams=search.num_beams,
+        length_penalty=search.length_penalty,
+        early_stopping="never" if search.num_beams > 1 else False,
+        logits_processor=LogitsProcessorList([TextRules(search, width)]),
+        # What the rules leave is a distribution again.
+        renormalize_logits=True,
+        no_repeat_ngram_size=0,
+        repetition_penalty=1.0,
+        eos_token_id=list(search.eos_ids),
+        pad_token_id=search.pad_id,
+        use_cache=use_cache,
+    )
+    return [_until(ids, search.eos_ids) for ids in output[:, width:].tolist()]
+
+
+def _until(ids: list[int], ends: Sequence[int]) -> list[int]:
+    return ids[: next((i for i, each in enumerate(ids) if each in ends), len(ids))]

@@ -1,0 +1,290 @@
+"""How close texts come to their references, by the metrics of data-to-text generation.
+
+Every function takes the hypotheses and, for each, its references, one or more; their number may
+differ. BLEU, chrF and TER are sacrebleu's. NIST, ROUGE-L and CIDEr follow the programs that the
+E2E challenge published its scores with.
+"""
+
+import math
+import re
+import shutil
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from itertools import zip_longest
+from typing import Any
+
+from nltk.stem.porter import PorterStemmer
+from nltk.translate.meteor_score import meteor_score
+from sacrebleu.metrics import BLEU, CHRF, TER
+from sacrebleu.tokenizers.tokenizer_13a import Tokenizer13a
+
+Texts = Sequence[str]
+References = Sequence[Sequence[str]]
+Tokens = tuple[str, ...]
+
+ROUGE_BETA = 1.2  # recall counts more than precision by its square
+CIDER_SIGMA = 6.0  # tokens of difference in length
+# NIST's penalty is 0.5 at two thirds of the references' length.
+NIST_BETA = -math.log(0.5) / math.log(1.5) ** 2
+
+# Abbreviations; words with the marks within them; contracted endings; whatever else stands alone.
+_TREEBANK = re.compile(
+    r"\.\.\.|--"
+    r"|(?:[a-z]\.)+|(?:dr|jr|mr|mrs|ms|sr|st)\."
+    r"|\w+?(?=n['\u2019]t\b)|n['\u2019]t\b|['\u2019](?:s|re|ve|ll|m|d)\b"
+    r"|\w+(?:(?:['\u2019](?!(?:s|re|ve|ll|m|d|t)\b)|[-.,:/&_])\w+)*"
+    r"|\S"
+)
+# What the E2E challenge leaves out of the tokens, brackets not among it, in plain signs.
+_PUNCTUATION = {
+    *('"', "'", "`", "''", "``", ".", "?", "!", ",", ":", ";", "-", "--", "..."),
+    *("\u2013", "\u2014", "\u2018", "\u2019", "\u201c", "\u201d"),
+}
+
+
+@dataclass(frozen=True)
+class Score:
+    """A metric over a whole test set.
+
+    Attributes:
+        value: in the metric's own scale.
+        signature: which variant it is, and of which version.
+    """
+
+    value: float
+    signature: str
+
+
+def bleu(hypotheses: Texts, references: References) -> Score:
+    """BLEU in [0, 100]: 13a tokens in lower case, closest reference's length, no smoothing.
+
+    As mteval-v13a of the E2E challenge and multi-bleu-detok of WebNLG define it (Papineni et
+    al. 2002): 0 where no 4-gram agrees.
+    """
+    return _by_sacrebleu(
+        BLEU(lowercase=True, tokenize="13a", smooth_method="none", force=True),
+        hypotheses,
+        references,
+    )
+
+
+def chrf(hypotheses: Texts, references: References) -> Score:
+    """chrF2 in [0, 100]: F-score of character 1- to 6-grams (Popovic 2015), with case."""
+    return _by_sacrebleu(CHRF(), hypotheses, references)
+
+
+def ter(hypotheses: Texts, references: References) -> Score:
+    """Translation edit rate in percent of the references' mean length; 0 is best, no upper end.
+
+    Edits to the nearest reference, moves of word groups among them (Snover et al. 2006), after
+    tercom's own tokens in lower case.
+    """
+    return _by_sacrebleu(TER(normalized=True), hypotheses, references)
+
+
+def nist(hypotheses: Texts, references: References) -> Score:
+    """NIST with 1- to 5-grams, from 0 up, on BLEU's tokens.
+
+    ``sum_n sum_w info(w) / sum_n 1``: for each n the information of the n-grams that agree with
+    some reference, each as often as it is in one of them, over the hypotheses' n-grams, where
+    ``info(w_1..w_n) = log2(count(w_1..w_n-1) / count(w_1..w_n))`` over all references; times
+    ``exp(-beta log(min(1, L_hyp / L_ref))^2)`` with the references' mean lengths (eqs. 2 and 3
+    of Doddington 2002).
+    """
+    own = [_13a_tokens(text) for text in hypotheses]
+    others = [[_13a_tokens(text) for text in each] for each in references]
+    counts: Counter[Tokens] = Counter()
+    for reference in (reference for each in others for reference in each):
+        for n in range(1, 6):
+            counts.update(_ngrams(reference, n))
+        counts[()] += len(reference)
+    total = 0.0
+    for n in range(1, 6):
+        told, formed = 0.0, 0
+        for hypothesis, each in zip(own, others, strict=True):
+            found = _ngrams(hypothesis, n)
+            formed += found.total()
+            for ngram, count in _agreeing(found, [_ngrams(r, n) for r in each]).items():
+                told += count * math.log2(counts[ngram[:-1]] / counts[ngram])
+        total += told / formed if formed else 0.0
+    length = sum(len(hypothesis) for hypothesis in own)
+    wanted = sum(sum(map(len, each)) / len(each) for each in others)
+    ratio = min(1.0, length / wanted) if wanted else 0.0
+    penalty = math.exp(-NIST_BETA * math.log(ratio) ** 2) if ratio else 0.0
+    return Score(total * penalty, f"own, n 1-5, tok:13a, lower case, {_sacrebleu()}")
+
+
+def rouge_l(hypotheses: Texts, references: References) -> Score:
+    """ROUGE-L in [0, 100]: mean F-score of longest common subsequences (Lin 2004).
+
+    The best precision and the best recall over the references, not of one and the same, with
+    ``(1 + b^2) P R / (R + b^2 P)`` and b = 1.2, on :func:`treebank_tokens`.
+    """
+    total = 0.0
+    for hypothesis, each in zip(hypotheses, references, strict=True):
+        own = treebank_tokens(hypothesis)
+        others = [treebank_tokens(reference) for reference in each]
+        common = [_common_subsequence(own, other) for other in others]
+        precision = max(common) / max(1, len(own))
+        recall = max(c / max(1, len(other)) for c, other in zip(common, others, strict=True))
+        if precision and recall:
+            square = ROUGE_BETA**2
+            total += (1 + square) * precision * recall / (recall + square * precision)
+    return Score(100 * total / len(hypotheses), "own, beta 1.2, treebank tokens, lower case")
+
+
+def cider(hypotheses: Texts, references: References) -> Score:
+    """CIDEr-D in [0, 10], on :func:`treebank_tokens` (Vedantam et al., arXiv:1411.5726).
+
+    The mean over texts, their references and n = 1..4 of 10 times the cosine of tf-idf weights,
+    the hypothesis's clipped at the reference's, times ``exp(-(difference in length)^2 / 72)``;
+    a document is all references of one text. Of one text alone every weight is 0.
+    """
+    own = [_counts(treebank_tokens(text)) for text in hypotheses]
+    others = [[_counts(treebank_tokens(text)) for text in each] for each in references]
+    documents = Counter(ngram for each in others for ngram in set().union(*each))
+    most = math.log(len(own))
+
+    def weights(counts: Counter[Tokens], n: int) -> dict[Tokens, float]:
+        return {
+            ngram: count * (most - math.log(max(1, documents[ngram])))
+            for ngram, count in counts.items()
+            if len(ngram) == n
+        }
+
+    total = 0.0
+    for hypothesis, each in zip(own, others, strict=True):
+        total += sum(
+            math.exp(-((_length(hypothesis) - _length(reference)) ** 2) / (2 * CIDER_SIGMA**2))
+            * sum(_cosine(weights(hypothesis, n), weights(reference, n)) for n in range(1, 5))
+            for reference in each
+        ) / (4 * len(each))
+    value = 10 * total / len(own)
+    return Score(value, "own, CIDEr-D, n 1-4, sigma 6, treebank tokens, lower case")
+
+
+def meteor(hypotheses: Texts, references: References) -> Score:
+    """METEOR in [0, 100]: 1.5 with its paraphrases where it is installed, else nltk's.
+
+    The two are not comparable; the signature says which it is. 1.5 (Denkowski and Lavie 2014)
+    needs Java and the package ``pycocoevalcap``. nltk's is that of Banerjee and Lavie 2005:
+    words agree as they are, by stem, or, where WordNet's data is installed, by synonym.
+    """
+    if find_spec("pycocoevalcap") is not None and shutil.which("java") is not None:
+        return _meteor_1_5(hypotheses, references)
+    words, synonyms = _word_net()
+    options: dict[str, Any] = {"stemmer": PorterStemmer(), "wordnet": words}
+    total = sum(
+        meteor_score([treebank_tokens(text) for text in each], treebank_tokens(own), **options)
+        for own, each in zip(hypotheses, references, strict=True)
+    )
+    known = f"nltk {version('nltk')}, exact, stem{synonyms}, treebank tokens, lower case"
+    return Score(100 * total / len(hypotheses), known)
+
+
+def treebank_tokens(text: str) -> Tokens:
+    """Tokens of the Penn Treebank's kind in lower case, without punctuation.
+
+    Close to Stanford's PTBTokenizer as the E2E challenge uses it, which needs Java.
+    """
+    return tuple(t for t in _TREEBANK.findall(text.lower()) if t not in _PUNCTUATION)
+
+
+def _13a_tokens(text: str) -> Tokens:
+    tokenize: Callable[[str], str] = Tokenizer13a()  # type: ignore[no-untyped-call]
+    return tuple(tokenize(text.lower()).split())
+
+
+def _by_sacrebleu(metric: Any, hypotheses: Texts, references: References) -> Score:
+    # Streams of one reference for each text; where a text has fewer, None.
+    streams = [list(stream) for stream in zip_longest(*references)]
+    value = metric.corpus_score(list(hypotheses), streams).score
+    return Score(float(value), str(metric.get_signature()))
+
+
+def _sacrebleu() -> str:
+    return f"sacrebleu {version('sacrebleu')}"
+
+
+def _ngrams(tokens: Tokens, n: int) -> Counter[Tokens]:
+    return Counter(tokens[i : i + n] for i in range(len(tokens) - n + 1))
+
+
+def _counts(tokens: Tokens) -> Counter[Tokens]:
+    """All 1- to 4-grams."""
+    return Counter(tokens[i : i + n] for n in range(1, 5) for i in range(len(tokens) - n + 1))
+
+
+def _length(counts: Counter[Tokens]) -> int:
+    return sum(count for ngram, count in counts.items() if len(ngram) == 1)
+
+
+def _agreeing(found: Counter[Tokens], others: Sequence[Counter[Tokens]]) -> Counter[Tokens]:
+    """What is in ``found``, at most as often as in one of ``others``."""
+    most: Counter[Tokens] = Counter()
+    for other in others:
+        most |= other
+    return found & most
+
+
+def _common_subsequence(first: Tokens, second: Tokens) -> int:
+    """Length of the longest one."""
+    row = [0] * (len(second) + 1)
+    for token in first:
+        above_left = 0
+        for j, other in enumerate(second, start=1):
+            above = row[j]
+            row[j] = above_left + 1 if token == other else max(above, row[j - 1])
+            above_left = above
+    return row[-1]
+
+
+def _cosine(own: dict[Tokens, float], other: dict[Tokens, float]) -> float:
+    """With the own weights clipped at the other's, the norms unclipped."""
+    norms = math.hypot(*own.values()) * math.hypot(*other.values())
+    common = own.keys() & other.keys()
+    return sum(min(own[k], other[k]) * other[k] for k in common) / norms if norms else 0.0
+
+
+class _NoSynonyms:
+    """In the place of WordNet, whose data is a download of its own."""
+
+    def synsets(self, word: str) -> tuple[()]:
+        return ()
+
+
+def _word_net() -> tuple[Any, str]:
+    from nltk.corpus import wordnet
+
+    try:
+        wordnet.ensure_loaded()
+    except LookupError:
+        return _NoSynonyms(), ""
+    return wordnet, ", synonyms"
+
+
+def _meteor_1_5(hypotheses: Texts, references: References) -> Score:
+    from pycocoevalcap.meteor.meteor import Meteor
+
+    own = {i: [" ".join(treebank_tokens(text))] for i, text in enumerate(hypotheses)}
+    others = {
+        i: [" ".join(treebank_tokens(text)) for text in each] for i, each in enumerate(references)
+    }
+    value, _ = Meteor().compute_score(others, own)
+    known = f"METEOR 1.5 -norm, pycocoevalcap {version('pycocoevalcap')}, treebank tokens"
+    return Score(100 * float(value), known)
+
+
+# In the order of the published tables.
+METRICS: dict[str, Callable[[Texts, References], Score]] = {
+    "BLEU": bleu,
+    "NIST": nist,
+    "METEOR": meteor,
+    "ROUGE-L": rouge_l,
+    "CIDEr": cider,
+    "TER": ter,
+    "chrF": chrf,
+}

@@ -1,0 +1,61 @@
+"""GLUE as a user starts it, in one process and in two."""
+
+import json
+
+import pytest
+
+from helpers.glue_toys import read_jsonl, save_encoder, write_task
+from helpers.launcher import ROOT
+
+pytestmark = pytest.mark.stage
+GLUE = ROOT / "training" / "nlu_glue" / "main.py"
+
+
+def test_two_processes_measure_what_one_does(launcher, tmp_path):
+    """With rows that neither the batches nor the processes divide, for the evaluation."""
+    save_encoder("deberta-v2", tmp_path / "model")
+    write_task("mrpc", tmp_path / "data", train=16, dev=11)
+    argv = [
+        *("--model_name_or_path", "model", "--task_name", "mrpc", "--data_dir", "data"),
+        *("--apply_lora", "--learning_rate", "1e-2", "--num_train_epochs", "2"),
+        *("--logging_steps", "1", "--eval_strategy", "epoch", "--save_strategy", "epoch"),
+        *("--max_grad_norm", "0", "--per_device_eval_batch_size", "4", "--seed", "3"),
+    ]
+    env = {"PYTHONHASHSEED": "3"}  # else the command would start Python anew, without the server
+    running = [
+        launcher.start(
+            [*argv, "--output_dir", f"out{n}", "--per_device_train_batch_size", 8 // n],
+            tmp_path,
+            ranks=n,
+            script=GLUE,
+            env=env,
+        )
+        for n in (1, 2)
+    ]
+    for each in running:
+        assert not any(each.wait(60)), each.output()
+    one, two = (tmp_path / f"out{n}" for n in (1, 2))
+    for name in ("eval_results.json", "metrics.jsonl"):
+        mine, theirs = (read_jsonl_or_object(run / name) for run in (one, two))
+        for expected, found in zip(mine, theirs, strict=True):
+            numbers = {
+                n: v for n, v in expected.items() if isinstance(v, float) and "time" not in n
+            }
+            numbers.pop("step_seconds", None)
+            assert {n: found[n] for n in numbers} == pytest.approx(numbers, abs=1e-6, rel=1e-5)
+    assert running[1].output(rank=1) == ""
+    assert running[0].err() == ""
+    assert json.loads((two / "run.json").read_text("utf-8"))["world_size"] == 2
+    assert {path.name for path in two.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
+
+
+def test_a_mistake_is_one_line_before_anything_is_loaded(launcher, tmp_path):
+    running = launcher.start(["--task_name", "rte", "--lora_rank", "8"], tmp_path, script=GLUE)
+    assert running.wait() == [2]
+    assert running.output() == "error: unknown option --lora_rank; did you mean --lora_r?\n"
+
+
+def read_jsonl_or_object(path):
+    if path.suffix == ".jsonl":
+        return read_jsonl(path)
+    return [json.loads(path.read_text(encoding="utf-8"))]
