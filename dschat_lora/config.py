@@ -141,8 +141,8 @@ class SourceConfig:
 
     data_path: tuple[str, ...] = option(
         (),
-        help="files (.jsonl .json .csv .parquet), directories of them, or hub data sets; "
-        "the bundled data when absent",
+        help="files (.jsonl .json .csv .parquet, or E2E's .txt), directories of them, or hub data "
+        "sets; the bundled data when absent",
     )
     data_weights: tuple[float, ...] = option(
         (), help="times each --data_path is used per epoch, in its order; 1 each when absent"

@@ -194,8 +194,9 @@ LAYERS = {
 # Loaded by every start-up check, so that a wrong option is reported at once.
 LIGHT = """
     assets checkpoint.adapter_config checkpoint.history checkpoint.manifest cli.main cli.options
-    config data.rows data.sources engine.ds_config glue.check glue.config models.division
-    models.source nlg.config nlg.plan nlg.preflight pipeline.course preflight report.directory report.terminal randomness resume rlhf.config rlhf.functions
+    config data.nlg data.rows data.sources engine.ds_config glue.check glue.config glue.data
+    glue.tasks models.division models.source nlg.config nlg.plan nlg.preflight pipeline.course
+    preflight randomness report.directory report.terminal resume rlhf.config rlhf.functions
     rlhf.preflight world
 """.split()
 HEAVY = ("torch", "transformers", "deepspeed", "datasets", "numpy", "pyarrow", "peft")

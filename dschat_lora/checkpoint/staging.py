@@ -58,6 +58,12 @@ def staged_file(final: Path) -> Iterator[Path]:
         staging.unlink(missing_ok=True)
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write ``text`` to a file that takes its name when it is complete."""
+    with staged_file(path) as staging:
+        staging.write_text(text, encoding="utf-8")
+
+
 def _swap(staging: Path, final: Path) -> None:
     old = final.parent / f".{final.name}.old"
     replaces = final.exists()

@@ -268,9 +268,9 @@ def _tokenize_sample(
     pieces = _pieces(record.spans, [encoder.begin_once(ids) for ids in encoded], encoder)
     for number, span in enumerate(record.spans[:-1]):
         if rule.eos_after_prompt and not span.target:
-            pieces[number] = _ended(pieces[number], rule.eos_id)
+            pieces[number] = ended(pieces[number], rule.eos_id)
     if record.spans[-1].target:
-        pieces[-1] = _ended(pieces[-1], rule.eos_id)
+        pieces[-1] = ended(pieces[-1], rule.eos_id)
     length = sum(map(len, pieces))
     if length > rule.max_seq_len and rule.overlong != "truncate":
         _refuse_overlong(record, length, rule)
@@ -290,7 +290,7 @@ def _tokenize_pair(
     prompt = [token for piece in context for token in piece]
     answer = Span(record.rejected or "", target=True)
     *_, rejected = _pieces((*record.spans[:-1], answer), [*prefixes[:-1], with_rejected], encoder)
-    sequences = [[*prompt, *_ended(ids, rule.eos_id)] for ids in (chosen, rejected)]
+    sequences = [[*prompt, *ended(ids, rule.eos_id)] for ids in (chosen, rejected)]
     length = max(map(len, sequences))
     if length > rule.max_seq_len and rule.overlong != "truncate":
         _refuse_overlong(record, length, rule)
@@ -340,7 +340,7 @@ def _to_pair(
     )
 
 
-def _ended(ids: list[int], eos_id: int) -> list[int]:
+def ended(ids: list[int], eos_id: int) -> list[int]:
     """``ids`` and an end-of-sequence, unless a template has put one there."""
     return ids if ids[-1:] == [eos_id] else [*ids, eos_id]
 

@@ -27,6 +27,16 @@ Filter = Literal["all", "seen", "unseen"]
 class DecodeConfig:
     """Write a text to every meaning of data files by beam search, one JSON line for each."""
 
+    # microsoft/LoRA's names
+    spellings: ClassVar[Mapping[str, str]] = {
+        "data": "data_path",
+        "init_checkpoint": "model_name_or_path",
+        "output_file": "output_path",
+        "beam": "num_beams",
+        "eval_len": "max_new_tokens",
+        "batch_size": "per_device_eval_batch_size",
+    }
+
     model_name_or_path: str | None = option(
         None,
         help="output directory of a training, its adapter/ or model/, or a hub name; with "
@@ -65,17 +75,11 @@ class DecodeConfig:
     )
     trust_remote_code: bool = option(False, help="run model code that comes with a hub repository")
     seed: int = option(1234, help="accepted from the original; the search draws nothing")
-    beam: int | None = option(None, help="same as --num_beams")
-    eval_len: int | None = option(None, help="same as --max_new_tokens")
-    batch_size: int | None = option(None, help="same as --per_device_eval_batch_size")
 
     def __post_init__(self) -> None:
         require(bool(self.data_path), "data_path", "nothing", "a file or more of meanings")
         for name in ("num_beams", "max_new_tokens", "per_device_eval_batch_size"):
             require(getattr(self, name) >= 1, name, getattr(self, name), ">= 1")
-        for name in ("beam", "eval_len", "batch_size"):
-            value = getattr(self, name)
-            require(value is None or value >= 1, name, value, ">= 1")
         for name in ("no_repeat_ngram_size", "min_length", "length_penalty"):
             require(getattr(self, name) >= 0, name, getattr(self, name), ">= 0")
         penalty, alpha = self.repetition_penalty, self.lora_alpha

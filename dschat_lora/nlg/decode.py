@@ -9,10 +9,12 @@ from typing import Any
 import torch
 
 from dschat_lora.checkpoint.lora_only import load_lora_only, lora_config_of_file, read_lora_only
+from dschat_lora.checkpoint.staging import write_whole
 from dschat_lora.cli.options import fail
 from dschat_lora.config import LoraConfig
 from dschat_lora.data.rows import RowError, iter_rows, parse_row, require_usable
 from dschat_lora.data.sources import find_source
+from dschat_lora.data.tokenize import ended, make_encoder
 from dschat_lora.engine.build import DTYPES, resolve_dtype
 from dschat_lora.engine.distributed import (
     device,
@@ -29,7 +31,6 @@ from dschat_lora.models.build import build_causal_lm
 from dschat_lora.models.causal_lm import Tokenizer, load_tokenizer
 from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.nlg.config import DecodeConfig
-from dschat_lora.nlg.files import write_whole
 from dschat_lora.report.terminal import in_words, say_once
 
 
@@ -86,7 +87,7 @@ def _decode(config: DecodeConfig) -> None:
     found = {i: ids[:length] for i, length, *ids in gather_over_ranks(lines).tolist()}
     predictions = [_plain(tokenizer, found[i]) for i in range(len(meanings))]
     text = "".join(_lines(meanings, predictions))
-    on_rank_zero(lambda: write_whole(Path(config.output_path), text))
+    on_rank_zero(lambda: write_whole(Path(config.output_path).expanduser(), text))
     say_once(f"{len(meanings):,} meanings written to {config.output_path}")
 
 
@@ -155,8 +156,8 @@ def _prompts(
     meanings: Sequence[Meaning], tokenizer: Tokenizer, search: Search, model: Any
 ) -> list[list[int]]:
     """Tokens of each meaning and the end-of-sequence token behind it, as in training."""
-    encoded = tokenizer([each.text for each in meanings], add_special_tokens=False)["input_ids"]
-    prompts = [[*ids, int(tokenizer.eos_token_id)] for ids in encoded]
+    encoded = make_encoder(tokenizer).encode([each.text for each in meanings])
+    prompts = [ended(ids, int(tokenizer.eos_token_id)) for ids in encoded]
     limit = getattr(model.config, "max_position_embeddings", None)
     longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
     length = len(prompts[longest])

@@ -6,9 +6,9 @@ import re
 from dataclasses import asdict
 from pathlib import Path
 
+from dschat_lora.checkpoint.staging import write_whole
 from dschat_lora.cli.options import fail
 from dschat_lora.nlg.config import EvaluateConfig, Profile
-from dschat_lora.nlg.files import write_whole
 from dschat_lora.nlg.metrics import METRICS, Score
 from dschat_lora.nlg.preflight import Prediction, chosen_predictions
 from dschat_lora.report.tables import table
@@ -42,7 +42,7 @@ def run_evaluate(config: EvaluateConfig) -> None:
                 "references": references,
                 "metrics": {name: asdict(score) for name, score in scores.items()},
             }
-            write_whole(Path(config.output_path), json.dumps(report, indent=2) + "\n")
+            write_whole(Path(config.output_path).expanduser(), json.dumps(report, indent=2) + "\n")
     except (ValueError, OSError) as error:
         fail(in_words(error), code=1 if isinstance(error, OSError) else 2)
     say_once(

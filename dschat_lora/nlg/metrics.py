@@ -194,7 +194,7 @@ def treebank_tokens(text: str) -> Tokens:
 
 
 def _13a_tokens(text: str) -> Tokens:
-    tokenize: Callable[[str], str] = Tokenizer13a()  # type: ignore[no-untyped-call]
+    tokenize: Callable[[str], str] = Tokenizer13a()
     return tuple(tokenize(text.lower()).split())
 
 

@@ -1,7 +1,7 @@
 """What can be found wrong with writing and judging texts before anything heavy is loaded."""
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ class Prediction:
 
 
 def check_decode(config: DecodeConfig) -> DecodeConfig:
-    """The config with the original's names settled, if its model and its data can be there.
+    """The config, if its model and its data can be there.
 
     Raises:
         ValueError: naming option, value and remedy.
@@ -42,15 +42,7 @@ def check_decode(config: DecodeConfig) -> DecodeConfig:
     check_task(source, ("CAUSAL_LM",))
     check_sources(DataConfig(data_path=config.data_path), "prompts")
     check_can_be_made(Path(config.output_path).expanduser().parent, option="output_path")
-    return replace(
-        config,
-        num_beams=config.beam or config.num_beams,
-        max_new_tokens=config.eval_len or config.max_new_tokens,
-        per_device_eval_batch_size=config.batch_size or config.per_device_eval_batch_size,
-        beam=None,
-        eval_len=None,
-        batch_size=None,
-    )
+    return config
 
 
 def check_evaluate(config: EvaluateConfig) -> EvaluateConfig:

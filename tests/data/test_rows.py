@@ -213,18 +213,19 @@ def test_a_name_that_is_no_path_is_a_hub_name(tmp_path, monkeypatch):
         (
             "trian.jsonl",
             "--data_path trian.jsonl does not exist (in .: train.jsonl); give a .jsonl .jsonl.gz "
-            ".json .csv .parquet file, a directory of them, or a hub name such as org/name",
+            ".json .csv .parquet .txt .txt.gz file, a directory of them, or a hub name such as "
+            "org/name",
         ),
         (
             "data/train.jsonl",
             "--data_path data/train.jsonl does not exist (nor does the directory data); give a "
-            ".jsonl .jsonl.gz .json .csv .parquet file, a directory of them, or a hub name such "
-            "as org/name",
+            ".jsonl .jsonl.gz .json .csv .parquet .txt .txt.gz file, a directory of them, or a hub "
+            "name such as org/name",
         ),
         (
-            "notes.txt",
-            "--data_path notes.txt is a file of another kind; use .jsonl .jsonl.gz .json .csv "
-            ".parquet, a directory of such files, or a hub name",
+            "notes.md",
+            "--data_path notes.md is a file of another kind; use .jsonl .jsonl.gz .json .csv "
+            ".parquet .txt .txt.gz, a directory of such files, or a hub name",
         ),
         (
             "bare",
@@ -238,7 +239,7 @@ def test_what_cannot_be_found_is_named_with_what_was_found(
 ):
     monkeypatch.chdir(tmp_path)
     jsonl([PAIR])
-    jsonl([], "notes.txt")
+    jsonl([], "notes.md")
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare" / "other.txt").write_text("")
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole text is compared

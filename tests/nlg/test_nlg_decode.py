@@ -1,11 +1,20 @@
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 
+from dschat_lora.assets import BUNDLED_MODEL
+from dschat_lora.cli.options import parse_config
+from dschat_lora.config import ModelConfig
+from dschat_lora.data.chat import Span
+from dschat_lora.data.records import Record
 from dschat_lora.data.rows import RowError
+from dschat_lora.data.tokenize import TokenRule, make_encoder, tokenize
+from dschat_lora.models.beam import Search
+from dschat_lora.models.causal_lm import load_tokenizer
 from dschat_lora.nlg.config import DecodeConfig
-from dschat_lora.nlg.decode import Meaning, _clean, _lines, read_meanings
+from dschat_lora.nlg.decode import Meaning, _clean, _lines, _prompts, read_meanings
 from dschat_lora.nlg.preflight import check_decode
 
 
@@ -49,10 +58,22 @@ def test_a_text_is_cut_at_an_empty_line():
 
 
 def test_the_names_of_the_original_are_taken(meanings):
-    config = DecodeConfig(data_path=(meanings,), beam=3, eval_len=7, batch_size=2)
-    settled = check_decode(config)
-    found = settled.num_beams, settled.max_new_tokens, settled.per_device_eval_batch_size
+    original = ["--data", meanings, "--beam", "3", "--eval_len", "7", "--batch_size", "2"]
+    config = parse_config(DecodeConfig, original)
+    found = config.num_beams, config.max_new_tokens, config.per_device_eval_batch_size
     assert found == (3, 7, 2)
+    assert config.data_path == (meanings,)
+
+
+def test_a_meaning_begins_and_ends_as_in_training(meanings):
+    tokenizer = load_tokenizer(str(BUNDLED_MODEL), ModelConfig())
+    search = Search(num_beams=1, max_new_tokens=4, eos_ids=(2,), pad_id=1)
+    (prompt,) = _prompts([Meaning("name : Aromi")], tokenizer, search, SimpleNamespace(config=None))
+    record = Record("f:1", "prompt-completion", (Span("name : Aromi", False), Span(" It .", True)))
+    rule = TokenRule(int(tokenizer.eos_token_id), 99, "error", False, eos_after_prompt=True)
+    (trained,) = tokenize([record], make_encoder(tokenizer), rule)
+    assert prompt == trained.sample.prompt.tolist()
+    assert prompt[-1] == tokenizer.eos_token_id
 
 
 @pytest.mark.parametrize(
