@@ -1,7 +1,8 @@
 import math
-from itertools import combinations
+from itertools import combinations, zip_longest
 
 import pytest
+from sacrebleu.metrics import TER
 
 from dschat_lora.nlg import metrics
 
@@ -55,6 +56,17 @@ def test_bleu_takes_the_closest_length_ignores_case_and_splits_punctuation():
     value = metrics.bleu(["The Cat sat down"], references).value
     assert value == pytest.approx(100 * math.exp(1 - 5 / 4))
     assert metrics.bleu(["A b, c d."], [["a b , c d ."]]).value == pytest.approx(100)
+
+
+def test_ter_of_many_texts_is_that_of_all_at_once():
+    words = "a b c d e f g".split()
+    hypotheses = [" ".join(words[: 1 + i % 7]) for i in range(120)]
+    references = [[" ".join(words[i % 3 :]), "x y"][: 1 + i % 2] for i in range(120)]
+    streams = [list(stream) for stream in zip_longest(*references)]
+    whole = TER(normalized=True)
+    score = metrics.ter(hypotheses, references)
+    assert score.value == pytest.approx(whole.corpus_score(hypotheses, streams).score, rel=1e-12)
+    assert score.signature == str(whole.get_signature())
 
 
 def test_ter_by_hand():
