@@ -19,16 +19,14 @@ from dschat_lora.report.directory import check_idle, leftovers
 from dschat_lora.report.terminal import say_once
 
 _RESULTS = ("all_results.json", "eval_results.json", "train_results.json", "trainer_state.json")
-_SPELLINGS = {"evaluation_strategy": "eval_strategy", "cls_dropout": "classifier_dropout"}
 
 
 def check_glue(config: GlueConfig) -> GlueConfig:
-    """The config with other spellings, paths and a checkpoint to resume from settled.
+    """The config with paths and a checkpoint to resume from settled.
 
     Raises:
         ValueError: at the first thing that cannot work, naming option, value and remedy.
     """
-    config = _one_spelling(config)
     _check_together(config)
     source = find_model(config.model_name_or_path)
     config = replace(config, model_name_or_path=source.base)
@@ -104,19 +102,6 @@ def checkpoints(directory: Path) -> list[Path]:
         if (match := re.fullmatch(r"checkpoint-(\d+)", path.name))
     }
     return [found[step] for step in sorted(found)]
-
-
-def _one_spelling(config: GlueConfig) -> GlueConfig:
-    for old, new in _SPELLINGS.items():
-        value = getattr(config, old)
-        if value is None:
-            continue
-        if new in config.given and getattr(config, new) != value:
-            raise ValueError(
-                f"--{old} {value} and --{new} {getattr(config, new)} are one option; give one"
-            )
-        config = replace(config, **{new: value, old: None})
-    return config
 
 
 def _check_together(config: GlueConfig) -> None:

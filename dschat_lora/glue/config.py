@@ -1,7 +1,8 @@
 """Options of GLUE with transformers' Trainer, under the Trainer's own names."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from dschat_lora.cli.options import given_options, hidden, option
 from dschat_lora.config import require
@@ -17,6 +18,12 @@ _AT_LEAST_ONE = (
 @dataclass(frozen=True)
 class GlueConfig:
     """Fine-tune a pretrained encoder on one GLUE task, with LoRA or in full."""
+
+    # names of the original and of an older Trainer
+    spellings: ClassVar[Mapping[str, str]] = {
+        "cls_dropout": "classifier_dropout",
+        "evaluation_strategy": "eval_strategy",
+    }
 
     model_name_or_path: str = option(
         help="hub name or local directory of the base model, or the output directory of an "
@@ -64,7 +71,6 @@ class GlueConfig:
     classifier_dropout: float | None = option(
         None, help="dropout of the head, in [0, 1); the model's own when absent"
     )
-    cls_dropout: float | None = option(None, help="same as --classifier_dropout")
     trust_remote_code: bool = option(False, help="run model code that comes with a hub repository")
 
     # The Trainer's.
@@ -88,7 +94,6 @@ class GlueConfig:
     adam_epsilon: float = option(1e-8, help="added to the root of the second moment")
     max_grad_norm: float = option(1.0, help="clip gradients to this norm; 0: do not")
     eval_strategy: Strategy = option("no", help="when to evaluate, besides the end")
-    evaluation_strategy: Strategy | None = option(None, help="same as --eval_strategy")
     eval_steps: int | None = option(None, help="steps between; default: as --logging_steps")
     save_strategy: Strategy = option("steps", help="when to write checkpoint-N")
     save_steps: int = option(500, help="steps between checkpoints of --save_strategy steps")
@@ -127,7 +132,7 @@ class GlueConfig:
         for name in ("eval_steps", "save_total_limit", "max_train_samples", "max_eval_samples"):
             value = getattr(self, name)
             require(value is None or value >= 1, name, value, ">= 1")
-        for name in ("classifier_dropout", "cls_dropout", "lora_dropout"):
+        for name in ("classifier_dropout", "lora_dropout"):
             value = getattr(self, name)
             require(value is None or 0 <= value < 1, name, value, "in [0, 1)")
         for name in ("weight_decay", "max_grad_norm", "warmup_steps", "dataloader_num_workers"):

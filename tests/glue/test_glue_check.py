@@ -28,7 +28,6 @@ def checked(encoder, task_files):
         (["--fp16", "--bf16"], "--fp16 and --bf16 contradict"),
         (["--lora_r", "4"], "--lora_r has no effect without --apply_lora"),
         (["--warmup_steps", "4", "--warmup_ratio", "0.1"], "contradict each other"),
-        (["--eval_strategy", "no", "--evaluation_strategy", "epoch"], "are one option"),
         (["--apply_lora", "--lora_path", "nowhere"], "--lora_path nowhere does not exist"),
         (["--deepspeed", "none.json"], "--deepspeed none.json cannot be read"),
         (["--no-do_train", "--no-do_eval"], "leave nothing to do"),
