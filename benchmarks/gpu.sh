@@ -36,7 +36,7 @@ limit() {
     scaling) echo 35 ;;
     reload) echo 45 ;;
     saving) echo 50 ;;
-    commands) echo 70 ;;
+    commands) echo 90 ;;
     pairs) echo 70 ;;
     sft) [[ -n ${BENCH_SFT:-} ]] && echo 595 || echo 90 ;;
     decode) echo 110 ;;

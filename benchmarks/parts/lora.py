@@ -222,6 +222,7 @@ def _packed(size: Layer) -> list[dict[str, Any]]:
         options = {"r": size.lora_dim, "lora_alpha": 32, "enable_lora": [True, False, True]}
         other = loralib.MergedLinear(width, 3 * width, merge_weights=False, **options)
         contenders[LORALIB] = other.to(device(), dtype)
+        loralib.mark_only_lora_as_trainable(other)
     x = torch.randn(size.tokens, width, device=device(), dtype=dtype, requires_grad=True)
     gradient = torch.randn(size.tokens, 3 * width, device=device(), dtype=dtype)
     facts = {"tokens": size.tokens, "width": width, "r": size.lora_dim, "parts": "q v"}
