@@ -153,6 +153,8 @@ class Keeper:
         """Write a checkpoint, most of it after this returns."""
         start = time.monotonic()
         self._finish_writing()
+        if self._beside is not None:
+            self._beside(step)  # first: what a run goes on from has all that belongs to it
         state = self._state(step)
         tensors = {name: engine.tensors() for name, engine in self._engines.items()}
         if self._saver is not None:
@@ -161,8 +163,6 @@ class Keeper:
             for pairs in tensors.values():
                 for _ in pairs:
                     raise AssertionError("tensors are rank 0's to write")
-        if self._beside is not None:
-            self._beside(step)
         self._last_step, self._last_time = step, time.monotonic()
         self._saves, self._seconds = self._saves + 1, self._seconds + self._last_time - start
 

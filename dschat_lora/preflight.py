@@ -45,6 +45,7 @@ _LORA_ONLY = (
     "lora_dropout",
     "use_rslora",
     "train_bias",
+    "enable_lora",
     "only_optimize_lora",
     "lora_learning_rate",
     "lora_lr_multiplier",
@@ -266,9 +267,12 @@ def continued_lora(lora: LoraConfig, source: ModelSource, given: frozenset[str])
         "enable_lora": adapter.enable_lora,
     }
     for name, value in stored.items():
-        if name in given and getattr(lora, name) != value:
+        mine = getattr(lora, name)
+        if name in given and mine != value:
+            if name == "enable_lora":
+                mine, value = (" ".join(parts) or "nothing" for parts in (mine, value))
             raise ValueError(
-                f"--{name} is {getattr(lora, name)!r}, but the adapter {source.adapter} has "
+                f"--{name} is {mine!r}, but the adapter {source.adapter} has "
                 f"{value!r}; drop the option to continue it, or merge it first (--merge_adapter) "
                 "to train another on top"
             )

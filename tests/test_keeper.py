@@ -103,7 +103,16 @@ class Part:
 
 
 @contextlib.contextmanager
-def made(directory=None, *, engine=None, part=None, identity=IDENTITY, checkpoint="", **options):
+def made(
+    directory=None,
+    *,
+    engine=None,
+    part=None,
+    identity=IDENTITY,
+    checkpoint="",
+    beside=None,
+    **options,
+):
     """A keeper of a run in ``directory``, with a real log and record."""
     directory = directory or Path("out")
     directory.mkdir(exist_ok=True)
@@ -127,6 +136,7 @@ def made(directory=None, *, engine=None, part=None, identity=IDENTITY, checkpoin
             engines={"model": engine or Engine()},
             parts={"part": part or Part(0)},
             identity=identity,
+            beside=beside,
         )
         keeper.output = output
         yield keeper
@@ -162,6 +172,13 @@ def go(keeper, steps, *, skipped=(), last=None, wishes=()):
 def test_state_is_saved_at_every_interval(stubbed):
     keeper, saver = stubbed()
     assert go(keeper, range(1, 11)) == saver.saved == [3, 6, 9]
+
+
+def test_what_belongs_beside_a_checkpoint_is_written_before_it(stubbed):
+    there = []
+    keeper, saver = stubbed(beside=lambda step: there.append((step, list(saver.saved))))
+    go(keeper, range(1, 8))
+    assert there == [(3, []), (6, [3])]
 
 
 def test_last_step_is_saved_wherever_it_falls_and_waited_for(stubbed):

@@ -116,7 +116,7 @@ LAYERS = {
     "nlg.config": ({"algos.schedules", "cli.options", "config"}, set()),
     "nlg.preflight": ({"config", "data.rows", "models.source", "nlg.config", "preflight"}, set()),
     "nlg.plan": (
-        {"algos.schedules", "config", "models.source", "nlg.config", "preflight"},
+        {"algos.schedules", "config", "models.source", "nlg.config", "preflight", "resume"},
         set(),
     ),
     "objective": ({"algos", "config", "data"}, {"torch"}),

@@ -142,6 +142,15 @@ def lora_config_of_file(
         if lora_alpha is None:
             raise ValueError(f"{file.path} does not say its scaling; give --lora_alpha")
         settings = LoraSettings(lora_alpha, enable_lora=enable_lora)
+    if lora_alpha not in (None, settings.lora_alpha):
+        raise ValueError(
+            f"--lora_alpha is {lora_alpha:g}, but {file.path} says {settings.lora_alpha:g}; drop it"
+        )
+    if enable_lora and set(enable_lora) != set(settings.enable_lora):
+        raise ValueError(
+            f"--enable_lora is {_spelt(enable_lora)}, but {file.path} says "
+            f"{_spelt(settings.enable_lora)}; drop it"
+        )
     parts = len(file.tensors[f"{file.targets[0]}.lora_A"]) // file.r
     if parts != max(1, len(settings.enable_lora)):
         raise ValueError(
@@ -270,7 +279,9 @@ def rank_of(tensors: Mapping[str, Tensor], path: Path) -> int:
             )
         ranks[b.shape[1]] = owner
     if not ranks:
-        raise ValueError(f"{path} holds no LoRA factor")
+        is_peft = any(name.startswith("base_model.model.") for name in tensors)
+        remedy = "; it is a file of PEFT: name its directory as an adapter" if is_peft else ""
+        raise ValueError(f"{path} holds no LoRA factor{remedy}")
     if len(ranks) > 1:
         known = " and ".join(f"{rank} ({owner})" for rank, owner in ranks.items())
         raise ValueError(f"{path} holds factors of several ranks: {known}")

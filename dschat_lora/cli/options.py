@@ -156,6 +156,8 @@ def options_of(
         name = spellings.get(given, given)
         if name not in fields:
             raise ValueError(f"{label}: {unknown_option(f'--{name}', [*fields, *more])}")
+        if name in values:
+            raise ValueError(f"{label}: {given} and another name of --{name}; give one")
         values[name] = _from_yaml(f"{label}: {name}", value, fields[name][1])
     return values
 

@@ -7,11 +7,13 @@ def e2e_row(line: str) -> dict[str, Any]:
     """The row in a line ``meaning||text`` of E2E.
 
     Raises:
-        ValueError: if it has no ``||``.
+        ValueError: if it has no ``||``, or several.
     """
     meaning, bars, text = line.partition("||")
     if not bars:
         raise ValueError("line has no || between a meaning and its text")
+    if "||" in text:
+        raise ValueError("line has || more than once")
     return _row(meaning.strip(), text.strip())
 
 

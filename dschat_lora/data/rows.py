@@ -322,7 +322,8 @@ def _iter_json_text(path: Path, text: str) -> Iterator[RawRow]:
         elif in_list and not text.startswith("]", at):
             raise json.JSONDecodeError("Expecting ',' or ']'", text, at)
     if in_list and "".join(text[at:].split()) != ("]}" if entries else "]"):
-        raise json.JSONDecodeError("Expecting one list of objects", text, at)
+        what = "WebNLG's file to end after its entries" if entries else "one list of objects"
+        raise json.JSONDecodeError(f"Expecting {what}", text, at)
 
 
 def _json_rows(location: str, value: object, *, webnlg: bool) -> Iterator[RawRow]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,8 @@ def write_texts(
     width = max(len(prompt) for prompt in prompts)
     rows = [[search.pad_id] * (width - len(prompt)) + list(prompt) for prompt in prompts]
     mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    # Or what the model came with would have a say: transformers fills in what is not given here.
+    model.generation_config = GenerationConfig()
     output = model.generate(
         input_ids=torch.tensor(rows, device=device),
         attention_mask=torch.tensor(mask, device=device),

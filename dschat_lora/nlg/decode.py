@@ -106,7 +106,7 @@ def read_meanings(paths: Sequence[str]) -> list[Meaning]:
                 raise RowError(row.location, "decode takes a `prompt` of text, its `completion`")
             meaning = meanings.setdefault(prompt, Meaning(prompt))
             if row.kind == "prompt-completion":
-                meaning.references.append(_clean(row.values["completion"]))
+                meaning.references.append(row.values["completion"].strip())
             meaning.category = meaning.category or row.values.get("category")
     return list(meanings.values())
 
@@ -117,6 +117,8 @@ def _load(config: DecodeConfig, source: ModelSource, tokenizer: Tokenizer) -> An
     lora = LoraConfig()
     if config.lora_path is not None:
         file = read_lora_only(Path(config.lora_path).expanduser())
+        if file.settings is not None and file.settings.base not in (None, source.base):
+            say_once(f"  note         {file.path} was trained on {file.settings.base}")
         lora = lora_config_of_file(
             file, lora_alpha=config.lora_alpha, enable_lora=config.enable_lora
         )

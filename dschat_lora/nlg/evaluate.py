@@ -31,8 +31,15 @@ def run_evaluate(config: EvaluateConfig) -> None:
         if limit is None:
             limit = PUBLISHED_REFERENCES[config.profile]
         predictions = prepared(predictions, config.profile, limit=limit)
-        scores = evaluate(predictions)
         references = sum(len(each.references) for each in predictions)
+        say_once(
+            f"{len(predictions):,} meanings, {references:,} references, {config.profile}, "
+            f"{config.filter}"
+        )
+        scores = evaluate(predictions)
+        rows = [(name, f"{score.value:.4f}", score.signature) for name, score in scores.items()]
+        for line in table(("metric", "score", "how"), rows):
+            say_once(line)
         if config.output_path is not None:
             report = {
                 "predictions": config.predictions,
@@ -45,13 +52,6 @@ def run_evaluate(config: EvaluateConfig) -> None:
             write_whole(Path(config.output_path).expanduser(), json.dumps(report, indent=2) + "\n")
     except (ValueError, OSError) as error:
         fail(in_words(error), code=1 if isinstance(error, OSError) else 2)
-    say_once(
-        f"{len(predictions):,} meanings, {references:,} references, {config.profile}, "
-        f"{config.filter}"
-    )
-    rows = [(name, f"{score.value:.4f}", score.signature) for name, score in scores.items()]
-    for line in table(("metric", "score", "how"), rows):
-        say_once(line)
 
 
 def evaluate(predictions: list[Prediction]) -> dict[str, Score]:

@@ -37,11 +37,14 @@ def check_decode(config: DecodeConfig) -> DecodeConfig:
     source = find_model(config.model_name_or_path)
     if config.lora_path is not None:
         _check_lora_only(config.lora_path, config.model_name_or_path, source.adapter)
+    elif config.lora_alpha is not None or config.enable_lora:
+        name = "enable_lora" if config.lora_alpha is None else "lora_alpha"
+        raise ValueError(f"--{name} describes a --lora_path, and there is none")
     if source.adapter is not None:
         verify_adapter(source.adapter)
     check_task(source, ("CAUSAL_LM",))
     check_sources(DataConfig(data_path=config.data_path), "prompts")
-    check_can_be_made(Path(config.output_path).expanduser().parent, option="output_path")
+    _check_output_file(config.output_path)
     return config
 
 
@@ -56,7 +59,7 @@ def check_evaluate(config: EvaluateConfig) -> EvaluateConfig:
         if find_spec(package) is None:
             raise ValueError(f"evaluate needs {package}: pip install 'dschat_lora[nlg]'")
     if config.output_path is not None:
-        check_can_be_made(Path(config.output_path).expanduser().parent, option="output_path")
+        _check_output_file(config.output_path)
     return config
 
 
@@ -70,7 +73,7 @@ def chosen_predictions(config: EvaluateConfig) -> list[Prediction]:
     if not path.is_file():
         raise ValueError(f"--predictions {config.predictions} is no file; decode writes one")
     found = []
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 found.append(_prediction(f"{path}:{number}", line))
@@ -88,9 +91,11 @@ def chosen_predictions(config: EvaluateConfig) -> list[Prediction]:
     return found
 
 
-def _prediction(location: str, line: str) -> Prediction:
+def _prediction(location: str, line: bytes) -> Prediction:
     try:
-        values: Any = json.loads(line)
+        values: Any = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{location}: not UTF-8 (byte {error.start + 1} of the line)") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"{location}: not valid JSON ({error.msg})") from error
     values = values if isinstance(values, dict) else {}
@@ -101,6 +106,13 @@ def _prediction(location: str, line: str) -> Prediction:
     if not references or not all(isinstance(r, str) and r.strip() for r in references):
         raise ValueError(f"{location}: 'references' must be one text or more, none empty")
     return Prediction(text, tuple(references), category if isinstance(category, str) else None)
+
+
+def _check_output_file(name: str) -> None:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        raise ValueError(f"--output_path {name} is a directory; name a file")
+    check_can_be_made(path.parent, option="output_path")
 
 
 def _check_lora_only(path: str, base: str | None, adapter: Path | None) -> None:

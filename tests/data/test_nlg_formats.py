@@ -41,11 +41,11 @@ def as_json(tmp_path, value, **kwargs):
 @pytest.mark.parametrize("name", ["test.txt", "test.txt.gz"])
 def test_a_line_of_e2e_is_a_meaning_and_its_text(tmp_path, name):
     path = tmp_path / name
-    lines = b"name : A | food : B||A has B . \n\nname : C||C || D .\n"
+    lines = b"name : A | food : B||A has B . \n\nname : C||C D .\n"
     path.write_bytes(gzip.compress(lines) if name.endswith(".gz") else lines)
     assert rows(path) == [
         {"prompt": "name : A | food : B", "completion": " A has B ."},
-        {"prompt": "name : C", "completion": " C || D ."},
+        {"prompt": "name : C", "completion": " C D ."},
     ]
 
 
@@ -53,6 +53,7 @@ def test_a_line_of_e2e_is_a_meaning_and_its_text(tmp_path, name):
     ("line", "reason"),
     [
         ("no bars here", "test.txt:2: line has no || between a meaning and its text"),
+        ("a||b||c", "test.txt:2: line has || more than once"),
         ("||text", "test.txt:2: `prompt` is empty"),
         ("meaning|| ", "test.txt:2: `completion` is empty"),
     ],

@@ -2,7 +2,7 @@ from itertools import product
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 
 from dschat_lora.models.beam import Search, TextRules, completing, write_texts
 
@@ -116,6 +116,17 @@ def test_one_beam_is_greedy():
                 break
         expected = [t for t in tokens[len(prompt) :] if t not in (0, 6)]
         assert write_texts(model, [prompt], Search(1, 10, (0, 6), 0), device=CPU) == [expected]
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_what_the_model_came_with_has_no_say(beams):
+    model, search = toy(12), Search(beams, 9, (0,), 0)
+    plain = write_texts(model, PROMPTS, search, device=CPU)
+    first = next(text[0] for text in plain if text)
+    model.generation_config = GenerationConfig(
+        do_sample=True, suppress_tokens=[first], num_return_sequences=2, repetition_penalty=9.0
+    )
+    assert write_texts(model, PROMPTS, search, device=CPU) == plain
 
 
 @pytest.mark.parametrize("beams", [1, 4])

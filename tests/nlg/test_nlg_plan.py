@@ -1,6 +1,7 @@
 """What a training on data and texts is to do: options by both names, layers, and its schedule."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from transformers.models.gpt2 import GPT2Config
@@ -8,8 +9,9 @@ from transformers.models.gpt2 import GPT2Config
 from dschat_lora.cli.options import chosen_verb, flatten, options_of, parse_config
 from dschat_lora.config import LoraConfig
 from dschat_lora.lora.rates import adapter_learning_rate
+from dschat_lora.models.source import find_model
 from dschat_lora.nlg.config import NlgConfig
-from dschat_lora.nlg.plan import check_training, in_optimizer_steps, schedule
+from dschat_lora.nlg.plan import check_training, complete, in_optimizer_steps, schedule
 
 
 def parse(line):
@@ -61,6 +63,11 @@ def test_the_originals_command_parses_to_the_same_as_ours():
 def test_a_file_may_use_the_originals_names_too():
     values = options_of(NlgConfig, {"grad_acc": 3, "lr": 1e-3}, label="file")
     assert values == {"gradient_accumulation_steps": 3, "learning_rate": 1e-3}
+
+
+def test_one_option_under_two_names_is_refused_in_a_file():
+    with pytest.raises(ValueError, match="lr and another name of --learning_rate; give one"):
+        options_of(NlgConfig, {"learning_rate": 1e-3, "lr": 1e-4}, label="file")
 
 
 def test_a_misspelt_name_of_the_original_is_recognised():
@@ -146,6 +153,39 @@ def test_a_choice_of_layers_is_kept(gpt2):
 def test_a_cycle_and_a_number_of_steps_contradict_each_other(gpt2):
     with pytest.raises(ValueError, match="--max_steps 3 and --i_steps 0,5 both say"):
         checked("--max_step", "3", *"--scheduler cycle --i_steps 0,5 --i_lrs 0,1".split())
+
+
+@pytest.mark.parametrize(
+    "rate", ["--lora_learning_rate 1e-3", "--lora_lr_multiplier 2", "--warmup_step 7"]
+)
+def test_what_has_no_part_in_a_cycle_is_refused(rate):
+    turns = "--scheduler cycle --i_steps 0,4,10 --i_lrs 0,2e-4,0"
+    with pytest.raises(ValueError, match="no part in --lr_scheduler_type cycle: --i_lrs 0,2e-4,0"):
+        checked(*f"{turns} {rate}".split())
+
+
+def test_layers_and_parts_have_defaults_each_for_itself(gpt2):
+    model = ["--model_name_or_path", str(gpt2)]
+    parts = checked(*model, "--enable_lora", "k", "q").lora
+    assert (parts.target_modules, parts.enable_lora) == (("c_attn",), ("q", "k"))
+    layers = checked(*model, "--target_modules", "c_attn").lora
+    assert layers.enable_lora == ("q", "v")
+
+
+def test_counted_micro_steps_are_not_gone_on_with_at_another_accumulation(tmp_path):
+    checkpoint = tmp_path / "step-00000005"
+    checkpoint.mkdir()
+    state = {"config": {"gradient_accumulation_steps": 2}}
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    source = find_model(None)
+
+    def completed(line):
+        return complete(replace(parse(line), checkpoint=str(checkpoint)), source)
+
+    completed("--scheduler_counts_micro_steps --grad_acc 2")
+    completed("--grad_acc 1")
+    with pytest.raises(ValueError, match="had 2 micro-batches a step and would have 1"):
+        completed("--scheduler_counts_micro_steps --grad_acc 1")
 
 
 def test_the_rate_of_all_that_trains_is_the_learning_rate(gpt2, capsys):
