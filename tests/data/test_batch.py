@@ -21,6 +21,16 @@ B = sample([8, 9], [8, 9])
 C = sample([4], [I])
 
 
+def test_the_original_golden_of_e2e_is_supervised_from_the_sign_before_the_text():
+    """16 tokens of meaning and sign, 21 of text and end; microsoft/LoRA's mask begins at 15."""
+    ids = np.arange(37, dtype=np.int32)
+    labels = np.where(ids < 16, I, ids)
+    batch = SampleCollator(0)([[sample(ids, labels)]])
+    assert batch.predicted_from.tolist() == list(range(15, 36))
+    assert batch.predicted.tolist() == list(range(16, 37))
+    assert batch.num_targets == 21
+
+
 def test_a_packed_batch_by_hand():
     batch = SampleCollator(3)([[A, B], [C]])
     expected = {

@@ -21,8 +21,8 @@ def runs(ranks, model_directory):
         wanted = [{"stage": s, "micro": m, "accumulation": a} for _, s, m, a in layouts]
         reports = ranks(size).run("helpers.nlg_runs:ours_many", path=path, runs=wanted)
         found |= dict(zip(layouts, reports[0], strict=True))
-        for report in reports[1:]:  # gathered on the first rank alone
-            assert [r["losses"] for r in report] == [r["losses"] for r in reports[0]]
+        for layout, *each in zip(layouts, *reports, strict=True):
+            found[layout] |= {"ranks": [report["own"] for report in each]}
     return found
 
 
@@ -41,3 +41,9 @@ def test_trained_factors_are_loralibs(runs, layout):
     for name, tensor in factors.items():
         assert tensor.abs().max() > 1e-3
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", [each for each in LAYOUTS if each[0] == 2 and each[1] < 3])
+def test_every_process_has_the_same_factors_bit_for_bit(runs, layout):
+    first, second = runs[layout]["ranks"]
+    assert all(torch.equal(first[name], second[name]) for name in first)

@@ -23,7 +23,7 @@ from dschat_lora.trainer import train_steps
 from helpers.runs import engine_settings, load_model, loader
 from helpers.tiny import ragged_samples
 
-RATE, DECAY, SMOOTHING, STEPS, ROWS = 5e-3, 0.1, 0.1, 10, 8
+RATE, DECAY, SMOOTHING, STEPS, ROWS = 5e-3, 0.1, 0.1, 20, 8
 BETAS, EPSILON = (0.9, 0.98), 1e-6
 LORA = {"lora_dim": 4, "lora_alpha": 32.0, "target_modules": ["c_attn"], "enable_lora": ["q", "v"]}
 
@@ -65,6 +65,8 @@ def ours(path, *, stage, micro, accumulation):
         "losses": [result.loss for result in results],
         "norms": [result.outcome.grad_norm for result in results],
         "factors": gather_to_cpu(adapter_parameters(model)),
+        # at ZeRO 3 a part of them
+        "own": {name: p.detach().clone() for name, p in adapter_parameters(model).items()},
     }
 
 
