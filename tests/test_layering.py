@@ -68,12 +68,16 @@ LAYERS = {
     "glue.check": (
         {
             *("checkpoint.adapter_config", "cli.options", "data.rows", "glue.config", "glue.data"),
-            *("models.source", "preflight", "report"),
+            *("glue.resume", "models.source", "preflight", "report"),
         },
         set(),
     ),
     "glue.config": ({"cli.options", "config", "glue.tasks"}, set()),
     "glue.data": ({"data.rows", "glue.config", "glue.tasks"}, {"datasets"}),
+    "glue.resume": (
+        {"checkpoint.manifest", "cli.options", "glue.config", "report.directory"},
+        set(),
+    ),
     "glue.tasks": (set(), set()),
     "evaluation": (
         {"config", "data", "engine", "models", "objective", "perf", "report", "run", "trainer"},
@@ -195,9 +199,9 @@ LAYERS = {
 LIGHT = """
     assets checkpoint.adapter_config checkpoint.history checkpoint.manifest cli.main cli.options
     config data.nlg data.rows data.sources engine.ds_config glue.check glue.config glue.data
-    glue.tasks models.division models.source nlg.config nlg.plan nlg.preflight pipeline.course
-    preflight randomness report.directory report.terminal resume rlhf.config rlhf.functions
-    rlhf.preflight world
+    glue.resume glue.tasks models.division models.source nlg.config nlg.plan nlg.preflight
+    pipeline.course preflight randomness report.directory report.terminal resume rlhf.config
+    rlhf.functions rlhf.preflight world
 """.split()
 HEAVY = ("torch", "transformers", "deepspeed", "datasets", "numpy", "pyarrow", "peft")
 # Modules that may write to a standard stream.

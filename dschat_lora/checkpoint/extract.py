@@ -73,8 +73,8 @@ def extract(
         say: told what was found.
 
     Raises:
-        ValueError: if the checkpoint holds no factors, does not fit the base, or ``output_dir``
-            holds something else than an adapter.
+        ValueError: if the checkpoint holds no factors or does not fit the base, or if something is
+            in ``output_dir``; an adapter in the default place is replaced.
     """
     path = Path(checkpoint).expanduser()
     directory = _output_directory(path, output_dir)
@@ -82,9 +82,16 @@ def extract(
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     file = read_checkpoint(path)
-    settings = AutoConfig.from_pretrained(base)
+    settings = _settings_of(base)
     settings.num_labels = _num_labels(file.tensors) or settings.num_labels
     model = _skeleton(settings, file.tensors)
+    modules, prefix = dict(model.named_modules()), f"{model.base_model_prefix}."
+    for name in file.targets:
+        if not {name, prefix + name, name.removeprefix(prefix)} & modules.keys():
+            raise ValueError(
+                f"--base {base} is a {settings.model_type} model without the layer {name}, which "
+                f"{path} adapts; give the base it was trained on"
+            )
     trained = replace(file, tensors=_trained(model, file.tensors))
     config = lora_config_of_file(trained, lora_alpha=lora_alpha, enable_lora=enable_lora)
     write_trained(
@@ -97,7 +104,7 @@ def extract(
     )
     count = sum(tensor.numel() for tensor in trained.tensors.values())
     say(f"{directory}: {len(trained.tensors)} tensors, {count:,} parameters, rank {file.r}")
-    _report(compare_base(model, file, base), path, base, say)
+    _report(compare_base(model, file, base), file, base, say)
     return directory
 
 
@@ -176,17 +183,28 @@ def compare_base(model: PreTrainedModel, file: LoraOnly, base: str) -> Differenc
     if not own:
         return difference
     clean = type(model).from_pretrained(base, config=model.config, dtype=torch.float32)
-    for name, tensor in clean.state_dict().items():
-        if name not in own or torch.equal(own[name], tensor):
+    state = clean.state_dict()
+    dtype = _stored_type([own[name] for name in state if name in own])
+    for name, tensor in state.items():
+        if name not in own or torch.equal(own[name], tensor.to(dtype).float()):
             continue
-        layer = layers.get(name.removesuffix(".weight"))
-        update = torch.zeros(())
-        if layer is not None:
-            stem = name.removesuffix("weight")
-            update = layer.delta(*(file.tensors[f"{stem}lora_{each}"] for each in "AB"))
-        is_update = layer is not None and torch.allclose(own[name], tensor + update, atol=1e-5)
+        is_update, stem = False, name.removesuffix("weight")
+        if (layer := layers.get(stem.removesuffix("."))) is not None:
+            factors = [file.tensors[f"{stem}lora_{each}"] for each in "AB"]
+            # Weight and factors were rounded to the stored type, and their sum again.
+            size = tensor.abs() + layer.delta(*(each.abs() for each in factors))
+            off = (own[name] - tensor - layer.delta(*factors)).abs()
+            is_update = bool((off <= 1e-5 + torch.finfo(dtype).eps * size).all())
         (difference.merged if is_update else difference.other).append(name)
     return difference
+
+
+def _stored_type(tensors: list[Tensor]) -> torch.dtype:
+    """The coarsest type that holds all values: a file is read as float32, whatever it was."""
+    for dtype in (torch.bfloat16, torch.float16):
+        if all(torch.equal(each, each.to(dtype).float()) for each in tensors):
+            return dtype
+    return torch.float32
 
 
 def is_factor(name: str) -> bool:
@@ -205,6 +223,16 @@ def empty_classifier(settings: PretrainedConfig) -> PreTrainedModel:
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForSequenceClassification.from_config(settings)
     return model
+
+
+def _settings_of(base: str) -> PretrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(base)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"--base {base} is no model: give a hub name or a directory with config.json "
+            f"({str(error).strip().splitlines()[0]})"
+        ) from error
 
 
 def _skeleton(settings: PretrainedConfig, tensors: Mapping[str, Tensor]) -> PreTrainedModel:
@@ -228,8 +256,10 @@ def _output_directory(checkpoint: Path, given: str | Path | None) -> Path:
     default = checkpoint / "adapter" if checkpoint.is_dir() else checkpoint.with_suffix(".adapter")
     directory = default if given is None else Path(given).expanduser()
     taken = directory.is_file() or (directory.is_dir() and any(directory.iterdir()))
-    if taken and not is_adapter_directory(directory):
-        raise ValueError(f"--output_dir {directory} holds something else than an adapter")
+    if taken and not (directory.resolve() == default.resolve() and is_adapter_directory(directory)):
+        raise ValueError(
+            f"--output_dir {directory} is not empty; only an adapter in {default} is replaced"
+        )
     return directory
 
 
@@ -239,7 +269,8 @@ def _copy_tokenizer(checkpoint: Path, directory: Path) -> None:
             shutil.copy(path, directory / path.name)
 
 
-def _report(found: Difference, path: Path, base: str, say: Callable[[str], None]) -> None:
+def _report(found: Difference, file: LoraOnly, base: str, say: Callable[[str], None]) -> None:
+    path = file.path
     if found.merged:
         say(
             f"note: {path} was saved while merged: {len(found.merged)} weights hold the update "
@@ -247,7 +278,10 @@ def _report(found: Difference, path: Path, base: str, say: Callable[[str], None]
             "the adapter written here, on its clean base, does not"
         )
     if found.other:
+        reason = "the adapter was trained on another base"
+        if {name.removesuffix(".weight") for name in found.other} <= set(file.targets):
+            reason += ", or saved while merged with another --lora_alpha"
         say(
             f"note: {len(found.other)} weights of the base differ between {path} and {base} "
-            f"({found.other[0]}, ...): the adapter was trained on another base"
+            f"({found.other[0]}, ...): {reason}"
         )

@@ -2,17 +2,22 @@
 
 import json
 import os
-import re
 import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from dschat_lora.checkpoint.adapter_config import is_adapter_directory, verify_adapter
+from dschat_lora.checkpoint.adapter_config import (
+    is_adapter_directory,
+    read_adapter_config,
+    verify_adapter,
+)
 from dschat_lora.cli.options import flatten
 from dschat_lora.data.rows import SMALL_FILE
 from dschat_lora.glue.config import GlueConfig
 from dschat_lora.glue.data import find_files, read_split
+from dschat_lora.glue.resume import checkpoints, settle
 from dschat_lora.models.source import find_model
 from dschat_lora.preflight import check_can_be_made, is_first_rank
 from dschat_lora.report.directory import check_idle, leftovers
@@ -27,25 +32,26 @@ def check_glue(config: GlueConfig) -> GlueConfig:
     Raises:
         ValueError: at the first thing that cannot work, naming option, value and remedy.
     """
-    _check_together(config)
     source = find_model(config.model_name_or_path)
-    config = replace(config, model_name_or_path=source.base)
-    if source.adapter is not None:
-        if config.lora_path is not None:
-            raise ValueError(
-                f"--model_name_or_path names the adapter {source.adapter}, and --lora_path another"
-            )
-        config = replace(config, adapter=str(source.adapter))
-    if (start := config.lora_path or config.adapter) is not None:
-        if not config.apply_lora:
-            raise ValueError(f"the adapter {start} needs --apply_lora")
-        config = replace(config, lora_path=str(adapter_place(start)))
+    if source.adapter is not None and config.lora_path is not None:
+        raise ValueError(
+            f"--model_name_or_path names the adapter {source.adapter}, and --lora_path another"
+        )
+    start = config.lora_path or source.adapter
+    config = settle(
+        replace(
+            config,
+            model_name_or_path=source.base,
+            lora_path=None if start is None else str(adapter_place(str(start)).resolve()),
+        )
+    )
+    _check_together(config)
+    config = _with_settings_of_adapter(config)
     for split, path in find_files(config).items():
         if path is not None:
             small = path.stat().st_size <= SMALL_FILE
             read_split(path, config, split, first=None if small else 100)
     _check_deepspeed(config)
-    config = replace(config, resume_from_checkpoint=_checkpoint(config))
     _check_output_dir(config)
     return config
 
@@ -94,16 +100,6 @@ def earlier_results(directory: Path) -> list[Path]:
     return [*checkpoints(directory), *results, *directory.glob("predict_results_*.txt")]
 
 
-def checkpoints(directory: Path) -> list[Path]:
-    """``checkpoint-N`` directories that are complete, by N."""
-    found = {
-        int(match[1]): path
-        for path in directory.glob("checkpoint-*")
-        if (match := re.fullmatch(r"checkpoint-(\d+)", path.name))
-    }
-    return [found[step] for step in sorted(found)]
-
-
 def _check_together(config: GlueConfig) -> None:
     if config.fp16 and config.bf16:
         raise ValueError("--fp16 and --bf16 contradict each other; give one")
@@ -120,6 +116,19 @@ def _check_together(config: GlueConfig) -> None:
     given = [name for name in (*lora_only, "lora_path") if name in config.given]
     if given and not config.apply_lora:
         raise ValueError(f"--{given[0]} has no effect without --apply_lora")
+
+
+def _with_settings_of_adapter(config: GlueConfig) -> GlueConfig:
+    """The config with the rank and alpha of the adapter it starts from, where none are typed."""
+    if config.lora_path is None or config.resume_from_checkpoint is not None:
+        return config
+    if not config.apply_lora:
+        raise ValueError(f"the adapter {config.lora_path} needs --apply_lora")
+    if not Path(config.lora_path).is_dir():
+        return config
+    adapter = read_adapter_config(config.lora_path)
+    found: dict[str, Any] = {"lora_r": adapter.r, "lora_alpha": adapter.lora_alpha}
+    return replace(config, **{n: v for n, v in found.items() if n not in config.given})
 
 
 def _check_deepspeed(config: GlueConfig) -> None:
@@ -142,34 +151,6 @@ def _check_deepspeed(config: GlueConfig) -> None:
         raise ValueError("--deepspeed is for training; leave it out with --no-do_train")
 
 
-def _checkpoint(config: GlueConfig) -> str | None:
-    """The checkpoint directory to go on from."""
-    wanted = config.resume_from_checkpoint
-    if wanted is None:
-        return None
-    if config.overwrite_output_dir:
-        raise ValueError(
-            "--resume_from_checkpoint goes on with a run that --overwrite_output_dir would delete"
-        )
-    if wanted != "latest":
-        path = Path(wanted).expanduser()
-        if not (path / "trainer_state.json").is_file():
-            raise ValueError(f"--resume_from_checkpoint {wanted} holds no trainer_state.json")
-        return str(path)
-    if config.output_dir is None:
-        raise ValueError("--resume_from_checkpoint latest needs --output_dir, where the run is")
-    found = [
-        path
-        for path in checkpoints(Path(config.output_dir).expanduser())
-        if (path / "trainer_state.json").is_file()  # written last
-    ]
-    if not found:
-        raise ValueError(
-            f"--resume_from_checkpoint latest: {config.output_dir} holds no checkpoint-N"
-        )
-    return str(found[-1])
-
-
 def _check_output_dir(config: GlueConfig) -> None:
     if config.output_dir is None or not is_first_rank():
         return
@@ -179,7 +160,8 @@ def _check_output_dir(config: GlueConfig) -> None:
     check_can_be_made(path)
     check_idle(path)
     earlier = [*leftovers(path), *earlier_results(path)]
-    if not earlier or config.resume_from_checkpoint:
+    checkpoint = config.resume_from_checkpoint
+    if not earlier or (checkpoint and Path(checkpoint).parent.resolve() == path.resolve()):
         return
     names = ", ".join(each.name for each in earlier)
     if not config.overwrite_output_dir:
@@ -193,9 +175,12 @@ def _check_output_dir(config: GlueConfig) -> None:
             f"--output_dir {path} holds {names} but no run.json: no run wrote that, and "
             "--overwrite_output_dir deletes runs only; choose another directory"
         )
-    start = config.lora_path and Path(config.lora_path).resolve()
-    if start and path.resolve() in start.parents:
-        raise ValueError(f"--overwrite_output_dir would delete {start}, which the run starts from")
+    for start in filter(None, (config.lora_path, config.model_name_or_path)):
+        place = Path(start).resolve()
+        if any(each.resolve() in (place, *place.parents) for each in earlier):
+            raise ValueError(
+                f"--overwrite_output_dir would delete {start}, which the run starts from"
+            )
 
 
 def describe_plan(config: GlueConfig) -> None:

@@ -119,12 +119,14 @@ class GlueConfig:
         False, help="delete what an earlier run left in --output_dir"
     )
     resume_from_checkpoint: str | None = option(
-        None, help="go on from a checkpoint: latest (of --output_dir), or a path"
+        None,
+        help="go on from a checkpoint: latest (of --output_dir), a checkpoint-N, or a run's "
+        "directory; options not typed are those of its run",
     )
     dry_run: bool = option(False, help="check options and data, print, and stop")
 
     given: frozenset[str] = given_options()
-    adapter: str | None = hidden()  # an earlier run's, which --model_name_or_path named
+    rejected: tuple[str, ...] = hidden(())  # newer checkpoints than the one gone on from, and why
 
     def __post_init__(self) -> None:
         for name in _AT_LEAST_ONE:
@@ -141,7 +143,8 @@ class GlueConfig:
         require(self.lora_r >= 1, "lora_r", self.lora_r, ">= 1")
         require(self.lora_alpha > 0, "lora_alpha", self.lora_alpha, "> 0")
         require(0 <= self.warmup_ratio < 1, "warmup_ratio", self.warmup_ratio, "in [0, 1)")
-        require(self.num_train_epochs > 0, "num_train_epochs", self.num_train_epochs, "> 0")
+        wanted = "> 0; --no-do_train evaluates alone"
+        require(self.num_train_epochs > 0, "num_train_epochs", self.num_train_epochs, wanted)
         require(self.max_steps == -1 or self.max_steps >= 1, "max_steps", self.max_steps, ">= 1")
         # What PYTHONHASHSEED takes.
         require(0 <= self.seed < 2**32, "seed", self.seed, "in [0, 2**32)")

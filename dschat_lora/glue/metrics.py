@@ -1,5 +1,7 @@
 """The measures of the GLUE tasks, from logits and labels."""
 
+import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +18,8 @@ _MEASURES: dict[Measure, Callable[[Array, Array], float]] = {
     "accuracy": accuracy_score,
     "f1": f1_score,
     "matthews_correlation": matthews_corrcoef,
-    "pearson": lambda labels, found: pearsonr(labels, found).statistic,
-    "spearmanr": lambda labels, found: spearmanr(labels, found).statistic,
+    "pearson": lambda labels, found: _correlation(pearsonr, labels, found),
+    "spearmanr": lambda labels, found: _correlation(spearmanr, labels, found),
 }
 
 
@@ -35,14 +37,23 @@ def task_metrics(task: GlueTask, logits: Array, labels: Array) -> dict[str, floa
         task: what is measured.
         logits: (N, outputs).
         labels: (N,) numbers of labels; of a regression the labels themselves.
+
+    Returns:
+        By name; nan for a correlation of fewer than two rows, or of one value only.
     """
     found = predictions(task, logits)
-    metrics: dict[str, float] = {
-        name: float(_MEASURES[name](labels, found)) for name in task.measures
-    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of constant predictions: the number says it
+        metrics: dict[str, float] = {
+            name: float(_MEASURES[name](labels, found)) for name in task.measures
+        }
     if len(metrics) > 1:
         metrics["combined_score"] = float(np.mean(list(metrics.values())))
     return metrics | {"loss": _loss(task, logits.astype(np.float64), labels)}
+
+
+def _correlation(statistic: Callable[..., Any], labels: Array, found: Array) -> float:
+    return statistic(labels, found).statistic if len(labels) > 1 else math.nan
 
 
 def _loss(task: GlueTask, logits: Array, labels: Array) -> float:

@@ -1,11 +1,17 @@
 """A pretrained encoder with a head for a GLUE task, with LoRA on its queries and values."""
 
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from dschat_lora.checkpoint.adapter import read_adapter
 from dschat_lora.checkpoint.extract import is_factor, is_head
@@ -19,6 +25,8 @@ _TARGETS = {
     **dict.fromkeys(("bert", "camembert", "electra", "roberta", "xlm-roberta"), ("query", "value")),
     "deberta-v2": ("query_proj", "value_proj"),
 }
+# Their positions are counted from the padding token's number on.
+_OFFSET_POSITIONS = ("camembert", "roberta", "xlm-roberta")
 _ORIGINAL_STD = 0.02
 
 
@@ -36,7 +44,7 @@ def build_model(config: GlueConfig, *, say: Callable[[str], None]) -> PreTrained
     """
     model = _pretrained(config, say)
     adapt(model, config)
-    if config.lora_path is not None:
+    if config.lora_path is not None and config.resume_from_checkpoint is None:
         start_from(model, Path(config.lora_path), lora_settings(model, config), say=say)
     return model
 
@@ -48,11 +56,17 @@ def adapt(model: PreTrainedModel, config: GlueConfig) -> None:
     stays as it is, so that names in the state dict are those of the original.
 
     Raises:
-        ValueError: if nothing is known of the model type and no ``--target_modules`` are given.
+        ValueError: if nothing is known of the model type and no ``--target_modules`` are given, or
+            if they take a layer of the head.
     """
     if not config.apply_lora:
         return
-    apply_lora(model, lora_settings(model, config), seed=config.seed)
+    adapted = apply_lora(model, lora_settings(model, config), seed=config.seed)
+    if heads := [name for name in adapted if is_head(model, name)]:
+        raise ValueError(
+            f"--target_modules {' '.join(config.target_modules)} takes {heads[0]} of the head, "
+            "which trains in full; give longer endings without it, such as intermediate.dense"
+        )
     for name, parameter in model.named_parameters():
         if is_head(model, name):
             parameter.requires_grad_(True)
@@ -81,6 +95,14 @@ def lora_settings(model: PreTrainedModel, config: GlueConfig) -> LoraConfig:
     )
 
 
+def max_positions(settings: PretrainedConfig) -> int:
+    """Tokens of an input that the model has positions for; those of DeBERTa may be relative."""
+    if not getattr(settings, "position_biased_input", True):
+        return sys.maxsize
+    limit: int = getattr(settings, "max_position_embeddings", None) or sys.maxsize
+    return limit - (settings.pad_token_id + 1 if settings.model_type in _OFFSET_POSITIONS else 0)
+
+
 def trained_tensors(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     """Factors and head, by their names in the state dict."""
     return {
@@ -105,18 +127,22 @@ def start_from(
         say: told what became of the head.
 
     Raises:
-        ValueError: if factors are missing, of other shape or scaling, or have no place.
+        ValueError: if factors are missing or of other shape or scaling, or if something has no
+            place.
     """
-    own = trained_tensors(model)
-    given = _tensors_of(path, config)
+    own, prefix = trained_tensors(model), f"{model.base_model_prefix}."
+    # The prefix may be missing there, as in match_names.
+    given = {
+        prefix + name if prefix + name in own else name: tensor
+        for name, tensor in _tensors_of(path, config).items()
+    }
     kept, dropped = _fitting_heads(own, given)
     _check_factors(own, given, path)
     for name in own:
-        if is_factor(name) or name.partition(".")[0] in kept:
+        if is_factor(name) or _top(name) in kept:
             own[name].copy_(given[name])
     said = f"head: took {', '.join(kept)}" if kept else "head: starts anew"
-    if dropped:
-        said += f"; dropped {', '.join(dropped)}, which has other shapes there"
+    said += "".join(f"; dropped {top}, {reason}" for top, reason in dropped.items())
     say(f"adapter: started from {path}; {said}")
 
 
@@ -124,6 +150,7 @@ def _pretrained(config: GlueConfig, say: Callable[[str], None]) -> PreTrainedMod
     task, name = config.task, config.model_name_or_path
     trust = config.trust_remote_code
     settings = AutoConfig.from_pretrained(name, trust_remote_code=trust)
+    named = [str(label).lower() for _, label in sorted(settings.id2label.items())]
     settings.num_labels = task.num_labels
     settings.problem_type = "regression" if task.is_regression else "single_label_classification"
     if task.labels:
@@ -151,7 +178,18 @@ def _pretrained(config: GlueConfig, say: Callable[[str], None]) -> PreTrainedMod
             raise ValueError(f"--model_name_or_path {name}: {inside[0]} is {what}")
     if other:
         say(f"head: dropped {', '.join(other)} of {name}, which have other shapes there")
+    if not absent and sorted(named) == sorted(task.labels) and named != list(task.labels):
+        _reorder_labels(model, [named.index(label) for label in task.labels])
+        say(f"head: the labels of {name} ({', '.join(named)}) were put in the task's order")
     return model
+
+
+@torch.no_grad()
+def _reorder_labels(model: PreTrainedModel, order: list[int]) -> None:
+    """Move the rows of the head's last layer; ``order[i]`` is the row that becomes row i."""
+    last = [m for n, m in model.named_modules() if is_head(model, n) and isinstance(m, nn.Linear)]
+    for parameter in last[-1].parameters():
+        parameter.copy_(parameter[order])
 
 
 def _tensors_of(path: Path, config: LoraConfig) -> dict[str, Tensor]:
@@ -181,17 +219,19 @@ def _tensors_of(path: Path, config: LoraConfig) -> dict[str, Tensor]:
 
 def _fitting_heads(
     own: Mapping[str, Tensor], given: Mapping[str, Tensor]
-) -> tuple[list[str], list[str]]:
-    """Top modules of the head that the other run has whole and alike, and with other shapes."""
-    tops = dict.fromkeys(name.partition(".")[0] for name in own if not is_factor(name))
-    kept, dropped = [], []
-    for top in tops:
-        names = [name for name in own if name.startswith(f"{top}.")]
-        there = [name for name in names if name in given]
-        if there == names and all(own[name].shape == given[name].shape for name in names):
+) -> tuple[list[str], dict[str, str]]:
+    """Top modules of the head that the other run has whole and alike; why others do not fit."""
+    kept, dropped = [], {}
+    for top in dict.fromkeys(_top(name) for name in own if not is_factor(name)):
+        ours, theirs = (
+            {name: tensor.shape for name, tensor in tensors.items() if _top(name) == top}
+            for tensors in (own, given)
+        )
+        if ours == theirs:
             kept.append(top)
-        elif there:
-            dropped.append(top)
+        elif theirs:
+            same = ours.keys() == theirs.keys()
+            dropped[top] = f"which has other {'shapes' if same else 'parts'} there"
     return kept, dropped
 
 
@@ -204,9 +244,14 @@ def _check_factors(own: Mapping[str, Tensor], given: Mapping[str, Tensor], path:
                 f"{path}: {name} is {tuple(given[name].shape)}, the model has "
                 f"{tuple(own[name].shape)}"
             )
+    heads = {_top(name) for name in own if not is_factor(name)}
     for name in given:
-        if is_factor(name) and name not in own:
+        if name not in own and _top(name) not in heads:
             raise ValueError(f"{path} holds {name}, which the model has no place for")
+
+
+def _top(name: str) -> str:
+    return name.partition(".")[0]
 
 
 @torch.no_grad()

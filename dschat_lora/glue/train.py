@@ -1,5 +1,6 @@
 """One GLUE task from its options to its results, by transformers' Trainer."""
 
+import gc
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -28,12 +29,12 @@ from transformers import (
 from dschat_lora.checkpoint.extract import empty_classifier, write_trained
 from dschat_lora.checkpoint.lora_only import LoraOnly
 from dschat_lora.cli.options import fail, flatten
-from dschat_lora.glue.check import clear_results
+from dschat_lora.glue.check import clear_results, earlier_results
 from dschat_lora.glue.config import GlueConfig
 from dschat_lora.glue.data import Split, find_files, read_hub, read_split
 from dschat_lora.glue.features import collator, tokenize
 from dschat_lora.glue.metrics import predictions, task_metrics
-from dschat_lora.glue.model import build_model, lora_settings, trained_tensors
+from dschat_lora.glue.model import build_model, lora_settings, max_positions, trained_tensors
 from dschat_lora.glue.tasks import GlueTask
 from dschat_lora.glue.watch import Watch, lines_until
 from dschat_lora.report.directory import abandon_directory, claim_directory
@@ -46,9 +47,23 @@ Rows = list[dict[str, Any]]
 
 
 class GlueTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
-    """The Trainer, whose evaluation takes MNLI's mismatched rows too, as ``eval_mm_*``."""
+    """The Trainer, whose evaluation takes MNLI's mismatched rows too, as ``eval_mm_*``.
+
+    Attributes:
+        mismatched: these rows.
+        rows: trained on so far, by all processes.
+    """
 
     mismatched: Rows | None = None
+    rows: Tensor | int = 0
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Tensor | int | None]:
+        """The batches of a step and the number of its rows, which is added up."""
+        batches, rows = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self.rows = self.rows + (0 if rows is None else rows)
+        return batches, rows
 
     def evaluate(
         self,
@@ -77,28 +92,48 @@ def run_glue(config: GlueConfig) -> None:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     with _ended_in_words() as opened:
-        settings = training_arguments(config)
-        with _output(config, settings) as output:
-            opened.append(output)
-            trainer, splits, tokenizer = build_trainer(config, settings, output)
-            if config.do_train:
-                _train(trainer, config, output)
-            if config.do_eval:
-                _evaluate(trainer, output)
-            if config.do_predict:
-                _predict(trainer, config, splits, tokenizer, output)
-            if config.do_train:
-                _save(trainer, config, tokenizer, output)
-            output.record.update({"status": "finished"})
-            output.log.sync()
-            output.record.check()
+        _run(config, opened)
+    _leave_group()
+
+
+def _run(config: GlueConfig, opened: list[Output]) -> None:
+    """The whole run; what it makes, the Trainer above all, is gone when it returns."""
+    settings = training_arguments(config)
+    with _output(config, settings) as output:
+        opened.append(output)
+        trainer, splits, tokenizer = build_trainer(config, settings, output)
+        if config.do_train:
+            _train(trainer, config, output)
+            _save(trainer, config, tokenizer, output)
+        if config.do_eval:
+            _evaluate(trainer, output)
+        if config.do_predict:
+            _predict(trainer, config, splits, tokenizer, output)
+        output.record.update({"status": "finished"})
+        output.log.sync()
+        output.record.check()
+
+
+def _leave_group() -> None:
+    """End the process group, after all ranks; nothing of DDP may live any more.
+
+    DDP would drop the last reference to the group with the GIL held, while the group's thread may
+    need the GIL to end.
+    """
     if dist.is_initialized():
+        gc.collect()  # the Trainer and its callbacks refer to each other
         dist.barrier()  # nobody leaves while another still waits for an answer
         dist.destroy_process_group()
 
 
 def training_arguments(config: GlueConfig) -> TrainingArguments:
-    """The options in the Trainer's words; joins the process group of a launcher."""
+    """The options in the Trainer's words; joins the process group of a launcher.
+
+    Raises:
+        ValueError: on fp16 without a GPU, where the Trainer would compute in fp32.
+    """
+    if config.fp16 and not torch.accelerator.is_available():
+        raise ValueError("--fp16 needs a GPU; --bf16 computes on the CPU too")
     if config.deepspeed is not None:
         from dschat_lora.engine.distributed import init_distributed  # not wanted without it
 
@@ -155,6 +190,9 @@ def build_trainer(
         config.model_name_or_path, trust_remote_code=config.trust_remote_code
     )
     model = build_model(config, say=say)
+    most = tokenizer.model_max_length = min(tokenizer.model_max_length, max_positions(model.config))
+    if config.max_seq_length > most:
+        say(f"note: inputs are cut after {most} tokens, all that {config.model_name_or_path} takes")
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     rows = {name: tokenize(split.examples, tokenizer, config) for name, split in splits.items()}
@@ -167,7 +205,14 @@ def build_trainer(
         processing_class=tokenizer,
         compute_loss_func=partial(mean_loss, config.task),
         compute_metrics=lambda found: task_metrics(config.task, found.predictions, found.label_ids),
-        callbacks=[Watch(output.log, config.task)],
+    )
+    trainer.add_callback(
+        Watch(
+            output.log,
+            config,
+            begin=lambda: _begin(config, output),
+            rows=lambda: int(trainer.rows),
+        )
     )
     trainer.mismatched = rows.get("validation_mismatched")
     trainer.remove_callback(PrinterCallback)
@@ -200,7 +245,8 @@ def mean_loss(
 def _read(config: GlueConfig) -> dict[str, Split]:
     splits = {}
     for name, path in find_files(config).items():
-        most = config.max_train_samples if name == "train" else config.max_eval_samples
+        limits = {"train": config.max_train_samples, "validation": config.max_eval_samples}
+        most = limits.get(name.removesuffix("_mismatched"))
         if path is None:
             splits[name] = read_hub(config, name, first=most)
         else:
@@ -230,14 +276,21 @@ def _describe(
 
 def _train(trainer: GlueTrainer, config: GlueConfig, output: Output) -> None:
     done = trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
+    if _watch_of(trainer).first_step == trainer.state.global_step:
+        output.log.say("trained: the run was at its end already")
+        return
     output.log.write("event", trainer.state.global_step, {"name": "trained"})
     trainer.save_metrics("train", jsonable(done.metrics))
     trainer.save_state()
 
 
+def _watch_of(trainer: GlueTrainer) -> Watch:
+    return next(each for each in trainer.callback_handler.callbacks if isinstance(each, Watch))
+
+
 def _evaluate(trainer: GlueTrainer, output: Output) -> None:
     """Measures after the last step, which the Trainer may have taken already."""
-    watch = next(each for each in trainer.callback_handler.callbacks if isinstance(each, Watch))
+    watch = _watch_of(trainer)
     if watch.step != trainer.state.global_step:
         trainer.evaluate()
     trainer.save_metrics("eval", jsonable(watch.metrics))
@@ -305,12 +358,10 @@ def _output(config: GlueConfig, settings: TrainingArguments) -> Iterator[Output]
     if active:
         log = RunLog(directory, active=True, earlier=goes_on)
     with log:
-        record = RunRecord(directory, active=active)
+        record = RunRecord(directory, active=active, earlier=goes_on)
         record.update({"stage": "glue", "status": "running", **environment()})
         record.update({"world_size": settings.world_size, "config": flatten(config)})
         log.say(f"output: {directory}")
-        if config.resume_from_checkpoint is not None:
-            _go_on(log, Path(config.resume_from_checkpoint), directory)
         yield Output(directory, log, record)
 
 
@@ -324,13 +375,19 @@ def _directory(config: GlueConfig) -> Path:
     return directory
 
 
-def _go_on(log: RunLog, checkpoint: Path, directory: Path) -> None:
-    """Take back what was logged after the checkpoint."""
+def _begin(config: GlueConfig, output: Output) -> None:
+    """Where a run goes on: take back what was logged after the checkpoint, which is loaded."""
+    if config.resume_from_checkpoint is None:
+        return
+    checkpoint, log = Path(config.resume_from_checkpoint), output.log
+    for reason in config.rejected:
+        log.say(f"note: checkpoint rejected: {reason}")
     step = json.loads((checkpoint / "trainer_state.json").read_text("utf-8"))["global_step"]
     story = checkpoint.parent / "metrics.jsonl"
     num_lines, seconds = lines_until(story, step)
-    elsewhere = story.parent.resolve() != directory.resolve()
+    elsewhere = story.parent.resolve() != output.directory.resolve()
     log.rewind(num_lines=num_lines, seconds=seconds, step=step, source=story if elsewhere else None)
+    output.record.release()
     log.say(f"resumed after step {step} from {checkpoint}")
 
 
@@ -362,7 +419,8 @@ def _ended_in_words() -> Iterator[list[Output]]:
         if os.environ.get("DSCHAT_LORA_TRACEBACK"):
             raise
         if isinstance(error, ValueError):
-            if opened and os.environ.get("RANK", "0") == "0":
+            first = os.environ.get("RANK", "0") == "0"
+            if opened and first and not earlier_results(opened[0].directory):
                 abandon_directory(opened[0].directory)
             fail(in_words(error))
         if isinstance(error, KeyboardInterrupt):

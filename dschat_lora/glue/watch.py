@@ -2,12 +2,13 @@
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from dschat_lora.glue.tasks import GlueTask
+from dschat_lora.glue.config import GlueConfig
 from dschat_lora.report.log import RunLog
 
 _MISMATCHED = "eval_mm_"
@@ -18,11 +19,29 @@ class Watch(TrainerCallback):  # type: ignore[misc]  # transformers is untyped
 
     Attributes:
         metrics: of the newest evaluation, by the Trainer's names, as of :attr:`step`.
+        first_step: after which training began.
     """
 
-    def __init__(self, log: RunLog, task: GlueTask) -> None:
-        self._log, self._task = log, task
-        self._last, self._last_step = time.monotonic(), 0
+    def __init__(
+        self,
+        log: RunLog,
+        config: GlueConfig,
+        *,
+        begin: Callable[[], None],
+        rows: Callable[[], int],
+    ) -> None:
+        """Prepare to write.
+
+        Args:
+            log: of the run.
+            config: checked.
+            begin: called when training begins, with a checkpoint loaded.
+            rows: trained on so far, by all processes.
+        """
+        self._log, self._task, self._lora = log, config.task, config.apply_lora
+        self._begin, self._rows = begin, rows
+        self._last, self._last_step, self._last_rows = time.monotonic(), 0, 0
+        self.first_step = 0
         self.step = -1
         self.metrics: dict[str, float] = {}
 
@@ -30,7 +49,9 @@ class Watch(TrainerCallback):  # type: ignore[misc]  # transformers is untyped
         self, settings: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any
     ) -> None:
         """Count seconds of a step from here."""
-        self._last, self._last_step = time.monotonic(), state.global_step
+        self._begin()
+        self.first_step = self._last_step = state.global_step
+        self._last = time.monotonic()
         self._log.expect(state.max_steps, state.global_step)
 
     def on_step_end(
@@ -55,12 +76,16 @@ class Watch(TrainerCallback):  # type: ignore[misc]  # transformers is untyped
             self._trained(step, state.max_steps, logs)
 
     def _trained(self, step: int, total: int, logs: dict[str, Any]) -> None:
-        now, steps = time.monotonic(), max(step - self._last_step, 1)
+        now, steps, rows = time.monotonic(), max(step - self._last_step, 1), self._rows()
+        seconds, samples = now - self._last, rows - self._last_rows
         fields = {
             **{name: logs.get(name) for name in ("epoch", "loss", "learning_rate", "grad_norm")},
-            "step_seconds": (now - self._last) / steps,
+            "lora_learning_rate": logs.get("learning_rate") if self._lora else None,
+            "samples": samples / steps,
+            "step_seconds": seconds / steps,
+            "samples_per_second": samples / seconds,
         }
-        self._last, self._last_step = now, step
+        self._last, self._last_step, self._last_rows = now, step, rows
         self._log.write("train", step, fields)
         self._log.say(
             f"step {step:>{len(str(total))}}/{total}  loss {fields['loss']:.4f}  "

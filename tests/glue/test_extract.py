@@ -44,6 +44,7 @@ def test_our_checkpoint_gives_what_the_run_left(trained, encoder, tmp_path, monk
     said = capsys.readouterr().out
     assert "12 tensors, 3,203 parameters, rank 8" in said
     assert "note" not in said
+    command.main()  # again, over what it wrote itself
 
 
 def test_a_checkpoint_saved_while_merged_is_not_counted_twice(full, trained, encoder, tmp_path):
@@ -58,6 +59,28 @@ def test_a_checkpoint_saved_while_merged_is_not_counted_twice(full, trained, enc
     assert_same(weights(out), weights(trained / "adapter"))
     (note,) = (each for each in said if each.startswith("note"))
     assert "was saved while merged: 4 weights hold the update already" in note
+    said.clear()
+    extract(checkpoint, base=str(encoder("roberta")), lora_alpha=8, say=said.append)
+    assert "or saved while merged with another --lora_alpha" in said[-1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rounding_to_16_bits_is_no_difference(full, encoder, tmp_path, dtype):
+    checkpoint, said = tmp_path / "short", []
+    checkpoint.mkdir()
+    torch.save({n: t.to(dtype) for n, t in full.items()}, checkpoint / "pytorch_model.bin")
+    extract(checkpoint, base=str(encoder("roberta")), lora_alpha=16, say=said.append)
+    assert not any(each.startswith("note") for each in said)
+    for name in [name for name in full if name.endswith(".lora_A")]:
+        stem = name.removesuffix("lora_A")
+        full[f"{stem}weight"] += SCALING * full[f"{stem}lora_B"] @ full[name]
+    torch.save({n: t.to(dtype) for n, t in full.items()}, checkpoint / "pytorch_model.bin")
+    extract(checkpoint, base=str(encoder("roberta")), lora_alpha=16, say=said.append)
+    assert "was saved while merged: 4 weights" in said[-1]
+    full["roberta.embeddings.word_embeddings.weight"] *= 1.02
+    torch.save({n: t.to(dtype) for n, t in full.items()}, checkpoint / "pytorch_model.bin")
+    extract(checkpoint, base=str(encoder("roberta")), lora_alpha=16, say=said.append)
+    assert "1 weights of the base differ" in said[-1]
 
 
 def test_another_base_is_told(trained, tmp_path):
@@ -116,7 +139,11 @@ def test_what_cannot_be_extracted_is_refused(trained, encoder, tmp_path):
         (tmp_path, {}, "holds no model.safetensors"),
         (tmp_path / "none.bin", {}, "is no file"),
         (checkpoint, {"lora_alpha": None}, "give --lora_alpha"),
-        (checkpoint, {"output_dir": trained}, "holds something else than an adapter"),
+        (checkpoint, {"output_dir": trained}, "is not empty"),
+        (checkpoint, {"output_dir": trained / "adapter"}, "only an adapter in .*checkpoint-6/adap"),
+        (checkpoint, {"base": "./nothere"}, "--base ./nothere is no model"),
+        (checkpoint, {"base": str(trained)}, "is no model: give a hub name or a directory"),
+        (checkpoint, {"base": str(encoder("deberta-v2"))}, "is a deberta-v2 model without the l"),
     ):
         options = {"base": base, "lora_alpha": 16, "say": lambda text: None} | more
         with pytest.raises(ValueError, match=message):

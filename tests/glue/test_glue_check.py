@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import sys
 
 import pytest
 
+from dschat_lora.checkpoint.adapter_config import accept_adapter
 from dschat_lora.cli.options import parse_config
 from dschat_lora.glue import check
 from dschat_lora.glue.check import check_glue
@@ -32,7 +34,8 @@ def checked(encoder, task_files):
         (["--deepspeed", "none.json"], "--deepspeed none.json cannot be read"),
         (["--no-do_train", "--no-do_eval"], "leave nothing to do"),
         (["--resume_from_checkpoint", "latest"], "needs --output_dir"),
-        (["--resume_from_checkpoint", "x"], "x holds no trainer_state.json"),
+        (["--resume_from_checkpoint", "x"], "x must be latest, a checkpoint-N, or the"),
+        (["--num_train_epochs", "0"], "--no-do_train evaluates alone"),
         (["--seed", "4294967296"], r"--seed must be in \[0, 2\*\*32\)"),
         (["--classifier_dropout", "1"], r"--classifier_dropout must be in \[0, 1\)"),
         (["--task_name", "snli"], "task_name: must be one of cola, sst2"),
@@ -77,6 +80,95 @@ def test_an_earlier_run_is_neither_overwritten_nor_mistaken(checked, trained, tm
     (tmp_path / "checkpoint-1").mkdir()
     with pytest.raises(ValueError, match="no run wrote that"):
         checked("--output_dir", tmp_path, "--overwrite_output_dir")
+
+
+def test_a_run_does_not_delete_the_model_it_starts_from(checked, encoder, tmp_path):
+    shutil.copytree(encoder("roberta"), tmp_path / "out" / "model")
+    for name in ("metrics.jsonl", "run.json"):
+        (tmp_path / "out" / name).write_text("{}", encoding="utf-8")
+    out = tmp_path / "out"
+    with pytest.raises(ValueError, match="would delete .*/out/model, which the run starts from"):
+        checked("--model_name_or_path", out, "--output_dir", out, "--overwrite_output_dir")
+    beside = ("--model_name_or_path", encoder("roberta"), "--output_dir", out)
+    assert checked(*beside, "--overwrite_output_dir").output_dir == str(out)
+
+
+def test_a_resumed_run_has_the_options_of_the_first(checked, trained):
+    config = checked("--resume_from_checkpoint", trained, "--weight_decay", "0.1", task="mnli")
+    assert config.resume_from_checkpoint == str(trained / "checkpoint-6")
+    assert (config.apply_lora, config.learning_rate, config.num_train_epochs) == (True, 1e-2, 2)
+    assert config.output_dir is None
+    rows = ("--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2")
+    checked("--resume_from_checkpoint", trained / "checkpoint-3", *rows, task="mnli")
+
+
+def test_another_run_is_not_resumed_and_all_that_differs_is_said(checked, trained, monkeypatch):
+    options = ["--resume_from_checkpoint", trained / "checkpoint-3", "--no-apply_lora"]
+    options += ["--lora_r", "4", "--target_modules", "query", "--learning_rate", "1e-2"]
+    with pytest.raises(ValueError, match="the run was another one") as refused:
+        checked(*options, "--max_steps", "9", "--per_device_train_batch_size", "4", task="mnli")
+    assert str(refused.value).partition("another one: ")[2].split("; ") == [
+        *("--apply_lora was True, now False", "--lora_r was 8, now 4"),
+        *("--target_modules was the default, now query", "--max_steps was -1, now 9"),
+        "a step had 8 rows, now --per_device_train_batch_size 4 x --gradient_accumulation_steps 1 "
+        "x 1 processes is 4",
+    ]
+    with pytest.raises(ValueError, match="--task_name was mnli, now rte"):
+        checked("--resume_from_checkpoint", trained)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="a step had 8 rows, now .* x 2 processes is 16"):
+        checked("--resume_from_checkpoint", trained, task="mnli")
+
+
+def test_resuming_into_the_directory_of_a_third_run_is_refused(checked, trained, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("{}\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="holds an earlier run"):
+        checked(
+            *("--resume_from_checkpoint", trained / "checkpoint-6", "--output_dir", tmp_path),
+            task="mnli",
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "keep"),
+    [
+        ("model.safetensors", -1),
+        ("trainer_state.json", 9),
+        ("optimizer.pt", -9),
+        ("scheduler.pt", None),
+    ],
+)
+def test_a_damaged_checkpoint_is_passed_over(checked, trained, tmp_path, name, keep):
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    for step in (6, 3):
+        path = run / f"checkpoint-{step}" / name
+        if keep is None:
+            path.unlink()
+        else:
+            path.write_bytes(path.read_bytes()[:keep])
+        with pytest.raises(ValueError, match=f"checkpoint-{step}/{name} is"):
+            checked("--resume_from_checkpoint", path.parent, task="mnli")
+        if step == 6:
+            options = ("--output_dir", run, "--resume_from_checkpoint", "latest")
+            config = checked(*options, task="mnli")
+            assert config.resume_from_checkpoint == str(run / "checkpoint-3")
+            assert f"checkpoint-6/{name}" in config.rejected[0]
+    with pytest.raises(ValueError, match="no checkpoint in .* is sound: .*-6.*; .*-3"):
+        checked("--resume_from_checkpoint", run, task="mnli")
+
+
+def test_rank_and_alpha_are_those_of_the_adapter_unless_typed(checked, trained, tmp_path):
+    adapter = tmp_path / "adapter"
+    shutil.copytree(trained / "adapter", adapter)
+    path = adapter / "adapter_config.json"
+    fields = json.loads(path.read_text("utf-8")) | {"r": 4, "lora_alpha": 12}
+    path.write_text(json.dumps(fields), encoding="utf-8")
+    accept_adapter(adapter)
+    config = checked("--apply_lora", "--lora_path", adapter)
+    assert (config.lora_r, config.lora_alpha) == (4, 12)
+    typed = checked("--apply_lora", "--lora_path", adapter, "--lora_r", "8")
+    assert (typed.lora_r, typed.lora_alpha) == (8, 12)
 
 
 def test_an_earlier_run_is_cleared_when_asked(glue_run, tmp_path):

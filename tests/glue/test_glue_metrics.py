@@ -42,6 +42,17 @@ def test_stsb_has_both_correlations_and_squared_error():
     assert predictions(TASKS["stsb"], found).tolist() == [1.0, 2.0, 4.0]
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_measure_that_is_not_there_is_nan_without_a_warning():
+    one, constant = np.array([[1.0]]), np.ones((3, 1))
+    for found, labels in ((one, np.array([2.0])), (constant, np.array([1.0, 2.0, 3.0]))):
+        metrics = task_metrics(TASKS["stsb"], found, labels)
+        assert all(math.isnan(metrics[each]) for each in ("pearson", "spearmanr"))
+        assert math.isfinite(metrics["loss"])
+    assert task_metrics(TASKS["mrpc"], np.array([[1.0, 0.0]]), np.array([0]))["f1"] == 0
+    assert task_metrics(TASKS["cola"], np.eye(2), np.zeros(2))["matthews_correlation"] == 0
+
+
 @pytest.mark.parametrize("name", ["mnli", "qnli", "rte", "sst2", "wnli"])
 def test_other_tasks_have_accuracy(name):
     outputs = TASKS[name].num_labels

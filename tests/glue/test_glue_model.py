@@ -10,7 +10,14 @@ from transformers.models.roberta import RobertaConfig
 from dschat_lora.checkpoint.extract import empty_classifier
 from dschat_lora.cli.options import parse_config
 from dschat_lora.glue.config import GlueConfig
-from dschat_lora.glue.model import adapt, build_model, trained_tensors
+from dschat_lora.glue.model import (
+    adapt,
+    build_model,
+    lora_settings,
+    max_positions,
+    start_from,
+    trained_tensors,
+)
 
 IDS = torch.tensor([[0, 7, 9, 11, 2], [0, 8, 10, 2, 1]])
 MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 1, 0]])
@@ -112,6 +119,57 @@ def test_factors_start_as_chosen(encoder):
     # U(-b, b) with b = 1 / sqrt(32) has a standard deviation of b / sqrt(3).
     assert stds["uniform"] == pytest.approx(32**-0.5 / 3**0.5, rel=0.05)
     assert stds["normal"] == pytest.approx(0.02, rel=0.05)
+
+
+def test_a_layer_of_the_head_is_not_adapted():
+    model = empty_classifier(RobertaConfig(**ROBERTA))
+    config = config_of("m", "rte", "--apply_lora", "--target_modules", "query", "dense")
+    with pytest.raises(ValueError, match="query dense takes classifier.dense of the head"):
+        adapt(model, config)
+
+
+def test_positions_of_a_model_are_counted():
+    assert max_positions(RobertaConfig(**ROBERTA)) == 512  # 514, less the two up to the padding's
+    assert max_positions(DebertaV2Config(**XXL)) > 10**6  # relative alone
+    assert max_positions(DebertaV2Config(**XXL | {"position_biased_input": True})) == 512
+
+
+def test_a_head_with_its_labels_in_another_order_is_put_in_the_tasks(encoder, tmp_path):
+    labels = {0: "CONTRADICTION", 1: "NEUTRAL", 2: "ENTAILMENT"}
+    settings = AutoConfig.from_pretrained(
+        encoder("roberta"), id2label=labels, label2id={name: n for n, name in labels.items()}
+    )
+    theirs = AutoModelForSequenceClassification.from_pretrained(encoder("roberta"), config=settings)
+    theirs.classifier.out_proj.bias.data.copy_(torch.tensor([1.0, 2.0, 3.0]))
+    theirs.save_pretrained(tmp_path)
+    told = []
+    ours = build_model(config_of(tmp_path, "mnli"), say=told.append)
+    torch.testing.assert_close(logits_of(ours), logits_of(theirs)[:, [2, 1, 0]])
+    assert "contradiction, neutral, entailment) were put in the task's order" in told[0]
+
+
+def test_a_file_of_another_run_is_taken_or_refused_by_what_it_holds(encoder, tmp_path):
+    config = config_of(encoder("roberta"), "mnli", "--apply_lora")
+    model, path, told = build_model(config, say=silent), tmp_path / "other.bin", []
+    own = trained_tensors(model)
+    theirs = {
+        name.removeprefix("roberta."): torch.randn_like(tensor)
+        for name, tensor in own.items()
+        if "out_proj" not in name
+    }
+
+    def start():
+        torch.save(theirs, path)
+        start_from(model, path, lora_settings(model, config), say=told.append)
+
+    start()
+    for name, tensor in own.items():
+        if "lora_" in name:
+            torch.testing.assert_close(tensor.detach(), theirs[name.removeprefix("roberta.")])
+    assert told[0].endswith("starts anew; dropped classifier, which has other parts there")
+    theirs["encoder.layer.0.attention.self.query.bias"] = torch.zeros(32)
+    with pytest.raises(ValueError, match="query.bias, which the model has no place for"):
+        start()
 
 
 @pytest.mark.parametrize("kind", ["roberta", "deberta-v2"])

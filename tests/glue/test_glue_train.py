@@ -1,12 +1,17 @@
 """Whole runs of GLUE's tasks: when they evaluate, what they keep, and that they can be repeated."""
 
+import gc
 import json
+import shutil
+import weakref
+import zipfile
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from dschat_lora.cli.options import parse_config
+from dschat_lora.glue import train
 from dschat_lora.glue.config import GlueConfig
 from dschat_lora.glue.model import build_model, trained_tensors
 from dschat_lora.glue.tasks import TASKS
@@ -44,7 +49,7 @@ def same(one, other):
 def test_every_task_trains_and_is_measured(glue_run, task, tmp_path):
     out = glue_run(
         *(tmp_path / "out", task, *LORA, "--max_steps", "2", "--save_strategy", "no"),
-        *("--do_predict", "--max_seq_length", "16"),
+        *("--do_predict", "--max_seq_length", "16", "--max_eval_samples", "6"),
         kind=KINDS[task],
     )
     assert {n.removeprefix("eval_") for n in results(out)} == MEASURES.get(task, {"accuracy"}) | {
@@ -57,7 +62,8 @@ def test_every_task_trains_and_is_measured(glue_run, task, tmp_path):
     assert not labels or {line.split("\t")[1] for line in lines[1:]} <= set(labels)
     record = json.loads((out / "run.json").read_text("utf-8"))
     assert record["status"] == "finished"
-    assert record["data"]["train"]["rows"] == 24
+    counts = {name: record["data"][name]["rows"] for name in ("train", "validation", "test")}
+    assert counts == {"train": 24, "validation": 6, "test": 12}
     assert not list(out.glob("checkpoint-*"))
 
 
@@ -127,8 +133,50 @@ def test_a_resumed_run_ends_as_one_that_was_not_stopped(glue_run, tmp_path):
     assert same(weights(whole), weights(resumed))
     lines = [read_jsonl(run / "metrics.jsonl") for run in (whole, resumed)]
     for mine, theirs in zip(*lines, strict=True):
-        for name in ("kind", "step", "loss", "learning_rate", "accuracy"):
+        for name in ("kind", "step", "loss", "learning_rate", "samples", "accuracy"):
             assert mine.get(name) == theirs.get(name)
+        if mine["kind"] == "train":
+            assert mine["lora_learning_rate"] == mine["learning_rate"]
+            assert theirs["samples"] == 8
+            speed = theirs["samples"] / theirs["step_seconds"]
+            assert theirs["samples_per_second"] == pytest.approx(speed)
+    before = results(resumed, "train")
+    assert before["train_loss"] > 0
+    glue_run(resumed, "rte", "--resume_from_checkpoint", "latest")
+    assert results(resumed, "train") == before
+    assert same(weights(whole), weights(resumed))
+
+
+def test_a_checkpoint_that_cannot_be_loaded_leaves_log_and_record_alone(
+    trained, glue_run, tmp_path
+):
+    out = tmp_path / "out"
+    shutil.copytree(trained, out)
+    for path in (out / "checkpoint-6" / "optimizer.pt", out / "checkpoint-3" / "optimizer.pt"):
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("other", "no tensors")
+    before = [(out / name).read_bytes() for name in ("metrics.jsonl", "run.json")]
+    with pytest.raises(RuntimeError):
+        glue_run(out, "mnli", "--resume_from_checkpoint", out / "checkpoint-3")
+    assert [(out / name).read_bytes() for name in ("metrics.jsonl", "run.json")] == before
+
+
+def test_what_was_trained_outlives_a_failed_evaluation(glue_run, monkeypatch, tmp_path, capsys):
+    def fail(*arguments, **more):
+        raise ValueError("no measure")
+
+    monkeypatch.setattr(train.GlueTrainer, "evaluate", fail)
+    with pytest.raises(SystemExit):
+        glue_run(tmp_path / "out", "rte", *LORA, "--max_steps", "1", "--save_strategy", "no")
+    assert weights(tmp_path / "out")
+    assert "error: no measure" in capsys.readouterr().err
+
+
+def test_fp16_needs_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    config = GlueConfig(model_name_or_path="m", task_name="rte", fp16=True)
+    with pytest.raises(ValueError, match="--fp16 needs a GPU; --bf16"):
+        train.training_arguments(config)
 
 
 def test_optimizer_state_is_that_of_the_trained_parameters(trained):
@@ -174,7 +222,7 @@ def test_accumulation_leaves_losses_and_gradients_as_they_are(glue_run, tmp_path
         for name, size, count in (("whole", 8, 1), ("parts", 2, 4))
     ]
     for one, other in zip(*(read_jsonl(run / "metrics.jsonl") for run in runs), strict=True):
-        for name in {"loss", "grad_norm", "pearson"} & one.keys():
+        for name in {"loss", "grad_norm", "pearson", "samples"} & one.keys():
             assert one[name] == pytest.approx(other[name], rel=1e-5)
 
 
@@ -184,6 +232,7 @@ def test_another_tasks_factors_are_taken_and_its_head_is_dropped(
     out = glue_run(*(tmp_path / "out", "mrpc", *LORA, "--no-do_train", "--lora_path", trained))
     said = capsys.readouterr().out
     assert "head: starts anew; dropped classifier, which has other shapes there" in said
+    assert "note: inputs are cut after 64 tokens" in said
     assert not (out / "adapter").exists()
     argv = ["--task_name", "mrpc", "--apply_lora", "--lora_path", trained / "adapter"]
     argv = ["--model_name_or_path", encoder("roberta"), *argv]
@@ -203,11 +252,25 @@ def test_a_run_evaluated_again_gives_its_last_measures(trained, glue_run, tmp_pa
     assert results(out) == pytest.approx(results(trained), abs=1e-6)
 
 
-def test_full_fine_tuning_leaves_a_model(glue_run, tmp_path):
+def test_full_fine_tuning_leaves_a_model_and_no_trainer(glue_run, monkeypatch, tmp_path):
+    """A Trainer that outlives the process group, or ends with it, may hang two processes."""
+    made, alive, evaluate = [], [], train.GlueTrainer.evaluate
+
+    def remember(trainer, *arguments, **more):
+        made.append(weakref.ref(trainer))
+        return evaluate(trainer, *arguments, **more)
+
+    def probe():
+        gc.collect()
+        alive.append(made[0]())
+
+    monkeypatch.setattr(train.GlueTrainer, "evaluate", remember)
+    monkeypatch.setattr(train, "_leave_group", probe)
     out = glue_run(tmp_path / "out", "wnli", "--max_steps", "1", "--save_strategy", "no")
     assert (out / "model" / "model.safetensors").is_file()
     assert not (out / "adapter").exists()
     assert results(out).keys() == {"eval_accuracy", "eval_loss"}
+    assert alive == [None]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.cli.options import parse_config
@@ -67,13 +68,16 @@ def test_the_names_of_the_original_are_taken(meanings):
 
 def test_a_meaning_begins_and_ends_as_in_training(meanings):
     tokenizer = load_tokenizer(str(BUNDLED_MODEL), ModelConfig())
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<pad> $A", special_tokens=[("<pad>", 1)]
+    )
     search = Search(num_beams=1, max_new_tokens=4, eos_ids=(2,), pad_id=1)
     (prompt,) = _prompts([Meaning("name : Aromi")], tokenizer, search, SimpleNamespace(config=None))
     record = Record("f:1", "prompt-completion", (Span("name : Aromi", False), Span(" It .", True)))
     rule = TokenRule(int(tokenizer.eos_token_id), 99, "error", False, eos_after_prompt=True)
     (trained,) = tokenize([record], make_encoder(tokenizer), rule)
     assert prompt == trained.sample.prompt.tolist()
-    assert prompt[-1] == tokenizer.eos_token_id
+    assert (prompt[0], prompt[-1]) == (1, tokenizer.eos_token_id)
 
 
 @pytest.mark.parametrize(
