@@ -429,7 +429,7 @@ def with_adapter_configs(directory, dim):
             task_type=task,
             base_model_name_or_path=str(directory / "base"),
         ).save_pretrained(path)
-        (path / "adapter_model.safetensors").write_bytes(b"")
+        (path / "adapter_model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
         made.append(str(path))
     return made
 

@@ -31,6 +31,7 @@ def workplace(tmp_path, monkeypatch):
     (tmp_path / "truncated.parquet").write_bytes(b"PAR1 and no more")
     (tmp_path / "header.csv").write_text("text\n")
     (tmp_path / "notes.txt").write_text("a")
+    (tmp_path / "notes.md").write_text("a")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "notes.txt").write_text("a")
     for name, row in {
@@ -95,7 +96,7 @@ CASES = [
     ("--data_path ./org/name", ["--data_path", "./org/name", "does not exist"]),
     ("--eval_data_path none.jsonl", ["--eval_data_path", "none.jsonl"]),
     ("--sft_only_data_path none.jsonl", ["--sft_only_data_path", "none.jsonl"]),
-    ("--data_path notes.txt", ["--data_path", "notes.txt", ".jsonl"]),
+    ("--data_path notes.md", ["--data_path", "notes.md", ".jsonl"]),
     ("--data_path folder", ["--data_path", "folder", "notes.txt", ".jsonl"]),
     ("--data_path empty.jsonl", ["--data_path", "empty.jsonl", "no rows"]),
     ("--data_path blank.jsonl", ["--data_path", "blank.jsonl", "no rows"]),
