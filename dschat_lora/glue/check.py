@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ def check_glue(config: GlueConfig) -> GlueConfig:
             lora_path=None if start is None else str(adapter_place(str(start)).resolve()),
         )
     )
+    _check_packages()
     _check_together(config)
     config = _with_settings_of_adapter(config)
     for split, path in find_files(config).items():
@@ -98,6 +100,12 @@ def earlier_results(directory: Path) -> list[Path]:
     """The Trainer's checkpoints, results and predictions in ``directory``."""
     results = [directory / name for name in _RESULTS if (directory / name).is_file()]
     return [*checkpoints(directory), *results, *directory.glob("predict_results_*.txt")]
+
+
+def _check_packages() -> None:
+    for package in ("accelerate", "scipy", "sklearn"):
+        if find_spec(package) is None:
+            raise ValueError(f"GLUE needs {package}: pip install 'dschat_lora[glue]'")
 
 
 def _check_together(config: GlueConfig) -> None:
