@@ -211,15 +211,12 @@ def check_fits(
         if tuple(tensor.shape) != shape and name not in new:
             raise ValueError(f"{where}: {name} is {tuple(tensor.shape)}, the model has {shape}")
     config = adapter.config
-    scaling = lora_scaling(
-        LoraConfig(lora_dim=config.r, lora_alpha=config.lora_alpha, use_rslora=config.use_rslora)
+    check_scaling(
+        model,
+        LoraConfig(lora_dim=config.r, lora_alpha=config.lora_alpha, use_rslora=config.use_rslora),
+        where=where,
     )
     for name, layer in lora_layers(model).items():
-        if layer.scaling != scaling:
-            raise ValueError(
-                f"{where} was trained with scaling {scaling:g} (lora_alpha {config.lora_alpha:g}, "
-                f"r {config.r}, use_rslora {config.use_rslora}); {name} has {layer.scaling:g}"
-            )
         if getattr(layer, "groups", None) != groups_of(config):
             raise ValueError(
                 f"{where} was trained with --enable_lora {' '.join(config.enable_lora) or 'absent'}"
@@ -237,6 +234,27 @@ def groups_of(config: AdapterConfig) -> Groups | None:
     if not config.enable_lora:
         return None
     return groups_of_parts(config.group_sizes, config.enable_lora)
+
+
+def check_scaling(model: nn.Module, config: LoraConfig, *, where: str) -> None:
+    """Refuse factors that were trained with another scaling than the layers of ``model`` have.
+
+    Args:
+        model: with adapters.
+        config: rank, alpha and kind of scaling that the factors were trained with.
+        where: they come from, for the message.
+
+    Raises:
+        ValueError: naming ``where`` and the first layer that differs.
+    """
+    scaling = lora_scaling(config)
+    for name, layer in lora_layers(model).items():
+        if layer.scaling != scaling:
+            raise ValueError(
+                f"{where} was trained with scaling {scaling:g} (lora_alpha {config.lora_alpha:g}, "
+                f"r {config.lora_dim}, use_rslora {config.use_rslora}); {name} has "
+                f"{layer.scaling:g}"
+            )
 
 
 def check_tensors(

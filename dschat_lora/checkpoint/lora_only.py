@@ -16,13 +16,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from dschat_lora.checkpoint.adapter import save_weights
+from dschat_lora.checkpoint.adapter import check_scaling, save_weights
 from dschat_lora.checkpoint.manifest import safetensors_header
 from dschat_lora.checkpoint.staging import staged_file
 from dschat_lora.config import LoraConfig
 from dschat_lora.lora.groups import PARTS, parts_of
 from dschat_lora.lora.layers import full_shape
-from dschat_lora.lora.model import adapter_parameters, lora_layers, lora_scaling
+from dschat_lora.lora.model import adapter_parameters, lora_layers
 from dschat_lora.lora.parallel import own_part
 
 _SETTINGS = "lora"  # key of the settings beside the tensors
@@ -292,16 +292,12 @@ def _check_settings(model: nn.Module, file: LoraOnly) -> None:
     if file.settings is None:
         return
     stored = file.settings
-    scaling = lora_scaling(
-        LoraConfig(lora_dim=file.r, lora_alpha=stored.lora_alpha, use_rslora=stored.use_rslora)
+    check_scaling(
+        model,
+        LoraConfig(lora_dim=file.r, lora_alpha=stored.lora_alpha, use_rslora=stored.use_rslora),
+        where=str(file.path),
     )
     for name, layer in lora_layers(model).items():
-        if layer.scaling != scaling:
-            raise ValueError(
-                f"{file.path} was trained with scaling {scaling:g} (lora_alpha "
-                f"{stored.lora_alpha:g}, r {file.r}, use_rslora {stored.use_rslora}); {name} has "
-                f"{layer.scaling:g}"
-            )
         parts = parts_of(getattr(layer, "groups", None))
         if parts != stored.enable_lora:
             raise ValueError(

@@ -28,6 +28,7 @@ from transformers import (
 
 from dschat_lora.checkpoint.extract import empty_classifier, write_trained
 from dschat_lora.checkpoint.lora_only import LoraOnly
+from dschat_lora.checkpoint.staging import write_whole
 from dschat_lora.cli.options import fail, flatten
 from dschat_lora.glue.check import clear_results, earlier_results
 from dschat_lora.glue.config import GlueConfig
@@ -318,7 +319,7 @@ def _write_predictions(path: Path, config: GlueConfig, found: np.ndarray) -> Non
     labels = config.task.labels
     words = [labels[int(each)] for each in found] if labels else [f"{each:.3f}" for each in found]
     lines = ["index\tprediction", *(f"{number}\t{word}" for number, word in enumerate(words))]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_whole(path, "\n".join(lines) + "\n")
 
 
 def _save(

@@ -41,7 +41,7 @@ from dschat_lora.rlhf.saving import finish
 from dschat_lora.rlhf.setup import Setup, make_pretraining
 from dschat_lora.rlhf.update import StepResult, Updater
 from dschat_lora.rlhf.watch import Watch
-from dschat_lora.schedule import rate_factor
+from dschat_lora.schedule import standard_schedule
 from dschat_lora.trainer import MAX_SKIPS, MAX_SKIPS_FP16
 
 
@@ -202,12 +202,7 @@ class Iterations:
             top_p=self._config.batch.top_p,
             top_k=self._config.batch.top_k,
         )
-        optim = self._config.optim
-        self._factor = rate_factor(
-            optim.lr_scheduler_type,
-            num_warmup_steps=optim.num_warmup_steps,
-            num_steps=plan.num_steps,
-        )
+        self._factor = standard_schedule(self._config.optim)(plan.num_steps)
         self._peak = device_peak(device(), setup.settings["actor"].torch_dtype)
 
     def __call__(self) -> bool:
