@@ -58,5 +58,5 @@ setup(
         "test": TEST,
         "dev": [*TEST, "mypy>=1.13,<3", "ruff>=0.8,<1"],
     },
-    entry_points={"console_scripts": ["dschat-lora=dschat_lora.cli.main:main"]},
+    entry_points={"console_scripts": ["dschat-lora=dschat_lora.__main__:main"]},
 )

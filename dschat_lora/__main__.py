@@ -1,6 +1,163 @@
-"""``python -m dschat_lora``: the same as ``dschat-lora``."""
+"""Verbs of the ``dschat-lora`` command."""
 
-from dschat_lora.cli.main import main
+import argparse
+
+from dschat_lora import __version__
+from dschat_lora.checkpoint.adapter_config import accept_adapter
+from dschat_lora.config.options import Parser, fail, parse_config, unknown_option
+from dschat_lora.config.stages import ScoreConfig
+from dschat_lora.report.terminal import fall_silent, in_words, say_once
+from dschat_lora.runtime.validation import check_score
+
+
+def main() -> None:
+    """Run the verb given on the command line."""
+    parser = argparse.ArgumentParser(prog="dschat-lora", description="LoRA RLHF on DeepSpeed")
+    parser.add_argument("--version", action="version", version=f"dschat-lora {__version__}")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    demo = verbs.add_parser("demo", help="train on the bundled model and data, show what changed")
+    demo.add_argument("--output_dir", help="default: the first free of output/demo, -2, -3, ...")
+    demo.add_argument("--seed", type=int, default=1234, help="of all stages (default: 1234)")
+    accept = verbs.add_parser("accept", help="vouch for an adapter that was changed on purpose")
+    accept.add_argument("adapter", help="its directory, whose manifest is written anew")
+    verbs.add_parser("score", help="score answers by a reward model", add_help=False)
+    verbs.add_parser("extract", help="LoRA and head of a full checkpoint to PEFT", add_help=False)
+    verbs.add_parser("pipeline", help="run all stages of a YAML file, or go on", add_help=False)
+    arguments, rest = parser.parse_known_args()
+    if arguments.verb == "score":
+        _score(rest)
+        return
+    if arguments.verb == "extract":
+        _extract(rest)
+        return
+    if arguments.verb == "pipeline":
+        _pipeline(rest)
+        return
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if arguments.verb == "accept":
+        _accept(arguments.adapter)
+        return
+
+    from dschat_lora.pipeline.demo import run_demo  # heavy, and not wanted for --help
+
+    run_demo(arguments.output_dir, seed=arguments.seed)
+
+
+def _accept(directory: str) -> None:
+    try:
+        accept_adapter(directory)
+    except (ValueError, OSError) as error:
+        fail(str(error))
+    say_once(f"{directory}: its files are the ones its manifest says")
+
+
+def _score(argv: list[str]) -> None:
+    try:
+        config = parse_config(
+            ScoreConfig, argv, description=ScoreConfig.__doc__, program="dschat-lora score"
+        )
+        check_score(config)
+
+        from dschat_lora.supervised.score import (
+            score_files,  # heavy, and not wanted for a wrong option
+        )
+
+        score_files(config)
+    except BrokenPipeError:
+        fall_silent()  # whoever reads has read enough
+    except KeyboardInterrupt:
+        fail("stopped; --output_path was not written", code=130)
+    except (ValueError, OSError) as error:
+        fail(in_words(error), code=1 if isinstance(error, OSError) else 2)
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch's own, which is not imported here
+            raise
+        fail("the GPU is full: lower --per_device_eval_batch_size or --max_seq_len", code=1)
+
+
+def _extract(argv: list[str]) -> None:
+    parser = Parser(
+        prog="dschat-lora extract",
+        description="Write the LoRA factors and the head that a full checkpoint holds as an "
+        "adapter that PEFT loads.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        help="directory (the Trainer's checkpoint-N), or file of a model's or of LoRA weights",
+    )
+    parser.add_argument(
+        "--base", metavar="MODEL", required=True, help="hub name or directory of the clean base"
+    )
+    parser.add_argument(
+        "--lora_alpha", metavar="X", type=float, help="of the training; no checkpoint says it"
+    )
+    parser.add_argument(
+        "--enable_lora", metavar="PART", nargs="*", default=[], help="q, k, v of packed layers"
+    )
+    parser.add_argument("--output_dir", metavar="DIR", help="default: CHECKPOINT/adapter")
+    try:
+        chosen, unknown = parser.parse_known_args(argv)
+        if unknown:
+            names = ["base", "lora_alpha", "enable_lora", "output_dir"]
+            raise ValueError(unknown_option(unknown[0], names))
+
+        from dschat_lora.checkpoint.extract import extract  # heavy, and not wanted for --help
+
+        extract(
+            chosen.checkpoint,
+            base=chosen.base,
+            lora_alpha=chosen.lora_alpha,
+            enable_lora=tuple(chosen.enable_lora),
+            output_dir=chosen.output_dir,
+            say=say_once,
+        )
+    except (ValueError, OSError) as error:
+        fail(in_words(error), code=1 if isinstance(error, OSError) else 2)
+
+
+def _pipeline(argv: list[str]) -> None:
+    parser = Parser(
+        prog="dschat-lora pipeline",
+        description="Run the stages of a YAML file one after another; those that are finished are "
+        "skipped, one that was stopped goes on.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("file", metavar="FILE", help="YAML file of the stages and their options")
+    parser.add_argument("--output_dir", metavar="DIR", help="instead of the file's output_dir")
+    parser.add_argument("--num_gpus", metavar="N", type=int, help="processes, one for each GPU")
+    parser.add_argument(
+        "--dry_run", action="store_true", help="check all stages, say what would run, and stop"
+    )
+    parser.add_argument(
+        "--from",
+        dest="redo_from",
+        metavar="STAGE",
+        help="do this stage and all later ones again, over what they left",
+    )
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        metavar="STAGE.OPTION=VALUE",
+        nargs="+",
+        action="extend",
+        default=[],
+        help="options instead of the file's",
+    )
+    try:
+        chosen, unknown = parser.parse_known_args(argv)
+        if unknown:
+            names = ["output_dir", "num_gpus", "dry_run", "from", "set"]
+            raise ValueError(unknown_option(unknown[0], names))
+    except ValueError as error:
+        fail(str(error))
+
+    from dschat_lora.pipeline.run import run_pipeline  # not wanted for --help
+
+    run_pipeline(**vars(chosen))
+
 
 if __name__ == "__main__":
     main()

@@ -10,7 +10,16 @@ from pathlib import Path
 from random import Random
 from typing import TypeVar
 
-from dschat_lora.world import FAMILIES, FLAWS, NAMES, Task, draw_task, judge, sentence, write
+from dschat_lora.assets.toy_world import (
+    FAMILIES,
+    FLAWS,
+    NAMES,
+    Task,
+    draw_task,
+    judge,
+    sentence,
+    write,
+)
 
 Key = TypeVar("Key")
 

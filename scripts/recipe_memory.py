@@ -16,20 +16,20 @@ from typing import Any
 from transformers import LlamaConfig, OPTConfig, PretrainedConfig
 from transformers.utils import logging
 
-from dschat_lora.config import LoraConfig, RewardStageConfig, SupervisedConfig
+from dschat_lora.config.stages import LoraConfig, RewardStageConfig, SupervisedConfig
 from dschat_lora.engine.build import EngineSettings, resolve_dtype
-from dschat_lora.memory import estimate_memory_of
 from dschat_lora.models.build import AdaptedModel, build_causal_lm, build_reward_model
 from dschat_lora.models.causal_lm import load_causal_lm, load_config
 from dschat_lora.models.reward_model import load_reward_model
 from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.models.views import same_weights
-from dschat_lora.pipeline.check import check_stages
 from dschat_lora.pipeline.recipe import Recipe, read_recipe
 from dschat_lora.pipeline.stages import STAGES
+from dschat_lora.pipeline.validation import check_stages
 from dschat_lora.rlhf.config import RlhfConfig, RoleConfig
 from dschat_lora.rlhf.memory import memory_plan
 from dschat_lora.rlhf.roles import Roles, frozen
+from dschat_lora.runtime.memory import estimate_memory_of
 
 GIB = 2**30
 STATED = re.compile(r"^#\s+(\w+)\s+([\d.]+) GiB", re.MULTILINE)

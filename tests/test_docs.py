@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from dschat_lora.cli.options import chosen_verb, parse_config
-from dschat_lora.config import DpoStageConfig, RewardStageConfig, SupervisedConfig
-from dschat_lora.glue.config import GlueConfig
-from dschat_lora.nlg.config import DecodeConfig, EvaluateConfig, NlgConfig
+from dschat_lora.config.options import chosen_verb, parse_config
+from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, SupervisedConfig
+from dschat_lora.experiments.glue.config import GlueConfig
+from dschat_lora.experiments.nlg.config import DecodeConfig, EvaluateConfig, NlgConfig
 from dschat_lora.rlhf.config import RlhfConfig
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -15,8 +15,8 @@ from dschat_lora.data.batch import PairCollator, SampleCollator
 from dschat_lora.data.tokenize import PairSample, Sample
 from dschat_lora.engine.build import DTYPES
 from dschat_lora.engine.distributed import device
+from dschat_lora.models.backbone import Trunk
 from dschat_lora.models.causal_lm import CausalLMLogprobs, CausalLMLoss
-from dschat_lora.models.trunk import Trunk
 
 FULL = Shape(256, 2, 4, 512, 512, 1024, 0, 4, 512, 256)
 TINY = Shape(64, 2, 4, 128, 128, 64, 0, 2, 48, 24)

@@ -16,9 +16,9 @@ from transformers import OPTConfig
 from benchmarks.parts.pair_data import PAD_ID
 from benchmarks.parts.shapes import draw_weights_
 from benchmarks.parts.turns import forget_peak, peak_bytes
-from dschat_lora.config import ModelConfig, OptimConfig
+from dschat_lora.algos.seeds import permutation
+from dschat_lora.config.stages import ModelConfig, OptimConfig
 from dschat_lora.data.loader import StepLoader
-from dschat_lora.data.order import permutation
 from dschat_lora.engine.build import DTYPES, EngineSettings, TrainEngine
 from dschat_lora.engine.distributed import device
 from dschat_lora.lora.layers import LoraLinear

@@ -18,8 +18,8 @@ from benchmarks.parts.bundled import Bundled
 from benchmarks.parts.environment import copy_rate
 from benchmarks.parts.report import PartReport, print_table
 from benchmarks.parts.shapes import PAD_ID, SHAPES, Shape, random_model
-from dschat_lora.models.decode import decode
-from dschat_lora.models.sampling import Sampling
+from dschat_lora.generation.generate import decode
+from dschat_lora.generation.sampling import Sampling
 
 SEED = 0
 TARGET_MILLISECONDS = 1.3  # a step of OPT-1.3B at batch 8 on one H200

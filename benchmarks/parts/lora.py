@@ -24,7 +24,7 @@ from dschat_lora.lora import layers
 from dschat_lora.lora.groups import groups_of_parts
 from dschat_lora.lora.layers import LoraLinear
 from dschat_lora.lora.matmul import lora_linear, lora_linear_reference
-from dschat_lora.models.trunk import Trunk
+from dschat_lora.models.backbone import Trunk
 
 # r / hidden size is that of r = 128 in OPT-1.3B.
 SHAPE = Shape(256, 3, 4, 1024, 512, 512, 16, 2, 64, 64)

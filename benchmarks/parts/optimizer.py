@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from benchmarks.parts.report import PartReport, print_table
 from benchmarks.parts.turns import spread
-from dschat_lora.config import OptimConfig
+from dschat_lora.config.stages import OptimConfig
 from dschat_lora.engine.build import EngineSettings, TrainEngine
 from dschat_lora.engine.distributed import device
 from dschat_lora.perf.peak import synchronize
-from dschat_lora.stage import place
+from dschat_lora.runtime.setup import place
 
 PLAIN = "plain torch"
 STAGES = (0, 1, 2, 3)

@@ -37,7 +37,7 @@ from benchmarks.parts.contenders import (
     whole_windows,
 )
 from benchmarks.parts.pair_data import PAD_ID, load_tokenizer
-from dschat_lora.config import DpoConfig, LoraConfig, RewardConfig
+from dschat_lora.config.stages import DpoConfig, LoraConfig, RewardConfig
 from dschat_lora.data.batch import PairCollator, PairLayout
 from dschat_lora.data.loader import StepLoader
 from dschat_lora.data.packing import make_rows
@@ -48,9 +48,9 @@ from dschat_lora.engine.zero import Snapshot
 from dschat_lora.lora.model import apply_lora
 from dschat_lora.models.causal_lm import CausalLMLogprobs
 from dschat_lora.models.reward_model import RewardModel
-from dschat_lora.objective import dpo_objective, reward_objective
-from dschat_lora.reference import WithReference, logprobs_at, reference_logprobs
-from dschat_lora.trainer import evaluate, train_steps
+from dschat_lora.supervised.dpo_reference import WithReference, logprobs_at, reference_logprobs
+from dschat_lora.supervised.loop import evaluate, train_steps
+from dschat_lora.supervised.objectives import dpo_objective, reward_objective
 
 BETA = 0.1
 

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from dschat_lora.algos.seeds import permutation
 from dschat_lora.data.chat import make_chat
-from dschat_lora.data.order import permutation
 from dschat_lora.data.records import to_record
 from dschat_lora.data.rows import DataKind, iter_file, parse_row
 from dschat_lora.data.tokenize import PairSample, Sample, TokenRule, make_encoder, tokenize

@@ -22,7 +22,7 @@ from benchmarks.parts.ppo_task import ENDING, FULL, REAL, Shape, Size, Task, wri
 from benchmarks.parts.report import PartReport, print_table
 from benchmarks.parts.turns import Runner, make_context, spread, start, stop
 from dschat_lora.engine.build import resolve_dtype
-from dschat_lora.rlhf.phases import PHASES
+from dschat_lora.rlhf.throughput import PHASES
 
 ALL = (REAL, ENDING, FULL)
 TINY = Size(Shape(64, 2, 4), Shape(32, 2, 4), 512, 8, 32, 16, 8, 4, ALL, 3, 5.0)

@@ -29,22 +29,22 @@ from transformers.utils import logging
 from benchmarks.parts.contenders import ChatLora
 from benchmarks.parts.ppo_task import ALPHA, EOS_ID, PAD_ID, Setting, Task
 from benchmarks.parts.turns import forget_peak, peak_bytes
+from dschat_lora.algos.seeds import stream_seed
 from dschat_lora.checkpoint.adapter import read_adapter
-from dschat_lora.cli.options import parse_config
+from dschat_lora.config.options import parse_config
 from dschat_lora.engine.build import DTYPES
 from dschat_lora.engine.distributed import device
-from dschat_lora.models import sampling
-from dschat_lora.randomness import stream_seed
-from dschat_lora.rlhf import course
+from dschat_lora.generation import sampling
+from dschat_lora.rlhf import train as course
 from dschat_lora.rlhf.config import RlhfConfig
-from dschat_lora.rlhf.course import Iterations, Progress, make_plan
-from dschat_lora.rlhf.phases import PHASES, Clock
-from dschat_lora.rlhf.preflight import NAME, check_rlhf
+from dschat_lora.rlhf.diagnostics import Watch
 from dschat_lora.rlhf.rollout import Generator, PromptOrder
 from dschat_lora.rlhf.setup import build_engines, set_up
+from dschat_lora.rlhf.throughput import PHASES, Clock
+from dschat_lora.rlhf.train import Iterations, Progress, make_plan
 from dschat_lora.rlhf.update import Updater
-from dschat_lora.rlhf.watch import Watch
-from dschat_lora.run import open_run
+from dschat_lora.rlhf.validation import NAME, check_rlhf
+from dschat_lora.runtime.run import open_run
 
 SEED = 0
 RATE = 1e-5

@@ -17,8 +17,8 @@ from dschat_lora.engine.distributed import device
 from dschat_lora.lora.model import adapters_disabled
 from dschat_lora.models.build import AdaptedModel
 from dschat_lora.models.source import find_model
-from dschat_lora.objective import SUPERVISED
-from dschat_lora.trainer import train_steps
+from dschat_lora.supervised.loop import train_steps
+from dschat_lora.supervised.objectives import SUPERVISED
 
 STEPS = 5
 DTYPE = "bf16"

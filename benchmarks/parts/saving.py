@@ -13,14 +13,14 @@ from benchmarks.parts.shapes import SHAPES, TINY, Shape, micro_batches, mixed_ro
 from dschat_lora.checkpoint.history import checkpoints_of
 from dschat_lora.checkpoint.manifest import verify
 from dschat_lora.checkpoint.saver import Saver
-from dschat_lora.config import RunConfig
+from dschat_lora.config.stages import RunConfig
 from dschat_lora.data.batch import Batch
 from dschat_lora.engine.build import DTYPES, TrainEngine, resolve_dtype
 from dschat_lora.engine.distributed import device
 from dschat_lora.engine.state import EngineState
-from dschat_lora.objective import SUPERVISED
 from dschat_lora.perf.peak import synchronize
-from dschat_lora.trainer import train_steps
+from dschat_lora.supervised.loop import train_steps
+from dschat_lora.supervised.objectives import SUPERVISED
 
 STAGES = (0, 2)
 ROUNDS = 5

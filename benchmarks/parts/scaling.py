@@ -10,8 +10,8 @@ from torch import Tensor
 from benchmarks.parts.bundled import Bundled, bundled_engine
 from benchmarks.parts.report import PartReport, print_table
 from dschat_lora.engine.build import TrainEngine
-from dschat_lora.objective import SUPERVISED
-from dschat_lora.trainer import train_steps
+from dschat_lora.supervised.loop import train_steps
+from dschat_lora.supervised.objectives import SUPERVISED
 
 INITIAL_POWER = 32
 STAGES = (0, 2)

@@ -34,7 +34,7 @@ from benchmarks.parts.contenders import (
 )
 from benchmarks.parts.pair_data import PAD_ID, load_tokenizer
 from dschat_lora.algos.sft import IGNORE_INDEX
-from dschat_lora.config import LoraConfig
+from dschat_lora.config.stages import LoraConfig
 from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.loader import StepLoader
 from dschat_lora.data.packing import make_rows
@@ -42,8 +42,8 @@ from dschat_lora.data.store import TokenSet, write_samples
 from dschat_lora.engine.distributed import device, init_distributed
 from dschat_lora.lora.model import apply_lora
 from dschat_lora.models.causal_lm import CausalLMLoss
-from dschat_lora.objective import SUPERVISED
-from dschat_lora.trainer import evaluate, train_steps
+from dschat_lora.supervised.loop import evaluate, train_steps
+from dschat_lora.supervised.objectives import SUPERVISED
 
 
 class Ours:

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from benchmarks.parts.bundled import make_engine
-from dschat_lora.config import LoraConfig, ModelConfig, ParallelConfig
+from dschat_lora.config.stages import LoraConfig, ModelConfig, ParallelConfig
 from dschat_lora.data.batch import Batch
 from dschat_lora.engine.build import DTYPES, TrainEngine
 from dschat_lora.engine.distributed import form_grid
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.model import apply_lora
 from dschat_lora.models.causal_lm import load_causal_lm, load_config
-from dschat_lora.objective import SUPERVISED
-from dschat_lora.stage import tensor_group
-from dschat_lora.trainer import train_steps
+from dschat_lora.runtime.setup import tensor_group
+from dschat_lora.supervised.loop import train_steps
+from dschat_lora.supervised.objectives import SUPERVISED
 
 SEED = 0
 

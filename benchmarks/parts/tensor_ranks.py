@@ -15,16 +15,16 @@ from benchmarks.parts.bundled import Bundled, make_engine
 from benchmarks.parts.shapes import Shape, micro_batches, mixed_rows
 from benchmarks.parts.teams import Member
 from benchmarks.parts.tensor_memory import SEED, divided_among, held
-from dschat_lora.config import LoraConfig, ModelConfig
+from dschat_lora.config.stages import LoraConfig, ModelConfig
 from dschat_lora.engine.build import DTYPES
 from dschat_lora.engine.distributed import data_rank, data_world_size, device, grid
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.model import apply_lora
 from dschat_lora.lora.parallel import shard_of
 from dschat_lora.models.causal_lm import load_causal_lm, load_config
-from dschat_lora.objective import SUPERVISED
 from dschat_lora.perf.peak import synchronize
-from dschat_lora.trainer import train_steps
+from dschat_lora.supervised.loop import train_steps
+from dschat_lora.supervised.objectives import SUPERVISED
 
 ROWS_PER_STEP = 8  # in two micro-batches
 # Of the default rate, at which the roundings of DP 2 alone grow to 3e-5 nats within 50 steps.

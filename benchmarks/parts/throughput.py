@@ -31,7 +31,7 @@ from dschat_lora.perf.memory import USABLE, estimate_memory
 from dschat_lora.perf.peak import device_peak, measured_peak
 from dschat_lora.perf.shape import ModelShape, describe
 from dschat_lora.perf.throughput import Meter, Metrics
-from dschat_lora.trainer import count
+from dschat_lora.supervised.loop import count
 
 Rows = Sequence[Sequence[Sample]]
 RANKS = (16, 128)

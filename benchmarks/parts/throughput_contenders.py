@@ -22,16 +22,16 @@ from benchmarks.parts.contenders import (
 )
 from benchmarks.parts.turns import DeviceTimer
 from dschat_lora.algos.sft import IGNORE_INDEX
-from dschat_lora.config import LoraConfig
+from dschat_lora.config.stages import LoraConfig
 from dschat_lora.data.batch import Batch
 from dschat_lora.engine.build import DTYPES, TrainEngine
 from dschat_lora.engine.distributed import device
 from dschat_lora.lora.model import apply_lora
+from dschat_lora.models.backbone import Trunk
 from dschat_lora.models.compile import check_compiler, compile_blocks
-from dschat_lora.models.trunk import Trunk
 from dschat_lora.models.views import same_weights
-from dschat_lora.objective import SUPERVISED
-from dschat_lora.trainer import evaluate, train_steps
+from dschat_lora.supervised.loop import evaluate, train_steps
+from dschat_lora.supervised.objectives import SUPERVISED
 
 PEFT = "PEFT"
 RECOMPUTING = {"use_reentrant": False}

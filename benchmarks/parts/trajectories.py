@@ -6,8 +6,8 @@ from typing import Any
 
 from benchmarks.parts.bundled import Bundled, bundled_engine
 from benchmarks.parts.report import PartReport, print_table
-from dschat_lora.objective import SUPERVISED
-from dschat_lora.trainer import train_steps
+from dschat_lora.supervised.loop import train_steps
+from dschat_lora.supervised.objectives import SUPERVISED
 
 STEPS = 30
 DTYPES = ("fp32", "bf16", "fp16")

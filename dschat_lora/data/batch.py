@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dschat_lora.algos.segments import Sizes, Spans, make_spans
 from dschat_lora.algos.sft import IGNORE_INDEX
-from dschat_lora.attention import Sizes, Spans, make_spans
 from dschat_lora.data.packing import first_fit
 from dschat_lora.data.store import TokenSet
 from dschat_lora.data.tokenize import PairSample, Sample

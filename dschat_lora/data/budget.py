@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from dschat_lora.algos.seeds import permutation
 from dschat_lora.data.counts import SampleCounts
-from dschat_lora.data.order import permutation
 from dschat_lora.data.packing import Row, fill, make_rows
 
 

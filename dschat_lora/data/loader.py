@@ -7,9 +7,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from dschat_lora.algos.seeds import permutation
 from dschat_lora.data.budget import TokenBudget
 from dschat_lora.data.counts import SampleCounts, count_samples, count_step
-from dschat_lora.data.order import permutation
 from dschat_lora.data.packing import Row
 from dschat_lora.data.store import TokenSet
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from dschat_lora.data.order import permutation
+from dschat_lora.algos.seeds import permutation
 
 Row = tuple[int, ...]  # sample indices
 

@@ -5,15 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dschat_lora.config import DataConfig
+from dschat_lora.config.stages import DataConfig
 from dschat_lora.data.audit import Audit, Tally, make_audit
 from dschat_lora.data.chat import make_chat
 from dschat_lora.data.collect import collect
 from dschat_lora.data.fingerprint import fingerprint
-from dschat_lora.data.parallel import tokenize_all
 from dschat_lora.data.rows import DataKind, config_sources
 from dschat_lora.data.store import TokenSet, load_or_build, write_samples
-from dschat_lora.data.tokenize import AnySample, Tokenized, TokenRule, make_encoder
+from dschat_lora.data.tokenize import AnySample, Tokenized, TokenRule, make_encoder, tokenize_all
 
 
 @dataclass(frozen=True)

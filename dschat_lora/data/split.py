@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dschat_lora.data.order import permutation
+from dschat_lora.algos.seeds import permutation
 
 Indices = NDArray[np.int64]
 

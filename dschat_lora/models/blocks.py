@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from dschat_lora.attention import Spans
+from dschat_lora.algos.segments import Spans
 from dschat_lora.models import varlen
 
 

@@ -18,16 +18,16 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from dschat_lora.algos.logprobs import linear_logprobs, token_logprobs
+from dschat_lora.algos.segments import Spans
 from dschat_lora.algos.sft import MAX_CHUNK_LOGITS, linear_cross_entropy
 from dschat_lora.algos.vocabulary import VocabularyPart
-from dschat_lora.attention import Spans
-from dschat_lora.config import ModelConfig
+from dschat_lora.config.stages import ModelConfig
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.parallel import ParallelLinear, Shard, Split
-from dschat_lora.models.errors import check_whole, hub_errors
+from dschat_lora.models.backbone import Trunk
 from dschat_lora.models.shard_loading import empty_parameters, load_parts
+from dschat_lora.models.source import check_whole, hub_errors
 from dschat_lora.models.tensor_parallel import divide
-from dschat_lora.models.trunk import Trunk
 
 # The run has a log of its own; a bar for each of a few weights says nothing.
 disable_progress_bar()

@@ -40,7 +40,7 @@ def compile_blocks(model: nn.Module, *, backend: str | Callable[..., Any] = "ind
     Attention is left out of the graph: the lengths of samples are data.
 
     Args:
-        model: a transformers model, on which every :class:`~dschat_lora.models.trunk.Trunk`
+        model: a transformers model, on which every :class:`~dschat_lora.models.backbone.Trunk`
             stands already.
         backend: of ``torch.compile``.
 

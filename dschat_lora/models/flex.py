@@ -11,7 +11,7 @@ def flex_mask(
     window: int | None = None,
     branch_ids: Tensor | None = None,
 ) -> BlockMask:
-    """What :func:`~dschat_lora.attention.block_causal_mask` lets through, made once a batch.
+    """What :func:`~dschat_lora.algos.segments.block_causal_mask` lets through, made once a batch.
 
     Args:
         segment_ids: (B, T) int64, as there; so are all.

@@ -6,9 +6,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from dschat_lora.algos.logprobs import linear_logprobs_entropy, token_entropy, token_logprobs
-from dschat_lora.attention import Spans
+from dschat_lora.algos.segments import Spans
+from dschat_lora.models.backbone import Trunk
 from dschat_lora.models.causal_lm import LinearHead
-from dschat_lora.models.trunk import Trunk
 
 
 class Policy(nn.Module):

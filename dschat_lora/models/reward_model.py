@@ -9,16 +9,16 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from dschat_lora.attention import Spans
-from dschat_lora.config import ModelConfig
+from dschat_lora.algos.segments import Spans
+from dschat_lora.config.stages import ModelConfig
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.layers import TrainedModule
 from dschat_lora.lora.model import seeded_generator
 from dschat_lora.lora.parallel import group_of
+from dschat_lora.models.backbone import Trunk
 from dschat_lora.models.causal_lm import build_divided, sdpa_errors
-from dschat_lora.models.errors import check_whole, hub_errors
 from dschat_lora.models.shard_loading import load_parts
-from dschat_lora.models.trunk import Trunk
+from dschat_lora.models.source import check_whole, hub_errors
 from dschat_lora.models.views import same_weights
 
 HEAD = "score"

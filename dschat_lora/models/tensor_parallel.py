@@ -10,7 +10,7 @@ from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.layers import is_conv1d
 from dschat_lora.lora.model import replace_part
 from dschat_lora.lora.parallel import Column, ParallelEmbedding, ParallelLinear, Row, Shard, Split
-from dschat_lora.models.division import check_divides
+from dschat_lora.models.tensor_parallel_checks import check_divides
 
 # Where transformers ships no plan: linear layers below the base model, in its words.
 _OPT = {

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dschat_lora.attention import Spans
+from dschat_lora.algos.segments import Spans
 
 _MODULE = "torch.nn.attention.varlen"
 # Beyond, the backward pass asks for more shared memory than some of the GPUs have.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dschat_lora.cli.options import (
+from dschat_lora.config.options import (
     build_config,
     option,
     option_names,
@@ -15,7 +15,7 @@ from dschat_lora.cli.options import (
     typed_options,
     unknown_option,
 )
-from dschat_lora.config import require
+from dschat_lora.config.stages import require
 from dschat_lora.pipeline.stages import STAGES
 
 _PARTS = ("output_dir", "launcher", "common", "stages")

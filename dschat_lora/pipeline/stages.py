@@ -6,10 +6,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dschat_lora.config import DpoStageConfig, RewardStageConfig, SupervisedConfig
-from dschat_lora.preflight import DPO, REWARD, check_supervised
+from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, SupervisedConfig
 from dschat_lora.rlhf.config import RlhfConfig
-from dschat_lora.rlhf.preflight import check_rlhf
+from dschat_lora.rlhf.validation import check_rlhf
+from dschat_lora.runtime.validation import DPO, REWARD, check_supervised
 
 SCRIPTS = Path(__file__).parents[2] / "training"
 

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dschat_lora.algos.seeds import permutation
+from dschat_lora.algos.segments import Spans
 from dschat_lora.algos.sft import IGNORE_INDEX
-from dschat_lora.attention import Spans
 from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.budget import cut_evenly
-from dschat_lora.data.order import permutation
 from dschat_lora.data.tokenize import Sample
 from dschat_lora.perf.throughput import StepCounts
 

@@ -1,13 +1,16 @@
 """What a user may choose in step 3: two trained roles, rollouts, rewards and the update."""
 
+import importlib.util
+import os
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from dschat_lora.cli.options import group, hidden, option
-from dschat_lora.config import (
+from dschat_lora.config.options import group, hidden, option
+from dschat_lora.config.stages import (
     DataConfig,
     LoadConfig,
     LoraConfig,
@@ -383,3 +386,33 @@ def naming(role: str) -> Iterator[None]:
         for name in RoleConfig.__dataclass_fields__:
             words = re.sub(rf"--{name}\b", f"--{role}_{name}", words)
         raise ValueError(words) from error
+
+
+def check_function(option: str, name: str) -> None:
+    """Refuse a function whose module cannot be found, without importing it.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    module = name.partition(":")[0]
+    with working_directory():
+        try:
+            found = importlib.util.find_spec(module.partition(".")[0])
+        except (ImportError, ValueError):
+            found = None
+    if found is None:
+        raise ValueError(
+            f"--{option} {name}: there is no module {module} in the working directory or among "
+            "the installed packages"
+        )
+
+
+@contextmanager
+def working_directory() -> Iterator[None]:
+    """Let modules beside the user be found, as ``python -m`` does."""
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        sys.path.remove(here)

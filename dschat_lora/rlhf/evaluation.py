@@ -11,14 +11,14 @@ from torch import Tensor
 from dschat_lora.algos.advantages import response_sums
 from dschat_lora.data.tokenize import PromptSample
 from dschat_lora.engine.distributed import data_rank, data_world_size, device
-from dschat_lora.models.sampling import Sampling
+from dschat_lora.generation.sampling import Sampling
 from dschat_lora.report.log import jsonable, rlhf_eval_line
 from dschat_lora.rlhf.batch import Response, collate
+from dschat_lora.rlhf.diagnostics import Watch
 from dschat_lora.rlhf.engines import Engines
 from dschat_lora.rlhf.experience import Experience, look_at
 from dschat_lora.rlhf.rollout import Generator, prompts_of, response_mask
 from dschat_lora.rlhf.setup import Setup
-from dschat_lora.rlhf.watch import Watch
 
 
 @dataclass

@@ -15,8 +15,7 @@ from dschat_lora.algos.advantages import RunningMoments
 from dschat_lora.engine.distributed import rank, sum_over_processes, together, world_size
 from dschat_lora.models.causal_lm import Tokenizer
 from dschat_lora.rlhf.batch import Response
-from dschat_lora.rlhf.config import RewardsConfig
-from dschat_lora.rlhf.functions import working_directory
+from dschat_lora.rlhf.config import RewardsConfig, working_directory
 
 # What a reward function may ask for besides prompts and responses.
 _MORE = ("ended", "rows", "token_ids")
@@ -94,6 +93,10 @@ class RewardFunction:
         return number
 
 
+# Modules that command lines know under another name.
+_MOVED = {"dschat_lora.world": "dschat_lora.assets.toy_world"}
+
+
 def load_function(option: str, name: str, tokenizer: Tokenizer) -> RewardFunction:
     """The function behind ``module:function``; the module is imported, nothing is evaluated.
 
@@ -103,7 +106,7 @@ def load_function(option: str, name: str, tokenizer: Tokenizer) -> RewardFunctio
     module_name, _, function_name = name.partition(":")
     with working_directory():
         try:
-            module = importlib.import_module(module_name)
+            module = importlib.import_module(_MOVED.get(module_name, module_name))
         except (ImportError, SyntaxError) as error:
             raise ValueError(f"--{option} {name} cannot be imported: {error}") from error
     function = getattr(module, function_name, None)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dschat_lora.data.order import permutation
+from dschat_lora.algos.seeds import permutation, stream_seed
 from dschat_lora.data.store import TokenSet
 from dschat_lora.data.tokenize import PromptSample
 from dschat_lora.engine.build import TrainEngine
@@ -19,9 +19,8 @@ from dschat_lora.engine.distributed import (
     max_over_ranks,
 )
 from dschat_lora.engine.zero import gathered
-from dschat_lora.models.decode import respond
-from dschat_lora.models.sampling import Responses, Sampling
-from dschat_lora.randomness import stream_seed
+from dschat_lora.generation.generate import respond
+from dschat_lora.generation.sampling import Responses, Sampling
 from dschat_lora.rlhf.batch import Response
 
 # Share of the free memory that the whole weights may take during generation at ZeRO 3.

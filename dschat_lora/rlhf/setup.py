@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from dschat_lora.cli.options import flatten
-from dschat_lora.config import DataConfig, is_on
+from dschat_lora.config.options import flatten
+from dschat_lora.config.stages import DataConfig, is_on
 from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.fingerprint import describe_tokenizer
 from dschat_lora.data.loader import StepLoader
@@ -20,24 +20,24 @@ from dschat_lora.engine.build import EngineSettings, TrainEngine
 from dschat_lora.engine.distributed import data_rank, data_world_size, device
 from dschat_lora.lora.layers import full_shape
 from dschat_lora.lora.rates import parameter_groups
-from dschat_lora.memory import free_memory, settle_recomputation
+from dschat_lora.models.architecture_checks import head_is_linear, probe
 from dschat_lora.models.build import can_recompute, recompute_blocks
 from dschat_lora.models.causal_lm import Tokenizer, load_tokenizer
 from dschat_lora.models.compile import compile_blocks
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
 from dschat_lora.models.policy import Policy
-from dschat_lora.models.probe import head_is_linear, probe
 from dschat_lora.models.reward_model import RewardModel
 from dschat_lora.rlhf.config import RlhfConfig, RoleConfig, naming
 from dschat_lora.rlhf.engines import Engines
 from dschat_lora.rlhf.memory import memory_plan
-from dschat_lora.rlhf.phases import Counter
-from dschat_lora.rlhf.preflight import find_sources, shares_base, text_data
 from dschat_lora.rlhf.pretraining import Pretraining
 from dschat_lora.rlhf.rewards import RewardFunction, load_function
 from dschat_lora.rlhf.roles import Network, Roles, Sources, build_roles
-from dschat_lora.run import Output
-from dschat_lora.stage import (
+from dschat_lora.rlhf.throughput import Counter
+from dschat_lora.rlhf.validation import find_sources, shares_base, text_data
+from dschat_lora.runtime.memory import free_memory, settle_recomputation
+from dschat_lora.runtime.run import Output
+from dschat_lora.runtime.setup import (
     engine_settings,
     identify,
     place,

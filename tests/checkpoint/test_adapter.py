@@ -22,7 +22,7 @@ from dschat_lora.checkpoint.adapter import (
 )
 from dschat_lora.checkpoint.adapter_config import accept_adapter, verify_adapter
 from dschat_lora.checkpoint.manifest import write_manifest
-from dschat_lora.config import LoraConfig
+from dschat_lora.config.stages import LoraConfig
 from dschat_lora.lora.model import adapter_layout, adapter_parameters, apply_lora
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -482,7 +482,7 @@ def test_change_that_was_meant_is_accepted_by_the_command_of_the_message(tmp_pat
         read_adapter(directory)
     program, *command = shlex.split(str(refused.value).rpartition(" run ")[2])
     assert program == "dschat-lora"
-    subprocess.run([sys.executable, "-m", "dschat_lora.cli.main", *command], check=True, cwd=ROOT)
+    subprocess.run([sys.executable, "-m", "dschat_lora.__main__", *command], check=True, cwd=ROOT)
     assert read_adapter(directory).config.base_model_name_or_path == "moved/base"
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from dschat_lora.attention import find_spans
+from dschat_lora.algos.segments import find_spans
 from dschat_lora.data.batch import PairCollator, SampleCollator
 from dschat_lora.data.tokenize import Sample
 from helpers.pairs import ragged_pairs, with_a_prefix

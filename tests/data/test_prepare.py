@@ -8,7 +8,7 @@ import pyarrow.parquet
 import pytest
 from hand_tokenizers import build_byte_tokenizer
 
-from dschat_lora.config import DataConfig
+from dschat_lora.config.stages import DataConfig
 from dschat_lora.data import fingerprint as fingerprint_module
 from dschat_lora.data.prepare import prepare
 
@@ -187,7 +187,7 @@ def test_a_source_without_rows_is_an_error_even_when_bad_rows_are_skipped(run, j
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_processes_change_nothing_but_the_time(run, jsonl, monkeypatch, workers, tmp_path):
-    monkeypatch.setattr("dschat_lora.data.parallel.RECORDS_PER_CHUNK", 3)
+    monkeypatch.setattr("dschat_lora.data.tokenize.RECORDS_PER_CHUNK", 3)
     monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
     prepared = run(jsonl(pairs(20)), preprocessing_num_workers=workers)
     assert texts(prepared.train) == [f"row {i}: {i}</s>" for i in range(20)]

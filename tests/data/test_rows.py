@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from dschat_lora.config import DataConfig
+from dschat_lora.config.stages import DataConfig
 from dschat_lora.data.rows import (
     EmptyRowError,
     RowError,
@@ -275,7 +275,7 @@ def test_the_check_reads_small_files_whole_and_the_first_row_of_others(jsonl, mo
 def test_the_check_neither_needs_the_network_nor_heavy_imports(jsonl):
     path = jsonl([PAIR])
     code = (
-        "import sys; from dschat_lora.config import DataConfig\n"
+        "import sys; from dschat_lora.config.stages import DataConfig\n"
         "from dschat_lora.data.rows import check_sources\n"
         f"check_sources(DataConfig(data_path=({json.dumps(str(path))}, 'org/name')))\n"
         "assert not {'torch', 'numpy', 'pyarrow', 'datasets', 'transformers'} & set(sys.modules)"

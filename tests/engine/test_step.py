@@ -8,14 +8,14 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dschat_lora.config import DpoConfig, RewardConfig
+from dschat_lora.config.stages import DpoConfig, RewardConfig
 from dschat_lora.data.batch import PairCollator, SampleCollator
 from dschat_lora.engine.build import TrainEngine, _buckets
 from dschat_lora.engine.distributed import rank
 from dschat_lora.engine.zero import gather_to_cpu
-from dschat_lora.objective import SUPERVISED, dpo_objective, reward_objective
-from dschat_lora.stage import place
-from dschat_lora.trainer import train_steps
+from dschat_lora.runtime.setup import place
+from dschat_lora.supervised.loop import train_steps
+from dschat_lora.supervised.objectives import SUPERVISED, dpo_objective, reward_objective
 from helpers.runs import engine_settings, release
 from helpers.states import Toy, ToyModel, toy_groups, toy_loss
 from helpers.tiny import ragged_samples

@@ -6,7 +6,7 @@ import sys
 import torch
 
 from dschat_lora.data.batch import PairCollator, SampleCollator
-from dschat_lora.models.trunk import Trunk
+from dschat_lora.models.backbone import Trunk
 from helpers.pairs import ragged_pairs
 from helpers.tiny import ragged_samples, tiny_model
 

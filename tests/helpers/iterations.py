@@ -24,7 +24,7 @@ from dschat_lora.rlhf.pretraining import Pretraining
 from dschat_lora.rlhf.rewards import RewardFunction
 from dschat_lora.rlhf.rollout import response_mask
 from dschat_lora.rlhf.update import Updater
-from dschat_lora.stage import place
+from dschat_lora.runtime.setup import place
 from helpers.roles import Words, config_of, networks_of, roles_of
 from helpers.runs import engine_settings, release
 from helpers.tiny import VOCAB

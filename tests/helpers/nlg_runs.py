@@ -8,18 +8,18 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from dschat_lora.config import LoraConfig
+from dschat_lora.config.stages import LoraConfig
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import data_rank
 from dschat_lora.engine.zero import gather_to_cpu
+from dschat_lora.experiments.nlg.config import NlgConfig, NlgOptimConfig
+from dschat_lora.experiments.nlg.validation import schedule
 from dschat_lora.lora.model import adapter_parameters
 from dschat_lora.lora.rates import parameter_groups
 from dschat_lora.models.causal_lm import CausalLMLoss
-from dschat_lora.nlg.config import NlgConfig, NlgOptimConfig
-from dschat_lora.nlg.plan import schedule
-from dschat_lora.objective import SUPERVISED
-from dschat_lora.stage import adamw_update, place
-from dschat_lora.trainer import train_steps
+from dschat_lora.runtime.setup import adamw_update, place
+from dschat_lora.supervised.loop import train_steps
+from dschat_lora.supervised.objectives import SUPERVISED
 from helpers.runs import engine_settings, load_model, loader
 from helpers.tiny import ragged_samples
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dschat_lora.config import DpoConfig, LoraConfig, ModelConfig, OptimConfig, RewardConfig
+from dschat_lora.config.stages import DpoConfig, LoraConfig, ModelConfig, OptimConfig, RewardConfig
 from dschat_lora.data.batch import PairCollator
 from dschat_lora.data.loader import StepLoader, eval_batches
 from dschat_lora.data.packing import make_rows
@@ -21,10 +21,10 @@ from dschat_lora.lora.model import apply_lora, lora_layers
 from dschat_lora.lora.rates import parameter_groups
 from dschat_lora.models.causal_lm import CausalLMLogprobs, load_config
 from dschat_lora.models.reward_model import RewardModel, load_reward_model
-from dschat_lora.objective import answer_logprobs, dpo_objective, reward_objective
-from dschat_lora.reference import WithReference, logprobs_at, reference_logprobs
-from dschat_lora.stage import place
-from dschat_lora.trainer import evaluate, train_steps
+from dschat_lora.runtime.setup import place
+from dschat_lora.supervised.dpo_reference import WithReference, logprobs_at, reference_logprobs
+from dschat_lora.supervised.loop import evaluate, train_steps
+from dschat_lora.supervised.objectives import answer_logprobs, dpo_objective, reward_objective
 from helpers.runs import (
     LORA,
     RATE,

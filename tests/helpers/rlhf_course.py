@@ -10,16 +10,17 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from data.hand_tokenizers import build_byte_tokenizer
-from dschat_lora.cli.options import parse_config
+from dschat_lora.config.options import parse_config
 from dschat_lora.engine.distributed import rank
 from dschat_lora.engine.zero import gather_to_cpu
 from dschat_lora.lora.model import adapter_parameters
-from dschat_lora.rlhf import course, setup
+from dschat_lora.rlhf import setup
+from dschat_lora.rlhf import train as course
 from dschat_lora.rlhf.config import RlhfConfig
-from dschat_lora.rlhf.preflight import NAME, check_rlhf
 from dschat_lora.rlhf.rollout import Generator
 from dschat_lora.rlhf.update import Updater
-from dschat_lora.run import open_run
+from dschat_lora.rlhf.validation import NAME, check_rlhf
+from dschat_lora.runtime.run import open_run
 from helpers.runs import release
 from helpers.step1 import metrics, write_jsonl
 from helpers.tiny import VOCAB, save_tiny_model
@@ -130,8 +131,8 @@ def train_rlhf(argv, *, layer_by_layer=False):
     config = check_rlhf(parse_config(RlhfConfig, [str(each) for each in argv]))
     with (
         # The process group is the tests'.
-        mock.patch("dschat_lora.run.init_distributed"),
-        mock.patch("dschat_lora.run.shutdown"),
+        mock.patch("dschat_lora.runtime.run.init_distributed"),
+        mock.patch("dschat_lora.runtime.run.shutdown"),
         mock.patch.object(course, "Updater", Watched),
         mock.patch.object(Generator, "__call__", watched),
         too_large if layer_by_layer else nullcontext(),

@@ -10,7 +10,7 @@ import deepspeed
 import torch
 
 from dschat_lora.checkpoint.export import save_adapter, save_merged
-from dschat_lora.config import LoraConfig, ModelConfig, OptimConfig, RunConfig
+from dschat_lora.config.stages import LoraConfig, ModelConfig, OptimConfig, RunConfig
 from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.loader import StepLoader, eval_batches
 from dschat_lora.data.packing import make_rows
@@ -21,12 +21,12 @@ from dschat_lora.engine.zero import gather_to_cpu
 from dschat_lora.lora.model import adapter_parameters, apply_lora
 from dschat_lora.lora.rates import parameter_groups
 from dschat_lora.models.causal_lm import CausalLMLoss, load_causal_lm, load_config
-from dschat_lora.objective import SUPERVISED, BatchLoss, causal_lm_loss
 from dschat_lora.perf.shape import describe
 from dschat_lora.perf.throughput import Meter
 from dschat_lora.report.log import RunLog
-from dschat_lora.stage import place
-from dschat_lora.trainer import Progress, evaluate, fit, make_plan, train_steps
+from dschat_lora.runtime.setup import place
+from dschat_lora.supervised.loop import Progress, evaluate, fit, make_plan, train_steps
+from dschat_lora.supervised.objectives import SUPERVISED, BatchLoss, causal_lm_loss
 from helpers.tensor_parallel import divided, replicas_differ
 from helpers.tiny import LENGTH, ragged_samples
 

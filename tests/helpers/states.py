@@ -14,9 +14,9 @@ from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import rank, world_size
 from dschat_lora.engine.state import EngineState
 from dschat_lora.engine.zero import gather_to_cpu
-from dschat_lora.objective import SUPERVISED
-from dschat_lora.stage import place
-from dschat_lora.trainer import train_steps
+from dschat_lora.runtime.setup import place
+from dschat_lora.supervised.loop import train_steps
+from dschat_lora.supervised.objectives import SUPERVISED
 from helpers.runs import LORA, build, engine_settings, loader, overflowing_at, release
 from helpers.tiny import ragged_samples
 

@@ -8,16 +8,16 @@ from unittest import mock
 
 import torch
 
-from dschat_lora.cli.options import parse_config
-from dschat_lora.config import DpoStageConfig, LoraConfig, ModelConfig, RewardStageConfig
+from dschat_lora.config.options import parse_config
+from dschat_lora.config.stages import DpoStageConfig, LoraConfig, ModelConfig, RewardStageConfig
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import form_grid, rank
+from dschat_lora.generation.fast_kernels import quick_attention, quick_linears
+from dschat_lora.generation.generate import respond
+from dschat_lora.generation.sampling import Responses, Sampling
 from dschat_lora.lora.model import adapter_parameters, apply_lora
 from dschat_lora.lora.parallel import own_part, whole_sequences
 from dschat_lora.models.causal_lm import load_causal_lm, load_config
-from dschat_lora.models.decode import respond
-from dschat_lora.models.quick import quick_attention, quick_linears
-from dschat_lora.models.sampling import Responses, Sampling
 from dschat_lora.rlhf.rollout import Generator
 from helpers.rlhf_course import LETTERS, train_rlhf, vowels
 from helpers.runs import release
@@ -83,8 +83,8 @@ def train_pairs(stage, argv):
     try:
         with (
             # The process group is the tests'.
-            mock.patch("dschat_lora.run.init_distributed"),
-            mock.patch("dschat_lora.run.shutdown"),
+            mock.patch("dschat_lora.runtime.run.init_distributed"),
+            mock.patch("dschat_lora.runtime.run.shutdown"),
             watched_replicas() as (unlike, stepped),
         ):
             script["main"](config)
@@ -147,7 +147,7 @@ def decode(path, *, tensor_parallel=1, sequence_parallel=False):
         apply_lora(model, LoraConfig(lora_dim=4), seed=0)
         _draw_factors(model)
         cached = _responses(model)
-        with mock.patch("dschat_lora.models.decode.takes_cache", return_value=False):
+        with mock.patch("dschat_lora.generation.generate.takes_cache", return_value=False):
             recomputed = _responses(model)
         ids = torch.arange(3, 18)[None]
         with torch.no_grad(), whole_sequences(model):

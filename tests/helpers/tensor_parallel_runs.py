@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from dschat_lora.checkpoint.adapter import load_adapter, lora_config_of
 from dschat_lora.checkpoint.export import save_adapter
-from dschat_lora.config import ModelConfig
+from dschat_lora.config.stages import ModelConfig
 from dschat_lora.engine.distributed import agree, data_world_size, rank
 from dschat_lora.engine.state import EngineState
 from dschat_lora.engine.zero import gather_to_cpu
@@ -17,8 +17,8 @@ from dschat_lora.lora.model import adapter_parameters, apply_lora
 from dschat_lora.lora.parallel import whole_sequences
 from dschat_lora.models.causal_lm import load_causal_lm, load_config
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
-from dschat_lora.objective import SUPERVISED
-from dschat_lora.trainer import train_steps
+from dschat_lora.supervised.loop import train_steps
+from dschat_lora.supervised.objectives import SUPERVISED
 from helpers.runs import (
     LORA,
     NoTokenizer,
@@ -107,7 +107,7 @@ class _Run:
 
 
 def load_lora():
-    from dschat_lora.config import LoraConfig
+    from dschat_lora.config.stages import LoraConfig
 
     return LoraConfig(**LORA)
 

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 from toy import Conv1D, randomise
 
-from dschat_lora.config import LoraConfig
+from dschat_lora.config.stages import LoraConfig
+from dschat_lora.generation.fast_kernels import quick_linears
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.groups import Groups, groups_of_parts, parts_of
 from dschat_lora.lora.layers import LoraConv1D, LoraLinear
@@ -22,7 +23,6 @@ from dschat_lora.lora.model import (
     adapters_disabled,
     apply_lora,
 )
-from dschat_lora.models.quick import quick_linears
 from dschat_lora.models.tensor_parallel import divide
 from dschat_lora.perf.shape import describe
 from helpers.tiny import tiny_model

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dschat_lora.models.trunk import Trunk
+from dschat_lora.models.backbone import Trunk
 
 
 @pytest.fixture(params=["blocks", "dense"])

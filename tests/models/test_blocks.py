@@ -4,16 +4,16 @@ import pytest
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from dschat_lora import objective
-from dschat_lora.config import DpoConfig
+from dschat_lora.config.stages import DpoConfig
 from dschat_lora.data.batch import PairCollator, SampleCollator
-from dschat_lora.models import trunk as trunk_module
+from dschat_lora.models import backbone as trunk_module
+from dschat_lora.models.backbone import Trunk
 from dschat_lora.models.blocks import attend_by_spans
 from dschat_lora.models.causal_lm import CausalLMLogprobs, CausalLMLoss
 from dschat_lora.models.policy import Policy
 from dschat_lora.models.reward_model import RewardModel
-from dschat_lora.models.trunk import Trunk
 from dschat_lora.rlhf.batch import Response, collate
+from dschat_lora.supervised import objectives as objective
 from helpers.pairs import ragged_pairs
 from helpers.tiny import KINDS, ragged_samples, tiny_model
 

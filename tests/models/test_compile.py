@@ -5,13 +5,13 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, OPTConfig
 
-from dschat_lora.config import LoadConfig, LoraConfig
+from dschat_lora.config.stages import LoadConfig, LoraConfig
 from dschat_lora.lora.model import apply_lora
 from dschat_lora.models.build import recompute_blocks
 from dschat_lora.models.causal_lm import CausalLMLoss
 from dschat_lora.models.compile import check_compiler, compile_blocks
 from dschat_lora.models.views import same_weights
-from dschat_lora.preflight import check_compile
+from dschat_lora.runtime.validation import check_compile
 
 
 class Counted:

@@ -5,14 +5,14 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM, Gemma2Config
 
-from dschat_lora import layout
-from dschat_lora.attention import block_causal_mask
-from dschat_lora.config import LoraConfig
+from dschat_lora.algos.segments import block_causal_mask
+from dschat_lora.config.stages import LoraConfig
 from dschat_lora.data.batch import SampleCollator
 from dschat_lora.lora.model import adapter_parameters, apply_lora
+from dschat_lora.models.architecture_checks import head_is_linear, probe
+from dschat_lora.models.backbone import Trunk
 from dschat_lora.models.causal_lm import CausalLMLoss, LinearHead
-from dschat_lora.models.probe import head_is_linear, probe
-from dschat_lora.models.trunk import Trunk
+from dschat_lora.supervised import batching as layout
 from helpers import plain
 from helpers.tiny import KINDS, VOCAB, changing_inputs, ragged_samples, tiny_model
 

@@ -20,19 +20,19 @@ from transformers import (
     MistralConfig,
 )
 
-from dschat_lora.attention import block_causal_mask
+from dschat_lora.algos.segments import block_causal_mask
 from dschat_lora.checkpoint.export import save_adapter, save_merged
-from dschat_lora.config import DpoConfig, LoraConfig, ModelConfig, RewardConfig
+from dschat_lora.config.stages import DpoConfig, LoraConfig, ModelConfig, RewardConfig
 from dschat_lora.data.batch import PairCollator
 from dschat_lora.lora.layers import TrainedModule
 from dschat_lora.lora.model import adapter_parameters, apply_lora
+from dschat_lora.models.architecture_checks import probe
+from dschat_lora.models.backbone import Trunk
 from dschat_lora.models.build import build_causal_lm, build_reward_model
 from dschat_lora.models.causal_lm import CausalLMLogprobs, LogprobHead
-from dschat_lora.models.probe import probe
 from dschat_lora.models.reward_model import RewardModel, init_head_
 from dschat_lora.models.source import find_model
-from dschat_lora.models.trunk import Trunk
-from dschat_lora.objective import (
+from dschat_lora.supervised.objectives import (
     answer_logprobs,
     dpo_objective,
     reward_objective,

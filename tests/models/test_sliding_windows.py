@@ -11,8 +11,8 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from dschat_lora.attention import block_causal_mask
-from dschat_lora.models.trunk import Trunk, attention_windows
+from dschat_lora.algos.segments import block_causal_mask
+from dschat_lora.models.backbone import Trunk, attention_windows
 
 SHAPE = {
     "vocab_size": 40,

@@ -14,11 +14,11 @@ from transformers import (
 )
 
 from dschat_lora.assets import BUNDLED_MODEL
-from dschat_lora.config import DpoConfig, LoraConfig
+from dschat_lora.config.stages import DpoConfig, LoraConfig
 from dschat_lora.data.batch import PairCollator
 from dschat_lora.lora.model import adapter_parameters, apply_lora
 from dschat_lora.models.causal_lm import CausalLMLogprobs
-from dschat_lora.objective import answer_logprobs, dpo_objective
+from dschat_lora.supervised.objectives import answer_logprobs, dpo_objective
 from helpers.pairs import Answers
 
 trl = pytest.importorskip("trl")

@@ -10,9 +10,9 @@ from transformers.integrations import flex_attention as flex_integration
 
 from dschat_lora.data.batch import PairCollator, SampleCollator
 from dschat_lora.data.tokenize import Sample
+from dschat_lora.models import backbone as trunk_module
 from dschat_lora.models import blocks, varlen
-from dschat_lora.models import trunk as trunk_module
-from dschat_lora.models.trunk import Trunk
+from dschat_lora.models.backbone import Trunk
 from helpers.pairs import ragged_pairs
 from helpers.tiny import VOCAB, ragged_samples, tiny_model
 

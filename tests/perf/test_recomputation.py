@@ -5,10 +5,10 @@ import json
 
 import pytest
 
-from dschat_lora import memory
-from dschat_lora.cli.options import parse_config
-from dschat_lora.config import SupervisedConfig
+from dschat_lora.config.options import parse_config
+from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.rlhf.config import RlhfConfig
+from dschat_lora.runtime import memory
 
 ONE = "gradient_checkpointing"
 ACTOR, CRITIC = "actor_gradient_checkpointing", "critic_gradient_checkpointing"

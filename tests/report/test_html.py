@@ -26,14 +26,13 @@ from dschat_lora.report.charts import (
 from dschat_lora.report.html import (
     POLICY,
     STYLE,
-    StageStory,
     duration,
     operations,
     phases_of,
-    read_story,
     render_report,
     write_report,
 )
+from dschat_lora.report.story import StageStory, read_story
 
 ATTACK = (
     "</title></style></svg><script>alert(1)</script><img src=x onerror=alert(1)>\"' onclick='x' "

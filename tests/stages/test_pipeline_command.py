@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from dschat_lora.pipeline import course
+from dschat_lora.pipeline import run as course
 from helpers.launcher import ROOT
 
 pytestmark = pytest.mark.stage

@@ -18,9 +18,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from dschat_lora.assets import BUNDLED_DATA, BUNDLED_MODEL
 from dschat_lora.checkpoint.adapter_config import accept_adapter
-from dschat_lora.cli.options import run_main
-from dschat_lora.config import DpoStageConfig, RewardStageConfig, SupervisedConfig
-from dschat_lora.preflight import DPO, REWARD, SFT, check_supervised
+from dschat_lora.config.options import run_main
+from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, SupervisedConfig
+from dschat_lora.runtime.validation import DPO, REWARD, SFT, check_supervised
 from helpers.launcher import STEP1
 from helpers.step1 import ROOT, metrics, run, write_adapter_config, write_jsonl
 
@@ -727,7 +727,7 @@ def test_wrong_request_for_scores_is_one_line(home, command, reward, argv, parts
 def test_scores_whose_reader_has_gone_end_quietly(home, reward):
     argv = ["score", "--model_name_or_path", "output/reward", "--data_path", "held.jsonl"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "dschat_lora.cli.main", *argv],
+        [sys.executable, "-m", "dschat_lora.__main__", *argv],
         cwd=home,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

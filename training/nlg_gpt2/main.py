@@ -9,30 +9,29 @@ Without a verb it trains. The loss is taken on the text and its end-of-sequence 
 
 import sys
 
-from dschat_lora.cli.options import chosen_verb, run_main
-from dschat_lora.nlg.config import DecodeConfig, EvaluateConfig, NlgConfig
-from dschat_lora.nlg.plan import check_training
-from dschat_lora.nlg.preflight import check_decode, check_evaluate
+from dschat_lora.config.options import chosen_verb, run_main
+from dschat_lora.experiments.nlg.config import DecodeConfig, EvaluateConfig, NlgConfig
+from dschat_lora.experiments.nlg.validation import check_decode, check_evaluate, check_training
 
 
 def train(config: NlgConfig) -> None:
     """Train, evaluate and save, from a checked config."""
     # Imported here, so that a wrong option is reported without waiting for torch.
-    from dschat_lora.nlg.training import run_training
+    from dschat_lora.experiments.nlg.train import run_training
 
     run_training(config)
 
 
 def decode(config: DecodeConfig) -> None:
     """Write a text to every meaning, from a checked config."""
-    from dschat_lora.nlg.decode import run_decode
+    from dschat_lora.experiments.nlg.decode import run_decode
 
     run_decode(config)
 
 
 def evaluate(config: EvaluateConfig) -> None:
     """Compare texts with their references, from a checked config."""
-    from dschat_lora.nlg.evaluate import run_evaluate
+    from dschat_lora.experiments.nlg.evaluate import run_evaluate
 
     run_evaluate(config)
 

@@ -7,9 +7,9 @@ Rows come from the hub, or from local files (--data_dir, --train_file). What is 
 LoRA factors and the head; without --apply_lora every weight.
 """
 
-from dschat_lora.cli.options import run_main
-from dschat_lora.glue.check import check_glue, describe_plan, fix_environment
-from dschat_lora.glue.config import GlueConfig
+from dschat_lora.config.options import run_main
+from dschat_lora.experiments.glue.config import GlueConfig
+from dschat_lora.experiments.glue.validation import check_glue, describe_plan, fix_environment
 
 
 def main(config: GlueConfig) -> None:
@@ -19,7 +19,7 @@ def main(config: GlueConfig) -> None:
         return
     fix_environment(config.seed)
     # Imported here, so that a wrong option is reported without waiting for torch.
-    from dschat_lora.glue.train import run_glue
+    from dschat_lora.experiments.glue.train import run_glue
 
     run_glue(config)
 

@@ -6,32 +6,34 @@ Without --model_name_or_path and --data_path the bundled tiny model and data are
 is taken on completions and their end-of-sequence token only.
 """
 
-from dschat_lora.cli.options import run_main
-from dschat_lora.config import SupervisedConfig
-from dschat_lora.preflight import check_supervised
+from dschat_lora.config.options import run_main
+from dschat_lora.config.stages import SupervisedConfig
+from dschat_lora.runtime.validation import check_supervised
 
 
 def main(config: SupervisedConfig) -> None:
     """Train, evaluate and save, from a checked config."""
     # Imported here, so that a wrong option is reported without waiting for torch.
-    from dschat_lora import course, layout, stage
     from dschat_lora.models.build import build_causal_lm
     from dschat_lora.models.causal_lm import CausalLMLoss
-    from dschat_lora.objective import SUPERVISED
-    from dschat_lora.run import open_run
+    from dschat_lora.runtime.run import open_run
+    from dschat_lora.supervised import batching
+    from dschat_lora.supervised import setup as stage
+    from dschat_lora.supervised import train as course
+    from dschat_lora.supervised.objectives import SUPERVISED
 
     with open_run(config, name="sft", check=check_supervised) as output:
         setup = stage.set_up(output, build_causal_lm, phase=1, kind="samples", task="CAUSAL_LM")
         if output.directory is None:
             return  # a dry run
         engine = stage.build_engine(setup, CausalLMLoss(setup.adapted.model))
-        layout.settle_head(engine, len(setup.tokenizer), output)
-        arrangement = layout.arrange_samples(setup, engine)
+        batching.settle_head(engine, len(setup.tokenizer), output)
+        arrangement = batching.arrange_samples(setup, engine)
         train, held_out = setup.data.train, setup.data.eval
         course.train(
             setup,
             engine,
-            layout.train_loader(setup, train, arrangement),
+            batching.train_loader(setup, train, arrangement),
             SUPERVISED,
             course.make_evaluator(setup, engine, held_out, arrangement, SUPERVISED),
             answers=course.make_answers(setup, engine),

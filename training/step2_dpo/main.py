@@ -8,9 +8,9 @@ answer. Without --model_name_or_path and --data_path the bundled tiny model and 
 
 from functools import partial
 
-from dschat_lora.cli.options import run_main
-from dschat_lora.config import DpoStageConfig
-from dschat_lora.preflight import DPO, check_supervised
+from dschat_lora.config.options import run_main
+from dschat_lora.config.stages import DpoStageConfig
+from dschat_lora.runtime.validation import DPO, check_supervised
 
 check = partial(check_supervised, rules=DPO)
 
@@ -18,11 +18,13 @@ check = partial(check_supervised, rules=DPO)
 def main(config: DpoStageConfig) -> None:
     """Train, evaluate and save, from a checked config."""
     # Imported here, so that a wrong option is reported without waiting for torch.
-    from dschat_lora import course, layout, stage
     from dschat_lora.models.build import build_causal_lm
     from dschat_lora.models.causal_lm import CausalLMLogprobs
-    from dschat_lora.reference import make_reference
-    from dschat_lora.run import open_run
+    from dschat_lora.runtime.run import open_run
+    from dschat_lora.supervised import batching
+    from dschat_lora.supervised import setup as stage
+    from dschat_lora.supervised import train as course
+    from dschat_lora.supervised.dpo_reference import make_reference
 
     with open_run(config, name="dpo", check=check) as output:
         setup = stage.set_up(output, build_causal_lm, phase=2, kind="pairs", task="CAUSAL_LM")
@@ -33,14 +35,14 @@ def main(config: DpoStageConfig) -> None:
 
         stage.note_unused_margins(setup)
         engine = stage.build_engine(setup, CausalLMLogprobs(setup.adapted.model))
-        layout.settle_head(engine, len(setup.tokenizer), output)
-        arrangement = layout.arrange_pairs(setup, engine, options.pairs)
+        batching.settle_head(engine, len(setup.tokenizer), output)
+        arrangement = batching.arrange_pairs(setup, engine, options.pairs)
         reference = make_reference(setup, engine, arrangement, options.dpo)
         objective = reference.objective
         course.train(
             setup,
             engine,
-            layout.train_loader(setup, reference.train, arrangement),
+            batching.train_loader(setup, reference.train, arrangement),
             objective,
             course.make_evaluator(setup, engine, reference.eval, arrangement, objective),
             answers=course.make_answers(setup, engine),

@@ -8,9 +8,9 @@ Rows have a prompt, a chosen and a rejected answer, perhaps with a margin. Witho
 
 from functools import partial
 
-from dschat_lora.cli.options import run_main
-from dschat_lora.config import RewardStageConfig
-from dschat_lora.preflight import REWARD, check_supervised
+from dschat_lora.config.options import run_main
+from dschat_lora.config.stages import RewardStageConfig
+from dschat_lora.runtime.validation import REWARD, check_supervised
 
 check = partial(check_supervised, rules=REWARD)
 
@@ -18,11 +18,13 @@ check = partial(check_supervised, rules=REWARD)
 def main(config: RewardStageConfig) -> None:
     """Train, evaluate and save, from a checked config."""
     # Imported here, so that a wrong option is reported without waiting for torch.
-    from dschat_lora import course, layout, stage
     from dschat_lora.models.build import build_reward_model
     from dschat_lora.models.reward_model import RewardModel
-    from dschat_lora.objective import reward_objective
-    from dschat_lora.run import open_run
+    from dschat_lora.runtime.run import open_run
+    from dschat_lora.supervised import batching
+    from dschat_lora.supervised import setup as stage
+    from dschat_lora.supervised import train as course
+    from dschat_lora.supervised.objectives import reward_objective
 
     with open_run(config, name="reward", check=check) as output:
         setup = stage.set_up(output, build_reward_model, phase=2, kind="pairs", task="SEQ_CLS")
@@ -34,13 +36,13 @@ def main(config: RewardStageConfig) -> None:
         if options.reward.reward_loss != "bradley_terry":
             stage.note_unused_margins(setup)
         engine = stage.build_engine(setup, RewardModel(setup.adapted.model))
-        arrangement = layout.arrange_pairs(setup, engine, options.pairs)
+        arrangement = batching.arrange_pairs(setup, engine, options.pairs)
         objective = reward_objective(options.reward)
         train, held_out = setup.data.train, setup.data.eval
         course.train(
             setup,
             engine,
-            layout.train_loader(setup, train, arrangement),
+            batching.train_loader(setup, train, arrangement),
             objective,
             course.make_evaluator(setup, engine, held_out, arrangement, objective),
         )

@@ -7,22 +7,22 @@ The reference is the actor as it is before training. Rows bring prompts; answers
 read. With no model and no data named, the bundled ones are used and the bundled world judges.
 """
 
-from dschat_lora.cli.options import run_main
+from dschat_lora.config.options import run_main
 from dschat_lora.rlhf.config import RlhfConfig
-from dschat_lora.rlhf.preflight import NAME, check_rlhf
+from dschat_lora.rlhf.validation import NAME, check_rlhf
 
 
 def main(config: RlhfConfig) -> None:
     """Train, evaluate and save, from a checked config."""
     # Imported here, so that a wrong option is reported without waiting for torch.
-    from dschat_lora.rlhf import course, setup
-    from dschat_lora.run import open_run
+    from dschat_lora.rlhf import setup, train
+    from dschat_lora.runtime.run import open_run
 
     with open_run(config, name=NAME, check=check_rlhf) as output:
         ready = setup.set_up(output)
         if output.directory is None:
             return  # a dry run
-        course.train(ready, setup.build_engines(ready))
+        train.train(ready, setup.build_engines(ready))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,124 @@
+"""What the Trainer says, into metrics.jsonl and onto the terminal."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from dschat_lora.experiments.glue.config import GlueConfig
+from dschat_lora.report.log import RunLog
+
+_MISMATCHED = "eval_mm_"
+
+
+class Watch(TrainerCallback):  # type: ignore[misc]  # transformers is untyped
+    """Writes a line of ``metrics.jsonl`` for each thing the Trainer logs.
+
+    Attributes:
+        metrics: of the newest evaluation, by the Trainer's names, as of :attr:`step`.
+        first_step: after which training began.
+    """
+
+    def __init__(
+        self,
+        log: RunLog,
+        config: GlueConfig,
+        *,
+        begin: Callable[[], None],
+        rows: Callable[[], int],
+    ) -> None:
+        """Prepare to write.
+
+        Args:
+            log: of the run.
+            config: checked.
+            begin: called when training begins, with a checkpoint loaded.
+            rows: trained on so far, by all processes.
+        """
+        self._log, self._task, self._lora = log, config.task, config.apply_lora
+        self._begin, self._rows = begin, rows
+        self._last, self._last_step, self._last_rows = time.monotonic(), 0, 0
+        self.first_step = 0
+        self.step = -1
+        self.metrics: dict[str, float] = {}
+
+    def on_train_begin(
+        self, settings: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any
+    ) -> None:
+        """Count seconds of a step from here."""
+        self._begin()
+        self.first_step = self._last_step = state.global_step
+        self._last = time.monotonic()
+        self._log.expect(state.max_steps, state.global_step)
+
+    def on_step_end(
+        self, settings: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any
+    ) -> None:
+        """Move the progress bar."""
+        self._log.advance()
+
+    def on_log(
+        self,
+        settings: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any],
+        **more: Any,
+    ) -> None:
+        """One line for a training step or an evaluation; the Trainer's summary is passed over."""
+        step = state.global_step
+        if any(name.startswith("eval_") for name in logs):
+            self._evaluated(step, logs)
+        elif "loss" in logs:
+            self._trained(step, state.max_steps, logs)
+
+    def _trained(self, step: int, total: int, logs: dict[str, Any]) -> None:
+        now, steps, rows = time.monotonic(), max(step - self._last_step, 1), self._rows()
+        seconds, samples = now - self._last, rows - self._last_rows
+        fields = {
+            **{name: logs.get(name) for name in ("epoch", "loss", "learning_rate", "grad_norm")},
+            "lora_learning_rate": logs.get("learning_rate") if self._lora else None,
+            "samples": samples / steps,
+            "step_seconds": seconds / steps,
+            "samples_per_second": samples / seconds,
+        }
+        self._last, self._last_step, self._last_rows = now, step, rows
+        self._log.write("train", step, fields)
+        self._log.say(
+            f"step {step:>{len(str(total))}}/{total}  loss {fields['loss']:.4f}  "
+            f"lr {fields['learning_rate']:.2e}  grad {fields['grad_norm'] or 0:.3g}  "
+            f"{fields['step_seconds']:.2f} s"
+        )
+
+    def _evaluated(self, step: int, logs: dict[str, Any]) -> None:
+        mismatched = any(name.startswith(_MISMATCHED) for name in logs)
+        prefix = _MISMATCHED if mismatched else "eval_"
+        found = {n.removeprefix(prefix): v for n, v in logs.items() if n.startswith(prefix)}
+        names = ["loss", *self._task.measures]
+        names += ["combined_score"] if "combined_score" in found else []
+        self.metrics = (self.metrics if step == self.step else {}) | {
+            prefix + name: found[name] for name in names
+        }
+        self.step = step
+        label = "mm_" if mismatched else ""
+        fields = {"epoch": logs.get("epoch"), **{label + name: found[name] for name in names}}
+        self._log.write("eval", step, fields)
+        shown = "  ".join(f"{name} {found[name]:.4f}" for name in [*names[1:], "loss"])
+        self._log.say(f"eval after step {step}{' (mismatched)' if mismatched else ''}: {shown}")
+        self._last = time.monotonic()
+
+
+def lines_until(path: Path, step: int) -> tuple[int, float]:
+    """How many lines of a log were written up to ``step``, and the time of the last of them."""
+    count, seconds = 0, 0.0
+    if not path.is_file():
+        return 0, 0.0
+    for line in path.read_bytes().splitlines(keepends=True):
+        # A run that was killed may have left half a line.
+        if not line.endswith(b"\n") or (record := json.loads(line))["step"] > step:
+            break
+        count, seconds = count + 1, record["time"]
+    return count, seconds

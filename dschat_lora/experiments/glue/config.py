@@ -1,0 +1,155 @@
+"""Options of GLUE with transformers' Trainer, under the Trainer's own names."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from dschat_lora.config.options import given_options, hidden, option
+from dschat_lora.config.stages import require
+from dschat_lora.experiments.glue.tasks import TASKS, GlueTask, TaskName
+
+Strategy = Literal["no", "steps", "epoch"]
+_AT_LEAST_ONE = (
+    *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
+    *("logging_steps", "save_steps", "max_seq_length"),
+)
+
+
+@dataclass(frozen=True)
+class GlueConfig:
+    """Fine-tune a pretrained encoder on one GLUE task, with LoRA or in full."""
+
+    # names of the original and of an older Trainer
+    spellings: ClassVar[Mapping[str, str]] = {
+        "cls_dropout": "classifier_dropout",
+        "evaluation_strategy": "eval_strategy",
+    }
+
+    model_name_or_path: str = option(
+        help="hub name or local directory of the base model, or the output directory of an "
+        "earlier run, whose adapter is gone on with"
+    )
+    task_name: TaskName = option(help="one of the nine GLUE tasks")
+
+    # Data.
+    data_dir: str | None = option(
+        None, help="directory of GLUE's own train.tsv and dev.tsv; the hub's nyu-mll/glue if absent"
+    )
+    train_file: str | None = option(None, help="rows to train on (.tsv .jsonl .csv .parquet)")
+    validation_file: str | None = option(None, help="rows to evaluate on; MNLI: the matched ones")
+    validation_mismatched_file: str | None = option(None, help="MNLI's mismatched rows")
+    test_file: str | None = option(None, help="rows of --do_predict")
+    test_mismatched_file: str | None = option(None, help="MNLI's mismatched rows of --do_predict")
+    bad_rows: Literal["stop", "skip"] = option(
+        "stop", help="on a row that cannot be used: stop, or count it and go on"
+    )
+    max_seq_length: int = option(128, help="tokens of an input; longer ones are cut")
+    pad_to_max_length: bool = option(
+        False, help="pad every input to --max_seq_length, not to the longest of its batch"
+    )
+    max_train_samples: int | None = option(None, help="train on the first N rows alone")
+    max_eval_samples: int | None = option(None, help="evaluate on the first N rows alone")
+
+    # What is trained.
+    apply_lora: bool = option(False, help="train LoRA factors and the head (no-: every weight)")
+    lora_r: int = option(8, help="rank of the update")
+    lora_alpha: float = option(16.0, help="the update is scaled by lora_alpha / lora_r")
+    lora_dropout: float = option(0.0, help="dropout on the adapter's input, in [0, 1)")
+    lora_init: Literal["uniform", "normal"] = option(
+        "uniform",
+        help="distribution of A at the start: U(+-1/sqrt(in)), or N(0, 0.02) as in the original's "
+        "DeBERTa",
+    )
+    target_modules: tuple[str, ...] = option(
+        (), help="layers to adapt; query and value of RoBERTa and DeBERTa-v2 when absent"
+    )
+    lora_path: str | None = option(
+        None,
+        help="factors and head to start from: an adapter directory, the output directory of a "
+        "run, or a file of LoRA weights; a head of other shape is dropped",
+    )
+    classifier_dropout: float | None = option(
+        None, help="dropout of the head, in [0, 1); the model's own when absent"
+    )
+    trust_remote_code: bool = option(False, help="run model code that comes with a hub repository")
+
+    # The Trainer's.
+    do_train: bool = option(True, help="train (no-: evaluate what is there)")
+    do_eval: bool = option(True, help="evaluate at the end")
+    do_predict: bool = option(False, help="write predictions for the test rows at the end")
+    learning_rate: float = option(5e-5, help="peak learning rate")
+    lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = option(
+        "linear", help="shape of the schedule"
+    )
+    num_train_epochs: float = option(3.0, help="passes over the training rows")
+    max_steps: int = option(-1, help="optimizer steps instead of epochs; -1: by epochs")
+    per_device_train_batch_size: int = option(8, help="rows of a process at a time")
+    per_device_eval_batch_size: int = option(8, help="rows evaluated by a process at a time")
+    gradient_accumulation_steps: int = option(1, help="batches of an optimizer step")
+    warmup_ratio: float = option(0.0, help="share of the steps to warm up over, rounded up")
+    warmup_steps: int = option(0, help="steps to warm up over, instead of --warmup_ratio")
+    weight_decay: float = option(0.0, help="decay of all but biases and LayerNorm")
+    adam_beta1: float = option(0.9, help="decay of the first moment")
+    adam_beta2: float = option(0.999, help="decay of the second moment")
+    adam_epsilon: float = option(1e-8, help="added to the root of the second moment")
+    max_grad_norm: float = option(1.0, help="clip gradients to this norm; 0: do not")
+    eval_strategy: Strategy = option("no", help="when to evaluate, besides the end")
+    eval_steps: int | None = option(None, help="steps between; default: as --logging_steps")
+    save_strategy: Strategy = option("steps", help="when to write checkpoint-N")
+    save_steps: int = option(500, help="steps between checkpoints of --save_strategy steps")
+    save_total_limit: int | None = option(None, help="newest checkpoints kept; all when absent")
+    logging_steps: int = option(500, help="steps between lines of training")
+    fp16: bool = option(False, help="compute in fp16, with a scaled loss")
+    bf16: bool = option(False, help="compute in bf16")
+    gradient_checkpointing: bool = option(
+        False, help="recompute activations in the backward pass instead of keeping them"
+    )
+    dataloader_num_workers: int = option(0, help="processes that prepare batches")
+    deepspeed: str | None = option(None, help="DeepSpeed JSON, such as configs/ds/zero2.json")
+
+    # Where it goes, and how often the same.
+    seed: int = option(42, help="seed of the head, the factors, the order and dropout")
+    use_deterministic_algorithms: bool = option(
+        False, help="refuse operations whose result depends on timing"
+    )
+    output_dir: str | None = option(
+        None, help="what the run writes; default: the first free of output/glue-TASK, -2, -3, ..."
+    )
+    overwrite_output_dir: bool = option(
+        False, help="delete what an earlier run left in --output_dir"
+    )
+    resume_from_checkpoint: str | None = option(
+        None,
+        help="go on from a checkpoint: latest (of --output_dir), a checkpoint-N, or a run's "
+        "directory; options not typed are those of its run",
+    )
+    dry_run: bool = option(False, help="check options and data, print, and stop")
+
+    given: frozenset[str] = given_options()
+    rejected: tuple[str, ...] = hidden(())  # newer checkpoints than the one gone on from, and why
+
+    def __post_init__(self) -> None:
+        for name in _AT_LEAST_ONE:
+            require(getattr(self, name) >= 1, name, getattr(self, name), ">= 1")
+        for name in ("eval_steps", "save_total_limit", "max_train_samples", "max_eval_samples"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, name, value, ">= 1")
+        for name in ("classifier_dropout", "lora_dropout"):
+            value = getattr(self, name)
+            require(value is None or 0 <= value < 1, name, value, "in [0, 1)")
+        for name in ("weight_decay", "max_grad_norm", "warmup_steps", "dataloader_num_workers"):
+            require(getattr(self, name) >= 0, name, getattr(self, name), ">= 0")
+        require(self.learning_rate > 0, "learning_rate", self.learning_rate, "> 0")
+        require(self.lora_r >= 1, "lora_r", self.lora_r, ">= 1")
+        require(self.lora_alpha > 0, "lora_alpha", self.lora_alpha, "> 0")
+        require(0 <= self.warmup_ratio < 1, "warmup_ratio", self.warmup_ratio, "in [0, 1)")
+        wanted = "> 0; --no-do_train evaluates alone"
+        require(self.num_train_epochs > 0, "num_train_epochs", self.num_train_epochs, wanted)
+        require(self.max_steps == -1 or self.max_steps >= 1, "max_steps", self.max_steps, ">= 1")
+        # What PYTHONHASHSEED takes.
+        require(0 <= self.seed < 2**32, "seed", self.seed, "in [0, 2**32)")
+
+    @property
+    def task(self) -> GlueTask:
+        """The task's columns, labels and measures."""
+        return TASKS[self.task_name]

@@ -1,0 +1,436 @@
+"""One GLUE task from its options to its results, by transformers' Trainer."""
+
+import gc
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import transformers
+from torch import Tensor
+from transformers import (
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
+
+from dschat_lora.checkpoint.extract import empty_classifier, write_trained
+from dschat_lora.checkpoint.lora_only import LoraOnly
+from dschat_lora.checkpoint.staging import write_whole
+from dschat_lora.config.options import fail, flatten
+from dschat_lora.experiments.glue.callback import Watch, lines_until
+from dschat_lora.experiments.glue.config import GlueConfig
+from dschat_lora.experiments.glue.data import Split, find_files, read_hub, read_split
+from dschat_lora.experiments.glue.features import collator, tokenize
+from dschat_lora.experiments.glue.metrics import predictions, task_metrics
+from dschat_lora.experiments.glue.model import (
+    build_model,
+    lora_settings,
+    max_positions,
+    trained_tensors,
+)
+from dschat_lora.experiments.glue.tasks import GlueTask
+from dschat_lora.experiments.glue.validation import clear_results, earlier_results
+from dschat_lora.report.directory import abandon_directory, claim_directory
+from dschat_lora.report.log import RunLog, jsonable
+from dschat_lora.report.record import RunRecord, environment
+from dschat_lora.report.terminal import in_words
+
+ResultT = TypeVar("ResultT")
+Rows = list[dict[str, Any]]
+
+
+class GlueTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
+    """The Trainer, whose evaluation takes MNLI's mismatched rows too, as ``eval_mm_*``.
+
+    Attributes:
+        mismatched: these rows.
+        rows: trained on so far, by all processes.
+    """
+
+    mismatched: Rows | None = None
+    rows: Tensor | int = 0
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Tensor | int | None]:
+        """The batches of a step and the number of its rows, which is added up."""
+        batches, rows = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self.rows = self.rows + (0 if rows is None else rows)
+        return batches, rows
+
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """The measures of both kinds of rows, under names of their own."""
+        metrics: dict[str, float] = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        if eval_dataset is None and self.mismatched is not None:
+            metrics |= super().evaluate(self.mismatched, ignore_keys, f"{metric_key_prefix}_mm")
+        return metrics
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where a run writes; every rank holds one, rank 0's is active."""
+
+    directory: Path
+    log: RunLog
+    record: RunRecord
+
+
+def run_glue(config: GlueConfig) -> None:
+    """Train, evaluate, predict and save, from a checked config; call on every rank."""
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    with _ended_in_words() as opened:
+        _run(config, opened)
+    _leave_group()
+
+
+def _run(config: GlueConfig, opened: list[Output]) -> None:
+    """The whole run; what it makes, the Trainer above all, is gone when it returns."""
+    settings = training_arguments(config)
+    with _output(config, settings) as output:
+        opened.append(output)
+        trainer, splits, tokenizer = build_trainer(config, settings, output)
+        if config.do_train:
+            _train(trainer, config, output)
+            _save(trainer, config, tokenizer, output)
+        if config.do_eval:
+            _evaluate(trainer, output)
+        if config.do_predict:
+            _predict(trainer, config, splits, tokenizer, output)
+        output.record.update({"status": "finished"})
+        output.log.sync()
+        output.record.check()
+
+
+def _leave_group() -> None:
+    """End the process group, after all ranks; nothing of DDP may live any more.
+
+    DDP would drop the last reference to the group with the GIL held, while the group's thread may
+    need the GIL to end.
+    """
+    if dist.is_initialized():
+        gc.collect()  # the Trainer and its callbacks refer to each other
+        dist.barrier()  # nobody leaves while another still waits for an answer
+        dist.destroy_process_group()
+
+
+def training_arguments(config: GlueConfig) -> TrainingArguments:
+    """The options in the Trainer's words; joins the process group of a launcher.
+
+    Raises:
+        ValueError: on fp16 without a GPU, where the Trainer would compute in fp32.
+    """
+    if config.fp16 and not torch.accelerator.is_available():
+        raise ValueError("--fp16 needs a GPU; --bf16 computes on the CPU too")
+    if config.deepspeed is not None:
+        from dschat_lora.engine.distributed import init_distributed
+
+        init_distributed()  # also where no launcher has set anything
+    same = (
+        *("do_train", "do_eval", "do_predict", "learning_rate", "lr_scheduler_type", "seed"),
+        *("num_train_epochs", "max_steps", "per_device_train_batch_size", "weight_decay"),
+        *("per_device_eval_batch_size", "gradient_accumulation_steps", "adam_beta1"),
+        *("adam_beta2", "adam_epsilon", "max_grad_norm", "eval_strategy", "eval_steps"),
+        *("save_strategy", "save_steps", "save_total_limit", "logging_steps", "fp16", "bf16"),
+        "dataloader_num_workers",
+    )
+    settings = TrainingArguments(
+        output_dir=config.output_dir or "output",
+        **{name: getattr(config, name) for name in same},
+        # Below 1 it is a share of the steps, rounded up.
+        warmup_steps=config.warmup_steps or config.warmup_ratio,
+        optim="adamw_torch",
+        # Every trainable parameter takes part in every step.
+        ddp_find_unused_parameters=False,
+        deepspeed=None if config.deepspeed is None else deepspeed_settings(Path(config.deepspeed)),
+        # Without this word the Trainer leaves out the processes of a launcher.
+        use_cpu=not torch.accelerator.is_available(),
+        dataloader_pin_memory=torch.accelerator.is_available(),
+        report_to="none",
+        disable_tqdm=True,
+    )
+    if settings.n_gpu > 1:
+        settings._n_gpu = 1  # processes share work out, not threads of one process
+    return settings
+
+
+def deepspeed_settings(path: Path) -> dict[str, Any]:
+    """A DeepSpeed JSON for the Trainer, which fills its ``"auto"`` fields.
+
+    Those of the loss scale it does not know; without them DeepSpeed takes its own defaults.
+    """
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    scale = content.get("fp16", {})
+    content["fp16"] = {n: v for n, v in scale.items() if v != "auto" or n == "enabled"}
+    return content
+
+
+def build_trainer(
+    config: GlueConfig, settings: TrainingArguments, output: Output
+) -> tuple[GlueTrainer, dict[str, Split], PreTrainedTokenizerBase]:
+    """The Trainer with model, rows and measures, and what it was made from."""
+    say = output.log.say
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    torch.use_deterministic_algorithms(config.use_deterministic_algorithms)
+    set_seed(config.seed)
+    splits = _read(config)
+    tokenizer = AutoTokenizer.from_pretrained(
+        config.model_name_or_path, trust_remote_code=config.trust_remote_code
+    )
+    model = build_model(config, say=say)
+    most = tokenizer.model_max_length = min(tokenizer.model_max_length, max_positions(model.config))
+    if config.max_seq_length > most:
+        say(f"note: inputs are cut after {most} tokens, all that {config.model_name_or_path} takes")
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    rows = {name: tokenize(split.examples, tokenizer, config) for name, split in splits.items()}
+    trainer = GlueTrainer(
+        model=model,
+        args=settings,
+        train_dataset=rows.get("train"),
+        eval_dataset=rows.get("validation"),
+        data_collator=collator(tokenizer, config),
+        processing_class=tokenizer,
+        compute_loss_func=partial(mean_loss, config.task),
+        compute_metrics=lambda found: task_metrics(config.task, found.predictions, found.label_ids),
+    )
+    trainer.add_callback(
+        Watch(
+            output.log,
+            config,
+            begin=lambda: _begin(config, output),
+            rows=lambda: int(trainer.rows),
+        )
+    )
+    trainer.mismatched = rows.get("validation_mismatched")
+    trainer.remove_callback(PrinterCallback)
+    _describe(config, model, splits, output)
+    return trainer, splits, tokenizer
+
+
+def mean_loss(
+    task: GlueTask, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None
+) -> Tensor:
+    """This batch's share of the mean loss over all rows of an optimizer step.
+
+    Left to itself the Trainer takes a classifier's loss for one that is divided already: its
+    gradients are as many times too large as there are processes and accumulated batches.
+
+    Args:
+        task: cross-entropy, or the squared error of a regression.
+        outputs: with logits (B, outputs).
+        labels: (B,).
+        num_items_in_batch: rows of the step, on all processes; None: those of this batch.
+    """
+    logits = outputs.logits.float()
+    if task.is_regression:
+        total = F.mse_loss(logits[:, 0], labels.float(), reduction="sum")
+    else:
+        total = F.cross_entropy(logits, labels, reduction="sum")
+    return total / (len(labels) if num_items_in_batch is None else num_items_in_batch)
+
+
+def _read(config: GlueConfig) -> dict[str, Split]:
+    splits = {}
+    for name, path in find_files(config).items():
+        limits = {"train": config.max_train_samples, "validation": config.max_eval_samples}
+        most = limits.get(name.removesuffix("_mismatched"))
+        if path is None:
+            splits[name] = read_hub(config, name, first=most)
+        else:
+            splits[name] = read_split(path, config, name, first=most)
+    return splits
+
+
+def _describe(
+    config: GlueConfig, model: PreTrainedModel, splits: dict[str, Split], output: Output
+) -> None:
+    """Say and record what is trained, and on what."""
+    total = sum(p.numel() for p in model.parameters())
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    factors = sum(p.numel() for name, p in model.named_parameters() if ".lora_" in name)
+    data = {
+        name: {"source": each.source, "rows": len(each.examples), "skipped": len(each.skipped)}
+        for name, each in splits.items()
+    }
+    parameters = {"total": total, "trainable": trainable, "lora": factors}
+    output.record.update({"data": data, "parameters": parameters})
+    adapter = f": LoRA {factors:,}, head {trainable - factors:,}" if config.apply_lora else ""
+    output.log.say(f"trained: {trainable:,} of {total:,} parameters{adapter}")
+    for name, each in splits.items():
+        skipped = f", {len(each.skipped):,} skipped ({each.skipped[0]})" if each.skipped else ""
+        output.log.say(f"{name}: {len(each.examples):,} rows of {each.source}{skipped}")
+
+
+def _train(trainer: GlueTrainer, config: GlueConfig, output: Output) -> None:
+    done = trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
+    if _watch_of(trainer).first_step == trainer.state.global_step:
+        output.log.say("trained: the run was at its end already")
+        return
+    output.log.write("event", trainer.state.global_step, {"name": "trained"})
+    trainer.save_metrics("train", jsonable(done.metrics))
+    trainer.save_state()
+
+
+def _watch_of(trainer: GlueTrainer) -> Watch:
+    return next(each for each in trainer.callback_handler.callbacks if isinstance(each, Watch))
+
+
+def _evaluate(trainer: GlueTrainer, output: Output) -> None:
+    """Measures after the last step, which the Trainer may have taken already."""
+    watch = _watch_of(trainer)
+    if watch.step != trainer.state.global_step:
+        trainer.evaluate()
+    trainer.save_metrics("eval", jsonable(watch.metrics))
+    output.record.update({"results": watch.metrics})
+
+
+def _predict(
+    trainer: GlueTrainer,
+    config: GlueConfig,
+    splits: dict[str, Split],
+    tokenizer: PreTrainedTokenizerBase,
+    output: Output,
+) -> None:
+    """Write the label found for each test row."""
+    for name, task in (("test", config.task_name), ("test_mismatched", "mnli-mm")):
+        if name not in splits:
+            continue
+        rows = tokenize(splits[name].examples, tokenizer, config)
+        found = predictions(config.task, trainer.predict(rows).predictions)
+        if trainer.is_world_process_zero():
+            _write_predictions(output.directory / f"predict_results_{task}.txt", config, found)
+
+
+def _write_predictions(path: Path, config: GlueConfig, found: np.ndarray) -> None:
+    labels = config.task.labels
+    words = [labels[int(each)] for each in found] if labels else [f"{each:.3f}" for each in found]
+    lines = ["index\tprediction", *(f"{number}\t{word}" for number, word in enumerate(words))]
+    write_whole(path, "\n".join(lines) + "\n")
+
+
+def _save(
+    trainer: GlueTrainer,
+    config: GlueConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    output: Output,
+) -> None:
+    """The adapter with its head, or after full fine-tuning the model."""
+    if not config.apply_lora:
+        trainer.save_model(str(output.directory / "model"))
+        output.log.say(f"model: {output.directory / 'model'}")
+        return
+    if not trainer.is_world_process_zero():
+        return
+    model, directory = trainer.model, output.directory / "adapter"
+    tensors = {name: p.detach().float().cpu() for name, p in trained_tensors(model).items()}
+    write_trained(
+        directory,
+        LoraOnly(directory, config.lora_r, tensors, None),
+        lora_settings(model, config),
+        empty_classifier(model.config),
+        base_model_name_or_path=config.model_name_or_path,
+        write_more=tokenizer.save_pretrained,
+    )
+    output.log.say(f"adapter: {directory}")
+
+
+@contextmanager
+def _output(config: GlueConfig, settings: TrainingArguments) -> Iterator[Output]:
+    """The run's directory, log and record; rank 0 makes and writes them."""
+    active = settings.process_index == 0
+    log = RunLog(None, active=active)
+    directory = Path(_agree(lambda: str(_directory(config)), settings))
+    settings.output_dir = str(directory)
+    goes_on = config.resume_from_checkpoint is not None
+    if active:
+        log = RunLog(directory, active=True, earlier=goes_on)
+    with log:
+        record = RunRecord(directory, active=active, earlier=goes_on)
+        record.update({"stage": "glue", "status": "running", **environment()})
+        record.update({"world_size": settings.world_size, "config": flatten(config)})
+        log.say(f"output: {directory}")
+        yield Output(directory, log, record)
+
+
+def _directory(config: GlueConfig) -> Path:
+    if config.resume_from_checkpoint is not None:
+        path = Path(config.output_dir or Path(config.resume_from_checkpoint).parent)
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+    directory = claim_directory(config.output_dir, name=f"glue-{config.task_name}")
+    clear_results(directory)
+    return directory
+
+
+def _begin(config: GlueConfig, output: Output) -> None:
+    """Where a run goes on: take back what was logged after the checkpoint, which is loaded."""
+    if config.resume_from_checkpoint is None:
+        return
+    checkpoint, log = Path(config.resume_from_checkpoint), output.log
+    for reason in config.rejected:
+        log.say(f"note: checkpoint rejected: {reason}")
+    step = json.loads((checkpoint / "trainer_state.json").read_text("utf-8"))["global_step"]
+    story = checkpoint.parent / "metrics.jsonl"
+    num_lines, seconds = lines_until(story, step)
+    elsewhere = story.parent.resolve() != output.directory.resolve()
+    log.rewind(num_lines=num_lines, seconds=seconds, step=step, source=story if elsewhere else None)
+    output.record.release()
+    log.say(f"resumed after step {step} from {checkpoint}")
+
+
+def _agree(function: Callable[[], ResultT], settings: TrainingArguments) -> ResultT:
+    """What ``function`` returns, or raises, on rank 0, which alone calls it; on every rank."""
+    box: list[Any] = [None, None]
+    if settings.process_index == 0:
+        try:
+            box[0] = function()
+        except (ValueError, OSError) as error:
+            box[1] = error
+    if dist.is_initialized():
+        dist.broadcast_object_list(box, 0, device=settings.device)
+    if box[1] is not None:
+        raise box[1]
+    result: ResultT = box[0]
+    return result
+
+
+@contextmanager
+def _ended_in_words() -> Iterator[list[Output]]:
+    """Record how a run ended; what a user or the machine can cause ends it as one line."""
+    opened: list[Output] = []
+    try:
+        yield opened
+    except BaseException as error:
+        if opened:
+            opened[0].record.update({"status": f"failed: {type(error).__name__}: {error}"})
+        if os.environ.get("DSCHAT_LORA_TRACEBACK"):
+            raise
+        if isinstance(error, ValueError):
+            first = os.environ.get("RANK", "0") == "0"
+            if opened and first and not earlier_results(opened[0].directory):
+                abandon_directory(opened[0].directory)
+            fail(in_words(error))
+        if isinstance(error, KeyboardInterrupt):
+            fail("stopped by SIGINT", code=130)
+        if isinstance(error, OSError | torch.OutOfMemoryError):
+            fail(in_words(error), code=1, from_any_rank=True)
+        raise

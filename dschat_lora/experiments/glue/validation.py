@@ -1,0 +1,198 @@
+"""What can be found wrong with the options of a GLUE run before torch is imported."""
+
+import json
+import os
+import shutil
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from dschat_lora.checkpoint.adapter_config import (
+    is_adapter_directory,
+    read_adapter_config,
+    verify_adapter,
+)
+from dschat_lora.config.options import flatten
+from dschat_lora.data.rows import SMALL_FILE
+from dschat_lora.experiments.glue.config import GlueConfig
+from dschat_lora.experiments.glue.data import find_files, read_split
+from dschat_lora.experiments.glue.resume import checkpoints, settle
+from dschat_lora.models.source import find_model
+from dschat_lora.report.directory import check_idle, leftovers
+from dschat_lora.report.terminal import say_once
+from dschat_lora.runtime.validation import check_can_be_made, is_first_rank
+
+_RESULTS = ("all_results.json", "eval_results.json", "train_results.json", "trainer_state.json")
+
+
+def check_glue(config: GlueConfig) -> GlueConfig:
+    """The config with paths and a checkpoint to resume from settled.
+
+    Raises:
+        ValueError: at the first thing that cannot work, naming option, value and remedy.
+    """
+    source = find_model(config.model_name_or_path)
+    if source.adapter is not None and config.lora_path is not None:
+        raise ValueError(
+            f"--model_name_or_path names the adapter {source.adapter}, and --lora_path another"
+        )
+    start = config.lora_path or source.adapter
+    config = settle(
+        replace(
+            config,
+            model_name_or_path=source.base,
+            lora_path=None if start is None else str(adapter_place(str(start)).resolve()),
+        )
+    )
+    _check_packages()
+    _check_together(config)
+    config = _with_settings_of_adapter(config)
+    for split, path in find_files(config).items():
+        if path is not None:
+            small = path.stat().st_size <= SMALL_FILE
+            read_split(path, config, split, first=None if small else 100)
+    _check_deepspeed(config)
+    _check_output_dir(config)
+    return config
+
+
+def adapter_place(name: str) -> Path:
+    """The adapter directory or the file of weights behind ``--lora_path``.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path
+    for candidate in (path, path / "adapter"):
+        if is_adapter_directory(candidate):
+            verify_adapter(candidate)
+            return candidate
+    found = "holds no adapter" if path.is_dir() else "does not exist"
+    raise ValueError(
+        f"--lora_path {name} {found}; give an adapter directory, the output directory of a run, "
+        "or a file of LoRA weights"
+    )
+
+
+def fix_environment(seed: int) -> None:
+    """Set what has to be there before Python hashes and CUDA starts; may start Python anew.
+
+    ``PYTHONHASHSEED`` counts only from the start of the interpreter. What is set already stays.
+    """
+    # The workspace that makes cuBLAS repeatable; read when CUDA starts.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if "PYTHONHASHSEED" not in os.environ:
+        os.environ["PYTHONHASHSEED"] = str(seed)
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def clear_results(directory: Path) -> None:
+    """Delete what an earlier run left that :func:`claim_directory` does not know."""
+    for path in earlier_results(directory):
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def earlier_results(directory: Path) -> list[Path]:
+    """The Trainer's checkpoints, results and predictions in ``directory``."""
+    results = [directory / name for name in _RESULTS if (directory / name).is_file()]
+    return [*checkpoints(directory), *results, *directory.glob("predict_results_*.txt")]
+
+
+def _check_packages() -> None:
+    for package in ("accelerate", "scipy", "sklearn"):
+        if find_spec(package) is None:
+            raise ValueError(f"GLUE needs {package}: pip install 'dschat_lora[glue]'")
+
+
+def _check_together(config: GlueConfig) -> None:
+    if config.fp16 and config.bf16:
+        raise ValueError("--fp16 and --bf16 contradict each other; give one")
+    if not (config.do_train or config.do_eval or config.do_predict):
+        raise ValueError("--no-do_train and --no-do_eval leave nothing to do; add --do_predict")
+    if not config.do_train and config.resume_from_checkpoint:
+        raise ValueError("--resume_from_checkpoint goes on with training, not with --no-do_train")
+    if config.warmup_steps and config.warmup_ratio:
+        raise ValueError(
+            f"--warmup_steps {config.warmup_steps} and --warmup_ratio {config.warmup_ratio:g} "
+            "contradict each other; give one"
+        )
+    lora_only = ("lora_r", "lora_alpha", "lora_dropout", "lora_init", "target_modules")
+    given = [name for name in (*lora_only, "lora_path") if name in config.given]
+    if given and not config.apply_lora:
+        raise ValueError(f"--{given[0]} has no effect without --apply_lora")
+
+
+def _with_settings_of_adapter(config: GlueConfig) -> GlueConfig:
+    """The config with the rank and alpha of the adapter it starts from, where none are typed."""
+    if config.lora_path is None or config.resume_from_checkpoint is not None:
+        return config
+    if not config.apply_lora:
+        raise ValueError(f"the adapter {config.lora_path} needs --apply_lora")
+    if not Path(config.lora_path).is_dir():
+        return config
+    adapter = read_adapter_config(config.lora_path)
+    found: dict[str, Any] = {"lora_r": adapter.r, "lora_alpha": adapter.lora_alpha}
+    return replace(config, **{n: v for n, v in found.items() if n not in config.given})
+
+
+def _check_deepspeed(config: GlueConfig) -> None:
+    path = config.deepspeed
+    if path is None:
+        return
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--deepspeed {path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"--deepspeed {path} must hold a JSON object")
+    zero = content.get("zero_optimization")
+    if isinstance(zero, dict) and zero.get("stage") == 3:
+        raise ValueError(
+            f"--deepspeed {path} asks for ZeRO stage 3, which this command does not do; use stage "
+            "2 or lower"
+        )
+    if not config.do_train:
+        raise ValueError("--deepspeed is for training; leave it out with --no-do_train")
+
+
+def _check_output_dir(config: GlueConfig) -> None:
+    if config.output_dir is None or not is_first_rank():
+        return
+    path = Path(config.output_dir).expanduser()
+    if path.is_file():
+        raise ValueError(f"--output_dir {config.output_dir} is a file, not a directory")
+    check_can_be_made(path)
+    check_idle(path)
+    earlier = [*leftovers(path), *earlier_results(path)]
+    checkpoint = config.resume_from_checkpoint
+    if not earlier or (checkpoint and Path(checkpoint).parent.resolve() == path.resolve()):
+        return
+    names = ", ".join(each.name for each in earlier)
+    if not config.overwrite_output_dir:
+        raise ValueError(
+            f"--output_dir {path} holds an earlier run ({names}); choose another directory, go on "
+            "with that run by --resume_from_checkpoint latest, or delete it with "
+            "--overwrite_output_dir"
+        )
+    if not (path / "run.json").is_file():
+        raise ValueError(
+            f"--output_dir {path} holds {names} but no run.json: no run wrote that, and "
+            "--overwrite_output_dir deletes runs only; choose another directory"
+        )
+    for start in filter(None, (config.lora_path, config.model_name_or_path)):
+        place = Path(start).resolve()
+        if any(each.resolve() in (place, *place.parents) for each in earlier):
+            raise ValueError(
+                f"--overwrite_output_dir would delete {start}, which the run starts from"
+            )
+
+
+def describe_plan(config: GlueConfig) -> None:
+    """Show the resolved options, for a dry run."""
+    for name, value in flatten(config).items():
+        if value is not None:
+            say_once(f"{name}: {value}")

@@ -1,0 +1,78 @@
+"""All metrics of written texts, in one table."""
+
+import json
+import os
+import re
+from dataclasses import asdict
+from pathlib import Path
+
+from dschat_lora.checkpoint.staging import write_whole
+from dschat_lora.config.options import fail
+from dschat_lora.experiments.nlg.config import EvaluateConfig, Profile
+from dschat_lora.experiments.nlg.metrics import METRICS, Score
+from dschat_lora.experiments.nlg.validation import Prediction, chosen_predictions
+from dschat_lora.report.terminal import in_words, say_once, table
+
+# References of a meaning at most, as the published scores were made; 0: all.
+PUBLISHED_REFERENCES: dict[Profile, int] = {"e2e": 0, "webnlg": 6, "dart": 6}
+
+
+def run_evaluate(config: EvaluateConfig) -> None:
+    """Print the table of all metrics, and write it as JSON where a file is named.
+
+    An error of the disk ends the process as one line. Of several processes the first one works.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        return
+    try:
+        predictions = chosen_predictions(config)
+        limit = config.ref_num
+        if limit is None:
+            limit = PUBLISHED_REFERENCES[config.profile]
+        predictions = prepared(predictions, config.profile, limit=limit)
+        references = sum(len(each.references) for each in predictions)
+        say_once(
+            f"{len(predictions):,} meanings, {references:,} references, {config.profile}, "
+            f"{config.filter}"
+        )
+        scores = evaluate(predictions)
+        rows = [(name, f"{score.value:.4f}", score.signature) for name, score in scores.items()]
+        for line in table(("metric", "score", "how"), rows):
+            say_once(line)
+        if config.output_path is not None:
+            report = {
+                "predictions": config.predictions,
+                "profile": config.profile,
+                "filter": config.filter,
+                "meanings": len(predictions),
+                "references": references,
+                "metrics": {name: asdict(score) for name, score in scores.items()},
+            }
+            write_whole(Path(config.output_path).expanduser(), json.dumps(report, indent=2) + "\n")
+    except (ValueError, OSError) as error:
+        fail(in_words(error), code=1 if isinstance(error, OSError) else 2)
+
+
+def evaluate(predictions: list[Prediction]) -> dict[str, Score]:
+    """Every metric by its name."""
+    hypotheses = [each.text for each in predictions]
+    references = [each.references for each in predictions]
+    return {name: metric(hypotheses, references) for name, metric in METRICS.items()}
+
+
+def prepared(predictions: list[Prediction], profile: Profile, *, limit: int) -> list[Prediction]:
+    """The texts as the profile compares them, each with its first ``limit`` references (0: all)."""
+    clean = str if profile == "e2e" else split_lower
+    return [
+        Prediction(
+            clean(each.text),
+            tuple(clean(reference) for reference in each.references[: limit or None]),
+            each.category,
+        )
+        for each in predictions
+    ]
+
+
+def split_lower(text: str) -> str:
+    """Lower case, every sign that is no letter, digit or underscore apart (microsoft/LoRA)."""
+    return " ".join(" ".join(re.split(r"(\W)", text.lower())).split())

@@ -1,0 +1,55 @@
+"""Training GPT-2 to put data into words: the common loop, with a smoothed loss and LoRA files."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from dschat_lora.checkpoint.lora_only import write_lora_only
+from dschat_lora.engine.distributed import on_rank_zero
+from dschat_lora.engine.zero import gather_to_cpu
+from dschat_lora.experiments.nlg.config import NlgConfig
+from dschat_lora.experiments.nlg.validation import check_training, in_optimizer_steps, schedule
+from dschat_lora.lora.model import adapter_parameters
+from dschat_lora.models.build import build_causal_lm
+from dschat_lora.models.causal_lm import CausalLMLoss
+from dschat_lora.runtime.run import open_run
+from dschat_lora.supervised import batching as layout
+from dschat_lora.supervised import setup as stage
+from dschat_lora.supervised import train as course
+from dschat_lora.supervised.objectives import SUPERVISED
+from dschat_lora.supervised.setup import Setup
+
+
+def run_training(config: NlgConfig) -> None:
+    """Train, evaluate and save, from a checked config."""
+    with open_run(config, name="nlg", check=check_training) as output:
+        setup = stage.set_up(output, build_causal_lm, phase=1, kind="samples", task="CAUSAL_LM")
+        directory = output.directory
+        if directory is None:
+            return  # a dry run
+        settled = setup.config
+        assert isinstance(settled, NlgConfig)
+        setup = replace(setup, config=in_optimizer_steps(settled))
+        network = CausalLMLoss(setup.adapted.model, label_smoothing=settled.label_smoothing)
+        engine = stage.build_engine(setup, network)
+        layout.settle_head(engine, len(setup.tokenizer), output)
+        arrangement = layout.arrange_samples(setup, engine)
+        course.train(
+            setup,
+            engine,
+            layout.train_loader(setup, setup.data.train, arrangement),
+            SUPERVISED,
+            course.make_evaluator(setup, engine, setup.data.eval, arrangement, SUPERVISED),
+            answers=course.make_answers(setup, engine),
+            schedule=schedule(settled),
+            beside=lambda step: save_factors(setup, directory / "lora", step),
+        )
+
+
+def save_factors(setup: Setup, directory: Path, step: int) -> None:
+    """Write the trained LoRA tensors alone, in loralib's layout; call on every rank."""
+    adapted = setup.adapted
+    if adapted.lora.lora_dim == 0:
+        return
+    tensors = gather_to_cpu(adapter_parameters(adapted.model))
+    path = directory / f"step-{step:08d}.safetensors"
+    on_rank_zero(lambda: write_lora_only(path, tensors, adapted.lora, base=setup.source.base))

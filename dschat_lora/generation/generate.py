@@ -1,0 +1,189 @@
+"""Responses of a causal language model to prompts, many at a time, one token a step."""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from dschat_lora.generation.batch_state import (
+    CachedRows,
+    RecomputedRows,
+    Rows,
+    cuda_graphs,
+    in_shards,
+    takes_cache,
+)
+from dschat_lora.generation.fast_kernels import quick_attention, quick_linears
+from dschat_lora.generation.sampling import Responses, Sampling
+from dschat_lora.lora.parallel import group_of, whole_sequences
+
+GPU_POLL = 16  # steps between two looks at which sequences have ended
+
+
+@torch.no_grad()
+def decode(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    *,
+    seeds: Sequence[Sequence[int]],
+    eos_ids: Collection[int],
+    pad_id: int,
+    device: torch.device,
+    keep_going: Callable[[bool], bool] | None = None,
+) -> list[list[list[int]]]:
+    """Of each prompt its responses, each up to and including its end-of-sequence token.
+
+    A response is a function of the model, the prompt, its seed and ``sampling``, whatever else
+    is computed beside it, up to the rounding of the model's logits.
+
+    Args:
+        model: a transformers causal language model in evaluation mode, adapters unmerged.
+        prompts: token ids; prompt and response together must fit the model's positions.
+        sampling: how tokens are chosen, and how many.
+        seeds: of each prompt one for each wanted response, the same number everywhere.
+        eos_ids: tokens that end a response.
+        pad_id: any token, for places that no result depends on.
+        device: where the model computes.
+        keep_going: where every rank must run the same number of forward passes, as sharded
+            weights need it: called once a step with whether this rank is done, it tells
+            whether any has work left. Call on every rank then.
+
+    Raises:
+        ValueError: if a prompt is empty, or the seeds are not as many for each prompt.
+    """
+    copies = _copies(prompts, seeds)
+    flat = [seed for each in seeds for seed in each]
+    responses = Responses(flat, sampling, eos_ids=eos_ids, device=device)
+    respond(model, prompts, responses, pad_id=pad_id, device=device, keep_going=keep_going)
+    found = responses.tokens()
+    return [found[i : i + copies] for i in range(0, len(found), copies)]
+
+
+@torch.no_grad()
+def respond(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    responses: Responses,
+    *,
+    pad_id: int,
+    device: torch.device,
+    keep_going: Callable[[bool], bool] | None = None,
+) -> None:
+    """Fill ``responses``, as many to each prompt, prompt after prompt; arguments as :func:`decode`.
+
+    Raises:
+        ValueError: if a prompt is empty.
+    """
+    _check_fits(model, prompts, responses.limit)
+    if not prompts and keep_going is None:
+        return
+    copies = responses.size // max(1, len(prompts))
+    rows = _rows(model, prompts, responses, copies=copies, pad_id=pad_id, device=device)
+    with _quickly(model):
+        _run(model, rows, responses, pad_id=pad_id, device=device, keep_going=keep_going)
+
+
+@contextmanager
+def _quickly(model: Any) -> Iterator[None]:
+    with ExitStack() as stack:
+        stack.enter_context(whole_sequences(model))
+        if not in_shards(model):
+            stack.enter_context(quick_linears(model))
+        if takes_cache(model):
+            stack.enter_context(quick_attention(model))
+        yield
+
+
+def _run(
+    model: Any,
+    rows: Rows | None,
+    responses: Responses,
+    *,
+    pad_id: int,
+    device: torch.device,
+    keep_going: Callable[[bool], bool] | None,
+) -> None:
+    """Choose tokens until every sequence has ended, here and, with ``keep_going``, elsewhere."""
+    chosen = 0
+    while True:
+        if rows is None:
+            _idle(model, pad_id, device)
+        elif chosen == 0:
+            rows.start()
+        else:
+            rows.step()
+        chosen += 1
+        if rows is not None:
+            rows = _living(rows, responses, chosen, device)
+        done = rows is None
+        if not (keep_going(done) if keep_going else not done):
+            break
+
+
+def _copies(prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]]) -> int:
+    """Responses to each prompt."""
+    counts = {len(each) for each in seeds}
+    if len(seeds) != len(prompts) or len(counts) > 1 or 0 in counts:
+        raise ValueError(
+            f"seeds must be one list for each of {len(prompts)} prompts, all of one length of at "
+            f"least 1; found {len(seeds)} lists of lengths {sorted(counts)}"
+        )
+    return max(counts, default=1)
+
+
+def _check_fits(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    assert not model.training, "responses are decoded in evaluation mode"
+    empty = [index for index, prompt in enumerate(prompts) if not len(prompt)]
+    if empty:
+        raise ValueError(f"prompt {empty[0]} is empty; a response needs a token to follow")
+    limit = getattr(model.config, "max_position_embeddings", None)
+    longest = max((len(prompt) for prompt in prompts), default=0)
+    assert limit is None or longest + max_new_tokens <= limit, (
+        f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the model's "
+        f"{limit} positions"
+    )
+
+
+def _rows(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    responses: Responses,
+    *,
+    copies: int,
+    pad_id: int,
+    device: torch.device,
+) -> Rows | None:
+    if not prompts:
+        return None
+    options: dict[str, Any] = {"copies": copies, "pad_id": pad_id, "device": device}
+    if not takes_cache(model):
+        return RecomputedRows(model, prompts, responses, **options)
+    if device.type == "cuda":
+        # Exchanges between ranks have not been seen in a graph.
+        replays = not in_shards(model) and group_of(model) is None
+        options |= {"buckets": True, "record": cuda_graphs() if replays else None}
+    return CachedRows(model, prompts, responses, **options)
+
+
+def _living(rows: Rows, responses: Responses, chosen: int, device: torch.device) -> Rows | None:
+    """The rows without what has ended; None where that is all.
+
+    A GPU is asked every few steps only: it would have to be waited for.
+    """
+    if chosen == responses.limit:
+        return None
+    if device.type == "cuda" and chosen % GPU_POLL:
+        return rows
+    finished = responses.finished.tolist()
+    alive = [not finished[sequence] for sequence in rows.sequences]
+    if not any(alive):
+        return None
+    rows.keep(alive)
+    return rows
+
+
+def _idle(model: Any, pad_id: int, device: torch.device) -> None:
+    """A forward pass of one token, for the sake of ranks that have work left."""
+    model(input_ids=torch.tensor([[pad_id]], device=device), use_cache=False)

@@ -1,0 +1,135 @@
+"""Cheap checks on the user's own model before anything is trained on it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from dschat_lora.lora.parallel import whole_sequences
+from dschat_lora.models.backbone import Trunk
+
+# Relative errors allowed. The same kernels run on rows of one shape, so that a sample's states
+# may not move with its neighbours; packed and alone the kernels differ, and round differently.
+_LEAK = {torch.float32: 1e-5, torch.bfloat16: 1e-3, torch.float16: 1e-3}
+_ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.05}
+_LENGTHS = (7, 5, 9)
+
+
+@dataclass(frozen=True)
+class ProbeReport:
+    """Relative errors found, and what follows from them."""
+
+    leak_error: float  # hidden states of a packed sample when the ones before it change
+    packing_error: float  # hidden states of packed samples against each sample alone
+    branch_leak_error: float  # hidden states of a tree's second branch when the first changes
+    tree_error: float  # hidden states of the two branches of a tree against each sequence alone
+    packing_is_exact: bool  # samples of a packed row do not see each other
+    tree_is_exact: bool  # nor do branches, which see what they begin with
+
+
+@torch.no_grad()
+def probe(trunk: Trunk, *, vocab_size: int, device: torch.device) -> ProbeReport:
+    """Run three short random samples packed, as a tree, and alone; call on every rank.
+
+    Args:
+        trunk: of a model in evaluation mode.
+        vocab_size: ids below it are drawn.
+        device: where the model computes.
+    """
+    with whole_sequences(trunk.model):
+        return _probe(trunk, vocab_size, device)
+
+
+def _probe(trunk: Trunk, vocab_size: int, device: torch.device) -> ProbeReport:
+    samples, others = (_draw(vocab_size, device, seed=seed) for seed in (0, 1))
+    others[-1] = samples[-1]
+    start, first, second = samples
+    alone = torch.cat([_alone(trunk, sample) for sample in samples])
+    sequences = torch.cat([_alone(trunk, torch.cat([start, x])) for x in (first, second)])
+    try:
+        packed, changed = (trunk(**_packed(row))[0].float() for row in (samples, others))
+        tree, changed_tree = (
+            trunk(**_tree(start, x, second))[0].float() for x in (first, others[1])
+        )
+    except (RuntimeError, ValueError, TypeError, IndexError):
+        # an architecture that takes no mask of ours
+        packed = changed = tree = changed_tree = torch.full_like(alone, float("inf"))
+    last = slice(-len(second), None)
+    along = torch.cat([tree[: -len(second)], tree[: len(start)], tree[last]])
+    leak_error, branch_leak_error = (
+        _relative(y[last], x[last]) for x, y in ((packed, changed), (tree, changed_tree))
+    )
+    packing_error, tree_error = _relative(packed, alone), _relative(along, sequences)
+    leak, rounding = _LEAK[trunk.model.dtype], _ROUNDING[trunk.model.dtype]
+    return ProbeReport(
+        leak_error,
+        packing_error,
+        branch_leak_error,
+        tree_error,
+        packing_is_exact=leak_error <= leak and packing_error <= rounding,
+        tree_is_exact=branch_leak_error <= leak and tree_error <= rounding,
+    )
+
+
+@torch.no_grad()
+def head_error(model: PreTrainedModel, *, vocab_size: int, device: torch.device) -> float:
+    """Relative difference of the output embedding's logits from the model's own, on a sample.
+
+    0 where logits are the output embedding applied to hidden states; call on every rank.
+    """
+    sample = _draw(vocab_size, device, seed=0)[0][None]
+    with whole_sequences(model):
+        hidden = model.base_model(input_ids=sample, use_cache=False)[0]
+        logits = model(input_ids=sample, use_cache=False).logits
+        own = model.get_output_embeddings()(hidden)
+    return _relative(own.float(), logits.float())
+
+
+def head_is_linear(model: PreTrainedModel, *, vocab_size: int, device: torch.device) -> bool:
+    """Whether :func:`head_error` is no more than rounding; call on every rank."""
+    error = head_error(model, vocab_size=vocab_size, device=device)
+    return error <= _ROUNDING[model.dtype]
+
+
+def _draw(vocab_size: int, device: torch.device, *, seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randint(0, vocab_size, (length,), generator=generator).to(device)
+        for length in _LENGTHS
+    ]
+
+
+def _packed(samples: list[Tensor]) -> dict[str, Any]:
+    numbers = [torch.full_like(sample, i) for i, sample in enumerate(samples, start=1)]
+    positions = [torch.arange(len(sample), device=sample.device) for sample in samples]
+    return {
+        "input_ids": torch.cat(samples)[None],
+        "position_ids": torch.cat(positions)[None],
+        "segment_ids": torch.cat(numbers)[None],
+    }
+
+
+def _tree(start: Tensor, *branches: Tensor) -> dict[str, Any]:
+    parts = [start, *branches]
+    input_ids = torch.cat(parts)[None]
+    order = [torch.arange(len(part), device=start.device) for part in parts]
+    positions = [order[0], *(each + len(start) for each in order[1:])]
+    return {
+        "input_ids": input_ids,
+        "position_ids": torch.cat(positions)[None],
+        "segment_ids": torch.ones_like(input_ids),
+        "branch_ids": torch.cat([torch.full_like(p, i) for i, p in enumerate(parts)])[None],
+    }
+
+
+def _alone(trunk: Trunk, sample: Tensor) -> Tensor:
+    """(n, H) hidden states by the model's own masks and positions."""
+    hidden: Tensor = trunk.model.base_model(input_ids=sample[None], use_cache=False)[0]
+    return hidden[0].float()
+
+
+def _relative(value: Tensor, reference: Tensor) -> float:
+    error = (value - reference).norm() / reference.norm().clamp(min=1e-12)
+    return float("inf") if not torch.isfinite(error) else float(error)

@@ -1,0 +1,174 @@
+"""A transformers model up to its last hidden states, on rows that hold several sequences."""
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from dschat_lora.algos.segments import Spans, block_causal_mask, find_spans, lengthened
+from dschat_lora.lora.parallel import group_of
+from dschat_lora.models.blocks import understand_spans
+from dschat_lora.models.flex import flex_mask
+from dschat_lora.models.varlen import fits, has_varlen
+
+
+class Trunk:
+    """Runs the model below its head, every sequence of a row by itself.
+
+    Attributes:
+        model: the whole transformers model.
+        own_mask: let the model make its mask from which positions are padding, for
+            architectures that take no other; rows must hold one sequence each.
+        by_spans: whether the model's layers can be told which tokens are a sequence.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self._windows = attention_windows(model.config)
+        self.own_mask = self._windows is None
+        self.by_spans = self._windows is not None and _takes_spans(model, self._windows)
+        if self.by_spans:
+            understand_spans()
+        self._group = group_of(model)
+        accepted = inspect.signature(model.base_model.forward).parameters
+        self._takes_positions = "position_ids" in accepted
+
+    def __call__(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        segment_ids: Tensor,
+        branch_ids: Tensor | None = None,
+        spans: Spans | None = None,
+    ) -> Tensor:
+        """(B, T, H) last hidden states; all but spans (B, T) as in ``Batch`` or ``PairBatch``.
+
+        Args:
+            input_ids: tokens.
+            position_ids: their places in their sequences.
+            segment_ids: their samples.
+            branch_ids: their branches; None: there are no trees.
+            spans: the batch's; None: they are found, for which the device is waited for.
+        """
+        if self.skips_padding(input_ids.device):
+            spans = find_spans(segment_ids, branch_ids) if spans is None else spans
+            if spans.lengths:
+                return self._by_spans(input_ids, position_ids, spans)
+        width = input_ids.shape[1]
+        extra = self._lacking(width)
+        rows = [_longer(x, extra) for x in (input_ids, position_ids, segment_ids, branch_ids)]
+        inputs = self.inputs(*rows)
+        hidden: Tensor = self.model.base_model(**inputs).last_hidden_state
+        return hidden[:, :width]
+
+    def _lacking(self, count: int) -> int:
+        """Tokens to add for ranks that compute as many each."""
+        if self._group is None or not self._group.sequence_parallel:
+            return 0
+        return -count % self._group.size
+
+    def skips_padding(self, device: torch.device) -> bool:
+        """Whether real tokens alone are computed on ``device``, each among its sequence.
+
+        A GPU without a kernel for that takes less time for a dense mask than for many calls.
+        """
+        kernel = has_varlen(device, self.model.dtype) and _suits_kernel(self.model.config)
+        fast = device.type == "cpu" or kernel
+        return fast and self.by_spans and not self.own_mask
+
+    def _by_spans(self, input_ids: Tensor, position_ids: Tensor, spans: Spans) -> Tensor:
+        """As :meth:`__call__`; zeros on padding, which is not computed."""
+        tokens = _real(input_ids, spans)
+        count = tokens.shape[1]
+        extra = self._lacking(count)
+        inputs: dict[str, Any] = {
+            "input_ids": _longer(tokens, extra),
+            # Of this shape, it keeps the model from making one.
+            "attention_mask": input_ids.new_zeros(1, 1, 1, 1),
+            "spans": lengthened(spans, extra),
+            "use_cache": False,
+        }
+        if self._takes_positions:
+            inputs["position_ids"] = _longer(_real(position_ids, spans), extra)
+        hidden: Tensor = self.model.base_model(**inputs).last_hidden_state[0, :count]
+        if spans.places is not None:
+            rows = hidden.new_zeros(input_ids.numel(), hidden.shape[-1])
+            hidden = rows.index_copy(0, spans.places, hidden)
+        return hidden.view(*input_ids.shape, -1)
+
+    def inputs(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        segment_ids: Tensor,
+        branch_ids: Tensor | None = None,
+    ) -> dict[str, Any]:
+        """Keyword arguments that make the model treat the rows so."""
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": self._mask(position_ids, segment_ids, branch_ids),
+            "use_cache": False,
+        }
+        return inputs | ({"position_ids": position_ids} if self._takes_positions else {})
+
+    def _mask(self, position_ids: Tensor, segment_ids: Tensor, branch_ids: Tensor | None) -> Any:
+        """What the model takes as ``attention_mask``: one mask, or one for each kind of layer."""
+        if self.own_mask or self._windows is None:
+            return (segment_ids > 0).long()
+        if self.model.config._attn_implementation == "flex_attention":
+            make: Callable[..., Any] = partial(flex_mask, segment_ids, position_ids)
+        else:
+            positions = None if branch_ids is None else position_ids
+            dtype = self.model.dtype
+            make = partial(block_causal_mask, segment_ids, dtype, position_ids=positions)
+        masks = {k: make(window=w, branch_ids=branch_ids) for k, w in self._windows.items()}
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def _takes_spans(model: Any, windows: dict[str, int | None]) -> bool:
+    """Whether every layer passes on what it is not made for, and tells its window if it has one.
+
+    That is what transformers means by support of its backends, and of flash attention.
+    """
+    backend = bool(getattr(model, "_supports_attention_backend", False))
+    tells = windows == {"full_attention": None} or getattr(model, "_supports_flash_attn", False)
+    return model.config._attn_implementation == "sdpa" and backend and bool(tells)
+
+
+def _suits_kernel(config: Any) -> bool:
+    """Whether the kernel for sequences has what layers of this architecture ask for."""
+    heads = getattr(config, "num_attention_heads", None) or 1
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    options = ("attention_dropout", "attn_pdrop", "attn_logit_softcapping")
+    return fits(size) and not any(getattr(config, name, None) for name in options)
+
+
+def _longer(values: Any, extra: int) -> Any:
+    """(B, T + extra) of (B, T), with zeros: padding where they are segments."""
+    return values if values is None or not extra else nn.functional.pad(values, (0, extra))
+
+
+def _real(values: Tensor, spans: Spans) -> Tensor:
+    """(1, N) of (B, T): those that are no padding."""
+    flat = values.flatten()
+    return (flat if spans.places is None else flat.index_select(0, spans.places))[None]
+
+
+def attention_windows(config: PretrainedConfig) -> dict[str, int | None] | None:
+    """Sliding window of each kind of attention layer, None for all that precedes.
+
+    Returns:
+        ``{kind: window}`` by transformers' names of kinds; None where the model has layers
+        whose mask is none of ours (linear, chunked, ...).
+    """
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if kinds - {"full_attention", "sliding_attention"}:
+        return None
+    window = getattr(config, "sliding_window", None)
+    if window is None or not getattr(config, "use_sliding_window", True):
+        return {"full_attention": None}
+    return {k: None if k == "full_attention" else window for k in kinds or {"sliding_attention"}}

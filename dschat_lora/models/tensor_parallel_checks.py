@@ -1,0 +1,175 @@
+"""Whether a tensor group can divide a model, told from options and configuration alone.
+
+Imports nothing heavy, so that numbers that do not fit are reported at once.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dschat_lora.config.stages import LoadConfig, LoraConfig, ModelConfig
+
+# Architectures whose blocks are known to read what enters a block's part in column layers alone.
+KINDS = ("gpt2", "gpt_neox", "llama", "mistral", "opt", "qwen2", "qwen3")
+# Names of embeddings and output heads of these, which are divided by the vocabulary.
+_VOCABULARIES = ("embed_in", "embed_out", "embed_tokens", "lm_head", "wte")
+_SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the ranks of a tensor group have to divide; None where it is not said."""
+
+    heads: int | None
+    key_heads: int | None
+    mlp: int | None
+
+    def named(self) -> dict[str, int]:
+        """Those that are said, in words."""
+        counts = {
+            "attention heads": self.heads,
+            "key and value heads": self.key_heads,
+            "MLP features": self.mlp,
+        }
+        return {words: count for words, count in counts.items() if count is not None}
+
+
+def sizes_of(fields: Mapping[str, Any]) -> Sizes:
+    """Of a model's configuration, by the names in its ``config.json``.
+
+    Raises:
+        ValueError: if a size is no whole number above 0.
+    """
+    heads = _first(fields, "num_attention_heads", "n_head")
+    mlp = _first(fields, "intermediate_size", "ffn_dim", "n_inner")
+    width = _first(fields, "n_embd")
+    return Sizes(
+        heads=heads,
+        key_heads=_first(fields, "num_key_value_heads") or heads,
+        # GPT-2 alone may leave it out.
+        mlp=4 * width if mlp is None and width is not None else mlp,
+    )
+
+
+def check_divides(fields: Mapping[str, Any], size: int) -> None:
+    """Refuse a model that ``size`` ranks cannot divide evenly.
+
+    Args:
+        fields: of its ``config.json``. What they leave out is not checked.
+        size: of the tensor group; 1 divides nothing.
+
+    Raises:
+        ValueError: naming the numbers that do not fit, and those that would.
+    """
+    kind = fields.get("model_type")
+    if size == 1 or kind is None:
+        return
+    if kind not in KINDS:
+        raise ValueError(
+            f"--tensor_parallel_size {size}: how to divide a {kind} model is not known; "
+            f"{', '.join(KINDS)} can be divided"
+        )
+    if fields.get("quantization_config"):
+        raise ValueError(
+            f"--tensor_parallel_size {size} reads weights in parts, which quantised ones are not "
+            "read in; use --tensor_parallel_size 1"
+        )
+    counts = sizes_of(fields).named()
+    for words, count in counts.items():
+        if count % size:
+            fitting = [n for n in range(1, min(counts.values()) + 1) if _all_divide(counts, n)]
+            raise ValueError(
+                f"--tensor_parallel_size {size} does not divide the model's {count} {words}; "
+                f"{', '.join(map(str, fitting))} would"
+            )
+
+
+def check_files(directory: Path, size: int) -> None:
+    """Refuse a local model whose weights cannot be read in parts.
+
+    Raises:
+        ValueError: saying how to make them so.
+    """
+    if size == 1 or any((directory / name).is_file() for name in _SAFETENSORS):
+        return
+    if others := sorted(path.name for path in directory.glob("*.bin")):
+        raise ValueError(
+            f"--tensor_parallel_size {size} reads weights in parts, which takes safetensors files, "
+            f"and {directory} has {others[0]}; load and save it with transformers once"
+        )
+
+
+def check_processes(size: int, processes: int) -> None:
+    """Refuse groups of ``size`` that the launched processes do not fill.
+
+    Raises:
+        ValueError: naming both, and how to start others.
+    """
+    if processes % size == 0:
+        return
+    wanted = -(-processes // size) * size
+    fitting = [n for n in range(1, processes + 1) if processes % n == 0]
+    raise ValueError(
+        f"--tensor_parallel_size {size} does not divide the number of launched processes, "
+        f"{processes} ({', '.join(map(str, fitting))} would); to start {wanted}, put "
+        f"`deepspeed --num_gpus {wanted}` or `torchrun --nproc_per_node {wanted}` before the script"
+    )
+
+
+def check_training(load: LoadConfig, lora: LoraConfig, size: int) -> None:
+    """Refuse to train, on a model divided among ranks, what each rank sees but a part of.
+
+    Raises:
+        ValueError: naming the options and what would do.
+    """
+    if size == 1:
+        return
+    reason = f"--tensor_parallel_size {size} trains adapters on a frozen base"
+    if lora.lora_dim == 0:
+        raise ValueError(
+            f"--lora_dim 0 trains every weight, and {reason}: give --lora_dim 16, or share all "
+            "weights by --zero_stage 3 instead"
+        )
+    if not lora.only_optimize_lora:
+        raise ValueError(
+            f"--no-only_optimize_lora trains parts of the base, and {reason}; drop one"
+        )
+    if lora.train_bias == "all":
+        raise ValueError(
+            f"--train_bias all trains biases outside the adapted layers, and {reason}; use none "
+            "or lora_only"
+        )
+    if lora.enable_lora:
+        raise ValueError(
+            f"--enable_lora {' '.join(lora.enable_lora)} gives parts of a layer factors of their "
+            f"own, which --tensor_parallel_size {size} does not divide; without it the packed "
+            "layer has one pair of factors"
+        )
+    for name in lora.modules_to_save:
+        if name.rpartition(".")[2] in _VOCABULARIES:
+            raise ValueError(
+                f"--modules_to_save {name} is divided among processes by --tensor_parallel_size "
+                f"{size}; adapt it by --target_modules instead"
+            )
+    if isinstance(load, ModelConfig) and load.dropout:
+        raise ValueError(
+            f"--dropout {load.dropout:g} draws otherwise on each process, and those of "
+            f"--tensor_parallel_size {size} compute one model together; use --dropout 0, or "
+            "--lora_dropout"
+        )
+
+
+def _all_divide(counts: Mapping[str, int], size: int) -> bool:
+    return all(count % size == 0 for count in counts.values())
+
+
+def _first(fields: Mapping[str, Any], *names: str) -> int | None:
+    """The first of these fields that has a value."""
+    name = next((name for name in names if fields.get(name) is not None), None)
+    if name is None:
+        return None
+    count = fields[name]
+    if type(count) is not int or count < 1:
+        raise ValueError(f"the model's configuration says {count!r} of its {name}")
+    return count

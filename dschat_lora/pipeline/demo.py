@@ -1,0 +1,169 @@
+"""The pipeline on the bundled model and data, and what each stage changed."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dschat_lora.assets import BUNDLED_DATA
+from dschat_lora.config.options import fail
+from dschat_lora.pipeline.demo_judge import Judgement, accuracy_by_flaw, judge_models
+from dschat_lora.report.directory import claim_directory, leftovers
+from dschat_lora.report.html import render_report, write_report
+from dschat_lora.report.story import read_story
+from dschat_lora.report.terminal import say_once, table
+
+SFT_OPTIONS = {
+    "lora_dim": 16,
+    "lora_alpha": 32,
+    "lora_learning_rate": 1.5e-3,
+    "max_seq_len": 128,
+    "per_device_train_batch_size": 16,
+    "gradient_accumulation_steps": 1,
+    "num_train_epochs": 2,
+    "num_warmup_steps": 10,
+    "logging_steps": 20,
+}
+REWARD_OPTIONS = {
+    "lora_learning_rate": 2e-3,
+    "max_seq_len": 128,
+    "per_device_train_batch_size": 32,
+    "num_train_epochs": 1,
+    "num_warmup_steps": 10,
+    "logging_steps": 25,
+}
+PPO_OPTIONS = {
+    "actor_lora_learning_rate": 1e-3,
+    "critic_lora_learning_rate": 1e-3,
+    "kl_coef": 0.1,
+    "per_device_generation_batch_size": 128,
+    "per_device_training_batch_size": 128,
+    "max_steps": 40,
+    "eval_interval": 20,
+    "logging_steps": 5,
+    "judge_function": "dschat_lora.world:rule",
+}
+SCRIPTS = {"sft": "step1_sft", "reward": "step2_reward", "rlhf": "step3_rlhf"}
+Rows = list[list[str]]
+
+
+def run_demo(output_dir: str | None, *, seed: int = 1234) -> None:
+    """Run every stage as a user would, then judge answers to prompts that none has seen.
+
+    Args:
+        output_dir: of all stages; None takes the first free of output/demo, -2, -3, ...
+        seed: of all stages.
+    """
+    scripts = Path(__file__).parents[1] / "training"
+    if not (scripts / "step1_sft" / "main.py").is_file():
+        fail(f"the demo runs from a checkout of the repository: {scripts} has no step1_sft/main.py")
+    if output_dir is not None and any(leftovers(Path(output_dir) / name) for name in SCRIPTS):
+        fail(f"--output_dir {output_dir} holds an earlier demo; choose another directory")
+    directory = claim_directory(output_dir, name="demo")
+    stages = {name: directory / name for name in SCRIPTS}
+    seconds = {}
+    for name, options in stage_options(stages).items():
+        start = time.monotonic()
+        _run_stage(scripts / SCRIPTS[name] / "main.py", options | {"seed": seed})
+        seconds[name] = time.monotonic() - start
+    say_once("judging answers to test prompts by the rule, and the reward model on test pairs ...")
+    tables = _tables(stages, seconds)
+    for title, (header, rows) in tables.items():
+        say_once("")
+        for line in table([title, *header[1:]], rows):
+            say_once(line)
+    report = directory / "report.html"
+    stories = [read_story(stage) for stage in stages.values()]
+    write_report(
+        report, render_report("SFT, reward model and PPO on the bundled data", stories, tables)
+    )
+    say_once(
+        f"\nadapters: {stages['sft']}/adapter, {stages['reward']}/adapter, "
+        f"{stages['rlhf']}/actor/adapter"
+    )
+    say_once(f"report: {report}")
+
+
+def stage_options(stages: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
+    """What each stage is told, each building on the one before."""
+    test = {"eval_data_path": BUNDLED_DATA["test"]}
+    sft, reward, rlhf = stages["sft"], stages["reward"], stages["rlhf"]
+    return {
+        "sft": SFT_OPTIONS | test | {"output_dir": sft},
+        "reward": REWARD_OPTIONS | test | {"model_name_or_path": sft, "output_dir": reward},
+        # Held-out prompts on the way are not those that are judged in the end.
+        "rlhf": PPO_OPTIONS
+        | {
+            "actor_model_name_or_path": sft,
+            "critic_model_name_or_path": reward,
+            "output_dir": rlhf,
+        },
+    }
+
+
+def _run_stage(script: Path, options: dict[str, Any]) -> None:
+    flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    # More would make other steps of other sizes.
+    launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "1"]
+    command = [*launcher, str(script), *flags]
+    say_once("$ " + " ".join(["deepspeed", *command[1:]]))
+    result = subprocess.run(command, check=False)
+    if result.returncode != 0:
+        fail(f"{script} ended with exit code {result.returncode}")
+
+
+def _tables(
+    stages: Mapping[str, Path], seconds: Mapping[str, float]
+) -> dict[str, tuple[list[str], Rows]]:
+    """Title -> header and rows."""
+    judged = judge_models(stages["sft"], stages["rlhf"] / "actor")
+    evals = evaluations(stages["rlhf"])
+    spent = f"{evals[-1]['kl']:.3f}"
+    rewards = [f"{evals[i]['reward']:.2f}" for i in (0, -1)]
+    answers = [
+        *judgement_rows(judged),
+        ["learned reward, sampled (eval prompts)", "", *rewards],
+        ["KL to SFT, nats per response", "", "0", spent],
+    ]
+    time_rows = [[name, f"{seconds[name]:.0f} s"] for name in stages]
+    return {
+        "test rows": (["", *judged], answers),
+        "reward model, test pairs": (["", "before", "after"], reward_rows(stages["reward"])),
+        "time": (["stage", "with start-up"], time_rows),
+    }
+
+
+def judgement_rows(judged: Mapping[str, Judgement]) -> Rows:
+    """Perplexity and rule scores, one column for each model."""
+    names = {
+        "score": "rule score: right, polite, ends",
+        "correct": "  right",
+        "polite": "  polite",
+        "ends": "  ends",
+    }
+    rows = [["perplexity of good answers", *(f"{j.perplexity:.3f}" for j in judged.values())]]
+    for way in ("greedy", "sampled"):
+        for key, label in names.items():
+            shares = [str(getattr(j, way)[key]) for j in judged.values()]
+            rows.append([f"{label} ({way})" if key == "score" else label, *shares])
+    return rows
+
+
+def evaluations(directory: Path) -> list[dict[str, Any]]:
+    """The evaluation lines of a stage."""
+    lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [record for record in map(json.loads, lines) if record["kind"] == "eval"]
+
+
+def reward_rows(directory: Path) -> Rows:
+    """Accuracy on held-out pairs before and after training, and after it for each flaw."""
+    evals = evaluations(directory)
+    accuracy = [f"{evals[i]['accuracy']:.3f}" for i in (0, -1)]
+    after = accuracy_by_flaw(directory)
+    return [
+        ["accuracy", *accuracy],
+        *([f"  rejected is {flaw}", "", f"{share:.3f}"] for flaw, share in after.items()),
+    ]

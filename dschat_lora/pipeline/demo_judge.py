@@ -1,0 +1,173 @@
+"""Answers to the bundled test prompts, judged by the rule of their world."""
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import torch
+
+from dschat_lora.algos.seeds import stream_seed
+from dschat_lora.assets import BUNDLED_DATA
+from dschat_lora.assets.toy_world import judge
+from dschat_lora.config.stages import LoraConfig, ModelConfig, ScoreConfig
+from dschat_lora.data.batch import SampleCollator
+from dschat_lora.data.chat import make_chat
+from dschat_lora.data.records import to_record
+from dschat_lora.data.rows import iter_file, parse_row
+from dschat_lora.data.tokenize import Sample, TokenRule, make_encoder, tokenize
+from dschat_lora.engine.distributed import device
+from dschat_lora.generation.generate import decode
+from dschat_lora.generation.sampling import Sampling
+from dschat_lora.lora.model import adapters_disabled
+from dschat_lora.models.build import build_causal_lm
+from dschat_lora.models.causal_lm import CausalLMLoss, load_tokenizer
+from dschat_lora.models.source import find_model
+from dschat_lora.supervised.score import score_files
+
+MAX_NEW_TOKENS = 48
+MAX_SEQ_LEN = 128
+BATCH_SIZE = 100
+DRAWS = 4  # sampled answers to a prompt
+
+
+@dataclass(frozen=True)
+class Share:
+    """A mean over prompts, with its standard error."""
+
+    mean: float
+    error: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f} +- {self.error:.3f}"
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What a model makes of the test rows."""
+
+    perplexity: float  # of the chosen answers
+    greedy: dict[str, Share]  # by what the rule asks: score, correct, polite, ends
+    sampled: dict[str, Share]  # at temperature 1
+
+
+def judge_models(sft: Path, policy: Path | None = None) -> dict[str, Judgement]:
+    """The base, the base with SFT's adapter, and with that of a later policy.
+
+    Args:
+        sft: directory of SFT's run.
+        policy: directory with a later adapter.
+    """
+    found = {}
+    model, tokenizer = _load(sft)
+    with adapters_disabled(model):
+        found["base"] = judge_model(model, tokenizer)
+    found["SFT"] = judge_model(model, tokenizer)
+    if policy is not None:
+        found["PPO"] = judge_model(*_load(policy))
+    return found
+
+
+def judge_model(model: Any, tokenizer: Any) -> Judgement:
+    """What the model makes of the test rows."""
+    return Judgement(
+        perplexity=perplexity(model, tokenizer),
+        greedy=rule_scores(model, tokenizer, Sampling(MAX_NEW_TOKENS, do_sample=False), draws=1),
+        sampled=rule_scores(model, tokenizer, Sampling(MAX_NEW_TOKENS), draws=DRAWS),
+    )
+
+
+def rule_scores(model: Any, tokenizer: Any, sampling: Sampling, *, draws: int) -> dict[str, Share]:
+    """Shares of answers to the test prompts that pass, over prompts.
+
+    Args:
+        model: in evaluation mode.
+        tokenizer: of the model.
+        sampling: how answers are chosen.
+        draws: answers to each prompt.
+    """
+    rows = BUNDLED_DATA["test"].read_text(encoding="utf-8").splitlines()
+    prompts = [json.loads(row)["prompt"] for row in rows]
+    eos = int(tokenizer.eos_token_id)
+    marks: dict[str, list[float]] = defaultdict(list)
+    for first in range(0, len(prompts), BATCH_SIZE):
+        batch = prompts[first : first + BATCH_SIZE]
+        answers = decode(
+            model,
+            tokenizer(batch)["input_ids"],
+            sampling,
+            seeds=[
+                [stream_seed("judging", first + n, draw) for draw in range(draws)]
+                for n in range(len(batch))
+            ],
+            eos_ids=[eos],
+            pad_id=int(tokenizer.pad_token_id),
+            device=device(),
+        )
+        for prompt, own in zip(batch, answers, strict=True):
+            verdicts = [
+                judge(prompt, tokenizer.decode(ids, skip_special_tokens=True), ids[-1] == eos)
+                for ids in own
+            ]
+            for name in ("score", "correct", "polite", "ends"):
+                marks[name].append(fmean(float(getattr(v, name)) for v in verdicts))
+    return {name: _share(values) for name, values in marks.items()}
+
+
+@torch.no_grad()
+def perplexity(model: Any, tokenizer: Any) -> float:
+    """Of the chosen answers of the test rows, per token."""
+    chat = make_chat(tokenizer, tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id))
+    records = [to_record(parse_row(raw), chat) for raw in iter_file(BUNDLED_DATA["test"])]
+    rule = TokenRule(int(tokenizer.eos_token_id), MAX_SEQ_LEN, "error", False)
+    tokenized = tokenize(records, make_encoder(tokenizer), rule)
+    samples = [each.sample for each in tokenized if isinstance(each.sample, Sample)]
+    network, collate = CausalLMLoss(model).eval(), SampleCollator(int(tokenizer.pad_token_id))
+    total = count = 0.0
+    for first in range(0, len(samples), BATCH_SIZE):
+        batch = collate([[sample] for sample in samples[first : first + BATCH_SIZE]]).to(device())
+        loss = network(
+            batch.input_ids,
+            batch.position_ids,
+            batch.segment_ids,
+            batch.predicted_from,
+            batch.predicted,
+            batch.spans,
+        )
+        total, count = total + float(loss), count + batch.num_targets
+    return math.exp(total / count)
+
+
+def accuracy_by_flaw(directory: Path) -> dict[str, float]:
+    """Share of test pairs that the reward model there ranks rightly, by what is wrong in them."""
+    path = directory / "scores.jsonl"
+    score_files(
+        ScoreConfig(
+            model_name_or_path=str(directory),
+            data_path=(str(BUNDLED_DATA["test"]),),
+            output_path=str(path),
+            per_device_eval_batch_size=BATCH_SIZE,
+        )
+    )
+    right: dict[str, list[bool]] = defaultdict(list)
+    for row in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+        right[row["flaw"]].append(row["chosen_score"] > row["rejected_score"])
+    return {flaw: sum(each) / len(each) for flaw, each in sorted(right.items())}
+
+
+def _load(directory: Path) -> tuple[Any, Any]:
+    """(model with the adapter there, tokenizer)."""
+    source, config = find_model(str(directory)), ModelConfig()
+    tokenizer = load_tokenizer(source.tokenizer, config)
+    adapted = build_causal_lm(
+        source, tokenizer, config, LoraConfig(), dtype=torch.float32, seed=0, meta=False
+    )
+    return adapted.model.eval().to(device()), tokenizer
+
+
+def _share(values: Sequence[float]) -> Share:
+    return Share(fmean(values), stdev(values) / math.sqrt(len(values)))

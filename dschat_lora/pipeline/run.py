@@ -1,0 +1,178 @@
+"""The course of a pipeline: checks, one stage after another, and what came of it."""
+
+import shlex
+import signal
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from dschat_lora.config.options import command_line, fail
+from dschat_lora.pipeline.launch import Relay, launcher_command
+from dschat_lora.pipeline.recipe import Recipe, read_recipe
+from dschat_lora.pipeline.stages import STAGES, check_scripts
+from dschat_lora.pipeline.state import Record, Step, alone, make_plan, run_facts
+from dschat_lora.pipeline.validation import check_stages
+from dschat_lora.report.charts import short
+from dschat_lora.report.html import duration, render_report, write_report
+from dschat_lora.report.story import StageStory, read_story
+from dschat_lora.report.terminal import in_words, say_once, table
+
+_WORDS = {
+    "skip": "finished, and skipped",
+    "begin": "to run",
+    "resume": "to go on from its newest checkpoint, if it has one",
+    "redo": "to run again, over the run that is there",
+}
+# Where stages leave what they trained.
+_RESULTS = ("adapter", "model")
+_ROLES = ("actor", "critic", "actor_ema")
+HEADER = ["stage", "time", "result", "before", "after"]
+
+
+def run_pipeline(
+    file: str,
+    *,
+    output_dir: str | None = None,
+    num_gpus: int | None = None,
+    overrides: Sequence[str] = (),
+    redo_from: str | None = None,
+    dry_run: bool = False,
+) -> None:
+    """Run the stages of a YAML file that are not finished, and show what all of them changed.
+
+    A mistake, a stage that fails and a signal end the process with one line.
+
+    Args:
+        file: of the pipeline.
+        output_dir: instead of the file's.
+        num_gpus: instead of the file's.
+        overrides: ``STAGE.OPTION=VALUE``.
+        redo_from: a stage to be done again, with all later ones.
+        dry_run: check, say what would be done, and stop.
+    """
+    again = _again(file, output_dir=output_dir, num_gpus=num_gpus, overrides=overrides)
+    relay = Relay()
+    try:
+        recipe = read_recipe(file, output_dir=output_dir, num_gpus=num_gpus, overrides=overrides)
+        check_scripts()
+        steps = make_plan(recipe, Record(recipe.directory), redo_from=redo_from)
+        check_stages(recipe, done=[step.stage for step in steps if step.how == "skip"])
+        for step in steps:
+            say_once(f"stage {step.stage}: {_WORDS[step.how]}")
+        if dry_run:
+            for step in steps:
+                if step.how != "skip":
+                    say_once(f"$ {shlex.join(_command(recipe, step, launcher='deepspeed'))}")
+            say_once("dry run: nothing was started or written")
+            return
+        with alone(recipe.directory), relay.listening():
+            _run_stages(recipe, steps, relay, again=again)
+            _show(recipe)
+    except KeyboardInterrupt:
+        fail("stopped; no stage was started", code=130)
+    except (ValueError, OSError) as error:
+        fail(in_words(error), code=1 if isinstance(error, OSError) else 2)
+
+
+def _run_stages(recipe: Recipe, steps: Sequence[Step], relay: Relay, *, again: str) -> None:
+    """Run what is not finished, up to the first stage that fails or is stopped."""
+    record = Record(recipe.directory)
+    for step in steps:
+        if step.how == "redo":  # noted for all before any begins, should this one be stopped
+            replaced = run_facts(recipe.directory / step.stage).get("started")
+            record.update(step.stage, status="to be done again", replaces=replaced)
+    for step in steps:
+        if step.how == "skip":
+            record.finish(step.stage)
+            continue
+        command = _command(recipe, step, launcher=launcher_command())
+        record.update(step.stage, options=dict(recipe.stages[step.stage]), status="running")
+        say_once(f"\n$ {shlex.join(['deepspeed', *command[1:]])}")
+        code = relay.run(command)
+        status = str(run_facts(recipe.directory / step.stage).get("status"))
+        finished = code == 0 and status == "finished"
+        if finished:
+            record.finish(step.stage)
+        else:
+            record.update(step.stage, status=f"ended with exit code {code}: {status}")
+        _end_if(step.stage, code, finished=finished, received=relay.received, again=again)
+
+
+def _end_if(stage: str, code: int, *, finished: bool, received: int, again: str) -> None:
+    """End the process where a stage failed, or a signal came."""
+    if received:
+        when = "after the stage" if finished else "in the stage"
+        name = signal.Signals(received).name
+        fail(f"stopped by {name} {when} {stage}; go on with: {again}", code=128 + received)
+    if not finished:
+        fail(
+            f"the stage {stage} ended with exit code {code}, and its last lines say why; when "
+            f"that is put right, go on with: {again}",
+            code=code or 1,
+        )
+
+
+def _command(recipe: Recipe, step: Step, *, launcher: str) -> list[str]:
+    """What runs a stage: launcher, script and options."""
+    launching = {f.name: getattr(recipe.launcher, f.name) for f in fields(recipe.launcher)}
+    options: dict[str, Any] = {
+        **recipe.stages[step.stage],
+        "output_dir": str(recipe.directory / step.stage),
+        **step.options,
+    }
+    script = str(STAGES[step.stage].script)
+    return [launcher, *command_line(launching), script, *command_line(options)]
+
+
+def _again(
+    file: str, *, output_dir: str | None, num_gpus: int | None, overrides: Sequence[str]
+) -> str:
+    """The command that goes on."""
+    words = ["dschat-lora", "pipeline", file]
+    words += command_line({"output_dir": output_dir, "num_gpus": num_gpus})
+    words += ["--set", *overrides] if overrides else []
+    return shlex.join(words)
+
+
+def _show(recipe: Recipe) -> None:
+    """Time and results of every stage, where its adapters are, and the report."""
+    stories = {name: read_story(recipe.directory / name) for name in recipe.stages}
+    rows = [row for name, story in stories.items() for row in result_rows(name, story)]
+    say_once("")
+    for line in table(HEADER, rows):
+        say_once(line)
+    say_once("")
+    for name in recipe.stages:
+        for path in outputs(recipe.directory / name):
+            say_once(f"{name}: {path}")
+    report = recipe.directory / "report.html"
+    results = {"Held out, before and after": (HEADER, rows)}
+    write_report(
+        report, render_report(recipe.directory.resolve().name, list(stories.values()), results)
+    )
+    say_once(f"report: {report}")
+
+
+def result_rows(name: str, story: StageStory) -> list[list[str]]:
+    """A row for each result in run.json; those before and after share one."""
+    results = story.part("results")
+    quantities = dict.fromkeys(
+        key.removesuffix(" before").removesuffix(" after") for key in results
+    )
+    rows = [
+        [quantity, *(_shown(results.get(f"{quantity} {when}")) for when in ("before", "after"))]
+        for quantity in quantities
+    ]
+    first, *others = rows or [["-", "-", "-"]]
+    return [[name, duration(story.seconds), *first], *(["", "", *row] for row in others)]
+
+
+def _shown(value: Any) -> str:
+    return "-" if value is None else short(value) if isinstance(value, float) else str(value)
+
+
+def outputs(directory: Path) -> list[Path]:
+    """The adapters and models that a stage left."""
+    places = [directory, *(directory / role for role in _ROLES)]
+    return [path for place in places for each in _RESULTS if (path := place / each).is_dir()]

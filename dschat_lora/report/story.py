@@ -1,0 +1,111 @@
+"""A finished stage as its report tells it, read from run.json and metrics.jsonl."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dschat_lora.report.charts import number
+
+
+@dataclass(frozen=True)
+class StageStory:
+    """What one stage left behind in run.json and metrics.jsonl."""
+
+    name: str
+    #: all of run.json
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    train: Sequence[Mapping[str, Any]] = ()
+    evals: Sequence[Mapping[str, Any]] = ()
+    events: Sequence[Mapping[str, Any]] = ()
+    #: what could not be read
+    notes: Sequence[str] = ()
+
+    def part(self, name: str) -> Mapping[str, Any]:
+        """The object under ``name`` in run.json; empty if there is none."""
+        value = self.facts.get(name)
+        return value if isinstance(value, Mapping) else {}
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """Every option of the run."""
+        return self.part("config")
+
+    @property
+    def throughput(self) -> Mapping[str, Any]:
+        """Rates over the steps after warm-up."""
+        return self.part("throughput")
+
+    @property
+    def phases(self) -> Mapping[str, Mapping[str, Any]]:
+        """``seconds`` and ``flops`` of each phase, where the stage has phases."""
+        phases = self.part("phases")
+        return {name: phase for name, phase in phases.items() if isinstance(phase, Mapping)}
+
+    @property
+    def answers(self) -> Sequence[Mapping[str, Any]]:
+        """Objects with ``when``, ``prompt`` and ``answer``."""
+        value = self.facts.get("answers")
+        return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+
+    @property
+    def seconds(self) -> float:
+        """From the start of the run to its last line."""
+        lines = [*self.train, *self.evals, *self.events]
+        return max((_amount(line.get("time")) for line in lines), default=0.0)
+
+
+def read_story(directory: Path) -> StageStory:
+    """What the run in ``directory`` left behind, as far as it can be read."""
+    facts, notes = _read_record(directory / "run.json")
+    lines, more = _read_lines(directory / "metrics.jsonl")
+    by_kind = {
+        kind: tuple(line for line in lines if line.get("kind") == kind)
+        for kind in ("train", "eval", "event")
+    }
+    return StageStory(
+        name=str(facts.get("stage") or directory.name),
+        facts=facts,
+        train=by_kind["train"],
+        evals=by_kind["eval"],
+        events=by_kind["event"],
+        notes=(*notes, *more),
+    )
+
+
+def _read_record(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """The object in run.json and what is to be said about it."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    except FileNotFoundError:
+        return {}, [f"{path} does not exist"]
+    except ValueError:
+        content = None
+    return (content, []) if isinstance(content, dict) else ({}, [f"{path} is no JSON object"])
+
+
+def _read_lines(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """The objects in metrics.jsonl and what is to be said about it."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return [], [f"{path} does not exist"]
+    lines, bad = [], 0
+    for line in filter(str.strip, text.split("\n")):
+        try:
+            content = json.loads(line)
+        except ValueError:
+            content = None
+        if isinstance(content, dict):
+            lines.append(content)
+        else:
+            bad += 1
+    notes = [] if lines else [f"{path} has no lines"]
+    return lines, notes + ([f"{path}: lines that cannot be read: {bad}"] if bad else [])
+
+
+def _amount(value: Any) -> float:
+    """A number that can be added up; 0 for what is none."""
+    return 0.0 if math.isnan(number(value)) else max(number(value), 0.0)

@@ -1,0 +1,102 @@
+"""How long a run of step 3 is, and how far it has come."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from dschat_lora.engine.distributed import data_world_size
+from dschat_lora.rlhf.config import RlhfConfig
+from dschat_lora.rlhf.rollout import PromptOrder
+from dschat_lora.rlhf.throughput import PHASES
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long a run is: iterations, each of some optimizer steps."""
+
+    order: PromptOrder
+    num_generations: int
+    rows_per_step: int
+    ppo_epochs: int
+    num_epochs: int
+    max_steps: int
+
+    def steps_of(self, iteration: int) -> int:
+        """Optimizer steps of an iteration, if nothing ends it early."""
+        responses = self.order.size(iteration) * self.num_generations
+        return self.ppo_epochs * -(-responses // self.rows_per_step)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of a pass over the prompts."""
+        last = self.order.iterations_per_epoch - 1
+        return self.steps_of(0) * last + self.steps_of(last)
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of the run."""
+        total = self.num_epochs * self.steps_per_epoch
+        return self.max_steps if self.max_steps and total else total
+
+    def steps_before(self, iteration: int) -> int:
+        """Optimizer steps planned before an iteration."""
+        epoch, number = divmod(iteration, self.order.iterations_per_epoch)
+        return epoch * self.steps_per_epoch + number * self.steps_of(0)
+
+    @property
+    def num_iterations(self) -> int:
+        """Iterations of the run."""
+        if not self.num_steps:
+            return 0
+        epochs, rest = divmod(self.num_steps, self.steps_per_epoch)
+        within = min(-(-rest // self.steps_of(0)), self.order.iterations_per_epoch)
+        return epochs * self.order.iterations_per_epoch + within
+
+    def epoch(self, iterations: int) -> float:
+        """Passes over the prompts made in so many iterations."""
+        return iterations / self.order.iterations_per_epoch
+
+
+@dataclass
+class Progress:
+    """How far a run has come, and what it has learnt to steer by; counted over all processes."""
+
+    iteration: int = 0
+    step: int = 0  # optimizer steps made
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+    responses: int = 0
+    tokens: int = 0
+    kl_coef: float = 0.0
+    kl_start: float = 0.0  # what the user gave for it
+    kl_spent: float = 0.0  # latest divergence from the reference, nats per response
+    moments: dict[str, float] = field(default_factory=dict)  # of scores
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    flops: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+
+    def state(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self)
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Become what :meth:`state` returned."""
+        for name in asdict(self):
+            setattr(self, name, state[name])
+        # What is not finite went through JSON as text.
+        self.kl_coef, self.kl_spent = float(self.kl_coef), float(self.kl_spent)
+        self.moments = {name: float(value) for name, value in self.moments.items()}
+
+
+def make_plan(config: RlhfConfig, num_prompts: int) -> Plan:
+    """The plan of a run over so many prompts."""
+    batch, world = config.batch, data_world_size()
+    responses = batch.per_device_generation_batch_size * batch.generation_batches * world
+    return Plan(
+        order=PromptOrder(num_prompts, responses // batch.num_generations, config.run.seed),
+        num_generations=batch.num_generations,
+        rows_per_step=batch.per_device_training_batch_size
+        * batch.gradient_accumulation_steps
+        * world,
+        ppo_epochs=config.ppo.ppo_epochs,
+        num_epochs=config.optim.num_train_epochs,
+        max_steps=config.optim.max_steps,
+    )

@@ -1,0 +1,278 @@
+"""Keeps a run's state safe: saves it when due and when told to stop, and restores it."""
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+from torch import Tensor
+
+from dschat_lora.checkpoint.history import set_aside
+from dschat_lora.checkpoint.manifest import read_manifest
+from dschat_lora.checkpoint.saver import Saver
+from dschat_lora.checkpoint.tensors import TensorFiles
+from dschat_lora.config.options import flatten
+from dschat_lora.config.stages import RunConfig
+from dschat_lora.engine.distributed import agree, max_over_ranks, on_rank_zero, rank
+from dschat_lora.engine.state import EngineState
+from dschat_lora.report.log import jsonable
+from dschat_lora.report.terminal import in_words
+from dschat_lora.runtime.resume import (
+    check_identity,
+    goes_on_in_place,
+    options_to_keep,
+    read_state,
+    run_of,
+)
+from dschat_lora.runtime.run import Output
+from dschat_lora.runtime.signals import Stopped, name_of
+
+# Training waits this share of its time for the disk, were it saved at the default interval:
+# a checkpoint is then nearly always complete before the next step, whatever the interval.
+PATIENCE = 0.01
+#: random streams of a run: each is a pure function of these, so that none has a state
+STREAMS = {"epoch": ["seed", "epoch"], "dropout": ["seed", "step", "rank"]}
+
+
+class Part(Protocol):
+    """Something whose state belongs to the run's."""
+
+    def state(self) -> dict[str, Any]:
+        """As JSON; the same on every rank."""
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Become what :meth:`state` returned."""
+
+
+class Keeper:
+    """The checkpoints of one run, for any stage. Call methods on every rank.
+
+    The trained tensors come from ``engines``, everything else from ``parts``.
+    """
+
+    def __init__(
+        self,
+        output: Output,
+        *,
+        engines: Mapping[str, EngineState],
+        parts: Mapping[str, Part],
+        identity: Mapping[str, Any],
+        beside: Callable[[int], None] | None = None,
+    ) -> None:
+        """Prepare to save and restore.
+
+        Args:
+            output: of the run.
+            engines: by the name under which their tensors are filed.
+            parts: by name.
+            identity: what the state means nothing without: model, tokenizer, data and rows of
+                a step; complete on rank 0.
+            beside: called with the step when a checkpoint is made, on every rank, to write more.
+        """
+        self._output, self._engines, self._parts = output, engines, parts
+        self._beside = beside
+        self._identity = {**identity, "streams": STREAMS}
+        self._run = output.config.run
+        assert output.directory is not None, "a dry run keeps nothing"
+        self._directory = output.directory
+        self._saver: Saver | None = None
+        if rank() == 0:
+            self._saver = Saver(
+                self._directory, keep=self._run.save_total_limit, before_commit=output.log.sync
+            )
+            # Whatever ends the run, a checkpoint that is being written is finished.
+            output.closing.callback(self._saver.drain)
+        self._begun = self._last_time = time.monotonic()
+        self._first_step = 0
+        self._last_step = 0
+        self._resumed_from: Path | None = None
+        self._is_owed = False
+        self._saves, self._seconds = 0, 0.0
+
+    def restore(self, *, num_steps: int = 0) -> None:
+        """Become what the run's checkpoint holds, if it has one; else begin.
+
+        Args:
+            num_steps: planned for the whole run; 0 where there is no plan to keep to.
+
+        Raises:
+            ValueError: if the checkpoint is of another model, tokenizer or data, or beyond the
+                plan. The earlier run is as it was then.
+        """
+        config = self._output.config
+        if not config.checkpoint:
+            return
+        checkpoint = Path(config.checkpoint)
+        on_rank_zero(lambda: check_identity(checkpoint, self._identity, num_steps=num_steps))
+        state = json.loads(agree(json.dumps(read_state(checkpoint)) if rank() == 0 else ""))
+        for name, engine in self._engines.items():
+            engine.load(state["engines"][name], _reader(checkpoint, name))
+        for name, part in self._parts.items():
+            part.restore(state["parts"][name])
+        self._first_step = self._last_step = state["step"]
+        self._begun = self._last_time = time.monotonic()
+        self._resumed_from = checkpoint
+        on_rank_zero(lambda: self._take_over(checkpoint, state))
+
+    def wishes(self) -> list[float]:
+        """Numbers to be summed over ranks: a wish to stop, a save due by time, a failed disk."""
+        waited = time.monotonic() - self._last_time
+        due = rank() == 0 and 0 < self._run.save_minutes * 60 <= waited
+        failed = rank() == 0 and self._failure() is not None
+        return [float(self._output.interrupts.received > 0), float(due), float(failed)]
+
+    def is_stopping(self, wishes: list[float]) -> bool:
+        """Whether some rank was told to stop, or cannot go on."""
+        return wishes[0] > 0 or wishes[2] > 0
+
+    def after_step(self, step: int, wishes: list[float], *, skipped: bool, last: bool) -> bool:
+        """Save if due, or end the run; whether anything was saved.
+
+        A step that was skipped is not saved but on the way out: weights that give no finite
+        gradient are not worth going back to.
+        """
+        _, due_by_time, failed = wishes
+        if failed:
+            self._give_up()
+        if self.is_stopping(wishes):
+            self.stop(step)
+        interval = self._run.save_interval
+        # An iteration of step 3 may pass over the very step.
+        wanted = interval > 0 and step // interval > self._last_step // interval
+        if last:
+            wanted = interval > 0 or self._run.save_minutes > 0
+        wanted = wanted or due_by_time > 0 or self._is_owed
+        self._is_owed = wanted and skipped and not last
+        if not wanted or self._is_owed or (step == self._last_step and not last):
+            return False
+        if step > self._last_step:
+            self.save(step)
+        if last:
+            self._finish_writing()
+            self._output.record.update(
+                {"checkpoints": {"saved": self._saves, "seconds_in_training": self._seconds}}
+            )
+        return True
+
+    def save(self, step: int) -> None:
+        """Write a checkpoint, most of it after this returns."""
+        start = time.monotonic()
+        self._finish_writing()
+        if self._beside is not None:
+            self._beside(step)  # first: what a run goes on from has all that belongs to it
+        state = self._state(step)
+        tensors = {name: engine.tensors() for name, engine in self._engines.items()}
+        if self._saver is not None:
+            self._saver.save(step, tensors, state, patience=self._patience(step))
+        else:
+            for pairs in tensors.values():
+                for _ in pairs:
+                    raise AssertionError("tensors are rank 0's to write")
+        self._last_step, self._last_time = step, time.monotonic()
+        self._saves, self._seconds = self._saves + 1, self._seconds + self._last_time - start
+
+    def stop(self, step: int) -> NoReturn:
+        """Save what was learnt since the last checkpoint, and end the run.
+
+        Raises:
+            Stopped: with the exit code of the signal, when the checkpoint is complete.
+        """
+        number = int(max_over_ranks(float(self._output.interrupts.received)))
+        if step > self._last_step:
+            self.save(step)
+        self._finish_writing()
+        where = f"go on with: --output_dir {self._directory} --resume_from_checkpoint latest"
+        self._output.log.say(
+            f"stopped by {name_of(number)} after step {step}; "
+            + (where if step else "nothing was learnt yet")
+        )
+        self._output.record.update({"status": f"interrupted by {name_of(number)} at step {step}"})
+        raise Stopped(128 + number)
+
+    def last_good(self) -> str:
+        """The newest checkpoint, as a sentence."""
+        if self._saver is None:
+            return ""
+        self._saver.drain()
+        path = self._saver.committed or self._resumed_from
+        return f"The last good checkpoint is {path}" if path else "There is no checkpoint yet"
+
+    def _patience(self, step: int) -> float:
+        """Seconds to wait for the disk: few enough not to matter at the default interval."""
+        per_step = (time.monotonic() - self._begun) / max(1, step - self._first_step)
+        usual = RunConfig()
+        return PATIENCE * min(usual.save_interval * per_step, usual.save_minutes * 60)
+
+    def _failure(self) -> BaseException | None:
+        written = self._saver.failure if self._saver is not None else None
+        return written or self._output.log.failure or self._output.record.failure
+
+    def _give_up(self) -> NoReturn:
+        """End the run because of rank 0's failure, which says why in one line."""
+        failure = self._failure()
+        if failure is None:
+            raise SystemExit(1)
+        raise self._explained(failure) from failure
+
+    def _explained(self, failure: BaseException) -> BaseException:
+        """The error with the checkpoint to go on from; a fault of ours as it is."""
+        words = f"{in_words(failure)}. {self.last_good()}"
+        if isinstance(failure, OSError):
+            return OSError(words)
+        return ValueError(words) if isinstance(failure, ValueError) else failure
+
+    def _finish_writing(self) -> None:
+        """Return when the checkpoint being written is complete, on every rank."""
+        on_rank_zero(self._wait)
+
+    def _wait(self) -> None:
+        if self._saver is None:
+            return
+        try:
+            self._saver.wait()
+        except (OSError, ValueError) as error:
+            raise self._explained(error) from error
+        while self._saver.notes:
+            self._output.log.say(f"  note         {self._saver.notes.pop()}")
+
+    def _state(self, step: int) -> dict[str, Any]:
+        config = self._output.config
+        state = {
+            "step": step,
+            "identity": self._identity,
+            "options": options_to_keep(config),
+            "config": flatten(config),
+            "log": self._output.log.position,
+            "engines": {name: engine.facts() for name, engine in self._engines.items()},
+            "parts": {name: part.state() for name, part in self._parts.items()},
+        }
+        clean: dict[str, Any] = jsonable(state)
+        return clean
+
+    def _take_over(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
+        """Make the output directory that of a run which has just reached the checkpoint."""
+        output = self._output
+        in_place = goes_on_in_place(output.config)
+        origin = None if in_place else run_of(checkpoint)
+        source = origin / "metrics.jsonl" if origin is not None else None
+        if in_place:
+            # First: a checkpoint must not outlive its lines of the log.
+            rejected = [Path(path) for path in output.config.rejected]
+            for path in set_aside(self._directory, after=state["step"], rejected=rejected):
+                output.log.say(f"  note         set aside: {path}")
+        output.log.rewind(**state["log"], step=state["step"], source=source)
+        output.record.release()
+        output.record.append("resumed", {"step": state["step"], "checkpoint": str(checkpoint)})
+
+
+def _reader(checkpoint: Path, name: str) -> Any:
+    """Reads tensors of one engine on rank 0."""
+
+    def nothing(key: str) -> Tensor:
+        raise AssertionError("tensors are rank 0's to read")
+
+    if rank() != 0:
+        return nothing
+    files = read_manifest(checkpoint, kind="checkpoint")["files"]
+    return TensorFiles([checkpoint / file for file in files if file.startswith(f"{name}-")]).read

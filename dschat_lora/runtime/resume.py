@@ -1,0 +1,361 @@
+"""Which checkpoint a run goes on from, and with which options; settled before anything heavy."""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dschat_lora.checkpoint.history import (
+    CHECKPOINTS,
+    STATE_FILE,
+    Choice,
+    Rejected,
+    checkpoints_of,
+    newest_valid,
+)
+from dschat_lora.checkpoint.manifest import MANIFEST, DamagedError, verify
+from dschat_lora.config.options import build_config, typed_options
+from dschat_lora.config.stages import StageConfig
+from dschat_lora.models.tensor_parallel_checks import check_processes
+from dschat_lora.report.directory import check_idle, newest_directory
+from dschat_lora.report.terminal import say_once
+
+ConfigT = TypeVar("ConfigT", bound=StageConfig)
+
+# Options of one process, not of the run: never taken from a checkpoint.
+_OF_THE_PROCESS = (
+    "output_dir",
+    "overwrite_output_dir",
+    "resume_from_checkpoint",
+    "dry_run",
+    "deepspeed",
+)
+# What the state means depends on these; their values cannot change on the way.
+_FIXED = (
+    *("lora_dim", "lora_alpha", "use_rslora", "target_modules", "lora_module_name"),
+    *(
+        "train_bias",
+        "modules_to_save",
+        "enable_lora",
+        "only_optimize_lora",
+        "add_eot_token",
+        "eot_token",
+    ),
+    *("max_seq_len", "overlong", "bad_rows", "train_on_prompt", "packing", "data_split"),
+    *("data_weights", "eval_ratio", "seed", "tokens_per_device"),
+    *("label_smooth", "correct_bias", "decay_after_update", "scheduler_counts_micro_steps"),
+    *("reward_loss", "center_rewards_coefficient", "share_prompt"),
+    *("beta", "loss_type", "label_smoothing", "length_normalization", "rpo_alpha"),
+    *(
+        f"{role}_{name}"
+        for role in ("actor", "critic")
+        for name in ("lora_dim", "lora_alpha", "use_rslora", "target_modules", "lora_module_name")
+    ),
+    *("max_prompt_seq_len", "max_answer_seq_len", "num_generations", "ppo_epochs", "algorithm"),
+    *("reward_function", "reward_scaling", "unsupervised_dataset_name", "enable_ema"),
+)
+# Of these, one that is typed does away with the others.
+_RIVALS = (
+    {"lora_learning_rate", "lora_lr_multiplier"},
+    {"zero_stage", "deepspeed_config"},
+    {"offload", "deepspeed_config"},
+    {"report_to", "enable_tensorboard"},
+    {"report_to", "tensorboard_path"},
+)
+_IDENTITY = {
+    "stage": "the stage",
+    "model": "the base model's weights",
+    "tokenizer": "the tokenizer",
+    "train_data": "the training data",
+    "eval_data": "the evaluation data",
+    "dtype": "--dtype",
+    "adapter": "the adapter",
+    "start": "the adapter that training started from",
+    "packing": "whether rows are packed",
+    "rows": "the number of rows",
+    "rows_per_step": "the rows of a step",
+    "tokens_per_device": "--tokens_per_device",
+    "responses": "the responses of an iteration",
+    "critic": "the reward model",
+    "text": "the pretraining text",
+    "streams": "how random numbers are drawn",
+}
+
+
+def settle(config: ConfigT, *, stage: str) -> ConfigT:
+    """The config with the checkpoint it goes on from, and the options that one was made with.
+
+    Options that are not typed again are those of the checkpoint. Where the number of processes
+    differs, the accumulation follows, so that a step stays a step. Call on the first rank.
+
+    Args:
+        config: as parsed.
+        stage: name of the stage, as in its default output directory.
+
+    Returns:
+        The config; its ``checkpoint`` is "" for a fresh start.
+
+    Raises:
+        ValueError: if there is no checkpoint to go on from, or options contradict it; the
+            message lists every difference.
+    """
+    wanted = config.run.resume_from_checkpoint
+    if wanted is None:
+        return replace(config, checkpoint="")
+    run, choice = _choose(wanted, config.run.output_dir, stage)
+    for rejected in choice.rejected:
+        say_once(f"  note         checkpoint rejected: {rejected.reason}")
+    if choice.path is None:
+        if wanted == "auto":
+            where = f" in {run}" if run is not None else ""
+            say_once(f"no checkpoint to go on from{where}: a fresh start")
+            return replace(config, checkpoint="")
+        raise ValueError(_nothing_found(wanted, run, choice.rejected))
+    state = read_state(choice.path)
+    made_by = state["identity"].get("stage", stage)
+    if made_by != stage:
+        raise ValueError(
+            f"--resume_from_checkpoint {choice.path} is of a run of the stage {made_by}, and this "
+            f"is {stage}; go on with the script that made it"
+        )
+    merged = _with_options_of(state, config, choice.path)
+    if merged.run.output_dir is None and run is None:
+        raise ValueError(f"--resume_from_checkpoint {wanted} lies in no run; give an --output_dir")
+    output_dir = merged.run.output_dir or str(run)
+    settled = replace(
+        merged,
+        run=replace(merged.run, output_dir=output_dir),
+        given=merged.given | {"output_dir"},
+        checkpoint=str(choice.path.absolute()),
+        rejected=tuple(str(each.path) for each in choice.rejected),
+    )
+    if config.run.overwrite_output_dir and goes_on_in_place(settled):
+        raise ValueError(
+            "--resume_from_checkpoint goes on with a run that --overwrite_output_dir would "
+            "delete; give one"
+        )
+    say_once(f"going on from {choice.path}, after step {state['step']:,}")
+    return settled
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """What a verified checkpoint holds besides tensors."""
+    state: dict[str, Any] = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
+    return state
+
+
+def check_identity(checkpoint: Path, now: Mapping[str, Any], *, num_steps: int = 0) -> None:
+    """Refuse to give the state of one run to another, or to one that would have ended before.
+
+    Raises:
+        ValueError: listing everything that differs.
+    """
+    state = read_state(checkpoint)
+    then = state["identity"]
+    if num_steps and state["step"] > num_steps:
+        raise ValueError(
+            f"--resume_from_checkpoint {checkpoint} is after step {state['step']}, and "
+            f"--max_steps or --num_train_epochs end the run at step {num_steps}; raise them, or "
+            "go on from an earlier checkpoint"
+        )
+    if then.get("dtype") != now.get("dtype"):
+        # The weights are then of another type too, which says nothing of the model.
+        then, now = {**then, "model": None}, {**now, "model": None}
+    differences = [
+        f"{text} (was {then.get(name)}, now {now.get(name)})"
+        for name, text in _IDENTITY.items()
+        if then.get(name) != now.get(name)
+    ]
+    if differences:
+        raise ValueError(
+            f"--resume_from_checkpoint {checkpoint}: the run was another one; what differs: "
+            + "; ".join(differences)
+        )
+
+
+def run_of(checkpoint: str | Path) -> Path | None:
+    """The output directory that a checkpoint lies in; None for a copy elsewhere."""
+    home = Path(checkpoint).parent
+    if home.name != CHECKPOINTS:
+        home = home.absolute()
+    return home.parent if home.name == CHECKPOINTS else None
+
+
+def goes_on_in_place(config: StageConfig) -> bool:
+    """Whether the run continues in the directory of its checkpoint, rather than in a new one."""
+    if not config.checkpoint or config.run.output_dir is None:
+        return False
+    run = run_of(config.checkpoint)
+    return run is not None and run.resolve() == Path(config.run.output_dir).expanduser().resolve()
+
+
+def options_to_keep(config: StageConfig) -> dict[str, Any]:
+    """The typed options that a resumed run takes over, JSON-ready."""
+    return {n: v for n, v in typed_options(config).items() if n not in _OF_THE_PROCESS}
+
+
+def _choose(wanted: str, output_dir: str | None, stage: str) -> tuple[Path | None, Choice]:
+    """(output directory looked into, its newest valid checkpoint)."""
+    if wanted in ("latest", "auto"):
+        run = Path(output_dir).expanduser() if output_dir is not None else newest_directory(stage)
+        if run is None:
+            return None, Choice(None, ())
+        check_idle(run)  # or its checkpoints would come and go
+        return run, newest_valid(run)
+    path = Path(wanted).expanduser()
+    if (path / MANIFEST).is_file() or path.parent.name == CHECKPOINTS:
+        if not path.is_dir():
+            raise ValueError(f"--resume_from_checkpoint {wanted} does not exist")
+        try:
+            verify(path, kind="checkpoint")
+        except DamagedError as error:
+            # Given by name: nothing else is taken in its place.
+            raise ValueError(
+                f"--resume_from_checkpoint {wanted} cannot be used: {error}; use latest to go on "
+                "from the newest sound checkpoint"
+            ) from error
+        return run_of(path), Choice(path, ())
+    if not checkpoints_of(path):
+        raise ValueError(
+            f"--resume_from_checkpoint {wanted} must be latest, auto, a directory such as "
+            "output/sft/checkpoints/step-00000100, or the output directory of a run with one"
+        )
+    return path, newest_valid(path)
+
+
+def _nothing_found(wanted: str, run: Path | None, rejected: tuple[Rejected, ...]) -> str:
+    if rejected:
+        reasons = "; ".join(each.reason for each in rejected)
+        return f"--resume_from_checkpoint {wanted}: no checkpoint in {run} is sound: {reasons}"
+    where = f"{run} holds no checkpoint" if run is not None else "there is no run to go on with"
+    return (
+        f"--resume_from_checkpoint {wanted}: {where}; name the run with --output_dir, or use "
+        "auto to start afresh where there is none"
+    )
+
+
+def _with_options_of(state: Mapping[str, Any], config: ConfigT, path: Path) -> ConfigT:
+    now = typed_options(config)
+    then: dict[str, Any] = state["config"]
+    shared = now.keys() & then.keys()
+    changed = {n: (then[n], now[n]) for n in sorted(shared) if now[n] != then[n]}
+    fixed = changed.keys() & set(_FIXED) - config.free
+    differences = [
+        f"--{name} was {_shown(before)}, now {_shown(after)}"
+        for name, (before, after) in changed.items()
+        if name in fixed
+    ]
+    merged = build_config(type(config), {**_inherited(state["options"], now), **now})
+    if merged.optim.num_train_epochs == 0:
+        raise ValueError(
+            "--num_train_epochs 0 evaluates a model, and --resume_from_checkpoint goes on training "
+            "one: name an adapter with --model_name_or_path instead"
+        )
+    _check_groups(merged, path, typed="tensor_parallel_size" in now)
+    notes: list[str] = []
+    if "tokens_per_device" not in fixed:  # or steps would be counted in two units
+        merged, rows, notes = _with_same_rows(merged, state, now)
+        differences += rows
+    if differences:
+        raise ValueError(
+            f"--resume_from_checkpoint {path}: the run was another one: {'; '.join(differences)}"
+        )
+    for note in notes:
+        say_once(f"  note         {note}")
+    for name, (before, after) in changed.items():
+        if name not in (*_OF_THE_PROCESS, *chain.from_iterable(config.rows.values())):
+            say_once(
+                f"  note         --{name} {_shown(after)} from here on, {_shown(before)} so far"
+            )
+    return merged
+
+
+def _check_groups(config: StageConfig, path: Path, *, typed: bool) -> None:
+    """Refuse processes that the tensor-parallel size, perhaps the checkpoint's, does not divide."""
+    size = config.parallel.tensor_parallel_size
+    try:
+        check_processes(size, launched_processes())
+    except ValueError as error:
+        if typed:
+            raise
+        raise ValueError(
+            f"--resume_from_checkpoint {path} is of a run with --tensor_parallel_size {size}: type "
+            f"the size that is wanted now, as {error}"
+        ) from error
+
+
+def _inherited(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of the checkpoint that no typed one stands in for."""
+    replaced = {
+        name for rivals in _RIVALS for name in rivals if name not in now and rivals & now.keys()
+    }
+    return {name: value for name, value in then.items() if name not in replaced}
+
+
+def _with_same_rows(
+    config: ConfigT, state: Mapping[str, Any], now: Mapping[str, Any]
+) -> tuple[ConfigT, list[str], list[str]]:
+    """The config with as many rows as before at each turn, what forbids that, and notes."""
+    differences, notes = [], []
+    parallel, processes = config.parallel, launched_processes()
+    shares = parallel.shares(processes)
+    for name, options in config.rows.items():
+        rows, unit = state["identity"][name], "rows" if len(options) > 1 else "micro-batches"
+        values = _same_product(rows, options, state["config"], now, shares=shares)
+        product = math.prod(values.values()) * shares
+        typed = [f"--{option} {value}" for option, value in values.items()]
+        if product != rows:
+            differences.append(
+                f"{_COUNTED[name]} {rows} {unit}, now {' x '.join(typed)} x "
+                f"{parallel.share_words(processes)} is {product}"
+            )
+            continue
+        config = replace(
+            config, batch=replace(config.batch, **values), given=config.given | values.keys()
+        )
+        if any(state["config"][option] != value for option, value in values.items()):
+            notes.append(f"{' '.join(typed)}: {_KEPT[name]} {rows} {unit}")
+    return config, differences, notes
+
+
+_COUNTED = {"rows_per_step": "a step had", "responses": "an iteration had"}
+_KEPT = {"rows_per_step": "a step keeps", "responses": "an iteration keeps"}
+
+
+def _same_product(
+    rows: int,
+    options: tuple[str, ...],
+    then: Mapping[str, Any],
+    now: Mapping[str, Any],
+    *,
+    shares: int,
+) -> dict[str, int]:
+    """Rows of a share, if they are an option, and how often: with the shares ``rows`` again.
+
+    Where that cannot be, what comes near.
+    """
+    *micro_names, times_name = options
+    values: dict[str, int] = {}
+    for name in micro_names:
+        micro = now.get(name, then[name])
+        if name not in now:
+            fitting = [m for m in range(1, micro + 1) if rows % (m * shares) == 0]
+            micro = max(fitting, default=min(micro, max(1, rows // shares)))
+        values[name] = micro
+    at_once = math.prod(values.values()) * shares
+    return values | {times_name: now.get(times_name, max(1, rows // at_once))}
+
+
+def launched_processes() -> int:
+    """Processes of this run, as the launcher says before they meet."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "the default"
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)

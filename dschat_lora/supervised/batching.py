@@ -1,0 +1,183 @@
+"""How samples and pairs lie in rows, and whether the model at hand keeps them apart there."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from dschat_lora.config.stages import PairConfig
+from dschat_lora.data.batch import PairCollator, PairLayout, SampleCollator
+from dschat_lora.data.budget import TokenBudget
+from dschat_lora.data.counts import count_samples
+from dschat_lora.data.loader import Collator, Samples, StepLoader
+from dschat_lora.data.packing import Row, fill, make_rows
+from dschat_lora.data.store import TokenSet
+from dschat_lora.engine.build import TrainEngine
+from dschat_lora.engine.distributed import data_rank, data_world_size
+from dschat_lora.models.architecture_checks import ProbeReport, head_is_linear, probe
+from dschat_lora.models.backbone import Trunk
+from dschat_lora.runtime.run import Output
+from dschat_lora.supervised.setup import Setup
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """How a run's samples or pairs become batches."""
+
+    collate: Collator
+    packing: bool  # rows hold several of them
+    # most of a row under --tokens_per_device; None: each of them has a row of its own
+    row_tokens: int | None = None
+
+
+def arrange_samples(setup: Setup, engine: TrainEngine) -> Arrangement:
+    """Of samples, after a look at how the user's own model treats them; call on every rank."""
+    tokenizer, wanted = setup.tokenizer, setup.config.data.packing
+    packing = settle_packing(engine, wanted, len(tokenizer), setup.output)
+    collate = SampleCollator(int(tokenizer.pad_token_id))
+    return Arrangement(collate, packing, _row_tokens(setup, engine) if packing else None)
+
+
+def arrange_pairs(setup: Setup, engine: TrainEngine, pairs: PairConfig) -> Arrangement:
+    """Of pairs, after the same look; call on every rank."""
+    tokenizer = setup.tokenizer
+    layout, packing = settle_pairs(
+        engine,
+        pairs,
+        packing=setup.config.data.packing,
+        vocab_size=len(tokenizer),
+        output=setup.output,
+    )
+    collate = PairCollator(int(tokenizer.pad_token_id), layout, tight=True)
+    # Packing is about what a step counts: pairs share rows without it too.
+    row_tokens = _row_tokens(setup, engine) if layout != "alone" else None
+    return Arrangement(collate, packing, row_tokens)
+
+
+def _row_tokens(setup: Setup, engine: TrainEngine) -> int:
+    """Most tokens of a packed row: all of a micro-batch's where attention is by samples.
+
+    Under a mask, attention costs as much as the square of the row.
+    """
+    network: Any = engine.module
+    budget: int = setup.config.batch.tokens_per_device
+    if budget and network.trunk.skips_padding(engine.device):
+        return budget
+    return setup.config.max_row_tokens
+
+
+def settle_head(engine: TrainEngine, vocab_size: int, output: Output) -> None:
+    """Take the model's own logits where its head is more than a linear layer. On every rank."""
+    network: Any = engine.module
+    engine.eval()
+    if not head_is_linear(network.model, vocab_size=vocab_size, device=engine.device):
+        network.full_logits = True
+        output.log.say(
+            "  note         this architecture transforms its logits: they are computed whole, "
+            "which takes more memory"
+        )
+
+
+def settle_packing(engine: TrainEngine, wanted: bool, vocab_size: int, output: Output) -> bool:
+    """Whether to pack, after a look at how the user's own model treats a packed row.
+
+    Call on every rank.
+    """
+    trunk, report = _probe(engine, vocab_size, output)
+    if report.packing_is_exact and not trunk.own_mask:
+        return wanted
+    trunk.own_mask = True
+    if wanted:
+        output.log.say(
+            "  note         packing is off: this architecture mixes the samples of a packed row "
+            f"(relative error {report.packing_error:.1g})"
+        )
+    return False
+
+
+def settle_pairs(
+    engine: TrainEngine, wanted: PairConfig, *, packing: bool, vocab_size: int, output: Output
+) -> tuple[PairLayout, bool]:
+    """How pairs are laid out and whether rows hold several, after the same look.
+
+    Call on every rank.
+    """
+    trunk, report = _probe(engine, vocab_size, output)
+    if trunk.own_mask or not report.packing_is_exact:
+        trunk.own_mask = True
+        if packing or wanted.share_prompt:
+            output.log.say(
+                "  note         every answer has a row of its own: this architecture mixes the "
+                f"sequences of a row (relative error {report.packing_error:.1g})"
+            )
+        return "alone", False
+    if wanted.share_prompt and report.tree_is_exact:
+        return "shared", packing
+    if wanted.share_prompt:
+        output.log.say(
+            "  note         answers do not share their prompt: this architecture mixes them "
+            f"(relative error {report.tree_error:.1g})"
+        )
+    return "separate", packing
+
+
+def _probe(engine: TrainEngine, vocab_size: int, output: Output) -> tuple[Trunk, ProbeReport]:
+    network: Any = engine.module
+    engine.eval()
+    report = probe(network.trunk, vocab_size=vocab_size, device=engine.device)
+    output.record.update({"probe": vars(report)})
+    return network.trunk, report
+
+
+def rows_of(setup: Setup, samples: TokenSet, arrangement: Arrangement) -> list[Row]:
+    """Rows of sample numbers, several samples a row if they are to be packed."""
+    return make_rows(
+        arrangement.collate.lengths(samples),
+        max_seq_len=setup.config.max_row_tokens,
+        packing=arrangement.packing,
+        seed=setup.config.run.seed,
+    )
+
+
+def train_loader(setup: Setup, samples: Samples, arrangement: Arrangement) -> StepLoader:
+    """This rank's micro-batches of every optimizer step.
+
+    Args:
+        setup: of the stage.
+        samples: the training samples, perhaps with something added.
+        arrangement: of samples in batches.
+    """
+    config, batch = setup.config, setup.config.batch
+    counts = count_samples(arrangement.collate, setup.data.train, len(setup.data.train))
+    if batch.tokens_per_device:
+        budget = TokenBudget(
+            batch.tokens_per_device,
+            batch.gradient_accumulation_steps * data_world_size(),
+            arrangement.row_tokens,
+        )
+        rows = budget.groups(counts, seed=config.run.seed)
+    else:
+        budget, rows = None, rows_of(setup, setup.data.train, arrangement)
+    loader = StepLoader(
+        samples,
+        rows=rows,
+        micro_batch_size=batch.per_device_train_batch_size,
+        gradient_accumulation_steps=batch.gradient_accumulation_steps,
+        rank=data_rank(),
+        world_size=data_world_size(),
+        seed=config.run.seed,
+        collate=arrangement.collate,
+        counts=counts,
+        budget=budget,
+    )
+    log, capacity, kind = setup.output.log, config.max_row_tokens, "rows"
+    if budget is not None:
+        kind = f"x {budget.tokens:,} tokens, {budget.fill(rows, counts):.1%} full"
+    elif arrangement.packing:
+        share = fill(rows, counts.tokens, capacity)
+        log.say(f"  packing      {len(rows):,} rows of {capacity} tokens, {share:.1%} full")
+    steps = loader.steps_per_epoch
+    log.say(
+        f"  steps        {steps:,} an epoch, of up to {loader.rows_per_step} {kind}: about "
+        f"{len(counts.tokens) / max(1, steps):,.0f} samples and "
+        f"{counts.tokens.sum() / max(1, steps):,.0f} tokens each"
+    )
+    return loader

@@ -1,0 +1,240 @@
+"""DPO's reference: the policy as it was before training, as numbers or looked through again."""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dschat_lora.config.stages import DpoConfig
+from dschat_lora.data.batch import PairBatch
+from dschat_lora.data.loader import Collator, Samples, eval_batches
+from dschat_lora.data.packing import Row
+from dschat_lora.data.store import TokenSet, load_or_build, read_content
+from dschat_lora.engine.build import TrainEngine
+from dschat_lora.engine.distributed import (
+    broadcast_,
+    data_rank,
+    data_world_size,
+    on_rank_zero,
+    rank,
+    sum_tensor_,
+)
+from dschat_lora.engine.zero import Snapshot
+from dschat_lora.perf.flops import Flops, forward_flops
+from dschat_lora.perf.shape import describe as describe_shape
+from dschat_lora.perf.throughput import StepCounts
+from dschat_lora.runtime.setup import cache_directory
+from dschat_lora.supervised.batching import Arrangement, rows_of
+from dschat_lora.supervised.objectives import Objective, answer_logprobs, dpo_objective
+from dschat_lora.supervised.setup import Setup
+
+_FILE = "logprobs.npy"
+
+
+class WithReference:
+    """Pairs with the reference's log-probabilities of their answers."""
+
+    def __init__(self, pairs: TokenSet, logprobs: NDArray[np.float32]) -> None:
+        self._pairs, self._logprobs = pairs, logprobs
+
+    def __getitem__(self, index: int) -> Any:
+        chosen, rejected = self._logprobs[index].tolist()
+        return replace(self._pairs[index], reference=(chosen, rejected))
+
+
+@torch.no_grad()
+def reference_logprobs(
+    engine: TrainEngine,
+    pairs: TokenSet,
+    *,
+    rows: Sequence[Row],
+    collate: Collator,
+    batch_size: int,
+    cache: Path,
+    identity: Any,
+    say: Callable[[str], None] = lambda line: None,
+) -> NDArray[np.float32]:
+    """(len(pairs), 2) log-probabilities in nats of chosen and rejected answers, from the cache.
+
+    What is not there is computed with ``engine`` as it is, so before anything is trained or
+    restored. Call on every rank.
+
+    Args:
+        engine: over a ``CausalLMLogprobs``.
+        pairs: to compute them for.
+        rows: of pair numbers; each pair is in one row.
+        collate: makes batches of rows.
+        batch_size: rows of a batch on one rank.
+        cache: directory for directories of results.
+        identity: what the results depend on, JSON-ready; complete on rank 0.
+        say: is told whether they were known.
+    """
+    text = json.dumps([identity, pairs.digest()], sort_keys=True)
+    key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    directory = cache / f"reference-{key}"
+    known = on_rank_zero(lambda: _read(directory, len(pairs)))
+    if rank() == 0 and known is not None:
+        say(f"  reference    log-probabilities of {len(pairs):,} pairs read from {directory}")
+    elif rank() == 0:
+        say(f"  reference    log-probabilities of {len(pairs):,} pairs are computed ...")
+    found = torch.tensor(float(known is not None), device=engine.device)
+    if not broadcast_(found):
+        known = _compute(engine, pairs, rows, collate, batch_size)
+        if broken := int((~np.isfinite(known)).any(1).sum()):
+            raise ValueError(
+                f"the reference's log-probabilities of {broken:,} of {len(pairs):,} pairs are not "
+                "finite; try --dtype bf16 or fp32"
+            )
+        on_rank_zero(lambda: load_or_build(directory, lambda path: _write(path, known)))
+    values = torch.zeros(len(pairs), 2, device=engine.device)
+    if rank() == 0:
+        values.copy_(torch.from_numpy(known))
+    shared: NDArray[np.float32] = broadcast_(values).cpu().numpy()
+    return shared
+
+
+def _compute(
+    engine: TrainEngine,
+    pairs: TokenSet,
+    rows: Sequence[Row],
+    collate: Collator,
+    batch_size: int,
+) -> NDArray[np.float32]:
+    engine.eval()
+    shared = partial(
+        eval_batches,
+        rows=rows,
+        batch_size=batch_size,
+        rank=data_rank(),
+        world_size=data_world_size(),
+    )
+    numbered = zip(
+        shared(_Numbers(), collate=_Numbers()), shared(pairs, collate=collate), strict=True
+    )
+    values = torch.zeros(len(pairs), 2, device=engine.device)
+    for numbers, batch in numbered:
+        logprobs = answer_logprobs(engine, batch.to(engine.device))
+        values[numbers] = torch.stack(logprobs.chunk(2), dim=1)
+    # Each pair was on one rank, so the sum is a collection.
+    collected: NDArray[np.float32] = sum_tensor_(values).cpu().numpy()
+    return collected
+
+
+class _Numbers:
+    """Samples that are their own numbers, and batches of these."""
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def __call__(self, rows: Sequence[Sequence[int]]) -> list[int]:
+        return [number for row in rows for number in row]
+
+    def empty(self) -> list[int]:
+        return []
+
+    def lengths(self, samples: TokenSet) -> NDArray[np.int64]:
+        return samples.lengths
+
+
+def _read(directory: Path, size: int) -> NDArray[np.float32] | None:
+    """What :func:`_write` wrote; None where nothing sound is there."""
+    if read_content(directory) is None:
+        return None
+    values: NDArray[np.float32] = np.load(directory / _FILE)
+    return values if values.shape == (size, 2) else None
+
+
+def _write(directory: Path, values: NDArray[np.float32] | None) -> dict[str, Any]:
+    assert values is not None
+    np.save(directory / _FILE, values)
+    return {"pairs": len(values)}
+
+
+@torch.no_grad()
+def logprobs_at(snapshot: Snapshot, engine: TrainEngine, batch: PairBatch) -> Tensor:
+    """(2 P,) log-probabilities of a batch's answers as they were then; call on every rank.
+
+    Dropout is off, whatever the engine's mode.
+    """
+    was_training = engine.module.training
+    engine.eval()
+    with snapshot.in_place():
+        values = answer_logprobs(engine, batch)
+    if was_training:
+        engine.train()
+    return values
+
+
+@dataclass(frozen=True)
+class Reference:
+    """DPO's objective and the pairs it is taken on, which may bring the reference's values."""
+
+    objective: Objective
+    train: Samples
+    eval: Samples
+    extra_flops: Callable[[StepCounts], Flops] | None = None
+
+
+def make_reference(
+    setup: Setup, engine: TrainEngine, arrangement: Arrangement, dpo: DpoConfig
+) -> Reference:
+    """The model as it is, before anything is trained or restored; call on every rank.
+
+    Args:
+        setup: of the stage.
+        engine: over its network.
+        arrangement: of pairs in batches.
+        dpo: the user's options.
+    """
+    data, config = setup.data, setup.config
+    if not dpo.precompute_ref_log_probs:
+        trained = [p for p in setup.adapted.model.parameters() if p.requires_grad]
+        return Reference(
+            dpo_objective(dpo, partial(logprobs_at, Snapshot(trained), engine)),
+            data.train,
+            data.eval,
+            partial(_forward_flops, engine),
+        )
+    known = partial(
+        reference_logprobs,
+        engine,
+        collate=arrangement.collate,
+        batch_size=config.batch.per_device_eval_batch_size,
+        cache=cache_directory(config.data),
+        say=setup.output.log.say,
+        identity=[setup.identity.get(name) for name in ("model", "start", "adapter", "dtype")],
+    )
+    # Training pairs are not looked at by a run that only evaluates.
+    sets = (data.train, data.eval) if config.optim.num_train_epochs else (data.eval,)
+    *trained, held_out = (
+        WithReference(pairs, known(pairs, rows=rows_of(setup, pairs, arrangement)))
+        for pairs in sets
+    )
+    train = trained[0] if trained else data.train
+    return Reference(dpo_objective(dpo, lambda batch: batch.reference), train, held_out)
+
+
+def _forward_flops(engine: TrainEngine, counts: StepCounts) -> Flops:
+    """FLOPs of one more forward pass; none where the architecture is not understood."""
+    network: Any = engine.module
+    try:
+        shape = describe_shape(network.model)
+    except ValueError:
+        return Flops()
+    dense = not network.trunk.skips_padding(engine.device)
+    return forward_flops(
+        shape,
+        num_tokens=counts.num_tokens,
+        num_attended=counts.num_attended,
+        num_targets=counts.num_targets,
+        num_positions=counts.num_positions if dense else None,
+        num_scored_pairs=counts.num_scored_pairs if dense else None,
+    )

@@ -1,0 +1,241 @@
+"""What a stage descends, and what it tells of it: from batches to pure maths and back."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from dschat_lora.algos.dpo import dpo_loss
+from dschat_lora.algos.logprobs import sequence_sums
+from dschat_lora.algos.preference import accuracy, correlation, reliability
+from dschat_lora.algos.reward import bradley_terry_loss, per_token_loss
+from dschat_lora.config.stages import DpoConfig, RewardConfig
+from dschat_lora.data.batch import Batch, PairBatch
+
+# An engine or module, called as the stage's network is.
+Network = Callable[..., Any]
+# (P,) tensors, one value for each pair of a batch or of a whole evaluation.
+Columns = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class BatchLoss:
+    """Summed loss of a micro-batch.
+
+    Attributes:
+        total: scalar with gradient.
+        columns: what is known of each pair, without gradient.
+    """
+
+    total: Tensor
+    columns: Columns = field(default_factory=dict)
+
+
+LossFunction = Callable[[Any, Any], BatchLoss]
+# Log-ratios of the untrained policy differ by rounding alone.
+SAME_NATS = 1e-4
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A stage's loss, what it is a mean over, and what is reported besides.
+
+    Attributes:
+        loss: of a micro-batch, through an engine.
+        mean_over: the count that the summed loss of a step is divided by.
+        describe: further metrics of an evaluation, from its mean loss and whole columns.
+        headline: the metric of an evaluation that says how good the model is.
+    """
+
+    loss: LossFunction
+    mean_over: Literal["num_targets", "num_samples"]
+    describe: Callable[[float, Columns], dict[str, Any]]
+    headline: str
+
+
+def causal_lm_loss(engine: Network, batch: Batch) -> BatchLoss:
+    """Summed cross-entropy of supervised tokens; ``engine`` is over a ``CausalLMLoss``."""
+    return BatchLoss(
+        engine(
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            segment_ids=batch.segment_ids,
+            predicted_from=batch.predicted_from,
+            predicted=batch.predicted,
+            spans=batch.spans,
+        )
+    )
+
+
+def describe_perplexity(loss: float, columns: Columns) -> dict[str, Any]:
+    """``exp(loss)``; inf where that overflows."""
+    return {"perplexity": math.exp(loss) if loss < 700 else math.inf}
+
+
+SUPERVISED = Objective(causal_lm_loss, "num_targets", describe_perplexity, "perplexity")
+
+
+def reward_objective(config: RewardConfig) -> Objective:
+    """Learn which answer is better from scores; the engine is over a ``RewardModel``."""
+
+    def loss(engine: Network, batch: PairBatch) -> BatchLoss:
+        compare = _compare_ends if config.reward_loss == "bradley_terry" else _compare_tokens
+        losses, scores = compare(engine, batch, config)
+        chosen, rejected = scores.detach().chunk(2)
+        return BatchLoss(losses.sum(), score_columns(chosen, rejected, batch))
+
+    return Objective(loss, "num_samples", describe_scores, "accuracy")
+
+
+def score_ends(engine: Network, batch: PairBatch) -> Tensor:
+    """(2 P,) scores of a batch's sequences, each at its last token."""
+    return _scores(engine, batch, batch.ends)
+
+
+def _compare_ends(engine: Network, batch: PairBatch, config: RewardConfig) -> tuple[Tensor, Tensor]:
+    """(P,) losses and (2 P,) scores."""
+    scores = score_ends(engine, batch)
+    chosen, rejected = scores.chunk(2)
+    coefficient = config.center_rewards_coefficient
+    losses = bradley_terry_loss(chosen, rejected, batch.margins, center_coefficient=coefficient)
+    return losses, scores
+
+
+def _compare_tokens(
+    engine: Network, batch: PairBatch, config: RewardConfig
+) -> tuple[Tensor, Tensor]:
+    """(P,) losses and (2 P,) scores, from one forward pass."""
+    places = torch.cat([batch.ends, *batch.compared])
+    sizes = [len(batch.ends), *map(len, batch.compared)]
+    scores, chosen, rejected = torch.split(_scores(engine, batch, places), sizes)
+    return per_token_loss(chosen, rejected, batch.compared_pair, batch.num_samples), scores
+
+
+def _scores(engine: Network, batch: PairBatch, places: Tensor) -> Tensor:
+    scores: Tensor = engine(
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        segment_ids=batch.segment_ids,
+        branch_ids=batch.branch_ids,
+        places=places,
+        spans=batch.spans,
+    )
+    return scores
+
+
+def score_columns(
+    chosen: Tensor, rejected: Tensor, batch: PairBatch, *, tolerance: float = 0.0
+) -> dict[str, Tensor]:
+    """What is reported of each pair, from its scores; closer ones than ``tolerance`` are equal."""
+    chosen_length, rejected_length = batch.answer_lengths.float().chunk(2)
+    return {
+        "accuracy": accuracy(chosen, rejected, tolerance=tolerance),
+        "margin": chosen - rejected,
+        "chosen_score": chosen,
+        "rejected_score": rejected,
+        "chosen_length": chosen_length,
+        "rejected_length": rejected_length,
+    }
+
+
+def mean_of(values: Tensor) -> float | None:
+    """The mean of (P,) values; None where there is none."""
+    return float(values.double().mean()) if len(values) else None
+
+
+def describe_scores(loss: float, columns: Columns) -> dict[str, Any]:
+    """Calibration of the predicted preferences, and how far they follow from length alone."""
+    calibration = reliability(columns["margin"])
+    return {
+        "calibration_error": calibration.error,
+        "reliability": asdict(calibration),
+        **describe_lengths(loss, columns),
+    }
+
+
+def describe_lengths(loss: float, columns: Columns) -> dict[str, Any]:
+    """How far margins follow from the lengths of the answers alone."""
+    longer = columns["chosen_length"] - columns["rejected_length"]
+    return {
+        "length_correlation": correlation(columns["margin"], longer),
+        "chosen_is_longer": mean_of(accuracy(longer, torch.zeros_like(longer))),
+    }
+
+
+def dpo_objective(config: DpoConfig, reference: Callable[[PairBatch], Tensor]) -> Objective:
+    """Learn which answer is better as a policy; the engine is over a ``CausalLMLogprobs``.
+
+    Args:
+        config: the user's options.
+        reference: gives the (2 P,) log-probabilities of a batch's answers under the reference.
+    """
+
+    def loss(engine: Network, batch: PairBatch) -> BatchLoss:
+        with torch.no_grad():
+            expected = reference(batch)
+        return dpo_batch_loss(answer_logprobs(engine, batch), expected, batch, config)
+
+    return Objective(loss, "num_samples", describe_lengths, "accuracy")
+
+
+def answer_logprobs(engine: Network, batch: PairBatch) -> Tensor:
+    """(2 P,) log-probabilities in nats of a batch's answers, summed over their tokens."""
+    logprobs: Tensor = engine(
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        segment_ids=batch.segment_ids,
+        branch_ids=batch.branch_ids,
+        predicted_from=batch.predicted_from,
+        predicted=batch.predicted,
+        spans=batch.spans,
+    )
+    return sequence_sums(logprobs, batch.owner, 2 * batch.num_samples)
+
+
+def dpo_batch_loss(
+    logprobs: Tensor, reference: Tensor, batch: PairBatch, config: DpoConfig
+) -> BatchLoss:
+    """DPO's loss summed over the pairs, with ``--rpo_alpha`` times that of the chosen answers.
+
+    Args:
+        logprobs: (2 P,) of the answers under the policy.
+        reference: (2 P,) under the reference.
+        batch: the pairs.
+        config: the user's options.
+    """
+    lengths = batch.answer_lengths.clamp(min=1)
+    logratios = logprobs - reference
+    by_length = config.length_normalization or config.loss_type == "ipo"
+    chosen, rejected = (logratios / lengths if by_length else logratios).chunk(2)
+    losses = dpo_loss(
+        chosen,
+        rejected,
+        beta=config.beta,
+        loss_type=config.loss_type,
+        label_smoothing=config.label_smoothing,
+    )
+    if config.rpo_alpha:
+        # Of each chosen answer the mean over its tokens (eq. 2 of arXiv:2404.19733).
+        losses = losses - config.rpo_alpha * (logprobs / lengths).chunk(2)[0]
+    rewards = config.beta * logratios.detach()
+    chosen_rewards, rejected_rewards = rewards.chunk(2)
+    columns = score_columns(
+        chosen_rewards, rejected_rewards, batch, tolerance=config.beta * SAME_NATS
+    )
+    chosen_logprobs, rejected_logprobs = logprobs.detach().chunk(2)
+    return BatchLoss(
+        losses.sum(),
+        columns
+        | {
+            # TRL's names
+            "rewards/chosen": columns["chosen_score"],
+            "rewards/rejected": columns["rejected_score"],
+            "rewards/accuracies": (columns["margin"] > 0).float(),
+            "rewards/margins": columns["margin"],
+            "logps/chosen": chosen_logprobs,
+            "logps/rejected": rejected_logprobs,
+        },
+    )

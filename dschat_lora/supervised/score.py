@@ -1,0 +1,176 @@
+"""Scores of given answers by a reward model, one line for each row of data."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from dschat_lora.config.stages import LoraConfig, ScoreConfig
+from dschat_lora.data.batch import SampleCollator
+from dschat_lora.data.chat import Span, make_chat
+from dschat_lora.data.records import Record, to_record
+from dschat_lora.data.rows import iter_rows, parse_row, require_usable
+from dschat_lora.data.sources import find_source
+from dschat_lora.data.tokenize import Sample, TokenRule, make_encoder, tokenize
+from dschat_lora.engine.build import DTYPES, resolve_dtype
+from dschat_lora.engine.distributed import device
+from dschat_lora.models.architecture_checks import probe
+from dschat_lora.models.build import build_reward_model
+from dschat_lora.models.causal_lm import load_tokenizer
+from dschat_lora.models.reward_model import RewardModel
+from dschat_lora.models.source import find_model
+from dschat_lora.report.log import jsonable
+from dschat_lora.report.terminal import note
+
+ROWS_AT_A_TIME = 4096  # held in memory, sorted by length
+
+
+class Scorer:
+    """A reward model on this machine's device.
+
+    Attributes:
+        max_seq_len: longest sequence that is scored.
+    """
+
+    def __init__(self, config: ScoreConfig) -> None:
+        source = find_model(config.model_name_or_path)
+        self.tokenizer = load_tokenizer(source.tokenizer, config.model)
+        adapted = build_reward_model(
+            source,
+            self.tokenizer,
+            config.model,
+            LoraConfig(),
+            dtype=DTYPES[resolve_dtype(config.model.dtype)],
+            seed=0,
+            meta=False,
+            new_head=False,
+        )
+        self._network = RewardModel(adapted.model).to(device()).eval()
+        self._batch_size = config.per_device_eval_batch_size
+        self._collate = SampleCollator(int(self.tokenizer.pad_token_id))
+        limit = getattr(adapted.model.config, "max_position_embeddings", None)
+        self.max_seq_len = config.max_seq_len or limit or sys.maxsize
+        report = probe(self._network.trunk, vocab_size=len(self.tokenizer), device=device())
+        self._network.trunk.own_mask |= not report.packing_is_exact
+
+    @torch.no_grad()
+    def scores(self, records: Sequence[Record]) -> list[float | None]:
+        """The score of each record's answer at its end; None for those that are too long."""
+        rule = TokenRule(int(self.tokenizer.eos_token_id), self.max_seq_len, "drop", False)
+        tokenized = tokenize(records, make_encoder(self.tokenizer), rule)
+        results: list[float | None] = [None] * len(records)
+        samples = {i: t.sample for i, t in enumerate(tokenized) if isinstance(t.sample, Sample)}
+        order = sorted(samples, key=lambda i: len(samples[i].input_ids))
+        for first in range(0, len(order), self._batch_size):
+            chunk = order[first : first + self._batch_size]
+            for number, score in zip(chunk, self._score([samples[i] for i in chunk]), strict=True):
+                results[number] = score
+        return results
+
+    def _score(self, samples: Sequence[Sample]) -> list[float]:
+        batch = self._collate([[sample] for sample in samples]).to(device())
+        rows, width = batch.input_ids.shape
+        lengths = torch.tensor([len(sample.input_ids) for sample in samples])
+        scores = self._network(
+            batch.input_ids,
+            batch.position_ids,
+            batch.segment_ids,
+            torch.zeros_like(batch.segment_ids),
+            (torch.arange(rows) * width + lengths - 1).to(device()),
+            batch.spans,
+        )
+        values: list[float] = scores.tolist()
+        return values
+
+
+def score_files(config: ScoreConfig) -> None:
+    """Write each row with its score, or those of its two answers, and sum up for a person.
+
+    Raises:
+        ValueError: for a model without head, or a row that has no answer.
+        OSError: if the output cannot be written.
+    """
+    scorer = Scorer(config)
+    count = too_long = pairs = 0
+    right = 0.0
+    with _output(config.output_path) as file:
+        for rows, records in _chunks(config, scorer.tokenizer):
+            values = iter(scorer.scores([each for own in records for each in own]))
+            for row, own in zip(rows, records, strict=True):
+                scores = [next(values) for _ in own]
+                line = _described(row, scores)
+                # Columns that are no JSON, such as the dates of a parquet file, as text.
+                file.write(json.dumps(jsonable(line), ensure_ascii=False, default=str) + "\n")
+                count += 1
+                too_long += None in scores
+                if len(scores) == 2 and None not in scores:
+                    chosen, rejected = (float(score or 0.0) for score in scores)
+                    pairs += 1
+                    right += float(chosen > rejected) + 0.5 * float(chosen == rejected)
+    if pairs:
+        note(f"accuracy {right / pairs:.1%} over {pairs:,} pairs")
+    if too_long:
+        limit = scorer.max_seq_len
+        note(f"{too_long:,} rows are longer than {limit:,} tokens: their score is null")
+    where = f" to {config.output_path}" if config.output_path else ""
+    note(f"{count:,} rows scored{where}")
+
+
+def _described(row: dict[str, Any], scores: Sequence[float | None]) -> dict[str, Any]:
+    if len(scores) == 1:
+        return {**row, "score": scores[0]}
+    chosen, rejected = scores
+    return {**row, "chosen_score": chosen, "rejected_score": rejected}
+
+
+def _chunks(
+    config: ScoreConfig, tokenizer: Any
+) -> Iterator[tuple[list[dict[str, Any]], list[list[Record]]]]:
+    """Rows as read, and for each the one or two answers to score."""
+    chat = make_chat(tokenizer, tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id))
+    rows: list[dict[str, Any]] = []
+    records: list[list[Record]] = []
+    for entry in config.data_path:
+        for raw in iter_rows(find_source("data_path", entry)):
+            record = to_record(require_usable(parse_row(raw), "samples"), chat)
+            rows.append(raw.values)
+            records.append(_answers(record))
+            if len(rows) == ROWS_AT_A_TIME:
+                yield rows, records
+                rows, records = [], []
+    if rows:
+        yield rows, records
+
+
+def _answers(record: Record) -> list[Record]:
+    """The record itself; of a pair, one for each answer."""
+    if record.rejected is None:
+        return [record]
+    other = (*record.spans[:-1], Span(record.rejected, target=True))
+    return [replace(record, rejected=None), replace(record, spans=other, rejected=None)]
+
+
+@contextmanager
+def _output(path: str | None) -> Iterator[TextIO]:
+    """Standard output, or a file that takes its name when it is complete."""
+    if path is None:
+        yield sys.stdout
+        sys.stdout.flush()
+        return
+    final = Path(path).expanduser()
+    staged = final.with_name(f".{final.name}.{os.getpid()}")
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        with staged.open("w", encoding="utf-8") as file:
+            yield file
+        staged.replace(final)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(final)) from error
+    finally:
+        staged.unlink(missing_ok=True)

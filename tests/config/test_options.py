@@ -1,0 +1,604 @@
+"""The command line: dataclasses to flags and back, YAML, and what a mistype is told."""
+
+import dataclasses
+import sys
+from dataclasses import dataclass
+from typing import Literal
+
+import pytest
+
+from dschat_lora.config.options import (
+    command_line,
+    fail,
+    flatten,
+    given_options,
+    group,
+    option,
+    parse_config,
+    run_main,
+)
+from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, SupervisedConfig
+from dschat_lora.runtime.validation import check_supervised
+from helpers.step1 import parsed
+
+# What users' scripts rely on. A flag may be added here, never taken away or renamed.
+STEP1_FLAGS = """
+    model_name_or_path dtype gradient_checkpointing dropout attn_implementation trust_remote_code
+    add_eot_token eot_token compile compute_fp32_loss
+    lora_dim lora_alpha lora_dropout use_rslora target_modules lora_module_name train_bias
+    modules_to_save enable_lora only_optimize_lora
+    resume_from_checkpoint save_interval save_minutes save_total_limit
+    data_path data_weights sft_only_data_path eval_data_path eval_ratio data_split
+    data_output_path max_seq_len overlong bad_rows train_on_prompt packing
+    preprocessing_num_workers
+    per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps
+    tokens_per_device
+    learning_rate lora_learning_rate lora_lr_multiplier loraplus_lr_ratio weight_decay adam_beta1
+    adam_beta2 adam_epsilon max_grad_norm lr_scheduler_type num_warmup_steps num_train_epochs
+    max_steps
+    zero_stage offload tensor_parallel_size sequence_parallel deepspeed_config deepspeed
+    output_dir overwrite_output_dir seed logging_steps eval_interval eval_iters
+    sample_generations merge_adapter merge_max_kl report_to enable_tensorboard tensorboard_path
+    print_loss dry_run
+""".split()
+REWARD_FLAGS = """
+    share_prompt reward_loss center_rewards_coefficient num_padding_at_beginning
+""".split()
+DPO_FLAGS = """
+    share_prompt num_padding_at_beginning beta loss_type label_smoothing length_normalization
+    rpo_alpha precompute_ref_log_probs offload_reference_model
+""".split()
+
+# Flags of DeepSpeed-Chat's step 1 with a value its scripts use; None: a switch.
+CLASSIC_FLAGS = {
+    "data_path": "Dahoas/rm-static",
+    "data_split": "2,4,4",
+    "sft_only_data_path": "some/set",
+    "data_output_path": "data_files/",
+    "model_name_or_path": "facebook/opt-1.3b",
+    "per_device_train_batch_size": "16",
+    "per_device_eval_batch_size": "16",
+    "max_seq_len": "512",
+    "learning_rate": "1e-3",
+    "weight_decay": "0.",
+    "num_train_epochs": "16",
+    "gradient_accumulation_steps": "8",
+    "lr_scheduler_type": "cosine",
+    "num_warmup_steps": "0",
+    "output_dir": "./output",
+    "seed": "1234",
+    "local_rank": "0",
+    "gradient_checkpointing": None,
+    "dropout": "0.0",
+    "offload": None,
+    "dtype": "bf16",
+    "zero_stage": "2",
+    "lora_dim": "128",
+    "lora_module_name": "decoder.layers.",
+    "only_optimize_lora": None,
+    "lora_learning_rate": "5e-4",
+    "compute_fp32_loss": None,
+    "enable_tensorboard": None,
+    "tensorboard_path": "step1_tensorboard",
+    "add_eot_token": None,
+    "eot_token": "<|endoftext|>",
+    "print_loss": None,
+    "deepspeed": None,
+    "deepspeed_config": "ds.json",
+    "deepscale": None,
+    "deepscale_config": "ds.json",
+}
+# Those that its step 2 and DPO share with step 1, and what each has besides.
+SHARED_FLAGS = CLASSIC_FLAGS.keys() - {"sft_only_data_path", "eot_token", "print_loss"}
+CLASSIC_REWARD_FLAGS = {
+    **{name: CLASSIC_FLAGS[name] for name in sorted(SHARED_FLAGS)},
+    "num_padding_at_beginning": "1",
+    "eval_interval": "0",
+    "eval_iters": "100",
+}
+CLASSIC_DPO_FLAGS = {
+    **{name: CLASSIC_FLAGS[name] for name in sorted(SHARED_FLAGS)},
+    "offload_reference_model": None,
+    "beta": "0.1",
+    "label_smoothing": "0.0",
+    "print_loss": None,
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    size: int = option(3, help="a whole number")
+    rate: float | None = option(None, help="a number, 100% optional")
+    kind: Literal["one", "two"] = option("one", help="a choice")
+    level: Literal[0, 1, 2] | None = option(None, help="a choice of numbers")
+
+    def __post_init__(self):
+        if self.size < 0:
+            raise ValueError(f"--size must be >= 0, got {self.size}")
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A stage with one nested group."""
+
+    part: Part = group(Part)
+    name: str = option("x", help="a text")
+    paths: tuple[str, ...] = option(("a", "b"), help="texts")
+    weights: tuple[float, ...] = option((), help="numbers")
+    fast: bool = option(False, help="a switch")
+    slow: bool = option(True, help="a switch that is on")
+    tuned: bool | Literal["auto"] = option("auto", help="a switch that decides by itself")
+    given: frozenset[str] = given_options()
+
+
+@dataclass(frozen=True)
+class Pair:
+    actor: Part = group(Part, flat=False)
+    critic: Part = group(Part, flat=False)
+
+
+@dataclass(frozen=True)
+class Demanding:
+    path: str = option(help="must be given")
+
+
+def parse(line, config_class=Whole):
+    return parse_config(config_class, line.split())
+
+
+# ---------------------------------------------------------------------------- values
+
+
+def test_nothing_given_is_the_defaults():
+    assert parse("") == Whole()
+
+
+def test_each_kind_of_value_reaches_its_field():
+    config = parse(
+        "--size 7 --rate 1e-3 --kind two --level 2 --name n --paths p q --fast --no-slow"
+    )
+    assert config.part == Part(size=7, rate=0.001, kind="two", level=2)
+    assert (config.name, config.paths, config.fast, config.slow) == ("n", ("p", "q"), True, False)
+
+
+def test_equals_sign_and_space_say_the_same():
+    assert parse("--size=7 --name=n --level=1") == parse("--size 7 --name n --level 1")
+
+
+def test_numbers_of_a_list_are_numbers():
+    assert parse("--weights 1 2.5").weights == (1.0, 2.5)
+
+
+def test_a_list_may_be_emptied():
+    assert parse("--paths").paths == ()
+
+
+@pytest.mark.parametrize(
+    ("line", "value"),
+    [
+        ("", "auto"),
+        ("--tuned", True),
+        ("--tuned --fast", True),
+        ("--tuned on", True),
+        ("--tuned=off", False),
+        ("--no-tuned", False),
+        ("--no-tuned --tuned auto", "auto"),
+    ],
+)
+def test_switch_that_decides_by_itself_is_a_switch_too(line, value):
+    config = parse(line)
+    assert config.tuned == value
+    assert config.fast == ("fast" in line)
+    assert ("tuned" in config.given) == bool(line)
+    assert parse(" ".join(command_line({"tuned": value}))).tuned == value
+
+
+def test_given_names_what_the_user_set_even_to_the_default():
+    assert parse("").given == frozenset()
+    assert parse("--size 3 --no-fast").given == {"size", "fast"}
+
+
+def test_nested_group_with_prefix_has_two_sets_of_options():
+    pair = parse("--actor_size 8 --critic_kind two", Pair)
+    assert pair == Pair(actor=Part(size=8), critic=Part(kind="two"))
+    assert set(flatten(pair)) == {
+        f"{who}_{name}" for who in ("actor", "critic") for name in ("size", "rate", "kind", "level")
+    }
+
+
+def test_prefixed_option_has_no_bare_name():
+    with pytest.raises(ValueError, match="unknown option --size; did you mean --actor_size"):
+        parse("--size 8", Pair)
+
+
+def test_flatten_gives_json_ready_values_that_parse_back():
+    config = parse("--size 7 --paths p q --rate 0.5")
+    flat = flatten(config)
+    assert flat == {
+        "size": 7,
+        "rate": 0.5,
+        "kind": "one",
+        "level": None,
+        "name": "x",
+        "paths": ["p", "q"],
+        "weights": [],
+        "fast": False,
+        "slow": True,
+        "tuned": "auto",
+    }
+
+
+def test_required_option_is_named_when_absent():
+    with pytest.raises(ValueError, match="--path is required"):
+        parse("", Demanding)
+    assert parse("--path p", Demanding).path == "p"
+
+
+# ---------------------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    ("line", "parts"),
+    [
+        ("--size eight", ["--size", "a whole number", "'eight'"]),
+        ("--size 8.5", ["--size", "a whole number", "'8.5'"]),
+        ("--size nan", ["--size", "a whole number", "'nan'"]),
+        ("--rate fast", ["--rate", "a number", "'fast'"]),
+        ("--kind three", ["--kind", "one of one, two", "'three'"]),
+        ("--level 7", ["--level", "one of 0, 1, 2", "'7'"]),
+        ("--weights 1 x", ["--weights", "a number", "'x'"]),
+        ("--size -1", ["--size", ">= 0", "-1"]),
+        ("--size", ["--size", "expected one argument"]),
+        ("--fast yes", ["'yes'"]),
+        ("--tuned yes", ["--tuned", "one of on, off, auto", "'yes'"]),
+        ("--no-tuned yes", ["'yes'"]),
+        ("--no-tuned=yes", ["--no-tuned", "'yes'"]),
+        ("--fast=yes", ["--fast", "'yes'"]),
+        ("stray", ["unexpected argument 'stray'"]),
+    ],
+)
+def test_wrong_value_is_named_with_its_option_and_what_is_allowed(line, parts):
+    with pytest.raises(ValueError, match=r"^[^\n]+$") as caught:
+        parse(line)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("number", ["nan", "inf", "-inf", "NaN", "Infinity", "1e999"])
+def test_number_that_is_not_finite_is_refused(number):
+    with pytest.raises(ValueError, match="--rate: must be a number, got"):
+        parse(f"--rate={number}")
+    with pytest.raises(ValueError, match="--weights: must be a number, got"):
+        parse(f"--weights={number}")
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("--lora_dm", "--lora_dim"),
+        ("--lora-dim", "--lora_dim"),
+        ("-lora_dim", "--lora_dim"),
+        ("--lora_dimm=8", "--lora_dim"),
+        ("--learning_rat", "--learning_rate"),
+        ("--gradient-accumulation-steps", "--gradient_accumulation_steps"),
+        ("--no_packing", "--no-packing"),
+        ("--conifg", "--config"),
+    ],
+)
+def test_misspelt_flag_is_answered_with_the_right_one(typed, meant):
+    with pytest.raises(ValueError, match=rf"did you mean {meant}\?"):
+        parsed(typed, "8")
+
+
+def test_flag_like_no_other_is_not_guessed():
+    with pytest.raises(ValueError, match="unknown option --wandb_entity; see --help"):
+        parsed("--wandb_entity", "me")
+
+
+def test_abbreviation_is_not_taken_for_a_flag():
+    with pytest.raises(ValueError, match="unknown option --lora_di; did you mean --lora_dim"):
+        parsed("--lora_di", "8")
+
+
+def test_negative_number_in_scientific_notation_is_a_value():
+    with pytest.raises(ValueError, match="--learning_rate must be > 0, got -0.0001"):
+        parsed("--learning_rate", "-1e-4")
+
+
+# ---------------------------------------------------------------------------- YAML
+
+
+@pytest.fixture
+def from_yaml(tmp_path):
+    def parse_file(text, *argv, config_class=Whole):
+        path = tmp_path / "run.yaml"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return parse_config(config_class, ["--config", str(path), *argv])
+
+    return parse_file
+
+
+def test_yaml_sets_the_same_fields_as_the_command_line(from_yaml):
+    text = (
+        "size: 7\nrate: 1e-3\nkind: two\nlevel: 2\nname: n\npaths: [p, q]\nfast: true\nslow: no\n"
+    )
+    line = "--size 7 --rate 1e-3 --kind two --level 2 --name n --paths p q --fast --no-slow"
+    assert from_yaml(text) == parse(line)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("auto", "auto"), ("true", True), ("false", False), ("on", True)]
+)
+def test_yaml_sets_a_switch_that_decides_by_itself(from_yaml, text, value):
+    assert from_yaml(f"tuned: {text}\n").tuned == value
+
+
+def test_command_line_wins_over_yaml(from_yaml):
+    config = from_yaml("size: 7\nname: file\nfast: true\n", "--size", "8", "--no-fast")
+    assert (config.part.size, config.name, config.fast) == (8, "file", False)
+
+
+def test_yaml_options_count_as_given(from_yaml):
+    assert from_yaml("size: 3\n", "--name", "n").given == {"size", "name"}
+
+
+def test_yaml_knows_prefixed_names(from_yaml):
+    assert from_yaml("actor_size: 8\n", config_class=Pair).actor.size == 8
+
+
+def test_yaml_takes_one_value_for_a_list(from_yaml):
+    assert from_yaml("paths: p\nweights: 2\n").paths == ("p",)
+
+
+def test_yaml_null_is_the_absent_value_of_an_optional_field(from_yaml):
+    assert from_yaml("rate: null\nlevel:\n").part == Part()
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("sise: 3", ["unknown option --sise", "did you mean --size"]),
+        ("size: eight", ["size", "a whole number", "'eight'"]),
+        ("size: 8.0", ["size", "a whole number", "8.0"]),
+        ("size: true", ["size", "a whole number", "True"]),
+        ("size: null", ["size", "a whole number"]),
+        ("size: [8]", ["size", "a whole number", "[8]"]),
+        ("rate: .nan", ["rate", "a number", "nan"]),
+        ("rate: .inf", ["rate", "a number", "inf"]),
+        ("kind: three", ["kind", "one of one, two", "three"]),
+        ("level: 7", ["level", "one of 0, 1, 2", "7"]),
+        ("fast: 'no'", ["fast", "true or false", "'no'"]),
+        ("tuned: 'no'", ["tuned", "true or false or auto", "'no'"]),
+        ("tuned: 1", ["tuned", "true or false or auto", "1"]),
+        ("tuned: null", ["tuned", "true or false or auto", "None"]),
+        ("fast: 1", ["fast", "true or false", "1"]),
+        ("weights: [1, x]", ["weights", "a number", "'x'"]),
+        ("name: [a, b]", ["name", "text", "['a', 'b']"]),
+        ("name: {a: b}", ["name", "text"]),
+        ("paths: null", ["paths", "None"]),
+        ("paths: [null]", ["paths", "None"]),
+        ("paths: [[a]]", ["paths", "['a']"]),
+        ("- size", ["must hold 'option: value' lines"]),
+        ("", ["must hold 'option: value' lines"]),
+        ("a: [", ["cannot be read"]),
+        (b"\xff\xfe\x00", ["cannot be read"]),
+        ("config: other.yaml", ["unknown option --config"]),
+        ("given: [size]", ["unknown option --given"]),
+        ("1: 2", ["unknown option --1"]),
+    ],
+)
+def test_yaml_mistake_names_the_file_the_option_and_what_is_allowed(from_yaml, text, parts):
+    with pytest.raises(ValueError, match="run.yaml") as caught:
+        from_yaml(text)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_missing_yaml_file_is_named():
+    with pytest.raises(ValueError, match="--config none.yaml cannot be read"):
+        parse("--config none.yaml")
+
+
+# ---------------------------------------------------------------------------- ending
+
+
+def run_with(monkeypatch, argv, check=lambda config: config, main=lambda config: None):
+    monkeypatch.setattr(sys, "argv", ["main.py", *argv])
+    run_main(Whole, check, main, description="What this stage does.")
+
+
+def test_run_main_hands_the_checked_config_to_main(monkeypatch):
+    seen = []
+    run_with(
+        monkeypatch,
+        ["--size", "7"],
+        check=lambda config: dataclasses.replace(config, name="checked"),
+        main=seen.append,
+    )
+    assert (seen[0].part.size, seen[0].name) == (7, "checked")
+
+
+def test_mistake_ends_with_code_2_and_one_line(monkeypatch, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run_with(monkeypatch, ["--size", "x"])
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == "error: --size: must be a whole number, got 'x'\n"
+
+
+def test_mistake_found_by_check_ends_the_same_way(monkeypatch, capsys):
+    def check(config):
+        raise ValueError("two\nlines   of text")
+
+    with pytest.raises(SystemExit, match="2"):
+        run_with(monkeypatch, [], check=check)
+    assert capsys.readouterr().err == "error: two lines of text\n"
+
+
+def test_error_inside_main_is_not_taken_for_a_wrong_option(monkeypatch):
+    def main(config):
+        raise ValueError("a bug")
+
+    with pytest.raises(ValueError, match="a bug"):
+        run_with(monkeypatch, [], main=main)
+
+
+def test_other_ranks_end_alike_without_a_word(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit, match="2"):
+        fail("wrong")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_help_names_every_option_with_its_text_and_default(monkeypatch, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        run_with(monkeypatch, ["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "What this stage does." in shown
+    assert "--size N a whole number (default: 3)" in shown
+    assert "--rate X a number, 100% optional" in shown
+    assert "--kind {one,two} a choice (default: one)" in shown
+    assert "texts (default: a b)" in shown
+    assert "--fast, --no-fast a switch" in shown
+    assert "--tuned [{on,off,auto}] a switch that decides by itself (default: auto)" in shown
+    assert "--no-tuned same as --tuned off" in shown
+    assert "local_rank" not in shown
+
+
+# ---------------------------------------------------------------------------- step 1
+
+
+def leaves(config_class):
+    for field in dataclasses.fields(config_class):
+        if nested := field.metadata.get("group"):
+            yield from leaves(nested)
+        elif not {"given", "hidden"} & field.metadata.keys():
+            yield field
+
+
+def test_flags_of_step_1_are_these():
+    assert sorted(flatten(SupervisedConfig())) == sorted(STEP1_FLAGS)
+
+
+@pytest.mark.parametrize("field", leaves(SupervisedConfig), ids=lambda field: field.name)
+def test_every_option_has_help_and_a_default(field):
+    assert len(field.metadata["help"]) > 8
+    assert field.default is not dataclasses.MISSING
+
+
+def test_help_of_step_1_shows_every_flag(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["main.py", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        run_main(SupervisedConfig, check_supervised, lambda config: None)
+    shown = capsys.readouterr().out
+    missing = [name for name in STEP1_FLAGS if f"--{name}" not in shown]
+    assert not missing
+
+
+@pytest.mark.parametrize("name", CLASSIC_FLAGS)
+def test_classic_flag_is_accepted_with_space_and_equals_sign(name):
+    value = CLASSIC_FLAGS[name]
+    with_space = parsed(f"--{name}", *([] if value is None else [value]))
+    if value is not None:
+        assert parsed(f"--{name}={value}") == with_space
+    if not name.startswith(("local_rank", "deepscale")):
+        shown = flatten(with_space)[name]
+        shown = shown[0] if isinstance(shown, list) else shown
+        kind = type(shown)
+        assert shown == (True if value is None else kind(value))
+
+
+def test_all_classic_flags_parse_together():
+    argv = [part for name, value in CLASSIC_FLAGS.items() for part in (f"--{name}", value) if part]
+    config = parsed(*argv)
+    assert config.given == set(CLASSIC_FLAGS) - {"local_rank", "deepscale", "deepscale_config"}
+
+
+def test_step_1_script_of_deepspeed_chat_for_one_gpu_parses():
+    config = parsed(
+        *"--model_name_or_path facebook/opt-1.3b --gradient_accumulation_steps 8 --lora_dim 128 "
+        "--zero_stage 0 --enable_tensorboard --tensorboard_path out --deepspeed "
+        "--output_dir out".split()
+    )
+    assert (config.lora.lora_dim, config.batch.gradient_accumulation_steps) == (128, 8)
+    assert config.parallel.deepspeed
+
+
+# ---------------------------------------------------------------------------- step 2 and DPO
+
+
+def test_flags_of_step_2_and_dpo_are_those_of_step_1_and_these():
+    assert sorted(flatten(RewardStageConfig())) == sorted(STEP1_FLAGS + REWARD_FLAGS)
+    assert sorted(flatten(DpoStageConfig())) == sorted(STEP1_FLAGS + DPO_FLAGS)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        f
+        for c in (RewardStageConfig, DpoStageConfig)
+        for f in leaves(c)
+        if f.name not in STEP1_FLAGS
+    ],
+    ids=lambda field: field.name,
+)
+def test_every_option_of_pairs_has_help_and_a_default(field):
+    assert len(field.metadata["help"]) > 8
+    assert field.default is not dataclasses.MISSING
+
+
+@pytest.mark.parametrize(
+    ("config_class", "name", "value"),
+    [
+        (config_class, name, value)
+        for config_class, flags in (
+            (RewardStageConfig, CLASSIC_REWARD_FLAGS),
+            (DpoStageConfig, CLASSIC_DPO_FLAGS),
+        )
+        for name, value in flags.items()
+    ],
+)
+def test_classic_flag_of_step_2_and_dpo_is_accepted_with_its_meaning(config_class, name, value):
+    config = parse_config(config_class, [f"--{name}", *([] if value is None else [value])])
+    if name.startswith(("local_rank", "deepscale")):
+        assert config.given == frozenset()
+        return
+    assert config.given == {name}
+    shown = flatten(config)[name]
+    shown = shown[0] if isinstance(shown, list) else shown
+    assert shown == (True if value is None else type(shown)(value))
+
+
+@pytest.mark.parametrize(
+    ("config_class", "expected"),
+    [
+        (RewardStageConfig, {"packing": False, "learning_rate": 5e-5, "share_prompt": True}),
+        (DpoStageConfig, {"packing": False, "learning_rate": 1e-6, "beta": 0.1}),
+    ],
+)
+def test_default_of_a_stage_is_used_and_shown_in_its_help(capsys, config_class, expected):
+    flat = flatten(config_class())
+    assert {name: flat[name] for name in expected} == expected
+    with pytest.raises(SystemExit, match="0"):
+        parse_config(config_class, ["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"rate of base weights, where they train (default: {expected['learning_rate']})" in shown
+
+
+def test_one_option_given_leaves_a_stages_other_defaults():
+    config = parse_config(DpoStageConfig, ["--weight_decay", "0.1", "--max_seq_len", "64"])
+    assert (config.optim.learning_rate, config.optim.weight_decay) == (1e-6, 0.1)
+    assert config.optim.default_lora_learning_rate == 1e-5
+    assert (config.data.packing, config.data.max_seq_len) == (False, 64)
+
+
+def test_step_2_scripts_of_deepspeed_chat_for_one_gpu_parse():
+    line = (
+        "--model_name_or_path facebook/opt-350m --num_padding_at_beginning 1 --weight_decay 0.1 "
+        "--dropout 0.0 --gradient_accumulation_steps 4 --zero_stage 0 --enable_tensorboard "
+        "--tensorboard_path out --deepspeed --output_dir out"
+    )
+    config = parse_config(RewardStageConfig, line.split())
+    assert config.pairs.num_padding_at_beginning == 1
+    line = line.replace("--num_padding_at_beginning 1 ", "--offload_reference_model ")
+    assert parse_config(DpoStageConfig, line.split()).dpo.offload_reference_model

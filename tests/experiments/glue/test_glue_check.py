@@ -1,0 +1,211 @@
+"""Mistakes in the options of a GLUE run, found before torch is imported."""
+
+import json
+import os
+import shutil
+import sys
+
+import pytest
+
+from dschat_lora.checkpoint.adapter_config import accept_adapter
+from dschat_lora.config.options import parse_config
+from dschat_lora.experiments.glue import validation as check
+from dschat_lora.experiments.glue.config import GlueConfig
+from dschat_lora.experiments.glue.validation import check_glue
+
+
+@pytest.fixture
+def checked(encoder, task_files):
+    def call(*options, task="rte"):
+        argv = ["--model_name_or_path", encoder("roberta"), "--task_name", task]
+        argv += ["--data_dir", task_files(task), *options]
+        return check_glue(parse_config(GlueConfig, [str(each) for each in argv]))
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--fp16", "--bf16"], "--fp16 and --bf16 contradict"),
+        (["--lora_r", "4"], "--lora_r has no effect without --apply_lora"),
+        (["--warmup_steps", "4", "--warmup_ratio", "0.1"], "contradict each other"),
+        (["--apply_lora", "--lora_path", "nowhere"], "--lora_path nowhere does not exist"),
+        (["--deepspeed", "none.json"], "--deepspeed none.json cannot be read"),
+        (["--no-do_train", "--no-do_eval"], "leave nothing to do"),
+        (["--resume_from_checkpoint", "latest"], "needs --output_dir"),
+        (["--resume_from_checkpoint", "x"], "x must be latest, a checkpoint-N, or the"),
+        (["--num_train_epochs", "0"], "--no-do_train evaluates alone"),
+        (["--seed", "4294967296"], r"--seed must be in \[0, 2\*\*32\)"),
+        (["--classifier_dropout", "1"], r"--classifier_dropout must be in \[0, 1\)"),
+        (["--task_name", "snli"], "task_name: must be one of cola, sst2"),
+        (["--max_sequence_length", "8"], "did you mean --max_seq_length"),
+    ],
+)
+def test_a_mistake_is_named(checked, options, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        checked(*options)
+
+
+def test_the_original_spellings_are_taken(checked):
+    config = checked("--evaluation_strategy", "epoch", "--cls_dropout", "0.15")
+    assert (config.eval_strategy, config.classifier_dropout) == ("epoch", 0.15)
+
+
+def test_zero_3_and_evaluation_by_deepspeed_are_refused(checked, tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3}}), encoding="utf-8")
+    with pytest.raises(ValueError, match="ZeRO stage 3"):
+        checked("--deepspeed", path)
+    path.write_text("{}", encoding="utf-8")
+    with pytest.raises(ValueError, match="--deepspeed is for training"):
+        checked("--deepspeed", path, "--no-do_train")
+
+
+def test_an_earlier_run_is_neither_overwritten_nor_mistaken(checked, trained, tmp_path):
+    with pytest.raises(ValueError, match=r"holds an earlier run \(metrics.jsonl, adapter, .*run"):
+        checked("--output_dir", trained)
+    latest = checked("--output_dir", trained, "--resume_from_checkpoint", "latest", task="mnli")
+    assert latest.resume_from_checkpoint == str(trained / "checkpoint-6")
+    with pytest.raises(ValueError, match="would delete"):
+        checked(
+            "--output_dir",
+            trained,
+            "--overwrite_output_dir",
+            "--apply_lora",
+            "--lora_path",
+            trained,
+        )
+    (tmp_path / "checkpoint-1").mkdir()
+    with pytest.raises(ValueError, match="no run wrote that"):
+        checked("--output_dir", tmp_path, "--overwrite_output_dir")
+
+
+def test_a_run_does_not_delete_the_model_it_starts_from(checked, encoder, tmp_path):
+    shutil.copytree(encoder("roberta"), tmp_path / "out" / "model")
+    for name in ("metrics.jsonl", "run.json"):
+        (tmp_path / "out" / name).write_text("{}", encoding="utf-8")
+    out = tmp_path / "out"
+    with pytest.raises(ValueError, match="would delete .*/out/model, which the run starts from"):
+        checked("--model_name_or_path", out, "--output_dir", out, "--overwrite_output_dir")
+    beside = ("--model_name_or_path", encoder("roberta"), "--output_dir", out)
+    assert checked(*beside, "--overwrite_output_dir").output_dir == str(out)
+
+
+def test_a_resumed_run_has_the_options_of_the_first(checked, trained):
+    config = checked("--resume_from_checkpoint", trained, "--weight_decay", "0.1", task="mnli")
+    assert config.resume_from_checkpoint == str(trained / "checkpoint-6")
+    assert (config.apply_lora, config.learning_rate, config.num_train_epochs) == (True, 1e-2, 2)
+    assert config.output_dir is None
+    rows = ("--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2")
+    checked("--resume_from_checkpoint", trained / "checkpoint-3", *rows, task="mnli")
+
+
+def test_another_run_is_not_resumed_and_all_that_differs_is_said(checked, trained, monkeypatch):
+    options = ["--resume_from_checkpoint", trained / "checkpoint-3", "--no-apply_lora"]
+    options += ["--lora_r", "4", "--target_modules", "query", "--learning_rate", "1e-2"]
+    with pytest.raises(ValueError, match="the run was another one") as refused:
+        checked(*options, "--max_steps", "9", "--per_device_train_batch_size", "4", task="mnli")
+    assert str(refused.value).partition("another one: ")[2].split("; ") == [
+        *("--apply_lora was True, now False", "--lora_r was 8, now 4"),
+        *("--target_modules was the default, now query", "--max_steps was -1, now 9"),
+        "a step had 8 rows, now --per_device_train_batch_size 4 x --gradient_accumulation_steps 1 "
+        "x 1 processes is 4",
+    ]
+    with pytest.raises(ValueError, match="--task_name was mnli, now rte"):
+        checked("--resume_from_checkpoint", trained)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="a step had 8 rows, now .* x 2 processes is 16"):
+        checked("--resume_from_checkpoint", trained, task="mnli")
+
+
+def test_resuming_into_the_directory_of_a_third_run_is_refused(checked, trained, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("{}\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="holds an earlier run"):
+        checked(
+            *("--resume_from_checkpoint", trained / "checkpoint-6", "--output_dir", tmp_path),
+            task="mnli",
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "keep"),
+    [
+        ("model.safetensors", -1),
+        ("trainer_state.json", 9),
+        ("optimizer.pt", -9),
+        ("scheduler.pt", None),
+    ],
+)
+def test_a_damaged_checkpoint_is_passed_over(checked, trained, tmp_path, name, keep):
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    for step in (6, 3):
+        path = run / f"checkpoint-{step}" / name
+        if keep is None:
+            path.unlink()
+        else:
+            path.write_bytes(path.read_bytes()[:keep])
+        with pytest.raises(ValueError, match=f"checkpoint-{step}/{name} is"):
+            checked("--resume_from_checkpoint", path.parent, task="mnli")
+        if step == 6:
+            options = ("--output_dir", run, "--resume_from_checkpoint", "latest")
+            config = checked(*options, task="mnli")
+            assert config.resume_from_checkpoint == str(run / "checkpoint-3")
+            assert f"checkpoint-6/{name}" in config.rejected[0]
+    with pytest.raises(ValueError, match="no checkpoint in .* is sound: .*-6.*; .*-3"):
+        checked("--resume_from_checkpoint", run, task="mnli")
+
+
+def test_rank_and_alpha_are_those_of_the_adapter_unless_typed(checked, trained, tmp_path):
+    adapter = tmp_path / "adapter"
+    shutil.copytree(trained / "adapter", adapter)
+    path = adapter / "adapter_config.json"
+    fields = json.loads(path.read_text("utf-8")) | {"r": 4, "lora_alpha": 12}
+    path.write_text(json.dumps(fields), encoding="utf-8")
+    accept_adapter(adapter)
+    config = checked("--apply_lora", "--lora_path", adapter)
+    assert (config.lora_r, config.lora_alpha) == (4, 12)
+    typed = checked("--apply_lora", "--lora_path", adapter, "--lora_r", "8")
+    assert (typed.lora_r, typed.lora_alpha) == (8, 12)
+
+
+def test_an_earlier_run_is_cleared_when_asked(glue_run, tmp_path):
+    out = glue_run(tmp_path / "out", "rte", "--max_steps", "1", "--save_steps", "1", "--do_predict")
+    (out / "mine.txt").write_text("kept", encoding="utf-8")
+    glue_run(out, "rte", "--apply_lora", "--no-do_train", "--overwrite_output_dir")
+    left = {path.name for path in out.iterdir()}
+    results = {"all_results.json", "eval_results.json"}
+    assert left == {"mine.txt", "run.json", "metrics.jsonl"} | results
+
+
+def test_the_output_of_a_run_is_gone_on_with(checked, trained, encoder):
+    config = checked("--apply_lora", "--model_name_or_path", trained)
+    assert config.model_name_or_path == str(encoder("roberta"))
+    assert config.lora_path == str(trained / "adapter")
+    with pytest.raises(ValueError, match="needs --apply_lora"):
+        checked("--model_name_or_path", trained)
+
+
+def test_hash_seed_and_workspace_are_set_before_python_starts_anew(monkeypatch):
+    started = []
+    monkeypatch.setattr(check.os, "execv", lambda *call: started.append(call))
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-X", "dev", "main.py", "--seed", "7"])
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    check.fix_environment(7)
+    argv = [sys.executable, "-X", "dev", "main.py", "--seed", "7"]
+    assert started == [(sys.executable, argv)]
+    assert os.environ["PYTHONHASHSEED"] == "7"
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    check.fix_environment(8)
+    assert len(started) == 1
+    assert os.environ["PYTHONHASHSEED"] == "7"
+
+
+def test_an_extra_that_is_not_installed_is_named_with_its_remedy(checked, monkeypatch):
+    monkeypatch.setattr(check, "find_spec", lambda name: None if name == "sklearn" else name)
+    with pytest.raises(ValueError, match=r"GLUE needs sklearn: pip install 'dschat_lora\[glue\]'"):
+        checked()

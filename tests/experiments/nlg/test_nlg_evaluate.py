@@ -1,0 +1,80 @@
+import json
+import re
+
+import pytest
+
+from dschat_lora.experiments.nlg.config import EvaluateConfig
+from dschat_lora.experiments.nlg.evaluate import prepared, run_evaluate, split_lower
+from dschat_lora.experiments.nlg.metrics import METRICS
+from dschat_lora.experiments.nlg.validation import Prediction, check_evaluate, chosen_predictions
+
+LINES = [
+    {"meaning": "m", "prediction": "A b .", "references": ["A b .", "c"], "category": "Food"},
+    {"meaning": "n", "prediction": "d", "references": ["e f"], "category": "Artist"},
+]
+
+
+def written(tmp_path, lines):
+    path = tmp_path / "out.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def test_the_filter_leaves_seen_or_unseen_categories(tmp_path):
+    path = written(tmp_path, LINES)
+    found = {
+        name: [each.text for each in chosen_predictions(EvaluateConfig(path, filter=name))]
+        for name in ("all", "seen", "unseen")
+    }
+    assert found == {"all": ["A b .", "d"], "seen": ["A b ."], "unseen": ["d"]}
+
+
+@pytest.mark.parametrize(
+    ("lines", "options", "message"),
+    [
+        ([{"prediction": "a"}], {}, "out.jsonl:1: a line has 'prediction' (text) and"),
+        (
+            [LINES[0], {"prediction": "a", "references": []}],
+            {},
+            "out.jsonl:2: 'references' must be one text or more, none empty",
+        ),
+        (
+            [{"prediction": "a", "references": ["b"]}],
+            {"filter": "seen"},
+            "--filter seen needs the category of every meaning",
+        ),
+        ([LINES[0]], {"filter": "unseen"}, "has no meaning for --filter unseen"),
+    ],
+)
+def test_predictions_that_cannot_be_judged_are_one_clear_line(tmp_path, lines, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_evaluate(EvaluateConfig(written(tmp_path, lines), **options))
+
+
+def test_a_missing_file_is_named():
+    with pytest.raises(ValueError, match=re.escape("--predictions gone.jsonl is no file")):
+        check_evaluate(EvaluateConfig("gone.jsonl"))
+
+
+def test_profiles_prepare_texts_and_limit_references():
+    one = [Prediction("The Cat's 3.5 km.", ("X-Y", "b", "C"), None)]
+    assert prepared(one, "e2e", limit=0) == one
+    expected = Prediction("the cat ' s 3 . 5 km .", ("x - y", "b"), None)
+    assert prepared(one, "webnlg", limit=2) == [expected]
+
+
+def test_split_lower_keeps_underscores_and_letters_of_any_alphabet():
+    assert split_lower("A_B, \u00c9t\u00e9 (1)") == "a_b , \u00e9t\u00e9 ( 1 )"
+
+
+def test_the_table_and_the_file_have_every_metric(tmp_path, capsys):
+    path, output = written(tmp_path, LINES), tmp_path / "new" / "metrics.json"
+    run_evaluate(EvaluateConfig(path, profile="dart", output_path=str(output), ref_num=1))
+    report = json.loads(output.read_text())
+    assert (report["meanings"], report["references"]) == (2, 2)
+    assert list(report["metrics"]) == list(METRICS)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "2 meanings, 2 references, dart, all"
+    shown = {line.split()[0]: line.split()[1] for line in lines[3:]}
+    assert shown == {name: f"{each['value']:.4f}" for name, each in report["metrics"].items()}
+    assert [path.name for path in output.parent.iterdir()] == ["metrics.json"]

@@ -1,0 +1,213 @@
+import math
+from itertools import combinations, zip_longest
+
+import pytest
+from sacrebleu.metrics import TER
+
+from dschat_lora.experiments.nlg import metrics
+
+CAT = "the cat sat on the mat"
+SENTENCES = [
+    "the old mill serves cheap french food near the river .",
+    "a pub called blue spice , for families , is in the centre !",
+    "there is no place like the golden curry by the bakery today",
+]
+
+
+def tokens(text):
+    return text.split()
+
+
+@pytest.mark.parametrize(
+    ("name", "best"),
+    [("BLEU", 100), ("ROUGE-L", 100), ("CIDEr", 10), ("TER", 0), ("chrF", 100)],
+)
+def test_texts_equal_to_a_reference_score_best(name, best):
+    references = [[text] for text in SENTENCES]
+    score = metrics.METRICS[name](SENTENCES, references)
+    assert score.value == pytest.approx(best)
+
+
+@pytest.mark.parametrize("name", list(metrics.METRICS))
+def test_numbers_of_references_may_differ(name):
+    more = [[SENTENCES[0], "x y z"], [SENTENCES[1]], [SENTENCES[2], SENTENCES[0], "z"]]
+    metric = metrics.METRICS[name]
+    fewer = [["x y z"], [SENTENCES[1]], ["z"]]
+    better, worse = metric(SENTENCES, more).value, metric(SENTENCES, fewer).value
+    assert better < worse if name == "TER" else better > worse
+
+
+def test_bleu_by_hand():
+    # the x2, cat, on, mat, of 6; the-cat, on-the, the-mat of 5; on-the-mat of 4: no 4-gram yet.
+    texts, references = ["the cat is on the mat"], [["the cat sat on the mat"]]
+    assert metrics.bleu(texts, references).value == 0
+    # With a second reference: 6/6, 5/5, 4/4 and 3/3 but for what spans neither: is-on and
+    # cat-is come from it, the-cat-is and is-on-the too, and so the-cat-is-on, is-on-the-mat not.
+    second = "the cat is on a mat"
+    n1, n2, n3, n4 = 6 / 6, 5 / 5, 3 / 4, 1 / 3
+    expected = 100 * (n1 * n2 * n3 * n4) ** 0.25
+    both = [[references[0][0], second]]
+    assert metrics.bleu(texts, both).value == pytest.approx(expected)
+
+
+def test_bleu_takes_the_closest_length_ignores_case_and_splits_punctuation():
+    # 4 tokens against 5 (nearer than 9): all n-grams agree, brevity penalty exp(1 - 5/4).
+    references = [["the cat sat down here", "the cat sat down and was there all day"]]
+    value = metrics.bleu(["The Cat sat down"], references).value
+    assert value == pytest.approx(100 * math.exp(1 - 5 / 4))
+    assert metrics.bleu(["A b, c d."], [["a b , c d ."]]).value == pytest.approx(100)
+
+
+def test_ter_of_many_texts_is_that_of_all_at_once():
+    words = "a b c d e f g".split()
+    hypotheses = [" ".join(words[: 1 + i % 7]) for i in range(120)]
+    references = [[" ".join(words[i % 3 :]), "x y"][: 1 + i % 2] for i in range(120)]
+    streams = [list(stream) for stream in zip_longest(*references)]
+    whole = TER(normalized=True)
+    score = metrics.ter(hypotheses, references)
+    assert score.value == pytest.approx(whole.corpus_score(hypotheses, streams).score, rel=1e-12)
+    assert score.signature == str(whole.get_signature())
+
+
+def test_ter_by_hand():
+    # One substitution and one deletion to the nearer reference; mean length (5 + 7) / 2.
+    value = metrics.ter(["a b x d e f"], [["a b c d e", "p q r s t u v"]]).value
+    assert value == pytest.approx(100 * 2 / 6)
+    # A group of words that moved is one edit.
+    assert metrics.ter(["c d a b e"], [["a b c d e"]]).value == pytest.approx(100 * 1 / 5)
+
+
+def test_chrf_by_hand():
+    # Characters without spaces: abc against abd. 1-grams 2/3 both ways, 2-grams 1/2, 3-grams 0;
+    # longer ones are in neither. F2 of equal precision and recall is that number.
+    expected = 100 * (2 / 3 + 1 / 2 + 0) / 3
+    assert metrics.chrf(["abc"], [["abd"]]).value == pytest.approx(expected)
+
+
+def test_nist_by_hand():
+    # References: a b a c, 4 tokens; a twice, b, c, ab, ba, ac once, and so on.
+    # 1-grams of "a b c": info(a) = log2(4/2) = 1, info(b) = info(c) = log2(4/1) = 2: 5 / 3.
+    # 2-grams: ab agrees, info = log2(2/1) = 1, bc does not: 1 / 2. 3-grams: abc does not.
+    # Length 3 of 4: exp(-beta ln(3/4)^2) with beta = ln 2 / ln(1.5)^2.
+    penalty = math.exp(-math.log(2) * (math.log(3 / 4) / math.log(3 / 2)) ** 2)
+    expected = (5 / 3 + 1 / 2) * penalty
+    assert metrics.nist(["a b c"], [["a b a c"]]).value == pytest.approx(expected)
+
+
+def test_nist_takes_ngrams_of_all_references_and_their_mean_length():
+    # Together 6 tokens: a 3 times, b twice, c once. "b c" takes b from one reference and c from
+    # the other: log2(6/2) + log2(6/1), over 2; bc agrees with none. Length 2 of (4 + 2) / 2.
+    references = [["a b a b", "a c"]]
+    penalty = math.exp(-math.log(2) * (math.log(2 / 3) / math.log(3 / 2)) ** 2)
+    assert penalty == pytest.approx(0.5)
+    expected = (math.log2(3) + math.log2(6)) / 2 * penalty
+    assert metrics.nist(["b c"], references).value == pytest.approx(expected)
+
+
+def test_nist_counts_an_ngram_as_often_as_one_reference_has_it():
+    # b once, though it is in both references, of 2: log2(4/2) / 2; bb agrees with none.
+    assert metrics.nist(["b b"], [["b c", "b d"]]).value == pytest.approx(1 / 2)
+
+
+def longest_by_trying_all(first, second):
+    for size in range(len(first), 0, -1):
+        for places in combinations(range(len(first)), size):
+            rest = iter(second)
+            if all(first[i] in rest for i in places):
+                return size
+    return 0
+
+
+def test_rouge_l_takes_best_precision_and_best_recall_of_different_references():
+    text, references = "a b c d", ["a x b y c z", "d b"]
+    # Common subsequences 3 and 1: precisions 3/4 and 1/4, recalls 3/6 and 1/2.
+    sizes = [longest_by_trying_all(tokens(text), tokens(each)) for each in references]
+    assert sizes == [3, 1]
+    precision, recall = 3 / 4, 1 / 2
+    expected = 100 * 2.44 * precision * recall / (recall + 1.44 * precision)
+    value = metrics.rouge_l([text], [references]).value
+    assert value == pytest.approx(expected)
+    # The mean over texts; one without anything in common counts 0.
+    both = metrics.rouge_l([text, "q"], [references, ["r s"]]).value
+    assert both == pytest.approx(expected / 2)
+
+
+def cider_of_definition(texts, references, n_max=4, sigma=6.0):
+    """Dense vectors over the whole vocabulary, one n at a time."""
+
+    def grams(text, n):
+        words = tokens(text)
+        return [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
+
+    scores = []
+    for text, each in zip(texts, references, strict=True):
+        score = 0.0
+        for n in range(1, n_max + 1):
+            everything = [text, *[r for rs in references for r in rs]]
+            vocabulary = sorted({gram for t in everything for gram in grams(t, n)})
+            idf = []
+            for gram in vocabulary:
+                documents = sum(any(gram in grams(r, n) for r in rs) for rs in references)
+                idf.append(math.log(len(texts)) - math.log(max(1, documents)))
+            own = [grams(text, n).count(g) * w for g, w in zip(vocabulary, idf, strict=True)]
+            for reference in each:
+                other = [
+                    grams(reference, n).count(g) * w for g, w in zip(vocabulary, idf, strict=True)
+                ]
+                norms = math.sqrt(sum(x * x for x in own)) * math.sqrt(sum(x * x for x in other))
+                product = sum(min(x, y) * y for x, y in zip(own, other, strict=True))
+                difference = len(tokens(text)) - len(tokens(reference))
+                gauss = math.exp(-(difference**2) / (2 * sigma**2))
+                score += 10 * gauss * (product / norms if norms else 0) / n_max / len(each)
+        scores.append(score)
+    return sum(scores) / len(scores)
+
+
+def test_cider_agrees_with_its_definition_on_dense_vectors():
+    texts = ["the cat sat sat on the mat", "a dog ran by", "the bird sang all day long"]
+    references = [
+        [CAT, "a cat is on the mat"],
+        ["a dog ran by the house and the barn"],
+        ["the bird sang", "all day long the bird sang", "a bird"],
+    ]
+    expected = cider_of_definition(texts, references)
+    assert 1 < expected < 10
+    assert metrics.cider(texts, references).value == pytest.approx(expected)
+
+
+def test_meteor_of_nltk_by_hand(monkeypatch):
+    monkeypatch.setattr(metrics.shutil, "which", lambda name: None)
+    # Five words of six agree as they are (cats by its stem), in the chunks "the cat" and
+    # "on the mat": P = R = 5/6, penalty 0.5 (2/5)^3.
+    score = metrics.meteor(["the cats lay on the mat"], [[CAT, "nothing of it"]])
+    assert score.value == pytest.approx(100 * 5 / 6 * (1 - 0.5 * (2 / 5) ** 3))
+    assert score.signature.startswith("nltk ")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("It isn't Loch Fyne's food.", "it is n't loch fyne 's food"),
+        (
+            "a family-friendly pub, 5 out of 5, (cheap)!",
+            "a family-friendly pub 5 out of 5 ( cheap )",
+        ),
+        ("prices: \u00a320-25 - really", "prices \u00a3 20-25 really"),
+        ("Dr. J. Smith of the U.S. died at 3.5", "dr. j. smith of the u.s. died at 3.5"),
+        ("not family - friendly .", "not family friendly"),
+    ],
+)
+def test_treebank_tokens(text, expected):
+    assert list(metrics.treebank_tokens(text)) == expected.split()
+
+
+def test_signatures_say_what_was_computed():
+    texts, references = SENTENCES, [[text] for text in SENTENCES]
+    signatures = {
+        name: metric(texts, references).signature for name, metric in metrics.METRICS.items()
+    }
+    assert "case:lc" in signatures["BLEU"]
+    assert "tok:13a" in signatures["BLEU"]
+    assert "smooth:none" in signatures["BLEU"]
+    assert "norm:yes" in signatures["TER"]
+    assert "nc:6|nw:0" in signatures["chrF"]

@@ -1,0 +1,207 @@
+"""What a training on data and texts is to do: options by both names, layers, and its schedule."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from transformers.models.gpt2 import GPT2Config
+
+from dschat_lora.config.options import chosen_verb, flatten, options_of, parse_config
+from dschat_lora.config.stages import LoraConfig
+from dschat_lora.experiments.nlg.config import NlgConfig
+from dschat_lora.experiments.nlg.validation import (
+    check_training,
+    complete,
+    in_optimizer_steps,
+    schedule,
+)
+from dschat_lora.lora.rates import adapter_learning_rate
+from dschat_lora.models.source import find_model
+
+
+def parse(line):
+    return parse_config(NlgConfig, line.split())
+
+
+def rates(line, num_steps):
+    config = parse(line)
+    factor = schedule(config)(num_steps)
+    return [config.optim.learning_rate * factor(step) for step in range(num_steps)]
+
+
+def test_defaults_are_the_originals():
+    config = parse("")
+    optim = config.optim
+    assert (config.lora.lora_dim, config.lora.lora_alpha) == (4, 32)
+    assert (optim.learning_rate, optim.weight_decay) == (1e-5, 0.01)
+    assert (optim.adam_beta1, optim.adam_beta2, optim.adam_epsilon) == (0.9, 0.98, 1e-6)
+    assert (optim.lr_scheduler_type, optim.max_grad_norm, config.label_smoothing) == (
+        "linear",
+        0,
+        0,
+    )
+    assert adapter_learning_rate(optim) == 1e-5
+
+
+def test_the_originals_command_parses_to_the_same_as_ours():
+    original = (
+        "--train_data a.jsonl --valid_data b.jsonl --train_batch_size 8 --grad_acc 1 "
+        "--valid_batch_size 4 --seq_len 512 --init_checkpoint gpt2 --lr 0.0002 --clip 0.5 "
+        "--weight_decay 0.01 --correct_bias --adam_beta2 0.999 --scheduler linear "
+        "--warmup_step 500 --max_epoch 5 --save_interval 1000 --lora_dim 4 --lora_alpha 32 "
+        "--lora_dropout 0.1 --label_smooth 0.1 --work_dir out --random_seed 110 "
+        "--adam_epislon 1e-7 --log_interval 50 --max_step 9"
+    )
+    ours = (
+        "--data_path a.jsonl --eval_data_path b.jsonl --per_device_train_batch_size 8 "
+        "--gradient_accumulation_steps 1 --per_device_eval_batch_size 4 --max_seq_len 512 "
+        "--model_name_or_path gpt2 --learning_rate 0.0002 --max_grad_norm 0.5 "
+        "--weight_decay 0.01 --correct_bias --adam_beta2 0.999 --lr_scheduler_type linear "
+        "--num_warmup_steps 500 --num_train_epochs 5 --save_interval 1000 --lora_dim 4 "
+        "--lora_alpha 32 --lora_dropout 0.1 --label_smooth 0.1 --output_dir out --seed 110 "
+        "--adam_epsilon 1e-7 --logging_steps 50 --max_steps 9"
+    )
+    assert parse(original) == parse(ours)
+    assert set(NlgConfig.spellings.values()) <= flatten(NlgConfig()).keys()
+
+
+def test_a_file_may_use_the_originals_names_too():
+    values = options_of(NlgConfig, {"grad_acc": 3, "lr": 1e-3}, label="file")
+    assert values == {"gradient_accumulation_steps": 3, "learning_rate": 1e-3}
+
+
+def test_one_option_under_two_names_is_refused_in_a_file():
+    with pytest.raises(ValueError, match="lr and another name of --learning_rate; give one"):
+        options_of(NlgConfig, {"learning_rate": 1e-3, "lr": 1e-4}, label="file")
+
+
+def test_a_misspelt_name_of_the_original_is_recognised():
+    with pytest.raises(ValueError, match="unknown option --grad_accc; did you mean --grad_acc"):
+        parse("--grad_accc 2")
+
+
+@pytest.mark.parametrize(("given", "taken"), [(1e-4, 0.0), (0.00011, 0.00011), (0.1, 0.1)])
+def test_a_smoothing_of_a_ten_thousandth_or_less_means_none(given, taken):
+    assert parse(f"--label_smooth {given}").label_smoothing == taken
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--label_smooth 1", "--label_smooth must be in"),
+        ("--scheduler cycle", "--lr_scheduler_type cycle needs --i_steps"),
+        ("--scheduler cycle --i_steps 0,5", "--lr_scheduler_type cycle needs --i_lrs"),
+        ("--i_lrs 0,1e-3", "--lr_scheduler_type cycle alone takes --i_lrs"),
+        ("--scheduler cycle --i_steps 0,x --i_lrs 1,2", "--i_steps must be numbers >= 0"),
+        ("--scheduler cycle --i_steps 0,5 --i_lrs 1,-2", "--i_lrs must be numbers >= 0"),
+        ("--scheduler cycle --i_steps 0,5 --i_lrs 1", "as many rates as steps"),
+        ("--scheduler cycle --i_steps 5,9 --i_lrs 1,2", "rise from 0"),
+        ("--scheduler inv_sqrt", "must be one of linear, cosine, cycle, constant"),
+        ("--enable_lora q x", "--enable_lora must be some of q, k and v, got 'q x'"),
+    ],
+)
+def test_what_cannot_work_is_one_line(line, message):
+    with pytest.raises(ValueError, match=message):
+        parse(line)
+
+
+def test_each_schedule_is_the_closed_form_at_every_optimizer_step():
+    common = "--lr 1e-3 --warmup_step 2"
+    assert rates(f"{common} --scheduler linear", 6) == pytest.approx(
+        [0, 5e-4, 1e-3, 7.5e-4, 5e-4, 2.5e-4]
+    )
+    assert rates(f"{common} --scheduler constant", 4) == pytest.approx([0, 5e-4, 1e-3, 1e-3])
+    # (1 + cos(pi / 2)) / 2 and (1 + cos(3 pi / 4)) / 2
+    assert rates(f"{common} --scheduler cosine", 4) == pytest.approx([0, 5e-4, 5e-4, 1.4644661e-4])
+    turns = "--lr 7e-3 --scheduler cycle --i_steps 0,2,4 --i_lrs 0,1e-3,5e-4"
+    assert rates(turns, 6) == pytest.approx([0, 5e-4, 1e-3, 7.5e-4, 5e-4, 5e-4], rel=1e-6)
+
+
+def test_micro_steps_advance_the_schedule_as_often_as_the_original_does():
+    # Two micro-steps a step: the k-th update is at 2 k - 1, of 8.
+    line = "--lr 1e-3 --warmup_step 2 --grad_acc 2 --scheduler_counts_micro_steps"
+    assert rates(line, 4) == pytest.approx([5e-4, 5e-3 / 6, 3e-3 / 6, 1e-3 / 6])
+    counted = parse(f"{line} --max_step 9")
+    assert in_optimizer_steps(counted).optim.max_steps == 4
+    turns = parse("--scheduler cycle --i_steps 0,8 --i_lrs 0,1 --grad_acc 4")
+    assert in_optimizer_steps(turns).optim.max_steps == 8
+    with pytest.raises(ValueError, match="3 micro-steps make no optimizer step"):
+        in_optimizer_steps(parse("--grad_acc 4 --scheduler_counts_micro_steps --max_step 3"))
+
+
+@pytest.fixture
+def gpt2(tmp_path):
+    GPT2Config(n_embd=8, n_layer=1, n_head=2).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def checked(*argv):
+    return check_training(parse_config(NlgConfig, list(argv)))
+
+
+def test_query_and_value_of_gpt2_get_factors_of_their_own(gpt2):
+    lora = checked("--model_name_or_path", str(gpt2)).lora
+    assert (lora.target_modules, lora.enable_lora) == (("c_attn",), ("q", "v"))
+
+
+def test_query_and_value_of_other_models_are_layers_of_their_own(gpt2):
+    assert checked().lora == LoraConfig(lora_dim=4, target_modules=("q_proj", "v_proj"))
+    (gpt2 / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    assert checked("--model_name_or_path", str(gpt2)).lora.enable_lora == ()
+
+
+def test_a_choice_of_layers_is_kept(gpt2):
+    lora = checked("--model_name_or_path", str(gpt2), "--target_modules", "c_attn", "c_proj").lora
+    assert (lora.target_modules, lora.enable_lora) == (("c_attn", "c_proj"), ())
+
+
+def test_a_cycle_and_a_number_of_steps_contradict_each_other(gpt2):
+    with pytest.raises(ValueError, match="--max_steps 3 and --i_steps 0,5 both say"):
+        checked("--max_step", "3", *"--scheduler cycle --i_steps 0,5 --i_lrs 0,1".split())
+
+
+@pytest.mark.parametrize(
+    "rate", ["--lora_learning_rate 1e-3", "--lora_lr_multiplier 2", "--warmup_step 7"]
+)
+def test_what_has_no_part_in_a_cycle_is_refused(rate):
+    turns = "--scheduler cycle --i_steps 0,4,10 --i_lrs 0,2e-4,0"
+    with pytest.raises(ValueError, match="no part in --lr_scheduler_type cycle: --i_lrs 0,2e-4,0"):
+        checked(*f"{turns} {rate}".split())
+
+
+def test_layers_and_parts_have_defaults_each_for_itself(gpt2):
+    model = ["--model_name_or_path", str(gpt2)]
+    parts = checked(*model, "--enable_lora", "k", "q").lora
+    assert (parts.target_modules, parts.enable_lora) == (("c_attn",), ("q", "k"))
+    layers = checked(*model, "--target_modules", "c_attn").lora
+    assert layers.enable_lora == ("q", "v")
+
+
+def test_counted_micro_steps_are_not_gone_on_with_at_another_accumulation(tmp_path):
+    checkpoint = tmp_path / "step-00000005"
+    checkpoint.mkdir()
+    state = {"config": {"gradient_accumulation_steps": 2}}
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    source = find_model(None)
+
+    def completed(line):
+        return complete(replace(parse(line), checkpoint=str(checkpoint)), source)
+
+    completed("--scheduler_counts_micro_steps --grad_acc 2")
+    completed("--grad_acc 1")
+    with pytest.raises(ValueError, match="had 2 micro-batches a step and would have 1"):
+        completed("--scheduler_counts_micro_steps --grad_acc 1")
+
+
+def test_the_rate_of_all_that_trains_is_the_learning_rate(gpt2, capsys):
+    checked("--model_name_or_path", str(gpt2), "--lr", "1e-3")
+    assert "no effect" not in capsys.readouterr().out
+
+
+def test_a_verb_may_stand_behind_what_the_launcher_puts_in_front():
+    verbs = ("train", "decode")
+    assert chosen_verb(["--lr", "1"], verbs) == ("train", ["--lr", "1"])
+    assert chosen_verb(["decode", "--x"], verbs) == ("decode", ["--x"])
+    assert chosen_verb(["--local_rank=1", "decode"], verbs) == ("decode", ["--local_rank=1"])
+    assert chosen_verb(["--work_dir", "decode"], verbs) == ("train", ["--work_dir", "decode"])
+    assert chosen_verb([], verbs) == ("train", [])

@@ -1,0 +1,81 @@
+"""The pipelines under configs/recipes can be run as they stand, in the memory they state."""
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from dschat_lora.config.options import build_config, command_line, parse_config
+from dschat_lora.pipeline.recipe import read_recipe
+from dschat_lora.pipeline.stages import STAGES
+from dschat_lora.pipeline.validation import check_stages
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = sorted((ROOT / "configs" / "recipes").glob("*.yaml"))
+
+
+@pytest.fixture(autouse=True)
+def _in_a_directory_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where nothing of an earlier run lies
+
+
+@pytest.fixture(scope="module")
+def memory():
+    """The script that estimates the memory of a recipe."""
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        import recipe_memory
+    finally:
+        sys.path.pop(0)
+    return recipe_memory
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipe_is_what_its_stages_take(path):
+    recipe = read_recipe(str(path))
+    assert list(recipe.stages) == ["sft", "reward", "rlhf"]
+    assert recipe.directory == Path("output") / path.stem
+    assert recipe.launcher.num_gpus == 1
+    for name, options in recipe.stages.items():
+        config = build_config(STAGES[name].config, options)
+        assert config.given == options.keys()
+        assert parse_config(STAGES[name].config, command_line(options)) == config
+    checked = check_stages(recipe)
+    assert checked["rlhf"].actor.lora_dim == checked["sft"].lora.lora_dim > 0
+    assert checked["rlhf"].critic.lora_dim == checked["reward"].lora.lora_dim > 0
+    assert not any("target_modules" in options for options in recipe.stages.values())
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipe_states_the_memory_that_is_estimated(path, memory):
+    estimated = {
+        name: float(f"{size / memory.GIB:.3g}") for name, size in memory.estimates(path).items()
+    }
+    assert memory.stated(path) == estimated
+
+
+def test_llama_has_one_frozen_base_for_every_role(memory):
+    """7 billion weights in bf16 are 12.6 GiB: no second copy fits into what is stated."""
+    rlhf = memory.stated(ROOT / "configs" / "recipes" / "llama-2-7b.yaml")["rlhf"]
+    assert 12.6 < rlhf < 2 * 12.6 + 4
+
+
+def test_recipes_and_documents_name_recipes_that_exist():
+    texts = [*RECIPES, ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    found = set()
+    for path in texts:
+        for words in re.findall(r"dschat-lora pipeline ([^\n`]+)", path.read_text("utf-8")):
+            file = shlex.split(words)[0]
+            if file.startswith("configs/"):
+                assert (ROOT / file).is_file(), f"{path} names {file}"
+                found.add(ROOT / file)
+    assert found == set(RECIPES)
+
+
+def test_document_has_the_memory_that_recipes_state(memory):
+    text = (ROOT / "docs" / "pipeline.md").read_text(encoding="utf-8")
+    for path in RECIPES:
+        (row,) = (line for line in text.splitlines() if f"{path.name}` |" in line)
+        assert [float(cell) for cell in row.split("|")[4:7]] == list(memory.stated(path).values())

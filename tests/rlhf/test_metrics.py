@@ -1,0 +1,70 @@
+"""Figures of an iteration that no other test works out by hand."""
+
+import math
+
+import pytest
+import torch
+
+from dschat_lora.data.loader import Window
+from dschat_lora.rlhf.batch import Response
+from dschat_lora.rlhf.config import RewardsConfig
+from dschat_lora.rlhf.experience import Experience
+from dschat_lora.rlhf.metrics import drawn_alike
+from dschat_lora.rlhf.pretraining import Pretraining
+from dschat_lora.rlhf.rewards import scores_of_clip
+
+
+def test_sampler_error_is_over_the_tokens_that_count():
+    drawn = [(-1.0, -2.0), (-3.0,), (-0.5, -0.5, -0.5)]
+    responses = [Response((1,), (2,) * len(each), True, 0, logprobs=each) for each in drawn]
+    # The last response has no score; padding holds anything.
+    mask = torch.tensor([[True, True, False], [True, False, False], [False] * 3])
+    trained_on = torch.tensor([[-1.25, -2.0, 9.0], [-2.0, 9.0, 9.0], [7.0, 7.0, 7.0]])
+    scores = torch.tensor([1.0, 2.0, math.nan])
+    found = drawn_alike(Experience(responses, mask, trained_on, scores, trained_on, None))
+    assert found["sampler_error"] == pytest.approx((0.25 + 0.0 + 1.0) / 3)
+    assert found["sampler_error_max"] == pytest.approx(1.0)
+
+
+def test_clipped_scores_are_told_whatever_the_penalty():
+    config = RewardsConfig(clip_reward_value=2.0, missing_eos_penalty=1.0)
+    # as they teach: 2, 2 less the penalty, -2, 1, 3 would be beyond
+    teaching = torch.tensor([2.0, 1.0, -2.0, 1.0])
+    ended = torch.tensor([True, False, True, True])
+    assert scores_of_clip(teaching, ended, config).tolist() == [True, True, True, False]
+    free = RewardsConfig(clip_reward_value=0.0)
+    assert not scores_of_clip(torch.tensor([99.0]), torch.tensor([True]), free).any()
+
+
+class Texts:
+    """A loader of two steps an epoch, whose batches are counts alone."""
+
+    steps_per_epoch = 2
+
+    class Batch:
+        def __init__(self, size):
+            self.num_samples, self.num_tokens, self.num_targets = 1, size, size - 1
+            self.num_attended, self.input_ids = size, torch.zeros(1, size)
+
+    def epoch(self, number, start=0):
+        sizes = [[3, 5], [7]][start:]
+        return iter([Window([self.Batch(n) for n in each], self.counts(each)) for each in sizes])
+
+    def counts(self, sizes):
+        tokens, samples = sum(sizes), len(sizes)
+        return {"num_samples": samples, "num_tokens": tokens, "num_targets": tokens - samples}
+
+
+def test_text_is_counted_once_since_the_last_look(ranks):
+    found = ranks(1).run("test_figures:counted")[0]
+    assert found == [[8, 15], 3 + 5 + 7 + 3 + 5, 0]
+
+
+def counted():
+    """On a rank: targets' tokens of windows, and what was counted."""
+    texts = Pretraining(Texts(), coefficient=1.0)
+    first, second = texts.window(), texts.window()
+    texts.window()
+    tokens = [sum(b.num_tokens for b in first.batches)]
+    tokens.append(tokens[0] + sum(b.num_tokens for b in second.batches))
+    return [tokens, texts.take_counts().num_tokens, texts.take_counts().num_tokens]

@@ -1,0 +1,163 @@
+"""``--tokens_per_device``: what goes with it, and what a resumed run keeps of it."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from dschat_lora.checkpoint.history import step_directory
+from dschat_lora.checkpoint.manifest import write_manifest
+from dschat_lora.config.options import flatten, parse_config
+from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig
+from dschat_lora.runtime import memory
+from dschat_lora.runtime.resume import check_identity, options_to_keep, settle
+from dschat_lora.runtime.validation import DPO, REWARD, check_supervised
+from helpers.step1 import checked, parsed
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def error_of(*argv, check=checked):
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        check(*argv)
+    return str(error.value)
+
+
+def test_deepspeed_is_told_of_one_row_a_micro_batch():
+    batch = checked("--tokens_per_device", 1024, "--gradient_accumulation_steps", 3).batch
+    assert (batch.tokens_per_device, batch.per_device_train_batch_size) == (1024, 1)
+    assert batch.gradient_accumulation_steps == 3
+    assert checked().batch.per_device_train_batch_size == 16
+
+
+def test_tokens_and_rows_are_not_both_counted():
+    assert error_of("--tokens_per_device", 1024, "--per_device_train_batch_size", 16) == (
+        "--tokens_per_device 1024 and --per_device_train_batch_size 16 both say what a micro-batch "
+        "holds; give one"
+    )
+    assert "--tokens_per_device must be >= 0, got -1" in error_of("--tokens_per_device", -1)
+
+
+def test_a_micro_batch_holds_the_longest_row():
+    assert error_of("--tokens_per_device", 127, "--max_seq_len", 128) == (
+        "--tokens_per_device 127 is less than a row may take with --max_seq_len 128; give 128 or "
+        "more, or lower --max_seq_len"
+    )
+    checked("--tokens_per_device", 128, "--max_seq_len", 128)
+
+
+@pytest.mark.parametrize(("config", "rules"), [(RewardStageConfig, REWARD), (DpoStageConfig, DPO)])
+def test_a_micro_batch_holds_both_sequences_of_a_pair(config, rules):
+    def check(*argv):
+        return check_supervised(parse_config(config, list(map(str, argv))), rules=rules)
+
+    assert "--max_seq_len 128, twice that for a pair; give 256 or more" in error_of(
+        "--tokens_per_device", 255, "--max_seq_len", 128, check=check
+    )
+    check("--tokens_per_device", 256, "--max_seq_len", 128)
+
+
+@pytest.mark.parametrize("field", ["train_micro_batch_size_per_gpu", "train_batch_size"])
+def test_a_deepspeed_json_counts_no_rows_beside_tokens(tmp_path, field):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({field: 4}))
+    assert error_of("--tokens_per_device", 1024, "--deepspeed_config", path) == (
+        f"--deepspeed_config {path} sets {field} to 4, a number of rows, but --tokens_per_device "
+        '1024 counts tokens; write "auto" in the file'
+    )
+    path.write_text(json.dumps({field: "auto", "gradient_accumulation_steps": 2}))
+    batch = checked("--tokens_per_device", 1024, "--deepspeed_config", path).batch
+    assert batch.gradient_accumulation_steps == 2
+
+
+def save(tmp_path, *argv):
+    """A checkpoint as a run of one process left it."""
+    config = checked(*argv)
+    directory = step_directory(tmp_path / "out", 5)
+    directory.mkdir(parents=True)
+    batch = config.batch
+    rows = batch.per_device_train_batch_size * batch.gradient_accumulation_steps
+    state = {
+        "step": 5,
+        "identity": {"rows_per_step": rows, "tokens_per_device": batch.tokens_per_device or None},
+        "options": options_to_keep(config),
+        "config": flatten(config),
+    }
+    (directory / "state.json").write_text(json.dumps(state))
+    write_manifest(directory, kind="checkpoint")
+    (tmp_path / "out" / "run.json").write_text("{}")
+    (tmp_path / "out" / "metrics.jsonl").write_text("{}\n")
+    return directory
+
+
+def resumed(*argv):
+    config = settle(parsed("--resume_from_checkpoint", "out", *argv), stage="sft")
+    return check_supervised(config)
+
+
+TWO_OF_1024 = ("--tokens_per_device", 1024, "--gradient_accumulation_steps", 2)
+
+
+def test_a_resumed_step_keeps_its_micro_batches(tmp_path, monkeypatch, capsys):
+    save(tmp_path, *TWO_OF_1024)
+    assert resumed().batch == checked(*TWO_OF_1024).batch
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    batch = resumed().batch
+    assert (batch.tokens_per_device, batch.gradient_accumulation_steps) == (1024, 1)
+    said = capsys.readouterr().out
+    assert "--gradient_accumulation_steps 1: a step keeps 2 micro-batches" in said
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert error_of(check=resumed).endswith(
+        "a step had 2 micro-batches, now --gradient_accumulation_steps 1 x 3 processes is 3"
+    )
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "message"),
+    [
+        (
+            TWO_OF_1024,
+            ("--tokens_per_device", 512),
+            "the run was another one: --tokens_per_device was 1024, now 512",
+        ),
+        (
+            (),
+            ("--tokens_per_device", 512, "--gradient_accumulation_steps", 2),
+            "the run was another one: --tokens_per_device was 0, now 512",
+        ),
+        (
+            TWO_OF_1024,
+            ("--per_device_train_batch_size", 2),
+            "both say what a micro-batch holds; give one",
+        ),
+    ],
+    ids=["another number", "rows before", "rows now"],
+)
+def test_a_resumed_run_counts_as_before(tmp_path, then, now, message):
+    save(tmp_path, *then)
+    # Nothing else is said to differ, in rows or in micro-batches.
+    assert error_of(*now, check=resumed).endswith(message)
+
+
+def test_tokens_are_part_of_what_a_run_is(tmp_path):
+    checkpoint = save(tmp_path, *TWO_OF_1024)
+    check_identity(checkpoint, {"rows_per_step": 2, "tokens_per_device": 1024})
+    with pytest.raises(ValueError, match=r"--tokens_per_device \(was 1024, now None\)"):
+        check_identity(checkpoint, {"rows_per_step": 2})
+
+
+def test_the_memory_estimate_is_that_of_the_budget(monkeypatch):
+    asked = []
+    monkeypatch.setattr(memory, "describe", lambda model: None)
+    monkeypatch.setattr(memory, "estimate_memory", lambda model, **options: asked.append(options))
+    config = checked("--tokens_per_device", 1300, "--max_seq_len", 512)
+    adapted, settings = SimpleNamespace(model=None), SimpleNamespace(torch_dtype=None)
+    memory.make_estimator(adapted, config, settings)(rows=1, length=512)
+    assert (asked[0]["rows"], asked[0]["length"]) == (3, 433)
+    memory.make_estimator(adapted, checked(), settings)(rows=16, length=128)
+    assert (asked[1]["rows"], asked[1]["length"]) == (16, 128)

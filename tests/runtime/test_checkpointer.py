@@ -1,0 +1,545 @@
+"""When a run's state is saved, what is in it, and how a run that must end says so."""
+
+import contextlib
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dschat_lora.checkpoint.history import step_directory
+from dschat_lora.config.options import build_config
+from dschat_lora.config.stages import SupervisedConfig
+from dschat_lora.engine import distributed
+from dschat_lora.report.log import RunLog
+from dschat_lora.report.record import RunRecord
+from dschat_lora.runtime import checkpointer as keeper_module
+from dschat_lora.runtime.checkpointer import Keeper
+from dschat_lora.runtime.signals import Interrupts, Stopped
+from helpers.step1 import ROOT
+
+OPTIONS = {"save_interval": 3, "save_minutes": 10.0, "lora_dim": 4, "output_dir": "out"}
+IDENTITY = {
+    "model": "aa", "tokenizer": "bb", "train_data": "cc", "eval_data": "dd",
+    "dtype": "fp32", "packing": True, "rows": 40, "rows_per_step": 16,
+}  # fmt: skip
+NOTHING = [0.0, 0.0, 0.0]
+STOP, DUE, FAILED = [1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]
+
+
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch, tmp_path):
+    """Collectives of a single process that has joined no group."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(distributed, "max_over_ranks", lambda value: value)
+    monkeypatch.setattr(keeper_module, "max_over_ranks", lambda value: value)
+    monkeypatch.setattr(keeper_module, "agree", lambda fact: fact)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """``clock.now``: seconds, as the keeper reads them."""
+    moment = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(keeper_module.time, "monotonic", lambda: moment.now)
+    return moment
+
+
+class StubSaver:
+    """Takes note of what is saved, and has no disk."""
+
+    def __init__(self, run, *, keep, before_commit):
+        self.keep, self.before_commit = keep, before_commit
+        self.saved, self.states, self.waits, self.patience = [], [], 0, []
+        self.failure = self.committed = None
+        self.notes = []
+        self.drains = 0
+
+    def save(self, step, tensors, state, *, patience=0.0):
+        self.saved.append(step)
+        self.states.append({"tensors": {n: dict(t) for n, t in tensors.items()}, **state})
+        self.patience.append(patience)
+        self.committed = Path(f"step-{step}")
+
+    def drain(self):
+        self.drains += 1
+
+    def wait(self):
+        self.waits += 1
+        if self.failure is not None:
+            raise self.failure
+
+
+class Engine:
+    """Stands for an engine's state."""
+
+    def __init__(self, value=0.0):
+        self.value = torch.full((3,), value)
+
+    def facts(self):
+        return {"optimizer_steps": {"w": 2}}
+
+    def tensors(self):
+        yield "weight:w", self.value.clone()
+
+    def load(self, facts, read):
+        assert facts == {"optimizer_steps": {"w": 2}}
+        self.value = read("weight:w")
+
+
+class Part:
+    def __init__(self, held):
+        self.held = held
+
+    def state(self):
+        return {"held": self.held}
+
+    def restore(self, state):
+        self.held = state["held"]
+
+
+@contextlib.contextmanager
+def made(
+    directory=None,
+    *,
+    engine=None,
+    part=None,
+    identity=IDENTITY,
+    checkpoint="",
+    beside=None,
+    **options,
+):
+    """A keeper of a run in ``directory``, with a real log and record."""
+    directory = directory or Path("out")
+    directory.mkdir(exist_ok=True)
+    config = build_config(SupervisedConfig, OPTIONS | {"output_dir": str(directory)} | options)
+    object.__setattr__(config, "checkpoint", str(checkpoint))
+    earlier = bool(checkpoint) and Path(checkpoint).parent.parent == directory.absolute()
+    with (
+        RunLog(directory, active=True, earlier=earlier) as log,
+        contextlib.ExitStack() as closing,
+    ):
+        output = SimpleNamespace(
+            config=config,
+            directory=directory,
+            log=log,
+            record=RunRecord(directory, active=True, earlier=earlier),
+            interrupts=Interrupts(),
+            closing=closing,
+        )
+        keeper = Keeper(
+            output,
+            engines={"model": engine or Engine()},
+            parts={"part": part or Part(0)},
+            identity=identity,
+            beside=beside,
+        )
+        keeper.output = output
+        yield keeper
+
+
+@pytest.fixture
+def stubbed(monkeypatch):
+    """``stubbed(**options)``: a keeper whose saver has no disk, and that saver."""
+    monkeypatch.setattr(keeper_module, "Saver", StubSaver)
+    with contextlib.ExitStack() as stack:
+
+        def make(**options):
+            keeper = stack.enter_context(made(**options))
+            return keeper, keeper._saver
+
+        yield make
+
+
+def go(keeper, steps, *, skipped=(), last=None, wishes=()):
+    """Steps of a run; those after which something was saved."""
+    return [
+        step
+        for step in steps
+        if keeper.after_step(
+            step, dict(wishes).get(step, NOTHING), skipped=step in skipped, last=step == last
+        )
+    ]
+
+
+# ---------------------------------------------------------------------------- when
+
+
+def test_state_is_saved_at_every_interval(stubbed):
+    keeper, saver = stubbed()
+    assert go(keeper, range(1, 11)) == saver.saved == [3, 6, 9]
+
+
+def test_what_belongs_beside_a_checkpoint_is_written_before_it(stubbed):
+    there = []
+    keeper, saver = stubbed(beside=lambda step: there.append((step, list(saver.saved))))
+    go(keeper, range(1, 8))
+    assert there == [(3, []), (6, [3])]
+
+
+def test_last_step_is_saved_wherever_it_falls_and_waited_for(stubbed):
+    keeper, saver = stubbed()
+    assert go(keeper, range(1, 5), last=4) == saver.saved == [3, 4]
+    assert saver.waits == 3  # before each, and for the last
+    assert keeper.output.record._content["checkpoints"]["saved"] == 2
+
+
+def test_last_step_at_an_interval_is_saved_once(stubbed):
+    keeper, saver = stubbed()
+    assert go(keeper, range(1, 4), last=3) == saver.saved == [3]
+
+
+def test_nothing_is_saved_where_neither_steps_nor_time_ask_for_it(stubbed):
+    keeper, saver = stubbed(save_interval=0, save_minutes=0.0)
+    assert go(keeper, range(1, 11), last=10) == saver.saved == []
+    assert "checkpoints" not in keeper.output.record._content
+
+
+def test_run_saved_by_time_alone_is_saved_last(stubbed):
+    keeper, saver = stubbed(save_interval=0)
+    assert go(keeper, range(1, 8), last=7) == saver.saved == [7]
+
+
+def test_state_is_saved_when_time_asks_for_it(stubbed):
+    keeper, saver = stubbed()
+    assert go(keeper, range(1, 7), wishes={2: DUE}) == saver.saved == [2, 3, 6]
+
+
+def test_skipped_step_is_not_saved_and_owed_to_the_next_good_one(stubbed):
+    keeper, saver = stubbed()
+    assert go(keeper, range(1, 9), skipped=(3, 4)) == saver.saved == [5, 6]
+    keeper, saver = stubbed()
+    assert go(keeper, range(1, 7), skipped=(2, 4), wishes={2: DUE}) == saver.saved == [3, 6]
+
+
+def test_skipped_last_step_is_saved(stubbed):
+    keeper, saver = stubbed()
+    assert go(keeper, range(1, 6), skipped=(3, 4, 5), last=5) == saver.saved == [5]
+
+
+def test_save_is_due_by_the_minutes_since_the_last_one(stubbed, clock):
+    keeper, _ = stubbed(save_minutes=0.5)
+    assert keeper.wishes() == NOTHING
+    clock.now += 29.9
+    assert keeper.wishes() == NOTHING
+    clock.now += 0.1
+    assert keeper.wishes() == DUE
+    assert go(keeper, [1], wishes={1: keeper.wishes()}) == [1]
+    clock.now += 29.0
+    assert keeper.wishes() == NOTHING
+    clock.now += 1.0
+    assert keeper.wishes() == DUE
+
+
+def test_save_is_never_due_without_minutes(stubbed, clock):
+    keeper, _ = stubbed(save_minutes=0.0)
+    clock.now += 1e9
+    assert keeper.wishes() == NOTHING
+
+
+def test_saving_waits_for_one_percent_of_the_time_to_the_next_save(stubbed, clock):
+    keeper, saver = stubbed()
+    clock.now += 6.0
+    keeper.save(3)  # two seconds a step: 500 of them are 1000 s, but 600 s come first
+    clock.now += 0.6
+    keeper.save(66)  # a tenth of a second a step
+    assert saver.patience == pytest.approx([6.0, 0.5])
+
+
+def test_saver_is_told_the_limit_and_to_bring_the_log_to_disk(stubbed):
+    keeper, saver = stubbed(save_total_limit=7)
+    assert saver.keep == 7
+    assert saver.before_commit == keeper.output.log.sync
+
+
+def test_notes_of_the_saver_are_shown(stubbed, capsys):
+    keeper, saver = stubbed()
+    saver.notes.append("an old checkpoint could not be deleted")
+    keeper.save(1)
+    assert capsys.readouterr().out == ("  note         an old checkpoint could not be deleted\n")
+    assert saver.notes == []
+
+
+# ---------------------------------------------------------------------------- the end
+
+
+def stopped(keeper, step):
+    with pytest.raises(Stopped) as ended:
+        keeper.stop(step)
+    return ended.value.code
+
+
+def test_run_that_was_told_to_stop_ends_after_the_step_it_has_saved(stubbed, capsys):
+    keeper, saver = stubbed()
+    go(keeper, [1])
+    keeper.output.interrupts.received = 15
+    assert keeper.wishes() == STOP
+    assert keeper.is_stopping(keeper.wishes())
+    with pytest.raises(Stopped) as ended:
+        keeper.after_step(2, keeper.wishes(), skipped=False, last=False)
+    assert ended.value.code == 143
+    assert saver.saved == [2]
+    assert saver.waits == 2  # before, and for what was saved
+    assert capsys.readouterr().out == (
+        "stopped by SIGTERM after step 2; go on with: --output_dir out "
+        "--resume_from_checkpoint latest\n"
+    )
+    assert keeper.output.record._content["status"] == "interrupted by SIGTERM at step 2"
+
+
+def test_skipped_step_is_saved_on_the_way_out(stubbed):
+    keeper, saver = stubbed()
+    keeper.output.interrupts.received = 2
+    with pytest.raises(Stopped):
+        keeper.after_step(1, STOP, skipped=True, last=False)
+    assert saver.saved == [1]
+
+
+def test_last_step_of_a_run_told_to_stop_is_saved_once_and_ends_it(stubbed):
+    keeper, saver = stubbed()
+    keeper.output.interrupts.received = 2
+    with pytest.raises(Stopped) as ended:
+        keeper.after_step(3, STOP, skipped=False, last=True)
+    assert (ended.value.code, saver.saved) == (130, [3])
+
+
+def test_what_is_saved_already_is_not_saved_again(stubbed):
+    keeper, saver = stubbed()
+    go(keeper, [1, 2, 3])
+    keeper.output.interrupts.received = 15
+    assert stopped(keeper, 3) == 143
+    assert saver.saved == [3]
+
+
+def test_run_that_is_stopped_before_its_first_step_has_nothing_to_save(stubbed, capsys):
+    keeper, saver = stubbed()
+    keeper.output.interrupts.received = 2
+    assert stopped(keeper, 0) == 130
+    assert saver.saved == []
+    assert capsys.readouterr().out == ("stopped by SIGINT after step 0; nothing was learnt yet\n")
+
+
+def test_failed_disk_ends_the_run_by_name_and_with_the_last_good_checkpoint(stubbed):
+    keeper, saver = stubbed()
+    go(keeper, [1, 2, 3])
+    saver.failure = OSError(28, "No space left on device", "out/checkpoints/x")
+    assert keeper.wishes() == FAILED
+    assert keeper.is_stopping(FAILED)
+    message = "^out/checkpoints/x: No space left on device. The last good checkpoint is step-3$"
+    with pytest.raises(OSError, match=message):
+        keeper.after_step(4, FAILED, skipped=False, last=False)
+    assert saver.saved == [3]
+
+
+def test_failed_disk_goes_before_a_signal(stubbed):
+    keeper, saver = stubbed()
+    keeper.output.interrupts.received = 15
+    saver.failure = OSError(28, "No space left on device", "x")
+    with pytest.raises(OSError, match="x: No space left on device. There is no checkpoint yet"):
+        keeper.after_step(4, keeper.wishes(), skipped=False, last=False)
+
+
+def test_tensor_that_is_not_finite_ends_the_run_with_its_name(stubbed):
+    keeper, saver = stubbed()
+    saver.failure = ValueError("step-00000004 was not written: w holds values")
+    with pytest.raises(ValueError, match="^step-00000004 was not written: w holds values. There"):
+        keeper.after_step(5, keeper.wishes(), skipped=False, last=False)
+
+
+def test_failed_log_ends_the_run(stubbed):
+    keeper, _ = stubbed()
+    keeper.output.log.failure = OSError(28, "No space left on device")
+    assert keeper.wishes() == FAILED
+    with pytest.raises(OSError, match="No space left on device. There is no checkpoint yet"):
+        keeper.after_step(1, FAILED, skipped=False, last=False)
+
+
+def test_failed_record_ends_the_run(stubbed):
+    keeper, _ = stubbed()
+    keeper.output.record.failure = OSError(28, "No space left on device", "out/run.json")
+    assert keeper.wishes() == FAILED
+    with pytest.raises(OSError, match="out/run.json: No space left on device"):
+        keeper.after_step(1, FAILED, skipped=False, last=False)
+
+
+def test_checkpoint_being_written_is_finished_whatever_ends_the_run(stubbed):
+    keeper, saver = stubbed()
+    keeper.output.closing.close()
+    assert saver.drains == 1
+
+
+def test_other_ranks_end_quietly_where_the_first_failed(stubbed):
+    keeper, _ = stubbed()
+    with pytest.raises(SystemExit) as ended:
+        keeper.after_step(1, FAILED, skipped=False, last=False)
+    assert ended.value.code == 1
+
+
+# ---------------------------------------------------------------------------- what
+
+
+def test_state_says_what_a_resumed_run_needs(stubbed):
+    keeper, saver = stubbed(engine=Engine(2.5), part=Part(math.inf), seed=7)
+    keeper.output.log.write("train", 1, {})
+    keeper.save(1)
+    (state,) = saver.states
+    assert {k: state[k] for k in ("step", "identity", "engines", "parts")} == {
+        "step": 1,
+        "identity": IDENTITY | {"streams": keeper_module.STREAMS},
+        "engines": {"model": {"optimizer_steps": {"w": 2}}},
+        "parts": {"part": {"held": "inf"}},
+    }
+    assert state["options"] == {
+        "save_interval": 3, "save_minutes": 10.0, "lora_dim": 4, "seed": 7
+    }  # fmt: skip
+    assert state["config"]["learning_rate"] == 5e-5
+    assert state["log"]["num_lines"] == 1
+    assert torch.equal(state["tensors"]["model"]["weight:w"], torch.full((3,), 2.5))
+    json.dumps({name: value for name, value in state.items() if name != "tensors"})
+
+
+@pytest.fixture
+def earlier(tmp_path):
+    """The checkpoint of step 2 in ``out``, of a run that went on to step 4."""
+    with made(engine=Engine(2.5), part=Part("then")) as keeper:
+        keeper.output.record.update({"status": "running"})
+        for step in (1, 2):
+            keeper.output.log.write("train", step, {})
+        keeper.save(2)
+        for step in (3, 4):
+            keeper.output.log.write("train", step, {})
+        keeper.save(4)
+        keeper._saver.wait()
+    return step_directory(tmp_path / "out", 2)
+
+
+def steps_in(directory):
+    text = (directory / "metrics.jsonl").read_text()
+    return [json.loads(line)["step"] for line in text.splitlines()]
+
+
+def test_restored_run_is_what_was_saved_and_its_directory_is_as_it_was_then(earlier, capsys):
+    engine, part = Engine(), Part("now")
+    with made(engine=engine, part=part, checkpoint=earlier) as keeper:
+        keeper.restore()
+        assert torch.equal(engine.value, torch.full((3,), 2.5))
+        assert part.held == "then"
+        assert steps_in(Path("out")) == [1, 2]
+        assert sorted(path.name for path in earlier.parent.iterdir()) == [
+            "step-00000002", "step-00000004.abandoned"
+        ]  # fmt: skip
+        assert "set aside: " in capsys.readouterr().out
+        record = json.loads(Path("out/run.json").read_text())
+        assert record["resumed"] == [{"step": 2, "checkpoint": str(earlier)}]
+        assert record["status"] == "running"
+        assert keeper.last_good() == f"The last good checkpoint is {earlier}"
+        # It is saved: a signal before the next step leaves the checkpoint alone.
+        before = earlier.stat().st_ino
+        keeper.output.interrupts.received = 15
+        assert stopped(keeper, 2) == 143
+        assert earlier.stat().st_ino == before
+
+
+def test_directory_stays_locked_while_a_run_goes_on_in_it(earlier):
+    code = (
+        "from pathlib import Path; from dschat_lora.report.directory import check_idle\n"
+        "check_idle(Path('out'))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with made(checkpoint=earlier) as keeper:
+        keeper.restore()
+        other = subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert "another run is writing to out" in other.stderr
+
+
+def test_plan_that_ends_before_the_checkpoint_changes_nothing(earlier, tmp_path):
+    files = {p: p.read_bytes() for p in (tmp_path / "out").rglob("*") if p.is_file()}
+    with made(checkpoint=earlier) as keeper, pytest.raises(ValueError, match="after step 2"):
+        keeper.restore(num_steps=1)
+    assert {p: p.read_bytes() for p in (tmp_path / "out").rglob("*") if p.is_file()} == files
+
+
+def test_file_that_the_manifest_does_not_list_is_not_read(earlier):
+    (earlier / "model-00000.safetensors").write_bytes(b"something else")
+    engine = Engine()
+    with made(engine=engine, checkpoint=earlier) as keeper:
+        keeper.restore()
+    assert torch.equal(engine.value, torch.full((3,), 2.5))
+
+
+def test_clock_of_a_restored_run_starts_when_it_is_restored(earlier, clock):
+    with made(checkpoint=earlier) as keeper:
+        clock.now += 1000.0  # a large model takes long to load
+        keeper.restore()
+        assert keeper.wishes() == NOTHING
+        clock.now += 2.0
+        # Two seconds a step since then.
+        assert keeper._patience(3) == pytest.approx(6.0)
+        assert keeper._patience(4) == pytest.approx(5.0)
+
+
+def test_run_restored_elsewhere_leaves_the_first_directory_alone(earlier, tmp_path):
+    files = {p: p.read_bytes() for p in (tmp_path / "out").rglob("*") if p.is_file()}
+    with made(tmp_path / "fork", checkpoint=earlier) as keeper:
+        keeper.restore()
+        assert steps_in(tmp_path / "fork") == [1, 2]
+    assert {p: p.read_bytes() for p in (tmp_path / "out").rglob("*") if p.is_file()} == files
+
+
+def test_other_identity_is_refused_before_anything_changes(earlier, tmp_path):
+    files = {p: p.read_bytes() for p in (tmp_path / "out").rglob("*") if p.is_file()}
+    engine, part = Engine(), Part("now")
+    with made(
+        engine=engine, part=part, checkpoint=earlier, identity=IDENTITY | {"model": "other"}
+    ) as keeper:
+        with pytest.raises(ValueError, match="the base model's weights"):
+            keeper.restore()
+        assert torch.equal(engine.value, torch.zeros(3))
+        assert part.held == "now"
+    assert {p: p.read_bytes() for p in (tmp_path / "out").rglob("*") if p.is_file()} == files
+
+
+def test_fresh_run_has_nothing_to_restore(stubbed):
+    keeper, _ = stubbed(part=(part := Part("now")))
+    keeper.restore()
+    assert part.held == "now"
+    assert keeper.last_good() == "There is no checkpoint yet"
+    keeper.save(1)
+    assert keeper.last_good() == "The last good checkpoint is step-1"
+
+
+def test_state_of_several_shards_is_read_back(earlier, monkeypatch):
+    from dschat_lora.checkpoint import saver
+
+    class Large(Engine):
+        def facts(self):
+            return {"many": 9}
+
+        def tensors(self):
+            for index in range(9):
+                yield f"weight:{index}", torch.full((4,), float(index))
+
+        def load(self, facts, read):
+            assert facts == {"many": 9}
+            self.read = [float(read(f"weight:{index}")[0]) for index in range(9)]
+
+    monkeypatch.setattr(saver, "SHARD_BYTES", 32)
+    with made(engine=Large()) as keeper:
+        keeper.save(8)
+        keeper._saver.wait()
+    checkpoint = step_directory(earlier.parent.parent, 8)
+    assert len(list(checkpoint.glob("*.safetensors"))) == 5
+    engine = Large()
+    with made(engine=engine, checkpoint=checkpoint) as keeper:
+        keeper.restore()
+    assert engine.read == [float(index) for index in range(9)]

@@ -1,0 +1,513 @@
+"""``--tensor_parallel_size``: what is refused before torch is there, and what resuming keeps."""
+
+import json
+import shutil
+
+import pytest
+
+from dschat_lora.assets import BUNDLED_MODEL
+from dschat_lora.checkpoint.history import step_directory
+from dschat_lora.checkpoint.manifest import write_manifest
+from dschat_lora.config.options import flatten, parse_config
+from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig
+from dschat_lora.models.tensor_parallel_checks import Sizes, check_divides, sizes_of
+from dschat_lora.rlhf.config import RlhfConfig
+from dschat_lora.rlhf.validation import check_rlhf
+from dschat_lora.runtime.resume import options_to_keep, settle
+from dschat_lora.runtime.validation import DPO, REWARD, check_supervised
+from helpers.step1 import checked, parsed, write_adapter_config, write_jsonl
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """A directory with one row of data, without a launcher's environment."""
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "row.jsonl", [{"prompt": "a", "chosen": " b", "rejected": " c"}])
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def processes(monkeypatch):
+    """``processes(n)``: as if a launcher had started so many."""
+    return lambda n: monkeypatch.setenv("WORLD_SIZE", str(n))
+
+
+@pytest.fixture
+def model(tmp_path):
+    """``model(name, **fields)``: a directory with nothing but this configuration."""
+
+    def make(name="model", **fields):
+        directory = tmp_path / name
+        directory.mkdir()
+        (directory / "config.json").write_text(json.dumps(fields))
+        return directory
+
+    return make
+
+
+# The bundled rows take longer to check.
+ROW = ("--data_path", "row.jsonl")
+
+
+def divided(size, *argv):
+    return checked(*ROW, "--lora_dim", 4, "--tensor_parallel_size", size, *argv)
+
+
+def step3(*argv):
+    argv = (*ROW, "--reward_function", "dschat_lora.world:reward", *argv)
+    return check_rlhf(parse_config(RlhfConfig, [str(each) for each in argv]))
+
+
+def error_of(check, *argv):
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        check(*argv)
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+# ---------------------------------------------------------------------------- processes
+
+
+@pytest.mark.parametrize(("size", "count"), [(1, 1), (1, 3), (2, 2), (2, 6), (4, 4)])
+def test_groups_that_the_processes_fill_are_taken(processes, size, count):
+    processes(count)
+    assert divided(size).parallel.tensor_parallel_size == size
+
+
+@pytest.mark.parametrize(
+    ("size", "count", "fitting", "wanted"),
+    [(2, 1, "1", 2), (2, 3, "1, 3", 4), (4, 2, "1, 2", 4), (4, 6, "1, 2, 3, 6", 8)],
+)
+def test_processes_that_fill_no_groups_are_counted_and_told_how_to_be_more(
+    processes, size, count, fitting, wanted
+):
+    processes(count)
+    assert error_of(divided, size) == (
+        f"--tensor_parallel_size {size} does not divide the number of launched processes, {count} "
+        f"({fitting} would); to start {wanted}, put `deepspeed --num_gpus {wanted}` or "
+        f"`torchrun --nproc_per_node {wanted}` before the script"
+    )
+    assert error_of(step3, "--actor_lora_dim", 4, "--tensor_parallel_size", size) == error_of(
+        divided, size
+    )
+
+
+# ---------------------------------------------------------------------------- the model's numbers
+
+# Fields of config.json as transformers writes them.
+FITTING = {
+    "opt": {"num_attention_heads": 4, "ffn_dim": 64, "hidden_size": 32},
+    "gpt2": {"n_head": 4, "n_embd": 32, "n_inner": None},
+    "gpt_neox": {"num_attention_heads": 4, "intermediate_size": 64},
+    "llama": {"num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 64},
+    "mistral": {"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 64},
+    "qwen2": {"num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 64},
+    "qwen3": {"num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 64},
+}
+
+
+@pytest.mark.parametrize("kind", FITTING)
+def test_numbers_that_fit_are_taken_and_others_named_with_those_that_would(kind):
+    fields = {"model_type": kind, **FITTING[kind]}
+    check_divides(fields, 4)
+    with pytest.raises(ValueError, match=r"--tensor_parallel_size 3 does not .* heads; 1, 2, 4 wo"):
+        check_divides(fields, 3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "size", "words"),
+    [
+        (
+            {"model_type": "opt", "num_attention_heads": 12, "ffn_dim": 64},
+            8,
+            "12 attention heads; 1, 2, 4 would",
+        ),
+        (
+            {
+                "model_type": "llama",
+                "num_attention_heads": 8,
+                "num_key_value_heads": 2,
+                "intermediate_size": 64,
+            },
+            4,
+            "2 key and value heads; 1, 2 would",
+        ),
+        (
+            {"model_type": "qwen2", "num_attention_heads": 4, "intermediate_size": 90},
+            4,
+            "90 MLP features; 1, 2 would",
+        ),
+        ({"model_type": "gpt2", "n_head": 6, "n_inner": 61}, 2, "61 MLP features; 1 would"),
+        ({"model_type": "gpt2", "n_head": 25, "n_embd": 1600}, 2, "25 attention heads; 1, 5, 25"),
+    ],
+)
+def test_each_number_that_has_to_be_divided_counts(fields, size, words):
+    message = error_of(check_divides, fields, size)
+    assert message.startswith(f"--tensor_parallel_size {size} does not divide the model's {words}")
+
+
+def test_sizes_are_found_under_the_names_of_every_architecture():
+    assert sizes_of({"n_head": 12, "n_embd": 768, "n_inner": None}) == Sizes(12, 12, 3072)
+    assert sizes_of({"num_attention_heads": 16, "ffn_dim": 4096}) == Sizes(16, 16, 4096)
+    grouped = {"num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336}
+    assert sizes_of(grouped) == Sizes(32, 8, 14336)
+    assert sizes_of({}) == Sizes(None, None, None)
+
+
+def test_what_a_configuration_leaves_out_is_left_to_the_loaded_one(processes, model):
+    processes(2)
+    for name, fields in (("bare", {}), ("kind", {"model_type": "llama"})):
+        divided(2, "--model_name_or_path", model(name, **fields))
+    check_divides({"model_type": "opt", "ffn_dim": 64}, 4)
+
+
+@pytest.mark.parametrize("count", ["4", 4.0, 0, True])
+def test_number_that_is_none_is_a_damaged_configuration(count):
+    with pytest.raises(ValueError, match=f"configuration says {count!r} of its n_head"):
+        check_divides({"model_type": "gpt2", "n_head": count}, 2)
+
+
+def test_unknown_architecture_is_told_the_known_ones(processes, model):
+    processes(2)
+    path = model(model_type="bloom", n_head=16)
+    assert error_of(divided, 2, "--model_name_or_path", path) == (
+        f"--model_name_or_path {path}: --tensor_parallel_size 2: how to divide a bloom model is "
+        "not known; gpt2, gpt_neox, llama, mistral, opt, qwen2, qwen3 can be divided"
+    )
+    assert divided(1, "--model_name_or_path", path)
+
+
+def test_quantised_weights_are_not_read_in_parts(model):
+    fields = {"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}
+    assert "reads weights in parts, which quantised ones are not" in error_of(
+        check_divides, fields, 2
+    )
+    check_divides(fields, 1)
+
+
+def test_weights_that_are_no_safetensors_are_named(processes, model):
+    processes(2)
+    path = model()
+    (path / "pytorch_model.bin").touch()
+    assert error_of(divided, 2, "--model_name_or_path", path) == (
+        f"--model_name_or_path {path}: --tensor_parallel_size 2 reads weights in parts, which "
+        f"takes safetensors files, and {path} has pytorch_model.bin; load and save it with "
+        "transformers once"
+    )
+    assert divided(1, "--model_name_or_path", path)
+    (path / "model.safetensors.index.json").touch()
+    assert divided(2, "--model_name_or_path", path)
+
+
+def test_bundled_model_and_the_base_of_an_adapter_are_looked_at(processes, model, tmp_path):
+    processes(8)
+    words = "--tensor_parallel_size 8 does not divide the model's 4 attention heads; 1, 2, 4 would"
+    assert error_of(divided, 8) == f"the bundled tiny model: {words}"
+    base = model(model_type="llama", num_attention_heads=6)
+    adapter = write_adapter_config(tmp_path / "adapter", base_model_name_or_path=str(base))
+    options = (*ROW, "--tensor_parallel_size", 4)
+    message = error_of(checked, *options, "--model_name_or_path", adapter)
+    assert message.startswith(f"--model_name_or_path {base}: --tensor_parallel_size 4 does not")
+
+
+def test_model_of_the_hub_is_not_looked_up_before_the_run(processes):
+    processes(2)
+    assert divided(2, "--model_name_or_path", "org/model").parallel.tensor_parallel_size == 2
+
+
+# ---------------------------------------------------------------------------- what goes with it
+
+WHY = "--tensor_parallel_size 2 trains adapters on a frozen base"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            "--lora_dim 0",
+            f"--lora_dim 0 trains every weight, and {WHY}: give --lora_dim 16, or share all "
+            "weights by --zero_stage 3 instead",
+        ),
+        (
+            "--no-only_optimize_lora",
+            f"--no-only_optimize_lora trains parts of the base, and {WHY}; drop one",
+        ),
+        (
+            "--train_bias all",
+            f"--train_bias all trains biases outside the adapted layers, and {WHY}; use none or "
+            "lora_only",
+        ),
+        (
+            "--modules_to_save model.lm_head",
+            "--modules_to_save model.lm_head is divided among processes by --tensor_parallel_size "
+            "2; adapt it by --target_modules instead",
+        ),
+        (
+            "--dropout 0.1",
+            "--dropout 0.1 draws otherwise on each process, and those of --tensor_parallel_size 2 "
+            "compute one model together; use --dropout 0, or --lora_dropout",
+        ),
+    ],
+)
+def test_what_a_divided_model_cannot_train_is_refused_with_the_reason(processes, line, message):
+    processes(2)
+    assert error_of(divided, 2, *line.split()) == message
+    assert divided(1, *line.split())
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--train_bias lora_only --lora_dropout 0.1 --use_rslora --sequence_parallel",
+        "--target_modules lm_head embed_tokens q_proj",
+        "--modules_to_save decoder.final_layer_norm",
+        "--offload --zero_stage 3 --merge_adapter --dtype fp16 --gradient_checkpointing",
+    ],
+)
+def test_what_a_divided_model_can_train_is_taken(processes, line):
+    processes(2)
+    assert divided(2, *line.split())
+
+
+@pytest.mark.parametrize(
+    ("config_class", "rules"), [(RewardStageConfig, REWARD), (DpoStageConfig, DPO)]
+)
+def test_stages_of_pairs_check_it_too(processes, config_class, rules):
+    def check(*argv):
+        config = parse_config(config_class, [*ROW, *argv, "--tensor_parallel_size", "2"])
+        return check_supervised(config, rules=rules)
+
+    assert "the number of launched processes, 1" in error_of(check, "--lora_dim", "4")
+    processes(2)
+    assert check("--lora_dim", "4")
+    assert error_of(check).startswith("--lora_dim 0 trains every weight")
+
+
+def test_sequence_parallelism_of_one_process_is_noted(processes, capsys):
+    note = "  note         --sequence_parallel has no effect without --tensor_parallel_size above 1"
+    divided(1, "--sequence_parallel")
+    assert note in capsys.readouterr().out.splitlines()
+    step3("--sequence_parallel")
+    assert note in capsys.readouterr().out.splitlines()
+    processes(2)
+    divided(2, "--sequence_parallel")
+    assert "note" not in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------------- DeepSpeed JSON
+
+
+def deepspeed_json(path, content):
+    (path / "ds.json").write_text(json.dumps(content))
+    return ("--deepspeed_config", "ds.json")
+
+
+def test_total_batch_counts_processes_of_one_model_once(processes, tmp_path):
+    processes(4)
+    assert divided(2, *deepspeed_json(tmp_path, {"train_batch_size": 32}))
+    message = error_of(divided, 2, *deepspeed_json(tmp_path, {"train_batch_size": 64}))
+    assert message == (
+        "--deepspeed_config ds.json sets train_batch_size to 64, but "
+        "--per_device_train_batch_size 16 x --gradient_accumulation_steps 1 x 4 processes / "
+        "--tensor_parallel_size 2 is 32"
+    )
+
+
+@pytest.mark.parametrize("section", ["tensor_parallel", "autotp_size", "sequence_parallel_size"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_deepspeeds_own_division_is_refused(processes, tmp_path, section, size):
+    processes(2)
+    message = error_of(divided, size, *deepspeed_json(tmp_path, {section: {"autotp_size": 2}}))
+    assert message == (
+        f"--deepspeed_config ds.json has {section}, which knows nothing of adapters; remove it "
+        "there, and use --tensor_parallel_size (and --sequence_parallel)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("field", "on", "off"),
+    [("zero_hpz_partition_size", 4, 1), ("zero_quantized_gradients", True, False)],
+)
+def test_groups_that_cross_those_of_a_model_are_refused(processes, tmp_path, field, on, off):
+    processes(4)
+
+    def zero(value):
+        return deepspeed_json(tmp_path, {"zero_optimization": {"stage": 3, field: value}})
+
+    assert error_of(divided, 2, *zero(on)) == (
+        f"--deepspeed_config ds.json sets zero_optimization.{field}, whose groups of processes "
+        "cross those of --tensor_parallel_size 2; drop one"
+    )
+    assert divided(1, *zero(on))
+    assert divided(2, *zero(off))
+    assert divided(2, *zero("auto"))
+
+
+# ---------------------------------------------------------------------------- step 3
+
+
+def test_both_roles_of_step_3_are_named_by_their_options(processes, model):
+    processes(2)
+    size = ("--tensor_parallel_size", 2)
+    assert error_of(step3, *size).startswith("--actor_lora_dim 0 trains every weight")
+    both = (*size, "--actor_lora_dim", 4)
+    message = error_of(step3, *both, "--critic_lora_dim", 0)
+    assert message.startswith("--critic_lora_dim 0 trains every weight, and --tensor_parallel_size")
+    assert "give --critic_lora_dim 16, or" in message
+    assert error_of(step3, *both, "--no-only_optimize_lora").startswith("--no-only_optimize_lora t")
+    config = step3(*both)
+    assert (config.actor.lora_dim, config.critic.lora_dim) == (4, 4)
+
+
+def test_models_of_both_roles_have_to_be_divided(processes, model):
+    processes(4)
+    scores = {"architectures": ["LlamaForSequenceClassification"], "model_type": "llama"}
+    odd = model("odd", model_type="opt", num_attention_heads=6)
+    reward = model("reward", num_attention_heads=4, num_key_value_heads=2, **scores)
+    options = ("--tensor_parallel_size", 4, "--actor_lora_dim", 4, "--critic_lora_dim", 4)
+    scored = ("--critic_model_name_or_path", reward)
+    message = error_of(step3, *options, *scored, "--actor_model_name_or_path", odd)
+    assert message.startswith(f"--actor_model_name_or_path {odd}: --tensor_parallel_size 4 does")
+    message = error_of(step3, *options, *scored)
+    assert message == (
+        f"--critic_model_name_or_path {reward}: --tensor_parallel_size 4 does not divide the "
+        "model's 2 key and value heads; 1, 2 would"
+    )
+
+
+def test_reward_model_that_does_not_learn_needs_no_adapter(processes, tmp_path):
+    processes(2)
+    reward = tmp_path / "reward"
+    shutil.copytree(BUNDLED_MODEL, reward)
+    fields = json.loads((reward / "config.json").read_text())
+    fields["architectures"] = ["OPTForSequenceClassification"]
+    (reward / "config.json").write_text(json.dumps(fields))
+    options = ("--tensor_parallel_size", 2, "--actor_lora_dim", 4)
+    options += ("--critic_model_name_or_path", reward, "--num_generations", 2)
+    assert step3(*options, "--algorithm", "rloo")
+    assert error_of(step3, *options).startswith("--critic_lora_dim 0 trains every weight")
+
+
+@pytest.mark.parametrize(
+    ("training", "inference", "fits"),
+    [(2, 1, True), (2, 2, True), (1, 2, False), (2, 4, False), (4, 2, False)],
+)
+def test_rollouts_run_on_the_processes_that_hold_the_model(processes, training, inference, fits):
+    processes(4)
+    options = ("--tensor_parallel_size", training, "--inference_tp_size", inference)
+    if fits:
+        assert step3("--actor_lora_dim", 4, *options)
+    else:
+        assert error_of(step3, "--actor_lora_dim", 4, *options) == (
+            f"--inference_tp_size must be 1 or that of --tensor_parallel_size ({training}): "
+            f"rollouts run on the processes that hold the model, got {inference}"
+        )
+
+
+def test_responses_of_an_iteration_count_processes_of_one_model_once(processes, capsys):
+    processes(4)
+    options = ("--actor_lora_dim", 4, "--tensor_parallel_size", 2)
+    step3(*options, "--gradient_accumulation_steps", 2)
+    assert "--generation_batches 2: a step of 64 responses needs" in capsys.readouterr().out
+    horizon = ("--adaptive_kl_target", 1, "--kl_horizon", 7)
+    assert step3(*options, *horizon).ppo.kl_horizon == 7  # 5 x 7 is more than 32 responses
+    with pytest.raises(ValueError, match="--kl_horizon 6 is too short for 32 responses"):
+        step3(*options, "--adaptive_kl_target", 1, "--kl_horizon", 6)
+
+
+# ---------------------------------------------------------------------------- resuming
+
+
+@pytest.fixture
+def earlier(tmp_path, processes):
+    """``earlier(count, *argv)``: a checkpoint as so many processes left it."""
+
+    def make(count, *argv):
+        processes(count)
+        config = checked(*ROW, "--lora_dim", 4, *argv)
+        directory = step_directory(tmp_path / "out", 5)
+        directory.mkdir(parents=True)
+        batch = config.batch
+        rows = batch.per_device_train_batch_size * batch.gradient_accumulation_steps
+        state = {
+            "step": 5,
+            "identity": {"rows_per_step": rows * count // config.parallel.tensor_parallel_size},
+            "options": options_to_keep(config),
+            "config": flatten(config),
+        }
+        (directory / "state.json").write_text(json.dumps(state))
+        write_manifest(directory, kind="checkpoint")
+
+    return make
+
+
+def resumed(*argv):
+    return settle(parsed("--resume_from_checkpoint", "out", *argv), stage="sft")
+
+
+def shape(config):
+    batch = config.batch
+    return (
+        config.parallel.tensor_parallel_size,
+        batch.per_device_train_batch_size * batch.gradient_accumulation_steps,
+    )
+
+
+@pytest.mark.parametrize("before", [1, 2, 4])
+@pytest.mark.parametrize("after", [1, 2, 4])
+@pytest.mark.parametrize("count", [4, 8])
+def test_run_goes_on_at_any_size_and_a_step_keeps_its_rows(
+    earlier, processes, before, after, count
+):
+    earlier(4, "--tensor_parallel_size", before, "--per_device_train_batch_size", 8)
+    processes(count)
+    config = resumed("--tensor_parallel_size", after)
+    rows = 8 * (4 // before)
+    assert shape(config) == (after, rows // (count // after))
+
+
+def test_size_of_the_checkpoint_is_taken_over_with_its_sequence_parallelism(earlier, processes):
+    earlier(2, "--tensor_parallel_size", 2, "--sequence_parallel")
+    config = resumed()
+    assert shape(config) == (2, 16)
+    assert config.parallel.sequence_parallel
+    processes(4)
+    assert shape(resumed()) == (2, 8)
+
+
+def test_size_that_changes_is_noted_and_frees_from_sequence_parallelism(earlier, processes, capsys):
+    earlier(2, "--tensor_parallel_size", 2, "--sequence_parallel")
+    processes(1)
+    capsys.readouterr()
+    assert shape(resumed("--tensor_parallel_size", 1)) == (1, 16)
+    lines = capsys.readouterr().out.splitlines()
+    assert "  note         --tensor_parallel_size 1 from here on, 2 so far" in lines
+    processes(2)
+    config = resumed("--no-sequence_parallel")
+    assert (config.parallel.tensor_parallel_size, config.parallel.sequence_parallel) == (2, False)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_size_of_the_checkpoint_that_does_not_fit_has_to_be_typed(earlier, processes, count):
+    earlier(2, "--tensor_parallel_size", 2, "--per_device_train_batch_size", 3)
+    processes(count)
+    message = error_of(resumed)
+    assert message.startswith(
+        "--resume_from_checkpoint out/checkpoints/step-00000005 is of a run with "
+        "--tensor_parallel_size 2: type the size that is wanted now, as --tensor_parallel_size 2 "
+        f"does not divide the number of launched processes, {count} "
+    )
+    assert shape(resumed("--tensor_parallel_size", 1)) == (1, 3 // count)
+    message = error_of(resumed, "--tensor_parallel_size", 4)
+    assert message.startswith("--tensor_parallel_size 4 does not divide the number of launched")
+
+
+def test_rows_that_no_share_can_keep_name_the_size(earlier, processes):
+    earlier(1, "--per_device_train_batch_size", 4)
+    processes(6)
+    assert error_of(resumed, "--tensor_parallel_size", 2).endswith(
+        "a step had 4 rows, now --per_device_train_batch_size 1 x --gradient_accumulation_steps 1 "
+        "x 6 processes / --tensor_parallel_size 2 is 3"
+    )
