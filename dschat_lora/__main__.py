@@ -6,7 +6,7 @@ from dschat_lora import __version__
 from dschat_lora.checkpoint.adapter_config import accept_adapter
 from dschat_lora.config.options import Parser, fail, parse_config, unknown_option
 from dschat_lora.config.stages import ScoreConfig
-from dschat_lora.report.terminal import fall_silent, in_words, say_once
+from dschat_lora.report.terminal import error_message, log_once, silence_stdout
 from dschat_lora.runtime.validation import check_score
 
 
@@ -49,7 +49,7 @@ def _accept(directory: str) -> None:
         accept_adapter(directory)
     except (ValueError, OSError) as error:
         fail(str(error))
-    say_once(f"{directory}: its files are the ones its manifest says")
+    log_once(f"{directory}: its files are the ones its manifest says")
 
 
 def _score(argv: list[str]) -> None:
@@ -65,11 +65,11 @@ def _score(argv: list[str]) -> None:
 
         score_files(config)
     except BrokenPipeError:
-        fall_silent()  # whoever reads has read enough
+        silence_stdout()  # whoever reads has read enough
     except KeyboardInterrupt:
         fail("stopped; --output_path was not written", code=130)
     except (ValueError, OSError) as error:
-        fail(in_words(error), code=1 if isinstance(error, OSError) else 2)
+        fail(error_message(error), code=1 if isinstance(error, OSError) else 2)
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":  # torch's own, which is not imported here
             raise
@@ -112,10 +112,10 @@ def _extract(argv: list[str]) -> None:
             lora_alpha=chosen.lora_alpha,
             enable_lora=tuple(chosen.enable_lora),
             output_dir=chosen.output_dir,
-            say=say_once,
+            say=log_once,
         )
     except (ValueError, OSError) as error:
-        fail(in_words(error), code=1 if isinstance(error, OSError) else 2)
+        fail(error_message(error), code=1 if isinstance(error, OSError) else 2)
 
 
 def _pipeline(argv: list[str]) -> None:

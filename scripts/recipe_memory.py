@@ -22,7 +22,7 @@ from dschat_lora.models.build import AdaptedModel, build_causal_lm, build_reward
 from dschat_lora.models.causal_lm import load_causal_lm, load_config
 from dschat_lora.models.reward_model import load_reward_model
 from dschat_lora.models.source import ModelSource, find_model
-from dschat_lora.models.views import same_weights
+from dschat_lora.models.views import share_parameters
 from dschat_lora.pipeline.recipe import Recipe, read_recipe
 from dschat_lora.pipeline.stages import STAGES
 from dschat_lora.pipeline.validation import check_stages
@@ -182,7 +182,7 @@ def _rlhf(recipe: Recipe, config: RlhfConfig) -> int:
         frozen(role(build_causal_lm, actor_base, config.actor, language)),
         role(build_reward_model, critic_base, config.critic, scored),
         frozen(role(build_reward_model, critic_base, config.critic, scored)),
-        same_weights(actor.model),
+        share_parameters(actor.model),
     )
     plan = memory_plan(config, roles, {"actor": settings, "critic": settings})
     assert plan is not None, "the architecture is not understood"

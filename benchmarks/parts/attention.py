@@ -15,7 +15,7 @@ from dschat_lora.data.batch import PairCollator, SampleCollator
 from dschat_lora.data.tokenize import PairSample, Sample
 from dschat_lora.engine.build import DTYPES
 from dschat_lora.engine.distributed import device
-from dschat_lora.models.backbone import Trunk
+from dschat_lora.models.backbone import Backbone
 from dschat_lora.models.causal_lm import CausalLMLogprobs, CausalLMLoss
 
 FULL = Shape(256, 2, 4, 512, 512, 1024, 0, 4, 512, 256)
@@ -79,7 +79,7 @@ def _compare(shape: Shape, dtype: torch.dtype, kind: Kind) -> Iterator[dict[str,
 
 def _attentions(model: Any) -> list[str]:
     """What this device has; without a GPU torch has no gradient for flex attention."""
-    spans = [BY_SEQUENCE] if Trunk(model).skips_padding(device()) else []
+    spans = [BY_SEQUENCE] if Backbone(model).skips_padding(device()) else []
     return [DENSE, *spans, *([FLEX] if device().type == "cuda" else [])]
 
 
@@ -96,11 +96,11 @@ def _in_rows(model: Any, kind: Kind, attention: str) -> Tensor:
     batch = kind.batch.to(device())
     is_tree = hasattr(batch, "branch_ids")
     network: Any = (CausalLMLogprobs if is_tree else CausalLMLoss)(model)
-    network.trunk.by_spans = attention == BY_SEQUENCE
+    network.backbone.by_spans = attention == BY_SEQUENCE
     names = ["input_ids", "position_ids", "segment_ids", "predicted_from", "predicted", "spans"]
     names += ["branch_ids"] if is_tree else []
     found: Tensor = network(**{name: getattr(batch, name) for name in names})
-    return (-found.sum() if is_tree else found) / len(batch.predicted)
+    return (-found.sum() if is_tree else found) / len(batch.target_ids)
 
 
 def _by_sequence(model: Any, kind: Kind) -> Tensor:

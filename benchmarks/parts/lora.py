@@ -24,7 +24,7 @@ from dschat_lora.lora import layers
 from dschat_lora.lora.groups import groups_of_parts
 from dschat_lora.lora.layers import LoraLinear
 from dschat_lora.lora.matmul import lora_linear, lora_linear_reference
-from dschat_lora.models.backbone import Trunk
+from dschat_lora.models.backbone import Backbone
 
 # r / hidden size is that of r = 128 in OPT-1.3B.
 SHAPE = Shape(256, 3, 4, 1024, 512, 512, 16, 2, 64, 64)
@@ -118,7 +118,7 @@ def _saved_bytes(shape: Shape) -> int:
         return tensor
 
     with saved_tensors_hooks(note, lambda tensor: tensor):
-        Trunk(model)(batch.input_ids, batch.position_ids, batch.segment_ids, spans=batch.spans)
+        Backbone(model)(batch.input_ids, batch.position_ids, batch.segment_ids, spans=batch.spans)
     return sum(storages.values())
 
 

@@ -15,7 +15,7 @@ from dschat_lora.config.stages import OptimConfig
 from dschat_lora.engine.build import EngineSettings, TrainEngine
 from dschat_lora.engine.distributed import device
 from dschat_lora.perf.peak import synchronize
-from dschat_lora.runtime.setup import place
+from dschat_lora.runtime.setup import shard_model
 
 PLAIN = "plain torch"
 STAGES = (0, 1, 2, 3)
@@ -125,7 +125,7 @@ def engine_step(size: Size, zero_stage: int) -> Callable[[], None]:
         deepspeed_json={},
     )
     model = Adapters(size)
-    place(model, settings)
+    shard_model(model, settings)
     groups = [{"params": list(model.parameters()), "lr": RATE, "weight_decay": 0.0, "name": "lora"}]
     engine = TrainEngine(model, groups, settings)
 

@@ -37,11 +37,11 @@ from dschat_lora.engine.distributed import device
 from dschat_lora.generation import sampling
 from dschat_lora.rlhf import train as course
 from dschat_lora.rlhf.config import RlhfConfig
-from dschat_lora.rlhf.diagnostics import Watch
+from dschat_lora.rlhf.diagnostics import Diagnostics
 from dschat_lora.rlhf.rollout import Generator, PromptOrder
 from dschat_lora.rlhf.setup import build_engines, set_up
 from dschat_lora.rlhf.throughput import PHASES, Clock
-from dschat_lora.rlhf.train import Iterations, Progress, make_plan
+from dschat_lora.rlhf.train import Iterations, Progress, make_rlhf_schedule
 from dschat_lora.rlhf.update import Updater
 from dschat_lora.rlhf.validation import NAME, check_rlhf
 from dschat_lora.runtime.run import open_run
@@ -142,7 +142,7 @@ class Ours:
             pad_id=int(setup.tokenizer.pad_token_id),
             batch_size=setup.config.batch.per_device_generation_batch_size,
         )
-        plan = make_plan(setup.config, len(setup.prompts.train))
+        plan = make_rlhf_schedule(setup.config, len(setup.prompts.train))
         count = len(setting.numbers)
         with mock.patch.object(course, "Clock", return_value=self._clock):
             return Iterations(
@@ -151,7 +151,7 @@ class Ours:
                 replace(plan, order=SamePrompts(count, count, SEED, setting.numbers)),
                 generator,
                 self._progress,
-                Watch(setup.settings["actor"].dtype, samples_tokens=True),
+                Diagnostics(setup.settings["actor"].dtype, samples_tokens=True),
                 pretraining=None,
                 average=None,
             )
@@ -195,7 +195,7 @@ class Ours:
         norms = {f"{n} gradient": outcome.grad_norm for n, outcome in result.outcomes.items()}
         tensors = {
             "log-probabilities": known.logprobs,
-            "reference": known.reference,
+            "reference": known.ref_logprobs,
             "values": known.values,
             "scores": known.scores,
             "advantages": targets.advantages,

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, OPTConfig, PretrainedConfig
 from dschat_lora.algos.sft import IGNORE_INDEX
 from dschat_lora.config.stages import LoraConfig, ModelConfig
 from dschat_lora.data.batch import Batch, SampleCollator
-from dschat_lora.data.packing import Row, make_rows
+from dschat_lora.data.packing import PackedRow, make_rows
 from dschat_lora.data.tokenize import Sample
 from dschat_lora.lora.model import apply_lora
 from dschat_lora.models.causal_lm import load_causal_lm
@@ -128,7 +128,7 @@ def mixed_rows(shape: Shape) -> list[list[Sample]]:
     ]
 
 
-def _packed(lengths: NDArray[np.int64], shape: Shape) -> list[Row]:
+def _packed(lengths: NDArray[np.int64], shape: Shape) -> list[PackedRow]:
     return make_rows(lengths, max_seq_len=shape.row_length, packing=True, seed=SEED)
 
 

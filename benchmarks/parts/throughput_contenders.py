@@ -27,9 +27,9 @@ from dschat_lora.data.batch import Batch
 from dschat_lora.engine.build import DTYPES, TrainEngine
 from dschat_lora.engine.distributed import device
 from dschat_lora.lora.model import apply_lora
-from dschat_lora.models.backbone import Trunk
+from dschat_lora.models.backbone import Backbone
 from dschat_lora.models.compile import check_compiler, compile_blocks
-from dschat_lora.models.views import same_weights
+from dschat_lora.models.views import share_parameters
 from dschat_lora.supervised.loop import evaluate, train_steps
 from dschat_lora.supervised.objectives import SUPERVISED
 
@@ -68,7 +68,7 @@ class OurLoop:
 
     def __init__(self, engine: TrainEngine, model: Any, *, by_spans: bool = True) -> None:
         self.model, self.adam, self.update = model.train(), engine.adam, DeviceTimer()
-        self._engine, self._trunk = engine, Trunk(model)
+        self._engine, self._trunk = engine, Backbone(model)
         self._trunk.by_spans &= by_spans
         self.skips_padding = self._trunk.skips_padding(device())
 
@@ -85,7 +85,7 @@ class OurLoop:
 
     def _take_place(self) -> None:
         engine: Any = self._engine
-        engine.module.trunk = self._trunk
+        engine.module.backbone = self._trunk
         engine.step = partial(_timed, self.update, partial(TrainEngine.step, engine))
 
 
@@ -110,7 +110,7 @@ class ChatLoop:
     def loss(self, batch: Batch) -> float:
         """Mean loss per supervised token, of which prompts have none here."""
         labels = torch.full_like(batch.input_ids, IGNORE_INDEX).flatten()
-        labels[batch.predicted_from + 1] = batch.predicted
+        labels[batch.logit_positions + 1] = batch.target_ids
         return float(self._loss(batch, labels.view_as(batch.input_ids)))
 
     def _loss(self, batch: Batch, labels: Tensor | None = None) -> Tensor:
@@ -140,20 +140,20 @@ def build_ways(
         variants: ours with its parts left out too, and theirs with recomputation.
         tiny: run compiled blocks as they are, for compiling takes a minute.
     """
-    model = same_weights(base)
+    model = share_parameters(base)
     lora = LoraConfig(lora_dim=lora_dim, lora_alpha=ALPHA)
     names = apply_lora(model, lora, seed=0)
     models = {OURS: model}
     if importlib.util.find_spec("peft") is not None:
-        models[PEFT] = add_peft_lora(same_weights(base), names, lora_dim, DTYPES[dtype])
-    chat = same_weights(base)
+        models[PEFT] = add_peft_lora(share_parameters(base), names, lora_dim, DTYPES[dtype])
+    chat = share_parameters(base)
     add_chat_lora_(chat, names, lora_dim)
     for each in (*models.values(), chat):
         draw_adapters_(each)
     # Copies first: they would take an engine's hooks with them.
-    recomputing, masked, compiled = (same_weights(model) for _ in range(3))
+    recomputing, masked, compiled = (share_parameters(model) for _ in range(3))
     recomputing.gradient_checkpointing_enable(RECOMPUTING)
-    chat_recomputing = same_weights(chat)
+    chat_recomputing = share_parameters(chat)
     chat_recomputing.gradient_checkpointing_enable({"use_reentrant": True})
     chat_recomputing.enable_input_require_grads()
     engines = {

@@ -52,12 +52,12 @@ def make_spans(rows: Sequence[Sequence[Sizes]], width: int) -> Spans:
     start = 0
     for shared, first, second in (sizes for row in rows for sizes in row):
         own = torch.arange(start, start + shared + first + second)
-        trunk, branch = torch.split(own, [shared + first, second])
+        backbone, branch = torch.split(own, [shared + first, second])
         lengths.append((shared + first, shared + first))
-        keys.append(trunk)
+        keys.append(backbone)
         if second:
             lengths.append((second, shared + second))
-            keys += [trunk[:shared], branch]
+            keys += [backbone[:shared], branch]
         start += len(own)
     filled = [sum(map(sum, row)) for row in rows]
     is_full = all(n == width for n in filled)

@@ -84,7 +84,7 @@ def rotate(run: Path, *, keep: int, newest: int) -> None:
             _remove(doomed)
 
 
-def set_aside(run: Path, *, after: int, rejected: Iterable[Path] = ()) -> list[Path]:
+def quarantine_checkpoints(run: Path, *, after: int, rejected: Iterable[Path] = ()) -> list[Path]:
     """Rename the checkpoints that a run resumed at step ``after`` leaves behind.
 
     Later ones belong to another history, which no resume may pick up again; they become
@@ -103,9 +103,9 @@ def set_aside(run: Path, *, after: int, rejected: Iterable[Path] = ()) -> list[P
     renamed = []
     for step, path in _numbered(run):
         if step in damaged:
-            renamed.append(put_aside(path, "rejected"))
+            renamed.append(quarantine(path, "rejected"))
         elif step > after:
-            renamed.append(put_aside(path, "abandoned"))
+            renamed.append(quarantine(path, "abandoned"))
     return renamed
 
 
@@ -133,7 +133,7 @@ def _numbered(run: Path) -> list[tuple[int, Path]]:
     return sorted(((step, path) for step, path in numbered if step is not None), reverse=True)
 
 
-def put_aside(path: Path, ending: str) -> Path:
+def quarantine(path: Path, ending: str) -> Path:
     """Rename to ``NAME.ending``, or ``NAME.ending.2``, ... where that is taken; the new path."""
     target, number = path.with_name(f"{path.name}.{ending}"), 1
     while os.path.lexists(target):

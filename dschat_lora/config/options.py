@@ -86,12 +86,12 @@ def parse_config(
     for name in _LAUNCHER_FLAGS:
         parser.add_argument(f"--{name}", nargs="?", help=argparse.SUPPRESS)
     for name, (field, annotation) in fields.items():
-        also = [old for old, new in spellings_of(config_class).items() if new == name]
+        also = [old for old, new in option_aliases(config_class).items() if new == name]
         _add_option(parser, [name, *also], field, annotation)
     namespace, unknown = parser.parse_known_args(argv)
     if unknown:
         switches = [f"no-{name}" for name, (_, kind) in fields.items() if _is_switch(kind)]
-        known = [*fields, *spellings_of(config_class), "config", *switches]
+        known = [*fields, *option_aliases(config_class), "config", *switches]
         raise ValueError(unknown_option(unknown[0], known))
     values = {k: v for k, v in vars(namespace).items() if k in fields}
     if namespace.config is not None:
@@ -150,7 +150,7 @@ def options_of(
     Raises:
         ValueError: at the first that is unknown or of another kind.
     """
-    fields, spellings = dict(_leaves(config_class)), spellings_of(config_class)
+    fields, spellings = dict(_leaves(config_class)), option_aliases(config_class)
     values = {}
     for given, value in content.items():
         name = spellings.get(given, given)
@@ -167,7 +167,7 @@ def option_names(config_class: type) -> list[str]:
     return [name for name, _ in _leaves(config_class)]
 
 
-def spellings_of(config_class: type) -> Mapping[str, str]:
+def option_aliases(config_class: type) -> Mapping[str, str]:
     """Further names of the class's options, from its ``spellings``: of an original, say."""
     spellings: Mapping[str, str] = getattr(config_class, "spellings", {})
     return spellings

@@ -30,8 +30,8 @@ class Batch:
     input_ids: Tensor  # (B, T) int64
     position_ids: Tensor  # (B, T) int64, from 0 within each sample; 0 on padding
     segment_ids: Tensor  # (B, T) int64, 1, 2, ... per sample of the row; 0 on padding
-    predicted_from: Tensor  # (N,) int64 places, each before that of the token it predicts
-    predicted: Tensor  # (N,) int64 tokens
+    logit_positions: Tensor  # (N,) int64 places, each before that of the token it predicts
+    target_ids: Tensor  # (N,) int64 tokens
     spans: Spans  # of the samples
     num_targets: int  # N, supervised predictions
     num_tokens: int  # without padding
@@ -57,8 +57,8 @@ class PairBatch:
     branch_ids: Tensor  # (B, T) int64, 0 where a tree's sequences are one, then 1 and 2
     ends: Tensor  # (2 P,) int64 place of each sequence's last token
     answer_lengths: Tensor  # (2 P,) int64 predicted tokens of each answer
-    predicted_from: Tensor  # (N,) int64 places
-    predicted: Tensor  # (N,) int64 tokens
+    logit_positions: Tensor  # (N,) int64 places
+    target_ids: Tensor  # (N,) int64 tokens
     owner: Tensor  # (N,) int64 in [0, 2 P)
     compared: Tensor  # (2, M) int64 places of tokens at the same step of two diverged answers
     compared_pair: Tensor  # (M,) int64 in [0, P)
@@ -95,24 +95,24 @@ class SampleCollator:
         """
         longest = max(sum(len(sample.input_ids) for sample in row) for row in rows)
         grid = _Grid(len(rows), _rounded_up(longest, self.multiple_of), self.pad_id)
-        predicted_from, predicted = [], []
+        logit_positions, target_ids = [], []
         for index, row in enumerate(rows):
             for sample in row:
                 size = len(sample.input_ids)
                 start = grid.put(index, sample.input_ids, np.arange(size), (size, 0, 0))
                 # A token is predicted where the token before it stands.
                 (steps,) = np.nonzero(sample.labels[1:] != IGNORE_INDEX)
-                predicted_from.append(index * grid.shape[1] + start + steps)
-                predicted.append(sample.labels[1:][steps].astype(np.int64))
+                logit_positions.append(index * grid.shape[1] + start + steps)
+                target_ids.append(sample.labels[1:][steps].astype(np.int64))
         sizes = [len(sample.input_ids) for row in rows for sample in row]
         return Batch(
             input_ids=torch.from_numpy(grid.input_ids),
             position_ids=torch.from_numpy(grid.positions),
             segment_ids=torch.from_numpy(grid.segments),
-            predicted_from=_integers(predicted_from),
-            predicted=_integers(predicted),
+            logit_positions=_integers(logit_positions),
+            target_ids=_integers(target_ids),
             spans=grid.spans(),
-            num_targets=sum(map(len, predicted)),
+            num_targets=sum(map(len, target_ids)),
             num_tokens=sum(sizes),
             num_samples=len(sizes),
             num_attended=sum(map(_causal_pairs, sizes)),
@@ -267,8 +267,8 @@ def _pair_batch(
         branch_ids=torch.from_numpy(grid.branches),
         ends=_integers(path[-1:] for path in sequences),
         answer_lengths=_integers([np.array([len(step) for step in steps], dtype=np.int64)]),
-        predicted_from=_integers(path[step - 1] for path, step in along),
-        predicted=_integers(tokens[path[step]] for path, step in along),
+        logit_positions=_integers(path[step - 1] for path, step in along),
+        target_ids=_integers(tokens[path[step]] for path, step in along),
         owner=_integers(np.full(len(step), number) for number, step in enumerate(steps)),
         compared=torch.from_numpy(np.concatenate([np.zeros((2, 0), np.int64), *compared], axis=1)),
         compared_pair=_integers(

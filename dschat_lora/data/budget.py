@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from dschat_lora.algos.seeds import permutation
 from dschat_lora.data.counts import SampleCounts
-from dschat_lora.data.packing import Row, fill, make_rows
+from dschat_lora.data.packing import PackedRow, fill, make_rows
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class TokenBudget:
         """How many of :meth:`groups` a step takes."""
         return self.micro_batches if self.row_tokens is not None else 1
 
-    def groups(self, counts: SampleCounts, *, seed: int) -> list[Row]:
+    def groups(self, counts: SampleCounts, *, seed: int) -> list[PackedRow]:
         """Samples in groups that are made once a run: epochs permute the groups.
 
         A group fills a micro-batch. Where padding counts, it is whole steps that can be filled,
@@ -62,14 +62,14 @@ class TokenBudget:
             start = end
         return groups
 
-    def fill(self, groups: Sequence[Row], counts: SampleCounts) -> float:
+    def fill(self, groups: Sequence[PackedRow], counts: SampleCounts) -> float:
         """Share of the budget that holds tokens, in (0, 1]; 0 without groups."""
         micro_batches = self.micro_batches // self.groups_per_step
         return fill(groups, counts.tokens, micro_batches * self.tokens)
 
-    def deal(
-        self, groups: Sequence[Row], counts: SampleCounts, *, world_size: int
-    ) -> list[list[Row]]:
+    def assign_to_ranks(
+        self, groups: Sequence[PackedRow], counts: SampleCounts, *, world_size: int
+    ) -> list[list[PackedRow]]:
         """The samples of a step's groups as rows of micro-batches, of as equal sizes as can be.
 
         Returns:
@@ -89,7 +89,7 @@ class TokenBudget:
 
     def _sorted_rows(
         self, samples: Sequence[int], counts: SampleCounts, world_size: int
-    ) -> list[list[Row]]:
+    ) -> list[list[PackedRow]]:
         """Rows of one sample; samples of like length share a micro-batch."""
         lengths = counts.positions[np.array(samples)]
         return [
@@ -118,7 +118,7 @@ def cut_evenly(lengths: NDArray[np.int64], limit: int, *, multiple_of: int) -> l
     return [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
-def _packed(samples: Row, tokens: NDArray[np.int64], row_tokens: int) -> list[Row]:
+def _packed(samples: PackedRow, tokens: NDArray[np.int64], row_tokens: int) -> list[PackedRow]:
     """As few rows for the samples of a micro-batch, of like length, so that little is padding.
 
     Some may be a little longer than ``row_tokens``, which costs less than one more row.
@@ -131,7 +131,7 @@ def _packed(samples: Row, tokens: NDArray[np.int64], row_tokens: int) -> list[Ro
 
 def _spread(
     samples: Sequence[int], tokens: NDArray[np.int64], parts: int, capacity: int
-) -> list[Row] | None:
+) -> list[PackedRow] | None:
     """Samples in so many parts of like tokens; None if one of them would exceed ``capacity``.
 
     The longest first, each to the part that has the least (LPT; R. L. Graham, 1969).

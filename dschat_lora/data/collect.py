@@ -8,7 +8,7 @@ from typing import Any
 
 from dschat_lora.config.stages import DataConfig, parse_data_split
 from dschat_lora.data.chat import Chat
-from dschat_lora.data.records import Record, to_record
+from dschat_lora.data.records import TextRecord, to_record
 from dschat_lora.data.rows import (
     DataKind,
     EmptyRowError,
@@ -26,9 +26,9 @@ class Collected:
     """What reading the sources found, by the part each row belongs to."""
 
     kind: DataKind
-    train: list[Record] = field(default_factory=list)
+    train: list[TextRecord] = field(default_factory=list)
     train_repeats: list[int] = field(default_factory=list)
-    eval: list[Record] = field(default_factory=list)
+    eval: list[TextRecord] = field(default_factory=list)
     by_type: Counter[str] = field(default_factory=Counter)
     bad: list[RowError] = field(default_factory=list)
     seen: set[bytes] = field(default_factory=set)  # digests of rows of the training sources
@@ -76,7 +76,7 @@ def collect(
 
 def _records(
     config: DataConfig, source: Source, chat: Chat, rows: Collected, prompts: list[Hashable]
-) -> Iterator[Record | None]:
+) -> Iterator[TextRecord | None]:
     """Records of a source; None, and an entry in ``rows.bad``, for a row that cannot be used.
 
     ``prompts`` grows by one entry a row, equal for rows of one prompt whatever the stage makes
@@ -115,7 +115,7 @@ def _columns(values: dict[str, Any]) -> str:
 
 def _assign(
     rows: Collected,
-    records: Sequence[Record | None],
+    records: Sequence[TextRecord | None],
     parts: Parts,
     *,
     weight: float,

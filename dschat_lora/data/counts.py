@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from dschat_lora.algos.sft import IGNORE_INDEX
 from dschat_lora.data.batch import PairCollator
-from dschat_lora.data.packing import Row, first_fit
+from dschat_lora.data.packing import PackedRow, first_fit
 from dschat_lora.data.store import TokenSet
 
 Integers = NDArray[np.int64]
@@ -56,7 +56,7 @@ def _count_pairs(collate: PairCollator, pairs: Any, size: int) -> SampleCounts:
 
 
 def count_step(
-    collate: object, counts: SampleCounts, batches: Sequence[Sequence[Row]]
+    collate: object, counts: SampleCounts, batches: Sequence[Sequence[PackedRow]]
 ) -> dict[str, int]:
     """Counts of the batches that ``collate`` makes of rows, by the names of ``StepCounts``.
 
@@ -78,7 +78,7 @@ def count_step(
     }
 
 
-def _shape(collate: Any, counts: SampleCounts, rows: Sequence[Row]) -> tuple[int, int]:
+def _shape(collate: Any, counts: SampleCounts, rows: Sequence[PackedRow]) -> tuple[int, int]:
     """(B, T) of a batch."""
     if not rows:
         return 1, 1

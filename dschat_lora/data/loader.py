@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from dschat_lora.algos.seeds import permutation
 from dschat_lora.data.budget import TokenBudget
 from dschat_lora.data.counts import SampleCounts, count_samples, count_step
-from dschat_lora.data.packing import Row
+from dschat_lora.data.packing import PackedRow
 from dschat_lora.data.store import TokenSet
 
 
@@ -65,7 +65,7 @@ class StepLoader:
         self,
         samples: Samples,
         *,
-        rows: Sequence[Row],
+        rows: Sequence[PackedRow],
         micro_batch_size: int,
         gradient_accumulation_steps: int,
         rank: int,
@@ -120,7 +120,7 @@ class StepLoader:
             first = step * self._taken
             yield self._step([self._rows[i] for i in order[first : first + self._taken]])
 
-    def _step(self, rows: list[Row]) -> Window:
+    def _step(self, rows: list[PackedRow]) -> Window:
         batches = self._deal(rows)
         own = batches[self._rank :: self._world_size]
         return Window(
@@ -128,20 +128,20 @@ class StepLoader:
             count_step(self._collate, self._counts, batches),
         )
 
-    def _deal(self, rows: list[Row]) -> list[list[Row]]:
+    def _deal(self, rows: list[PackedRow]) -> list[list[PackedRow]]:
         """Rows of each micro-batch of each rank, those of all ranks' first ones first."""
         if self._budget is not None:
-            return self._budget.deal(rows, self._counts, world_size=self._world_size)
+            return self._budget.assign_to_ranks(rows, self._counts, world_size=self._world_size)
         # Rows of like length share a micro-batch: little padding, and ranks wait little for
         # each other. Within a step the order has no effect on the gradient's sum.
         rows = sorted(rows, key=lambda row: -int(self._counts.positions[list(row)].sum()))
-        return deal(rows, batch_size=self._micro_batch_size, world_size=self._world_size)
+        return assign_to_ranks(rows, batch_size=self._micro_batch_size, world_size=self._world_size)
 
 
 def eval_batches(
     samples: Samples,
     *,
-    rows: Sequence[Row],
+    rows: Sequence[PackedRow],
     batch_size: int,
     rank: int,
     world_size: int,
@@ -151,12 +151,14 @@ def eval_batches(
 
     Every rank gets the same number of batches, through empty ones where rows run out.
     """
-    dealt = deal(rows, batch_size=batch_size, world_size=world_size)
+    dealt = assign_to_ranks(rows, batch_size=batch_size, world_size=world_size)
     for batch in dealt[rank::world_size]:
         yield _collated(samples, batch, collate)
 
 
-def deal(rows: Sequence[Row], *, batch_size: int, world_size: int) -> list[list[Row]]:
+def assign_to_ranks(
+    rows: Sequence[PackedRow], *, batch_size: int, world_size: int
+) -> list[list[PackedRow]]:
     """Rows dealt out to ranks one by one, up to ``batch_size`` a rank and batch.
 
     Returns:
@@ -167,7 +169,7 @@ def deal(rows: Sequence[Row], *, batch_size: int, world_size: int) -> list[list[
     return [list(turn[rank::world_size]) for turn in turns for rank in range(world_size)]
 
 
-def _collated(samples: Samples, rows: Sequence[Row], collate: Collator) -> Any:
+def _collated(samples: Samples, rows: Sequence[PackedRow], collate: Collator) -> Any:
     if not rows:
         return collate.empty()
     return collate([[samples[index] for index in row] for row in rows])

@@ -7,12 +7,12 @@ from numpy.typing import NDArray
 
 from dschat_lora.algos.seeds import permutation
 
-Row = tuple[int, ...]  # sample indices
+PackedRow = tuple[int, ...]  # sample indices
 
 
 def make_rows(
     lengths: NDArray[np.int64], *, max_seq_len: int, packing: bool, seed: int
-) -> list[Row]:
+) -> list[PackedRow]:
     """Rows of sample indices, made once a run: every epoch permutes the same rows.
 
     Args:
@@ -51,7 +51,7 @@ def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return rows
 
 
-def fill(rows: Sequence[Row], lengths: NDArray[np.int64], capacity: int) -> float:
+def fill(rows: Sequence[PackedRow], lengths: NDArray[np.int64], capacity: int) -> float:
     """Share of the rows' capacity that holds tokens, in (0, 1]; 0 without rows."""
     tokens = sum(int(lengths[index]) for row in rows for index in row)
     return tokens / (len(rows) * capacity) if rows else 0.0

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from dschat_lora.data.chat import ASSISTANT, Chat, Message, Span, conversation_spans
-from dschat_lora.data.rows import DataKind, Row, RowError, RowType
+from dschat_lora.data.rows import DataKind, ParsedRow, RowError, RowType
 
 MAX_MARGIN = 1e30  # far within float32, which margins are kept in
 
 
 @dataclass(frozen=True)
-class Record:
+class TextRecord:
     """Text read and text trained on, in turns; a preference has a rejected ending too.
 
     ``spans`` alternate between context and answer; a language-modelling row is one target
@@ -49,7 +49,7 @@ class Record:
         return hashlib.blake2b(repr(texts).encode(), digest_size=16).digest()
 
 
-def to_record(row: Row, chat: Chat) -> Record:
+def to_record(row: ParsedRow, chat: Chat) -> TextRecord:
     """The record of a row.
 
     Raises:
@@ -64,7 +64,7 @@ def to_record(row: Row, chat: Chat) -> Record:
     try:
         if row.kind == "preference":
             return _preference(row, chat)
-        return Record(row.location, row.kind, makers[row.kind](row.values, chat))
+        return TextRecord(row.location, row.kind, makers[row.kind](row.values, chat))
     except ValueError as error:
         raise RowError(row.location, str(error)) from error
 
@@ -91,7 +91,7 @@ def _prompt_spans(values: dict[str, Any], chat: Chat) -> tuple[Span, ...]:
     return (Span(prompt, target=False),)
 
 
-def _preference(row: Row, chat: Chat) -> Record:
+def _preference(row: ParsedRow, chat: Chat) -> TextRecord:
     prompt, chosen, rejected = _split_preference(row.values)
     if isinstance(prompt, str):
         spans = _pair(prompt, chosen)
@@ -99,7 +99,7 @@ def _preference(row: Row, chat: Chat) -> Record:
     else:
         spans = _answer_spans("chosen", prompt, chosen, chat)
         rejected_text = _answer_spans("rejected", prompt, rejected, chat)[-1].text
-    return Record(row.location, row.kind, spans, rejected_text, _margin(row.values))
+    return TextRecord(row.location, row.kind, spans, rejected_text, _margin(row.values))
 
 
 def _split_preference(values: dict[str, Any]) -> tuple[Any, Any, Any]:

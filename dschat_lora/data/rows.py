@@ -62,7 +62,7 @@ class RawRow:
 
 
 @dataclass(frozen=True)
-class Row:
+class ParsedRow:
     """A row of known type whose fields have the right types and are not empty."""
 
     location: str
@@ -132,7 +132,7 @@ def iter_file(path: Path) -> Iterator[RawRow]:
         raise ValueError(f"{path} cannot be read: {error}") from error
 
 
-def parse_row(raw: RawRow) -> Row:
+def parse_row(raw: RawRow) -> ParsedRow:
     """The type of a row, its fields checked.
 
     Raises:
@@ -155,7 +155,7 @@ def parse_row(raw: RawRow) -> Row:
         _check_field(raw.location, name, values[name], text_only=kind == "text")
     if len({isinstance(values[name], str) for name in present}) > 1:
         raise RowError(raw.location, f"{present} must be all texts or all message lists")
-    return Row(raw.location, kind, values)
+    return ParsedRow(raw.location, kind, values)
 
 
 def classify(values: dict[str, Any], location: str) -> RowType:
@@ -178,7 +178,7 @@ def classify(values: dict[str, Any], location: str) -> RowType:
     raise RowError(location, f"row has {sorted(has)}; a row has {KNOWN_TYPES}")
 
 
-def require_usable(row: Row, kind: DataKind) -> Row:
+def require_usable(row: ParsedRow, kind: DataKind) -> ParsedRow:
     """The row itself if ``kind`` can be made of it; two answers are one to learn as well."""
     if kind == "pairs" and row.kind != "preference":
         raise RowError(

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from dschat_lora.algos.sft import IGNORE_INDEX
 from dschat_lora.data.chat import Span
-from dschat_lora.data.records import Record, shared_length
+from dschat_lora.data.records import TextRecord, shared_length
 from dschat_lora.data.rows import DataKind
 
 Tokens = NDArray[np.int32]
@@ -221,7 +221,7 @@ def call(tokenizer: Tokenizer, texts: Sequence[str], **options: bool) -> list[li
     return ids
 
 
-def tokenize(records: Sequence[Record], encoder: Encoder, rule: TokenRule) -> list[Tokenized]:
+def tokenize(records: Sequence[TextRecord], encoder: Encoder, rule: TokenRule) -> list[Tokenized]:
     """Samples of records, or pairs if ``rule.kind`` says so, in order.
 
     A sequence is ``tokenizer(prompt)``, the completion's tokens and end-of-sequence. The
@@ -245,7 +245,7 @@ def tokenize(records: Sequence[Record], encoder: Encoder, rule: TokenRule) -> li
     ]
 
 
-def _texts(record: Record, kind: DataKind) -> list[str]:
+def _texts(record: TextRecord, kind: DataKind) -> list[str]:
     """What has to be encoded: the text up to each span's end, and to the rejected answer's."""
     if kind == "prompts":
         return _prefixes(_context(record))
@@ -266,7 +266,7 @@ def _prefixes(spans: Sequence[Span]) -> list[str]:
 
 
 def _tokenize_sample(
-    record: Record, encoded: list[list[int]], encoder: Encoder, rule: TokenRule
+    record: TextRecord, encoded: list[list[int]], encoder: Encoder, rule: TokenRule
 ) -> Tokenized:
     doubled = encoder.begins_twice(encoded[-1])
     pieces = _pieces(record.spans, [encoder.begin_once(ids) for ids in encoded], encoder)
@@ -286,7 +286,7 @@ def _tokenize_sample(
 
 
 def _tokenize_pair(
-    record: Record, encoded: list[list[int]], encoder: Encoder, rule: TokenRule
+    record: TextRecord, encoded: list[list[int]], encoder: Encoder, rule: TokenRule
 ) -> Tokenized:
     doubled = encoder.begins_twice(encoded[-1])
     *prefixes, with_rejected = (encoder.begin_once(ids) for ids in encoded)
@@ -312,7 +312,7 @@ def _tokenize_pair(
 
 
 def _tokenize_prompt(
-    record: Record, encoded: list[list[int]], encoder: Encoder, rule: TokenRule
+    record: TextRecord, encoded: list[list[int]], encoder: Encoder, rule: TokenRule
 ) -> Tokenized:
     doubled = encoder.begins_twice(encoded[-1])
     prefixes = [encoder.begin_once(ids) for ids in encoded]
@@ -326,7 +326,7 @@ def _tokenize_prompt(
     return Tokenized(sample, len(ids), truncated=len(ids) > len(kept), doubled_bos=doubled)
 
 
-def _context(record: Record) -> tuple[Span, ...]:
+def _context(record: TextRecord) -> tuple[Span, ...]:
     """All that comes before the last answer."""
     return record.spans[:-1] if record.spans[-1].target else record.spans
 
@@ -361,7 +361,7 @@ def _pieces(
 
 
 def _refuse_overlong(
-    record: Record, length: int, rule: TokenRule, option: str = "max_seq_len"
+    record: TextRecord, length: int, rule: TokenRule, option: str = "max_seq_len"
 ) -> None:
     if rule.overlong == "error":
         raise ValueError(
@@ -389,7 +389,7 @@ RECORDS_PER_CHUNK = 512
 
 
 def tokenize_all(
-    records: Sequence[Record], encoder: Encoder, rule: TokenRule, *, workers: int
+    records: Sequence[TextRecord], encoder: Encoder, rule: TokenRule, *, workers: int
 ) -> Iterator[Tokenized]:
     """:func:`tokenize` in chunks, over ``workers`` processes, in order."""
     starts = range(0, len(records), RECORDS_PER_CHUNK)
@@ -421,7 +421,7 @@ def _set_worker(encoder: Encoder, rule: TokenRule) -> None:
     _worker.update(encoder=encoder, rule=rule)
 
 
-def _tokenize_chunk(records: Sequence[Record]) -> list[Tokenized]:
+def _tokenize_chunk(records: Sequence[TextRecord]) -> list[Tokenized]:
     return tokenize(records, **_worker)
 
 

@@ -190,13 +190,13 @@ def sum_over_processes(values: list[float]) -> list[float]:
     return [float(value) for value in total.tolist()]
 
 
-def sum_with_wishes(values: Tensor, wishes: list[float]) -> Tensor:
+def sum_with_requests(values: Tensor, requests: list[float]) -> Tensor:
     """``values`` summed over the shares of the data, then each wish over all processes.
 
     Call on every rank.
     """
     counted = values if tensor_rank() == 0 else torch.zeros_like(values)
-    total = torch.cat([counted, values.new_tensor(wishes)])
+    total = torch.cat([counted, values.new_tensor(requests)])
     dist.all_reduce(total)
     return total
 
@@ -226,22 +226,22 @@ def broadcast_(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def agree(fact: str) -> str:
+def broadcast_string(fact: str) -> str:
     """Rank 0's ``fact``; call on every rank."""
     box = [fact]
     dist.broadcast_object_list(box, 0, device=device())
     return box[0]
 
 
-def local_first(function: Callable[[], ResultT]) -> ResultT:
+def local_rank_first(function: Callable[[], ResultT]) -> ResultT:
     """What ``function`` returns, called on each node's first process and then on the others.
 
     If the first fails, the other processes end quietly, with the exit code of a user's mistake.
     Call on every rank.
     """
     if local_rank() == 0:
-        return _telling(function)
-    _hear()
+        return _run_and_share_exit(function)
+    _wait_for_exit_code()
     return function()
 
 
@@ -251,12 +251,12 @@ def on_rank_zero(function: Callable[[], ResultT]) -> ResultT | None:
     If it fails, the other processes end quietly. Call on every rank.
     """
     if rank() == 0:
-        return _telling(function)
-    _hear()
+        return _run_and_share_exit(function)
+    _wait_for_exit_code()
     return None
 
 
-def together(function: Callable[[], ResultT]) -> ResultT:
+def raise_together(function: Callable[[], ResultT]) -> ResultT:
     """What ``function`` returns on this rank; call on every rank.
 
     Raises:
@@ -278,8 +278,8 @@ def together(function: Callable[[], ResultT]) -> ResultT:
     raise failure or RuntimeError(f"rank {first} failed: {box[0]}")
 
 
-def _telling(function: Callable[[], ResultT]) -> ResultT:
-    """Call, and let the processes in :func:`_hear` know the exit code, 0 if it worked."""
+def _run_and_share_exit(function: Callable[[], ResultT]) -> ResultT:
+    """Call; :func:`_wait_for_exit_code` elsewhere learns the exit code, 0 if it worked."""
     code = 2
     try:
         result = function()
@@ -294,6 +294,6 @@ def _telling(function: Callable[[], ResultT]) -> ResultT:
     return result
 
 
-def _hear() -> None:
+def _wait_for_exit_code() -> None:
     if code := int(max_over_ranks(0.0)):
         raise SystemExit(code)

@@ -16,7 +16,7 @@ from dschat_lora.models.backbone import attention_windows
 
 ROW_BUCKETS = (8, 16, 32, 64, 128)
 COLUMN_BUCKET = 128
-Step = Callable[[], None]
+DecodeStep = Callable[[], None]
 
 
 class Rows(Protocol):
@@ -86,7 +86,7 @@ class CachedRows:
         pad_id: int,
         device: torch.device,
         buckets: bool = False,
-        record: Callable[[Step], Step] | None = None,
+        record: Callable[[DecodeStep], DecodeStep] | None = None,
     ) -> None:
         self._model, self._prompts, self._responses = model, prompts, responses
         self._agreed = _agreed(model)
@@ -105,7 +105,7 @@ class CachedRows:
         self._positions = torch.zeros(rows, 1, dtype=torch.int64, device=device)
         self._sequence = torch.full((rows,), len(self.sequences), device=device)
         self._masks = {kind: self._empty_mask(window) for kind, window in self._windows.items()}
-        self._recorded: dict[tuple[int, int], Step] = {}
+        self._recorded: dict[tuple[int, int], DecodeStep] = {}
         self._warm = False
 
     def start(self) -> None:
@@ -138,7 +138,7 @@ class CachedRows:
         self._recorded.get(shape, self.advance)()
         self._warm = True
 
-    def _record_step(self, record: Callable[[Step], Step]) -> Step:
+    def _record_step(self, record: Callable[[DecodeStep], DecodeStep]) -> DecodeStep:
         try:
             return record(self.advance)
         except RuntimeError as error:
@@ -225,18 +225,18 @@ class CachedRows:
         return -(-columns // COLUMN_BUCKET) * COLUMN_BUCKET if self._buckets else columns
 
 
-def cuda_graphs() -> Callable[[Step], Step]:
+def cuda_graphs() -> Callable[[DecodeStep], DecodeStep]:
     """What makes of a step the replay of all that it launches, without running it.
 
     Replays follow one another, so all share one memory for what lasts no longer than a step.
     """
     pool = torch.cuda.graph_pool_handle()
 
-    def record(step: Step) -> Step:
+    def record(step: DecodeStep) -> DecodeStep:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
             step()
-        replay: Step = graph.replay
+        replay: DecodeStep = graph.replay
         return replay
 
     return record

@@ -11,7 +11,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from dschat_lora.lora.layers import LoraConv1D, LoraLinear, full_factors, is_conv1d
-from dschat_lora.lora.parallel import ParallelLinear, Row
+from dschat_lora.lora.parallel import ParallelLinear, RowParallel
 
 Forward = Callable[[Tensor], Tensor]
 # Below so many products of a CPU layer, oneDNN takes longer to be called than to compute.
@@ -67,7 +67,7 @@ def _forward_of(module: Any) -> Forward | None:
 
 def _inner_bias(module: Any, bias: Tensor | None) -> Tensor | None:
     """What is added in the product itself; a divided row layer adds its bias to the sum."""
-    return None if isinstance(module.split, Row) else bias
+    return None if isinstance(module.split, RowParallel) else bias
 
 
 def _around(module: Any, product: Forward, bias: Tensor | None) -> Forward:

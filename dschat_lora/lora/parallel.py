@@ -113,7 +113,7 @@ def own_part(parameter: Tensor, full: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Column:
+class ColumnParallel:
     """Each rank computes some of a layer's outputs.
 
     Attributes:
@@ -170,7 +170,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Row:
+class RowParallel:
     """Each rank multiplies some of a layer's inputs; the products are summed.
 
     Attributes:
@@ -221,7 +221,7 @@ class Row:
         return y if bias is None else y + bias
 
 
-Split = Column | Row
+Split = ColumnParallel | RowParallel
 
 
 class ParallelLinear(nn.Module):

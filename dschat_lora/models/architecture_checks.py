@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dschat_lora.lora.parallel import whole_sequences
-from dschat_lora.models.backbone import Trunk
+from dschat_lora.models.backbone import Backbone
 
 # Relative errors allowed. The same kernels run on rows of one shape, so that a sample's states
 # may not move with its neighbours; packed and alone the kernels differ, and round differently.
@@ -18,7 +18,7 @@ _LENGTHS = (7, 5, 9)
 
 
 @dataclass(frozen=True)
-class ProbeReport:
+class ArchitectureReport:
     """Relative errors found, and what follows from them."""
 
     leak_error: float  # hidden states of a packed sample when the ones before it change
@@ -30,28 +30,30 @@ class ProbeReport:
 
 
 @torch.no_grad()
-def probe(trunk: Trunk, *, vocab_size: int, device: torch.device) -> ProbeReport:
+def check_architecture(
+    backbone: Backbone, *, vocab_size: int, device: torch.device
+) -> ArchitectureReport:
     """Run three short random samples packed, as a tree, and alone; call on every rank.
 
     Args:
-        trunk: of a model in evaluation mode.
+        backbone: of a model in evaluation mode.
         vocab_size: ids below it are drawn.
         device: where the model computes.
     """
-    with whole_sequences(trunk.model):
-        return _probe(trunk, vocab_size, device)
+    with whole_sequences(backbone.model):
+        return _probe(backbone, vocab_size, device)
 
 
-def _probe(trunk: Trunk, vocab_size: int, device: torch.device) -> ProbeReport:
+def _probe(backbone: Backbone, vocab_size: int, device: torch.device) -> ArchitectureReport:
     samples, others = (_draw(vocab_size, device, seed=seed) for seed in (0, 1))
     others[-1] = samples[-1]
     start, first, second = samples
-    alone = torch.cat([_alone(trunk, sample) for sample in samples])
-    sequences = torch.cat([_alone(trunk, torch.cat([start, x])) for x in (first, second)])
+    alone = torch.cat([_alone(backbone, sample) for sample in samples])
+    sequences = torch.cat([_alone(backbone, torch.cat([start, x])) for x in (first, second)])
     try:
-        packed, changed = (trunk(**_packed(row))[0].float() for row in (samples, others))
+        packed, changed = (backbone(**_packed(row))[0].float() for row in (samples, others))
         tree, changed_tree = (
-            trunk(**_tree(start, x, second))[0].float() for x in (first, others[1])
+            backbone(**_tree(start, x, second))[0].float() for x in (first, others[1])
         )
     except (RuntimeError, ValueError, TypeError, IndexError):
         # an architecture that takes no mask of ours
@@ -62,8 +64,8 @@ def _probe(trunk: Trunk, vocab_size: int, device: torch.device) -> ProbeReport:
         _relative(y[last], x[last]) for x, y in ((packed, changed), (tree, changed_tree))
     )
     packing_error, tree_error = _relative(packed, alone), _relative(along, sequences)
-    leak, rounding = _LEAK[trunk.model.dtype], _ROUNDING[trunk.model.dtype]
-    return ProbeReport(
+    leak, rounding = _LEAK[backbone.model.dtype], _ROUNDING[backbone.model.dtype]
+    return ArchitectureReport(
         leak_error,
         packing_error,
         branch_leak_error,
@@ -124,9 +126,9 @@ def _tree(start: Tensor, *branches: Tensor) -> dict[str, Any]:
     }
 
 
-def _alone(trunk: Trunk, sample: Tensor) -> Tensor:
+def _alone(backbone: Backbone, sample: Tensor) -> Tensor:
     """(n, H) hidden states by the model's own masks and positions."""
-    hidden: Tensor = trunk.model.base_model(input_ids=sample[None], use_cache=False)[0]
+    hidden: Tensor = backbone.model.base_model(input_ids=sample[None], use_cache=False)[0]
     return hidden[0].float()
 
 

@@ -16,7 +16,7 @@ from dschat_lora.models.flex import flex_mask
 from dschat_lora.models.varlen import fits, has_varlen
 
 
-class Trunk:
+class Backbone:
     """Runs the model below its head, every sequence of a row by itself.
 
     Attributes:

@@ -14,7 +14,7 @@ from dschat_lora.lora.targets import is_inside
 from dschat_lora.models.causal_lm import Tokenizer, load_causal_lm, load_config
 from dschat_lora.models.reward_model import HEAD, load_reward_model
 from dschat_lora.models.source import ModelSource
-from dschat_lora.models.views import same_weights
+from dschat_lora.models.views import share_parameters
 
 # PEFT's names of the two kinds of model.
 Task = Literal["CAUSAL_LM", "SEQ_CLS"]
@@ -59,7 +59,7 @@ def build_causal_lm(
         ValueError: if something cannot be loaded or does not fit.
     """
     if base is not None:
-        model = same_weights(base)
+        model = share_parameters(base)
     else:
         model_config = load_config(source.base, config)
         model = load_causal_lm(

@@ -24,7 +24,7 @@ from dschat_lora.algos.vocabulary import VocabularyPart
 from dschat_lora.config.stages import ModelConfig
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.parallel import ParallelLinear, Shard, Split
-from dschat_lora.models.backbone import Trunk
+from dschat_lora.models.backbone import Backbone
 from dschat_lora.models.shard_loading import empty_parameters, load_parts
 from dschat_lora.models.source import check_whole, hub_errors
 from dschat_lora.models.tensor_parallel import divide
@@ -151,7 +151,7 @@ class CausalLMLoss(nn.Module):
 
     Attributes:
         model: the transformers model, layers possibly adapted.
-        trunk: runs it below its head.
+        backbone: runs it below its head.
         full_logits: take the model's own logits instead, for architectures that transform
             them after the head.
         label_smoothing: share of each target spread over the vocabulary, in training alone.
@@ -162,7 +162,7 @@ class CausalLMLoss(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
-        self.trunk = Trunk(model)
+        self.backbone = Backbone(model)
         self.full_logits = full_logits
         self.label_smoothing = label_smoothing
         self.head = LinearHead(model.get_output_embeddings(), model.config.vocab_size)
@@ -172,20 +172,20 @@ class CausalLMLoss(nn.Module):
         input_ids: Tensor,
         position_ids: Tensor,
         segment_ids: Tensor,
-        predicted_from: Tensor,
-        predicted: Tensor,
+        logit_positions: Tensor,
+        target_ids: Tensor,
         spans: Spans | None = None,
     ) -> Tensor:
         """Summed cross-entropy, fp32 scalar in nats; all arguments as in ``Batch``."""
         smoothing = self.label_smoothing if self.training else 0.0
         if self.full_logits:
-            inputs = self.trunk.inputs(input_ids, position_ids, segment_ids)
-            logits = self.model(**inputs).logits.flatten(0, 1)[predicted_from]
-            return summed_cross_entropy(logits, predicted, smoothing)
-        hidden = self.trunk(input_ids, position_ids, segment_ids, spans=spans)
+            inputs = self.backbone.inputs(input_ids, position_ids, segment_ids)
+            logits = self.model(**inputs).logits.flatten(0, 1)[logit_positions]
+            return summed_cross_entropy(logits, target_ids, smoothing)
+        hidden = self.backbone(input_ids, position_ids, segment_ids, spans=spans)
         # Without a supervised position the graph still spans the model: every rank and every
         # micro-batch must run the same backward hooks.
-        loss: Tensor = self.head(hidden.flatten(0, 1)[predicted_from], predicted, smoothing)
+        loss: Tensor = self.head(hidden.flatten(0, 1)[logit_positions], target_ids, smoothing)
         return loss + 0.0 * hidden[:, 0].float().sum()
 
 
@@ -199,7 +199,7 @@ class CausalLMLogprobs(nn.Module):
     def __init__(self, model: PreTrainedModel, *, full_logits: bool = False) -> None:
         super().__init__()
         self.model = model
-        self.trunk = Trunk(model)
+        self.backbone = Backbone(model)
         self.full_logits = full_logits
         self.head = LogprobHead(model.get_output_embeddings(), model.config.vocab_size)
 
@@ -209,8 +209,8 @@ class CausalLMLogprobs(nn.Module):
         position_ids: Tensor,
         segment_ids: Tensor,
         branch_ids: Tensor,
-        predicted_from: Tensor,
-        predicted: Tensor,
+        logit_positions: Tensor,
+        target_ids: Tensor,
         spans: Spans | None = None,
     ) -> Tensor:
         """(N,) fp32 log-probabilities in nats; all arguments as in ``PairBatch``.
@@ -218,11 +218,11 @@ class CausalLMLogprobs(nn.Module):
         Without a token to predict the graph still spans the model.
         """
         if self.full_logits:
-            inputs = self.trunk.inputs(input_ids, position_ids, segment_ids, branch_ids)
+            inputs = self.backbone.inputs(input_ids, position_ids, segment_ids, branch_ids)
             logits = self.model(**inputs).logits
-            return token_logprobs(logits.flatten(0, 1)[predicted_from], predicted)
-        hidden = self.trunk(input_ids, position_ids, segment_ids, branch_ids, spans)
-        logprobs: Tensor = self.head(hidden.flatten(0, 1)[predicted_from], predicted)
+            return token_logprobs(logits.flatten(0, 1)[logit_positions], target_ids)
+        hidden = self.backbone(input_ids, position_ids, segment_ids, branch_ids, spans)
+        logprobs: Tensor = self.head(hidden.flatten(0, 1)[logit_positions], target_ids)
         return logprobs
 
 

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from dschat_lora.algos.logprobs import linear_logprobs_entropy, token_entropy, token_logprobs
 from dschat_lora.algos.segments import Spans
-from dschat_lora.models.backbone import Trunk
+from dschat_lora.models.backbone import Backbone
 from dschat_lora.models.causal_lm import LinearHead
 
 
@@ -16,7 +16,7 @@ class Policy(nn.Module):
 
     Attributes:
         model: the transformers model, layers possibly adapted.
-        trunk: runs it below its head.
+        backbone: runs it below its head.
         full_logits: take the model's own logits instead, for architectures that transform
             them after the head.
     """
@@ -33,7 +33,7 @@ class Policy(nn.Module):
         """
         super().__init__()
         self.model = model
-        self.trunk = Trunk(model)
+        self.backbone = Backbone(model)
         self.full_logits = full_logits
         self.head = PolicyHead(
             model.get_output_embeddings(), model.config.vocab_size, entropy_trains=entropy_trains
@@ -44,8 +44,8 @@ class Policy(nn.Module):
         input_ids: Tensor,
         position_ids: Tensor,
         segment_ids: Tensor,
-        predicted_from: Tensor,
-        predicted: Tensor,
+        logit_positions: Tensor,
+        target_ids: Tensor,
         temperature: float,
         spans: Spans | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -55,19 +55,19 @@ class Policy(nn.Module):
             input_ids: (B, T); as position_ids and segment_ids those of a ``Batch``.
             position_ids: (B, T).
             segment_ids: (B, T).
-            predicted_from: (N,) places in the flattened (B T) positions.
-            predicted: (N,) tokens that follow there.
+            logit_positions: (N,) places in the flattened (B T) positions.
+            target_ids: (N,) tokens that follow there.
             temperature: > 0.
             spans: of the batch; None: they are found.
         """
         if self.full_logits:
-            inputs = self.trunk.inputs(input_ids, position_ids, segment_ids)
-            logits = self.model(**inputs).logits.flatten(0, 1)[predicted_from].float()
+            inputs = self.backbone.inputs(input_ids, position_ids, segment_ids)
+            logits = self.model(**inputs).logits.flatten(0, 1)[logit_positions].float()
             logits = logits / temperature
-            return token_logprobs(logits, predicted), token_entropy(logits)
-        hidden = self.trunk(input_ids, position_ids, segment_ids, spans=spans)
+            return token_logprobs(logits, target_ids), token_entropy(logits)
+        hidden = self.backbone(input_ids, position_ids, segment_ids, spans=spans)
         both: tuple[Tensor, Tensor] = self.head(
-            hidden.flatten(0, 1)[predicted_from], predicted, temperature
+            hidden.flatten(0, 1)[logit_positions], target_ids, temperature
         )
         return both
 

@@ -15,11 +15,11 @@ from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.layers import TrainedModule
 from dschat_lora.lora.model import seeded_generator
 from dschat_lora.lora.parallel import group_of
-from dschat_lora.models.backbone import Trunk
+from dschat_lora.models.backbone import Backbone
 from dschat_lora.models.causal_lm import build_divided, sdpa_errors
 from dschat_lora.models.shard_loading import load_parts
 from dschat_lora.models.source import check_whole, hub_errors
-from dschat_lora.models.views import same_weights
+from dschat_lora.models.views import share_parameters
 
 HEAD = "score"
 
@@ -103,9 +103,9 @@ def load_reward_model(
 
 def _stand_on(model: Any, base: Any) -> set[str]:
     """Use the weights of ``base``, which is loaded; returns the names of what it lacks."""
-    setattr(model, model.base_model_prefix, same_weights(base.base_model))
+    setattr(model, model.base_model_prefix, share_parameters(base.base_model))
     if hasattr(base, HEAD):
-        setattr(model, HEAD, same_weights(base.score))
+        setattr(model, HEAD, share_parameters(base.score))
         return set()
     embedding = base.get_input_embeddings().weight
     if not embedding.is_meta:
@@ -139,13 +139,13 @@ class RewardModel(nn.Module):
 
     Attributes:
         model: the transformers model, layers possibly adapted.
-        trunk: runs it below its head.
+        backbone: runs it below its head.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model: Any = model
-        self.trunk = Trunk(model)
+        self.backbone = Backbone(model)
         self.head = ScoreHead(self.model.score, group_of(model))
 
     def forward(
@@ -154,15 +154,15 @@ class RewardModel(nn.Module):
         position_ids: Tensor,
         segment_ids: Tensor,
         branch_ids: Tensor,
-        places: Tensor,
+        score_positions: Tensor,
         spans: Spans | None = None,
     ) -> Tensor:
         """(K,) fp32 scores at (K,) places; the other arguments as in ``PairBatch``.
 
         Without a place the graph still spans the model.
         """
-        hidden = self.trunk(input_ids, position_ids, segment_ids, branch_ids, spans)
-        scores: Tensor = self.head(hidden.flatten(0, 1)[places])
+        hidden = self.backbone(input_ids, position_ids, segment_ids, branch_ids, spans)
+        scores: Tensor = self.head(hidden.flatten(0, 1)[score_positions])
         return scores
 
 

@@ -9,7 +9,14 @@ from torch import nn
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.layers import is_conv1d
 from dschat_lora.lora.model import replace_part
-from dschat_lora.lora.parallel import Column, ParallelEmbedding, ParallelLinear, Row, Shard, Split
+from dschat_lora.lora.parallel import (
+    ColumnParallel,
+    ParallelEmbedding,
+    ParallelLinear,
+    RowParallel,
+    Shard,
+    Split,
+)
 from dschat_lora.models.tensor_parallel_checks import check_divides
 
 # Where transformers ships no plan: linear layers below the base model, in its words.
@@ -66,7 +73,7 @@ def _divide_blocks(model: Any, group: TensorGroup) -> None:
         transposed = is_conv1d(module)
         inputs, outputs = module.weight.shape if transposed else module.weight.shape[::-1]
         if style == "rowwise":
-            split: Split = Row(group, (inputs,))
+            split: Split = RowParallel(group, (inputs,))
         else:
             parent = name.rpartition(".")[0]
             # One exchange for all column layers that read what enters their attention or MLP.
@@ -74,7 +81,7 @@ def _divide_blocks(model: Any, group: TensorGroup) -> None:
             if shares:
                 regions.add(parent)
             parts = 3 if style == "packed_colwise" else 1
-            split = Column(
+            split = ColumnParallel(
                 group, (outputs // parts,) * parts, reads="entered" if shares else "dealt"
             )
         replace_part(model, name, ParallelLinear(module, split, transposed=transposed))
@@ -97,7 +104,7 @@ def _divide_vocabulary(model: Any, group: TensorGroup) -> None:
         if module is embedding:
             replace_part(model, name, ParallelEmbedding(module, group))
         elif module is head:
-            split = Column(group, (module.weight.shape[0],), reads="same", gathers=True)
+            split = ColumnParallel(group, (module.weight.shape[0],), reads="same", gathers=True)
             replace_part(model, name, ParallelLinear(module, split))
 
 

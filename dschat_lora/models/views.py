@@ -8,7 +8,7 @@ from torch import nn
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
-def same_weights(module: ModuleT) -> ModuleT:
+def share_parameters(module: ModuleT) -> ModuleT:
     """Another tree of modules over the parameters and buffers of ``module`` themselves.
 
     What is later put in place of a layer of one tree (an adapter), and hooks on one tree's modules,

@@ -10,11 +10,11 @@ from typing import Any
 
 from dschat_lora.assets import BUNDLED_DATA
 from dschat_lora.config.options import fail
-from dschat_lora.pipeline.demo_judge import Judgement, accuracy_by_flaw, judge_models
+from dschat_lora.pipeline.demo_judge import Judgement, accuracy_by_flaw, evaluate_by_rule
 from dschat_lora.report.directory import claim_directory, leftovers
 from dschat_lora.report.html import render_report, write_report
 from dschat_lora.report.story import read_story
-from dschat_lora.report.terminal import say_once, table
+from dschat_lora.report.terminal import log_once, table
 
 SFT_OPTIONS = {
     "lora_dim": 16,
@@ -69,22 +69,22 @@ def run_demo(output_dir: str | None, *, seed: int = 1234) -> None:
         start = time.monotonic()
         _run_stage(scripts / SCRIPTS[name] / "main.py", options | {"seed": seed})
         seconds[name] = time.monotonic() - start
-    say_once("judging answers to test prompts by the rule, and the reward model on test pairs ...")
+    log_once("judging answers to test prompts by the rule, and the reward model on test pairs ...")
     tables = _tables(stages, seconds)
     for title, (header, rows) in tables.items():
-        say_once("")
+        log_once("")
         for line in table([title, *header[1:]], rows):
-            say_once(line)
+            log_once(line)
     report = directory / "report.html"
     stories = [read_story(stage) for stage in stages.values()]
     write_report(
         report, render_report("SFT, reward model and PPO on the bundled data", stories, tables)
     )
-    say_once(
+    log_once(
         f"\nadapters: {stages['sft']}/adapter, {stages['reward']}/adapter, "
         f"{stages['rlhf']}/actor/adapter"
     )
-    say_once(f"report: {report}")
+    log_once(f"report: {report}")
 
 
 def stage_options(stages: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
@@ -109,7 +109,7 @@ def _run_stage(script: Path, options: dict[str, Any]) -> None:
     # More would make other steps of other sizes.
     launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "1"]
     command = [*launcher, str(script), *flags]
-    say_once("$ " + " ".join(["deepspeed", *command[1:]]))
+    log_once("$ " + " ".join(["deepspeed", *command[1:]]))
     result = subprocess.run(command, check=False)
     if result.returncode != 0:
         fail(f"{script} ended with exit code {result.returncode}")
@@ -119,7 +119,7 @@ def _tables(
     stages: Mapping[str, Path], seconds: Mapping[str, float]
 ) -> dict[str, tuple[list[str], Rows]]:
     """Title -> header and rows."""
-    judged = judge_models(stages["sft"], stages["rlhf"] / "actor")
+    judged = evaluate_by_rule(stages["sft"], stages["rlhf"] / "actor")
     evals = evaluations(stages["rlhf"])
     spent = f"{evals[-1]['kl']:.3f}"
     rewards = [f"{evals[i]['reward']:.2f}" for i in (0, -1)]

@@ -55,7 +55,7 @@ class Judgement:
     sampled: dict[str, Share]  # at temperature 1
 
 
-def judge_models(sft: Path, policy: Path | None = None) -> dict[str, Judgement]:
+def evaluate_by_rule(sft: Path, policy: Path | None = None) -> dict[str, Judgement]:
     """The base, the base with SFT's adapter, and with that of a later policy.
 
     Args:
@@ -134,8 +134,8 @@ def perplexity(model: Any, tokenizer: Any) -> float:
             batch.input_ids,
             batch.position_ids,
             batch.segment_ids,
-            batch.predicted_from,
-            batch.predicted,
+            batch.logit_positions,
+            batch.target_ids,
             batch.spans,
         )
         total, count = total + float(loss), count + batch.num_targets

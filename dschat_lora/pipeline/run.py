@@ -11,12 +11,12 @@ from dschat_lora.config.options import command_line, fail
 from dschat_lora.pipeline.launch import Relay, launcher_command
 from dschat_lora.pipeline.recipe import Recipe, read_recipe
 from dschat_lora.pipeline.stages import STAGES, check_scripts
-from dschat_lora.pipeline.state import Record, Step, alone, make_plan, run_facts
+from dschat_lora.pipeline.state import PipelineRecord, StageStep, alone, make_state, run_facts
 from dschat_lora.pipeline.validation import check_stages
 from dschat_lora.report.charts import short
 from dschat_lora.report.html import duration, render_report, write_report
 from dschat_lora.report.story import StageStory, read_story
-from dschat_lora.report.terminal import in_words, say_once, table
+from dschat_lora.report.terminal import error_message, log_once, table
 
 _WORDS = {
     "skip": "finished, and skipped",
@@ -56,15 +56,15 @@ def run_pipeline(
     try:
         recipe = read_recipe(file, output_dir=output_dir, num_gpus=num_gpus, overrides=overrides)
         check_scripts()
-        steps = make_plan(recipe, Record(recipe.directory), redo_from=redo_from)
+        steps = make_state(recipe, PipelineRecord(recipe.directory), redo_from=redo_from)
         check_stages(recipe, done=[step.stage for step in steps if step.how == "skip"])
         for step in steps:
-            say_once(f"stage {step.stage}: {_WORDS[step.how]}")
+            log_once(f"stage {step.stage}: {_WORDS[step.how]}")
         if dry_run:
             for step in steps:
                 if step.how != "skip":
-                    say_once(f"$ {shlex.join(_command(recipe, step, launcher='deepspeed'))}")
-            say_once("dry run: nothing was started or written")
+                    log_once(f"$ {shlex.join(_command(recipe, step, launcher='deepspeed'))}")
+            log_once("dry run: nothing was started or written")
             return
         with alone(recipe.directory), relay.listening():
             _run_stages(recipe, steps, relay, again=again)
@@ -72,12 +72,12 @@ def run_pipeline(
     except KeyboardInterrupt:
         fail("stopped; no stage was started", code=130)
     except (ValueError, OSError) as error:
-        fail(in_words(error), code=1 if isinstance(error, OSError) else 2)
+        fail(error_message(error), code=1 if isinstance(error, OSError) else 2)
 
 
-def _run_stages(recipe: Recipe, steps: Sequence[Step], relay: Relay, *, again: str) -> None:
+def _run_stages(recipe: Recipe, steps: Sequence[StageStep], relay: Relay, *, again: str) -> None:
     """Run what is not finished, up to the first stage that fails or is stopped."""
-    record = Record(recipe.directory)
+    record = PipelineRecord(recipe.directory)
     for step in steps:
         if step.how == "redo":  # noted for all before any begins, should this one be stopped
             replaced = run_facts(recipe.directory / step.stage).get("started")
@@ -88,7 +88,7 @@ def _run_stages(recipe: Recipe, steps: Sequence[Step], relay: Relay, *, again: s
             continue
         command = _command(recipe, step, launcher=launcher_command())
         record.update(step.stage, options=dict(recipe.stages[step.stage]), status="running")
-        say_once(f"\n$ {shlex.join(['deepspeed', *command[1:]])}")
+        log_once(f"\n$ {shlex.join(['deepspeed', *command[1:]])}")
         code = relay.run(command)
         status = str(run_facts(recipe.directory / step.stage).get("status"))
         finished = code == 0 and status == "finished"
@@ -113,7 +113,7 @@ def _end_if(stage: str, code: int, *, finished: bool, received: int, again: str)
         )
 
 
-def _command(recipe: Recipe, step: Step, *, launcher: str) -> list[str]:
+def _command(recipe: Recipe, step: StageStep, *, launcher: str) -> list[str]:
     """What runs a stage: launcher, script and options."""
     launching = {f.name: getattr(recipe.launcher, f.name) for f in fields(recipe.launcher)}
     options: dict[str, Any] = {
@@ -139,19 +139,19 @@ def _show(recipe: Recipe) -> None:
     """Time and results of every stage, where its adapters are, and the report."""
     stories = {name: read_story(recipe.directory / name) for name in recipe.stages}
     rows = [row for name, story in stories.items() for row in result_rows(name, story)]
-    say_once("")
+    log_once("")
     for line in table(HEADER, rows):
-        say_once(line)
-    say_once("")
+        log_once(line)
+    log_once("")
     for name in recipe.stages:
         for path in outputs(recipe.directory / name):
-            say_once(f"{name}: {path}")
+            log_once(f"{name}: {path}")
     report = recipe.directory / "report.html"
     results = {"Held out, before and after": (HEADER, rows)}
     write_report(
         report, render_report(recipe.directory.resolve().name, list(stories.values()), results)
     )
-    say_once(f"report: {report}")
+    log_once(f"report: {report}")
 
 
 def result_rows(name: str, story: StageStory) -> list[list[str]]:

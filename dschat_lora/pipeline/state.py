@@ -21,7 +21,7 @@ How = Literal["skip", "begin", "resume", "redo"]
 
 
 @dataclass(frozen=True)
-class Step:
+class StageStep:
     """A stage and what is done about it."""
 
     stage: str
@@ -37,7 +37,7 @@ class Step:
         return said.get(self.how, {})
 
 
-class Record:
+class PipelineRecord:
     """``pipeline.json``: options and status of each stage, rewritten whole at each update."""
 
     def __init__(self, directory: Path) -> None:
@@ -108,7 +108,9 @@ def _lock(descriptor: int, directory: Path) -> None:
         return  # a file system without locks
 
 
-def make_plan(recipe: Recipe, record: Record, *, redo_from: str | None = None) -> list[Step]:
+def make_state(
+    recipe: Recipe, record: PipelineRecord, *, redo_from: str | None = None
+) -> list[StageStep]:
     """What to do about each stage, in order.
 
     Args:
@@ -123,16 +125,16 @@ def make_plan(recipe: Recipe, record: Record, *, redo_from: str | None = None) -
     if redo_from is not None and redo_from not in names:
         raise ValueError(f"--from {redo_from} must be one of {', '.join(names)}")
     first = len(names) if redo_from is None else names.index(redo_from)
-    steps: list[Step] = []
+    steps: list[StageStep] = []
     for number, name in enumerate(names):
         how = _redo(recipe, record, name) if number >= first else _how(recipe, record, name)
-        step = Step(name, how)
+        step = StageStep(name, how)
         _check_inputs(recipe, step, steps)
         steps.append(step)
     return steps
 
 
-def _how(recipe: Recipe, record: Record, name: str) -> How:
+def _how(recipe: Recipe, record: PipelineRecord, name: str) -> How:
     directory, known = recipe.directory / name, record.stage(name)
     facts = run_facts(directory)
     if known is None:
@@ -164,13 +166,13 @@ def _how(recipe: Recipe, record: Record, name: str) -> How:
     return "skip" if finished else "resume"
 
 
-def _redo(recipe: Recipe, record: Record, name: str) -> How:
+def _redo(recipe: Recipe, record: PipelineRecord, name: str) -> How:
     """Begin anew, over what is there if anything is."""
     directory = recipe.directory / name
     return "redo" if leftovers(directory) or record.stage(name) is not None else "begin"
 
 
-def _check_inputs(recipe: Recipe, step: Step, before: list[Step]) -> None:
+def _check_inputs(recipe: Recipe, step: StageStep, before: list[StageStep]) -> None:
     """Refuse to keep a stage whose model is going to be another one."""
     pending = {each.stage for each in before if each.how != "skip"}
     stale = [each for each in recipe.sources(step.stage).values() if each in pending]
@@ -181,7 +183,7 @@ def _check_inputs(recipe: Recipe, step: Step, before: list[Step]) -> None:
         )
 
 
-def _has_begun(recipe: Recipe, step: Step) -> bool:
+def _has_begun(recipe: Recipe, step: StageStep) -> bool:
     return bool(leftovers(recipe.directory / step.stage))
 
 

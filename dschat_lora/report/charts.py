@@ -293,7 +293,7 @@ def stacked_bars(
     *,
     key: str,
     names: Sequence[str],
-    in_words: Callable[[float], str],
+    format_value: Callable[[float], str],
 ) -> str:
     """A figure with one bar a row, of parts that add up; empty if there is nothing to add.
 
@@ -302,7 +302,7 @@ def stacked_bars(
         rows: name and parts, 0 or more, of each bar; those with nothing are left out.
         key: unique in the document, a prefix of ids.
         names: of the parts, in the order of their colours; each part has one of them.
-        in_words: an amount for a person.
+        format_value: an amount for a person.
     """
     rows = [(label, amounts) for label, amounts in rows if any(amounts.values())]
     if not rows:
@@ -314,13 +314,13 @@ def stacked_bars(
         name = label if len(label) <= 30 else label[:29] + "\u2026"
         parts.append(f'<text x="0" y="{y + 13}">{safe(name)}</text>')
         parts.append(
-            f'<text class="value end" x="{WIDTH}" y="{y + 13}">{safe(in_words(total))}</text>'
+            f'<text class="value end" x="{WIDTH}" y="{y + 13}">{safe(format_value(total))}</text>'
         )
         for part, amount in amounts.items():
             if not amount:
                 continue
             width = amount / longest * WIDTH
-            hint = f"{label}, {part}: {in_words(amount)}"
+            hint = f"{label}, {part}: {format_value(amount)}"
             parts.append(
                 f'<rect class="f{names.index(part) % 4}" x="{x:.1f}" y="{y + 19}" '
                 f'width="{max(width - 1.5, 0.5):.1f}" height="16">'

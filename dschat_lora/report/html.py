@@ -358,9 +358,9 @@ def _time(stages: Sequence[StageStory]) -> str:
             [(name, {p: cost[i] for p, cost in phases.items()}) for name, phases in spent],
             key=key,
             names=names,
-            in_words=in_words,
+            format_value=format_value,
         )
-        for i, title, key, in_words in (
+        for i, title, key, format_value in (
             (0, "Time", "time-seconds", duration),
             (1, "Floating-point operations", "time-flops", operations),
         )

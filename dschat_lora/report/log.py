@@ -14,7 +14,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from dschat_lora.report.directory import open_alone
-from dschat_lora.report.terminal import fall_silent, named
+from dschat_lora.report.terminal import named, silence_stdout
 
 
 class RunLog:
@@ -166,7 +166,7 @@ class RunLog:
             sys.stdout.flush()
         except OSError:
             self._bar = None
-            fall_silent()
+            silence_stdout()
 
     def advance(self) -> None:
         """One optimizer step further on the progress bar."""
@@ -176,7 +176,7 @@ class RunLog:
             self._bar.update()
         except OSError:
             self._bar = None
-            fall_silent()
+            silence_stdout()
 
     def close(self) -> None:
         """Close files and the bar."""

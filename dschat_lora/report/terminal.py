@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 
-def fall_silent() -> None:
+def silence_stdout() -> None:
     """Send what is still written to the standard streams nowhere: nobody reads them any more."""
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         for descriptor in (1, 2):
             os.dup2(nowhere.fileno(), descriptor)
 
 
-def say_once(text: str) -> None:
+def log_once(text: str) -> None:
     """Print a line from the first rank alone."""
     if os.environ.get("RANK", "0") == "0":
         sys.stdout.write(text + "\n")
@@ -32,7 +32,7 @@ def named(error: OSError, path: Path) -> OSError:
     return OSError(error.errno, error.strerror, str(path))
 
 
-def in_words(error: BaseException) -> str:
+def error_message(error: BaseException) -> str:
     """An error as a user reads it: that of a disk with its file first."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{os.fsdecode(error.filename)}: {error.strerror}"

@@ -42,8 +42,8 @@ class ResponseBatch:
     input_ids: Tensor  # (B, T) int64
     position_ids: Tensor  # (B, T) int64, from 0
     segment_ids: Tensor  # (B, T) int64, 1 on tokens, 0 on padding
-    predicted_from: Tensor  # (K,) int64 places where response tokens are predicted
-    predicted: Tensor  # (K,) int64 those tokens
+    logit_positions: Tensor  # (K,) int64 places where response tokens are predicted
+    target_ids: Tensor  # (K,) int64 those tokens
     owner: Tensor  # (K,) int64, row of each
     step: Tensor  # (K,) int64, its place in the response
     ends: Tensor  # (n,) int64 place of each response's last token
@@ -72,7 +72,7 @@ class ResponseBatch:
 
 
 @dataclass(frozen=True)
-class Step:
+class Minibatch:
     """The responses of one optimizer step."""
 
     numbers: list[int]  # of all ranks
@@ -85,15 +85,15 @@ def collate(responses: Sequence[Response], numbers: Sequence[int], pad_id: int) 
     batch = make([[_sample(responses[n])] for n in numbers]) if numbers else make.empty()
     lengths = [len(responses[n].prompt) for n in numbers] or [0]
     width = batch.input_ids.shape[1]
-    owner, column = batch.predicted_from // width, batch.predicted_from % width
+    owner, column = batch.logit_positions // width, batch.logit_positions % width
     rows = torch.arange(len(numbers))
     sizes = torch.tensor([len(responses[n]) for n in numbers], dtype=torch.int64)
     return ResponseBatch(
         input_ids=batch.input_ids,
         position_ids=batch.position_ids,
         segment_ids=batch.segment_ids,
-        predicted_from=batch.predicted_from,
-        predicted=batch.predicted,
+        logit_positions=batch.logit_positions,
+        target_ids=batch.target_ids,
         owner=owner,
         step=column + 1 - torch.tensor(lengths)[owner],
         ends=rows * width + sizes - 1,
@@ -117,7 +117,7 @@ def _sample(response: Response) -> Sample:
     return Sample(ids, labels)
 
 
-def deal(
+def make_minibatches(
     lengths: Sequence[int],
     *,
     rows_per_step: int,
@@ -126,7 +126,7 @@ def deal(
     world_size: int,
     key: tuple[int | str, ...],
     tokens_per_device: int = 0,
-) -> list[Step]:
+) -> list[Minibatch]:
     """The optimizer steps of one pass over the responses.
 
     Which responses are in a step depends neither on the rank nor on the number of processes.
@@ -155,5 +155,5 @@ def deal(
         else:
             batches = range(0, len(rows), per_batch)
             mine = [rows[start : start + per_batch][rank::world_size] for start in batches]
-        steps.append(Step(rows, mine))
+        steps.append(Minibatch(rows, mine))
     return steps

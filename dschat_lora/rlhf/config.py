@@ -377,7 +377,7 @@ class RlhfConfig(StageConfig):
 
 
 @contextmanager
-def naming(role: str) -> Iterator[None]:
+def option_errors_for(role: str) -> Iterator[None]:
     """Have messages of a user's mistake name the options of this role, such as --actor_lora_dim."""
     try:
         yield

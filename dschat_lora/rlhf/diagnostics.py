@@ -17,7 +17,7 @@ _WATCHED = (
 
 
 @dataclass
-class Watch:
+class Diagnostics:
     """Looks at each iteration and evaluation; says each thing once, until it has passed.
 
     Attributes:

@@ -62,8 +62,8 @@ class Engines:
         logprobs, entropies = self.actor(
             role,
             *batch.inputs,
-            batch.predicted_from,
-            batch.predicted,
+            batch.logit_positions,
+            batch.target_ids,
             self.temperature,
             batch.spans,
         )
@@ -72,7 +72,7 @@ class Engines:
     def values(self, batch: ResponseBatch, width: int) -> Tensor:
         """(n, width) values before each response token."""
         assert self.critic is not None
-        found = self.critic("critic", *batch.inputs, None, batch.predicted_from, batch.spans)
+        found = self.critic("critic", *batch.inputs, None, batch.logit_positions, batch.spans)
         return batch.table(found, width)
 
     def scores(self, batch: ResponseBatch) -> Tensor:
@@ -88,8 +88,8 @@ class Engines:
             batch.input_ids,
             batch.position_ids,
             batch.segment_ids,
-            batch.predicted_from,
-            batch.predicted,
+            batch.logit_positions,
+            batch.target_ids,
             1.0,
             batch.spans,
         )

@@ -14,9 +14,9 @@ from dschat_lora.engine.distributed import data_rank, data_world_size, device
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.report.log import jsonable, rlhf_eval_line
 from dschat_lora.rlhf.batch import Response, collate
-from dschat_lora.rlhf.diagnostics import Watch
+from dschat_lora.rlhf.diagnostics import Diagnostics
 from dschat_lora.rlhf.engines import Engines
-from dschat_lora.rlhf.experience import Experience, look_at
+from dschat_lora.rlhf.experience import Experience, score_responses
 from dschat_lora.rlhf.rollout import Generator, prompts_of, response_mask
 from dschat_lora.rlhf.setup import Setup
 
@@ -31,7 +31,7 @@ class Evaluator:
     setup: Setup
     engines: Engines
     generator: Generator
-    watch: Watch
+    diagnostics: Diagnostics
     prompts: Sequence[PromptSample]
     results: dict[int, dict[str, Any]] = field(default_factory=dict)
     shown: list[dict[str, Any]] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Evaluator:
         log.write("eval", step, metrics)
         log.say(rlhf_eval_line(step, metrics))
         self._keep_answers(greedy, "before" if not step else "after")
-        for message in self.watch.evaluation(metrics):
+        for message in self.diagnostics.evaluation(metrics):
             log.write("event", step, {"event": "warning", "message": message})
             log.say(f"  warning      {message}")
 
@@ -119,7 +119,7 @@ class Evaluator:
             collate(responses, mine[n * size : (n + 1) * size], pad_id) for n in range(count)
         ]
         mask = response_mask(responses, device())
-        reference, logprobs, _, scores = look_at(
+        reference, logprobs, _, scores = score_responses(
             self.engines, batches, mask.shape[1], with_old=True
         )
         if self.setup.function is not None:
@@ -145,11 +145,13 @@ class Evaluator:
         self.setup.output.record.update({"answers": self.shown})
 
 
-def make_evaluator(setup: Setup, engines: Engines, generator: Generator, watch: Watch) -> Evaluator:
+def make_evaluator(
+    setup: Setup, engines: Engines, generator: Generator, diagnostics: Diagnostics
+) -> Evaluator:
     """Of the first held-out prompts."""
     held_out = setup.prompts.eval
     numbers = range(min(setup.config.eval_prompts, len(held_out)))
-    return Evaluator(setup, engines, generator, watch, prompts_of(held_out, numbers))
+    return Evaluator(setup, engines, generator, diagnostics, prompts_of(held_out, numbers))
 
 
 def _mean(values: Tensor) -> float:

@@ -32,7 +32,7 @@ class Experience:
 
     responses: Sequence[Response]
     mask: Tensor  # (N, R) bool, True on tokens of responses that count
-    reference: Tensor  # (N, R) log-probabilities, in nats
+    ref_logprobs: Tensor  # (N, R) of the reference, in nats
     scores: Tensor  # (N,) as scored; NaN: does not count
     logprobs: Tensor | None  # (N, R) of the actor that sampled; None: not yet known
     values: (
@@ -47,11 +47,11 @@ class Experience:
     def kl(self) -> Tensor:
         """(N, R) log-ratio of actor to reference at each token (k1), in nats."""
         assert self.logprobs is not None
-        return torch.where(self.mask, kl_k1(self.logprobs, self.reference), 0)
+        return torch.where(self.mask, kl_k1(self.logprobs, self.ref_logprobs), 0)
 
 
 @dataclass(frozen=True)
-class Targets:
+class AdvantagesAndReturns:
     """What the update descends towards."""
 
     advantages: Tensor  # (N, R)
@@ -59,7 +59,7 @@ class Targets:
 
 
 @torch.no_grad()
-def look_at(
+def score_responses(
     engines: Engines, batches: Sequence[ResponseBatch], width: int, *, with_old: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
     """What the roles think of all ranks' responses, gathered; call on every rank.
@@ -92,9 +92,9 @@ def look_at(
     table = gather_over_ranks(torch.cat(rows))
     table = table[table[:, 0].argsort()].float()
     scores, tables = table[:, 1], list(torch.split(table[:, 2:], width, dim=1))
-    reference = tables.pop(0)
+    ref_logprobs = tables.pop(0)
     logprobs = tables.pop(0) if with_old else None
-    return reference, logprobs, tables.pop(0) if tables else None, scores
+    return ref_logprobs, logprobs, tables.pop(0) if tables else None, scores
 
 
 def with_old(
@@ -119,7 +119,7 @@ def with_old(
 
 def targets(
     experience: Experience, scores: Tensor, config: PpoConfig, *, kl_coef: float
-) -> Targets:
+) -> AdvantagesAndReturns:
     """Advantages and returns of an iteration, without gradient.
 
     PPO takes the divergence from each token's reward, RLOO from the response's, GRPO leaves it
@@ -140,7 +140,7 @@ def targets(
         )
         if config.whiten_advantages:
             advantages = whiten(advantages, mask)
-        return Targets(advantages, returns)
+        return AdvantagesAndReturns(advantages, returns)
     counts = experience.counts
     groups = torch.tensor([each.group for each in experience.responses], device=mask.device)
     worth = scores
@@ -149,7 +149,7 @@ def targets(
     compare = rloo_advantages if config.algorithm == "rloo" else grpo_advantages
     each = torch.zeros_like(scores)
     each[counts] = compare(worth[counts], groups[counts])
-    return Targets(to_tokens(each, mask), None)
+    return AdvantagesAndReturns(to_tokens(each, mask), None)
 
 
 def step_counts(batches: Sequence[ResponseBatch]) -> StepCounts:

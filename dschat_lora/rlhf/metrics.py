@@ -12,7 +12,7 @@ from dschat_lora.rlhf.experience import Experience
 from dschat_lora.rlhf.update import StepResult
 
 
-def learnt(results: list[StepResult]) -> dict[str, float | None]:
+def update_metrics(results: list[StepResult]) -> dict[str, float | None]:
     """Means over an iteration's steps, weighted by tokens; norms are those of the last one."""
     tokens = sum(result.num_tokens for result in results)
 
@@ -37,11 +37,11 @@ def learnt(results: list[StepResult]) -> dict[str, float | None]:
     return {**found, **norms, "ratio_error": results[0].ratio_error}
 
 
-def rates_of(result: StepResult) -> dict[str, float | None]:
+def learning_rates_of(result: StepResult) -> dict[str, float | None]:
     """The actor's learning rates by the contract's names, and the critic's."""
     found: dict[str, float | None] = {}
     for role, prefix in (("actor", ""), ("critic", "critic_")):
-        groups = result.rates.get(role)
+        groups = result.learning_rates.get(role)
         if groups is not None:
             lora = [rate for name, rate in groups.items() if name.startswith("lora")]
             base = [rate for name, rate in groups.items() if not name.startswith("lora")]
@@ -50,7 +50,7 @@ def rates_of(result: StepResult) -> dict[str, float | None]:
     return found
 
 
-def said(
+def response_metrics(
     experience: Experience, scores: Tensor, returns: Tensor | None
 ) -> dict[str, float | int | None]:
     """What the responses were like, and how well they were foreseen."""
@@ -59,7 +59,7 @@ def said(
     assert experience.logprobs is not None
     raw = experience.scores[counts].double()
     kl = response_sums(experience.kl(), mask)[counts].double()
-    k3 = response_sums(kl_k3(experience.logprobs, experience.reference), mask)[counts].double()
+    k3 = response_sums(kl_k3(experience.logprobs, experience.ref_logprobs), mask)[counts].double()
     lengths = torch.tensor([float(len(r.tokens)) for r in kept], dtype=torch.float64)
     eos_rate = sum(r.ended for r in kept) / len(kept)
     explained = None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dschat_lora.algos.advantages import RunningMoments
-from dschat_lora.engine.distributed import rank, sum_over_processes, together, world_size
+from dschat_lora.engine.distributed import raise_together, rank, sum_over_processes, world_size
 from dschat_lora.models.causal_lm import Tokenizer
 from dschat_lora.rlhf.batch import Response
 from dschat_lora.rlhf.config import RewardsConfig, working_directory
@@ -47,7 +47,7 @@ class RewardFunction:
         """
         mine = range(rank(), len(responses), world_size())
         # One rank's failure is everybody's: the first rank says what it was.
-        values = together(lambda: self._scores([responses[n] for n in mine]) if mine else [])
+        values = raise_together(lambda: self._scores([responses[n] for n in mine]) if mine else [])
         scores = [0.0] * len(responses)
         for number, value in zip(mine, values, strict=True):
             scores[number] = value
@@ -136,7 +136,7 @@ def _text(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
     return text
 
 
-def teaching_scores(
+def shaped_rewards(
     scores: Tensor, ended: Tensor, moments: RunningMoments, config: RewardsConfig
 ) -> tuple[Tensor, RunningMoments]:
     """Scores as the update sees them, and the moments with these scores counted.
@@ -156,7 +156,7 @@ def teaching_scores(
     ):
         moments = moments.updated(scores[~scores.isnan()])
     if config.reward_scaling == "initial":
-        scores = in_units_of(moments, scores)
+        scores = rescale_values(moments, scores)
     elif config.reward_scaling == "running":
         scores = scores / moments.std
     if config.clip_reward_value:
@@ -165,13 +165,13 @@ def teaching_scores(
     return scores - config.missing_eos_penalty * ~ended, moments
 
 
-def in_units_of(moments: RunningMoments, values: Tensor) -> Tensor:
+def rescale_values(moments: RunningMoments, values: Tensor) -> Tensor:
     """Values as distances from the mean, in standard deviations."""
     return (values - moments.mean) / moments.std
 
 
 def scores_of_clip(teaching: Tensor, ended: Tensor, config: RewardsConfig) -> Tensor:
-    """(N,) bool, which of :func:`teaching_scores` the clip bounds."""
+    """(N,) bool, which of :func:`shaped_rewards` the clip bounds."""
     before = teaching + config.missing_eos_penalty * ~ended
     limit = config.clip_reward_value
     return before.abs() >= limit if limit else torch.zeros_like(ended)

@@ -12,8 +12,8 @@ from dschat_lora.models.build import AdaptedModel, build_causal_lm, build_reward
 from dschat_lora.models.causal_lm import Tokenizer, load_causal_lm, load_config
 from dschat_lora.models.reward_model import load_reward_model
 from dschat_lora.models.source import ModelSource
-from dschat_lora.models.views import same_weights
-from dschat_lora.rlhf.config import RlhfConfig, RoleConfig, naming
+from dschat_lora.models.views import share_parameters
+from dschat_lora.rlhf.config import RlhfConfig, RoleConfig, option_errors_for
 
 
 @dataclass(frozen=True)
@@ -84,12 +84,12 @@ def build_roles(
         ValueError: if something cannot be loaded or does not fit, naming the role's option.
     """
     make = _Maker(config, tokenizer, dtype=dtype, meta=meta, group=group)
-    with naming("actor"):
+    with option_errors_for("actor"):
         base = make.language_base(sources.actor) if make.is_frozen("actor") else None
         actor = make.policy(sources.actor, config.actor, base=base)
         reference = frozen(make.policy(sources.actor, config.actor, base=base, trained=False))
     critic = reward = None
-    with naming("critic" if sources.critic is not None else "actor"):
+    with option_errors_for("critic" if sources.critic is not None else "actor"):
         start, new_head = sources.critic or sources.actor, sources.critic is None
         has_adapter = start.adapter is not None or new_head
         if not (base is not None and has_adapter and start.base == sources.actor.base):
@@ -101,7 +101,7 @@ def build_roles(
             reward = frozen(make.scorer(start, config.critic, base=base, trained=False))
         if config.has_critic:
             critic = make.scorer(start, config.critic, base=base, new_head=new_head)
-    return Roles(actor, reference, critic, reward, same_weights(actor.model))
+    return Roles(actor, reference, critic, reward, share_parameters(actor.model))
 
 
 @dataclass(frozen=True)

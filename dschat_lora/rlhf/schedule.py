@@ -10,7 +10,7 @@ from dschat_lora.rlhf.throughput import PHASES
 
 
 @dataclass(frozen=True)
-class Plan:
+class RlhfSchedule:
     """How long a run is: iterations, each of some optimizer steps."""
 
     order: PromptOrder
@@ -86,11 +86,11 @@ class Progress:
         self.moments = {name: float(value) for name, value in self.moments.items()}
 
 
-def make_plan(config: RlhfConfig, num_prompts: int) -> Plan:
+def make_rlhf_schedule(config: RlhfConfig, num_prompts: int) -> RlhfSchedule:
     """The plan of a run over so many prompts."""
     batch, world = config.batch, data_world_size()
     responses = batch.per_device_generation_batch_size * batch.generation_batches * world
-    return Plan(
+    return RlhfSchedule(
         order=PromptOrder(num_prompts, responses // batch.num_generations, config.run.seed),
         num_generations=batch.num_generations,
         rows_per_step=batch.per_device_training_batch_size

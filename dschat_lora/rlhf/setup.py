@@ -20,14 +20,14 @@ from dschat_lora.engine.build import EngineSettings, TrainEngine
 from dschat_lora.engine.distributed import data_rank, data_world_size, device
 from dschat_lora.lora.layers import full_shape
 from dschat_lora.lora.rates import parameter_groups
-from dschat_lora.models.architecture_checks import head_is_linear, probe
+from dschat_lora.models.architecture_checks import check_architecture, head_is_linear
 from dschat_lora.models.build import can_recompute, recompute_blocks
 from dschat_lora.models.causal_lm import Tokenizer, load_tokenizer
 from dschat_lora.models.compile import compile_blocks
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
 from dschat_lora.models.policy import Policy
 from dschat_lora.models.reward_model import RewardModel
-from dschat_lora.rlhf.config import RlhfConfig, RoleConfig, naming
+from dschat_lora.rlhf.config import RlhfConfig, RoleConfig, option_errors_for
 from dschat_lora.rlhf.engines import Engines
 from dschat_lora.rlhf.memory import memory_plan
 from dschat_lora.rlhf.pretraining import Pretraining
@@ -39,11 +39,11 @@ from dschat_lora.runtime.memory import free_memory, settle_recomputation
 from dschat_lora.runtime.run import Output
 from dschat_lora.runtime.setup import (
     engine_settings,
-    identify,
-    place,
     prepare_to_compile,
     process_words,
     read_data,
+    shard_model,
+    state_identity,
     tensor_group,
     zero_words,
 )
@@ -187,10 +187,10 @@ def _load_tokenizer(config: RlhfConfig, sources: Sources) -> Tokenizer:
     Raises:
         ValueError: if the reward model was trained with another.
     """
-    with naming("actor"):
+    with option_errors_for("actor"):
         tokenizer = load_tokenizer(sources.actor.tokenizer, config.actor.model(config.load))
     if sources.critic is not None:
-        with naming("critic"):
+        with option_errors_for("critic"):
             other = load_tokenizer(sources.critic.tokenizer, config.critic.model(config.load))
         if _rules(other) != _rules(tokenizer):
             raise ValueError(
@@ -275,7 +275,7 @@ def _settle_memory(
         output.log.say(f"  note         {words}")
     chosen = [option for option in on if on[option]]
     for option in chosen:
-        with naming(trained[option]):
+        with option_errors_for(trained[option]):
             recompute_blocks(roles.trained[trained[option]].model)
     output.record.update(on)
     return recomputing(chosen)
@@ -287,10 +287,10 @@ def _place(roles: Roles, settings: dict[str, EngineSettings]) -> None:
     scorers = nn.ModuleList([m.model for m in (roles.critic, roles.reward) if m is not None])
     shared = {id(p) for p in policies.parameters()} & {id(p) for p in scorers.parameters()}
     if shared or "critic" not in settings:
-        place(roles.whole(), settings["actor"])
+        shard_model(roles.whole(), settings["actor"])
         return
-    place(policies, settings["actor"])
-    place(scorers, settings["critic"])
+    shard_model(policies, settings["actor"])
+    shard_model(scorers, settings["critic"])
 
 
 def _engine(setup: Setup, role: str, network: Network) -> TrainEngine:
@@ -304,9 +304,11 @@ def _settle(setup: Setup, engines: Engines) -> None:
     for engine in engines.trained.values():
         network: Any = engine.module
         for role in network.roles.values():
-            report = probe(role.trunk, vocab_size=len(setup.tokenizer), device=engine.device)
+            report = check_architecture(
+                role.backbone, vocab_size=len(setup.tokenizer), device=engine.device
+            )
             # Every response has a row of its own, which any mask gets right.
-            role.trunk.own_mask |= not report.packing_is_exact
+            role.backbone.own_mask |= not report.packing_is_exact
     actor: Any = engines.actor.module
     policy, reference = actor.roles["actor"], actor.roles["reference"]
     if not head_is_linear(policy.model, vocab_size=len(setup.tokenizer), device=device()):
@@ -376,7 +378,7 @@ def _identify(
     if data_rank() != 0:
         return {}
     scorer = roles.reward or roles.critic
-    return identify(roles.actor, tokenizer, prompts, settings["actor"]) | {
+    return state_identity(roles.actor, tokenizer, prompts, settings["actor"]) | {
         "critic": None if scorer is None else _whole_fingerprint(scorer.model),
         "text": None if text is None else text.train.digest(),
         "rows": len(prompts.train),

@@ -80,7 +80,7 @@ class Counter:
         num_generations: int,
         batch_size: int,
         passes: float,
-        looked_twice: bool,
+        extra_forward: bool,
         padded: StepCounts | None,
         text: StepCounts | None = None,
     ) -> Work:
@@ -91,7 +91,7 @@ class Counter:
             num_generations: of each prompt, whose keys and values are computed once.
             batch_size: responses decoded at a time by a model.
             passes: that the update made over them.
-            looked_twice: whether actor and critic were asked before the update too.
+            extra_forward: whether actor and critic were asked before the update too.
             padded: positions and pairs that one pass over all responses computes; None where
                 padding is not computed.
             text: pretraining text that the actor trained on.
@@ -100,7 +100,7 @@ class Counter:
         forward = _arguments(counts, padded)
         scoring = Flops()
         for name, shape in self.shapes.items():
-            if looked_twice or name not in self._checkpointed:
+            if extra_forward or name not in self._checkpointed:
                 scoring += forward_flops(shape, **forward)
         training = Flops()
         for name, checkpointed in self._checkpointed.items():
@@ -155,7 +155,7 @@ class Counter:
         return total + _classic(self.shapes["actor"], rows, length, 0, False) / 3
 
 
-def rates(
+def throughput_metrics(
     seconds: dict[str, float],
     responses: Sequence[Response],
     *,

@@ -23,23 +23,23 @@ from dschat_lora.generation.sampling import Sampling
 from dschat_lora.perf.peak import device_peak
 from dschat_lora.perf.throughput import StepCounts
 from dschat_lora.report.log import rlhf_line
-from dschat_lora.rlhf.batch import Response, ResponseBatch, Step, collate, deal
+from dschat_lora.rlhf.batch import Minibatch, Response, ResponseBatch, collate, make_minibatches
 from dschat_lora.rlhf.config import RlhfConfig
-from dschat_lora.rlhf.diagnostics import Watch
+from dschat_lora.rlhf.diagnostics import Diagnostics
 from dschat_lora.rlhf.ema import MovingAverage
 from dschat_lora.rlhf.engines import Engines
 from dschat_lora.rlhf.evaluation import Evaluator, make_evaluator
-from dschat_lora.rlhf.experience import Experience, look_at, step_counts, targets
+from dschat_lora.rlhf.experience import Experience, score_responses, step_counts, targets
 from dschat_lora.rlhf.export import finish
-from dschat_lora.rlhf.metrics import learnt, rates_of, said
+from dschat_lora.rlhf.metrics import learning_rates_of, response_metrics, update_metrics
 from dschat_lora.rlhf.pretraining import Pretraining
-from dschat_lora.rlhf.rewards import in_units_of, scores_of_clip, teaching_scores
+from dschat_lora.rlhf.rewards import rescale_values, scores_of_clip, shaped_rewards
 from dschat_lora.rlhf.rollout import Generator, prompts_of, response_mask
-from dschat_lora.rlhf.schedule import Plan, Progress, make_plan
+from dschat_lora.rlhf.schedule import Progress, RlhfSchedule, make_rlhf_schedule
 from dschat_lora.rlhf.setup import Setup, make_pretraining
-from dschat_lora.rlhf.throughput import PHASES, Clock, rates
+from dschat_lora.rlhf.throughput import PHASES, Clock, throughput_metrics
 from dschat_lora.rlhf.update import StepResult, Updater
-from dschat_lora.runtime.checkpointer import Keeper, Part
+from dschat_lora.runtime.checkpointer import Checkpointer, Part
 from dschat_lora.runtime.lr_schedule import standard_schedule
 from dschat_lora.runtime.setup import MAX_SKIPS, MAX_SKIPS_FP16
 from dschat_lora.runtime.signals import StopRequested
@@ -48,7 +48,7 @@ from dschat_lora.runtime.signals import StopRequested
 def train(setup: Setup, engines: Engines) -> None:
     """Train by the plan, evaluate on the way, and save; call on every rank."""
     config, output = setup.config, setup.output
-    plan = make_plan(config, len(setup.prompts.train))
+    plan = make_rlhf_schedule(config, len(setup.prompts.train))
     _announce(plan, output.log.say)
     generator = _make_generator(setup, engines)
     pretraining = make_pretraining(setup)
@@ -57,18 +57,18 @@ def train(setup: Setup, engines: Engines) -> None:
         average = MovingAverage(setup.roles.actor.model, config.classic.ema_decay)
     progress = Progress(kl_coef=config.ppo.kl_coef, kl_start=config.ppo.kl_coef)
     plain = config.batch.do_sample and config.batch.top_p == 1 and config.batch.top_k == 0
-    watch = Watch(setup.settings["actor"].dtype, samples_tokens=plain)
-    evaluator = make_evaluator(setup, engines, generator, watch)
+    diagnostics = Diagnostics(setup.settings["actor"].dtype, samples_tokens=plain)
+    evaluator = make_evaluator(setup, engines, generator, diagnostics)
     states: dict[str, Any] = {
         name: EngineState(engine, setup.roles.models[name].model)
         for name, engine in engines.trained.items()
     }
-    parts: dict[str, Part] = {"progress": progress, "watch": watch, "evaluation": evaluator}
+    parts: dict[str, Part] = {"progress": progress, "watch": diagnostics, "evaluation": evaluator}
     if pretraining is not None:
         parts["pretraining"] = pretraining
     if average is not None:
         states["actor_ema"] = average
-    keeper = Keeper(
+    checkpointer = Checkpointer(
         output,
         engines=states,
         parts=parts,
@@ -79,18 +79,25 @@ def train(setup: Setup, engines: Engines) -> None:
             "responses": plan.order.per_iteration * plan.num_generations,
         },
     )
-    keeper.restore(num_steps=plan.num_steps)
+    checkpointer.restore(num_steps=plan.num_steps)
     if progress.kl_start != config.ppo.kl_coef:  # another one from here on
         progress.kl_coef = progress.kl_start = config.ppo.kl_coef
     iterate = Iterations(
-        setup, engines, plan, generator, progress, watch, pretraining=pretraining, average=average
+        setup,
+        engines,
+        plan,
+        generator,
+        progress,
+        diagnostics,
+        pretraining=pretraining,
+        average=average,
     )
     with output.interrupts.deferred():
-        _run(setup, plan, iterate, progress, evaluator, keeper)
+        _run(setup, plan, iterate, progress, evaluator, checkpointer)
     finish(setup, engines, evaluator=evaluator, progress=asdict(progress), average=average)
 
 
-def _announce(plan: Plan, say: Callable[[str], None]) -> None:
+def _announce(plan: RlhfSchedule, say: Callable[[str], None]) -> None:
     prompts = plan.order.size(0)
     say(
         f"  iterations   {plan.num_iterations:,} of {prompts * plan.num_generations:,} responses "
@@ -113,30 +120,34 @@ def _make_generator(setup: Setup, engines: Engines) -> Generator:
 
 def _run(
     setup: Setup,
-    plan: Plan,
+    plan: RlhfSchedule,
     iterate: "Iterations",
     progress: Progress,
     evaluator: Evaluator,
-    keeper: Keeper,
+    checkpointer: Checkpointer,
 ) -> None:
     """Evaluate, iterate from where ``progress`` is, and evaluate on the way and last."""
     log, total = setup.output.log, plan.num_iterations
     if progress.iteration and progress.iteration == total:
         log.say("the run was complete: there is no step left to train")
-    if _looks_up(setup.config, plan, progress, evaluator):
-        _look_up(evaluator, keeper, progress.step)
+    if _eval_due(setup.config, plan, progress, evaluator):
+        _evaluate(evaluator, checkpointer, progress.step)
     log.expect(total, progress.iteration)
     while progress.iteration < total:
         skipped = iterate()
-        wishes = sum_over_processes(keeper.wishes())
+        requests = sum_over_processes(checkpointer.requests())
         last = progress.iteration == total
-        _check_skips(progress, setup, keeper)
-        if _looks_up(setup.config, plan, progress, evaluator) and not keeper.is_stopping(wishes):
-            _look_up(evaluator, keeper, progress.step)
-        keeper.after_step(progress.step, wishes, skipped=skipped, last=last)
+        _check_skips(progress, setup, checkpointer)
+        if _eval_due(setup.config, plan, progress, evaluator) and not checkpointer.is_stopping(
+            requests
+        ):
+            _evaluate(evaluator, checkpointer, progress.step)
+        checkpointer.after_step(progress.step, requests, skipped=skipped, last=last)
 
 
-def _looks_up(config: RlhfConfig, plan: Plan, progress: Progress, evaluator: Evaluator) -> bool:
+def _eval_due(
+    config: RlhfConfig, plan: RlhfSchedule, progress: Progress, evaluator: Evaluator
+) -> bool:
     interval, last = config.run.eval_interval, max(evaluator.results, default=0)
     # Iterations take several steps, or none: the interval may end within one.
     due = bool(interval) and progress.step // interval > last // interval
@@ -144,21 +155,21 @@ def _looks_up(config: RlhfConfig, plan: Plan, progress: Progress, evaluator: Eva
     return due or whole or progress.iteration == plan.num_iterations
 
 
-def _look_up(evaluator: Evaluator, keeper: Keeper, step: int) -> None:
+def _evaluate(evaluator: Evaluator, checkpointer: Checkpointer, step: int) -> None:
     try:
         evaluator(step)
     except StopRequested:
-        keeper.stop(step)
+        checkpointer.stop(step)
 
 
-def _check_skips(progress: Progress, setup: Setup, keeper: Keeper) -> None:
+def _check_skips(progress: Progress, setup: Setup, checkpointer: Checkpointer) -> None:
     """Stop a run whose gradient stays non-finite; falling loss scales need some patience."""
     limit = MAX_SKIPS_FP16 if setup.settings["actor"].dtype == "fp16" else MAX_SKIPS
     if progress.skipped_in_a_row >= limit:
         raise ValueError(
             f"training stopped at step {progress.step}: the gradient was not finite "
             f"{progress.skipped_in_a_row} times in a row; those steps changed no weight. Lower "
-            f"the learning rate or try --dtype bf16. {keeper.last_good()}"
+            f"the learning rate or try --dtype bf16. {checkpointer.last_good()}"
         )
 
 
@@ -168,9 +179,9 @@ class Scored:
 
     experience: Experience
     scores: Tensor  # (N,) as they are to teach; 0 for what does not count
-    steps: list[Step]  # of all passes
+    steps: list[Minibatch]  # of all passes
     batches: list[ResponseBatch]  # this rank's of the first pass
-    looked_twice: bool  # whether actor and critic were asked before the update too
+    extra_forward: bool  # whether actor and critic were asked before the update too
     clipped: float  # share of the scores that the clip bounds
 
 
@@ -181,17 +192,17 @@ class Iterations:
         self,
         setup: Setup,
         engines: Engines,
-        plan: Plan,
+        plan: RlhfSchedule,
         generator: Generator,
         progress: Progress,
-        watch: Watch,
+        diagnostics: Diagnostics,
         *,
         pretraining: Pretraining | None,
         average: MovingAverage | None,
     ) -> None:
         """Prepare; ``progress`` and ``average`` are kept up to date."""
         self._setup, self._engines, self._plan = setup, engines, plan
-        self._generator, self._progress, self._watch = generator, progress, watch
+        self._generator, self._progress, self._diagnostics = generator, progress, diagnostics
         self._pretraining, self._average = pretraining, average
         self._clock = Clock(device())
         self._config = setup.config
@@ -240,7 +251,7 @@ class Iterations:
         # Where there is but one batch, its own forward pass is the actor's and critic's word.
         looks = not (len(steps) == 1 and len(batches) == 1)
         mask = response_mask(responses, device())
-        reference, logprobs, values, scores = look_at(
+        ref_logprobs, logprobs, values, scores = score_responses(
             self._engines, batches, mask.shape[1], with_old=looks
         )
         if self._setup.function is not None:
@@ -248,19 +259,19 @@ class Iterations:
         mask = mask & ~scores.isnan()[:, None]
         moments = RunningMoments(**self._progress.moments)
         ended = torch.tensor([each.ended for each in responses], device=device())
-        teaching, moments = teaching_scores(scores, ended, moments, self._config.rewards)
+        teaching, moments = shaped_rewards(scores, ended, moments, self._config.rewards)
         self._progress.moments = asdict(moments)
         values = None if values is None else self._value_units(values)
-        experience = Experience(responses, mask, reference, scores, logprobs, values)
+        experience = Experience(responses, mask, ref_logprobs, scores, logprobs, values)
         clipped = float(scores_of_clip(teaching, ended, self._config.rewards).double().mean())
         return Scored(
             experience, torch.where(scores.isnan(), 0, teaching), steps, batches, looks, clipped
         )
 
-    def _steps(self, responses: Sequence[Response]) -> list[Step]:
+    def _steps(self, responses: Sequence[Response]) -> list[Minibatch]:
         lengths = [len(each) for each in responses]
         passes = [
-            deal(
+            make_minibatches(
                 lengths,
                 rows_per_step=self._plan.rows_per_step,
                 micro_batch_size=self._config.batch.per_device_training_batch_size,
@@ -317,7 +328,7 @@ class Iterations:
         starts_as_reward = self._setup.roles.reward is not None
         if self._config.rewards.reward_scaling != "initial" or not starts_as_reward:
             return values
-        return in_units_of(RunningMoments(**self._progress.moments), values)
+        return rescale_values(RunningMoments(**self._progress.moments), values)
 
     def _count(self, experience: Experience, results: list[StepResult]) -> None:
         progress, responses = self._progress, experience.responses
@@ -341,14 +352,14 @@ class Iterations:
     def _metrics(
         self, scored: Scored, returns: Tensor | None, results: list[StepResult]
     ) -> dict[str, Any]:
-        update = learnt(results)
+        update = update_metrics(results)
         return {
             "epoch": self._plan.epoch(self._progress.iteration),
             "iteration": self._progress.iteration,
             "loss": update["policy_loss"],
-            **rates_of(results[-1]),
+            **learning_rates_of(results[-1]),
             **update,
-            **said(scored.experience, scored.scores, returns),
+            **response_metrics(scored.experience, scored.scores, returns),
             "score_clip_fraction": scored.clipped,
             "kl_coef": self._progress.kl_coef,
             "updates": len(results),
@@ -368,7 +379,7 @@ class Iterations:
                 num_generations=self._plan.num_generations,
                 batch_size=self._config.batch.per_device_generation_batch_size,
                 passes=passes,
-                looked_twice=scored.looked_twice,
+                extra_forward=scored.extra_forward,
                 text=None if self._pretraining is None else self._pretraining.take_counts(),
                 padded=None
                 if self._skips_padding()
@@ -379,7 +390,7 @@ class Iterations:
             self._progress.seconds[name] += seconds[name]
             if work is not None:
                 self._progress.flops[name] += work.flops[name].model
-        return rates(
+        return throughput_metrics(
             seconds,
             responses,
             work=work,
@@ -390,7 +401,7 @@ class Iterations:
 
     def _skips_padding(self) -> bool:
         network: Any = self._engines.actor.module
-        skips: bool = network.roles["actor"].trunk.skips_padding(device())
+        skips: bool = network.roles["actor"].backbone.skips_padding(device())
         return skips
 
     def _report(self, metrics: dict[str, Any], experience: Experience) -> None:
@@ -400,7 +411,7 @@ class Iterations:
         total = self._plan.num_iterations
         if progress.iteration % run.logging_steps == 0 or progress.iteration == total:
             log.say(rlhf_line(progress.iteration, total, metrics))
-        for message in self._watch.iteration(metrics):
+        for message in self._diagnostics.iteration(metrics):
             self._warn(message)
         classic = self._config.classic
         interval = 1 if classic.print_answers else classic.print_answers_interval

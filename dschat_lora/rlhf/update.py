@@ -10,10 +10,10 @@ from dschat_lora.algos.kl import kl_k3
 from dschat_lora.algos.ppo import policy_loss, value_loss
 from dschat_lora.engine.build import StepOutcome
 from dschat_lora.engine.distributed import max_over_ranks, sum_tensor_
-from dschat_lora.rlhf.batch import ResponseBatch, Step
+from dschat_lora.rlhf.batch import Minibatch, ResponseBatch
 from dschat_lora.rlhf.config import PpoConfig
 from dschat_lora.rlhf.engines import Engines
-from dschat_lora.rlhf.experience import Experience, Targets, with_old
+from dschat_lora.rlhf.experience import AdvantagesAndReturns, Experience, with_old
 from dschat_lora.rlhf.pretraining import Pretraining, TextWindow
 from dschat_lora.runtime.setup import broken_unless_finite
 
@@ -31,7 +31,7 @@ class StepResult:
     approx_kl: float  # policy that sampled to policy before this step, nats per token
     ratio_error: float | None  # largest |ratio - 1|, at an iteration's first step
     outcomes: dict[str, StepOutcome]  # by role
-    rates: dict[str, dict[str, float]]  # by role and parameter group
+    learning_rates: dict[str, dict[str, float]]  # by role and parameter group
     num_tokens: int  # response tokens
 
     @property
@@ -76,7 +76,7 @@ class Updater:
         engines: Engines,
         config: PpoConfig,
         *,
-        find_targets: Callable[[Experience], Targets],
+        find_targets: Callable[[Experience], AdvantagesAndReturns],
         kl_coef: float,
         pretraining: Pretraining | None,
         value_units: Callable[[Tensor], Tensor] = lambda values: values,
@@ -94,12 +94,12 @@ class Updater:
         self._engines, self._config = engines, config
         self._find_targets, self._kl_coef = find_targets, kl_coef
         self._pretraining, self._value_units = pretraining, value_units
-        self.targets: Targets | None = None
+        self.targets: AdvantagesAndReturns | None = None
 
     def steps(
         self,
         experience: Experience,
-        steps: Sequence[Step],
+        steps: Sequence[Minibatch],
         collate: Callable[[Sequence[int]], ResponseBatch],
         factor: Callable[[int], float],
         *,
@@ -126,11 +126,11 @@ class Updater:
             if tokens == 0:
                 continue
             self._engines.train()
-            rates = self._engines.set_rates(factor(index))
+            learning_rates = self._engines.set_rates(factor(index))
             first = self.targets is None
             experience, sums, error = self._feed(experience, batches, tokens, first=first)
             outcomes = self._engines.step()
-            yield experience, self._result(sums, tokens, outcomes, rates, error)
+            yield experience, self._result(sums, tokens, outcomes, learning_rates, error)
 
     def _feed(
         self, experience: Experience, batches: list[ResponseBatch], tokens: int, *, first: bool
@@ -190,7 +190,7 @@ class Updater:
         total_entropy = torch.where(mask, entropy, 0).sum()
         loss = found.total - config.entropy_coef * total_entropy
         if config.algorithm == "grpo":
-            divergence = kl_k3(logprobs, experience.reference[rows])
+            divergence = kl_k3(logprobs, experience.ref_logprobs[rows])
             loss = loss + self._kl_coef * torch.where(mask, divergence, 0).sum()
         sums.add(
             policy=loss, clipped=found.clipped, approx_kl=found.approx_kl, entropy=total_entropy
@@ -230,7 +230,7 @@ class Updater:
         sums: _Sums,
         tokens: int,
         outcomes: dict[str, StepOutcome],
-        rates: dict[str, dict[str, float]],
+        learning_rates: dict[str, dict[str, float]],
         error: float | None,
     ) -> StepResult:
         has_critic = self._engines.critic is not None
@@ -244,6 +244,6 @@ class Updater:
             approx_kl=float(sums.approx_kl) / tokens,
             ratio_error=error,
             outcomes=outcomes,
-            rates=rates,
+            learning_rates=learning_rates,
             num_tokens=tokens,
         )

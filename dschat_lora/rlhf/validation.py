@@ -10,8 +10,14 @@ from dschat_lora.data.rows import check_sources
 from dschat_lora.engine.ds_config import reconcile
 from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.models.tensor_parallel_checks import check_processes, check_training
-from dschat_lora.report.terminal import say_once
-from dschat_lora.rlhf.config import PromptConfig, RlhfConfig, RoleConfig, check_function, naming
+from dschat_lora.report.terminal import log_once
+from dschat_lora.rlhf.config import (
+    PromptConfig,
+    RlhfConfig,
+    RoleConfig,
+    check_function,
+    option_errors_for,
+)
 from dschat_lora.runtime.resume import launched_processes, settle
 from dschat_lora.runtime.validation import (
     check_compile,
@@ -77,11 +83,11 @@ def check_rlhf(config: RlhfConfig) -> RlhfConfig:
     check_output_dir(config)
     for role, source in (("actor", actor), ("critic", critic)):
         if source is not None:
-            with naming(role):
+            with option_errors_for(role):
                 check_nothing_read_is_deleted(config.run, source)
     _announce(config, asked, actor, critic)
     for note in _without_effect(config, critic):
-        say_once(f"  note         {note}")
+        log_once(f"  note         {note}")
     return config
 
 
@@ -91,12 +97,12 @@ def find_sources(config: RlhfConfig) -> tuple[ModelSource, ModelSource | None]:
     Raises:
         ValueError: naming the role's option.
     """
-    with naming("actor"):
+    with option_errors_for("actor"):
         actor = find_model(config.actor.model_name_or_path)
         _check(actor, "CAUSAL_LM")
     if config.critic.model_name_or_path is None:
         return actor, None
-    with naming("critic"):
+    with option_errors_for("critic"):
         critic = find_model(config.critic.model_name_or_path)
         _check(critic, "SEQ_CLS")
     return actor, critic
@@ -184,7 +190,7 @@ def _settled_role(config: RlhfConfig, role: str, source: ModelSource) -> RoleCon
     options: RoleConfig = getattr(config, role)
     prefix = f"{role}_"
     given = frozenset(n.removeprefix(prefix) for n in config.given if n.startswith(prefix))
-    with naming(role):
+    with option_errors_for(role):
         lora = continued_lora(options.lora(config.classic.only_optimize_lora), source, given)
     return replace(
         options,
@@ -233,7 +239,7 @@ def _check_tensor_parallel(
     check_processes(size, launched_processes())
     for role, source in (("actor", actor), ("critic", critic)):
         options: RoleConfig = getattr(config, role)
-        with naming(role):
+        with option_errors_for(role):
             if role == "actor" or config.has_critic:
                 check_training(config.load, options.lora(only_adapters), size)
             if source is not None:
@@ -310,7 +316,7 @@ def _with_steps(config: RlhfConfig) -> RlhfConfig:
     wanted = batch.per_device_training_batch_size * batch.gradient_accumulation_steps
     if wanted > batch.per_device_generation_batch_size * batch.generation_batches:
         times = -(-wanted // batch.per_device_generation_batch_size)
-        say_once(
+        log_once(
             f"  note         --generation_batches {times}: a step of {wanted * shares} "
             "responses needs as many of one policy"
         )
@@ -354,7 +360,7 @@ def _announce(
     by += [f"the function {function}"] if function else []
     bundled = config.data.data_path != asked.data.data_path
     data = "the bundled prompts" if bundled else " ".join(config.data.data_path)
-    say_once(f"actor: {name(actor)}; reward: {' and '.join(by)}; data: {data}")
+    log_once(f"actor: {name(actor)}; reward: {' and '.join(by)}; data: {data}")
 
 
 def _without_effect(config: RlhfConfig, critic: ModelSource | None) -> list[str]:

@@ -8,16 +8,16 @@ from typing import Any, NoReturn, Protocol
 
 from torch import Tensor
 
-from dschat_lora.checkpoint.history import set_aside
+from dschat_lora.checkpoint.history import quarantine_checkpoints
 from dschat_lora.checkpoint.manifest import read_manifest
 from dschat_lora.checkpoint.saver import Saver
 from dschat_lora.checkpoint.tensors import TensorFiles
 from dschat_lora.config.options import flatten
 from dschat_lora.config.stages import RunConfig
-from dschat_lora.engine.distributed import agree, max_over_ranks, on_rank_zero, rank
+from dschat_lora.engine.distributed import broadcast_string, max_over_ranks, on_rank_zero, rank
 from dschat_lora.engine.state import EngineState
 from dschat_lora.report.log import jsonable
-from dschat_lora.report.terminal import in_words
+from dschat_lora.report.terminal import error_message
 from dschat_lora.runtime.resume import (
     check_identity,
     goes_on_in_place,
@@ -45,7 +45,7 @@ class Part(Protocol):
         """Become what :meth:`state` returned."""
 
 
-class Keeper:
+class Checkpointer:
     """The checkpoints of one run, for any stage. Call methods on every rank.
 
     The trained tensors come from ``engines``, everything else from ``parts``.
@@ -58,7 +58,7 @@ class Keeper:
         engines: Mapping[str, EngineState],
         parts: Mapping[str, Part],
         identity: Mapping[str, Any],
-        beside: Callable[[int], None] | None = None,
+        on_checkpoint: Callable[[int], None] | None = None,
     ) -> None:
         """Prepare to save and restore.
 
@@ -68,10 +68,10 @@ class Keeper:
             parts: by name.
             identity: what the state means nothing without: model, tokenizer, data and rows of
                 a step; complete on rank 0.
-            beside: called with the step when a checkpoint is made, on every rank, to write more.
+            on_checkpoint: called on every rank with the step of a checkpoint, to write more.
         """
         self._output, self._engines, self._parts = output, engines, parts
-        self._beside = beside
+        self._on_checkpoint = on_checkpoint
         self._identity = {**identity, "streams": STREAMS}
         self._run = output.config.run
         assert output.directory is not None, "a dry run keeps nothing"
@@ -105,7 +105,9 @@ class Keeper:
             return
         checkpoint = Path(config.checkpoint)
         on_rank_zero(lambda: check_identity(checkpoint, self._identity, num_steps=num_steps))
-        state = json.loads(agree(json.dumps(read_state(checkpoint)) if rank() == 0 else ""))
+        state = json.loads(
+            broadcast_string(json.dumps(read_state(checkpoint)) if rank() == 0 else "")
+        )
         for name, engine in self._engines.items():
             engine.load(state["engines"][name], _reader(checkpoint, name))
         for name, part in self._parts.items():
@@ -115,27 +117,27 @@ class Keeper:
         self._resumed_from = checkpoint
         on_rank_zero(lambda: self._take_over(checkpoint, state))
 
-    def wishes(self) -> list[float]:
+    def requests(self) -> list[float]:
         """Numbers to be summed over ranks: a wish to stop, a save due by time, a failed disk."""
         waited = time.monotonic() - self._last_time
         due = rank() == 0 and 0 < self._run.save_minutes * 60 <= waited
         failed = rank() == 0 and self._failure() is not None
         return [float(self._output.interrupts.received > 0), float(due), float(failed)]
 
-    def is_stopping(self, wishes: list[float]) -> bool:
+    def is_stopping(self, requests: list[float]) -> bool:
         """Whether some rank was told to stop, or cannot go on."""
-        return wishes[0] > 0 or wishes[2] > 0
+        return requests[0] > 0 or requests[2] > 0
 
-    def after_step(self, step: int, wishes: list[float], *, skipped: bool, last: bool) -> bool:
+    def after_step(self, step: int, requests: list[float], *, skipped: bool, last: bool) -> bool:
         """Save if due, or end the run; whether anything was saved.
 
         A step that was skipped is not saved but on the way out: weights that give no finite
         gradient are not worth going back to.
         """
-        _, due_by_time, failed = wishes
+        _, due_by_time, failed = requests
         if failed:
             self._give_up()
-        if self.is_stopping(wishes):
+        if self.is_stopping(requests):
             self.stop(step)
         interval = self._run.save_interval
         # An iteration of step 3 may pass over the very step.
@@ -159,8 +161,8 @@ class Keeper:
         """Write a checkpoint, most of it after this returns."""
         start = time.monotonic()
         self._finish_writing()
-        if self._beside is not None:
-            self._beside(step)  # first: what a run goes on from has all that belongs to it
+        if self._on_checkpoint is not None:
+            self._on_checkpoint(step)  # first: what a run goes on from has all that belongs to it
         state = self._state(step)
         tensors = {name: engine.tensors() for name, engine in self._engines.items()}
         if self._saver is not None:
@@ -217,7 +219,7 @@ class Keeper:
 
     def _explained(self, failure: BaseException) -> BaseException:
         """The error with the checkpoint to go on from; a fault of ours as it is."""
-        words = f"{in_words(failure)}. {self.last_good()}"
+        words = f"{error_message(failure)}. {self.last_good()}"
         if isinstance(failure, OSError):
             return OSError(words)
         return ValueError(words) if isinstance(failure, ValueError) else failure
@@ -259,7 +261,9 @@ class Keeper:
         if in_place:
             # First: a checkpoint must not outlive its lines of the log.
             rejected = [Path(path) for path in output.config.rejected]
-            for path in set_aside(self._directory, after=state["step"], rejected=rejected):
+            for path in quarantine_checkpoints(
+                self._directory, after=state["step"], rejected=rejected
+            ):
                 output.log.say(f"  note         set aside: {path}")
         output.log.rewind(**state["log"], step=state["step"], source=source)
         output.record.release()

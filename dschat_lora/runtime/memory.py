@@ -15,7 +15,7 @@ from dschat_lora.checkpoint.history import checkpoints_of
 from dschat_lora.config.stages import StageConfig, SupervisedConfig, Switch, is_on
 from dschat_lora.engine.build import EngineSettings
 from dschat_lora.engine.distributed import (
-    agree,
+    broadcast_string,
     data_world_size,
     device,
     max_over_ranks,
@@ -62,7 +62,7 @@ def settle_recomputation(
         free: see :func:`free_memory`.
     """
     decided = _decide(config, switches, need, free) if rank() == 0 else None
-    on, words = json.loads(agree(json.dumps(decided)))
+    on, words = json.loads(broadcast_string(json.dumps(decided)))
     return {name: name in on for name in switches}, words
 
 

@@ -22,7 +22,7 @@ from dschat_lora.config.options import build_config, typed_options
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.models.tensor_parallel_checks import check_processes
 from dschat_lora.report.directory import check_idle, newest_directory
-from dschat_lora.report.terminal import say_once
+from dschat_lora.report.terminal import log_once
 
 ConfigT = TypeVar("ConfigT", bound=StageConfig)
 
@@ -108,11 +108,11 @@ def settle(config: ConfigT, *, stage: str) -> ConfigT:
         return replace(config, checkpoint="")
     run, choice = _choose(wanted, config.run.output_dir, stage)
     for rejected in choice.rejected:
-        say_once(f"  note         checkpoint rejected: {rejected.reason}")
+        log_once(f"  note         checkpoint rejected: {rejected.reason}")
     if choice.path is None:
         if wanted == "auto":
             where = f" in {run}" if run is not None else ""
-            say_once(f"no checkpoint to go on from{where}: a fresh start")
+            log_once(f"no checkpoint to go on from{where}: a fresh start")
             return replace(config, checkpoint="")
         raise ValueError(_nothing_found(wanted, run, choice.rejected))
     state = read_state(choice.path)
@@ -126,20 +126,20 @@ def settle(config: ConfigT, *, stage: str) -> ConfigT:
     if merged.run.output_dir is None and run is None:
         raise ValueError(f"--resume_from_checkpoint {wanted} lies in no run; give an --output_dir")
     output_dir = merged.run.output_dir or str(run)
-    settled = replace(
+    resolved = replace(
         merged,
         run=replace(merged.run, output_dir=output_dir),
         given=merged.given | {"output_dir"},
         checkpoint=str(choice.path.absolute()),
         rejected=tuple(str(each.path) for each in choice.rejected),
     )
-    if config.run.overwrite_output_dir and goes_on_in_place(settled):
+    if config.run.overwrite_output_dir and goes_on_in_place(resolved):
         raise ValueError(
             "--resume_from_checkpoint goes on with a run that --overwrite_output_dir would "
             "delete; give one"
         )
-    say_once(f"going on from {choice.path}, after step {state['step']:,}")
-    return settled
+    log_once(f"going on from {choice.path}, after step {state['step']:,}")
+    return resolved
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
@@ -265,10 +265,10 @@ def _with_options_of(state: Mapping[str, Any], config: ConfigT, path: Path) -> C
             f"--resume_from_checkpoint {path}: the run was another one: {'; '.join(differences)}"
         )
     for note in notes:
-        say_once(f"  note         {note}")
+        log_once(f"  note         {note}")
     for name, (before, after) in changed.items():
         if name not in (*_OF_THE_PROCESS, *chain.from_iterable(config.rows.values())):
-            say_once(
+            log_once(
                 f"  note         --{name} {_shown(after)} from here on, {_shown(before)} so far"
             )
     return merged

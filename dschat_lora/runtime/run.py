@@ -16,13 +16,13 @@ from dschat_lora.checkpoint.history import (
     CHECKPOINTS,
     checkpoints_of,
     clear_unfinished,
-    put_aside,
-    set_aside,
+    quarantine,
+    quarantine_checkpoints,
 )
 from dschat_lora.config.options import build_config, fail, flatten, typed_options
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.engine.distributed import (
-    agree,
+    broadcast_string,
     form_grid,
     init_distributed,
     on_rank_zero,
@@ -33,7 +33,7 @@ from dschat_lora.engine.distributed import (
 from dschat_lora.report.directory import abandon_directory, check_idle, claim_directory
 from dschat_lora.report.log import RunLog
 from dschat_lora.report.record import RunRecord, environment
-from dschat_lora.report.terminal import in_words
+from dschat_lora.report.terminal import error_message
 from dschat_lora.runtime.resume import goes_on_in_place
 from dschat_lora.runtime.signals import Interrupts, Stopped, name_of
 
@@ -71,7 +71,7 @@ def open_run(config: StageConfig, *, name: str, check: Check) -> Iterator[Output
     interrupts = Interrupts()
     try:
         init_distributed()
-        config = _settled(config, check)
+        config = _resolved(config, check)
         form_grid(config.parallel.tensor_parallel_size)
         torch.manual_seed(stream_seed("build", config.run.seed))
         with _files(config, name, interrupts) as output:
@@ -90,16 +90,16 @@ def open_run(config: StageConfig, *, name: str, check: Check) -> Iterator[Output
     shutdown()
 
 
-def _settled(config: StageConfig, check: Check) -> StageConfig:
+def _resolved(config: StageConfig, check: Check) -> StageConfig:
     """Rank 0's config on every rank, where a checkpoint decided it."""
     if not config.run.resume_from_checkpoint:
         return config
     mine = {"options": typed_options(config), "checkpoint": config.checkpoint}
-    settled = json.loads(agree(json.dumps(mine)))
+    resolved = json.loads(broadcast_string(json.dumps(mine)))
     if rank() == 0:
         return config
-    config = build_config(type(config), settled["options"])
-    return check(replace(config, checkpoint=settled["checkpoint"]))
+    config = build_config(type(config), resolved["options"])
+    return check(replace(config, checkpoint=resolved["checkpoint"]))
 
 
 @contextmanager
@@ -110,7 +110,7 @@ def _files(config: StageConfig, name: str, interrupts: Interrupts) -> Iterator[O
             record = RunRecord(Path(), active=False)
             yield Output(name, config, None, log, record, interrupts, ExitStack())
         return
-    directory = Path(agree(str(on_rank_zero(lambda: _directory(config, name)))))
+    directory = Path(broadcast_string(str(on_rank_zero(lambda: _directory(config, name)))))
     earlier = goes_on_in_place(config)
     opened = on_rank_zero(
         lambda: RunLog(
@@ -139,10 +139,10 @@ def _directory(config: StageConfig, name: str) -> Path:
     unsound = checkpoints_of(Path(given).expanduser()) if given is not None else []
     spared = {CHECKPOINTS, *(_STORY if unsound else ())}
     directory = claim_directory(given, name=name, spared=frozenset(spared))
-    set_aside(directory, after=-1, rejected=unsound)
+    quarantine_checkpoints(directory, after=-1, rejected=unsound)
     for path in (directory / each for each in _STORY if unsound):
         if path.exists():
-            put_aside(path, "rejected")
+            quarantine(path, "rejected")
     return directory
 
 
@@ -160,7 +160,7 @@ def _fail_if_expected(error: BaseException, opened: list[Output], interrupts: In
     """End the process with one line, unless ``error`` is a fault of this package."""
     if os.environ.get("DSCHAT_LORA_TRACEBACK"):
         return
-    words = in_words(error)
+    words = error_message(error)
     if interrupts.received and isinstance(error, Exception):
         words = (
             f"stopped by {name_of(interrupts.received)}; what was learnt since the last "

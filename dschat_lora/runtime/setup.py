@@ -27,9 +27,9 @@ from dschat_lora.engine.distributed import (
     data_rank,
     device,
     grid,
-    local_first,
+    local_rank_first,
+    raise_together,
     tensor_rank,
-    together,
     world_size,
 )
 from dschat_lora.engine.ds_config import read_deepspeed_json
@@ -63,7 +63,7 @@ def prepare_to_compile(output: Output) -> None:
     Raises:
         ValueError: if there is no working compiler on some rank.
     """
-    together(lambda: check_compiler(device()))
+    raise_together(lambda: check_compiler(device()))
     output.log.say("  note         --compile: the first evaluation and steps wait for the compiler")
 
 
@@ -81,7 +81,7 @@ def read_data(
 
     Whether they are fit to train on is for the caller to say.
     """
-    prepared = local_first(
+    prepared = local_rank_first(
         lambda: prepare(
             data,
             tokenizer,
@@ -146,12 +146,12 @@ def adamw_update(optim: ScheduleConfig) -> Update | None:
     )
 
 
-def identify(
+def state_identity(
     adapted: AdaptedModel, tokenizer: Tokenizer, data: Prepared, settings: EngineSettings
 ) -> dict[str, Any]:
     """What the run's state would mean nothing without; complete on rank 0. On every rank.
 
-    Call it before :func:`place`, while the first data-parallel ranks hold the model.
+    Call it before :func:`shard_model`, while the first data-parallel ranks hold the model.
     """
     if data_rank() != 0:
         return {}
@@ -182,7 +182,7 @@ def process_words() -> str:
     return words if ranks is None else f"{words}, {ranks.tensor_size} to a model"
 
 
-def place(model: nn.Module, settings: EngineSettings) -> None:
+def shard_model(model: nn.Module, settings: EngineSettings) -> None:
     """Shard the weights over ranks at ZeRO 3; DeepSpeed moves them otherwise. On every rank."""
     if settings.zero_stage < 3:
         return

@@ -33,7 +33,7 @@ from dschat_lora.models.tensor_parallel_checks import (
     check_training,
 )
 from dschat_lora.report.directory import check_idle, is_unfinished, leftovers
-from dschat_lora.report.terminal import say_once
+from dschat_lora.report.terminal import log_once
 from dschat_lora.runtime.resume import goes_on_in_place, launched_processes, settle
 
 ConfigT = TypeVar("ConfigT", bound=SupervisedConfig)
@@ -130,7 +130,7 @@ def check_supervised(config: ConfigT, *, rules: StageRules = SFT) -> ConfigT:
     check_nothing_read_is_deleted(run, source)
     announce(source, data, config.data)
     for note in without_effect(replace(config, lora=lora), unused=rules.unused):
-        say_once(f"  note         {note}")
+        log_once(f"  note         {note}")
     return replace(
         config,
         model=model,
@@ -195,7 +195,7 @@ def announce(source: ModelSource, data: DataConfig, asked: DataConfig) -> None:
     adapter = f" with the adapter {source.adapter}" if source.adapter else ""
     paths = "the bundled data" if data.data_path != asked.data_path else " ".join(data.data_path)
     more = " ".join(data.sft_only_data_path)
-    say_once(f"model: {model}{adapter}; data: {paths} {more}".rstrip())
+    log_once(f"model: {model}{adapter}; data: {paths} {more}".rstrip())
 
 
 def with_bundled_data(

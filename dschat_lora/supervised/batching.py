@@ -8,18 +8,22 @@ from dschat_lora.data.batch import PairCollator, PairLayout, SampleCollator
 from dschat_lora.data.budget import TokenBudget
 from dschat_lora.data.counts import count_samples
 from dschat_lora.data.loader import Collator, Samples, StepLoader
-from dschat_lora.data.packing import Row, fill, make_rows
+from dschat_lora.data.packing import PackedRow, fill, make_rows
 from dschat_lora.data.store import TokenSet
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import data_rank, data_world_size
-from dschat_lora.models.architecture_checks import ProbeReport, head_is_linear, probe
-from dschat_lora.models.backbone import Trunk
+from dschat_lora.models.architecture_checks import (
+    ArchitectureReport,
+    check_architecture,
+    head_is_linear,
+)
+from dschat_lora.models.backbone import Backbone
 from dschat_lora.runtime.run import Output
 from dschat_lora.supervised.setup import Setup
 
 
 @dataclass(frozen=True)
-class Arrangement:
+class BatchLayout:
     """How a run's samples or pairs become batches."""
 
     collate: Collator
@@ -28,18 +32,18 @@ class Arrangement:
     row_tokens: int | None = None
 
 
-def arrange_samples(setup: Setup, engine: TrainEngine) -> Arrangement:
+def make_sample_layout(setup: Setup, engine: TrainEngine) -> BatchLayout:
     """Of samples, after a look at how the user's own model treats them; call on every rank."""
     tokenizer, wanted = setup.tokenizer, setup.config.data.packing
-    packing = settle_packing(engine, wanted, len(tokenizer), setup.output)
+    packing = resolve_packing(engine, wanted, len(tokenizer), setup.output)
     collate = SampleCollator(int(tokenizer.pad_token_id))
-    return Arrangement(collate, packing, _row_tokens(setup, engine) if packing else None)
+    return BatchLayout(collate, packing, _row_tokens(setup, engine) if packing else None)
 
 
-def arrange_pairs(setup: Setup, engine: TrainEngine, pairs: PairConfig) -> Arrangement:
+def make_pair_layout(setup: Setup, engine: TrainEngine, pairs: PairConfig) -> BatchLayout:
     """Of pairs, after the same look; call on every rank."""
     tokenizer = setup.tokenizer
-    layout, packing = settle_pairs(
+    layout, packing = resolve_pair_layout(
         engine,
         pairs,
         packing=setup.config.data.packing,
@@ -49,7 +53,7 @@ def arrange_pairs(setup: Setup, engine: TrainEngine, pairs: PairConfig) -> Arran
     collate = PairCollator(int(tokenizer.pad_token_id), layout, tight=True)
     # Packing is about what a step counts: pairs share rows without it too.
     row_tokens = _row_tokens(setup, engine) if layout != "alone" else None
-    return Arrangement(collate, packing, row_tokens)
+    return BatchLayout(collate, packing, row_tokens)
 
 
 def _row_tokens(setup: Setup, engine: TrainEngine) -> int:
@@ -59,12 +63,12 @@ def _row_tokens(setup: Setup, engine: TrainEngine) -> int:
     """
     network: Any = engine.module
     budget: int = setup.config.batch.tokens_per_device
-    if budget and network.trunk.skips_padding(engine.device):
+    if budget and network.backbone.skips_padding(engine.device):
         return budget
     return setup.config.max_row_tokens
 
 
-def settle_head(engine: TrainEngine, vocab_size: int, output: Output) -> None:
+def resolve_head(engine: TrainEngine, vocab_size: int, output: Output) -> None:
     """Take the model's own logits where its head is more than a linear layer. On every rank."""
     network: Any = engine.module
     engine.eval()
@@ -76,15 +80,15 @@ def settle_head(engine: TrainEngine, vocab_size: int, output: Output) -> None:
         )
 
 
-def settle_packing(engine: TrainEngine, wanted: bool, vocab_size: int, output: Output) -> bool:
+def resolve_packing(engine: TrainEngine, wanted: bool, vocab_size: int, output: Output) -> bool:
     """Whether to pack, after a look at how the user's own model treats a packed row.
 
     Call on every rank.
     """
-    trunk, report = _probe(engine, vocab_size, output)
-    if report.packing_is_exact and not trunk.own_mask:
+    backbone, report = _check_architecture(engine, vocab_size, output)
+    if report.packing_is_exact and not backbone.own_mask:
         return wanted
-    trunk.own_mask = True
+    backbone.own_mask = True
     if wanted:
         output.log.say(
             "  note         packing is off: this architecture mixes the samples of a packed row "
@@ -93,16 +97,16 @@ def settle_packing(engine: TrainEngine, wanted: bool, vocab_size: int, output: O
     return False
 
 
-def settle_pairs(
+def resolve_pair_layout(
     engine: TrainEngine, wanted: PairConfig, *, packing: bool, vocab_size: int, output: Output
 ) -> tuple[PairLayout, bool]:
     """How pairs are laid out and whether rows hold several, after the same look.
 
     Call on every rank.
     """
-    trunk, report = _probe(engine, vocab_size, output)
-    if trunk.own_mask or not report.packing_is_exact:
-        trunk.own_mask = True
+    backbone, report = _check_architecture(engine, vocab_size, output)
+    if backbone.own_mask or not report.packing_is_exact:
+        backbone.own_mask = True
         if packing or wanted.share_prompt:
             output.log.say(
                 "  note         every answer has a row of its own: this architecture mixes the "
@@ -119,43 +123,45 @@ def settle_pairs(
     return "separate", packing
 
 
-def _probe(engine: TrainEngine, vocab_size: int, output: Output) -> tuple[Trunk, ProbeReport]:
+def _check_architecture(
+    engine: TrainEngine, vocab_size: int, output: Output
+) -> tuple[Backbone, ArchitectureReport]:
     network: Any = engine.module
     engine.eval()
-    report = probe(network.trunk, vocab_size=vocab_size, device=engine.device)
+    report = check_architecture(network.backbone, vocab_size=vocab_size, device=engine.device)
     output.record.update({"probe": vars(report)})
-    return network.trunk, report
+    return network.backbone, report
 
 
-def rows_of(setup: Setup, samples: TokenSet, arrangement: Arrangement) -> list[Row]:
+def rows_of(setup: Setup, samples: TokenSet, batch_layout: BatchLayout) -> list[PackedRow]:
     """Rows of sample numbers, several samples a row if they are to be packed."""
     return make_rows(
-        arrangement.collate.lengths(samples),
+        batch_layout.collate.lengths(samples),
         max_seq_len=setup.config.max_row_tokens,
-        packing=arrangement.packing,
+        packing=batch_layout.packing,
         seed=setup.config.run.seed,
     )
 
 
-def train_loader(setup: Setup, samples: Samples, arrangement: Arrangement) -> StepLoader:
+def train_loader(setup: Setup, samples: Samples, batch_layout: BatchLayout) -> StepLoader:
     """This rank's micro-batches of every optimizer step.
 
     Args:
         setup: of the stage.
         samples: the training samples, perhaps with something added.
-        arrangement: of samples in batches.
+        batch_layout: of samples in batches.
     """
     config, batch = setup.config, setup.config.batch
-    counts = count_samples(arrangement.collate, setup.data.train, len(setup.data.train))
+    counts = count_samples(batch_layout.collate, setup.data.train, len(setup.data.train))
     if batch.tokens_per_device:
         budget = TokenBudget(
             batch.tokens_per_device,
             batch.gradient_accumulation_steps * data_world_size(),
-            arrangement.row_tokens,
+            batch_layout.row_tokens,
         )
         rows = budget.groups(counts, seed=config.run.seed)
     else:
-        budget, rows = None, rows_of(setup, setup.data.train, arrangement)
+        budget, rows = None, rows_of(setup, setup.data.train, batch_layout)
     loader = StepLoader(
         samples,
         rows=rows,
@@ -164,14 +170,14 @@ def train_loader(setup: Setup, samples: Samples, arrangement: Arrangement) -> St
         rank=data_rank(),
         world_size=data_world_size(),
         seed=config.run.seed,
-        collate=arrangement.collate,
+        collate=batch_layout.collate,
         counts=counts,
         budget=budget,
     )
     log, capacity, kind = setup.output.log, config.max_row_tokens, "rows"
     if budget is not None:
         kind = f"x {budget.tokens:,} tokens, {budget.fill(rows, counts):.1%} full"
-    elif arrangement.packing:
+    elif batch_layout.packing:
         share = fill(rows, counts.tokens, capacity)
         log.say(f"  packing      {len(rows):,} rows of {capacity} tokens, {share:.1%} full")
     steps = loader.steps_per_epoch

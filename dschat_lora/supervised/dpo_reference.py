@@ -16,7 +16,7 @@ from torch import Tensor
 from dschat_lora.config.stages import DpoConfig
 from dschat_lora.data.batch import PairBatch
 from dschat_lora.data.loader import Collator, Samples, eval_batches
-from dschat_lora.data.packing import Row
+from dschat_lora.data.packing import PackedRow
 from dschat_lora.data.store import TokenSet, load_or_build, read_content
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import (
@@ -32,7 +32,7 @@ from dschat_lora.perf.flops import Flops, forward_flops
 from dschat_lora.perf.shape import describe as describe_shape
 from dschat_lora.perf.throughput import StepCounts
 from dschat_lora.runtime.setup import cache_directory
-from dschat_lora.supervised.batching import Arrangement, rows_of
+from dschat_lora.supervised.batching import BatchLayout, rows_of
 from dschat_lora.supervised.objectives import Objective, answer_logprobs, dpo_objective
 from dschat_lora.supervised.setup import Setup
 
@@ -55,7 +55,7 @@ def reference_logprobs(
     engine: TrainEngine,
     pairs: TokenSet,
     *,
-    rows: Sequence[Row],
+    rows: Sequence[PackedRow],
     collate: Collator,
     batch_size: int,
     cache: Path,
@@ -104,7 +104,7 @@ def reference_logprobs(
 def _compute(
     engine: TrainEngine,
     pairs: TokenSet,
-    rows: Sequence[Row],
+    rows: Sequence[PackedRow],
     collate: Collator,
     batch_size: int,
 ) -> NDArray[np.float32]:
@@ -184,14 +184,14 @@ class Reference:
 
 
 def make_reference(
-    setup: Setup, engine: TrainEngine, arrangement: Arrangement, dpo: DpoConfig
+    setup: Setup, engine: TrainEngine, batch_layout: BatchLayout, dpo: DpoConfig
 ) -> Reference:
     """The model as it is, before anything is trained or restored; call on every rank.
 
     Args:
         setup: of the stage.
         engine: over its network.
-        arrangement: of pairs in batches.
+        batch_layout: of pairs in batches.
         dpo: the user's options.
     """
     data, config = setup.data, setup.config
@@ -206,7 +206,7 @@ def make_reference(
     known = partial(
         reference_logprobs,
         engine,
-        collate=arrangement.collate,
+        collate=batch_layout.collate,
         batch_size=config.batch.per_device_eval_batch_size,
         cache=cache_directory(config.data),
         say=setup.output.log.say,
@@ -215,7 +215,7 @@ def make_reference(
     # Training pairs are not looked at by a run that only evaluates.
     sets = (data.train, data.eval) if config.optim.num_train_epochs else (data.eval,)
     *trained, held_out = (
-        WithReference(pairs, known(pairs, rows=rows_of(setup, pairs, arrangement)))
+        WithReference(pairs, known(pairs, rows=rows_of(setup, pairs, batch_layout)))
         for pairs in sets
     )
     train = trained[0] if trained else data.train
@@ -229,7 +229,7 @@ def _forward_flops(engine: TrainEngine, counts: StepCounts) -> Flops:
         shape = describe_shape(network.model)
     except ValueError:
         return Flops()
-    dense = not network.trunk.skips_padding(engine.device)
+    dense = not network.backbone.skips_padding(engine.device)
     return forward_flops(
         shape,
         num_tokens=counts.num_tokens,

@@ -7,7 +7,7 @@ from typing import Any
 
 from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.data.loader import Collator, Samples, eval_batches
-from dschat_lora.data.packing import Row
+from dschat_lora.data.packing import PackedRow
 from dschat_lora.data.store import TokenSet
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import data_rank, data_world_size, world_size
@@ -27,7 +27,7 @@ class Evaluator:
 
     engine: TrainEngine
     samples: Samples
-    rows: Sequence[Row]
+    rows: Sequence[PackedRow]
     collate: Collator
     objective: Objective
     config: SupervisedConfig

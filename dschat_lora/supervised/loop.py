@@ -18,7 +18,7 @@ from dschat_lora.engine.distributed import (
     data_rank,
     gather_over_ranks,
     sum_over_ranks,
-    sum_with_wishes,
+    sum_with_requests,
 )
 from dschat_lora.perf.flops import Flops
 from dschat_lora.perf.throughput import Meter, StepCounts
@@ -28,7 +28,7 @@ from dschat_lora.runtime.signals import StopRequested
 from dschat_lora.supervised.objectives import BatchLoss, Objective
 
 
-class Batch(Protocol):
+class CountedBatch(Protocol):
     """What the loop needs of a micro-batch: its counts, and a way to the device."""
 
     num_targets: int
@@ -48,21 +48,21 @@ class TrainStep:
     loss: float  # mean of the whole step, in nats per supervised token or pair
     counts: StepCounts
     outcome: StepOutcome
-    rates: dict[str, float]  # learning rate of each parameter group
-    wishes: list[float] = field(default_factory=list)  # summed over ranks
+    learning_rates: dict[str, float]  # learning rate of each parameter group
+    requests: list[float] = field(default_factory=list)  # summed over ranks
     means: dict[str, float] = field(default_factory=dict)  # over pairs, of the loss's columns
 
 
-class Keeper(Protocol):
-    """Keeps the run's state safe; see :class:`dschat_lora.runtime.checkpointer.Keeper`."""
+class StepHooks(Protocol):
+    """Keeps the run's state safe; see :class:`dschat_lora.runtime.checkpointer.StepHooks`."""
 
-    def wishes(self) -> list[float]:
+    def requests(self) -> list[float]:
         """What this rank wants to happen after the step, as numbers to be summed over ranks."""
 
-    def is_stopping(self, wishes: list[float]) -> bool:
+    def is_stopping(self, requests: list[float]) -> bool:
         """Whether the sums tell the run to end after this step."""
 
-    def after_step(self, step: int, wishes: list[float], *, skipped: bool, last: bool) -> bool:
+    def after_step(self, step: int, requests: list[float], *, skipped: bool, last: bool) -> bool:
         """Save if due, or end the run; whether anything was saved."""
 
     def stop(self, step: int) -> None:
@@ -102,7 +102,7 @@ class Progress:
             setattr(self, name, state[name])
 
 
-def count(batches: Window | Sequence[Batch]) -> StepCounts:
+def count(batches: Window | Sequence[CountedBatch]) -> StepCounts:
     """Counts of the batches of all ranks, which must be asked unless the loader knows them.
 
     Call on every rank.
@@ -116,7 +116,7 @@ def _over_ranks(counts: StepCounts) -> StepCounts:
     return StepCounts(*(round(value) for value in sum_over_ranks(list(astuple(counts)))))
 
 
-def _own_counts(batch: Batch) -> StepCounts:
+def _own_counts(batch: CountedBatch) -> StepCounts:
     rows, length = batch.input_ids.shape
     return StepCounts(
         num_samples=batch.num_samples,
@@ -134,7 +134,7 @@ def train_steps(
     objective: Objective,
     rate_factors: Iterable[float],
     *,
-    wishes: Callable[[], list[float]] = list,
+    requests: Callable[[], list[float]] = list,
 ) -> Iterator[TrainStep]:
     """Train on each window of micro-batches, yielding after its optimizer step.
 
@@ -149,11 +149,11 @@ def train_steps(
             the ranks add up what they hold.
         objective: what to descend.
         rate_factors: multiplier of the peak learning rates, one for each step.
-        wishes: numbers of this rank to be summed over all along with the loss.
+        requests: numbers of this rank to be summed over all along with the loss.
     """
     for window, factor in zip(windows, rate_factors, strict=False):
         engine.train()
-        rates = engine.set_rates(factor)
+        learning_rates = engine.set_rates(factor)
         counts = count(window)
         divisor = max(1, getattr(counts, objective.mean_over))
         totals = torch.zeros((), device=engine.device, dtype=torch.float64)
@@ -163,14 +163,14 @@ def train_steps(
             totals = totals + _sums(result)
             loss = result.total
             if last:
-                shared = sum_with_wishes(totals, wishes())
+                shared = sum_with_requests(totals, requests())
                 loss = broken_unless_finite(loss, shared[0])
             engine.backward(loss / divisor, last=last)
         outcome = engine.step()
         values = iter(shared.tolist())
         mean = next(values) / divisor
         means = {name: next(values) / max(1, counts.num_samples) for name in result.columns}
-        yield TrainStep(mean, counts, outcome, rates, list(values), means)
+        yield TrainStep(mean, counts, outcome, learning_rates, list(values), means)
 
 
 def _sums(result: BatchLoss) -> Tensor:
@@ -213,7 +213,7 @@ def evaluate(engine: TrainEngine, batches: Iterable[Any], objective: Objective) 
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainSchedule:
     """How long a run is, and when it looks up."""
 
     num_epochs: int
@@ -222,21 +222,21 @@ class Plan:
     logging_steps: int
 
 
-def make_plan(optim: OptimConfig, run: RunConfig, steps_per_epoch: int) -> Plan:
+def make_train_schedule(optim: OptimConfig, run: RunConfig, steps_per_epoch: int) -> TrainSchedule:
     """The plan of a run over ``steps_per_epoch`` optimizer steps an epoch."""
     epochs, steps = optim.num_train_epochs, optim.num_train_epochs * steps_per_epoch
     if optim.max_steps and epochs and steps_per_epoch:
         steps = optim.max_steps
         epochs = math.ceil(steps / steps_per_epoch)
     every = 1 if run.print_loss else run.logging_steps
-    return Plan(epochs, steps, run.eval_interval, every)
+    return TrainSchedule(epochs, steps, run.eval_interval, every)
 
 
 def fit(
     engine: TrainEngine,
     loader: StepLoader,
     objective: Objective,
-    plan: Plan,
+    plan: TrainSchedule,
     *,
     progress: Progress,
     rate_factor: Callable[[int], float],
@@ -244,7 +244,7 @@ def fit(
     meter: Meter,
     log: RunLog,
     evaluate_at: Callable[[int], None],
-    keeper: Keeper,
+    checkpointer: StepHooks,
     extra_flops: Callable[[StepCounts], Flops] | None = None,
 ) -> None:
     """Evaluate, train by the plan from where ``progress`` is, and evaluate on the way and last.
@@ -253,14 +253,14 @@ def fit(
         engine: over the model.
         loader: this rank's micro-batches.
         objective: what to descend.
-        plan: from :func:`make_plan`.
+        plan: from :func:`make_train_schedule`.
         progress: kept up to date.
         rate_factor: multiplier of the peak rates, by steps done.
         seed: of the run, for dropout.
         meter: of throughput.
         log: receives a train line each step.
         evaluate_at: called with the steps done, on every rank.
-        keeper: asked to save after each step.
+        checkpointer: asked to save after each step.
         extra_flops: of a step besides forward and backward, such as those of a reference.
 
     Raises:
@@ -270,7 +270,7 @@ def fit(
     if done and done == plan.num_steps:
         log.say("the run was complete: there is no step left to train")
     if not done or _evaluates_after(done, plan, per_epoch):
-        _evaluate(evaluate_at, keeper, done)
+        _evaluate(evaluate_at, checkpointer, done)
     log.expect(plan.num_steps, done)
     meter.start()
     for result in train_steps(
@@ -278,26 +278,30 @@ def fit(
         seeded_windows(loader, plan, start=done, seed=seed),
         objective,
         map(rate_factor, count_from(done)),
-        wishes=keeper.wishes,
+        requests=checkpointer.requests,
     ):
         progress.add(result)
         step = progress.step
         extra = extra_flops(result.counts) if extra_flops is not None else None
-        rates = meter.step(result.counts, extra=extra)
-        metrics = step_metrics(result, epoch=step / per_epoch) | rates
+        learning_rates = meter.step(result.counts, extra=extra)
+        metrics = step_metrics(result, epoch=step / per_epoch) | learning_rates
         _report(result, metrics, progress, plan, meter=meter, log=log)
-        _check_skips(progress, result.outcome, keeper)
-        looks = _evaluates_after(step, plan, per_epoch) and not keeper.is_stopping(result.wishes)
+        _check_skips(progress, result.outcome, checkpointer)
+        looks = _evaluates_after(step, plan, per_epoch) and not checkpointer.is_stopping(
+            result.requests
+        )
         if looks:
-            _evaluate(evaluate_at, keeper, step)
-        saved = keeper.after_step(
-            step, result.wishes, skipped=result.outcome.skipped, last=step == plan.num_steps
+            _evaluate(evaluate_at, checkpointer, step)
+        saved = checkpointer.after_step(
+            step, result.requests, skipped=result.outcome.skipped, last=step == plan.num_steps
         )
         if saved or looks:
             meter.start()
 
 
-def seeded_windows(loader: StepLoader, plan: Plan, *, start: int, seed: int) -> Iterator[Window]:
+def seeded_windows(
+    loader: StepLoader, plan: TrainSchedule, *, start: int, seed: int
+) -> Iterator[Window]:
     """The micro-batches of each step of the plan from ``start`` on, in turn.
 
     Dropout draws from (seed, step, share of the data) alone: a resumed run draws what it would
@@ -312,18 +316,18 @@ def seeded_windows(loader: StepLoader, plan: Plan, *, start: int, seed: int) -> 
             yield window
 
 
-def _evaluate(evaluate_at: Callable[[int], None], keeper: Keeper, step: int) -> None:
+def _evaluate(evaluate_at: Callable[[int], None], checkpointer: StepHooks, step: int) -> None:
     try:
         evaluate_at(step)
     except StopRequested:
-        keeper.stop(step)
+        checkpointer.stop(step)
 
 
 def _report(
     result: TrainStep,
     metrics: dict[str, Any],
     progress: Progress,
-    plan: Plan,
+    plan: TrainSchedule,
     *,
     meter: Meter,
     log: RunLog,
@@ -342,8 +346,8 @@ def step_metrics(result: TrainStep, *, epoch: float) -> dict[str, Any]:
 
     ``learning_rate`` is that of the base weights or, where none trains, the adapters'.
     """
-    lora = [rate for name, rate in result.rates.items() if name.startswith("lora")]
-    base = [rate for name, rate in result.rates.items() if not name.startswith("lora")]
+    lora = [rate for name, rate in result.learning_rates.items() if name.startswith("lora")]
+    base = [rate for name, rate in result.learning_rates.items() if not name.startswith("lora")]
     return {
         "epoch": epoch,
         "loss": result.loss,
@@ -359,12 +363,12 @@ def step_metrics(result: TrainStep, *, epoch: float) -> dict[str, Any]:
     }
 
 
-def _evaluates_after(step: int, plan: Plan, steps_per_epoch: int) -> bool:
+def _evaluates_after(step: int, plan: TrainSchedule, steps_per_epoch: int) -> bool:
     due = plan.eval_interval and step % plan.eval_interval == 0
     return bool(due) or step % steps_per_epoch == 0 or step == plan.num_steps
 
 
-def _check_skips(progress: Progress, outcome: StepOutcome, keeper: Keeper) -> None:
+def _check_skips(progress: Progress, outcome: StepOutcome, checkpointer: StepHooks) -> None:
     """Stop a run whose gradient stays non-finite; falling loss scales need some patience."""
     skipped = progress.skipped_in_a_row
     limit = MAX_SKIPS_FP16 if outcome.loss_scale > 1 else MAX_SKIPS
@@ -372,5 +376,5 @@ def _check_skips(progress: Progress, outcome: StepOutcome, keeper: Keeper) -> No
         raise ValueError(
             f"training stopped at step {progress.step}: the gradient was not finite {skipped} "
             "times in a row; those steps changed no weight. Lower the learning rate or try "
-            f"--dtype bf16. {keeper.last_good()}"
+            f"--dtype bf16. {checkpointer.last_good()}"
         )

@@ -63,8 +63,8 @@ def causal_lm_loss(engine: Network, batch: Batch) -> BatchLoss:
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
             segment_ids=batch.segment_ids,
-            predicted_from=batch.predicted_from,
-            predicted=batch.predicted,
+            logit_positions=batch.logit_positions,
+            target_ids=batch.target_ids,
             spans=batch.spans,
         )
     )
@@ -108,19 +108,19 @@ def _compare_tokens(
     engine: Network, batch: PairBatch, config: RewardConfig
 ) -> tuple[Tensor, Tensor]:
     """(P,) losses and (2 P,) scores, from one forward pass."""
-    places = torch.cat([batch.ends, *batch.compared])
+    score_positions = torch.cat([batch.ends, *batch.compared])
     sizes = [len(batch.ends), *map(len, batch.compared)]
-    scores, chosen, rejected = torch.split(_scores(engine, batch, places), sizes)
+    scores, chosen, rejected = torch.split(_scores(engine, batch, score_positions), sizes)
     return per_token_loss(chosen, rejected, batch.compared_pair, batch.num_samples), scores
 
 
-def _scores(engine: Network, batch: PairBatch, places: Tensor) -> Tensor:
+def _scores(engine: Network, batch: PairBatch, score_positions: Tensor) -> Tensor:
     scores: Tensor = engine(
         input_ids=batch.input_ids,
         position_ids=batch.position_ids,
         segment_ids=batch.segment_ids,
         branch_ids=batch.branch_ids,
-        places=places,
+        score_positions=score_positions,
         spans=batch.spans,
     )
     return scores
@@ -188,8 +188,8 @@ def answer_logprobs(engine: Network, batch: PairBatch) -> Tensor:
         position_ids=batch.position_ids,
         segment_ids=batch.segment_ids,
         branch_ids=batch.branch_ids,
-        predicted_from=batch.predicted_from,
-        predicted=batch.predicted,
+        logit_positions=batch.logit_positions,
+        target_ids=batch.target_ids,
         spans=batch.spans,
     )
     return sequence_sums(logprobs, batch.owner, 2 * batch.num_samples)

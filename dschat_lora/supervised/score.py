@@ -14,13 +14,13 @@ import torch
 from dschat_lora.config.stages import LoraConfig, ScoreConfig
 from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.chat import Span, make_chat
-from dschat_lora.data.records import Record, to_record
+from dschat_lora.data.records import TextRecord, to_record
 from dschat_lora.data.rows import iter_rows, parse_row, require_usable
 from dschat_lora.data.sources import find_source
 from dschat_lora.data.tokenize import Sample, TokenRule, make_encoder, tokenize
 from dschat_lora.engine.build import DTYPES, resolve_dtype
 from dschat_lora.engine.distributed import device
-from dschat_lora.models.architecture_checks import probe
+from dschat_lora.models.architecture_checks import check_architecture
 from dschat_lora.models.build import build_reward_model
 from dschat_lora.models.causal_lm import load_tokenizer
 from dschat_lora.models.reward_model import RewardModel
@@ -56,11 +56,13 @@ class Scorer:
         self._collate = SampleCollator(int(self.tokenizer.pad_token_id))
         limit = getattr(adapted.model.config, "max_position_embeddings", None)
         self.max_seq_len = config.max_seq_len or limit or sys.maxsize
-        report = probe(self._network.trunk, vocab_size=len(self.tokenizer), device=device())
-        self._network.trunk.own_mask |= not report.packing_is_exact
+        report = check_architecture(
+            self._network.backbone, vocab_size=len(self.tokenizer), device=device()
+        )
+        self._network.backbone.own_mask |= not report.packing_is_exact
 
     @torch.no_grad()
-    def scores(self, records: Sequence[Record]) -> list[float | None]:
+    def scores(self, records: Sequence[TextRecord]) -> list[float | None]:
         """The score of each record's answer at its end; None for those that are too long."""
         rule = TokenRule(int(self.tokenizer.eos_token_id), self.max_seq_len, "drop", False)
         tokenized = tokenize(records, make_encoder(self.tokenizer), rule)
@@ -131,11 +133,11 @@ def _described(row: dict[str, Any], scores: Sequence[float | None]) -> dict[str,
 
 def _chunks(
     config: ScoreConfig, tokenizer: Any
-) -> Iterator[tuple[list[dict[str, Any]], list[list[Record]]]]:
+) -> Iterator[tuple[list[dict[str, Any]], list[list[TextRecord]]]]:
     """Rows as read, and for each the one or two answers to score."""
     chat = make_chat(tokenizer, tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id))
     rows: list[dict[str, Any]] = []
-    records: list[list[Record]] = []
+    records: list[list[TextRecord]] = []
     for entry in config.data_path:
         for raw in iter_rows(find_source("data_path", entry)):
             record = to_record(require_usable(parse_row(raw), "samples"), chat)
@@ -148,7 +150,7 @@ def _chunks(
         yield rows, records
 
 
-def _answers(record: Record) -> list[Record]:
+def _answers(record: TextRecord) -> list[TextRecord]:
     """The record itself; of a pair, one for each answer."""
     if record.rejected is None:
         return [record]

@@ -42,11 +42,11 @@ from dschat_lora.runtime.memory import (
 from dschat_lora.runtime.run import Output
 from dschat_lora.runtime.setup import (
     engine_settings,
-    identify,
-    place,
     prepare_to_compile,
     process_words,
     read_data,
+    shard_model,
+    state_identity,
     tensor_group,
     zero_words,
 )
@@ -135,8 +135,8 @@ def set_up(
     identity: dict[str, Any] = {}
     if output.directory is not None:
         output.closing.enter_context(explaining_memory(adapted, config, settings, output.directory))
-        identity = identify(adapted, tokenizer, data, settings)
-        place(adapted.model, settings)
+        identity = state_identity(adapted, tokenizer, data, settings)
+        shard_model(adapted.model, settings)
     return Setup(config, source, tokenizer, data, settings, adapted, identity, output)
 
 

@@ -20,11 +20,11 @@ from dschat_lora.perf.shape import describe as describe_shape
 from dschat_lora.perf.throughput import Meter, StepCounts
 from dschat_lora.report.log import summary_lines
 from dschat_lora.report.record import package_versions
-from dschat_lora.runtime.checkpointer import Keeper, Part
+from dschat_lora.runtime.checkpointer import Checkpointer, Part
 from dschat_lora.runtime.lr_schedule import RateFactor, standard_schedule
-from dschat_lora.supervised.batching import Arrangement, rows_of
+from dschat_lora.supervised.batching import BatchLayout, rows_of
 from dschat_lora.supervised.evaluation import Evaluator, SampleAnswers, first_prompts
-from dschat_lora.supervised.loop import Progress, fit, make_plan
+from dschat_lora.supervised.loop import Progress, fit, make_train_schedule
 from dschat_lora.supervised.objectives import Objective
 from dschat_lora.supervised.setup import Setup
 
@@ -39,7 +39,7 @@ def train(
     answers: SampleAnswers | None = None,
     extra_flops: Callable[[StepCounts], Flops] | None = None,
     schedule: Callable[[int], RateFactor] | None = None,
-    beside: Callable[[int], None] | None = None,
+    on_checkpoint: Callable[[int], None] | None = None,
 ) -> None:
     """Train by the plan, evaluate on the way, and save what was trained; call on every rank.
 
@@ -52,14 +52,14 @@ def train(
         answers: shown before and after.
         extra_flops: of a step besides forward and backward.
         schedule: from the steps of the whole run, another than ``--lr_scheduler_type``.
-        beside: called with the step when a checkpoint is made, on every rank, to write more.
+        on_checkpoint: called with the step when a checkpoint is made, on every rank, to write more.
     """
     config, output = setup.config, setup.output
-    plan = make_plan(config.optim, config.run, loader.steps_per_epoch)
+    plan = make_train_schedule(config.optim, config.run, loader.steps_per_epoch)
     meter = make_meter(setup, engine)
     progress = Progress()
     parts: dict[str, Part] = {"progress": progress, "evaluation": evaluator}
-    keeper = Keeper(
+    checkpointer = Checkpointer(
         output,
         engines={"model": EngineState(engine, setup.adapted.model)},
         parts=parts | ({"answers": answers} if answers is not None else {}),
@@ -71,9 +71,9 @@ def train(
             "rows_per_step": loader.rows_per_step,
             "tokens_per_device": config.batch.tokens_per_device or None,
         },
-        beside=beside,
+        on_checkpoint=on_checkpoint,
     )
-    keeper.restore(num_steps=plan.num_steps)
+    checkpointer.restore(num_steps=plan.num_steps)
     if answers is not None:
         answers.show("before")
     with output.interrupts.deferred():
@@ -88,7 +88,7 @@ def train(
             meter=meter,
             log=output.log,
             evaluate_at=evaluator,
-            keeper=keeper,
+            checkpointer=checkpointer,
             extra_flops=extra_flops,
         )
     if plan.num_steps:
@@ -101,7 +101,7 @@ def make_evaluator(
     setup: Setup,
     engine: TrainEngine,
     samples: Samples,
-    arrangement: Arrangement,
+    batch_layout: BatchLayout,
     objective: Objective,
 ) -> Evaluator:
     """Looks at the held-out rows.
@@ -110,10 +110,10 @@ def make_evaluator(
         setup: of the stage.
         engine: over its network.
         samples: the held-out samples, perhaps with something added.
-        arrangement: of samples in batches.
+        batch_layout: of samples in batches.
         objective: what is measured.
     """
-    rows, collate = rows_of(setup, setup.data.eval, arrangement), arrangement.collate
+    rows, collate = rows_of(setup, setup.data.eval, batch_layout), batch_layout.collate
     return Evaluator(engine, samples, rows, collate, objective, setup.config, setup.output)
 
 
@@ -137,7 +137,7 @@ def make_meter(setup: Setup, engine: TrainEngine) -> Meter:
         world_size=world_size(),
         device=device(),
         peak_tflops=device_peak(device(), setup.settings.torch_dtype),
-        skips_padding=network.trunk.skips_padding(engine.device),
+        skips_padding=network.backbone.skips_padding(engine.device),
     )
 
 

@@ -108,7 +108,7 @@ def test_no_tensor_is_larger_than_the_bound_on_the_logits_or_a_position(bound, l
     assert seen.largest == largest
 
 
-class Watch(TorchDispatchMode):
+class Diagnostics(TorchDispatchMode):
     """Names of the operations, and the most tensors of one size alive at a time."""
 
     def __init__(self, size):
@@ -130,7 +130,7 @@ class Watch(TorchDispatchMode):
 def watched(function, trains):
     hidden, weight, _, tokens = inputs()
     hidden = hidden.detach().requires_grad_(trains)
-    with Watch(4 * VOCAB) as seen:
+    with Diagnostics(4 * VOCAB) as seen:
         function(hidden, weight, None, tokens, max_chunk_logits=4 * VOCAB)
     return seen
 

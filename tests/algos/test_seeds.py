@@ -6,7 +6,7 @@ import torch
 
 from dschat_lora.algos.seeds import stream_entropy, stream_seed
 from dschat_lora.config.stages import OptimConfig, RunConfig
-from dschat_lora.supervised.loop import make_plan, seeded_windows
+from dschat_lora.supervised.loop import make_train_schedule, seeded_windows
 
 KEYS = [
     ("dropout", 1, 2, 0), ("dropout", 1, 0, 2), ("dropout", 2, 1, 0), ("dropout", 12, 0),
@@ -57,7 +57,7 @@ class Steps:
 def drawn(start, steps, seed=1):
     """(window, the first number that dropout would draw) of each step."""
     with torch.random.fork_rng():
-        plan = make_plan(OptimConfig(max_steps=steps), RunConfig(), Steps.steps_per_epoch)
+        plan = make_train_schedule(OptimConfig(max_steps=steps), RunConfig(), Steps.steps_per_epoch)
         found = []
         for window in seeded_windows(Steps(), plan, start=start, seed=seed):
             found.append((window, float(torch.rand(()))))

@@ -12,8 +12,8 @@ from dschat_lora.checkpoint.history import (
     checkpoints_of,
     clear_unfinished,
     newest_valid,
+    quarantine_checkpoints,
     rotate,
-    set_aside,
     step_directory,
     step_of,
 )
@@ -167,7 +167,7 @@ def test_later_checkpoints_are_abandoned_and_damaged_ones_rejected(tmp_path):
     damage(tmp_path, 40)
     damage(tmp_path, 10)
     rejected = [step_directory(tmp_path, 40), step_directory(tmp_path, 10)]
-    moved = set_aside(tmp_path, after=20, rejected=rejected)
+    moved = quarantine_checkpoints(tmp_path, after=20, rejected=rejected)
     expected = ["step-00000040.rejected", "step-00000030.abandoned", "step-00000010.rejected"]
     assert [path.name for path in moved] == expected
     assert all(path.is_dir() for path in moved)
@@ -177,16 +177,16 @@ def test_later_checkpoints_are_abandoned_and_damaged_ones_rejected(tmp_path):
 
 def test_earlier_and_chosen_checkpoints_stay(tmp_path):
     add(tmp_path, 10, 20)
-    assert set_aside(tmp_path, after=20) == []
+    assert quarantine_checkpoints(tmp_path, after=20) == []
     assert steps_of(tmp_path) == [20, 10]
 
 
 def test_checkpoints_set_aside_before_are_kept(tmp_path):
     for _ in range(3):
         add(tmp_path, 30)
-        set_aside(tmp_path, after=20)
+        quarantine_checkpoints(tmp_path, after=20)
     add(tmp_path, 30)
-    set_aside(tmp_path, after=20, rejected=[step_directory(tmp_path, 30)])
+    quarantine_checkpoints(tmp_path, after=20, rejected=[step_directory(tmp_path, 30)])
     assert names(tmp_path) == [
         "step-00000030.abandoned",
         "step-00000030.abandoned.2",
@@ -199,7 +199,7 @@ def test_checkpoints_set_aside_before_are_kept(tmp_path):
 def test_broken_link_counts_as_a_taken_name(tmp_path):
     add(tmp_path, 30)
     (tmp_path / "checkpoints" / "step-00000030.abandoned").symlink_to("nowhere")
-    assert set_aside(tmp_path, after=0)[0].name == "step-00000030.abandoned.2"
+    assert quarantine_checkpoints(tmp_path, after=0)[0].name == "step-00000030.abandoned.2"
 
 
 # ---------------------------------------------------------------------------- clearing

@@ -26,8 +26,8 @@ def test_the_original_golden_of_e2e_is_supervised_from_the_sign_before_the_text(
     ids = np.arange(37, dtype=np.int32)
     labels = np.where(ids < 16, I, ids)
     batch = SampleCollator(0)([[sample(ids, labels)]])
-    assert batch.predicted_from.tolist() == list(range(15, 36))
-    assert batch.predicted.tolist() == list(range(16, 37))
+    assert batch.logit_positions.tolist() == list(range(15, 36))
+    assert batch.target_ids.tolist() == list(range(16, 37))
     assert batch.num_targets == 21
 
 
@@ -54,8 +54,8 @@ def test_a_packed_batch_by_hand():
 def test_padding_is_told_by_segment_even_where_ids_equal_it():
     batch = SampleCollator(3)([[sample([2, 3], [I, 3])], [A]])
     assert batch.segment_ids[0].tolist() == [1, 1, 0]
-    assert batch.predicted_from.tolist() == [0, 3, 4]
-    assert batch.predicted.tolist()[0] == 3
+    assert batch.logit_positions.tolist() == [0, 3, 4]
+    assert batch.target_ids.tolist()[0] == 3
     assert batch.num_targets == 3
 
 
@@ -81,7 +81,7 @@ def test_counts_agree_with_the_tensors_of_a_random_batch():
             if segment > 0:
                 attended += int((batch.segment_ids[row, : t + 1] == segment).sum())
     assert batch.num_attended == attended
-    found = zip(batch.predicted_from.tolist(), batch.predicted.tolist(), strict=True)
+    found = zip(batch.logit_positions.tolist(), batch.target_ids.tolist(), strict=True)
     assert list(found) == wanted
     assert batch.num_targets == len(wanted)
     assert batch.num_tokens == int((batch.segment_ids > 0).sum())
@@ -95,8 +95,8 @@ def _random_sample(rng):
 def test_an_empty_batch_has_a_shape_and_nothing_else():
     batch = SampleCollator(7).empty()
     assert batch.input_ids.tolist() == [[7]]
-    assert batch.predicted_from.tolist() == batch.predicted.tolist() == []
-    assert batch.predicted.dtype == torch.int64
+    assert batch.logit_positions.tolist() == batch.target_ids.tolist() == []
+    assert batch.target_ids.dtype == torch.int64
     assert batch.segment_ids.tolist() == batch.position_ids.tolist() == [[0]]
     counts = (batch.num_targets, batch.num_tokens, batch.num_samples, batch.num_attended)
     assert counts == (0, 0, 0, 0)
@@ -106,7 +106,7 @@ def test_an_empty_batch_has_a_shape_and_nothing_else():
 
 def test_moving_a_batch_moves_its_tensors_and_keeps_its_counts():
     moved = SampleCollator(0)([[A]]).to("meta")
-    tensors = (moved.input_ids, moved.position_ids, moved.predicted_from, moved.predicted)
+    tensors = (moved.input_ids, moved.position_ids, moved.logit_positions, moved.target_ids)
     assert {tensor.device.type for tensor in tensors} == {"meta"}
     assert moved.num_tokens == 3
     assert moved.spans.key_ends.is_meta

@@ -121,7 +121,7 @@ def test_samples_are_spread_the_longest_first_by_hand():
     budget = TokenBudget(20, 2, 20)
     counts = counts_of([9, 8, 7, 6, 5, 4])
     # 9 | 8, then 7 to 8, 6 to 9, 5 where the first has 15 (number 0), 4 to the other.
-    assert budget.deal([(0, 1), (2, 3, 4, 5)], counts, world_size=2) == [
+    assert budget.assign_to_ranks([(0, 1), (2, 3, 4, 5)], counts, world_size=2) == [
         [(0, 3, 4)],
         [(1, 2, 5)],
     ]
@@ -130,7 +130,7 @@ def test_samples_are_spread_the_longest_first_by_hand():
 def test_groups_stay_where_their_samples_fit_no_other_way():
     # The longest first: 5 | 5, 5 + 4, 5 + 3, then no room for the other 3.
     counts = counts_of([4, 3, 3, 5, 5])
-    dealt = TokenBudget(10, 2, 10).deal([(0, 1, 2), (3, 4)], counts, world_size=1)
+    dealt = TokenBudget(10, 2, 10).assign_to_ranks([(0, 1, 2), (3, 4)], counts, world_size=1)
     assert dealt == [[(0, 1, 2)], [(3, 4)]]
 
 
@@ -140,7 +140,7 @@ def test_a_step_of_single_samples_takes_as_many_as_fit_sorted():
     budget = TokenBudget(12, 2, None)
     (group,) = budget.groups(counts_of(lengths), seed=0)
     assert sorted(group) == [0, 1, 2, 3, 4]
-    assert budget.deal([group], counts_of(lengths), world_size=2) == [
+    assert budget.assign_to_ranks([group], counts_of(lengths), world_size=2) == [
         [(1,), (3,)],
         [(0,), (4,), (2,)],
     ]
@@ -152,7 +152,7 @@ def test_ranks_without_samples_have_empty_micro_batches():
     for row_tokens in (20, None):
         budget = TokenBudget(20, 4, row_tokens)
         groups = budget.groups(counts_of([5, 5]), seed=0)
-        dealt = budget.deal(groups, counts_of([5, 5]), world_size=4)
+        dealt = budget.assign_to_ranks(groups, counts_of([5, 5]), world_size=4)
         assert dealt == [[(0,)], [(1,)], [], []]
 
 
@@ -160,5 +160,5 @@ def test_ranks_without_samples_have_empty_micro_batches():
 def test_the_last_step_has_no_more_micro_batches_than_it_needs(row_tokens):
     counts = counts_of([5, 5, 5])
     budget = TokenBudget(20, 8, row_tokens)
-    dealt = budget.deal(budget.groups(counts, seed=0), counts, world_size=2)
+    dealt = budget.assign_to_ranks(budget.groups(counts, seed=0), counts, world_size=2)
     assert [sum(map(len, rows)) for rows in dealt] == [2, 1]

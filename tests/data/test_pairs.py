@@ -15,7 +15,7 @@ from dschat_lora.data import store
 from dschat_lora.data.batch import PairCollator
 from dschat_lora.data.chat import Chat, Span, make_chat
 from dschat_lora.data.prepare import prepare
-from dschat_lora.data.records import Record, to_record
+from dschat_lora.data.records import TextRecord, to_record
 from dschat_lora.data.rows import RawRow, RowError, check_sources, parse_row, require_usable
 from dschat_lora.data.store import TokenSet, write_samples
 from dschat_lora.data.tokenize import PairSample, TokenRule, make_encoder, tokenize
@@ -27,7 +27,7 @@ BOS, EOS = 1, 2
 def make_record(prompt, chosen, rejected, *turns, margin=None):
     """A preference; ``turns`` come before the prompt, alternating context and answer."""
     context = [Span(text, target=i % 2 == 1) for i, text in enumerate([*turns, prompt])]
-    return Record("f.jsonl:3", "preference", (*context, Span(chosen, True)), rejected, margin)
+    return TextRecord("f.jsonl:3", "preference", (*context, Span(chosen, True)), rejected, margin)
 
 
 def run(record, tokenizer, *, max_seq_len=100, overlong="drop", eos_id=EOS):
@@ -47,7 +47,7 @@ def letters(tokenizer, text):
 
 def sft(prompt, completion, tokenizer, **options):
     """The same text as step 1 would have it."""
-    record = Record("f:1", "prompt-completion", (Span(prompt, False), Span(completion, True)))
+    record = TextRecord("f:1", "prompt-completion", (Span(prompt, False), Span(completion, True)))
     rule = TokenRule(options.pop("eos_id", EOS), 100, "drop", False)
     (result,) = tokenize([record], make_encoder(tokenizer), rule)
     return result.sample
@@ -464,7 +464,7 @@ def test_trees_in_one_row_by_hand():
         segment_ids=[[1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 0, 0]],
         branch_ids=[[0, 0, 0, 1, 1, 2, 0, 1, 2, 2, 0, 0]],
         ends=[4, 7, 5, 9],
-        predicted_from=[1, 2, 3, 6, 1, 2, 6, 8],
+        logit_positions=[1, 2, 3, 6, 1, 2, 6, 8],
         compared=[[3, 7], [5, 8]],
         num_tokens=10,
         # 3 shared, 2 of chosen, 1 of rejected; 1, 1, 2
@@ -482,7 +482,7 @@ def test_trees_in_two_rows_are_counted_through_the_rows():
         segment_ids=[[1] * 6, [1, 1, 1, 1, 0, 0]],
         branch_ids=[[0, 0, 0, 1, 1, 2], [0, 1, 2, 2, 0, 0]],
         ends=[4, 7, 5, 9],
-        predicted_from=[1, 2, 3, 6, 1, 2, 6, 8],
+        logit_positions=[1, 2, 3, 6, 1, 2, 6, 8],
         compared=[[3, 7], [5, 8]],
         num_tokens=10,
         num_attended=19 + 8,
@@ -499,7 +499,7 @@ def test_sequences_side_by_side_by_hand():
         segment_ids=[[1] * 5 + [2] * 4 + [3] * 2 + [4] * 3],
         branch_ids=[[0] * 14],
         ends=[4, 10, 8, 13],
-        predicted_from=[1, 2, 3, 9, 6, 7, 11, 12],
+        logit_positions=[1, 2, 3, 9, 6, 7, 11, 12],
         compared=[[3, 10], [8, 12]],
         num_tokens=14,
         num_attended=15 + 10 + 3 + 6,
@@ -521,7 +521,7 @@ def test_a_row_for_each_sequence_by_hand():
         segment_ids=[[1] * 5, [1, 1, 1, 1, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0]],
         branch_ids=[[0] * 5] * 4,
         ends=[4, 11, 8, 17],
-        predicted_from=[1, 2, 3, 10, 6, 7, 15, 16],
+        logit_positions=[1, 2, 3, 10, 6, 7, 15, 16],
         compared=[[3, 11], [8, 16]],
         num_tokens=14,
         num_attended=15 + 10 + 3 + 6,
@@ -550,7 +550,7 @@ def test_every_place_is_where_a_walk_along_its_sequence_finds_it(layout):
     segments = batch.segment_ids.flatten().tolist()
     branches = batch.branch_ids.flatten().tolist()
     count = len(pairs)
-    predicted, expected_owner, expected_from, expected_compared = [], [], [], []
+    target_ids, expected_owner, expected_from, expected_compared = [], [], [], []
     walks = []
     for number, sequence in enumerate(sequences):
         # Walk back from the end: the token before is the nearest one to the left, one position
@@ -574,7 +574,7 @@ def test_every_place_is_where_a_walk_along_its_sequence_finds_it(layout):
         walks.append(walk)
         begin = len(pairs[number % count].prompt)
         for t in range(max(1, begin), len(sequence)):
-            predicted.append(sequence[t])
+            target_ids.append(sequence[t])
             expected_from.append(walk[t - 1])
             expected_owner.append(number)
     for pair, chosen, rejected in zip(pairs, walks[:count], walks[count:], strict=True):
@@ -586,13 +586,13 @@ def test_every_place_is_where_a_walk_along_its_sequence_finds_it(layout):
                 expected_compared.append((chosen[t], rejected[t]))
     check(
         batch,
-        predicted=predicted,
+        target_ids=target_ids,
         owner=expected_owner,
-        predicted_from=expected_from,
+        logit_positions=expected_from,
         compared=[list(each) for each in zip(*expected_compared, strict=True)],
         margins=torch.tensor([pair.margin for pair in pairs]).tolist(),
         num_samples=count,
-        num_targets=len(predicted),
+        num_targets=len(target_ids),
         num_tokens=sum(s > 0 for s in segments),
     )
 
@@ -623,7 +623,7 @@ def test_an_empty_batch_has_a_shape_and_nothing_else(layout):
     for name in names.split():
         assert getattr(batch, name).shape == (0,), name
     assert batch.compared.shape == (2, 0)
-    assert {batch.ends.dtype, batch.predicted.dtype, batch.compared.dtype} == {torch.int64}
+    assert {batch.ends.dtype, batch.target_ids.dtype, batch.compared.dtype} == {torch.int64}
 
 
 def test_width_can_be_rounded_up_and_several_pairs_do_not_stand_alone():

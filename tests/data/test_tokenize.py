@@ -2,7 +2,7 @@ import pytest
 from hand_tokenizers import build_byte_tokenizer, build_metaspace_tokenizer
 
 from dschat_lora.data.chat import Span
-from dschat_lora.data.records import Record
+from dschat_lora.data.records import TextRecord
 from dschat_lora.data.tokenize import TokenRule, make_encoder, tokenize
 
 BOS, EOS, IGNORED = 1, 2, -100
@@ -11,7 +11,7 @@ BOS, EOS, IGNORED = 1, 2, -100
 def make_record(*texts):
     """Alternating context and answer."""
     spans = tuple(Span(text, target=index % 2 == 1) for index, text in enumerate(texts))
-    return Record("f.jsonl:3", "prompt-completion", spans)
+    return TextRecord("f.jsonl:3", "prompt-completion", spans)
 
 
 def run(
@@ -128,7 +128,7 @@ def test_a_later_turn_that_would_merge_is_tokenised_alone_and_the_next_goes_on()
 def test_text_rows_and_train_on_prompt_supervise_all_but_the_first_token():
     tokenizer = build_byte_tokenizer()
     a, b, c = letters(tokenizer, "abc")
-    text = Record("f:1", "text", (Span("abc", target=True),))
+    text = TextRecord("f:1", "text", (Span("abc", target=True),))
     assert ids_and_labels(text, tokenizer)[1] == [IGNORED, b, c, EOS]
     both = ids_and_labels(make_record("ab", "c"), tokenizer, train_on_prompt=True)
     assert both == ([a, b, c, EOS], [IGNORED, b, c, EOS])
@@ -169,7 +169,7 @@ def test_an_overlong_row_is_an_error_if_asked_for():
 
 def test_records_of_different_shape_keep_their_own_tokens():
     tokenizer = build_byte_tokenizer()
-    records = [make_record("a", "b"), Record("", "text", (Span("c", target=True),))]
+    records = [make_record("a", "b"), TextRecord("", "text", (Span("c", target=True),))]
     records += [make_record("d", "e", "f", "g")]
     results = tokenize(records, make_encoder(tokenizer), TokenRule(EOS, 9, "drop", False))
     got = [result.sample.input_ids.tolist() for result in results]

@@ -309,11 +309,11 @@ def test_engines_on_one_base_fetch_nothing_ahead_of_each_other(said):
         "native_dtype": None,
     }
     content = {"zero_optimization": said}
-    alone, together = (
+    alone, raise_together = (
         engine_config(content, zero_stage=3, shares_weights=shares, **options)["zero_optimization"]
         for shares in (False, True)
     )
-    assert together["stage3_prefetch_bucket_size"] == 0
+    assert raise_together["stage3_prefetch_bucket_size"] == 0
     assert alone["stage3_prefetch_bucket_size"] == said.get(
         "stage3_prefetch_bucket_size", default_zero(3, False)["stage3_prefetch_bucket_size"]
     )

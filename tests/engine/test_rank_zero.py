@@ -9,7 +9,7 @@ pytestmark = pytest.mark.stage
 
 def outcomes(fails):
     """What each process gets of work on rank 0, and of work that every node does first."""
-    from dschat_lora.engine.distributed import local_first, on_rank_zero, sum_over_ranks
+    from dschat_lora.engine.distributed import local_rank_first, on_rank_zero, sum_over_ranks
 
     def work():
         if fails:
@@ -17,7 +17,7 @@ def outcomes(fails):
         return 7
 
     found = []
-    for collective in (on_rank_zero, local_first):
+    for collective in (on_rank_zero, local_rank_first):
         try:
             found.append(collective(work))
         except ValueError as error:
@@ -55,4 +55,4 @@ def test_other_ranks_learn_the_exit_code_of_rank_zeros_failure(monkeypatch, erro
 def test_first_rank_ends_with_another_one_that_failed(monkeypatch):
     monkeypatch.setattr(distributed, "max_over_ranks", lambda value: 2.0)
     with pytest.raises(SystemExit, match="2"):
-        distributed.local_first(lambda: "done")
+        distributed.local_rank_first(lambda: "done")

@@ -13,7 +13,7 @@ from dschat_lora.data.batch import PairCollator, SampleCollator
 from dschat_lora.engine.build import TrainEngine, _buckets
 from dschat_lora.engine.distributed import rank
 from dschat_lora.engine.zero import gather_to_cpu
-from dschat_lora.runtime.setup import place
+from dschat_lora.runtime.setup import shard_model
 from dschat_lora.supervised.loop import train_steps
 from dschat_lora.supervised.objectives import SUPERVISED, dpo_objective, reward_objective
 from helpers.runs import engine_settings, release
@@ -183,7 +183,7 @@ def one_step_of_each(runs):
 
 def _one_step(stage, index):
     model, settings = Partly(), engine_settings(stage=stage)
-    place(model, settings)
+    shard_model(model, settings)
     groups = [{"params": [*model.numbers], "lr": 0.1, "weight_decay": 0.5, "name": "all"}]
     engine = TrainEngine(model, groups, settings)
     engine.backward(engine(index), last=True)

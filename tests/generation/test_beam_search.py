@@ -133,10 +133,10 @@ def test_what_the_model_came_with_has_no_say(beams):
 def test_many_at_a_time_and_no_cache_change_nothing(beams):
     model = toy(12, seed=1)
     search = Search(beams, 9, (0,), 0, 0.8, no_repeat_ngram_size=3)
-    together = write_texts(model, PROMPTS, search, device=CPU)
-    assert together == [write_texts(model, [p], search, device=CPU)[0] for p in PROMPTS]
-    assert together == write_texts(model, PROMPTS, search, device=CPU, use_cache=False)
-    assert any(together)
+    raise_together = write_texts(model, PROMPTS, search, device=CPU)
+    assert raise_together == [write_texts(model, [p], search, device=CPU)[0] for p in PROMPTS]
+    assert raise_together == write_texts(model, PROMPTS, search, device=CPU, use_cache=False)
+    assert any(raise_together)
 
 
 def repeats(text, n):

@@ -223,18 +223,18 @@ def test_a_text_is_a_function_of_its_prompt_and_seed_alone(sampling):
     model = adapted("llama")
     seeds = [[10 * i + j for j in range(3)] for i in range(len(PROMPTS))]
     ends = range(3, 12)
-    together = run(model, PROMPTS, sampling, seeds=seeds, eos_ids=ends)
-    lengths = {len(text) for texts in together for text in texts}
+    raise_together = run(model, PROMPTS, sampling, seeds=seeds, eos_ids=ends)
+    lengths = {len(text) for texts in raise_together for text in texts}
     assert len(lengths) > 3, "some texts outlive others, which are moved for them"
     alone = [
         [run(model, [prompt], sampling, seeds=[[seed]], eos_ids=ends)[0][0] for seed in each]
         for prompt, each in zip(PROMPTS, seeds, strict=True)
     ]
-    assert together == alone
+    assert raise_together == alone
     backwards = run(
         model, PROMPTS[::-1], sampling, seeds=[each[::-1] for each in seeds[::-1]], eos_ids=ends
     )
-    assert backwards == [texts[::-1] for texts in together[::-1]]
+    assert backwards == [texts[::-1] for texts in raise_together[::-1]]
 
 
 def test_different_seeds_give_different_texts():

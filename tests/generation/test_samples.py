@@ -35,8 +35,8 @@ def greedy(model, prompt, steps):
 def test_answers_of_a_padded_batch_are_those_of_each_prompt_alone(name):
     model = tiny(name)
     prompts = [[5, 6, 7, 8, 9], [10, 11], [12, 13, 14]]
-    together = answer(model, TOKENIZER, prompts, max_new_tokens=8, device=torch.device("cpu"))
-    assert together == [greedy(model, prompt, 8) for prompt in prompts]
+    raise_together = answer(model, TOKENIZER, prompts, max_new_tokens=8, device=torch.device("cpu"))
+    assert raise_together == [greedy(model, prompt, 8) for prompt in prompts]
 
 
 def test_answer_ends_with_its_first_end_of_sequence():

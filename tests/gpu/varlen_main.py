@@ -6,7 +6,7 @@ import sys
 import torch
 
 from dschat_lora.data.batch import PairCollator, SampleCollator
-from dschat_lora.models.backbone import Trunk
+from dschat_lora.models.backbone import Backbone
 from helpers.pairs import ragged_pairs
 from helpers.tiny import ragged_samples, tiny_model
 
@@ -26,20 +26,20 @@ def run(kind, dtype, *, by_spans, checkpointing):
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
-    trunk = Trunk(model)
+    backbone = Backbone(model)
     if not by_spans:
-        trunk.by_spans = False
-    skips = trunk.skips_padding(GPU)
+        backbone.by_spans = False
+    skips = backbone.skips_padding(GPU)
     total = 0.0
     for batch in batches():
         moved = batch.to(GPU)
         inputs = moved.input_ids, moved.position_ids, moved.segment_ids
         branches = getattr(moved, "branch_ids", None)
-        hidden = trunk(*inputs, branches, moved.spans)
+        hidden = backbone(*inputs, branches, moved.spans)
         if by_spans:
             # What is read back from the device would be an error here.
             torch.cuda.set_sync_debug_mode("error")
-            trunk(*inputs, branches, moved.spans)
+            backbone(*inputs, branches, moved.spans)
             torch.cuda.set_sync_debug_mode("default")
         real = hidden[moved.segment_ids > 0].float()
         weights = torch.randn(real.shape, generator=torch.Generator().manual_seed(3))

@@ -15,16 +15,16 @@ from dschat_lora.engine.distributed import rank, world_size
 from dschat_lora.engine.zero import gather_to_cpu
 from dschat_lora.lora.model import adapter_parameters
 from dschat_lora.lora.rates import parameter_groups
-from dschat_lora.rlhf.batch import Response, Step, collate, deal
+from dschat_lora.rlhf.batch import Minibatch, Response, collate, make_minibatches
 from dschat_lora.rlhf.config import PpoConfig
 from dschat_lora.rlhf.ema import MovingAverage
 from dschat_lora.rlhf.engines import Engines
-from dschat_lora.rlhf.experience import Experience, look_at, targets
+from dschat_lora.rlhf.experience import Experience, score_responses, targets
 from dschat_lora.rlhf.pretraining import Pretraining
 from dschat_lora.rlhf.rewards import RewardFunction
 from dschat_lora.rlhf.rollout import response_mask
 from dschat_lora.rlhf.update import Updater
-from dschat_lora.runtime.setup import place
+from dschat_lora.runtime.setup import shard_model
 from helpers.roles import Words, config_of, networks_of, roles_of
 from helpers.runs import engine_settings, release
 from helpers.tiny import VOCAB
@@ -61,7 +61,7 @@ def steps_of(responses, iteration, *, epochs, rows_per_step, micro, rank=0, worl
     return [
         step
         for number in range(epochs)
-        for step in deal(
+        for step in make_minibatches(
             lengths,
             rows_per_step=rows_per_step,
             micro_batch_size=micro,
@@ -151,7 +151,7 @@ def iterate(
     roles = roles_of(config, actor, reward if scores == "model" or algorithm == "ppo" else None)
     if meta:
         roles = roles_of(config, actor, reward if roles.reward else None, meta=True)
-    place(roles.whole(), settings)
+    shard_model(roles.whole(), settings)
     networks = networks_of(roles, entropy_trains=ppo.entropy_coef > 0)
     made = {
         name: TrainEngine(
@@ -246,14 +246,16 @@ def _iteration(
             **place_of,
         )
     else:
-        steps = [Step(s, [s[rank() :: world_size()]]) for s in given] * ppo.ppo_epochs
+        steps = [Minibatch(s, [s[rank() :: world_size()]]) for s in given] * ppo.ppo_epochs
     make = partial(collate, responses, pad_id=pad)
     first = steps[: len(steps) // ppo.ppo_epochs]
     batches = [make(rows) for step in first for rows in step.micro_batches]
     if looks is None:
         looks = not (len(steps) == 1 and len(batches) == 1)
     mask = response_mask(responses, engines.actor.device)
-    reference, logprobs, values, scores = look_at(engines, batches, mask.shape[1], with_old=looks)
+    reference, logprobs, values, scores = score_responses(
+        engines, batches, mask.shape[1], with_old=looks
+    )
     scores = scores + torch.tensor([math.nan if b is None else b for b in bonus])
     mask = mask & ~scores.isnan()[:, None]
     experience = Experience(responses, mask, reference, scores, logprobs, values)
@@ -281,7 +283,7 @@ def _iteration(
         "scores": scores,
         "values": experience.values,
         "logprobs": experience.logprobs,
-        "reference": experience.reference,
+        "reference": experience.ref_logprobs,
     }
 
 

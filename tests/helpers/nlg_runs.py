@@ -17,7 +17,7 @@ from dschat_lora.experiments.nlg.validation import schedule
 from dschat_lora.lora.model import adapter_parameters
 from dschat_lora.lora.rates import parameter_groups
 from dschat_lora.models.causal_lm import CausalLMLoss
-from dschat_lora.runtime.setup import adamw_update, place
+from dschat_lora.runtime.setup import adamw_update, shard_model
 from dschat_lora.supervised.loop import train_steps
 from dschat_lora.supervised.objectives import SUPERVISED
 from helpers.runs import engine_settings, load_model, loader
@@ -54,7 +54,7 @@ def ours(path, *, stage, micro, accumulation):
         update=adamw_update(options.optim),
     )
     model = load_model(path, as_options(LORA), meta=stage == 3 and data_rank() > 0)
-    place(model, settings)
+    shard_model(model, settings)
     network = CausalLMLoss(model, label_smoothing=options.label_smoothing)
     engine = TrainEngine(network, parameter_groups(model, options.optim), settings)
     source = loader(ragged_samples(64), micro=micro, accumulation=accumulation)
@@ -116,8 +116,8 @@ def loralibs(path):
     source = loader(ragged_samples(64), micro=ROWS, accumulation=1)
     windows = (window for epoch in range(100) for window in source.epoch(epoch))
     for step, (batch,) in enumerate(islice(windows, STEPS)):
-        logits = model(input_ids=batch.input_ids).logits.flatten(0, 1)[batch.predicted_from]
-        loss = F.cross_entropy(logits, batch.predicted, label_smoothing=SMOOTHING)
+        logits = model(input_ids=batch.input_ids).logits.flatten(0, 1)[batch.logit_positions]
+        loss = F.cross_entropy(logits, batch.target_ids, label_smoothing=SMOOTHING)
         gradients = dict(zip(trained, torch.autograd.grad(loss, trained.values()), strict=True))
         rate = RATE * (step / 3 if step < 3 else (STEPS - step) / (STEPS - 3))
         with torch.no_grad():

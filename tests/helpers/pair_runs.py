@@ -21,7 +21,7 @@ from dschat_lora.lora.model import apply_lora, lora_layers
 from dschat_lora.lora.rates import parameter_groups
 from dschat_lora.models.causal_lm import CausalLMLogprobs, load_config
 from dschat_lora.models.reward_model import RewardModel, load_reward_model
-from dschat_lora.runtime.setup import place
+from dschat_lora.runtime.setup import shard_model
 from dschat_lora.supervised.dpo_reference import WithReference, logprobs_at, reference_logprobs
 from dschat_lora.supervised.loop import evaluate, train_steps
 from dschat_lora.supervised.objectives import answer_logprobs, dpo_objective, reward_objective
@@ -106,7 +106,7 @@ def build_pair_engine(path, task, lora, settings):
         (load_reward, RewardModel) if task == "reward" else (load_policy, CausalLMLogprobs)
     )
     model = load(path, lora, dtype=settings.dtype, meta=settings.zero_stage == 3 and rank() > 0)
-    place(model, settings)
+    shard_model(model, settings)
     optim = OptimConfig(learning_rate=RATE, lora_learning_rate=RATE)
     return model, TrainEngine(network(model), parameter_groups(model, optim), settings)
 

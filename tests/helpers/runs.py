@@ -24,8 +24,8 @@ from dschat_lora.models.causal_lm import CausalLMLoss, load_causal_lm, load_conf
 from dschat_lora.perf.shape import describe
 from dschat_lora.perf.throughput import Meter
 from dschat_lora.report.log import RunLog
-from dschat_lora.runtime.setup import place
-from dschat_lora.supervised.loop import Progress, evaluate, fit, make_plan, train_steps
+from dschat_lora.runtime.setup import shard_model
+from dschat_lora.supervised.loop import Progress, evaluate, fit, make_train_schedule, train_steps
 from dschat_lora.supervised.objectives import SUPERVISED, BatchLoss, causal_lm_loss
 from helpers.tensor_parallel import divided, replicas_differ
 from helpers.tiny import LENGTH, ragged_samples
@@ -86,7 +86,7 @@ def build(path, lora, settings, *, rate=RATE, checkpointing=False, group=None):
     model = load_model(path, lora, dtype=settings.dtype, meta=meta, group=group)
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    place(model, settings)
+    shard_model(model, settings)
     optim = OptimConfig(learning_rate=rate, lora_learning_rate=rate)
     return model, TrainEngine(CausalLMLoss(model), parameter_groups(model, optim), settings)
 
@@ -205,7 +205,7 @@ def _train(
         "skipped": [result.outcome.skipped for result in results],
         "scales": [result.outcome.loss_scale for result in results],
         "targets": [result.counts.num_targets for result in results],
-        "rates": [max(result.rates.values()) for result in results],
+        "rates": [max(result.learning_rates.values()) for result in results],
         "trained": gather_to_cpu(trained),
         "base_changed": [name for name in before if not torch.equal(before[name], after[name])],
         "unlike": sorted(unlike),
@@ -296,13 +296,13 @@ def _save(model, lora, path, adapter_directory, merged_directory):
 class NoKeeper:
     """Keeps nothing, for loops that are not about checkpoints."""
 
-    def wishes(self):
+    def requests(self):
         return []
 
-    def is_stopping(self, wishes):
+    def is_stopping(self, requests):
         return False
 
-    def after_step(self, step, wishes, *, skipped, last):
+    def after_step(self, step, requests, *, skipped, last):
         return False
 
     def stop(self, step):
@@ -332,11 +332,13 @@ def fit_with_infinite_gradients(path, *, stage, dtype="fp32"):
                     engine,
                     source := loader(ragged_samples(64), micro=2, accumulation=1),
                     replace(SUPERVISED, loss=infinite_loss),
-                    make_plan(OptimConfig(max_steps=60), RunConfig(), source.steps_per_epoch),
+                    make_train_schedule(
+                        OptimConfig(max_steps=60), RunConfig(), source.steps_per_epoch
+                    ),
                     progress=Progress(),
                     rate_factor=lambda step: 1.0,
                     seed=1,
-                    keeper=NoKeeper(),
+                    checkpointer=NoKeeper(),
                     meter=meter,
                     log=log,
                     evaluate_at=evaluated.append,
@@ -357,7 +359,7 @@ class Watching(NoKeeper):
         self._state = state
         self.seen = [dict(state.tensors())]
 
-    def after_step(self, step, wishes, *, skipped, last):
+    def after_step(self, step, requests, *, skipped, last):
         self.seen.append(dict(self._state.tensors()))
         return False
 
@@ -390,11 +392,11 @@ def _fit_with_infinite_losses(path, stage, infinite):
                 engine,
                 source := loader(ragged_samples(64), micro=2, accumulation=2),
                 replace(SUPERVISED, loss=loss),
-                make_plan(OptimConfig(max_steps=5), RunConfig(), source.steps_per_epoch),
+                make_train_schedule(OptimConfig(max_steps=5), RunConfig(), source.steps_per_epoch),
                 progress=(progress := Progress()),
                 rate_factor=lambda step: 1.0,
                 seed=1,
-                keeper=watching,
+                checkpointer=watching,
                 meter=meter,
                 log=log,
                 evaluate_at=lambda step: None,

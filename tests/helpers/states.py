@@ -14,7 +14,7 @@ from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import rank, world_size
 from dschat_lora.engine.state import EngineState
 from dschat_lora.engine.zero import gather_to_cpu
-from dschat_lora.runtime.setup import place
+from dschat_lora.runtime.setup import shard_model
 from dschat_lora.supervised.loop import train_steps
 from dschat_lora.supervised.objectives import SUPERVISED
 from helpers.runs import LORA, build, engine_settings, loader, overflowing_at, release
@@ -82,7 +82,7 @@ class ToyModel:
             stage=stage, offload=offload, deepspeed_json={"zero_optimization": section}
         )
         self.model = Toy()
-        place(self.model, settings)
+        shard_model(self.model, settings)
         self.engine = TrainEngine(self.model, toy_groups(self.model), settings)
         self.state = EngineState(self.engine, self.model)
 

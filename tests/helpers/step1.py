@@ -86,8 +86,8 @@ def python(*argv):
 
 def deepspeed(*argv, launcher=()):
     """``deepspeed LAUNCHER... training/step1_sft/main.py ...``"""
-    beside = Path(sys.executable).with_name("deepspeed")
-    program = beside if beside.exists() else shutil.which("deepspeed")
+    on_checkpoint = Path(sys.executable).with_name("deepspeed")
+    program = on_checkpoint if on_checkpoint.exists() else shutil.which("deepspeed")
     return [program, *launcher, "training/step1_sft/main.py", *argv]
 
 

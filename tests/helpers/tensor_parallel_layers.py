@@ -18,7 +18,13 @@ from dschat_lora.config.stages import LoraConfig
 from dschat_lora.data.batch import SampleCollator
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.model import adapter_parameters, apply_lora
-from dschat_lora.lora.parallel import Column, ParallelEmbedding, ParallelLinear, Row, shard_of
+from dschat_lora.lora.parallel import (
+    ColumnParallel,
+    ParallelEmbedding,
+    ParallelLinear,
+    RowParallel,
+    shard_of,
+)
 from dschat_lora.models.causal_lm import CausalLMLoss, LinearHead, LogprobHead
 from dschat_lora.models.policy import PolicyHead
 from dschat_lora.models.tensor_parallel import divide
@@ -260,9 +266,9 @@ def linear_layer(case, group, values, of):
     if case.bias == "none":
         base.register_parameter("bias", None)
     if case.split == "column":
-        split: Any = Column(group, case.blocks, reads=case.reads, gathers=case.gathers)
+        split: Any = ColumnParallel(group, case.blocks, reads=case.reads, gathers=case.gathers)
     else:
-        split = Row(group, case.blocks, is_parallel=case.is_parallel)
+        split = RowParallel(group, case.blocks, is_parallel=case.is_parallel)
     layer: Any = ParallelLinear(base, split, transposed=case.transposed)
     if case.adapter == "none":
         return layer
@@ -366,7 +372,7 @@ def head_error(name, kind, group):
     base.weight.data = weight.clone()
     if base.bias is not None:
         base.bias.data = bias.clone()
-    layer: Any = ParallelLinear(base, Column(group, (VOCAB,), reads="same", gathers=True))
+    layer: Any = ParallelLinear(base, ColumnParallel(group, (VOCAB,), reads="same", gathers=True))
     if name == "adapted":
         layer = adapted(layer)
         with torch.no_grad():
@@ -454,7 +460,7 @@ def loss_of(network):
     lengths = {len(sample.input_ids): sample for sample in ragged_samples(200, seed=1)}
     data = SampleCollator(0)([[lengths[9], lengths[7]]])
     return network(
-        data.input_ids, data.position_ids, data.segment_ids, data.predicted_from, data.predicted
+        data.input_ids, data.position_ids, data.segment_ids, data.logit_positions, data.target_ids
     )
 
 

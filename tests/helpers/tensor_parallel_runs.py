@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from dschat_lora.checkpoint.adapter import load_adapter, lora_config_of
 from dschat_lora.checkpoint.export import save_adapter
 from dschat_lora.config.stages import ModelConfig
-from dschat_lora.engine.distributed import agree, data_world_size, rank
+from dschat_lora.engine.distributed import broadcast_string, data_world_size, rank
 from dschat_lora.engine.state import EngineState
 from dschat_lora.engine.zero import gather_to_cpu
 from dschat_lora.lora.model import adapter_parameters, apply_lora
@@ -101,7 +101,9 @@ class _Run:
 
     def load(self, directory):
         """Become what was saved."""
-        facts = json.loads(agree((directory / "state.json").read_text() if rank() == 0 else ""))
+        facts = json.loads(
+            broadcast_string((directory / "state.json").read_text() if rank() == 0 else "")
+        )
         tensors = load_file(directory / "state.safetensors") if rank() == 0 else {}
         self.state.load(facts, tensors.__getitem__)
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-from dschat_lora.models.backbone import Trunk
+from dschat_lora.models.backbone import Backbone
 
 
 @pytest.fixture(params=["blocks", "dense"])
 def both_ways(request, monkeypatch):
     """Once as on a CPU, sample by sample, and once as on a GPU, under a dense mask."""
     if request.param == "dense":
-        monkeypatch.setattr(Trunk, "skips_padding", lambda self, device: False)
+        monkeypatch.setattr(Backbone, "skips_padding", lambda self, device: False)
     return request.param

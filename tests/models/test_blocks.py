@@ -6,8 +6,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from dschat_lora.config.stages import DpoConfig
 from dschat_lora.data.batch import PairCollator, SampleCollator
-from dschat_lora.models import backbone as trunk_module
-from dschat_lora.models.backbone import Trunk
+from dschat_lora.models import backbone as backbone_module
+from dschat_lora.models.backbone import Backbone
 from dschat_lora.models.blocks import attend_by_spans
 from dschat_lora.models.causal_lm import CausalLMLogprobs, CausalLMLoss
 from dschat_lora.models.policy import Policy
@@ -45,10 +45,10 @@ def test_spans_give_the_states_and_gradients_of_a_dense_mask(kind, name):
     results = []
     for by_spans in (True, False):
         model = tiny_model(kind)
-        trunk = Trunk(model)
-        assert trunk.skips_padding(CPU)
-        trunk.by_spans = by_spans
-        hidden = trunk(**inputs_of(batch))
+        backbone = Backbone(model)
+        assert backbone.skips_padding(CPU)
+        backbone.by_spans = by_spans
+        hidden = backbone(**inputs_of(batch))
         (hidden[real] * weights).sum().backward()
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         results.append((hidden, gradients))
@@ -65,7 +65,7 @@ def test_spans_are_made_with_the_batch_and_used_by_every_loss(monkeypatch):
     def none(*ids):
         raise AssertionError("spans were looked for")
 
-    monkeypatch.setattr(trunk_module, "find_spans", none)
+    monkeypatch.setattr(backbone_module, "find_spans", none)
     model = tiny_model("llama")
     found = batches()
     for name in ("packed", "full"):
@@ -78,10 +78,12 @@ def test_spans_are_made_with_the_batch_and_used_by_every_loss(monkeypatch):
     responses = collate(
         [Response((5, 6), (7, 8), True, 0), Response((5,), (7,), True, 0)], [0, 1], 0
     )
-    inputs = *responses.inputs, responses.predicted_from, responses.predicted, 1.0
+    inputs = *responses.inputs, responses.logit_positions, responses.target_ids, 1.0
     assert Policy(model)(*inputs, responses.spans)[0].isfinite().all()
     with pytest.raises(AssertionError, match="looked for"):
-        Trunk(model)(found["full"].input_ids, found["full"].position_ids, found["full"].segment_ids)
+        Backbone(model)(
+            found["full"].input_ids, found["full"].position_ids, found["full"].segment_ids
+        )
 
 
 class Layer(torch.nn.Module):
@@ -107,7 +109,7 @@ def test_other_masks_are_left_to_transformers(mask):
 def test_a_batch_of_nothing_is_computed_under_its_mask():
     model = tiny_model("llama")
     empty = SampleCollator(0).empty()
-    hidden = Trunk(model)(**inputs_of(empty))
+    hidden = Backbone(model)(**inputs_of(empty))
     assert hidden.shape[:2] == (1, 1)
     assert torch.isfinite(hidden).all()
 
@@ -116,15 +118,15 @@ def test_generation_is_what_it_was():
     model = tiny_model("opt")
     ids = torch.tensor([[5, 6, 7, 8]])
     before = model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
-    Trunk(model)
+    Backbone(model)
     after = model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
     assert torch.equal(before, after)
 
 
 def test_padding_is_computed_under_the_models_own_mask_and_where_no_kernel_skips_it():
-    trunk = Trunk(tiny_model("opt"))
-    trunk.own_mask = True
-    assert not trunk.skips_padding(CPU)
-    assert not Trunk(tiny_model("opt")).skips_padding(torch.device("cuda"))
-    assert not Trunk(tiny_model("opt", "eager")).skips_padding(CPU)
-    assert Trunk(tiny_model("opt").bfloat16()).skips_padding(CPU)
+    backbone = Backbone(tiny_model("opt"))
+    backbone.own_mask = True
+    assert not backbone.skips_padding(CPU)
+    assert not Backbone(tiny_model("opt")).skips_padding(torch.device("cuda"))
+    assert not Backbone(tiny_model("opt", "eager")).skips_padding(CPU)
+    assert Backbone(tiny_model("opt").bfloat16()).skips_padding(CPU)

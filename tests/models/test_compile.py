@@ -10,7 +10,7 @@ from dschat_lora.lora.model import apply_lora
 from dschat_lora.models.build import recompute_blocks
 from dschat_lora.models.causal_lm import CausalLMLoss
 from dschat_lora.models.compile import check_compiler, compile_blocks
-from dschat_lora.models.views import same_weights
+from dschat_lora.models.views import share_parameters
 from dschat_lora.runtime.validation import check_compile
 
 
@@ -105,7 +105,7 @@ def test_names_stay_and_copies_are_not_compiled(counted):
     compile_blocks(model, backend=counted)
     assert list(model.state_dict()) == names
     with torch.no_grad():
-        same_weights(model)(*batch([5])[:1])
+        share_parameters(model)(*batch([5])[:1])
     assert counted.graphs == 0
 
 

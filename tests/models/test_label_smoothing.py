@@ -39,9 +39,9 @@ def test_loss_is_smoothed_in_training_and_plain_in_evaluation(path):
     with torch.no_grad():
         trained, evaluated = (network.train(mode)(**inputs) for mode in (True, False))
         logits = network.model(input_ids=batch.input_ids).logits.flatten(0, 1)
-        logits = logits[batch.predicted_from]
+        logits = logits[batch.logit_positions]
     common = {"reduction": "sum"}
-    torch.testing.assert_close(evaluated, F.cross_entropy(logits, batch.predicted, **common))
-    smoothed = F.cross_entropy(logits, batch.predicted, label_smoothing=0.2, **common)
+    torch.testing.assert_close(evaluated, F.cross_entropy(logits, batch.target_ids, **common))
+    smoothed = F.cross_entropy(logits, batch.target_ids, label_smoothing=0.2, **common)
     torch.testing.assert_close(trained, smoothed)
     assert (trained - evaluated).abs() > 0.1

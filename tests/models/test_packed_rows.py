@@ -9,8 +9,8 @@ from dschat_lora.algos.segments import block_causal_mask
 from dschat_lora.config.stages import LoraConfig
 from dschat_lora.data.batch import SampleCollator
 from dschat_lora.lora.model import adapter_parameters, apply_lora
-from dschat_lora.models.architecture_checks import head_is_linear, probe
-from dschat_lora.models.backbone import Trunk
+from dschat_lora.models.architecture_checks import check_architecture, head_is_linear
+from dschat_lora.models.backbone import Backbone
 from dschat_lora.models.causal_lm import CausalLMLoss, LinearHead
 from dschat_lora.supervised import batching as layout
 from helpers import plain
@@ -30,7 +30,7 @@ def tensors(batch):
 
 
 def predictions(batch):
-    return {"predicted_from": batch.predicted_from, "predicted": batch.predicted}
+    return {"predicted_from": batch.logit_positions, "predicted": batch.target_ids}
 
 
 def adapted(kind, attention="sdpa"):
@@ -52,7 +52,7 @@ def test_packed_samples_equal_each_sample_alone(kind, attention):
     # Rows of three, three and one sample, padded to a common width.
     batch = SampleCollator(0)([samples[:3], samples[3:6], samples[6:]])
     network = CausalLMLoss(model)
-    hidden = network.trunk(**tensors(batch))[batch.segment_ids > 0]
+    hidden = network.backbone(**tensors(batch))[batch.segment_ids > 0]
     with torch.no_grad():
         ids = [torch.as_tensor(s.input_ids, dtype=torch.long)[None] for s in samples]
         alone = torch.cat([model.base_model(input_ids=each)[0][0] for each in ids])
@@ -85,7 +85,7 @@ def test_a_batch_without_targets_has_zero_loss_and_zero_gradient_everywhere():
     model = adapted("opt")
     batch = SampleCollator(0)([ragged_samples(1)])
     none = torch.zeros(0, dtype=torch.int64)
-    loss = CausalLMLoss(model)(**tensors(batch), predicted_from=none, predicted=none)
+    loss = CausalLMLoss(model)(**tensors(batch), logit_positions=none, target_ids=none)
     loss.backward()
     assert loss.item() == 0.0
     assert all(p.grad.abs().max() == 0 for p in adapter_parameters(model).values())
@@ -121,7 +121,7 @@ def test_full_logits_and_checkpointed_heads_give_the_same_loss_and_gradient(kind
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_probe_finds_nothing_wrong_with_these_architectures(kind, attention, dtype):
     model = tiny_model(kind, attention).to(dtype)
-    report = probe(Trunk(model), vocab_size=VOCAB, device=CPU)
+    report = check_architecture(Backbone(model), vocab_size=VOCAB, device=CPU)
     assert report.packing_is_exact
     assert report.tree_is_exact
     assert head_is_linear(model, vocab_size=VOCAB, device=CPU)
@@ -158,7 +158,7 @@ def counting_positions_through(model):
 )
 def test_probe_notices_samples_that_influence_each_other(kind, broken):
     model = broken(tiny_model(kind))
-    report = probe(Trunk(model), vocab_size=VOCAB, device=CPU)
+    report = check_architecture(Backbone(model), vocab_size=VOCAB, device=CPU)
     assert not report.packing_is_exact
     assert not report.tree_is_exact
     assert head_is_linear(model, vocab_size=VOCAB, device=CPU)
@@ -216,8 +216,8 @@ class Engine:
 
 def settle(network, packing=True):
     said = Said()
-    layout.settle_head(Engine(network), VOCAB, said)
-    return layout.settle_packing(Engine(network), packing, VOCAB, said), said
+    layout.resolve_head(Engine(network), VOCAB, said)
+    return layout.resolve_packing(Engine(network), packing, VOCAB, said), said
 
 
 def test_packing_is_kept_where_it_is_exact_and_left_where_not_asked_for():
@@ -273,10 +273,10 @@ def test_probe_notices_a_leak_that_16_bit_rounding_would_hide():
         states = output.last_hidden_state
         output.last_hidden_state = states + 0.02 * states[:, :1]
 
-    exact = probe(Trunk(model), vocab_size=VOCAB, device=CPU)
+    exact = check_architecture(Backbone(model), vocab_size=VOCAB, device=CPU)
     assert exact.packing_is_exact
     model.model.register_forward_hook(leak)
-    report = probe(Trunk(model), vocab_size=VOCAB, device=CPU)
+    report = check_architecture(Backbone(model), vocab_size=VOCAB, device=CPU)
     assert report.leak_error > 0.001
     assert report.packing_error < 0.1
     assert not report.packing_is_exact

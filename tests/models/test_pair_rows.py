@@ -26,8 +26,8 @@ from dschat_lora.config.stages import DpoConfig, LoraConfig, ModelConfig, Reward
 from dschat_lora.data.batch import PairCollator
 from dschat_lora.lora.layers import TrainedModule
 from dschat_lora.lora.model import adapter_parameters, apply_lora
-from dschat_lora.models.architecture_checks import probe
-from dschat_lora.models.backbone import Trunk
+from dschat_lora.models.architecture_checks import check_architecture
+from dschat_lora.models.backbone import Backbone
 from dschat_lora.models.build import build_causal_lm, build_reward_model
 from dschat_lora.models.causal_lm import CausalLMLogprobs, LogprobHead
 from dschat_lora.models.reward_model import RewardModel, init_head_
@@ -168,7 +168,7 @@ def test_scores_of_every_layout_are_those_of_each_sequence_alone(kind, attention
             scores = score_ends(RewardModel(model), batch)
             assert scores.dtype == torch.float32
             torch.testing.assert_close(scores, expected, **CLOSE)
-            places = torch.cat([batch.predicted_from, batch.ends])
+            places = torch.cat([batch.logit_positions, batch.ends])
             along = RewardModel(model)(
                 batch.input_ids, batch.position_ids, batch.segment_ids, batch.branch_ids, places
             )
@@ -194,8 +194,8 @@ def test_logprobs_of_every_layout_are_those_of_each_sequence_alone(kind, attenti
                 batch.position_ids,
                 batch.segment_ids,
                 batch.branch_ids,
-                batch.predicted_from,
-                batch.predicted,
+                batch.logit_positions,
+                batch.target_ids,
             )
             torch.testing.assert_close(tokens, torch.cat(each), **CLOSE)
             sums = answer_logprobs(network, batch)
@@ -357,11 +357,11 @@ def test_an_architecture_under_its_own_mask_has_a_row_for_each_sequence():
         with torch.no_grad():
             for parameter in (*language.parameters(), *reward.parameters()):
                 parameter.add_(0.2 * torch.randn(parameter.shape))
-    assert not probe(Trunk(language), vocab_size=VOCAB, device=CPU).tree_is_exact
+    assert not check_architecture(Backbone(language), vocab_size=VOCAB, device=CPU).tree_is_exact
     pairs = known(pairs_of(), language)
     batch = batch_of(pairs, "alone")
     policy_network, reward_network = CausalLMLogprobs(language), RewardModel(reward)
-    policy_network.trunk.own_mask = reward_network.trunk.own_mask = True
+    policy_network.backbone.own_mask = reward_network.backbone.own_mask = True
     check_dpo(language, "sigmoid", pairs, batch, policy_network)
     with torch.no_grad():
         scores = score_ends(reward_network, batch)
@@ -488,7 +488,9 @@ def counting_through_a_tree(model):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_a_sound_model_keeps_branches_apart(kind, attention):
     # Mistral's window of 4 is shorter than the probe's samples.
-    report = probe(Trunk(policy(kind, attention=attention)), vocab_size=VOCAB, device=CPU)
+    report = check_architecture(
+        Backbone(policy(kind, attention=attention)), vocab_size=VOCAB, device=CPU
+    )
     assert report.tree_is_exact
     assert report.packing_is_exact
     assert report.branch_leak_error == 0.0
@@ -499,7 +501,7 @@ def test_a_sound_model_keeps_branches_apart(kind, attention):
     "broken", [letting_branches_see_each_other, hiding_the_beginning, counting_through_a_tree]
 )
 def test_a_tree_that_is_broken_is_noticed_where_packing_is_sound(kind, broken):
-    report = probe(Trunk(broken(policy(kind))), vocab_size=VOCAB, device=CPU)
+    report = check_architecture(Backbone(broken(policy(kind))), vocab_size=VOCAB, device=CPU)
     assert report.packing_is_exact
     assert not report.tree_is_exact
     leaks = report.branch_leak_error > 1e-5
@@ -516,9 +518,9 @@ def test_a_leak_between_branches_that_16_bit_rounding_would_hide_is_noticed():
             moved = states[:, first + 5 :] + 0.02 * states[:, first : first + 1]
             output.last_hidden_state = torch.cat([states[:, : first + 5], moved], dim=1)
 
-    assert probe(Trunk(model), vocab_size=VOCAB, device=CPU).tree_is_exact
+    assert check_architecture(Backbone(model), vocab_size=VOCAB, device=CPU).tree_is_exact
     model.model.register_forward_hook(leak, with_kwargs=True)
-    report = probe(Trunk(model), vocab_size=VOCAB, device=CPU)
+    report = check_architecture(Backbone(model), vocab_size=VOCAB, device=CPU)
     assert report.packing_is_exact
     assert report.branch_leak_error > 0.001
     assert report.tree_error < 0.1

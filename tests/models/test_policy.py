@@ -38,7 +38,7 @@ def batch():
 
 def asked(policy, temperature, each=None):
     each = each or batch()
-    return policy(*each.inputs, each.predicted_from, each.predicted, temperature)
+    return policy(*each.inputs, each.logit_positions, each.target_ids, temperature)
 
 
 def plainly(model, temperature):

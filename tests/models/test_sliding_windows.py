@@ -12,7 +12,7 @@ from transformers import (
 )
 
 from dschat_lora.algos.segments import block_causal_mask
-from dschat_lora.models.backbone import Trunk, attention_windows
+from dschat_lora.models.backbone import Backbone, attention_windows
 
 SHAPE = {
     "vocab_size": 40,
@@ -50,7 +50,7 @@ def test_packed_samples_longer_than_the_window_equal_the_models_own_answer(name,
     model = tiny(name, attention)
     generator = torch.Generator().manual_seed(1)
     samples = [torch.randint(1, 40, (n,), generator=generator) for n in (11, 7, 13)]
-    packed = Trunk(model)(
+    packed = Backbone(model)(
         torch.cat(samples)[None],
         torch.cat([torch.arange(len(s)) for s in samples])[None],
         torch.cat([torch.full((len(s),), i + 1) for i, s in enumerate(samples)])[None],
@@ -74,4 +74,4 @@ def test_layers_whose_mask_is_none_of_ours_are_told():
     config = tiny("mistral").config
     config.layer_types = ["linear_attention", "full_attention"]
     assert attention_windows(config) is None
-    assert Trunk(tiny("mistral")).own_mask is False
+    assert Backbone(tiny("mistral")).own_mask is False

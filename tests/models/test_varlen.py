@@ -10,9 +10,9 @@ from transformers.integrations import flex_attention as flex_integration
 
 from dschat_lora.data.batch import PairCollator, SampleCollator
 from dschat_lora.data.tokenize import Sample
-from dschat_lora.models import backbone as trunk_module
+from dschat_lora.models import backbone as backbone_module
 from dschat_lora.models import blocks, varlen
-from dschat_lora.models.backbone import Trunk
+from dschat_lora.models.backbone import Backbone
 from helpers.pairs import ragged_pairs
 from helpers.tiny import VOCAB, ragged_samples, tiny_model
 
@@ -86,7 +86,7 @@ class SlowKernel:
 @pytest.fixture
 def on_gpu(monkeypatch):
     """Every device counts as one that has the kernel."""
-    for module in (varlen, trunk_module):
+    for module in (varlen, backbone_module):
         monkeypatch.setattr(module, "has_varlen", lambda device, dtype: True)
 
 
@@ -100,12 +100,12 @@ def batches():
     yield PairCollator(0, "shared")([pairs[:2], pairs[2:]])
 
 
-def run(model, trunk):
+def run(model, backbone):
     """Loss, and gradients of every weight."""
     loss = 0.0
     for batch in batches():
         inputs = batch.input_ids, batch.position_ids, batch.segment_ids
-        hidden = trunk(*inputs, getattr(batch, "branch_ids", None), batch.spans)
+        hidden = backbone(*inputs, getattr(batch, "branch_ids", None), batch.spans)
         real = hidden[batch.segment_ids > 0].double()
         weights = torch.randn(real.shape, generator=torch.Generator().manual_seed(3))
         loss = loss + (real * weights).sum() / len(real)
@@ -124,15 +124,15 @@ def test_one_call_a_layer_gives_the_loss_and_gradient_of_a_dense_mask(
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
-    loss, gradients = run(model, Trunk(model))
+    loss, gradients = run(model, Backbone(model))
     whole = (-1, 0)
     second = (WINDOW - 1, 0) if kind == "sliding" else whole
     assert sorted(kernel.windows) == sorted([whole, second] * 2 * (2 if checkpointing else 1))
 
     model = model_of(kind)
-    trunk = Trunk(model)
-    monkeypatch.setattr(trunk, "by_spans", False)
-    expected_loss, expected = run(model, trunk)
+    backbone = Backbone(model)
+    monkeypatch.setattr(backbone, "by_spans", False)
+    expected_loss, expected = run(model, backbone)
     torch.testing.assert_close(loss, expected_loss, rtol=1e-6, atol=1e-6)
     assert gradients.keys() == expected.keys()
     norm = torch.nn.utils.get_total_norm(expected.values())
@@ -146,16 +146,16 @@ def test_nothing_is_read_back_from_the_device(kind, on_gpu, monkeypatch):
     # On the meta device there is nothing to read: whatever asks for a value fails.
     monkeypatch.setattr(blocks, "_one_by_one", None)
     model = model_of(kind).bfloat16().to("meta")
-    trunk = Trunk(model)
+    backbone = Backbone(model)
     for batch in batches():
         moved = batch.to("meta")
         inputs = moved.input_ids, moved.position_ids, moved.segment_ids
         branches = getattr(moved, "branch_ids", None)
-        hidden = trunk(*inputs, branches, moved.spans)
+        hidden = backbone(*inputs, branches, moved.spans)
         assert hidden.shape == (*batch.input_ids.shape, 32)
         hidden.sum().backward()
         with pytest.raises(NotImplementedError):
-            trunk(*inputs, branches)
+            backbone(*inputs, branches)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -164,11 +164,11 @@ def test_a_window_on_a_cpu_is_that_of_the_mask(checkpointing, monkeypatch):
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
-    loss, gradients = run(model, Trunk(model))
+    loss, gradients = run(model, Backbone(model))
     model = model_of("sliding")
-    trunk = Trunk(model)
-    monkeypatch.setattr(trunk, "by_spans", False)
-    expected_loss, expected = run(model, trunk)
+    backbone = Backbone(model)
+    monkeypatch.setattr(backbone, "by_spans", False)
+    expected_loss, expected = run(model, backbone)
     torch.testing.assert_close(loss, expected_loss, rtol=1e-6, atol=1e-6)
     norm = torch.nn.utils.get_total_norm(expected.values())
     for name, gradient in gradients.items():
@@ -210,12 +210,12 @@ def test_flex_attention_sees_what_the_dense_mask_lets_through(kind, monkeypatch)
         lambda *tensors, training, **options: flex_attention(*tensors, **options),
     )
     model = model_of(kind)
-    trunk = Trunk(model)
+    backbone = Backbone(model)
     for batch in batches():
         inputs = batch.input_ids, batch.position_ids, batch.segment_ids
         states = []
         for attention in ("flex_attention", "eager"):
             model.config._attn_implementation = attention
-            mask = trunk.inputs(*inputs, getattr(batch, "branch_ids", None))
+            mask = backbone.inputs(*inputs, getattr(batch, "branch_ids", None))
             states.append(model.base_model(**mask).last_hidden_state)
         torch.testing.assert_close(*states, rtol=1e-5, atol=1e-5)

@@ -6,7 +6,7 @@ from torch import nn
 
 from dschat_lora.config.stages import LoraConfig
 from dschat_lora.lora.model import apply_lora
-from dschat_lora.models.views import same_weights
+from dschat_lora.models.views import share_parameters
 from helpers.tiny import KINDS, tiny_model
 
 IDS = torch.arange(3, 12)[None]
@@ -20,7 +20,7 @@ def logits(model):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_view_has_every_parameter_and_buffer_itself_and_no_module(kind):
     model = tiny_model(kind)
-    view = same_weights(model)
+    view = share_parameters(model)
     for find in (nn.Module.named_parameters, nn.Module.named_buffers):
         ours, theirs = dict(find(view)), dict(find(model))
         assert ours.keys() == theirs.keys()
@@ -31,13 +31,13 @@ def test_a_view_has_every_parameter_and_buffer_itself_and_no_module(kind):
 
 
 def test_a_tied_weight_is_tied_in_the_view():
-    view = same_weights(tiny_model("opt"))
+    view = share_parameters(tiny_model("opt"))
     assert view.lm_head.weight is view.get_input_embeddings().weight
 
 
 def test_a_changed_value_is_seen_by_both_and_an_adapter_by_one():
     model = tiny_model("llama")
-    view, before = same_weights(model), logits(model)
+    view, before = share_parameters(model), logits(model)
     apply_lora(view, LoraConfig(lora_dim=2), seed=0)
     with torch.no_grad():
         for name, parameter in view.named_parameters():
@@ -53,7 +53,7 @@ def test_a_changed_value_is_seen_by_both_and_an_adapter_by_one():
 
 def test_hooks_and_modes_of_one_tree_leave_the_other():
     model = tiny_model("opt").eval()
-    view, called = same_weights(model), []
+    view, called = share_parameters(model), []
     view.train()
     assert not model.training
     model.register_forward_hook(lambda *_: called.append("model"))
@@ -63,7 +63,7 @@ def test_hooks_and_modes_of_one_tree_leave_the_other():
 
 def test_gradients_of_both_trees_meet_in_the_weight():
     layer = nn.Linear(3, 1, bias=False)
-    view = same_weights(layer)
+    view = share_parameters(layer)
     layer(torch.ones(1, 3)).sum().backward()
     view(torch.full((1, 3), 2.0)).sum().backward()
     assert layer.weight.grad.tolist() == [[3.0, 3.0, 3.0]]

@@ -18,7 +18,7 @@ GIB = 2**30
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
     """A single process, which agrees with itself."""
-    monkeypatch.setattr(memory, "agree", lambda fact: fact)
+    monkeypatch.setattr(memory, "broadcast_string", lambda fact: fact)
 
 
 def decide(line, need, *, free, earlier=None, tmp_path=None):
@@ -125,7 +125,9 @@ def test_checkpoint_from_before_the_option_decides_as_a_fresh_run(tmp_path):
 
 def test_rank_zero_decides_for_all(monkeypatch):
     monkeypatch.setattr(memory, "rank", lambda: 1)
-    monkeypatch.setattr(memory, "agree", lambda fact: json.dumps([[ONE], "as rank 0 says"]))
+    monkeypatch.setattr(
+        memory, "broadcast_string", lambda fact: json.dumps([[ONE], "as rank 0 says"])
+    )
     assert decide("", halves, free=1000) == ({ONE: True}, "as rank 0 says")
 
 

@@ -49,7 +49,7 @@ def ran(monkeypatch, tmp_path):
 
     monkeypatch.setattr(demo.subprocess, "run", run)
     models = {"base": judged(0.1), "SFT": judged(0.5), "PPO": judged(0.9)}
-    monkeypatch.setattr(demo, "judge_models", lambda sft, policy: models)
+    monkeypatch.setattr(demo, "evaluate_by_rule", lambda sft, policy: models)
     monkeypatch.setattr(demo, "accuracy_by_flaw", lambda directory: {"curt": 0.75})
     demo.run_demo(str(tmp_path / "demo"), seed=7)
     return commands, tmp_path / "demo"

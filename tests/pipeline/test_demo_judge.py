@@ -108,7 +108,7 @@ def test_base_sft_and_policy_are_judged_with_their_own_adapters(monkeypatch, tmp
         return seen[-1]
 
     monkeypatch.setattr(judging, "judge_model", judge_model)
-    found = judging.judge_models(tmp_path / "sft", tmp_path / "policy")
+    found = judging.evaluate_by_rule(tmp_path / "sft", tmp_path / "policy")
     assert found == {"base": (False, 1.0), "SFT": (True, 1.0), "PPO": (True, 2.0)}
 
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from dschat_lora.rlhf.batch import Response, collate, deal
+from dschat_lora.rlhf.batch import Response, collate, make_minibatches
 from helpers.iterations import ragged_responses
 
 LENGTHS = [7, 3, 9, 9, 2, 5, 11, 4, 4, 6, 8, 1, 12]
@@ -22,7 +22,7 @@ def dealt(
 ):
     micro = per_rank or 6 // world_size
     return [
-        deal(
+        make_minibatches(
             lengths,
             rows_per_step=rows_per_step,
             micro_batch_size=micro,
@@ -126,13 +126,13 @@ def test_each_predicted_token_is_the_next_one_of_its_response():
             place = row * batch.input_ids.shape[1] + len(each.prompt) + step - 1
             expected.append((place, token, row, step))
     found = zip(
-        *(x.tolist() for x in (batch.predicted_from, batch.predicted, batch.owner, batch.step)),
+        *(x.tolist() for x in (batch.logit_positions, batch.target_ids, batch.owner, batch.step)),
         strict=True,
     )
     assert sorted(found) == expected
     ids = batch.input_ids.flatten()
     assert ids[batch.ends].tolist() == [responses[n].tokens[-1] for n in numbers]
-    assert ids[batch.predicted_from + 1].tolist() == batch.predicted.tolist()
+    assert ids[batch.logit_positions + 1].tolist() == batch.target_ids.tolist()
     assert batch.numbers == (3, 0, 4)
 
 
@@ -165,7 +165,7 @@ def test_counts_are_of_tokens_and_of_what_padding_costs():
 def test_a_table_has_each_value_at_its_step_and_gradient():
     responses, numbers = responses_of(), [2, 0]
     batch = collate(responses, numbers, pad_id=0)
-    values = (torch.arange(len(batch.predicted)) + 1.0).requires_grad_()
+    values = (torch.arange(len(batch.target_ids)) + 1.0).requires_grad_()
     table = batch.table(values, 9)
     assert table.shape == (2, 9)
     for row, n in enumerate(numbers):
@@ -180,7 +180,7 @@ def test_a_batch_of_nothing_has_a_row_of_padding_and_no_response():
     batch = collate(responses_of(), [], pad_id=17)
     assert batch.input_ids.tolist() == [[17]]
     assert batch.segment_ids.tolist() == [[0]]
-    for each in (batch.predicted_from, batch.predicted, batch.owner, batch.step, batch.ends):
+    for each in (batch.logit_positions, batch.target_ids, batch.owner, batch.step, batch.ends):
         assert each.shape == (0,)
     assert batch.table(torch.zeros(0), 4).shape == (0, 4)
     assert batch.counts.num_tokens == batch.counts.num_samples == 0

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from dschat_lora.algos.advantages import RunningMoments
 from dschat_lora.rlhf.batch import Response
 from dschat_lora.rlhf.config import RewardsConfig
-from dschat_lora.rlhf.rewards import RewardFunction, in_units_of, load_function, teaching_scores
+from dschat_lora.rlhf.rewards import RewardFunction, load_function, rescale_values, shaped_rewards
 from helpers.roles import Words
 
 CPU = torch.device("cpu")
@@ -214,7 +214,7 @@ def taught(scores, ended=None, moments=None, **options):
     """(scores that teach, moments after) with everything off that is not named."""
     config = RewardsConfig(**{"clip_reward_value": 0.0, "reward_scaling": "none"} | options)
     ended = torch.ones(len(scores), dtype=torch.bool) if ended is None else torch.tensor(ended)
-    return teaching_scores(torch.tensor(scores), ended, moments or RunningMoments(), config)
+    return shaped_rewards(torch.tensor(scores), ended, moments or RunningMoments(), config)
 
 
 def test_scores_teach_as_they_are_where_nothing_is_asked():
@@ -255,7 +255,7 @@ def test_initial_scale_is_that_of_the_first_scores_for_ever():
     found, after = taught(second, moments=moments, reward_scaling="initial")
     torch.testing.assert_close(found, torch.tensor([(x - mean) / spread for x in second]))
     assert after == moments
-    values = in_units_of(moments, torch.tensor([[7.0, mean]]))
+    values = rescale_values(moments, torch.tensor([[7.0, mean]]))
     torch.testing.assert_close(values, torch.tensor([[(7.0 - mean) / spread, 0.0]]))
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from dschat_lora.report.log import jsonable
 from dschat_lora.rlhf.rollout import PromptOrder
-from dschat_lora.rlhf.schedule import Plan, Progress
+from dschat_lora.rlhf.schedule import Progress, RlhfSchedule
 
 PLANS = list(
     itertools.product(
@@ -23,7 +23,7 @@ def test_iterations_are_as_many_as_counting_them_one_by_one_finds():
         for prompts, each, *_ in PLANS
     }
     for prompts, each, k, rows, passes, epochs, max_steps in PLANS:
-        plan = Plan(PromptOrder(prompts, each, 0), k, rows, passes, epochs, max_steps)
+        plan = RlhfSchedule(PromptOrder(prompts, each, 0), k, rows, passes, epochs, max_steps)
         steps = [passes * math.ceil(size * k / rows) for size in sizes[prompts, each]]
         per_epoch = sum(steps[: math.ceil(prompts / each)])
         wanted = max_steps if max_steps and epochs else epochs * per_epoch

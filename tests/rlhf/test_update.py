@@ -8,10 +8,17 @@ import torch
 import torch.distributed as dist
 
 from dschat_lora.engine.build import StepOutcome
-from dschat_lora.rlhf.batch import Response, Step, collate
+from dschat_lora.rlhf.batch import Minibatch, Response, collate
 from dschat_lora.rlhf.config import PpoConfig
 from dschat_lora.rlhf.engines import Engines
-from dschat_lora.rlhf.experience import Experience, Targets, look_at, step_counts, targets, with_old
+from dschat_lora.rlhf.experience import (
+    AdvantagesAndReturns,
+    Experience,
+    score_responses,
+    step_counts,
+    targets,
+    with_old,
+)
 from dschat_lora.rlhf.pretraining import Pretraining
 from dschat_lora.rlhf.rollout import response_mask
 from dschat_lora.rlhf.update import StepResult, Updater
@@ -56,11 +63,11 @@ class Roles:
 
     def policy(self, batch, width):
         self.passes.append(batch.numbers)
-        table = batch.table(torch.ones(len(batch.predicted)), width)
+        table = batch.table(torch.ones(len(batch.target_ids)), width)
         return (self.logprob * table).requires_grad_(), 0.25 * table
 
     def values(self, batch, width):
-        return (self.value * batch.table(torch.ones(len(batch.predicted)), width)).requires_grad_()
+        return (self.value * batch.table(torch.ones(len(batch.target_ids)), width)).requires_grad_()
 
     def text_loss(self, batch):
         return torch.tensor(self.text * batch.num_targets, requires_grad=True)
@@ -105,7 +112,7 @@ def experience(*, unscored=(), known=True, critic=True):
 
 
 def advantages(known, by=1.0):
-    return Targets(by * known.mask, (0.5 + by) * known.mask)
+    return AdvantagesAndReturns(by * known.mask, (0.5 + by) * known.mask)
 
 
 def updated(roles, known, steps, *, find=advantages, config=None, pretraining=None, **options):
@@ -133,7 +140,7 @@ def tokens_of(*numbers):
     return sum(len(RESPONSES[n].tokens) for n in numbers)
 
 
-TWO_HALVES = [Step([0, 1, 2], [[0, 1], [2]]), Step([3, 4, 5], [[3], [5, 4]])]
+TWO_HALVES = [Minibatch([0, 1, 2], [[0, 1], [2]]), Minibatch([3, 4, 5], [[3], [5, 4]])]
 
 
 def test_each_micro_batch_gives_its_share_and_the_last_ends_the_step():
@@ -212,7 +219,7 @@ def test_largest_error_is_that_of_any_rank(monkeypatch):
 
 def test_what_is_not_known_is_what_the_first_pass_says():
     roles = Roles(logprob=-0.7, value=0.2)
-    whole = Step(list(range(6)), [[4, 2, 0, 1, 3, 5]])
+    whole = Minibatch(list(range(6)), [[4, 2, 0, 1, 3, 5]])
     ((known, result),), updater = updated(roles, experience(known=False), [whole])
     torch.testing.assert_close(known.logprobs, -0.7 * MASK)
     torch.testing.assert_close(known.values, 0.2 * MASK)
@@ -265,7 +272,7 @@ def test_without_a_critic_there_is_nothing_of_its_own():
 
 def test_grpo_takes_the_divergence_into_the_loss():
     known = experience(critic=False)
-    known = replace(known, reference=-1.5 * MASK)
+    known = replace(known, ref_logprobs=-1.5 * MASK)
     config = PpoConfig(algorithm="grpo", entropy_coef=0.1)
     ((_, result), _) = updated(Roles(critic=False), known, TWO_HALVES, config=config)[0]
     divergence = math.exp(-0.5) + 0.5 - 1
@@ -296,7 +303,7 @@ def test_a_response_without_score_is_in_no_figure_of_a_batch_it_shares():
             silent = torch.tensor([[float(n != 1)] for n in batch.numbers])
             return logprobs - (1 - silent), entropies + 100 * (1 - silent)
 
-    known = replace(experience(unscored=(1,), critic=False), reference=-1.5 * MASK)
+    known = replace(experience(unscored=(1,), critic=False), ref_logprobs=-1.5 * MASK)
     config = PpoConfig(algorithm="grpo", entropy_coef=0.1)
     ((_, result),) = updated(Loud(critic=False), known, TWO_HALVES[:1], config=config)[0]
     assert result.num_tokens == tokens_of(0, 2)
@@ -365,7 +372,9 @@ def test_what_is_done_to_the_engines_is_done_to_both(both):
 def test_a_look_has_every_response_at_its_number(asks, critic):
     roles = Roles(critic=critic, logprob=-0.7, value=0.2)
     batches = [collate(RESPONSES, rows, 0) for rows in ([4, 2], [0, 5, 1], [3], [])]
-    reference, logprobs, values, scores = look_at(roles, batches, MASK.shape[1], with_old=asks)
+    reference, logprobs, values, scores = score_responses(
+        roles, batches, MASK.shape[1], with_old=asks
+    )
     assert roles.modes == ["eval"]
     steps = torch.arange(MASK.shape[1]) + 1.0
     torch.testing.assert_close(reference, -2.0 * steps * MASK)
@@ -434,7 +443,7 @@ def test_discount_and_trace_are_not_each_other():
 
 
 def test_divergence_is_that_of_tokens_that_count():
-    known = replace(experience(unscored=(1,)), reference=-3.0 * MASK)
+    known = replace(experience(unscored=(1,)), ref_logprobs=-3.0 * MASK)
     expected = 2.0 * MASK
     expected[1] = 0.0
     assert torch.equal(known.kl(), expected)

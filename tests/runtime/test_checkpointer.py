@@ -19,7 +19,7 @@ from dschat_lora.engine import distributed
 from dschat_lora.report.log import RunLog
 from dschat_lora.report.record import RunRecord
 from dschat_lora.runtime import checkpointer as keeper_module
-from dschat_lora.runtime.checkpointer import Keeper
+from dschat_lora.runtime.checkpointer import Checkpointer
 from dschat_lora.runtime.signals import Interrupts, Stopped
 from helpers.step1 import ROOT
 
@@ -38,7 +38,7 @@ def one_process(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(distributed, "max_over_ranks", lambda value: value)
     monkeypatch.setattr(keeper_module, "max_over_ranks", lambda value: value)
-    monkeypatch.setattr(keeper_module, "agree", lambda fact: fact)
+    monkeypatch.setattr(keeper_module, "broadcast_string", lambda fact: fact)
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def made(
     part=None,
     identity=IDENTITY,
     checkpoint="",
-    beside=None,
+    on_checkpoint=None,
     **options,
 ):
     """A keeper of a run in ``directory``, with a real log and record."""
@@ -131,15 +131,15 @@ def made(
             interrupts=Interrupts(),
             closing=closing,
         )
-        keeper = Keeper(
+        checkpointer = Checkpointer(
             output,
             engines={"model": engine or Engine()},
             parts={"part": part or Part(0)},
             identity=identity,
-            beside=beside,
+            on_checkpoint=on_checkpoint,
         )
-        keeper.output = output
-        yield keeper
+        checkpointer.output = output
+        yield checkpointer
 
 
 @pytest.fixture
@@ -149,19 +149,19 @@ def stubbed(monkeypatch):
     with contextlib.ExitStack() as stack:
 
         def make(**options):
-            keeper = stack.enter_context(made(**options))
-            return keeper, keeper._saver
+            checkpointer = stack.enter_context(made(**options))
+            return checkpointer, checkpointer._saver
 
         yield make
 
 
-def go(keeper, steps, *, skipped=(), last=None, wishes=()):
+def go(checkpointer, steps, *, skipped=(), last=None, requests=()):
     """Steps of a run; those after which something was saved."""
     return [
         step
         for step in steps
-        if keeper.after_step(
-            step, dict(wishes).get(step, NOTHING), skipped=step in skipped, last=step == last
+        if checkpointer.after_step(
+            step, dict(requests).get(step, NOTHING), skipped=step in skipped, last=step == last
         )
     ]
 
@@ -170,96 +170,98 @@ def go(keeper, steps, *, skipped=(), last=None, wishes=()):
 
 
 def test_state_is_saved_at_every_interval(stubbed):
-    keeper, saver = stubbed()
-    assert go(keeper, range(1, 11)) == saver.saved == [3, 6, 9]
+    checkpointer, saver = stubbed()
+    assert go(checkpointer, range(1, 11)) == saver.saved == [3, 6, 9]
 
 
 def test_what_belongs_beside_a_checkpoint_is_written_before_it(stubbed):
     there = []
-    keeper, saver = stubbed(beside=lambda step: there.append((step, list(saver.saved))))
-    go(keeper, range(1, 8))
+    checkpointer, saver = stubbed(
+        on_checkpoint=lambda step: there.append((step, list(saver.saved)))
+    )
+    go(checkpointer, range(1, 8))
     assert there == [(3, []), (6, [3])]
 
 
 def test_last_step_is_saved_wherever_it_falls_and_waited_for(stubbed):
-    keeper, saver = stubbed()
-    assert go(keeper, range(1, 5), last=4) == saver.saved == [3, 4]
+    checkpointer, saver = stubbed()
+    assert go(checkpointer, range(1, 5), last=4) == saver.saved == [3, 4]
     assert saver.waits == 3  # before each, and for the last
-    assert keeper.output.record._content["checkpoints"]["saved"] == 2
+    assert checkpointer.output.record._content["checkpoints"]["saved"] == 2
 
 
 def test_last_step_at_an_interval_is_saved_once(stubbed):
-    keeper, saver = stubbed()
-    assert go(keeper, range(1, 4), last=3) == saver.saved == [3]
+    checkpointer, saver = stubbed()
+    assert go(checkpointer, range(1, 4), last=3) == saver.saved == [3]
 
 
 def test_nothing_is_saved_where_neither_steps_nor_time_ask_for_it(stubbed):
-    keeper, saver = stubbed(save_interval=0, save_minutes=0.0)
-    assert go(keeper, range(1, 11), last=10) == saver.saved == []
-    assert "checkpoints" not in keeper.output.record._content
+    checkpointer, saver = stubbed(save_interval=0, save_minutes=0.0)
+    assert go(checkpointer, range(1, 11), last=10) == saver.saved == []
+    assert "checkpoints" not in checkpointer.output.record._content
 
 
 def test_run_saved_by_time_alone_is_saved_last(stubbed):
-    keeper, saver = stubbed(save_interval=0)
-    assert go(keeper, range(1, 8), last=7) == saver.saved == [7]
+    checkpointer, saver = stubbed(save_interval=0)
+    assert go(checkpointer, range(1, 8), last=7) == saver.saved == [7]
 
 
 def test_state_is_saved_when_time_asks_for_it(stubbed):
-    keeper, saver = stubbed()
-    assert go(keeper, range(1, 7), wishes={2: DUE}) == saver.saved == [2, 3, 6]
+    checkpointer, saver = stubbed()
+    assert go(checkpointer, range(1, 7), requests={2: DUE}) == saver.saved == [2, 3, 6]
 
 
 def test_skipped_step_is_not_saved_and_owed_to_the_next_good_one(stubbed):
-    keeper, saver = stubbed()
-    assert go(keeper, range(1, 9), skipped=(3, 4)) == saver.saved == [5, 6]
-    keeper, saver = stubbed()
-    assert go(keeper, range(1, 7), skipped=(2, 4), wishes={2: DUE}) == saver.saved == [3, 6]
+    checkpointer, saver = stubbed()
+    assert go(checkpointer, range(1, 9), skipped=(3, 4)) == saver.saved == [5, 6]
+    checkpointer, saver = stubbed()
+    assert go(checkpointer, range(1, 7), skipped=(2, 4), requests={2: DUE}) == saver.saved == [3, 6]
 
 
 def test_skipped_last_step_is_saved(stubbed):
-    keeper, saver = stubbed()
-    assert go(keeper, range(1, 6), skipped=(3, 4, 5), last=5) == saver.saved == [5]
+    checkpointer, saver = stubbed()
+    assert go(checkpointer, range(1, 6), skipped=(3, 4, 5), last=5) == saver.saved == [5]
 
 
 def test_save_is_due_by_the_minutes_since_the_last_one(stubbed, clock):
-    keeper, _ = stubbed(save_minutes=0.5)
-    assert keeper.wishes() == NOTHING
+    checkpointer, _ = stubbed(save_minutes=0.5)
+    assert checkpointer.requests() == NOTHING
     clock.now += 29.9
-    assert keeper.wishes() == NOTHING
+    assert checkpointer.requests() == NOTHING
     clock.now += 0.1
-    assert keeper.wishes() == DUE
-    assert go(keeper, [1], wishes={1: keeper.wishes()}) == [1]
+    assert checkpointer.requests() == DUE
+    assert go(checkpointer, [1], requests={1: checkpointer.requests()}) == [1]
     clock.now += 29.0
-    assert keeper.wishes() == NOTHING
+    assert checkpointer.requests() == NOTHING
     clock.now += 1.0
-    assert keeper.wishes() == DUE
+    assert checkpointer.requests() == DUE
 
 
 def test_save_is_never_due_without_minutes(stubbed, clock):
-    keeper, _ = stubbed(save_minutes=0.0)
+    checkpointer, _ = stubbed(save_minutes=0.0)
     clock.now += 1e9
-    assert keeper.wishes() == NOTHING
+    assert checkpointer.requests() == NOTHING
 
 
 def test_saving_waits_for_one_percent_of_the_time_to_the_next_save(stubbed, clock):
-    keeper, saver = stubbed()
+    checkpointer, saver = stubbed()
     clock.now += 6.0
-    keeper.save(3)  # two seconds a step: 500 of them are 1000 s, but 600 s come first
+    checkpointer.save(3)  # two seconds a step: 500 of them are 1000 s, but 600 s come first
     clock.now += 0.6
-    keeper.save(66)  # a tenth of a second a step
+    checkpointer.save(66)  # a tenth of a second a step
     assert saver.patience == pytest.approx([6.0, 0.5])
 
 
 def test_saver_is_told_the_limit_and_to_bring_the_log_to_disk(stubbed):
-    keeper, saver = stubbed(save_total_limit=7)
+    checkpointer, saver = stubbed(save_total_limit=7)
     assert saver.keep == 7
-    assert saver.before_commit == keeper.output.log.sync
+    assert saver.before_commit == checkpointer.output.log.sync
 
 
 def test_notes_of_the_saver_are_shown(stubbed, capsys):
-    keeper, saver = stubbed()
+    checkpointer, saver = stubbed()
     saver.notes.append("an old checkpoint could not be deleted")
-    keeper.save(1)
+    checkpointer.save(1)
     assert capsys.readouterr().out == ("  note         an old checkpoint could not be deleted\n")
     assert saver.notes == []
 
@@ -267,20 +269,20 @@ def test_notes_of_the_saver_are_shown(stubbed, capsys):
 # ---------------------------------------------------------------------------- the end
 
 
-def stopped(keeper, step):
+def stopped(checkpointer, step):
     with pytest.raises(Stopped) as ended:
-        keeper.stop(step)
+        checkpointer.stop(step)
     return ended.value.code
 
 
 def test_run_that_was_told_to_stop_ends_after_the_step_it_has_saved(stubbed, capsys):
-    keeper, saver = stubbed()
-    go(keeper, [1])
-    keeper.output.interrupts.received = 15
-    assert keeper.wishes() == STOP
-    assert keeper.is_stopping(keeper.wishes())
+    checkpointer, saver = stubbed()
+    go(checkpointer, [1])
+    checkpointer.output.interrupts.received = 15
+    assert checkpointer.requests() == STOP
+    assert checkpointer.is_stopping(checkpointer.requests())
     with pytest.raises(Stopped) as ended:
-        keeper.after_step(2, keeper.wishes(), skipped=False, last=False)
+        checkpointer.after_step(2, checkpointer.requests(), skipped=False, last=False)
     assert ended.value.code == 143
     assert saver.saved == [2]
     assert saver.waits == 2  # before, and for what was saved
@@ -288,94 +290,94 @@ def test_run_that_was_told_to_stop_ends_after_the_step_it_has_saved(stubbed, cap
         "stopped by SIGTERM after step 2; go on with: --output_dir out "
         "--resume_from_checkpoint latest\n"
     )
-    assert keeper.output.record._content["status"] == "interrupted by SIGTERM at step 2"
+    assert checkpointer.output.record._content["status"] == "interrupted by SIGTERM at step 2"
 
 
 def test_skipped_step_is_saved_on_the_way_out(stubbed):
-    keeper, saver = stubbed()
-    keeper.output.interrupts.received = 2
+    checkpointer, saver = stubbed()
+    checkpointer.output.interrupts.received = 2
     with pytest.raises(Stopped):
-        keeper.after_step(1, STOP, skipped=True, last=False)
+        checkpointer.after_step(1, STOP, skipped=True, last=False)
     assert saver.saved == [1]
 
 
 def test_last_step_of_a_run_told_to_stop_is_saved_once_and_ends_it(stubbed):
-    keeper, saver = stubbed()
-    keeper.output.interrupts.received = 2
+    checkpointer, saver = stubbed()
+    checkpointer.output.interrupts.received = 2
     with pytest.raises(Stopped) as ended:
-        keeper.after_step(3, STOP, skipped=False, last=True)
+        checkpointer.after_step(3, STOP, skipped=False, last=True)
     assert (ended.value.code, saver.saved) == (130, [3])
 
 
 def test_what_is_saved_already_is_not_saved_again(stubbed):
-    keeper, saver = stubbed()
-    go(keeper, [1, 2, 3])
-    keeper.output.interrupts.received = 15
-    assert stopped(keeper, 3) == 143
+    checkpointer, saver = stubbed()
+    go(checkpointer, [1, 2, 3])
+    checkpointer.output.interrupts.received = 15
+    assert stopped(checkpointer, 3) == 143
     assert saver.saved == [3]
 
 
 def test_run_that_is_stopped_before_its_first_step_has_nothing_to_save(stubbed, capsys):
-    keeper, saver = stubbed()
-    keeper.output.interrupts.received = 2
-    assert stopped(keeper, 0) == 130
+    checkpointer, saver = stubbed()
+    checkpointer.output.interrupts.received = 2
+    assert stopped(checkpointer, 0) == 130
     assert saver.saved == []
     assert capsys.readouterr().out == ("stopped by SIGINT after step 0; nothing was learnt yet\n")
 
 
 def test_failed_disk_ends_the_run_by_name_and_with_the_last_good_checkpoint(stubbed):
-    keeper, saver = stubbed()
-    go(keeper, [1, 2, 3])
+    checkpointer, saver = stubbed()
+    go(checkpointer, [1, 2, 3])
     saver.failure = OSError(28, "No space left on device", "out/checkpoints/x")
-    assert keeper.wishes() == FAILED
-    assert keeper.is_stopping(FAILED)
+    assert checkpointer.requests() == FAILED
+    assert checkpointer.is_stopping(FAILED)
     message = "^out/checkpoints/x: No space left on device. The last good checkpoint is step-3$"
     with pytest.raises(OSError, match=message):
-        keeper.after_step(4, FAILED, skipped=False, last=False)
+        checkpointer.after_step(4, FAILED, skipped=False, last=False)
     assert saver.saved == [3]
 
 
 def test_failed_disk_goes_before_a_signal(stubbed):
-    keeper, saver = stubbed()
-    keeper.output.interrupts.received = 15
+    checkpointer, saver = stubbed()
+    checkpointer.output.interrupts.received = 15
     saver.failure = OSError(28, "No space left on device", "x")
     with pytest.raises(OSError, match="x: No space left on device. There is no checkpoint yet"):
-        keeper.after_step(4, keeper.wishes(), skipped=False, last=False)
+        checkpointer.after_step(4, checkpointer.requests(), skipped=False, last=False)
 
 
 def test_tensor_that_is_not_finite_ends_the_run_with_its_name(stubbed):
-    keeper, saver = stubbed()
+    checkpointer, saver = stubbed()
     saver.failure = ValueError("step-00000004 was not written: w holds values")
     with pytest.raises(ValueError, match="^step-00000004 was not written: w holds values. There"):
-        keeper.after_step(5, keeper.wishes(), skipped=False, last=False)
+        checkpointer.after_step(5, checkpointer.requests(), skipped=False, last=False)
 
 
 def test_failed_log_ends_the_run(stubbed):
-    keeper, _ = stubbed()
-    keeper.output.log.failure = OSError(28, "No space left on device")
-    assert keeper.wishes() == FAILED
+    checkpointer, _ = stubbed()
+    checkpointer.output.log.failure = OSError(28, "No space left on device")
+    assert checkpointer.requests() == FAILED
     with pytest.raises(OSError, match="No space left on device. There is no checkpoint yet"):
-        keeper.after_step(1, FAILED, skipped=False, last=False)
+        checkpointer.after_step(1, FAILED, skipped=False, last=False)
 
 
 def test_failed_record_ends_the_run(stubbed):
-    keeper, _ = stubbed()
-    keeper.output.record.failure = OSError(28, "No space left on device", "out/run.json")
-    assert keeper.wishes() == FAILED
+    checkpointer, _ = stubbed()
+    checkpointer.output.record.failure = OSError(28, "No space left on device", "out/run.json")
+    assert checkpointer.requests() == FAILED
     with pytest.raises(OSError, match="out/run.json: No space left on device"):
-        keeper.after_step(1, FAILED, skipped=False, last=False)
+        checkpointer.after_step(1, FAILED, skipped=False, last=False)
 
 
 def test_checkpoint_being_written_is_finished_whatever_ends_the_run(stubbed):
-    keeper, saver = stubbed()
-    keeper.output.closing.close()
+    checkpointer, saver = stubbed()
+    checkpointer.output.closing.close()
     assert saver.drains == 1
 
 
 def test_other_ranks_end_quietly_where_the_first_failed(stubbed):
-    keeper, _ = stubbed()
+    checkpointer, _ = stubbed()
     with pytest.raises(SystemExit) as ended:
-        keeper.after_step(1, FAILED, skipped=False, last=False)
+        checkpointer.after_step(1, FAILED, skipped=False, last=False)
     assert ended.value.code == 1
 
 
@@ -383,9 +385,9 @@ def test_other_ranks_end_quietly_where_the_first_failed(stubbed):
 
 
 def test_state_says_what_a_resumed_run_needs(stubbed):
-    keeper, saver = stubbed(engine=Engine(2.5), part=Part(math.inf), seed=7)
-    keeper.output.log.write("train", 1, {})
-    keeper.save(1)
+    checkpointer, saver = stubbed(engine=Engine(2.5), part=Part(math.inf), seed=7)
+    checkpointer.output.log.write("train", 1, {})
+    checkpointer.save(1)
     (state,) = saver.states
     assert {k: state[k] for k in ("step", "identity", "engines", "parts")} == {
         "step": 1,
@@ -405,15 +407,15 @@ def test_state_says_what_a_resumed_run_needs(stubbed):
 @pytest.fixture
 def earlier(tmp_path):
     """The checkpoint of step 2 in ``out``, of a run that went on to step 4."""
-    with made(engine=Engine(2.5), part=Part("then")) as keeper:
-        keeper.output.record.update({"status": "running"})
+    with made(engine=Engine(2.5), part=Part("then")) as checkpointer:
+        checkpointer.output.record.update({"status": "running"})
         for step in (1, 2):
-            keeper.output.log.write("train", step, {})
-        keeper.save(2)
+            checkpointer.output.log.write("train", step, {})
+        checkpointer.save(2)
         for step in (3, 4):
-            keeper.output.log.write("train", step, {})
-        keeper.save(4)
-        keeper._saver.wait()
+            checkpointer.output.log.write("train", step, {})
+        checkpointer.save(4)
+        checkpointer._saver.wait()
     return step_directory(tmp_path / "out", 2)
 
 
@@ -424,8 +426,8 @@ def steps_in(directory):
 
 def test_restored_run_is_what_was_saved_and_its_directory_is_as_it_was_then(earlier, capsys):
     engine, part = Engine(), Part("now")
-    with made(engine=engine, part=part, checkpoint=earlier) as keeper:
-        keeper.restore()
+    with made(engine=engine, part=part, checkpoint=earlier) as checkpointer:
+        checkpointer.restore()
         assert torch.equal(engine.value, torch.full((3,), 2.5))
         assert part.held == "then"
         assert steps_in(Path("out")) == [1, 2]
@@ -436,11 +438,11 @@ def test_restored_run_is_what_was_saved_and_its_directory_is_as_it_was_then(earl
         record = json.loads(Path("out/run.json").read_text())
         assert record["resumed"] == [{"step": 2, "checkpoint": str(earlier)}]
         assert record["status"] == "running"
-        assert keeper.last_good() == f"The last good checkpoint is {earlier}"
+        assert checkpointer.last_good() == f"The last good checkpoint is {earlier}"
         # It is saved: a signal before the next step leaves the checkpoint alone.
         before = earlier.stat().st_ino
-        keeper.output.interrupts.received = 15
-        assert stopped(keeper, 2) == 143
+        checkpointer.output.interrupts.received = 15
+        assert stopped(checkpointer, 2) == 143
         assert earlier.stat().st_ino == before
 
 
@@ -450,8 +452,8 @@ def test_directory_stays_locked_while_a_run_goes_on_in_it(earlier):
         "check_idle(Path('out'))"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with made(checkpoint=earlier) as keeper:
-        keeper.restore()
+    with made(checkpoint=earlier) as checkpointer:
+        checkpointer.restore()
         other = subprocess.run(
             [sys.executable, "-c", code],
             env=environment,
@@ -464,34 +466,34 @@ def test_directory_stays_locked_while_a_run_goes_on_in_it(earlier):
 
 def test_plan_that_ends_before_the_checkpoint_changes_nothing(earlier, tmp_path):
     files = {p: p.read_bytes() for p in (tmp_path / "out").rglob("*") if p.is_file()}
-    with made(checkpoint=earlier) as keeper, pytest.raises(ValueError, match="after step 2"):
-        keeper.restore(num_steps=1)
+    with made(checkpoint=earlier) as checkpointer, pytest.raises(ValueError, match="after step 2"):
+        checkpointer.restore(num_steps=1)
     assert {p: p.read_bytes() for p in (tmp_path / "out").rglob("*") if p.is_file()} == files
 
 
 def test_file_that_the_manifest_does_not_list_is_not_read(earlier):
     (earlier / "model-00000.safetensors").write_bytes(b"something else")
     engine = Engine()
-    with made(engine=engine, checkpoint=earlier) as keeper:
-        keeper.restore()
+    with made(engine=engine, checkpoint=earlier) as checkpointer:
+        checkpointer.restore()
     assert torch.equal(engine.value, torch.full((3,), 2.5))
 
 
 def test_clock_of_a_restored_run_starts_when_it_is_restored(earlier, clock):
-    with made(checkpoint=earlier) as keeper:
+    with made(checkpoint=earlier) as checkpointer:
         clock.now += 1000.0  # a large model takes long to load
-        keeper.restore()
-        assert keeper.wishes() == NOTHING
+        checkpointer.restore()
+        assert checkpointer.requests() == NOTHING
         clock.now += 2.0
         # Two seconds a step since then.
-        assert keeper._patience(3) == pytest.approx(6.0)
-        assert keeper._patience(4) == pytest.approx(5.0)
+        assert checkpointer._patience(3) == pytest.approx(6.0)
+        assert checkpointer._patience(4) == pytest.approx(5.0)
 
 
 def test_run_restored_elsewhere_leaves_the_first_directory_alone(earlier, tmp_path):
     files = {p: p.read_bytes() for p in (tmp_path / "out").rglob("*") if p.is_file()}
-    with made(tmp_path / "fork", checkpoint=earlier) as keeper:
-        keeper.restore()
+    with made(tmp_path / "fork", checkpoint=earlier) as checkpointer:
+        checkpointer.restore()
         assert steps_in(tmp_path / "fork") == [1, 2]
     assert {p: p.read_bytes() for p in (tmp_path / "out").rglob("*") if p.is_file()} == files
 
@@ -501,21 +503,21 @@ def test_other_identity_is_refused_before_anything_changes(earlier, tmp_path):
     engine, part = Engine(), Part("now")
     with made(
         engine=engine, part=part, checkpoint=earlier, identity=IDENTITY | {"model": "other"}
-    ) as keeper:
+    ) as checkpointer:
         with pytest.raises(ValueError, match="the base model's weights"):
-            keeper.restore()
+            checkpointer.restore()
         assert torch.equal(engine.value, torch.zeros(3))
         assert part.held == "now"
     assert {p: p.read_bytes() for p in (tmp_path / "out").rglob("*") if p.is_file()} == files
 
 
 def test_fresh_run_has_nothing_to_restore(stubbed):
-    keeper, _ = stubbed(part=(part := Part("now")))
-    keeper.restore()
+    checkpointer, _ = stubbed(part=(part := Part("now")))
+    checkpointer.restore()
     assert part.held == "now"
-    assert keeper.last_good() == "There is no checkpoint yet"
-    keeper.save(1)
-    assert keeper.last_good() == "The last good checkpoint is step-1"
+    assert checkpointer.last_good() == "There is no checkpoint yet"
+    checkpointer.save(1)
+    assert checkpointer.last_good() == "The last good checkpoint is step-1"
 
 
 def test_state_of_several_shards_is_read_back(earlier, monkeypatch):
@@ -534,12 +536,12 @@ def test_state_of_several_shards_is_read_back(earlier, monkeypatch):
             self.read = [float(read(f"weight:{index}")[0]) for index in range(9)]
 
     monkeypatch.setattr(saver, "SHARD_BYTES", 32)
-    with made(engine=Large()) as keeper:
-        keeper.save(8)
-        keeper._saver.wait()
+    with made(engine=Large()) as checkpointer:
+        checkpointer.save(8)
+        checkpointer._saver.wait()
     checkpoint = step_directory(earlier.parent.parent, 8)
     assert len(list(checkpoint.glob("*.safetensors"))) == 5
     engine = Large()
-    with made(engine=engine, checkpoint=checkpoint) as keeper:
-        keeper.restore()
+    with made(engine=engine, checkpoint=checkpoint) as checkpointer:
+        checkpointer.restore()
     assert engine.read == [float(index) for index in range(9)]

@@ -68,12 +68,12 @@ def damage(directory):
     (directory / "state.json").write_text("{}")
 
 
-def settled(*argv):
+def resolved(*argv):
     return settle(parsed(*argv), stage="sft")
 
 
 def resumed(how, *argv):
-    return settled("--resume_from_checkpoint", how, *argv)
+    return resolved("--resume_from_checkpoint", how, *argv)
 
 
 def no_resume(how, *argv):
@@ -91,7 +91,7 @@ def no_resume(how, *argv):
 def test_without_the_option_a_run_starts_afresh(earlier, capsys):
     earlier("--output_dir", "out")
     capsys.readouterr()
-    config = settled("--output_dir", "out")
+    config = resolved("--output_dir", "out")
     assert (config.checkpoint, config.rejected) == ("", ())
     assert capsys.readouterr().out == ""
 

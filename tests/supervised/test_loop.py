@@ -11,7 +11,7 @@ from dschat_lora.config.stages import LoraConfig, OptimConfig, RunConfig
 from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.loader import Window
 from dschat_lora.supervised import loop as trainer
-from dschat_lora.supervised.loop import make_plan
+from dschat_lora.supervised.loop import make_train_schedule
 from dschat_lora.supervised.objectives import describe_perplexity
 from helpers import plain
 from helpers.runs import LORA, load_model, loader
@@ -212,7 +212,7 @@ def test_what_a_loader_knows_of_a_step_is_not_asked_of_the_ranks(monkeypatch):
     ],
 )
 def test_plan_counts_epochs_unless_steps_are_given(optim, steps):
-    assert make_plan(OptimConfig(**optim), RunConfig(), 7).num_steps == steps
+    assert make_train_schedule(OptimConfig(**optim), RunConfig(), 7).num_steps == steps
 
 
 def test_perplexity_of_a_huge_loss_is_infinite():

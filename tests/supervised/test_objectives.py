@@ -44,8 +44,8 @@ def score_by_token(tokens, places):
     return tokens[places].float().requires_grad_()
 
 
-def tenth_of_token(tokens, predicted_from, predicted):
-    return (-predicted.float() / 10).requires_grad_()
+def tenth_of_token(tokens, logit_positions, target_ids):
+    return (-target_ids.float() / 10).requires_grad_()
 
 
 def lists(columns):

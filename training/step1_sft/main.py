@@ -27,15 +27,15 @@ def main(config: SupervisedConfig) -> None:
         if output.directory is None:
             return  # a dry run
         engine = stage.build_engine(setup, CausalLMLoss(setup.adapted.model))
-        batching.settle_head(engine, len(setup.tokenizer), output)
-        arrangement = batching.arrange_samples(setup, engine)
+        batching.resolve_head(engine, len(setup.tokenizer), output)
+        batch_layout = batching.make_sample_layout(setup, engine)
         train, held_out = setup.data.train, setup.data.eval
         course.train(
             setup,
             engine,
-            batching.train_loader(setup, train, arrangement),
+            batching.train_loader(setup, train, batch_layout),
             SUPERVISED,
-            course.make_evaluator(setup, engine, held_out, arrangement, SUPERVISED),
+            course.make_evaluator(setup, engine, held_out, batch_layout, SUPERVISED),
             answers=course.make_answers(setup, engine),
         )
 

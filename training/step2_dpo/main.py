@@ -35,16 +35,16 @@ def main(config: DpoStageConfig) -> None:
 
         stage.note_unused_margins(setup)
         engine = stage.build_engine(setup, CausalLMLogprobs(setup.adapted.model))
-        batching.settle_head(engine, len(setup.tokenizer), output)
-        arrangement = batching.arrange_pairs(setup, engine, options.pairs)
-        reference = make_reference(setup, engine, arrangement, options.dpo)
+        batching.resolve_head(engine, len(setup.tokenizer), output)
+        batch_layout = batching.make_pair_layout(setup, engine, options.pairs)
+        reference = make_reference(setup, engine, batch_layout, options.dpo)
         objective = reference.objective
         course.train(
             setup,
             engine,
-            batching.train_loader(setup, reference.train, arrangement),
+            batching.train_loader(setup, reference.train, batch_layout),
             objective,
-            course.make_evaluator(setup, engine, reference.eval, arrangement, objective),
+            course.make_evaluator(setup, engine, reference.eval, batch_layout, objective),
             answers=course.make_answers(setup, engine),
             extra_flops=reference.extra_flops,
         )

@@ -36,15 +36,15 @@ def main(config: RewardStageConfig) -> None:
         if options.reward.reward_loss != "bradley_terry":
             stage.note_unused_margins(setup)
         engine = stage.build_engine(setup, RewardModel(setup.adapted.model))
-        arrangement = batching.arrange_pairs(setup, engine, options.pairs)
+        batch_layout = batching.make_pair_layout(setup, engine, options.pairs)
         objective = reward_objective(options.reward)
         train, held_out = setup.data.train, setup.data.eval
         course.train(
             setup,
             engine,
-            batching.train_loader(setup, train, arrangement),
+            batching.train_loader(setup, train, batch_layout),
             objective,
-            course.make_evaluator(setup, engine, held_out, arrangement, objective),
+            course.make_evaluator(setup, engine, held_out, batch_layout, objective),
         )
 
 

@@ -14,7 +14,7 @@ from dschat_lora.report.log import RunLog
 _MISMATCHED = "eval_mm_"
 
 
-class Watch(TrainerCallback):  # type: ignore[misc]  # transformers is untyped
+class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers is untyped
     """Writes a line of ``metrics.jsonl`` for each thing the Trainer logs.
 
     Attributes:

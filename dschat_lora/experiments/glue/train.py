@@ -30,7 +30,7 @@ from dschat_lora.checkpoint.extract import empty_classifier, write_trained
 from dschat_lora.checkpoint.lora_only import LoraOnly
 from dschat_lora.checkpoint.staging import write_whole
 from dschat_lora.config.options import fail, flatten
-from dschat_lora.experiments.glue.callback import Watch, lines_until
+from dschat_lora.experiments.glue.callback import MetricsCallback, lines_until
 from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.experiments.glue.data import Split, find_files, read_hub, read_split
 from dschat_lora.experiments.glue.features import collator, tokenize
@@ -46,7 +46,7 @@ from dschat_lora.experiments.glue.validation import clear_results, earlier_resul
 from dschat_lora.report.directory import abandon_directory, claim_directory
 from dschat_lora.report.log import RunLog, jsonable
 from dschat_lora.report.record import RunRecord, environment
-from dschat_lora.report.terminal import in_words
+from dschat_lora.report.terminal import error_message
 
 ResultT = TypeVar("ResultT")
 Rows = list[dict[str, Any]]
@@ -213,7 +213,7 @@ def build_trainer(
         compute_metrics=lambda found: task_metrics(config.task, found.predictions, found.label_ids),
     )
     trainer.add_callback(
-        Watch(
+        MetricsCallback(
             output.log,
             config,
             begin=lambda: _begin(config, output),
@@ -290,8 +290,10 @@ def _train(trainer: GlueTrainer, config: GlueConfig, output: Output) -> None:
     trainer.save_state()
 
 
-def _watch_of(trainer: GlueTrainer) -> Watch:
-    return next(each for each in trainer.callback_handler.callbacks if isinstance(each, Watch))
+def _watch_of(trainer: GlueTrainer) -> MetricsCallback:
+    return next(
+        each for each in trainer.callback_handler.callbacks if isinstance(each, MetricsCallback)
+    )
 
 
 def _evaluate(trainer: GlueTrainer, output: Output) -> None:
@@ -428,9 +430,9 @@ def _ended_in_words() -> Iterator[list[Output]]:
             first = os.environ.get("RANK", "0") == "0"
             if opened and first and not earlier_results(opened[0].directory):
                 abandon_directory(opened[0].directory)
-            fail(in_words(error))
+            fail(error_message(error))
         if isinstance(error, KeyboardInterrupt):
             fail("stopped by SIGINT", code=130)
         if isinstance(error, OSError | torch.OutOfMemoryError):
-            fail(in_words(error), code=1, from_any_rank=True)
+            fail(error_message(error), code=1, from_any_rank=True)
         raise

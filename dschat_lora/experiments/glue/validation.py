@@ -21,7 +21,7 @@ from dschat_lora.experiments.glue.data import find_files, read_split
 from dschat_lora.experiments.glue.resume import checkpoints, settle
 from dschat_lora.models.source import find_model
 from dschat_lora.report.directory import check_idle, leftovers
-from dschat_lora.report.terminal import say_once
+from dschat_lora.report.terminal import log_once
 from dschat_lora.runtime.validation import check_can_be_made, is_first_rank
 
 _RESULTS = ("all_results.json", "eval_results.json", "train_results.json", "trainer_state.json")
@@ -195,4 +195,4 @@ def describe_plan(config: GlueConfig) -> None:
     """Show the resolved options, for a dry run."""
     for name, value in flatten(config).items():
         if value is not None:
-            say_once(f"{name}: {value}")
+            log_once(f"{name}: {value}")

@@ -21,9 +21,9 @@ from dschat_lora.engine.distributed import (
     gather_over_ranks,
     init_distributed,
     on_rank_zero,
+    raise_together,
     rank,
     shutdown,
-    together,
     world_size,
 )
 from dschat_lora.experiments.nlg.config import DecodeConfig
@@ -31,7 +31,7 @@ from dschat_lora.generation.beam_search import Search, write_texts
 from dschat_lora.models.build import build_causal_lm
 from dschat_lora.models.causal_lm import Tokenizer, load_tokenizer
 from dschat_lora.models.source import ModelSource, find_model
-from dschat_lora.report.terminal import in_words, say_once
+from dschat_lora.report.terminal import error_message, log_once
 
 
 @dataclass
@@ -55,7 +55,7 @@ def run_decode(config: DecodeConfig) -> None:
         _decode(config)
     except (ValueError, OSError) as error:
         code = 1 if isinstance(error, OSError) else 2
-        fail(in_words(error), code=code, from_any_rank=isinstance(error, OSError))
+        fail(error_message(error), code=code, from_any_rank=isinstance(error, OSError))
     except torch.OutOfMemoryError:
         fail(
             "the GPU is full: lower --per_device_eval_batch_size or --num_beams",
@@ -69,7 +69,7 @@ def _decode(config: DecodeConfig) -> None:
     source = find_model(config.model_name_or_path)
     tokenizer = load_tokenizer(source.tokenizer, config.model)
     meanings = read_meanings(config.data_path)
-    model = together(lambda: _load(config, source, tokenizer))
+    model = raise_together(lambda: _load(config, source, tokenizer))
     search = _search(config, tokenizer, model)
     prompts = _prompts(meanings, tokenizer, search, model)
     # Batches are the same for any number of processes, and with them the rounding of the logits.
@@ -88,7 +88,7 @@ def _decode(config: DecodeConfig) -> None:
     predictions = [_plain(tokenizer, found[i]) for i in range(len(meanings))]
     text = "".join(_lines(meanings, predictions))
     on_rank_zero(lambda: write_whole(Path(config.output_path).expanduser(), text))
-    say_once(f"{len(meanings):,} meanings written to {config.output_path}")
+    log_once(f"{len(meanings):,} meanings written to {config.output_path}")
 
 
 def read_meanings(paths: Sequence[str]) -> list[Meaning]:
@@ -118,7 +118,7 @@ def _load(config: DecodeConfig, source: ModelSource, tokenizer: Tokenizer) -> An
     if config.lora_path is not None:
         file = read_lora_only(Path(config.lora_path).expanduser())
         if file.settings is not None and file.settings.base not in (None, source.base):
-            say_once(f"  note         {file.path} was trained on {file.settings.base}")
+            log_once(f"  note         {file.path} was trained on {file.settings.base}")
         lora = lora_config_of_file(
             file, lora_alpha=config.lora_alpha, enable_lora=config.enable_lora
         )

@@ -11,7 +11,7 @@ from dschat_lora.config.options import fail
 from dschat_lora.experiments.nlg.config import EvaluateConfig, Profile
 from dschat_lora.experiments.nlg.metrics import METRICS, Score
 from dschat_lora.experiments.nlg.validation import Prediction, chosen_predictions
-from dschat_lora.report.terminal import in_words, say_once, table
+from dschat_lora.report.terminal import error_message, log_once, table
 
 # References of a meaning at most, as the published scores were made; 0: all.
 PUBLISHED_REFERENCES: dict[Profile, int] = {"e2e": 0, "webnlg": 6, "dart": 6}
@@ -31,14 +31,14 @@ def run_evaluate(config: EvaluateConfig) -> None:
             limit = PUBLISHED_REFERENCES[config.profile]
         predictions = prepared(predictions, config.profile, limit=limit)
         references = sum(len(each.references) for each in predictions)
-        say_once(
+        log_once(
             f"{len(predictions):,} meanings, {references:,} references, {config.profile}, "
             f"{config.filter}"
         )
         scores = evaluate(predictions)
         rows = [(name, f"{score.value:.4f}", score.signature) for name, score in scores.items()]
         for line in table(("metric", "score", "how"), rows):
-            say_once(line)
+            log_once(line)
         if config.output_path is not None:
             report = {
                 "predictions": config.predictions,
@@ -50,7 +50,7 @@ def run_evaluate(config: EvaluateConfig) -> None:
             }
             write_whole(Path(config.output_path).expanduser(), json.dumps(report, indent=2) + "\n")
     except (ValueError, OSError) as error:
-        fail(in_words(error), code=1 if isinstance(error, OSError) else 2)
+        fail(error_message(error), code=1 if isinstance(error, OSError) else 2)
 
 
 def evaluate(predictions: list[Prediction]) -> dict[str, Score]:

@@ -26,22 +26,22 @@ def run_training(config: NlgConfig) -> None:
         directory = output.directory
         if directory is None:
             return  # a dry run
-        settled = setup.config
-        assert isinstance(settled, NlgConfig)
-        setup = replace(setup, config=in_optimizer_steps(settled))
-        network = CausalLMLoss(setup.adapted.model, label_smoothing=settled.label_smoothing)
+        resolved = setup.config
+        assert isinstance(resolved, NlgConfig)
+        setup = replace(setup, config=in_optimizer_steps(resolved))
+        network = CausalLMLoss(setup.adapted.model, label_smoothing=resolved.label_smoothing)
         engine = stage.build_engine(setup, network)
-        layout.settle_head(engine, len(setup.tokenizer), output)
-        arrangement = layout.arrange_samples(setup, engine)
+        layout.resolve_head(engine, len(setup.tokenizer), output)
+        batch_layout = layout.make_sample_layout(setup, engine)
         course.train(
             setup,
             engine,
-            layout.train_loader(setup, setup.data.train, arrangement),
+            layout.train_loader(setup, setup.data.train, batch_layout),
             SUPERVISED,
-            course.make_evaluator(setup, engine, setup.data.eval, arrangement, SUPERVISED),
+            course.make_evaluator(setup, engine, setup.data.eval, batch_layout, SUPERVISED),
             answers=course.make_answers(setup, engine),
-            schedule=schedule(settled),
-            beside=lambda step: save_factors(setup, directory / "lora", step),
+            schedule=schedule(resolved),
+            on_checkpoint=lambda step: save_factors(setup, directory / "lora", step),
         )
 
 

@@ -9,7 +9,7 @@ from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.config.options import parse_config
 from dschat_lora.config.stages import ModelConfig
 from dschat_lora.data.chat import Span
-from dschat_lora.data.records import Record
+from dschat_lora.data.records import TextRecord
 from dschat_lora.data.rows import RowError
 from dschat_lora.data.tokenize import TokenRule, make_encoder, tokenize
 from dschat_lora.experiments.nlg.config import DecodeConfig
@@ -73,7 +73,9 @@ def test_a_meaning_begins_and_ends_as_in_training(meanings):
     )
     search = Search(num_beams=1, max_new_tokens=4, eos_ids=(2,), pad_id=1)
     (prompt,) = _prompts([Meaning("name : Aromi")], tokenizer, search, SimpleNamespace(config=None))
-    record = Record("f:1", "prompt-completion", (Span("name : Aromi", False), Span(" It .", True)))
+    record = TextRecord(
+        "f:1", "prompt-completion", (Span("name : Aromi", False), Span(" It .", True))
+    )
     rule = TokenRule(int(tokenizer.eos_token_id), 99, "error", False, eos_after_prompt=True)
     (trained,) = tokenize([record], make_encoder(tokenizer), rule)
     assert prompt == trained.sample.prompt.tolist()
