@@ -120,9 +120,9 @@ class Ours:
         self._task, self._closing = task, ExitStack()
         self._closing.enter_context(redirect_stdout(io.StringIO()))
         config = check_rlhf(parse_config(RlhfConfig, _options(task)))
-        output = self._closing.enter_context(open_run(config, name=NAME, check=check_rlhf))
-        assert output.directory is not None
-        self._setup, self._metrics = set_up(output), output.directory / "metrics.jsonl"
+        run = self._closing.enter_context(open_run(config, name=NAME, check=check_rlhf))
+        assert run.directory is not None
+        self._setup, self._metrics = set_up(run), run.directory / "metrics.jsonl"
         stored = self._setup.prompts.train
         found = [stored[number].input_ids.tolist() for number in range(len(stored))]
         assert found == task.prompts, "prompts are tokenised as they were drawn"

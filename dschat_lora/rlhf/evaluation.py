@@ -40,7 +40,7 @@ class Evaluator:
         """Evaluate after ``step`` optimizer steps, unless that was done; call on every rank."""
         if step in self.results or not self.prompts:
             return
-        self.setup.output.interrupts.check()
+        self.setup.run.interrupts.check()
         greedy, sampled = self._answers(do_sample=False), self._answers(do_sample=True)
         metrics = {
             **self._described(sampled),
@@ -48,7 +48,7 @@ class Evaluator:
             "samples": len(self.prompts),
         }
         self.results[step] = metrics
-        log = self.setup.output.log
+        log = self.setup.run.log
         log.write("eval", step, metrics)
         log.say(rlhf_eval_line(step, metrics))
         self._keep_answers(greedy, "before" if not step else "after")
@@ -130,7 +130,7 @@ class Evaluator:
 
     def _keep_answers(self, responses: list[Response], when: str) -> None:
         """Show the first few; of those after training, the latest are kept."""
-        tokenizer, log = self.setup.tokenizer, self.setup.output.log
+        tokenizer, log = self.setup.tokenizer, self.setup.run.log
         texts = [
             {
                 "when": when,
@@ -142,7 +142,7 @@ class Evaluator:
         self.shown = [*(text for text in self.shown if text["when"] != when), *texts]
         for text in texts:
             log.say(f"  {when:<7}{text['prompt']!r} -> {text['answer']!r}")
-        self.setup.output.record.update({"answers": self.shown})
+        self.setup.run.record.update({"answers": self.shown})
 
 
 def make_evaluator(

@@ -29,7 +29,7 @@ def finish(
     average: MovingAverage | None,
 ) -> None:
     """Summarise the run and save what was trained; call on every rank."""
-    record, log = setup.output.record, setup.output.log
+    record, log = setup.run.record, setup.run.log
     results = evaluator.before_and_after()
     phases = {
         name: {"seconds": progress["seconds"][name], "flops": progress["flops"][name]}
@@ -65,11 +65,11 @@ def _save(
     tensors: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write ``name/adapter``, or ``name/model`` where more than an adapter was trained."""
-    config, output = setup.config, setup.output
-    assert output.directory is not None, "a dry run has no end"
+    config, run = setup.config, setup.run
+    assert run.directory is not None, "a dry run has no end"
     source = setup.sources.critic if name == "critic" else setup.sources.actor
     source = source or setup.sources.actor
-    directory: Path = output.directory / name
+    directory: Path = run.directory / name
     only_adapter = adapted.lora.lora_dim > 0 and adapted.lora.only_optimize_lora
     if only_adapter:
         save_adapter(
@@ -86,7 +86,7 @@ def _save(
             task_type=adapted.task,
             tensors=tensors,
         )
-        output.log.say(f"{name}: adapter written to {directory / 'adapter'}")
+        run.log.say(f"{name}: adapter written to {directory / 'adapter'}")
     if config.run.merge_adapter or not only_adapter:
         _save_whole(setup, directory / "model", adapted, source, tensors)
 
@@ -99,7 +99,7 @@ def _save_whole(
     tensors: Mapping[str, Tensor] | None,
 ) -> None:
     """Write a complete transformers directory."""
-    config, output = setup.config, setup.output
+    config, run = setup.config, setup.run
     prompts = setup.prompts.train
     ids = [int(i) for n in range(min(8, len(prompts))) for i in prompts[n].input_ids]
     save_merged(
@@ -112,4 +112,4 @@ def _save_whole(
         dropouts=stored_dropouts(source.base, config.actor.model(config.load)),
         tensors=tensors,
     )
-    output.log.say(f"model written to {directory}")
+    run.log.say(f"model written to {directory}")

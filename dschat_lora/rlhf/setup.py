@@ -36,7 +36,7 @@ from dschat_lora.rlhf.roles import Network, Roles, Sources, build_roles
 from dschat_lora.rlhf.throughput import Counter
 from dschat_lora.rlhf.validation import find_sources, shares_base, text_data
 from dschat_lora.runtime.memory import free_memory, settle_recomputation
-from dschat_lora.runtime.run import Output
+from dschat_lora.runtime.run import Run
 from dschat_lora.runtime.setup import (
     engine_settings,
     prepare_to_compile,
@@ -64,19 +64,19 @@ class Setup:
     function: RewardFunction | None
     judge: RewardFunction | None
     identity: dict[str, Any]
-    output: Output
+    run: Run
 
 
-def set_up(output: Output) -> Setup:
+def set_up(run: Run) -> Setup:
     """Prompts and roles, shown and recorded; call on every rank.
 
     Raises:
         ValueError: if data, a model or a function cannot be used.
     """
-    config = output.config
+    config = run.config
     assert isinstance(config, RlhfConfig)
     if config.load.compile:
-        prepare_to_compile(output)
+        prepare_to_compile(run)
     sources = Sources(*find_sources(config))
     tokenizer = _load_tokenizer(config, sources)
     function, judge = (
@@ -86,11 +86,11 @@ def set_up(output: Output) -> Setup:
             ("judge_function", config.rewards.judge_function),
         )
     )
-    prompts = _prepare(config, config.data.data, tokenizer, output, kind="prompts")
+    prompts = _prepare(config, config.data.data, tokenizer, run, kind="prompts")
     text_config = text_data(config)
     text = None
     if text_config is not None:
-        text = _prepare(config, text_config, tokenizer, output, kind="samples")
+        text = _prepare(config, text_config, tokenizer, run, kind="samples")
     settings = _settings(config)
     dtype = settings["actor"].torch_dtype
     all_sharded = all(each.zero_stage == 3 for each in settings.values())
@@ -104,13 +104,13 @@ def set_up(output: Output) -> Setup:
         meta=shape_only,
         group=tensor_group(config.parallel),
     )
-    config = _settle_memory(config, settings, roles, output, free=free)
-    output = replace(output, config=config)
-    counter = _counter(config, roles, output)
-    _describe(config, roles, settings, output)
+    config = _settle_memory(config, settings, roles, run, free=free)
+    run = replace(run, config=config)
+    counter = _counter(config, roles, run)
+    _describe(config, roles, settings, run)
     identity: dict[str, Any] = {}
-    if output.directory is not None:
-        output.closing.enter_context(_explaining_memory(config, roles))
+    if run.directory is not None:
+        run.closing.enter_context(_explaining_memory(config, roles))
         identity = _identify(config, roles, tokenizer, prompts, text, settings)
         _place(roles, settings)
         # Those that no engine knows as well, such as the rotary tables of the rollout's modules.
@@ -127,7 +127,7 @@ def set_up(output: Output) -> Setup:
         function,
         judge,
         identity,
-        output,
+        run,
     )
 
 
@@ -209,12 +209,12 @@ def _rules(tokenizer: Tokenizer) -> str:
 
 
 def _prepare(
-    config: RlhfConfig, data: DataConfig, tokenizer: Tokenizer, output: Output, *, kind: Any
+    config: RlhfConfig, data: DataConfig, tokenizer: Tokenizer, run: Run, *, kind: Any
 ) -> Prepared:
     """Tokenised rows, audited."""
     name = "data" if kind == "prompts" else "pretraining text"
     seed = config.run.seed
-    prepared = read_data(data, tokenizer, phase=3, seed=seed, kind=kind, name=name, output=output)
+    prepared = read_data(data, tokenizer, phase=3, seed=seed, kind=kind, name=name, run=run)
     if kind == "prompts" and config.optim.num_train_epochs > 0:
         prepared.audit.check()
     # Of text nothing is learnt about where answers end: it may be cut.
@@ -246,7 +246,7 @@ def _settle_memory(
     config: RlhfConfig,
     settings: dict[str, EngineSettings],
     roles: Roles,
-    output: Output,
+    run: Run,
     *,
     free: int,
 ) -> RlhfConfig:
@@ -272,12 +272,12 @@ def _settle_memory(
     switches = {o: getattr(config, role).gradient_checkpointing for o, role in trained.items()}
     on, words = settle_recomputation(config, switches, need, free=free)
     if words is not None:
-        output.log.say(f"  note         {words}")
+        run.log.say(f"  note         {words}")
     chosen = [option for option in on if on[option]]
     for option in chosen:
         with option_errors_for(trained[option]):
             recompute_blocks(roles.trained[trained[option]].model)
-    output.record.update(on)
+    run.record.update(on)
     return recomputing(chosen)
 
 
@@ -313,13 +313,13 @@ def _settle(setup: Setup, engines: Engines) -> None:
     policy, reference = actor.roles["actor"], actor.roles["reference"]
     if not head_is_linear(policy.model, vocab_size=len(setup.tokenizer), device=device()):
         policy.full_logits = reference.full_logits = True
-        setup.output.log.say(
+        setup.run.log.say(
             "  note         this architecture transforms its logits: they are computed whole, "
             "which takes more memory"
         )
 
 
-def _counter(config: RlhfConfig, roles: Roles, output: Output) -> Counter | None:
+def _counter(config: RlhfConfig, roles: Roles, run: Run) -> Counter | None:
     checkpointed = {
         "actor": is_on(config.actor.gradient_checkpointing),
         "critic": is_on(config.critic.gradient_checkpointing),
@@ -327,12 +327,12 @@ def _counter(config: RlhfConfig, roles: Roles, output: Output) -> Counter | None
     try:
         return Counter(roles, checkpointed=checkpointed)
     except ValueError as error:
-        output.log.say(f"  note         TFLOPs are not reported: {error}")
+        run.log.say(f"  note         TFLOPs are not reported: {error}")
         return None
 
 
 def _describe(
-    config: RlhfConfig, roles: Roles, settings: dict[str, EngineSettings], output: Output
+    config: RlhfConfig, roles: Roles, settings: dict[str, EngineSettings], run: Run
 ) -> None:
     """Show and record what trains, on what, and the memory it takes."""
     parameters = list(roles.whole().parameters())  # each shared one once
@@ -342,7 +342,7 @@ def _describe(
         for name, m in roles.trained.items()
     }
     actor = settings["actor"]
-    output.log.say(
+    run.log.say(
         f"  parameters   {total:,} in memory for {' + '.join(roles.models)}; trained: "
         + ", ".join(f"{name} {count:,}" for name, count in trained.items())
         + f"; {actor.dtype}, {zero_words(actor, roles.models['actor'].model)}, "
@@ -351,9 +351,9 @@ def _describe(
     plan = memory_plan(config, roles, settings)
     if plan is not None:
         for line in plan.lines():
-            output.log.say(f"  {line}")
-        output.record.update({"memory": plan.to_dict()})
-    output.record.update(
+            run.log.say(f"  {line}")
+        run.record.update({"memory": plan.to_dict()})
+    run.record.update(
         {
             "parameters": {"total": total, "trainable": sum(trained.values()), **trained},
             "dtype": actor.dtype,
@@ -362,8 +362,8 @@ def _describe(
     )
     if config.run.dry_run:
         for name, value in flatten(config).items():
-            output.log.say(f"  --{name} {value}")
-        output.log.say("dry run: nothing was trained or saved")
+            run.log.say(f"  --{name} {value}")
+        run.log.say("dry run: nothing was trained or saved")
 
 
 def _identify(

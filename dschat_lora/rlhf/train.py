@@ -47,9 +47,9 @@ from dschat_lora.runtime.signals import StopRequested
 
 def train(setup: Setup, engines: Engines) -> None:
     """Train by the plan, evaluate on the way, and save; call on every rank."""
-    config, output = setup.config, setup.output
+    config, run = setup.config, setup.run
     plan = make_rlhf_schedule(config, len(setup.prompts.train))
-    _announce(plan, output.log.say)
+    _announce(plan, run.log.say)
     generator = _make_generator(setup, engines)
     pretraining = make_pretraining(setup)
     average = None
@@ -69,12 +69,12 @@ def train(setup: Setup, engines: Engines) -> None:
     if average is not None:
         states["actor_ema"] = average
     checkpointer = Checkpointer(
-        output,
+        run,
         engines=states,
         parts=parts,
         identity={
             **setup.identity,
-            "stage": output.stage,
+            "stage": run.stage,
             "rows_per_step": plan.rows_per_step,
             "responses": plan.order.per_iteration * plan.num_generations,
         },
@@ -92,7 +92,7 @@ def train(setup: Setup, engines: Engines) -> None:
         pretraining=pretraining,
         average=average,
     )
-    with output.interrupts.deferred():
+    with run.interrupts.deferred():
         _run(setup, plan, iterate, progress, evaluator, checkpointer)
     finish(setup, engines, evaluator=evaluator, progress=asdict(progress), average=average)
 
@@ -127,7 +127,7 @@ def _run(
     checkpointer: Checkpointer,
 ) -> None:
     """Evaluate, iterate from where ``progress`` is, and evaluate on the way and last."""
-    log, total = setup.output.log, plan.num_iterations
+    log, total = setup.run.log, plan.num_iterations
     if progress.iteration and progress.iteration == total:
         log.say("the run was complete: there is no step left to train")
     if _eval_due(setup.config, plan, progress, evaluator):
@@ -405,7 +405,7 @@ class Iterations:
         return skips
 
     def _report(self, metrics: dict[str, Any], experience: Experience) -> None:
-        log, progress, run = self._setup.output.log, self._progress, self._config.run
+        log, progress, run = self._setup.run.log, self._progress, self._config.run
         log.write("train", progress.step, metrics)
         log.advance()
         total = self._plan.num_iterations
@@ -419,13 +419,13 @@ class Iterations:
             self._show(experience)
 
     def _warn(self, message: str) -> None:
-        log = self._setup.output.log
+        log = self._setup.run.log
         log.write("event", self._progress.step, {"event": "warning", "message": message})
         log.say(f"  warning      {message}")
 
     def _show(self, experience: Experience) -> None:
         tokenizer, response = self._setup.tokenizer, experience.responses[0]
-        self._setup.output.log.say(
+        self._setup.run.log.say(
             f"  sample       {tokenizer.decode(response.prompt)!r} -> "
             f"{tokenizer.decode(response.tokens)!r} (score {float(experience.scores[0]):.3g})"
         )
@@ -436,6 +436,6 @@ class Iterations:
             f"none of the {len(experience.responses)} responses of iteration "
             f"{self._progress.iteration} counts: no score came for any of them; nothing was learnt"
         )
-        log = self._setup.output.log
+        log = self._setup.run.log
         log.write("event", self._progress.step, {"event": "empty_batch", "message": message})
         log.say(f"  warning      {message}")

@@ -25,7 +25,7 @@ from dschat_lora.runtime.resume import (
     read_state,
     run_of,
 )
-from dschat_lora.runtime.run import Output
+from dschat_lora.runtime.run import Run
 from dschat_lora.runtime.signals import Stopped, name_of
 
 # Training waits this share of its time for the disk, were it saved at the default interval:
@@ -53,7 +53,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        output: Output,
+        run: Run,
         *,
         engines: Mapping[str, EngineState],
         parts: Mapping[str, Part],
@@ -63,26 +63,26 @@ class Checkpointer:
         """Prepare to save and restore.
 
         Args:
-            output: of the run.
+            run: of the run.
             engines: by the name under which their tensors are filed.
             parts: by name.
             identity: what the state means nothing without: model, tokenizer, data and rows of
                 a step; complete on rank 0.
             on_checkpoint: called on every rank with the step of a checkpoint, to write more.
         """
-        self._output, self._engines, self._parts = output, engines, parts
+        self._output, self._engines, self._parts = run, engines, parts
         self._on_checkpoint = on_checkpoint
         self._identity = {**identity, "streams": STREAMS}
-        self._run = output.config.run
-        assert output.directory is not None, "a dry run keeps nothing"
-        self._directory = output.directory
+        self._run = run.config.run
+        assert run.directory is not None, "a dry run keeps nothing"
+        self._directory = run.directory
         self._saver: Saver | None = None
         if rank() == 0:
             self._saver = Saver(
-                self._directory, keep=self._run.save_total_limit, before_commit=output.log.sync
+                self._directory, keep=self._run.save_total_limit, before_commit=run.log.sync
             )
             # Whatever ends the run, a checkpoint that is being written is finished.
-            output.closing.callback(self._saver.drain)
+            run.closing.callback(self._saver.drain)
         self._begun = self._last_time = time.monotonic()
         self._first_step = 0
         self._last_step = 0
@@ -254,20 +254,20 @@ class Checkpointer:
 
     def _take_over(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
         """Make the output directory that of a run which has just reached the checkpoint."""
-        output = self._output
-        in_place = goes_on_in_place(output.config)
+        run = self._output
+        in_place = goes_on_in_place(run.config)
         origin = None if in_place else run_of(checkpoint)
         source = origin / "metrics.jsonl" if origin is not None else None
         if in_place:
             # First: a checkpoint must not outlive its lines of the log.
-            rejected = [Path(path) for path in output.config.rejected]
+            rejected = [Path(path) for path in run.config.rejected]
             for path in quarantine_checkpoints(
                 self._directory, after=state["step"], rejected=rejected
             ):
-                output.log.say(f"  note         set aside: {path}")
-        output.log.rewind(**state["log"], step=state["step"], source=source)
-        output.record.release()
-        output.record.append("resumed", {"step": state["step"], "checkpoint": str(checkpoint)})
+                run.log.say(f"  note         set aside: {path}")
+        run.log.rewind(**state["log"], step=state["step"], source=source)
+        run.record.release()
+        run.record.append("resumed", {"step": state["step"], "checkpoint": str(checkpoint)})
 
 
 def _reader(checkpoint: Path, name: str) -> Any:

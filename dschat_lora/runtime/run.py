@@ -43,7 +43,7 @@ Check = Callable[[Any], StageConfig]
 
 
 @dataclass(frozen=True)
-class Output:
+class Run:
     """Where a run writes, its log and its record. Every rank holds one; rank 0's is active."""
 
     stage: str  # its name
@@ -56,7 +56,7 @@ class Output:
 
 
 @contextmanager
-def open_run(config: StageConfig, *, name: str, check: Check) -> Iterator[Output]:
+def open_run(config: StageConfig, *, name: str, check: Check) -> Iterator[Run]:
     """Join the process group, open the output directory, and record how the run ends.
 
     A ValueError, a user's mistake that shows only now, an error of the disk and a full GPU end
@@ -67,19 +67,19 @@ def open_run(config: StageConfig, *, name: str, check: Check) -> Iterator[Output
         name: of the stage, such as ``sft``; also of the default directory.
         check: what checked it, for ranks that wait for rank 0 to settle a resumed run.
     """
-    opened: list[Output] = []
+    opened: list[Run] = []
     interrupts = Interrupts()
     try:
         init_distributed()
         config = _resolved(config, check)
         form_grid(config.parallel.tensor_parallel_size)
         torch.manual_seed(stream_seed("build", config.run.seed))
-        with _files(config, name, interrupts) as output:
-            opened.append(output)
-            with output.closing:
-                yield output
-        output.record.update({"status": "finished"})
-        on_rank_zero(output.record.check)
+        with _files(config, name, interrupts) as run:
+            opened.append(run)
+            with run.closing:
+                yield run
+        run.record.update({"status": "finished"})
+        on_rank_zero(run.record.check)
     except BaseException as error:
         _record_end(error, opened, interrupts)
         if isinstance(error, Stopped):
@@ -103,12 +103,12 @@ def _resolved(config: StageConfig, check: Check) -> StageConfig:
 
 
 @contextmanager
-def _files(config: StageConfig, name: str, interrupts: Interrupts) -> Iterator[Output]:
+def _files(config: StageConfig, name: str, interrupts: Interrupts) -> Iterator[Run]:
     active = rank() == 0
     if config.run.dry_run:
         with RunLog(None, active=active) as log:
             record = RunRecord(Path(), active=False)
-            yield Output(name, config, None, log, record, interrupts, ExitStack())
+            yield Run(name, config, None, log, record, interrupts, ExitStack())
         return
     directory = Path(broadcast_string(str(on_rank_zero(lambda: _directory(config, name)))))
     earlier = goes_on_in_place(config)
@@ -122,7 +122,7 @@ def _files(config: StageConfig, name: str, interrupts: Interrupts) -> Iterator[O
         record.update({"stage": name, "status": "running", **environment()})
         record.update({"world_size": world_size(), "config": flatten(config)})
         log.say(f"output: {directory}")
-        yield Output(name, config, directory, log, record, interrupts, ExitStack())
+        yield Run(name, config, directory, log, record, interrupts, ExitStack())
         on_rank_zero(log.sync)
 
 
@@ -146,7 +146,7 @@ def _directory(config: StageConfig, name: str) -> Path:
     return directory
 
 
-def _record_end(error: BaseException, opened: list[Output], interrupts: Interrupts) -> None:
+def _record_end(error: BaseException, opened: list[Run], interrupts: Interrupts) -> None:
     """Write why the run ended, where there is a record."""
     if isinstance(error, Stopped) or not opened or not opened[0].record.is_open:
         return
@@ -156,7 +156,7 @@ def _record_end(error: BaseException, opened: list[Output], interrupts: Interrup
     opened[0].record.update({"status": status})
 
 
-def _fail_if_expected(error: BaseException, opened: list[Output], interrupts: Interrupts) -> None:
+def _fail_if_expected(error: BaseException, opened: list[Run], interrupts: Interrupts) -> None:
     """End the process with one line, unless ``error`` is a fault of this package."""
     if os.environ.get("DSCHAT_LORA_TRACEBACK"):
         return

@@ -41,7 +41,7 @@ from dschat_lora.models.build import (
 from dschat_lora.models.causal_lm import Tokenizer
 from dschat_lora.models.compile import check_compiler
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
-from dschat_lora.runtime.run import Output
+from dschat_lora.runtime.run import Run
 
 
 def tensor_group(parallel: ParallelConfig) -> TensorGroup | None:
@@ -57,14 +57,14 @@ def tensor_group(parallel: ParallelConfig) -> TensorGroup | None:
     )
 
 
-def prepare_to_compile(output: Output) -> None:
+def prepare_to_compile(run: Run) -> None:
     """Refuse ``--compile`` where it cannot work, and say what it costs; call on every rank.
 
     Raises:
         ValueError: if there is no working compiler on some rank.
     """
     raise_together(lambda: check_compiler(device()))
-    output.log.say("  note         --compile: the first evaluation and steps wait for the compiler")
+    run.log.say("  note         --compile: the first evaluation and steps wait for the compiler")
 
 
 def read_data(
@@ -75,7 +75,7 @@ def read_data(
     seed: int,
     kind: DataKind,
     name: str,
-    output: Output,
+    run: Run,
 ) -> Prepared:
     """Tokenised rows; their audit is shown, and recorded under ``name``. Call on every rank.
 
@@ -93,9 +93,9 @@ def read_data(
         )
     )
     for line in prepared.audit.lines():
-        output.log.say(f"  {line}")
+        run.log.say(f"  {line}")
     audit = prepared.audit.to_dict()
-    output.record.update({name: {"fingerprint": prepared.fingerprint, "audit": audit}})
+    run.record.update({name: {"fingerprint": prepared.fingerprint, "audit": audit}})
     return prepared
 
 

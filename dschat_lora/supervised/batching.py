@@ -18,7 +18,7 @@ from dschat_lora.models.architecture_checks import (
     head_is_linear,
 )
 from dschat_lora.models.backbone import Backbone
-from dschat_lora.runtime.run import Output
+from dschat_lora.runtime.run import Run
 from dschat_lora.supervised.setup import Setup
 
 
@@ -35,7 +35,7 @@ class BatchLayout:
 def make_sample_layout(setup: Setup, engine: TrainEngine) -> BatchLayout:
     """Of samples, after a look at how the user's own model treats them; call on every rank."""
     tokenizer, wanted = setup.tokenizer, setup.config.data.packing
-    packing = resolve_packing(engine, wanted, len(tokenizer), setup.output)
+    packing = resolve_packing(engine, wanted, len(tokenizer), setup.run)
     collate = SampleCollator(int(tokenizer.pad_token_id))
     return BatchLayout(collate, packing, _row_tokens(setup, engine) if packing else None)
 
@@ -48,7 +48,7 @@ def make_pair_layout(setup: Setup, engine: TrainEngine, pairs: PairConfig) -> Ba
         pairs,
         packing=setup.config.data.packing,
         vocab_size=len(tokenizer),
-        output=setup.output,
+        run=setup.run,
     )
     collate = PairCollator(int(tokenizer.pad_token_id), layout, tight=True)
     # Packing is about what a step counts: pairs share rows without it too.
@@ -68,29 +68,29 @@ def _row_tokens(setup: Setup, engine: TrainEngine) -> int:
     return setup.config.max_row_tokens
 
 
-def resolve_head(engine: TrainEngine, vocab_size: int, output: Output) -> None:
+def resolve_head(engine: TrainEngine, vocab_size: int, run: Run) -> None:
     """Take the model's own logits where its head is more than a linear layer. On every rank."""
     network: Any = engine.module
     engine.eval()
     if not head_is_linear(network.model, vocab_size=vocab_size, device=engine.device):
         network.full_logits = True
-        output.log.say(
+        run.log.say(
             "  note         this architecture transforms its logits: they are computed whole, "
             "which takes more memory"
         )
 
 
-def resolve_packing(engine: TrainEngine, wanted: bool, vocab_size: int, output: Output) -> bool:
+def resolve_packing(engine: TrainEngine, wanted: bool, vocab_size: int, run: Run) -> bool:
     """Whether to pack, after a look at how the user's own model treats a packed row.
 
     Call on every rank.
     """
-    backbone, report = _check_architecture(engine, vocab_size, output)
+    backbone, report = _check_architecture(engine, vocab_size, run)
     if report.packing_is_exact and not backbone.own_mask:
         return wanted
     backbone.own_mask = True
     if wanted:
-        output.log.say(
+        run.log.say(
             "  note         packing is off: this architecture mixes the samples of a packed row "
             f"(relative error {report.packing_error:.1g})"
         )
@@ -98,17 +98,17 @@ def resolve_packing(engine: TrainEngine, wanted: bool, vocab_size: int, output: 
 
 
 def resolve_pair_layout(
-    engine: TrainEngine, wanted: PairConfig, *, packing: bool, vocab_size: int, output: Output
+    engine: TrainEngine, wanted: PairConfig, *, packing: bool, vocab_size: int, run: Run
 ) -> tuple[PairLayout, bool]:
     """How pairs are laid out and whether rows hold several, after the same look.
 
     Call on every rank.
     """
-    backbone, report = _check_architecture(engine, vocab_size, output)
+    backbone, report = _check_architecture(engine, vocab_size, run)
     if backbone.own_mask or not report.packing_is_exact:
         backbone.own_mask = True
         if packing or wanted.share_prompt:
-            output.log.say(
+            run.log.say(
                 "  note         every answer has a row of its own: this architecture mixes the "
                 f"sequences of a row (relative error {report.packing_error:.1g})"
             )
@@ -116,7 +116,7 @@ def resolve_pair_layout(
     if wanted.share_prompt and report.tree_is_exact:
         return "shared", packing
     if wanted.share_prompt:
-        output.log.say(
+        run.log.say(
             "  note         answers do not share their prompt: this architecture mixes them "
             f"(relative error {report.tree_error:.1g})"
         )
@@ -124,12 +124,12 @@ def resolve_pair_layout(
 
 
 def _check_architecture(
-    engine: TrainEngine, vocab_size: int, output: Output
+    engine: TrainEngine, vocab_size: int, run: Run
 ) -> tuple[Backbone, ArchitectureReport]:
     network: Any = engine.module
     engine.eval()
     report = check_architecture(network.backbone, vocab_size=vocab_size, device=engine.device)
-    output.record.update({"probe": vars(report)})
+    run.record.update({"probe": vars(report)})
     return network.backbone, report
 
 
@@ -174,7 +174,7 @@ def train_loader(setup: Setup, samples: Samples, batch_layout: BatchLayout) -> S
         counts=counts,
         budget=budget,
     )
-    log, capacity, kind = setup.output.log, config.max_row_tokens, "rows"
+    log, capacity, kind = setup.run.log, config.max_row_tokens, "rows"
     if budget is not None:
         kind = f"x {budget.tokens:,} tokens, {budget.fill(rows, counts):.1%} full"
     elif batch_layout.packing:

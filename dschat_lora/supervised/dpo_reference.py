@@ -209,7 +209,7 @@ def make_reference(
         collate=batch_layout.collate,
         batch_size=config.batch.per_device_eval_batch_size,
         cache=cache_directory(config.data),
-        say=setup.output.log.say,
+        say=setup.run.log.say,
         identity=[setup.identity.get(name) for name in ("model", "start", "adapter", "dtype")],
     )
     # Training pairs are not looked at by a run that only evaluates.

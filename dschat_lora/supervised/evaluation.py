@@ -14,7 +14,7 @@ from dschat_lora.engine.distributed import data_rank, data_world_size, world_siz
 from dschat_lora.generation.samples import answer
 from dschat_lora.models.causal_lm import Tokenizer
 from dschat_lora.report.log import eval_line, jsonable
-from dschat_lora.runtime.run import Output
+from dschat_lora.runtime.run import Run
 from dschat_lora.supervised.loop import evaluate
 from dschat_lora.supervised.objectives import Objective, mean_of
 
@@ -31,7 +31,7 @@ class Evaluator:
     collate: Collator
     objective: Objective
     config: SupervisedConfig
-    output: Output
+    run: Run
     results: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def __call__(self, step: int) -> None:
@@ -56,8 +56,8 @@ class Evaluator:
             **self.objective.describe(result.loss, result.columns),
         }
         self.results[step] = metrics
-        self.output.log.write("eval", step, metrics)
-        self.output.log.say(eval_line(step, metrics))
+        self.run.log.write("eval", step, metrics)
+        self.run.log.say(eval_line(step, metrics))
 
     def state(self) -> dict[str, Any]:
         """As JSON."""
@@ -69,7 +69,7 @@ class Evaluator:
 
     def _interruptible(self, batches: Iterable[Any]) -> Iterator[Any]:
         for batch in batches:
-            self.output.interrupts.check()
+            self.run.interrupts.check()
             yield batch
 
     def before_and_after(self) -> dict[str, float]:
@@ -88,7 +88,7 @@ class SampleAnswers:
     engine: TrainEngine
     prompts: Sequence[Sequence[int]]
     tokenizer: Tokenizer
-    output: Output
+    run: Run
     shown: list[dict[str, str]] = field(default_factory=list)
 
     def show(self, when: str) -> None:
@@ -112,8 +112,8 @@ class SampleAnswers:
                 "answer": self.tokenizer.decode(ids),
             }
             self.shown.append(texts)
-            self.output.log.say(f"  {when:<7}{texts['prompt']!r} -> {texts['answer']!r}")
-        self.output.record.update({"answers": self.shown})
+            self.run.log.say(f"  {when:<7}{texts['prompt']!r} -> {texts['answer']!r}")
+        self.run.record.update({"answers": self.shown})
 
     def state(self) -> dict[str, Any]:
         """As JSON."""

@@ -39,7 +39,7 @@ from dschat_lora.runtime.memory import (
     free_memory,
     settle_recomputation,
 )
-from dschat_lora.runtime.run import Output
+from dschat_lora.runtime.run import Run
 from dschat_lora.runtime.setup import (
     engine_settings,
     prepare_to_compile,
@@ -63,7 +63,7 @@ class Setup:
     settings: EngineSettings
     adapted: AdaptedModel
     identity: dict[str, Any]
-    output: Output
+    run: Run
 
 
 class Build(Protocol):
@@ -84,13 +84,11 @@ class Build(Protocol):
         """The model with its adapter."""
 
 
-def set_up(
-    output: Output, build: Build, *, phase: int, kind: DataKind = "samples", task: Task
-) -> Setup:
+def set_up(run: Run, build: Build, *, phase: int, kind: DataKind = "samples", task: Task) -> Setup:
     """Data and model of a stage, shown and recorded; call on every rank.
 
     Args:
-        output: of the run.
+        run: of the run.
         build: of the model.
         phase: 1, 2 or 3, the part of ``--data_split`` to use.
         kind: what is made of a row of data.
@@ -99,19 +97,19 @@ def set_up(
     Raises:
         ValueError: if data or model cannot be used.
     """
-    config = output.config
+    config = run.config
     assert isinstance(config, SupervisedConfig)
     if config.model.attn_implementation == "flex_attention" and device().type == "cpu":
         raise ValueError(
             "--attn_implementation flex_attention trains on a GPU only; use sdpa or eager on a CPU"
         )
     if config.model.compile:
-        prepare_to_compile(output)
+        prepare_to_compile(run)
     source = find_model(config.model.model_name_or_path)
     group = tensor_group(config.parallel)
     check_targets(source, config.model, config.lora, task, group=group)
     tokenizer = load_tokenizer(source.tokenizer, config.model)
-    data = prepare_data(config, tokenizer, phase=phase, kind=kind, output=output)
+    data = prepare_data(config, tokenizer, phase=phase, kind=kind, run=run)
     settings = engine_settings(
         config,
         dtype=config.model.dtype,
@@ -129,22 +127,22 @@ def set_up(
         meta=wants_shape_only(config, settings),
         group=group,
     )
-    config = settle_memory(config, settings, adapted, output, free=free)
-    output = replace(output, config=config)
-    describe(config, settings, adapted, output)
+    config = settle_memory(config, settings, adapted, run, free=free)
+    run = replace(run, config=config)
+    describe(config, settings, adapted, run)
     identity: dict[str, Any] = {}
-    if output.directory is not None:
-        output.closing.enter_context(explaining_memory(adapted, config, settings, output.directory))
+    if run.directory is not None:
+        run.closing.enter_context(explaining_memory(adapted, config, settings, run.directory))
         identity = state_identity(adapted, tokenizer, data, settings)
         shard_model(adapted.model, settings)
-    return Setup(config, source, tokenizer, data, settings, adapted, identity, output)
+    return Setup(config, source, tokenizer, data, settings, adapted, identity, run)
 
 
 def settle_memory(
     config: SupervisedConfig,
     settings: EngineSettings,
     adapted: AdaptedModel,
-    output: Output,
+    run: Run,
     *,
     free: int,
 ) -> SupervisedConfig:
@@ -166,10 +164,10 @@ def settle_memory(
     switches = {option: config.model.gradient_checkpointing}
     on, words = settle_recomputation(config, switches, need, free=free)
     if words is not None:
-        output.log.say(f"  note         {words}")
+        run.log.say(f"  note         {words}")
     if on[option]:
         recompute_blocks(adapted.model)
-    output.record.update(on)
+    run.record.update(on)
     return recomputing(on[option])
 
 
@@ -179,7 +177,7 @@ def prepare_data(
     *,
     phase: int,
     kind: DataKind = "samples",
-    output: Output,
+    run: Run,
 ) -> Prepared:
     """Tokenised rows, audited; the audit is shown and recorded. Call on every rank.
 
@@ -188,7 +186,7 @@ def prepare_data(
     """
     seed = config.run.seed
     prepared = read_data(
-        config.data, tokenizer, phase=phase, seed=seed, kind=kind, name="data", output=output
+        config.data, tokenizer, phase=phase, seed=seed, kind=kind, name="data", run=run
     )
     if config.optim.num_train_epochs > 0:
         prepared.audit.check()
@@ -198,7 +196,7 @@ def prepare_data(
 def note_unused_margins(setup: Setup) -> None:
     """Say that margins have no part in this stage's loss, where rows bring some."""
     if len(setup.data.train) and setup.data.train.column("margin").any():
-        setup.output.log.say("  note         the column `margin` has no effect on this loss")
+        setup.run.log.say("  note         the column `margin` has no effect on this loss")
 
 
 def wants_shape_only(config: SupervisedConfig, settings: EngineSettings) -> bool:
@@ -207,25 +205,25 @@ def wants_shape_only(config: SupervisedConfig, settings: EngineSettings) -> bool
 
 
 def describe(
-    config: SupervisedConfig, settings: EngineSettings, adapted: AdaptedModel, output: Output
+    config: SupervisedConfig, settings: EngineSettings, adapted: AdaptedModel, run: Run
 ) -> None:
     """Show and record parameter counts, compute type and ZeRO stage."""
     parameters = list(adapted.model.parameters())
     total = sum(full_shape(p).numel() for p in parameters)
     trained = sum(full_shape(p).numel() for p in parameters if p.requires_grad)
-    output.log.say(
+    run.log.say(
         f"  parameters   {total:,}, of which {trained:,} train ({trained / total:.2%}); "
         f"{len(adapted.targets)} adapted layers; {settings.dtype}, "
         f"{zero_words(settings, adapted.model)}, {process_words()}"
     )
     if warning := rate_warning(config.optim, config.lora):
-        output.log.say(f"  warning      {warning}")
+        run.log.say(f"  warning      {warning}")
     memory = estimate_memory_of(adapted, config, settings)
     if memory is not None:
-        output.log.say(
+        run.log.say(
             f"  memory       up to {memory / 2**30:.3g} GiB per device by estimate, for full rows"
         )
-    output.record.update(
+    run.record.update(
         {
             "parameters": {"total": total, "trainable": trained},
             "dtype": settings.dtype,
@@ -234,8 +232,8 @@ def describe(
     )
     if config.run.dry_run:
         for name, value in flatten(config).items():
-            output.log.say(f"  --{name} {value}")
-        output.log.say("dry run: nothing was trained or saved")
+            run.log.say(f"  --{name} {value}")
+        run.log.say("dry run: nothing was trained or saved")
 
 
 def build_engine(setup: Setup, network: nn.Module) -> TrainEngine:

@@ -54,18 +54,18 @@ def train(
         schedule: from the steps of the whole run, another than ``--lr_scheduler_type``.
         on_checkpoint: called with the step when a checkpoint is made, on every rank, to write more.
     """
-    config, output = setup.config, setup.output
+    config, run = setup.config, setup.run
     plan = make_train_schedule(config.optim, config.run, loader.steps_per_epoch)
     meter = make_meter(setup, engine)
     progress = Progress()
     parts: dict[str, Part] = {"progress": progress, "evaluation": evaluator}
     checkpointer = Checkpointer(
-        output,
+        run,
         engines={"model": EngineState(engine, setup.adapted.model)},
         parts=parts | ({"answers": answers} if answers is not None else {}),
         identity={
             **setup.identity,
-            "stage": output.stage,
+            "stage": run.stage,
             "packing": loader.packs,
             "rows": loader.num_rows,
             "rows_per_step": loader.rows_per_step,
@@ -76,7 +76,7 @@ def train(
     checkpointer.restore(num_steps=plan.num_steps)
     if answers is not None:
         answers.show("before")
-    with output.interrupts.deferred():
+    with run.interrupts.deferred():
         fit(
             engine,
             loader,
@@ -86,7 +86,7 @@ def train(
             rate_factor=(schedule or standard_schedule(config.optim))(plan.num_steps),
             seed=config.run.seed,
             meter=meter,
-            log=output.log,
+            log=run.log,
             evaluate_at=evaluator,
             checkpointer=checkpointer,
             extra_flops=extra_flops,
@@ -114,13 +114,13 @@ def make_evaluator(
         objective: what is measured.
     """
     rows, collate = rows_of(setup, setup.data.eval, batch_layout), batch_layout.collate
-    return Evaluator(engine, samples, rows, collate, objective, setup.config, setup.output)
+    return Evaluator(engine, samples, rows, collate, objective, setup.config, setup.run)
 
 
 def make_answers(setup: Setup, engine: TrainEngine) -> SampleAnswers:
     """Answers a few held-out prompts before and after."""
     prompts = first_prompts(setup.data.eval, setup.config.run.sample_generations)
-    return SampleAnswers(engine, prompts, setup.tokenizer, setup.output)
+    return SampleAnswers(engine, prompts, setup.tokenizer, setup.run)
 
 
 def make_meter(setup: Setup, engine: TrainEngine) -> Meter:
@@ -129,7 +129,7 @@ def make_meter(setup: Setup, engine: TrainEngine) -> Meter:
     try:
         shape = describe_shape(setup.adapted.model)
     except ValueError as error:
-        setup.output.log.say(f"  note         TFLOPs are not reported: {error}")
+        setup.run.log.say(f"  note         TFLOPs are not reported: {error}")
         shape = None
     return Meter(
         shape,
@@ -150,18 +150,18 @@ def finish(setup: Setup, engine: TrainEngine, *, results: dict[str, Any], meter:
         results: for run.json and the model card.
         meter: of the run.
     """
-    config, output, adapted = setup.config, setup.output, setup.adapted
-    assert output.directory is not None, "a dry run has no end"
-    output.record.update({"results": results})
+    config, run, adapted = setup.config, setup.run, setup.adapted
+    assert run.directory is not None, "a dry run has no end"
+    run.record.update({"results": results})
     summary = meter.summary()
     if summary["steps"]:  # none where a run is resumed at its end
         for line in summary_lines(summary):
-            output.log.say(line)
-        output.record.update({"throughput": summary})
+            run.log.say(line)
+        run.record.update({"throughput": summary})
     engine.eval()
     only_adapter = adapted.lora.lora_dim > 0 and adapted.lora.only_optimize_lora
     if only_adapter:
-        directory = output.directory / "adapter"
+        directory = run.directory / "adapter"
         save_adapter(
             directory,
             adapted.model,
@@ -175,9 +175,9 @@ def finish(setup: Setup, engine: TrainEngine, *, results: dict[str, Any], meter:
             },
             task_type=adapted.task,
         )
-        output.log.say(f"adapter written to {directory}")
+        run.log.say(f"adapter written to {directory}")
     if config.run.merge_adapter or not only_adapter:
-        directory = output.directory / "model"
+        directory = run.directory / "model"
         report = save_merged(
             directory,
             adapted.model,
@@ -190,8 +190,8 @@ def finish(setup: Setup, engine: TrainEngine, *, results: dict[str, Any], meter:
             dropouts=stored_dropouts(setup.source.base, config.model),
         )
         if report is not None:
-            output.record.update({"merge": vars(report)})
-            output.log.say(
+            run.record.update({"merge": vars(report)})
+            run.log.say(
                 f"model written to {directory}: against the trained one, largest logit difference "
                 f"{report.max_abs_logit:.2g}, KL {report.kl_nats_per_token:.2g} nats per token"
             )

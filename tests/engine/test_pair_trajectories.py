@@ -93,7 +93,7 @@ def token_scores(model, ids):
     """(T,) what the head says at each token."""
     said = []
     hooks = [
-        module.register_forward_hook(lambda _, __, output: said.append(output))
+        module.register_forward_hook(lambda _, __, run: said.append(run))
         for name, module in model.named_modules()
         if name.endswith(("score", "score.modules_to_save.default"))
     ]

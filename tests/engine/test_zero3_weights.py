@@ -46,9 +46,9 @@ def weights_held(formula):
     layers.lora_linear = written_out if formula else lora_linear
     try:
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            output = engine(torch.ones(8, WIDE))
+            run = engine(torch.ones(8, WIDE))
         held = sum(not ref.expired() for ref in read)
-        engine.backward(output.square().sum(), last=True)
+        engine.backward(run.square().sum(), last=True)
         norm = engine.step().grad_norm
     finally:
         layers.lora_linear = lora_linear

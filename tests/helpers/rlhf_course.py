@@ -136,9 +136,9 @@ def train_rlhf(argv, *, layer_by_layer=False):
         mock.patch.object(course, "Updater", Watched),
         mock.patch.object(Generator, "__call__", watched),
         too_large if layer_by_layer else nullcontext(),
-        open_run(config, name=NAME, check=check_rlhf) as output,
+        open_run(config, name=NAME, check=check_rlhf) as run,
     ):
-        ready = setup.set_up(output)
+        ready = setup.set_up(run)
         report = _course(ready, setup.build_engines(ready))
     lines = metrics(config.run.output_dir) if rank() == 0 else []
     return {"steps": steps, "texts": texts, "lines": json.dumps(lines), **report}

@@ -269,9 +269,9 @@ def test_architecture_that_takes_no_mask_of_ours_is_trained_unpacked_under_its_o
 def test_probe_notices_a_leak_that_16_bit_rounding_would_hide():
     model = tiny_model("llama").to(torch.bfloat16)
 
-    def leak(module, inputs, output):
-        states = output.last_hidden_state
-        output.last_hidden_state = states + 0.02 * states[:, :1]
+    def leak(module, inputs, run):
+        states = run.last_hidden_state
+        run.last_hidden_state = states + 0.02 * states[:, :1]
 
     exact = check_architecture(Backbone(model), vocab_size=VOCAB, device=CPU)
     assert exact.packing_is_exact

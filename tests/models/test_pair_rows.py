@@ -511,12 +511,12 @@ def test_a_tree_that_is_broken_is_noticed_where_packing_is_sound(kind, broken):
 def test_a_leak_between_branches_that_16_bit_rounding_would_hide_is_noticed():
     model = policy("llama", lora=None).to(torch.bfloat16)
 
-    def leak(module, inputs, named, output):
+    def leak(module, inputs, named, run):
         if is_tree(named):
-            states = output.last_hidden_state
+            states = run.last_hidden_state
             first = 7  # tokens of the probe's beginning
             moved = states[:, first + 5 :] + 0.02 * states[:, first : first + 1]
-            output.last_hidden_state = torch.cat([states[:, : first + 5], moved], dim=1)
+            run.last_hidden_state = torch.cat([states[:, : first + 5], moved], dim=1)
 
     assert check_architecture(Backbone(model), vocab_size=VOCAB, device=CPU).tree_is_exact
     model.model.register_forward_hook(leak, with_kwargs=True)

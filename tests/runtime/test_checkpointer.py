@@ -123,7 +123,7 @@ def made(
         RunLog(directory, active=True, earlier=earlier) as log,
         contextlib.ExitStack() as closing,
     ):
-        output = SimpleNamespace(
+        run = SimpleNamespace(
             config=config,
             directory=directory,
             log=log,
@@ -132,13 +132,13 @@ def made(
             closing=closing,
         )
         checkpointer = Checkpointer(
-            output,
+            run,
             engines={"model": engine or Engine()},
             parts={"part": part or Part(0)},
             identity=identity,
             on_checkpoint=on_checkpoint,
         )
-        checkpointer.output = output
+        checkpointer.run = run
         yield checkpointer
 
 
@@ -187,7 +187,7 @@ def test_last_step_is_saved_wherever_it_falls_and_waited_for(stubbed):
     checkpointer, saver = stubbed()
     assert go(checkpointer, range(1, 5), last=4) == saver.saved == [3, 4]
     assert saver.waits == 3  # before each, and for the last
-    assert checkpointer.output.record._content["checkpoints"]["saved"] == 2
+    assert checkpointer.run.record._content["checkpoints"]["saved"] == 2
 
 
 def test_last_step_at_an_interval_is_saved_once(stubbed):
@@ -198,7 +198,7 @@ def test_last_step_at_an_interval_is_saved_once(stubbed):
 def test_nothing_is_saved_where_neither_steps_nor_time_ask_for_it(stubbed):
     checkpointer, saver = stubbed(save_interval=0, save_minutes=0.0)
     assert go(checkpointer, range(1, 11), last=10) == saver.saved == []
-    assert "checkpoints" not in checkpointer.output.record._content
+    assert "checkpoints" not in checkpointer.run.record._content
 
 
 def test_run_saved_by_time_alone_is_saved_last(stubbed):
@@ -255,7 +255,7 @@ def test_saving_waits_for_one_percent_of_the_time_to_the_next_save(stubbed, cloc
 def test_saver_is_told_the_limit_and_to_bring_the_log_to_disk(stubbed):
     checkpointer, saver = stubbed(save_total_limit=7)
     assert saver.keep == 7
-    assert saver.before_commit == checkpointer.output.log.sync
+    assert saver.before_commit == checkpointer.run.log.sync
 
 
 def test_notes_of_the_saver_are_shown(stubbed, capsys):
@@ -278,7 +278,7 @@ def stopped(checkpointer, step):
 def test_run_that_was_told_to_stop_ends_after_the_step_it_has_saved(stubbed, capsys):
     checkpointer, saver = stubbed()
     go(checkpointer, [1])
-    checkpointer.output.interrupts.received = 15
+    checkpointer.run.interrupts.received = 15
     assert checkpointer.requests() == STOP
     assert checkpointer.is_stopping(checkpointer.requests())
     with pytest.raises(Stopped) as ended:
@@ -290,12 +290,12 @@ def test_run_that_was_told_to_stop_ends_after_the_step_it_has_saved(stubbed, cap
         "stopped by SIGTERM after step 2; go on with: --output_dir out "
         "--resume_from_checkpoint latest\n"
     )
-    assert checkpointer.output.record._content["status"] == "interrupted by SIGTERM at step 2"
+    assert checkpointer.run.record._content["status"] == "interrupted by SIGTERM at step 2"
 
 
 def test_skipped_step_is_saved_on_the_way_out(stubbed):
     checkpointer, saver = stubbed()
-    checkpointer.output.interrupts.received = 2
+    checkpointer.run.interrupts.received = 2
     with pytest.raises(Stopped):
         checkpointer.after_step(1, STOP, skipped=True, last=False)
     assert saver.saved == [1]
@@ -303,7 +303,7 @@ def test_skipped_step_is_saved_on_the_way_out(stubbed):
 
 def test_last_step_of_a_run_told_to_stop_is_saved_once_and_ends_it(stubbed):
     checkpointer, saver = stubbed()
-    checkpointer.output.interrupts.received = 2
+    checkpointer.run.interrupts.received = 2
     with pytest.raises(Stopped) as ended:
         checkpointer.after_step(3, STOP, skipped=False, last=True)
     assert (ended.value.code, saver.saved) == (130, [3])
@@ -312,14 +312,14 @@ def test_last_step_of_a_run_told_to_stop_is_saved_once_and_ends_it(stubbed):
 def test_what_is_saved_already_is_not_saved_again(stubbed):
     checkpointer, saver = stubbed()
     go(checkpointer, [1, 2, 3])
-    checkpointer.output.interrupts.received = 15
+    checkpointer.run.interrupts.received = 15
     assert stopped(checkpointer, 3) == 143
     assert saver.saved == [3]
 
 
 def test_run_that_is_stopped_before_its_first_step_has_nothing_to_save(stubbed, capsys):
     checkpointer, saver = stubbed()
-    checkpointer.output.interrupts.received = 2
+    checkpointer.run.interrupts.received = 2
     assert stopped(checkpointer, 0) == 130
     assert saver.saved == []
     assert capsys.readouterr().out == ("stopped by SIGINT after step 0; nothing was learnt yet\n")
@@ -339,7 +339,7 @@ def test_failed_disk_ends_the_run_by_name_and_with_the_last_good_checkpoint(stub
 
 def test_failed_disk_goes_before_a_signal(stubbed):
     checkpointer, saver = stubbed()
-    checkpointer.output.interrupts.received = 15
+    checkpointer.run.interrupts.received = 15
     saver.failure = OSError(28, "No space left on device", "x")
     with pytest.raises(OSError, match="x: No space left on device. There is no checkpoint yet"):
         checkpointer.after_step(4, checkpointer.requests(), skipped=False, last=False)
@@ -354,7 +354,7 @@ def test_tensor_that_is_not_finite_ends_the_run_with_its_name(stubbed):
 
 def test_failed_log_ends_the_run(stubbed):
     checkpointer, _ = stubbed()
-    checkpointer.output.log.failure = OSError(28, "No space left on device")
+    checkpointer.run.log.failure = OSError(28, "No space left on device")
     assert checkpointer.requests() == FAILED
     with pytest.raises(OSError, match="No space left on device. There is no checkpoint yet"):
         checkpointer.after_step(1, FAILED, skipped=False, last=False)
@@ -362,7 +362,7 @@ def test_failed_log_ends_the_run(stubbed):
 
 def test_failed_record_ends_the_run(stubbed):
     checkpointer, _ = stubbed()
-    checkpointer.output.record.failure = OSError(28, "No space left on device", "out/run.json")
+    checkpointer.run.record.failure = OSError(28, "No space left on device", "out/run.json")
     assert checkpointer.requests() == FAILED
     with pytest.raises(OSError, match="out/run.json: No space left on device"):
         checkpointer.after_step(1, FAILED, skipped=False, last=False)
@@ -370,7 +370,7 @@ def test_failed_record_ends_the_run(stubbed):
 
 def test_checkpoint_being_written_is_finished_whatever_ends_the_run(stubbed):
     checkpointer, saver = stubbed()
-    checkpointer.output.closing.close()
+    checkpointer.run.closing.close()
     assert saver.drains == 1
 
 
@@ -386,7 +386,7 @@ def test_other_ranks_end_quietly_where_the_first_failed(stubbed):
 
 def test_state_says_what_a_resumed_run_needs(stubbed):
     checkpointer, saver = stubbed(engine=Engine(2.5), part=Part(math.inf), seed=7)
-    checkpointer.output.log.write("train", 1, {})
+    checkpointer.run.log.write("train", 1, {})
     checkpointer.save(1)
     (state,) = saver.states
     assert {k: state[k] for k in ("step", "identity", "engines", "parts")} == {
@@ -408,12 +408,12 @@ def test_state_says_what_a_resumed_run_needs(stubbed):
 def earlier(tmp_path):
     """The checkpoint of step 2 in ``out``, of a run that went on to step 4."""
     with made(engine=Engine(2.5), part=Part("then")) as checkpointer:
-        checkpointer.output.record.update({"status": "running"})
+        checkpointer.run.record.update({"status": "running"})
         for step in (1, 2):
-            checkpointer.output.log.write("train", step, {})
+            checkpointer.run.log.write("train", step, {})
         checkpointer.save(2)
         for step in (3, 4):
-            checkpointer.output.log.write("train", step, {})
+            checkpointer.run.log.write("train", step, {})
         checkpointer.save(4)
         checkpointer._saver.wait()
     return step_directory(tmp_path / "out", 2)
@@ -441,7 +441,7 @@ def test_restored_run_is_what_was_saved_and_its_directory_is_as_it_was_then(earl
         assert checkpointer.last_good() == f"The last good checkpoint is {earlier}"
         # It is saved: a signal before the next step leaves the checkpoint alone.
         before = earlier.stat().st_ino
-        checkpointer.output.interrupts.received = 15
+        checkpointer.run.interrupts.received = 15
         assert stopped(checkpointer, 2) == 143
         assert earlier.stat().st_ino == before
 

@@ -22,12 +22,12 @@ def main(config: SupervisedConfig) -> None:
     from dschat_lora.supervised import train as course
     from dschat_lora.supervised.objectives import SUPERVISED
 
-    with open_run(config, name="sft", check=check_supervised) as output:
-        setup = stage.set_up(output, build_causal_lm, phase=1, kind="samples", task="CAUSAL_LM")
-        if output.directory is None:
+    with open_run(config, name="sft", check=check_supervised) as run:
+        setup = stage.set_up(run, build_causal_lm, phase=1, kind="samples", task="CAUSAL_LM")
+        if run.directory is None:
             return  # a dry run
         engine = stage.build_engine(setup, CausalLMLoss(setup.adapted.model))
-        batching.resolve_head(engine, len(setup.tokenizer), output)
+        batching.resolve_head(engine, len(setup.tokenizer), run)
         batch_layout = batching.make_sample_layout(setup, engine)
         train, held_out = setup.data.train, setup.data.eval
         course.train(

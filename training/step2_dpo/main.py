@@ -26,16 +26,16 @@ def main(config: DpoStageConfig) -> None:
     from dschat_lora.supervised import train as course
     from dschat_lora.supervised.dpo_reference import make_reference
 
-    with open_run(config, name="dpo", check=check) as output:
-        setup = stage.set_up(output, build_causal_lm, phase=2, kind="pairs", task="CAUSAL_LM")
-        if output.directory is None:
+    with open_run(config, name="dpo", check=check) as run:
+        setup = stage.set_up(run, build_causal_lm, phase=2, kind="pairs", task="CAUSAL_LM")
+        if run.directory is None:
             return  # a dry run
-        options = output.config
+        options = run.config
         assert isinstance(options, DpoStageConfig)
 
         stage.note_unused_margins(setup)
         engine = stage.build_engine(setup, CausalLMLogprobs(setup.adapted.model))
-        batching.resolve_head(engine, len(setup.tokenizer), output)
+        batching.resolve_head(engine, len(setup.tokenizer), run)
         batch_layout = batching.make_pair_layout(setup, engine, options.pairs)
         reference = make_reference(setup, engine, batch_layout, options.dpo)
         objective = reference.objective

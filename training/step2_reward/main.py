@@ -26,11 +26,11 @@ def main(config: RewardStageConfig) -> None:
     from dschat_lora.supervised import train as course
     from dschat_lora.supervised.objectives import reward_objective
 
-    with open_run(config, name="reward", check=check) as output:
-        setup = stage.set_up(output, build_reward_model, phase=2, kind="pairs", task="SEQ_CLS")
-        if output.directory is None:
+    with open_run(config, name="reward", check=check) as run:
+        setup = stage.set_up(run, build_reward_model, phase=2, kind="pairs", task="SEQ_CLS")
+        if run.directory is None:
             return  # a dry run
-        options = output.config
+        options = run.config
         assert isinstance(options, RewardStageConfig)
 
         if options.reward.reward_loss != "bradley_terry":

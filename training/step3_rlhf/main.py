@@ -18,9 +18,9 @@ def main(config: RlhfConfig) -> None:
     from dschat_lora.rlhf import setup, train
     from dschat_lora.runtime.run import open_run
 
-    with open_run(config, name=NAME, check=check_rlhf) as output:
-        ready = setup.set_up(output)
-        if output.directory is None:
+    with open_run(config, name=NAME, check=check_rlhf) as run:
+        ready = setup.set_up(run)
+        if run.directory is None:
             return  # a dry run
         train.train(ready, setup.build_engines(ready))
 

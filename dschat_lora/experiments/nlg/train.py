@@ -21,9 +21,9 @@ from dschat_lora.supervised.setup import Setup
 
 def run_training(config: NlgConfig) -> None:
     """Train, evaluate and save, from a checked config."""
-    with open_run(config, name="nlg", check=check_training) as output:
-        setup = stage.set_up(output, build_causal_lm, phase=1, kind="samples", task="CAUSAL_LM")
-        directory = output.directory
+    with open_run(config, name="nlg", check=check_training) as run:
+        setup = stage.set_up(run, build_causal_lm, phase=1, kind="samples", task="CAUSAL_LM")
+        directory = run.directory
         if directory is None:
             return  # a dry run
         resolved = setup.config
@@ -31,7 +31,7 @@ def run_training(config: NlgConfig) -> None:
         setup = replace(setup, config=in_optimizer_steps(resolved))
         network = CausalLMLoss(setup.adapted.model, label_smoothing=resolved.label_smoothing)
         engine = stage.build_engine(setup, network)
-        layout.resolve_head(engine, len(setup.tokenizer), output)
+        layout.resolve_head(engine, len(setup.tokenizer), run)
         batch_layout = layout.make_sample_layout(setup, engine)
         course.train(
             setup,
