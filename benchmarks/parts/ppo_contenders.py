@@ -35,13 +35,14 @@ from dschat_lora.config.options import parse_config
 from dschat_lora.engine.build import DTYPES
 from dschat_lora.engine.distributed import device
 from dschat_lora.generation import sampling
-from dschat_lora.rlhf import train as course
+from dschat_lora.rlhf import iteration
 from dschat_lora.rlhf.config import RlhfConfig
 from dschat_lora.rlhf.diagnostics import Diagnostics
+from dschat_lora.rlhf.iteration import Iterations
 from dschat_lora.rlhf.rollout import Generator, PromptOrder
+from dschat_lora.rlhf.schedule import Progress, make_rlhf_schedule
 from dschat_lora.rlhf.setup import build_engines, set_up
 from dschat_lora.rlhf.throughput import PHASES, Clock
-from dschat_lora.rlhf.train import Iterations, Progress, make_rlhf_schedule
 from dschat_lora.rlhf.update import Updater
 from dschat_lora.rlhf.validation import NAME, check_rlhf
 from dschat_lora.runtime.run import open_run
@@ -144,7 +145,7 @@ class Ours:
         )
         plan = make_rlhf_schedule(setup.config, len(setup.prompts.train))
         count = len(setting.numbers)
-        with mock.patch.object(course, "Clock", return_value=self._clock):
+        with mock.patch.object(iteration, "Clock", return_value=self._clock):
             return Iterations(
                 setup,
                 engines,
@@ -188,7 +189,7 @@ class Ours:
                     kept.append((known, self.targets, result))
                     yield known, result
 
-        with mock.patch.object(course, "Updater", Watched):
+        with mock.patch.object(iteration, "Updater", Watched):
             self.iterate(name)
         ((known, targets, result),) = kept
         assert targets is not None

@@ -14,7 +14,7 @@ from dschat_lora.config.options import parse_config
 from dschat_lora.engine.distributed import rank
 from dschat_lora.engine.zero import gather_to_cpu
 from dschat_lora.lora.model import adapter_parameters
-from dschat_lora.rlhf import setup
+from dschat_lora.rlhf import iteration, setup
 from dschat_lora.rlhf import train as course
 from dschat_lora.rlhf.config import RlhfConfig
 from dschat_lora.rlhf.rollout import Generator
@@ -133,7 +133,7 @@ def train_rlhf(argv, *, layer_by_layer=False):
         # The process group is the tests'.
         mock.patch("dschat_lora.runtime.run.init_distributed"),
         mock.patch("dschat_lora.runtime.run.shutdown"),
-        mock.patch.object(course, "Updater", Watched),
+        mock.patch.object(iteration, "Updater", Watched),
         mock.patch.object(Generator, "__call__", watched),
         too_large if layer_by_layer else nullcontext(),
         open_run(config, name=NAME, check=check_rlhf) as run,
