@@ -78,10 +78,9 @@ def _score(argv: list[str]) -> None:
 
 def _extract(argv: list[str]) -> None:
     parser = Parser(
-        prog="dschat-lora extract",
-        description="Write the LoRA factors and the head that a full checkpoint holds as an "
+        "dschat-lora extract",
+        "Write the LoRA factors and the head that a full checkpoint holds as an "
         "adapter that PEFT loads.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "checkpoint",
@@ -120,10 +119,9 @@ def _extract(argv: list[str]) -> None:
 
 def _pipeline(argv: list[str]) -> None:
     parser = Parser(
-        prog="dschat-lora pipeline",
-        description="Run the stages of a YAML file one after another; those that are finished are "
+        "dschat-lora pipeline",
+        "Run the stages of a YAML file one after another; those that are finished are "
         "skipped, one that was stopped goes on.",
-        allow_abbrev=False,
     )
     parser.add_argument("file", metavar="FILE", help="YAML file of the stages and their options")
     parser.add_argument("--output_dir", metavar="DIR", help="instead of the file's output_dir")

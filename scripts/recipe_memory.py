@@ -16,7 +16,8 @@ from typing import Any
 from transformers import LlamaConfig, OPTConfig, PretrainedConfig
 from transformers.utils import logging
 
-from dschat_lora.config.stages import LoraConfig, RewardStageConfig, SupervisedConfig
+from dschat_lora.config.groups import LoraConfig
+from dschat_lora.config.stages import RewardStageConfig, SupervisedConfig
 from dschat_lora.engine.build import EngineSettings, resolve_dtype
 from dschat_lora.models.build import AdaptedModel, build_causal_lm, build_reward_model
 from dschat_lora.models.causal_lm import load_causal_lm, load_config

@@ -9,7 +9,7 @@ import numpy as np
 from transformers.utils.logging import disable_progress_bar
 
 from dschat_lora.assets import BUNDLED_DATA
-from dschat_lora.config.stages import LoraConfig, ModelConfig, OptimConfig
+from dschat_lora.config.groups import LoraConfig, ModelConfig, OptimConfig
 from dschat_lora.data.batch import Batch, SampleCollator
 from dschat_lora.data.chat import make_chat
 from dschat_lora.data.loader import StepLoader

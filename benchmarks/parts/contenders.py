@@ -17,7 +17,7 @@ from benchmarks.parts.pair_data import PAD_ID
 from benchmarks.parts.shapes import draw_weights_
 from benchmarks.parts.turns import forget_peak, peak_bytes
 from dschat_lora.algos.seeds import permutation
-from dschat_lora.config.stages import ModelConfig, OptimConfig
+from dschat_lora.config.groups import ModelConfig, OptimConfig
 from dschat_lora.data.loader import StepLoader
 from dschat_lora.engine.build import DTYPES, EngineSettings, TrainEngine
 from dschat_lora.engine.distributed import device

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from benchmarks.parts.report import PartReport, print_table
 from benchmarks.parts.turns import spread
-from dschat_lora.config.stages import OptimConfig
+from dschat_lora.config.groups import OptimConfig
 from dschat_lora.engine.build import EngineSettings, TrainEngine
 from dschat_lora.engine.distributed import device
 from dschat_lora.perf.peak import synchronize

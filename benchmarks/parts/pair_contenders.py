@@ -37,7 +37,8 @@ from benchmarks.parts.contenders import (
     whole_windows,
 )
 from benchmarks.parts.pair_data import PAD_ID, load_tokenizer
-from dschat_lora.config.stages import DpoConfig, LoraConfig, RewardConfig
+from dschat_lora.config.groups import LoraConfig
+from dschat_lora.config.stages import DpoConfig, RewardConfig
 from dschat_lora.data.batch import PairCollator, PairLayout
 from dschat_lora.data.loader import StepLoader
 from dschat_lora.data.packing import make_rows

@@ -13,7 +13,7 @@ from transformers import OPTConfig, PreTrainedTokenizerFast
 
 from benchmarks.parts.pair_data import QUANTILES, draw_length
 from dschat_lora.checkpoint.adapter import write_adapter
-from dschat_lora.config.stages import LoraConfig, ModelConfig
+from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.engine.build import DTYPES
 from dschat_lora.lora.model import adapter_layout, adapter_parameters, apply_lora
 from dschat_lora.models.causal_lm import load_causal_lm, load_config

@@ -13,7 +13,7 @@ from benchmarks.parts.shapes import SHAPES, TINY, Shape, micro_batches, mixed_ro
 from dschat_lora.checkpoint.history import checkpoints_of
 from dschat_lora.checkpoint.manifest import verify
 from dschat_lora.checkpoint.saver import Saver
-from dschat_lora.config.stages import RunConfig
+from dschat_lora.config.groups import RunConfig
 from dschat_lora.data.batch import Batch
 from dschat_lora.engine.build import DTYPES, TrainEngine, resolve_dtype
 from dschat_lora.engine.distributed import device

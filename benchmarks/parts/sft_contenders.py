@@ -34,7 +34,7 @@ from benchmarks.parts.contenders import (
 )
 from benchmarks.parts.pair_data import PAD_ID, load_tokenizer
 from dschat_lora.algos.sft import IGNORE_INDEX
-from dschat_lora.config.stages import LoraConfig
+from dschat_lora.config.groups import LoraConfig
 from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.loader import StepLoader
 from dschat_lora.data.packing import make_rows

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from transformers import LlamaConfig, OPTConfig, PretrainedConfig
 
 from dschat_lora.algos.sft import IGNORE_INDEX
-from dschat_lora.config.stages import LoraConfig, ModelConfig
+from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.data.batch import Batch, SampleCollator
 from dschat_lora.data.packing import PackedRow, make_rows
 from dschat_lora.data.tokenize import Sample

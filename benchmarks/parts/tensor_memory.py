@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.parts.bundled import make_engine
-from dschat_lora.config.stages import LoraConfig, ModelConfig, ParallelConfig
+from dschat_lora.config.groups import LoraConfig, ModelConfig, ParallelConfig
 from dschat_lora.data.batch import Batch
 from dschat_lora.engine.build import DTYPES, TrainEngine
 from dschat_lora.engine.distributed import form_grid

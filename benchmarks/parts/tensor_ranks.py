@@ -15,7 +15,7 @@ from benchmarks.parts.bundled import Bundled, make_engine
 from benchmarks.parts.shapes import Shape, micro_batches, mixed_rows
 from benchmarks.parts.teams import Member
 from benchmarks.parts.tensor_memory import SEED, divided_among, held
-from dschat_lora.config.stages import LoraConfig, ModelConfig
+from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.engine.build import DTYPES
 from dschat_lora.engine.distributed import data_rank, data_world_size, device, grid
 from dschat_lora.lora.collectives import TensorGroup

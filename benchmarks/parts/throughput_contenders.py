@@ -22,7 +22,7 @@ from benchmarks.parts.contenders import (
 )
 from benchmarks.parts.turns import DeviceTimer
 from dschat_lora.algos.sft import IGNORE_INDEX
-from dschat_lora.config.stages import LoraConfig
+from dschat_lora.config.groups import LoraConfig
 from dschat_lora.data.batch import Batch
 from dschat_lora.engine.build import DTYPES, TrainEngine
 from dschat_lora.engine.distributed import device

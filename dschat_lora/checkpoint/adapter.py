@@ -24,7 +24,7 @@ from dschat_lora.checkpoint.adapter_config import (
 from dschat_lora.checkpoint.manifest import write_manifest
 from dschat_lora.checkpoint.peft_names import file_name, our_name
 from dschat_lora.checkpoint.staging import staged_directory
-from dschat_lora.config.stages import LoraConfig
+from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.groups import PARTS, Groups, groups_of_parts
 from dschat_lora.lora.layers import full_shape
 from dschat_lora.lora.model import (

@@ -28,7 +28,7 @@ from dschat_lora.checkpoint.lora_only import (
     rank_of,
     read_lora_only,
 )
-from dschat_lora.config.stages import LoraConfig
+from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.model import adapter_layout, apply_lora, lora_layers
 
 _FILES = ("model.safetensors", "pytorch_model.bin")

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dschat_lora.checkpoint.adapter import check_scaling, save_weights
 from dschat_lora.checkpoint.manifest import safetensors_header
 from dschat_lora.checkpoint.staging import staged_file
-from dschat_lora.config.stages import LoraConfig
+from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.groups import PARTS, parts_of
 from dschat_lora.lora.layers import full_shape
 from dschat_lora.lora.model import adapter_parameters, lora_layers

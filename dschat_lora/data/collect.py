@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dschat_lora.config.stages import DataConfig, parse_data_split
+from dschat_lora.config.groups import DataConfig, parse_data_split
 from dschat_lora.data.chat import Chat
 from dschat_lora.data.records import TextRecord, to_record
 from dschat_lora.data.rows import (

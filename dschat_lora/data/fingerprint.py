@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
-from dschat_lora.config.stages import DataConfig
+from dschat_lora.config.groups import DataConfig
 from dschat_lora.data.rows import DataKind, load_hub
 from dschat_lora.data.sources import Source, data_suffix
 from dschat_lora.data.store import file_digest

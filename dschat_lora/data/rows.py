@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
-from dschat_lora.config.stages import DataConfig
+from dschat_lora.config.groups import DataConfig
 from dschat_lora.data.nlg import dart_rows, e2e_row, is_dart_set, is_webnlg_entry, webnlg_rows
 from dschat_lora.data.sources import Source, data_suffix, find_source
 

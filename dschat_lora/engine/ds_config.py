@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dschat_lora.config.stages import BatchConfig, ModelConfig, OptimConfig, ParallelConfig
+from dschat_lora.config.groups import BatchConfig, ModelConfig, OptimConfig, ParallelConfig
 
 AUTO = "auto"
 # JSON field -> the option that sets the same thing.

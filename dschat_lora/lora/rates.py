@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from dschat_lora.config.stages import LoraConfig, OptimConfig
+from dschat_lora.config.groups import LoraConfig, OptimConfig
 from dschat_lora.lora.layers import full_shape
 from dschat_lora.lora.model import adapter_parameters
 

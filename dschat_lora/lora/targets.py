@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from dschat_lora.config.stages import LoraConfig
+from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.groups import Groups, groups_of_parts
 from dschat_lora.lora.layers import is_conv1d
 from dschat_lora.lora.parallel import ParallelEmbedding, ParallelLinear

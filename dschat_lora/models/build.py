@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from dschat_lora.checkpoint.adapter import load_adapter, lora_config_of
-from dschat_lora.config.stages import LoraConfig, ModelConfig
+from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.model import adapter_parameters, apply_lora
 from dschat_lora.lora.targets import is_inside

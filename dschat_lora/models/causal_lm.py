@@ -21,7 +21,7 @@ from dschat_lora.algos.logprobs import linear_logprobs, token_logprobs
 from dschat_lora.algos.segments import Spans
 from dschat_lora.algos.sft import MAX_CHUNK_LOGITS, linear_cross_entropy
 from dschat_lora.algos.vocabulary import VocabularyPart
-from dschat_lora.config.stages import ModelConfig
+from dschat_lora.config.groups import ModelConfig
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.parallel import ParallelLinear, Shard, Split
 from dschat_lora.models.backbone import Backbone

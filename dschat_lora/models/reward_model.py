@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification, PretrainedConfig, P
 from transformers.utils import logging
 
 from dschat_lora.algos.segments import Spans
-from dschat_lora.config.stages import ModelConfig
+from dschat_lora.config.groups import ModelConfig
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.layers import TrainedModule
 from dschat_lora.lora.model import seeded_generator

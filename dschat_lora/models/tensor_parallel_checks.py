@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dschat_lora.config.stages import LoadConfig, LoraConfig, ModelConfig
+from dschat_lora.config.groups import LoadConfig, LoraConfig, ModelConfig
 
 # Architectures whose blocks are known to read what enters a block's part in column layers alone.
 KINDS = ("gpt2", "gpt_neox", "llama", "mistral", "opt", "qwen2", "qwen3")

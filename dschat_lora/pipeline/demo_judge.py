@@ -14,7 +14,8 @@ import torch
 from dschat_lora.algos.seeds import stream_seed
 from dschat_lora.assets import BUNDLED_DATA
 from dschat_lora.assets.toy_world import judge
-from dschat_lora.config.stages import LoraConfig, ModelConfig, ScoreConfig
+from dschat_lora.config.groups import LoraConfig, ModelConfig
+from dschat_lora.config.stages import ScoreConfig
 from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.chat import make_chat
 from dschat_lora.data.records import to_record

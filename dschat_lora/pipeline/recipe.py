@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dschat_lora.config.groups import require
 from dschat_lora.config.options import (
     build_config,
     option,
@@ -15,7 +16,6 @@ from dschat_lora.config.options import (
     typed_options,
     unknown_option,
 )
-from dschat_lora.config.stages import require
 from dschat_lora.pipeline.stages import STAGES
 
 _PARTS = ("output_dir", "launcher", "common", "stages")

@@ -161,14 +161,14 @@ def result_rows(name: str, story: StageStory) -> list[list[str]]:
         key.removesuffix(" before").removesuffix(" after") for key in results
     )
     rows = [
-        [quantity, *(_shown(results.get(f"{quantity} {when}")) for when in ("before", "after"))]
+        [quantity, *(_cell(results.get(f"{quantity} {when}")) for when in ("before", "after"))]
         for quantity in quantities
     ]
     first, *others = rows or [["-", "-", "-"]]
     return [[name, duration(story.seconds), *first], *(["", "", *row] for row in others)]
 
 
-def _shown(value: Any) -> str:
+def _cell(value: Any) -> str:
     return "-" if value is None else short(value) if isinstance(value, float) else str(value)
 
 

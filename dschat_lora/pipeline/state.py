@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dschat_lora.checkpoint.history import checkpoints_of
+from dschat_lora.config.options import value_text
 from dschat_lora.pipeline.recipe import Recipe
 from dschat_lora.report.directory import leftovers, read_object
 from dschat_lora.report.terminal import named
@@ -160,8 +161,8 @@ def _how(recipe: Recipe, record: PipelineRecord, name: str) -> How:
         if (dropped := sorted(then.keys() - now.keys())) and checkpoints_of(directory):
             raise ValueError(
                 f"{recipe.file}: stage {name} was begun with --{dropped[0]} "
-                f"{_shown(then[dropped[0]])}, which is given no more; state what it shall be, or "
-                f"use --from {name} to begin again"
+                f"{value_text(then[dropped[0]])}, which is given no more; state what it shall be, "
+                f"or use --from {name} to begin again"
             )
     return "skip" if finished else "resume"
 
@@ -190,13 +191,7 @@ def _has_begun(recipe: Recipe, step: StageStep) -> bool:
 def _changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     names = sorted(then.keys() | now.keys())
     return [
-        f"--{name} was {_shown(then.get(name))}, now {_shown(now.get(name))}"
+        f"--{name} was {value_text(then.get(name))}, now {value_text(now.get(name))}"
         for name in names
         if then.get(name) != now.get(name)
     ]
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return "the default"
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)

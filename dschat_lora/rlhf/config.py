@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from dschat_lora.config.options import group, hidden, option
-from dschat_lora.config.stages import (
+from dschat_lora.config.groups import (
     DataConfig,
     LoadConfig,
     LoraConfig,
@@ -18,10 +17,11 @@ from dschat_lora.config.stages import (
     OptimConfig,
     ScheduleConfig,
     SourceConfig,
-    StageConfig,
     Switch,
     require,
 )
+from dschat_lora.config.options import group, hidden, option
+from dschat_lora.config.stages import StageConfig
 
 Algorithm = Literal["ppo", "rloo", "grpo"]
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dschat_lora.config.stages import is_on
+from dschat_lora.config.groups import is_on
 from dschat_lora.engine.build import EngineSettings
 from dschat_lora.engine.distributed import data_world_size
 from dschat_lora.lora.parallel import group_of

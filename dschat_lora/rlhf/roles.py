@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dschat_lora.config.stages import LoraConfig
+from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.models.build import AdaptedModel, build_causal_lm, build_reward_model
 from dschat_lora.models.causal_lm import Tokenizer, load_causal_lm, load_config

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from dschat_lora.config.groups import DataConfig, is_on
 from dschat_lora.config.options import flatten
-from dschat_lora.config.stages import DataConfig, is_on
 from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.fingerprint import describe_tokenizer
 from dschat_lora.data.loader import StepLoader

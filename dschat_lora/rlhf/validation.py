@@ -5,7 +5,7 @@ from typing import Any
 
 from dschat_lora.assets import BUNDLED_DATA
 from dschat_lora.checkpoint.adapter_config import verify_adapter
-from dschat_lora.config.stages import BatchConfig, DataConfig, ModelConfig, OptimConfig
+from dschat_lora.config.groups import BatchConfig, DataConfig, ModelConfig, OptimConfig
 from dschat_lora.data.rows import check_sources
 from dschat_lora.engine.ds_config import reconcile
 from dschat_lora.models.source import ModelSource, find_model

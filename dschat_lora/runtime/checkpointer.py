@@ -12,8 +12,8 @@ from dschat_lora.checkpoint.history import quarantine_checkpoints
 from dschat_lora.checkpoint.manifest import read_manifest
 from dschat_lora.checkpoint.saver import Saver
 from dschat_lora.checkpoint.tensors import TensorFiles
+from dschat_lora.config.groups import RunConfig
 from dschat_lora.config.options import flatten
-from dschat_lora.config.stages import RunConfig
 from dschat_lora.engine.distributed import broadcast_string, max_over_ranks, on_rank_zero, rank
 from dschat_lora.engine.state import EngineState
 from dschat_lora.report.log import jsonable

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from transformers import get_scheduler
 
-from dschat_lora.config.stages import ScheduleConfig
+from dschat_lora.config.groups import ScheduleConfig
 
 # Multiplier of the peak rate at each optimizer step, counted from 0.
 RateFactor = Callable[[int], float]

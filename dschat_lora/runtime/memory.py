@@ -12,7 +12,8 @@ import psutil
 import torch
 
 from dschat_lora.checkpoint.history import checkpoints_of
-from dschat_lora.config.stages import StageConfig, SupervisedConfig, Switch, is_on
+from dschat_lora.config.groups import Switch, is_on
+from dschat_lora.config.stages import StageConfig, SupervisedConfig
 from dschat_lora.engine.build import EngineSettings
 from dschat_lora.engine.distributed import (
     broadcast_string,

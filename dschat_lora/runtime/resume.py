@@ -18,7 +18,7 @@ from dschat_lora.checkpoint.history import (
     newest_valid,
 )
 from dschat_lora.checkpoint.manifest import MANIFEST, DamagedError, verify
-from dschat_lora.config.options import build_config, typed_options
+from dschat_lora.config.options import build_config, typed_options, value_text
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.models.tensor_parallel_checks import check_processes
 from dschat_lora.report.directory import check_idle, newest_directory
@@ -245,7 +245,7 @@ def _with_options_of(state: Mapping[str, Any], config: ConfigT, path: Path) -> C
     changed = {n: (then[n], now[n]) for n in sorted(shared) if now[n] != then[n]}
     fixed = changed.keys() & set(_FIXED) - config.free
     differences = [
-        f"--{name} was {_shown(before)}, now {_shown(after)}"
+        f"--{name} was {value_text(before)}, now {value_text(after)}"
         for name, (before, after) in changed.items()
         if name in fixed
     ]
@@ -268,9 +268,8 @@ def _with_options_of(state: Mapping[str, Any], config: ConfigT, path: Path) -> C
         log_once(f"  note         {note}")
     for name, (before, after) in changed.items():
         if name not in (*_OF_THE_PROCESS, *chain.from_iterable(config.rows.values())):
-            log_once(
-                f"  note         --{name} {_shown(after)} from here on, {_shown(before)} so far"
-            )
+            words = f"{value_text(after)} from here on, {value_text(before)} so far"
+            log_once(f"  note         --{name} {words}")
     return merged
 
 
@@ -353,9 +352,3 @@ def _same_product(
 def launched_processes() -> int:
     """Processes of this run, as the launcher says before they meet."""
     return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return "the default"
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -12,12 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from dschat_lora.algos.adamw import adamw_
-from dschat_lora.config.stages import (
-    DataConfig,
-    ParallelConfig,
-    ScheduleConfig,
-    StageConfig,
-)
+from dschat_lora.config.groups import DataConfig, ParallelConfig, ScheduleConfig
+from dschat_lora.config.stages import StageConfig
 from dschat_lora.data.fingerprint import describe_tokenizer
 from dschat_lora.data.prepare import Prepared, prepare
 from dschat_lora.data.rows import DataKind

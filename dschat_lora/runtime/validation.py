@@ -12,17 +12,8 @@ from dschat_lora.assets import BUNDLED_DATA
 from dschat_lora.checkpoint.adapter_config import WEIGHTS_FILE, verify_adapter
 from dschat_lora.checkpoint.history import checkpoints_of
 from dschat_lora.checkpoint.manifest import safetensors_header
-from dschat_lora.config.stages import (
-    DataConfig,
-    DpoStageConfig,
-    LoadConfig,
-    LoraConfig,
-    ParallelConfig,
-    RunConfig,
-    ScoreConfig,
-    StageConfig,
-    SupervisedConfig,
-)
+from dschat_lora.config.groups import DataConfig, LoadConfig, LoraConfig, ParallelConfig, RunConfig
+from dschat_lora.config.stages import DpoStageConfig, ScoreConfig, StageConfig, SupervisedConfig
 from dschat_lora.data.rows import DataKind, check_sources
 from dschat_lora.engine.ds_config import reconcile
 from dschat_lora.models.source import ModelSource, find_model

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dschat_lora.algos.seeds import stream_seed
-from dschat_lora.config.stages import OptimConfig, RunConfig
+from dschat_lora.config.groups import OptimConfig, RunConfig
 from dschat_lora.data.loader import StepLoader, Window
 from dschat_lora.engine.build import StepOutcome, TrainEngine
 from dschat_lora.engine.distributed import (

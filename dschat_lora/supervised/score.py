@@ -11,7 +11,8 @@ from typing import Any, TextIO
 
 import torch
 
-from dschat_lora.config.stages import LoraConfig, ScoreConfig
+from dschat_lora.config.groups import LoraConfig
+from dschat_lora.config.stages import ScoreConfig
 from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.chat import Span, make_chat
 from dschat_lora.data.records import TextRecord, to_record

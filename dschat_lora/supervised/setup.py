@@ -7,12 +7,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.config.options import flatten
-from dschat_lora.config.stages import (
-    LoraConfig,
-    ModelConfig,
-    SupervisedConfig,
-)
+from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.data.prepare import Prepared
 from dschat_lora.data.rows import DataKind
 from dschat_lora.engine.build import EngineSettings, TrainEngine

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from dschat_lora.checkpoint.export import save_adapter, save_merged
-from dschat_lora.config.stages import is_on
+from dschat_lora.config.groups import is_on
 from dschat_lora.data.loader import Samples, StepLoader
 from dschat_lora.data.store import TokenSet
 from dschat_lora.engine.build import TrainEngine

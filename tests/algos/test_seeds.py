@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from dschat_lora.algos.seeds import stream_entropy, stream_seed
-from dschat_lora.config.stages import OptimConfig, RunConfig
+from dschat_lora.config.groups import OptimConfig, RunConfig
 from dschat_lora.supervised.loop import make_train_schedule, seeded_windows
 
 KEYS = [

@@ -22,7 +22,7 @@ from dschat_lora.checkpoint.adapter import (
 )
 from dschat_lora.checkpoint.adapter_config import accept_adapter, verify_adapter
 from dschat_lora.checkpoint.manifest import write_manifest
-from dschat_lora.config.stages import LoraConfig
+from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.model import adapter_layout, adapter_parameters, apply_lora
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,7 +14,7 @@ from tiny_models import random_ids, randomise, tiny_model
 from dschat_lora.checkpoint.adapter import load_adapter, lora_config_of, read_adapter, write_adapter
 from dschat_lora.checkpoint.adapter_config import verify_adapter
 from dschat_lora.checkpoint.manifest import write_manifest
-from dschat_lora.config.stages import LoraConfig
+from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.model import adapter_layout, adapter_parameters, apply_lora, lora_layers
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

@@ -24,7 +24,7 @@ from dschat_lora.checkpoint.lora_only import (
     read_lora_only,
     write_lora_only,
 )
-from dschat_lora.config.stages import LoraConfig
+from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.model import adapter_parameters, apply_lora
 
 PACKED = LoraConfig(lora_dim=2, lora_alpha=5.5, target_modules=("c_attn",), enable_lora=("q", "v"))

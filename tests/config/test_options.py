@@ -480,6 +480,23 @@ def test_flags_of_step_1_are_these():
     assert sorted(flatten(SupervisedConfig())) == sorted(STEP1_FLAGS)
 
 
+@dataclass(frozen=True)
+class Zeros:
+    steps: int = option(0, help="a count")
+    decay: float = option(0.0, help="a share")
+    off: bool = option(False, help="a switch")
+    listed: tuple[str, ...] = option((), help="texts")
+
+
+def test_help_shows_a_default_of_zero_though_it_equals_false(capsys):
+    with pytest.raises(SystemExit):
+        parse("--help", Zeros)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "--steps N a count (default: 0)" in shown
+    assert "--decay X a share (default: 0.0)" in shown
+    assert shown.count("default") == 2
+
+
 @pytest.mark.parametrize("field", leaves(SupervisedConfig), ids=lambda field: field.name)
 def test_every_option_has_help_and_a_default(field):
     assert len(field.metadata["help"]) > 8

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from dschat_lora.config.stages import DataConfig, LoraConfig, OptimConfig, parse_data_split
+from dschat_lora.config.groups import DataConfig, LoraConfig, OptimConfig, parse_data_split
 from helpers.step1 import parsed
 
 

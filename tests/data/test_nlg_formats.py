@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from dschat_lora.config.stages import DataConfig
+from dschat_lora.config.groups import DataConfig
 from dschat_lora.data.rows import RowError, check_sources, iter_file, parse_row
 from dschat_lora.data.sources import find_source
 

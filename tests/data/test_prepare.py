@@ -8,7 +8,7 @@ import pyarrow.parquet
 import pytest
 from hand_tokenizers import build_byte_tokenizer
 
-from dschat_lora.config.stages import DataConfig
+from dschat_lora.config.groups import DataConfig
 from dschat_lora.data import fingerprint as fingerprint_module
 from dschat_lora.data.prepare import prepare
 

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from dschat_lora.config.stages import DataConfig
+from dschat_lora.config.groups import DataConfig
 from dschat_lora.data.rows import (
     EmptyRowError,
     RowError,

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dschat_lora.config.stages import BatchConfig, ModelConfig, OptimConfig, ParallelConfig
+from dschat_lora.config.groups import BatchConfig, ModelConfig, OptimConfig, ParallelConfig
 from dschat_lora.engine.ds_config import (
     default_zero,
     engine_config,

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from dschat_lora.config.stages import LoraConfig
+from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.layers import LoraConv1D
 from dschat_lora.lora.model import adapter_parameters, lora_layers
 from helpers.pair_runs import Keeping, load_policy, load_reward, pair_loader, ragged_pairs

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from dschat_lora.config.stages import LoraConfig
+from dschat_lora.config.groups import LoraConfig
 from helpers import plain
 from helpers.runs import LORA, RATE, load_model, loader, rate_factors
 from helpers.tiny import ragged_samples

@@ -12,7 +12,7 @@ from dschat_lora.checkpoint.adapter import read_adapter, write_adapter
 from dschat_lora.checkpoint.adapter_config import verify_adapter
 from dschat_lora.checkpoint.history import newest_valid, step_directory
 from dschat_lora.checkpoint.manifest import write_manifest
-from dschat_lora.config.stages import LoraConfig
+from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.model import adapter_layout, adapter_parameters, apply_lora
 
 STEPS = (100, 200, 300)

@@ -16,7 +16,7 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from dschat_lora.config.stages import LoraConfig
+from dschat_lora.config.groups import LoraConfig
 from dschat_lora.generation.batch_state import CachedRows, takes_cache
 from dschat_lora.generation.fast_kernels import quick_attention, quick_linears
 from dschat_lora.generation.generate import decode, respond

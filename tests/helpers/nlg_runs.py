@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from dschat_lora.config.stages import LoraConfig
+from dschat_lora.config.groups import LoraConfig
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import data_rank
 from dschat_lora.engine.zero import gather_to_cpu

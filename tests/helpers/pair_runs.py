@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dschat_lora.config.stages import DpoConfig, LoraConfig, ModelConfig, OptimConfig, RewardConfig
+from dschat_lora.config.groups import LoraConfig, ModelConfig, OptimConfig
+from dschat_lora.config.stages import DpoConfig, RewardConfig
 from dschat_lora.data.batch import PairCollator
 from dschat_lora.data.loader import StepLoader, eval_batches
 from dschat_lora.data.packing import make_rows

@@ -10,7 +10,7 @@ import deepspeed
 import torch
 
 from dschat_lora.checkpoint.export import save_adapter, save_merged
-from dschat_lora.config.stages import LoraConfig, ModelConfig, OptimConfig, RunConfig
+from dschat_lora.config.groups import LoraConfig, ModelConfig, OptimConfig, RunConfig
 from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.loader import StepLoader, eval_batches
 from dschat_lora.data.packing import make_rows

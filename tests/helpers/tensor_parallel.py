@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import torch
 
-from dschat_lora.config.stages import ParallelConfig
+from dschat_lora.config.groups import ParallelConfig
 from dschat_lora.engine.distributed import form_grid
 from dschat_lora.lora.parallel import group_of, shard_of
 from dschat_lora.runtime.setup import tensor_group

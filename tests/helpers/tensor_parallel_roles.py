@@ -8,8 +8,9 @@ from unittest import mock
 
 import torch
 
+from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.config.options import parse_config
-from dschat_lora.config.stages import DpoStageConfig, LoraConfig, ModelConfig, RewardStageConfig
+from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import form_grid, rank
 from dschat_lora.generation.fast_kernels import quick_attention, quick_linears

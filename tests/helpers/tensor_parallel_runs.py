@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from dschat_lora.checkpoint.adapter import load_adapter, lora_config_of
 from dschat_lora.checkpoint.export import save_adapter
-from dschat_lora.config.stages import ModelConfig
+from dschat_lora.config.groups import ModelConfig
 from dschat_lora.engine.distributed import broadcast_string, data_world_size, rank
 from dschat_lora.engine.state import EngineState
 from dschat_lora.engine.zero import gather_to_cpu
@@ -109,7 +109,7 @@ class _Run:
 
 
 def load_lora():
-    from dschat_lora.config.stages import LoraConfig
+    from dschat_lora.config.groups import LoraConfig
 
     return LoraConfig(**LORA)
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from toy import Conv1D, randomise
 
-from dschat_lora.config.stages import LoraConfig
+from dschat_lora.config.groups import LoraConfig
 from dschat_lora.generation.fast_kernels import quick_linears
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.groups import Groups, groups_of_parts, parts_of

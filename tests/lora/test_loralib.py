@@ -12,7 +12,7 @@ from torch import nn
 from toy import randomise, toy_model
 
 import dschat_lora.lora.loralib as lora
-from dschat_lora.config.stages import LoraConfig
+from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.model import apply_lora
 
 IN, OUT = 6, 12

@@ -2,7 +2,7 @@ import pytest
 import torch
 from toy import random_ids, randomise, toy_model
 
-from dschat_lora.config.stages import LoraConfig
+from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.merge import (
     MergeReport,
     call_merged,

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from toy import random_ids, randomise, toy_model
 
-from dschat_lora.config.stages import LoraConfig
+from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.layers import LoraConv1D, LoraEmbedding, LoraLinear, TrainedModule
 from dschat_lora.lora.model import (
     adapter_layout,

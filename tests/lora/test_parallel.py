@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dschat_lora.config.stages import LoraConfig
+from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.layers import full_shape
 from dschat_lora.lora.model import adapter_parameters, apply_lora

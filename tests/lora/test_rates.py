@@ -2,7 +2,7 @@ import pytest
 import torch
 from toy import toy_model
 
-from dschat_lora.config.stages import LoraConfig, OptimConfig
+from dschat_lora.config.groups import LoraConfig, OptimConfig
 from dschat_lora.lora.model import apply_lora
 from dschat_lora.lora.rates import (
     adapter_learning_rate,

@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 from toy import toy_model
 
-from dschat_lora.config.stages import LoraConfig
+from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.targets import (
     choose_saved,
     choose_targets,

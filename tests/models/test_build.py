@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dschat_lora.config.stages import LoraConfig, ModelConfig
+from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.models.build import build_causal_lm
 from dschat_lora.models.causal_lm import load_tokenizer, stored_dropouts
 from dschat_lora.models.source import find_model

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, OPTConfig
 
-from dschat_lora.config.stages import LoadConfig, LoraConfig
+from dschat_lora.config.groups import LoadConfig, LoraConfig
 from dschat_lora.lora.model import apply_lora
 from dschat_lora.models.build import recompute_blocks
 from dschat_lora.models.causal_lm import CausalLMLoss

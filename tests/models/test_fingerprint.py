@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from dschat_lora.config.stages import LoraConfig
+from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.model import adapter_parameters, apply_lora
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
 from helpers.tiny import tiny_model

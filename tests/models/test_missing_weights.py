@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dschat_lora.config.stages import LoraConfig, ModelConfig
+from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.models.build import build_causal_lm, build_reward_model
 from dschat_lora.models.source import find_model
 from helpers.tiny import tiny_model

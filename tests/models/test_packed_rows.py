@@ -6,7 +6,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM, Gemma2Config
 
 from dschat_lora.algos.segments import block_causal_mask
-from dschat_lora.config.stages import LoraConfig
+from dschat_lora.config.groups import LoraConfig
 from dschat_lora.data.batch import SampleCollator
 from dschat_lora.lora.model import adapter_parameters, apply_lora
 from dschat_lora.models.architecture_checks import check_architecture, head_is_linear

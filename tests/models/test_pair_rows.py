@@ -22,7 +22,8 @@ from transformers import (
 
 from dschat_lora.algos.segments import block_causal_mask
 from dschat_lora.checkpoint.export import save_adapter, save_merged
-from dschat_lora.config.stages import DpoConfig, LoraConfig, ModelConfig, RewardConfig
+from dschat_lora.config.groups import LoraConfig, ModelConfig
+from dschat_lora.config.stages import DpoConfig, RewardConfig
 from dschat_lora.data.batch import PairCollator
 from dschat_lora.lora.layers import TrainedModule
 from dschat_lora.lora.model import adapter_parameters, apply_lora

@@ -13,7 +13,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from dschat_lora.config.stages import ModelConfig
+from dschat_lora.config.groups import ModelConfig
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.layers import full_shape
 from dschat_lora.lora.parallel import shard_of

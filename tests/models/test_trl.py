@@ -14,7 +14,8 @@ from transformers import (
 )
 
 from dschat_lora.assets import BUNDLED_MODEL
-from dschat_lora.config.stages import DpoConfig, LoraConfig
+from dschat_lora.config.groups import LoraConfig
+from dschat_lora.config.stages import DpoConfig
 from dschat_lora.data.batch import PairCollator
 from dschat_lora.lora.model import adapter_parameters, apply_lora
 from dschat_lora.models.causal_lm import CausalLMLogprobs

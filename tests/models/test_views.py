@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from dschat_lora.config.stages import LoraConfig
+from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.model import apply_lora
 from dschat_lora.models.views import share_parameters
 from helpers.tiny import KINDS, tiny_model

@@ -6,7 +6,7 @@ from perf_models import FAMILIES, MLP_UP, QUERY_VALUE, VOCAB
 from test_advice import WEIGHTS_LEAD, advice, by_hand, suggestions
 from test_memory import LENGTH, ROWS, estimate, kept_bytes
 
-from dschat_lora.config.stages import LoraConfig
+from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.model import apply_lora
 from dschat_lora.models.build import AdaptedModel

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from dschat_lora.algos.sft import linear_cross_entropy
-from dschat_lora.config.stages import LoraConfig
+from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.model import apply_lora
 from dschat_lora.perf.flops import (
     Flops,

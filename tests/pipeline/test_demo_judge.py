@@ -9,7 +9,7 @@ import torch
 from dschat_lora.assets import BUNDLED_DATA, BUNDLED_MODEL
 from dschat_lora.assets.toy_world import judge
 from dschat_lora.checkpoint.adapter import write_adapter
-from dschat_lora.config.stages import LoraConfig, ModelConfig
+from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.lora.model import adapter_layout, adapter_parameters
 from dschat_lora.models.build import build_causal_lm

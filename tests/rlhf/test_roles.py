@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, OPTConfig
 
-from dschat_lora.config.stages import LoraConfig
+from dschat_lora.config.groups import LoraConfig
 from dschat_lora.engine.build import EngineSettings
 from dschat_lora.rlhf.batch import Response, collate
 from dschat_lora.rlhf.memory import cache_bytes, memory_plan

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from dschat_lora.checkpoint.history import step_directory
+from dschat_lora.config.groups import LoraConfig
 from dschat_lora.config.options import parse_config
-from dschat_lora.config.stages import DpoStageConfig, LoraConfig, SupervisedConfig
+from dschat_lora.config.stages import DpoStageConfig, SupervisedConfig
 from dschat_lora.models.build import AdaptedModel
 from dschat_lora.runtime.memory import estimate_memory_of, explaining_memory
 from helpers.runs import LORA, engine_settings, load_model

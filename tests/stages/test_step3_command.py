@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.config.options import parse_config, run_main
-from dschat_lora.config.stages import LoraConfig, ModelConfig
 from dschat_lora.models.build import build_causal_lm
 from dschat_lora.models.source import find_model
 from dschat_lora.rlhf.config import RlhfConfig

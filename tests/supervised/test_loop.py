@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from dschat_lora.config.stages import LoraConfig, OptimConfig, RunConfig
+from dschat_lora.config.groups import LoraConfig, OptimConfig, RunConfig
 from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.loader import Window
 from dschat_lora.supervised import loop as trainer

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from dschat_lora.config.groups import require
 from dschat_lora.config.options import given_options, hidden, option
-from dschat_lora.config.stages import require
 from dschat_lora.experiments.glue.tasks import TASKS, GlueTask, TaskName
 
 Strategy = Literal["no", "steps", "epoch"]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dschat_lora.checkpoint.manifest import safetensors_header
-from dschat_lora.config.options import flatten
+from dschat_lora.config.options import flatten, value_text
 from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.report.directory import read_object
 
@@ -158,7 +158,5 @@ def _choose(wanted: str, output_dir: str | None) -> tuple[Path, tuple[str, ...]]
     )
 
 
-def _shown(value: Any) -> str:
-    if value is None or value == []:
-        return "the default"
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+def _shown(value: object) -> str:
+    return value_text(None if value == [] else value)

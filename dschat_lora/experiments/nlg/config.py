@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeVar
 
 from dschat_lora.algos.schedules import cycle
-from dschat_lora.config.options import group, option
-from dschat_lora.config.stages import (
+from dschat_lora.config.groups import (
     BatchConfig,
     DataConfig,
     Dtype,
@@ -15,9 +14,10 @@ from dschat_lora.config.stages import (
     ModelConfig,
     OptimConfig,
     RunConfig,
-    SupervisedConfig,
     require,
 )
+from dschat_lora.config.options import group, option
+from dschat_lora.config.stages import SupervisedConfig
 
 Profile = Literal["e2e", "webnlg", "dart"]
 Filter = Literal["all", "seen", "unseen"]

@@ -10,8 +10,8 @@ import torch
 
 from dschat_lora.checkpoint.lora_only import load_lora_only, lora_config_of_file, read_lora_only
 from dschat_lora.checkpoint.staging import write_whole
+from dschat_lora.config.groups import LoraConfig
 from dschat_lora.config.options import fail
-from dschat_lora.config.stages import LoraConfig
 from dschat_lora.data.rows import RowError, iter_rows, parse_row, require_usable
 from dschat_lora.data.sources import find_source
 from dschat_lora.data.tokenize import ended, make_encoder

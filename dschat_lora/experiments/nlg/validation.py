@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dschat_lora.algos.schedules import constant, cosine, cycle, linear
-from dschat_lora.config.stages import DataConfig, LoraConfig
+from dschat_lora.config.groups import DataConfig, LoraConfig
 from dschat_lora.data.rows import check_sources
 from dschat_lora.experiments.nlg.config import (
     DecodeConfig,

@@ -6,8 +6,8 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from dschat_lora.assets import BUNDLED_MODEL
+from dschat_lora.config.groups import ModelConfig
 from dschat_lora.config.options import parse_config
-from dschat_lora.config.stages import ModelConfig
 from dschat_lora.data.chat import Span
 from dschat_lora.data.records import TextRecord
 from dschat_lora.data.rows import RowError

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from transformers.models.gpt2 import GPT2Config
 
+from dschat_lora.config.groups import LoraConfig
 from dschat_lora.config.options import chosen_verb, flatten, options_of, parse_config
-from dschat_lora.config.stages import LoraConfig
 from dschat_lora.experiments.nlg.config import NlgConfig
 from dschat_lora.experiments.nlg.validation import (
     check_training,

@@ -1,0 +1,384 @@
+"""Groups of options, by the part of the package that uses them: values and their validation.
+
+Nothing here imports torch: a wrong value is reported before anything heavy is loaded.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from dschat_lora.config.options import hidden, option
+
+Dtype = Literal["auto", "fp32", "bf16", "fp16"]
+Switch = bool | Literal["auto"]
+Scheduler = Literal[
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+]
+
+
+def require(condition: bool, name: str, value: object, allowed: str) -> None:
+    """Raise a ValueError that names the option, its value and what is allowed."""
+    if not condition:
+        raise ValueError(f"--{name} must be {allowed}, got {value!r}")
+
+
+def is_on(switch: Switch) -> bool:
+    """Whether a switch is on; ``auto`` is off until it is settled."""
+    return switch is True
+
+
+@dataclass(frozen=True)
+class LoadConfig:
+    """How models are loaded and computed."""
+
+    dtype: Dtype = option(
+        "auto",
+        help="compute type; auto: bf16 where the GPU has it, fp16 on older GPUs, fp32 on CPU",
+    )
+    attn_implementation: Literal["sdpa", "flex_attention", "eager"] = option(
+        "sdpa",
+        help="attention kernel; sdpa computes each sequence of a row alone where it can, "
+        "flex_attention is for GPUs where it cannot",
+    )
+    trust_remote_code: bool = option(False, help="run model code that comes with a hub repository")
+    add_eot_token: bool = option(
+        False, help="add --eot_token to the tokenizer and end every completion with it"
+    )
+    eot_token: str = option("<|endoftext|>", help="end-of-text token of --add_eot_token")
+    compile: bool = option(
+        False,
+        help="compile the model's blocks (torch.compile): slow to start, faster from then on",
+    )
+    compute_fp32_loss: bool = option(
+        True, help="accepted from DeepSpeed-Chat; the loss is always computed in fp32"
+    )
+
+    def __post_init__(self) -> None:
+        require(self.compute_fp32_loss, "no-compute_fp32_loss", False, "absent: the loss is fp32")
+
+
+@dataclass(frozen=True)
+class ModelConfig(LoadConfig):
+    """The one model of a supervised stage."""
+
+    model_name_or_path: str | None = option(
+        None,
+        help="hub name, local model directory, or the output directory of an earlier stage; "
+        "the bundled tiny model when absent",
+    )
+    gradient_checkpointing: Switch = option(
+        "auto",
+        help="recompute activations in the backward pass instead of keeping them; without a value "
+        "on, auto: where they would not fit the memory by estimate",
+    )
+    dropout: float = option(0.0, help="every dropout probability of the base model, in [0, 1)")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(0 <= self.dropout < 1, "dropout", self.dropout, "in [0, 1)")
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    lora_dim: int = option(0, help="rank r of the update; 0 trains every weight")
+    lora_alpha: float = option(32.0, help="the update is scaled by lora_alpha / lora_dim")
+    lora_dropout: float = option(0.0, help="dropout on the adapter's input, in [0, 1)")
+    use_rslora: bool = option(
+        False, help="scale by lora_alpha / sqrt(lora_dim) (rank-stabilised LoRA)"
+    )
+    target_modules: tuple[str, ...] = option(
+        ("all-linear",),
+        help="layers to adapt: all-linear, name endings, or one regular expression",
+    )
+    lora_module_name: str | None = option(
+        None, help="adapt the linear layers whose name contains this (DeepSpeed-Chat's rule)"
+    )
+    train_bias: Literal["none", "all", "lora_only"] = option(
+        "none", help="biases to train: none, all, or those of adapted layers"
+    )
+    modules_to_save: tuple[str, ...] = option(
+        (), help="name endings of modules to train in full and save with the adapter"
+    )
+    enable_lora: tuple[str, ...] = option(
+        (),
+        help="q, k, v: the parts of a packed projection that get factors of their own; the layer "
+        "has one pair for all of it when absent",
+    )
+    only_optimize_lora: bool = option(
+        True, help="freeze the base model when lora_dim > 0 (no-: train it too)"
+    )
+
+    def __post_init__(self) -> None:
+        require(self.lora_dim >= 0, "lora_dim", self.lora_dim, ">= 0 (0 disables LoRA)")
+        require(self.lora_alpha > 0, "lora_alpha", self.lora_alpha, "> 0")
+        require(0 <= self.lora_dropout < 1, "lora_dropout", self.lora_dropout, "in [0, 1)")
+        require(bool(self.target_modules), "target_modules", (), "one name or more")
+        parts = self.enable_lora
+        fits = set(parts) <= {"q", "k", "v"} and len(set(parts)) == len(parts)
+        require(fits, "enable_lora", " ".join(parts), "some of q, k and v")
+        object.__setattr__(self, "enable_lora", tuple(part for part in "qkv" if part in parts))
+
+    def described(self) -> str:
+        """What the factors mean, in a few words; which layers have some, their names say."""
+        if self.lora_dim == 0:
+            return "none"
+        kind = " rank-stabilised" if self.use_rslora else ""
+        biases = f", biases {self.train_bias}" if self.train_bias != "none" else ""
+        parts = f", parts {' '.join(self.enable_lora)}" if self.enable_lora else ""
+        return f"r {self.lora_dim}, alpha {self.lora_alpha:g}{kind}{parts}{biases}"
+
+
+@dataclass(frozen=True)
+class SourceConfig:
+    """Where rows come from and how they are read."""
+
+    data_path: tuple[str, ...] = option(
+        (),
+        help="files (.jsonl .json .csv .parquet, or E2E's .txt), directories of them, or hub data "
+        "sets; the bundled data when absent",
+    )
+    data_weights: tuple[float, ...] = option(
+        (), help="times each --data_path is used per epoch, in its order; 1 each when absent"
+    )
+    eval_data_path: tuple[str, ...] = option((), help="held-out data, never trained on")
+    eval_ratio: float = option(
+        0.05, help="held-out share of the rows where no --eval_data_path is given, in [0, 1)"
+    )
+    data_split: str | None = option(
+        None,
+        help="shares of the rows for steps 1, 2 and 3, such as 2,4,4; every step uses all "
+        "rows when absent",
+    )
+    data_output_path: str | None = option(
+        None, help="cache of tokenised data; default ~/.cache/dschat_lora"
+    )
+    overlong: Literal["drop", "truncate", "error"] = option(
+        "drop", help="what happens to samples longer than --max_seq_len"
+    )
+    bad_rows: Literal["stop", "skip"] = option(
+        "stop", help="what happens at a row that cannot be used"
+    )
+    preprocessing_num_workers: int = option(1, help="processes that tokenise")
+
+    def __post_init__(self) -> None:
+        require(0 <= self.eval_ratio < 1, "eval_ratio", self.eval_ratio, "in [0, 1)")
+        workers = self.preprocessing_num_workers
+        require(workers >= 1, "preprocessing_num_workers", workers, ">= 1")
+        if self.data_weights:
+            require(
+                len(self.data_weights) == len(self.data_path)
+                and all(weight > 0 for weight in self.data_weights),
+                "data_weights",
+                self.data_weights,
+                f"one positive number for each of the {len(self.data_path)} --data_path",
+            )
+        if self.data_split is not None:
+            parse_data_split(self.data_split)
+
+
+@dataclass(frozen=True)
+class DataConfig(SourceConfig):
+    """Rows as sequences to train on."""
+
+    sft_only_data_path: tuple[str, ...] = option(
+        (), help="further data used whole in step 1 and in no other step"
+    )
+    max_seq_len: int = option(512, help="tokens per row, prompt and completion together")
+    train_on_prompt: bool = option(
+        False, help="take the loss on the prompt too (DeepSpeed-Chat's behaviour)"
+    )
+    packing: bool = option(
+        True, help="fill rows of --max_seq_len with several samples, kept apart by the mask"
+    )
+    eos_after_prompt: bool = hidden(False)  # the sign between the two of GPT-2 on tables of data
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.max_seq_len >= 2, "max_seq_len", self.max_seq_len, ">= 2 tokens")
+
+
+def parse_data_split(text: str) -> tuple[float, float, float]:
+    """Shares of steps 1, 2 and 3, summing to 1, from ``"2,4,4"``.
+
+    Raises:
+        ValueError: unless the text is three numbers >= 0, not all 0.
+    """
+    parts = text.split(",")
+    try:
+        numbers = [float(part) for part in parts]
+    except ValueError:
+        numbers = []
+    usable = all(number >= 0 and math.isfinite(number) for number in numbers)
+    valid = len(numbers) == 3 and usable and sum(numbers) > 0
+    require(valid, "data_split", text, "three numbers >= 0 such as 2,4,4")
+    first, second, third = (number / sum(numbers) for number in numbers)
+    return first, second, third
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    per_device_train_batch_size: int = option(
+        16, help="rows (packed, or single samples) per device and micro-batch"
+    )
+    tokens_per_device: int = option(
+        0, help="tokens per device and micro-batch, instead of a number of rows; 0: by rows"
+    )
+    per_device_eval_batch_size: int = option(16, help="rows per device in evaluation")
+    gradient_accumulation_steps: int = option(1, help="micro-batches per optimizer step")
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            least = 0 if name == "tokens_per_device" else 1
+            require(getattr(self, name) >= least, name, getattr(self, name), f">= {least}")
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """AdamW, and how long and how fast to train."""
+
+    loraplus_lr_ratio: float = option(
+        1.0, help="rate of lora_B over that of lora_A (LoRA+); 1 treats them alike"
+    )
+    adam_beta1: float = option(0.9, help="decay of the gradient's mean")
+    adam_beta2: float = option(0.95, help="decay of the gradient's square")
+    adam_epsilon: float = option(1e-8, help="added to the root of the second moment")
+    max_grad_norm: float = option(1.0, help="gradients are clipped to this norm; 0: never")
+    lr_scheduler_type: Scheduler = option("cosine", help="shape of the rate over the steps")
+    num_warmup_steps: int = option(0, help="optimizer steps of linear warm-up")
+    num_train_epochs: int = option(1, help="passes over the data; 0 evaluates only")
+    max_steps: int = option(
+        0, help="train for this many optimizer steps, whatever the epochs; 0: by epochs"
+    )
+    correct_bias: bool = hidden(True)  # of Adam's moments, which start at zero
+    decay_after_update: bool = hidden(False)  # AdamW decays before
+
+    def __post_init__(self) -> None:
+        for name in ("loraplus_lr_ratio", "adam_epsilon"):
+            require(getattr(self, name) > 0, name, getattr(self, name), "> 0")
+        for name in ("adam_beta1", "adam_beta2"):
+            require(0 <= getattr(self, name) < 1, name, getattr(self, name), "in [0, 1)")
+        for name in ("max_grad_norm", "num_warmup_steps", "num_train_epochs", "max_steps"):
+            require(getattr(self, name) >= 0, name, getattr(self, name), ">= 0")
+
+
+@dataclass(frozen=True)
+class OptimConfig(ScheduleConfig):
+    """The same with the rates of the one model that trains."""
+
+    learning_rate: float = option(5e-5, help="peak rate of base weights, where they train")
+    lora_learning_rate: float | None = option(
+        None, help="peak rate of the adapters; default 5e-4, DPO 1e-5"
+    )
+    lora_lr_multiplier: float | None = option(
+        None,
+        help="adapters train at this multiple of --learning_rate; start at 2 to 3, up to 10",
+    )
+    weight_decay: float = option(0.0, help="decoupled weight decay; biases and norms exempt")
+    default_lora_learning_rate: float | None = hidden(5e-4)  # None: that of base weights
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.learning_rate > 0, "learning_rate", self.learning_rate, "> 0")
+        for name in ("lora_learning_rate", "lora_lr_multiplier"):
+            value = getattr(self, name)
+            require(value is None or value > 0, name, value, "> 0")
+        require(self.weight_decay >= 0, "weight_decay", self.weight_decay, ">= 0")
+        if self.lora_learning_rate is not None and self.lora_lr_multiplier is not None:
+            raise ValueError(
+                f"--lora_learning_rate {self.lora_learning_rate:g} and --lora_lr_multiplier "
+                f"{self.lora_lr_multiplier:g} both set the adapters' rate; give one"
+            )
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    zero_stage: Literal[0, 1, 2, 3] | None = option(
+        None,
+        help="ZeRO: 1 shards optimizer state over processes, 2 gradients too, 3 weights too; "
+        "default 0, or what --deepspeed_config says",
+    )
+    offload: bool = option(
+        False, help="keep optimizer state (and, at stage 3, weights) in host memory"
+    )
+    tensor_parallel_size: int = option(
+        1,
+        help="processes that hold one model between them, each a part of every layer; they see "
+        "the same data",
+    )
+    sequence_parallel: bool = option(
+        False,
+        help="with --tensor_parallel_size above 1: between the layers each process keeps its "
+        "share of the tokens alone",
+    )
+    deepspeed_config: str | None = option(
+        None, help='DeepSpeed JSON such as configs/ds/zero2.json; "auto" fields are filled in'
+    )
+    deepspeed: bool = option(False, help="accepted from DeepSpeed; it is always used")
+
+    def __post_init__(self) -> None:
+        size = self.tensor_parallel_size
+        require(size >= 1, "tensor_parallel_size", size, ">= 1")
+
+    def shares(self, processes: int) -> int:
+        """Shares of the data: processes that hold one model between them see the same rows."""
+        return processes // self.tensor_parallel_size
+
+    def share_words(self, processes: int) -> str:
+        """How the shares come about, as a factor in a message."""
+        size = self.tensor_parallel_size
+        return f"{processes} processes" + (f" / --tensor_parallel_size {size}" if size > 1 else "")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    output_dir: str | None = option(
+        None, help="what the run writes; default: the first free of output/STAGE, -2, -3, ..."
+    )
+    overwrite_output_dir: bool = option(
+        False, help="delete what an earlier run left in --output_dir"
+    )
+    resume_from_checkpoint: str | None = option(
+        None,
+        help="go on from a checkpoint: latest (the newest sound one of --output_dir), auto (the "
+        "same, or a fresh start where there is none), or a path",
+    )
+    save_interval: int = option(500, help="optimizer steps between checkpoints; 0: by time only")
+    save_minutes: float = option(10.0, help="a checkpoint at least this often; 0: by steps only")
+    save_total_limit: int = option(3, help="newest checkpoints that are kept; 0: all")
+    seed: int = option(1234, help="seed of initialisation, order and sampling")
+    logging_steps: int = option(1, help="optimizer steps between printed lines")
+    eval_interval: int = option(
+        0, help="optimizer steps between evaluations; 0: at the start, each epoch and the end"
+    )
+    eval_iters: int = option(0, help="evaluation batches per device; 0: all")
+    sample_generations: int = option(2, help="held-out prompts answered before and after training")
+    merge_adapter: bool = option(
+        False, help="also write base and adapter merged as a transformers model"
+    )
+    merge_max_kl: float = option(
+        0.01, help="refuse a merge that moves the distribution by more (nats per token)"
+    )
+    report_to: Literal["none", "tensorboard"] = option("none", help="further log format")
+    enable_tensorboard: bool = option(False, help="same as --report_to tensorboard")
+    tensorboard_path: str | None = option(
+        None, help="directory of TensorBoard files; default OUTPUT_DIR/tensorboard"
+    )
+    print_loss: bool = option(False, help="print the loss at every optimizer step")
+    dry_run: bool = option(False, help="check everything but the weights, print, and stop")
+
+    def __post_init__(self) -> None:
+        for name in (
+            *("eval_interval", "eval_iters", "sample_generations", "merge_max_kl"),
+            *("save_interval", "save_minutes", "save_total_limit"),
+        ):
+            require(getattr(self, name) >= 0, name, getattr(self, name), ">= 0")
+        require(self.logging_steps >= 1, "logging_steps", self.logging_steps, ">= 1")
+        require(0 <= self.seed < 2**63, "seed", self.seed, "in [0, 2**63)")
+        if self.output_dir is not None and Path(self.output_dir).is_file():
+            raise ValueError(f"--output_dir {self.output_dir} is a file, not a directory")

@@ -1,0 +1,87 @@
+"""Values of options: from the words of a command line, and from YAML, by a field's annotation."""
+
+import argparse
+import math
+import types
+import typing
+from collections.abc import Callable, Sequence
+
+Scalar = int | float | str
+
+
+def converter(kind: type, choices: tuple[Scalar, ...] = ()) -> Callable[[str], Scalar]:
+    """The conversion of one word, whose error says what is allowed."""
+    wanted = {int: "a whole number", float: "a number"}.get(kind, "text")
+    allowed = "one of " + ", ".join(map(str, choices)) if choices else wanted
+
+    def convert(text: str) -> Scalar:
+        try:
+            value: Scalar | None = kind(text)
+        except ValueError:
+            value = None
+        finite = not isinstance(value, float) or math.isfinite(value)
+        if value is None or not finite or (choices and value not in choices):
+            raise argparse.ArgumentTypeError(f"must be {allowed}, got {text!r}")
+        return value
+
+    return convert
+
+
+def value_shape(annotation: object) -> tuple[type, tuple[Scalar, ...], bool]:
+    """(element type, allowed values, takes several) of a field's annotation."""
+    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
+        (annotation,) = [a for a in typing.get_args(annotation) if a is not type(None)]
+    if typing.get_origin(annotation) is typing.Literal:
+        choices = typing.get_args(annotation)
+        return type(choices[0]), choices, False
+    if typing.get_origin(annotation) is tuple:
+        return typing.get_args(annotation)[0], (), True
+    assert isinstance(annotation, type), annotation
+    return annotation, (), False
+
+
+def is_switch(annotation: object) -> bool:
+    """Whether a field is on or off, or perhaps something else: ``bool | Literal["auto"]``."""
+    return annotation is bool or bool in typing.get_args(annotation)
+
+
+def switch_words(annotation: object) -> list[str]:
+    """What may be typed for a switch: on, off, and the words for something else."""
+    others = [arg for arg in typing.get_args(annotation) if arg is not bool]
+    return ["on", "off", *(word for other in others for word in typing.get_args(other))]
+
+
+def switch_converter(words: Sequence[str]) -> Callable[[str], Scalar]:
+    """The conversion of one of ``words``: on and off become True and False."""
+    convert = converter(str, tuple(words))
+    return lambda text: {"on": True, "off": False}.get(text, convert(text))
+
+
+def from_yaml(label: str, value: object, annotation: object) -> object:
+    """A value of a YAML file, converted as if typed on the command line.
+
+    Raises:
+        ValueError: if it is of another kind; ``label`` begins the message.
+    """
+    if is_switch(annotation):
+        on, off, *words = switch_words(annotation)
+        if words and value in (on, off):  # in quotes, as they are typed
+            return value == on
+        if not isinstance(value, bool) and value not in words:
+            allowed = " or ".join(["true or false", *words])
+            raise ValueError(f"{label} must be {allowed}, got {value!r}")
+        return value
+    kind, choices, many = value_shape(annotation)
+    convert = converter(kind, choices)
+    items = value if many and isinstance(value, list) else [value]
+    if value is None and type(None) in typing.get_args(annotation):
+        return None
+    if kind is str and any(item is None or isinstance(item, bool | list | dict) for item in items):
+        raise ValueError(
+            f"{label} must be text{' or a list of texts' if many else ''}, got {value!r}"
+        )
+    try:
+        converted = tuple(convert(str(item)) for item in items)
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"{label} {error}") from error
+    return converted if many else converted[0]
