@@ -1,20 +1,20 @@
-"""What to change after a GPU ran out of memory, from the estimate of what fills it.
+"""Advice on a GPU out of memory: options to change, from the estimate of what fills it.
 
 Every remedy is a change of options that is estimated again, so that what is advised fits by
-the same estimate that is shown. Two remedies the estimate does not know, as it sees the model
-as built: 16 bits halve activations and frozen weights, and an adapter alone needs neither
-gradients nor optimizer state of note.
+the same estimate that is shown. Two remedies are computed here, as the estimate sees the model
+as built: 16 bits halve activations and frozen weights, and an adapter alone needs next to no
+gradients and optimizer state.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import combinations, product
-from typing import Any, Protocol
+from typing import Protocol
 
 from dschat_lora.perf.memory import USABLE, MemoryEstimate
 
-Change = Mapping[str, Any]  # option -> its new value
+Change = Mapping[str, object]  # option -> its new value
 
 _WORTHWHILE = 0.02  # of the memory in use; a change that saves less is not advised
 _MOST_ALTERNATIVES = 3
@@ -44,8 +44,8 @@ class Estimator(Protocol):
 
 
 @dataclass(frozen=True)
-class _Options:
-    """The options that decide about memory, each under its name on the command line."""
+class MemoryOptions:
+    """Options that decide about memory, each under its name on the command line."""
 
     per_device_train_batch_size: int
     gradient_accumulation_steps: int
@@ -57,7 +57,7 @@ class _Options:
     lora_dim: int
     only_optimize_lora: bool
     max_seq_len: int
-    world_size: int  # data-parallel processes: no option, but given at the start too
+    world_size: int  # data-parallel processes: given at the start like an option
 
     @property
     def trains_base(self) -> bool:
@@ -68,8 +68,8 @@ class _Options:
         """The ZeRO stage in use: trained weights in 16 bits run at stage 1 or above."""
         return max(self.zero_stage, int(self.trains_base and self.dtype != "fp32"))
 
-    def changed(self, change: Change) -> "_Options":
-        return replace(self, **change)
+    def changed(self, change: Change) -> "MemoryOptions":
+        return replace(self, **change)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -80,19 +80,9 @@ class _Remedy:
 
 def out_of_memory_advice(
     estimate: Estimator | None,
+    now: MemoryOptions,
     *,
     device_bytes: int | None,
-    micro_batch_size: int,
-    accumulation_steps: int,
-    max_seq_len: int,
-    gradient_checkpointing: bool,
-    zero_stage: int,
-    world_size: int,
-    offload: bool,
-    trains_base: bool,
-    lora_dim: int,
-    dtype: str,
-    tensor_parallel_size: int = 1,
     larger_groups: Sequence[int] = (),
 ) -> str:
     """One sentence: what fills the device, and what to change, the cheapest sufficient first.
@@ -103,48 +93,25 @@ def out_of_memory_advice(
 
     Args:
         estimate: memory at given settings; None for architectures that are not understood.
+        now: the options of the run.
         device_bytes: memory of the device; None if unknown: the most effective comes first.
-        micro_batch_size: rows per device and micro-batch.
-        accumulation_steps: micro-batches per optimizer step.
-        max_seq_len: positions of a row.
-        gradient_checkpointing: whether on.
-        zero_stage: 0 to 3, as asked for.
-        world_size: data-parallel processes.
-        offload: whether optimizer state (at stage 3 weights too) is in host memory.
-        trains_base: whether the base model trains, with or without adapters.
-        lora_dim: rank of the adapters, 0 without.
-        dtype: compute type, ``fp32``, ``bf16`` or ``fp16``.
-        tensor_parallel_size: processes that hold the model between them.
-        larger_groups: multiples of it that the processes and the model allow as well.
+        larger_groups: multiples of ``--tensor_parallel_size`` that the processes and the model
+            allow as well.
     """
-    assert trains_base or lora_dim > 0
-    now = _Options(
-        per_device_train_batch_size=micro_batch_size,
-        gradient_accumulation_steps=accumulation_steps,
-        gradient_checkpointing=gradient_checkpointing,
-        dtype=dtype,
-        zero_stage=zero_stage,
-        tensor_parallel_size=tensor_parallel_size,
-        offload=offload,
-        lora_dim=lora_dim,
-        only_optimize_lora=lora_dim == 0 or not trains_base,
-        max_seq_len=max_seq_len,
-        world_size=world_size,
-    )
     if estimate is None:
         return f"out of GPU memory: {_general(now, larger_groups)}"
 
     @cache
-    def needed(options: _Options) -> MemoryEstimate:
+    def needed(options: MemoryOptions) -> MemoryEstimate:
         return _resident(estimate, options, now)
 
     budget = None if device_bytes is None else int(USABLE * device_bytes)
-    use = _use(needed(now), device_bytes)
+    use = _parts_in_use(needed(now), device_bytes)
     advice = _advice(now, needed, budget, larger_groups)
     return f"out of GPU memory: by estimate {use}; {advice}"
 
 
-def _resident(estimate: Estimator, options: _Options, built: _Options) -> MemoryEstimate:
+def _resident(estimate: Estimator, options: MemoryOptions, built: MemoryOptions) -> MemoryEstimate:
     """Bytes on the device at ``options``, of a model built at ``built``."""
     memory = estimate(
         rows=options.per_device_train_batch_size,
@@ -170,13 +137,10 @@ def _resident(estimate: Estimator, options: _Options, built: _Options) -> Memory
     return memory
 
 
-def _remedies(now: _Options, groups: Sequence[int], *, rows_matter: bool) -> list[_Remedy]:
-    """What can still be changed, the least costly first.
+def _remedies(now: MemoryOptions, groups: Sequence[int], *, rows_matter: bool) -> list[_Remedy]:
+    """Changes that are left, the least costly first.
 
-    Args:
-        now: the options in use.
-        groups: larger tensor-parallel sizes.
-        rows_matter: False where weights take the most: fewer positions are no cure then.
+    ``rows_matter`` is False where weights take the most, which fewer positions do not reduce.
     """
     adapter = {"only_optimize_lora": True} if now.lora_dim else {"lora_dim": _RANK}
     table: list[tuple[bool, str, Sequence[Change]]] = [
@@ -185,7 +149,7 @@ def _remedies(now: _Options, groups: Sequence[int], *, rows_matter: bool) -> lis
         (now.dtype == "fp32", "compute in 16 bits", [{"dtype": "auto"}]),
         (now.world_size > 1, "share over the processes", _sharing(now)),
         (True, "divide the model", [{"tensor_parallel_size": size} for size in groups]),
-        # With offload on, stage 3 over several processes is said already.
+        # With offload on, stage 3 over several processes is in the list already.
         (not (now.offload and now.world_size > 1), "use host memory", _offloading(now)),
         (True, "train adapters alone", [adapter]),
         (
@@ -202,27 +166,27 @@ def _remedies(now: _Options, groups: Sequence[int], *, rows_matter: bool) -> lis
     return [remedy for remedy in remedies if remedy.changes]
 
 
-def _fewer_rows(now: _Options) -> list[Change]:
+def _fewer_rows(now: MemoryOptions) -> list[Change]:
     """Smaller micro-batches of the same optimizer step."""
     rows = now.per_device_train_batch_size
     sizes = [fewer for fewer in range(rows // 2, 0, -1) if rows % fewer == 0]
     return [{"per_device_train_batch_size": fewer} for fewer in sizes]
 
 
-def _sharing(now: _Options) -> list[Change]:
-    """Optimizer state and gradients, then weights; adapters alone have little of the former."""
+def _sharing(now: MemoryOptions) -> list[Change]:
+    """ZeRO stages for optimizer state and gradients, then weights; adapters need the last alone."""
     stages = (2, 3) if now.trains_base else (3,)
     return [{"zero_stage": stage} for stage in stages if stage > now.engine_stage]
 
 
-def _offloading(now: _Options) -> list[Change]:
-    """Optimizer state, then weights, which only stage 3 moves."""
+def _offloading(now: MemoryOptions) -> list[Change]:
+    """Offloading of optimizer state, then of weights, which only stage 3 moves."""
     stages = (max(now.zero_stage, 1), 3) if now.trains_base else (3,)
     return [{"zero_stage": stage, "offload": True} for stage in stages]
 
 
-def _general(now: _Options, groups: Sequence[int]) -> str:
-    """What to try where nothing can be estimated."""
+def _general(now: MemoryOptions, groups: Sequence[int]) -> str:
+    """All remedies, where nothing can be estimated."""
     remedies = _remedies(now, groups, rows_matter=True)
     if not remedies:
         return _NOTHING_LEFT
@@ -230,12 +194,12 @@ def _general(now: _Options, groups: Sequence[int]) -> str:
 
 
 def _advice(
-    now: _Options,
-    needed: Callable[[_Options], MemoryEstimate],
+    now: MemoryOptions,
+    needed: Callable[[MemoryOptions], MemoryEstimate],
     budget: int | None,
     groups: Sequence[int],
 ) -> str:
-    """What to change at ``now``, where ``needed`` says what is used, to stay within ``budget``."""
+    """Changes to ``now`` that keep ``needed`` within ``budget``, in words."""
     memory = needed(now)
 
     def total(change: Change) -> int:
@@ -254,7 +218,9 @@ def _advice(
     return _fitting(now, remedies, lambda change: total(change) <= budget)
 
 
-def _fitting(now: _Options, remedies: Sequence[_Remedy], fits: Callable[[Change], bool]) -> str:
+def _fitting(
+    now: MemoryOptions, remedies: Sequence[_Remedy], fits: Callable[[Change], bool]
+) -> str:
     """The remedies of which one is enough, else the fewest that are enough together."""
     if alone := _restricted(remedies, fits):
         return _alternatives(now, alone[:_MOST_ALTERNATIVES])
@@ -272,7 +238,7 @@ def _restricted(remedies: Sequence[_Remedy], condition: Callable[[Change], bool]
 
 
 def _merged(remedies: Sequence[_Remedy]) -> Iterator[Change]:
-    """Several remedies at once: the fewest first, of as many the least costly first."""
+    """Combinations of remedies: the fewest first, of as many the least costly first."""
     for count in range(2, len(remedies) + 1):
         for chosen in combinations(remedies, count):
             yield from map(_merge, product(*(remedy.changes for remedy in chosen)))
@@ -282,13 +248,13 @@ def _merge(changes: Sequence[Change]) -> Change:
     return {name: value for change in changes for name, value in change.items()}
 
 
-def _alternatives(now: _Options, remedies: Sequence[_Remedy]) -> str:
-    """Each remedy in words and as it is typed, in its mildest form."""
+def _alternatives(now: MemoryOptions, remedies: Sequence[_Remedy]) -> str:
+    """Each remedy in words and as options, in its mildest form."""
     return ", or ".join(f"{each.words} ({_typed(now, each.changes[0])})" for each in remedies)
 
 
-def _typed(now: _Options, change: Change) -> str:
-    """The options to give, without those that have their value already; see :func:`_batch_note`."""
+def _typed(now: MemoryOptions, change: Change) -> str:
+    """The options to type, without those that have their value already."""
     after = now.changed(change)
     # As many rows a step as before.
     times = now.per_device_train_batch_size // after.per_device_train_batch_size
@@ -299,8 +265,8 @@ def _typed(now: _Options, change: Change) -> str:
     return " ".join(flags) + _batch_note(now, change)
 
 
-def _batch_note(now: _Options, change: Change) -> str:
-    """That the rows of a step stay the same, after a change of how they are split."""
+def _batch_note(now: MemoryOptions, change: Change) -> str:
+    """A note that a step keeps its rows, after a change of how they are split."""
     if not change.keys() & {"per_device_train_batch_size", "tensor_parallel_size"}:
         return ""
     rows = now.per_device_train_batch_size * now.gradient_accumulation_steps * now.world_size
@@ -308,8 +274,8 @@ def _batch_note(now: _Options, change: Change) -> str:
     return f": the same batch of {rows} rows a step{resumable}"
 
 
-def _use(memory: MemoryEstimate, device_bytes: int | None) -> str:
-    """What fills the device, the largest part first, without parts of next to nothing."""
+def _parts_in_use(memory: MemoryEstimate, device_bytes: int | None) -> str:
+    """The parts that fill the device, the largest first, without negligible ones."""
     sizes = sorted(asdict(memory).items(), key=lambda part: -part[1])
     parts = [f"{_gib(n)} {_PARTS[name]}" for name, n in sizes if n >= 0.005 * memory.total]
     listed = " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))

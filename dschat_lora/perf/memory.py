@@ -8,6 +8,7 @@ Of a model that is divided among tensor-parallel ranks, what one of them keeps i
 Not included: temporaries of running kernels, communication buckets, fragmentation, device context.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,18 +52,13 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Bytes per device of training ``model``, which may be on the meta device.
 
-    ZeRO divides optimizer state (stage 1 on), gradients (2 on) and weights (3) by the number
-    of processes.
+    ZeRO divides optimizer state (stage 1 on), gradients (2 on) and weights (3) by ``world_size``,
+    the number of data-parallel processes. A micro-batch is ``rows`` of ``length`` positions. With
+    ``gradient_checkpointing`` each block's input is kept, and one block's inside at a time; of
+    logits, ``max_chunk_logits``. Of a tensor-parallel model the rank's part counts.
 
-    Args:
-        model: as for :func:`dschat_lora.perf.shape.describe`; a tensor-parallel rank's part counts.
-        rows: rows of one micro-batch.
-        length: positions of a row.
-        compute_dtype: of activations.
-        gradient_checkpointing: keep each block's input only, and one block's inside at a time.
-        zero_stage: 0 to 3.
-        world_size: data-parallel processes.
-        max_chunk_logits: logits that the loss holds at a time.
+    Raises:
+        ValueError: for a model that :func:`dschat_lora.perf.shape.describe` does not understand.
     """
     shape = describe(model)
     width = compute_dtype.itemsize
@@ -80,12 +76,17 @@ def estimate_memory(
         gradient_checkpointing=gradient_checkpointing,
     )
     return MemoryEstimate(
-        weights=_bytes(parameters) // (world_size if zero_stage >= 3 else 1),
-        gradients=_bytes(trained) // (world_size if zero_stage >= 2 else 1),
+        weights=parameter_bytes(parameters) // (world_size if zero_stage >= 3 else 1),
+        gradients=parameter_bytes(trained) // (world_size if zero_stage >= 2 else 1),
         optimizer=optimizer // (world_size if zero_stage >= 1 else 1),
         activations=activations * positions,
         loss=_loss_bytes(shape, positions, width, max_chunk_logits, _vocabulary_ranks(model)),
     )
+
+
+def parameter_bytes(parameters: Iterable[nn.Parameter]) -> int:
+    """Bytes of the whole parameters, as stored."""
+    return sum(_numel(p) * p.element_size() for p in parameters)
 
 
 def rows_of(tokens: int, length: int) -> tuple[int, int]:
@@ -112,13 +113,9 @@ def activation_bytes(
 ) -> int:
     """Bytes per position kept between the forward and the backward pass, without the loss.
 
-    Args:
-        model: that ``shape`` describes; its configuration names norm and activation.
-        shape: see :func:`dschat_lora.perf.shape.describe`.
-        length: positions of a row, which unfused attention keeps per query and head.
-        compute_dtype: of activations.
-        gradient_checkpointing: as for :func:`estimate_memory`, at the moment when one block's
-            inside is back.
+    ``model``, which ``shape`` describes, names norm and activation in its configuration. Unfused
+    attention keeps ``length`` numbers per query and head. With ``gradient_checkpointing`` it is
+    the moment when one block is recomputed.
     """
     width = compute_dtype.itemsize
     config: Any = model.config
@@ -214,7 +211,7 @@ def _input_bytes(linears: list[LinearShape], features: int, width: int) -> int:
     return (shared + sum(x.rank for x in linears if x.adapter_trained)) * width
 
 
-def _activation(config: Any) -> str:
+def _activation(config: object) -> str:
     names = (getattr(config, name, None) for name in ("hidden_act", "activation_function"))
     return next((name for name in names if name is not None), "")
 
@@ -231,10 +228,6 @@ def _loss_bytes(
     if shape.head.trained:
         gradients += 4 * shape.vocab_size * shape.hidden_size
     return chunk * per_logit + gradients
-
-
-def _bytes(parameters: list[nn.Parameter]) -> int:
-    return sum(_numel(p) * p.element_size() for p in parameters)
 
 
 def _numel(parameter: nn.Parameter) -> int:

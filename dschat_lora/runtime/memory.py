@@ -1,15 +1,16 @@
-"""A stage's need of memory: estimated before it starts, explained when it was not enough."""
+"""Memory of a run of one trained model or several: estimated before it starts, advice when full."""
 
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
+from torch import nn
 
 from dschat_lora.checkpoint.history import checkpoints_of
 from dschat_lora.config.groups import Switch, is_on
@@ -25,20 +26,134 @@ from dschat_lora.engine.distributed import (
 )
 from dschat_lora.models.build import AdaptedModel
 from dschat_lora.models.tensor_parallel_checks import check_divides, check_training
-from dschat_lora.perf.advice import Estimator, out_of_memory_advice
-from dschat_lora.perf.memory import USABLE, MemoryEstimate, estimate_memory, rows_of
+from dschat_lora.perf.advice import Estimator, MemoryOptions, out_of_memory_advice
+from dschat_lora.perf.memory import (
+    USABLE,
+    MemoryEstimate,
+    estimate_memory,
+    parameter_bytes,
+    rows_of,
+)
 from dschat_lora.perf.shape import describe
 from dschat_lora.runtime.resume import read_state
 
+GIB = 2**30
 # Names of roles that recompute their blocks -> bytes of a device that the run needs.
 Need = Callable[[Sequence[str]], int]
 
 
-def free_memory() -> int:
-    """Bytes that are free to every process, the least of all; call on every rank.
+@dataclass(frozen=True)
+class TrainedModel:
+    """A model that trains, before it is sharded, and the full micro-batches it trains on."""
 
-    Those of its GPU, or an equal share of the host's. Call it before any rank loads a model: what
-    the estimate counts must not be in use already.
+    model: nn.Module
+    settings: EngineSettings
+    rows: int
+    length: int  # positions of a sequence
+    recomputes: bool  # its blocks, in the backward pass
+    tokens: int = 0  # of a micro-batch, which stand in for rows; 0: by rows
+    sequences: int = 1  # of a row
+
+    def estimate(
+        self, *, rows: int, length: int, gradient_checkpointing: bool, zero_stage: int
+    ) -> MemoryEstimate:
+        """Bytes per device at these settings; see :func:`estimate_memory`."""
+        length *= self.sequences
+        if self.tokens:
+            rows, length = rows_of(self.tokens, length)
+        return estimate_memory(
+            self.model,
+            rows=rows,
+            length=length,
+            compute_dtype=self.settings.torch_dtype,
+            gradient_checkpointing=gradient_checkpointing,
+            zero_stage=zero_stage,
+            world_size=data_world_size(),
+        )
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes on one device, by what they hold."""
+
+    weights: int  # of all models, each shared tensor once
+    separate_weights: int  # what models would take that share no tensors
+    training: int  # gradients and optimizer state, and a moving average
+    update: int  # activations and a chunk of logits, for full rows
+    cache: int  # keys and values of responses decoded at a time; at ZeRO 3 whole weights too
+
+    @property
+    def peak(self) -> int:
+        """The most at a time: decoding and updating take turns."""
+        return max(self.updating, self.weights + self.training + self.cache)
+
+    @property
+    def updating(self) -> int:
+        """The most during an update, which recomputed activations reduce."""
+        return self.weights + self.training + self.update
+
+    def lines(self) -> list[str]:
+        """The plan of several models in words, for the log."""
+        saved = self.separate_weights - self.weights
+        shared = f" (as models of their own: {self.separate_weights / GIB:.3g})" if saved else ""
+        return [
+            f"memory       up to {self.peak / GIB:.3g} GiB per device by estimate: weights "
+            f"{self.weights / GIB:.3g}{shared}, gradients and optimizer "
+            f"{self.training / GIB:.3g}, update {self.update / GIB:.3g}, keys and values while "
+            f"decoding {self.cache / GIB:.3g}"
+        ]
+
+    def to_dict(self) -> dict[str, int]:
+        """The plan as JSON."""
+        return asdict(self) | {"peak": self.peak}
+
+
+def plan_memory(
+    trained: Sequence[TrainedModel],
+    *,
+    models: Sequence[nn.Module] = (),
+    averaged: int = 0,
+    cache: int = 0,
+) -> MemoryPlan | None:
+    """The plan of a run; None for architectures that are not understood.
+
+    Args:
+        trained: the models that train; ZeRO 3 of the first one shards all models.
+        models: all models, frozen ones too; default: the trained ones.
+        averaged: bytes of a moving average, whole.
+        cache: see :class:`MemoryPlan`.
+    """
+    try:
+        estimates = [
+            each.estimate(
+                rows=each.rows,
+                length=each.length,
+                gradient_checkpointing=each.recomputes,
+                zero_stage=each.settings.zero_stage,
+            )
+            for each in trained
+        ]
+    except ValueError:
+        return None
+    models = models or [each.model for each in trained]
+    ranks = data_world_size() if trained[0].settings.zero_stage == 3 else 1
+    optimizer = sum(
+        0 if each.settings.offload else estimate.optimizer
+        for each, estimate in zip(trained, estimates, strict=True)
+    )
+    return MemoryPlan(
+        weights=parameter_bytes(nn.ModuleList(models).parameters()) // ranks,
+        separate_weights=sum(parameter_bytes(each.parameters()) for each in models) // ranks,
+        training=averaged // ranks + sum(e.gradients for e in estimates) + optimizer,
+        update=sum(e.activations + e.loss for e in estimates),
+        cache=cache,
+    )
+
+
+def free_memory() -> int:
+    """Bytes that are free on the fullest device, or of the host's equal shares; on every rank.
+
+    Call it before any rank loads a model: what the estimate counts must not be in use already.
     """
     if device().type == "cuda":
         mine = torch.cuda.mem_get_info(device())[0]
@@ -50,7 +165,7 @@ def free_memory() -> int:
 def settle_recomputation(
     config: StageConfig, switches: Mapping[str, Switch], need: Need, *, free: int
 ) -> tuple[dict[str, bool], str | None]:
-    """Whether blocks are computed again in the backward pass, and what to say of it.
+    """Whether blocks are recomputed in the backward pass, and a note for the log.
 
     Where that is ``auto``, a resumed run does as it did unless the option is typed again, and
     another recomputes as little as fits the memory by estimate. Rank 0's decision holds; call on
@@ -70,7 +185,7 @@ def settle_recomputation(
 def _decide(
     config: StageConfig, switches: Mapping[str, Switch], need: Need, free: int
 ) -> tuple[list[str], str | None]:
-    """Options that are on, and what to say of those that were ``auto``."""
+    """Options that are on, and a note on those that were ``auto``."""
     before = read_state(Path(config.checkpoint))["config"] if config.checkpoint else {}
     # What was auto at the checkpoint is settled there: auto is given if it was typed now.
     kept = {n: before[n] for n, v in switches.items() if v == "auto" and n in before}
@@ -83,7 +198,8 @@ def _decide(
     without, within = need(on), need([*on, *chosen])
     return [*on, *chosen], (
         f"activations are recomputed ({', '.join(f'--{name}' for name in chosen)}): by estimate "
-        f"{_gib(without)} per device without, {_gib(within)} with, of {_gib(free)} free"
+        f"{without / GIB:.3g} GiB per device without, {within / GIB:.3g} GiB with, of "
+        f"{free / GIB:.3g} GiB free"
     )
 
 
@@ -96,24 +212,27 @@ def _fewest(names: Sequence[str], fits: Callable[[Sequence[str]], bool]) -> list
     return list(names)
 
 
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.3g} GiB"
-
-
 def estimate_memory_of(
     adapted: AdaptedModel, config: SupervisedConfig, settings: EngineSettings
 ) -> int | None:
     """Bytes one device is expected to need; None for architectures that are not understood."""
-    estimator = make_estimator(adapted, config, settings)
-    if estimator is None:
-        return None
-    estimate = estimator(
+    plan = plan_memory([_trained_model(adapted, config, settings)])
+    return None if plan is None else plan.peak
+
+
+def _trained_model(
+    adapted: AdaptedModel, config: SupervisedConfig, settings: EngineSettings
+) -> TrainedModel:
+    """The one model of a supervised stage; a row of pairs holds two sequences."""
+    return TrainedModel(
+        adapted.model,
+        settings,
         rows=_rows_at_once(config),
         length=config.data.max_seq_len,
-        gradient_checkpointing=is_on(config.model.gradient_checkpointing),
-        zero_stage=settings.zero_stage,
+        recomputes=is_on(config.model.gradient_checkpointing),
+        tokens=config.batch.tokens_per_device,
+        sequences=config.max_row_tokens // config.data.max_seq_len,
     )
-    return estimate.total - (estimate.optimizer if settings.offload else 0)
 
 
 def _rows_at_once(config: SupervisedConfig) -> int:
@@ -126,31 +245,12 @@ def _rows_at_once(config: SupervisedConfig) -> int:
 def make_estimator(
     adapted: AdaptedModel, config: SupervisedConfig, settings: EngineSettings
 ) -> Estimator | None:
-    """The memory estimate of this model; None for architectures that are not understood.
-
-    Its ``length`` is ``--max_seq_len``, of which a row of pairs holds two. ``--tokens_per_device``
-    stands in for rows.
-    """
+    """The memory estimate of this model at other settings; None if it is not understood."""
     try:
         describe(adapted.model)
     except ValueError:
         return None
-    sequences = config.max_row_tokens // config.data.max_seq_len
-
-    def estimate(*, rows: int, length: int, **options: Any) -> MemoryEstimate:
-        length *= sequences
-        if tokens := config.batch.tokens_per_device:
-            rows, length = rows_of(tokens, length)
-        return estimate_memory(
-            adapted.model,
-            rows=rows,
-            length=length,
-            compute_dtype=settings.torch_dtype,
-            world_size=data_world_size(),
-            **options,
-        )
-
-    return estimate
+    return _trained_model(adapted, config, settings).estimate
 
 
 def _larger_groups(adapted: AdaptedModel, config: SupervisedConfig) -> list[int]:
@@ -173,29 +273,32 @@ def _can_divide(adapted: AdaptedModel, config: SupervisedConfig, size: int) -> b
 def explaining_memory(
     adapted: AdaptedModel, config: SupervisedConfig, settings: EngineSettings, directory: Path
 ) -> Iterator[None]:
-    """Inside the block, running out of GPU memory says what to change, and where to go on.
+    """Inside the block, a full GPU's error says what to change, and where to go on.
 
-    Any rank may run out alone, so nothing is asked of the others.
+    Any rank may run out alone, so no collective is called.
     """
     try:
         yield
     except torch.OutOfMemoryError as error:
         here = device()
         total = torch.cuda.get_device_properties(here).total_memory if here.type == "cuda" else None
+        lora_dim = adapted.lora.lora_dim
         advice = out_of_memory_advice(
             make_estimator(adapted, config, settings),
+            MemoryOptions(
+                per_device_train_batch_size=_rows_at_once(config),
+                gradient_accumulation_steps=config.batch.gradient_accumulation_steps,
+                gradient_checkpointing=is_on(config.model.gradient_checkpointing),
+                dtype=settings.dtype,
+                zero_stage=settings.zero_stage,
+                tensor_parallel_size=config.parallel.tensor_parallel_size,
+                offload=settings.offload,
+                lora_dim=lora_dim,
+                only_optimize_lora=lora_dim == 0 or adapted.lora.only_optimize_lora,
+                max_seq_len=config.data.max_seq_len,
+                world_size=data_world_size(),
+            ),
             device_bytes=total,
-            micro_batch_size=_rows_at_once(config),
-            accumulation_steps=config.batch.gradient_accumulation_steps,
-            max_seq_len=config.data.max_seq_len,
-            gradient_checkpointing=is_on(config.model.gradient_checkpointing),
-            zero_stage=settings.zero_stage,
-            world_size=data_world_size(),
-            offload=settings.offload,
-            trains_base=adapted.lora.lora_dim == 0 or not adapted.lora.only_optimize_lora,
-            lora_dim=adapted.lora.lora_dim,
-            dtype=settings.dtype,
-            tensor_parallel_size=config.parallel.tensor_parallel_size,
             larger_groups=_larger_groups(adapted, config),
         )
         if tokens := config.batch.tokens_per_device:

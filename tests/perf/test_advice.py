@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 import re
 from functools import cache, partial
@@ -6,7 +7,7 @@ import pytest
 import torch
 from perf_models import add_lora, opt, project_lora
 
-from dschat_lora.perf.advice import out_of_memory_advice
+from dschat_lora.perf.advice import MemoryOptions, out_of_memory_advice
 from dschat_lora.perf.memory import MemoryEstimate, estimate_memory
 
 GIB = 2**30
@@ -21,8 +22,10 @@ SETTINGS = {
     "trains_base": False,
     "lora_dim": 16,
     "dtype": "bf16",
+    "tensor_parallel_size": 1,
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+OPTIONS = [f.name for f in dataclasses.fields(MemoryOptions) if f.name != "only_optimize_lora"]
 NAMES = {
     "per_device_train_batch_size": "micro_batch_size",
     "gradient_accumulation_steps": "accumulation_steps",
@@ -71,9 +74,20 @@ def by_hand(*, weights=0, gradients=0, optimizer=0, per_row=0, loss=0, processes
     return estimate
 
 
+def advise(estimate, device_bytes, *, larger_groups=(), **case):
+    """The advice for a case under the names of :data:`SETTINGS`."""
+    trains_base = case.pop("trains_base")
+    options = {name: case.pop(NAMES.get(name, name)) for name in OPTIONS}
+    assert not case, case
+    now = MemoryOptions(**options, only_optimize_lora=options["lora_dim"] == 0 or not trains_base)
+    return out_of_memory_advice(
+        estimate, now, device_bytes=device_bytes, larger_groups=larger_groups
+    )
+
+
 def advice(estimate, device_gib, **changes):
     device = None if device_gib is None else round(device_gib * GIB)
-    return out_of_memory_advice(estimate, device_bytes=device, **(SETTINGS | changes))
+    return advise(estimate, device, **(SETTINGS | changes))
 
 
 def suggestions(text):
@@ -140,7 +154,7 @@ SHARED_WEIGHTS_LEAD = by_hand(weights=30, per_row=1, processes=4)
 @pytest.mark.parametrize("estimate", [None, WEIGHTS_LEAD, ROWS_LEAD], ids=["no", "w", "rows"])
 def test_every_suggestion_can_be_followed(estimate, device_gib):
     for case in CASES:
-        text = out_of_memory_advice(estimate, device_bytes=device_gib and device_gib * GIB, **case)
+        text = advise(estimate, device_gib and device_gib * GIB, **case)
         assert "()" not in text
         found = suggestions(text)
         assert all(flags not in found[:i] for i, flags in enumerate(found)), text
@@ -178,7 +192,7 @@ def check_applicable(case, flags, text):
 @pytest.mark.parametrize("world_size", [1, 8])
 def test_what_is_suggested_fits_by_a_fresh_estimate(device_gib, change, world_size):
     case = SETTINGS | change | {"world_size": world_size}
-    text = out_of_memory_advice(estimate_of(case), device_bytes=device_gib * GIB, **case)
+    text = advise(estimate_of(case), device_gib * GIB, **case)
     if "not enough" in text:
         return
     for flags in suggestions(text):
