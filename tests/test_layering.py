@@ -1,4 +1,8 @@
-"""Who may import whom, and who may speak. The tables are the architecture; this keeps them true."""
+"""The architecture: which room imports what, which modules start fast, and which ones print.
+
+``FLOORS`` is the table; CONTRIBUTING.md has a copy, which a test compares. Each test lists all
+offenders at once.
+"""
 
 import ast
 import os
@@ -6,206 +10,109 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
-
-import pytest
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "dschat_lora"
 SCRIPTS = sorted((ROOT / "training").glob("*/main.py"))
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.stat().st_size)
 
-# layer -> (our layers and modules it may import besides itself, third parties it may import).
-# The longest name that fits a module is its layer.
-LAYERS = {
-    "": (set(), set()),
-    "__main__": ({"cli.main"}, set()),
-    "algos": (set(), {"torch"}),
-    "assets": (set(), set()),
-    "attention": (set(), {"torch"}),
-    "checkpoint": ({"lora", "config"}, {"torch", "safetensors"}),
-    "checkpoint.adapter_config": ({"checkpoint.manifest"}, set()),
-    "checkpoint.export": (
-        {"checkpoint", "lora", "config", "engine"},
-        {"torch", "transformers"},
-    ),
-    "checkpoint.extract": (
-        {"checkpoint", "lora", "config"},
-        {"torch", "transformers", "safetensors"},
-    ),
-    "checkpoint.history": ({"checkpoint.manifest"}, set()),
-    "checkpoint.manifest": (set(), set()),
-    "cli.options": (set(), {"yaml"}),
-    "cli.main": (
-        {
-            *("", "checkpoint.adapter_config", "checkpoint.extract", "cli.options", "config"),
-            *("demo", "preflight", "pipeline", "report.terminal", "score"),
-        },
-        set(),
-    ),
-    "config": ({"cli.options"}, set()),
-    "course": (
-        {
-            *("checkpoint", "config", "data", "engine", "evaluation", "keeper", "layout", "models"),
-            *("objective", "perf", "report", "run", "schedule", "stage", "trainer"),
-        },
-        {"torch"},
-    ),
-    "data": (
-        {"algos", "attention", "config", "randomness"},
-        {"torch", "numpy", "datasets", "pyarrow", "jinja2"},
-    ),
-    "demo": ({"assets", "cli.options", "judging", "report"}, set()),
-    "engine": (set(), {"torch", "deepspeed", "psutil"}),
-    "engine.ds_config": ({"config"}, set()),
-    # GLUE: the loop is that of transformers' Trainer, around it is what the package has.
-    "glue": (
-        {
-            *("checkpoint", "cli.options", "config", "data.rows", "engine", "lora"),
-            *("models.source", "preflight", "report"),
-        },
-        {"torch", "transformers", "numpy", "scipy", "sklearn"},
-    ),
-    "glue.check": (
-        {
-            *("checkpoint.adapter_config", "cli.options", "data.rows", "glue.config", "glue.data"),
-            *("glue.resume", "models.source", "preflight", "report"),
-        },
-        set(),
-    ),
-    "glue.config": ({"cli.options", "config", "glue.tasks"}, set()),
-    "glue.data": ({"data.rows", "glue.config", "glue.tasks"}, {"datasets"}),
-    "glue.resume": (
-        {"checkpoint.manifest", "cli.options", "glue.config", "report.directory"},
-        set(),
-    ),
-    "glue.tasks": (set(), set()),
-    "evaluation": (
-        {"config", "data", "engine", "models", "objective", "perf", "report", "run", "trainer"},
-        set(),
-    ),
-    "interrupt": ({"engine"}, set()),
-    "judging": (
-        {
-            *("assets", "config", "data", "engine", "lora", "models", "randomness", "score"),
-            "world",
-        },
-        {"torch"},
-    ),
-    "keeper": (
-        {"checkpoint", "cli.options", "config", "engine", "interrupt", "report", "resume", "run"},
-        {"torch"},
-    ),
-    "layout": ({"config", "data", "engine", "models", "run", "stage"}, set()),
-    "lora": ({"config"}, {"torch"}),
-    "memory": (
-        {"checkpoint.history", "config", "engine", "models", "perf", "resume"},
-        {"psutil", "torch"},
-    ),
-    "models": (
-        {"algos", "attention", "checkpoint", "config", "lora"},
-        {"torch", "transformers"},
-    ),
-    "models.division": ({"config"}, set()),
-    "models.errors": (set(), {"safetensors"}),
-    "models.shard_loading": ({"lora"}, {"safetensors", "torch", "transformers"}),
-    "models.source": ({"assets", "checkpoint.adapter_config"}, set()),
-    # Training and judging GPT-2 that puts data into words.
-    "nlg": (
-        {
-            *("algos", "checkpoint", "cli.options", "config", "course", "data", "engine", "layout"),
-            *("lora", "models", "objective", "preflight", "report", "run", "stage"),
-        },
-        {"torch", "nltk", "sacrebleu", "pycocoevalcap"},
-    ),
-    "nlg.config": ({"algos.schedules", "cli.options", "config"}, set()),
-    "nlg.preflight": ({"config", "data.rows", "models.source", "nlg.config", "preflight"}, set()),
-    "nlg.plan": (
-        {"algos.schedules", "config", "models.source", "nlg.config", "preflight", "resume"},
-        set(),
-    ),
-    "objective": ({"algos", "config", "data"}, {"torch"}),
-    "perf": ({"lora"}, {"torch"}),
-    "pipeline": (
-        {
-            *("checkpoint.adapter_config", "checkpoint.history", "cli.options", "config"),
-            *("models.source", "preflight", "report", "rlhf.config", "rlhf.preflight"),
-        },
-        {"psutil", "yaml"},
-    ),
-    "preflight": (
-        {
-            *("assets", "checkpoint.adapter_config", "checkpoint.history", "checkpoint.manifest"),
-            *("config", "data.rows", "engine.ds_config", "models.division", "models.source"),
-            *("report", "resume"),
-        },
-        set(),
-    ),
-    "randomness": (set(), set()),
-    "reference": (
-        {"config", "data", "engine", "layout", "objective", "perf", "stage"},
-        {"numpy", "torch"},
-    ),
-    "report": ({""}, {"torch", "tqdm"}),
-    "resume": (
-        {
-            *("checkpoint.history", "checkpoint.manifest", "cli.options", "config"),
-            *("models.division", "report"),
-        },
-        set(),
-    ),
-    # What step 3 has of its own; it uses the rooms of the other stages, and none uses it.
-    "rlhf": (
-        {
-            *("algos", "attention", "checkpoint", "cli.options", "config", "data", "engine"),
-            *("interrupt", "keeper", "lora", "memory", "models", "perf", "randomness", "report"),
-            *("run", "schedule", "stage", "trainer"),
-        },
-        {"torch", "numpy"},
-    ),
-    "rlhf.config": ({"cli.options", "config"}, set()),
-    "rlhf.functions": (set(), set()),
-    "rlhf.preflight": (
-        {
-            *("assets", "checkpoint.adapter_config", "config", "data.rows", "engine.ds_config"),
-            *("models.division", "models.source", "preflight", "report", "resume"),
-            *("rlhf.config", "rlhf.functions"),
-        },
-        set(),
-    ),
-    "rlhf.watch": (set(), set()),
-    "run": (
-        {
-            *("checkpoint", "cli.options", "config", "engine", "interrupt", "randomness"),
-            *("report", "resume"),
-        },
-        {"torch", "safetensors"},
-    ),
-    "schedule": ({"config"}, {"torch", "transformers"}),
-    "score": ({"config", "data", "engine", "models", "report"}, {"torch"}),
-    "stage": (
-        {
-            *("algos", "cli.options", "config", "data", "engine", "lora", "memory", "models"),
-            *("report", "run"),
-        },
-        {"torch"},
-    ),
-    "trainer": (
-        {"config", "data", "engine", "interrupt", "objective", "perf", "randomness", "report"},
-        {"torch"},
-    ),
-    "world": (set(), set()),
+
+class Room(NamedTuple):
+    """What the modules of a room may import besides each other and the standard library."""
+
+    rooms: str = ""
+    libraries: str = ""
+    # Modules of the room that import no heavy library and, even in functions, light modules alone.
+    light: str = ""
+
+
+# From the ground up: a room imports lower floors only. The longest name that fits is a module's.
+FLOORS = [
+    {
+        "algos": Room(libraries="numpy torch", light="schedules"),
+        "assets": Room(light="__init__ toy_world"),
+        "config": Room(libraries="yaml", light="options stages"),
+        "report": Room("", "torch tqdm", "charts directory html story terminal"),
+    },
+    {
+        "data": Room("algos config", "datasets jinja2 numpy pyarrow torch", "nlg rows sources"),
+        "engine": Room("config", "deepspeed psutil torch", "ds_config"),
+        "lora": Room("config", "torch"),
+    },
+    {
+        "checkpoint": Room(
+            "config engine lora",
+            "safetensors torch transformers",
+            "adapter_config history manifest",
+        ),
+        "perf": Room("lora", "torch"),
+    },
+    {
+        "models": Room(
+            "algos assets checkpoint config lora",
+            "safetensors torch transformers",
+            "source tensor_parallel_checks",
+        ),
+    },
+    {
+        "generation": Room("algos lora models", "torch transformers"),
+        "runtime": Room(
+            "algos assets checkpoint config data engine lora models perf report",
+            "psutil safetensors torch transformers",
+            "resume validation",
+        ),
+    },
+    {
+        "rlhf": Room(
+            "algos assets checkpoint config data engine generation lora models perf report runtime",
+            "numpy torch",
+            "config diagnostics validation",
+        ),
+        "supervised": Room(
+            "algos checkpoint config data engine generation lora models perf report runtime",
+            "numpy torch",
+        ),
+    },
+    {
+        "experiments.glue": Room(
+            "checkpoint config data engine lora models report runtime",
+            "datasets numpy scipy sklearn torch transformers",
+            "config data resume tasks validation",
+        ),
+        "experiments.nlg": Room(
+            "algos checkpoint config data engine generation lora models report runtime supervised",
+            "nltk pycocoevalcap sacrebleu torch",
+            "config validation",
+        ),
+        "pipeline": Room(
+            "algos assets checkpoint config data engine generation lora models report rlhf runtime"
+            " supervised",
+            "psutil torch yaml",
+            "launch recipe run stages state validation",
+        ),
+    },
+    {
+        "__main__": Room("checkpoint config pipeline report runtime supervised", light="__main__"),
+    },
+]
+# The package itself holds the version, which every module may read.
+ROOMS = {"": Room(light="__init__")} | {
+    name: room for floor in FLOORS for name, room in floor.items()
 }
-# Loaded by every start-up check, so that a wrong option is reported at once.
-LIGHT = """
-    assets checkpoint.adapter_config checkpoint.history checkpoint.manifest cli.main cli.options
-    config data.nlg data.rows data.sources engine.ds_config glue.check glue.config glue.data
-    glue.resume glue.tasks models.division models.source nlg.config nlg.plan nlg.preflight
-    pipeline.course preflight randomness report.directory report.terminal resume rlhf.config
-    rlhf.functions rlhf.preflight world
-""".split()
+# Known to these rooms alone, whatever else changes in the table.
+OWNERS = {
+    "argparse": {"config", "__main__"},
+    "datasets": {"data", "experiments.glue"},
+    "deepspeed": {"engine"},
+    "transformers": {"checkpoint", "experiments.glue", "generation", "models", "runtime"},
+}
+# What runs before a mistake in an option is reported loads none of these.
 HEAVY = ("torch", "transformers", "deepspeed", "datasets", "numpy", "pyarrow", "peft")
 # Modules that may write to a standard stream.
-SPEAKERS = {"report.log", "report.terminal", "cli.options", "score"}
+SPEAKERS = {"report.log", "report.terminal", "config.options", "supervised.score"}
+# Other packages' chatter is turned off where they are imported.
+QUIETENERS = {"deepspeed_logger.setLevel", "warnings.filterwarnings", "disable_progress_bar"}
 
 
 def name_of(path):
@@ -214,25 +121,27 @@ def name_of(path):
     return ".".join(part for part in parts if part != "__init__")
 
 
-def layer_of(name):
-    fitting = [each for each in LAYERS if name == each or (each and name.startswith(f"{each}."))]
-    return max(fitting, key=len, default=None)
+def belongs(name, room):
+    return name == room or bool(room and name.startswith(f"{room}."))
+
+
+def room_of(name):
+    return max((each for each in ROOMS if belongs(name, each)), key=len, default=None)
+
+
+def light_modules():
+    for name, room in ROOMS.items():
+        for module in room.light.split():
+            inner = "" if module in ("__init__", name) else module
+            yield ".".join(part for part in (name, inner) if part)
+
+
+LIGHT = set(light_modules())
 
 
 @cache
-def tree_of(path):
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
-def imports(path):
-    """Full dotted names imported anywhere in a file, at the top or inside a function."""
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}:{node.lineno}: imports are absolute"
-            modules = [f"{node.module}.{alias.name}" for alias in node.names]
-            yield from (m if module_exists(m) else node.module for m in modules)
+def nodes_of(path):
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
 
 
 def module_exists(name):
@@ -240,108 +149,183 @@ def module_exists(name):
     return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
 
 
-def allowed(name, layers):
-    """Whether the module ``name`` (without the package's) belongs to one of ``layers``."""
-    return any(name == each or (each and name.startswith(f"{each}.")) for each in layers)
+@cache
+def imports(path):
+    """``(line, full dotted name)`` of each import, at the top or inside a function."""
+    found = []
+    for node in nodes_of(path):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: imports are absolute"
+            modules = [f"{node.module}.{alias.name}" for alias in node.names]
+            found += [(node.lineno, m if module_exists(m) else node.module) for m in modules]
+    return sorted(set(found))
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_module_imports_only_what_its_layer_may(path):
-    layer = layer_of(name_of(path))
-    assert layer is not None, f"{path} has no layer; add it to the table, and say why"
-    ours, theirs = LAYERS[layer]
-    for imported in imports(path):
-        root, _, rest = imported.partition(".")
+def own_imports(path):
+    """``(line, name without the package's)`` of each import from the package."""
+    for line, name in imports(path):
+        root, _, rest = name.partition(".")
         if root == "dschat_lora":
-            assert allowed(rest, {layer} | ours), f"{layer} may not import {imported}"
-        else:
-            fine = root in sys.stdlib_module_names or root in theirs
-            assert fine, f"{layer} may not import {imported}"
+            yield line, rest
 
 
-def test_every_layer_of_the_table_exists():
+def foreign_imports(path):
+    """``(line, library)`` of each import from beyond the package, the standard library too."""
+    for line, name in imports(path):
+        root = name.partition(".")[0]
+        if root != "dschat_lora":
+            yield line, root
+
+
+def listed(offenders):
+    return "".join(f"\n{each}" for each in offenders)
+
+
+def offences(paths, of_path):
+    """``path:line: what`` of each ``(line, what)`` that ``of_path`` gives."""
+    return [
+        f"{path.relative_to(ROOT)}:{line}: {what}" for path in paths for line, what in of_path(path)
+    ]
+
+
+def test_each_module_has_a_room_of_the_table():
+    lost = [name_of(path) for path in MODULES if room_of(name_of(path)) is None]
+    # Only modules of the top level belong to the room without a name.
+    lost += [name_of(path) for path in MODULES if room_of(name_of(path)) == "" and name_of(path)]
+    assert not lost, listed(lost)
+
+
+def test_each_room_and_light_module_of_the_table_exists():
     names = {name_of(path) for path in PACKAGE.rglob("*.py")}
-    gone = [each for each in LAYERS if not any(allowed(name, {each}) for name in names)]
-    assert not gone
+    gone = (set(ROOMS) | LIGHT) - names
+    assert not gone, listed(sorted(gone))
 
 
-@pytest.mark.parametrize("root", ["deepspeed", "transformers", "datasets", "argparse"])
-def test_each_big_library_is_known_to_its_layers_alone(root):
-    owners = {
-        "deepspeed": {"engine"},
-        "transformers": {"models", "checkpoint", "schedule", "glue"},
-        "datasets": {"data", "glue"},
-        "argparse": {"cli"},
-    }[root]
-    users = {
-        name_of(path).split(".")[0]
-        for path in MODULES
-        if any(each.split(".")[0] == root for each in imports(path))
-    }
-    assert users <= owners
+def test_the_table_lets_a_room_import_lower_floors_only():
+    below, offenders = set(), []
+    for floor in FLOORS:
+        for name, room in floor.items():
+            offenders += [f"{name} -> {each}" for each in room.rooms.split() if each not in below]
+        below |= set(floor)
+    assert not offenders, listed(offenders)
 
 
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.parent.name)
-def test_stage_script_imports_the_package_alone_and_no_other_stage(path):
-    for imported in imports(path):
-        root = imported.split(".")[0]
-        assert root == "dschat_lora" or root in sys.stdlib_module_names, imported
+def test_modules_import_only_the_rooms_that_theirs_may():
+    def beyond(path):
+        room = room_of(name_of(path))
+        allowed = {"", room, *ROOMS[room].rooms.split()}
+        for line, name in own_imports(path):
+            if room_of(name) not in allowed:
+                yield line, f"{room} may not import {name}"
+
+    offenders = offences(MODULES, beyond)
+    assert not offenders, listed(offenders)
 
 
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.parent.name)
-def test_stage_script_checks_its_options_before_anything_heavy(path):
-    at_top = [node for node in tree_of(path).body if isinstance(node, ast.ImportFrom)]
-    ours = [node.module for node in at_top if node.module.startswith("dschat_lora")]
-    heavy = [name for name in ours if name.removeprefix("dschat_lora.") not in LIGHT]
-    assert not heavy
+def test_modules_import_only_the_libraries_that_their_room_may():
+    def beyond(path):
+        room = room_of(name_of(path))
+        allowed = {*sys.stdlib_module_names, *ROOMS[room].libraries.split()}
+        for line, library in foreign_imports(path):
+            if library not in allowed:
+                yield line, f"{room} may not import {library}"
+
+    offenders = offences(MODULES, beyond)
+    assert not offenders, listed(offenders)
 
 
-@pytest.fixture(scope="module")
-def loaded_with():
-    """Light module -> heavy packages it loads, each in a fresh interpreter."""
+def test_each_big_library_is_known_to_its_rooms_alone():
+    def beyond(path):
+        for line, library in foreign_imports(path):
+            if room_of(name_of(path)) not in OWNERS.get(library, ROOMS):
+                yield line, f"{library} belongs to {sorted(OWNERS[library])}"
+
+    offenders = offences(MODULES, beyond)
+    assert not offenders, listed(offenders)
+
+
+def test_light_modules_import_light_modules_alone():
+    def beyond(path):
+        # Only the command's verbs load their heavy parts when they run.
+        if name_of(path) in LIGHT - {"__main__"}:
+            for line, name in own_imports(path):
+                if name not in LIGHT:
+                    yield line, f"{name_of(path)} is light, {name} is not"
+
+    offenders = offences(MODULES, beyond)
+    assert not offenders, listed(offenders)
+
+
+def test_light_modules_load_nothing_heavy():
+    """In one fresh interpreter, which names each module that brings something heavy."""
     code = (
         "import importlib, sys\n"
-        "importlib.import_module('dschat_lora.' + sys.argv[1])\n"
-        f"print(*[name for name in {HEAVY!r} if name in sys.modules])"
+        "for name in sys.argv[1:]:\n"
+        "    before = set(sys.modules)\n"
+        "    importlib.import_module(name)\n"
+        f"    new = [each for each in {HEAVY!r} if each in set(sys.modules) - before]\n"
+        "    if new: print(name, 'loads', *new)\n"
+        "print('imported', len(sys.argv) - 1)"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    running = {
-        name: subprocess.Popen(
-            [sys.executable, "-c", code, name],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for name in LIGHT
-    }
-    ended = {name: process.communicate(timeout=60) for name, process in running.items()}
-    assert not {name: err for name, (_, err) in ended.items() if err}
-    return {name: out.split() for name, (out, _) in ended.items()}
+    names = sorted(f"dschat_lora.{name}".rstrip(".") for name in LIGHT)
+    ended = subprocess.run(
+        [sys.executable, "-c", code, *names],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.stderr == ""
+    assert ended.stdout == f"imported {len(names)}\n"
 
 
-@pytest.mark.parametrize("name", LIGHT)
-def test_start_up_loads_nothing_heavy(loaded_with, name):
-    assert loaded_with[name] == []
+def test_stage_scripts_import_the_package_alone_and_no_other_stage():
+    def beyond(path):
+        for line, library in foreign_imports(path):
+            if library not in sys.stdlib_module_names:
+                yield line, library
+
+    offenders = offences(SCRIPTS, beyond)
+    assert not offenders, listed(offenders)
 
 
-@pytest.mark.parametrize("path", [*MODULES, *SCRIPTS], ids=str)
-def test_reports_alone_speak(path):
-    if path in MODULES and name_of(path) in SPEAKERS:
-        return
-    for node in ast.walk(tree_of(path)):
-        is_print = isinstance(node, ast.Name) and node.id == "print"
-        is_stream = (
-            isinstance(node, ast.Attribute)
-            and isinstance(node.value, ast.Name)
-            and (node.value.id, node.attr) in {("sys", "stdout"), ("sys", "stderr")}
-        )
-        assert not is_print, f"{path}:{node.lineno} prints"
-        assert not is_stream, f"{path}:{node.lineno} uses a standard stream"
+def test_stage_scripts_check_their_options_before_anything_heavy():
+    def beyond(path):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ImportFrom):
+                root, _, module = node.module.partition(".")
+                if root == "dschat_lora" and module not in LIGHT:
+                    yield node.lineno, f"{module} is not light"
+
+    offenders = offences(SCRIPTS, beyond)
+    assert not offenders, listed(offenders)
+
+
+def test_reports_alone_speak():
+    def spoken(path):
+        for node in nodes_of(path):
+            if isinstance(node, ast.Name) and node.id == "print":
+                yield node.lineno, "prints"
+            if is_stream(node):
+                yield node.lineno, "uses a standard stream"
+
+    silent = [path for path in MODULES if name_of(path) not in SPEAKERS]
+    offenders = offences([*silent, *SCRIPTS], spoken)
+    assert not offenders, listed(offenders)
+
+
+def is_stream(node):
+    return (
+        isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and (node.value.id, node.attr) in {("sys", "stdout"), ("sys", "stderr")}
+    )
 
 
 def test_options_write_one_line_in_fail_alone():
-    tree = tree_of(PACKAGE / "cli" / "options.py")
+    tree = ast.parse((PACKAGE / "config" / "options.py").read_text(encoding="utf-8"))
     (fail,) = [node for node in tree.body if getattr(node, "name", "") == "fail"]
     streams = {
         node.lineno
@@ -351,43 +335,38 @@ def test_options_write_one_line_in_fail_alone():
     assert streams <= set(range(fail.lineno, fail.end_lineno + 1))
 
 
-@pytest.mark.parametrize("path", [*MODULES, *SCRIPTS], ids=str)
-def test_no_namespace_of_arguments_travels(path):
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.arg):
-            assert node.arg not in ("args", "arguments") or node in varargs(path), (
-                f"{path}:{node.lineno} takes {node.arg}; take the values used"
-            )
-        if isinstance(node, ast.Attribute) and node.attr == "Namespace":
-            raise AssertionError(f"{path}:{node.lineno} names argparse.Namespace")
+def test_no_namespace_of_arguments_travels():
+    def namespaces(path):
+        nodes = nodes_of(path)
+        varargs = [node.vararg for node in nodes if isinstance(node, ast.arguments)]
+        for node in nodes:
+            is_namespace = isinstance(node, ast.arg) and node.arg in ("args", "arguments")
+            if is_namespace and node not in varargs:
+                yield node.lineno, f"takes {node.arg}; take the values used"
+            if isinstance(node, ast.Attribute) and node.attr == "Namespace":
+                yield node.lineno, "names argparse.Namespace"
+
+    offenders = offences([*MODULES, *SCRIPTS], namespaces)
+    assert not offenders, listed(offenders)
 
 
-def varargs(path):
-    return [node.vararg for node in ast.walk(tree_of(path)) if isinstance(node, ast.arguments)]
-
-
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_no_module_acts_when_imported(path):
+def test_no_module_acts_when_imported():
     quiet = (
         *(ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.FunctionDef, ast.ClassDef),
         ast.If,
     )
-    for node in tree_of(path).body:
-        is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        if is_docstring or isinstance(node, quiet) or node_text(path, node) in QUIETENERS:
-            continue
-        raise AssertionError(f"{path}:{node.lineno} does something at import")
+
+    def acts(path):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+            if not (is_docstring or isinstance(node, quiet) or called(node) in QUIETENERS):
+                yield node.lineno, "does something at import"
+
+    offenders = offences(MODULES, acts)
+    assert not offenders, listed(offenders)
 
 
-# Other packages' chatter is turned off where they are imported.
-QUIETENERS = {
-    "deepspeed_logger.setLevel",
-    "warnings.filterwarnings",
-    "disable_progress_bar",
-}
-
-
-def node_text(path, node):
+def called(node):
     is_call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
     return ast.unparse(node.value.func) if is_call else ""
 
@@ -395,3 +374,22 @@ def node_text(path, node):
 def test_packages_are_empty_but_for_their_names():
     spoken = [path for path in PACKAGE.rglob("__init__.py") if path.stat().st_size]
     assert {name_of(path) for path in spoken} <= {"", "assets"}
+
+
+def table():
+    """The rows of ``FLOORS`` as CONTRIBUTING.md shows them, the top floor first."""
+
+    def named(words):
+        return ", ".join(f"`{word}`" for word in words.split() if word != "__init__")
+
+    yield "| floor | room | rooms it may import | libraries | modules that start fast |"
+    yield "|---|---|---|---|---|"
+    for number, floor in reversed([*enumerate(FLOORS, start=1)]):
+        for name, room in floor.items():
+            cells = (str(number), f"`{name}`", *map(named, room))
+            yield "".join(f"| {cell} " if cell else "| " for cell in cells) + "|"
+
+
+def test_contributing_has_this_table():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert "\n".join(table()) in text, "the table should be" + listed(table())
