@@ -45,7 +45,7 @@ def main() -> int:
 
     on_gpu = torch.cuda.is_available()
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if on_gpu else "cpu")
-    from benchmarks.parts.report import PartReport
+    from benchmarks.common.report import PartReport
     from dschat_lora.engine.distributed import init_distributed, shutdown
 
     if not on_gpu:

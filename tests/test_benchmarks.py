@@ -15,12 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.parts import attention, sft, throughput, turns
-from benchmarks.parts.contenders import Task, Work, draw_adapters_
-from benchmarks.parts.pair_data import random_pairs
-from benchmarks.parts.report import PartReport, device_slug
-from benchmarks.parts.sft_contenders import CONTENDERS
-from benchmarks.parts.shapes import (
+from benchmarks.common import turns
+from benchmarks.common.pair_data import random_pairs
+from benchmarks.common.report import PartReport, device_slug
+from benchmarks.common.shapes import (
     SHAPES,
     TINY,
     full_rows,
@@ -28,7 +26,10 @@ from benchmarks.parts.shapes import (
     mixed_rows,
     random_base,
 )
-from benchmarks.parts.turns import Runner, times_ours
+from benchmarks.common.turns import Runner, times_ours
+from benchmarks.contenders.common import ModelSize, Task, Work, draw_adapters_
+from benchmarks.contenders.sft import CONTENDERS
+from benchmarks.parts import attention, sft, throughput
 from dschat_lora.data.tokenize import Sample
 
 ROOT = Path(__file__).parents[1]
@@ -311,9 +312,6 @@ def test_rounds_end_in_time(options, expected, monkeypatch):
 
 
 def task(samples, *, micro_batch, accumulation):
-    options = dict.fromkeys(
-        ("hidden_size", "num_layers", "num_heads", "vocab_size", "lora_dim", "max_seq_len"), 1
-    )
     return Task(
         kind="sft",
         samples=[None] * samples,
@@ -322,7 +320,7 @@ def task(samples, *, micro_batch, accumulation):
         accumulation=accumulation,
         dtype="fp32",
         threads=1,
-        **options,
+        size=ModelSize(1, 1, 1, 1, 1, 1, rounds=1, seconds=1.0),
     )
 
 

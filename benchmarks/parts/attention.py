@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.parts.report import PartReport, print_table
-from benchmarks.parts.shapes import PAD_ID, Shape, mixed_rows, random_base
+from benchmarks.common.report import PartReport, print_table
+from benchmarks.common.shapes import PAD_ID, Shape, mixed_rows, random_base
 from dschat_lora.data.batch import PairCollator, SampleCollator
 from dschat_lora.data.tokenize import PairSample, Sample
 from dschat_lora.engine.build import DTYPES
@@ -28,7 +28,7 @@ Found = tuple[Tensor, Tensor]  # loss, and the gradients of all weights in one v
 
 
 @dataclass(frozen=True)
-class Kind:
+class RowKind:
     """Rows of one kind."""
 
     batch: Any
@@ -58,7 +58,7 @@ def is_as_exact(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> bool:
     return all(row[of] <= 2 * dense[of] + EPSILON for of in ("loss", "gradient"))
 
 
-def _compare(shape: Shape, dtype: torch.dtype, kind: Kind) -> Iterator[dict[str, Any]]:
+def _compare(shape: Shape, dtype: torch.dtype, kind: RowKind) -> Iterator[dict[str, Any]]:
     """Relative errors of each way to attend."""
     model = random_base(shape, dtype=dtype, device=device())
     with torch.no_grad():
@@ -91,7 +91,7 @@ def _found(model: Any, loss_of: Callable[[Any], Tensor]) -> Found:
     return loss.detach().float(), torch.cat(gradients)
 
 
-def _in_rows(model: Any, kind: Kind, attention: str) -> Tensor:
+def _in_rows(model: Any, kind: RowKind, attention: str) -> Tensor:
     """Mean loss per predicted token, all sequences in their rows."""
     batch = kind.batch.to(device())
     is_tree = hasattr(batch, "branch_ids")
@@ -103,7 +103,7 @@ def _in_rows(model: Any, kind: Kind, attention: str) -> Tensor:
     return (-found.sum() if is_tree else found) / len(batch.target_ids)
 
 
-def _by_sequence(model: Any, kind: Kind) -> Tensor:
+def _by_sequence(model: Any, kind: RowKind) -> Tensor:
     """The same by transformers alone, a sequence a call."""
     losses = []
     for tokens, first in kind.sequences:
@@ -114,7 +114,7 @@ def _by_sequence(model: Any, kind: Kind) -> Tensor:
     return torch.cat(losses).mean()
 
 
-def _kinds(shape: Shape) -> dict[str, Kind]:
+def _kinds(shape: Shape) -> dict[str, RowKind]:
     """Packed samples, and pairs of answers as trees, some rows with padding."""
     rows = mixed_rows(shape)
     samples = [sample for row in rows for sample in row]
@@ -125,8 +125,8 @@ def _kinds(shape: Shape) -> dict[str, Kind]:
     half = len(pairs) // 2
     trees = PairCollator(PAD_ID, "shared")([pairs[:half], pairs[half:]])
     return {
-        "samples": Kind(SampleCollator(PAD_ID)(rows), alone),
-        "trees": Kind(trees, both),
+        "samples": RowKind(SampleCollator(PAD_ID)(rows), alone),
+        "trees": RowKind(trees, both),
     }
 
 

@@ -7,7 +7,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.parts.report import PartReport, print_table
+from benchmarks.common.report import PartReport, print_table
 
 TRAINING = Path(__file__).parents[2] / "training"
 STEP1, NLG = TRAINING / "step1_sft" / "main.py", TRAINING / "nlg_gpt2" / "main.py"

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.parts.bundled import Bundled
+from benchmarks.common.bundled import Bundled
+from benchmarks.common.report import PartReport, print_table
+from benchmarks.common.shapes import PAD_ID, SHAPES, Shape, random_model
 from benchmarks.parts.environment import copy_rate
-from benchmarks.parts.report import PartReport, print_table
-from benchmarks.parts.shapes import PAD_ID, SHAPES, Shape, random_model
 from dschat_lora.generation.generate import decode
 from dschat_lora.generation.sampling import Sampling
 

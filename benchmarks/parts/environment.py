@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.parts.report import PartReport, print_table
-from benchmarks.parts.shapes import SHAPES, TINY
-from benchmarks.parts.turns import DeviceTimer
+from benchmarks.common.report import PartReport, print_table
+from benchmarks.common.shapes import SHAPES, TINY
+from benchmarks.common.turns import DeviceTimer
 from dschat_lora.engine.build import DTYPES, resolve_dtype
 from dschat_lora.engine.distributed import device
 from dschat_lora.perf.peak import device_peak, measured_peak

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.parts.report import PartReport, print_table
-from benchmarks.parts.shapes import Shape, full_rows, micro_batches, random_model
-from benchmarks.parts.turns import DeviceTimer
+from benchmarks.common.report import PartReport, print_table
+from benchmarks.common.shapes import Shape, full_rows, micro_batches, random_model
+from benchmarks.common.turns import DeviceTimer
 from dschat_lora.engine.build import DTYPES, resolve_dtype
 from dschat_lora.engine.distributed import device
 from dschat_lora.lora import layers

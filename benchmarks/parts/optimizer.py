@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.parts.report import PartReport, print_table
-from benchmarks.parts.turns import spread
+from benchmarks.common.report import PartReport, print_table
+from benchmarks.common.turns import spread
 from dschat_lora.config.groups import OptimConfig
 from dschat_lora.engine.build import EngineSettings, TrainEngine
 from dschat_lora.engine.distributed import device
@@ -23,7 +23,7 @@ RATE = 1e-4
 
 
 @dataclass(frozen=True)
-class Size:
+class AdapterSize:
     """Adapters of square layers, and how often a step is timed."""
 
     layers: int  # two tensors each
@@ -32,14 +32,14 @@ class Size:
     rounds: int
 
 
-FULL = Size(layers=224, width=1024, rank=16, rounds=40)
-TINY = Size(layers=8, width=64, rank=4, rounds=3)
+FULL = AdapterSize(layers=224, width=1024, rank=16, rounds=40)
+TINY = AdapterSize(layers=8, width=64, rank=4, rounds=3)
 
 
 class Adapters(nn.Module):
     """Factors alone, of which the forward wants half the sum of squares."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: AdapterSize) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         shapes = [(size.rank, size.width), (size.width, size.rank)] * size.layers
@@ -79,7 +79,7 @@ def run(report: PartReport, *, tiny: bool) -> None:
     report.check("every contender stepped", all(base > 0 for base in map(median, times.values())))
 
 
-def measure(size: Size, stages: tuple[int, ...] = STAGES) -> dict[str, list[float]]:
+def measure(size: AdapterSize, stages: tuple[int, ...] = STAGES) -> dict[str, list[float]]:
     """Milliseconds of each step of each contender; call on every rank."""
     steps = {PLAIN: plain_step(size)} | {f"ZeRO {s}": engine_step(size, s) for s in stages}
     times: dict[str, list[float]] = {name: [] for name in steps}
@@ -94,7 +94,7 @@ def measure(size: Size, stages: tuple[int, ...] = STAGES) -> dict[str, list[floa
     return times
 
 
-def plain_step(size: Size) -> Callable[[], None]:
+def plain_step(size: AdapterSize) -> Callable[[], None]:
     """Forward, backward, clipping and update in torch alone, on one process."""
     model = Adapters(size).to(device())
     parameters = list(model.parameters())
@@ -110,7 +110,7 @@ def plain_step(size: Size) -> Callable[[], None]:
     return step
 
 
-def engine_step(size: Size, zero_stage: int) -> Callable[[], None]:
+def engine_step(size: AdapterSize, zero_stage: int) -> Callable[[], None]:
     """The same through a :class:`TrainEngine`."""
     optim = OptimConfig()
     settings = EngineSettings(

@@ -4,50 +4,43 @@
 mean something, in minutes; without it the pairs are random tokens of the same lengths.
 """
 
-import importlib.util
 import os
 import signal
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from benchmarks.parts.contenders import CHAT, OURS, Kind, Task
-from benchmarks.parts.pair_contenders import CONTENDERS, serve
-from benchmarks.parts.pair_data import Pairs, random_pairs, read_pairs
-from benchmarks.parts.report import PartReport, print_table
-from benchmarks.parts.turns import Runner, make_context, start, stop, take_turns, times_ours
+from benchmarks.common.pair_data import Pairs, random_pairs, read_pairs
+from benchmarks.common.report import PartReport, print_table
+from benchmarks.common.turns import (
+    Runner,
+    all_run,
+    has_trl,
+    start_all,
+    stop,
+    take_turns,
+    times_ours,
+)
+from benchmarks.contenders.common import CHAT, OURS, Kind, ModelSize, Task
+from benchmarks.contenders.pairs import CONTENDERS, serve
 from dschat_lora.engine.build import resolve_dtype
 
 KINDS: tuple[Kind, ...] = ("reward", "dpo")
 LOSS_LIMIT = 1e-5  # nats, in fp32
 # Of pairs/s, on a file's pairs.
 TARGETS = {("reward", CHAT): 4.0, ("reward", "TRL"): 2.0, ("dpo", "TRL, precomputed"): 2.0}
-NOT_INSTALLED = "TRL or PEFT is not installed"
 
 
-@dataclass(frozen=True)
-class Size:
-    """A model and how much is done with it."""
-
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    vocab_size: int
-    lora_dim: int
-    max_seq_len: int
-    num_pairs: int
-    rounds: int
-    seconds: float  # no round begins later than so much after a kind's first one
-
-
-TINY = Size(64, 2, 4, 512, 8, 128, 64, 3, 8.0)
-CPU = Size(256, 4, 8, 8192, 16, 512, 192, 11, 900.0)
-GPU = Size(2048, 24, 32, 50272, 128, 512, 128, 8, 8.0)
-MICRO_BATCH, ACCUMULATION = 4, 4
+# No round begins later than its seconds after a kind's first one.
+TINY = ModelSize(64, 2, 4, 512, 8, 128, 3, 8.0)
+CPU = ModelSize(256, 4, 8, 8192, 16, 512, 11, 900.0)
+GPU = ModelSize(2048, 24, 32, 50272, 128, 512, 8, 8.0)
+NUM_PAIRS = {TINY: 64, CPU: 192, GPU: 128}
+OPTIONAL = ("trl", "peft", "datasets")
 
 
 def run(report: PartReport, *, tiny: bool) -> None:
@@ -62,28 +55,21 @@ def run(report: PartReport, *, tiny: bool) -> None:
     dtype = resolve_dtype("auto") if on_gpu and size is GPU else "fp32"
     report.store(
         {
-            "size": asdict(size),
+            "size": asdict(size) | {"num_pairs": NUM_PAIRS[size]},
             "dtype": dtype,
             "threads": threads,
             "pairs": pairs.source,
-            "micro_batch": MICRO_BATCH,
-            "accumulation": ACCUMULATION,
-            "trl": _has_trl(),
+            "micro_batch": Task.micro_batch,
+            "accumulation": Task.accumulation,
+            "trl": has_trl(),
         }
     )
     for kind in KINDS:
         task = Task(
             kind=kind,
-            hidden_size=size.hidden_size,
-            num_layers=size.num_layers,
-            num_heads=size.num_heads,
-            vocab_size=size.vocab_size,
-            lora_dim=size.lora_dim,
-            max_seq_len=size.max_seq_len,
+            size=size,
             samples=pairs.samples,
             tokenizer=pairs.tokenizer,
-            micro_batch=MICRO_BATCH,
-            accumulation=ACCUMULATION,
             dtype=dtype,
             threads=threads,
         )
@@ -94,39 +80,22 @@ def run(report: PartReport, *, tiny: bool) -> None:
         _check(report, kind, runners, rows, exact=dtype == "fp32", real=bool(file))
 
 
-def _pairs(file: str | None, size: Size) -> Pairs:
+def _pairs(file: str | None, size: ModelSize) -> Pairs:
     options = {
         "vocab_size": size.vocab_size,
         "max_seq_len": size.max_seq_len,
-        "limit": size.num_pairs,
+        "limit": NUM_PAIRS[size],
     }
     return read_pairs(Path(file), **options) if file else random_pairs(**options)
 
 
-def _measure(task: Task, size: Size) -> list[Runner]:
+def _measure(task: Task, size: ModelSize) -> list[Runner]:
     """Every contender's steps, in turns; no process is left behind."""
-    runners = _start(task)
+    runners = start_all(CONTENDERS[task.kind], serve, task, optional=OPTIONAL)
     try:
         take_turns(runners, rounds=size.rounds, seconds=size.seconds)
     finally:
         stop(runners)
-    return runners
-
-
-def _has_trl() -> bool:
-    return all(importlib.util.find_spec(name) for name in ("trl", "peft", "datasets"))
-
-
-def _start(task: Task) -> list[Runner]:
-    """A process for each contender."""
-    optional = ["trl", "peft", "datasets"] if _has_trl() else []
-    context = make_context(["benchmarks.parts.pair_contenders", *optional])
-    runners = []
-    for name in CONTENDERS[task.kind]:
-        if name.startswith("TRL") and not _has_trl():
-            runners.append(Runner(name, None, None, problem=NOT_INSTALLED))
-        else:
-            runners.append(start(context, name, serve, task))
     return runners
 
 
@@ -191,9 +160,7 @@ def _check(
 ) -> None:
     """That all compute the same loss where it is the same; on real pairs also how fast."""
     ready = {runner.name: runner.ready for runner in runners if runner.ready is not None}
-    report.check(
-        f"{kind}: every way to train runs", all(r.problem in (None, NOT_INSTALLED) for r in runners)
-    )
+    report.check(f"{kind}: every way to train runs", all_run(runners))
     if OURS not in ready:
         return
     losses = {name: each.loss for name, each in ready.items()}

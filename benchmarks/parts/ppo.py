@@ -17,18 +17,30 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.parts.ppo_contenders import CHAT, CONTENDERS, OURS, Found, Work, serve
-from benchmarks.parts.ppo_task import ENDING, FULL, REAL, Shape, Size, Task, write_task
-from benchmarks.parts.report import PartReport, print_table
-from benchmarks.parts.turns import Runner, make_context, spread, start, stop
+from benchmarks.common.ppo_task import (
+    ENDING,
+    FULL,
+    REAL,
+    DecoderShape,
+    IterationSize,
+    PpoTask,
+    write_task,
+)
+from benchmarks.common.report import PartReport, print_table
+from benchmarks.common.turns import Runner, make_context, spread, start, stop
+from benchmarks.contenders.ppo import CHAT, CONTENDERS, OURS, Found, IterationWork, serve
 from dschat_lora.engine.build import resolve_dtype
 from dschat_lora.rlhf.throughput import PHASES
 
 ALL = (REAL, ENDING, FULL)
-TINY = Size(Shape(64, 2, 4), Shape(32, 2, 4), 512, 8, 32, 16, 8, 4, ALL, 3, 5.0)
-CPU = Size(Shape(256, 4, 8), Shape(128, 4, 4), 4096, 16, 64, 64, 32, 32, ALL, 9, 240.0)
-OPT_1_3B, OPT_350M = Shape(2048, 24, 32), Shape(1024, 24, 16)
-GPU = Size(OPT_1_3B, OPT_350M, 50272, 128, 256, 256, 64, 16, (FULL, ENDING), 2, 20.0)
+TINY = IterationSize(
+    DecoderShape(64, 2, 4), DecoderShape(32, 2, 4), 512, 8, 32, 16, 8, 4, ALL, 3, 5.0
+)
+CPU = IterationSize(
+    DecoderShape(256, 4, 8), DecoderShape(128, 4, 4), 4096, 16, 64, 64, 32, 32, ALL, 9, 240.0
+)
+OPT_1_3B, OPT_350M = DecoderShape(2048, 24, 32), DecoderShape(1024, 24, 16)
+GPU = IterationSize(OPT_1_3B, OPT_350M, 50272, 128, 256, 256, 64, 16, (FULL, ENDING), 2, 20.0)
 AGREEMENT = 1e-4  # of everything found on the same responses, in fp32
 END_SECONDS = 10.0
 TARGET_SECONDS = 1.6  # an iteration of the GPU's size with full prompts on one H200
@@ -55,7 +67,7 @@ def run(report: PartReport, *, tiny: bool) -> None:
         if on_gpu:
             torch.cuda.empty_cache()
         report.store({"size": asdict(size), "dtype": dtype, "threads": threads} | _lengths(task))
-        context = make_context(["benchmarks.parts.ppo_contenders"])
+        context = make_context(["benchmarks.contenders.ppo"])
         runners = [start(context, name, serve, task) for name in CONTENDERS]
         try:
             _measure(report, task, runners)
@@ -75,7 +87,7 @@ def _end(runners: Sequence[Runner]) -> None:
             runner.process.join(END_SECONDS)
 
 
-def _lengths(task: Task) -> dict[str, Any]:
+def _lengths(task: PpoTask) -> dict[str, Any]:
     """Mean tokens of prompts and responses of each setting."""
     means = {}
     for name in task.size.settings:
@@ -86,7 +98,7 @@ def _lengths(task: Task) -> dict[str, Any]:
     return {"mean_tokens": means}
 
 
-def _measure(report: PartReport, task: Task, runners: list[Runner]) -> None:
+def _measure(report: PartReport, task: PpoTask, runners: list[Runner]) -> None:
     for runner in runners:
         runner.ready = runner.receive()
     _compare(report, task, runners)
@@ -110,7 +122,7 @@ def _measure(report: PartReport, task: Task, runners: list[Runner]) -> None:
         report.check(f"{ENDING}: {TARGET_RATIO:g} times as fast", ratio >= TARGET_RATIO)
 
 
-def _compare(report: PartReport, task: Task, runners: Sequence[Runner]) -> None:
+def _compare(report: PartReport, task: PpoTask, runners: Sequence[Runner]) -> None:
     """That both make the same of the same responses, before either has learnt."""
     ours, chat = runners
     if ours.problem is None and chat.problem is None:
@@ -133,9 +145,11 @@ def _apart(first: Found, second: Found) -> dict[str, float]:
     return arrays | {name: abs(loss - second.losses[name]) for name, loss in first.losses.items()}
 
 
-def _take_turns(size: Size, name: str, runners: Sequence[Runner]) -> list[list[Work]] | None:
+def _take_turns(
+    size: IterationSize, name: str, runners: Sequence[Runner]
+) -> list[list[IterationWork]] | None:
     """Works of each contender, the first ones left out; None where one failed."""
-    works: list[list[Work]] = [[] for _ in runners]
+    works: list[list[IterationWork]] = [[] for _ in runners]
     deadline = time.monotonic() + size.seconds
     for number in range(size.rounds + 1):
         if number > 1 and time.monotonic() > deadline:
@@ -152,7 +166,9 @@ def _take_turns(size: Size, name: str, runners: Sequence[Runner]) -> list[list[W
     return works
 
 
-def _rows(name: str, works: list[list[Work]], runners: Sequence[Runner]) -> list[dict[str, Any]]:
+def _rows(
+    name: str, works: list[list[IterationWork]], runners: Sequence[Runner]
+) -> list[dict[str, Any]]:
     """Each contender's medians, and in how many of ours' times it makes a phase, round by round."""
     rows = []
     for runner, own in zip(runners, works, strict=True):
@@ -184,16 +200,16 @@ def _total(seconds: dict[str, float]) -> float:
 
 
 def _ratios(
-    own: list[Work], ours: list[Work], name: str, phase: str | None = None
+    own: list[IterationWork], ours: list[IterationWork], name: str, phase: str | None = None
 ) -> dict[str, float]:
-    def taken(work: Work) -> float:
+    def taken(work: IterationWork) -> float:
         seconds: dict[str, float] = getattr(work, name)
         return _total(seconds) if phase is None else seconds[phase]
 
     return spread([taken(a) / taken(b) for a, b in zip(own, ours, strict=True)])
 
 
-def _figures(own: list[Work], ours: list[Work]) -> dict[str, float | None]:
+def _figures(own: list[IterationWork], ours: list[IterationWork]) -> dict[str, float | None]:
     """TFLOP/s and MFU that ours logs; of the other, for the same useful work in its time."""
     found: dict[str, float | None] = {}
     for name in ("tflops_per_device", "mfu"):

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.parts.bundled import Bundled, bundled_engine
-from benchmarks.parts.report import PartReport, print_table
+from benchmarks.common.bundled import Bundled, bundled_engine
+from benchmarks.common.report import PartReport, print_table
 from dschat_lora.checkpoint.export import save_adapter
 from dschat_lora.engine.build import DTYPES
 from dschat_lora.engine.distributed import device

@@ -7,9 +7,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.parts.bundled import make_engine
-from benchmarks.parts.report import PartReport, print_table
-from benchmarks.parts.shapes import SHAPES, TINY, Shape, micro_batches, mixed_rows, random_model
+from benchmarks.common.bundled import make_engine
+from benchmarks.common.report import PartReport, print_table
+from benchmarks.common.shapes import SHAPES, TINY, Shape, micro_batches, mixed_rows, random_model
 from dschat_lora.checkpoint.history import checkpoints_of
 from dschat_lora.checkpoint.manifest import verify
 from dschat_lora.checkpoint.saver import Saver

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.parts.bundled import Bundled, bundled_engine
-from benchmarks.parts.report import PartReport, print_table
+from benchmarks.common.bundled import Bundled, bundled_engine
+from benchmarks.common.report import PartReport, print_table
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.supervised.loop import train_steps
 from dschat_lora.supervised.objectives import SUPERVISED

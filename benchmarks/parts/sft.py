@@ -11,7 +11,7 @@ import platform
 import signal
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.parts.contenders import CHAT, OURS, Task
-from benchmarks.parts.pair_data import read_samples
-from benchmarks.parts.report import PartReport, print_table
-from benchmarks.parts.sft_contenders import CONTENDERS, serve
-from benchmarks.parts.turns import Runner, make_context, start, stop, take_turns, times_ours
+from benchmarks.common.pair_data import read_samples
+from benchmarks.common.report import PartReport, print_table
+from benchmarks.common.turns import Runner, all_run, start_all, stop, take_turns, times_ours
+from benchmarks.contenders.common import CHAT, OURS, ModelSize, Task
+from benchmarks.contenders.sft import CONTENDERS, serve
 from dschat_lora.assets import BUNDLED_DATA
 from dschat_lora.engine.build import resolve_dtype
 
@@ -34,27 +34,12 @@ IDLE_LIMIT = 0.05  # of all processor time that waiting may take
 TARGETS = {CHAT: 3.0, "TRL, dynamic padding": 2.5, "TRL, packing wrapped": 1.25}
 # What TRL's trainer imports when it is first asked for, so that its memory counts as a library's.
 OPTIONAL = ("trl.trainer.sft_trainer", "peft", "datasets")
-NOT_INSTALLED = "TRL or PEFT is not installed"
 
 
-@dataclass(frozen=True)
-class Size:
-    """A model and how much is done with it."""
-
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    vocab_size: int
-    lora_dim: int
-    max_seq_len: int
-    rounds: int
-    seconds: float  # of the whole part
-
-
-TINY = Size(64, 2, 4, 512, 8, 128, 3, 55.0)
-CPU = Size(256, 4, 4, 8192, 16, 512, 15, 560.0)
-GPU = Size(1024, 24, 16, 8192, 64, 512, 9, 50.0)
-MICRO_BATCH, ACCUMULATION = 4, 4
+# Their seconds are those of the whole part.
+TINY = ModelSize(64, 2, 4, 512, 8, 128, 3, 55.0)
+CPU = ModelSize(256, 4, 4, 8192, 16, 512, 15, 560.0)
+GPU = ModelSize(1024, 24, 16, 8192, 64, 512, 9, 50.0)
 
 
 def run(report: PartReport, *, tiny: bool) -> None:
@@ -71,16 +56,9 @@ def run(report: PartReport, *, tiny: bool) -> None:
     )
     task = Task(
         kind="sft",
-        hidden_size=size.hidden_size,
-        num_layers=size.num_layers,
-        num_heads=size.num_heads,
-        vocab_size=size.vocab_size,
-        lora_dim=size.lora_dim,
-        max_seq_len=size.max_seq_len,
+        size=size,
         samples=samples,
         tokenizer=tokenizer,
-        micro_batch=MICRO_BATCH,
-        accumulation=ACCUMULATION,
         dtype=resolve_dtype("auto"),
         threads=int(os.environ.get("BENCH_THREADS", num_threads() if full else 1)),
     )
@@ -103,22 +81,22 @@ def num_threads() -> int:
     return min(2, len(os.sched_getaffinity(0)))
 
 
-def _described(task: Task, size: Size, file: str) -> dict[str, Any]:
+def _described(task: Task, size: ModelSize, file: str) -> dict[str, Any]:
     installed = [name for name in ("trl", "peft", "accelerate") if importlib.util.find_spec(name)]
     tokens = [len(sample.input_ids) for sample in task.samples]
     return {
         "machine": {"cpu": cpu_model(), "cores": os.cpu_count()},
         "peers": {name: version(name) for name in installed},
         "size": asdict(size),
-        "lora_dim": task.lora_dim,
+        "lora_dim": size.lora_dim,
         "dtype": task.dtype,
         "threads": task.threads,
         "data": file,
         "samples": len(tokens),
         "mean_tokens": sum(tokens) / len(tokens),
         "mean_supervised": sum(sample.num_supervised for sample in task.samples) / len(tokens),
-        "micro_batch": MICRO_BATCH,
-        "accumulation": ACCUMULATION,
+        "micro_batch": task.micro_batch,
+        "accumulation": task.accumulation,
     }
 
 
@@ -130,25 +108,14 @@ def cpu_model() -> str:
     return names[0] if names else platform.processor()
 
 
-def _measure(task: Task, size: Size, *, deadline: float) -> list[Runner]:
+def _measure(task: Task, size: ModelSize, *, deadline: float) -> list[Runner]:
     """Every contender's steps, in turns; no process is left behind."""
-    optional = OPTIONAL if _has_trl() else ()
-    context = make_context(["benchmarks.parts.sft_contenders", *optional])
-    runners = [
-        start(context, name, serve, task)
-        if _has_trl() or not name.startswith("TRL")
-        else Runner(name, None, None, problem=NOT_INSTALLED)
-        for name in CONTENDERS
-    ]
+    runners = start_all(CONTENDERS, serve, task, optional=OPTIONAL)
     try:
         take_turns(runners, rounds=size.rounds, deadline=deadline)
     finally:
         stop(runners)
     return runners
-
-
-def _has_trl() -> bool:
-    return all(importlib.util.find_spec(name) for name in ("trl", "peft", "datasets"))
 
 
 def _row(runner: Runner, ours: Runner) -> dict[str, Any]:
@@ -233,7 +200,7 @@ def _check(
     full: bool,
 ) -> None:
     """That all compute the same loss and wait their turn; at full size also how fast they are."""
-    runs = all(runner.problem in (None, NOT_INSTALLED) for runner in runners)
+    runs = all_run(runners)
     report.check("every way to train runs", runs)
     losses = {row["contender"]: row["loss"] for row in rows if row["loss"] is not None}
     if OURS not in losses:

@@ -9,7 +9,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from benchmarks.parts.bundled import make_engine
+from benchmarks.common.bundled import make_engine
 from dschat_lora.config.groups import LoraConfig, ModelConfig, ParallelConfig
 from dschat_lora.data.batch import Batch
 from dschat_lora.engine.build import DTYPES, TrainEngine

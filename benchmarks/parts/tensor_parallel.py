@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.parts.report import PartReport, print_table
-from benchmarks.parts.shapes import SHAPES, Shape, random_base
-from benchmarks.parts.teams import Layout, Team
+from benchmarks.common.report import PartReport, print_table
+from benchmarks.common.shapes import SHAPES, Shape, random_base
+from benchmarks.common.teams import Layout, Team
+from benchmarks.common.turns import make_context, spread
 from benchmarks.parts.tensor_ranks import losses, memory, prepare, step
-from benchmarks.parts.turns import make_context, spread
 from dschat_lora.engine.build import DTYPES
 
 # Nats a step's loss may be off that of one process, by type.
@@ -37,7 +37,7 @@ MOST_TIMED = 2  # processes
 
 
 @dataclass(frozen=True)
-class Size:
+class TeamSize:
     """How much is measured."""
 
     types: tuple[str, ...]
@@ -49,7 +49,7 @@ class Size:
     tiny_data: bool
 
 
-TINY = Size(
+TINY = TeamSize(
     types=("fp32",),
     steps=4,
     rounds=2,
@@ -58,7 +58,7 @@ TINY = Size(
     dtype="fp32",
     tiny_data=True,
 )
-CPU = Size(
+CPU = TeamSize(
     types=("fp32", "bf16"),
     steps=50,
     rounds=9,
@@ -67,7 +67,7 @@ CPU = Size(
     dtype="fp32",
     tiny_data=True,
 )
-GPU = Size(
+GPU = TeamSize(
     types=("fp32", "bf16"),
     steps=50,
     rounds=9,
@@ -108,7 +108,7 @@ def _losses(
     context: Any,
     layouts: list[Layout],
     teams: dict[Layout, Team],
-    size: Size,
+    size: TeamSize,
 ) -> None:
     """Of every layout; the teams of few processes are left in ``teams``."""
     rows: list[dict[str, Any]] = []
@@ -152,7 +152,7 @@ def _loss_row(
     }
 
 
-def _memory(report: PartReport, teams: dict[Layout, Team], size: Size, path: Path) -> None:
+def _memory(report: PartReport, teams: dict[Layout, Team], size: TeamSize, path: Path) -> None:
     """Of weights and optimizer state on a rank of one and of two processes."""
     _save(size.held, size.dtype, path)
     rows = []
@@ -173,7 +173,7 @@ def _memory(report: PartReport, teams: dict[Layout, Team], size: Size, path: Pat
         report.check("no rank reads the whole model", rows[1]["reading MiB"] < whole)
 
 
-def _time(report: PartReport, teams: dict[Layout, Team], size: Size, path: Path) -> None:
+def _time(report: PartReport, teams: dict[Layout, Team], size: TeamSize, path: Path) -> None:
     """Of a step on the same tokens, in turns."""
     _save(size.timed, size.dtype, path)
     for team in teams.values():

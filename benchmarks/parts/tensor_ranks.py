@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.parts.bundled import Bundled, make_engine
-from benchmarks.parts.shapes import Shape, micro_batches, mixed_rows
-from benchmarks.parts.teams import Member
+from benchmarks.common.bundled import Bundled, make_engine
+from benchmarks.common.shapes import Shape, micro_batches, mixed_rows
+from benchmarks.common.teams import Member
 from benchmarks.parts.tensor_memory import SEED, divided_among, held
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.engine.build import DTYPES

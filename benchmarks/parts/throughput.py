@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.parts.contenders import CHAT, OURS
-from benchmarks.parts.report import PartReport, device_name, print_table
-from benchmarks.parts.shapes import (
+from benchmarks.common.report import PartReport, device_name, print_table
+from benchmarks.common.shapes import (
     SHAPES,
     TINY,
     Shape,
@@ -20,8 +19,9 @@ from benchmarks.parts.shapes import (
     mixed_rows,
     random_base,
 )
-from benchmarks.parts.throughput_contenders import Way, build_ways, held_bytes
-from benchmarks.parts.turns import forget_peak, peak_bytes
+from benchmarks.common.turns import forget_peak, peak_bytes
+from benchmarks.contenders.common import CHAT, OURS
+from benchmarks.contenders.throughput import Way, build_ways, held_bytes
 from dschat_lora.data.batch import Batch
 from dschat_lora.data.tokenize import Sample
 from dschat_lora.engine.build import DTYPES, resolve_dtype

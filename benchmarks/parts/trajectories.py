@@ -4,8 +4,8 @@ from dataclasses import asdict, dataclass
 from itertools import repeat
 from typing import Any
 
-from benchmarks.parts.bundled import Bundled, bundled_engine
-from benchmarks.parts.report import PartReport, print_table
+from benchmarks.common.bundled import Bundled, bundled_engine
+from benchmarks.common.report import PartReport, print_table
 from dschat_lora.supervised.loop import train_steps
 from dschat_lora.supervised.objectives import SUPERVISED
 

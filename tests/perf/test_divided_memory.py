@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.parts.shapes import Shape, random_base
+from benchmarks.common.shapes import Shape, random_base
 
 pytestmark = pytest.mark.stage
 # Hidden 256, two blocks, and twice 33.5 MB of vocabulary.

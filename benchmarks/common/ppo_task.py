@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import OPTConfig, PreTrainedTokenizerFast
 
-from benchmarks.parts.pair_data import QUANTILES, draw_length
+from benchmarks.common.pair_data import QUANTILES, draw_length
 from dschat_lora.checkpoint.adapter import write_adapter
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.engine.build import DTYPES
@@ -29,7 +29,7 @@ REAL, ENDING, FULL = "real prompts", "real prompts, answers end", "full prompts"
 
 
 @dataclass(frozen=True)
-class Shape:
+class DecoderShape:
     """An OPT decoder."""
 
     hidden_size: int
@@ -38,7 +38,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Size:
+class IterationSize:
     """Actor and critic, and how much an iteration is.
 
     Attributes:
@@ -52,8 +52,8 @@ class Size:
         rounds: iterations of each. seconds: no round begins later than so much after the first.
     """
 
-    actor: Shape
-    critic: Shape
+    actor: DecoderShape
+    critic: DecoderShape
     vocab_size: int
     lora_dim: int
     max_prompt: int
@@ -74,7 +74,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Task:
+class PpoTask:
     """What both contenders are given.
 
     Attributes:
@@ -86,7 +86,7 @@ class Task:
     """
 
     directory: str
-    size: Size
+    size: IterationSize
     prompts: list[list[int]]
     settings: dict[str, Setting]
     dtype: str
@@ -97,7 +97,9 @@ class Task:
         return str(Path(self.directory) / name)
 
 
-def write_task(directory: Path, size: Size, *, dtype: str, threads: int, device: Any) -> Task:
+def write_task(
+    directory: Path, size: IterationSize, *, dtype: str, threads: int, device: Any
+) -> PpoTask:
     """Draw everything, the weights on ``device``, and write it to an empty directory."""
     generator = np.random.default_rng(SEED)
     scale = size.max_prompt / QUANTILES_PROMPT
@@ -127,7 +129,7 @@ def write_task(directory: Path, size: Size, *, dtype: str, threads: int, device:
         ENDING: Setting(first, tuple(answers)),
         FULL: Setting(tuple(n + size.responses for n in first), None),
     }
-    return Task(str(directory), size, ids, settings, dtype, threads)
+    return PpoTask(str(directory), size, ids, settings, dtype, threads)
 
 
 def _word(token: int) -> str:
@@ -145,7 +147,12 @@ def _tokenizer(vocab_size: int) -> Any:
 
 
 def _write_base(
-    path: Path, shape: Shape, size: Size, *, dtype: torch.dtype, device: torch.device
+    path: Path,
+    shape: DecoderShape,
+    size: IterationSize,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
     config = OPTConfig(
         hidden_size=shape.hidden_size,

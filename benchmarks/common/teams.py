@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.parts.turns import start, stop
+from benchmarks.common.turns import start, stop
 from dschat_lora.engine.distributed import device, init_distributed, shutdown
 
 

@@ -14,7 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from benchmarks.parts.contenders import (
+from benchmarks.common.pair_data import PAD_ID, load_tokenizer
+from benchmarks.contenders.common import (
     ALPHA,
     CHAT,
     LINEARS,
@@ -32,7 +33,6 @@ from benchmarks.parts.contenders import (
     trl_options,
     whole_windows,
 )
-from benchmarks.parts.pair_data import PAD_ID, load_tokenizer
 from dschat_lora.algos.sft import IGNORE_INDEX
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.data.batch import SampleCollator
@@ -54,14 +54,14 @@ class Ours:
     def __init__(self, task: Task, *, packing: bool = True) -> None:
         init_distributed()
         self.model = base_model(task)
-        apply_lora(self.model, LoraConfig(lora_dim=task.lora_dim, lora_alpha=ALPHA), seed=SEED)
+        apply_lora(self.model, LoraConfig(lora_dim=task.size.lora_dim, lora_alpha=ALPHA), seed=SEED)
         self._collate = SampleCollator(PAD_ID)
         self._directory = tempfile.TemporaryDirectory()
         path = Path(self._directory.name) / "samples.arrow"
         write_samples(path, task.samples, "samples")
         self._samples = TokenSet(path, "samples")
         lengths = self._collate.lengths(self._samples)
-        rows = make_rows(lengths, max_seq_len=task.max_seq_len, packing=packing, seed=SEED)
+        rows = make_rows(lengths, max_seq_len=task.size.max_seq_len, packing=packing, seed=SEED)
         micro_batch, accumulation = task.rows_like_samples(len(rows))
         self.engine = make_engine(
             CausalLMLoss(self.model), task, micro_batch=micro_batch, accumulation=accumulation
@@ -178,7 +178,7 @@ class Trl:
             train_dataset=Dataset.from_list(self._samples),
             processing_class=load_tokenizer(task.tokenizer),
             peft_config=PeftConfig(
-                r=task.lora_dim,
+                r=task.size.lora_dim,
                 lora_alpha=ALPHA,
                 target_modules=list(LINEARS),
                 task_type="CAUSAL_LM",
@@ -214,5 +214,5 @@ CONTENDERS: dict[str, Callable[[Task], Contender]] = {
 
 
 def serve(connection: Any, name: str, task: Task) -> None:
-    """Be a contender; see :func:`benchmarks.parts.contenders.answer`."""
+    """Be a contender; see :func:`benchmarks.contenders.common.answer`."""
     answer(connection, CONTENDERS[name], task)

@@ -1,6 +1,6 @@
 """Ways to train adapters on one base in one process, and ours with parts of it left out.
 
-DeepSpeed-Chat's way is written anew, as in :mod:`benchmarks.parts.contenders`.
+DeepSpeed-Chat's way is written anew, as in :mod:`benchmarks.contenders.common`.
 """
 
 import importlib.util
@@ -11,8 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from benchmarks.parts.bundled import make_engine
-from benchmarks.parts.contenders import (
+from benchmarks.common.bundled import make_engine
+from benchmarks.common.turns import DeviceTimer
+from benchmarks.contenders.common import (
     ALPHA,
     CHAT,
     OURS,
@@ -20,7 +21,6 @@ from benchmarks.parts.contenders import (
     add_chat_lora_,
     draw_adapters_,
 )
-from benchmarks.parts.turns import DeviceTimer
 from dschat_lora.algos.sft import IGNORE_INDEX
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.data.batch import Batch

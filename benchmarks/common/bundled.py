@@ -30,7 +30,7 @@ LORA = LoraConfig(lora_dim=16)
 
 
 @dataclass(frozen=True)
-class Size:
+class DataSize:
     """How much of the data a step takes."""
 
     num_samples: int
@@ -38,8 +38,8 @@ class Size:
     rows_per_step: int
 
 
-FULL = Size(num_samples=2000, max_seq_len=256, rows_per_step=16)
-TINY = Size(num_samples=300, max_seq_len=64, rows_per_step=2)
+FULL = DataSize(num_samples=2000, max_seq_len=256, rows_per_step=16)
+TINY = DataSize(num_samples=300, max_seq_len=64, rows_per_step=2)
 
 
 class Bundled:
@@ -136,7 +136,7 @@ def bundled_engine(
     return adapted, engine
 
 
-def _samples(tokenizer: Any, size: Size) -> list[Sample]:
+def _samples(tokenizer: Any, size: DataSize) -> list[Sample]:
     eos_id = int(tokenizer.eos_token_id)
     chat = make_chat(tokenizer, tokenizer.convert_ids_to_tokens(eos_id))
     rows = islice(iter_file(BUNDLED_DATA["train"]), size.num_samples)

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import OPTConfig
 
-from benchmarks.parts.pair_data import PAD_ID
-from benchmarks.parts.shapes import draw_weights_
-from benchmarks.parts.turns import forget_peak, peak_bytes
+from benchmarks.common.pair_data import PAD_ID
+from benchmarks.common.shapes import draw_weights_
+from benchmarks.common.turns import forget_peak, peak_bytes
 from dschat_lora.algos.seeds import permutation
 from dschat_lora.config.groups import ModelConfig, OptimConfig
 from dschat_lora.data.loader import StepLoader
@@ -40,33 +40,48 @@ Kind = Literal["sft", "reward", "dpo"]
 
 
 @dataclass(frozen=True)
-class Task:
-    """What all ways train: the same weights, samples and adapters.
+class ModelSize:
+    """An OPT decoder that all ways train, and for how long.
 
     Attributes:
-        kind: supervised fine-tuning, reward model or DPO.
-        hidden_size, num_layers, num_heads, vocab_size: of an OPT decoder.
+        hidden_size, num_layers, num_heads, vocab_size: of the decoder.
         lora_dim: r, on all six linear layers of each block.
         max_seq_len: tokens of the longest sequence.
-        samples: of the kind: of :class:`dschat_lora.data.tokenize.Sample` or ``PairSample``.
-        tokenizer: from :mod:`benchmarks.parts.pair_data`.
-        micro_batch: samples. accumulation: micro-batches of a step.
-        dtype: of the base. threads: of a CPU.
+        rounds: steps of each, at most.
+        seconds: that they may take; what is counted in them is the part's to say.
     """
 
-    kind: Kind
     hidden_size: int
     num_layers: int
     num_heads: int
     vocab_size: int
     lora_dim: int
     max_seq_len: int
+    rounds: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Task:
+    """What all ways train: the same weights, samples and adapters.
+
+    Attributes:
+        kind: supervised fine-tuning, reward model or DPO.
+        size: of the decoder.
+        samples: of the kind: of :class:`dschat_lora.data.tokenize.Sample` or ``PairSample``.
+        tokenizer: from :mod:`benchmarks.common.pair_data`.
+        micro_batch: samples. accumulation: micro-batches of a step.
+        dtype: of the base. threads: of a CPU.
+    """
+
+    kind: Kind
+    size: ModelSize
     samples: list[Any]
     tokenizer: str
-    micro_batch: int
-    accumulation: int
     dtype: str
     threads: int
+    micro_batch: int = 4
+    accumulation: int = 4
 
     def rows_like_samples(self, num_rows: int) -> tuple[int, int]:
         """Rows of a micro-batch, and micro-batches of a step, where rows hold several samples.
@@ -130,13 +145,13 @@ class Contender(Protocol):
 def base_model(task: Task) -> Any:
     """The base on its device, weights drawn there: the same for all."""
     config = OPTConfig(
-        hidden_size=task.hidden_size,
-        word_embed_proj_dim=task.hidden_size,
-        num_hidden_layers=task.num_layers,
-        num_attention_heads=task.num_heads,
-        ffn_dim=4 * task.hidden_size,
-        vocab_size=task.vocab_size,
-        max_position_embeddings=max(512, task.max_seq_len),
+        hidden_size=task.size.hidden_size,
+        word_embed_proj_dim=task.size.hidden_size,
+        num_hidden_layers=task.size.num_layers,
+        num_attention_heads=task.size.num_heads,
+        ffn_dim=4 * task.size.hidden_size,
+        vocab_size=task.size.vocab_size,
+        max_position_embeddings=max(512, task.size.max_seq_len),
         pad_token_id=PAD_ID,
         dropout=0.0,
         attention_dropout=0.0,
@@ -197,7 +212,7 @@ def chat_model(task: Task) -> Any:
     """The base frozen, with DeepSpeed-Chat's adapters on all six linear layers."""
     model = base_model(task)
     names = [name for name, _ in model.named_modules() if name.endswith(LINEARS)]
-    add_chat_lora_(model, names, task.lora_dim)
+    add_chat_lora_(model, names, task.size.lora_dim)
     return model
 
 
@@ -241,7 +256,7 @@ def trl_options(task: Task, directory: str) -> dict[str, Any]:
         "per_device_train_batch_size": task.micro_batch,
         "gradient_accumulation_steps": task.accumulation,
         "learning_rate": RATE,
-        "max_length": task.max_seq_len,
+        "max_length": task.size.max_seq_len,
         "bf16": task.dtype == "bf16",
         "fp16": task.dtype == "fp16",
         "gradient_checkpointing": False,

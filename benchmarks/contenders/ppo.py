@@ -26,9 +26,9 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from benchmarks.parts.contenders import ChatLora
-from benchmarks.parts.ppo_task import ALPHA, EOS_ID, PAD_ID, Setting, Task
-from benchmarks.parts.turns import forget_peak, peak_bytes
+from benchmarks.common.ppo_task import ALPHA, EOS_ID, PAD_ID, PpoTask, Setting
+from benchmarks.common.turns import forget_peak, peak_bytes
+from benchmarks.contenders.common import ChatLora
 from dschat_lora.algos.seeds import stream_seed
 from dschat_lora.checkpoint.adapter import read_adapter
 from dschat_lora.config.options import parse_config
@@ -55,7 +55,7 @@ OURS, CHAT = "ours", "DeepSpeed-Chat's way"
 
 
 @dataclass(frozen=True)
-class Work:
+class IterationWork:
     """Seconds of an iteration's phases and of the rest, of the clock and of the processor."""
 
     seconds: dict[str, float]
@@ -74,7 +74,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Ready:
+class PpoReady:
     """A contender before its first iteration."""
 
     weight_bytes: int
@@ -117,7 +117,7 @@ class SamePrompts(PromptOrder):
 class Ours:
     """The package, as ``training/step3_rlhf/main.py`` runs it."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: PpoTask) -> None:
         self._task, self._closing = task, ExitStack()
         self._closing.enter_context(redirect_stdout(io.StringIO()))
         config = check_rlhf(parse_config(RlhfConfig, _options(task)))
@@ -166,14 +166,14 @@ class Ours:
         """Of all roles, what they share once."""
         return _bytes_of([self._setup.roles.whole()])
 
-    def iterate(self, name: str) -> Work:
+    def iterate(self, name: str) -> IterationWork:
         """The next iteration in a setting."""
         with self._ending(self._task.settings[name]):
             self._iterations[name]()
         lines = self._metrics.read_text(encoding="utf-8").splitlines()
         figures = json.loads(lines[-1])
         seconds = {phase: figures[f"{phase}_seconds"] for phase in PHASES}
-        return Work(
+        return IterationWork(
             seconds, self._clock.take_cpu(), figures["supervised_tokens"], _throughput(figures)
         )
 
@@ -252,7 +252,7 @@ def _throughput(figures: dict[str, Any]) -> dict[str, float | None]:
     return {name: figures[name] for name in [*names, "generation_bytes_per_second"]}
 
 
-def _options(task: Task) -> list[str]:
+def _options(task: PpoTask) -> list[str]:
     """The command line of step 3."""
     size, count = task.size, str(task.size.responses)
     options = {
@@ -310,7 +310,7 @@ class DeepSpeedChat:
     have their adapters merged, as its earlier steps save them.
     """
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: PpoTask) -> None:
         self._task, self._clock = task, PhaseClock(device())
         language, scorer = AutoModelForCausalLM, AutoModelForSequenceClassification
         self._actor = _load(task, language, "actor", "sft", trained=True)
@@ -335,7 +335,7 @@ class DeepSpeedChat:
         """Of all four models."""
         return _bytes_of([self._actor, self._reference, self._critic, self._reward])
 
-    def iterate(self, name: str) -> Work:
+    def iterate(self, name: str) -> IterationWork:
         """The next iteration in a setting."""
         setting = self._task.settings[name]
         with self._clock.phase("generation"):
@@ -345,7 +345,7 @@ class DeepSpeedChat:
         with self._clock.phase("training"):
             self._update(rows)
         generated = int((ids[:, self._width :] != PAD_ID).sum())
-        return Work(self._clock.take(), self._clock.take_cpu(), generated)
+        return IterationWork(self._clock.take(), self._clock.take_cpu(), generated)
 
     @torch.no_grad()
     def _generate(self, setting: Setting) -> Tensor:
@@ -497,7 +497,7 @@ def _end(width: int, lengths: Sequence[int], ids: Tensor, scores: Tensor) -> Ten
     return scores
 
 
-def _load(task: Task, kind: Any, base: str, adapter: str, *, trained: bool) -> Any:
+def _load(task: PpoTask, kind: Any, base: str, adapter: str, *, trained: bool) -> Any:
     """A model with its own copy of the base, its factors in layers of their own or merged."""
     options = {"num_labels": 1, "pad_token_id": PAD_ID} if base == "critic" else {}
     model: Any = kind.from_pretrained(task.path(base), dtype=DTYPES[task.dtype], **options)
@@ -541,10 +541,10 @@ def _token_scores(model: Any, ids: Tensor, mask: Tensor, **options: Any) -> Tens
 CONTENDERS: dict[str, Any] = {OURS: Ours, CHAT: DeepSpeedChat}
 
 
-def serve(connection: Any, name: str, task: Task) -> None:
+def serve(connection: Any, name: str, task: PpoTask) -> None:
     """Build a contender, then do what messages say.
 
-    ``("iterate", setting)`` answers with a :class:`Work`, ``("look", ...)`` with a
+    ``("iterate", setting)`` answers with a :class:`IterationWork`, ``("look", ...)`` with a
     :class:`Found`, ``("forget",)`` begins to count the peak memory anew, ``("peak",)`` answers
     with it in bytes, above what the imported libraries take, ``("stop",)`` ends the process. A
     text says that something failed.
@@ -554,7 +554,7 @@ def serve(connection: Any, name: str, task: Task) -> None:
     libraries = psutil.Process().memory_info().rss
     try:
         contender = CONTENDERS[name](task)
-        connection.send(Ready(contender.weight_bytes))
+        connection.send(PpoReady(contender.weight_bytes))
         while True:
             command, *arguments = connection.recv()
             if command == "peak":
@@ -576,10 +576,10 @@ def serve(connection: Any, name: str, task: Task) -> None:
         raise
 
 
-def _timed(contender: Any, setting: str) -> Work:
+def _timed(contender: Any, setting: str) -> IterationWork:
     """An iteration, with what it took besides its phases: counting, logging."""
     start, cpu = time.perf_counter(), time.process_time()
-    work: Work = contender.iterate(setting)
+    work: IterationWork = contender.iterate(setting)
     rest = time.perf_counter() - start - sum(work.seconds.values())
     cpu_rest = time.process_time() - cpu - sum(work.cpu_seconds.values())
     return replace(

@@ -3,8 +3,9 @@
 import math
 import multiprocessing
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import quantiles
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from dschat_lora.engine.distributed import device
 
 ANSWER_SECONDS = 600.0  # for a contender to be ready, or to take a turn
+NOT_INSTALLED = "TRL or PEFT is not installed"
 
 
 @dataclass
@@ -64,6 +66,37 @@ def start(context: Any, name: str, serve: Callable[..., None], task: Any) -> Run
     process.start()
     its.close()
     return Runner(name, process, mine)
+
+
+def start_all(
+    contenders: Iterable[str], serve: Callable[..., None], task: Any, *, optional: Sequence[str]
+) -> list[Runner]:
+    """A process for each contender; those of TRL only where it and PEFT are installed.
+
+    Args:
+        contenders: their names.
+        serve: run in each; see :func:`start`.
+        task: of all of them.
+        optional: modules that TRL's contenders import, so that their memory is a library's.
+    """
+    installed = has_trl()
+    context = make_context([serve.__module__, *(optional if installed else ())])
+    return [
+        start(context, name, serve, task)
+        if installed or not name.startswith("TRL")
+        else Runner(name, None, None, problem=NOT_INSTALLED)
+        for name in contenders
+    ]
+
+
+def all_run(runners: Iterable[Runner]) -> bool:
+    """Whether every contender worked that could be started."""
+    return all(runner.problem in (None, NOT_INSTALLED) for runner in runners)
+
+
+def has_trl() -> bool:
+    """Whether TRL and PEFT are installed."""
+    return all(find_spec(name) for name in ("trl", "peft", "datasets"))
 
 
 def stop(runners: Sequence[Runner]) -> None:

@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.parts.contenders import (
+from benchmarks.common.pair_data import PAD_ID, load_tokenizer
+from benchmarks.contenders.common import (
     ALPHA,
     CHAT,
     LINEARS,
@@ -36,7 +37,6 @@ from benchmarks.parts.contenders import (
     trl_options,
     whole_windows,
 )
-from benchmarks.parts.pair_data import PAD_ID, load_tokenizer
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.config.stages import DpoConfig, RewardConfig
 from dschat_lora.data.batch import PairCollator, PairLayout
@@ -70,7 +70,7 @@ class Ours:
         init_distributed()
         self.model = base_model(task)
         head = ("score",) if task.kind == "reward" else ()
-        lora = LoraConfig(lora_dim=task.lora_dim, lora_alpha=ALPHA, modules_to_save=head)
+        lora = LoraConfig(lora_dim=task.size.lora_dim, lora_alpha=ALPHA, modules_to_save=head)
         apply_lora(self.model, lora, seed=SEED)
         network = (RewardModel if task.kind == "reward" else CausalLMLogprobs)(self.model)
         self.engine = make_engine(
@@ -79,7 +79,7 @@ class Ours:
         self._collate = PairCollator(PAD_ID, layout)
         self._directory = tempfile.TemporaryDirectory()
         tokens = self._stored(task.samples)
-        capacity = 2 * task.max_seq_len
+        capacity = 2 * task.size.max_seq_len
         lengths = self._collate.lengths(tokens)
         rows = make_rows(lengths, max_seq_len=capacity, packing=packing, seed=SEED)
         micro, _ = task.rows_like_samples(len(rows))
@@ -237,7 +237,7 @@ class Trl:
         reward = task.kind == "reward"
         options = trl_options(task, self._directory.name)
         peft = PeftConfig(
-            r=task.lora_dim,
+            r=task.size.lora_dim,
             lora_alpha=ALPHA,
             target_modules=list(LINEARS),
             modules_to_save=["score"] if reward else None,
@@ -316,5 +316,5 @@ CONTENDERS: dict[Kind, dict[str, Callable[[Task], Contender]]] = {
 
 
 def serve(connection: Any, name: str, task: Task) -> None:
-    """Be a contender of the task's kind; see :func:`benchmarks.parts.contenders.answer`."""
+    """Be a contender of the task's kind; see :func:`benchmarks.contenders.common.answer`."""
     answer(connection, CONTENDERS[task.kind][name], task)
