@@ -1,15 +1,13 @@
 """Joining the process group, and the few collectives the package needs."""
 
+import gc
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
-from deepspeed.utils import groups
 from torch import Tensor
 
 from dschat_lora.engine.master_port import TIMEOUT, _forget_port, _settle_port
@@ -29,6 +27,9 @@ def init_distributed() -> None:
         os.environ.setdefault(name, value)
     os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1"))
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    import deepspeed  # late: GLUE can do without it
+    from deepspeed.accelerator import get_accelerator
+
     _settle_port()
     if device().type != "cpu":
         get_accelerator().set_device(local_rank())
@@ -48,9 +49,17 @@ def init_distributed() -> None:
 
 
 def shutdown() -> None:
-    """Leave the process group, so that the interpreter ends without complaint."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    """Leave the process group in order, so that no thread of it outlives it; call on every rank.
+
+    The threads of a group drop tensors, for which they need the interpreter; one that comes when
+    the interpreter ends aborts the process. They end with the last reference to their group, which
+    engines, their hooks and DDP hold too: nothing of these may be reachable from a caller.
+    """
+    if not dist.is_initialized():
+        return
+    gc.collect()  # engines and trainers refer to themselves
+    dist.barrier()  # nobody leaves while another still waits for an answer
+    dist.destroy_process_group()
 
 
 @dataclass(frozen=True)
@@ -103,6 +112,8 @@ def form_grid(tensor_size: int) -> Grid | None:
         ValueError: if the processes do not fill rows.
     """
     global _grid
+    from deepspeed.utils import groups
+
     size = world_size()
     if size % tensor_size:
         raise ValueError(
@@ -163,9 +174,16 @@ def world_size() -> int:
 
 def device() -> torch.device:
     """Where this process computes: DeepSpeed's choice, which DS_ACCELERATOR can override."""
+    from deepspeed.accelerator import get_accelerator
+
     if get_accelerator().device_name() == "cpu":
         return torch.device("cpu")
     return torch.device(get_accelerator().device_name(), local_rank())
+
+
+def _meeting_device() -> torch.device:
+    """Where the tensors of a collective of this process group lie."""
+    return torch.device("cpu") if dist.get_backend() == "gloo" else device()
 
 
 def sum_over_ranks(values: list[float]) -> list[float]:
@@ -215,7 +233,9 @@ def gather_over_ranks(values: Tensor) -> Tensor:
 
 def max_over_ranks(value: float) -> float:
     """The largest of the processes' numbers; call on every rank."""
-    largest = torch.tensor(value, dtype=torch.float64, device=device())
+    if not dist.is_initialized():
+        return value
+    largest = torch.tensor(value, dtype=torch.float64, device=_meeting_device())
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return float(largest)
 
@@ -228,8 +248,10 @@ def broadcast_(tensor: Tensor) -> Tensor:
 
 def broadcast_string(fact: str) -> str:
     """Rank 0's ``fact``; call on every rank."""
+    if not dist.is_initialized():
+        return fact
     box = [fact]
-    dist.broadcast_object_list(box, 0, device=device())
+    dist.broadcast_object_list(box, 0, device=_meeting_device())
     return box[0]
 
 

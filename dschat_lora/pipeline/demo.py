@@ -11,10 +11,11 @@ from typing import Any
 from dschat_lora.assets import BUNDLED_DATA
 from dschat_lora.config.options import fail
 from dschat_lora.pipeline.demo_judge import Judgement, accuracy_by_flaw, evaluate_by_rule
-from dschat_lora.report.directory import claim_directory, leftovers
+from dschat_lora.report.directory import leftovers
 from dschat_lora.report.html import render_report, write_report
 from dschat_lora.report.story import read_story
 from dschat_lora.report.terminal import log_once, table
+from dschat_lora.runtime.directory import RunDirectory
 
 SFT_OPTIONS = {
     "lora_dim": 16,
@@ -62,7 +63,7 @@ def run_demo(output_dir: str | None, *, seed: int = 1234) -> None:
         fail(f"the demo runs from a checkout of the repository: {scripts} has no step1_sft/main.py")
     if output_dir is not None and any(leftovers(Path(output_dir) / name) for name in SCRIPTS):
         fail(f"--output_dir {output_dir} holds an earlier demo; choose another directory")
-    directory = claim_directory(output_dir, name="demo")
+    directory = RunDirectory.claim(output_dir, name="demo").path
     stages = {name: directory / name for name in SCRIPTS}
     seconds = {}
     for name, options in stage_options(stages).items():

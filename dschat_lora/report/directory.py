@@ -1,16 +1,14 @@
-"""Where a run writes: a directory of its own, never one that holds an earlier run by accident."""
+"""Results of a run under its output directory, and the lock of a living run."""
 
 import errno
 import fcntl
 import json
-import shutil
 from pathlib import Path
 from typing import Any, TextIO
 
 # of steps 1 and 2, and of step 3
 _FINISHED = ("adapter", "model", "actor", "critic", "actor_ema")
 _RESULTS = ("metrics.jsonl", *_FINISHED, "checkpoints")
-_KEPT = ("metrics.jsonl", "run.json")
 _EXTRAS = ("run.json", "tensorboard", "report.html", "lora")
 
 
@@ -74,49 +72,6 @@ def check_idle(path: Path) -> None:
     """
     if (path / "metrics.jsonl").exists():
         open_alone(path / "metrics.jsonl").close()
-
-
-def claim_directory(given: str | None, *, name: str, spared: frozenset[str] = frozenset()) -> Path:
-    """Create and return the directory of a run, emptied of what an earlier one wrote.
-
-    Its ``metrics.jsonl`` stays, for whoever locks it to empty, and its ``run.json``, without
-    which nobody would know the directory for that of a run.
-
-    Args:
-        given: the user's choice; None takes the first free of output/NAME, output/NAME-2, ...
-        name: of the stage.
-        spared: names in it that stay too.
-
-    Raises:
-        ValueError: if a living run writes to it.
-    """
-    if given is not None:
-        path = Path(given).expanduser()
-        check_idle(path)
-        for old in leftovers(path):
-            if old.name not in {*_KEPT, *spared}:
-                shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
-        path.mkdir(parents=True, exist_ok=True)
-        return path
-    number = 1
-    while True:
-        path = default_directory(name, number)
-        try:
-            path.mkdir(parents=True)
-        except FileExistsError:
-            number += 1
-        else:
-            return path
-
-
-def abandon_directory(path: Path) -> None:
-    """Take back what :func:`claim_directory` made, if the run left no result there."""
-    if leftovers(path):
-        return
-    for name in ("run.json", "metrics.jsonl"):
-        (path / name).unlink(missing_ok=True)
-    if not any(path.iterdir()):
-        path.rmdir()
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -64,17 +64,16 @@ class Setup:
     function: RewardFunction | None
     judge: RewardFunction | None
     identity: dict[str, Any]
-    run: Run
+    run: Run[RlhfConfig]
 
 
-def set_up(run: Run) -> Setup:
+def set_up(run: Run[RlhfConfig]) -> Setup:
     """Prompts and roles, shown and recorded; call on every rank.
 
     Raises:
         ValueError: if data, a model or a function cannot be used.
     """
     config = run.config
-    assert isinstance(config, RlhfConfig)
     if config.load.compile:
         prepare_to_compile(run)
     sources = Sources(*find_sources(config))
@@ -209,7 +208,7 @@ def _rules(tokenizer: Tokenizer) -> str:
 
 
 def _prepare(
-    config: RlhfConfig, data: DataConfig, tokenizer: Tokenizer, run: Run, *, kind: Any
+    config: RlhfConfig, data: DataConfig, tokenizer: Tokenizer, run: Run[RlhfConfig], *, kind: Any
 ) -> Prepared:
     """Tokenised rows, audited."""
     name = "data" if kind == "prompts" else "pretraining text"
@@ -246,7 +245,7 @@ def _settle_memory(
     config: RlhfConfig,
     settings: dict[str, EngineSettings],
     roles: Roles,
-    run: Run,
+    run: Run[RlhfConfig],
     *,
     free: int,
 ) -> RlhfConfig:
@@ -319,7 +318,7 @@ def _settle(setup: Setup, engines: Engines) -> None:
         )
 
 
-def _counter(config: RlhfConfig, roles: Roles, run: Run) -> Counter | None:
+def _counter(config: RlhfConfig, roles: Roles, run: Run[RlhfConfig]) -> Counter | None:
     checkpointed = {
         "actor": is_on(config.actor.gradient_checkpointing),
         "critic": is_on(config.critic.gradient_checkpointing),
@@ -332,7 +331,7 @@ def _counter(config: RlhfConfig, roles: Roles, run: Run) -> Counter | None:
 
 
 def _describe(
-    config: RlhfConfig, roles: Roles, settings: dict[str, EngineSettings], run: Run
+    config: RlhfConfig, roles: Roles, settings: dict[str, EngineSettings], run: Run[RlhfConfig]
 ) -> None:
     """Show and record what trains, on what, and the memory it takes."""
     parameters = list(roles.whole().parameters())  # each shared one once

@@ -8,16 +8,17 @@ from typing import Any, NoReturn, Protocol
 
 from torch import Tensor
 
-from dschat_lora.checkpoint.history import quarantine_checkpoints
 from dschat_lora.checkpoint.manifest import read_manifest
 from dschat_lora.checkpoint.saver import Saver
 from dschat_lora.checkpoint.tensors import TensorFiles
 from dschat_lora.config.groups import RunConfig
 from dschat_lora.config.options import flatten
+from dschat_lora.config.stages import StageConfig
 from dschat_lora.engine.distributed import broadcast_string, max_over_ranks, on_rank_zero, rank
 from dschat_lora.engine.state import EngineState
 from dschat_lora.report.log import jsonable
 from dschat_lora.report.terminal import error_message
+from dschat_lora.runtime.directory import RunDirectory
 from dschat_lora.runtime.resume import (
     check_identity,
     goes_on_in_place,
@@ -53,7 +54,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        run: Run,
+        run: Run[StageConfig],
         *,
         engines: Mapping[str, EngineState],
         parts: Mapping[str, Part],
@@ -261,9 +262,8 @@ class Checkpointer:
         if in_place:
             # First: a checkpoint must not outlive its lines of the log.
             rejected = [Path(path) for path in run.config.rejected]
-            for path in quarantine_checkpoints(
-                self._directory, after=state["step"], rejected=rejected
-            ):
+            directory = RunDirectory(self._directory)
+            for path in directory.set_aside(after=state["step"], rejected=rejected):
                 run.log.say(f"  note         set aside: {path}")
         run.log.rewind(**state["log"], step=state["step"], source=source)
         run.record.release()

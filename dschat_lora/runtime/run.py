@@ -2,23 +2,18 @@
 
 import json
 import os
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 from safetensors import SafetensorError
 
 from dschat_lora.algos.seeds import stream_seed
-from dschat_lora.checkpoint.history import (
-    CHECKPOINTS,
-    checkpoints_of,
-    clear_unfinished,
-    quarantine,
-    quarantine_checkpoints,
-)
+from dschat_lora.config.groups import RunConfig
 from dschat_lora.config.options import build_config, fail, flatten, typed_options
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.engine.distributed import (
@@ -30,67 +25,74 @@ from dschat_lora.engine.distributed import (
     shutdown,
     world_size,
 )
-from dschat_lora.report.directory import abandon_directory, check_idle, claim_directory
 from dschat_lora.report.log import RunLog
 from dschat_lora.report.record import RunRecord, environment
 from dschat_lora.report.terminal import error_message
+from dschat_lora.runtime.directory import RunDirectory
 from dschat_lora.runtime.resume import goes_on_in_place
 from dschat_lora.runtime.signals import Interrupts, Stopped, name_of
 
-# What tells how a run went, besides its run.json.
-_STORY = ("metrics.jsonl", "tensorboard")
-Check = Callable[[Any], StageConfig]
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+ConfigT = TypeVar("ConfigT", bound="DataclassInstance")
+ConfigT_co = TypeVar("ConfigT_co", covariant=True)
+StageT = TypeVar("StageT", bound=StageConfig)
 
 
 @dataclass(frozen=True)
-class Run:
+class Run(Generic[ConfigT_co]):
     """Where a run writes, its log and its record. Every rank holds one; rank 0's is active."""
 
     stage: str  # its name
-    config: StageConfig  # as settled for every rank
+    config: ConfigT_co  # as resolved for every rank
     directory: Path | None  # None for a dry run
     log: RunLog
     record: RunRecord
-    interrupts: Interrupts
-    closing: ExitStack  # what has to happen, or to be said, before the log is closed
+    interrupts: Interrupts = field(default_factory=Interrupts)
+    # what has to happen, or to be said, before the log is closed
+    closing: ExitStack = field(default_factory=ExitStack)
+
+
+@dataclass
+class Ending:
+    """What the end of a run needs: how to record it, and what to take back after a mistake."""
+
+    run: Run[object] | None = None
+    directory: RunDirectory | None = None  # of rank 0
 
 
 @contextmanager
-def open_run(config: StageConfig, *, name: str, check: Check) -> Iterator[Run]:
-    """Join the process group, open the output directory, and record how the run ends.
+def open_run(
+    config: StageT, *, name: str, check: Callable[[StageT], StageT]
+) -> Iterator[Run[StageT]]:
+    """Join the process group, resolve the config, claim the directory and open the log.
 
-    A ValueError, a user's mistake that shows only now, an error of the disk and a full GPU end
-    the process as one line.
+    How the run ends is recorded. A ValueError, a user's mistake that shows only now, an error of
+    the disk and a full GPU end the process as one line.
 
     Args:
         config: the stage's checked config.
         name: of the stage, such as ``sft``; also of the default directory.
-        check: what checked it, for ranks that wait for rank 0 to settle a resumed run.
+        check: what checked it, for ranks that wait for rank 0 to resolve a resumed run.
     """
-    opened: list[Run] = []
-    interrupts = Interrupts()
-    try:
+    with ended_in_words() as ending:
         init_distributed()
         config = _resolved(config, check)
         form_grid(config.parallel.tensor_parallel_size)
         torch.manual_seed(stream_seed("build", config.run.seed))
-        with _files(config, name, interrupts) as run:
-            opened.append(run)
-            with run.closing:
-                yield run
-        run.record.update({"status": "finished"})
-        on_rank_zero(run.record.check)
-    except BaseException as error:
-        _record_end(error, opened, interrupts)
-        if isinstance(error, Stopped):
-            shutdown()
-        _fail_if_expected(error, opened, interrupts)
-        raise
-    # Not after a failure: leaving the group can wait for ranks that are gone.
-    shutdown()
+        earlier = goes_on_in_place(config)
+        directory = None
+        if not config.run.dry_run:
+            directory = claim_together(ending, lambda: _claimed(config.run, name, earlier=earlier))
+        board = directory and _board(config.run, directory)
+        with open_files(
+            config, directory, ending, name=name, earlier=earlier, tensorboard=board
+        ) as run:
+            yield run
 
 
-def _resolved(config: StageConfig, check: Check) -> StageConfig:
+def _resolved(config: StageT, check: Callable[[StageT], StageT]) -> StageT:
     """Rank 0's config on every rank, where a checkpoint decided it."""
     if not config.run.resume_from_checkpoint:
         return config
@@ -102,73 +104,112 @@ def _resolved(config: StageConfig, check: Check) -> StageConfig:
     return check(replace(config, checkpoint=resolved["checkpoint"]))
 
 
+def _claimed(options: RunConfig, name: str, *, earlier: bool) -> RunDirectory:
+    """The directory of a run that goes on in place, begins anew, or simply begins."""
+    given = options.output_dir
+    if earlier and given is not None:
+        return RunDirectory.reopen(given)
+    if options.resume_from_checkpoint == "auto":
+        return RunDirectory.restart(given, name=name)
+    return RunDirectory.claim(given, name=name)
+
+
+def _board(options: RunConfig, directory: Path) -> Path | None:
+    """Where TensorBoard files go, if they are wanted."""
+    if options.report_to != "tensorboard":
+        return None
+    return Path(options.tensorboard_path or directory / "tensorboard")
+
+
+def claim_together(ending: Ending, claim: Callable[[], RunDirectory]) -> Path:
+    """Where ``claim``, called on rank 0 alone, lets the run write; call on every rank."""
+    ending.directory = claimed = on_rank_zero(claim)
+    return Path(broadcast_string("" if claimed is None else str(claimed.path)))
+
+
 @contextmanager
-def _files(config: StageConfig, name: str, interrupts: Interrupts) -> Iterator[Run]:
+def open_files(
+    config: ConfigT,
+    directory: Path | None,
+    ending: Ending,
+    *,
+    name: str,
+    earlier: bool,
+    tensorboard: Path | None = None,
+) -> Iterator[Run[ConfigT]]:
+    """Open the log and the record, which says at the end that the run is finished.
+
+    Call on every rank.
+
+    Args:
+        config: as resolved for every rank.
+        directory: claimed; None for a dry run, which writes nothing.
+        ending: is told of the run.
+        name: of the stage.
+        earlier: leave log and record of an earlier run in the directory until it goes on.
+        tensorboard: where its files go; None for none.
+    """
     active = rank() == 0
-    if config.run.dry_run:
-        with RunLog(None, active=active) as log:
-            record = RunRecord(Path(), active=False)
-            yield Run(name, config, None, log, record, interrupts, ExitStack())
-        return
-    directory = Path(broadcast_string(str(on_rank_zero(lambda: _directory(config, name)))))
-    earlier = goes_on_in_place(config)
     opened = on_rank_zero(
-        lambda: RunLog(
-            directory, active=True, tensorboard=_board(config, directory), earlier=earlier
-        )
+        lambda: RunLog(directory, active=True, tensorboard=tensorboard, earlier=earlier)
     )
     with opened or RunLog(None, active=False) as log:
-        record = RunRecord(directory, active=active, earlier=earlier)
+        record = RunRecord(
+            directory or Path(), active=active and directory is not None, earlier=earlier
+        )
         record.update({"stage": name, "status": "running", **environment()})
         record.update({"world_size": world_size(), "config": flatten(config)})
-        log.say(f"output: {directory}")
-        yield Run(name, config, directory, log, record, interrupts, ExitStack())
+        if directory is not None:
+            log.say(f"output: {directory}")
+        run = ending.run = Run(name, config, directory, log, record)
+        with run.closing:
+            yield run
         on_rank_zero(log.sync)
+    record.update({"status": "finished"})
+    on_rank_zero(record.check)
 
 
-def _directory(config: StageConfig, name: str) -> Path:
-    given = config.run.output_dir
-    if given is not None:
-        check_idle(Path(given).expanduser())
-        clear_unfinished(Path(given).expanduser())
-    if given is not None and goes_on_in_place(config):
-        return Path(given).expanduser()
-    if config.run.resume_from_checkpoint != "auto":
-        return claim_directory(given, name=name)
-    # A fresh start where no checkpoint was sound: what there was stays for a closer look.
-    unsound = checkpoints_of(Path(given).expanduser()) if given is not None else []
-    spared = {CHECKPOINTS, *(_STORY if unsound else ())}
-    directory = claim_directory(given, name=name, spared=frozenset(spared))
-    quarantine_checkpoints(directory, after=-1, rejected=unsound)
-    for path in (directory / each for each in _STORY if unsound):
-        if path.exists():
-            quarantine(path, "rejected")
-    return directory
+@contextmanager
+def ended_in_words() -> Iterator[Ending]:
+    """Record how the run inside the block ends, then leave the process group."""
+    ending = Ending()
+    try:
+        yield ending
+    except BaseException as error:
+        _record_end(error, ending.run)
+        if isinstance(error, Stopped):
+            # What the frames of the stage hold, engines above all, must not outlive the group.
+            traceback.clear_frames(error.__traceback__)
+            shutdown()
+        _fail_if_expected(error, ending)
+        raise
+    # Not after a failure: leaving the group can wait for ranks that are gone.
+    shutdown()
 
 
-def _record_end(error: BaseException, opened: list[Run], interrupts: Interrupts) -> None:
+def _record_end(error: BaseException, run: Run[object] | None) -> None:
     """Write why the run ended, where there is a record."""
-    if isinstance(error, Stopped) or not opened or not opened[0].record.is_open:
+    if isinstance(error, Stopped) or run is None or not run.record.is_open:
         return
     status = f"failed: {type(error).__name__}: {error}"
-    if interrupts.received and isinstance(error, SystemExit):
-        status = f"interrupted by {name_of(interrupts.received)}"
-    opened[0].record.update({"status": status})
+    if run.interrupts.received and isinstance(error, SystemExit):
+        status = f"interrupted by {name_of(run.interrupts.received)}"
+    run.record.update({"status": status})
 
 
-def _fail_if_expected(error: BaseException, opened: list[Run], interrupts: Interrupts) -> None:
+def _fail_if_expected(error: BaseException, ending: Ending) -> None:
     """End the process with one line, unless ``error`` is a fault of this package."""
     if os.environ.get("DSCHAT_LORA_TRACEBACK"):
         return
-    words = error_message(error)
-    if interrupts.received and isinstance(error, Exception):
+    words, run = error_message(error), ending.run
+    if run is not None and run.interrupts.received and isinstance(error, Exception):
         words = (
-            f"stopped by {name_of(interrupts.received)}; what was learnt since the last "
+            f"stopped by {name_of(run.interrupts.received)}; what was learnt since the last "
             f"checkpoint is not saved: {words}"
         )
     if isinstance(error, ValueError):
-        if opened and opened[0].directory is not None and rank() == 0:
-            abandon_directory(opened[0].directory)
+        if run is not None and ending.directory is not None:
+            ending.directory.abandon()
         fail(words)
     if isinstance(error, KeyboardInterrupt):
         fail("stopped by SIGINT", code=130)
@@ -183,10 +224,3 @@ def _lost_others(error: BaseException) -> bool:
     """Whether rank 0, which says why, has left this rank alone."""
     lost = ("Connection closed by peer", "Connection reset by peer")
     return rank() > 0 and isinstance(error, RuntimeError) and any(t in str(error) for t in lost)
-
-
-def _board(config: StageConfig, directory: Path) -> Path | None:
-    """Where TensorBoard files go, if they are wanted."""
-    if config.run.report_to != "tensorboard":
-        return None
-    return Path(config.run.tensorboard_path or directory / "tensorboard")

@@ -53,7 +53,7 @@ def tensor_group(parallel: ParallelConfig) -> TensorGroup | None:
     )
 
 
-def prepare_to_compile(run: Run) -> None:
+def prepare_to_compile(run: Run[StageConfig]) -> None:
     """Refuse ``--compile`` where it cannot work, and say what it costs; call on every rank.
 
     Raises:
@@ -71,7 +71,7 @@ def read_data(
     seed: int,
     kind: DataKind,
     name: str,
-    run: Run,
+    run: Run[StageConfig],
 ) -> Prepared:
     """Tokenised rows; their audit is shown, and recorded under ``name``. Call on every rank.
 

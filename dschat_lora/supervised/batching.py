@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from dschat_lora.config.stages import PairConfig
+from dschat_lora.config.stages import PairConfig, SupervisedConfig
 from dschat_lora.data.batch import PairCollator, PairLayout, SampleCollator
 from dschat_lora.data.budget import TokenBudget
 from dschat_lora.data.counts import count_samples
@@ -68,7 +68,7 @@ def _row_tokens(setup: Setup, engine: TrainEngine) -> int:
     return setup.config.max_row_tokens
 
 
-def resolve_head(engine: TrainEngine, vocab_size: int, run: Run) -> None:
+def resolve_head(engine: TrainEngine, vocab_size: int, run: Run[SupervisedConfig]) -> None:
     """Take the model's own logits where its head is more than a linear layer. On every rank."""
     network: Any = engine.module
     engine.eval()
@@ -80,7 +80,9 @@ def resolve_head(engine: TrainEngine, vocab_size: int, run: Run) -> None:
         )
 
 
-def resolve_packing(engine: TrainEngine, wanted: bool, vocab_size: int, run: Run) -> bool:
+def resolve_packing(
+    engine: TrainEngine, wanted: bool, vocab_size: int, run: Run[SupervisedConfig]
+) -> bool:
     """Whether to pack, after a look at how the user's own model treats a packed row.
 
     Call on every rank.
@@ -98,7 +100,12 @@ def resolve_packing(engine: TrainEngine, wanted: bool, vocab_size: int, run: Run
 
 
 def resolve_pair_layout(
-    engine: TrainEngine, wanted: PairConfig, *, packing: bool, vocab_size: int, run: Run
+    engine: TrainEngine,
+    wanted: PairConfig,
+    *,
+    packing: bool,
+    vocab_size: int,
+    run: Run[SupervisedConfig],
 ) -> tuple[PairLayout, bool]:
     """How pairs are laid out and whether rows hold several, after the same look.
 
@@ -124,7 +131,7 @@ def resolve_pair_layout(
 
 
 def _check_architecture(
-    engine: TrainEngine, vocab_size: int, run: Run
+    engine: TrainEngine, vocab_size: int, run: Run[SupervisedConfig]
 ) -> tuple[Backbone, ArchitectureReport]:
     network: Any = engine.module
     engine.eval()

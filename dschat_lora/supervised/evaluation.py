@@ -31,7 +31,7 @@ class Evaluator:
     collate: Collator
     objective: Objective
     config: SupervisedConfig
-    run: Run
+    run: Run[SupervisedConfig]
     results: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def __call__(self, step: int) -> None:
@@ -88,7 +88,7 @@ class SampleAnswers:
     engine: TrainEngine
     prompts: Sequence[Sequence[int]]
     tokenizer: Tokenizer
-    run: Run
+    run: Run[SupervisedConfig]
     shown: list[dict[str, str]] = field(default_factory=list)
 
     def show(self, when: str) -> None:

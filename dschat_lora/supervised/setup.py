@@ -60,7 +60,7 @@ class Setup:
     settings: EngineSettings
     adapted: AdaptedModel
     identity: dict[str, Any]
-    run: Run
+    run: Run[SupervisedConfig]
 
 
 class Build(Protocol):
@@ -81,7 +81,9 @@ class Build(Protocol):
         """The model with its adapter."""
 
 
-def set_up(run: Run, build: Build, *, phase: int, kind: DataKind = "samples", task: Task) -> Setup:
+def set_up(
+    run: Run[SupervisedConfig], build: Build, *, phase: int, kind: DataKind = "samples", task: Task
+) -> Setup:
     """Data and model of a stage, shown and recorded; call on every rank.
 
     Args:
@@ -95,7 +97,6 @@ def set_up(run: Run, build: Build, *, phase: int, kind: DataKind = "samples", ta
         ValueError: if data or model cannot be used.
     """
     config = run.config
-    assert isinstance(config, SupervisedConfig)
     if config.model.attn_implementation == "flex_attention" and device().type == "cpu":
         raise ValueError(
             "--attn_implementation flex_attention trains on a GPU only; use sdpa or eager on a CPU"
@@ -139,7 +140,7 @@ def settle_memory(
     config: SupervisedConfig,
     settings: EngineSettings,
     adapted: AdaptedModel,
-    run: Run,
+    run: Run[SupervisedConfig],
     *,
     free: int,
 ) -> SupervisedConfig:
@@ -174,7 +175,7 @@ def prepare_data(
     *,
     phase: int,
     kind: DataKind = "samples",
-    run: Run,
+    run: Run[SupervisedConfig],
 ) -> Prepared:
     """Tokenised rows, audited; the audit is shown and recorded. Call on every rank.
 
@@ -202,7 +203,10 @@ def wants_shape_only(config: SupervisedConfig, settings: EngineSettings) -> bool
 
 
 def describe(
-    config: SupervisedConfig, settings: EngineSettings, adapted: AdaptedModel, run: Run
+    config: SupervisedConfig,
+    settings: EngineSettings,
+    adapted: AdaptedModel,
+    run: Run[SupervisedConfig],
 ) -> None:
     """Show and record parameter counts, compute type and ZeRO stage."""
     parameters = list(adapted.model.parameters())

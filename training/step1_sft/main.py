@@ -6,38 +6,49 @@ Without --model_name_or_path and --data_path the bundled tiny model and data are
 is taken on completions and their end-of-sequence token only.
 """
 
+from typing import TYPE_CHECKING
+
 from dschat_lora.config.options import run_main
 from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.runtime.validation import check_supervised
+
+if TYPE_CHECKING:
+    from dschat_lora.runtime.run import Run
 
 
 def main(config: SupervisedConfig) -> None:
     """Train, evaluate and save, from a checked config."""
     # Imported here, so that a wrong option is reported without waiting for torch.
+    from dschat_lora.runtime.run import open_run
+
+    with open_run(config, name="sft", check=check_supervised) as run:
+        train(run)  # a function of its own: its engine must not outlive the run
+
+
+def train(run: "Run[SupervisedConfig]") -> None:
+    """Train, evaluate and save; call on every rank."""
     from dschat_lora.models.build import build_causal_lm
     from dschat_lora.models.causal_lm import CausalLMLoss
-    from dschat_lora.runtime.run import open_run
     from dschat_lora.supervised import batching
     from dschat_lora.supervised import setup as stage
     from dschat_lora.supervised import train as course
     from dschat_lora.supervised.objectives import SUPERVISED
 
-    with open_run(config, name="sft", check=check_supervised) as run:
-        setup = stage.set_up(run, build_causal_lm, phase=1, kind="samples", task="CAUSAL_LM")
-        if run.directory is None:
-            return  # a dry run
-        engine = stage.build_engine(setup, CausalLMLoss(setup.adapted.model))
-        batching.resolve_head(engine, len(setup.tokenizer), run)
-        batch_layout = batching.make_sample_layout(setup, engine)
-        train, held_out = setup.data.train, setup.data.eval
-        course.train(
-            setup,
-            engine,
-            batching.train_loader(setup, train, batch_layout),
-            SUPERVISED,
-            course.make_evaluator(setup, engine, held_out, batch_layout, SUPERVISED),
-            answers=course.make_answers(setup, engine),
-        )
+    setup = stage.set_up(run, build_causal_lm, phase=1, kind="samples", task="CAUSAL_LM")
+    if run.directory is None:
+        return  # a dry run
+    engine = stage.build_engine(setup, CausalLMLoss(setup.adapted.model))
+    batching.resolve_head(engine, len(setup.tokenizer), run)
+    batch_layout = batching.make_sample_layout(setup, engine)
+    train, held_out = setup.data.train, setup.data.eval
+    course.train(
+        setup,
+        engine,
+        batching.train_loader(setup, train, batch_layout),
+        SUPERVISED,
+        course.make_evaluator(setup, engine, held_out, batch_layout, SUPERVISED),
+        answers=course.make_answers(setup, engine),
+    )
 
 
 if __name__ == "__main__":

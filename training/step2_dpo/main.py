@@ -7,10 +7,14 @@ answer. Without --model_name_or_path and --data_path the bundled tiny model and 
 """
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 from dschat_lora.config.options import run_main
 from dschat_lora.config.stages import DpoStageConfig
 from dschat_lora.runtime.validation import DPO, check_supervised
+
+if TYPE_CHECKING:
+    from dschat_lora.runtime.run import Run
 
 check = partial(check_supervised, rules=DPO)
 
@@ -18,36 +22,39 @@ check = partial(check_supervised, rules=DPO)
 def main(config: DpoStageConfig) -> None:
     """Train, evaluate and save, from a checked config."""
     # Imported here, so that a wrong option is reported without waiting for torch.
+    from dschat_lora.runtime.run import open_run
+
+    with open_run(config, name="dpo", check=check) as run:
+        train(run)  # a function of its own: its engine must not outlive the run
+
+
+def train(run: "Run[DpoStageConfig]") -> None:
+    """Train, evaluate and save; call on every rank."""
     from dschat_lora.models.build import build_causal_lm
     from dschat_lora.models.causal_lm import CausalLMLogprobs
-    from dschat_lora.runtime.run import open_run
     from dschat_lora.supervised import batching
     from dschat_lora.supervised import setup as stage
     from dschat_lora.supervised import train as course
     from dschat_lora.supervised.dpo_reference import make_reference
 
-    with open_run(config, name="dpo", check=check) as run:
-        setup = stage.set_up(run, build_causal_lm, phase=2, kind="pairs", task="CAUSAL_LM")
-        if run.directory is None:
-            return  # a dry run
-        options = run.config
-        assert isinstance(options, DpoStageConfig)
-
-        stage.note_unused_margins(setup)
-        engine = stage.build_engine(setup, CausalLMLogprobs(setup.adapted.model))
-        batching.resolve_head(engine, len(setup.tokenizer), run)
-        batch_layout = batching.make_pair_layout(setup, engine, options.pairs)
-        reference = make_reference(setup, engine, batch_layout, options.dpo)
-        objective = reference.objective
-        course.train(
-            setup,
-            engine,
-            batching.train_loader(setup, reference.train, batch_layout),
-            objective,
-            course.make_evaluator(setup, engine, reference.eval, batch_layout, objective),
-            answers=course.make_answers(setup, engine),
-            extra_flops=reference.extra_flops,
-        )
+    setup = stage.set_up(run, build_causal_lm, phase=2, kind="pairs", task="CAUSAL_LM")
+    if run.directory is None:
+        return  # a dry run
+    stage.note_unused_margins(setup)
+    engine = stage.build_engine(setup, CausalLMLogprobs(setup.adapted.model))
+    batching.resolve_head(engine, len(setup.tokenizer), run)
+    batch_layout = batching.make_pair_layout(setup, engine, run.config.pairs)
+    reference = make_reference(setup, engine, batch_layout, run.config.dpo)
+    objective = reference.objective
+    course.train(
+        setup,
+        engine,
+        batching.train_loader(setup, reference.train, batch_layout),
+        objective,
+        course.make_evaluator(setup, engine, reference.eval, batch_layout, objective),
+        answers=course.make_answers(setup, engine),
+        extra_flops=reference.extra_flops,
+    )
 
 
 if __name__ == "__main__":

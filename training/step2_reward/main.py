@@ -7,10 +7,14 @@ Rows have a prompt, a chosen and a rejected answer, perhaps with a margin. Witho
 """
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 from dschat_lora.config.options import run_main
 from dschat_lora.config.stages import RewardStageConfig
 from dschat_lora.runtime.validation import REWARD, check_supervised
+
+if TYPE_CHECKING:
+    from dschat_lora.runtime.run import Run
 
 check = partial(check_supervised, rules=REWARD)
 
@@ -18,34 +22,37 @@ check = partial(check_supervised, rules=REWARD)
 def main(config: RewardStageConfig) -> None:
     """Train, evaluate and save, from a checked config."""
     # Imported here, so that a wrong option is reported without waiting for torch.
+    from dschat_lora.runtime.run import open_run
+
+    with open_run(config, name="reward", check=check) as run:
+        train(run)  # a function of its own: its engine must not outlive the run
+
+
+def train(run: "Run[RewardStageConfig]") -> None:
+    """Train, evaluate and save; call on every rank."""
     from dschat_lora.models.build import build_reward_model
     from dschat_lora.models.reward_model import RewardModel
-    from dschat_lora.runtime.run import open_run
     from dschat_lora.supervised import batching
     from dschat_lora.supervised import setup as stage
     from dschat_lora.supervised import train as course
     from dschat_lora.supervised.objectives import reward_objective
 
-    with open_run(config, name="reward", check=check) as run:
-        setup = stage.set_up(run, build_reward_model, phase=2, kind="pairs", task="SEQ_CLS")
-        if run.directory is None:
-            return  # a dry run
-        options = run.config
-        assert isinstance(options, RewardStageConfig)
-
-        if options.reward.reward_loss != "bradley_terry":
-            stage.note_unused_margins(setup)
-        engine = stage.build_engine(setup, RewardModel(setup.adapted.model))
-        batch_layout = batching.make_pair_layout(setup, engine, options.pairs)
-        objective = reward_objective(options.reward)
-        train, held_out = setup.data.train, setup.data.eval
-        course.train(
-            setup,
-            engine,
-            batching.train_loader(setup, train, batch_layout),
-            objective,
-            course.make_evaluator(setup, engine, held_out, batch_layout, objective),
-        )
+    setup = stage.set_up(run, build_reward_model, phase=2, kind="pairs", task="SEQ_CLS")
+    if run.directory is None:
+        return  # a dry run
+    if run.config.reward.reward_loss != "bradley_terry":
+        stage.note_unused_margins(setup)
+    engine = stage.build_engine(setup, RewardModel(setup.adapted.model))
+    batch_layout = batching.make_pair_layout(setup, engine, run.config.pairs)
+    objective = reward_objective(run.config.reward)
+    train, held_out = setup.data.train, setup.data.eval
+    course.train(
+        setup,
+        engine,
+        batching.train_loader(setup, train, batch_layout),
+        objective,
+        course.make_evaluator(setup, engine, held_out, batch_layout, objective),
+    )
 
 
 if __name__ == "__main__":

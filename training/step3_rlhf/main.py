@@ -7,22 +7,33 @@ The reference is the actor as it is before training. Rows bring prompts; answers
 read. With no model and no data named, the bundled ones are used and the bundled world judges.
 """
 
+from typing import TYPE_CHECKING
+
 from dschat_lora.config.options import run_main
 from dschat_lora.rlhf.config import RlhfConfig
 from dschat_lora.rlhf.validation import NAME, check_rlhf
+
+if TYPE_CHECKING:
+    from dschat_lora.runtime.run import Run
 
 
 def main(config: RlhfConfig) -> None:
     """Train, evaluate and save, from a checked config."""
     # Imported here, so that a wrong option is reported without waiting for torch.
-    from dschat_lora.rlhf import setup, train
     from dschat_lora.runtime.run import open_run
 
     with open_run(config, name=NAME, check=check_rlhf) as run:
-        ready = setup.set_up(run)
-        if run.directory is None:
-            return  # a dry run
-        train.train(ready, setup.build_engines(ready))
+        train(run)  # a function of its own: its engine must not outlive the run
+
+
+def train(run: "Run[RlhfConfig]") -> None:
+    """Train, evaluate and save; call on every rank."""
+    from dschat_lora.rlhf import setup, train
+
+    ready = setup.set_up(run)
+    if run.directory is None:
+        return  # a dry run
+    train.train(ready, setup.build_engines(ready))
 
 
 if __name__ == "__main__":

@@ -1,18 +1,13 @@
 """One GLUE task from its options to its results, by transformers' Trainer."""
 
-import gc
 import json
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from torch import Tensor
@@ -29,7 +24,7 @@ from transformers import (
 from dschat_lora.checkpoint.extract import empty_classifier, write_trained
 from dschat_lora.checkpoint.lora_only import LoraOnly
 from dschat_lora.checkpoint.staging import write_whole
-from dschat_lora.config.options import fail, flatten
+from dschat_lora.engine.distributed import init_distributed
 from dschat_lora.experiments.glue.callback import MetricsCallback, lines_until
 from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.experiments.glue.data import Split, find_files, read_hub, read_split
@@ -42,13 +37,11 @@ from dschat_lora.experiments.glue.model import (
     trained_tensors,
 )
 from dschat_lora.experiments.glue.tasks import GlueTask
-from dschat_lora.experiments.glue.validation import clear_results, earlier_results
-from dschat_lora.report.directory import abandon_directory, claim_directory
-from dschat_lora.report.log import RunLog, jsonable
-from dschat_lora.report.record import RunRecord, environment
-from dschat_lora.report.terminal import error_message
+from dschat_lora.experiments.glue.validation import earlier_run
+from dschat_lora.report.log import jsonable
+from dschat_lora.runtime.directory import RunDirectory
+from dschat_lora.runtime.run import Run, claim_together, ended_in_words, open_files
 
-ResultT = TypeVar("ResultT")
 Rows = list[dict[str, Any]]
 
 
@@ -84,52 +77,40 @@ class GlueTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
         return metrics
 
 
-@dataclass(frozen=True)
-class Output:
-    """Where a run writes; every rank holds one, rank 0's is active."""
-
-    directory: Path
-    log: RunLog
-    record: RunRecord
-
-
 def run_glue(config: GlueConfig) -> None:
     """Train, evaluate, predict and save, from a checked config; call on every rank."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    with _ended_in_words() as opened:
-        _run(config, opened)
-    _leave_group()
+    with ended_in_words() as ending:
+        settings = training_arguments(config)
+        directory = claim_together(ending, lambda: _claimed(config))
+        settings.output_dir = str(directory)
+        earlier = config.resume_from_checkpoint is not None
+        with open_files(config, directory, ending, name="glue", earlier=earlier) as run:
+            _train_and_measure(run, settings, directory)
 
 
-def _run(config: GlueConfig, opened: list[Output]) -> None:
+def _claimed(config: GlueConfig) -> RunDirectory:
+    """The directory of a new run, or the one that a resumed run goes on in."""
+    if config.resume_from_checkpoint is None:
+        name = f"glue-{config.task_name}"
+        return RunDirectory.claim(config.output_dir, name=name, results=earlier_run)
+    path = Path(config.output_dir or Path(config.resume_from_checkpoint).parent)
+    path.mkdir(parents=True, exist_ok=True)
+    return RunDirectory(path, results=earlier_run)
+
+
+def _train_and_measure(run: Run[GlueConfig], settings: TrainingArguments, directory: Path) -> None:
     """The whole run; what it makes, the Trainer above all, is gone when it returns."""
-    settings = training_arguments(config)
-    with _output(config, settings) as output:
-        opened.append(output)
-        trainer, splits, tokenizer = build_trainer(config, settings, output)
-        if config.do_train:
-            _train(trainer, config, output)
-            _save(trainer, config, tokenizer, output)
-        if config.do_eval:
-            _evaluate(trainer, output)
-        if config.do_predict:
-            _predict(trainer, config, splits, tokenizer, output)
-        output.record.update({"status": "finished"})
-        output.log.sync()
-        output.record.check()
-
-
-def _leave_group() -> None:
-    """End the process group, after all ranks; nothing of DDP may live any more.
-
-    DDP would drop the last reference to the group with the GIL held, while the group's thread may
-    need the GIL to end.
-    """
-    if dist.is_initialized():
-        gc.collect()  # the Trainer and its callbacks refer to each other
-        dist.barrier()  # nobody leaves while another still waits for an answer
-        dist.destroy_process_group()
+    config = run.config
+    trainer, splits, tokenizer = build_trainer(run, settings)
+    if config.do_train:
+        _train(trainer, run)
+        _save(trainer, tokenizer, run, directory)
+    if config.do_eval:
+        _evaluate(trainer, run)
+    if config.do_predict:
+        _predict(trainer, config, splits, tokenizer, directory)
 
 
 def training_arguments(config: GlueConfig) -> TrainingArguments:
@@ -141,8 +122,6 @@ def training_arguments(config: GlueConfig) -> TrainingArguments:
     if config.fp16 and not torch.accelerator.is_available():
         raise ValueError("--fp16 needs a GPU; --bf16 computes on the CPU too")
     if config.deepspeed is not None:
-        from dschat_lora.engine.distributed import init_distributed
-
         init_distributed()  # also where no launcher has set anything
     same = (
         *("do_train", "do_eval", "do_predict", "learning_rate", "lr_scheduler_type", "seed"),
@@ -184,10 +163,10 @@ def deepspeed_settings(path: Path) -> dict[str, Any]:
 
 
 def build_trainer(
-    config: GlueConfig, settings: TrainingArguments, output: Output
+    run: Run[GlueConfig], settings: TrainingArguments
 ) -> tuple[GlueTrainer, dict[str, Split], PreTrainedTokenizerBase]:
     """The Trainer with model, rows and measures, and what it was made from."""
-    say = output.log.say
+    config, say = run.config, run.log.say
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     torch.use_deterministic_algorithms(config.use_deterministic_algorithms)
     set_seed(config.seed)
@@ -213,16 +192,11 @@ def build_trainer(
         compute_metrics=lambda found: task_metrics(config.task, found.predictions, found.label_ids),
     )
     trainer.add_callback(
-        MetricsCallback(
-            output.log,
-            config,
-            begin=lambda: _begin(config, output),
-            rows=lambda: int(trainer.rows),
-        )
+        MetricsCallback(run.log, config, begin=lambda: _begin(run), rows=lambda: int(trainer.rows))
     )
     trainer.mismatched = rows.get("validation_mismatched")
     trainer.remove_callback(PrinterCallback)
-    _describe(config, model, splits, output)
+    _describe(model, splits, run)
     return trainer, splits, tokenizer
 
 
@@ -260,9 +234,7 @@ def _read(config: GlueConfig) -> dict[str, Split]:
     return splits
 
 
-def _describe(
-    config: GlueConfig, model: PreTrainedModel, splits: dict[str, Split], output: Output
-) -> None:
+def _describe(model: PreTrainedModel, splits: dict[str, Split], run: Run[GlueConfig]) -> None:
     """Say and record what is trained, and on what."""
     total = sum(p.numel() for p in model.parameters())
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -272,20 +244,20 @@ def _describe(
         for name, each in splits.items()
     }
     parameters = {"total": total, "trainable": trainable, "lora": factors}
-    output.record.update({"data": data, "parameters": parameters})
-    adapter = f": LoRA {factors:,}, head {trainable - factors:,}" if config.apply_lora else ""
-    output.log.say(f"trained: {trainable:,} of {total:,} parameters{adapter}")
+    run.record.update({"data": data, "parameters": parameters})
+    adapter = f": LoRA {factors:,}, head {trainable - factors:,}" if run.config.apply_lora else ""
+    run.log.say(f"trained: {trainable:,} of {total:,} parameters{adapter}")
     for name, each in splits.items():
         skipped = f", {len(each.skipped):,} skipped ({each.skipped[0]})" if each.skipped else ""
-        output.log.say(f"{name}: {len(each.examples):,} rows of {each.source}{skipped}")
+        run.log.say(f"{name}: {len(each.examples):,} rows of {each.source}{skipped}")
 
 
-def _train(trainer: GlueTrainer, config: GlueConfig, output: Output) -> None:
-    done = trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
+def _train(trainer: GlueTrainer, run: Run[GlueConfig]) -> None:
+    done = trainer.train(resume_from_checkpoint=run.config.resume_from_checkpoint)
     if _watch_of(trainer).first_step == trainer.state.global_step:
-        output.log.say("trained: the run was at its end already")
+        run.log.say("trained: the run was at its end already")
         return
-    output.log.write("event", trainer.state.global_step, {"name": "trained"})
+    run.log.write("event", trainer.state.global_step, {"name": "trained"})
     trainer.save_metrics("train", jsonable(done.metrics))
     trainer.save_state()
 
@@ -296,13 +268,13 @@ def _watch_of(trainer: GlueTrainer) -> MetricsCallback:
     )
 
 
-def _evaluate(trainer: GlueTrainer, output: Output) -> None:
+def _evaluate(trainer: GlueTrainer, run: Run[GlueConfig]) -> None:
     """Measures after the last step, which the Trainer may have taken already."""
     watch = _watch_of(trainer)
     if watch.step != trainer.state.global_step:
         trainer.evaluate()
     trainer.save_metrics("eval", jsonable(watch.metrics))
-    output.record.update({"results": watch.metrics})
+    run.record.update({"results": watch.metrics})
 
 
 def _predict(
@@ -310,7 +282,7 @@ def _predict(
     config: GlueConfig,
     splits: dict[str, Split],
     tokenizer: PreTrainedTokenizerBase,
-    output: Output,
+    directory: Path,
 ) -> None:
     """Write the label found for each test row."""
     for name, task in (("test", config.task_name), ("test_mismatched", "mnli-mm")):
@@ -319,7 +291,7 @@ def _predict(
         rows = tokenize(splits[name].examples, tokenizer, config)
         found = predictions(config.task, trainer.predict(rows).predictions)
         if trainer.is_world_process_zero():
-            _write_predictions(output.directory / f"predict_results_{task}.txt", config, found)
+            _write_predictions(directory / f"predict_results_{task}.txt", config, found)
 
 
 def _write_predictions(path: Path, config: GlueConfig, found: np.ndarray) -> None:
@@ -331,108 +303,43 @@ def _write_predictions(path: Path, config: GlueConfig, found: np.ndarray) -> Non
 
 def _save(
     trainer: GlueTrainer,
-    config: GlueConfig,
     tokenizer: PreTrainedTokenizerBase,
-    output: Output,
+    run: Run[GlueConfig],
+    directory: Path,
 ) -> None:
     """The adapter with its head, or after full fine-tuning the model."""
+    config = run.config
     if not config.apply_lora:
-        trainer.save_model(str(output.directory / "model"))
-        output.log.say(f"model: {output.directory / 'model'}")
+        trainer.save_model(str(directory / "model"))
+        run.log.say(f"model: {directory / 'model'}")
         return
     if not trainer.is_world_process_zero():
         return
-    model, directory = trainer.model, output.directory / "adapter"
+    model, path = trainer.model, directory / "adapter"
     tensors = {name: p.detach().float().cpu() for name, p in trained_tensors(model).items()}
     write_trained(
-        directory,
-        LoraOnly(directory, config.lora_r, tensors, None),
+        path,
+        LoraOnly(path, config.lora_r, tensors, None),
         lora_settings(model, config),
         empty_classifier(model.config),
         base_model_name_or_path=config.model_name_or_path,
         write_more=tokenizer.save_pretrained,
     )
-    output.log.say(f"adapter: {directory}")
+    run.log.say(f"adapter: {path}")
 
 
-@contextmanager
-def _output(config: GlueConfig, settings: TrainingArguments) -> Iterator[Output]:
-    """The run's directory, log and record; rank 0 makes and writes them."""
-    active = settings.process_index == 0
-    log = RunLog(None, active=active)
-    directory = Path(_agree(lambda: str(_directory(config)), settings))
-    settings.output_dir = str(directory)
-    goes_on = config.resume_from_checkpoint is not None
-    if active:
-        log = RunLog(directory, active=True, earlier=goes_on)
-    with log:
-        record = RunRecord(directory, active=active, earlier=goes_on)
-        record.update({"stage": "glue", "status": "running", **environment()})
-        record.update({"world_size": settings.world_size, "config": flatten(config)})
-        log.say(f"output: {directory}")
-        yield Output(directory, log, record)
-
-
-def _directory(config: GlueConfig) -> Path:
-    if config.resume_from_checkpoint is not None:
-        path = Path(config.output_dir or Path(config.resume_from_checkpoint).parent)
-        path.mkdir(parents=True, exist_ok=True)
-        return path
-    directory = claim_directory(config.output_dir, name=f"glue-{config.task_name}")
-    clear_results(directory)
-    return directory
-
-
-def _begin(config: GlueConfig, output: Output) -> None:
+def _begin(run: Run[GlueConfig]) -> None:
     """Where a run goes on: take back what was logged after the checkpoint, which is loaded."""
-    if config.resume_from_checkpoint is None:
+    config, log, directory = run.config, run.log, run.directory
+    if config.resume_from_checkpoint is None or directory is None:
         return
-    checkpoint, log = Path(config.resume_from_checkpoint), output.log
+    checkpoint = Path(config.resume_from_checkpoint)
     for reason in config.rejected:
         log.say(f"note: checkpoint rejected: {reason}")
     step = json.loads((checkpoint / "trainer_state.json").read_text("utf-8"))["global_step"]
     story = checkpoint.parent / "metrics.jsonl"
     num_lines, seconds = lines_until(story, step)
-    elsewhere = story.parent.resolve() != output.directory.resolve()
+    elsewhere = story.parent.resolve() != directory.resolve()
     log.rewind(num_lines=num_lines, seconds=seconds, step=step, source=story if elsewhere else None)
-    output.record.release()
+    run.record.release()
     log.say(f"resumed after step {step} from {checkpoint}")
-
-
-def _agree(function: Callable[[], ResultT], settings: TrainingArguments) -> ResultT:
-    """What ``function`` returns, or raises, on rank 0, which alone calls it; on every rank."""
-    box: list[Any] = [None, None]
-    if settings.process_index == 0:
-        try:
-            box[0] = function()
-        except (ValueError, OSError) as error:
-            box[1] = error
-    if dist.is_initialized():
-        dist.broadcast_object_list(box, 0, device=settings.device)
-    if box[1] is not None:
-        raise box[1]
-    result: ResultT = box[0]
-    return result
-
-
-@contextmanager
-def _ended_in_words() -> Iterator[list[Output]]:
-    """Record how a run ended; what a user or the machine can cause ends it as one line."""
-    opened: list[Output] = []
-    try:
-        yield opened
-    except BaseException as error:
-        if opened:
-            opened[0].record.update({"status": f"failed: {type(error).__name__}: {error}"})
-        if os.environ.get("DSCHAT_LORA_TRACEBACK"):
-            raise
-        if isinstance(error, ValueError):
-            first = os.environ.get("RANK", "0") == "0"
-            if opened and first and not earlier_results(opened[0].directory):
-                abandon_directory(opened[0].directory)
-            fail(error_message(error))
-        if isinstance(error, KeyboardInterrupt):
-            fail("stopped by SIGINT", code=130)
-        if isinstance(error, OSError | torch.OutOfMemoryError):
-            fail(error_message(error), code=1, from_any_rank=True)
-        raise

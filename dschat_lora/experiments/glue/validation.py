@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
@@ -90,16 +89,11 @@ def fix_environment(seed: int) -> None:
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
-def clear_results(directory: Path) -> None:
-    """Delete what an earlier run left that :func:`claim_directory` does not know."""
-    for path in earlier_results(directory):
-        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-
-
-def earlier_results(directory: Path) -> list[Path]:
-    """The Trainer's checkpoints, results and predictions in ``directory``."""
+def earlier_run(directory: Path) -> list[Path]:
+    """What a run left in ``directory``: the Trainer's checkpoints, results and predictions too."""
     results = [directory / name for name in _RESULTS if (directory / name).is_file()]
-    return [*checkpoints(directory), *results, *directory.glob("predict_results_*.txt")]
+    predictions = directory.glob("predict_results_*.txt")
+    return [*leftovers(directory), *checkpoints(directory), *results, *predictions]
 
 
 def _check_packages() -> None:
@@ -167,7 +161,7 @@ def _check_output_dir(config: GlueConfig) -> None:
         raise ValueError(f"--output_dir {config.output_dir} is a file, not a directory")
     check_can_be_made(path)
     check_idle(path)
-    earlier = [*leftovers(path), *earlier_results(path)]
+    earlier = earlier_run(path)
     checkpoint = config.resume_from_checkpoint
     if not earlier or (checkpoint and Path(checkpoint).parent.resolve() == path.resolve()):
         return

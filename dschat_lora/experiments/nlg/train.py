@@ -11,7 +11,7 @@ from dschat_lora.experiments.nlg.validation import check_training, in_optimizer_
 from dschat_lora.lora.model import adapter_parameters
 from dschat_lora.models.build import build_causal_lm
 from dschat_lora.models.causal_lm import CausalLMLoss
-from dschat_lora.runtime.run import open_run
+from dschat_lora.runtime.run import Run, open_run
 from dschat_lora.supervised import batching as layout
 from dschat_lora.supervised import setup as stage
 from dschat_lora.supervised import train as course
@@ -22,27 +22,30 @@ from dschat_lora.supervised.setup import Setup
 def run_training(config: NlgConfig) -> None:
     """Train, evaluate and save, from a checked config."""
     with open_run(config, name="nlg", check=check_training) as run:
-        setup = stage.set_up(run, build_causal_lm, phase=1, kind="samples", task="CAUSAL_LM")
-        directory = run.directory
-        if directory is None:
-            return  # a dry run
-        resolved = setup.config
-        assert isinstance(resolved, NlgConfig)
-        setup = replace(setup, config=in_optimizer_steps(resolved))
-        network = CausalLMLoss(setup.adapted.model, label_smoothing=resolved.label_smoothing)
-        engine = stage.build_engine(setup, network)
-        layout.resolve_head(engine, len(setup.tokenizer), run)
-        batch_layout = layout.make_sample_layout(setup, engine)
-        course.train(
-            setup,
-            engine,
-            layout.train_loader(setup, setup.data.train, batch_layout),
-            SUPERVISED,
-            course.make_evaluator(setup, engine, setup.data.eval, batch_layout, SUPERVISED),
-            answers=course.make_answers(setup, engine),
-            schedule=schedule(resolved),
-            on_checkpoint=lambda step: save_factors(setup, directory / "lora", step),
-        )
+        _train(run)  # a function of its own: its engine must not outlive the run
+
+
+def _train(run: Run[NlgConfig]) -> None:
+    setup = stage.set_up(run, build_causal_lm, phase=1, kind="samples", task="CAUSAL_LM")
+    directory = run.directory
+    if directory is None:
+        return  # a dry run
+    optim = in_optimizer_steps(run.config).optim
+    setup = replace(setup, config=replace(setup.config, optim=optim))
+    network = CausalLMLoss(setup.adapted.model, label_smoothing=run.config.label_smoothing)
+    engine = stage.build_engine(setup, network)
+    layout.resolve_head(engine, len(setup.tokenizer), run)
+    batch_layout = layout.make_sample_layout(setup, engine)
+    course.train(
+        setup,
+        engine,
+        layout.train_loader(setup, setup.data.train, batch_layout),
+        SUPERVISED,
+        course.make_evaluator(setup, engine, setup.data.eval, batch_layout, SUPERVISED),
+        answers=course.make_answers(setup, engine),
+        schedule=schedule(run.config),
+        on_checkpoint=lambda step: save_factors(setup, directory / "lora", step),
+    )
 
 
 def save_factors(setup: Setup, directory: Path, step: int) -> None:

@@ -265,7 +265,7 @@ def test_full_fine_tuning_leaves_a_model_and_no_trainer(glue_run, monkeypatch, t
         alive.append(made[0]())
 
     monkeypatch.setattr(train.GlueTrainer, "evaluate", remember)
-    monkeypatch.setattr(train, "_leave_group", probe)
+    monkeypatch.setattr("dschat_lora.runtime.run.shutdown", probe)
     out = glue_run(tmp_path / "out", "wnli", "--max_steps", "1", "--save_strategy", "no")
     assert (out / "model" / "model.safetensors").is_file()
     assert not (out / "adapter").exists()

@@ -1,0 +1,113 @@
+"""The output directory of a run: claimed, cleared, and what stood there set aside or left."""
+
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from dschat_lora.checkpoint.history import (
+    CHECKPOINTS,
+    checkpoints_of,
+    clear_unfinished,
+    quarantine,
+    quarantine_checkpoints,
+)
+from dschat_lora.report.directory import check_idle, default_directory, leftovers
+
+# Without its run.json nobody would know the directory for that of a run; whoever locks
+# metrics.jsonl empties it.
+_KEPT = frozenset({"metrics.jsonl", "run.json"})
+# What tells how a run went, besides its run.json.
+_STORY = ("metrics.jsonl", "tensorboard")
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """The output directory of a run. Call methods on one rank.
+
+    Attributes:
+        path: where it is.
+        results: finds what an earlier run left under a path.
+    """
+
+    path: Path
+    results: Callable[[Path], list[Path]] = leftovers
+
+    @classmethod
+    def claim(
+        cls,
+        given: str | None,
+        *,
+        name: str,
+        spared: frozenset[str] = frozenset(),
+        results: Callable[[Path], list[Path]] = leftovers,
+    ) -> "RunDirectory":
+        """Create the directory, or empty it of what an earlier run wrote.
+
+        Args:
+            given: the user's choice; None takes the first free of output/NAME, output/NAME-2, ...
+            name: of the stage.
+            spared: names in it that stay, besides ``metrics.jsonl`` and ``run.json``.
+            results: finds what an earlier run left under a path.
+
+        Raises:
+            ValueError: if a living run writes to it.
+        """
+        if given is None:
+            return cls(_first_free(name), results)
+        path = cls.reopen(given).path
+        for old in results(path):
+            if old.name not in _KEPT | spared:
+                shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
+        path.mkdir(parents=True, exist_ok=True)
+        return cls(path, results)
+
+    @classmethod
+    def reopen(cls, given: str) -> "RunDirectory":
+        """The directory of a run that goes on, without what a killed process left half written.
+
+        Raises:
+            ValueError: if a living run writes to it.
+        """
+        path = Path(given).expanduser()
+        check_idle(path)
+        clear_unfinished(path)
+        return cls(path)
+
+    @classmethod
+    def restart(cls, given: str | None, *, name: str) -> "RunDirectory":
+        """Claim the directory; unsound checkpoints and their log are kept under other names."""
+        unsound = checkpoints_of(cls.reopen(given).path) if given is not None else []
+        story = _STORY if unsound else ()
+        directory = cls.claim(given, name=name, spared=frozenset({CHECKPOINTS, *story}))
+        directory.set_aside(after=-1, rejected=unsound)
+        for path in (directory.path / each for each in story):
+            if path.exists():
+                quarantine(path, "rejected")
+        return directory
+
+    def set_aside(self, *, after: int, rejected: Iterable[Path]) -> list[Path]:
+        """See :func:`dschat_lora.checkpoint.history.quarantine_checkpoints`."""
+        return quarantine_checkpoints(self.path, after=after, rejected=rejected)
+
+    def abandon(self) -> None:
+        """Take back what :meth:`claim` made, if the run left no result there."""
+        if self.results(self.path):
+            return
+        for name in _KEPT:
+            (self.path / name).unlink(missing_ok=True)
+        if not any(self.path.iterdir()):
+            self.path.rmdir()
+
+
+def _first_free(name: str) -> Path:
+    """The first of output/NAME, output/NAME-2, ... that was free, created."""
+    number = 1
+    while True:
+        path = default_directory(name, number)
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+        else:
+            return path

@@ -1,0 +1,120 @@
+"""A run gets a directory of its own; what it replaces is the earlier run and nothing else."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from dschat_lora.report.directory import leftovers, open_alone
+from dschat_lora.runtime.directory import RunDirectory
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_default_directory_is_the_first_free_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = [str(RunDirectory.claim(None, name="sft").path) for _ in range(3)]
+    assert names == ["output/sft", "output/sft-2", "output/sft-3"]
+
+
+def test_only_what_an_earlier_run_wrote_is_removed(tmp_path):
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "weights").write_text("w")
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "notes.txt").write_text("mine")
+    assert {path.name for path in leftovers(tmp_path)} == {"adapter", "metrics.jsonl", "run.json"}
+    RunDirectory.claim(str(tmp_path), name="sft")
+    # A killed run must still be known for one, and its log is emptied under its lock.
+    kept = {"notes.txt", "metrics.jsonl", "run.json"}
+    assert {path.name for path in tmp_path.iterdir()} == kept
+
+
+def test_linked_adapter_is_unlinked_and_what_it_points_to_stays(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "adapter").symlink_to(tmp_path / "elsewhere")
+    RunDirectory.claim(str(tmp_path / "out"), name="sft")
+    assert (tmp_path / "elsewhere").is_dir()
+    assert not (tmp_path / "out" / "adapter").is_symlink()
+
+
+def test_run_that_failed_before_its_first_result_leaves_the_directory_free(tmp_path):
+    path = RunDirectory.claim(str(tmp_path / "out"), name="sft").path
+    (path / "run.json").write_text("{}")
+    (path / "metrics.jsonl").write_text("")
+    assert leftovers(path) == []
+    RunDirectory(path).abandon()
+    assert not path.exists()
+
+
+def test_directory_with_a_result_or_other_files_is_not_taken_back(tmp_path):
+    path = RunDirectory.claim(str(tmp_path / "out"), name="sft").path
+    (path / "notes.txt").write_text("mine")
+    RunDirectory(path).abandon()
+    assert (path / "notes.txt").exists()
+    (path / "metrics.jsonl").write_text("{}\n")
+    RunDirectory(path).abandon()
+    assert (path / "metrics.jsonl").exists()
+
+
+def other_process(code, *arguments):
+    """What Python code prints in a process of its own."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.strip()
+
+
+TRY = """
+import sys, pathlib
+from dschat_lora.report.directory import check_idle, open_alone
+from dschat_lora.runtime.directory import RunDirectory
+path = pathlib.Path(sys.argv[1])
+for attempt in (
+    lambda: check_idle(path),
+    lambda: open_alone(path / "metrics.jsonl"),
+    lambda: RunDirectory.claim(str(path), name="sft"),
+):
+    try:
+        attempt()
+    except ValueError as error:
+        print("refused:", error)
+    else:
+        print("let in")
+"""
+
+
+def test_directory_of_a_living_run_is_left_alone_until_it_ends(tmp_path):
+    (tmp_path / "adapter").mkdir()
+    file = open_alone(tmp_path / "metrics.jsonl")
+    file.write("{}\n")
+    file.flush()
+    said = other_process(TRY, tmp_path).splitlines()
+    advice = "wait for it, stop it, or choose another --output_dir"
+    assert said == [f"refused: another run is writing to {tmp_path}; {advice}"] * 3
+    assert (tmp_path / "adapter").exists()
+    file.close()
+    assert other_process(TRY, tmp_path).splitlines() == ["let in"] * 3
+    assert not (tmp_path / "adapter").exists()
+
+
+def test_names_that_are_spared_stay(tmp_path):
+    for name in ("checkpoints", "adapter"):
+        (tmp_path / name).mkdir()
+    RunDirectory.claim(str(tmp_path), name="sft", spared=frozenset({"checkpoints"}))
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
+
+
+def test_checkpoints_are_results_and_go_with_their_run(tmp_path):
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
+    assert leftovers(tmp_path) == [tmp_path / "checkpoints"]
+    RunDirectory(tmp_path).abandon()
+    assert (tmp_path / "checkpoints").is_dir()
+    RunDirectory.claim(str(tmp_path), name="sft")
+    assert list(tmp_path.iterdir()) == []
