@@ -39,10 +39,11 @@ from dschat_lora.rlhf import iteration
 from dschat_lora.rlhf.config import RlhfConfig
 from dschat_lora.rlhf.diagnostics import Diagnostics
 from dschat_lora.rlhf.iteration import Iterations
-from dschat_lora.rlhf.rollout import Generator, PromptOrder
+from dschat_lora.rlhf.rollout import PromptOrder
 from dschat_lora.rlhf.schedule import Progress, make_rlhf_schedule
 from dschat_lora.rlhf.setup import build_engines, set_up
-from dschat_lora.rlhf.throughput import PHASES, Clock
+from dschat_lora.rlhf.throughput import PHASES, PhaseTimer
+from dschat_lora.rlhf.train import make_generator, make_iterations
 from dschat_lora.rlhf.update import Updater
 from dschat_lora.rlhf.validation import NAME, check_rlhf
 from dschat_lora.runtime.run import open_run
@@ -81,7 +82,7 @@ class PpoReady:
 
 
 @dataclass
-class PhaseClock(Clock):
+class PhaseClock(PhaseTimer):
     """Also counts the time of the processor."""
 
     cpu_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
@@ -134,28 +135,20 @@ class Ours:
 
     def _make(self, setting: Setting) -> Iterations:
         setup, engines = self._setup, self._engines
-        network: Any = engines.actor.module
-        generator = Generator(
-            engines.actor,
-            setup.roles.rollout,
-            network.roles["actor"].model,
-            eos_ids=[int(setup.tokenizer.eos_token_id)],
-            pad_id=int(setup.tokenizer.pad_token_id),
-            batch_size=setup.config.batch.per_device_generation_batch_size,
-        )
         plan = make_rlhf_schedule(setup.config, len(setup.prompts.train))
         count = len(setting.numbers)
-        with mock.patch.object(iteration, "Clock", return_value=self._clock):
-            return Iterations(
-                setup,
-                engines,
-                replace(plan, order=SamePrompts(count, count, SEED, setting.numbers)),
-                generator,
-                self._progress,
-                Diagnostics(setup.settings["actor"].dtype, samples_tokens=True),
-                pretraining=None,
-                average=None,
-            )
+        iterations = make_iterations(
+            setup,
+            engines,
+            replace(plan, order=SamePrompts(count, count, SEED, setting.numbers)),
+            make_generator(setup, engines),
+            self._progress,
+            Diagnostics(setup.settings["actor"].dtype, samples_tokens=True),
+            pretraining=None,
+            average=None,
+        )
+        iterations.timer = self._clock
+        return iterations
 
     def close(self) -> None:
         """End the run."""
@@ -185,9 +178,9 @@ class Ours:
             """Keeps what it gives."""
 
             def steps(self, *args: Any, **options: Any) -> Any:
-                for known, result in super().steps(*args, **options):
-                    kept.append((known, self.targets, result))
-                    yield known, result
+                for result in super().steps(*args, **options):
+                    kept.append((self.experience, self.targets, result))
+                    yield result
 
         with mock.patch.object(iteration, "Updater", Watched):
             self.iterate(name)

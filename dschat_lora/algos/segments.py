@@ -1,16 +1,19 @@
-"""Who may look at whom: the spans of a batch's sequences, and masks that keep them apart."""
+"""Segment masks for packed rows, and the spans of their sequences for variable-length kernels."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 # Tokens of a sample: those that its two branches begin with, of the first and of the second. A
 # sample that is one sequence has the first number alone.
 Sizes = tuple[int, int, int]
+SizeT = TypeVar("SizeT", int, NDArray[np.int64])
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,11 @@ def find_spans(segment_ids: Tensor, branch_ids: Tensor | None = None) -> Spans:
         counts = torch.bincount(3 * sample + branch[real], minlength=3 * len(samples))
         rows.append([(s, one, two) for s, one, two in counts.view(-1, 3).tolist()])
     return make_spans(rows, segment_ids.shape[1]).to(segment_ids.device)
+
+
+def causal_pairs(size: SizeT) -> SizeT:
+    """(query, key) pairs of causal attention over ``size`` tokens."""
+    return size * (size + 1) // 2
 
 
 def block_causal_mask(

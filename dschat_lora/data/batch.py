@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dschat_lora.algos.segments import Sizes, Spans, make_spans
+from dschat_lora.algos.segments import Sizes, Spans, causal_pairs, make_spans
 from dschat_lora.algos.sft import IGNORE_INDEX
 from dschat_lora.data.packing import first_fit
 from dschat_lora.data.store import TokenSet
@@ -115,7 +115,7 @@ class SampleCollator:
             num_targets=sum(map(len, target_ids)),
             num_tokens=sum(sizes),
             num_samples=len(sizes),
-            num_attended=sum(map(_causal_pairs, sizes)),
+            num_attended=sum(map(causal_pairs, sizes)),
         )
 
     def lengths(self, samples: TokenSet) -> NDArray[np.int64]:
@@ -288,14 +288,10 @@ def _integers(arrays: Iterable[NDArray[np.int64]]) -> Tensor:
     return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *arrays]))
 
 
-def _causal_pairs(size: int) -> int:
-    return size * (size + 1) // 2
-
-
 def _tree_pairs(size: int, shared: int, first: int) -> int:
     """(query, key) pairs of a tree: each branch attends to what comes before it as well."""
     branches = (first, size - shared - first)
-    return _causal_pairs(shared) + sum(n * shared + _causal_pairs(n) for n in branches)
+    return causal_pairs(shared) + sum(n * shared + causal_pairs(n) for n in branches)
 
 
 def _rounded_up(width: int, multiple_of: int) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dschat_lora.algos.segments import causal_pairs
 from dschat_lora.algos.sft import IGNORE_INDEX
 from dschat_lora.data.batch import PairCollator
 from dschat_lora.data.packing import PackedRow, first_fit
@@ -36,7 +37,7 @@ def count_samples(collate: object, samples: Any, size: int) -> SampleCounts:
     if isinstance(collate, PairCollator):
         return _count_pairs(collate, samples, size)
     tokens = _lengths(samples, size)
-    return SampleCounts(tokens, _targets(samples, size), _causal_pairs(tokens), tokens)
+    return SampleCounts(tokens, _targets(samples, size), causal_pairs(tokens), tokens)
 
 
 def _count_pairs(collate: PairCollator, pairs: Any, size: int) -> SampleCounts:
@@ -48,9 +49,9 @@ def _count_pairs(collate: PairCollator, pairs: Any, size: int) -> SampleCounts:
     # Nothing predicts the first token of a sequence.
     unanswered = np.maximum(1, prompt)
     targets = np.maximum(0, chosen - unanswered) + np.maximum(0, rejected - unanswered)
-    attended = _causal_pairs(chosen) + _causal_pairs(rejected)
+    attended = causal_pairs(chosen) + causal_pairs(rejected)
     if collate.layout == "shared":
-        return SampleCounts(tree, targets, attended - _causal_pairs(shared), tree)
+        return SampleCounts(tree, targets, attended - causal_pairs(shared), tree)
     positions = 2 * np.maximum(chosen, rejected) if collate.layout == "alone" else tokens
     return SampleCounts(tokens, targets, attended, positions)
 
@@ -115,7 +116,3 @@ def _targets(samples: Any, size: int) -> Integers:
         first = np.minimum(offsets[:-1] + 1, offsets[1:])
         parts.append(before[offsets[1:]] - before[first])
     return np.concatenate(parts)[:size]
-
-
-def _causal_pairs(size: Integers) -> Integers:
-    return size * (size + 1) // 2

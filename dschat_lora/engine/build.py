@@ -5,7 +5,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import deepspeed
 import torch
@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from dschat_lora.engine.adamw import SteppedAdamW, Update
 from dschat_lora.engine.distributed import data_world_size, device, grid
 from dschat_lora.engine.ds_config import engine_config, loss_scaling
+
+NetworkT = TypeVar("NetworkT", bound=nn.Module, covariant=True)
 
 deepspeed_logger.setLevel(logging.ERROR)
 # DeepSpeed calls collectives by names that torch has since renamed, and is told so every time.
@@ -44,7 +46,7 @@ class StepOutcome:
     loss_scale: float  # the factor the loss was multiplied by; 1 unless the type is fp16
 
 
-class TrainEngine:
+class TrainEngine(Generic[NetworkT]):
     """Forward, backward and step over DeepSpeed, alike at every ZeRO stage.
 
     The caller says which micro-batch ends the step, so that a short last window of an epoch
@@ -58,7 +60,7 @@ class TrainEngine:
     """
 
     def __init__(
-        self, model: nn.Module, groups: list[dict[str, Any]], settings: "EngineSettings"
+        self, model: NetworkT, groups: list[dict[str, Any]], settings: "EngineSettings"
     ) -> None:
         self.settings = settings
         self.device = device()
@@ -86,9 +88,9 @@ class TrainEngine:
             self._engine.optimizer.loss_scaler.raise_error_at_min_scale = False
 
     @property
-    def module(self) -> nn.Module:
-        """The model, whose parameters may be sharded."""
-        module: nn.Module = self._engine.module
+    def module(self) -> NetworkT:
+        """The network, whose parameters may be sharded."""
+        module: NetworkT = self._engine.module
         return module
 
     @property

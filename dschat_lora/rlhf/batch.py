@@ -1,4 +1,4 @@
-"""Responses of an iteration: which of them are in which step, and as padded batches."""
+"""Responses of an iteration, their padded batches, and the minibatches of an update."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -19,14 +19,14 @@ from dschat_lora.perf.throughput import StepCounts
 
 @dataclass(frozen=True)
 class Response:
-    """A prompt and what the actor said to it."""
+    """A prompt and the actor's response to it."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]  # up to and including end-of-sequence, if it came
     ended: bool  # whether it did
     group: int  # number of the prompt within the iteration
     columns: bytes = b""  # the row of data, as JSON
-    logprobs: tuple[float, ...] = ()  # of its tokens as they were drawn, in nats, where kept
+    logprobs: tuple[float, ...] = ()  # of its tokens in the decode loop, in nats, where kept
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.tokens)
@@ -62,13 +62,25 @@ class ResponseBatch:
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What every role reads."""
+        """Token, position and segment ids."""
         return self.input_ids, self.position_ids, self.segment_ids
 
     def table(self, values: Tensor, width: int) -> Tensor:
         """(n, width) of the (K,) values of response tokens, 0 elsewhere, with gradient."""
         empty = values.new_zeros(len(self.numbers), width)
         return empty.index_put((self.owner, self.step), values)
+
+
+def response_mask(responses: Sequence[Response], device: torch.device) -> Tensor:
+    """(N, R) bool, True on the tokens of each response; R that of the longest, at least 1."""
+    lengths = torch.tensor([len(each.tokens) for each in responses], dtype=torch.int64)
+    width = max(1, int(lengths.max())) if len(lengths) else 1
+    return (torch.arange(width) < lengths[:, None]).to(device)
+
+
+def step_counts(batches: Sequence[ResponseBatch]) -> StepCounts:
+    """Sums over this rank's batches."""
+    return sum((batch.counts for batch in batches), StepCounts())
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The engines of a run, and what each role says about a batch of responses."""
+"""The engines of a run, and each role's outputs for a batch of responses."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ from torch import Tensor
 from dschat_lora.data.batch import Batch
 from dschat_lora.engine.build import StepOutcome, TrainEngine
 from dschat_lora.rlhf.batch import ResponseBatch
+from dschat_lora.rlhf.roles import Network
 
 
 @dataclass(frozen=True)
@@ -21,14 +22,14 @@ class Engines:
         temperature: of all log-probabilities.
     """
 
-    actor: TrainEngine
-    critic: TrainEngine | None
-    reward: TrainEngine | None
+    actor: TrainEngine[Network]
+    critic: TrainEngine[Network] | None
+    reward: TrainEngine[Network] | None
     temperature: float
 
     @property
-    def trained(self) -> Mapping[str, TrainEngine]:
-        """By the role they train."""
+    def trained(self) -> Mapping[str, TrainEngine[Network]]:
+        """Actor and critic by name."""
         return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
 
     def eval(self) -> None:
@@ -37,16 +38,16 @@ class Engines:
             engine.eval()
 
     def train(self) -> None:
-        """Training mode; no role has dropout, so this allows checkpointing and nothing else."""
+        """Training mode: no role has dropout, so this only allows activation checkpointing."""
         for engine in self.trained.values():
             engine.train()
 
     def set_rates(self, factor: float) -> dict[str, dict[str, float]]:
-        """Set the rates of both; they come back by role and parameter group."""
+        """Set the learning rates of both; returns them by role and parameter group."""
         return {name: engine.set_rates(factor) for name, engine in self.trained.items()}
 
     def step(self) -> dict[str, StepOutcome]:
-        """Let both learn what was fed back."""
+        """One optimizer step of both, from the gradients so far."""
         queued = {name: engine.queue_step() for name, engine in self.trained.items()}
         return {name: outcome() for name, outcome in queued.items()}
 

@@ -17,7 +17,7 @@ from dschat_lora.rlhf.batch import Response, collate
 from dschat_lora.rlhf.diagnostics import Diagnostics
 from dschat_lora.rlhf.engines import Engines
 from dschat_lora.rlhf.experience import Experience, score_responses
-from dschat_lora.rlhf.rollout import Generator, prompts_of, response_mask
+from dschat_lora.rlhf.rollout import Generator
 from dschat_lora.rlhf.setup import Setup
 
 
@@ -118,14 +118,12 @@ class Evaluator:
         batches = [
             collate(responses, mine[n * size : (n + 1) * size], pad_id) for n in range(count)
         ]
-        mask = response_mask(responses, device())
-        reference, logprobs, _, scores = score_responses(
-            self.engines, batches, mask.shape[1], with_old=True
-        )
-        if self.setup.function is not None:
-            scores = scores + self.setup.function(responses, device())
-        return Experience(
-            responses, mask & ~scores.isnan()[:, None], reference, scores, logprobs, None
+        return score_responses(
+            self.engines,
+            responses,
+            batches,
+            reward_function=self.setup.function,
+            with_old=True,
         )
 
     def _keep_answers(self, responses: list[Response], when: str) -> None:
@@ -150,8 +148,8 @@ def make_evaluator(
 ) -> Evaluator:
     """Of the first held-out prompts."""
     held_out = setup.prompts.eval
-    numbers = range(min(setup.config.eval_prompts, len(held_out)))
-    return Evaluator(setup, engines, generator, diagnostics, prompts_of(held_out, numbers))
+    prompts = [held_out[n] for n in range(min(setup.config.eval_prompts, len(held_out)))]
+    return Evaluator(setup, engines, generator, diagnostics, prompts)
 
 
 def _mean(values: Tensor) -> float:

@@ -1,6 +1,6 @@
-"""Experience: responses with what every role thinks of them, and what the update makes of that."""
+"""Experience: responses with log-probabilities, values and scores, and their advantages."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,8 +17,7 @@ from dschat_lora.algos.advantages import (
 )
 from dschat_lora.algos.kl import kl_k1
 from dschat_lora.engine.distributed import gather_over_ranks
-from dschat_lora.perf.throughput import StepCounts
-from dschat_lora.rlhf.batch import Response, ResponseBatch
+from dschat_lora.rlhf.batch import Response, ResponseBatch, response_mask
 from dschat_lora.rlhf.config import PpoConfig
 from dschat_lora.rlhf.engines import Engines
 
@@ -27,17 +26,16 @@ from dschat_lora.rlhf.engines import Engines
 class Experience:
     """An iteration's N responses of up to R tokens; every rank holds all of it.
 
-    Tensors are fp32 on the engines' device, 0 where the mask is False.
+    Tensors are fp32 on the engines' device, 0 where the mask is False. "Old" log-probabilities
+    and values are those before the first optimizer step.
     """
 
     responses: Sequence[Response]
     mask: Tensor  # (N, R) bool, True on tokens of responses that count
     ref_logprobs: Tensor  # (N, R) of the reference, in nats
-    scores: Tensor  # (N,) as scored; NaN: does not count
-    logprobs: Tensor | None  # (N, R) of the actor that sampled; None: not yet known
-    values: (
-        Tensor | None
-    )  # (N, R) of the critic before it learns; None: not yet known, or no critic
+    scores: Tensor  # (N,) unscaled; NaN: the response does not count
+    logprobs: Tensor | None  # (N, R) old ones of the actor; None: not computed yet
+    values: Tensor | None  # (N, R) old ones of the critic; None: not computed yet, or no critic
 
     @property
     def counts(self) -> Tensor:
@@ -52,29 +50,51 @@ class Experience:
 
 @dataclass(frozen=True)
 class AdvantagesAndReturns:
-    """What the update descends towards."""
+    """Advantages for the policy loss and returns for the value loss."""
 
     advantages: Tensor  # (N, R)
     returns: Tensor | None  # (N, R); None without a critic
 
 
-@torch.no_grad()
 def score_responses(
-    engines: Engines, batches: Sequence[ResponseBatch], width: int, *, with_old: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """What the roles think of all ranks' responses, gathered; call on every rank.
+    engines: Engines,
+    responses: Sequence[Response],
+    batches: Sequence[ResponseBatch],
+    *,
+    reward_function: Callable[[Sequence[Response], torch.device], Tensor] | None,
+    with_old: bool,
+) -> Experience:
+    """The experience of all ranks' responses; call on every rank.
 
     Args:
         engines: of the run.
-        batches: of this rank, as many on every rank.
-        width: R.
-        with_old: ask actor and critic too.
-
-    Returns:
-        Reference log-probabilities (N, R), the actor's and the critic's (N, R) or None, and
-        scores of the reward model (N,), 0 without one.
+        responses: of the iteration.
+        batches: those of this rank, as many on every rank.
+        reward_function: (N,) scores to add to those of the reward model.
+        with_old: compute old log-probabilities and values too.
     """
     engines.eval()
+    device = engines.actor.device
+    mask = response_mask(responses, device)
+    table = _outputs(engines, batches, mask.shape[1], with_old=with_old)
+    scores, tables = table[:, 0], list(torch.split(table[:, 1:], mask.shape[1], dim=1))
+    if reward_function is not None:
+        scores = scores + reward_function(responses, device)
+    return Experience(
+        responses,
+        mask & ~scores.isnan()[:, None],
+        ref_logprobs=tables.pop(0),
+        scores=scores,
+        logprobs=tables.pop(0) if with_old else None,
+        values=tables.pop(0) if tables else None,
+    )
+
+
+@torch.no_grad()
+def _outputs(
+    engines: Engines, batches: Sequence[ResponseBatch], width: int, *, with_old: bool
+) -> Tensor:
+    """(N, 1 + k R) score, reference log-probabilities and, with_old, the actor's and critic's."""
     rows = []
     for batch in batches:
         batch = batch.to(engines.actor.device)
@@ -86,72 +106,64 @@ def score_responses(
         scores = parts[0].new_zeros(len(batch.numbers))
         if engines.reward is not None:
             scores = engines.scores(batch)
-        numbers = torch.tensor(batch.numbers, dtype=torch.float64, device=scores.device)
-        rows.append(torch.cat([numbers[:, None], scores[:, None].double(), *parts], dim=1))
+        rows.append(torch.cat([scores[:, None], *parts], dim=1))
+    return _gather_rows([n for batch in batches for n in batch.numbers], torch.cat(rows))
+
+
+def _gather_rows(numbers: Sequence[int], rows: Tensor) -> Tensor:
+    """(N, C) fp32 rows of all ranks in the order of their numbers; call on every rank."""
     # Numbers of responses are exact in fp64, fp32 values too.
-    table = gather_over_ranks(torch.cat(rows))
-    table = table[table[:, 0].argsort()].float()
-    scores, tables = table[:, 1], list(torch.split(table[:, 2:], width, dim=1))
-    ref_logprobs = tables.pop(0)
-    logprobs = tables.pop(0) if with_old else None
-    return ref_logprobs, logprobs, tables.pop(0) if tables else None, scores
+    own = torch.tensor(numbers, dtype=torch.float64, device=rows.device)
+    table = gather_over_ranks(torch.cat([own[:, None], rows.detach().double()], dim=1))
+    return table[table[:, 0].argsort()][:, 1:].float()
 
 
-def with_old(
+def add_old_outputs(
     experience: Experience, numbers: Sequence[int], logprobs: Tensor, values: Tensor | None
 ) -> Experience:
-    """The experience with what actor and critic thought of this rank's responses; on every rank.
+    """The experience completed by old log-probabilities and values; call on every rank.
 
     Args:
-        experience: without.
-        numbers: of this rank's responses.
-        logprobs: (n, R) of them.
-        values: (n, R) of them, or None without a critic.
+        experience: without them.
+        numbers: of this rank's n responses.
+        logprobs: (n, R) of the actor.
+        values: (n, R) of the critic, or None without one.
     """
-    width = experience.mask.shape[1]
-    own = torch.tensor(list(numbers), dtype=torch.float64, device=logprobs.device)
-    tables = [logprobs] if values is None else [logprobs, values]
-    table = torch.cat([own[:, None], *(each.detach().double() for each in tables)], dim=1)
-    table = gather_over_ranks(table)
-    found = torch.split(table[table[:, 0].argsort()][:, 1:].float(), width, dim=1)
-    return replace(experience, logprobs=found[0], values=None if values is None else found[1])
+    rows = logprobs if values is None else torch.cat([logprobs, values], dim=1)
+    tables = torch.split(_gather_rows(numbers, rows), experience.mask.shape[1], dim=1)
+    return replace(experience, logprobs=tables[0], values=None if values is None else tables[1])
 
 
-def targets(
-    experience: Experience, scores: Tensor, config: PpoConfig, *, kl_coef: float
+def advantages_and_returns(
+    experience: Experience, rewards: Tensor, config: PpoConfig, *, kl_coef: float
 ) -> AdvantagesAndReturns:
     """Advantages and returns of an iteration, without gradient.
 
-    PPO takes the divergence from each token's reward, RLOO from the response's, GRPO leaves it
+    PPO takes the KL penalty from each token's reward, RLOO from the response's, GRPO leaves it
     to the loss.
 
     Args:
-        experience: with log-probabilities, and with values for PPO.
-        scores: (N,) as they are to teach.
+        experience: with old log-probabilities, and with values for PPO.
+        rewards: (N,) shaped scores, 0 for responses that do not count.
         config: the algorithm's options.
-        kl_coef: weight of the divergence now.
+        kl_coef: weight of the KL penalty.
     """
     mask = experience.mask
     if config.algorithm == "ppo":
         assert experience.values is not None
-        rewards = token_rewards(scores, experience.kl(), mask, kl_coef=kl_coef)
+        per_token = token_rewards(rewards, experience.kl(), mask, kl_coef=kl_coef)
         advantages, returns = gae(
-            rewards, experience.values, mask, gamma=config.gamma, lam=config.lam
+            per_token, experience.values, mask, gamma=config.gamma, lam=config.lam
         )
         if config.whiten_advantages:
             advantages = whiten(advantages, mask)
         return AdvantagesAndReturns(advantages, returns)
     counts = experience.counts
     groups = torch.tensor([each.group for each in experience.responses], device=mask.device)
-    worth = scores
+    estimate = grpo_advantages
     if config.algorithm == "rloo":
-        worth = scores - kl_coef * response_sums(experience.kl(), mask)
-    compare = rloo_advantages if config.algorithm == "rloo" else grpo_advantages
-    each = torch.zeros_like(scores)
-    each[counts] = compare(worth[counts], groups[counts])
-    return AdvantagesAndReturns(to_tokens(each, mask), None)
-
-
-def step_counts(batches: Sequence[ResponseBatch]) -> StepCounts:
-    """Sums over this rank's batches."""
-    return sum((batch.counts for batch in batches), StepCounts())
+        estimate = rloo_advantages
+        rewards = rewards - kl_coef * response_sums(experience.kl(), mask)
+    advantages = torch.zeros_like(rewards)
+    advantages[counts] = estimate(rewards[counts], groups[counts])
+    return AdvantagesAndReturns(to_tokens(advantages, mask), None)

@@ -1,6 +1,7 @@
-"""The figures of an iteration: what the responses were like, and what the update did."""
+"""Metrics of an iteration: of its responses and of its update."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -8,12 +9,15 @@ from torch import Tensor
 from dschat_lora.algos.advantages import explained_variance, response_sums
 from dschat_lora.algos.kl import kl_k3
 from dschat_lora.algos.preference import correlation
-from dschat_lora.rlhf.experience import Experience
+from dschat_lora.rlhf.experience import AdvantagesAndReturns, Experience
 from dschat_lora.rlhf.update import StepResult
 
 
-def update_metrics(results: list[StepResult]) -> dict[str, float | None]:
-    """Means over an iteration's steps, weighted by tokens; norms are those of the last one."""
+def update_metrics(results: Sequence[StepResult]) -> dict[str, float | None]:
+    """Learning rates, and means over an iteration's steps, weighted by tokens.
+
+    Gradient norms are those of the last step.
+    """
     tokens = sum(result.num_tokens for result in results)
 
     def mean(name: str) -> float | None:
@@ -23,9 +27,9 @@ def update_metrics(results: list[StepResult]) -> dict[str, float | None]:
         return sum(value * weight for value, weight in values) / tokens
 
     names = ("policy_loss", "value_loss", "text_loss", "entropy", "clip_fraction")
-    found = {name: mean(name) for name in (*names, "value_clip_fraction", "approx_kl")}
-    if found["text_loss"] is None:
-        del found["text_loss"]
+    means = {name: mean(name) for name in (*names, "value_clip_fraction", "approx_kl")}
+    if means["text_loss"] is None:
+        del means["text_loss"]
     last = results[-1].outcomes
     norms = {
         "grad_norm": last["actor"].grad_norm,
@@ -34,48 +38,54 @@ def update_metrics(results: list[StepResult]) -> dict[str, float | None]:
     }
     if "critic" in last:
         norms["critic_grad_norm"] = last["critic"].grad_norm
-    return {**found, **norms, "ratio_error": results[0].ratio_error}
+    return {
+        "loss": means["policy_loss"],
+        **_learning_rates(results[-1]),
+        **means,
+        **norms,
+        "ratio_error": results[0].ratio_error,
+    }
 
 
-def learning_rates_of(result: StepResult) -> dict[str, float | None]:
-    """The actor's learning rates by the contract's names, and the critic's."""
-    found: dict[str, float | None] = {}
+def _learning_rates(result: StepResult) -> dict[str, float | None]:
+    """The rates of base and LoRA parameters: the actor's, and the critic's with a prefix."""
+    rates: dict[str, float | None] = {}
     for role, prefix in (("actor", ""), ("critic", "critic_")):
         groups = result.learning_rates.get(role)
         if groups is not None:
             lora = [rate for name, rate in groups.items() if name.startswith("lora")]
             base = [rate for name, rate in groups.items() if not name.startswith("lora")]
-            found[f"{prefix}learning_rate"] = (base or lora)[0]
-            found[f"{prefix}lora_learning_rate"] = lora[0] if lora else None
-    return found
+            rates[f"{prefix}learning_rate"] = (base or lora)[0]
+            rates[f"{prefix}lora_learning_rate"] = lora[0] if lora else None
+    return rates
 
 
 def response_metrics(
-    experience: Experience, scores: Tensor, returns: Tensor | None
+    experience: Experience, rewards: Tensor, targets: AdvantagesAndReturns | None
 ) -> dict[str, float | int | None]:
-    """What the responses were like, and how well they were foreseen."""
+    """Scores, KL, lengths and ends of the responses, and how well the critic predicts returns."""
     responses, counts, mask = experience.responses, experience.counts, experience.mask
     kept = [r for r, counted in zip(responses, counts.tolist(), strict=True) if counted]
     assert experience.logprobs is not None
-    raw = experience.scores[counts].double()
+    scores = experience.scores[counts].double()
     kl = response_sums(experience.kl(), mask)[counts].double()
     k3 = response_sums(kl_k3(experience.logprobs, experience.ref_logprobs), mask)[counts].double()
     lengths = torch.tensor([float(len(r.tokens)) for r in kept], dtype=torch.float64)
     eos_rate = sum(r.ended for r in kept) / len(kept)
     explained = None
-    if returns is not None and experience.values is not None:
-        explained = float(explained_variance(experience.values, returns, mask))
+    if targets is not None and targets.returns is not None and experience.values is not None:
+        explained = float(explained_variance(experience.values, targets.returns, mask))
     return {
-        **drawn_alike(experience),
-        "reward": float(raw.mean()),
-        "reward_std": float(raw.std(correction=0)),
-        "scaled_reward": float(scores[counts].double().mean()),
+        **sampler_errors(experience),
+        "reward": float(scores.mean()),
+        "reward_std": float(scores.std(correction=0)),
+        "scaled_reward": float(rewards[counts].double().mean()),
         "kl": float(kl.mean()),
         "kl_k3": float(k3.mean()),
         "kl_standard_error": float(kl.std(correction=0)) / math.sqrt(len(kept)),
         "explained_variance": explained,
         "response_length": float(lengths.mean()),
-        "reward_length_correlation": correlation(raw.cpu(), lengths),
+        "reward_length_correlation": correlation(scores.cpu(), lengths),
         "eos_rate": eos_rate,
         "truncated_fraction": 1 - eos_rate,
         "dropped": len(responses) - len(kept),
@@ -85,8 +95,8 @@ def response_metrics(
     }
 
 
-def drawn_alike(experience: Experience) -> dict[str, float]:
-    """How far log-probabilities in the decode loop are from those that are trained on, in nats."""
+def sampler_errors(experience: Experience) -> dict[str, float]:
+    """|decode loop's minus old log-probabilities| over the tokens that count, in nats."""
     table = torch.zeros(experience.mask.shape)
     for row, response in enumerate(experience.responses):
         table[row, : len(response.logprobs)] = torch.tensor(response.logprobs)

@@ -1,4 +1,4 @@
-"""What responses are worth: a function's scores, and what becomes of scores before they teach."""
+"""Reward functions, and the scaling, clipping and penalty that shape their scores."""
 
 import importlib
 import inspect
@@ -17,7 +17,7 @@ from dschat_lora.models.causal_lm import Tokenizer
 from dschat_lora.rlhf.batch import Response
 from dschat_lora.rlhf.config import RewardsConfig, working_directory
 
-# What a reward function may ask for besides prompts and responses.
+# Parameters that a reward function may have besides prompts and responses.
 _MORE = ("ended", "rows", "token_ids")
 _OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
@@ -139,17 +139,17 @@ def _text(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
 def shaped_rewards(
     scores: Tensor, ended: Tensor, moments: RunningMoments, config: RewardsConfig
 ) -> tuple[Tensor, RunningMoments]:
-    """Scores as the update sees them, and the moments with these scores counted.
+    """Rewards from scores, and the moments with these scores counted.
 
     Scaled, then clipped, then lowered where the response was cut off. Scaling by the scores of
     the first iteration is that of arXiv:1909.08593, section 2.2: mean 0 and variance 1 under the
-    policy before it learns.
+    policy before it is trained.
 
     Args:
-        scores: (N,) as scored, NaN for a response that does not count.
+        scores: (N,) unscaled, NaN for a response that does not count.
         ended: (N,) bool, whether the response ended by itself.
         moments: of all scores before, or of the first ones.
-        config: the user's choice.
+        config: scaling, clip and penalty.
     """
     if config.reward_scaling == "running" or (
         config.reward_scaling == "initial" and not moments.count
@@ -166,12 +166,12 @@ def shaped_rewards(
 
 
 def rescale_values(moments: RunningMoments, values: Tensor) -> Tensor:
-    """Values as distances from the mean, in standard deviations."""
+    """``(values - mean) / std``."""
     return (values - moments.mean) / moments.std
 
 
-def scores_of_clip(teaching: Tensor, ended: Tensor, config: RewardsConfig) -> Tensor:
-    """(N,) bool, which of :func:`shaped_rewards` the clip bounds."""
-    before = teaching + config.missing_eos_penalty * ~ended
+def clipped_rewards(rewards: Tensor, ended: Tensor, config: RewardsConfig) -> Tensor:
+    """(N,) bool, which of :func:`shaped_rewards` are at a bound of the clip."""
+    before = rewards + config.missing_eos_penalty * ~ended
     limit = config.clip_reward_value
     return before.abs() >= limit if limit else torch.zeros_like(ended)

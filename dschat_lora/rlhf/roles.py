@@ -10,7 +10,8 @@ from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.models.build import AdaptedModel, build_causal_lm, build_reward_model
 from dschat_lora.models.causal_lm import Tokenizer, load_causal_lm, load_config
-from dschat_lora.models.reward_model import load_reward_model
+from dschat_lora.models.policy import Policy
+from dschat_lora.models.reward_model import RewardModel, load_reward_model
 from dschat_lora.models.source import ModelSource
 from dschat_lora.models.views import share_parameters
 from dschat_lora.rlhf.config import RlhfConfig, RoleConfig, option_errors_for
@@ -196,11 +197,17 @@ def frozen(adapted: AdaptedModel) -> AdaptedModel:
 
 
 class Network(nn.Module):
-    """The roles of one engine; each call says which of them is asked."""
+    """The roles of one engine; each call names the role to run."""
 
-    def __init__(self, **roles: nn.Module) -> None:
+    def __init__(self, **roles: Policy | RewardModel) -> None:
         super().__init__()
         self.roles = nn.ModuleDict(roles)
+
+    def policy(self, role: str) -> Policy:
+        """The actor or the reference."""
+        policy = self.roles[role]
+        assert isinstance(policy, Policy)
+        return policy
 
     def forward(self, role: str, *args: Any) -> Any:
         """What the role returns."""

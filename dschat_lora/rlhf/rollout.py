@@ -1,4 +1,4 @@
-"""Responses of the actor to the prompts of an iteration, the same for any number of processes."""
+"""Rollouts: the actor's responses to prompts, the same for any number of processes."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from transformers import PreTrainedModel
 
 from dschat_lora.algos.seeds import permutation, stream_seed
-from dschat_lora.data.store import TokenSet
 from dschat_lora.data.tokenize import PromptSample
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import (
@@ -22,6 +21,7 @@ from dschat_lora.engine.zero import gathered
 from dschat_lora.generation.generate import respond
 from dschat_lora.generation.sampling import Responses, Sampling
 from dschat_lora.rlhf.batch import Response
+from dschat_lora.rlhf.roles import Network
 
 # Share of the free memory that the whole weights may take during generation at ZeRO 3.
 GATHER_SHARE = 0.6
@@ -29,7 +29,7 @@ GATHER_SHARE = 0.6
 
 @dataclass(frozen=True)
 class PromptOrder:
-    """Which prompts each iteration answers: a random order of all of them, epoch after epoch."""
+    """Prompts of each iteration: a random order of all of them, epoch after epoch."""
 
     num_prompts: int
     per_iteration: int
@@ -54,17 +54,17 @@ class PromptOrder:
 
 
 class Generator:
-    """Decodes with the actor's weights as they are at the moment; call methods on every rank.
+    """Generates responses with the actor's present weights; call methods on every rank.
 
-    At ZeRO 3 the weights are gathered once for a whole phase where they fit beside what is
-    there, and layer by layer at every token where they do not.
+    At ZeRO 3 the weights are gathered once for a whole phase if the free memory holds them, else
+    layer by layer at every token.
     """
 
     def __init__(
         self,
-        engine: TrainEngine,
-        rollout: Any,
-        sharded: Any,
+        engine: TrainEngine[Network],
+        rollout: PreTrainedModel,
+        sharded: PreTrainedModel,
         *,
         eos_ids: Collection[int],
         pad_id: int,
@@ -95,14 +95,13 @@ class Generator:
         """``num_generations`` responses to each prompt, prompt after prompt, on every rank.
 
         Args:
-            prompts: the same on every rank, which answer some each; those that hold one model
-                between them the same ones.
+            prompts: the same on every rank; each data rank answers a share of them.
             sampling: how tokens are chosen.
             num_generations: responses to a prompt.
             key: of the random numbers; each response has its own.
-            keep_logprobs: bring along what the decode loop made of the tokens it drew.
+            keep_logprobs: keep the log-probabilities that the decode loop drew from.
         """
-        # Prompts of like length are decoded together, and ranks have as much to do.
+        # Prompts of like length are decoded together, and ranks have equal work.
         order = sorted(range(len(prompts)), key=lambda n: -len(prompts[n].input_ids))
         mine = order[data_rank() :: data_world_size()]
         at_a_time = max(1, self._batch_size // num_generations)
@@ -164,8 +163,8 @@ class Generator:
         ]
 
     @contextmanager
-    def _weights(self) -> Iterator[tuple[Any, Callable[[bool], bool] | None]]:
-        """The model to decode with, and what keeps the ranks in step if they must be."""
+    def _weights(self) -> Iterator[tuple[PreTrainedModel, Callable[[bool], bool] | None]]:
+        """The model to decode with, and where ranks must run as many passes, ``keep_going``."""
         if self._engine.zero_stage < 3:
             yield self._rollout, None
             return
@@ -178,24 +177,12 @@ class Generator:
             yield self._rollout, None
 
     def _fits(self, parameters: list[Any]) -> bool:
-        """Whether every rank has room for the whole weights."""
+        """Whether the free memory of every rank holds the whole weights."""
         fits = True
         if self._engine.device.type == "cuda":
             here = self._engine.device
             size = sum(p.ds_numel * p.element_size() for p in parameters)
-            # What torch holds and does not use is free too.
+            # Memory that torch has reserved and does not use is free too.
             unused = torch.cuda.memory_reserved(here) - torch.cuda.memory_allocated(here)
             fits = size < GATHER_SHARE * (torch.cuda.mem_get_info(here)[0] + unused)
         return max_over_ranks(float(not fits)) == 0
-
-
-def prompts_of(samples: TokenSet, numbers: Sequence[int]) -> list[PromptSample]:
-    """The prompts of these numbers."""
-    return [samples[number] for number in numbers]
-
-
-def response_mask(responses: Sequence[Response], device: torch.device) -> Tensor:
-    """(N, R) bool, True on the tokens of each response; R that of the longest, at least 1."""
-    lengths = torch.tensor([len(each.tokens) for each in responses], dtype=torch.int64)
-    width = max(1, int(lengths.max())) if len(lengths) else 1
-    return (torch.arange(width) < lengths[:, None]).to(device)

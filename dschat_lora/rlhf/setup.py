@@ -33,7 +33,7 @@ from dschat_lora.rlhf.memory import memory_plan
 from dschat_lora.rlhf.pretraining import Pretraining
 from dschat_lora.rlhf.rewards import RewardFunction, load_function
 from dschat_lora.rlhf.roles import Network, Roles, Sources, build_roles
-from dschat_lora.rlhf.throughput import Counter
+from dschat_lora.rlhf.throughput import FlopCounter
 from dschat_lora.rlhf.validation import find_sources, shares_base, text_data
 from dschat_lora.runtime.memory import free_memory, settle_recomputation
 from dschat_lora.runtime.run import Run
@@ -60,7 +60,7 @@ class Setup:
     text: Prepared | None  # pretraining text to mix in
     roles: Roles
     settings: dict[str, EngineSettings]  # by trained role
-    counter: Counter | None  # None for an architecture that is not understood
+    counter: FlopCounter | None  # None for an architecture that is not understood
     function: RewardFunction | None
     judge: RewardFunction | None
     identity: dict[str, Any]
@@ -292,7 +292,7 @@ def _place(roles: Roles, settings: dict[str, EngineSettings]) -> None:
     shard_model(scorers, settings["critic"])
 
 
-def _engine(setup: Setup, role: str, network: Network) -> TrainEngine:
+def _engine(setup: Setup, role: str, network: Network) -> TrainEngine[Network]:
     options: RoleConfig = getattr(setup.config, role)
     groups = parameter_groups(setup.roles.models[role].model, options.optim(setup.config.optim))
     return TrainEngine(network, groups, setup.settings[role])
@@ -318,13 +318,18 @@ def _settle(setup: Setup, engines: Engines) -> None:
         )
 
 
-def _counter(config: RlhfConfig, roles: Roles, run: Run[RlhfConfig]) -> Counter | None:
+def _counter(config: RlhfConfig, roles: Roles, run: Run[RlhfConfig]) -> FlopCounter | None:
     checkpointed = {
         "actor": is_on(config.actor.gradient_checkpointing),
         "critic": is_on(config.critic.gradient_checkpointing),
     }
     try:
-        return Counter(roles, checkpointed=checkpointed)
+        return FlopCounter(
+            roles,
+            checkpointed=checkpointed,
+            num_generations=config.batch.num_generations,
+            batch_size=config.batch.per_device_generation_batch_size,
+        )
     except ValueError as error:
         run.log.say(f"  note         TFLOPs are not reported: {error}")
         return None

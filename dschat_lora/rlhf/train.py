@@ -4,19 +4,23 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from dschat_lora.engine.distributed import sum_over_processes
+from dschat_lora.engine.distributed import device, sum_over_processes
 from dschat_lora.engine.state import EngineState
+from dschat_lora.perf.peak import device_peak
 from dschat_lora.rlhf.config import RlhfConfig
 from dschat_lora.rlhf.diagnostics import Diagnostics
 from dschat_lora.rlhf.ema import MovingAverage
 from dschat_lora.rlhf.engines import Engines
 from dschat_lora.rlhf.evaluation import Evaluator, make_evaluator
 from dschat_lora.rlhf.export import finish
-from dschat_lora.rlhf.iteration import Iterations
+from dschat_lora.rlhf.iteration import IterationReport, Iterations
+from dschat_lora.rlhf.pretraining import Pretraining
 from dschat_lora.rlhf.rollout import Generator
 from dschat_lora.rlhf.schedule import Progress, RlhfSchedule, make_rlhf_schedule
 from dschat_lora.rlhf.setup import Setup, make_pretraining
+from dschat_lora.rlhf.throughput import PhaseTimer
 from dschat_lora.runtime.checkpointer import Checkpointer, Part
+from dschat_lora.runtime.lr_schedule import standard_schedule
 from dschat_lora.runtime.setup import MAX_SKIPS, MAX_SKIPS_FP16
 from dschat_lora.runtime.signals import StopRequested
 
@@ -26,7 +30,7 @@ def train(setup: Setup, engines: Engines) -> None:
     config, run = setup.config, setup.run
     plan = make_rlhf_schedule(config, len(setup.prompts.train))
     _announce(plan, run.log.say)
-    generator = _make_generator(setup, engines)
+    generator = make_generator(setup, engines)
     pretraining = make_pretraining(setup)
     average = None
     if config.classic.enable_ema:
@@ -58,7 +62,7 @@ def train(setup: Setup, engines: Engines) -> None:
     checkpointer.restore(num_steps=plan.num_steps)
     if progress.kl_start != config.ppo.kl_coef:  # another one from here on
         progress.kl_coef = progress.kl_start = config.ppo.kl_coef
-    iterate = Iterations(
+    iterate = make_iterations(
         setup,
         engines,
         plan,
@@ -82,15 +86,47 @@ def _announce(plan: RlhfSchedule, say: Callable[[str], None]) -> None:
     )
 
 
-def _make_generator(setup: Setup, engines: Engines) -> Generator:
-    network: Any = engines.actor.module
+def make_generator(setup: Setup, engines: Engines) -> Generator:
+    """The generator of the actor's responses."""
     return Generator(
         engines.actor,
         setup.roles.rollout,
-        network.roles["actor"].model,
+        engines.actor.module.policy("actor").model,
         eos_ids=[int(setup.tokenizer.eos_token_id)],
         pad_id=int(setup.tokenizer.pad_token_id),
         batch_size=setup.config.batch.per_device_generation_batch_size,
+    )
+
+
+def make_iterations(
+    setup: Setup,
+    engines: Engines,
+    schedule: RlhfSchedule,
+    generator: Generator,
+    progress: Progress,
+    diagnostics: Diagnostics,
+    *,
+    pretraining: Pretraining | None,
+    average: MovingAverage | None,
+) -> Iterations:
+    """The iterations of a run, from where ``progress`` is."""
+    config, tokenizer, log = setup.config, setup.tokenizer, setup.run.log
+    return Iterations(
+        config=config,
+        schedule=schedule,
+        progress=progress,
+        engines=engines,
+        generator=generator,
+        prompts=setup.prompts.train,
+        pad_id=int(tokenizer.pad_token_id),
+        reward_function=setup.function,
+        pretraining=pretraining,
+        average=average,
+        rate_factor=standard_schedule(config.optim)(schedule.num_steps),
+        counter=setup.counter,
+        peak_tflops=device_peak(device(), setup.settings["actor"].torch_dtype),
+        timer=PhaseTimer(device()),
+        report=IterationReport(log, config, schedule.num_iterations, tokenizer, diagnostics),
     )
 
 

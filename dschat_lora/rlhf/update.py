@@ -1,4 +1,4 @@
-"""The update: steps of actor and critic on an iteration's experience."""
+"""Optimizer steps of actor and critic on an iteration's experience."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -13,7 +13,7 @@ from dschat_lora.engine.distributed import max_over_ranks, sum_tensor_
 from dschat_lora.rlhf.batch import Minibatch, ResponseBatch
 from dschat_lora.rlhf.config import PpoConfig
 from dschat_lora.rlhf.engines import Engines
-from dschat_lora.rlhf.experience import AdvantagesAndReturns, Experience, with_old
+from dschat_lora.rlhf.experience import AdvantagesAndReturns, Experience, add_old_outputs
 from dschat_lora.rlhf.pretraining import Pretraining, TextWindow
 from dschat_lora.runtime.setup import broken_unless_finite
 
@@ -29,14 +29,14 @@ class StepResult:
     clip_fraction: float
     value_clip_fraction: float | None
     approx_kl: float  # policy that sampled to policy before this step, nats per token
-    ratio_error: float | None  # largest |ratio - 1|, at an iteration's first step
+    ratio_error: float | None  # largest |ratio - 1| at an iteration's first step, else None
     outcomes: dict[str, StepOutcome]  # by role
     learning_rates: dict[str, dict[str, float]]  # by role and parameter group
     num_tokens: int  # response tokens
 
     @property
     def skipped(self) -> bool:
-        """Whether a role did not learn because its gradient was not finite."""
+        """Whether a role's gradient was not finite, so that its weights did not change."""
         return any(outcome.skipped for outcome in self.outcomes.values())
 
 
@@ -65,98 +65,101 @@ class _Sums:
 
 
 class Updater:
-    """Makes the steps of one iteration. Call on every rank.
+    """Makes the optimizer steps of one iteration. Call on every rank.
 
-    Where the policy has taken no step since it sampled, its own forward pass gives the old
-    log-probabilities and values, and no pass is made for them alone.
+    Where no batch was run before the update, the first forward pass, made before the policy has
+    taken a step, gives the old log-probabilities and values.
+
+    Attributes:
+        experience: of the iteration, complete from the first step on.
+        targets: its advantages and returns; None before the first step.
     """
 
     def __init__(
         self,
         engines: Engines,
         config: PpoConfig,
+        experience: Experience,
         *,
-        find_targets: Callable[[Experience], AdvantagesAndReturns],
+        estimate_advantages: Callable[[Experience], AdvantagesAndReturns],
         kl_coef: float,
         pretraining: Pretraining | None,
-        value_units: Callable[[Tensor], Tensor] = lambda values: values,
+        rescale_values: Callable[[Tensor], Tensor] = lambda values: values,
     ) -> None:
         """Prepare an iteration.
 
         Args:
             engines: of the run.
             config: the algorithm's options.
-            find_targets: advantages and returns of an experience with log-probabilities.
-            kl_coef: weight of the divergence where the loss has it.
+            experience: of the iteration.
+            estimate_advantages: advantages and returns of a complete experience.
+            kl_coef: weight of the KL penalty where the loss has it.
             pretraining: text to mix in.
-            value_units: brings the critic's values to the units of rewards.
+            rescale_values: brings the critic's values to the units of rewards.
         """
         self._engines, self._config = engines, config
-        self._find_targets, self._kl_coef = find_targets, kl_coef
-        self._pretraining, self._value_units = pretraining, value_units
+        self._estimate_advantages, self._kl_coef = estimate_advantages, kl_coef
+        self._pretraining, self._rescale_values = pretraining, rescale_values
+        self.experience = experience
         self.targets: AdvantagesAndReturns | None = None
 
     def steps(
         self,
-        experience: Experience,
-        steps: Sequence[Minibatch],
-        collate: Callable[[Sequence[int]], ResponseBatch],
-        factor: Callable[[int], float],
+        minibatches: Sequence[Minibatch],
+        make_batch: Callable[[Sequence[int]], ResponseBatch],
+        rate_factor: Callable[[int], float],
         *,
         first_batches: Sequence[ResponseBatch],
-    ) -> Iterator[tuple[Experience, StepResult]]:
-        """Take the steps, one after another.
+    ) -> Iterator[StepResult]:
+        """Take the steps, one after another; yields the result of each.
+
+        Steps without a token that counts are passed over.
 
         Args:
-            experience: of the iteration.
-            steps: of all passes.
-            collate: makes a batch of responses by number.
-            factor: multiplier of the peak rates at each step.
+            minibatches: of all passes.
+            make_batch: makes a batch of responses by number.
+            rate_factor: multiplier of the peak learning rates at each step.
             first_batches: of the first pass, whose log-probabilities are compared with these.
-
-        Yields:
-            The experience, complete from the first step on, and what the step did. Steps without
-            a token that counts are passed over.
         """
         ready = list(first_batches)
-        for index, step in enumerate(steps):
-            own = [ready.pop(0) if ready else collate(rows) for rows in step.micro_batches]
+        for index, minibatch in enumerate(minibatches):
+            own = [ready.pop(0) if ready else make_batch(rows) for rows in minibatch.micro_batches]
             batches = [batch.to(self._engines.actor.device) for batch in own]
-            tokens = int(experience.mask[step.numbers].sum())
+            tokens = int(self.experience.mask[minibatch.numbers].sum())
             if tokens == 0:
                 continue
             self._engines.train()
-            learning_rates = self._engines.set_rates(factor(index))
-            first = self.targets is None
-            experience, sums, error = self._feed(experience, batches, tokens, first=first)
+            learning_rates = self._engines.set_rates(rate_factor(index))
+            sums, ratio_error = self._backward(batches, tokens)
             outcomes = self._engines.step()
-            yield experience, self._result(sums, tokens, outcomes, learning_rates, error)
+            yield self._result(sums, tokens, outcomes, learning_rates, ratio_error)
 
-    def _feed(
-        self, experience: Experience, batches: list[ResponseBatch], tokens: int, *, first: bool
-    ) -> tuple[Experience, _Sums, float | None]:
-        """Backward passes of a step; the experience with what was missing."""
-        engines, width = self._engines, experience.mask.shape[1]
+    def _backward(
+        self, batches: Sequence[ResponseBatch], tokens: int
+    ) -> tuple[_Sums, float | None]:
+        """Backward passes of a step; the largest |ratio - 1| too at the first one."""
+        engines, width = self._engines, self.experience.mask.shape[1]
+        first = self.targets is None
         sums = _Sums.zero(engines.actor.device)
         texts = self._pretraining.window() if self._pretraining is not None else None
-        error = torch.zeros((), device=engines.actor.device)
+        largest = torch.zeros((), device=engines.actor.device)
         for batch in batches:
             last = batch is batches[-1]
             logprobs, entropy = engines.policy(batch, width)
             values = None
             if engines.critic is not None:
-                values = self._value_units(engines.values(batch, width))
-            if experience.logprobs is None:
+                values = self._rescale_values(engines.values(batch, width))
+            if self.experience.logprobs is None:
                 assert len(batches) == 1, "responses of other batches have to be known"
-                experience = with_old(experience, batch.numbers, logprobs, values)
+                self.experience = add_old_outputs(self.experience, batch.numbers, logprobs, values)
             if self.targets is None:
-                self.targets = self._find_targets(experience)
+                self.targets = self._estimate_advantages(self.experience)
             rows = torch.tensor(batch.numbers, dtype=torch.int64, device=logprobs.device)
-            loss, ratio_error = self._actor_loss(experience, rows, logprobs, entropy, sums)
-            losses = {"actor": loss}
+            policy, ratio_error = self._policy_loss(rows, logprobs, entropy, sums)
+            losses = {"actor": policy}
             if values is not None:
-                losses["critic"] = self._critic_loss(experience, rows, values, sums)
-            error = torch.maximum(error, ratio_error)
+                losses["critic"] = self._value_loss(rows, values, sums)
+            largest = torch.maximum(largest, ratio_error)
             if last:
                 sums = sums.over_ranks()
             for role, loss in losses.items():
@@ -165,56 +168,51 @@ class Updater:
                 ends = last and (texts is None or role == "critic")
                 engines.trained[role].backward(loss / tokens, last=ends)
         if texts is not None:
-            sums.text = self._feed_texts(texts)
-        return experience, sums, max_over_ranks(float(error)) if first else None
+            sums.text = self._backward_texts(texts)
+        return sums, max_over_ranks(float(largest)) if first else None
 
-    def _actor_loss(
-        self,
-        experience: Experience,
-        rows: Tensor,
-        logprobs: Tensor,
-        entropy: Tensor,
-        sums: _Sums,
+    def _policy_loss(
+        self, rows: Tensor, logprobs: Tensor, entropy: Tensor, sums: _Sums
     ) -> tuple[Tensor, Tensor]:
-        """Summed over the tokens of some responses, and the largest |ratio - 1| there."""
+        """The actor's loss summed over the tokens of ``rows``, and the largest |ratio - 1|."""
+        config, experience, targets = self._config, self.experience, self.targets
         assert experience.logprobs is not None
-        assert self.targets is not None
-        config, mask = self._config, experience.mask[rows]
-        found = policy_loss(
+        assert targets is not None
+        mask = experience.mask[rows]
+        parts = policy_loss(
             logprobs,
             experience.logprobs[rows],
-            self.targets.advantages[rows],
+            targets.advantages[rows],
             mask,
             cliprange=config.cliprange,
         )
         total_entropy = torch.where(mask, entropy, 0).sum()
-        loss = found.total - config.entropy_coef * total_entropy
+        loss = parts.total - config.entropy_coef * total_entropy
         if config.algorithm == "grpo":
-            divergence = kl_k3(logprobs, experience.ref_logprobs[rows])
-            loss = loss + self._kl_coef * torch.where(mask, divergence, 0).sum()
+            kl = kl_k3(logprobs, experience.ref_logprobs[rows])
+            loss = loss + self._kl_coef * torch.where(mask, kl, 0).sum()
         sums.add(
-            policy=loss, clipped=found.clipped, approx_kl=found.approx_kl, entropy=total_entropy
+            policy=loss, clipped=parts.clipped, approx_kl=parts.approx_kl, entropy=total_entropy
         )
-        return loss, found.ratio_error
+        return loss, parts.ratio_error
 
-    def _critic_loss(
-        self, experience: Experience, rows: Tensor, values: Tensor, sums: _Sums
-    ) -> Tensor:
-        """Summed over the tokens of some responses."""
+    def _value_loss(self, rows: Tensor, values: Tensor, sums: _Sums) -> Tensor:
+        """The critic's loss summed over the tokens of ``rows``."""
+        experience, targets = self.experience, self.targets
         assert experience.values is not None
-        assert self.targets is not None
-        assert self.targets.returns is not None
-        found = value_loss(
+        assert targets is not None
+        assert targets.returns is not None
+        parts = value_loss(
             values,
             experience.values[rows],
-            self.targets.returns[rows],
+            targets.returns[rows],
             experience.mask[rows],
             cliprange_value=self._config.cliprange_value,
         )
-        sums.add(value=found.total, value_clipped=found.clipped)
-        return found.total
+        sums.add(value=parts.total, value_clipped=parts.clipped)
+        return parts.total
 
-    def _feed_texts(self, texts: TextWindow) -> Tensor:
+    def _backward_texts(self, texts: TextWindow) -> Tensor:
         """Backward passes of pretraining text; its mean loss over all ranks."""
         assert self._pretraining is not None
         engine, total = self._engines.actor, torch.zeros((), device=self._engines.actor.device)
@@ -231,7 +229,7 @@ class Updater:
         tokens: int,
         outcomes: dict[str, StepOutcome],
         learning_rates: dict[str, dict[str, float]],
-        error: float | None,
+        ratio_error: float | None,
     ) -> StepResult:
         has_critic = self._engines.critic is not None
         return StepResult(
@@ -242,7 +240,7 @@ class Updater:
             clip_fraction=float(sums.clipped) / tokens,
             value_clip_fraction=float(sums.value_clipped) / tokens if has_critic else None,
             approx_kl=float(sums.approx_kl) / tokens,
-            ratio_error=error,
+            ratio_error=ratio_error,
             outcomes=outcomes,
             learning_rates=learning_rates,
             num_tokens=tokens,

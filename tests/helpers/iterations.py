@@ -19,10 +19,9 @@ from dschat_lora.rlhf.batch import Minibatch, Response, collate, make_minibatche
 from dschat_lora.rlhf.config import PpoConfig
 from dschat_lora.rlhf.ema import MovingAverage
 from dschat_lora.rlhf.engines import Engines
-from dschat_lora.rlhf.experience import Experience, score_responses, targets
+from dschat_lora.rlhf.experience import advantages_and_returns, score_responses
 from dschat_lora.rlhf.pretraining import Pretraining
 from dschat_lora.rlhf.rewards import RewardFunction
-from dschat_lora.rlhf.rollout import response_mask
 from dschat_lora.rlhf.update import Updater
 from dschat_lora.runtime.setup import shard_model
 from helpers.roles import Words, config_of, networks_of, roles_of
@@ -252,27 +251,30 @@ def _iteration(
     batches = [make(rows) for step in first for rows in step.micro_batches]
     if looks is None:
         looks = not (len(steps) == 1 and len(batches) == 1)
-    mask = response_mask(responses, engines.actor.device)
-    reference, logprobs, values, scores = score_responses(
-        engines, batches, mask.shape[1], with_old=looks
+    bonus = torch.tensor([math.nan if b is None else b for b in bonus])
+    experience = score_responses(
+        engines, responses, batches, reward_function=lambda *_: bonus, with_old=looks
     )
-    scores = scores + torch.tensor([math.nan if b is None else b for b in bonus])
-    mask = mask & ~scores.isnan()[:, None]
-    experience = Experience(responses, mask, reference, scores, logprobs, values)
-    teaching = torch.where(scores.isnan(), 0, scores)
+    scores = experience.scores
     updater = Updater(
         engines,
         ppo,
-        find_targets=lambda known: targets(known, teaching, ppo, kl_coef=ppo.kl_coef),
+        experience,
+        estimate_advantages=partial(
+            advantages_and_returns,
+            rewards=torch.where(scores.isnan(), 0, scores),
+            config=ppo,
+            kl_coef=ppo.kl_coef,
+        ),
         kl_coef=ppo.kl_coef,
         pretraining=pretraining,
     )
     results = []
-    for known, result in updater.steps(experience, steps, make, factor_of, first_batches=batches):
-        experience = known
+    for result in updater.steps(steps, make, factor_of, first_batches=batches):
         results.append(asdict(result))
         if average is not None:
             average.update()
+    experience = updater.experience
     found = updater.targets
     return {
         "steps": results,

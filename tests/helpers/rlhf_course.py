@@ -116,9 +116,9 @@ def train_rlhf(argv, *, layer_by_layer=False):
 
     class Watched(Updater):
         def steps(self, *args, **kwargs):
-            for known, result in super().steps(*args, **kwargs):
+            for result in super().steps(*args, **kwargs):
                 steps.append(_as_numbers(result))
-                yield known, result
+                yield result
 
     generate = Generator.__call__
 

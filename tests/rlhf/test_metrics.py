@@ -9,9 +9,9 @@ from dschat_lora.data.loader import Window
 from dschat_lora.rlhf.batch import Response
 from dschat_lora.rlhf.config import RewardsConfig
 from dschat_lora.rlhf.experience import Experience
-from dschat_lora.rlhf.metrics import drawn_alike
+from dschat_lora.rlhf.metrics import sampler_errors
 from dschat_lora.rlhf.pretraining import Pretraining
-from dschat_lora.rlhf.rewards import scores_of_clip
+from dschat_lora.rlhf.rewards import clipped_rewards
 
 
 def test_sampler_error_is_over_the_tokens_that_count():
@@ -21,7 +21,7 @@ def test_sampler_error_is_over_the_tokens_that_count():
     mask = torch.tensor([[True, True, False], [True, False, False], [False] * 3])
     trained_on = torch.tensor([[-1.25, -2.0, 9.0], [-2.0, 9.0, 9.0], [7.0, 7.0, 7.0]])
     scores = torch.tensor([1.0, 2.0, math.nan])
-    found = drawn_alike(Experience(responses, mask, trained_on, scores, trained_on, None))
+    found = sampler_errors(Experience(responses, mask, trained_on, scores, trained_on, None))
     assert found["sampler_error"] == pytest.approx((0.25 + 0.0 + 1.0) / 3)
     assert found["sampler_error_max"] == pytest.approx(1.0)
 
@@ -31,9 +31,9 @@ def test_clipped_scores_are_told_whatever_the_penalty():
     # as they teach: 2, 2 less the penalty, -2, 1, 3 would be beyond
     teaching = torch.tensor([2.0, 1.0, -2.0, 1.0])
     ended = torch.tensor([True, False, True, True])
-    assert scores_of_clip(teaching, ended, config).tolist() == [True, True, True, False]
+    assert clipped_rewards(teaching, ended, config).tolist() == [True, True, True, False]
     free = RewardsConfig(clip_reward_value=0.0)
-    assert not scores_of_clip(torch.tensor([99.0]), torch.tensor([True]), free).any()
+    assert not clipped_rewards(torch.tensor([99.0]), torch.tensor([True]), free).any()
 
 
 class Texts:
@@ -56,7 +56,7 @@ class Texts:
 
 
 def test_text_is_counted_once_since_the_last_look(ranks):
-    found = ranks(1).run("test_figures:counted")[0]
+    found = ranks(1).run("test_metrics:counted")[0]
     assert found == [[8, 15], 3 + 5 + 7 + 3 + 5, 0]
 
 

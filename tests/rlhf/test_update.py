@@ -8,19 +8,17 @@ import torch
 import torch.distributed as dist
 
 from dschat_lora.engine.build import StepOutcome
-from dschat_lora.rlhf.batch import Minibatch, Response, collate
+from dschat_lora.rlhf.batch import Minibatch, Response, collate, response_mask, step_counts
 from dschat_lora.rlhf.config import PpoConfig
 from dschat_lora.rlhf.engines import Engines
 from dschat_lora.rlhf.experience import (
     AdvantagesAndReturns,
     Experience,
+    add_old_outputs,
+    advantages_and_returns,
     score_responses,
-    step_counts,
-    targets,
-    with_old,
 )
 from dschat_lora.rlhf.pretraining import Pretraining
-from dschat_lora.rlhf.rollout import response_mask
 from dschat_lora.rlhf.update import StepResult, Updater
 from helpers.iterations import ragged_responses, ragged_texts, text_loader
 
@@ -119,21 +117,19 @@ def updated(roles, known, steps, *, find=advantages, config=None, pretraining=No
     updater = Updater(
         roles,
         config or PpoConfig(),
-        find_targets=find,
+        known,
+        estimate_advantages=find,
         kl_coef=0.3,
         pretraining=pretraining,
         **options,
     )
-    found = list(
-        updater.steps(
-            known,
-            steps,
-            lambda rows: collate(RESPONSES, rows, 0),
-            lambda index: 10.0 + index,
-            first_batches=[],
-        )
+    results = updater.steps(
+        steps,
+        lambda rows: collate(RESPONSES, rows, 0),
+        lambda index: 10.0 + index,
+        first_batches=[],
     )
-    return found, updater
+    return [(updater.experience, result) for result in results], updater
 
 
 def tokens_of(*numbers):
@@ -243,7 +239,7 @@ def test_targets_are_found_once_an_iteration():
 def test_values_are_in_units_of_rewards_before_they_are_compared():
     roles = Roles(value=3.0)
     known = experience()
-    units = {"value_units": lambda values: (values - 2.0 * (values != 0)) / 2.0}
+    units = {"rescale_values": lambda values: (values - 2.0 * (values != 0)) / 2.0}
     ((_, result),) = updated(roles, known, TWO_HALVES[:1], **units)[0]
     # (3 - 2) / 2 = 0.5, and the return is 1.5
     assert result.value_loss == pytest.approx(0.5)
@@ -293,7 +289,7 @@ def test_a_step_is_skipped_if_either_role_is(actor, critic, expected):
         ("policy_loss", "entropy", "clip_fraction", "approx_kl", "num_tokens"), 0.0
     )
     absent = dict.fromkeys(("value_loss", "text_loss", "value_clip_fraction", "ratio_error"))
-    assert StepResult(**figures, **absent, outcomes=outcomes, rates={}).skipped is expected
+    assert StepResult(**figures, **absent, outcomes=outcomes, learning_rates={}).skipped is expected
 
 
 def test_a_response_without_score_is_in_no_figure_of_a_batch_it_shares():
@@ -329,7 +325,8 @@ def test_each_role_has_its_own_clip(policy, value, clipped):
 
 def test_batches_that_are_there_serve_the_first_pass_in_their_order():
     roles, numbers = Roles(), [[0, 1], [2], [3], [5, 4]]
-    updater = Updater(roles, PpoConfig(), find_targets=advantages, kl_coef=0.0, pretraining=None)
+    options = {"estimate_advantages": advantages, "kl_coef": 0.0, "pretraining": None}
+    updater = Updater(roles, PpoConfig(), experience(), **options)
     made = []
 
     def make(rows):
@@ -337,7 +334,7 @@ def test_batches_that_are_there_serve_the_first_pass_in_their_order():
         return collate(RESPONSES, rows, 0)
 
     first = [collate(RESPONSES, rows, 0) for rows in numbers]
-    list(updater.steps(experience(), TWO_HALVES * 2, make, lambda index: 1.0, first_batches=first))
+    list(updater.steps(TWO_HALVES * 2, make, lambda index: 1.0, first_batches=first))
     assert roles.passes == [tuple(rows) for rows in numbers] * 2
     assert made == numbers
 
@@ -372,15 +369,15 @@ def test_what_is_done_to_the_engines_is_done_to_both(both):
 def test_a_look_has_every_response_at_its_number(asks, critic):
     roles = Roles(critic=critic, logprob=-0.7, value=0.2)
     batches = [collate(RESPONSES, rows, 0) for rows in ([4, 2], [0, 5, 1], [3], [])]
-    reference, logprobs, values, scores = score_responses(
-        roles, batches, MASK.shape[1], with_old=asks
-    )
+    found = score_responses(roles, RESPONSES, batches, reward_function=None, with_old=asks)
+    logprobs, values = found.logprobs, found.values
     assert roles.modes == ["eval"]
     steps = torch.arange(MASK.shape[1]) + 1.0
-    torch.testing.assert_close(reference, -2.0 * steps * MASK)
+    torch.testing.assert_close(found.ref_logprobs, -2.0 * steps * MASK)
     # without a critic nothing has the reward model here
     expected = [10.0 * n if critic else 0.0 for n in range(6)]
-    assert scores.tolist() == expected
+    assert found.scores.tolist() == expected
+    assert torch.equal(found.mask, MASK)
     assert (logprobs is not None) == asks
     assert (values is not None) == (asks and critic)
     if asks:
@@ -402,7 +399,7 @@ def by_hand(algorithm, scores, groups, *, kl=0.0, **options):
     zero = torch.zeros(len(groups), 1)
     known = Experience(responses, mask, zero - kl, scores, zero, zero)
     config = PpoConfig(algorithm=algorithm, **options)
-    return targets(known, scores.nan_to_num(), config, kl_coef=0.5)
+    return advantages_and_returns(known, scores.nan_to_num(), config, kl_coef=0.5)
 
 
 def test_rloo_compares_what_is_left_of_scores_after_the_divergence():
@@ -434,7 +431,7 @@ def test_discount_and_trace_are_not_each_other():
     scores[longest] = 8.0
     for gamma, lam in ((0.5, 1.0), (1.0, 0.5)):
         config = PpoConfig(gamma=gamma, lam=lam, whiten_advantages=False, kl_coef=0.0)
-        found = targets(known, scores, config, kl_coef=0.0)
+        found = advantages_and_returns(known, scores, config, kl_coef=0.0)
         # by the slow definition, values being 1 before each token and 0 after the last
         deltas = [gamma - 1.0] * (size - 1) + [8.0 - 1.0]
         wanted = sum((gamma * lam) ** k * deltas[k] for k in range(size))
@@ -453,11 +450,11 @@ def test_divergence_is_that_of_tokens_that_count():
 def test_what_ranks_know_is_put_in_the_order_of_responses():
     numbers = [4, 2, 0, 1, 3, 5]
     order = torch.tensor(numbers, dtype=torch.float32)[:, None] * MASK[numbers]
-    known = with_old(experience(known=False), numbers, order, -order)
+    known = add_old_outputs(experience(known=False), numbers, order, -order)
     expected = torch.arange(6.0)[:, None] * MASK
     assert torch.equal(known.logprobs, expected)
     assert torch.equal(known.values, -expected)
-    assert with_old(experience(known=False), numbers, order, None).values is None
+    assert add_old_outputs(experience(known=False), numbers, order, None).values is None
 
 
 def test_counts_of_batches_add_up():
