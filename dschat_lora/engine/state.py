@@ -24,7 +24,7 @@ _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis
 class EngineState:
     """The trained part of an engine, to be saved and restored. Call methods on every rank."""
 
-    def __init__(self, engine: TrainEngine, model: nn.Module) -> None:
+    def __init__(self, engine: TrainEngine[nn.Module], model: nn.Module) -> None:
         """Name what ``engine`` trains as ``model``, which it holds, does."""
         self._engine = engine
         self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}

@@ -129,6 +129,20 @@ class Backbone:
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
+class BackboneModel(nn.Module):
+    """A transformers model and its backbone: what the network of every stage has.
+
+    Attributes:
+        model: the transformers model, layers possibly adapted.
+        backbone: runs it below its head.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+        self.backbone = Backbone(model)
+
+
 def _takes_spans(model: Any, windows: dict[str, int | None]) -> bool:
     """Whether every layer passes on what it is not made for, and tells its window if it has one.
 

@@ -24,7 +24,7 @@ from dschat_lora.algos.vocabulary import VocabularyPart
 from dschat_lora.config.groups import ModelConfig
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.parallel import ParallelLinear, Shard, Split
-from dschat_lora.models.backbone import Backbone
+from dschat_lora.models.backbone import BackboneModel
 from dschat_lora.models.shard_loading import empty_parameters, load_parts
 from dschat_lora.models.source import check_whole, hub_errors
 from dschat_lora.models.tensor_parallel import divide
@@ -144,26 +144,37 @@ def sdpa_errors(model_config: PretrainedConfig) -> Iterator[None]:
         raise
 
 
-class CausalLMLoss(nn.Module):
+class LMHeadModel(BackboneModel):
+    """A causal language model whose head is run apart from its backbone.
+
+    Attributes:
+        full_logits: take the model's own logits instead, for architectures that transform
+            them after the head.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, full_logits: bool = False) -> None:
+        super().__init__(model)
+        self.full_logits = full_logits
+
+    def logits(self, logit_positions: Tensor, *inputs: Tensor) -> Tensor:
+        """(N, V) of the model's own head; the inputs are those of ``Backbone.inputs``."""
+        logits: Tensor = self.model(**self.backbone.inputs(*inputs)).logits
+        return logits.flatten(0, 1)[logit_positions]
+
+
+class CausalLMLoss(LMHeadModel):
     """A causal language model that returns the summed loss of a batch.
 
     Hidden states of supervised positions alone reach the output head, a chunk at a time.
 
     Attributes:
-        model: the transformers model, layers possibly adapted.
-        backbone: runs it below its head.
-        full_logits: take the model's own logits instead, for architectures that transform
-            them after the head.
         label_smoothing: share of each target spread over the vocabulary, in training alone.
     """
 
     def __init__(
         self, model: PreTrainedModel, *, full_logits: bool = False, label_smoothing: float = 0.0
     ) -> None:
-        super().__init__()
-        self.model = model
-        self.backbone = Backbone(model)
-        self.full_logits = full_logits
+        super().__init__(model, full_logits=full_logits)
         self.label_smoothing = label_smoothing
         self.head = LinearHead(model.get_output_embeddings(), model.config.vocab_size)
 
@@ -179,8 +190,7 @@ class CausalLMLoss(nn.Module):
         """Summed cross-entropy, fp32 scalar in nats; all arguments as in ``Batch``."""
         smoothing = self.label_smoothing if self.training else 0.0
         if self.full_logits:
-            inputs = self.backbone.inputs(input_ids, position_ids, segment_ids)
-            logits = self.model(**inputs).logits.flatten(0, 1)[logit_positions]
+            logits = self.logits(logit_positions, input_ids, position_ids, segment_ids)
             return summed_cross_entropy(logits, target_ids, smoothing)
         hidden = self.backbone(input_ids, position_ids, segment_ids, spans=spans)
         # Without a supervised position the graph still spans the model: every rank and every
@@ -189,18 +199,11 @@ class CausalLMLoss(nn.Module):
         return loss + 0.0 * hidden[:, 0].float().sum()
 
 
-class CausalLMLogprobs(nn.Module):
-    """A causal language model that returns log-probabilities of given tokens.
-
-    Attributes:
-        model, trunk, full_logits: as in :class:`CausalLMLoss`.
-    """
+class CausalLMLogprobs(LMHeadModel):
+    """A causal language model that returns log-probabilities of given tokens."""
 
     def __init__(self, model: PreTrainedModel, *, full_logits: bool = False) -> None:
-        super().__init__()
-        self.model = model
-        self.backbone = Backbone(model)
-        self.full_logits = full_logits
+        super().__init__(model, full_logits=full_logits)
         self.head = LogprobHead(model.get_output_embeddings(), model.config.vocab_size)
 
     def forward(
@@ -218,9 +221,8 @@ class CausalLMLogprobs(nn.Module):
         Without a token to predict the graph still spans the model.
         """
         if self.full_logits:
-            inputs = self.backbone.inputs(input_ids, position_ids, segment_ids, branch_ids)
-            logits = self.model(**inputs).logits
-            return token_logprobs(logits.flatten(0, 1)[logit_positions], target_ids)
+            inputs = input_ids, position_ids, segment_ids, branch_ids
+            return token_logprobs(self.logits(logit_positions, *inputs), target_ids)
         hidden = self.backbone(input_ids, position_ids, segment_ids, branch_ids, spans)
         logprobs: Tensor = self.head(hidden.flatten(0, 1)[logit_positions], target_ids)
         return logprobs

@@ -7,34 +7,17 @@ from transformers import PreTrainedModel
 
 from dschat_lora.algos.logprobs import linear_logprobs_entropy, token_entropy, token_logprobs
 from dschat_lora.algos.segments import Spans
-from dschat_lora.models.backbone import Backbone
-from dschat_lora.models.causal_lm import LinearHead
+from dschat_lora.models.causal_lm import LinearHead, LMHeadModel
 
 
-class Policy(nn.Module):
-    """Returns what a policy thinks of given tokens, without ever holding all logits.
-
-    Attributes:
-        model: the transformers model, layers possibly adapted.
-        backbone: runs it below its head.
-        full_logits: take the model's own logits instead, for architectures that transform
-            them after the head.
-    """
+class Policy(LMHeadModel):
+    """Log-probabilities and entropies of given tokens, without ever holding all logits."""
 
     def __init__(
         self, model: PreTrainedModel, *, full_logits: bool = False, entropy_trains: bool = False
     ) -> None:
-        """Wrap a model.
-
-        Args:
-            model: to run.
-            full_logits: see the attribute.
-            entropy_trains: give the entropy a gradient, which forms logits a second time.
-        """
-        super().__init__()
-        self.model = model
-        self.backbone = Backbone(model)
-        self.full_logits = full_logits
+        """Wrap ``model``; ``entropy_trains`` gives entropies a gradient, for a second pass."""
+        super().__init__(model, full_logits=full_logits)
         self.head = PolicyHead(
             model.get_output_embeddings(), model.config.vocab_size, entropy_trains=entropy_trains
         )
@@ -61,9 +44,8 @@ class Policy(nn.Module):
             spans: of the batch; None: they are found.
         """
         if self.full_logits:
-            inputs = self.backbone.inputs(input_ids, position_ids, segment_ids)
-            logits = self.model(**inputs).logits.flatten(0, 1)[logit_positions].float()
-            logits = logits / temperature
+            logits = self.logits(logit_positions, input_ids, position_ids, segment_ids)
+            logits = logits.float() / temperature
             return token_logprobs(logits, target_ids), token_entropy(logits)
         hidden = self.backbone(input_ids, position_ids, segment_ids, spans=spans)
         both: tuple[Tensor, Tensor] = self.head(

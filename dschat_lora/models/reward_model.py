@@ -15,7 +15,7 @@ from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.layers import TrainedModule
 from dschat_lora.lora.model import seeded_generator
 from dschat_lora.lora.parallel import group_of
-from dschat_lora.models.backbone import Backbone
+from dschat_lora.models.backbone import BackboneModel
 from dschat_lora.models.causal_lm import build_divided, sdpa_errors
 from dschat_lora.models.shard_loading import load_parts
 from dschat_lora.models.source import check_whole, hub_errors
@@ -134,19 +134,12 @@ def init_head_(head: nn.Linear, *, seed: int) -> None:
         head.bias.zero_()
 
 
-class RewardModel(nn.Module):
-    """A model with a scalar head that returns scores at given places.
-
-    Attributes:
-        model: the transformers model, layers possibly adapted.
-        backbone: runs it below its head.
-    """
+class RewardModel(BackboneModel):
+    """A model with a scalar head that returns scores at given positions."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__()
-        self.model: Any = model
-        self.backbone = Backbone(model)
-        self.head = ScoreHead(self.model.score, group_of(model))
+        super().__init__(model)
+        self.head = ScoreHead(model.score, group_of(model))
 
     def forward(
         self,

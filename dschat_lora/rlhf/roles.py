@@ -1,5 +1,6 @@
 """Actor, reference, critic and reward model: adapters on one frozen base wherever they can be."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -199,9 +200,11 @@ def frozen(adapted: AdaptedModel) -> AdaptedModel:
 class Network(nn.Module):
     """The roles of one engine; each call names the role to run."""
 
+    roles: Mapping[str, Policy | RewardModel]
+
     def __init__(self, **roles: Policy | RewardModel) -> None:
         super().__init__()
-        self.roles = nn.ModuleDict(roles)
+        self.roles = nn.ModuleDict(roles)  # type: ignore[assignment]
 
     def policy(self, role: str) -> Policy:
         """The actor or the reference."""

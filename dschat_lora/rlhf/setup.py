@@ -22,7 +22,7 @@ from dschat_lora.lora.layers import full_shape
 from dschat_lora.lora.rates import parameter_groups
 from dschat_lora.models.architecture_checks import check_architecture, head_is_linear
 from dschat_lora.models.build import can_recompute, recompute_blocks
-from dschat_lora.models.causal_lm import Tokenizer, load_tokenizer
+from dschat_lora.models.causal_lm import LMHeadModel, Tokenizer, load_tokenizer
 from dschat_lora.models.compile import compile_blocks
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
 from dschat_lora.models.policy import Policy
@@ -138,7 +138,7 @@ def build_engines(setup: Setup) -> Engines:
         "actor": Policy(roles.actor.model, entropy_trains=entropy_trains),
         "reference": Policy(roles.reference.model),
     }
-    scorers: dict[str, Any] = {}
+    scorers = {}
     if roles.critic is not None:
         scorers["critic"] = RewardModel(roles.critic.model)
     if roles.reward is not None:
@@ -301,17 +301,17 @@ def _engine(setup: Setup, role: str, network: Network) -> TrainEngine[Network]:
 def _settle(setup: Setup, engines: Engines) -> None:
     """Look at how the user's own models treat rows and logits; call on every rank."""
     for engine in engines.trained.values():
-        network: Any = engine.module
-        for role in network.roles.values():
+        for role in engine.module.roles.values():
             report = check_architecture(
                 role.backbone, vocab_size=len(setup.tokenizer), device=engine.device
             )
             # Every response has a row of its own, which any mask gets right.
             role.backbone.own_mask |= not report.packing_is_exact
-    actor: Any = engines.actor.module
-    policy, reference = actor.roles["actor"], actor.roles["reference"]
-    if not head_is_linear(policy.model, vocab_size=len(setup.tokenizer), device=device()):
-        policy.full_logits = reference.full_logits = True
+    roles = engines.actor.module.roles
+    if not head_is_linear(roles["actor"].model, vocab_size=len(setup.tokenizer), device=device()):
+        for role in roles.values():
+            if isinstance(role, LMHeadModel):
+                role.full_logits = True
         setup.run.log.say(
             "  note         this architecture transforms its logits: they are computed whole, "
             "which takes more memory"

@@ -1,7 +1,6 @@
 """How samples and pairs lie in rows, and whether the model at hand keeps them apart there."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from dschat_lora.config.stages import PairConfig, SupervisedConfig
 from dschat_lora.data.batch import PairCollator, PairLayout, SampleCollator
@@ -17,7 +16,8 @@ from dschat_lora.models.architecture_checks import (
     check_architecture,
     head_is_linear,
 )
-from dschat_lora.models.backbone import Backbone
+from dschat_lora.models.backbone import Backbone, BackboneModel
+from dschat_lora.models.causal_lm import LMHeadModel
 from dschat_lora.runtime.run import Run
 from dschat_lora.supervised.setup import Setup
 
@@ -32,7 +32,7 @@ class BatchLayout:
     row_tokens: int | None = None
 
 
-def make_sample_layout(setup: Setup, engine: TrainEngine) -> BatchLayout:
+def make_sample_layout(setup: Setup, engine: TrainEngine[BackboneModel]) -> BatchLayout:
     """Of samples, after a look at how the user's own model treats them; call on every rank."""
     tokenizer, wanted = setup.tokenizer, setup.config.data.packing
     packing = resolve_packing(engine, wanted, len(tokenizer), setup.run)
@@ -40,7 +40,9 @@ def make_sample_layout(setup: Setup, engine: TrainEngine) -> BatchLayout:
     return BatchLayout(collate, packing, _row_tokens(setup, engine) if packing else None)
 
 
-def make_pair_layout(setup: Setup, engine: TrainEngine, pairs: PairConfig) -> BatchLayout:
+def make_pair_layout(
+    setup: Setup, engine: TrainEngine[BackboneModel], pairs: PairConfig
+) -> BatchLayout:
     """Of pairs, after the same look; call on every rank."""
     tokenizer = setup.tokenizer
     layout, packing = resolve_pair_layout(
@@ -56,21 +58,22 @@ def make_pair_layout(setup: Setup, engine: TrainEngine, pairs: PairConfig) -> Ba
     return BatchLayout(collate, packing, row_tokens)
 
 
-def _row_tokens(setup: Setup, engine: TrainEngine) -> int:
+def _row_tokens(setup: Setup, engine: TrainEngine[BackboneModel]) -> int:
     """Most tokens of a packed row: all of a micro-batch's where attention is by samples.
 
     Under a mask, attention costs as much as the square of the row.
     """
-    network: Any = engine.module
     budget: int = setup.config.batch.tokens_per_device
-    if budget and network.backbone.skips_padding(engine.device):
+    if budget and engine.module.backbone.skips_padding(engine.device):
         return budget
     return setup.config.max_row_tokens
 
 
-def resolve_head(engine: TrainEngine, vocab_size: int, run: Run[SupervisedConfig]) -> None:
+def resolve_head(
+    engine: TrainEngine[LMHeadModel], vocab_size: int, run: Run[SupervisedConfig]
+) -> None:
     """Take the model's own logits where its head is more than a linear layer. On every rank."""
-    network: Any = engine.module
+    network = engine.module
     engine.eval()
     if not head_is_linear(network.model, vocab_size=vocab_size, device=engine.device):
         network.full_logits = True
@@ -81,7 +84,7 @@ def resolve_head(engine: TrainEngine, vocab_size: int, run: Run[SupervisedConfig
 
 
 def resolve_packing(
-    engine: TrainEngine, wanted: bool, vocab_size: int, run: Run[SupervisedConfig]
+    engine: TrainEngine[BackboneModel], wanted: bool, vocab_size: int, run: Run[SupervisedConfig]
 ) -> bool:
     """Whether to pack, after a look at how the user's own model treats a packed row.
 
@@ -100,7 +103,7 @@ def resolve_packing(
 
 
 def resolve_pair_layout(
-    engine: TrainEngine,
+    engine: TrainEngine[BackboneModel],
     wanted: PairConfig,
     *,
     packing: bool,
@@ -131,13 +134,13 @@ def resolve_pair_layout(
 
 
 def _check_architecture(
-    engine: TrainEngine, vocab_size: int, run: Run[SupervisedConfig]
+    engine: TrainEngine[BackboneModel], vocab_size: int, run: Run[SupervisedConfig]
 ) -> tuple[Backbone, ArchitectureReport]:
-    network: Any = engine.module
+    backbone = engine.module.backbone
     engine.eval()
-    report = check_architecture(network.backbone, vocab_size=vocab_size, device=engine.device)
+    report = check_architecture(backbone, vocab_size=vocab_size, device=engine.device)
     run.record.update({"probe": vars(report)})
-    return network.backbone, report
+    return backbone, report
 
 
 def rows_of(setup: Setup, samples: TokenSet, batch_layout: BatchLayout) -> list[PackedRow]:

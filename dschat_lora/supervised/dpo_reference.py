@@ -28,6 +28,7 @@ from dschat_lora.engine.distributed import (
     sum_tensor_,
 )
 from dschat_lora.engine.zero import Snapshot
+from dschat_lora.models.backbone import BackboneModel
 from dschat_lora.perf.flops import Flops, forward_flops
 from dschat_lora.perf.shape import describe as describe_shape
 from dschat_lora.perf.throughput import StepCounts
@@ -52,7 +53,7 @@ class WithReference:
 
 @torch.no_grad()
 def reference_logprobs(
-    engine: TrainEngine,
+    engine: TrainEngine[BackboneModel],
     pairs: TokenSet,
     *,
     rows: Sequence[PackedRow],
@@ -102,7 +103,7 @@ def reference_logprobs(
 
 
 def _compute(
-    engine: TrainEngine,
+    engine: TrainEngine[BackboneModel],
     pairs: TokenSet,
     rows: Sequence[PackedRow],
     collate: Collator,
@@ -159,7 +160,7 @@ def _write(directory: Path, values: NDArray[np.float32] | None) -> dict[str, Any
 
 
 @torch.no_grad()
-def logprobs_at(snapshot: Snapshot, engine: TrainEngine, batch: PairBatch) -> Tensor:
+def logprobs_at(snapshot: Snapshot, engine: TrainEngine[BackboneModel], batch: PairBatch) -> Tensor:
     """(2 P,) log-probabilities of a batch's answers as they were then; call on every rank.
 
     Dropout is off, whatever the engine's mode.
@@ -184,7 +185,7 @@ class Reference:
 
 
 def make_reference(
-    setup: Setup, engine: TrainEngine, batch_layout: BatchLayout, dpo: DpoConfig
+    setup: Setup, engine: TrainEngine[BackboneModel], batch_layout: BatchLayout, dpo: DpoConfig
 ) -> Reference:
     """The model as it is, before anything is trained or restored; call on every rank.
 
@@ -222,9 +223,9 @@ def make_reference(
     return Reference(dpo_objective(dpo, lambda batch: batch.reference), train, held_out)
 
 
-def _forward_flops(engine: TrainEngine, counts: StepCounts) -> Flops:
+def _forward_flops(engine: TrainEngine[BackboneModel], counts: StepCounts) -> Flops:
     """FLOPs of one more forward pass; none where the architecture is not understood."""
-    network: Any = engine.module
+    network = engine.module
     try:
         shape = describe_shape(network.model)
     except ValueError:

@@ -12,6 +12,7 @@ from dschat_lora.data.store import TokenSet
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import data_rank, data_world_size, world_size
 from dschat_lora.generation.samples import answer
+from dschat_lora.models.backbone import BackboneModel
 from dschat_lora.models.causal_lm import Tokenizer
 from dschat_lora.report.log import eval_line, jsonable
 from dschat_lora.runtime.run import Run
@@ -25,7 +26,7 @@ MAX_ANSWER_TOKENS = 64
 class Evaluator:
     """Evaluates the held-out rows at a step, shows and records the result; keeps them all."""
 
-    engine: TrainEngine
+    engine: TrainEngine[BackboneModel]
     samples: Samples
     rows: Sequence[PackedRow]
     collate: Collator
@@ -85,7 +86,7 @@ class Evaluator:
 class SampleAnswers:
     """Greedy answers to a few held-out prompts, shown and recorded before and after."""
 
-    engine: TrainEngine
+    engine: TrainEngine[BackboneModel]
     prompts: Sequence[Sequence[int]]
     tokenizer: Tokenizer
     run: Run[SupervisedConfig]
@@ -96,9 +97,8 @@ class SampleAnswers:
         if not self.prompts or any(texts["when"] == when for texts in self.shown):
             return
         self.engine.eval()
-        model: Any = self.engine.module
         answers = answer(
-            model.model,
+            self.engine.module.model,
             self.tokenizer,
             self.prompts,
             max_new_tokens=MAX_ANSWER_TOKENS,

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dschat_lora.algos.seeds import stream_seed
 from dschat_lora.config.groups import OptimConfig, RunConfig
@@ -129,7 +129,7 @@ def _own_counts(batch: CountedBatch) -> StepCounts:
 
 
 def train_steps(
-    engine: TrainEngine,
+    engine: TrainEngine[nn.Module],
     windows: Iterable[Window | Sequence[Any]],
     objective: Objective,
     rate_factors: Iterable[float],
@@ -189,7 +189,9 @@ class Evaluation:
 
 
 @torch.no_grad()
-def evaluate(engine: TrainEngine, batches: Iterable[Any], objective: Objective) -> Evaluation:
+def evaluate(
+    engine: TrainEngine[nn.Module], batches: Iterable[Any], objective: Objective
+) -> Evaluation:
     """Mean loss over every supervised token or pair of ``batches``; call on every rank.
 
     Every rank must bring the same number of batches.
@@ -233,7 +235,7 @@ def make_train_schedule(optim: OptimConfig, run: RunConfig, steps_per_epoch: int
 
 
 def fit(
-    engine: TrainEngine,
+    engine: TrainEngine[nn.Module],
     loader: StepLoader,
     objective: Objective,
     plan: TrainSchedule,

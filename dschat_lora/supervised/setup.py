@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.config.options import flatten
@@ -30,6 +29,7 @@ from dschat_lora.models.build import (
 from dschat_lora.models.causal_lm import Tokenizer, load_tokenizer
 from dschat_lora.models.compile import compile_blocks
 from dschat_lora.models.source import ModelSource, find_model
+from dschat_lora.models.views import ModuleT
 from dschat_lora.runtime.memory import (
     estimate_memory_of,
     explaining_memory,
@@ -237,7 +237,7 @@ def describe(
         run.log.say("dry run: nothing was trained or saved")
 
 
-def build_engine(setup: Setup, network: nn.Module) -> TrainEngine:
+def build_engine(setup: Setup, network: ModuleT) -> TrainEngine[ModuleT]:
     """The engine over ``network``, which holds the stage's model; call on every rank."""
     groups = parameter_groups(setup.adapted.model, setup.config.optim)
     engine = TrainEngine(network, groups, setup.settings)

@@ -13,6 +13,7 @@ from dschat_lora.data.store import TokenSet
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import device, world_size
 from dschat_lora.engine.state import EngineState
+from dschat_lora.models.backbone import BackboneModel
 from dschat_lora.models.causal_lm import Tokenizer, stored_dropouts
 from dschat_lora.perf.flops import Flops
 from dschat_lora.perf.peak import device_peak
@@ -31,7 +32,7 @@ from dschat_lora.supervised.setup import Setup
 
 def train(
     setup: Setup,
-    engine: TrainEngine,
+    engine: TrainEngine[BackboneModel],
     loader: StepLoader,
     objective: Objective,
     evaluator: Evaluator,
@@ -99,7 +100,7 @@ def train(
 
 def make_evaluator(
     setup: Setup,
-    engine: TrainEngine,
+    engine: TrainEngine[BackboneModel],
     samples: Samples,
     batch_layout: BatchLayout,
     objective: Objective,
@@ -117,15 +118,14 @@ def make_evaluator(
     return Evaluator(engine, samples, rows, collate, objective, setup.config, setup.run)
 
 
-def make_answers(setup: Setup, engine: TrainEngine) -> SampleAnswers:
+def make_answers(setup: Setup, engine: TrainEngine[BackboneModel]) -> SampleAnswers:
     """Answers a few held-out prompts before and after."""
     prompts = first_prompts(setup.data.eval, setup.config.run.sample_generations)
     return SampleAnswers(engine, prompts, setup.tokenizer, setup.run)
 
 
-def make_meter(setup: Setup, engine: TrainEngine) -> Meter:
+def make_meter(setup: Setup, engine: TrainEngine[BackboneModel]) -> Meter:
     """The throughput meter of a run over this engine."""
-    network: Any = engine.module
     try:
         shape = describe_shape(setup.adapted.model)
     except ValueError as error:
@@ -137,11 +137,13 @@ def make_meter(setup: Setup, engine: TrainEngine) -> Meter:
         world_size=world_size(),
         device=device(),
         peak_tflops=device_peak(device(), setup.settings.torch_dtype),
-        skips_padding=network.backbone.skips_padding(engine.device),
+        skips_padding=engine.module.backbone.skips_padding(engine.device),
     )
 
 
-def finish(setup: Setup, engine: TrainEngine, *, results: dict[str, Any], meter: Meter) -> None:
+def finish(
+    setup: Setup, engine: TrainEngine[BackboneModel], *, results: dict[str, Any], meter: Meter
+) -> None:
     """Summarise the run and save what was trained; call on every rank.
 
     Args:

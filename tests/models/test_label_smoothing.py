@@ -34,7 +34,7 @@ def test_loss_is_smoothed_in_training_and_plain_in_evaluation(path):
     batch = SampleCollator(0)([[sample] for sample in ragged_samples(3)])
     inputs = {
         name: getattr(batch, name)
-        for name in ("input_ids", "position_ids", "segment_ids", "predicted_from", "predicted")
+        for name in ("input_ids", "position_ids", "segment_ids", "logit_positions", "target_ids")
     }
     with torch.no_grad():
         trained, evaluated = (network.train(mode)(**inputs) for mode in (True, False))

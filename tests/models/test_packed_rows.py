@@ -30,7 +30,7 @@ def tensors(batch):
 
 
 def predictions(batch):
-    return {"predicted_from": batch.logit_positions, "predicted": batch.target_ids}
+    return {"logit_positions": batch.logit_positions, "target_ids": batch.target_ids}
 
 
 def adapted(kind, attention="sdpa"):
