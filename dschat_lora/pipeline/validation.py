@@ -21,7 +21,7 @@ from dschat_lora.config.stages import RewardStageConfig, SupervisedConfig
 from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.pipeline.recipe import Recipe
 from dschat_lora.pipeline.stages import STAGES
-from dschat_lora.runtime.validation import model_fields
+from dschat_lora.runtime.checks import model_fields
 
 # Of the machine's processes, which the launcher counts.
 _OF_PROCESSES = ("deepspeed_config", "offload")

@@ -1,36 +1,33 @@
-"""Everything that can be found wrong in step 3's options before anything heavy is imported."""
+"""Validation of step 3: its checks in their order, before anything heavy is imported."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dschat_lora.assets import BUNDLED_DATA
-from dschat_lora.checkpoint.adapter_config import verify_adapter
 from dschat_lora.config.groups import BatchConfig, DataConfig, ModelConfig, OptimConfig
 from dschat_lora.data.rows import check_sources
 from dschat_lora.engine.ds_config import reconcile
 from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.models.tensor_parallel_checks import check_processes, check_training
 from dschat_lora.report.terminal import log_once
-from dschat_lora.rlhf.config import (
-    PromptConfig,
-    RlhfConfig,
-    RoleConfig,
-    check_function,
-    option_errors_for,
-)
-from dschat_lora.runtime.resume import launched_processes, settle
-from dschat_lora.runtime.validation import (
+from dschat_lora.rlhf.config import RlhfConfig, RoleConfig, check_function, option_errors_for
+from dschat_lora.runtime.checks import (
+    Check,
+    apply_checks,
+    check_adapter_files,
     check_compile,
     check_divided,
-    check_nothing_read_is_deleted,
     check_output_dir,
+    check_source_is_kept,
     check_task,
     continued_lora,
-    is_first_rank,
     model_fields,
+    model_name,
     parallel_without_effect,
+    resolve_stage,
     with_tensorboard,
 )
+from dschat_lora.runtime.resume import launched_processes
 
 NAME = "rlhf"
 BUNDLED_LENGTHS = {"max_prompt_seq_len": 64, "max_answer_seq_len": 48}
@@ -44,51 +41,34 @@ _UNUSED = (
 )
 
 
+@dataclass(frozen=True)
+class Found:
+    """What the options name, for the checks: the models, and the data as it was asked for."""
+
+    actor: ModelSource
+    critic: ModelSource | None  # None where nothing but a function scores
+    asked: tuple[str, ...]
+
+    @property
+    def sources(self) -> dict[str, ModelSource]:
+        """Those that are there, by role."""
+        return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
+
+
 def check_rlhf(config: RlhfConfig) -> RlhfConfig:
     """The config of step 3 with paths, bundled defaults and the DeepSpeed JSON applied.
 
-    As for the other stages (:func:`dschat_lora.runtime.validation.check_supervised`).
+    Where a run is resumed, see :func:`dschat_lora.runtime.checks.resolve_stage`.
 
     Raises:
         ValueError: at the first thing that cannot work, naming option, value and remedy.
     """
-    if config.checkpoint is None:
-        if config.run.resume_from_checkpoint and not is_first_rank():
-            return config
-        config = settle(config, stage=NAME)
-    asked = config
-    config = _with_bundled(config)
-    actor, critic = find_sources(config)
-    _check_rewards(config, critic)
-    config = replace(
-        config,
-        actor=_settled_role(config, "actor", actor),
-        critic=_settled_critic(config, actor, critic),
-        data=_fitting(config, [actor, *([critic] if critic is not None else [])]),
-    )
-    _check_tensor_parallel(config, actor, critic)
-    _check_algorithm(config)
-    check_sources(config.data.data, "prompts")
-    check_sources_of_text(config)
-    config = _with_steps(_reconciled(config))
-    _check_kl_horizon(config)
-    _check_tokens(config)
-    if config.load.attn_implementation == "flex_attention":
-        raise ValueError(
-            "--attn_implementation flex_attention does not decode: step 3 takes sdpa or eager"
-        )
-    _check_zero_stages(config)
-    check_compile(config.load, config.actor.zero_stage, config.critic.zero_stage)
-    config = replace(config, run=with_tensorboard(config.run))
-    check_output_dir(config)
-    for role, source in (("actor", actor), ("critic", critic)):
-        if source is not None:
-            with option_errors_for(role):
-                check_nothing_read_is_deleted(config.run, source)
-    _announce(config, asked, actor, critic)
-    for note in _without_effect(config, critic):
-        log_once(f"  note         {note}")
-    return config
+    return resolve_stage(config, _check, stage=NAME)
+
+
+def _check(config: RlhfConfig) -> RlhfConfig:
+    found = Found(*find_sources(config), asked=config.data.data_path)
+    return apply_checks(config, found, RLHF_CHECKS)
 
 
 def find_sources(config: RlhfConfig) -> tuple[ModelSource, ModelSource | None]:
@@ -97,15 +77,18 @@ def find_sources(config: RlhfConfig) -> tuple[ModelSource, ModelSource | None]:
     Raises:
         ValueError: naming the role's option.
     """
-    with option_errors_for("actor"):
-        actor = find_model(config.actor.model_name_or_path)
-        _check(actor, "CAUSAL_LM")
+    actor = _find("actor", config.actor.model_name_or_path, "CAUSAL_LM")
     if config.critic.model_name_or_path is None:
         return actor, None
-    with option_errors_for("critic"):
-        critic = find_model(config.critic.model_name_or_path)
-        _check(critic, "SEQ_CLS")
-    return actor, critic
+    return actor, _find("critic", config.critic.model_name_or_path, "SEQ_CLS")
+
+
+def _find(role: str, name: str | None, task: str) -> ModelSource:
+    with option_errors_for(role):
+        source = find_model(name)
+        check_adapter_files(source)
+        check_task(source, (task,))
+    return source
 
 
 def text_data(config: RlhfConfig) -> DataConfig | None:
@@ -128,52 +111,29 @@ def text_data(config: RlhfConfig) -> DataConfig | None:
     )
 
 
-def check_sources_of_text(config: RlhfConfig) -> None:
-    """Refuse pretraining text that cannot be read.
-
-    Raises:
-        ValueError: naming option and file.
-    """
-    data = text_data(config)
-    if data is not None:
-        try:
-            check_sources(data)
-        except ValueError as error:
-            words = str(error).replace("--data_path", "--unsupervised_dataset_name")
-            raise ValueError(words) from error
-
-
-def _with_bundled(config: RlhfConfig) -> RlhfConfig:
-    """Bundled prompts where none are named; the world's own judge where nothing scores."""
-    if not config.data.data_path:
-        lengths: dict[str, Any] = {
-            n: v for n, v in BUNDLED_LENGTHS.items() if n not in config.given
-        }
-        data = replace(
-            config.data,
-            data_path=(str(BUNDLED_DATA["train"]),),
-            eval_data_path=config.data.eval_data_path or (str(BUNDLED_DATA["eval"]),),
-            **lengths,
-        )
-        nothing_named = config.actor.model_name_or_path is None
-        if nothing_named and not _scores(config):
-            rewards = replace(config.rewards, reward_function=BUNDLED_REWARD)
-            config = replace(config, rewards=rewards)
-        config = replace(config, data=data)
-    return config
+def with_bundled_prompts(config: RlhfConfig, found: Found) -> RlhfConfig:
+    """With bundled prompts where none are named; the world's own judge where nothing scores."""
+    if config.data.data_path:
+        return config
+    lengths: dict[str, Any] = {n: v for n, v in BUNDLED_LENGTHS.items() if n not in config.given}
+    data = replace(
+        config.data,
+        data_path=(str(BUNDLED_DATA["train"]),),
+        eval_data_path=config.data.eval_data_path or (str(BUNDLED_DATA["eval"]),),
+        **lengths,
+    )
+    rewards = config.rewards
+    if config.actor.model_name_or_path is None and not _scores(config):
+        rewards = replace(rewards, reward_function=BUNDLED_REWARD)
+    return replace(config, data=data, rewards=rewards)
 
 
 def _scores(config: RlhfConfig) -> bool:
     return bool(config.critic.model_name_or_path or config.rewards.reward_function)
 
 
-def _check(source: ModelSource, task: str) -> None:
-    if source.adapter is not None and is_first_rank():
-        verify_adapter(source.adapter)
-    check_task(source, (task,))
-
-
-def _check_rewards(config: RlhfConfig, critic: ModelSource | None) -> None:
+def check_rewards(config: RlhfConfig, found: Found) -> None:
+    """Refuse a run that nothing scores, or functions whose modules are not there."""
     if not _scores(config):
         raise ValueError(
             "--critic_model_name_or_path must name a reward model (the output of step 2), or "
@@ -185,7 +145,19 @@ def _check_rewards(config: RlhfConfig, critic: ModelSource | None) -> None:
             check_function(option, name)
 
 
-def _settled_role(config: RlhfConfig, role: str, source: ModelSource) -> RoleConfig:
+def with_continued_lora(config: RlhfConfig, found: Found) -> RlhfConfig:
+    """With the adapters that are continued; without a reward model the critic's is the actor's."""
+    actor = _with_adapter(config, "actor", found.actor)
+    if found.critic is not None:
+        critic = _with_adapter(config, "critic", found.critic)
+    elif "critic_lora_dim" not in config.given and found.actor.adapter is None:
+        critic = replace(config.critic, lora_dim=config.actor.lora_dim)
+    else:
+        critic = _with_adapter(config, "critic", found.actor)
+    return replace(config, actor=actor, critic=critic)
+
+
+def _with_adapter(config: RlhfConfig, role: str, source: ModelSource) -> RoleConfig:
     """The role's options with those of the adapter that it continues."""
     options: RoleConfig = getattr(config, role)
     prefix = f"{role}_"
@@ -200,53 +172,38 @@ def _settled_role(config: RlhfConfig, role: str, source: ModelSource) -> RoleCon
     )
 
 
-def _settled_critic(
-    config: RlhfConfig, actor: ModelSource, critic: ModelSource | None
-) -> RoleConfig:
-    """The critic's options; without a reward model it starts from the actor, as the actor does."""
-    if critic is not None:
-        return _settled_role(config, "critic", critic)
-    if "critic_lora_dim" not in config.given and actor.adapter is None:
-        return replace(config.critic, lora_dim=config.actor.lora_dim)
-    return _settled_role(config, "critic", actor)
-
-
-def _fitting(config: RlhfConfig, sources: list[ModelSource]) -> PromptConfig:
-    """Lengths that the models have positions for.
-
-    Raises:
-        ValueError: where the user chose longer ones.
-    """
+def with_fitting_lengths(config: RlhfConfig, found: Found) -> RlhfConfig:
+    """With lengths that the models have positions for; longer ones are refused if typed."""
     data, given = config.data, config.given
-    found = [model_fields(source) for source in sources]
-    limits = [f.get("max_position_embeddings") or f.get("n_positions") for f in found]
+    fields = [model_fields(source) for source in found.sources.values()]
+    limits = [f.get("max_position_embeddings") or f.get("n_positions") for f in fields]
     limit = min((n for n in limits if isinstance(n, int)), default=data.max_seq_len)
     if data.max_seq_len <= limit:
-        return data
+        return config
     if given & BUNDLED_LENGTHS.keys():
         raise ValueError(
             f"--max_prompt_seq_len {data.max_prompt_seq_len} and --max_answer_seq_len "
             f"{data.max_answer_seq_len} need {data.max_seq_len} positions, the models have {limit}"
         )
-    return replace(data, max_prompt_seq_len=limit - limit // 2, max_answer_seq_len=limit // 2)
+    data = replace(data, max_prompt_seq_len=limit - limit // 2, max_answer_seq_len=limit // 2)
+    return replace(config, data=data)
 
 
-def _check_tensor_parallel(
-    config: RlhfConfig, actor: ModelSource, critic: ModelSource | None
-) -> None:
+def check_tensor_parallel(config: RlhfConfig, found: Found) -> None:
     """Refuse models that the processes cannot divide, or cannot train once they are divided."""
     size, only_adapters = config.parallel.tensor_parallel_size, config.classic.only_optimize_lora
     check_processes(size, launched_processes())
-    for role, source in (("actor", actor), ("critic", critic)):
+    for role in ("actor", "critic"):
         options: RoleConfig = getattr(config, role)
         with option_errors_for(role):
             if role == "actor" or config.has_critic:
                 check_training(config.load, options.lora(only_adapters), size)
-            if source is not None:
-                check_divided(source, config.parallel)
+            if role in found.sources:
+                check_divided(found.sources[role], config.parallel)
 
 
-def _check_algorithm(config: RlhfConfig) -> None:
+def check_num_generations(config: RlhfConfig, found: Found) -> None:
+    """Refuse to compare one response to a prompt with itself."""
     algorithm, k = config.ppo.algorithm, config.batch.num_generations
     if algorithm != "ppo" and k < 2:
         raise ValueError(
@@ -255,29 +212,24 @@ def _check_algorithm(config: RlhfConfig) -> None:
         )
 
 
-def _check_kl_horizon(config: RlhfConfig) -> None:
-    batch, shares = config.batch, config.parallel.shares(launched_processes())
-    responses = batch.per_device_generation_batch_size * batch.generation_batches * shares
-    horizon = config.ppo.kl_horizon
-    if config.ppo.adaptive_kl_target and 5 * horizon <= responses:
-        raise ValueError(
-            f"--kl_horizon {horizon} is too short for {responses} responses an iteration: the "
-            f"coefficient could change its sign; use more than {responses // 5}"
-        )
+def check_prompts(config: RlhfConfig, found: Found) -> None:
+    """Refuse prompts that cannot be read."""
+    check_sources(config.data.data, "prompts")
 
 
-def _check_tokens(config: RlhfConfig) -> None:
-    tokens, longest = config.batch.tokens_per_device, config.data.max_seq_len
-    if 0 < tokens < longest:
-        raise ValueError(
-            f"--tokens_per_device {tokens} is less than a prompt and its answer may take; it must "
-            f"be {longest} or more (--max_prompt_seq_len {config.data.max_prompt_seq_len} + "
-            f"--max_answer_seq_len {config.data.max_answer_seq_len})"
-        )
+def check_pretraining_text(config: RlhfConfig, found: Found) -> None:
+    """Refuse pretraining text that cannot be read."""
+    data = text_data(config)
+    if data is not None:
+        try:
+            check_sources(data)
+        except ValueError as error:
+            words = str(error).replace("--data_path", "--unsupervised_dataset_name")
+            raise ValueError(words) from error
 
 
-def _reconciled(config: RlhfConfig) -> RlhfConfig:
-    """With what --deepspeed_config says filled in."""
+def with_deepspeed_json(config: RlhfConfig, found: Found) -> RlhfConfig:
+    """With what ``--deepspeed_config`` says where no option was given."""
     names = {"per_device_training_batch_size": "per_device_train_batch_size"}
     model, batch, optim, parallel = reconcile(
         ModelConfig(**vars(config.load)),
@@ -310,8 +262,8 @@ def _with_stage(role: RoleConfig, stage: int) -> RoleConfig:
     return role if role.zero_stage is not None else replace(role, zero_stage=stage)  # type: ignore[arg-type]
 
 
-def _with_steps(config: RlhfConfig) -> RlhfConfig:
-    """With as many responses an iteration as a step wants, and as many steps as a test wants."""
+def with_whole_steps(config: RlhfConfig, found: Found) -> RlhfConfig:
+    """With the responses of a step in each iteration, and as many steps as a test wants."""
     batch, shares = config.batch, config.parallel.shares(launched_processes())
     wanted = batch.per_device_training_batch_size * batch.gradient_accumulation_steps
     if wanted > batch.per_device_generation_batch_size * batch.generation_batches:
@@ -327,13 +279,46 @@ def _with_steps(config: RlhfConfig) -> RlhfConfig:
     return replace(config, batch=batch, optim=optim)
 
 
-def _check_zero_stages(config: RlhfConfig) -> None:
+def check_kl_horizon(config: RlhfConfig, found: Found) -> None:
+    """Refuse a horizon of the adaptive KL coefficient that lets it change its sign."""
+    batch, shares = config.batch, config.parallel.shares(launched_processes())
+    responses = batch.per_device_generation_batch_size * batch.generation_batches * shares
+    horizon = config.ppo.kl_horizon
+    if config.ppo.adaptive_kl_target and 5 * horizon <= responses:
+        raise ValueError(
+            f"--kl_horizon {horizon} is too short for {responses} responses an iteration: the "
+            f"coefficient could change its sign; use more than {responses // 5}"
+        )
+
+
+def check_budget(config: RlhfConfig, found: Found) -> None:
+    """Refuse micro-batches that hold no whole response."""
+    tokens, longest = config.batch.tokens_per_device, config.data.max_seq_len
+    if 0 < tokens < longest:
+        raise ValueError(
+            f"--tokens_per_device {tokens} is less than a prompt and its answer may take; it must "
+            f"be {longest} or more (--max_prompt_seq_len {config.data.max_prompt_seq_len} + "
+            f"--max_answer_seq_len {config.data.max_answer_seq_len})"
+        )
+
+
+def check_attention(config: RlhfConfig, found: Found) -> None:
+    """Refuse attention that does not decode."""
+    if config.load.attn_implementation == "flex_attention":
+        raise ValueError(
+            "--attn_implementation flex_attention does not decode: step 3 takes sdpa or eager"
+        )
+
+
+def check_zero_stages(config: RlhfConfig, found: Found) -> None:
+    """Refuse to shard one base for one role alone, or what is compiled."""
     actor, critic = config.actor.zero_stage, config.critic.zero_stage
     if config.has_critic and (actor == 3) != (critic == 3) and shares_base(config):
         raise ValueError(
             f"--actor_zero_stage {actor} and --critic_zero_stage {critic}: actor and critic share "
             "the weights of one base, which are sharded for both (3) or for neither"
         )
+    check_compile(config.load, actor, critic)
 
 
 def shares_base(config: RlhfConfig) -> bool:
@@ -346,25 +331,25 @@ def shares_base(config: RlhfConfig) -> bool:
     return critic is None or (critic.adapter is not None and critic.base == actor.base)
 
 
-def _announce(
-    config: RlhfConfig, asked: RlhfConfig, actor: ModelSource, critic: ModelSource | None
-) -> None:
-    """Say on the first line what learns from what."""
+def check_sources_are_kept(config: RlhfConfig, found: Found) -> None:
+    """Refuse to overwrite a directory that a model comes from."""
+    for role, source in found.sources.items():
+        with option_errors_for(role):
+            check_source_is_kept(config.run, source)
 
-    def name(source: ModelSource) -> str:
-        base = "the bundled tiny model" if source.bundled else source.base
-        return base + (f" with the adapter {source.adapter}" if source.adapter else "")
 
+def announce(config: RlhfConfig, found: Found) -> None:
+    """Log the models, the reward and the data on the first line; the first rank alone."""
     function = config.rewards.reward_function
-    by = [name(critic)] if critic is not None else []
+    by = [model_name(found.critic)] if found.critic is not None else []
     by += [f"the function {function}"] if function else []
-    bundled = config.data.data_path != asked.data.data_path
+    bundled = config.data.data_path != found.asked
     data = "the bundled prompts" if bundled else " ".join(config.data.data_path)
-    log_once(f"actor: {name(actor)}; reward: {' and '.join(by)}; data: {data}")
+    log_once(f"actor: {model_name(found.actor)}; reward: {' and '.join(by)}; data: {data}")
 
 
-def _without_effect(config: RlhfConfig, critic: ModelSource | None) -> list[str]:
-    """A line for each option that was given and changes nothing."""
+def note_without_effect(config: RlhfConfig, found: Found) -> None:
+    """Log a note on each option that was given and changes nothing."""
     given = config.given
     notes = [f"--{name} has no effect here: see --help" for name in _UNUSED if name in given]
     notes += parallel_without_effect(config.parallel)
@@ -385,4 +370,29 @@ def _without_effect(config: RlhfConfig, critic: ModelSource | None) -> list[str]
     if not config.batch.do_sample:
         unused = sorted({"top_p", "top_k"} & given)
         notes += [f"--{name} has no effect with --no-do_sample" for name in unused]
-    return notes
+    for note in notes:
+        log_once(f"  note         {note}")
+
+
+# In this order: the first that fails is the one a user reads.
+RLHF_CHECKS: tuple[Check[RlhfConfig, Found], ...] = (
+    with_bundled_prompts,
+    check_rewards,
+    with_continued_lora,
+    with_fitting_lengths,
+    check_tensor_parallel,
+    check_num_generations,
+    check_prompts,
+    check_pretraining_text,
+    with_deepspeed_json,
+    with_whole_steps,
+    check_kl_horizon,
+    check_budget,
+    check_attention,
+    check_zero_stages,
+    with_tensorboard,
+    check_output_dir,
+    check_sources_are_kept,
+    announce,
+    note_without_effect,
+)

@@ -11,7 +11,7 @@ from dschat_lora.models.build import recompute_blocks
 from dschat_lora.models.causal_lm import CausalLMLoss
 from dschat_lora.models.compile import check_compiler, compile_blocks
 from dschat_lora.models.views import share_parameters
-from dschat_lora.runtime.validation import check_compile
+from dschat_lora.runtime.checks import check_compile
 
 
 class Counted:

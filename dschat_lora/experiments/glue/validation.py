@@ -1,4 +1,4 @@
-"""What can be found wrong with the options of a GLUE run before torch is imported."""
+"""Validation of a GLUE run: its checks in their order, before torch is imported."""
 
 import json
 import os
@@ -18,43 +18,27 @@ from dschat_lora.data.rows import SMALL_FILE
 from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.experiments.glue.data import find_files, read_split
 from dschat_lora.experiments.glue.resume import checkpoints, settle
-from dschat_lora.models.source import find_model
+from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.report.directory import check_idle, leftovers
 from dschat_lora.report.terminal import log_once
-from dschat_lora.runtime.validation import check_can_be_made, is_first_rank
+from dschat_lora.runtime.checks import (
+    Check,
+    apply_checks,
+    check_can_be_made,
+    check_may_be_deleted,
+    is_first_rank,
+)
 
 _RESULTS = ("all_results.json", "eval_results.json", "train_results.json", "trainer_state.json")
 
 
 def check_glue(config: GlueConfig) -> GlueConfig:
-    """The config with paths and a checkpoint to resume from settled.
+    """The config with its paths and the checkpoint to resume from.
 
     Raises:
         ValueError: at the first thing that cannot work, naming option, value and remedy.
     """
-    source = find_model(config.model_name_or_path)
-    if source.adapter is not None and config.lora_path is not None:
-        raise ValueError(
-            f"--model_name_or_path names the adapter {source.adapter}, and --lora_path another"
-        )
-    start = config.lora_path or source.adapter
-    config = settle(
-        replace(
-            config,
-            model_name_or_path=source.base,
-            lora_path=None if start is None else str(adapter_place(str(start)).resolve()),
-        )
-    )
-    _check_packages()
-    _check_together(config)
-    config = _with_settings_of_adapter(config)
-    for split, path in find_files(config).items():
-        if path is not None:
-            small = path.stat().st_size <= SMALL_FILE
-            read_split(path, config, split, first=None if small else 100)
-    _check_deepspeed(config)
-    _check_output_dir(config)
-    return config
+    return apply_checks(config, find_model(config.model_name_or_path), GLUE_CHECKS)
 
 
 def adapter_place(name: str) -> Path:
@@ -96,13 +80,31 @@ def earlier_run(directory: Path) -> list[Path]:
     return [*leftovers(directory), *checkpoints(directory), *results, *predictions]
 
 
-def _check_packages() -> None:
+def with_start(config: GlueConfig, source: ModelSource) -> GlueConfig:
+    """With the base model, and the adapter that training starts from."""
+    if source.adapter is not None and config.lora_path is not None:
+        raise ValueError(
+            f"--model_name_or_path names the adapter {source.adapter}, and --lora_path another"
+        )
+    start = config.lora_path or source.adapter
+    path = None if start is None else str(adapter_place(str(start)).resolve())
+    return replace(config, model_name_or_path=source.base, lora_path=path)
+
+
+def with_checkpoint(config: GlueConfig, source: ModelSource) -> GlueConfig:
+    """With the checkpoint to resume from, and the options of its run."""
+    return settle(config)
+
+
+def check_packages(config: GlueConfig, source: ModelSource) -> None:
+    """Refuse to run without the packages of GLUE."""
     for package in ("accelerate", "scipy", "sklearn"):
         if find_spec(package) is None:
             raise ValueError(f"GLUE needs {package}: pip install 'dschat_lora[glue]'")
 
 
-def _check_together(config: GlueConfig) -> None:
+def check_options_agree(config: GlueConfig, source: ModelSource) -> None:
+    """Refuse options that contradict each other."""
     if config.fp16 and config.bf16:
         raise ValueError("--fp16 and --bf16 contradict each other; give one")
     if not (config.do_train or config.do_eval or config.do_predict):
@@ -120,8 +122,8 @@ def _check_together(config: GlueConfig) -> None:
         raise ValueError(f"--{given[0]} has no effect without --apply_lora")
 
 
-def _with_settings_of_adapter(config: GlueConfig) -> GlueConfig:
-    """The config with the rank and alpha of the adapter it starts from, where none are typed."""
+def with_adapter_settings(config: GlueConfig, source: ModelSource) -> GlueConfig:
+    """With the rank and alpha of the adapter it starts from, where none are typed."""
     if config.lora_path is None or config.resume_from_checkpoint is not None:
         return config
     if not config.apply_lora:
@@ -133,7 +135,16 @@ def _with_settings_of_adapter(config: GlueConfig) -> GlueConfig:
     return replace(config, **{n: v for n, v in found.items() if n not in config.given})
 
 
-def _check_deepspeed(config: GlueConfig) -> None:
+def check_data(config: GlueConfig, source: ModelSource) -> None:
+    """Refuse files whose rows cannot be read: all rows of small ones, else the first 100."""
+    for split, path in find_files(config).items():
+        if path is not None:
+            small = path.stat().st_size <= SMALL_FILE
+            read_split(path, config, split, first=None if small else 100)
+
+
+def check_deepspeed(config: GlueConfig, source: ModelSource) -> None:
+    """Refuse a DeepSpeed JSON that cannot be read or is of ZeRO 3."""
     path = config.deepspeed
     if path is None:
         return
@@ -153,7 +164,8 @@ def _check_deepspeed(config: GlueConfig) -> None:
         raise ValueError("--deepspeed is for training; leave it out with --no-do_train")
 
 
-def _check_output_dir(config: GlueConfig) -> None:
+def check_output_dir(config: GlueConfig, source: ModelSource) -> None:
+    """Refuse a directory that holds another run; only on the first rank, which creates it."""
     if config.output_dir is None or not is_first_rank():
         return
     path = Path(config.output_dir).expanduser()
@@ -165,24 +177,33 @@ def _check_output_dir(config: GlueConfig) -> None:
     checkpoint = config.resume_from_checkpoint
     if not earlier or (checkpoint and Path(checkpoint).parent.resolve() == path.resolve()):
         return
-    names = ", ".join(each.name for each in earlier)
     if not config.overwrite_output_dir:
+        names = ", ".join(each.name for each in earlier)
         raise ValueError(
             f"--output_dir {path} holds an earlier run ({names}); choose another directory, go on "
             "with that run by --resume_from_checkpoint latest, or delete it with "
             "--overwrite_output_dir"
         )
-    if not (path / "run.json").is_file():
-        raise ValueError(
-            f"--output_dir {path} holds {names} but no run.json: no run wrote that, and "
-            "--overwrite_output_dir deletes runs only; choose another directory"
-        )
+    check_may_be_deleted(path, earlier)
     for start in filter(None, (config.lora_path, config.model_name_or_path)):
         place = Path(start).resolve()
         if any(each.resolve() in (place, *place.parents) for each in earlier):
             raise ValueError(
                 f"--overwrite_output_dir would delete {start}, which the run starts from"
             )
+
+
+# In this order: the first that fails is the one a user reads.
+GLUE_CHECKS: tuple[Check[GlueConfig, ModelSource], ...] = (
+    with_start,
+    with_checkpoint,
+    check_packages,
+    check_options_agree,
+    with_adapter_settings,
+    check_data,
+    check_deepspeed,
+    check_output_dir,
+)
 
 
 def describe_plan(config: GlueConfig) -> None:

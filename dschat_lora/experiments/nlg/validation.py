@@ -1,4 +1,4 @@
-"""What a training on data and texts is to do, settled before anything heavy is imported."""
+"""Validation of data-to-text training, decoding and evaluation, and the learning-rate schedule."""
 
 import json
 from collections.abc import Callable
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dschat_lora.algos.schedules import constant, cosine, cycle, linear
+from dschat_lora.checkpoint.adapter_config import verify_adapter
 from dschat_lora.config.groups import DataConfig, LoraConfig
 from dschat_lora.data.rows import check_sources
 from dschat_lora.experiments.nlg.config import (
@@ -18,18 +19,18 @@ from dschat_lora.experiments.nlg.config import (
     NlgOptimConfig,
 )
 from dschat_lora.models.source import ModelSource, find_model
-from dschat_lora.runtime.resume import read_state
-from dschat_lora.runtime.validation import (
-    StageRules,
+from dschat_lora.runtime.checks import (
+    Check,
+    apply_checks,
     check_can_be_made,
-    check_supervised,
     check_task,
     model_fields,
-    verify_adapter,
 )
+from dschat_lora.runtime.resume import read_state
+from dschat_lora.runtime.validation import StageRules, check_supervised
 
 _TARGETS = {"target_modules", "lora_module_name"}
-# What has a say in the rate, but for a cycle.
+# Options that set the rate, except in a cycle.
 _RATES = ("lora_learning_rate", "lora_lr_multiplier", "num_warmup_steps")
 
 
@@ -37,20 +38,20 @@ def complete(config: NlgConfig, source: ModelSource) -> NlgConfig:
     """The config with the layers to adapt: query and value, unless an option says otherwise.
 
     Raises:
-        ValueError: if options contradict each other, or the run that is gone on with.
+        ValueError: if options contradict each other, or the run that is resumed.
     """
-    if config.optim.lr_scheduler_type == "cycle":
-        _check_cycle(config)
-    in_optimizer_steps(config)
-    _check_micro_steps(config)
-    lora = config.lora
-    if source.adapter is None and lora.lora_dim > 0:
-        model_type = str(model_fields(source).get("model_type", "gpt2"))
-        lora = query_and_value(lora, model_type, config.given)
-    return replace(config, lora=lora)
+    return apply_checks(config, source, NLG_CHECKS)
 
 
 check_training = partial(check_supervised, rules=StageRules("nlg", complete=complete))
+
+
+def with_query_and_value(config: NlgConfig, source: ModelSource) -> NlgConfig:
+    """With new adapters on queries and values, unless an option says otherwise."""
+    if source.adapter is not None or config.lora.lora_dim == 0:
+        return config
+    model_type = str(model_fields(source).get("model_type", "gpt2"))
+    return replace(config, lora=query_and_value(config.lora, model_type, config.given))
 
 
 def query_and_value(lora: LoraConfig, model_type: str, given: frozenset[str]) -> LoraConfig:
@@ -66,8 +67,11 @@ def query_and_value(lora: LoraConfig, model_type: str, given: frozenset[str]) ->
     return lora
 
 
-def _check_cycle(config: NlgConfig) -> None:
+def check_cycle(config: NlgConfig, source: ModelSource) -> None:
+    """Refuse other options of length and rate with ``--lr_scheduler_type cycle``."""
     optim = config.optim
+    if optim.lr_scheduler_type != "cycle":
+        return
     if optim.max_steps:
         raise ValueError(
             f"--max_steps {optim.max_steps} and --i_steps {optim.i_steps} both say how long the "
@@ -81,7 +85,12 @@ def _check_cycle(config: NlgConfig) -> None:
             )
 
 
-def _check_micro_steps(config: NlgConfig) -> None:
+def check_length(config: NlgConfig, source: ModelSource) -> None:
+    """Refuse a run of less than one optimizer step."""
+    in_optimizer_steps(config)
+
+
+def check_accumulation(config: NlgConfig, source: ModelSource) -> None:
     """Refuse to go on at another accumulation with a schedule that counts micro-batches."""
     if not config.checkpoint or not config.optim.scheduler_counts_micro_steps:
         return
@@ -110,6 +119,14 @@ def in_optimizer_steps(config: NlgConfig) -> NlgConfig:
             f"--gradient_accumulation_steps {micro}"
         )
     return replace(config, optim=replace(optim, max_steps=steps // micro))
+
+
+NLG_CHECKS: tuple[Check[NlgConfig, ModelSource], ...] = (
+    check_cycle,
+    check_length,
+    check_accumulation,
+    with_query_and_value,
+)
 
 
 def schedule(config: NlgConfig) -> Callable[[int], Callable[[int], float]]:
@@ -167,11 +184,7 @@ def check_decode(config: DecodeConfig) -> DecodeConfig:
         ValueError: naming option, value and remedy.
     """
     source = find_model(config.model_name_or_path)
-    if config.lora_path is not None:
-        _check_lora_only(config.lora_path, config.model_name_or_path, source.adapter)
-    elif config.lora_alpha is not None or config.enable_lora:
-        name = "enable_lora" if config.lora_alpha is None else "lora_alpha"
-        raise ValueError(f"--{name} describes a --lora_path, and there is none")
+    _check_lora_only(config, source.adapter)
     if source.adapter is not None:
         verify_adapter(source.adapter)
     check_task(source, ("CAUSAL_LM",))
@@ -247,7 +260,13 @@ def _check_output_file(name: str) -> None:
     check_can_be_made(path.parent, option="output_path")
 
 
-def _check_lora_only(path: str, base: str | None, adapter: Path | None) -> None:
+def _check_lora_only(config: DecodeConfig, adapter: Path | None) -> None:
+    path, base = config.lora_path, config.model_name_or_path
+    if path is None:
+        if config.lora_alpha is not None or config.enable_lora:
+            name = "enable_lora" if config.lora_alpha is None else "lora_alpha"
+            raise ValueError(f"--{name} describes a --lora_path, and there is none")
+        return
     if base is None:
         raise ValueError(
             f"--lora_path {path} holds LoRA factors alone; name their base in --model_name_or_path"

@@ -1,0 +1,249 @@
+"""Checks that the stages compose: each finds one mistake in the options, before torch is imported.
+
+A check takes the config and what the options name, such as a model's source. It raises a
+ValueError that names option, value and remedy; returns the config with something resolved; or
+returns None.
+"""
+
+import importlib.util
+import json
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dschat_lora.checkpoint.adapter_config import WEIGHTS_FILE, verify_adapter
+from dschat_lora.checkpoint.history import checkpoints_of
+from dschat_lora.checkpoint.manifest import safetensors_header
+from dschat_lora.config.groups import LoadConfig, LoraConfig, ParallelConfig, RunConfig
+from dschat_lora.config.stages import StageConfig
+from dschat_lora.models.source import ModelSource
+from dschat_lora.models.tensor_parallel_checks import check_divides, check_files
+from dschat_lora.report.directory import check_idle, is_unfinished, leftovers
+from dschat_lora.runtime.resume import goes_on_in_place, settle
+
+ConfigT = TypeVar("ConfigT")
+StageT = TypeVar("StageT", bound=StageConfig)
+FoundT = TypeVar("FoundT")
+Check = Callable[[ConfigT, FoundT], ConfigT | None]
+
+
+def apply_checks(
+    config: ConfigT, found: FoundT, checks: Iterable[Check[ConfigT, FoundT]]
+) -> ConfigT:
+    """The config after every check in turn; the first that fails is the one a user reads."""
+    for check in checks:
+        config = check(config, found) or config
+    return config
+
+
+def resolve_stage(config: StageT, check: Callable[[StageT], StageT], *, stage: str) -> StageT:
+    """The checked config of a stage, with the checkpoint it resumes from.
+
+    Where a run is to be resumed, the first rank chooses the checkpoint, and the others wait for
+    it (:func:`dschat_lora.runtime.run.open_run`): their config comes back as it is.
+    """
+    if config.checkpoint is None:
+        if config.run.resume_from_checkpoint and not is_first_rank():
+            return config
+        config = settle(config, stage=stage)
+    return check(config)
+
+
+def is_first_rank() -> bool:
+    """Whether this process is rank 0, as the launcher says before the ranks meet."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+# ---------------------------------------------------------------------------- models
+
+
+def model_fields(source: ModelSource) -> dict[str, Any]:
+    """The configuration of a local base; empty for one of the hub."""
+    path = Path(source.base) / "config.json"
+    if not path.is_file():
+        return {}
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"--model_name_or_path: {path} is damaged: {error}") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"--model_name_or_path: {path} must hold a JSON object")
+    return fields
+
+
+def model_name(source: ModelSource) -> str:
+    """The model and its adapter, for the first line of a run."""
+    base = "the bundled tiny model" if source.bundled else source.base
+    return base + (f" with the adapter {source.adapter}" if source.adapter else "")
+
+
+def check_adapter_files(source: ModelSource) -> None:
+    """Refuse an adapter whose files are not those of its manifest."""
+    if source.adapter is not None and is_first_rank():
+        verify_adapter(source.adapter)
+
+
+def check_task(source: ModelSource, tasks: tuple[str, ...]) -> None:
+    """Refuse a language model where a reward model is wanted and the other way round."""
+    found, adapter = None, source.adapter_config
+    architectures = map(str, model_fields(source).get("architectures") or [])
+    if adapter is not None:
+        found = adapter.task_type
+    elif any(name.endswith("ForSequenceClassification") for name in architectures):
+        found = "SEQ_CLS"
+    elif tasks == ("SEQ_CLS",) and Path(source.base).is_dir():
+        found = "CAUSAL_LM"
+    name = source.adapter or source.base
+    if found is not None and found not in tasks:
+        kinds = " or ".join(tasks)
+        raise ValueError(
+            f"--model_name_or_path {name} is of kind {found}, and this takes {kinds} "
+            "(SEQ_CLS is a reward model, CAUSAL_LM a language model)"
+        )
+    if found == "SEQ_CLS" and source.adapter is not None:
+        tensors = safetensors_header(source.adapter / WEIGHTS_FILE)
+        if not any(".score." in name for name in tensors):
+            raise ValueError(
+                f"--model_name_or_path {name} is the adapter of a reward model, but its score head "
+                "is missing; save it again with modules_to_save=['score']"
+            )
+
+
+def continued_lora(lora: LoraConfig, source: ModelSource, given: frozenset[str]) -> LoraConfig:
+    """The settings of the adapter that ``--model_name_or_path`` continues, else as given.
+
+    Raises:
+        ValueError: where an option contradicts the adapter.
+    """
+    adapter = source.adapter_config
+    if adapter is None:
+        return lora
+    if "lora_dropout" not in given:
+        lora = replace(lora, lora_dropout=adapter.lora_dropout)
+    stored: dict[str, Any] = {
+        "lora_dim": adapter.r,
+        "lora_alpha": adapter.lora_alpha,
+        "use_rslora": adapter.use_rslora,
+        "train_bias": adapter.bias,
+        "enable_lora": adapter.enable_lora,
+    }
+    for name, value in stored.items():
+        mine = getattr(lora, name)
+        if name in given and mine != value:
+            if name == "enable_lora":
+                mine, value = (" ".join(parts) or "nothing" for parts in (mine, value))
+            raise ValueError(
+                f"--{name} is {mine!r}, but the adapter {source.adapter} has "
+                f"{value!r}; drop the option to continue it, or merge it first (--merge_adapter) "
+                "to train another on top"
+            )
+    for name in sorted({"lora_module_name", "target_modules", "modules_to_save"} & given):
+        raise ValueError(f"--{name} is settled by the adapter {source.adapter}; drop the option")
+    return replace(lora, **stored)
+
+
+def check_divided(source: ModelSource, parallel: ParallelConfig) -> None:
+    """Refuse a local model that ``--tensor_parallel_size`` does not divide.
+
+    One of the hub is checked once its configuration is here.
+    """
+    size = parallel.tensor_parallel_size
+    try:
+        check_divides(model_fields(source), size)
+        check_files(Path(source.base), size)
+    except ValueError as error:
+        name = "the bundled tiny model" if source.bundled else f"--model_name_or_path {source.base}"
+        raise ValueError(f"{name}: {error}") from error
+
+
+def check_compile(load: LoadConfig, *zero_stages: int | None) -> None:
+    """Refuse to compile what gathers its weights as it runs."""
+    if load.compile and 3 in zero_stages:
+        raise ValueError(
+            "--compile does not go with --zero_stage 3, which gathers the weights of each layer as "
+            "it runs; use --zero_stage 2, or drop --compile"
+        )
+
+
+# ---------------------------------------------------------------------------- output
+
+
+def with_tensorboard(config: StageT, _: object) -> StageT:
+    """``--report_to`` with its DeepSpeed-Chat spelling folded in; its package must be there."""
+    run = config.run
+    if not (run.enable_tensorboard or run.report_to == "tensorboard" or run.tensorboard_path):
+        return config
+    if importlib.util.find_spec("tensorboard") is None:
+        raise ValueError(
+            "--enable_tensorboard needs a package: pip install 'dschat_lora[tensorboard]'"
+        )
+    return replace(config, run=replace(run, report_to="tensorboard", enable_tensorboard=True))
+
+
+def check_output_dir(config: StageConfig, _: object) -> None:
+    """Refuse a directory that holds another run; only on the first rank, which creates it."""
+    run = config.run
+    if run.output_dir is None or not is_first_rank():
+        return
+    path = Path(run.output_dir).expanduser()
+    check_can_be_made(path)
+    check_idle(path)
+    earlier = leftovers(path)
+    if not earlier or goes_on_in_place(config):
+        return
+    goes_on = run.resume_from_checkpoint == "auto" and is_unfinished(path)
+    if not run.overwrite_output_dir and not goes_on:
+        go_on = (
+            "go on with that run by --resume_from_checkpoint latest, "
+            if checkpoints_of(path)
+            else "(it has no checkpoint for --resume_from_checkpoint) "
+        )
+        raise ValueError(
+            f"--output_dir {path} holds an earlier run ({_names(earlier)}); choose another "
+            f"directory, {go_on}or delete it with --overwrite_output_dir"
+        )
+    check_may_be_deleted(path, earlier)
+
+
+def check_may_be_deleted(directory: Path, earlier: Iterable[Path]) -> None:
+    """Refuse to delete results that no run wrote."""
+    if not (directory / "run.json").is_file():
+        raise ValueError(
+            f"--output_dir {directory} holds {_names(earlier)} but no run.json: no run wrote that, "
+            "and --overwrite_output_dir deletes runs only; choose another directory"
+        )
+
+
+def _names(paths: Iterable[Path]) -> str:
+    return ", ".join(path.name for path in paths)
+
+
+def check_can_be_made(path: Path, option: str = "output_dir") -> None:
+    """Refuse a directory that this user cannot create."""
+    nearest = next(p for p in (path, *path.absolute().parents) if p.exists())
+    if not nearest.is_dir():
+        raise ValueError(f"--{option} {path} cannot be made: {nearest} is no directory")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ValueError(f"--{option} {path} cannot be made: {nearest} is not writable")
+
+
+def check_source_is_kept(run: RunConfig, source: ModelSource) -> None:
+    """Refuse to overwrite the directory that the model comes from."""
+    if run.output_dir is None:
+        return
+    read = [source.adapter, Path(source.base)]
+    for old in leftovers(Path(run.output_dir).expanduser()):
+        if any(p is not None and p.resolve().is_relative_to(old.resolve()) for p in read):
+            raise ValueError(
+                f"--overwrite_output_dir would delete {old}, which --model_name_or_path reads; "
+                "choose another --output_dir"
+            )
+
+
+def parallel_without_effect(parallel: ParallelConfig) -> list[str]:
+    """A note where tokens are to be shared by processes that share no model."""
+    if parallel.sequence_parallel and parallel.tensor_parallel_size == 1:
+        return ["--sequence_parallel has no effect without --tensor_parallel_size above 1"]
+    return []
