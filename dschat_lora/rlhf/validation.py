@@ -42,7 +42,7 @@ _UNUSED = (
 
 
 @dataclass(frozen=True)
-class Found:
+class RlhfInputs:
     """What the options name, for the checks: the models, and the data as it was asked for."""
 
     actor: ModelSource
@@ -67,8 +67,8 @@ def check_rlhf(config: RlhfConfig) -> RlhfConfig:
 
 
 def _check(config: RlhfConfig) -> RlhfConfig:
-    found = Found(*find_sources(config), asked=config.data.data_path)
-    return apply_checks(config, found, RLHF_CHECKS)
+    inputs = RlhfInputs(*find_sources(config), asked=config.data.data_path)
+    return apply_checks(config, inputs, RLHF_CHECKS)
 
 
 def find_sources(config: RlhfConfig) -> tuple[ModelSource, ModelSource | None]:
@@ -111,7 +111,7 @@ def text_data(config: RlhfConfig) -> DataConfig | None:
     )
 
 
-def with_bundled_prompts(config: RlhfConfig, found: Found) -> RlhfConfig:
+def with_bundled_prompts(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
     """With bundled prompts where none are named; the world's own judge where nothing scores."""
     if config.data.data_path:
         return config
@@ -132,7 +132,7 @@ def _scores(config: RlhfConfig) -> bool:
     return bool(config.critic.model_name_or_path or config.rewards.reward_function)
 
 
-def check_rewards(config: RlhfConfig, found: Found) -> None:
+def check_rewards(config: RlhfConfig, inputs: RlhfInputs) -> None:
     """Refuse a run that nothing scores, or functions whose modules are not there."""
     if not _scores(config):
         raise ValueError(
@@ -145,15 +145,15 @@ def check_rewards(config: RlhfConfig, found: Found) -> None:
             check_function(option, name)
 
 
-def with_continued_lora(config: RlhfConfig, found: Found) -> RlhfConfig:
+def with_continued_lora(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
     """With the adapters that are continued; without a reward model the critic's is the actor's."""
-    actor = _with_adapter(config, "actor", found.actor)
-    if found.critic is not None:
-        critic = _with_adapter(config, "critic", found.critic)
-    elif "critic_lora_dim" not in config.given and found.actor.adapter is None:
+    actor = _with_adapter(config, "actor", inputs.actor)
+    if inputs.critic is not None:
+        critic = _with_adapter(config, "critic", inputs.critic)
+    elif "critic_lora_dim" not in config.given and inputs.actor.adapter is None:
         critic = replace(config.critic, lora_dim=config.actor.lora_dim)
     else:
-        critic = _with_adapter(config, "critic", found.actor)
+        critic = _with_adapter(config, "critic", inputs.actor)
     return replace(config, actor=actor, critic=critic)
 
 
@@ -172,10 +172,10 @@ def _with_adapter(config: RlhfConfig, role: str, source: ModelSource) -> RoleCon
     )
 
 
-def with_fitting_lengths(config: RlhfConfig, found: Found) -> RlhfConfig:
+def with_fitting_lengths(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
     """With lengths that the models have positions for; longer ones are refused if typed."""
     data, given = config.data, config.given
-    fields = [model_fields(source) for source in found.sources.values()]
+    fields = [model_fields(source) for source in inputs.sources.values()]
     limits = [f.get("max_position_embeddings") or f.get("n_positions") for f in fields]
     limit = min((n for n in limits if isinstance(n, int)), default=data.max_seq_len)
     if data.max_seq_len <= limit:
@@ -189,7 +189,7 @@ def with_fitting_lengths(config: RlhfConfig, found: Found) -> RlhfConfig:
     return replace(config, data=data)
 
 
-def check_tensor_parallel(config: RlhfConfig, found: Found) -> None:
+def check_tensor_parallel(config: RlhfConfig, inputs: RlhfInputs) -> None:
     """Refuse models that the processes cannot divide, or cannot train once they are divided."""
     size, only_adapters = config.parallel.tensor_parallel_size, config.classic.only_optimize_lora
     check_processes(size, launched_processes())
@@ -198,11 +198,11 @@ def check_tensor_parallel(config: RlhfConfig, found: Found) -> None:
         with option_errors_for(role):
             if role == "actor" or config.has_critic:
                 check_training(config.load, options.lora(only_adapters), size)
-            if role in found.sources:
-                check_divided(found.sources[role], config.parallel)
+            if role in inputs.sources:
+                check_divided(inputs.sources[role], config.parallel)
 
 
-def check_num_generations(config: RlhfConfig, found: Found) -> None:
+def check_num_generations(config: RlhfConfig, inputs: RlhfInputs) -> None:
     """Refuse to compare one response to a prompt with itself."""
     algorithm, k = config.ppo.algorithm, config.batch.num_generations
     if algorithm != "ppo" and k < 2:
@@ -212,12 +212,12 @@ def check_num_generations(config: RlhfConfig, found: Found) -> None:
         )
 
 
-def check_prompts(config: RlhfConfig, found: Found) -> None:
+def check_prompts(config: RlhfConfig, inputs: RlhfInputs) -> None:
     """Refuse prompts that cannot be read."""
     check_sources(config.data.data, "prompts")
 
 
-def check_pretraining_text(config: RlhfConfig, found: Found) -> None:
+def check_pretraining_text(config: RlhfConfig, inputs: RlhfInputs) -> None:
     """Refuse pretraining text that cannot be read."""
     data = text_data(config)
     if data is not None:
@@ -228,7 +228,7 @@ def check_pretraining_text(config: RlhfConfig, found: Found) -> None:
             raise ValueError(words) from error
 
 
-def with_deepspeed_json(config: RlhfConfig, found: Found) -> RlhfConfig:
+def with_deepspeed_json(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
     """With what ``--deepspeed_config`` says where no option was given."""
     names = {"per_device_training_batch_size": "per_device_train_batch_size"}
     model, batch, optim, parallel = reconcile(
@@ -262,7 +262,7 @@ def _with_stage(role: RoleConfig, stage: int) -> RoleConfig:
     return role if role.zero_stage is not None else replace(role, zero_stage=stage)  # type: ignore[arg-type]
 
 
-def with_whole_steps(config: RlhfConfig, found: Found) -> RlhfConfig:
+def with_whole_steps(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
     """With the responses of a step in each iteration, and as many steps as a test wants."""
     batch, shares = config.batch, config.parallel.shares(launched_processes())
     wanted = batch.per_device_training_batch_size * batch.gradient_accumulation_steps
@@ -279,7 +279,7 @@ def with_whole_steps(config: RlhfConfig, found: Found) -> RlhfConfig:
     return replace(config, batch=batch, optim=optim)
 
 
-def check_kl_horizon(config: RlhfConfig, found: Found) -> None:
+def check_kl_horizon(config: RlhfConfig, inputs: RlhfInputs) -> None:
     """Refuse a horizon of the adaptive KL coefficient that lets it change its sign."""
     batch, shares = config.batch, config.parallel.shares(launched_processes())
     responses = batch.per_device_generation_batch_size * batch.generation_batches * shares
@@ -291,7 +291,7 @@ def check_kl_horizon(config: RlhfConfig, found: Found) -> None:
         )
 
 
-def check_budget(config: RlhfConfig, found: Found) -> None:
+def check_budget(config: RlhfConfig, inputs: RlhfInputs) -> None:
     """Refuse micro-batches that hold no whole response."""
     tokens, longest = config.batch.tokens_per_device, config.data.max_seq_len
     if 0 < tokens < longest:
@@ -302,7 +302,7 @@ def check_budget(config: RlhfConfig, found: Found) -> None:
         )
 
 
-def check_attention(config: RlhfConfig, found: Found) -> None:
+def check_attention(config: RlhfConfig, inputs: RlhfInputs) -> None:
     """Refuse attention that does not decode."""
     if config.load.attn_implementation == "flex_attention":
         raise ValueError(
@@ -310,7 +310,7 @@ def check_attention(config: RlhfConfig, found: Found) -> None:
         )
 
 
-def check_zero_stages(config: RlhfConfig, found: Found) -> None:
+def check_zero_stages(config: RlhfConfig, inputs: RlhfInputs) -> None:
     """Refuse to shard one base for one role alone, or what is compiled."""
     actor, critic = config.actor.zero_stage, config.critic.zero_stage
     if config.has_critic and (actor == 3) != (critic == 3) and shares_base(config):
@@ -331,24 +331,24 @@ def shares_base(config: RlhfConfig) -> bool:
     return critic is None or (critic.adapter is not None and critic.base == actor.base)
 
 
-def check_sources_are_kept(config: RlhfConfig, found: Found) -> None:
+def check_sources_are_kept(config: RlhfConfig, inputs: RlhfInputs) -> None:
     """Refuse to overwrite a directory that a model comes from."""
-    for role, source in found.sources.items():
+    for role, source in inputs.sources.items():
         with option_errors_for(role):
             check_source_is_kept(config.run, source)
 
 
-def announce(config: RlhfConfig, found: Found) -> None:
+def announce(config: RlhfConfig, inputs: RlhfInputs) -> None:
     """Log the models, the reward and the data on the first line; the first rank alone."""
     function = config.rewards.reward_function
-    by = [model_name(found.critic)] if found.critic is not None else []
+    by = [model_name(inputs.critic)] if inputs.critic is not None else []
     by += [f"the function {function}"] if function else []
-    bundled = config.data.data_path != found.asked
+    bundled = config.data.data_path != inputs.asked
     data = "the bundled prompts" if bundled else " ".join(config.data.data_path)
-    log_once(f"actor: {model_name(found.actor)}; reward: {' and '.join(by)}; data: {data}")
+    log_once(f"actor: {model_name(inputs.actor)}; reward: {' and '.join(by)}; data: {data}")
 
 
-def note_without_effect(config: RlhfConfig, found: Found) -> None:
+def note_without_effect(config: RlhfConfig, inputs: RlhfInputs) -> None:
     """Log a note on each option that was given and changes nothing."""
     given = config.given
     notes = [f"--{name} has no effect here: see --help" for name in _UNUSED if name in given]
@@ -375,7 +375,7 @@ def note_without_effect(config: RlhfConfig, found: Found) -> None:
 
 
 # In this order: the first that fails is the one a user reads.
-RLHF_CHECKS: tuple[Check[RlhfConfig, Found], ...] = (
+RLHF_CHECKS: tuple[Check[RlhfConfig, RlhfInputs], ...] = (
     with_bundled_prompts,
     check_rewards,
     with_continued_lora,

@@ -25,16 +25,16 @@ from dschat_lora.runtime.resume import goes_on_in_place, settle
 
 ConfigT = TypeVar("ConfigT")
 StageT = TypeVar("StageT", bound=StageConfig)
-FoundT = TypeVar("FoundT")
-Check = Callable[[ConfigT, FoundT], ConfigT | None]
+InputsT = TypeVar("InputsT")
+Check = Callable[[ConfigT, InputsT], ConfigT | None]
 
 
 def apply_checks(
-    config: ConfigT, found: FoundT, checks: Iterable[Check[ConfigT, FoundT]]
+    config: ConfigT, inputs: InputsT, checks: Iterable[Check[ConfigT, InputsT]]
 ) -> ConfigT:
     """The config after every check in turn; the first that fails is the one a user reads."""
     for check in checks:
-        config = check(config, found) or config
+        config = check(config, inputs) or config
     return config
 
 

@@ -71,7 +71,7 @@ class StageRules:
 
 
 @dataclass(frozen=True)
-class Found:
+class SupervisedInputs:
     """What the options name, for the checks: the model, and the data as it was asked for."""
 
     rules: StageRules
@@ -100,8 +100,8 @@ def check_supervised(config: ConfigT, *, rules: StageRules = SFT) -> ConfigT:
 
     def check(config: ConfigT) -> ConfigT:
         source = find_model(config.model.model_name_or_path)
-        found = Found(rules, source, config.data)
-        return apply_checks(config, found, SUPERVISED_CHECKS)
+        inputs = SupervisedInputs(rules, source, config.data)
+        return apply_checks(config, inputs, SUPERVISED_CHECKS)
 
     return resolve_stage(config, check, stage=rules.name)
 
@@ -122,22 +122,22 @@ def check_score(config: ScoreConfig) -> None:
         check_can_be_made(Path(config.output_path).expanduser().parent, option="output_path")
 
 
-def with_stage_defaults(config: ConfigT, found: Found) -> ConfigT:
+def with_stage_defaults(config: ConfigT, inputs: SupervisedInputs) -> ConfigT:
     """With what the stage has by default for this model."""
-    completed: ConfigT = found.rules.complete(config, found.source)
+    completed: ConfigT = inputs.rules.complete(config, inputs.source)
     return completed
 
 
-def check_model(config: SupervisedConfig, found: Found) -> None:
+def check_model(config: SupervisedConfig, inputs: SupervisedInputs) -> None:
     """Refuse a damaged adapter, or a model of another task."""
-    check_adapter_files(found.source)
-    check_task(found.source, found.rules.tasks)
+    check_adapter_files(inputs.source)
+    check_task(inputs.source, inputs.rules.tasks)
 
 
-def with_bundled_data(config: ConfigT, found: Found) -> ConfigT:
+def with_bundled_data(config: ConfigT, inputs: SupervisedInputs) -> ConfigT:
     """With the bundled rows where the user names none that the stage uses."""
     data, given = config.data, config.given
-    if "sft_only_data_path" in found.rules.unused:
+    if "sft_only_data_path" in inputs.rules.unused:
         data = replace(data, sft_only_data_path=())
     if not (data.data_path or data.sft_only_data_path):
         data = replace(
@@ -149,12 +149,12 @@ def with_bundled_data(config: ConfigT, found: Found) -> ConfigT:
     return replace(config, data=data)
 
 
-def with_continued_lora(config: ConfigT, found: Found) -> ConfigT:
+def with_continued_lora(config: ConfigT, inputs: SupervisedInputs) -> ConfigT:
     """With the settings of the adapter that is continued."""
-    return replace(config, lora=continued_lora(config.lora, found.source, config.given))
+    return replace(config, lora=continued_lora(config.lora, inputs.source, config.given))
 
 
-def check_lora(config: SupervisedConfig, found: Found) -> None:
+def check_lora(config: SupervisedConfig, inputs: SupervisedInputs) -> None:
     """Refuse two choices of layers, or a choice where there are no adapters."""
     given = config.given
     if {"lora_module_name", "target_modules"} <= given:
@@ -164,15 +164,15 @@ def check_lora(config: SupervisedConfig, found: Found) -> None:
         raise ValueError(f"--{needless[0]} needs --lora_dim > 0: without it every weight trains")
 
 
-def check_tensor_parallel(config: SupervisedConfig, found: Found) -> None:
+def check_tensor_parallel(config: SupervisedConfig, inputs: SupervisedInputs) -> None:
     """Refuse processes, training or a model that ``--tensor_parallel_size`` does not fit."""
     size = config.parallel.tensor_parallel_size
     check_processes(size, launched_processes())
     check_training(config.model, config.lora, size)
-    check_divided(found.source, config.parallel)
+    check_divided(inputs.source, config.parallel)
 
 
-def check_reference(config: SupervisedConfig, found: Found) -> None:
+def check_reference(config: SupervisedConfig, inputs: SupervisedInputs) -> None:
     """Refuse a reference of DPO that would have to be a second model."""
     if not isinstance(config, DpoStageConfig) or config.dpo.precompute_ref_log_probs:
         return
@@ -183,9 +183,9 @@ def check_reference(config: SupervisedConfig, found: Found) -> None:
         )
 
 
-def with_fitting_length(config: ConfigT, found: Found) -> ConfigT:
+def with_fitting_length(config: ConfigT, inputs: SupervisedInputs) -> ConfigT:
     """With rows as long as the model has positions for, at most."""
-    length = fitting_length(config.data.max_seq_len, found.source, config.given)
+    length = fitting_length(config.data.max_seq_len, inputs.source, config.given)
     return replace(config, data=replace(config.data, max_seq_len=length))
 
 
@@ -200,7 +200,7 @@ def fitting_length(length: int, source: ModelSource, given: frozenset[str]) -> i
     return min(length, int(limit))
 
 
-def check_budget(config: SupervisedConfig, found: Found) -> None:
+def check_budget(config: SupervisedConfig, inputs: SupervisedInputs) -> None:
     """Refuse micro-batches of so many tokens that are of so many rows too, or hold no row."""
     tokens, rows = config.batch.tokens_per_device, config.batch.per_device_train_batch_size
     if tokens and "per_device_train_batch_size" in config.given:
@@ -217,12 +217,12 @@ def check_budget(config: SupervisedConfig, found: Found) -> None:
         )
 
 
-def check_data(config: SupervisedConfig, found: Found) -> None:
+def check_data(config: SupervisedConfig, inputs: SupervisedInputs) -> None:
     """Refuse data that cannot be read as the stage reads it."""
-    check_sources(config.data, found.rules.kind)
+    check_sources(config.data, inputs.rules.kind)
 
 
-def with_deepspeed_json(config: ConfigT, found: Found) -> ConfigT:
+def with_deepspeed_json(config: ConfigT, inputs: SupervisedInputs) -> ConfigT:
     """With what ``--deepspeed_config`` says where no option was given; not compiled at ZeRO 3."""
     model, batch, optim, parallel = reconcile(
         config.model,
@@ -236,23 +236,23 @@ def with_deepspeed_json(config: ConfigT, found: Found) -> ConfigT:
     return replace(config, model=model, batch=batch, optim=optim, parallel=parallel)
 
 
-def check_model_is_kept(config: SupervisedConfig, found: Found) -> None:
+def check_model_is_kept(config: SupervisedConfig, inputs: SupervisedInputs) -> None:
     """Refuse to overwrite the directory that the model comes from."""
-    check_source_is_kept(config.run, found.source)
+    check_source_is_kept(config.run, inputs.source)
 
 
-def announce(config: SupervisedConfig, found: Found) -> None:
+def announce(config: SupervisedConfig, inputs: SupervisedInputs) -> None:
     """Log the model and the data on the first line; the first rank alone."""
     data = config.data
-    bundled = data.data_path != found.asked.data_path
+    bundled = data.data_path != inputs.asked.data_path
     paths = "the bundled data" if bundled else " ".join(data.data_path)
     more = " ".join(data.sft_only_data_path)
-    log_once(f"model: {model_name(found.source)}; data: {paths} {more}".rstrip())
+    log_once(f"model: {model_name(inputs.source)}; data: {paths} {more}".rstrip())
 
 
-def note_without_effect(config: SupervisedConfig, found: Found) -> None:
+def note_without_effect(config: SupervisedConfig, inputs: SupervisedInputs) -> None:
     """Log a note on each option that was given and changes nothing."""
-    for note in without_effect(config, unused=found.rules.unused):
+    for note in without_effect(config, unused=inputs.rules.unused):
         log_once(f"  note         {note}")
 
 
@@ -281,7 +281,7 @@ def _follows_base_rate(config: SupervisedConfig) -> bool:
 
 
 # In this order: the first that fails is the one a user reads.
-SUPERVISED_CHECKS: tuple[Check[Any, Found], ...] = (
+SUPERVISED_CHECKS: tuple[Check[Any, SupervisedInputs], ...] = (
     with_stage_defaults,
     check_model,
     with_bundled_data,
