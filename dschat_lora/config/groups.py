@@ -1,9 +1,10 @@
-"""Groups of options, by the part of the package that uses them: values and their validation.
+"""Groups of options, by the part of the package that uses them, and their validation.
 
 Nothing here imports torch: a wrong value is reported before anything heavy is loaded.
 """
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -28,8 +29,24 @@ def require(condition: bool, name: str, value: object, allowed: str) -> None:
         raise ValueError(f"--{name} must be {allowed}, got {value!r}")
 
 
+_RANGES: Mapping[str, Callable[[float], bool]] = {
+    ">= 0": lambda number: number >= 0,
+    ">= 1": lambda number: number >= 1,
+    "> 0": lambda number: number > 0,
+    "in [0, 1)": lambda number: 0 <= number < 1,
+    "in [0, 1]": lambda number: 0 <= number <= 1,
+}
+
+
+def require_numbers(config: object, allowed: str, *names: str, prefix: str = "") -> None:
+    """Raise a ValueError at the first of these options that is outside a range; None passes."""
+    for name in names:
+        value = getattr(config, name)
+        require(value is None or _RANGES[allowed](value), prefix + name, value, allowed)
+
+
 def is_on(switch: Switch) -> bool:
-    """Whether a switch is on; ``auto`` is off until it is settled."""
+    """Whether a switch is on; ``auto`` is off until it is resolved."""
     return switch is True
 
 
@@ -81,7 +98,7 @@ class ModelConfig(LoadConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(0 <= self.dropout < 1, "dropout", self.dropout, "in [0, 1)")
+        require_numbers(self, "in [0, 1)", "dropout")
 
 
 @dataclass(frozen=True)
@@ -116,8 +133,8 @@ class LoraConfig:
 
     def __post_init__(self) -> None:
         require(self.lora_dim >= 0, "lora_dim", self.lora_dim, ">= 0 (0 disables LoRA)")
-        require(self.lora_alpha > 0, "lora_alpha", self.lora_alpha, "> 0")
-        require(0 <= self.lora_dropout < 1, "lora_dropout", self.lora_dropout, "in [0, 1)")
+        require_numbers(self, "> 0", "lora_alpha")
+        require_numbers(self, "in [0, 1)", "lora_dropout")
         require(bool(self.target_modules), "target_modules", (), "one name or more")
         parts = self.enable_lora
         fits = set(parts) <= {"q", "k", "v"} and len(set(parts)) == len(parts)
@@ -125,7 +142,7 @@ class LoraConfig:
         object.__setattr__(self, "enable_lora", tuple(part for part in "qkv" if part in parts))
 
     def described(self) -> str:
-        """What the factors mean, in a few words; which layers have some, their names say."""
+        """Rank, scale and parts of the factors, in a few words."""
         if self.lora_dim == 0:
             return "none"
         kind = " rank-stabilised" if self.use_rslora else ""
@@ -167,9 +184,8 @@ class SourceConfig:
     preprocessing_num_workers: int = option(1, help="processes that tokenise")
 
     def __post_init__(self) -> None:
-        require(0 <= self.eval_ratio < 1, "eval_ratio", self.eval_ratio, "in [0, 1)")
-        workers = self.preprocessing_num_workers
-        require(workers >= 1, "preprocessing_num_workers", workers, ">= 1")
+        require_numbers(self, "in [0, 1)", "eval_ratio")
+        require_numbers(self, ">= 1", "preprocessing_num_workers")
         if self.data_weights:
             require(
                 len(self.data_weights) == len(self.data_path)
@@ -233,9 +249,9 @@ class BatchConfig:
     gradient_accumulation_steps: int = option(1, help="micro-batches per optimizer step")
 
     def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__:
-            least = 0 if name == "tokens_per_device" else 1
-            require(getattr(self, name) >= least, name, getattr(self, name), f">= {least}")
+        require_numbers(self, ">= 1", "per_device_train_batch_size")
+        require_numbers(self, ">= 0", "tokens_per_device")
+        require_numbers(self, ">= 1", "per_device_eval_batch_size", "gradient_accumulation_steps")
 
 
 @dataclass(frozen=True)
@@ -259,17 +275,15 @@ class ScheduleConfig:
     decay_after_update: bool = hidden(False)  # AdamW decays before
 
     def __post_init__(self) -> None:
-        for name in ("loraplus_lr_ratio", "adam_epsilon"):
-            require(getattr(self, name) > 0, name, getattr(self, name), "> 0")
-        for name in ("adam_beta1", "adam_beta2"):
-            require(0 <= getattr(self, name) < 1, name, getattr(self, name), "in [0, 1)")
-        for name in ("max_grad_norm", "num_warmup_steps", "num_train_epochs", "max_steps"):
-            require(getattr(self, name) >= 0, name, getattr(self, name), ">= 0")
+        require_numbers(self, "> 0", "loraplus_lr_ratio", "adam_epsilon")
+        require_numbers(self, "in [0, 1)", "adam_beta1", "adam_beta2")
+        lengths = ("num_warmup_steps", "num_train_epochs", "max_steps")
+        require_numbers(self, ">= 0", "max_grad_norm", *lengths)
 
 
 @dataclass(frozen=True)
 class OptimConfig(ScheduleConfig):
-    """The same with the rates of the one model that trains."""
+    """AdamW and its schedule with the rates of the one model that trains."""
 
     learning_rate: float = option(5e-5, help="peak rate of base weights, where they train")
     lora_learning_rate: float | None = option(
@@ -284,11 +298,8 @@ class OptimConfig(ScheduleConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.learning_rate > 0, "learning_rate", self.learning_rate, "> 0")
-        for name in ("lora_learning_rate", "lora_lr_multiplier"):
-            value = getattr(self, name)
-            require(value is None or value > 0, name, value, "> 0")
-        require(self.weight_decay >= 0, "weight_decay", self.weight_decay, ">= 0")
+        require_numbers(self, "> 0", "learning_rate", "lora_learning_rate", "lora_lr_multiplier")
+        require_numbers(self, ">= 0", "weight_decay")
         if self.lora_learning_rate is not None and self.lora_lr_multiplier is not None:
             raise ValueError(
                 f"--lora_learning_rate {self.lora_learning_rate:g} and --lora_lr_multiplier "
@@ -322,15 +333,14 @@ class ParallelConfig:
     deepspeed: bool = option(False, help="accepted from DeepSpeed; it is always used")
 
     def __post_init__(self) -> None:
-        size = self.tensor_parallel_size
-        require(size >= 1, "tensor_parallel_size", size, ">= 1")
+        require_numbers(self, ">= 1", "tensor_parallel_size")
 
     def shares(self, processes: int) -> int:
-        """Shares of the data: processes that hold one model between them see the same rows."""
+        """Number of data-parallel shares of ``processes``."""
         return processes // self.tensor_parallel_size
 
     def share_words(self, processes: int) -> str:
-        """How the shares come about, as a factor in a message."""
+        """The number of shares as a factor in a message."""
         size = self.tensor_parallel_size
         return f"{processes} processes" + (f" / --tensor_parallel_size {size}" if size > 1 else "")
 
@@ -373,12 +383,10 @@ class RunConfig:
     dry_run: bool = option(False, help="check everything but the weights, print, and stop")
 
     def __post_init__(self) -> None:
-        for name in (
-            *("eval_interval", "eval_iters", "sample_generations", "merge_max_kl"),
-            *("save_interval", "save_minutes", "save_total_limit"),
-        ):
-            require(getattr(self, name) >= 0, name, getattr(self, name), ">= 0")
-        require(self.logging_steps >= 1, "logging_steps", self.logging_steps, ">= 1")
+        evaluation = ("eval_interval", "eval_iters", "sample_generations", "merge_max_kl")
+        saving = ("save_interval", "save_minutes", "save_total_limit")
+        require_numbers(self, ">= 0", *evaluation, *saving)
+        require_numbers(self, ">= 1", "logging_steps")
         require(0 <= self.seed < 2**63, "seed", self.seed, "in [0, 2**63)")
         if self.output_dir is not None and Path(self.output_dir).is_file():
             raise ValueError(f"--output_dir {self.output_dir} is a file, not a directory")

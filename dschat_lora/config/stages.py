@@ -18,6 +18,7 @@ from dschat_lora.config.groups import (
     RunConfig,
     ScheduleConfig,
     require,
+    require_numbers,
 )
 from dschat_lora.config.options import given_options, group, hidden, option
 
@@ -46,7 +47,7 @@ class RewardConfig:
 
     def __post_init__(self) -> None:
         coefficient = self.center_rewards_coefficient
-        require(coefficient >= 0, "center_rewards_coefficient", coefficient, ">= 0")
+        require_numbers(self, ">= 0", "center_rewards_coefficient")
         if coefficient and self.reward_loss == "per_token":
             raise ValueError(
                 f"--center_rewards_coefficient {coefficient:g} is for --reward_loss bradley_terry"
@@ -77,8 +78,8 @@ class DpoConfig:
     )
 
     def __post_init__(self) -> None:
-        require(self.beta > 0, "beta", self.beta, "> 0")
-        require(self.rpo_alpha >= 0, "rpo_alpha", self.rpo_alpha, ">= 0")
+        require_numbers(self, "> 0", "beta")
+        require_numbers(self, ">= 0", "rpo_alpha")
         smoothing = self.label_smoothing
         require(0 <= smoothing < 0.5, "label_smoothing", smoothing, "in [0, 0.5)")
         if smoothing and self.loss_type != "sigmoid":
@@ -89,14 +90,14 @@ class DpoConfig:
 
 @dataclass(frozen=True)
 class StageConfig:
-    """What every stage has: how long it trains, on how many processes, and where it goes."""
+    """Options of every stage: how long it trains, on how many processes, and where it writes."""
 
     optim: ScheduleConfig = group(ScheduleConfig)
     parallel: ParallelConfig = group(ParallelConfig)
     run: RunConfig = group(RunConfig)
     batch: Any = hidden(None)  # each stage's own
     given: frozenset[str] = given_options()
-    # the checkpoint to go on from; "" for a fresh start, None where that is not settled yet
+    # the checkpoint to resume from; "" for a fresh start, None until it is resolved
     checkpoint: str | None = hidden(None)
     rejected: tuple[str, ...] = hidden(())  # damaged checkpoints that were passed over
 
@@ -107,17 +108,16 @@ class StageConfig:
 
     @property
     def rows(self) -> Mapping[str, tuple[str, ...]]:
-        """What a resumed run keeps whatever its processes: the options whose product it is.
+        """Options whose product with the processes a resumed run keeps, by name in its identity.
 
-        Keyed by its name in the run's identity: rows per process, if they are counted, and how
-        often.
+        They are the rows of a process, if rows are counted, and how often.
         """
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class SupervisedConfig(StageConfig):
-    """Options of a supervised stage: what to train, on what, how, and where it goes."""
+    """Options of a supervised stage: model, data, optimizer and output."""
 
     model: ModelConfig = group(ModelConfig)
     lora: LoraConfig = group(LoraConfig)
@@ -181,9 +181,8 @@ class ScoreConfig:
 
     def __post_init__(self) -> None:
         require(bool(self.data_path), "data_path", "nothing", "a file or more to score")
-        require(self.max_seq_len >= 0, "max_seq_len", self.max_seq_len, ">= 0")
-        size = self.per_device_eval_batch_size
-        require(size >= 1, "per_device_eval_batch_size", size, ">= 1")
+        require_numbers(self, ">= 0", "max_seq_len")
+        require_numbers(self, ">= 1", "per_device_eval_batch_size")
 
     @property
     def model(self) -> ModelConfig:

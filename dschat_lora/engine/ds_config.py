@@ -1,12 +1,12 @@
-"""The DeepSpeed JSON: what the file may say, what the command line owns, what results.
+"""The DeepSpeed JSON: validation, agreement with the command line, configuration of an engine.
 
-Imports nothing but the standard library, so that a contradiction is reported at once.
+Imports nothing heavy, so that a contradiction is reported at once.
 """
 
 import difflib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,26 +21,22 @@ _SHARED = {
     "gradient_clipping": "max_grad_norm",
     "zero_optimization.stage": "zero_stage",
 }
-# What of DeepSpeed knows nothing of adapters, or of groups of processes that hold one model.
+# DeepSpeed's own ways to divide a model, which ignore adapters.
 _FOREIGN = ("tensor_parallel", "autotp_size", "sequence_parallel_size")
 # Fields of ZeRO whose groups are made of neighbouring processes, and what turns them off.
 _CROSSING = {"zero_hpz_partition_size": 1, "zero_quantized_gradients": False}
 _SECTIONS = ("zero_optimization", "bf16", "fp16", "optimizer", "scheduler")
-# What may stand in a field that an option sets too, "auto" apart.
+_WHOLE = ("a whole number", lambda value: type(value) is int)
+_SWITCH = ("true or false", lambda value: isinstance(value, bool))
+# Values of a field that an option sets too, besides "auto".
 _ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "train_batch_size": ("a whole number", lambda value: type(value) is int),
-    "train_micro_batch_size_per_gpu": ("a whole number", lambda value: type(value) is int),
-    "gradient_accumulation_steps": ("a whole number", lambda value: type(value) is int),
-    "gradient_clipping": (
-        "a number",
-        lambda value: type(value) in (int, float) and math.isfinite(value),
-    ),
-    "zero_optimization.stage": (
-        "0, 1, 2 or 3",
-        lambda value: type(value) is int and value in range(4),
-    ),
-    "bf16.enabled": ("true or false", lambda value: isinstance(value, bool)),
-    "fp16.enabled": ("true or false", lambda value: isinstance(value, bool)),
+    "train_batch_size": _WHOLE,
+    "train_micro_batch_size_per_gpu": _WHOLE,
+    "gradient_accumulation_steps": _WHOLE,
+    "gradient_clipping": ("a number", lambda x: type(x) in (int, float) and math.isfinite(x)),
+    "zero_optimization.stage": ("0, 1, 2 or 3", lambda x: type(x) is int and x in range(4)),
+    "bf16.enabled": _SWITCH,
+    "fp16.enabled": _SWITCH,
 }
 _LOSS_SCALING = {
     "loss_scale": 0,
@@ -72,7 +68,7 @@ def read_deepspeed_json(path: str | None) -> dict[str, Any]:
 
 
 def _check_fields(path: str, content: Mapping[str, Any]) -> None:
-    """Refuse misspelt names and unusable values of what is read here; the rest is DeepSpeed's."""
+    """Refuse misspelt names and unusable values of the fields read here, not of DeepSpeed's own."""
     ours = [*_SECTIONS, *(field for field in _ALLOWED if "." not in field)]
     for name in content.keys() - set(ours):
         if close := difflib.get_close_matches(name, ours, 1, cutoff=0.9):
@@ -83,10 +79,10 @@ def _check_fields(path: str, content: Mapping[str, Any]) -> None:
         if not isinstance(content.get(section, {}).get("params", {}), dict):
             raise ValueError(f"--deepspeed_config {path}: {section}.params must be an object")
     for field, (allowed, fits) in _ALLOWED.items():
-        said = _lookup(content, field)
-        if said not in (None, AUTO) and not fits(said):
+        stated = _lookup(content, field)
+        if stated not in (None, AUTO) and not fits(stated):
             raise ValueError(
-                f'--deepspeed_config {path}: {field} must be {allowed} or "{AUTO}", got {said!r}'
+                f'--deepspeed_config {path}: {field} must be {allowed} or "{AUTO}", got {stated!r}'
             )
     if _lookup(content, "bf16.enabled") is True and _lookup(content, "fp16.enabled") is True:
         raise ValueError(f"--deepspeed_config {path} enables both bf16 and fp16; choose one")
@@ -103,14 +99,7 @@ def reconcile(
 ) -> tuple[ModelConfig, BatchConfig, OptimConfig, ParallelConfig]:
     """The options with what ``--deepspeed_config`` says filled in where no option was given.
 
-    Args:
-        model: as parsed.
-        batch: as parsed.
-        optim: as parsed.
-        parallel: as parsed.
-        given: names of the options the user set.
-        world_size: number of processes, for ``train_batch_size``; those that hold one model
-            between them count as one.
+    ``world_size`` counts processes, for ``train_batch_size``.
 
     Raises:
         ValueError: where the file and an option disagree; the message names both.
@@ -128,35 +117,40 @@ def reconcile(
     if batch.tokens_per_device:
         _refuse_rows(path, content, batch.tokens_per_device)
         values["per_device_train_batch_size"] = 1  # as DeepSpeed wants some number of rows
-    for field, name in _SHARED.items():
-        said = _lookup(content, field)
-        if said not in (None, AUTO):
-            values[name] = _agreed(path, field, said, name, values[name], given)
-    for section, dtype in (("bf16", "bf16"), ("fp16", "fp16")):
-        if _lookup(content, f"{section}.enabled") is True:
-            values["dtype"] = _agreed(
-                path, f"{section}.enabled", dtype, "dtype", values["dtype"], given
+    for field, name, stated in _stated_options(content):
+        if name in given and values[name] != stated:
+            raise ValueError(
+                f"--deepspeed_config {path} sets {field} to {stated!r}, but --{name} is "
+                f'{values[name]!r}; drop one of them, or write "{AUTO}" in the file'
             )
-    if _lookup(content, "zero_optimization.offload_optimizer.device") not in (None, AUTO, "none"):
-        values["offload"] = _agreed(
-            path, "zero_optimization.offload_optimizer", True, "offload", values["offload"], given
-        )
+        values[name] = stated
     _refuse_foreign_optimizer(path, content)
     _refuse_foreign_groups(path, content, parallel.tensor_parallel_size)
-    resolved = (
-        replace(model, dtype=values["dtype"]),
-        replace(
-            batch,
-            per_device_train_batch_size=values["per_device_train_batch_size"],
-            gradient_accumulation_steps=values["gradient_accumulation_steps"],
-        ),
-        replace(optim, max_grad_norm=values["max_grad_norm"]),
-        replace(parallel, zero_stage=values["zero_stage"] or 0, offload=values["offload"]),
+    model = replace(model, dtype=values["dtype"])
+    batch = replace(
+        batch,
+        per_device_train_batch_size=values["per_device_train_batch_size"],
+        gradient_accumulation_steps=values["gradient_accumulation_steps"],
     )
-    _check_total_batch(path, content, resolved[1], parallel, world_size)
+    optim = replace(optim, max_grad_norm=values["max_grad_norm"])
+    _check_total_batch(path, content, batch, parallel, world_size)
     if values["offload"] and not values["zero_stage"]:
         raise ValueError("--offload needs --zero_stage 1, 2 or 3: ZeRO 0 shards nothing to offload")
-    return resolved
+    zero_stage, offload = values["zero_stage"] or 0, values["offload"]
+    return model, batch, optim, replace(parallel, zero_stage=zero_stage, offload=offload)
+
+
+def _stated_options(content: Mapping[str, Any]) -> Iterator[tuple[str, str, object]]:
+    """(field, option that sets the same, value) of all that the file states."""
+    for field, name in _SHARED.items():
+        if (value := _lookup(content, field)) not in (None, AUTO):
+            yield field, name, value
+    for dtype in ("bf16", "fp16"):
+        if _lookup(content, f"{dtype}.enabled") is True:
+            yield f"{dtype}.enabled", "dtype", dtype
+    offload = "zero_optimization.offload_optimizer"
+    if _lookup(content, f"{offload}.device") not in (None, AUTO, "none"):
+        yield offload, "offload", True
 
 
 def engine_config(
@@ -170,24 +164,18 @@ def engine_config(
     native_dtype: str | None,
     shares_weights: bool = False,
 ) -> dict[str, Any]:
-    """The complete DeepSpeed configuration of one engine, no field left to a default that bites.
+    """The complete DeepSpeed configuration of one engine, with no harmful default of DeepSpeed's.
 
-    Args:
-        content: what ``--deepspeed_config`` holds; the other arguments win over it.
-        zero_stage: 0 to 3.
-        offload: optimizer state (and weights at stage 3) in host memory.
-        micro_batch_size: rows per device and micro-batch.
-        accumulation_steps: micro-batches per optimizer step.
-        max_grad_norm: clipping norm, 0 for none. DeepSpeed's own default is 1.
-        native_dtype: ``"bf16"`` or ``"fp16"`` where DeepSpeed is to keep the fp32 masters of
-            16-bit trained weights, None where every trained tensor is fp32 already.
-        shares_weights: whether another engine trains on the same base weights.
+    Arguments win over ``content``, the JSON of ``--deepspeed_config``. ``native_dtype`` is ``bf16``
+    or ``fp16`` where DeepSpeed is to keep the fp32 masters of 16-bit trained weights, None where
+    every trained tensor is fp32 already. ``shares_weights`` tells that another engine trains on
+    the same base weights.
     """
-    said = _without_auto(content.get("zero_optimization", {}))
-    # A file that says what to offload says all of it.
-    zero = default_zero(zero_stage, offload and "offload_optimizer" not in said) | said
+    stated = _without_auto(content.get("zero_optimization", {}))
+    # A file that states one of the two kinds of offloading states both.
+    zero = default_zero(zero_stage, offload and "offload_optimizer" not in stated) | stated
     if zero_stage == 3 and shares_weights:
-        # What one engine has fetched ahead is on its way still when the other wants it.
+        # Weights that one engine prefetches are in flight when the other one gathers them.
         zero["stage3_prefetch_bucket_size"] = 0
     scaling = _LOSS_SCALING | _without_auto(content.get("fp16", {}))
     rest = {
@@ -247,22 +235,11 @@ def default_zero(stage: int, offload: bool) -> dict[str, Any]:
     return section
 
 
-def _lookup(content: Mapping[str, Any], dotted: str) -> Any:
-    value: Any = content
+def _lookup(content: Mapping[str, object], dotted: str) -> object:
+    value: object = content
     for part in dotted.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
     return value
-
-
-def _agreed(
-    path: str | None, field: str, said: Any, name: str, value: Any, given: frozenset[str]
-) -> Any:
-    if name in given and value != said:
-        raise ValueError(
-            f"--deepspeed_config {path} sets {field} to {said!r}, but --{name} is {value!r}; "
-            f'drop one of them, or write "{AUTO}" in the file'
-        )
-    return said
 
 
 def _refuse_foreign_optimizer(path: str | None, content: Mapping[str, Any]) -> None:
@@ -277,15 +254,15 @@ def _refuse_foreign_optimizer(path: str | None, content: Mapping[str, Any]) -> N
 
 
 def _refuse_foreign_groups(path: str | None, content: Mapping[str, Any], size: int) -> None:
-    """Refuse to have models divided by DeepSpeed, or groups that cross those that divide one."""
+    """Refuse DeepSpeed's own model parallelism, and groups that cross tensor-parallel ones."""
     for name in _FOREIGN:
         if name in content:
             raise ValueError(
                 f"--deepspeed_config {path} has {name}, which knows nothing of adapters; remove it "
                 "there, and use --tensor_parallel_size (and --sequence_parallel)"
             )
-    said = _without_auto(content.get("zero_optimization", {}))
-    crossing = [name for name, off in _CROSSING.items() if said.get(name, off) != off]
+    stated = _without_auto(content.get("zero_optimization", {}))
+    crossing = [name for name, off in _CROSSING.items() if stated.get(name, off) != off]
     if size > 1 and crossing:
         raise ValueError(
             f"--deepspeed_config {path} sets zero_optimization.{crossing[0]}, whose groups of "
@@ -295,9 +272,9 @@ def _refuse_foreign_groups(path: str | None, content: Mapping[str, Any], size: i
 
 def _refuse_rows(path: str | None, content: Mapping[str, Any], tokens: int) -> None:
     for field in ("train_micro_batch_size_per_gpu", "train_batch_size"):
-        if (said := content.get(field, AUTO)) != AUTO:
+        if (stated := content.get(field, AUTO)) != AUTO:
             raise ValueError(
-                f"--deepspeed_config {path} sets {field} to {said}, a number of rows, but "
+                f"--deepspeed_config {path} sets {field} to {stated}, a number of rows, but "
                 f'--tokens_per_device {tokens} counts tokens; write "{AUTO}" in the file'
             )
 
@@ -309,12 +286,12 @@ def _check_total_batch(
     parallel: ParallelConfig,
     world_size: int,
 ) -> None:
-    said = content.get("train_batch_size", AUTO)
+    stated = content.get("train_batch_size", AUTO)
     micro, steps = batch.per_device_train_batch_size, batch.gradient_accumulation_steps
     total = micro * steps * parallel.shares(world_size)
-    if said not in (AUTO, total):
+    if stated not in (AUTO, total):
         raise ValueError(
-            f"--deepspeed_config {path} sets train_batch_size to {said}, but "
+            f"--deepspeed_config {path} sets train_batch_size to {stated}, but "
             f"--per_device_train_batch_size {micro} x --gradient_accumulation_steps {steps} x "
             f"{parallel.share_words(world_size)} is {total}"
         )

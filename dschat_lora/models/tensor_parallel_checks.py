@@ -1,4 +1,4 @@
-"""Whether a tensor group can divide a model, told from options and configuration alone.
+"""Checks of tensor parallelism, from options and a model's configuration alone.
 
 Imports nothing heavy, so that numbers that do not fit are reported at once.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 from dschat_lora.config.groups import LoadConfig, LoraConfig, ModelConfig
 
-# Architectures whose blocks are known to read what enters a block's part in column layers alone.
+# Architectures in whose blocks column-parallel layers alone read the input of attention and MLP.
 KINDS = ("gpt2", "gpt_neox", "llama", "mistral", "opt", "qwen2", "qwen3")
 # Names of embeddings and output heads of these, which are divided by the vocabulary.
 _VOCABULARIES = ("embed_in", "embed_out", "embed_tokens", "lm_head", "wte")
@@ -19,14 +19,14 @@ _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the ranks of a tensor group have to divide; None where it is not said."""
+    """Sizes that the ranks of a tensor group divide; None where the configuration lacks one."""
 
     heads: int | None
     key_heads: int | None
     mlp: int | None
 
     def named(self) -> dict[str, int]:
-        """Those that are said, in words."""
+        """Those that are known, by their name in a message."""
         counts = {
             "attention heads": self.heads,
             "key and value heads": self.key_heads,
@@ -36,7 +36,7 @@ class Sizes:
 
 
 def sizes_of(fields: Mapping[str, Any]) -> Sizes:
-    """Of a model's configuration, by the names in its ``config.json``.
+    """The sizes in a model's configuration, under any of their names in ``config.json``.
 
     Raises:
         ValueError: if a size is no whole number above 0.
@@ -53,11 +53,7 @@ def sizes_of(fields: Mapping[str, Any]) -> Sizes:
 
 
 def check_divides(fields: Mapping[str, Any], size: int) -> None:
-    """Refuse a model that ``size`` ranks cannot divide evenly.
-
-    Args:
-        fields: of its ``config.json``. What they leave out is not checked.
-        size: of the tensor group; 1 divides nothing.
+    """Refuse a model that ``size`` ranks cannot divide evenly, by its ``config.json``.
 
     Raises:
         ValueError: naming the numbers that do not fit, and those that would.
@@ -118,7 +114,7 @@ def check_processes(size: int, processes: int) -> None:
 
 
 def check_training(load: LoadConfig, lora: LoraConfig, size: int) -> None:
-    """Refuse to train, on a model divided among ranks, what each rank sees but a part of.
+    """Refuse to train parts of a divided model of which each rank has a share alone.
 
     Raises:
         ValueError: naming the options and what would do.

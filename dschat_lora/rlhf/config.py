@@ -1,9 +1,6 @@
-"""What a user may choose in step 3: two trained roles, rollouts, rewards and the update."""
+"""Options of step 3: two trained roles, rollouts, rewards and the update."""
 
-import importlib.util
-import os
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +16,7 @@ from dschat_lora.config.groups import (
     SourceConfig,
     Switch,
     require,
+    require_numbers,
 )
 from dschat_lora.config.options import group, hidden, option
 from dschat_lora.config.stages import StageConfig
@@ -68,10 +66,10 @@ class RoleConfig:
         role = self.role
         require(self.lora_dim >= 0, f"{role}_lora_dim", self.lora_dim, ">= 0 (0 disables LoRA)")
         require(bool(self.target_modules), f"{role}_target_modules", (), "one name or more")
-        for name in ("lora_alpha", "learning_rate", "lora_learning_rate"):
-            require(getattr(self, name) > 0, f"{role}_{name}", getattr(self, name), "> 0")
-        require(self.weight_decay >= 0, f"{role}_weight_decay", self.weight_decay, ">= 0")
-        require(0 <= self.dropout < 1, f"{role}_dropout", self.dropout, "in [0, 1)")
+        rates = ("learning_rate", "lora_learning_rate")
+        require_numbers(self, "> 0", "lora_alpha", *rates, prefix=f"{role}_")
+        require_numbers(self, ">= 0", "weight_decay", prefix=f"{role}_")
+        require_numbers(self, "in [0, 1)", "dropout", prefix=f"{role}_")
 
     def lora(self, only_optimize_lora: bool) -> LoraConfig:
         """Its adapter, without dropout: old and new log-probabilities need one network."""
@@ -107,17 +105,16 @@ class PromptConfig(SourceConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.max_prompt_seq_len >= 1, "max_prompt_seq_len", self.max_prompt_seq_len, ">= 1")
-        require(self.max_answer_seq_len >= 1, "max_answer_seq_len", self.max_answer_seq_len, ">= 1")
+        require_numbers(self, ">= 1", "max_prompt_seq_len", "max_answer_seq_len")
 
     @property
     def max_seq_len(self) -> int:
-        """Prompt and response together."""
+        """Most tokens of prompt and response together."""
         return self.max_prompt_seq_len + self.max_answer_seq_len
 
     @property
     def data(self) -> DataConfig:
-        """As what prepares data takes it."""
+        """The prompts as data to prepare."""
         source = {name: getattr(self, name) for name in SourceConfig.__dataclass_fields__}
         return DataConfig(**source, max_seq_len=max(2, self.max_prompt_seq_len), packing=False)
 
@@ -148,18 +145,15 @@ class RolloutConfig:
     top_k: int = option(0, help="sample from this many likeliest tokens; 0: all")
 
     def __post_init__(self) -> None:
-        for name in (
-            *("per_device_generation_batch_size", "generation_batches", "num_generations"),
-            *("per_device_training_batch_size", "gradient_accumulation_steps"),
-        ):
-            require(getattr(self, name) >= 1, name, getattr(self, name), ">= 1")
-        tokens = self.tokens_per_device
-        require(tokens >= 0, "tokens_per_device", tokens, ">= 0")
+        rollout = ("per_device_generation_batch_size", "generation_batches", "num_generations")
+        update = ("per_device_training_batch_size", "gradient_accumulation_steps")
+        require_numbers(self, ">= 1", *rollout, *update)
+        require_numbers(self, ">= 0", "tokens_per_device")
         require(
             self.temperature > 0, "temperature", self.temperature, "> 0 (greedy: --no-do_sample)"
         )
         require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
-        require(self.top_k >= 0, "top_k", self.top_k, ">= 0")
+        require_numbers(self, ">= 0", "top_k")
         at_a_time = self.per_device_generation_batch_size
         if self.num_generations > at_a_time:
             raise ValueError(
@@ -176,7 +170,7 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class RewardsConfig:
-    """What a response is worth."""
+    """Rewards of responses, and their scale."""
 
     reward_function: str | None = option(
         None,
@@ -201,8 +195,7 @@ class RewardsConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in ("clip_reward_value", "missing_eos_penalty"):
-            require(getattr(self, name) >= 0, name, getattr(self, name), ">= 0")
+        require_numbers(self, ">= 0", "clip_reward_value", "missing_eos_penalty")
         for name in ("reward_function", "judge_function"):
             function = getattr(self, name)
             usable = function is None or _FUNCTION.fullmatch(function) is not None
@@ -211,7 +204,7 @@ class RewardsConfig:
 
 @dataclass(frozen=True)
 class PpoConfig:
-    """The update."""
+    """The update: PPO, RLOO or GRPO."""
 
     algorithm: Algorithm = option(
         "ppo",
@@ -238,14 +231,11 @@ class PpoConfig:
     )
 
     def __post_init__(self) -> None:
-        require(self.ppo_epochs >= 1, "ppo_epochs", self.ppo_epochs, ">= 1")
-        for name in ("kl_coef", "adaptive_kl_target", "entropy_coef", "target_kl"):
-            require(getattr(self, name) >= 0, name, getattr(self, name), ">= 0")
-        require(self.kl_horizon >= 1, "kl_horizon", self.kl_horizon, ">= 1")
-        for name in ("gamma", "lam"):
-            require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "in [0, 1]")
-        for name in ("cliprange", "cliprange_value"):
-            require(getattr(self, name) > 0, name, getattr(self, name), "> 0")
+        require_numbers(self, ">= 1", "ppo_epochs")
+        require_numbers(self, ">= 0", "kl_coef", "adaptive_kl_target", "entropy_coef", "target_kl")
+        require_numbers(self, ">= 1", "kl_horizon")
+        require_numbers(self, "in [0, 1]", "gamma", "lam")
+        require_numbers(self, "> 0", "cliprange", "cliprange_value")
         if self.adaptive_kl_target and not self.kl_coef:
             raise ValueError("--adaptive_kl_target scales --kl_coef, which is 0: give it a start")
 
@@ -263,7 +253,7 @@ class PretrainingConfig:
     unsup_coef: float = option(27.8, help="weight of its loss per token beside the policy's")
 
     def __post_init__(self) -> None:
-        require(self.unsup_coef > 0, "unsup_coef", self.unsup_coef, "> 0")
+        require_numbers(self, "> 0", "unsup_coef")
         if self.unsupervised_dataset_config_name and not self.unsupervised_dataset_name:
             raise ValueError(
                 f"--unsupervised_dataset_config_name {self.unsupervised_dataset_config_name} is "
@@ -320,10 +310,8 @@ class ClassicConfig:
     )
 
     def __post_init__(self) -> None:
-        require(0 <= self.ema_decay < 1, "ema_decay", self.ema_decay, "in [0, 1)")
-        interval = self.print_answers_interval
-        require(interval >= 0, "print_answers_interval", interval, ">= 0")
-        require(self.test_stop_step >= 0, "test_stop_step", self.test_stop_step, ">= 0")
+        require_numbers(self, "in [0, 1)", "ema_decay")
+        require_numbers(self, ">= 0", "print_answers_interval", "test_stop_step")
         if self.enable_test_mode and not self.test_stop_step:
             raise ValueError("--enable_test_mode stops after --test_stop_step steps: give it")
 
@@ -347,7 +335,7 @@ class RlhfConfig(StageConfig):
     )
 
     def __post_init__(self) -> None:
-        require(self.eval_prompts >= 0, "eval_prompts", self.eval_prompts, ">= 0")
+        require_numbers(self, ">= 0", "eval_prompts")
         size, training = self.classic.inference_tp_size, self.parallel.tensor_parallel_size
         require(
             size in (1, training),
@@ -359,7 +347,7 @@ class RlhfConfig(StageConfig):
 
     @property
     def free(self) -> frozenset[str]:
-        """Tokens cut the same steps otherwise."""
+        """``tokens_per_device`` divides the same steps into other micro-batches."""
         return frozenset({"tokens_per_device"})
 
     @property
@@ -372,13 +360,13 @@ class RlhfConfig(StageConfig):
 
     @property
     def has_critic(self) -> bool:
-        """Whether values are learnt."""
+        """Whether a critic estimates values."""
         return self.ppo.algorithm == "ppo"
 
 
 @contextmanager
 def option_errors_for(role: str) -> Iterator[None]:
-    """Have messages of a user's mistake name the options of this role, such as --actor_lora_dim."""
+    """Name the options of this role in ValueErrors of the block, such as --actor_lora_dim."""
     try:
         yield
     except ValueError as error:
@@ -386,33 +374,3 @@ def option_errors_for(role: str) -> Iterator[None]:
         for name in RoleConfig.__dataclass_fields__:
             words = re.sub(rf"--{name}\b", f"--{role}_{name}", words)
         raise ValueError(words) from error
-
-
-def check_function(option: str, name: str) -> None:
-    """Refuse a function whose module cannot be found, without importing it.
-
-    Raises:
-        ValueError: naming the option.
-    """
-    module = name.partition(":")[0]
-    with working_directory():
-        try:
-            found = importlib.util.find_spec(module.partition(".")[0])
-        except (ImportError, ValueError):
-            found = None
-    if found is None:
-        raise ValueError(
-            f"--{option} {name}: there is no module {module} in the working directory or among "
-            "the installed packages"
-        )
-
-
-@contextmanager
-def working_directory() -> Iterator[None]:
-    """Let modules beside the user be found, as ``python -m`` does."""
-    here = os.getcwd()
-    sys.path.insert(0, here)
-    try:
-        yield
-    finally:
-        sys.path.remove(here)

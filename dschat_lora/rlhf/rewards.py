@@ -15,7 +15,8 @@ from dschat_lora.algos.advantages import RunningMoments
 from dschat_lora.engine.distributed import raise_together, rank, sum_over_processes, world_size
 from dschat_lora.models.causal_lm import Tokenizer
 from dschat_lora.rlhf.batch import Response
-from dschat_lora.rlhf.config import RewardsConfig, working_directory
+from dschat_lora.rlhf.config import RewardsConfig
+from dschat_lora.runtime.checks import working_directory
 
 # Parameters that a reward function may have besides prompts and responses.
 _MORE = ("ended", "rows", "token_ids")

@@ -10,13 +10,14 @@ from dschat_lora.engine.ds_config import reconcile
 from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.models.tensor_parallel_checks import check_processes, check_training
 from dschat_lora.report.terminal import log_once
-from dschat_lora.rlhf.config import RlhfConfig, RoleConfig, check_function, option_errors_for
+from dschat_lora.rlhf.config import RlhfConfig, RoleConfig, option_errors_for
 from dschat_lora.runtime.checks import (
     Check,
     apply_checks,
     check_adapter_files,
     check_compile,
     check_divided,
+    check_function,
     check_output_dir,
     check_source_is_kept,
     check_task,

@@ -8,7 +8,9 @@ returns None.
 import importlib.util
 import json
 import os
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -247,3 +249,36 @@ def parallel_without_effect(parallel: ParallelConfig) -> list[str]:
     if parallel.sequence_parallel and parallel.tensor_parallel_size == 1:
         return ["--sequence_parallel has no effect without --tensor_parallel_size above 1"]
     return []
+
+
+# ---------------------------------------------------------------------------- functions
+
+
+def check_function(option: str, name: str) -> None:
+    """Refuse a function whose module cannot be found, without importing it.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    module = name.partition(":")[0]
+    with working_directory():
+        try:
+            found = importlib.util.find_spec(module.partition(".")[0])
+        except (ImportError, ValueError):
+            found = None
+    if found is None:
+        raise ValueError(
+            f"--{option} {name}: there is no module {module} in the working directory or among "
+            "the installed packages"
+        )
+
+
+@contextmanager
+def working_directory() -> Iterator[None]:
+    """Put the working directory on ``sys.path``, as ``python -m`` does."""
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        sys.path.remove(here)

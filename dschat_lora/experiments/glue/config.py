@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from dschat_lora.config.groups import require
+from dschat_lora.config.groups import require, require_numbers
 from dschat_lora.config.options import given_options, hidden, option
 from dschat_lora.experiments.glue.tasks import TASKS, GlueTask, TaskName
 
@@ -12,6 +12,7 @@ Strategy = Literal["no", "steps", "epoch"]
 _AT_LEAST_ONE = (
     *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
     *("logging_steps", "save_steps", "max_seq_length"),
+    *("eval_steps", "save_total_limit", "max_train_samples", "max_eval_samples"),
 )
 
 
@@ -129,20 +130,14 @@ class GlueConfig:
     rejected: tuple[str, ...] = hidden(())  # newer checkpoints than the one gone on from, and why
 
     def __post_init__(self) -> None:
-        for name in _AT_LEAST_ONE:
-            require(getattr(self, name) >= 1, name, getattr(self, name), ">= 1")
-        for name in ("eval_steps", "save_total_limit", "max_train_samples", "max_eval_samples"):
-            value = getattr(self, name)
-            require(value is None or value >= 1, name, value, ">= 1")
-        for name in ("classifier_dropout", "lora_dropout"):
-            value = getattr(self, name)
-            require(value is None or 0 <= value < 1, name, value, "in [0, 1)")
-        for name in ("weight_decay", "max_grad_norm", "warmup_steps", "dataloader_num_workers"):
-            require(getattr(self, name) >= 0, name, getattr(self, name), ">= 0")
-        require(self.learning_rate > 0, "learning_rate", self.learning_rate, "> 0")
-        require(self.lora_r >= 1, "lora_r", self.lora_r, ">= 1")
-        require(self.lora_alpha > 0, "lora_alpha", self.lora_alpha, "> 0")
-        require(0 <= self.warmup_ratio < 1, "warmup_ratio", self.warmup_ratio, "in [0, 1)")
+        require_numbers(self, ">= 1", *_AT_LEAST_ONE)
+        require_numbers(self, "in [0, 1)", "classifier_dropout", "lora_dropout")
+        at_least_zero = ("weight_decay", "max_grad_norm", "warmup_steps", "dataloader_num_workers")
+        require_numbers(self, ">= 0", *at_least_zero)
+        require_numbers(self, "> 0", "learning_rate")
+        require_numbers(self, ">= 1", "lora_r")
+        require_numbers(self, "> 0", "lora_alpha")
+        require_numbers(self, "in [0, 1)", "warmup_ratio")
         wanted = "> 0; --no-do_train evaluates alone"
         require(self.num_train_epochs > 0, "num_train_epochs", self.num_train_epochs, wanted)
         require(self.max_steps == -1 or self.max_steps >= 1, "max_steps", self.max_steps, ">= 1")

@@ -1,4 +1,4 @@
-"""Which checkpoint a GLUE run goes on from, and with which options."""
+"""The checkpoint that a GLUE run resumes from, and its options."""
 
 import math
 import os
@@ -32,10 +32,7 @@ _FREE = {
 
 
 def settle(config: GlueConfig) -> GlueConfig:
-    """The config with the checkpoint it goes on from; options not typed are those of its run.
-
-    Args:
-        config: with its base and adapter found.
+    """The config with the checkpoint it resumes from; options not typed are those of its run.
 
     Raises:
         ValueError: if there is no sound checkpoint, or typed options differ from those of its run

@@ -1,4 +1,4 @@
-"""What a user may choose in teaching a model to put data into words, and in judging it."""
+"""Options of data-to-text training, decoding and evaluation."""
 
 import math
 from collections.abc import Mapping
@@ -15,6 +15,7 @@ from dschat_lora.config.groups import (
     OptimConfig,
     RunConfig,
     require,
+    require_numbers,
 )
 from dschat_lora.config.options import group, option
 from dschat_lora.config.stages import SupervisedConfig
@@ -78,13 +79,9 @@ class DecodeConfig:
 
     def __post_init__(self) -> None:
         require(bool(self.data_path), "data_path", "nothing", "a file or more of meanings")
-        for name in ("num_beams", "max_new_tokens", "per_device_eval_batch_size"):
-            require(getattr(self, name) >= 1, name, getattr(self, name), ">= 1")
-        for name in ("no_repeat_ngram_size", "min_length", "length_penalty"):
-            require(getattr(self, name) >= 0, name, getattr(self, name), ">= 0")
-        penalty, alpha = self.repetition_penalty, self.lora_alpha
-        require(penalty > 0, "repetition_penalty", penalty, "> 0")
-        require(alpha is None or alpha > 0, "lora_alpha", alpha, "> 0")
+        require_numbers(self, ">= 1", "num_beams", "max_new_tokens", "per_device_eval_batch_size")
+        require_numbers(self, ">= 0", "no_repeat_ngram_size", "min_length", "length_penalty")
+        require_numbers(self, "> 0", "repetition_penalty", "lora_alpha")
         for value in self.eos_token_id:
             require(value >= 0, "eos_token_id", value, ">= 0")
         least, most = self.min_length, self.max_new_tokens
@@ -122,8 +119,7 @@ class EvaluateConfig:
     output_path: str | None = option(None, help="JSON file of the numbers")
 
     def __post_init__(self) -> None:
-        number = self.ref_num
-        require(number is None or number >= 0, "ref_num", number, ">= 0")
+        require_numbers(self, ">= 0", "ref_num")
 
 
 @dataclass(frozen=True)
@@ -226,7 +222,7 @@ class NlgConfig(SupervisedConfig):
     )
 
     def __post_init__(self) -> None:
-        require(0 <= self.label_smooth < 1, "label_smooth", self.label_smooth, "in [0, 1)")
+        require_numbers(self, "in [0, 1)", "label_smooth")
 
     @property
     def label_smoothing(self) -> float:

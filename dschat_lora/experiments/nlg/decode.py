@@ -1,4 +1,4 @@
-"""Texts to meanings by beam search."""
+"""Decoding of meanings into texts by beam search."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -36,7 +36,7 @@ from dschat_lora.report.terminal import error_message, log_once
 
 @dataclass
 class Meaning:
-    """What is to be said, and how others said it."""
+    """A meaning to put into words, with its reference texts."""
 
     text: str
     references: list[str] = field(default_factory=list)
@@ -177,7 +177,7 @@ def _plain(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
 
 
 def _clean(text: str) -> str:
-    """Up to an empty line, without space around it."""
+    """The text up to an empty line, stripped."""
     return text.split("\n\n")[0].strip()
 
 

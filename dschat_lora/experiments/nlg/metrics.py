@@ -1,4 +1,4 @@
-"""How close texts come to their references, by the metrics of data-to-text generation.
+"""Metrics of data-to-text generation: BLEU, NIST, METEOR, ROUGE-L, CIDEr, TER and chrF.
 
 Every function takes the hypotheses and, for each, its references, one or more; their number may
 differ. BLEU, chrF and TER are sacrebleu's. NIST, ROUGE-L and CIDEr follow the programs that the
@@ -29,7 +29,7 @@ Tokens = tuple[str, ...]
 
 ROUGE_BETA = 1.2  # recall counts more than precision by its square
 CIDER_SIGMA = 6.0  # tokens of difference in length
-TER_TEXTS = 50  # of a worker's turn
+TER_TEXTS = 50  # texts of one task of a worker
 # NIST's penalty is 0.5 at two thirds of the references' length.
 NIST_BETA = -math.log(0.5) / math.log(1.5) ** 2
 
@@ -41,7 +41,7 @@ _TREEBANK = re.compile(
     r"|\w+(?:(?:['\u2019](?!(?:s|re|ve|ll|m|d|t)\b)|[-.,:/&_])\w+)*"
     r"|\S"
 )
-# What the E2E challenge leaves out of the tokens, brackets not among it, in plain signs.
+# Punctuation that the E2E challenge leaves out of the tokens; brackets are kept.
 _PUNCTUATION = {
     *('"', "'", "`", "''", "``", ".", "?", "!", ",", ":", ";", "-", "--", "..."),
     *("\u2013", "\u2014", "\u2018", "\u2019", "\u201c", "\u201d"),
@@ -241,7 +241,7 @@ def _ngrams(tokens: Tokens, n: int) -> Counter[Tokens]:
 
 
 def _counts(tokens: Tokens) -> Counter[Tokens]:
-    """All 1- to 4-grams."""
+    """Counts of 1- to 4-grams."""
     return Counter(tokens[i : i + n] for n in range(1, 5) for i in range(len(tokens) - n + 1))
 
 
@@ -250,7 +250,7 @@ def _length(counts: Counter[Tokens]) -> int:
 
 
 def _agreeing(found: Counter[Tokens], others: Sequence[Counter[Tokens]]) -> Counter[Tokens]:
-    """What is in ``found``, at most as often as in one of ``others``."""
+    """Counts of ``found``, clipped at the most in one of ``others``."""
     most: Counter[Tokens] = Counter()
     for other in others:
         most |= other
@@ -258,7 +258,7 @@ def _agreeing(found: Counter[Tokens], others: Sequence[Counter[Tokens]]) -> Coun
 
 
 def _common_subsequence(first: Tokens, second: Tokens) -> int:
-    """Length of the longest one."""
+    """Length of the longest common subsequence."""
     row = [0] * (len(second) + 1)
     for token in first:
         above_left = 0
@@ -270,14 +270,14 @@ def _common_subsequence(first: Tokens, second: Tokens) -> int:
 
 
 def _cosine(own: dict[Tokens, float], other: dict[Tokens, float]) -> float:
-    """With the own weights clipped at the other's, the norms unclipped."""
+    """Cosine with the own weights clipped at the other's, the norms unclipped."""
     norms = math.hypot(*own.values()) * math.hypot(*other.values())
     common = own.keys() & other.keys()
     return sum(min(own[k], other[k]) * other[k] for k in common) / norms if norms else 0.0
 
 
 class _NoSynonyms:
-    """In the place of WordNet, whose data is a download of its own."""
+    """Stands in for WordNet, whose data is a download of its own."""
 
     def synsets(self, word: str) -> tuple[()]:
         return ()
