@@ -1,12 +1,13 @@
-"""The rows of a batch that decodes: what the model is given at each step, and who stays."""
+"""Decoding state of a batch: with a key-value cache, or recomputed at every step."""
 
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from dschat_lora.algos.segments import block_causal_mask
 from dschat_lora.generation.kv_cache import KVCache
@@ -20,21 +21,21 @@ DecodeStep = Callable[[], None]
 
 
 class Rows(Protocol):
-    """What the decoding loop needs of a way to compute."""
+    """Sequences that are decoded together, a token of each at a time."""
 
     sequences: list[int]
 
     def start(self) -> None:
-        """Read the prompts and choose every sequence's first token."""
+        """Process the prompts and choose every sequence's first token."""
 
     def step(self) -> None:
         """Choose the next token of every row."""
 
     def keep(self, alive: Sequence[bool]) -> None:
-        """Let go of the sequences that have ended, where that pays."""
+        """Drop the sequences that have ended, where that saves work."""
 
 
-def takes_cache(model: Any) -> bool:
+def takes_cache(model: PreTrainedModel) -> bool:
     """Whether the model works with our masks, positions and cache."""
     accepted = inspect.signature(model.forward).parameters
     return (
@@ -45,32 +46,29 @@ def takes_cache(model: Any) -> bool:
     )
 
 
-def in_shards(model: Any) -> bool:
-    """Whether ZeRO 3 holds parameters that have their values during their layer's forward alone.
-
-    Gathered ones keep them for as long as they are.
-    """
+def in_shards(model: PreTrainedModel) -> bool:
+    """Whether ZeRO 3 holds parameters in shards: layers gather them, and nothing else has."""
     sizes = ((p.numel(), getattr(p, "ds_numel", p.numel())) for p in model.parameters())
     return any(here != whole for here, whole in sizes)
 
 
 class CachedRows:
-    """Rows that hold keys and values of what they have read: a step computes one token.
+    """Rows with a key-value cache: a step computes one token.
 
-    Prompts stand right-aligned, so every row writes its next token to the same column. All
-    that a step reads and writes stays where it is; with ``buckets`` its shapes change rarely
-    too, so that a GPU replays it as a graph.
+    Prompts are padded on the left, so every row writes its next token to the same column. All
+    tensors of a step stay where they are; with ``buckets`` their shapes change rarely too, so
+    that a GPU replays the step as a graph.
 
     Args:
         model: that takes a cache.
         prompts: token ids.
-        responses: where the tokens go.
+        responses: receive the tokens.
         copies: sequences of each prompt.
-        pad_id: any token.
+        pad_id: any token; masks hide it.
         device: where the model computes.
         buckets: whether rows and columns come in few sizes.
-        record: makes of a step of one shape what repeats it, such as :func:`cuda_graphs`; None
-            computes every step anew.
+        record: turns a step of one shape into its replay, such as :func:`cuda_graphs`; None
+            runs every step anew.
 
     Attributes:
         sequences: which sequence each row in use holds.
@@ -78,7 +76,7 @@ class CachedRows:
 
     def __init__(
         self,
-        model: Any,
+        model: PreTrainedModel,
         prompts: Sequence[Sequence[int]],
         responses: Responses,
         *,
@@ -89,7 +87,7 @@ class CachedRows:
         record: Callable[[DecodeStep], DecodeStep] | None = None,
     ) -> None:
         self._model, self._prompts, self._responses = model, prompts, responses
-        self._agreed = _agreed(model)
+        self._broadcast = _broadcast(model)
         self._pad_id, self._copies = pad_id, copies
         self._buckets, self._record = buckets, record
         self.sequences = list(range(len(prompts) * copies))
@@ -109,7 +107,7 @@ class CachedRows:
         self._warm = False
 
     def start(self) -> None:
-        """Read each prompt once, for all its copies, and choose the first tokens."""
+        """Process each prompt once for all its copies, and choose the first tokens."""
         ids, segments = padded_left(self._prompts, self._pad_id, self._ids.device)
         positions = (segments.cumsum(-1) - 1).clamp(min=0)
         masks = {
@@ -125,7 +123,9 @@ class CachedRows:
         for kind, window in self._windows.items():
             last = masks[kind][:, :, -1:].repeat_interleave(self._copies, 0)
             self._masks[kind][:count, :, :, window or 0 :][..., :width] = last
-        self._ids[:count, 0] = self._responses.advance(logits, self._sequence[:count], self._agreed)
+        self._ids[:count, 0] = self._responses.advance(
+            logits, self._sequence[:count], self._broadcast
+        )
 
     def step(self) -> None:
         """Choose the next token of every row."""
@@ -148,20 +148,22 @@ class CachedRows:
             return self.advance
 
     def advance(self) -> None:
-        """One token for every row, from and to tensors that stay where they are."""
+        """One token for every row, in place."""
         cache = self._cache
         rows = cache.rows
         self._positions += 1
         masks = {kind: self._open_column(kind, w) for kind, w in self._windows.items()}
         logits = self._forward(self._ids[:rows], self._positions[:rows], masks)
         cache.column += 1
-        self._ids[:rows, 0] = self._responses.advance(logits, self._sequence[:rows], self._agreed)
+        self._ids[:rows, 0] = self._responses.advance(
+            logits, self._sequence[:rows], self._broadcast
+        )
 
     def keep(self, alive: Sequence[bool]) -> None:
-        """Move living rows into the places of ended ones, and use the first rows alone.
+        """Move unfinished rows into the places of finished ones, and use the first rows alone.
 
         Args:
-            alive: of each row in use; at least one is.
+            alive: whether each row in use is unfinished; at least one is.
         """
         living = [row for row, lives in enumerate(alive) if lives]
         rows = self._row_bucket(len(living))
@@ -196,10 +198,10 @@ class CachedRows:
         return logits[:, -1]
 
     def _empty_mask(self, window: int | None) -> Tensor:
-        """(rows, 1, 1, window + columns) that shows nothing.
+        """(rows, 1, 1, window + columns) that hides everything.
 
-        The first ``window`` columns stand before the cache's: what leaves the window there is
-        closed like any other column.
+        The first ``window`` columns come before the cache's, so that hiding what leaves the
+        window needs no special case there.
         """
         rows, columns = self._cache.capacity
         hidden = torch.finfo(self._model.dtype).min
@@ -207,7 +209,7 @@ class CachedRows:
         return torch.full(shape, hidden, dtype=self._model.dtype, device=self._ids.device)
 
     def _open_column(self, kind: str, window: int | None) -> Tensor:
-        """The mask of a step: the new token sees itself, and loses what its window left."""
+        """The mask of a step: shows the new token, and hides what its window has left."""
         mask, cache = self._masks[kind], self._cache
         mask.index_fill_(3, cache.column + (window or 0), 0.0)
         if window is not None:
@@ -226,9 +228,9 @@ class CachedRows:
 
 
 def cuda_graphs() -> Callable[[DecodeStep], DecodeStep]:
-    """What makes of a step the replay of all that it launches, without running it.
+    """A function that captures a step as a CUDA graph and returns its replay, without running it.
 
-    Replays follow one another, so all share one memory for what lasts no longer than a step.
+    Replays follow one another, so all graphs share one memory pool.
     """
     pool = torch.cuda.graph_pool_handle()
 
@@ -242,8 +244,8 @@ def cuda_graphs() -> Callable[[DecodeStep], DecodeStep]:
     return record
 
 
-def _agreed(model: Any) -> Callable[[Tensor], Tensor] | None:
-    """What makes the ranks that a model is divided among choose the same tokens."""
+def _broadcast(model: PreTrainedModel) -> Callable[[Tensor], Tensor] | None:
+    """Broadcasts the first rank's tokens among the ranks that a model is divided among."""
     group = group_of(model)
     return None if group is None else group.first
 
@@ -251,7 +253,7 @@ def _agreed(model: Any) -> Callable[[Tensor], Tensor] | None:
 def padded_left(
     prompts: Sequence[Sequence[int]], pad_id: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """(B, T) int64 tokens that end in the last column, and 1 where they are, else 0."""
+    """(B, T) int64 tokens padded on the left, and their mask: 1 on tokens, 0 on padding."""
     width = max(len(prompt) for prompt in prompts)
     ids = [[pad_id] * (width - len(prompt)) + list(prompt) for prompt in prompts]
     real = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
@@ -259,15 +261,14 @@ def padded_left(
 
 
 class RecomputedRows:
-    """Rows that are read from their beginning at every step: slow, right for any causal model.
+    """Rows without a cache: each step recomputes them, slow but right for any causal model.
 
-    Nothing is asked of the model but to take padding on the right, which no token before it
-    sees.
+    Rows are padded on the right, which no token before the padding attends to.
     """
 
     def __init__(
         self,
-        model: Any,
+        model: PreTrainedModel,
         prompts: Sequence[Sequence[int]],
         responses: Responses,
         *,
@@ -276,7 +277,7 @@ class RecomputedRows:
         device: torch.device,
     ) -> None:
         self._model, self._responses, self._pad_id = model, responses, pad_id
-        self._agreed = _agreed(model)
+        self._broadcast = _broadcast(model)
         self._texts = [list(prompt) for prompt in prompts for _ in range(copies)]
         self.sequences = list(range(len(self._texts)))
         self._device = device
@@ -294,15 +295,15 @@ class RecomputedRows:
         real = torch.arange(width, device=self._device) < lengths[:, None]
         ids = torch.tensor(rows, device=self._device)
         output = self._model(input_ids=ids, attention_mask=real.long(), use_cache=False)
-        places = torch.arange(len(texts), device=self._device)
+        rows_of = torch.arange(len(texts), device=self._device)
         sequences = torch.tensor(self.sequences, device=self._device)
         tokens = self._responses.advance(
-            output.logits[places, lengths - 1], sequences, self._agreed
+            output.logits[rows_of, lengths - 1], sequences, self._broadcast
         )
         for text, token in zip(texts, tokens.tolist(), strict=True):
             text.append(token)
 
     def keep(self, alive: Sequence[bool]) -> None:
-        """Compute the living ones alone."""
+        """Drop the sequences that have ended."""
         pairs = zip(self.sequences, alive, strict=True)
         self.sequences = [sequence for sequence, lives in pairs if lives]

@@ -1,26 +1,30 @@
-"""Beam search for one best text to each prompt."""
+"""Beam search: the best continuation of each prompt."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+)
 
 
 @dataclass(frozen=True)
 class Search:
-    """How a text is searched for.
+    """Options of beam search.
 
     Attributes:
-        num_beams: open texts at every step; 1: the most probable token at every step.
+        num_beams: hypotheses kept at every step; 1 is greedy search.
         max_new_tokens: of a text, with the one that ends it.
         eos_ids: any of them ends a text.
-        pad_id: any token, for places that no result depends on.
+        pad_id: any token, for padding that no result depends on.
         length_penalty: power of the length that a log-probability is divided by.
         no_repeat_ngram_size: no n tokens occur twice in a text; 0: they may.
-        repetition_penalty: of tokens that the text has, in the logarithm; 1: none.
+        repetition_penalty: factor of the log-probability of tokens that the text has; 1: none.
         min_length: tokens before a text may end.
     """
 
@@ -35,13 +39,13 @@ class Search:
 
 
 class TextRules(LogitsProcessor):  # type: ignore[misc]  # transformers is untyped
-    """Log-probabilities of the next token under rules that look at the text alone.
+    """Repetition penalty and n-gram blocking over the generated text, without the prompt.
 
-    transformers' own rules of these names look at the prompt too: names that stand in the
-    meaning could not be said twice, or at all.
+    transformers' own rules of these names count the prompt too, so that names in the meaning
+    representation could not be repeated in the text.
 
     Attributes:
-        start: where texts begin in a row, behind the padded prompts.
+        start: column where texts begin, behind the padded prompts.
     """
 
     def __init__(self, search: Search, start: int) -> None:
@@ -50,17 +54,16 @@ class TextRules(LogitsProcessor):  # type: ignore[misc]  # transformers is untyp
         self._penalty = search.repetition_penalty
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """(N, V) of (N, T) rows so far and the (N, V) logits or log-probabilities behind them.
+        """(N, V) log-probabilities of the next token, from (N, T) rows so far and (N, V) logits.
 
-        A token that the text has is ``repetition_penalty`` times as improbable in the logarithm
-        (arXiv:1909.05858, of log-probabilities); one that would complete an n-gram which the text
-        has gets -inf.
+        The log-probability of a token that the text has is multiplied by ``repetition_penalty``
+        (arXiv:1909.05858); a token that would repeat an n-gram of the text gets -inf.
         """
         text = input_ids[:, self.start :]
         scores = scores.log_softmax(dim=-1)
         if self._penalty != 1.0 and text.shape[1]:
-            said = scores.gather(1, text)
-            scores = scores.scatter(1, text, said * self._penalty)
+            repeated = scores.gather(1, text)
+            scores = scores.scatter(1, text, repeated * self._penalty)
         if self._ngram:
             for row, tokens in enumerate(text.tolist()):
                 scores[row, completing(tokens, self._ngram)] = -torch.inf
@@ -78,30 +81,30 @@ def completing(tokens: Sequence[int], n: int) -> list[int]:
 
 @torch.no_grad()
 def write_texts(
-    model: Any,
+    model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
     search: Search,
     *,
     device: torch.device,
     use_cache: bool = True,
 ) -> list[list[int]]:
-    """Of each prompt the best text found, without the token that ended it.
+    """The best text found for each prompt, without the token that ended it.
 
-    The best is that of the highest ``log p(text) / |text|^length_penalty``, |text| in tokens with
+    The best has the highest ``log p(text) / |text|^length_penalty``, |text| in tokens with
     the one that ended it, among those that ended and those that reached ``max_new_tokens``. The
-    search goes on until nothing that is still open could be better.
+    search goes on until no open hypothesis could be better.
 
     Args:
         model: a transformers causal language model in evaluation mode.
         prompts: token ids, none empty.
-        search: how.
+        search: its options.
         device: where the model computes.
         use_cache: keep keys and values instead of computing them again.
     """
     width = max(len(prompt) for prompt in prompts)
     rows = [[search.pad_id] * (width - len(prompt)) + list(prompt) for prompt in prompts]
     mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    # Or what the model came with would have a say: transformers fills in what is not given here.
+    # transformers would fill in options that are not given here from the model's own config.
     model.generation_config = GenerationConfig()
     output = model.generate(
         input_ids=torch.tensor(rows, device=device),
@@ -113,7 +116,6 @@ def write_texts(
         length_penalty=search.length_penalty,
         early_stopping="never" if search.num_beams > 1 else False,
         logits_processor=LogitsProcessorList([TextRules(search, width)]),
-        # What the rules leave is a distribution again.
         renormalize_logits=True,
         no_repeat_ngram_size=0,
         repetition_penalty=1.0,

@@ -1,4 +1,4 @@
-"""A model that decodes in fewer and faster operations, for as long as it does."""
+"""Fast kernels for decoding: linear layers with adapters, and attention on a CPU."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,30 +7,30 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from dschat_lora.lora.layers import LoraConv1D, LoraLinear, full_factors, is_conv1d
 from dschat_lora.lora.parallel import ParallelLinear, RowParallel
 
 Forward = Callable[[Tensor], Tensor]
-# Below so many products of a CPU layer, oneDNN takes longer to be called than to compute.
+# Below so many products of a CPU layer, the call of oneDNN takes longer than the computation.
 MIN_PACKED_PRODUCTS = 2**20
 MAX_PRODUCT_TOKENS = 64  # for more, the fused kernel of attention is better
 _ATTENTION = "dschat_lora_decode"
-# What layers pass on that means nothing where a mask is given, out of training.
+# Options of attention layers without effect where a mask is given, out of training.
 _WITHOUT_EFFECT = {"dropout", "is_causal", "position_ids", "sliding_window", "use_cache"}
 
 
 @contextmanager
-def quick_linears(model: nn.Module) -> Iterator[None]:
+def fast_linears(model: nn.Module) -> Iterator[None]:
     """Within, linear layers and their unmerged adapters compute the same with fewer operations.
 
     Adapters are cast once, and added in the accumulator of their last product. On a CPU,
     float32 weights are copied into the layout of oneDNN. No parameter is touched; their values
     must not change within. Weights must be whole, not sharded.
     """
-    changed: list[Any] = []
+    changed: list[nn.Module] = []
     try:
         for module in model.modules():
             forward = None if "forward" in vars(module) else _forward_of(module)
@@ -44,7 +44,7 @@ def quick_linears(model: nn.Module) -> Iterator[None]:
 
 
 def _forward_of(module: Any) -> Forward | None:
-    """What computes the same as ``module``; None where it is no linear layer of a known kind."""
+    """A faster forward of ``module``; None where it is no linear layer of a known kind."""
     if type(module) is nn.Linear:
         return _linear(module.weight, module.bias)
     if isinstance(module, ParallelLinear):
@@ -66,12 +66,12 @@ def _forward_of(module: Any) -> Forward | None:
 
 
 def _inner_bias(module: Any, bias: Tensor | None) -> Tensor | None:
-    """What is added in the product itself; a divided row layer adds its bias to the sum."""
+    """The bias that the product adds; a row-parallel layer adds its own to the sum."""
     return None if isinstance(module.split, RowParallel) else bias
 
 
 def _around(module: Any, product: Forward, bias: Tensor | None) -> Forward:
-    """The layer, given its product with what this rank holds."""
+    """The forward of a layer, given its product with the weights of this rank."""
     if module.split is None:
         return product
     return lambda x: module.split.around(x, lambda own, _: product(own), bias)
@@ -106,15 +106,15 @@ def _adapted(base: Forward, down: Tensor, up: Tensor, scaling: float) -> Forward
 
 
 def _packs(weight: Tensor) -> bool:
-    """Whether oneDNN computes products with this weight from a layout of its own."""
+    """Whether oneDNN has a packed layout for this weight."""
     known = hasattr(torch.ops.mkldnn, "_linear_pointwise")
     usable = known and bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
     return usable and weight.device.type == "cpu" and weight.dtype == torch.float32
 
 
 @contextmanager
-def quick_attention(model: Any) -> Iterator[None]:
-    """Within, a CPU's layers that use "sdpa" attend from few tokens by plain products.
+def fast_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Within, layers that use "sdpa" on a CPU attend from few tokens by plain products.
 
     The fused kernel is made for many; on a CPU it took two to ten times as long for one.
     Masks must be given whole: transformers makes none for attention it does not know.
@@ -132,7 +132,7 @@ def quick_attention(model: Any) -> Iterator[None]:
 
 
 def attend_by_products(
-    module: Any,
+    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -141,7 +141,7 @@ def attend_by_products(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers' "sdpa", which takes whatever this is not made for.
+    """Attention as transformers' "sdpa", to which it falls back for many tokens.
 
     Args:
         module: the attention layer.
@@ -163,7 +163,7 @@ def attend_by_products(
         )
     if scaling != 1:
         query = query * scaling
-    # All heads that share a key are rows of one product.
+    # Heads that share a key (grouped-query attention) are rows of one product.
     grouped = query.reshape(rows, key.shape[1], -1, size)
     scores = torch.matmul(grouped, key.transpose(2, 3)).view(rows, heads, tokens, -1)
     scores += attention_mask

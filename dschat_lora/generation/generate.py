@@ -1,10 +1,10 @@
-"""Responses of a causal language model to prompts, many at a time, one token a step."""
+"""Batched decoding of a causal language model, one token a step."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from dschat_lora.generation.batch_state import (
     CachedRows,
@@ -14,16 +14,16 @@ from dschat_lora.generation.batch_state import (
     in_shards,
     takes_cache,
 )
-from dschat_lora.generation.fast_kernels import quick_attention, quick_linears
+from dschat_lora.generation.fast_kernels import fast_attention, fast_linears
 from dschat_lora.generation.sampling import Responses, Sampling
 from dschat_lora.lora.parallel import group_of, whole_sequences
 
-GPU_POLL = 16  # steps between two looks at which sequences have ended
+GPU_POLL = 16  # steps between two checks of which sequences have ended
 
 
 @torch.no_grad()
 def decode(
-    model: Any,
+    model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     *,
@@ -33,22 +33,22 @@ def decode(
     device: torch.device,
     keep_going: Callable[[bool], bool] | None = None,
 ) -> list[list[list[int]]]:
-    """Of each prompt its responses, each up to and including its end-of-sequence token.
+    """Responses to each prompt, each up to and including its end-of-sequence token.
 
-    A response is a function of the model, the prompt, its seed and ``sampling``, whatever else
-    is computed beside it, up to the rounding of the model's logits.
+    A response depends on the model, the prompt, its seed and ``sampling`` alone, not on the rest
+    of the batch, up to the rounding of the model's logits.
 
     Args:
         model: a transformers causal language model in evaluation mode, adapters unmerged.
         prompts: token ids; prompt and response together must fit the model's positions.
         sampling: how tokens are chosen, and how many.
-        seeds: of each prompt one for each wanted response, the same number everywhere.
+        seeds: of each response to each prompt, as many for every prompt.
         eos_ids: tokens that end a response.
-        pad_id: any token, for places that no result depends on.
+        pad_id: any token, for padding that no result depends on.
         device: where the model computes.
         keep_going: where every rank must run the same number of forward passes, as sharded
-            weights need it: called once a step with whether this rank is done, it tells
-            whether any has work left. Call on every rank then.
+            weights need it: called once a step with whether this rank is done, it returns
+            whether any rank is not. Call on every rank then.
 
     Raises:
         ValueError: if a prompt is empty, or the seeds are not as many for each prompt.
@@ -63,7 +63,7 @@ def decode(
 
 @torch.no_grad()
 def respond(
-    model: Any,
+    model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
     responses: Responses,
     *,
@@ -81,23 +81,23 @@ def respond(
         return
     copies = responses.size // max(1, len(prompts))
     rows = _rows(model, prompts, responses, copies=copies, pad_id=pad_id, device=device)
-    with _quickly(model):
+    with _inference_kernels(model):
         _run(model, rows, responses, pad_id=pad_id, device=device, keep_going=keep_going)
 
 
 @contextmanager
-def _quickly(model: Any) -> Iterator[None]:
+def _inference_kernels(model: PreTrainedModel) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(whole_sequences(model))
         if not in_shards(model):
-            stack.enter_context(quick_linears(model))
+            stack.enter_context(fast_linears(model))
         if takes_cache(model):
-            stack.enter_context(quick_attention(model))
+            stack.enter_context(fast_attention(model))
         yield
 
 
 def _run(
-    model: Any,
+    model: PreTrainedModel,
     rows: Rows | None,
     responses: Responses,
     *,
@@ -116,14 +116,14 @@ def _run(
             rows.step()
         chosen += 1
         if rows is not None:
-            rows = _living(rows, responses, chosen, device)
+            rows = _unfinished(rows, responses, chosen, device)
         done = rows is None
         if not (keep_going(done) if keep_going else not done):
             break
 
 
 def _copies(prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]]) -> int:
-    """Responses to each prompt."""
+    """Number of responses to each prompt."""
     counts = {len(each) for each in seeds}
     if len(seeds) != len(prompts) or len(counts) > 1 or 0 in counts:
         raise ValueError(
@@ -133,7 +133,9 @@ def _copies(prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]]) ->
     return max(counts, default=1)
 
 
-def _check_fits(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+def _check_fits(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], max_new_tokens: int
+) -> None:
     assert not model.training, "responses are decoded in evaluation mode"
     empty = [index for index, prompt in enumerate(prompts) if not len(prompt)]
     if empty:
@@ -147,7 +149,7 @@ def _check_fits(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: in
 
 
 def _rows(
-    model: Any,
+    model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
     responses: Responses,
     *,
@@ -157,20 +159,29 @@ def _rows(
 ) -> Rows | None:
     if not prompts:
         return None
-    options: dict[str, Any] = {"copies": copies, "pad_id": pad_id, "device": device}
     if not takes_cache(model):
-        return RecomputedRows(model, prompts, responses, **options)
-    if device.type == "cuda":
-        # Exchanges between ranks have not been seen in a graph.
-        replays = not in_shards(model) and group_of(model) is None
-        options |= {"buckets": True, "record": cuda_graphs() if replays else None}
-    return CachedRows(model, prompts, responses, **options)
+        return RecomputedRows(
+            model, prompts, responses, copies=copies, pad_id=pad_id, device=device
+        )
+    on_gpu = device.type == "cuda"
+    # Collectives are not captured in graphs.
+    replays = on_gpu and not in_shards(model) and group_of(model) is None
+    return CachedRows(
+        model,
+        prompts,
+        responses,
+        copies=copies,
+        pad_id=pad_id,
+        device=device,
+        buckets=on_gpu,
+        record=cuda_graphs() if replays else None,
+    )
 
 
-def _living(rows: Rows, responses: Responses, chosen: int, device: torch.device) -> Rows | None:
-    """The rows without what has ended; None where that is all.
+def _unfinished(rows: Rows, responses: Responses, chosen: int, device: torch.device) -> Rows | None:
+    """The rows without finished sequences; None where all have finished.
 
-    A GPU is asked every few steps only: it would have to be waited for.
+    On a GPU checked every few steps only, since reading it waits for the device.
     """
     if chosen == responses.limit:
         return None
@@ -184,6 +195,6 @@ def _living(rows: Rows, responses: Responses, chosen: int, device: torch.device)
     return rows
 
 
-def _idle(model: Any, pad_id: int, device: torch.device) -> None:
-    """A forward pass of one token, for the sake of ranks that have work left."""
+def _idle(model: PreTrainedModel, pad_id: int, device: torch.device) -> None:
+    """A forward pass of one token, in step with ranks that are not done."""
     model(input_ids=torch.tensor([[pad_id]], device=device), use_cache=False)

@@ -1,16 +1,14 @@
-"""Keys and values of rows that grow by one token a step, in memory laid out beforehand."""
-
-from typing import Any
+"""A static key-value cache for decoding, allocated once for all columns."""
 
 import torch
 from torch import Tensor
 
 
 class KVCache:
-    """What a transformers model takes as ``past_key_values``; layers appear as they are used.
+    """``past_key_values`` of a transformers model; layers are allocated as they are used.
 
-    A layer's keys and values are (rows, heads, columns, D) each, at addresses that stay. They
-    are zeros at first: what a mask hides must still be a number.
+    A layer's keys and values are (rows, heads, columns, D) each, at fixed addresses. They
+    are zeros at first: masked entries must still be finite.
 
     Attributes:
         capacity: (rows, columns) that a layer holds.
@@ -26,9 +24,9 @@ class KVCache:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def update(
-        self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any
+        self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
-        """Store (B, heads, T, D) of new tokens; all that they may look at, (B, heads, ., D)."""
+        """Store (B, heads, T, D) of new tokens; returns all keys and values, (B, heads, ., D)."""
         if layer_idx not in self._layers:
             rows, columns = self.capacity
             shapes = [(rows, x.shape[1], columns, x.shape[3]) for x in (key, value)]
@@ -56,5 +54,5 @@ class KVCache:
                 used.index_copy_(0, targets, used.index_select(0, sources))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns in use; some models ask, none that is given its positions depends on it."""
+        """Columns in use; some models call it, but with given positions none depends on it."""
         return self.columns

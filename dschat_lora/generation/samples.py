@@ -1,9 +1,9 @@
-"""A few answers to look at, before and after training."""
+"""Sample answers, shown before and after training."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from dschat_lora.lora.parallel import whole_sequences
 from dschat_lora.models.causal_lm import Tokenizer
@@ -11,7 +11,7 @@ from dschat_lora.models.causal_lm import Tokenizer
 
 @torch.no_grad()
 def answer(
-    model: Any,
+    model: PreTrainedModel,
     tokenizer: Tokenizer,
     prompts: Sequence[Sequence[int]],
     *,

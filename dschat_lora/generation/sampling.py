@@ -1,4 +1,4 @@
-"""Tokens drawn from logits, every sequence by random numbers of its own."""
+"""Sampling of tokens from logits, with random numbers of each sequence's own."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from dschat_lora.algos.logprobs import token_logprobs
 
 @dataclass(frozen=True)
 class Sampling:
-    """How responses are chosen.
+    """Options of sampling.
 
     Attributes:
         max_new_tokens: bound on a response, its end-of-sequence token included.
@@ -29,7 +29,7 @@ class Sampling:
     top_k: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what no distribution follows from."""
+        """Check the ranges."""
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, found {self.max_new_tokens}")
         if not self.temperature > 0:
@@ -94,11 +94,11 @@ def keep_top(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 class Responses:
-    """The tokens of all sequences so far; nothing here leaves the device until it is asked for.
+    """Tokens of all sequences so far, on the device until they are read.
 
     Attributes:
-        finished: (S + 1,) bool, whether a sequence has ended. The last entry stands for none:
-            rows that hold no sequence write there.
+        finished: (S + 1,) bool, whether a sequence has ended. Rows that hold no sequence write
+            to the last entry.
         count: (1,) int64, tokens chosen so far, the same for every sequence.
         limit: tokens of the longest possible response.
         size: S, how many sequences there are.
@@ -130,20 +130,20 @@ class Responses:
         self,
         logits: Tensor,
         sequences: Tensor,
-        agreed: Callable[[Tensor], Tensor] | None = None,
+        broadcast: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """(B,) next token of each row; what follows the end of a sequence means nothing.
+        """(B,) next token of each row; those after the end of a sequence are ignored.
 
         Args:
             logits: (B, V) after each row's last token.
             sequences: (B,) int64, which sequence a row holds.
-            agreed: makes of this process's choice that of all which compute one model together:
-                on a GPU the same logits may round to another token.
+            broadcast: shares tokens among the ranks that a model is divided among, whose
+                logits may round to different tokens on a GPU.
         """
         place = (sequences, self.count.expand_as(sequences))
         chosen = choose(logits, self._uniforms[place], self._sampling)
-        if agreed is not None:
-            chosen = agreed(chosen)
+        if broadcast is not None:
+            chosen = broadcast(chosen)
         ended = (chosen[:, None] == self._ends).any(-1)
         self._tokens.index_put_(place, chosen)
         if self._logprobs is not None:

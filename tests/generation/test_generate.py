@@ -18,7 +18,7 @@ from transformers import (
 
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.generation.batch_state import CachedRows, takes_cache
-from dschat_lora.generation.fast_kernels import quick_attention, quick_linears
+from dschat_lora.generation.fast_kernels import fast_attention, fast_linears
 from dschat_lora.generation.generate import decode, respond
 from dschat_lora.generation.sampling import Responses, Sampling, choose, keep_top, uniforms
 from dschat_lora.lora.model import adapter_layers, adapters_disabled, apply_lora
@@ -204,7 +204,7 @@ def test_quick_linear_layers_compute_what_they_did(kind, products, monkeypatch):
     ids = torch.tensor([PROMPTS[3], PROMPTS[3][::-1]])
     with torch.no_grad():
         expected = model(input_ids=ids).logits
-        with quick_linears(model):
+        with fast_linears(model):
             assert "forward" in vars(layer)
             found = model(input_ids=ids).logits
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
@@ -463,7 +463,7 @@ def test_steps_of_fixed_shapes_repeated_from_a_recording_equal_plain_ones(make, 
     sampling = Sampling(30, top_k=30)
     expected = run(model, PROMPTS, sampling, seeds=seeds, eos_ids=ends)
     rows, responses = rows_of(model, PROMPTS, sampling, seeds, ends, buckets=True, record=record)
-    with quick_linears(model), quick_attention(model):
+    with fast_linears(model), fast_attention(model):
         found = drive(rows, responses, look_every=4)
     assert found == [text for each in expected for text in each]
     assert {30} < {len(text) for text in found}, "some end, some do not"

@@ -13,7 +13,7 @@ from dschat_lora.config.options import parse_config
 from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import form_grid, rank
-from dschat_lora.generation.fast_kernels import quick_attention, quick_linears
+from dschat_lora.generation.fast_kernels import fast_attention, fast_linears
 from dschat_lora.generation.generate import respond
 from dschat_lora.generation.sampling import Responses, Sampling
 from dschat_lora.lora.model import adapter_parameters, apply_lora
@@ -153,7 +153,7 @@ def decode(path, *, tensor_parallel=1, sequence_parallel=False):
         ids = torch.arange(3, 18)[None]
         with torch.no_grad(), whole_sequences(model):
             slow = model(input_ids=ids, use_cache=False).logits
-            with quick_linears(model), quick_attention(model):
+            with fast_linears(model), fast_attention(model):
                 quick = model(input_ids=ids, use_cache=False).logits
     return {
         "cached": (cached.tokens(), cached.logprobs()),

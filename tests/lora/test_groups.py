@@ -11,7 +11,7 @@ from torch import nn
 from toy import Conv1D, randomise
 
 from dschat_lora.config.groups import LoraConfig
-from dschat_lora.generation.fast_kernels import quick_linears
+from dschat_lora.generation.fast_kernels import fast_linears
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.groups import Groups, groups_of_parts, parts_of
 from dschat_lora.lora.layers import LoraConv1D, LoraLinear
@@ -268,7 +268,7 @@ def test_merging_moves_the_rows_of_enabled_parts_alone(adapted):
 def test_quick_layers_know_the_parts(adapted):
     model, ids = adapted
     expected = model(ids).logits
-    with quick_linears(model):
+    with fast_linears(model):
         torch.testing.assert_close(model(ids).logits, expected, rtol=1e-5, atol=1e-5)
 
 
