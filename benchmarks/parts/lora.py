@@ -21,7 +21,7 @@ from benchmarks.common.turns import DeviceTimer
 from dschat_lora.engine.build import DTYPES, resolve_dtype
 from dschat_lora.engine.distributed import device
 from dschat_lora.lora import layers
-from dschat_lora.lora.groups import groups_of_parts
+from dschat_lora.lora.groups import PackedLoraLinear, groups_of_parts
 from dschat_lora.lora.layers import LoraLinear
 from dschat_lora.lora.matmul import lora_linear, lora_linear_reference
 from dschat_lora.models.backbone import Backbone
@@ -213,7 +213,7 @@ def _packed(size: Layer) -> list[dict[str, Any]]:
     base = nn.Linear(width, 3 * width, device=device(), dtype=dtype).requires_grad_(False)
     groups = groups_of_parts((width, width, width), ("q", "v"))
     contenders: dict[str, nn.Module] = {
-        OURS: LoraLinear(base, r=size.lora_dim, scaling=8.0, groups=groups),
+        OURS: PackedLoraLinear(base, r=size.lora_dim, scaling=8.0, groups=groups),
         BASE: base,
     }
     if find_spec("loralib") is not None:

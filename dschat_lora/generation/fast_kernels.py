@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from dschat_lora.lora.layers import LoraConv1D, LoraLinear, full_factors, is_conv1d
-from dschat_lora.lora.parallel import ParallelLinear, RowParallel
+from dschat_lora.lora.layers import LoraLinear, is_conv1d
+from dschat_lora.lora.parallel import ParallelLinear, RowParallel, Split
 
 Forward = Callable[[Tensor], Tensor]
 # Below so many products of a CPU layer, the call of oneDNN takes longer than the computation.
@@ -52,29 +52,30 @@ def _forward_of(module: Any) -> Forward | None:
         return _around(module, _linear(weight, _inner_bias(module, module.bias)), module.bias)
     if is_conv1d(module):
         return _linear(module.weight.T, module.bias)
-    if not isinstance(module, LoraLinear | LoraConv1D):
+    if not isinstance(module, LoraLinear):
         return None
-    weight = module.weight.T if isinstance(module, LoraConv1D) else module.weight
+    weight = module.weight.T if module.transposed else module.weight
     bias: Any = module.bias
     if module.enabled and module.trained_bias is not None:
         bias = module.trained_bias.to(weight.dtype)
     product = _linear(weight, _inner_bias(module, bias))
     if module.enabled:
-        lora_a, lora_b = (factor.to(weight.dtype) for factor in full_factors(module))
+        lora_a, lora_b = (factor.to(weight.dtype) for factor in module.factors())
         product = _adapted(product, lora_a, lora_b.T, module.scaling)
     return _around(module, product, bias)
 
 
 def _inner_bias(module: Any, bias: Tensor | None) -> Tensor | None:
-    """The bias that the product adds; a row-parallel layer adds its own to the sum."""
-    return None if isinstance(module.split, RowParallel) else bias
+    """What is added in the product itself; a divided row layer adds its bias to the sum."""
+    return None if isinstance(getattr(module, "split", None), RowParallel) else bias
 
 
 def _around(module: Any, product: Forward, bias: Tensor | None) -> Forward:
-    """The forward of a layer, given its product with the weights of this rank."""
-    if module.split is None:
+    """The layer, given its product with what this rank holds."""
+    split: Split | None = getattr(module, "split", None)
+    if split is None:
         return product
-    return lambda x: module.split.around(x, lambda own, _: product(own), bias)
+    return lambda x: split.around(x, lambda own, _: product(own), bias)
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> Forward:

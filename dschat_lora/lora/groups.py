@@ -4,7 +4,10 @@ from dataclasses import dataclass
 from itertools import compress
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from dschat_lora.lora.layers import LoraLinear, active_bias, zeros
+from dschat_lora.lora.matmul import adapter_dropout, lora_linear
 
 PARTS = ("q", "k", "v")  # in the order of their rows in every packed layer known here
 
@@ -90,6 +93,53 @@ class Groups:
                 f"{list(self.sizes)}, enabled {list(self.enabled)}"
             )
         return lora_b
+
+
+class PackedLoraLinear(LoraLinear):
+    """A :class:`LoraLinear` of packed projections, with factors for some of its groups.
+
+    Attributes:
+        groups: how the outputs are cut, which says the shapes of ``lora_A`` and ``lora_B``.
+    """
+
+    def __init__(
+        self,
+        base: nn.Module,
+        *,
+        r: int,
+        scaling: float,
+        groups: Groups,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__(base, r=r, scaling=scaling, dropout=dropout)
+        if sum(groups.sizes) != self.out_features:
+            raise ValueError(f"{self.out_features} outputs cannot be cut into {list(groups.sizes)}")
+        self.groups = groups
+        self.lora_A = zeros(r * groups.count, self.in_features, device=self.weight.device)
+        self.lora_B = zeros(groups.rows, r, device=self.weight.device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in) -> (..., out), in the dtype of ``x``."""
+        if not self.enabled:
+            return super().forward(x)
+        scaling, keep = adapter_dropout(x, self.scaling, self.dropout if self.training else 0.0)
+        bias, transposed = active_bias(self), self.transposed
+        return lora_linear(
+            x, self.weight, bias, *self.factors(), scaling, keep, transposed=transposed
+        )
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """A (k r, in) and B (out, k r) of the update, with the zeros of other groups."""
+        return self.lora_A, self.groups.expand(self.lora_B)
+
+    def delta(self, lora_A: Tensor, lora_B: Tensor) -> Tensor:  # noqa: N803
+        """The update these factors make to ``weight``, in its shape, float32."""
+        return super().delta(lora_A, self.groups.expand(lora_B.float()))
+
+    def extra_repr(self) -> str:
+        """Shape, adapter settings and groups, for ``print(model)``."""
+        sizes, enabled = self.groups.sizes, self.groups.enabled
+        return f"{super().extra_repr()}, groups={sizes}, enabled={enabled}"
 
 
 def groups_of_parts(sizes: tuple[int, ...], parts: tuple[str, ...]) -> Groups:

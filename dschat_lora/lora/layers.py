@@ -2,8 +2,8 @@
 
 Every layer adopts the base's parameters under the base's names, so the names in the state
 dict stay those of the pretrained model. Only the parameters named ``lora_*``,
-``trained_bias`` or ``trained.*`` learn, and they are always float32. With ``enabled`` False a
-layer is its base, bit for bit.
+``trained_bias`` or ``trained.*`` are trained, and they are always float32. With ``enabled`` False
+a layer is its base, bit for bit.
 """
 
 import copy
@@ -14,18 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dschat_lora.lora.groups import Groups
-from dschat_lora.lora.matmul import draw_keep, lora_linear
-from dschat_lora.lora.parallel import (
-    ParallelEmbedding,
-    ParallelLinear,
-    Shard,
-    Split,
-    mark_shard,
-    own_rows,
-    shard_of,
-    sum_of_parts,
-)
+from dschat_lora.lora.matmul import adapter_dropout, lora_linear
+from dschat_lora.lora.parallel import ParallelEmbedding, shard_of
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -33,8 +23,10 @@ def is_conv1d(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
-def conv1d(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def conv1d(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``x W + b`` of x (..., in) and W (in, out), in the one rounding that Conv1D makes."""
+    if bias is None:
+        return F.linear(x, weight.t())
     flat = torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight)
     return flat.view(*x.shape[:-1], weight.shape[1])
 
@@ -56,99 +48,60 @@ class LoraLinear(nn.Module):
         lora_A: (r, in) float32. lora_B: (out, r) float32.
         trained_bias: (out,) float32 in place of ``bias``, or None.
         scaling: factor of the update. enabled: False gives the base.
-        split: how weight and factors are divided among a tensor group; None: they are whole.
-        groups: of a packed layer with factors for some of its parts, which says their shapes;
-            None: one pair of factors for all outputs.
-        in_features, out_features: of the whole layer.
+        transposed: the weight is stored (in, out).
+        in_features, out_features: of the whole layer, however it is divided.
     """
 
     lora_A: nn.Parameter  # noqa: N815
     lora_B: nn.Parameter  # noqa: N815
+    weight: nn.Parameter
     trained_bias: nn.Parameter | None
-    split: Split | None
-    groups: Groups | None
 
-    def __init__(
-        self,
-        base: nn.Linear | ParallelLinear,
-        *,
-        r: int,
-        scaling: float,
-        dropout: float = 0.0,
-        groups: Groups | None = None,
-    ) -> None:
+    def __init__(self, base: nn.Module, *, r: int, scaling: float, dropout: float = 0.0) -> None:
         super().__init__()
-        self.in_features, self.out_features = base.in_features, base.out_features
+        self.weight, self.bias = base.get_parameter("weight"), base._parameters.get("bias")
+        self.transposed = is_conv1d(base) or bool(getattr(base, "transposed", False))
+        sizes = full_shape(self.weight)
+        self.in_features, self.out_features = sizes if self.transposed else sizes[::-1]
         self.r, self.scaling, self.dropout, self.enabled = r, scaling, dropout, True
-        self.weight, self.bias = base.weight, base.bias
-        _add_factors(self, base, groups)
+        self.register_parameter("trained_bias", None)
+        self.lora_A = zeros(r, self.in_features, device=self.weight.device)
+        self.lora_B = zeros(self.out_features, r, device=self.weight.device)
+        self.train(base.training)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out), in the dtype of ``x``."""
-        return _around(self, x)
-
-    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """The layer with the weights of this rank and this bias."""
         if not self.enabled:
-            return F.linear(x, self.weight, bias)
-        return _adapted(self, x, bias, transposed=False)
+            base = conv1d if self.transposed else F.linear
+            return base(x, self.weight, self.bias)
+        scaling, keep = adapter_dropout(x, self.scaling, self.dropout if self.training else 0.0)
+        return lora_linear(
+            x,
+            self.weight,
+            active_bias(self),
+            self.lora_A,
+            self.lora_B,
+            scaling,
+            keep,
+            transposed=self.transposed,
+        )
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """A (rank, in) and B (out, rank) of the update ``scaling * B A``."""
+        return self.lora_A, self.lora_B
 
     def delta(self, lora_A: Tensor, lora_B: Tensor) -> Tensor:  # noqa: N803
-        """The update these factors make to ``weight``, (out, in) float32."""
-        return self.scaling * _product(self, lora_A, lora_B)
+        """The update these factors make to ``weight``, in its shape, float32."""
+        update = self.scaling * (lora_B.float() @ lora_A.float())
+        return update.T if self.transposed else update
 
     def extra_repr(self) -> str:
         """Shape and adapter settings, for ``print(model)``."""
-        return _lora_repr(self)
+        return lora_repr(self)
 
 
-class LoraConv1D(nn.Module):
-    """``x -> x W + b + scaling * dropout(x) A^T B^T`` with W (in, out) frozen (GPT-2's layout).
-
-    Attributes as in :class:`LoraLinear`, with ``weight`` (in, out).
-    """
-
-    lora_A: nn.Parameter  # noqa: N815
-    lora_B: nn.Parameter  # noqa: N815
-    trained_bias: nn.Parameter | None
-    split: Split | None
-    groups: Groups | None
-
-    def __init__(
-        self,
-        base: nn.Module,
-        *,
-        r: int,
-        scaling: float,
-        dropout: float = 0.0,
-        groups: Groups | None = None,
-    ) -> None:
-        super().__init__()
-        weight, bias = base.get_parameter("weight"), base.get_parameter("bias")
-        self.in_features, self.out_features = full_shape(weight)
-        self.r, self.scaling, self.dropout, self.enabled = r, scaling, dropout, True
-        self.weight, self.bias = weight, bias
-        _add_factors(self, base, groups)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., in) -> (..., out), in the dtype of ``x``."""
-        return _around(self, x)
-
-    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """The layer with the weights of this rank and this bias."""
-        if self.enabled:
-            return _adapted(self, x, bias, transposed=True)
-        if bias is None:
-            return F.linear(x, self.weight.t())
-        return conv1d(x, self.weight, bias)
-
-    def delta(self, lora_A: Tensor, lora_B: Tensor) -> Tensor:  # noqa: N803
-        """The update these factors make to ``weight``, (in, out) float32."""
-        return self.scaling * _product(self, lora_A, lora_B).T
-
-    def extra_repr(self) -> str:
-        """Shape and adapter settings, for ``print(model)``."""
-        return _lora_repr(self)
+class LoraConv1D(LoraLinear):
+    """``x -> x W + b + scaling * dropout(x) A^T B^T`` with W (in, out) frozen (GPT-2's layout)."""
 
 
 class LoraEmbedding(nn.Module):
@@ -158,7 +111,6 @@ class LoraEmbedding(nn.Module):
         weight: (num_embeddings, dim) of the base.
         lora_embedding_A: (r, num_embeddings) float32. lora_embedding_B: (dim, r) float32.
         in_features: num_embeddings. out_features: dim.
-        shard: how the vocabulary is divided among a tensor group; None: it is whole.
     """
 
     def __init__(self, base: nn.Embedding | ParallelEmbedding, *, r: int, scaling: float) -> None:
@@ -169,27 +121,16 @@ class LoraEmbedding(nn.Module):
         self.padding_idx = base.padding_idx
         self.r, self.scaling, self.dropout, self.enabled = r, scaling, 0.0, True
         self.weight = base.weight
-        self.shard = base.shard if isinstance(base, ParallelEmbedding) else None
-        columns = None if self.shard is None else Shard(self.shard.group, 1, self.shard.blocks)
-        device = base.weight.device
-        self.lora_embedding_A = _zeros(r, self.in_features, device=device, shard=columns)
-        self.lora_embedding_B = _zeros(self.out_features, r, device=device)
+        self.lora_embedding_A = zeros(r, self.in_features, device=base.weight.device)
+        self.lora_embedding_B = zeros(self.out_features, r, device=base.weight.device)
         self.train(base.training)
 
     def forward(self, ids: Tensor) -> Tensor:
         """(...) int64 -> (..., dim), in the dtype of ``weight``."""
-        if self.shard is None:
-            return self._rows(ids, self.padding_idx, self.lora_embedding_B)
-        own, inside = own_rows(ids, self.shard)
-        group = self.shard.group
-        # In no row that is kept does the gradient of the padding's own row count.
-        ((start, stop),) = self.shard.ranges()
-        padding = self.padding_idx
-        padding = None if padding is None or not start <= padding < stop else padding - start
-        rows = self._rows(own, padding, group.copy(self.lora_embedding_B))
-        return sum_of_parts(rows.masked_fill(~inside[..., None], 0.0), group)
+        return self.rows(ids, self.padding_idx, self.lora_embedding_B)
 
-    def _rows(self, ids: Tensor, padding_idx: int | None, lora_B: Tensor) -> Tensor:  # noqa: N803
+    def rows(self, ids: Tensor, padding_idx: int | None, lora_B: Tensor) -> Tensor:  # noqa: N803
+        """Rows of the updated table, by their numbers in the part of it that is here."""
         base = F.embedding(ids, self.weight, padding_idx)
         if not self.enabled:
             return base
@@ -203,7 +144,7 @@ class LoraEmbedding(nn.Module):
 
     def extra_repr(self) -> str:
         """Shape and adapter settings, for ``print(model)``."""
-        return _lora_repr(self)
+        return lora_repr(self)
 
 
 class TrainedBias(nn.Module):
@@ -212,6 +153,8 @@ class TrainedBias(nn.Module):
     Attributes:
         weight, bias: of the base, frozen. trained_bias: float32, in place of ``bias``.
     """
+
+    weight: nn.Parameter
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
@@ -224,7 +167,7 @@ class TrainedBias(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """What the base computes, with the trained bias."""
-        return self.function(x, self.weight, _active_bias(self))
+        return self.function(x, self.weight, active_bias(self) if self.enabled else self.bias)
 
     def extra_repr(self) -> str:
         """Which layer the bias belongs to, for ``print(model)``."""
@@ -247,7 +190,7 @@ class TrainedModule(nn.Module):
         self.trained = copy.deepcopy(base).float().requires_grad_(True)
         self.train(base.training)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *args: object, **kwargs: object) -> Tensor:
         """What the original returns, in its dtype, computed with the trained weights."""
         if not self.enabled:
             output: Tensor = self.base(*args, **kwargs)
@@ -260,8 +203,15 @@ class TrainedModule(nn.Module):
         return output.to(next(self.base.parameters()).dtype)
 
 
-LoraLayer = LoraLinear | LoraConv1D | LoraEmbedding
+LoraLayer = LoraLinear | LoraEmbedding
 AdapterLayer = LoraLayer | TrainedBias | TrainedModule
+
+
+def active_bias(layer: LoraLinear | TrainedBias) -> Tensor | None:
+    """The trained bias in the weight's type, if the layer has one; else that of the base."""
+    if layer.trained_bias is None:
+        return layer.bias
+    return layer.trained_bias.to(layer.weight.dtype)
 
 
 def float32_copy(parameter: Tensor) -> nn.Parameter:
@@ -269,73 +219,17 @@ def float32_copy(parameter: Tensor) -> nn.Parameter:
     return nn.Parameter(parameter.detach().to(torch.float32, copy=True))
 
 
-def _zeros(*shape: int, device: torch.device, shard: Shard | None = None) -> nn.Parameter:
-    """Of this rank's part of the shape."""
-    size = shape if shard is None else shard.local_shape(shape)
-    zeros = nn.Parameter(torch.zeros(size, dtype=torch.float32, device=device))
-    mark_shard(zeros, shard)
-    return zeros
+def zeros(*shape: int, device: torch.device) -> nn.Parameter:
+    """A trainable float32 tensor."""
+    return nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=device))
 
 
-def full_factors(layer: LoraLinear | LoraConv1D) -> tuple[Tensor, Tensor]:
-    """A (rank, in) and B (out, rank) of the update ``s B A``, of packed layers with its zeros."""
-    lora_b = layer.lora_B if layer.groups is None else layer.groups.expand(layer.lora_B)
-    return layer.lora_A, lora_b
-
-
-def _add_factors(layer: Any, base: nn.Module, groups: Groups | None) -> None:
-    """What the linear layers have beside their base."""
-    if groups is not None and sum(groups.sizes) != layer.out_features:
-        raise ValueError(f"{layer.out_features} outputs cannot be cut into {list(groups.sizes)}")
-    layer.split = base.split if isinstance(base, ParallelLinear) else None
-    layer.groups = groups
-    assert layer.split is None or groups is None
-    layer.register_parameter("trained_bias", None)
-    a, b = (None, None) if layer.split is None else layer.split.factors
-    device = layer.weight.device
-    rank, outputs = layer.r, layer.out_features
-    if groups is not None:
-        rank, outputs = rank * groups.count, groups.rows
-    layer.lora_A = _zeros(rank, layer.in_features, device=device, shard=a)
-    layer.lora_B = _zeros(outputs, layer.r, device=device, shard=b)
-    layer.train(base.training)
-
-
-def _product(layer: Any, lora_A: Tensor, lora_B: Tensor) -> Tensor:  # noqa: N803
-    """``B A``, (out, in) float32."""
-    lora_b = lora_B.float()
-    if layer.groups is not None:
-        lora_b = layer.groups.expand(lora_b)
-    return lora_b @ lora_A.float()
-
-
-def _around(layer: Any, x: Tensor) -> Tensor:
-    if layer.split is None:
-        output: Tensor = layer.product(x, _active_bias(layer))
-        return output
-    output = layer.split.around(x, layer.product, _active_bias(layer))
-    return output
-
-
-def _adapted(layer: Any, x: Tensor, bias: Tensor | None, *, transposed: bool) -> Tensor:
-    lora_a, lora_b = full_factors(layer)
-    scaling, keep = layer.scaling, None
-    if layer.split is not None:
-        lora_a, lora_b = layer.split.shared(lora_a, lora_b)
-    if layer.training and layer.dropout > 0:
-        scaling /= 1 - layer.dropout
-        # Drawn for the whole layer on every rank, whose streams stay in step.
-        keep = draw_keep(x, layer.dropout, layer.in_features)
-        if layer.split is not None:
-            keep = layer.split.own_input(keep)
-    return lora_linear(x, layer.weight, bias, lora_a, lora_b, scaling, keep, transposed=transposed)
-
-
-def _active_bias(layer: Any) -> Any:
-    if not layer.enabled or layer.trained_bias is None:
-        return layer.bias
-    split, bias = getattr(layer, "split", None), layer.trained_bias
-    return (bias if split is None else split.shared_bias(bias)).to(layer.weight.dtype)
+def lora_repr(layer: LoraLinear | LoraEmbedding) -> str:
+    """Shape and adapter settings of a layer with low-rank factors."""
+    return (
+        f"in_features={layer.in_features}, out_features={layer.out_features}, r={layer.r}, "
+        f"scaling={layer.scaling:g}, dropout={layer.dropout:g}"
+    )
 
 
 def _biased_function(base: nn.Module) -> Callable[[Tensor, Any, Any], Tensor]:
@@ -352,15 +246,7 @@ def _biased_function(base: nn.Module) -> Callable[[Tensor, Any, Any], Tensor]:
     )
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    is_float = isinstance(value, Tensor) and value.is_floating_point()
-    return value.to(dtype) if is_float else value
-
-
-def _lora_repr(layer: Any) -> str:
-    groups = getattr(layer, "groups", None)
-    cut = "" if groups is None else f", groups={groups.sizes}, enabled={groups.enabled}"
-    return (
-        f"in_features={layer.in_features}, out_features={layer.out_features}, r={layer.r}, "
-        f"scaling={layer.scaling:g}, dropout={layer.dropout:g}{cut}"
-    )
+def _cast(value: object, dtype: torch.dtype) -> object:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.to(dtype)
+    return value

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from dschat_lora.lora.conv import Conv, LoraConv
 from dschat_lora.lora.groups import Groups
 from dschat_lora.lora.layers import AdapterLayer
-from dschat_lora.lora.matmul import draw_keep, lora_linear
+from dschat_lora.lora.matmul import adapter_dropout, lora_linear
 
 Bias = Literal["none", "all", "lora_only"]
 
@@ -90,9 +90,8 @@ class _Linear(nn.Linear, LoRALayer):
         if not self.has_factors:
             weight = self.weight.t() if self.fan_in_fan_out else self.weight
             return F.linear(x, weight, self.bias)
-        scaling, keep, p = self.scaling, None, self.lora_dropout.p
-        if self.training and p > 0:
-            scaling, keep = scaling / (1 - p), draw_keep(x, p)
+        dropout = self.lora_dropout.p if self.training else 0.0
+        scaling, keep = adapter_dropout(x, self.scaling, dropout)
         return lora_linear(
             x,
             self.weight,

@@ -72,6 +72,15 @@ def lora_linear(
     return output
 
 
+def adapter_dropout(
+    x: Tensor, scaling: float, dropout: float, features: int | None = None
+) -> tuple[float, Tensor | None]:
+    """``scaling`` and ``keep`` for :func:`lora_linear` under dropout of the adapter's input."""
+    if dropout == 0:
+        return scaling, None
+    return scaling / (1 - dropout), draw_keep(x, dropout, features)
+
+
 def draw_keep(x: Tensor, dropout: float, features: int | None = None) -> Tensor:
     """(..., features) bool, by default (..., in), True with probability ``1 - dropout``."""
     shape = (*x.shape[:-1], x.shape[-1] if features is None else features)

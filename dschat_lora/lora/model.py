@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dschat_lora.config.groups import LoraConfig
-from dschat_lora.lora.groups import Groups
+from dschat_lora.lora.groups import Groups, PackedLoraLinear
 from dschat_lora.lora.layers import (
     AdapterLayer,
     LoraConv1D,
@@ -21,6 +21,7 @@ from dschat_lora.lora.layers import (
     TrainedModule,
     float32_copy,
     full_shape,
+    is_conv1d,
 )
 from dschat_lora.lora.parallel import (
     ParallelEmbedding,
@@ -29,6 +30,7 @@ from dschat_lora.lora.parallel import (
     mark_shard,
     own_part,
 )
+from dschat_lora.lora.parallel_layers import ParallelLoraEmbedding, ParallelLoraLinear
 from dschat_lora.lora.targets import (
     choose_saved,
     choose_targets,
@@ -172,7 +174,7 @@ def adapter_layout(model: nn.Module) -> AdapterLayout:
     return AdapterLayout(
         target_modules=minimal_endings(layers, names),
         modules_to_save=minimal_saved_endings(saved, names),
-        fan_in_fan_out=any(isinstance(layer, LoraConv1D) for layer in layers.values()),
+        fan_in_fan_out=any(getattr(layer, "transposed", False) for layer in layers.values()),
         groups=next((getattr(layer, "groups", None) for layer in layers.values()), None),
     )
 
@@ -221,11 +223,16 @@ def _check_parallel(model: nn.Module, config: LoraConfig, saved: list[str]) -> N
 
 def _lora_layer(base: nn.Module, config: LoraConfig, groups: Groups | None) -> LoraLayer:
     r, scaling, dropout = config.lora_dim, lora_scaling(config), config.lora_dropout
-    if isinstance(base, nn.Embedding | ParallelEmbedding):
+    if isinstance(base, ParallelEmbedding):
+        return ParallelLoraEmbedding(base, r=r, scaling=scaling)
+    if isinstance(base, nn.Embedding):
         return LoraEmbedding(base, r=r, scaling=scaling)
-    if isinstance(base, nn.Linear) or (isinstance(base, ParallelLinear) and not base.transposed):
-        return LoraLinear(base, r=r, scaling=scaling, dropout=dropout, groups=groups)
-    return LoraConv1D(base, r=r, scaling=scaling, dropout=dropout, groups=groups)
+    if isinstance(base, ParallelLinear):
+        return ParallelLoraLinear(base, r=r, scaling=scaling, dropout=dropout)
+    if groups is not None:
+        return PackedLoraLinear(base, r=r, scaling=scaling, dropout=dropout, groups=groups)
+    kind = LoraConv1D if is_conv1d(base) else LoraLinear
+    return kind(base, r=r, scaling=scaling, dropout=dropout)
 
 
 def replace_part(model: nn.Module, name: str, part: nn.Module | nn.Parameter) -> None:
@@ -243,9 +250,10 @@ def _train_biases(model: nn.Module, adapted: list[str] | None, saved: list[str])
         if not (has_bias and chosen):
             continue
         found = True
-        if isinstance(module, (LoraLinear, LoraConv1D)):
+        if isinstance(module, LoraLinear):
             module.trained_bias = float32_copy(module.get_parameter("bias"))
-            mark_shard(module.trained_bias, None if module.split is None else module.split.bias)
+            if isinstance(module, ParallelLoraLinear):
+                mark_shard(module.trained_bias, module.split.bias)
         else:
             replace_part(model, name, TrainedBias(module))
     if not found:

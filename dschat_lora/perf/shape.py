@@ -11,7 +11,6 @@ from typing import Any
 from torch import nn
 
 from dschat_lora.lora.layers import (
-    LoraConv1D,
     LoraLinear,
     TrainedBias,
     TrainedModule,
@@ -216,7 +215,7 @@ def _linear(module: Any, name: str, inputs: int, outputs: int) -> LinearShape:
         bias_trained=any(bias is not None and bias.requires_grad for bias in biases),
         rank=full_shape(factor)[0] if adapted else 0,
         adapter_trained=adapted and factor.requires_grad,
-        whole=adapted and isinstance(module, LoraLinear | LoraConv1D),
+        whole=adapted and isinstance(module, LoraLinear),
     )
 
 

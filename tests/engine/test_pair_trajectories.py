@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from dschat_lora.config.groups import LoraConfig
-from dschat_lora.lora.layers import LoraConv1D
 from dschat_lora.lora.model import adapter_parameters, lora_layers
 from helpers.pair_runs import Keeping, load_policy, load_reward, pair_loader, ragged_pairs
 from helpers.plain import peft_copy_of
@@ -63,7 +62,7 @@ def stock_reward(path, lora):
             r=lora["lora_dim"],
             lora_alpha=lora["lora_alpha"],
             target_modules=list(layers),
-            fan_in_fan_out=any(isinstance(each, LoraConv1D) for each in layers.values()),
+            fan_in_fan_out=any(each.transposed for each in layers.values()),
             modules_to_save=["score"],
             task_type="SEQ_CLS",
         ),

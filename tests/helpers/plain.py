@@ -4,7 +4,6 @@ import peft
 import torch
 import torch.nn.functional as F
 
-from dschat_lora.lora.layers import LoraConv1D
 from dschat_lora.lora.model import adapter_parameters, lora_layers
 
 
@@ -17,7 +16,7 @@ def peft_copy_of(adapted, base, lora):
             r=lora.lora_dim,
             lora_alpha=lora.lora_alpha,
             target_modules=list(layers),
-            fan_in_fan_out=any(isinstance(each, LoraConv1D) for each in layers.values()),
+            fan_in_fan_out=any(each.transposed for each in layers.values()),
             task_type="CAUSAL_LM",
         ),
     )

@@ -13,8 +13,7 @@ from toy import Conv1D, randomise
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.generation.fast_kernels import fast_linears
 from dschat_lora.lora.collectives import TensorGroup
-from dschat_lora.lora.groups import Groups, groups_of_parts, parts_of
-from dschat_lora.lora.layers import LoraConv1D, LoraLinear
+from dschat_lora.lora.groups import Groups, PackedLoraLinear, groups_of_parts, parts_of
 from dschat_lora.lora.matmul import draw_keep
 from dschat_lora.lora.merge import call_merged, merged_state_dict
 from dschat_lora.lora.model import (
@@ -37,16 +36,15 @@ def packed_layer(sizes, enabled, *, transposed=False, dropout=0.0, dtype=torch.f
     torch.manual_seed(0)
     base = Conv1D(sum(sizes), IN) if transposed else nn.Linear(IN, sum(sizes))
     base.to(dtype).requires_grad_(False)
-    kind = LoraConv1D if transposed else LoraLinear
     groups = Groups(sizes, enabled)
-    layer = kind(base, r=RANK, scaling=1.5, dropout=dropout, groups=groups).to(dtype)
+    layer = PackedLoraLinear(base, r=RANK, scaling=1.5, dropout=dropout, groups=groups).to(dtype)
     randomise([layer.lora_A, layer.lora_B])
     return layer
 
 
 def by_blocks(layer, x, keep=1.0):
     """The layer's output one group after another, and each group's A, B and rows of output."""
-    weight = layer.weight.T if isinstance(layer, LoraConv1D) else layer.weight
+    weight = layer.weight.T if layer.transposed else layer.weight
     outputs, blocks = [], []
     row = factor_row = b_row = 0
     for size, enabled in zip(layer.groups.sizes, layer.groups.enabled, strict=True):
@@ -111,7 +109,9 @@ def test_a_packed_layer_of_equal_groups_is_loralibs():
         IN, 12, r=RANK, lora_alpha=3, enable_lora=[True, False, True], fan_in_fan_out=True
     )
     base = Conv1D(12, IN)
-    ours = LoraConv1D(base, r=RANK, scaling=1.5, groups=Groups((4, 4, 4), (True, False, True)))
+    ours = PackedLoraLinear(
+        base, r=RANK, scaling=1.5, groups=Groups((4, 4, 4), (True, False, True))
+    )
     randomise([theirs.lora_A, theirs.lora_B])
     names = ours.load_state_dict(theirs.state_dict())
     assert not names.missing_keys
@@ -147,7 +147,7 @@ def test_groups_that_make_no_layer_are_refused():
     with pytest.raises(ValueError, match=r"must be > 0, got \[4, 0, 4\]"):
         Groups((4, 0, 4), (True, True, True))
     with pytest.raises(ValueError, match=r"12 outputs cannot be cut into \[5, 2, 3\]"):
-        LoraLinear(nn.Linear(IN, 12), r=2, scaling=1.0, groups=Groups(UNEQUAL, (True,) * 3))
+        PackedLoraLinear(nn.Linear(IN, 12), r=2, scaling=1.0, groups=Groups(UNEQUAL, (True,) * 3))
 
 
 def test_parts_are_named_in_the_order_of_their_rows():
