@@ -30,7 +30,7 @@ from benchmarks.common.turns import Runner, times_ours
 from benchmarks.contenders.common import ModelSize, Task, Work, draw_adapters_
 from benchmarks.contenders.sft import CONTENDERS
 from benchmarks.parts import attention, sft, throughput
-from dschat_lora.data.tokenize import Sample
+from dschat_lora.data.samples import Sample
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "benchmarks" / "gpu.sh"

@@ -12,11 +12,14 @@ from dschat_lora.assets import BUNDLED_DATA
 from dschat_lora.config.groups import LoraConfig, ModelConfig, OptimConfig
 from dschat_lora.data.batch import Batch, SampleCollator
 from dschat_lora.data.chat import make_chat
+from dschat_lora.data.encoder import make_encoder
 from dschat_lora.data.loader import StepLoader
 from dschat_lora.data.packing import make_rows
+from dschat_lora.data.readers import iter_file
 from dschat_lora.data.records import to_record
-from dschat_lora.data.rows import iter_file, parse_row
-from dschat_lora.data.tokenize import Sample, TokenRule, make_encoder, tokenize
+from dschat_lora.data.rows import parse_row
+from dschat_lora.data.samples import Sample
+from dschat_lora.data.tokenize import TokenRule, tokenize
 from dschat_lora.engine.build import DTYPES, EngineSettings, TrainEngine
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.rates import parameter_groups

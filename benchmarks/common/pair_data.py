@@ -12,9 +12,12 @@ from transformers import PreTrainedTokenizerFast
 
 from dschat_lora.algos.seeds import permutation
 from dschat_lora.data.chat import make_chat
+from dschat_lora.data.encoder import make_encoder
+from dschat_lora.data.readers import iter_file
 from dschat_lora.data.records import to_record
-from dschat_lora.data.rows import DataKind, iter_file, parse_row
-from dschat_lora.data.tokenize import PairSample, Sample, TokenRule, make_encoder, tokenize
+from dschat_lora.data.rows import DataKind, parse_row
+from dschat_lora.data.samples import PairSample, Sample
+from dschat_lora.data.tokenize import TokenRule, tokenize
 
 SPECIAL = ("<unk>", "<pad>", "<s>", "</s>")
 PAD_ID = SPECIAL.index("<pad>")

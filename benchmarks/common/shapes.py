@@ -13,7 +13,7 @@ from dschat_lora.algos.sft import IGNORE_INDEX
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.data.batch import Batch, SampleCollator
 from dschat_lora.data.packing import PackedRow, make_rows
-from dschat_lora.data.tokenize import Sample
+from dschat_lora.data.samples import Sample
 from dschat_lora.lora.model import apply_lora
 from dschat_lora.models.causal_lm import load_causal_lm
 

@@ -68,7 +68,7 @@ class Task:
     Attributes:
         kind: supervised fine-tuning, reward model or DPO.
         size: of the decoder.
-        samples: of the kind: of :class:`dschat_lora.data.tokenize.Sample` or ``PairSample``.
+        samples: of the kind: of :class:`dschat_lora.data.samples.Sample` or ``PairSample``.
         tokenizer: from :mod:`benchmarks.common.pair_data`.
         micro_batch: samples. accumulation: micro-batches of a step.
         dtype: of the base. threads: of a CPU.

@@ -42,8 +42,8 @@ from dschat_lora.config.stages import DpoConfig, RewardConfig
 from dschat_lora.data.batch import PairCollator, PairLayout
 from dschat_lora.data.loader import StepLoader
 from dschat_lora.data.packing import make_rows
+from dschat_lora.data.samples import PairSample
 from dschat_lora.data.store import TokenSet, write_samples
-from dschat_lora.data.tokenize import PairSample
 from dschat_lora.engine.distributed import device, init_distributed
 from dschat_lora.engine.zero import Snapshot
 from dschat_lora.lora.model import apply_lora

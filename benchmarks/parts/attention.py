@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.common.report import PartReport, print_table
 from benchmarks.common.shapes import PAD_ID, Shape, mixed_rows, random_base
 from dschat_lora.data.batch import PairCollator, SampleCollator
-from dschat_lora.data.tokenize import PairSample, Sample
+from dschat_lora.data.samples import PairSample, Sample
 from dschat_lora.engine.build import DTYPES
 from dschat_lora.engine.distributed import device
 from dschat_lora.models.backbone import Backbone

@@ -23,7 +23,7 @@ from benchmarks.common.turns import forget_peak, peak_bytes
 from benchmarks.contenders.common import CHAT, OURS
 from benchmarks.contenders.throughput import Way, build_ways, held_bytes
 from dschat_lora.data.batch import Batch
-from dschat_lora.data.tokenize import Sample
+from dschat_lora.data.samples import Sample
 from dschat_lora.engine.build import DTYPES, resolve_dtype
 from dschat_lora.engine.distributed import device
 from dschat_lora.perf.flops import Flops

@@ -8,9 +8,10 @@ from typing import Literal, cast
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from dschat_lora.checkpoint.adapter_checks import check_scaling, check_tensors, groups_of
 from dschat_lora.checkpoint.adapter_config import (
     CONFIG_FILE,
     WEIGHTS_FILE,
@@ -24,15 +25,15 @@ from dschat_lora.checkpoint.adapter_config import (
 from dschat_lora.checkpoint.manifest import write_manifest
 from dschat_lora.checkpoint.peft_names import file_name, our_name
 from dschat_lora.checkpoint.staging import staged_directory
+from dschat_lora.checkpoint.tensors import save_weights
 from dschat_lora.config.groups import LoraConfig
-from dschat_lora.lora.groups import PARTS, Groups, groups_of_parts
+from dschat_lora.lora.groups import PARTS, Groups
 from dschat_lora.lora.layers import full_shape
 from dschat_lora.lora.model import (
     AdapterLayout,
     adapter_parameters,
     base_names,
     lora_layers,
-    lora_scaling,
 )
 from dschat_lora.lora.parallel import own_part
 
@@ -223,86 +224,6 @@ def check_fits(
                 f"; the factors of {name} are for other parts"
             )
     _check_base(model, adapter.base_tensors, where)
-
-
-def groups_of(config: AdapterConfig) -> Groups | None:
-    """How the adapter's packed layers are cut; None if its layers have one pair of factors.
-
-    Raises:
-        ValueError: if what the file says of them makes no sense.
-    """
-    if not config.enable_lora:
-        return None
-    return groups_of_parts(config.group_sizes, config.enable_lora)
-
-
-def check_scaling(model: nn.Module, config: LoraConfig, *, where: str) -> None:
-    """Refuse factors that were trained with another scaling than the layers of ``model`` have.
-
-    Args:
-        model: with adapters.
-        config: rank, alpha and kind of scaling that the factors were trained with.
-        where: they come from, for the message.
-
-    Raises:
-        ValueError: naming ``where`` and the first layer that differs.
-    """
-    scaling = lora_scaling(config)
-    for name, layer in lora_layers(model).items():
-        if layer.scaling != scaling:
-            raise ValueError(
-                f"{where} was trained with scaling {scaling:g} (lora_alpha {config.lora_alpha:g}, "
-                f"r {config.lora_dim}, use_rslora {config.use_rslora}); {name} has "
-                f"{layer.scaling:g}"
-            )
-
-
-def check_tensors(
-    tensors: Mapping[str, Tensor], r: int, *, where: str, groups: Groups | None = None
-) -> None:
-    """Refuse factors that lack their partner, are not of rank ``r``, or are not finite.
-
-    Args:
-        tensors: by the names of :func:`adapter_parameters`.
-        r: rank that A has as rows and B as columns.
-        where: directory or file, for the message.
-        groups: of packed layers, whose A has ``r`` rows for each that is enabled.
-
-    Raises:
-        ValueError: naming ``where`` and the tensor.
-    """
-    if not any(".lora_" in name for name in tensors):
-        raise ValueError(f"{where} holds no LoRA factor")
-    for name, tensor in tensors.items():
-        stem, factor = name[:-1], name[-1]
-        if ".lora_" in name:
-            partner = stem + ("B" if factor == "A" else "A")
-            if partner not in tensors:
-                raise ValueError(f"{where}: {partner} is missing beside {name}")
-            rank = r * groups.count if groups is not None and factor == "A" else r
-            wanted = f"({rank}, n)" if factor == "A" else f"(n, {rank})"
-            rank_axis = 0 if factor == "A" else 1
-            if tensor.ndim != 2 or tensor.shape[rank_axis] != rank or tensor.numel() == 0:
-                raise ValueError(
-                    f"{where}: {name} must be {wanted} for rank {r}, got {tuple(tensor.shape)}"
-                )
-        if not torch.isfinite(tensor).all():
-            raise ValueError(f"{where}: {name} holds values that are not finite")
-
-
-def save_weights(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file, always in the same bytes.
-
-    The library puts several fields of metadata in an order of chance.
-    """
-    data = save(dict(tensors))
-    start = 8 + int.from_bytes(data[:8], "little")
-    header = {"__metadata__": dict(metadata)} | json.loads(data[8:start])
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors are aligned to 8 bytes
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.write(memoryview(data)[start:])
 
 
 def _load(directory: Path) -> Adapter:

@@ -16,9 +16,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from dschat_lora.checkpoint.adapter import check_scaling, save_weights
+from dschat_lora.checkpoint.adapter_checks import check_scaling
 from dschat_lora.checkpoint.manifest import safetensors_header
 from dschat_lora.checkpoint.staging import staged_file
+from dschat_lora.checkpoint.tensors import save_weights
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.groups import PARTS, parts_of
 from dschat_lora.lora.layers import full_shape

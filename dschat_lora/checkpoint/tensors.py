@@ -1,11 +1,12 @@
 """Tensors to and from safetensors files, with disk errors as the errors of the disk."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 from torch import Tensor
 
 
@@ -36,3 +37,18 @@ class TensorFiles:
         """One tensor, on CPU."""
         tensor: Tensor = self._owner[key].get_tensor(key)
         return tensor
+
+
+def save_weights(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file, always in the same bytes.
+
+    The library puts several fields of metadata in an order of chance.
+    """
+    data = save(dict(tensors))
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = {"__metadata__": dict(metadata)} | json.loads(data[8:start])
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors are aligned to 8 bytes
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(memoryview(data)[start:])

@@ -1,4 +1,4 @@
-"""Rows of samples or pairs to one padded batch of tensors."""
+"""Collators: rows of samples or pairs as one padded batch of tensors."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -11,26 +11,23 @@ from torch import Tensor
 
 from dschat_lora.algos.segments import Sizes, Spans, causal_pairs, make_spans
 from dschat_lora.algos.sft import IGNORE_INDEX
-from dschat_lora.data.packing import first_fit
+from dschat_lora.data.packing import first_fit, round_up
+from dschat_lora.data.samples import PairSample, Sample
 from dschat_lora.data.store import TokenSet
-from dschat_lora.data.tokenize import PairSample, Sample
 
 BatchT = TypeVar("BatchT", "Batch", "PairBatch")
-# How the two sequences of a pair lie: as one tree, side by side in a row, or a row each.
+# The two sequences of a pair: as one tree, one after the other in a row, or a row each.
 PairLayout = Literal["shared", "separate", "alone"]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of one or several samples each, right-padded. Counts are over the whole batch.
-
-    A place is an index into the flattened (B T) positions.
-    """
+    """Rows of one or several samples each, right-padded. Counts are over the whole batch."""
 
     input_ids: Tensor  # (B, T) int64
     position_ids: Tensor  # (B, T) int64, from 0 within each sample; 0 on padding
     segment_ids: Tensor  # (B, T) int64, 1, 2, ... per sample of the row; 0 on padding
-    logit_positions: Tensor  # (N,) int64 places, each before that of the token it predicts
+    logit_positions: Tensor  # (N,) int64 into the flattened (B T), one before the predicted token
     target_ids: Tensor  # (N,) int64 tokens
     spans: Spans  # of the samples
     num_targets: int  # N, supervised predictions
@@ -40,19 +37,19 @@ class Batch:
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same batch on ``device``."""
-        return _moved(self, device)
+        return _to_device(self, device)
 
 
 @dataclass(frozen=True)
 class PairBatch:
     """Rows of pairs. The sequences of the P pairs are numbered chosen first, then rejected.
 
-    A place is an index into the flattened (B T) positions. ``predicted_from[k]`` is where the
-    answer token ``predicted[k]`` of sequence ``owner[k]`` is predicted.
+    A place is an index into the flattened (B T) positions. The logits at ``logit_positions[k]``
+    predict the answer token ``target_ids[k]`` of sequence ``owner[k]``.
     """
 
     input_ids: Tensor  # (B, T) int64
-    position_ids: Tensor  # (B, T) int64, place in its sequence; 0 on padding
+    position_ids: Tensor  # (B, T) int64, position in its sequence; 0 on padding
     segment_ids: Tensor  # (B, T) int64, 1, 2, ... per tree or sequence of the row; 0 on padding
     branch_ids: Tensor  # (B, T) int64, 0 where a tree's sequences are one, then 1 and 2
     ends: Tensor  # (2 P,) int64 place of each sequence's last token
@@ -72,20 +69,15 @@ class PairBatch:
 
     def to(self, device: torch.device | str) -> "PairBatch":
         """The same batch on ``device``."""
-        return _moved(self, device)
+        return _to_device(self, device)
 
 
 @dataclass(frozen=True)
 class SampleCollator:
-    """Batches of samples, one after another in their rows.
+    """Batches of samples, one after another in their rows."""
 
-    Attributes:
-        pad_id: what padding holds. Nothing reads it: segment 0 is what marks padding.
-        multiple_of: width is rounded up to it.
-    """
-
-    pad_id: int
-    multiple_of: int = 1
+    pad_id: int  # of padding, which segment 0 marks: nothing reads it
+    multiple_of: int = 1  # width is rounded up to it
 
     def __call__(self, rows: Sequence[Sequence[Sample]]) -> Batch:
         """One batch row per element of ``rows``, none of which is empty.
@@ -94,13 +86,13 @@ class SampleCollator:
         be another sample.
         """
         longest = max(sum(len(sample.input_ids) for sample in row) for row in rows)
-        grid = _Grid(len(rows), _rounded_up(longest, self.multiple_of), self.pad_id)
+        grid = _Grid(len(rows), round_up(longest, self.multiple_of), self.pad_id)
         logit_positions, target_ids = [], []
         for index, row in enumerate(rows):
             for sample in row:
                 size = len(sample.input_ids)
                 start = grid.put(index, sample.input_ids, np.arange(size), (size, 0, 0))
-                # A token is predicted where the token before it stands.
+                # The logits of a token's predecessor predict it.
                 (steps,) = np.nonzero(sample.labels[1:] != IGNORE_INDEX)
                 logit_positions.append(index * grid.shape[1] + start + steps)
                 target_ids.append(sample.labels[1:][steps].astype(np.int64))
@@ -133,19 +125,15 @@ class SampleCollator:
 class PairCollator:
     """Batches of pairs.
 
-    Attributes:
-        pad_id: what padding holds.
-        layout: ``shared`` lays a pair out as what its sequences begin with, then the rest of
-            the chosen and the rest of the rejected one, positions going on from the beginning;
-            ``separate`` as two sequences in a row; ``alone`` gives each a row of its own.
-        multiple_of: width is rounded up to it.
-        tight: move short rows behind each other, up to the width of the longest one, so that
-            little is padding; the pairs keep their numbers.
+    Layout ``shared`` stores a pair as its common prefix, then the rest of the chosen and the rest
+    of the rejected sequence, whose positions both continue the prefix; ``separate`` as two
+    sequences in a row; ``alone`` gives each a row of its own. If ``tight``, short rows are joined
+    up to the width of the longest one, to save padding; the pairs keep their numbers.
     """
 
     pad_id: int
     layout: PairLayout
-    multiple_of: int = 1
+    multiple_of: int = 1  # width is rounded up to it
     tight: bool = False
 
     def __call__(self, rows: Sequence[Sequence[PairSample]]) -> PairBatch:
@@ -156,7 +144,7 @@ class PairCollator:
         filled = [0] * (max(row_of) + 1)
         for row, (ids, *_) in zip(row_of, pieces, strict=True):
             filled[row] += len(ids)
-        grid = _Grid(len(filled), _rounded_up(max(filled), self.multiple_of), self.pad_id)
+        grid = _Grid(len(filled), round_up(max(filled), self.multiple_of), self.pad_id)
         paths = [
             path
             for row, piece in zip(row_of, pieces, strict=True)
@@ -169,7 +157,7 @@ class PairCollator:
         return _pair_batch(_Grid(1, 1, self.pad_id), [], [], [])
 
     def lengths(self, pairs: TokenSet) -> NDArray[np.int64]:
-        """(len(pairs),) tokens of each pair as it is laid out."""
+        """(len(pairs),) tokens of each pair in this layout."""
         if self.layout == "shared":
             return pairs.lengths
         return pairs.lengths + pairs.column("shared_length")
@@ -212,7 +200,7 @@ class _Grid:
     def put(
         self, row: int, ids: NDArray[np.int32], positions: NDArray[np.int64], sizes: Sizes
     ) -> int:
-        """Put a sample behind what is in the row; returns the column where it begins."""
+        """Append a sample to a row; returns the column where it begins."""
         start = self._filled[row]
         end = self._filled[row] = start + len(ids)
         self.input_ids[row, start:end] = ids
@@ -222,13 +210,13 @@ class _Grid:
         return start
 
     def spans(self) -> Spans:
-        """Of what was put."""
+        """The spans of all samples."""
         return make_spans(self._samples, self.shape[1])
 
     def put_tree(
         self, row: int, ids: NDArray[np.int32], shared: int, first: int
     ) -> list[NDArray[np.int64]]:
-        """Put a tree behind what is in the row; returns the places along each sequence."""
+        """Append a tree to a row; returns the places of each sequence's tokens."""
         order = np.arange(len(ids))
         second = shared + first
         positions = np.where(order < second, order, order - first)
@@ -247,11 +235,11 @@ def _pair_batch(
     paths: Sequence[NDArray[np.int64]],
     pieces: Sequence[_Piece],
 ) -> PairBatch:
-    """The batch of ``pairs``; ``paths`` are the places along the sequences, pair by pair."""
+    """The batch of ``pairs``; ``paths`` are the places of each sequence's tokens, pair by pair."""
     sequences = [*paths[::2], *paths[1::2]]
     tokens = grid.input_ids.reshape(-1)
     prompts = [pair.prompt_length for pair in pairs] * 2
-    # A token is predicted where the token before it stands; nothing predicts a sequence's first.
+    # The logits of a token's predecessor predict it; nothing predicts a sequence's first.
     steps = [np.arange(max(1, n), len(path)) for n, path in zip(prompts, sequences, strict=True)]
     along = list(zip(sequences, steps, strict=True))
     compared = [
@@ -294,15 +282,12 @@ def _tree_pairs(size: int, shared: int, first: int) -> int:
     return causal_pairs(shared) + sum(n * shared + causal_pairs(n) for n in branches)
 
 
-def _rounded_up(width: int, multiple_of: int) -> int:
-    return -(-width // multiple_of) * multiple_of
-
-
-def _moved(batch: BatchT, device: torch.device | str) -> BatchT:
-    values: dict[str, Any] = {f.name: getattr(batch, f.name) for f in fields(batch)}
-    for name, value in values.items():
+def _to_device(batch: BatchT, device: torch.device | str) -> BatchT:
+    moved: dict[str, Any] = {}
+    for name in (field.name for field in fields(batch)):
+        value = getattr(batch, name)
         if isinstance(value, Tensor):
-            values[name] = value.to(device, non_blocking=True)
+            moved[name] = value.to(device, non_blocking=True)
         elif isinstance(value, Spans):
-            values[name] = value.to(device)
-    return replace(batch, **values)
+            moved[name] = value.to(device)
+    return replace(batch, **moved)

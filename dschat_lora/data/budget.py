@@ -1,4 +1,4 @@
-"""Micro-batches of up to so many tokens, whatever number of samples that is."""
+"""Dynamic batching: micro-batches of at most a given number of tokens."""
 
 import heapq
 from bisect import bisect_left
@@ -10,38 +10,30 @@ from numpy.typing import NDArray
 
 from dschat_lora.algos.seeds import permutation
 from dschat_lora.data.counts import SampleCounts
-from dschat_lora.data.packing import PackedRow, fill, make_rows
+from dschat_lora.data.packing import PackedRow, fill, make_rows, round_up
 
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """What the micro-batches of a step hold.
+    """Size of the micro-batches of a step.
 
-    Attributes:
-        tokens: most of a micro-batch.
-        micro_batches: of a step, on all ranks.
-        row_tokens: of a row of several samples, about; None where each sample has a row of its
-            own, and padding counts against the budget.
+    Without ``row_tokens`` each sample has a row of its own, and padding counts as tokens.
     """
 
-    tokens: int
-    micro_batches: int
-    row_tokens: int | None
+    tokens: int  # most of a micro-batch
+    micro_batches: int  # of a step, on all ranks
+    row_tokens: int | None  # of a row of several samples, about
 
     @property
     def groups_per_step(self) -> int:
-        """How many of :meth:`groups` a step takes."""
+        """Number of :meth:`groups` that a step takes."""
         return self.micro_batches if self.row_tokens is not None else 1
 
     def groups(self, counts: SampleCounts, *, seed: int) -> list[PackedRow]:
         """Samples in groups that are made once a run: epochs permute the groups.
 
-        A group fills a micro-batch. Where padding counts, it is whole steps that can be filled,
-        as the samples of a step are sorted.
-
-        Args:
-            counts: of every sample; none may exceed the budget.
-            seed: of the run.
+        A group fills a micro-batch. Where padding counts it fills a whole step, as the samples of
+        a step are sorted. No sample may exceed the budget.
         """
         if self.row_tokens is not None:
             return make_rows(counts.tokens, max_seq_len=self.tokens, packing=True, seed=seed)
@@ -70,43 +62,35 @@ class TokenBudget:
     def assign_to_ranks(
         self, groups: Sequence[PackedRow], counts: SampleCounts, *, world_size: int
     ) -> list[list[PackedRow]]:
-        """The samples of a step's groups as rows of micro-batches, of as equal sizes as can be.
+        """The samples of a step's groups as rows of micro-batches of sizes as equal as possible.
 
-        Returns:
-            The rows of every rank's first micro-batch, then those of the second ones, and so on;
-            the larger come first. Some have none where there is too little for all ranks.
+        The rows of every rank's first micro-batch come first, then those of the second ones, and
+        so on, the larger first. Some have none where there is too little for all ranks.
         """
         samples = [index for group in groups for index in group]
         samples.sort(key=lambda index: (-counts.positions[index], index))
         if self.row_tokens is None:
-            return self._sorted_rows(samples, counts, world_size)
-        size = _rounded_up(len(groups), world_size)
+            lengths = counts.positions[np.array(samples)]
+            return [
+                [(index,) for index in samples[batch]]
+                for batch in cut_evenly(lengths, self.tokens, multiple_of=world_size)
+            ]
+        size = round_up(len(groups), world_size)
         shares = _spread(samples, counts.tokens, size, self.tokens)
         if shares is None:  # groups are nearly full: not every other order fits
             shares = [*groups, *[()] * (size - len(groups))]
         shares.sort(key=lambda share: -sum(counts.tokens[index] for index in share))
-        return [_packed(share, counts.tokens, self.row_tokens) for share in shares]
-
-    def _sorted_rows(
-        self, samples: Sequence[int], counts: SampleCounts, world_size: int
-    ) -> list[list[PackedRow]]:
-        """Rows of one sample; samples of like length share a micro-batch."""
-        lengths = counts.positions[np.array(samples)]
-        return [
-            [(index,) for index in samples[batch]]
-            for batch in cut_evenly(lengths, self.tokens, multiple_of=world_size)
-        ]
+        return [_pack_rows(share, counts.tokens, self.row_tokens) for share in shares]
 
 
 def cut_evenly(lengths: NDArray[np.int64], limit: int, *, multiple_of: int) -> list[slice]:
-    """Rows of one sample each, in the fewest batches, and those of as equal sizes as can be.
+    """Slices of samples for the fewest batches, of sizes as equal as possible.
 
-    Args:
-        lengths: (n,) of the samples, n >= 1, the longest first and none longer than ``limit``.
-        limit: positions of a batch, padding included.
-        multiple_of: the number of batches is one; the last of them may be empty.
+    ``lengths`` are (n,), n >= 1, the longest first and none longer than ``limit``, the positions
+    of a batch with padding. The number of batches is a multiple of ``multiple_of``; the last of
+    them may be empty.
     """
-    size = _rounded_up(len(_cut(lengths, limit)), multiple_of)
+    size = round_up(len(_cut(lengths, limit)), multiple_of)
     least = bisect_left(
         range(limit),
         True,
@@ -118,8 +102,8 @@ def cut_evenly(lengths: NDArray[np.int64], limit: int, *, multiple_of: int) -> l
     return [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
-def _packed(samples: PackedRow, tokens: NDArray[np.int64], row_tokens: int) -> list[PackedRow]:
-    """As few rows for the samples of a micro-batch, of like length, so that little is padding.
+def _pack_rows(samples: PackedRow, tokens: NDArray[np.int64], row_tokens: int) -> list[PackedRow]:
+    """The fewest rows for the samples of a micro-batch, of similar length to save padding.
 
     Some may be a little longer than ``row_tokens``, which costs less than one more row.
     """
@@ -132,7 +116,7 @@ def _packed(samples: PackedRow, tokens: NDArray[np.int64], row_tokens: int) -> l
 def _spread(
     samples: Sequence[int], tokens: NDArray[np.int64], parts: int, capacity: int
 ) -> list[PackedRow] | None:
-    """Samples in so many parts of like tokens; None if one of them would exceed ``capacity``.
+    """Samples in ``parts`` parts of similar tokens; None if one would exceed ``capacity``.
 
     The longest first, each to the part that has the least (LPT; R. L. Graham, 1969).
     """
@@ -149,18 +133,9 @@ def _spread(
 
 
 def _cut(lengths: NDArray[np.int64], limit: int) -> list[int]:
-    """Where the fewest batches end that take up to ``limit`` positions with padding.
-
-    Args:
-        lengths: (n,) of the samples, the longest first.
-        limit: at least the first of them.
-    """
+    """Ends of the fewest batches of up to ``limit`` positions, of samples sorted longest first."""
     ends, start = [], 0
     while start < len(lengths):
         start = min(start + limit // int(lengths[start]), len(lengths))
         ends.append(start)
     return ends
-
-
-def _rounded_up(size: int, multiple_of: int) -> int:
-    return -(-size // multiple_of) * multiple_of

@@ -1,4 +1,4 @@
-"""Messages to text: the tokenizer's chat template, or a built-in Human / Assistant format."""
+"""Chat templates: messages as text, by the tokenizer's or a built-in Human / Assistant format."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ ASSISTANT = "\n\nAssistant:"
 
 
 class ChatTokenizer(Protocol):
-    """What rendering needs of a tokenizer; those of ``transformers`` have it."""
+    """The part of a ``transformers`` tokenizer that rendering uses."""
 
-    chat_template: Any
+    chat_template: str | None
 
-    def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
+    def apply_chat_template(self, conversation: list[Message], **options: bool) -> str: ...
 
 
 class Render(Protocol):
-    """Text of messages; with ``add_generation_prompt``, up to where the assistant speaks."""
+    """Text of messages; with ``add_generation_prompt``, up to the assistant's turn."""
 
     def __call__(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str: ...
 
@@ -35,7 +35,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Chat:
-    """How this run turns messages into text, and the text of its end-of-sequence token."""
+    """A run's chat format and the text of its end-of-sequence token."""
 
     render: Render
     eos_text: str
@@ -75,12 +75,8 @@ def conversation_spans(
     """Text of a conversation up to its last answer; the assistant's turns are targets.
 
     A turn is what rendering it adds to the rendering of all before it, up to and including
-    its end-of-sequence where the template writes one.
-
-    Args:
-        messages: dicts with ``role`` and ``content``.
-        chat: how to render.
-        first_target: answers before this index are read, not trained on.
+    its end-of-sequence where the template writes one. Answers before message ``first_target``
+    are read, not trained on.
 
     Raises:
         ValueError: if there is no answer to train on, or the template does not render
@@ -99,7 +95,7 @@ def conversation_spans(
 
 
 def _spans(messages: Sequence[Message], answers: list[int], chat: Chat) -> Iterator[Span]:
-    rendered, used = "", 0  # text up to the previous answer, and how much of it has been given
+    rendered, used = "", 0  # text up to the previous answer, and how much of it spans cover
     for index in answers:
         before = chat.render(messages[:index], add_generation_prompt=True)
         after = chat.render(messages[: index + 1], add_generation_prompt=False)
@@ -127,9 +123,8 @@ def _render_template(
     from jinja2 import TemplateError
 
     try:
-        text: str = tokenizer.apply_chat_template(
+        return tokenizer.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
         )
     except TemplateError as error:
         raise ValueError(f"the tokenizer's chat template refuses the messages: {error}") from error
-    return text

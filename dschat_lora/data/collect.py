@@ -1,4 +1,4 @@
-"""Rows of all sources as records, in the parts they belong to: training or held out."""
+"""Records of all sources, split into training and evaluation sets."""
 
 import json
 from collections import Counter
@@ -8,22 +8,16 @@ from typing import Any
 
 from dschat_lora.config.groups import DataConfig, parse_data_split
 from dschat_lora.data.chat import Chat
+from dschat_lora.data.readers import RowError, iter_rows
 from dschat_lora.data.records import TextRecord, to_record
-from dschat_lora.data.rows import (
-    DataKind,
-    EmptyRowError,
-    RowError,
-    iter_rows,
-    parse_row,
-    require_usable,
-)
+from dschat_lora.data.rows import DataKind, EmptyRowError, parse_row, require_usable
 from dschat_lora.data.sources import Source
 from dschat_lora.data.split import Parts, repeats, split_rows
 
 
 @dataclass
 class Collected:
-    """What reading the sources found, by the part each row belongs to."""
+    """Training and held-out records of all sources, with counts of what was read."""
 
     kind: DataKind
     train: list[TextRecord] = field(default_factory=list)
@@ -46,6 +40,12 @@ def collect(
     seed: int,
     kind: DataKind = "samples",
 ) -> Collected:
+    """Read, check and split the rows of all sources.
+
+    Raises:
+        ValueError: for an empty source, and for a row that cannot be used unless ``--bad_rows
+            skip``, naming file and row.
+    """
     rows = Collected(kind)
     shares = parse_data_split(config.data_split) if config.data_split else None
     for number, source in enumerate(sources):
@@ -81,9 +81,6 @@ def _records(
 
     ``prompts`` grows by one entry a row, equal for rows of one prompt whatever the stage makes
     of them, so that every stage holds out the same rows.
-
-    Raises:
-        RowError: at such a row unless ``--bad_rows skip``.
     """
     empty = True
     for raw in iter_rows(source):

@@ -1,38 +1,41 @@
-"""What batches will hold, counted for all ranks from their rows without making them."""
+"""Token and attention counts of batches on all ranks, from their rows, without making them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dschat_lora.algos.segments import causal_pairs
 from dschat_lora.algos.sft import IGNORE_INDEX
-from dschat_lora.data.batch import PairCollator
-from dschat_lora.data.packing import PackedRow, first_fit
+from dschat_lora.data.batch import PairCollator, SampleCollator
+from dschat_lora.data.packing import PackedRow, first_fit, round_up
 from dschat_lora.data.store import TokenSet
 
 Integers = NDArray[np.int64]
 
 
+class Samples(Protocol):
+    """Samples or pairs by index: a ``TokenSet`` or a list."""
+
+    def __getitem__(self, index: int) -> Any: ...
+
+
 @dataclass(frozen=True)
 class SampleCounts:
-    """Of each sample or pair as its rows hold it, (n,) int64."""
+    """Counts of each sample or pair in its rows, (n,) int64."""
 
     tokens: Integers
     targets: Integers  # supervised predictions
     attended: Integers  # (query, key) pairs of causal attention
-    positions: Integers  # of the rows it takes alone, their padding included
+    positions: Integers  # of rows for this sample alone, padding included
 
 
-def count_samples(collate: object, samples: Any, size: int) -> SampleCounts:
-    """Counts of the first ``size`` samples, as ``collate`` lays them out.
+def count_samples(collate: object, samples: Samples, size: int) -> SampleCounts:
+    """Counts of the first ``size`` samples in the rows of a ``SampleCollator`` or ``PairCollator``.
 
-    Args:
-        collate: a ``SampleCollator`` or ``PairCollator``.
-        samples: by index; a ``TokenSet`` is counted column by column, others one by one.
-        size: how many.
+    A ``TokenSet`` is counted column by column, others one by one.
     """
     if isinstance(collate, PairCollator):
         return _count_pairs(collate, samples, size)
@@ -40,7 +43,7 @@ def count_samples(collate: object, samples: Any, size: int) -> SampleCounts:
     return SampleCounts(tokens, _targets(samples, size), causal_pairs(tokens), tokens)
 
 
-def _count_pairs(collate: PairCollator, pairs: Any, size: int) -> SampleCounts:
+def _count_pairs(collate: PairCollator, pairs: Samples, size: int) -> SampleCounts:
     names = ("prompt_length", "shared_length", "chosen_length")
     prompt, shared, first = (_column(pairs, name, size) for name in names)
     tree = _lengths(pairs, size)
@@ -59,12 +62,9 @@ def _count_pairs(collate: PairCollator, pairs: Any, size: int) -> SampleCounts:
 def count_step(
     collate: object, counts: SampleCounts, batches: Sequence[Sequence[PackedRow]]
 ) -> dict[str, int]:
-    """Counts of the batches that ``collate`` makes of rows, by the names of ``StepCounts``.
+    """Counts of the batches that a collator makes of rows, by the names of ``StepCounts``.
 
-    Args:
-        collate: a ``SampleCollator`` or ``PairCollator``.
-        counts: of every sample, for this collator.
-        batches: the rows of each, which may be none.
+    ``counts`` are those of every sample for this collator; a batch may have no rows.
     """
     indices = [index for rows in batches for row in rows for index in row]
     samples = np.array(indices, dtype=np.int64)
@@ -79,40 +79,41 @@ def count_step(
     }
 
 
-def _shape(collate: Any, counts: SampleCounts, rows: Sequence[PackedRow]) -> tuple[int, int]:
+def _shape(collate: object, counts: SampleCounts, rows: Sequence[PackedRow]) -> tuple[int, int]:
     """(B, T) of a batch."""
     if not rows:
         return 1, 1
+    assert isinstance(collate, SampleCollator | PairCollator)
     lengths = [int(counts.positions[list(row)].sum()) for row in rows]
     height, width = len(rows), max(lengths)
     if isinstance(collate, PairCollator) and collate.layout == "alone":
         height, width = 2 * height, width // 2
     elif isinstance(collate, PairCollator) and collate.tight:
         height = len(first_fit(lengths, width))
-    return height, -(-width // collate.multiple_of) * collate.multiple_of
+    return height, round_up(width, collate.multiple_of)
 
 
-def _lengths(samples: Any, size: int) -> Integers:
+def _lengths(samples: Samples, size: int) -> Integers:
     if isinstance(samples, TokenSet):
         return samples.lengths[:size]
     return np.array([len(samples[index].input_ids) for index in range(size)], dtype=np.int64)
 
 
-def _column(samples: Any, name: str, size: int) -> Integers:
+def _column(samples: Samples, name: str, size: int) -> Integers:
     if isinstance(samples, TokenSet):
         return samples.column(name)[:size].astype(np.int64)
     return np.array([getattr(samples[index], name) for index in range(size)], dtype=np.int64)
 
 
-def _targets(samples: Any, size: int) -> Integers:
-    """Labels that count; that of a sample's first token never does."""
+def _targets(samples: Samples, size: int) -> Integers:
+    """Labels that are not ignored; that of a sample's first token never counts."""
     if not isinstance(samples, TokenSet):
         each = (np.count_nonzero(samples[i].labels[1:] != IGNORE_INDEX) for i in range(size))
         return np.array(list(each), dtype=np.int64)
     parts = [np.zeros(0, np.int64)]
     for offsets, labels in samples.lists("labels"):
         before = np.concatenate([[0], np.cumsum(labels != IGNORE_INDEX)])
-        # Nothing is before an empty sample's first token, so none is taken away there.
+        # An empty sample has no first token to leave out.
         first = np.minimum(offsets[:-1] + 1, offsets[1:])
         parts.append(before[offsets[1:]] - before[first])
     return np.concatenate(parts)[:size]

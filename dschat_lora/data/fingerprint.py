@@ -1,4 +1,4 @@
-"""What prepared data depends on, as one hash."""
+"""Fingerprint of prepared data: one hash of its files, options, tokenizer and code."""
 
 import hashlib
 import json
@@ -7,12 +7,13 @@ from importlib.resources import files
 from typing import Any
 
 from dschat_lora.config.groups import DataConfig
-from dschat_lora.data.rows import DataKind, load_hub
+from dschat_lora.data.encoder import Tokenizer, call
+from dschat_lora.data.readers import load_hub
+from dschat_lora.data.rows import DataKind
 from dschat_lora.data.sources import Source, data_suffix
 from dschat_lora.data.store import file_digest
-from dschat_lora.data.tokenize import Tokenizer, call
 
-# Spaces, digits, line ends, other scripts and a joint: what options of tokenizers act upon.
+# Spaces, digits, line ends, other scripts and a joiner: options of tokenizers act on these.
 PROBES = [
     "a",
     " a  b",
@@ -58,10 +59,10 @@ def fingerprint(
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def describe_tokenizer(tokenizer: Any) -> dict[str, Any]:
+def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
     """Everything about a tokenizer that may change its output."""
-    # Encoding comes first: it resets what an earlier caller left of padding or truncation,
-    # which the serialised form would repeat.
+    # Encoding comes first: it resets padding and truncation of an earlier caller, which the
+    # serialised form would include.
     probes = [call(tokenizer, PROBES, add_special_tokens=special) for special in (True, False)]
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = (
@@ -86,8 +87,9 @@ def _describe_source(source: Source) -> list[Any]:
 
 
 def _code_digest() -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    modules = [item for item in files("dschat_lora.data").iterdir() if item.name.endswith(".py")]
-    for module in sorted(modules, key=lambda item: item.name):
+    """Hash of the modules that decide what is prepared: this package's, and the shuffling's."""
+    digest, root = hashlib.blake2b(digest_size=16), files("dschat_lora")
+    modules = [item for item in (root / "data").iterdir() if item.name.endswith(".py")]
+    for module in [*sorted(modules, key=lambda item: item.name), root / "algos" / "seeds.py"]:
         digest.update(module.name.encode() + module.read_bytes())
     return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""Micro-batches of each optimizer step for one rank."""
+"""Data loader: the micro-batches of each optimizer step for one rank."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,33 +9,27 @@ from numpy.typing import NDArray
 
 from dschat_lora.algos.seeds import permutation
 from dschat_lora.data.budget import TokenBudget
-from dschat_lora.data.counts import SampleCounts, count_samples, count_step
+from dschat_lora.data.counts import SampleCounts, Samples, count_samples, count_step
 from dschat_lora.data.packing import PackedRow
 from dschat_lora.data.store import TokenSet
-
-
-class Samples(Protocol):
-    """Samples by index."""
-
-    def __getitem__(self, index: int) -> Any: ...
 
 
 class Collator(Protocol):
     """Makes batches; see :class:`dschat_lora.data.batch.SampleCollator`."""
 
-    def __call__(self, rows: Sequence[Sequence[Any]]) -> Any:
+    def __call__(self, rows: Sequence[Sequence[Any]]) -> object:
         """One batch of rows of samples."""
 
     def lengths(self, samples: TokenSet) -> NDArray[np.int64]:
-        """(len(samples),) tokens that each takes in a row."""
+        """(len(samples),) tokens of each sample in a row."""
 
-    def empty(self) -> Any:
-        """A batch of nothing: a rank without rows still takes part in the forward pass."""
+    def empty(self) -> object:
+        """A batch of padding alone: a rank without rows still takes part in the forward pass."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """What one optimizer step trains on."""
+    """The micro-batches of one optimizer step."""
 
     batches: Sequence[Any]  # this rank's
     counts: dict[str, int]  # of all ranks, by the names of ``StepCounts``
@@ -58,7 +52,7 @@ class StepLoader:
     it would have seen. No row is dropped: the last step of an epoch takes what is left, with
     empty batches on ranks that have none.
 
-    Every rank deals out the rows of all, and so knows what they hold without asking them.
+    Every rank assigns the rows of all ranks, and so knows their counts without communication.
     """
 
     def __init__(
@@ -75,36 +69,22 @@ class StepLoader:
         counts: SampleCounts | None = None,
         budget: TokenBudget | None = None,
     ) -> None:
-        """Prepare to deal out rows.
+        """Count the samples, unless ``counts`` of every one are given.
 
-        Args:
-            samples: by index.
-            rows: of sample numbers; with a budget :meth:`TokenBudget.groups`.
-            micro_batch_size: rows of a rank's micro-batch; with a budget 1.
-            gradient_accumulation_steps: micro-batches of a rank and step.
-            rank: this process.
-            world_size: of how many.
-            seed: of the run.
-            collate: makes batches.
-            counts: of every sample; by default they are looked up once.
-            budget: of a micro-batch; ``rows_per_step`` is then the micro-batches of a step.
+        With a ``budget``, ``rows`` are :meth:`TokenBudget.groups`, ``micro_batch_size`` is 1 and
+        ``rows_per_step`` the micro-batches of a step on all ranks.
         """
         assert 0 <= rank < world_size
         assert min(micro_batch_size, gradient_accumulation_steps) >= 1
         assert budget is None or micro_batch_size == 1
         size = 1 + max((max(row) for row in rows), default=-1)
         self._counts = counts or count_samples(collate, samples, size)
-        self._samples = samples
-        self._rows = rows
+        self._samples, self._rows, self._collate, self._budget = samples, rows, collate, budget
+        self._micro_batch_size, self._seed = micro_batch_size, seed
+        self._rank, self._world_size = rank, world_size
         self.num_rows = len(rows)
         several = any(len(row) > 1 for row in rows)
         self.packs = several if budget is None else budget.row_tokens is not None
-        self._micro_batch_size = micro_batch_size
-        self._rank = rank
-        self._world_size = world_size
-        self._seed = seed
-        self._collate = collate
-        self._budget = budget
         self.rows_per_step = micro_batch_size * gradient_accumulation_steps * world_size
         assert budget is None or budget.micro_batches == self.rows_per_step
         self._taken = self.rows_per_step if budget is None else budget.groups_per_step
@@ -121,18 +101,18 @@ class StepLoader:
             yield self._step([self._rows[i] for i in order[first : first + self._taken]])
 
     def _step(self, rows: list[PackedRow]) -> Window:
-        batches = self._deal(rows)
+        batches = self._micro_batches(rows)
         own = batches[self._rank :: self._world_size]
         return Window(
             [_collated(self._samples, batch, self._collate) for batch in own],
             count_step(self._collate, self._counts, batches),
         )
 
-    def _deal(self, rows: list[PackedRow]) -> list[list[PackedRow]]:
+    def _micro_batches(self, rows: list[PackedRow]) -> list[list[PackedRow]]:
         """Rows of each micro-batch of each rank, those of all ranks' first ones first."""
         if self._budget is not None:
             return self._budget.assign_to_ranks(rows, self._counts, world_size=self._world_size)
-        # Rows of like length share a micro-batch: little padding, and ranks wait little for
+        # Rows of similar length share a micro-batch: little padding, and ranks wait little for
         # each other. Within a step the order has no effect on the gradient's sum.
         rows = sorted(rows, key=lambda row: -int(self._counts.positions[list(row)].sum()))
         return assign_to_ranks(rows, batch_size=self._micro_batch_size, world_size=self._world_size)
@@ -151,25 +131,24 @@ def eval_batches(
 
     Every rank gets the same number of batches, through empty ones where rows run out.
     """
-    dealt = assign_to_ranks(rows, batch_size=batch_size, world_size=world_size)
-    for batch in dealt[rank::world_size]:
+    batches = assign_to_ranks(rows, batch_size=batch_size, world_size=world_size)
+    for batch in batches[rank::world_size]:
         yield _collated(samples, batch, collate)
 
 
 def assign_to_ranks(
     rows: Sequence[PackedRow], *, batch_size: int, world_size: int
 ) -> list[list[PackedRow]]:
-    """Rows dealt out to ranks one by one, up to ``batch_size`` a rank and batch.
+    """Rows assigned to ranks round-robin, up to ``batch_size`` a rank and batch.
 
-    Returns:
-        The rows of every rank's first batch, then those of the second ones, and so on.
+    The rows of every rank's first batch come first, then those of the second ones, and so on.
     """
     per_batch = batch_size * world_size
     turns = [rows[first : first + per_batch] for first in range(0, len(rows), per_batch)]
     return [list(turn[rank::world_size]) for turn in turns for rank in range(world_size)]
 
 
-def _collated(samples: Samples, rows: Sequence[PackedRow], collate: Collator) -> Any:
+def _collated(samples: Samples, rows: Sequence[PackedRow], collate: Collator) -> object:
     if not rows:
         return collate.empty()
     return collate([[samples[index] for index in row] for row in rows])

@@ -1,4 +1,4 @@
-"""Meanings and the texts written to them, from the files of E2E, WebNLG and DART."""
+"""Data-to-text files of E2E, WebNLG and DART as rows of ``prompt`` and ``completion``."""
 
 from typing import Any
 

@@ -15,11 +15,8 @@ def make_rows(
 ) -> list[PackedRow]:
     """Rows of sample indices, made once a run: every epoch permutes the same rows.
 
-    Args:
-        lengths: (n,) tokens of each sample, at most ``max_seq_len``.
-        max_seq_len: tokens a row may hold.
-        packing: several samples a row, in a seeded order; else each sample is a row.
-        seed: of the run.
+    ``lengths`` are (n,) tokens of each sample, at most ``max_seq_len``. Without ``packing`` each
+    sample is a row; with it, samples are packed first-fit in a seeded order.
     """
     if not packing:
         return [(index,) for index in range(len(lengths))]
@@ -55,6 +52,11 @@ def fill(rows: Sequence[PackedRow], lengths: NDArray[np.int64], capacity: int) -
     """Share of the rows' capacity that holds tokens, in (0, 1]; 0 without rows."""
     tokens = sum(int(lengths[index]) for row in rows for index in row)
     return tokens / (len(rows) * capacity) if rows else 0.0
+
+
+def round_up(size: int, multiple_of: int) -> int:
+    """The least multiple of ``multiple_of`` that is no less than ``size``."""
+    return -(-size // multiple_of) * multiple_of
 
 
 def _first_with_room(room: list[int], length: int, leaves: int) -> int:

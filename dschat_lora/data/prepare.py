@@ -1,18 +1,26 @@
-"""Everything between the data options and training: rows in, cached token sets and audit out."""
+"""Preparation of data: rows to cached token sets, with an audit."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from dschat_lora.config.groups import DataConfig
 from dschat_lora.data.audit import Audit, Tally, make_audit
-from dschat_lora.data.chat import make_chat
+from dschat_lora.data.chat import ChatTokenizer, make_chat
 from dschat_lora.data.collect import collect
+from dschat_lora.data.encoder import Tokenizer, make_encoder
 from dschat_lora.data.fingerprint import fingerprint
 from dschat_lora.data.rows import DataKind, config_sources
+from dschat_lora.data.samples import AnySample
 from dschat_lora.data.store import TokenSet, load_or_build, write_samples
-from dschat_lora.data.tokenize import AnySample, Tokenized, TokenRule, make_encoder, tokenize_all
+from dschat_lora.data.tokenize import Tokenized, TokenRule, tokenize_all
+
+
+class DataTokenizer(Tokenizer, ChatTokenizer, Protocol):
+    """The part of a ``transformers`` tokenizer that preparation uses."""
+
+    def convert_ids_to_tokens(self, ids: int) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -29,7 +37,7 @@ class Prepared:
 
 def prepare(
     config: DataConfig,
-    tokenizer: Any,
+    tokenizer: DataTokenizer,
     *,
     phase: int,
     seed: int,
@@ -39,17 +47,11 @@ def prepare(
 ) -> Prepared:
     """Token sets of samples or pairs, from the cache if they were made before.
 
-    Safe to call in several processes at once; the first to finish fills the cache. Whether
-    the data is fit to train on is for :meth:`Audit.check` to say.
+    Safe to call in several processes at once; the first to finish fills the cache, which is
+    ``cache_dir/FINGERPRINT``. :meth:`Audit.check` refuses data that is not fit to train on.
 
-    Args:
-        config: sources and rules; ``data_path`` is not empty.
-        tokenizer: of ``transformers``.
-        phase: 1, 2 or 3, the part of ``--data_split`` to use.
-        seed: of the run; the split is disjoint between phases of equal seed.
-        eos_id: token that ends a sequence; need not be the tokenizer's own.
-        cache_dir: the sets are kept in ``cache_dir/FINGERPRINT``.
-        kind: what is made of a row.
+    The split is disjoint between phases 1, 2 and 3 of equal ``seed``. ``eos_id`` ends a sequence;
+    it need not be the tokenizer's own.
 
     Raises:
         ValueError: for data that cannot be found, read or used, naming file and row.
@@ -70,13 +72,12 @@ def prepare(
         rows = collect(config, sources, chat, phase=phase, seed=seed, kind=kind)
         encoder = make_encoder(tokenizer)
         tallies = []
+        workers = config.preprocessing_num_workers
         for name, records, times in (
             ("train", rows.train, rows.train_repeats),
             ("eval", rows.eval, [1] * len(rows.eval)),
         ):
-            tokenized = tokenize_all(
-                records, encoder, rule, workers=config.preprocessing_num_workers
-            )
+            tokenized = tokenize_all(records, encoder, rule, workers=workers)
             tallies.append(_write(directory / f"{name}.arrow", tokenized, times, rule))
         return make_audit(config, rows, *tallies).to_dict()
 
@@ -91,7 +92,7 @@ def prepare(
 def _write(
     path: Path, tokenized: Iterable[Tokenized], times: Sequence[int], rule: TokenRule
 ) -> Tally:
-    """Write what became of each record as often as it is used, and count."""
+    """Write the sample of each record as often as it is used, and count."""
     tally = Tally(rule.eos_id)
 
     def samples() -> Iterator[AnySample]:

@@ -1,4 +1,4 @@
-"""Rows to records: one shape for all five row types, still text."""
+"""Text records: one form for all five row types, before tokenization."""
 
 import hashlib
 import math
@@ -7,25 +7,25 @@ from dataclasses import dataclass
 from typing import Any
 
 from dschat_lora.data.chat import ASSISTANT, Chat, Message, Span, conversation_spans
-from dschat_lora.data.rows import DataKind, ParsedRow, RowError, RowType
+from dschat_lora.data.readers import RowError
+from dschat_lora.data.rows import DataKind, ParsedRow, RowType
 
 MAX_MARGIN = 1e30  # far within float32, which margins are kept in
 
 
 @dataclass(frozen=True)
 class TextRecord:
-    """Text read and text trained on, in turns; a preference has a rejected ending too.
+    """A row as text: spans of context and answer in turn, and a preference's rejected answer.
 
-    ``spans`` alternate between context and answer; a language-modelling row is one target
-    span, a prompt alone one span that is not a target.
+    A language-modelling row is one target span, a prompt alone one span that is not a target.
     """
 
     location: str
     kind: RowType
     spans: tuple[Span, ...]
     rejected: str | None = None  # follows ``prompt`` in place of ``completion``
-    margin: float | None = None  # by how much the chosen answer is better, if the row says
-    columns: str = ""  # the row as JSON, where a reward function may want to see it
+    margin: float | None = None  # by how much the chosen answer is better, if given
+    columns: str = ""  # the row as JSON, for a reward function
 
     @property
     def prompt(self) -> str:
@@ -39,10 +39,7 @@ class TextRecord:
         return self.spans[-1].text if self.spans[-1].target else None
 
     def digest(self, kind: DataKind = "samples") -> bytes:
-        """16 bytes equal for records of equal prompt and completion; of pairs, both answers.
-
-        Of prompts, for equal prompts.
-        """
+        """16 bytes, equal for equal prompts and, but of prompts, equal completions or answers."""
         texts = [self.prompt, "" if kind == "prompts" else self.completion or ""]
         if kind == "pairs":
             texts.append(self.rejected or "")

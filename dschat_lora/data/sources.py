@@ -1,4 +1,4 @@
-"""Where the rows of a data set are: local files, directories of them, or a hub name.
+"""Sources of data sets: local files, directories of them, or a hub name.
 
 Only the standard library is imported here, so that start-up checks cost milliseconds.
 """
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet", ".txt", ".txt.gz")
-# Read where they are named: beside other data they are notes.
+# Read where they are named; in a directory with other data they are notes.
 NAMED_ONLY = (".txt", ".txt.gz")
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.+-]+)?")
 

@@ -1,4 +1,4 @@
-"""Which rows of a source are held out, and which belong to which training step."""
+"""Split of a source's rows into a held-out part and one part for each training step."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -32,19 +32,11 @@ def split_rows(
     """Split row numbers so that phases and held-out rows are disjoint for equal seeds.
 
     The held-out part is taken first and is the same for every phase; the rest is cut by
-    ``shares``, or whole for every phase if None.
-
-    Args:
-        size: rows of the source, unusable ones included, so that what a phase can use does
-            not move the borders.
-        shares: of phases 1, 2 and 3, summing to 1.
-        phase: 1, 2 or 3.
-        eval_ratio: held-out share in [0, 1); at least one row of two or more is held out
-            unless it is 0.
-        seed: of the run.
-        source: number of the source, which makes its order its own.
-        groups: of each row; rows of a group are held out together or not at all, if there is
-            a group of no more than half of the rows. None: each row is its own.
+    ``shares`` of phases 1, 2 and 3, which sum to 1, or whole for every phase if None. ``size``
+    counts unusable rows too, so that what a phase can use does not move the borders. Unless
+    ``eval_ratio`` in [0, 1) is 0, at least one row of two or more is held out. Rows of equal
+    ``groups`` are held out together or not at all, if there is a group of no more than half of
+    the rows. The order depends on ``seed`` and the number ``source``.
     """
     members: dict[Hashable, list[int]] = {}
     for row, group in enumerate(range(size) if groups is None else groups):

@@ -1,4 +1,4 @@
-"""Tokenised samples on disk: memory-mapped Arrow files in directories put in place whole."""
+"""Token sets on disk: memory-mapped Arrow files in cache directories that appear complete."""
 
 import fcntl
 import hashlib
@@ -17,7 +17,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from dschat_lora.data.rows import DataKind
-from dschat_lora.data.tokenize import AnySample, PairSample, PromptSample, Sample
+from dschat_lora.data.samples import AnySample, PairSample, PromptSample, Sample
 
 LIST = pa.large_list(pa.int32())  # 64-bit offsets: more than 2**31 tokens fit
 TEXT = pa.large_binary()
@@ -38,7 +38,7 @@ COLUMNS = {
     },
     "prompts": {"input_ids": LIST, "columns": TEXT},
 }
-_TYPES = {pa.int32(): np.int32, pa.float32(): np.float32}
+_DTYPES = {pa.int32(): np.int32, pa.float32(): np.float32}
 SAMPLES_PER_BATCH = 4096
 MANIFEST = "manifest.json"
 
@@ -50,7 +50,7 @@ class TokenSet:
         with pa.memory_map(str(path)) as file:
             table = pa.ipc.open_file(file).read_all()
         self._class = CLASSES[kind]
-        self._chunks = [
+        self._chunks: list[dict[str, Any]] = [
             {name: _column(table.column(name).chunk(number)) for name in COLUMNS[kind]}
             for number in range(table.column(0).num_chunks)
         ]
@@ -69,10 +69,7 @@ class TokenSet:
         return np.concatenate(chunks) if chunks else np.zeros(0)
 
     def lists(self, name: str) -> Iterator[tuple[NDArray[np.int64], NDArray[Any]]]:
-        """All values of a field that is a list, part by part, and where each list of it begins.
-
-        The last number says where the last list ends.
-        """
+        """Chunks of a field that is a list: offsets of the lists and of the end, and all values."""
         for chunk in self._chunks:
             yield chunk[name].offsets, chunk[name].values
 
@@ -94,10 +91,10 @@ class TokenSet:
 
 def write_samples(path: Path, samples: Iterable[AnySample], kind: DataKind = "samples") -> None:
     """Write samples to an Arrow file, a few thousand in memory at a time."""
-    types = COLUMNS[kind]
+    types, rest = COLUMNS[kind], iter(samples)
     schema = pa.schema([pa.field(name, stored) for name, stored in types.items()])
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, schema) as writer:
-        for group in _groups(samples, SAMPLES_PER_BATCH):
+        while group := list(islice(rest, SAMPLES_PER_BATCH)):
             columns = [
                 _arrow([getattr(sample, name) for sample in group], stored)
                 for name, stored in types.items()
@@ -108,17 +105,15 @@ def write_samples(path: Path, samples: Iterable[AnySample], kind: DataKind = "sa
 def load_or_build(
     directory: Path, build: Callable[[Path], dict[str, Any]]
 ) -> tuple[dict[str, Any], bool]:
-    """Contents of a cache directory, built first unless a whole and sound one is there.
+    """Content of a cache directory, built first unless a complete and sound one is there.
 
-    ``build`` fills a temporary directory beside it, which is then renamed: several processes
-    may do so at once, and one that is killed leaves nothing that could be taken for a result.
-
-    Args:
-        directory: where the result belongs; its name identifies the content.
-        build: writes files into the directory it is given and returns what to keep with them.
+    ``build`` writes files into a temporary directory next to it and returns the content to keep
+    with them; the directory is then renamed. Several processes may do so at once, and one that is
+    killed leaves nothing that could be taken for a result. The directory's name identifies the
+    content.
 
     Returns:
-        What ``build`` returned (now or earlier), and True if it was read from the cache.
+        The content, and True if it was read from the cache.
     """
     content = read_content(directory)
     if content is not None:
@@ -151,16 +146,18 @@ class _Numbers:
     def __len__(self) -> int:
         return len(self.values)
 
-    def __getitem__(self, row: int) -> Any:
-        return self.values[row].item()
+    def __getitem__(self, row: int) -> int | float:
+        number: int | float = self.values[row].item()
+        return number
 
 
 @dataclass(frozen=True)
 class _Lists:
-    """A column of lists: where each begins (and the last ends), and all values in a row."""
+    """A column of lists, or of bytes: where each begins (and the last ends), and all values."""
 
     offsets: NDArray[np.int64]
     values: NDArray[Any]
+    as_bytes: bool = False
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -169,56 +166,42 @@ class _Lists:
     def lengths(self) -> NDArray[np.int64]:
         return np.diff(self.offsets)
 
-    def __getitem__(self, row: int) -> NDArray[Any]:
+    def __getitem__(self, row: int) -> NDArray[Any] | bytes:
         start, end = self.offsets[row : row + 2]
-        return self.values[start:end]
+        values = self.values[start:end]
+        return values.tobytes() if self.as_bytes else values
 
 
-class _Texts(_Lists):
-    """A column of bytes."""
-
-    def __getitem__(self, row: int) -> Any:
-        return super().__getitem__(row).tobytes()
-
-
-def _column(array: Any) -> Any:
+def _column(array: pa.Array) -> _Numbers | _Lists:
     """A column as views of its buffers.
 
     Buffers are read directly because the array's own ``to_numpy`` would import pandas.
     """
-    size, first = len(array), array.offset
-    if array.type == TEXT:
-        offsets = np.frombuffer(array.buffers()[1], np.int64, size + 1, 8 * first)
-        data = np.frombuffer(array.buffers()[2] or b"", np.uint8)
-        return _Texts(offsets - offsets[0], data[offsets[0] : offsets[-1]])
-    if array.type != LIST:
-        kind = _TYPES[array.type]
-        numbers = np.frombuffer(array.buffers()[1], kind, size, np.dtype(kind).itemsize * first)
-        return _Numbers(numbers)
-    offsets = np.frombuffer(array.buffers()[1], np.int64, size + 1, 8 * first)
-    values: NDArray[np.int32] = np.frombuffer(array.buffers()[3], np.int32)
-    return _Lists(offsets - offsets[0], values[offsets[0] : offsets[-1]])
+    size, first, buffers = len(array), array.offset, array.buffers()
+    if array.type in _DTYPES:
+        dtype = np.dtype(_DTYPES[array.type])
+        return _Numbers(np.frombuffer(buffers[1], dtype, size, dtype.itemsize * first))
+    offsets = np.frombuffer(buffers[1], np.int64, size + 1, 8 * first)
+    values: NDArray[Any] = (
+        np.frombuffer(buffers[2] or b"", np.uint8)
+        if array.type == TEXT
+        else np.frombuffer(buffers[3], np.int32)
+    )
+    part = values[offsets[0] : offsets[-1]]
+    return _Lists(offsets - offsets[0], part, as_bytes=array.type == TEXT)
 
 
-def _groups(samples: Iterable[AnySample], size: int) -> Iterator[list[AnySample]]:
-    iterator = iter(samples)
-    while group := list(islice(iterator, size)):
-        yield group
-
-
-def _arrow(rows: Sequence[Any], stored: Any) -> Any:
+def _arrow(rows: Sequence[Any], stored: pa.DataType) -> pa.Array:
     """An Arrow array; made from buffers because ``pa.array`` would import pandas."""
-    if stored == TEXT:
-        ends = pa.py_buffer(np.cumsum([0, *map(len, rows)], dtype=np.int64))
-        return pa.Array.from_buffers(TEXT, len(rows), [None, ends, pa.py_buffer(b"".join(rows))])
-    if stored != LIST:
-        numbers = pa.py_buffer(np.array(rows, dtype=_TYPES[stored]))
+    if stored in _DTYPES:
+        numbers = pa.py_buffer(np.array(rows, dtype=_DTYPES[stored]))
         return pa.Array.from_buffers(stored, len(rows), [None, numbers])
-    offsets = np.cumsum([0, *map(len, rows)], dtype=np.int64)
+    ends = pa.py_buffer(np.cumsum([0, *map(len, rows)], dtype=np.int64))
+    if stored == TEXT:
+        return pa.Array.from_buffers(TEXT, len(rows), [None, ends, pa.py_buffer(b"".join(rows))])
     values = np.ascontiguousarray(np.concatenate(rows), dtype=np.int32)
     flat = pa.Array.from_buffers(pa.int32(), len(values), [None, pa.py_buffer(values)])
-    buffers = [None, pa.py_buffer(offsets)]
-    return pa.Array.from_buffers(LIST, len(rows), buffers, children=[flat])
+    return pa.Array.from_buffers(LIST, len(rows), [None, ends], children=[flat])
 
 
 def _write_manifest(directory: Path, name: str, content: dict[str, Any]) -> None:
@@ -228,7 +211,7 @@ def _write_manifest(directory: Path, name: str, content: dict[str, Any]) -> None
 
 
 def read_content(directory: Path) -> dict[str, Any] | None:
-    """The content kept with a directory, None if anything about it is not as it was written."""
+    """The content of a cache directory, None if a file is not as it was written."""
     try:
         manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
         if manifest["name"] != directory.name:
@@ -243,7 +226,7 @@ def read_content(directory: Path) -> dict[str, Any] | None:
 
 
 def _make_temporary(directory: Path) -> Path:
-    """A new directory beside ``directory``, readable by whoever may read the cache."""
+    """A new sibling of ``directory``, readable by all who may read the cache."""
     temporary = directory.parent / f".building-{os.getpid()}-{secrets.token_hex(4)}"
     try:
         temporary.mkdir(parents=True)
@@ -259,19 +242,15 @@ def _put_in_place(temporary: Path, directory: Path) -> None:
     """Move a finished directory to its name unless a sound one is there already."""
     with (directory.parent / ".lock").open("w") as lock:
         # Without the lock, a process that found an unsound directory could move away the
-        # sound one that another has just put in its place.
+        # sound one by which another has just replaced it.
         fcntl.flock(lock, fcntl.LOCK_EX)
         if read_content(directory) is not None:
             return
         if os.path.lexists(directory):
             unsound = temporary.with_name(temporary.name + "-unsound")
             directory.rename(unsound)
-            _delete(unsound)
+            if unsound.is_dir() and not unsound.is_symlink():
+                shutil.rmtree(unsound)
+            else:
+                unsound.unlink()
         temporary.rename(directory)
-
-
-def _delete(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()

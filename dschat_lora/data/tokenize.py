@@ -1,122 +1,21 @@
-"""Records to token ids and labels; the one path for training, evaluation and rollouts."""
+"""Tokenization of records: token ids and labels for training, evaluation and rollouts."""
 
-import math
 import multiprocessing
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dschat_lora.algos.sft import IGNORE_INDEX
 from dschat_lora.data.chat import Span
+from dschat_lora.data.encoder import Encoder
 from dschat_lora.data.records import TextRecord, shared_length
 from dschat_lora.data.rows import DataKind
-
-Tokens = NDArray[np.int32]
-
-PROBES = ("a", "1", "\u4e2d")  # a vocabulary may lack some scripts
-
-
-class Tokenizer(Protocol):
-    """What encoding needs of a tokenizer; those of ``transformers`` have it."""
-
-    bos_token_id: int | None
-
-    def __call__(self, text: list[str], **options: Any) -> Mapping[str, Any]: ...
-
-
-@dataclass(frozen=True, eq=False)
-class Sample:
-    """One tokenised record. The first label is ignored: nothing precedes it."""
-
-    input_ids: Tokens  # (n,)
-    labels: Tokens  # (n,), IGNORE_INDEX where no loss is taken
-
-    @property
-    def prompt(self) -> Tokens:
-        """Tokens before the first supervised one."""
-        return self.input_ids[: int((self.labels != IGNORE_INDEX).argmax())]
-
-    @property
-    def num_supervised(self) -> int:
-        """Supervised tokens."""
-        return int((self.labels != IGNORE_INDEX).sum())
-
-    def ends_in(self, token: int) -> bool:
-        """Whether the last supervised token is ``token``."""
-        return bool(self.labels[self.labels != IGNORE_INDEX][-1] == token)
-
-
-@dataclass(frozen=True, eq=False)
-class PairSample:
-    """Two answers to one prompt, as a tree: what both begin with, then how each goes on.
-
-    ``input_ids`` is the shared beginning (prompt included), the rest of the chosen and the
-    rest of the rejected sequence, one after another.
-    """
-
-    input_ids: Tokens  # (n,)
-    prompt_length: int
-    shared_length: int  # >= prompt_length: answers may begin alike too
-    chosen_length: int  # of the rest of the chosen sequence
-    margin: float = 0.0  # by how much the chosen answer is better
-    # log-probabilities of the chosen and the rejected answer under a reference, in nats
-    reference: tuple[float, float] = (math.nan, math.nan)
-
-    @property
-    def prompt(self) -> Tokens:
-        """Tokens of the prompt."""
-        return self.input_ids[: self.prompt_length]
-
-    @property
-    def chosen(self) -> Tokens:
-        """(n,) the whole chosen sequence."""
-        return self.input_ids[: self.shared_length + self.chosen_length]
-
-    @property
-    def rejected(self) -> Tokens:
-        """(n,) the whole rejected sequence."""
-        start = self.shared_length + self.chosen_length
-        return np.concatenate([self.input_ids[: self.shared_length], self.input_ids[start:]])
-
-    @property
-    def num_supervised(self) -> int:
-        """Tokens of both answers, those that they share once."""
-        return len(self.input_ids) - self.prompt_length
-
-    def ends_in(self, token: int) -> bool:
-        """Whether ``token`` ends both answers."""
-        return bool(self.chosen[-1] == token and self.rejected[-1] == token)
-
-
-@dataclass(frozen=True, eq=False)
-class PromptSample:
-    """A prompt to be answered, and the row that it comes from."""
-
-    input_ids: Tokens  # (n,)
-    columns: bytes  # the row as JSON, UTF-8
-
-    @property
-    def prompt(self) -> Tokens:
-        """Tokens of the prompt."""
-        return self.input_ids
-
-    @property
-    def num_supervised(self) -> int:
-        """Nothing is learnt by heart."""
-        return 0
-
-    def ends_in(self, token: int) -> bool:
-        """Answers are not given."""
-        return False
-
-
-AnySample = Sample | PairSample | PromptSample
+from dschat_lora.data.samples import AnySample, PairSample, PromptSample, Sample
 
 
 @dataclass(frozen=True)
@@ -133,92 +32,13 @@ class TokenRule:
 
 @dataclass(frozen=True)
 class Tokenized:
-    """What became of a record, for the audit."""
+    """The sample of a record, with what the audit counts."""
 
     sample: AnySample | None  # None: dropped, too long or with nothing to learn
     length: int  # tokens before anything was cut; of a pair's longer sequence
     truncated: bool = False
     doubled_bos: bool = False  # its text brought a second beginning-of-sequence
     identical: bool = False  # a pair that was dropped because nothing tells its answers apart
-
-
-@dataclass(frozen=True)
-class Encoder:
-    """A tokenizer that begins a text once and never ends it.
-
-    ``bos`` is what the tokenizer puts before a text by default (or would), ``suffix`` the
-    number of tokens it puts behind.
-    """
-
-    tokenizer: Tokenizer
-    bos: tuple[int, ...]
-    suffix: int
-
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokens of texts that begin a sequence, beginning-of-sequence at most once."""
-        return [self.begin_once(ids) for ids in self.encode_raw(texts)]
-
-    def encode_raw(self, texts: Sequence[str]) -> list[list[int]]:
-        """As :meth:`encode`, but a text that brings its own beginning has it twice."""
-        encoded = call(self.tokenizer, texts, add_special_tokens=True)
-        return [ids[: len(ids) - self.suffix] for ids in encoded]
-
-    def encode_alone(self, text: str) -> list[int]:
-        """Tokens of a text that continues a sequence."""
-        return call(self.tokenizer, [text], add_special_tokens=False)[0]
-
-    def begins_twice(self, ids: Sequence[int]) -> bool:
-        """True if the sequence begins with a doubled beginning-of-sequence."""
-        size = len(self.bos)
-        return size > 0 and tuple(ids[: 2 * size]) == self.bos * 2
-
-    def begin_once(self, ids: list[int]) -> list[int]:
-        """``ids`` without a second beginning-of-sequence."""
-        while self.begins_twice(ids):
-            ids = ids[len(self.bos) :]
-        return ids
-
-
-def make_encoder(tokenizer: Tokenizer) -> Encoder:
-    """Find out what the tokenizer puts around a text by default.
-
-    Raises:
-        ValueError: if it finds no token in any probe, as one without vocabulary does, or
-            changes a text's own tokens along with what it puts around them.
-    """
-    for probe in PROBES:
-        bare = call(tokenizer, [probe], add_special_tokens=False)[0]
-        if not bare:
-            continue
-        full = call(tokenizer, [probe], add_special_tokens=True)[0]
-        for start in range(len(full) - len(bare) + 1):
-            if full[start : start + len(bare)] == bare:
-                return _encoder(tokenizer, tuple(full[:start]), len(full) - len(bare) - start)
-        raise ValueError(
-            f"the tokenizer reads {probe!r} as {full} with special tokens, as {bare} without"
-        )
-    raise ValueError(f"the tokenizer finds no token in any of {PROBES}; is its vocabulary empty?")
-
-
-def _encoder(tokenizer: Tokenizer, bos: tuple[int, ...], suffix: int) -> Encoder:
-    if not bos and tokenizer.bos_token_id is not None:
-        bos = (tokenizer.bos_token_id,)
-    return Encoder(tokenizer, bos, suffix)
-
-
-def call(tokenizer: Tokenizer, texts: Sequence[str], **options: bool) -> list[list[int]]:
-    """Token ids of each text."""
-    if not texts:
-        return []
-    encoded = tokenizer(
-        list(texts),
-        return_attention_mask=False,
-        return_token_type_ids=False,
-        verbose=False,  # no remark on long texts: --overlong deals with them
-        **options,
-    )
-    ids: list[list[int]] = encoded["input_ids"]
-    return ids
 
 
 def tokenize(records: Sequence[TextRecord], encoder: Encoder, rule: TokenRule) -> list[Tokenized]:
@@ -246,7 +66,7 @@ def tokenize(records: Sequence[TextRecord], encoder: Encoder, rule: TokenRule) -
 
 
 def _texts(record: TextRecord, kind: DataKind) -> list[str]:
-    """What has to be encoded: the text up to each span's end, and to the rejected answer's."""
+    """The texts to encode: up to each span's end, and to that of the rejected answer."""
     if kind == "prompts":
         return _prefixes(_context(record))
     texts = _prefixes(record.spans)
@@ -320,14 +140,14 @@ def _tokenize_prompt(
     if not ids or (len(ids) > rule.max_seq_len and rule.overlong != "truncate"):
         _refuse_overlong(record, len(ids), rule, option="max_prompt_seq_len")
         return Tokenized(None, len(ids), doubled_bos=doubled)
-    # The answer follows the end of the prompt, so its beginning is cut.
+    # The answer follows the prompt's end, so its beginning is cut.
     kept = np.array(ids[-rule.max_seq_len :], dtype=np.int32)
     sample = PromptSample(kept, record.columns.encode())
     return Tokenized(sample, len(ids), truncated=len(ids) > len(kept), doubled_bos=doubled)
 
 
 def _context(record: TextRecord) -> tuple[Span, ...]:
-    """All that comes before the last answer."""
+    """The spans before the last answer."""
     return record.spans[:-1] if record.spans[-1].target else record.spans
 
 
@@ -381,7 +201,7 @@ def _to_sample(spans: Sequence[Span], pieces: Sequence[list[int]], rule: TokenRu
 
 
 def _cut(sample: Sample, size: int) -> Sample:
-    """The first ``size`` tokens; what was cut off takes its end-of-sequence along."""
+    """The first ``size`` tokens, without end-of-sequence if any were cut."""
     return Sample(sample.input_ids[:size], sample.labels[:size])
 
 
@@ -414,7 +234,7 @@ def tokenize_all(
             yield from results
 
 
-_worker: dict[str, Any] = {}  # of a worker process: what does not change between chunks
+_worker: dict[str, Any] = {}  # of a worker process: arguments of all its chunks
 
 
 def _set_worker(encoder: Encoder, rule: TokenRule) -> None:
@@ -427,7 +247,7 @@ def _tokenize_chunk(records: Sequence[TextRecord]) -> list[Tokenized]:
 
 @contextmanager
 def _single_threaded_tokenizers() -> Iterator[None]:
-    """Threads of a tokenizer do not survive a fork; the library asks to be told beforehand."""
+    """Keep tokenizers from starting threads, which do not survive a fork."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
     os.environ[name] = "false"

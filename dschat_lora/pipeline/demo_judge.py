@@ -18,9 +18,12 @@ from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.config.stages import ScoreConfig
 from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.chat import make_chat
+from dschat_lora.data.encoder import make_encoder
+from dschat_lora.data.readers import iter_file
 from dschat_lora.data.records import to_record
-from dschat_lora.data.rows import iter_file, parse_row
-from dschat_lora.data.tokenize import Sample, TokenRule, make_encoder, tokenize
+from dschat_lora.data.rows import parse_row
+from dschat_lora.data.samples import Sample
+from dschat_lora.data.tokenize import TokenRule, tokenize
 from dschat_lora.engine.distributed import device
 from dschat_lora.generation.generate import decode
 from dschat_lora.generation.sampling import Sampling

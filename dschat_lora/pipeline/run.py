@@ -13,8 +13,8 @@ from dschat_lora.pipeline.recipe import Recipe, read_recipe
 from dschat_lora.pipeline.stages import STAGES, check_scripts
 from dschat_lora.pipeline.state import PipelineRecord, StageStep, alone, make_state, run_facts
 from dschat_lora.pipeline.validation import check_stages
-from dschat_lora.report.charts import short
-from dschat_lora.report.html import duration, render_report, write_report
+from dschat_lora.report.html import render_report, write_report
+from dschat_lora.report.markup import duration, short
 from dschat_lora.report.story import StageStory, read_story
 from dschat_lora.report.terminal import error_message, log_once, table
 

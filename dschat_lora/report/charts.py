@@ -1,19 +1,17 @@
 """Line charts and stacked bars as inline SVG, and the text that may stand in HTML."""
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from itertools import pairwise
-from typing import Any
+
+from dschat_lora.report.markup import HUGE, safe, short
 
 WIDTH, HEIGHT = 400, 210
 TOP, BOTTOM, BAR = 12, 40, 46
 MOST_POINTS = 400
 MOST_DOTS = 25
 CHAR_WIDTH = 7.4  # of a digit at the charts' font size
-HUGE = 1e100  # nothing in training is that large; sums of larger numbers would overflow
 
 STYLE = """
 :root { --c0: #0072b2; --c1: #c24e00; --c2: #9a3f8f; --c3: #757575; --grid: #dcdfe3; }
@@ -69,37 +67,6 @@ class _Frame:
     def y(self, value: float) -> float:
         low, high = self.values
         return HEIGHT - BOTTOM - (value - low) / (high - low) * (HEIGHT - BOTTOM - TOP)
-
-
-def safe(value: object) -> str:
-    """``value`` as text for HTML, between tags or in a quoted attribute.
-
-    Characters that HTML cannot hold are replaced by visible ones: control characters by their
-    pictures, halves of surrogate pairs and the rest by U+FFFD.
-    """
-
-    def visible(match: re.Match[str]) -> str:
-        code = ord(match[0])
-        return chr(0x2400 + code) if code < 0x20 else "\u2421" if code == 0x7F else "\ufffd"
-
-    unfit = "[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]"
-    return escape(re.sub(unfit, visible, str(value)))
-
-
-def number(value: Any) -> float:
-    """A number of a metrics line; NaN for what is none, is not finite or could not be drawn."""
-    fits = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < HUGE
-    return float(value) if fits else math.nan
-
-
-def short(value: float) -> str:
-    """A number with about four digits, for a person."""
-    if math.isnan(value):
-        return "-"
-    size = abs(value)
-    if size >= 1e7 or 0 < size < 1e-4:
-        return f"{value:.2e}"
-    return f"{value:,.0f}" if size >= 1000 else f"{value:.4g}"
 
 
 def thin(points: Points, most: int = MOST_POINTS) -> list[tuple[float, float]]:

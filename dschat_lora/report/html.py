@@ -1,6 +1,5 @@
 """report.html: what runs did, in one file that needs no other, no script and no network."""
 
-import json
 import math
 import os
 import shlex
@@ -10,55 +9,25 @@ from pathlib import Path
 from typing import Any
 
 from dschat_lora.report import charts
-from dschat_lora.report.charts import Curve, line_chart, number, safe, short, stacked_bars
-from dschat_lora.report.story import StageStory, _amount
+from dschat_lora.report.charts import Curve, line_chart
+from dschat_lora.report.costs import time_section
+from dschat_lora.report.markup import (
+    amount,
+    duration,
+    html_table,
+    number,
+    safe,
+    short,
+    value_text,
+)
+from dschat_lora.report.story import StageStory
+from dschat_lora.report.style import STYLE
 from dschat_lora.report.terminal import named
 
 POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
     "form-action 'none'"
 )
-STYLE = """
-:root { color-scheme: light dark; --page: #fff; --text: #1b1f23; --muted: #57606a;
-  --panel: #f5f7f9; --warning: #b42318; --link: #0060a0; }
-@media (prefers-color-scheme: dark) {
-  :root { --page: #14171a; --text: #e7eaed; --muted: #a9b1b9; --panel: #1e2328;
-    --warning: #ff8f80; --link: #7cc4f4; }
-}
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 72rem; padding: 1rem; background: var(--page);
-  color: var(--text); font: 16px/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
-h1 { font-size: 1.7rem; line-height: 1.2; } h2 { margin-top: 2.5rem; }
-h3 { margin: 1.5rem 0 .5rem; }
-h1, h2 { border-bottom: 1px solid var(--grid); padding-bottom: .3rem; }
-a { color: var(--link); } small, .words, .when { color: var(--muted); font-weight: normal; }
-nav ul { display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; list-style: none; padding: 0; }
-.scroll { overflow-x: auto; margin: .8rem 0; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-caption { text-align: left; font-weight: 600; padding: .3rem 0; }
-th, td { padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--grid); text-align: left;
-  vertical-align: top; font-weight: normal; white-space: pre-wrap; }
-thead th { overflow-wrap: break-word; } td, tbody th { min-width: 6rem; }
-.numbers td { white-space: nowrap; min-width: 0; } .numbers th + td { padding-left: .4rem; }
-.settings { table-layout: fixed; width: 100%; }
-.settings th { overflow-wrap: anywhere; width: 40%; max-width: 20rem; }
-.tables { display: flex; flex-wrap: wrap; gap: 0 4rem; } .tables > * { max-width: 100%; }
-thead th { color: var(--muted); font-size: .9rem; }
-table.numbers :is(td, thead th + th) { text-align: right; }
-.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 20rem), 1fr));
-  gap: 1.2rem 2rem; margin: 1.2rem 0; }
-figure { margin: 0; min-width: 0; } figcaption { font-weight: 600; }
-.words { font-size: .8rem; margin: .2rem 0 0; } .legend { font-size: .85rem; margin: .2rem 0; }
-.warnings { border-left: 4px solid var(--warning); padding: .4rem 1rem; background: var(--panel); }
-.warnings h3 { margin-top: .3rem; }
-.warnings li::marker { content: "\\26A0\\FE0E  "; color: var(--warning); }
-.sample { background: var(--panel); border-radius: 6px; padding: .8rem 1rem; margin: .8rem 0; }
-.answers { display: grid; gap: .5rem 1.5rem; margin-top: .6rem;
-  grid-template-columns: repeat(auto-fit, minmax(min(100%, 16rem), 1fr)); }
-.when { font-size: .85rem; } .text { white-space: pre-wrap; unicode-bidi: plaintext; }
-.answers .text { border-left: 3px solid var(--grid); padding-left: .7rem; }
-summary { cursor: pointer; color: var(--link); margin: .6rem 0; }
-"""
 
 
 @dataclass(frozen=True)
@@ -105,16 +74,6 @@ MATTERS = (
     *("scheduler", "warmup", "zero_stage", "kl_coef", "cliprange", "gamma", "lam", "temperature"),
     *("top_p", "top_k", "answer", "reward_loss", "packing"),
 )
-PHASES = ("generation", "scoring", "training")
-OTHER = "evaluation and other"
-THROUGHPUT = (
-    ("step_seconds", "s a step", 1.0),
-    ("tokens_per_second", "tokens/s", 1.0),
-    ("samples_per_second", "samples/s", 1.0),
-    ("tflops_per_device", "TFLOPs per device", 1.0),
-    ("mfu", "MFU", 1.0),
-    ("peak_memory_bytes", "peak memory, GiB", 2.0**30),
-)
 MOST_SAMPLES = 20
 MOST_REMARKS = 50
 
@@ -156,7 +115,7 @@ def render_report(
     sections = [
         _summary(stages, tables),
         *(_stage(story, key=f"stage-{i}") for i, story in enumerate(stages)),
-        _time(stages),
+        time_section(stages),
     ]
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -179,17 +138,17 @@ def _summary(
             _status(story),
             _base(story),
             _trained(story),
-            short(max((_amount(line.get("step")) for line in story.train), default=0.0)),
+            short(max((amount(line.get("step")) for line in story.train), default=0.0)),
             duration(story.seconds),
             _change(story),
         ]
         for story in stages
     ]
     results = "".join(
-        _table(head, body, caption=caption, kind="numbers")
+        html_table(head, body, caption=caption, kind="numbers")
         for caption, (head, body) in tables.items()
     )
-    what = _table(header, rows, caption="What was trained")
+    what = html_table(header, rows, caption="What was trained")
     return (
         f'<section id="summary"><h2>Summary</h2>{what}<div class="tables">{results}</div>'
         "</section>\n"
@@ -203,7 +162,7 @@ def _status(story: StageStory) -> str:
 
 def _base(story: StageStory) -> str:
     bases = [v for k, v in story.config.items() if k.endswith("model_name_or_path")]
-    return "\n".join(_value(base or "the bundled tiny model") for base in bases) or "-"
+    return "\n".join(value_text(base or "the bundled tiny model") for base in bases) or "-"
 
 
 def _trained(story: StageStory) -> str:
@@ -217,7 +176,7 @@ def _trained(story: StageStory) -> str:
 def _change(story: StageStory) -> str:
     """The run's own results, those before and after in one line."""
     lines, results = [], story.part("results")
-    words = {k: short(v) if isinstance(v, float) else _value(v) for k, v in results.items()}
+    words = {k: short(v) if isinstance(v, float) else value_text(v) for k, v in results.items()}
     for name, value in words.items():
         quantity = name.removesuffix(" before")
         after = words.get(f"{quantity} after")
@@ -239,8 +198,8 @@ def _remarks(story: StageStory) -> str:
     """Warnings and other events, those of one text together, and what could not be read."""
     steps: dict[str, list[str]] = {}
     for line in story.events:
-        text = ": ".join(_value(line[name]) for name in ("event", "message") if name in line)
-        steps.setdefault(text, []).append(_value(line.get("step", "?")))
+        text = ": ".join(value_text(line[name]) for name in ("event", "message") if name in line)
+        steps.setdefault(text, []).append(value_text(line.get("step", "?")))
     items = [f'<li dir="auto">{safe(note)}</li>' for note in story.notes]
     for text, at in steps.items():
         where = ", ".join(at[:5]) + (f", ... ({len(at):,} times)" if len(at) > 5 else "")
@@ -328,7 +287,7 @@ def _settings(story: StageStory) -> str:
         "command": shlex.join(map(str, command)) if isinstance(command, list) else command,
         **{k: facts.get(k) for k in ("started", "git_commit", "platform", "world_size")},
         "dtype used": facts.get("dtype"),
-        "versions": ", ".join(f"{k} {_value(v)}" for k, v in story.part("versions").items()),
+        "versions": ", ".join(f"{k} {value_text(v)}" for k, v in story.part("versions").items()),
         "data fingerprint": story.part("data").get("fingerprint"),
     }
     matters = {k: v for k, v in story.config.items() if any(m in k for m in MATTERS)}
@@ -338,133 +297,12 @@ def _settings(story: StageStory) -> str:
         return ""
 
     def table_of(values: Mapping[str, Any]) -> str:
-        return _table(
-            ["setting", "value"], [[k, _value(v)] for k, v in values.items()], kind="settings"
+        return html_table(
+            ["setting", "value"], [[k, value_text(v)] for k, v in values.items()], kind="settings"
         )
 
     rest = f"<details><summary>All other options</summary>{table_of(others)}</details>"
     return (
         f"<details><summary>Settings and versions</summary>{table_of(shown)}"
         f"{rest if others else ''}</details>"
-    )
-
-
-def _time(stages: Sequence[StageStory]) -> str:
-    spent = [(story.name, phases_of(story)) for story in stages]
-    names = list(dict.fromkeys([*PHASES, OTHER, *(name for _, each in spent for name in each)]))
-    bars = [
-        stacked_bars(
-            title,
-            [(name, {p: cost[i] for p, cost in phases.items()}) for name, phases in spent],
-            key=key,
-            names=names,
-            format_value=format_value,
-        )
-        for i, title, key, format_value in (
-            (0, "Time", "time-seconds", duration),
-            (1, "Floating-point operations", "time-flops", operations),
-        )
-    ]
-    rows = []
-    for name, phases in spent:
-        total = sum(seconds for seconds, _ in phases.values())
-        for phase, (seconds, flops) in phases.items():
-            share = f"{seconds / total:.1%}" if total > 0 else "-"
-            rate = operations(flops / seconds) + "/s" if flops and seconds else "-"
-            rows.append([f"{name}: {phase}", duration(seconds), share, operations(flops), rate])
-    header = ["phase", "time", "share of the stage", "operations", "rate"]
-    costs = _table(header, rows, kind="numbers")
-    rates = _table(
-        ["after warm-up", *(label for _, label, _ in THROUGHPUT)],
-        [
-            [s.name, *(short(number(s.throughput.get(k)) / scale) for k, _, scale in THROUGHPUT)]
-            for s in stages
-            if s.throughput
-        ],
-        kind="numbers",
-    )
-    return (
-        f'<section id="time"><h2>Time and compute</h2><div class="charts">{"".join(bars)}</div>'
-        f"{costs}{rates}<p><small>Operations are counted from the modules that ran, without "
-        "recomputation.</small></p></section>\n"
-    )
-
-
-def phases_of(story: StageStory) -> dict[str, tuple[float, float]]:
-    """Seconds and floating-point operations of each phase of a stage, and of what is between.
-
-    From run.json where it has phases, else summed over the train lines.
-    """
-    phases = {
-        name: (_amount(phase.get("seconds")), _amount(phase.get("flops")))
-        for name, phase in story.phases.items()
-    }
-    if not phases:
-        for name in PHASES:
-            seconds = sum(_amount(line.get(f"{name}_seconds")) for line in story.train)
-            phases |= {name: (seconds, 0.0)} if seconds else {}
-    if not phases and story.train:
-        world_size = _amount(story.facts.get("world_size")) or 1.0
-        steps = [
-            [_amount(line.get(k)) for k in ("step_seconds", "tflops_per_device")]
-            for line in story.train
-        ]
-        flops = sum(seconds * rate for seconds, rate in steps) * 1e12 * world_size
-        phases["training"] = (sum(seconds for seconds, _ in steps), flops)
-    rest = story.seconds - sum(seconds for seconds, _ in phases.values())
-    return phases | ({OTHER: (rest, 0.0)} if rest > 0 else {})
-
-
-def duration(seconds: float) -> str:
-    """Seconds in words."""
-    if seconds < 60:
-        return f"{seconds:.3g} s"
-    minutes = round(seconds / 60)
-    return f"{seconds / 60:.1f} min" if seconds < 3600 else f"{minutes // 60} h {minutes % 60} min"
-
-
-def operations(flops: float) -> str:
-    """Floating-point operations in words."""
-    if flops <= 0:
-        return "-"
-    for size, name in ((1e18, "EFLOP"), (1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP")):
-        if flops >= size:
-            return f"{flops / size:,.3g} {name}"
-    return f"{flops / 1e6:.3g} MFLOP"
-
-
-def _value(value: Any) -> str:
-    """A value of run.json or metrics.jsonl in words."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:.8g}"
-    if isinstance(value, list):
-        return ", ".join(map(_value, value)) or "none"
-    if isinstance(value, Mapping):
-        return json.dumps(value)
-    return "none" if value is None else str(value)
-
-
-def _table(
-    header: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    *,
-    caption: str = "",
-    kind: str = "",
-) -> str:
-    """A table whose first column names the rows; empty without rows."""
-    if not rows:
-        return ""
-    head = "".join(f'<th scope="col">{safe(cell)}</th>' for cell in header)
-    body = "".join(
-        f'<tr><th scope="row">{safe(row[0])}</th>'
-        f"{''.join(f'<td>{safe(cell)}</td>' for cell in row[1:])}</tr>"
-        for row in rows
-        if row
-    )
-    title = f"<caption>{safe(caption)}</caption>" if caption else ""
-    return (
-        f'<div class="scroll"><table class="{kind}">{title}<thead><tr>{head}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
     )

@@ -1,13 +1,12 @@
 """A finished stage as its report tells it, read from run.json and metrics.jsonl."""
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dschat_lora.report.charts import number
+from dschat_lora.report.markup import amount
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class StageStory:
     def seconds(self) -> float:
         """From the start of the run to its last line."""
         lines = [*self.train, *self.evals, *self.events]
-        return max((_amount(line.get("time")) for line in lines), default=0.0)
+        return max((amount(line.get("time")) for line in lines), default=0.0)
 
 
 def read_story(directory: Path) -> StageStory:
@@ -104,8 +103,3 @@ def _read_lines(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
             bad += 1
     notes = [] if lines else [f"{path} has no lines"]
     return lines, notes + ([f"{path}: lines that cannot be read: {bad}"] if bad else [])
-
-
-def _amount(value: Any) -> float:
-    """A number that can be added up; 0 for what is none."""
-    return 0.0 if math.isnan(number(value)) else max(number(value), 0.0)

@@ -13,7 +13,7 @@ from dschat_lora.algos.segments import Spans
 from dschat_lora.algos.sft import IGNORE_INDEX
 from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.budget import cut_evenly
-from dschat_lora.data.tokenize import Sample
+from dschat_lora.data.samples import Sample
 from dschat_lora.perf.throughput import StepCounts
 
 

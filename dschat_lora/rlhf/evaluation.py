@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dschat_lora.algos.advantages import response_sums
-from dschat_lora.data.tokenize import PromptSample
+from dschat_lora.data.samples import PromptSample
 from dschat_lora.engine.distributed import data_rank, data_world_size, device
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.report.log import jsonable, rlhf_eval_line

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from dschat_lora.algos.seeds import permutation, stream_seed
-from dschat_lora.data.tokenize import PromptSample
+from dschat_lora.data.samples import PromptSample
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import (
     data_rank,

@@ -15,10 +15,13 @@ from dschat_lora.config.groups import LoraConfig
 from dschat_lora.config.stages import ScoreConfig
 from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.chat import Span, make_chat
+from dschat_lora.data.encoder import make_encoder
+from dschat_lora.data.readers import iter_rows
 from dschat_lora.data.records import TextRecord, to_record
-from dschat_lora.data.rows import iter_rows, parse_row, require_usable
+from dschat_lora.data.rows import parse_row, require_usable
+from dschat_lora.data.samples import Sample
 from dschat_lora.data.sources import find_source
-from dschat_lora.data.tokenize import Sample, TokenRule, make_encoder, tokenize
+from dschat_lora.data.tokenize import TokenRule, tokenize
 from dschat_lora.engine.build import DTYPES, resolve_dtype
 from dschat_lora.engine.distributed import device
 from dschat_lora.models.architecture_checks import check_architecture

@@ -14,12 +14,7 @@ from safetensors.torch import load_file, save, save_file
 from torch import nn
 
 from dschat_lora.checkpoint import adapter as adapter_module
-from dschat_lora.checkpoint.adapter import (
-    load_adapter,
-    lora_config_of,
-    read_adapter,
-    write_adapter,
-)
+from dschat_lora.checkpoint.adapter import load_adapter, lora_config_of, read_adapter, write_adapter
 from dschat_lora.checkpoint.adapter_config import accept_adapter, verify_adapter
 from dschat_lora.checkpoint.manifest import write_manifest
 from dschat_lora.config.groups import LoraConfig

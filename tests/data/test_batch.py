@@ -6,7 +6,7 @@ import torch
 
 from dschat_lora.algos.segments import find_spans
 from dschat_lora.data.batch import PairCollator, SampleCollator
-from dschat_lora.data.tokenize import Sample
+from dschat_lora.data.samples import Sample
 from helpers.pairs import ragged_pairs, with_a_prefix
 
 I = -100  # noqa: E741 - short, so that the rows below line up
@@ -38,8 +38,8 @@ def test_a_packed_batch_by_hand():
         "position_ids": [[0, 1, 2, 0, 1], [0, 0, 0, 0, 0]],
         "segment_ids": [[1, 1, 1, 2, 2], [1, 0, 0, 0, 0]],
         # the first token of B would be predicted from A
-        "predicted_from": [0, 1, 3],
-        "predicted": [6, 7, 9],
+        "logit_positions": [0, 1, 3],
+        "target_ids": [6, 7, 9],
     }
     for name, rows in expected.items():
         torch.testing.assert_close(getattr(batch, name), torch.tensor(rows))

@@ -7,7 +7,7 @@ from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.budget import TokenBudget
 from dschat_lora.data.counts import SampleCounts
 from dschat_lora.data.loader import StepLoader
-from dschat_lora.data.tokenize import Sample
+from dschat_lora.data.samples import Sample
 
 TOKENS, LONGEST = 400, 100
 LENGTHS = np.minimum(LONGEST, np.random.default_rng(0).geometric(1 / 25, 500))

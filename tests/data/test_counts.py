@@ -11,8 +11,8 @@ from dschat_lora.data.budget import TokenBudget
 from dschat_lora.data.counts import SampleCounts, count_samples
 from dschat_lora.data.loader import StepLoader
 from dschat_lora.data.packing import make_rows
+from dschat_lora.data.samples import PairSample, Sample
 from dschat_lora.data.store import TokenSet, write_samples
-from dschat_lora.data.tokenize import PairSample, Sample
 
 CAPACITY = 30
 SIZE = 23

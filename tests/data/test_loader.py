@@ -5,7 +5,7 @@ import pytest
 
 from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.loader import StepLoader, eval_batches
-from dschat_lora.data.tokenize import Sample
+from dschat_lora.data.samples import Sample
 
 ROWS = [(0, 1), (2,), (3, 4, 5), (6,), (7, 8), (9,), (10,), (11, 12), (13,), (14,), (15,)]
 SHAPES = [(4, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 1), (2, 1, 2), (1, 2, 2)]  # micro, accum, world

@@ -14,11 +14,14 @@ from dschat_lora.config.groups import DataConfig
 from dschat_lora.data import store
 from dschat_lora.data.batch import PairCollator
 from dschat_lora.data.chat import Chat, Span, make_chat
+from dschat_lora.data.encoder import make_encoder
 from dschat_lora.data.prepare import prepare
+from dschat_lora.data.readers import RawRow, RowError
 from dschat_lora.data.records import TextRecord, to_record
-from dschat_lora.data.rows import RawRow, RowError, check_sources, parse_row, require_usable
+from dschat_lora.data.rows import check_sources, parse_row, require_usable
+from dschat_lora.data.samples import PairSample
 from dschat_lora.data.store import TokenSet, write_samples
-from dschat_lora.data.tokenize import PairSample, TokenRule, make_encoder, tokenize
+from dschat_lora.data.tokenize import TokenRule, tokenize
 from helpers.pairs import Answers, ragged_pairs, with_a_prefix
 
 BOS, EOS = 1, 2
@@ -444,7 +447,7 @@ def check(batch, **expected):
 # What all layouts have in common: sequences are chosen of both pairs, then rejected.
 SAME = {
     "answer_lengths": [3, 1, 2, 2],
-    "predicted": [7, 8, 9, 12, 7, 10, 13, 14],
+    "target_ids": [7, 8, 9, 12, 7, 10, 13, 14],
     "owner": [0, 0, 0, 1, 2, 2, 3, 3],
     "compared_pair": [0, 1],
     "margins": [0.5, -1.0],
@@ -619,7 +622,7 @@ def test_an_empty_batch_has_a_shape_and_nothing_else(layout):
     check(batch, input_ids=[[7]], position_ids=[[0]], segment_ids=[[0]], branch_ids=[[0]])
     counts = (batch.num_targets, batch.num_tokens, batch.num_samples, batch.num_attended)
     assert counts == (0, 0, 0, 0)
-    names = "ends answer_lengths predicted_from predicted owner compared_pair margins reference"
+    names = "ends answer_lengths logit_positions target_ids owner compared_pair margins reference"
     for name in names.split():
         assert getattr(batch, name).shape == (0,), name
     assert batch.compared.shape == (2, 0)
@@ -698,9 +701,9 @@ def test_tight_rows_hold_the_same_pairs_under_the_same_numbers(layout):
     assert fewer is (layout != "alone")
     for name in ("num_targets", "num_tokens", "num_samples", "num_attended"):
         assert getattr(tight, name) == getattr(plain, name)
-    for name in ("predicted", "owner", "compared_pair", "margins", "answer_lengths"):
+    for name in ("target_ids", "owner", "compared_pair", "margins", "answer_lengths"):
         assert torch.equal(getattr(tight, name), getattr(plain, name))
-    for name in ("ends", "predicted_from"):
+    for name in ("ends", "logit_positions"):
         found, expected = (
             [
                 each.flatten()[getattr(batch, name)].tolist()

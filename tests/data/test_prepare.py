@@ -8,6 +8,7 @@ import pyarrow.parquet
 import pytest
 from hand_tokenizers import build_byte_tokenizer
 
+import dschat_lora
 from dschat_lora.config.groups import DataConfig
 from dschat_lora.data import fingerprint as fingerprint_module
 from dschat_lora.data.prepare import prepare
@@ -264,11 +265,14 @@ def test_the_cache_is_missed_when_the_code_or_the_place_of_a_file_changes(
 def test_the_code_digest_follows_the_text_of_the_code(monkeypatch, tmp_path):
     before = fingerprint_module._code_digest()
     copy = tmp_path / "copy"
-    shutil.copytree(os.path.dirname(fingerprint_module.__file__), copy)
+    shutil.copytree(os.path.dirname(dschat_lora.__file__), copy)
     monkeypatch.setattr(fingerprint_module, "files", lambda _: copy)
-    assert fingerprint_module._code_digest() == before
-    (copy / "order.py").write_text((copy / "order.py").read_text() + "\n")
-    assert fingerprint_module._code_digest() != before
+    digests = [fingerprint_module._code_digest()]
+    assert digests == [before]
+    for changed in ("data/split.py", "algos/seeds.py"):
+        (copy / changed).write_text((copy / changed).read_text() + "\n")
+        digests.append(fingerprint_module._code_digest())
+    assert len(set(digests)) == 3
 
 
 def test_what_an_earlier_caller_left_in_the_tokenizer_does_not_matter(run, jsonl):

@@ -2,8 +2,9 @@ import pytest
 from hand_tokenizers import build_byte_tokenizer
 
 from dschat_lora.data.chat import make_chat
+from dschat_lora.data.readers import RawRow, RowError
 from dschat_lora.data.records import TextRecord, to_record
-from dschat_lora.data.rows import RawRow, RowError, parse_row
+from dschat_lora.data.rows import parse_row
 
 USER = {"role": "user", "content": "q"}
 ANSWER = {"role": "assistant", "content": "a"}

@@ -9,14 +9,8 @@ import pyarrow.parquet
 import pytest
 
 from dschat_lora.config.groups import DataConfig
-from dschat_lora.data.rows import (
-    EmptyRowError,
-    RowError,
-    check_sources,
-    iter_file,
-    iter_rows,
-    parse_row,
-)
+from dschat_lora.data.readers import RowError, iter_file, iter_rows
+from dschat_lora.data.rows import EmptyRowError, check_sources, parse_row
 from dschat_lora.data.sources import find_source
 
 PAIR = {"prompt": "p", "completion": "c"}

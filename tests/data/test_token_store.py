@@ -1,13 +1,14 @@
 import json
 import multiprocessing
 import os
+import shutil
 
 import numpy as np
 import pytest
 
 from dschat_lora.data import store
+from dschat_lora.data.samples import Sample
 from dschat_lora.data.store import TokenSet, load_or_build, write_samples
-from dschat_lora.data.tokenize import Sample
 
 
 def make_samples(count):
@@ -72,7 +73,7 @@ def come_from_elsewhere(target):
 
 
 def become_a_file(target):
-    store._delete(target)
+    shutil.rmtree(target)
     target.write_text("")
 
 

@@ -2,8 +2,9 @@ import pytest
 from hand_tokenizers import build_byte_tokenizer, build_metaspace_tokenizer
 
 from dschat_lora.data.chat import Span
+from dschat_lora.data.encoder import make_encoder
 from dschat_lora.data.records import TextRecord
-from dschat_lora.data.tokenize import TokenRule, make_encoder, tokenize
+from dschat_lora.data.tokenize import TokenRule, tokenize
 
 BOS, EOS, IGNORED = 1, 2, -100
 

@@ -9,7 +9,7 @@ import torch
 
 from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.loader import StepLoader
-from dschat_lora.data.tokenize import Sample
+from dschat_lora.data.samples import Sample
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import rank, world_size
 from dschat_lora.engine.zero import gather_to_cpu

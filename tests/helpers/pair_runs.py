@@ -12,8 +12,8 @@ from dschat_lora.config.stages import DpoConfig, RewardConfig
 from dschat_lora.data.batch import PairCollator
 from dschat_lora.data.loader import StepLoader, eval_batches
 from dschat_lora.data.packing import make_rows
+from dschat_lora.data.samples import PairSample
 from dschat_lora.data.store import TokenSet, write_samples
-from dschat_lora.data.tokenize import PairSample
 from dschat_lora.engine.build import DTYPES, TrainEngine
 from dschat_lora.engine.distributed import rank, world_size
 from dschat_lora.engine.state import EngineState

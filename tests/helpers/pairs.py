@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dschat_lora.data.tokenize import PairSample
+from dschat_lora.data.samples import PairSample
 from helpers.tiny import VOCAB
 
 

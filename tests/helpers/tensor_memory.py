@@ -4,7 +4,7 @@ import numpy as np
 
 from benchmarks.parts.tensor_memory import held
 from dschat_lora.data.batch import SampleCollator
-from dschat_lora.data.tokenize import Sample
+from dschat_lora.data.samples import Sample
 
 
 def hold(path, tensor_parallel):

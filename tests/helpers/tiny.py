@@ -13,7 +13,7 @@ from transformers.models.opt import OPTConfig
 from transformers.models.qwen2 import Qwen2Config
 
 from dschat_lora.algos.sft import IGNORE_INDEX
-from dschat_lora.data.tokenize import Sample
+from dschat_lora.data.samples import Sample
 
 VOCAB, LENGTH = 61, 32
 

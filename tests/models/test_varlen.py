@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from transformers.integrations import flex_attention as flex_integration
 
 from dschat_lora.data.batch import PairCollator, SampleCollator
-from dschat_lora.data.tokenize import Sample
+from dschat_lora.data.samples import Sample
 from dschat_lora.models import backbone as backbone_module
 from dschat_lora.models import blocks, varlen
 from dschat_lora.models.backbone import Backbone

@@ -15,24 +15,16 @@ from dschat_lora.report.charts import (
     Curve,
     bounds,
     line_chart,
-    number,
-    safe,
-    short,
     stacked_bars,
     thin,
     tick_labels,
     ticks,
 )
-from dschat_lora.report.html import (
-    POLICY,
-    STYLE,
-    duration,
-    operations,
-    phases_of,
-    render_report,
-    write_report,
-)
+from dschat_lora.report.costs import phases_of
+from dschat_lora.report.html import POLICY, render_report, write_report
+from dschat_lora.report.markup import duration, number, operations, safe, short
 from dschat_lora.report.story import StageStory, read_story
+from dschat_lora.report.style import STYLE
 
 ATTACK = (
     "</title></style></svg><script>alert(1)</script><img src=x onerror=alert(1)>\"' onclick='x' "

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dschat_lora.data.rows import RawRow, RowError, iter_file
+from dschat_lora.data.readers import RawRow, RowError, iter_file
 from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.experiments.glue.tasks import GlueTask
 

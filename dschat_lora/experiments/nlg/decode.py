@@ -12,9 +12,11 @@ from dschat_lora.checkpoint.lora_only import load_lora_only, lora_config_of_file
 from dschat_lora.checkpoint.staging import write_whole
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.config.options import fail
-from dschat_lora.data.rows import RowError, iter_rows, parse_row, require_usable
+from dschat_lora.data.encoder import make_encoder
+from dschat_lora.data.readers import RowError, iter_rows
+from dschat_lora.data.rows import parse_row, require_usable
 from dschat_lora.data.sources import find_source
-from dschat_lora.data.tokenize import ended, make_encoder
+from dschat_lora.data.tokenize import ended
 from dschat_lora.engine.build import DTYPES, resolve_dtype
 from dschat_lora.engine.distributed import (
     device,

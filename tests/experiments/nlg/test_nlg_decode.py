@@ -9,9 +9,10 @@ from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.config.groups import ModelConfig
 from dschat_lora.config.options import parse_config
 from dschat_lora.data.chat import Span
+from dschat_lora.data.encoder import make_encoder
+from dschat_lora.data.readers import RowError
 from dschat_lora.data.records import TextRecord
-from dschat_lora.data.rows import RowError
-from dschat_lora.data.tokenize import TokenRule, make_encoder, tokenize
+from dschat_lora.data.tokenize import TokenRule, tokenize
 from dschat_lora.experiments.nlg.config import DecodeConfig
 from dschat_lora.experiments.nlg.decode import Meaning, _clean, _lines, _prompts, read_meanings
 from dschat_lora.experiments.nlg.validation import check_decode

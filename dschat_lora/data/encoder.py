@@ -1,0 +1,89 @@
+"""Encoding of text with exactly one beginning-of-sequence and no end-of-sequence."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+PROBES = ("a", "1", "\u4e2d")  # a vocabulary may lack some scripts
+
+
+class Tokenizer(Protocol):
+    """The part of a ``transformers`` tokenizer that encoding uses."""
+
+    bos_token_id: int | None
+    eos_token_id: int | None
+    chat_template: str | None
+
+    def get_vocab(self) -> dict[str, int]: ...
+
+    def __call__(self, text: list[str], **options: Any) -> Mapping[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """A tokenizer that adds beginning-of-sequence once and never end-of-sequence."""
+
+    tokenizer: Tokenizer
+    bos: tuple[int, ...]  # what the tokenizer puts before a text by default, or would
+    suffix: int  # number of tokens it puts behind
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Tokens of texts that begin a sequence, beginning-of-sequence at most once."""
+        return [self.begin_once(ids) for ids in self.encode_raw(texts)]
+
+    def encode_raw(self, texts: Sequence[str]) -> list[list[int]]:
+        """As :meth:`encode`, but a text with a beginning-of-sequence of its own has it twice."""
+        encoded = call(self.tokenizer, texts, add_special_tokens=True)
+        return [ids[: len(ids) - self.suffix] for ids in encoded]
+
+    def encode_alone(self, text: str) -> list[int]:
+        """Tokens of a text that continues a sequence."""
+        return call(self.tokenizer, [text], add_special_tokens=False)[0]
+
+    def begins_twice(self, ids: Sequence[int]) -> bool:
+        """True if the sequence begins with a doubled beginning-of-sequence."""
+        size = len(self.bos)
+        return size > 0 and tuple(ids[: 2 * size]) == self.bos * 2
+
+    def begin_once(self, ids: list[int]) -> list[int]:
+        """``ids`` without a second beginning-of-sequence."""
+        while self.begins_twice(ids):
+            ids = ids[len(self.bos) :]
+        return ids
+
+
+def make_encoder(tokenizer: Tokenizer) -> Encoder:
+    """An encoder that knows what the tokenizer puts around a text by default.
+
+    Raises:
+        ValueError: if it finds no token in any probe, as one without vocabulary does, or
+            changes a text's own tokens along with what it puts around them.
+    """
+    for probe in PROBES:
+        bare = call(tokenizer, [probe], add_special_tokens=False)[0]
+        if not bare:
+            continue
+        full = call(tokenizer, [probe], add_special_tokens=True)[0]
+        for start in range(len(full) - len(bare) + 1):
+            if full[start : start + len(bare)] == bare:
+                bos = tuple(full[:start])
+                if not bos and tokenizer.bos_token_id is not None:
+                    bos = (tokenizer.bos_token_id,)
+                return Encoder(tokenizer, bos, len(full) - len(bare) - start)
+        raise ValueError(
+            f"the tokenizer reads {probe!r} as {full} with special tokens, as {bare} without"
+        )
+    raise ValueError(f"the tokenizer finds no token in any of {PROBES}; is its vocabulary empty?")
+
+
+def call(tokenizer: Tokenizer, texts: Sequence[str], **options: bool) -> list[list[int]]:
+    """Token ids of each text."""
+    if not texts:
+        return []
+    return tokenizer(
+        list(texts),
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,  # no warning of long texts: --overlong handles them
+        **options,
+    )["input_ids"]

@@ -1,0 +1,235 @@
+"""Readers of data files and hub data sets: raw rows with their file and line.
+
+Only the standard library is imported at the top; Parquet and hub data sets import their readers
+when used.
+"""
+
+import csv
+import gzip
+import json
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
+
+from dschat_lora.data.nlg import dart_rows, e2e_row, is_dart_set, is_webnlg_entry, webnlg_rows
+from dschat_lora.data.sources import Source, data_suffix
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+# csv refuses cells longer than this; its own default, 128 KiB, is less than a long document.
+MAX_CSV_CELL = 2**30
+# A list of rows, or of WebNLG's entries.
+JSON_LIST = re.compile(r'\s*(\{\s*"entries"\s*:\s*)?\[')
+
+
+class RowError(ValueError):
+    """A row that cannot be used: where it is and why."""
+
+    def __init__(self, location: str, reason: str) -> None:
+        super().__init__(location, reason)
+        self.location = location
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.location}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class RawRow:
+    """One row as read, or the reason why it could not be read."""
+
+    location: str  # "file:line"; for .parquet and hub data "name:row"; both count from 1
+    values: dict[str, Any]
+    problem: str | None = None
+
+
+def iter_rows(source: Source) -> Iterator[RawRow]:
+    """Rows of all files of a source, or of a hub data set, in order.
+
+    Raises:
+        ValueError: if a file or hub data set cannot be read at all.
+    """
+    if source.hub_name is not None:
+        yield from _iter_hub(load_hub(source), source.hub_name)
+    for file in source.files:
+        yield from iter_file(file)
+
+
+def iter_file(path: Path) -> Iterator[RawRow]:
+    """Rows of one file. A line that cannot be read becomes a row with a ``problem``."""
+    readers = {
+        ".jsonl": _iter_jsonl,
+        ".jsonl.gz": _iter_jsonl,
+        ".json": _iter_json,
+        ".txt": _iter_e2e,
+        ".txt.gz": _iter_e2e,
+        ".csv": _iter_csv,
+        ".parquet": _iter_parquet,
+    }
+    try:
+        yield from readers[data_suffix(path) or ""](path)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+
+
+def load_hub(source: Source) -> "Dataset":
+    """The ``datasets.Dataset`` of a hub name; ``org/name`` means its split ``train``.
+
+    Raises:
+        ValueError: in one line, if it cannot be loaded.
+    """
+    from datasets import load_dataset
+
+    name, _, split = source.entry.partition(":")
+    try:
+        return load_dataset(name, split=split or "train")
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(
+            f"--{source.option} {source.entry} is not a local path and could not be loaded "
+            f"from the hub: {reason}"
+        ) from error
+
+
+def _open_binary(path: Path) -> BinaryIO:
+    if path.name.lower().endswith(".gz"):
+        return cast(BinaryIO, gzip.open(path, "rb"))
+    return path.open("rb")
+
+
+def _iter_jsonl(path: Path) -> Iterator[RawRow]:
+    return _iter_lines(path, lambda location, line: _object_row(location, json.loads(line)))
+
+
+def _iter_e2e(path: Path) -> Iterator[RawRow]:
+    return _iter_lines(path, lambda location, line: RawRow(location, e2e_row(line)))
+
+
+def _iter_lines(path: Path, parse: Callable[[str, str], RawRow]) -> Iterator[RawRow]:
+    # Decoded line by line, so that bytes that are not UTF-8 spoil, and name, one line only.
+    with _open_binary(path) as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield _parse_line(f"{path}:{number}", line, parse)
+
+
+def _parse_line(location: str, line: bytes, parse: Callable[[str, str], RawRow]) -> RawRow:
+    try:
+        return parse(location, line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        return RawRow(location, {}, f"not UTF-8 (byte {error.start + 1} of the line)")
+    except json.JSONDecodeError as error:
+        return RawRow(location, {}, f"not valid JSON ({error.msg}, column {error.colno})")
+    except RecursionError:
+        return RawRow(location, {}, "nested too deeply")
+    except ValueError as error:
+        return RawRow(location, {}, str(error))
+
+
+def _object_row(location: str, value: object) -> RawRow:
+    if isinstance(value, dict):
+        return RawRow(location, value)
+    return RawRow(location, {}, f"row is not a JSON object but {type(value).__name__}")
+
+
+def _iter_json(path: Path) -> Iterator[RawRow]:
+    """Rows of a JSON list, or of objects one after another, each with the line it begins on."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 (byte {error.start + 1})") from error
+    try:
+        yield from _iter_json_text(path, text)
+    except json.JSONDecodeError as error:
+        raise RowError(
+            f"{path}:{error.lineno}", f"not valid JSON ({error.msg}, column {error.colno})"
+        ) from error
+
+
+def _iter_json_text(path: Path, text: str) -> Iterator[RawRow]:
+    decode = json.JSONDecoder().raw_decode
+    opening = JSON_LIST.match(text)
+    in_list, entries = opening is not None, opening is not None and opening[1] is not None
+    at = _skip_space(text, opening.end() if opening else 0)
+    line, counted = 1, 0
+    while at < len(text) and not (in_list and text[at] == "]"):
+        line, counted = line + text.count("\n", counted, at), at
+        value, at = decode(text, at)
+        yield from _json_rows(f"{path}:{line}", value, webnlg=entries)
+        at = _skip_space(text, at)
+        if in_list and text.startswith(",", at):
+            at = _skip_space(text, at + 1)
+        elif in_list and not text.startswith("]", at):
+            raise json.JSONDecodeError("Expecting ',' or ']'", text, at)
+    if in_list and "".join(text[at:].split()) != ("]}" if entries else "]"):
+        what = "WebNLG's file to end after its entries" if entries else "one list of objects"
+        raise json.JSONDecodeError(f"Expecting {what}", text, at)
+
+
+def _json_rows(location: str, value: object, *, webnlg: bool) -> Iterator[RawRow]:
+    """The row that ``value`` is, or those of one entry of WebNLG or DART, all of one place."""
+    try:
+        if webnlg:
+            if not is_webnlg_entry(value):
+                raise ValueError("entry is no object of one object with 'modifiedtripleset'")
+            yield from (RawRow(location, row) for row in webnlg_rows(cast(dict[str, Any], value)))
+        elif is_dart_set(value):
+            yield from (RawRow(location, row) for row in dart_rows(cast(dict[str, Any], value)))
+        else:
+            yield _object_row(location, value)
+    except ValueError as error:
+        yield RawRow(location, {}, str(error))
+
+
+def _skip_space(text: str, at: int) -> int:
+    while at < len(text) and text[at] in " \t\r\n":
+        at += 1
+    return at
+
+
+def _iter_csv(path: Path) -> Iterator[RawRow]:
+    csv.field_size_limit(MAX_CSV_CELL)
+    with path.open(encoding="utf-8-sig", newline="") as lines:
+        reader = csv.reader(lines)
+        try:
+            header = next(reader, None)
+            if header is None:
+                return
+            # A cell may span lines: a row is named after its first one.
+            first_line = reader.line_num + 1
+            for cells in reader:
+                if cells:
+                    yield _csv_row(f"{path}:{first_line}", header, cells)
+                first_line = reader.line_num + 1
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise RowError(f"{path}:{reader.line_num + 1}", f"not valid CSV ({error})") from error
+
+
+def _csv_row(location: str, header: list[str], cells: list[str]) -> RawRow:
+    if len(cells) != len(header):
+        return RawRow(location, {}, f"row has {len(cells)} cells, the header names {len(header)}")
+    return RawRow(location, dict(zip(header, cells, strict=True)))
+
+
+def _iter_parquet(path: Path) -> Iterator[RawRow]:
+    import pyarrow
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=1000):
+                for values in batch.to_pylist():
+                    number += 1
+                    yield RawRow(f"{path}:{number}", values)
+    except pyarrow.ArrowException as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+
+
+def _iter_hub(dataset: "Dataset", name: str) -> Iterator[RawRow]:
+    for number, values in enumerate(dataset, start=1):
+        yield RawRow(f"{name}:{number}", values)

@@ -1,0 +1,101 @@
+"""TODO."""
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+HUGE = 1e100  # nothing in training is that large; sums of larger numbers would overflow
+
+
+def safe(value: object) -> str:
+    """``value`` as text for HTML, between tags or in a quoted attribute.
+
+    Characters that HTML cannot hold are replaced by visible ones: control characters by their
+    pictures, halves of surrogate pairs and the rest by U+FFFD.
+    """
+
+    def visible(match: re.Match[str]) -> str:
+        code = ord(match[0])
+        return chr(0x2400 + code) if code < 0x20 else "\u2421" if code == 0x7F else "\ufffd"
+
+    unfit = "[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]"
+    return escape(re.sub(unfit, visible, str(value)))
+
+
+def number(value: Any) -> float:
+    """A number of a metrics line; NaN for what is none, is not finite or could not be drawn."""
+    fits = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < HUGE
+    return float(value) if fits else math.nan
+
+
+def short(value: float) -> str:
+    """A number with about four digits, for a person."""
+    if math.isnan(value):
+        return "-"
+    size = abs(value)
+    if size >= 1e7 or 0 < size < 1e-4:
+        return f"{value:.2e}"
+    return f"{value:,.0f}" if size >= 1000 else f"{value:.4g}"
+
+
+def amount(value: Any) -> float:
+    """A number that can be added up; 0 for what is none."""
+    return 0.0 if math.isnan(number(value)) else max(number(value), 0.0)
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words."""
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes = round(seconds / 60)
+    return f"{seconds / 60:.1f} min" if seconds < 3600 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def operations(flops: float) -> str:
+    """Floating-point operations in words."""
+    if flops <= 0:
+        return "-"
+    for size, name in ((1e18, "EFLOP"), (1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP")):
+        if flops >= size:
+            return f"{flops / size:,.3g} {name}"
+    return f"{flops / 1e6:.3g} MFLOP"
+
+
+def value_text(value: Any) -> str:
+    """A value of run.json or metrics.jsonl in words."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.8g}"
+    if isinstance(value, list):
+        return ", ".join(map(value_text, value)) or "none"
+    if isinstance(value, Mapping):
+        return json.dumps(value)
+    return "none" if value is None else str(value)
+
+
+def html_table(
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    caption: str = "",
+    kind: str = "",
+) -> str:
+    """A table whose first column names the rows; empty without rows."""
+    if not rows:
+        return ""
+    head = "".join(f'<th scope="col">{safe(cell)}</th>' for cell in header)
+    body = "".join(
+        f'<tr><th scope="row">{safe(row[0])}</th>'
+        f"{''.join(f'<td>{safe(cell)}</td>' for cell in row[1:])}</tr>"
+        for row in rows
+        if row
+    )
+    title = f"<caption>{safe(caption)}</caption>" if caption else ""
+    return (
+        f'<div class="scroll"><table class="{kind}">{title}<thead><tr>{head}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
+    )
