@@ -38,10 +38,11 @@ from dschat_lora.generation import sampling
 from dschat_lora.rlhf import iteration
 from dschat_lora.rlhf.config import RlhfConfig
 from dschat_lora.rlhf.diagnostics import Diagnostics
+from dschat_lora.rlhf.engines import build_engines
 from dschat_lora.rlhf.iteration import Iterations
 from dschat_lora.rlhf.rollout import PromptOrder
-from dschat_lora.rlhf.schedule import Progress, make_rlhf_schedule
-from dschat_lora.rlhf.setup import build_engines, set_up
+from dschat_lora.rlhf.schedule import RlhfProgress, make_rlhf_schedule
+from dschat_lora.rlhf.setup import set_up
 from dschat_lora.rlhf.throughput import PHASES, PhaseTimer
 from dschat_lora.rlhf.train import make_generator, make_iterations
 from dschat_lora.rlhf.update import Updater
@@ -129,7 +130,7 @@ class Ours:
         found = [stored[number].input_ids.tolist() for number in range(len(stored))]
         assert found == task.prompts, "prompts are tokenised as they were drawn"
         self._engines = build_engines(self._setup)
-        self._progress = Progress(kl_coef=config.ppo.kl_coef)
+        self._progress = RlhfProgress(kl_coef=config.ppo.kl_coef)
         self._clock = PhaseClock(device())
         self._iterations = {name: self._make(task.settings[name]) for name in task.settings}
 

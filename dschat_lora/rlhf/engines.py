@@ -2,13 +2,23 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from dschat_lora.data.batch import Batch
 from dschat_lora.engine.build import StepOutcome, TrainEngine
+from dschat_lora.lora.rates import parameter_groups
+from dschat_lora.models.architecture_checks import check_architecture
+from dschat_lora.models.compile import compile_blocks
+from dschat_lora.models.policy import Policy
+from dschat_lora.models.reward_model import RewardModel
 from dschat_lora.rlhf.batch import ResponseBatch
+from dschat_lora.rlhf.config import RlhfConfig, RoleConfig
 from dschat_lora.rlhf.roles import Network
+from dschat_lora.rlhf.setup import RlhfSetup
+from dschat_lora.runtime.run import Run
+from dschat_lora.runtime.setup import resolve_logits
 
 
 @dataclass(frozen=True)
@@ -96,3 +106,51 @@ class Engines:
         )
         loss: Tensor = -logprobs.sum()
         return loss
+
+
+def build_engines(setup: RlhfSetup) -> Engines:
+    """The engines over the roles; call on every rank."""
+    config, roles = setup.config, setup.roles
+    entropy_trains = config.ppo.entropy_coef > 0
+    own: dict[str, Any] = {
+        "actor": Policy(roles.actor.model, entropy_trains=entropy_trains),
+        "reference": Policy(roles.reference.model),
+    }
+    scorers = {}
+    if roles.critic is not None:
+        scorers["critic"] = RewardModel(roles.critic.model)
+    if roles.reward is not None:
+        scorers["reward"] = RewardModel(roles.reward.model)
+    actor = _engine(setup, "actor", Network(**own, **({} if roles.critic else scorers)))
+    critic = _engine(setup, "critic", Network(**scorers)) if roles.critic is not None else None
+    reward = (critic or actor) if roles.reward is not None else None
+    engines = Engines(actor, critic, reward, config.batch.temperature)
+    if config.load.compile:
+        # Those that decode are other modules, and not compiled.
+        for each in roles.models.values():
+            compile_blocks(each.model)
+    engines.eval()
+    _resolve_architecture(engines, len(setup.tokenizer), setup.run)
+    return engines
+
+
+def _engine(setup: RlhfSetup, role: str, network: Network) -> TrainEngine[Network]:
+    options: RoleConfig = getattr(setup.config, role)
+    groups = parameter_groups(setup.roles.models[role].model, options.optim(setup.config.optim))
+    return TrainEngine(network, groups, setup.settings[role])
+
+
+def _resolve_architecture(engines: Engines, vocab_size: int, run: Run[RlhfConfig]) -> None:
+    """Adapt to how the user's own models treat rows and logits; call on every rank."""
+    for engine in engines.trained.values():
+        for role in engine.module.roles.values():
+            report = check_architecture(role.backbone, vocab_size=vocab_size, device=engine.device)
+            # Every response has a row of its own, which any mask gets right.
+            role.backbone.own_mask |= not report.packing_is_exact
+    actor = engines.actor.module
+    resolve_logits(
+        [actor.policy("actor"), actor.policy("reference")],
+        vocab_size=vocab_size,
+        device=engines.actor.device,
+        run=run,
+    )

@@ -39,7 +39,7 @@ from dschat_lora.rlhf.rewards import (
     shaped_rewards,
 )
 from dschat_lora.rlhf.rollout import Generator
-from dschat_lora.rlhf.schedule import Progress, RlhfSchedule
+from dschat_lora.rlhf.schedule import RlhfProgress, RlhfSchedule
 from dschat_lora.rlhf.throughput import PHASES, FlopCounter, PhaseTimer, throughput_metrics
 from dschat_lora.rlhf.update import StepResult, Updater
 
@@ -53,7 +53,7 @@ class Iterations:
 
     config: RlhfConfig
     schedule: RlhfSchedule
-    progress: Progress
+    progress: RlhfProgress
     engines: Engines
     generator: Generator
     prompts: TokenSet
@@ -193,9 +193,7 @@ class Iterations:
             first_batches=batches,
         ):
             results.append(result)
-            progress.step += 1
-            progress.skipped += result.skipped
-            progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if result.skipped else 0
+            progress.count_step(skipped=result.skipped)
             if self.average is not None and not result.outcomes["actor"].skipped:
                 self.average.update()
             if target_kl and result.approx_kl > target_kl:
@@ -265,7 +263,9 @@ class IterationReport:
     tokenizer: Tokenizer
     diagnostics: Diagnostics
 
-    def __call__(self, progress: Progress, metrics: dict[str, Any], experience: Experience) -> None:
+    def __call__(
+        self, progress: RlhfProgress, metrics: dict[str, Any], experience: Experience
+    ) -> None:
         """Report an iteration; every rank knows all, so all of them get the same warnings."""
         iteration, total = progress.iteration, self.num_iterations
         self.log.write("train", progress.step, metrics)
@@ -283,7 +283,7 @@ class IterationReport:
                 f"(score {float(experience.scores[0]):.3g})"
             )
 
-    def nothing_counts(self, progress: Progress, experience: Experience) -> None:
+    def nothing_counts(self, progress: RlhfProgress, experience: Experience) -> None:
         """Report an iteration without an optimizer step."""
         self._warn(
             "empty_batch",
@@ -292,6 +292,6 @@ class IterationReport:
             f"{progress.iteration} counts: no score came for any of them; nothing was learnt",
         )
 
-    def _warn(self, event: str, progress: Progress, message: str) -> None:
+    def _warn(self, event: str, progress: RlhfProgress, message: str) -> None:
         self.log.write("event", progress.step, {"event": event, "message": message})
         self.log.say(f"  warning      {message}")

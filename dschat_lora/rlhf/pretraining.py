@@ -4,9 +4,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dschat_lora.data.batch import Batch
+from dschat_lora.data.batch import Batch, SampleCollator
 from dschat_lora.data.loader import StepLoader, Window
+from dschat_lora.data.packing import make_rows
+from dschat_lora.data.store import TokenSet
+from dschat_lora.engine.distributed import data_rank, data_world_size
 from dschat_lora.perf.throughput import StepCounts
+from dschat_lora.rlhf.config import RlhfConfig
 
 
 @dataclass(frozen=True)
@@ -18,15 +22,12 @@ class TextWindow:
 
 
 class Pretraining:
-    """Gives text step by step, epoch after epoch."""
+    """The text of one optimizer step after another, epoch after epoch.
+
+    ``coefficient`` is the weight of its loss per token.
+    """
 
     def __init__(self, loader: StepLoader, *, coefficient: float) -> None:
-        """Begin at the first step.
-
-        Args:
-            loader: of this rank's batches.
-            coefficient: weight of the loss per token.
-        """
         self._loader, self.coefficient = loader, coefficient
         self._step = 0
         self._counts = StepCounts()
@@ -54,6 +55,24 @@ class Pretraining:
         return {"step": self._step}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Become what :meth:`state` returned."""
+        """Load what :meth:`state` returned."""
         self._step = state["step"]
         self._windows = iter(())
+
+
+def make_pretraining(texts: TokenSet, config: RlhfConfig, *, pad_id: int) -> Pretraining:
+    """Unpacked rows of these texts, as many a step as there are responses."""
+    rows = make_rows(
+        texts.lengths, max_seq_len=config.data.max_seq_len, packing=False, seed=config.run.seed
+    )
+    loader = StepLoader(
+        texts,
+        rows=rows,
+        micro_batch_size=config.batch.per_device_training_batch_size,
+        gradient_accumulation_steps=config.batch.gradient_accumulation_steps,
+        rank=data_rank(),
+        world_size=data_world_size(),
+        seed=config.run.seed,
+        collate=SampleCollator(pad_id),
+    )
+    return Pretraining(loader, coefficient=config.pretraining.unsup_coef)

@@ -1,17 +1,18 @@
 """How long a run of step 3 is, and how far it has come."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from dschat_lora.engine.distributed import data_world_size
 from dschat_lora.rlhf.config import RlhfConfig
 from dschat_lora.rlhf.rollout import PromptOrder
 from dschat_lora.rlhf.throughput import PHASES
+from dschat_lora.runtime.loop import Progress
 
 
 @dataclass(frozen=True)
 class RlhfSchedule:
-    """How long a run is: iterations, each of some optimizer steps."""
+    """How long a run is: iterations, each of some optimizer steps; and how often it evaluates."""
 
     order: PromptOrder
     num_generations: int
@@ -19,6 +20,7 @@ class RlhfSchedule:
     ppo_epochs: int
     num_epochs: int
     max_steps: int
+    eval_interval: int = 0
 
     def steps_of(self, iteration: int) -> int:
         """Optimizer steps of an iteration, if nothing ends it early."""
@@ -26,9 +28,14 @@ class RlhfSchedule:
         return self.ppo_epochs * -(-responses // self.rows_per_step)
 
     @property
+    def iterations_per_epoch(self) -> int:
+        """Iterations of a pass over the prompts."""
+        return self.order.iterations_per_epoch
+
+    @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps of a pass over the prompts."""
-        last = self.order.iterations_per_epoch - 1
+        last = self.iterations_per_epoch - 1
         return self.steps_of(0) * last + self.steps_of(last)
 
     @property
@@ -39,7 +46,7 @@ class RlhfSchedule:
 
     def steps_before(self, iteration: int) -> int:
         """Optimizer steps planned before an iteration."""
-        epoch, number = divmod(iteration, self.order.iterations_per_epoch)
+        epoch, number = divmod(iteration, self.iterations_per_epoch)
         return epoch * self.steps_per_epoch + number * self.steps_of(0)
 
     @property
@@ -48,22 +55,19 @@ class RlhfSchedule:
         if not self.num_steps:
             return 0
         epochs, rest = divmod(self.num_steps, self.steps_per_epoch)
-        within = min(-(-rest // self.steps_of(0)), self.order.iterations_per_epoch)
-        return epochs * self.order.iterations_per_epoch + within
+        within = min(-(-rest // self.steps_of(0)), self.iterations_per_epoch)
+        return epochs * self.iterations_per_epoch + within
 
     def epoch(self, iterations: int) -> float:
         """Passes over the prompts made in so many iterations."""
-        return iterations / self.order.iterations_per_epoch
+        return iterations / self.iterations_per_epoch
 
 
 @dataclass
-class Progress:
-    """How far a run has come, and what it has learnt to steer by; counted over all processes."""
+class RlhfProgress(Progress):
+    """How far a run has come, and the state that adapts on the way; counted over all processes."""
 
     iteration: int = 0
-    step: int = 0  # optimizer steps made
-    skipped: int = 0
-    skipped_in_a_row: int = 0
     responses: int = 0
     tokens: int = 0
     kl_coef: float = 0.0
@@ -73,21 +77,16 @@ class Progress:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     flops: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
-    def state(self) -> dict[str, Any]:
-        """As JSON."""
-        return asdict(self)
-
     def restore(self, state: dict[str, Any]) -> None:
-        """Become what :meth:`state` returned."""
-        for name in asdict(self):
-            setattr(self, name, state[name])
+        """Load what :meth:`state` returned."""
+        super().restore(state)
         # What is not finite went through JSON as text.
         self.kl_coef, self.kl_spent = float(self.kl_coef), float(self.kl_spent)
         self.moments = {name: float(value) for name, value in self.moments.items()}
 
 
 def make_rlhf_schedule(config: RlhfConfig, num_prompts: int) -> RlhfSchedule:
-    """The plan of a run over so many prompts."""
+    """The schedule of a run over so many prompts."""
     batch, world = config.batch, data_world_size()
     responses = batch.per_device_generation_batch_size * batch.generation_batches * world
     return RlhfSchedule(
@@ -99,4 +98,5 @@ def make_rlhf_schedule(config: RlhfConfig, num_prompts: int) -> RlhfSchedule:
         ppo_epochs=config.ppo.ppo_epochs,
         num_epochs=config.optim.num_train_epochs,
         max_steps=config.optim.max_steps,
+        eval_interval=config.run.eval_interval,
     )

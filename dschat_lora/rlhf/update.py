@@ -15,7 +15,7 @@ from dschat_lora.rlhf.config import PpoConfig
 from dschat_lora.rlhf.engines import Engines
 from dschat_lora.rlhf.experience import AdvantagesAndReturns, Experience, add_old_outputs
 from dschat_lora.rlhf.pretraining import Pretraining, TextWindow
-from dschat_lora.runtime.setup import broken_unless_finite
+from dschat_lora.runtime.loop import broken_unless_finite
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,19 @@
-"""Setup that every trained stage shares: data, engine settings, identity and placement."""
+"""Setup that stages of one trained model or several share: data, memory, identity, engines."""
 
 import hashlib
 import json
-import math
 import os
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dschat_lora.algos.adamw import adamw_
-from dschat_lora.config.groups import DataConfig, ParallelConfig, ScheduleConfig
+from dschat_lora.config.groups import DataConfig, ParallelConfig, RunConfig, ScheduleConfig
+from dschat_lora.config.options import flatten
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.data.fingerprint import describe_tokenizer
 from dschat_lora.data.prepare import Prepared, prepare
@@ -31,13 +32,23 @@ from dschat_lora.engine.distributed import (
 from dschat_lora.engine.ds_config import read_deepspeed_json
 from dschat_lora.engine.zero import shard_from_rank_zero
 from dschat_lora.lora.collectives import TensorGroup
-from dschat_lora.models.build import (
-    AdaptedModel,
-)
+from dschat_lora.lora.layers import full_shape
+from dschat_lora.models.architecture_checks import head_is_linear
+from dschat_lora.models.build import AdaptedModel, can_recompute
 from dschat_lora.models.causal_lm import Tokenizer
 from dschat_lora.models.compile import check_compiler
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
+from dschat_lora.runtime.memory import settle_recomputation
 from dschat_lora.runtime.run import Run
+
+ConfigT = TypeVar("ConfigT", bound=StageConfig)
+
+
+class HeadedNetwork(Protocol):
+    """A network over a language model."""
+
+    model: Any
+    full_logits: bool  # whether logits are the model's own, computed whole
 
 
 def tensor_group(parallel: ParallelConfig) -> TensorGroup | None:
@@ -66,23 +77,22 @@ def prepare_to_compile(run: Run[StageConfig]) -> None:
 def read_data(
     data: DataConfig,
     tokenizer: Tokenizer,
+    run: Run[StageConfig],
     *,
     phase: int,
-    seed: int,
     kind: DataKind,
     name: str,
-    run: Run[StageConfig],
 ) -> Prepared:
     """Tokenised rows; their audit is shown, and recorded under ``name``. Call on every rank.
 
-    Whether they are fit to train on is for the caller to say.
+    Whether they are fit to train on is for the caller to check.
     """
     prepared = local_rank_first(
         lambda: prepare(
             data,
             tokenizer,
             phase=phase,
-            seed=seed,
+            seed=run.config.run.seed,
             eos_id=int(tokenizer.eos_token_id),
             cache_dir=cache_directory(data),
             kind=kind,
@@ -92,6 +102,20 @@ def read_data(
         run.log.say(f"  {line}")
     audit = prepared.audit.to_dict()
     run.record.update({name: {"fingerprint": prepared.fingerprint, "audit": audit}})
+    return prepared
+
+
+def read_training_data(
+    data: DataConfig, tokenizer: Tokenizer, run: Run[StageConfig], *, phase: int, kind: DataKind
+) -> Prepared:
+    """The rows that a run trains on; call on every rank.
+
+    Raises:
+        ValueError: if rows cannot be read, or there is nothing to learn from them.
+    """
+    prepared = read_data(data, tokenizer, run, phase=phase, kind=kind, name="data")
+    if run.config.optim.num_train_epochs > 0:
+        prepared.audit.check()
     return prepared
 
 
@@ -142,10 +166,45 @@ def adamw_update(optim: ScheduleConfig) -> Update | None:
     )
 
 
+def builds_shapes_alone(run: RunConfig, settings: Iterable[EngineSettings]) -> bool:
+    """Whether this rank builds models without their weights: they come sharded, or never."""
+    return run.dry_run or (data_rank() > 0 and all(each.zero_stage == 3 for each in settings))
+
+
+def resolve_recomputation(
+    run: Run[StageConfig],
+    models: Mapping[str, nn.Module],
+    *,
+    with_options: Callable[[Collection[str]], ConfigT],
+    estimate: Callable[[ConfigT], int | None],
+    free: int,
+) -> ConfigT:
+    """The config with ``--gradient_checkpointing`` of every model on or off; on every rank.
+
+    Args:
+        run: its log and record receive what is decided.
+        models: the trained ones, by the option that has their blocks recomputed.
+        with_options: the config with these options on, and the others off.
+        estimate: bytes that a device needs, None where that is not understood.
+        free: bytes that were free before anything was loaded.
+    """
+    values, able = flatten(run.config), all(map(can_recompute, models.values()))
+
+    def need(on: Collection[str]) -> int:
+        return estimate(with_options(on)) or 0 if able else 0
+
+    switches = {option: values[option] for option in models}
+    on, words = settle_recomputation(run.config, switches, need, free=free)
+    if words is not None:
+        run.log.say(f"  note         {words}")
+    run.record.update(on)
+    return with_options([option for option in on if on[option]])
+
+
 def state_identity(
     adapted: AdaptedModel, tokenizer: Tokenizer, data: Prepared, settings: EngineSettings
 ) -> dict[str, Any]:
-    """What the run's state would mean nothing without; complete on rank 0. On every rank.
+    """What the run's state belongs to: model, tokenizer, data; complete on rank 0. On every rank.
 
     Call it before :func:`shard_model`, while the first data-parallel ranks hold the model.
     """
@@ -163,19 +222,74 @@ def state_identity(
     }
 
 
-def zero_words(settings: EngineSettings, model: nn.Module) -> str:
-    """The ZeRO stage asked for, and whether it makes no difference to ``model`` here."""
+def resolve_logits(
+    networks: Sequence[HeadedNetwork],
+    *,
+    vocab_size: int,
+    device: torch.device,
+    run: Run[StageConfig],
+) -> None:
+    """Take the model's own logits where its head is more than a linear layer. On every rank.
+
+    Args:
+        networks: over one architecture, the first of which is checked.
+        vocab_size: of the tokenizer.
+        device: of the networks.
+        run: its log is told.
+    """
+    if head_is_linear(networks[0].model, vocab_size=vocab_size, device=device):
+        return
+    for network in networks:
+        network.full_logits = True
+    run.log.say(
+        "  note         this architecture transforms its logits: they are computed whole, "
+        "which takes more memory"
+    )
+
+
+def num_elements(parameters: Iterable[nn.Parameter]) -> int:
+    """Elements of the parameters, whole where ranks hold a part."""
+    return sum(full_shape(p).numel() for p in parameters)
+
+
+def trained_elements(model: nn.Module) -> int:
+    """Elements of the parameters that train."""
+    return num_elements(p for p in model.parameters() if p.requires_grad)
+
+
+def engine_words(settings: EngineSettings, model: nn.Module) -> str:
+    """Compute type, ZeRO stage, and how many processes there are of what kind, for the log."""
     trained = [p for p in model.parameters() if p.requires_grad]
     idle = settings.stage_in_use(settings.native_dtype(trained)) < settings.zero_stage
-    return f"ZeRO {settings.zero_stage}{' (one process: nothing to shard)' if idle else ''}"
+    count, ranks = world_size(), grid()
+    return (
+        f"{settings.dtype}, ZeRO {settings.zero_stage}"
+        f"{' (one process: nothing to shard)' if idle else ''}, "
+        f"{count} process{'es' if count > 1 else ''} on {device().type}"
+        f"{'' if ranks is None else f', {ranks.tensor_size} to a model'}"
+    )
 
 
-def process_words() -> str:
-    """How many processes there are, of what kind, and what they share."""
-    count = world_size()
-    words = f"{count} process{'es' if count > 1 else ''} on {device().type}"
-    ranks = grid()
-    return words if ranks is None else f"{words}, {ranks.tensor_size} to a model"
+def record_models(
+    run: Run[StageConfig],
+    settings: EngineSettings,
+    *,
+    parameters: Mapping[str, int],
+    layers: list[str],
+) -> None:
+    """Record what trains; a dry run shows the options and that it ends here.
+
+    Args:
+        run: of the run.
+        settings: of the first model's engine.
+        parameters: elements in all and trained, by name.
+        layers: that carry adapters.
+    """
+    run.record.update({"parameters": parameters, "dtype": settings.dtype, "adapted_layers": layers})
+    if run.directory is None:
+        for name, value in flatten(run.config).items():
+            run.log.say(f"  --{name} {value}")
+        run.log.say("dry run: nothing was trained or saved")
 
 
 def shard_model(model: nn.Module, settings: EngineSettings) -> None:
@@ -189,19 +303,3 @@ def shard_model(model: nn.Module, settings: EngineSettings) -> None:
         for parameter in trained:
             parameter.data = parameter.data.to(settings.torch_dtype)
     shard_from_rank_zero(model, settings.deepspeed(3, native))
-
-
-MAX_SKIPS = 3
-
-
-MAX_SKIPS_FP16 = 40  # a loss scale of 2^32 needs as many halvings to reach 1
-
-
-def broken_unless_finite(loss: Tensor, total: Tensor) -> Tensor:
-    """``loss`` or, where ``total`` is not finite, NaN, as its gradient will be.
-
-    A loss of infinity can have a finite gradient (that of ``-log 0`` has). No value is waited
-    for, so a GPU keeps working.
-    """
-    finite = torch.isfinite(total)
-    return loss * torch.where(finite, 1.0, math.nan).to(loss.dtype)

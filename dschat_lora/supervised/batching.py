@@ -11,15 +11,12 @@ from dschat_lora.data.packing import PackedRow, fill, make_rows
 from dschat_lora.data.store import TokenSet
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import data_rank, data_world_size
-from dschat_lora.models.architecture_checks import (
-    ArchitectureReport,
-    check_architecture,
-    head_is_linear,
-)
+from dschat_lora.models.architecture_checks import ArchitectureReport, check_architecture
 from dschat_lora.models.backbone import Backbone, BackboneModel
 from dschat_lora.models.causal_lm import LMHeadModel
 from dschat_lora.runtime.run import Run
-from dschat_lora.supervised.setup import Setup
+from dschat_lora.runtime.setup import resolve_logits
+from dschat_lora.supervised.setup import SupervisedSetup
 
 
 @dataclass(frozen=True)
@@ -32,7 +29,7 @@ class BatchLayout:
     row_tokens: int | None = None
 
 
-def make_sample_layout(setup: Setup, engine: TrainEngine[BackboneModel]) -> BatchLayout:
+def make_sample_layout(setup: SupervisedSetup, engine: TrainEngine[BackboneModel]) -> BatchLayout:
     """Of samples, after a look at how the user's own model treats them; call on every rank."""
     tokenizer, wanted = setup.tokenizer, setup.config.data.packing
     packing = resolve_packing(engine, wanted, len(tokenizer), setup.run)
@@ -41,7 +38,7 @@ def make_sample_layout(setup: Setup, engine: TrainEngine[BackboneModel]) -> Batc
 
 
 def make_pair_layout(
-    setup: Setup, engine: TrainEngine[BackboneModel], pairs: PairConfig
+    setup: SupervisedSetup, engine: TrainEngine[BackboneModel], pairs: PairConfig
 ) -> BatchLayout:
     """Of pairs, after the same look; call on every rank."""
     tokenizer = setup.tokenizer
@@ -58,7 +55,7 @@ def make_pair_layout(
     return BatchLayout(collate, packing, row_tokens)
 
 
-def _row_tokens(setup: Setup, engine: TrainEngine[BackboneModel]) -> int:
+def _row_tokens(setup: SupervisedSetup, engine: TrainEngine[BackboneModel]) -> int:
     """Most tokens of a packed row: all of a micro-batch's where attention is by samples.
 
     Under a mask, attention costs as much as the square of the row.
@@ -73,14 +70,8 @@ def resolve_head(
     engine: TrainEngine[LMHeadModel], vocab_size: int, run: Run[SupervisedConfig]
 ) -> None:
     """Take the model's own logits where its head is more than a linear layer. On every rank."""
-    network = engine.module
     engine.eval()
-    if not head_is_linear(network.model, vocab_size=vocab_size, device=engine.device):
-        network.full_logits = True
-        run.log.say(
-            "  note         this architecture transforms its logits: they are computed whole, "
-            "which takes more memory"
-        )
+    resolve_logits([engine.module], vocab_size=vocab_size, device=engine.device, run=run)
 
 
 def resolve_packing(
@@ -143,7 +134,9 @@ def _check_architecture(
     return backbone, report
 
 
-def rows_of(setup: Setup, samples: TokenSet, batch_layout: BatchLayout) -> list[PackedRow]:
+def rows_of(
+    setup: SupervisedSetup, samples: TokenSet, batch_layout: BatchLayout
+) -> list[PackedRow]:
     """Rows of sample numbers, several samples a row if they are to be packed."""
     return make_rows(
         batch_layout.collate.lengths(samples),
@@ -153,7 +146,7 @@ def rows_of(setup: Setup, samples: TokenSet, batch_layout: BatchLayout) -> list[
     )
 
 
-def train_loader(setup: Setup, samples: Samples, batch_layout: BatchLayout) -> StepLoader:
+def train_loader(setup: SupervisedSetup, samples: Samples, batch_layout: BatchLayout) -> StepLoader:
     """This rank's micro-batches of every optimizer step.
 
     Args:

@@ -35,7 +35,7 @@ from dschat_lora.perf.throughput import StepCounts
 from dschat_lora.runtime.setup import cache_directory
 from dschat_lora.supervised.batching import BatchLayout, rows_of
 from dschat_lora.supervised.objectives import Objective, answer_logprobs, dpo_objective
-from dschat_lora.supervised.setup import Setup
+from dschat_lora.supervised.setup import SupervisedSetup
 
 _FILE = "logprobs.npy"
 
@@ -185,7 +185,10 @@ class Reference:
 
 
 def make_reference(
-    setup: Setup, engine: TrainEngine[BackboneModel], batch_layout: BatchLayout, dpo: DpoConfig
+    setup: SupervisedSetup,
+    engine: TrainEngine[BackboneModel],
+    batch_layout: BatchLayout,
+    dpo: DpoConfig,
 ) -> Reference:
     """The model as it is, before anything is trained or restored; call on every rank.
 

@@ -1,6 +1,5 @@
-"""The one training loop of the supervised stages: micro-batches in, optimizer steps out."""
+"""Training and evaluation steps of the supervised stages: micro-batches in, losses out."""
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, field
 from itertools import count as count_from
@@ -23,13 +22,18 @@ from dschat_lora.engine.distributed import (
 from dschat_lora.perf.flops import Flops
 from dschat_lora.perf.throughput import Meter, StepCounts
 from dschat_lora.report.log import RunLog, train_line
-from dschat_lora.runtime.setup import MAX_SKIPS, MAX_SKIPS_FP16, broken_unless_finite
-from dschat_lora.runtime.signals import StopRequested
+from dschat_lora.runtime.loop import (
+    IterationOutcome,
+    Progress,
+    StepHooks,
+    broken_unless_finite,
+    run_loop,
+)
 from dschat_lora.supervised.objectives import BatchLoss, Objective
 
 
 class CountedBatch(Protocol):
-    """What the loop needs of a micro-batch: its counts, and a way to the device."""
+    """A micro-batch with its counts."""
 
     num_targets: int
     num_tokens: int
@@ -53,53 +57,20 @@ class TrainStep:
     means: dict[str, float] = field(default_factory=dict)  # over pairs, of the loss's columns
 
 
-class StepHooks(Protocol):
-    """Keeps the run's state safe; see :class:`dschat_lora.runtime.checkpointer.StepHooks`."""
-
-    def requests(self) -> list[float]:
-        """What this rank wants to happen after the step, as numbers to be summed over ranks."""
-
-    def is_stopping(self, requests: list[float]) -> bool:
-        """Whether the sums tell the run to end after this step."""
-
-    def after_step(self, step: int, requests: list[float], *, skipped: bool, last: bool) -> bool:
-        """Save if due, or end the run; whether anything was saved."""
-
-    def stop(self, step: int) -> None:
-        """Save and end the run."""
-
-    def last_good(self) -> str:
-        """Where to go on from after a failure, for its message."""
-
-
 @dataclass
-class Progress:
-    """How far a run has come: counted over all processes, saved and restored with it."""
+class TrainProgress(Progress):
+    """How far a run has come, counted over all processes."""
 
-    step: int = 0
-    skipped: int = 0  # steps whose gradient was not finite
-    skipped_in_a_row: int = 0
     samples: int = 0
     tokens: int = 0  # without padding
     supervised_tokens: int = 0
 
     def add(self, result: TrainStep) -> None:
-        """Count a step."""
-        self.step += 1
-        self.skipped += result.outcome.skipped
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.outcome.skipped else 0
+        """Count a step and its samples."""
+        self.count_step(skipped=result.outcome.skipped)
         self.samples += result.counts.num_samples
         self.tokens += result.counts.num_tokens
         self.supervised_tokens += result.counts.num_targets
-
-    def state(self) -> dict[str, Any]:
-        """As JSON."""
-        return asdict(self)
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Become what :meth:`state` returned."""
-        for name in asdict(self):
-            setattr(self, name, state[name])
 
 
 def count(batches: Window | Sequence[CountedBatch]) -> StepCounts:
@@ -138,7 +109,7 @@ def train_steps(
 ) -> Iterator[TrainStep]:
     """Train on each window of micro-batches, yielding after its optimizer step.
 
-    Each step descends the mean loss over all targets (or pairs) of the step, however unevenly
+    Each step minimizes the mean loss over all targets (or pairs) of the step, however unevenly
     they fall on micro-batches and ranks; this is the one place that divides. If that sum is not
     finite on any rank, no rank's gradient is, and the engine skips the step.
 
@@ -147,7 +118,7 @@ def train_steps(
         windows: this rank's micro-batches of each optimizer step; every rank must yield the
             same number of windows, and of micro-batches in each. Where they are no ``Window``,
             the ranks add up what they hold.
-        objective: what to descend.
+        objective: the loss to minimize.
         rate_factors: multiplier of the peak learning rates, one for each step.
         requests: numbers of this rank to be summed over all along with the loss.
     """
@@ -216,31 +187,40 @@ def evaluate(
 
 @dataclass(frozen=True)
 class TrainSchedule:
-    """How long a run is, and when it looks up."""
+    """How long a run is, and how often it evaluates and logs."""
 
-    num_epochs: int
     num_steps: int  # optimizer steps of the whole run
+    steps_per_epoch: int
     eval_interval: int  # steps between evaluations; 0: each epoch and the end only
     logging_steps: int
 
+    @property
+    def num_iterations(self) -> int:
+        """An iteration of :func:`run_loop` is a step here."""
+        return self.num_steps
+
+    @property
+    def iterations_per_epoch(self) -> int:
+        """Steps of a pass over the data."""
+        return self.steps_per_epoch
+
 
 def make_train_schedule(optim: OptimConfig, run: RunConfig, steps_per_epoch: int) -> TrainSchedule:
-    """The plan of a run over ``steps_per_epoch`` optimizer steps an epoch."""
-    epochs, steps = optim.num_train_epochs, optim.num_train_epochs * steps_per_epoch
-    if optim.max_steps and epochs and steps_per_epoch:
+    """The schedule of a run over ``steps_per_epoch`` optimizer steps an epoch."""
+    steps = optim.num_train_epochs * steps_per_epoch
+    if steps and optim.max_steps:
         steps = optim.max_steps
-        epochs = math.ceil(steps / steps_per_epoch)
     every = 1 if run.print_loss else run.logging_steps
-    return TrainSchedule(epochs, steps, run.eval_interval, every)
+    return TrainSchedule(steps, steps_per_epoch, run.eval_interval, every)
 
 
 def fit(
     engine: TrainEngine[nn.Module],
     loader: StepLoader,
     objective: Objective,
-    plan: TrainSchedule,
+    schedule: TrainSchedule,
     *,
-    progress: Progress,
+    progress: TrainProgress,
     rate_factor: Callable[[int], float],
     seed: int,
     meter: Meter,
@@ -249,13 +229,13 @@ def fit(
     checkpointer: StepHooks,
     extra_flops: Callable[[StepCounts], Flops] | None = None,
 ) -> None:
-    """Evaluate, train by the plan from where ``progress`` is, and evaluate on the way and last.
+    """Train by the schedule from where ``progress`` is; see :func:`run_loop`.
 
     Args:
         engine: over the model.
         loader: this rank's micro-batches.
-        objective: what to descend.
-        plan: from :func:`make_train_schedule`.
+        objective: the loss to minimize.
+        schedule: from :func:`make_train_schedule`.
         progress: kept up to date.
         rate_factor: multiplier of the peak rates, by steps done.
         seed: of the run, for dropout.
@@ -264,83 +244,69 @@ def fit(
         evaluate_at: called with the steps done, on every rank.
         checkpointer: asked to save after each step.
         extra_flops: of a step besides forward and backward, such as those of a reference.
-
-    Raises:
-        ValueError: when steps keep being skipped because the gradient is not finite.
     """
-    done, per_epoch = progress.step, loader.steps_per_epoch
-    if done and done == plan.num_steps:
-        log.say("the run was complete: there is no step left to train")
-    if not done or _evaluates_after(done, plan, per_epoch):
-        _evaluate(evaluate_at, checkpointer, done)
-    log.expect(plan.num_steps, done)
-    meter.start()
-    for result in train_steps(
-        engine,
-        seeded_windows(loader, plan, start=done, seed=seed),
-        objective,
-        map(rate_factor, count_from(done)),
-        requests=checkpointer.requests,
-    ):
-        progress.add(result)
-        step = progress.step
-        extra = extra_flops(result.counts) if extra_flops is not None else None
-        learning_rates = meter.step(result.counts, extra=extra)
-        metrics = step_metrics(result, epoch=step / per_epoch) | learning_rates
-        _report(result, metrics, progress, plan, meter=meter, log=log)
-        _check_skips(progress, result.outcome, checkpointer)
-        looks = _evaluates_after(step, plan, per_epoch) and not checkpointer.is_stopping(
-            result.requests
-        )
-        if looks:
-            _evaluate(evaluate_at, checkpointer, step)
-        saved = checkpointer.after_step(
-            step, result.requests, skipped=result.outcome.skipped, last=step == plan.num_steps
-        )
-        if saved or looks:
-            meter.start()
+
+    def steps() -> Iterator[IterationOutcome]:
+        for result in train_steps(
+            engine,
+            seeded_windows(loader, schedule, start=progress.step, seed=seed),
+            objective,
+            map(rate_factor, count_from(progress.step)),
+            requests=checkpointer.requests,
+        ):
+            progress.add(result)
+            extra = extra_flops(result.counts) if extra_flops is not None else None
+            throughput = meter.step(result.counts, extra=extra)
+            epoch = progress.step / schedule.steps_per_epoch
+            metrics = step_metrics(result, epoch=epoch) | throughput
+            _report(result, metrics, progress.step, schedule, meter=meter, log=log)
+            outcome = result.outcome
+            yield IterationOutcome(result.requests, outcome.skipped, outcome.loss_scale > 1)
+
+    run_loop(
+        steps(),
+        schedule,
+        progress,
+        evaluate=evaluate_at,
+        evaluated_up_to=lambda: progress.step - 1,
+        checkpointer=checkpointer,
+        log=log,
+        restart_clock=meter.start,
+    )
 
 
 def seeded_windows(
-    loader: StepLoader, plan: TrainSchedule, *, start: int, seed: int
+    loader: StepLoader, schedule: TrainSchedule, *, start: int, seed: int
 ) -> Iterator[Window]:
-    """The micro-batches of each step of the plan from ``start`` on, in turn.
+    """The micro-batches of each step of the schedule from ``start`` on, in turn.
 
     Dropout draws from (seed, step, share of the data) alone: a resumed run draws what it would
     have drawn, and ranks that hold one model between them draw alike.
     """
     step = start
-    while step < plan.num_steps:
+    while step < schedule.num_steps:
         epoch, first = divmod(step, loader.steps_per_epoch)
-        for window in islice(loader.epoch(epoch, first), plan.num_steps - step):
+        for window in islice(loader.epoch(epoch, first), schedule.num_steps - step):
             torch.manual_seed(stream_seed("dropout", seed, step, data_rank()))
             step += 1
             yield window
 
 
-def _evaluate(evaluate_at: Callable[[int], None], checkpointer: StepHooks, step: int) -> None:
-    try:
-        evaluate_at(step)
-    except StopRequested:
-        checkpointer.stop(step)
-
-
 def _report(
     result: TrainStep,
     metrics: dict[str, Any],
-    progress: Progress,
-    plan: TrainSchedule,
+    step: int,
+    schedule: TrainSchedule,
     *,
     meter: Meter,
     log: RunLog,
 ) -> None:
-    step = progress.step
     log.write("train", step, metrics)
     log.advance()
     if result.outcome.skipped:
         log.write("event", step, {"event": "skipped_step", **asdict(result.outcome)})
-    if step % plan.logging_steps == 0 or step == plan.num_steps:
-        log.say(train_line(step, plan.num_steps, metrics | meter.window()))
+    if step % schedule.logging_steps == 0 or step == schedule.num_steps:
+        log.say(train_line(step, schedule.num_steps, metrics | meter.window()))
 
 
 def step_metrics(result: TrainStep, *, epoch: float) -> dict[str, Any]:
@@ -363,20 +329,3 @@ def step_metrics(result: TrainStep, *, epoch: float) -> dict[str, Any]:
         "supervised_tokens": result.counts.num_targets,
         **result.means,
     }
-
-
-def _evaluates_after(step: int, plan: TrainSchedule, steps_per_epoch: int) -> bool:
-    due = plan.eval_interval and step % plan.eval_interval == 0
-    return bool(due) or step % steps_per_epoch == 0 or step == plan.num_steps
-
-
-def _check_skips(progress: Progress, outcome: StepOutcome, checkpointer: StepHooks) -> None:
-    """Stop a run whose gradient stays non-finite; falling loss scales need some patience."""
-    skipped = progress.skipped_in_a_row
-    limit = MAX_SKIPS_FP16 if outcome.loss_scale > 1 else MAX_SKIPS
-    if skipped >= limit:
-        raise ValueError(
-            f"training stopped at step {progress.step}: the gradient was not finite {skipped} "
-            "times in a row; those steps changed no weight. Lower the learning rate or try "
-            f"--dtype bf16. {checkpointer.last_good()}"
-        )

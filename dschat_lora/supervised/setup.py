@@ -1,56 +1,44 @@
-"""What every stage sets up before it trains: data, model, engine, and their record."""
+"""Setup of the supervised stages: data, model and engine of one trained model."""
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 
 from dschat_lora.config.groups import LoraConfig, ModelConfig
-from dschat_lora.config.options import flatten
 from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.data.prepare import Prepared
 from dschat_lora.data.rows import DataKind
 from dschat_lora.engine.build import EngineSettings, TrainEngine
-from dschat_lora.engine.distributed import (
-    data_rank,
-    device,
-)
+from dschat_lora.engine.distributed import device
 from dschat_lora.lora.collectives import TensorGroup
-from dschat_lora.lora.layers import full_shape
 from dschat_lora.lora.rates import parameter_groups, rate_warning
-from dschat_lora.models.build import (
-    AdaptedModel,
-    Task,
-    can_recompute,
-    check_targets,
-    recompute_blocks,
-)
+from dschat_lora.models.build import AdaptedModel, Task, check_targets, recompute_blocks
 from dschat_lora.models.causal_lm import Tokenizer, load_tokenizer
 from dschat_lora.models.compile import compile_blocks
 from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.models.views import ModuleT
-from dschat_lora.runtime.memory import (
-    estimate_memory_of,
-    explaining_memory,
-    free_memory,
-    settle_recomputation,
-)
+from dschat_lora.runtime.memory import estimate_memory_of, explaining_memory, free_memory
 from dschat_lora.runtime.run import Run
 from dschat_lora.runtime.setup import (
+    builds_shapes_alone,
     engine_settings,
+    engine_words,
+    num_elements,
     prepare_to_compile,
-    process_words,
-    read_data,
+    read_training_data,
+    record_models,
+    resolve_recomputation,
     shard_model,
     state_identity,
     tensor_group,
-    zero_words,
+    trained_elements,
 )
 
 
 @dataclass(frozen=True)
-class Setup:
+class SupervisedSetup:
     """A stage with its data and its model, before the engine."""
 
     config: SupervisedConfig
@@ -83,7 +71,7 @@ class Build(Protocol):
 
 def set_up(
     run: Run[SupervisedConfig], build: Build, *, phase: int, kind: DataKind = "samples", task: Task
-) -> Setup:
+) -> SupervisedSetup:
     """Data and model of a stage, shown and recorded; call on every rank.
 
     Args:
@@ -107,7 +95,7 @@ def set_up(
     group = tensor_group(config.parallel)
     check_targets(source, config.model, config.lora, task, group=group)
     tokenizer = load_tokenizer(source.tokenizer, config.model)
-    data = prepare_data(config, tokenizer, phase=phase, kind=kind, run=run)
+    data = read_training_data(config.data, tokenizer, run, phase=phase, kind=kind)
     settings = engine_settings(
         config,
         dtype=config.model.dtype,
@@ -122,21 +110,21 @@ def set_up(
         config.lora,
         dtype=settings.torch_dtype,
         seed=config.run.seed,
-        meta=wants_shape_only(config, settings),
+        meta=builds_shapes_alone(config.run, [settings]),
         group=group,
     )
-    config = settle_memory(config, settings, adapted, run, free=free)
+    config = _resolve_recomputation(config, settings, adapted, run, free=free)
     run = replace(run, config=config)
-    describe(config, settings, adapted, run)
+    _describe(config, settings, adapted, run)
     identity: dict[str, Any] = {}
     if run.directory is not None:
         run.closing.enter_context(explaining_memory(adapted, config, settings, run.directory))
         identity = state_identity(adapted, tokenizer, data, settings)
         shard_model(adapted.model, settings)
-    return Setup(config, source, tokenizer, data, settings, adapted, identity, run)
+    return SupervisedSetup(config, source, tokenizer, data, settings, adapted, identity, run)
 
 
-def settle_memory(
+def _resolve_recomputation(
     config: SupervisedConfig,
     settings: EngineSettings,
     adapted: AdaptedModel,
@@ -144,78 +132,40 @@ def settle_memory(
     *,
     free: int,
 ) -> SupervisedConfig:
-    """The config with ``--gradient_checkpointing`` settled, as the model then does. On every rank.
+    """The config with ``--gradient_checkpointing`` on or off, as the model then does.
 
     Raises:
         ValueError: if blocks are to be recomputed, and the architecture cannot.
     """
     option = "gradient_checkpointing"
 
-    def recomputing(on: bool) -> SupervisedConfig:
-        return replace(config, model=replace(config.model, gradient_checkpointing=on))
+    def with_options(on: Collection[str]) -> SupervisedConfig:
+        return replace(config, model=replace(config.model, gradient_checkpointing=option in on))
 
-    def need(on: Sequence[str]) -> int:
-        if not can_recompute(adapted.model):
-            return 0
-        return estimate_memory_of(adapted, recomputing(option in on), settings) or 0
-
-    switches = {option: config.model.gradient_checkpointing}
-    on, words = settle_recomputation(config, switches, need, free=free)
-    if words is not None:
-        run.log.say(f"  note         {words}")
-    if on[option]:
-        recompute_blocks(adapted.model)
-    run.record.update(on)
-    return recomputing(on[option])
-
-
-def prepare_data(
-    config: SupervisedConfig,
-    tokenizer: Tokenizer,
-    *,
-    phase: int,
-    kind: DataKind = "samples",
-    run: Run[SupervisedConfig],
-) -> Prepared:
-    """Tokenised rows, audited; the audit is shown and recorded. Call on every rank.
-
-    Raises:
-        ValueError: if rows cannot be read, or there is nothing to learn from them.
-    """
-    seed = config.run.seed
-    prepared = read_data(
-        config.data, tokenizer, phase=phase, seed=seed, kind=kind, name="data", run=run
+    config = resolve_recomputation(
+        run,
+        {option: adapted.model},
+        with_options=with_options,
+        estimate=lambda config: estimate_memory_of(adapted, config, settings),
+        free=free,
     )
-    if config.optim.num_train_epochs > 0:
-        prepared.audit.check()
-    return prepared
+    if config.model.gradient_checkpointing:
+        recompute_blocks(adapted.model)
+    return config
 
 
-def note_unused_margins(setup: Setup) -> None:
-    """Say that margins have no part in this stage's loss, where rows bring some."""
-    if len(setup.data.train) and setup.data.train.column("margin").any():
-        setup.run.log.say("  note         the column `margin` has no effect on this loss")
-
-
-def wants_shape_only(config: SupervisedConfig, settings: EngineSettings) -> bool:
-    """Whether this rank builds the model without its weights: they come sharded, or never."""
-    return config.run.dry_run or (settings.zero_stage == 3 and data_rank() > 0)
-
-
-def describe(
+def _describe(
     config: SupervisedConfig,
     settings: EngineSettings,
     adapted: AdaptedModel,
     run: Run[SupervisedConfig],
 ) -> None:
-    """Show and record parameter counts, compute type and ZeRO stage."""
-    parameters = list(adapted.model.parameters())
-    total = sum(full_shape(p).numel() for p in parameters)
-    trained = sum(full_shape(p).numel() for p in parameters if p.requires_grad)
+    """Show and record parameter counts, compute type, ZeRO stage and the need of memory."""
+    total = num_elements(adapted.model.parameters())
+    trained = trained_elements(adapted.model)
     run.log.say(
         f"  parameters   {total:,}, of which {trained:,} train ({trained / total:.2%}); "
-        f"{len(adapted.targets)} adapted layers; {settings.dtype}, "
-        f"{zero_words(settings, adapted.model)}, {process_words()}"
+        f"{len(adapted.targets)} adapted layers; {engine_words(settings, adapted.model)}"
     )
     if warning := rate_warning(config.optim, config.lora):
         run.log.say(f"  warning      {warning}")
@@ -224,20 +174,17 @@ def describe(
         run.log.say(
             f"  memory       up to {memory / 2**30:.3g} GiB per device by estimate, for full rows"
         )
-    run.record.update(
-        {
-            "parameters": {"total": total, "trainable": trained},
-            "dtype": settings.dtype,
-            "adapted_layers": adapted.targets,
-        }
-    )
-    if config.run.dry_run:
-        for name, value in flatten(config).items():
-            run.log.say(f"  --{name} {value}")
-        run.log.say("dry run: nothing was trained or saved")
+    parameters = {"total": total, "trainable": trained}
+    record_models(run, settings, parameters=parameters, layers=adapted.targets)
 
 
-def build_engine(setup: Setup, network: ModuleT) -> TrainEngine[ModuleT]:
+def note_unused_margins(setup: SupervisedSetup) -> None:
+    """Say that margins have no part in this stage's loss, where rows bring some."""
+    if len(setup.data.train) and setup.data.train.column("margin").any():
+        setup.run.log.say("  note         the column `margin` has no effect on this loss")
+
+
+def build_engine(setup: SupervisedSetup, network: ModuleT) -> TrainEngine[ModuleT]:
     """The engine over ``network``, which holds the stage's model; call on every rank."""
     groups = parameter_groups(setup.adapted.model, setup.config.optim)
     engine = TrainEngine(network, groups, setup.settings)

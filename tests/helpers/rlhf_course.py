@@ -14,9 +14,10 @@ from dschat_lora.config.options import parse_config
 from dschat_lora.engine.distributed import rank
 from dschat_lora.engine.zero import gather_to_cpu
 from dschat_lora.lora.model import adapter_parameters
-from dschat_lora.rlhf import iteration, setup
+from dschat_lora.rlhf import export, iteration, setup
 from dschat_lora.rlhf import train as course
 from dschat_lora.rlhf.config import RlhfConfig
+from dschat_lora.rlhf.engines import build_engines
 from dschat_lora.rlhf.rollout import Generator
 from dschat_lora.rlhf.update import Updater
 from dschat_lora.rlhf.validation import NAME, check_rlhf
@@ -139,7 +140,7 @@ def train_rlhf(argv, *, layer_by_layer=False):
         open_run(config, name=NAME, check=check_rlhf) as run,
     ):
         ready = setup.set_up(run)
-        report = _course(ready, setup.build_engines(ready))
+        report = _course(ready, build_engines(ready))
     lines = metrics(config.run.output_dir) if rank() == 0 else []
     return {"steps": steps, "texts": texts, "lines": json.dumps(lines), **report}
 
@@ -153,7 +154,7 @@ def _course(ready, engines):
         if not p.requires_grad
     }
     before = gather_to_cpu(frozen)
-    course.train(ready, engines)
+    export.finish(ready, engines, course.train(ready, engines))
     after = gather_to_cpu(frozen)
     trained = {
         role: gather_to_cpu({n: p for n, p in m.model.named_parameters() if p.requires_grad})

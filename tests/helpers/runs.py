@@ -25,7 +25,13 @@ from dschat_lora.perf.shape import describe
 from dschat_lora.perf.throughput import Meter
 from dschat_lora.report.log import RunLog
 from dschat_lora.runtime.setup import shard_model
-from dschat_lora.supervised.loop import Progress, evaluate, fit, make_train_schedule, train_steps
+from dschat_lora.supervised.loop import (
+    TrainProgress,
+    evaluate,
+    fit,
+    make_train_schedule,
+    train_steps,
+)
 from dschat_lora.supervised.objectives import SUPERVISED, BatchLoss, causal_lm_loss
 from helpers.tensor_parallel import divided, replicas_differ
 from helpers.tiny import LENGTH, ragged_samples
@@ -335,7 +341,7 @@ def fit_with_infinite_gradients(path, *, stage, dtype="fp32"):
                     make_train_schedule(
                         OptimConfig(max_steps=60), RunConfig(), source.steps_per_epoch
                     ),
-                    progress=Progress(),
+                    progress=TrainProgress(),
                     rate_factor=lambda step: 1.0,
                     seed=1,
                     checkpointer=NoKeeper(),
@@ -393,7 +399,7 @@ def _fit_with_infinite_losses(path, stage, infinite):
                 source := loader(ragged_samples(64), micro=2, accumulation=2),
                 replace(SUPERVISED, loss=loss),
                 make_train_schedule(OptimConfig(max_steps=5), RunConfig(), source.steps_per_epoch),
-                progress=(progress := Progress()),
+                progress=(progress := TrainProgress()),
                 rate_factor=lambda step: 1.0,
                 seed=1,
                 checkpointer=watching,

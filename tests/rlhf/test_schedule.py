@@ -8,7 +8,7 @@ import pytest
 
 from dschat_lora.report.log import jsonable
 from dschat_lora.rlhf.rollout import PromptOrder
-from dschat_lora.rlhf.schedule import Progress, RlhfSchedule
+from dschat_lora.rlhf.schedule import RlhfProgress, RlhfSchedule
 
 PLANS = list(
     itertools.product(
@@ -49,8 +49,8 @@ def test_an_epoch_answers_every_prompt_once_in_an_order_of_its_own(prompts, each
 
 
 def test_progress_that_is_no_number_comes_back_as_it_was():
-    progress = Progress(kl_spent=math.nan, moments={"count": 2.0, "mean": math.inf, "m2": 1.0})
-    again = Progress()
+    progress = RlhfProgress(kl_spent=math.nan, moments={"count": 2.0, "mean": math.inf, "m2": 1.0})
+    again = RlhfProgress()
     again.restore(json.loads(json.dumps(jsonable(progress.state()))))
     assert math.isnan(again.kl_spent)
     assert again.moments == {"count": 2.0, "mean": math.inf, "m2": 1.0}

@@ -22,33 +22,25 @@ def main(config: SupervisedConfig) -> None:
     from dschat_lora.runtime.run import open_run
 
     with open_run(config, name="sft", check=check_supervised) as run:
-        train(run)  # a function of its own: its engine must not outlive the run
+        train_sft(run)  # a function of its own: its engine must not outlive the run
 
 
-def train(run: "Run[SupervisedConfig]") -> None:
+def train_sft(run: "Run[SupervisedConfig]") -> None:
     """Train, evaluate and save; call on every rank."""
     from dschat_lora.models.build import build_causal_lm
     from dschat_lora.models.causal_lm import CausalLMLoss
-    from dschat_lora.supervised import batching
-    from dschat_lora.supervised import setup as stage
-    from dschat_lora.supervised import train as course
+    from dschat_lora.supervised.batching import make_sample_layout, resolve_head
     from dschat_lora.supervised.objectives import SUPERVISED
+    from dschat_lora.supervised.setup import build_engine, set_up
+    from dschat_lora.supervised.train import make_answers, train
 
-    setup = stage.set_up(run, build_causal_lm, phase=1, kind="samples", task="CAUSAL_LM")
+    setup = set_up(run, build_causal_lm, phase=1, kind="samples", task="CAUSAL_LM")
     if run.directory is None:
         return  # a dry run
-    engine = stage.build_engine(setup, CausalLMLoss(setup.adapted.model))
-    batching.resolve_head(engine, len(setup.tokenizer), run)
-    batch_layout = batching.make_sample_layout(setup, engine)
-    train, held_out = setup.data.train, setup.data.eval
-    course.train(
-        setup,
-        engine,
-        batching.train_loader(setup, train, batch_layout),
-        SUPERVISED,
-        course.make_evaluator(setup, engine, held_out, batch_layout, SUPERVISED),
-        answers=course.make_answers(setup, engine),
-    )
+    engine = build_engine(setup, CausalLMLoss(setup.adapted.model))
+    resolve_head(engine, len(setup.tokenizer), run)
+    layout, answers = make_sample_layout(setup, engine), make_answers(setup, engine)
+    train(setup, engine, setup.data, layout, SUPERVISED, answers=answers)
 
 
 if __name__ == "__main__":

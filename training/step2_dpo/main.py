@@ -25,34 +25,33 @@ def main(config: DpoStageConfig) -> None:
     from dschat_lora.runtime.run import open_run
 
     with open_run(config, name="dpo", check=check) as run:
-        train(run)  # a function of its own: its engine must not outlive the run
+        train_dpo(run)  # a function of its own: its engine must not outlive the run
 
 
-def train(run: "Run[DpoStageConfig]") -> None:
+def train_dpo(run: "Run[DpoStageConfig]") -> None:
     """Train, evaluate and save; call on every rank."""
     from dschat_lora.models.build import build_causal_lm
     from dschat_lora.models.causal_lm import CausalLMLogprobs
-    from dschat_lora.supervised import batching
-    from dschat_lora.supervised import setup as stage
-    from dschat_lora.supervised import train as course
+    from dschat_lora.supervised.batching import make_pair_layout, resolve_head
     from dschat_lora.supervised.dpo_reference import make_reference
+    from dschat_lora.supervised.setup import build_engine, note_unused_margins, set_up
+    from dschat_lora.supervised.train import make_answers, train
 
-    setup = stage.set_up(run, build_causal_lm, phase=2, kind="pairs", task="CAUSAL_LM")
+    setup = set_up(run, build_causal_lm, phase=2, kind="pairs", task="CAUSAL_LM")
     if run.directory is None:
         return  # a dry run
-    stage.note_unused_margins(setup)
-    engine = stage.build_engine(setup, CausalLMLogprobs(setup.adapted.model))
-    batching.resolve_head(engine, len(setup.tokenizer), run)
-    batch_layout = batching.make_pair_layout(setup, engine, run.config.pairs)
-    reference = make_reference(setup, engine, batch_layout, run.config.dpo)
-    objective = reference.objective
-    course.train(
+    note_unused_margins(setup)
+    engine = build_engine(setup, CausalLMLogprobs(setup.adapted.model))
+    resolve_head(engine, len(setup.tokenizer), run)
+    layout = make_pair_layout(setup, engine, run.config.pairs)
+    reference = make_reference(setup, engine, layout, run.config.dpo)
+    train(
         setup,
         engine,
-        batching.train_loader(setup, reference.train, batch_layout),
-        objective,
-        course.make_evaluator(setup, engine, reference.eval, batch_layout, objective),
-        answers=course.make_answers(setup, engine),
+        reference,
+        layout,
+        reference.objective,
+        answers=make_answers(setup, engine),
         extra_flops=reference.extra_flops,
     )
 

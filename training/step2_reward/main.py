@@ -25,34 +25,26 @@ def main(config: RewardStageConfig) -> None:
     from dschat_lora.runtime.run import open_run
 
     with open_run(config, name="reward", check=check) as run:
-        train(run)  # a function of its own: its engine must not outlive the run
+        train_reward(run)  # a function of its own: its engine must not outlive the run
 
 
-def train(run: "Run[RewardStageConfig]") -> None:
+def train_reward(run: "Run[RewardStageConfig]") -> None:
     """Train, evaluate and save; call on every rank."""
     from dschat_lora.models.build import build_reward_model
     from dschat_lora.models.reward_model import RewardModel
-    from dschat_lora.supervised import batching
-    from dschat_lora.supervised import setup as stage
-    from dschat_lora.supervised import train as course
+    from dschat_lora.supervised.batching import make_pair_layout
     from dschat_lora.supervised.objectives import reward_objective
+    from dschat_lora.supervised.setup import build_engine, note_unused_margins, set_up
+    from dschat_lora.supervised.train import train
 
-    setup = stage.set_up(run, build_reward_model, phase=2, kind="pairs", task="SEQ_CLS")
+    setup = set_up(run, build_reward_model, phase=2, kind="pairs", task="SEQ_CLS")
     if run.directory is None:
         return  # a dry run
     if run.config.reward.reward_loss != "bradley_terry":
-        stage.note_unused_margins(setup)
-    engine = stage.build_engine(setup, RewardModel(setup.adapted.model))
-    batch_layout = batching.make_pair_layout(setup, engine, run.config.pairs)
-    objective = reward_objective(run.config.reward)
-    train, held_out = setup.data.train, setup.data.eval
-    course.train(
-        setup,
-        engine,
-        batching.train_loader(setup, train, batch_layout),
-        objective,
-        course.make_evaluator(setup, engine, held_out, batch_layout, objective),
-    )
+        note_unused_margins(setup)
+    engine = build_engine(setup, RewardModel(setup.adapted.model))
+    layout = make_pair_layout(setup, engine, run.config.pairs)
+    train(setup, engine, setup.data, layout, reward_objective(run.config.reward))
 
 
 if __name__ == "__main__":

@@ -23,17 +23,22 @@ def main(config: RlhfConfig) -> None:
     from dschat_lora.runtime.run import open_run
 
     with open_run(config, name=NAME, check=check_rlhf) as run:
-        train(run)  # a function of its own: its engine must not outlive the run
+        train_rlhf(run)  # a function of its own: its engine must not outlive the run
 
 
-def train(run: "Run[RlhfConfig]") -> None:
+def train_rlhf(run: "Run[RlhfConfig]") -> None:
     """Train, evaluate and save; call on every rank."""
-    from dschat_lora.rlhf import setup, train
+    from dschat_lora.rlhf.engines import build_engines
+    from dschat_lora.rlhf.export import finish
+    from dschat_lora.rlhf.setup import set_up
+    from dschat_lora.rlhf.train import train
 
-    ready = setup.set_up(run)
+    setup = set_up(run)
     if run.directory is None:
         return  # a dry run
-    train.train(ready, setup.build_engines(ready))
+    engines = build_engines(setup)
+    result = train(setup, engines)
+    finish(setup, engines, result)
 
 
 if __name__ == "__main__":

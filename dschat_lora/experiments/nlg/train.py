@@ -12,11 +12,10 @@ from dschat_lora.lora.model import adapter_parameters
 from dschat_lora.models.build import build_causal_lm
 from dschat_lora.models.causal_lm import CausalLMLoss
 from dschat_lora.runtime.run import Run, open_run
-from dschat_lora.supervised import batching as layout
-from dschat_lora.supervised import setup as stage
-from dschat_lora.supervised import train as course
+from dschat_lora.supervised.batching import make_sample_layout, resolve_head
 from dschat_lora.supervised.objectives import SUPERVISED
-from dschat_lora.supervised.setup import Setup
+from dschat_lora.supervised.setup import SupervisedSetup, build_engine, set_up
+from dschat_lora.supervised.train import make_answers, train
 
 
 def run_training(config: NlgConfig) -> None:
@@ -26,29 +25,28 @@ def run_training(config: NlgConfig) -> None:
 
 
 def _train(run: Run[NlgConfig]) -> None:
-    setup = stage.set_up(run, build_causal_lm, phase=1, kind="samples", task="CAUSAL_LM")
+    setup = set_up(run, build_causal_lm, phase=1, kind="samples", task="CAUSAL_LM")
     directory = run.directory
     if directory is None:
         return  # a dry run
     optim = in_optimizer_steps(run.config).optim
     setup = replace(setup, config=replace(setup.config, optim=optim))
     network = CausalLMLoss(setup.adapted.model, label_smoothing=run.config.label_smoothing)
-    engine = stage.build_engine(setup, network)
-    layout.resolve_head(engine, len(setup.tokenizer), run)
-    batch_layout = layout.make_sample_layout(setup, engine)
-    course.train(
+    engine = build_engine(setup, network)
+    resolve_head(engine, len(setup.tokenizer), run)
+    train(
         setup,
         engine,
-        layout.train_loader(setup, setup.data.train, batch_layout),
+        setup.data,
+        make_sample_layout(setup, engine),
         SUPERVISED,
-        course.make_evaluator(setup, engine, setup.data.eval, batch_layout, SUPERVISED),
-        answers=course.make_answers(setup, engine),
-        schedule=schedule(run.config),
+        answers=make_answers(setup, engine),
+        lr_schedule=schedule(run.config),
         on_checkpoint=lambda step: save_factors(setup, directory / "lora", step),
     )
 
 
-def save_factors(setup: Setup, directory: Path, step: int) -> None:
+def save_factors(setup: SupervisedSetup, directory: Path, step: int) -> None:
     """Write the trained LoRA tensors alone, in loralib's layout; call on every rank."""
     adapted = setup.adapted
     if adapted.lora.lora_dim == 0:

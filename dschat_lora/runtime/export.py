@@ -1,0 +1,90 @@
+"""Writing what a run trained: the adapter, or the whole model where more than that was trained."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from dschat_lora.checkpoint.export import save_adapter, save_merged
+from dschat_lora.config.groups import ModelConfig
+from dschat_lora.config.stages import StageConfig
+from dschat_lora.data.store import TokenSet
+from dschat_lora.lora.merge import MergeReport
+from dschat_lora.models.build import AdaptedModel
+from dschat_lora.models.causal_lm import Tokenizer, stored_dropouts
+from dschat_lora.models.source import ModelSource
+from dschat_lora.report.record import package_versions
+from dschat_lora.runtime.run import Run
+
+
+def export_trained(
+    run: Run[StageConfig],
+    directory: Path,
+    adapted: AdaptedModel,
+    *,
+    source: ModelSource,
+    tokenizer: Tokenizer,
+    model: ModelConfig,
+    data_path: Sequence[str],
+    metrics: Mapping[str, Any],
+    probe_ids: Tensor,
+    label: str = "",
+    tensors: Mapping[str, Tensor] | None = None,
+) -> MergeReport | None:
+    """Write ``adapter``, and ``model`` if it is asked for or more was trained; on every rank.
+
+    Args:
+        run: whose options say whether adapters are merged, and how far that may move the model.
+        directory: receives the two.
+        adapted: the trained model, in evaluation mode.
+        source: of its base.
+        tokenizer: written too.
+        model: the user's model options.
+        data_path: of the training data, for the adapter's card.
+        metrics: for the card too.
+        probe_ids: (B, T) token ids on which a written model is compared with the trained one.
+        label: what the adapter is called in the log.
+        tensors: written in the place of the model's own values; whole, on rank 0.
+
+    Returns:
+        How far the written model differs, on rank 0; None where none was written.
+    """
+    options = run.config.run
+    adapter_alone = adapted.lora.lora_dim > 0 and adapted.lora.only_optimize_lora
+    if adapter_alone:
+        save_adapter(
+            directory / "adapter",
+            adapted.model,
+            adapted.lora,
+            base=source.base,
+            tokenizer=tokenizer,
+            card={
+                "data": {"training data": " ".join(data_path)},
+                "metrics": metrics,
+                "versions": package_versions(),
+            },
+            task_type=adapted.task,
+            tensors=tensors,
+        )
+        run.log.say(f"{label}adapter written to {directory / 'adapter'}")
+    if adapter_alone and not options.merge_adapter:
+        return None
+    # Without adapters nothing is merged that could be refused; other tensors differ on purpose.
+    refusable = adapted.targets and tensors is None
+    return save_merged(
+        directory / "model",
+        adapted.model,
+        tokenizer=tokenizer,
+        probe_ids=probe_ids,
+        max_kl=options.merge_max_kl if refusable else math.inf,
+        dropouts=stored_dropouts(source.base, model),
+        tensors=tensors,
+    )
+
+
+def first_ids(samples: TokenSet, count: int, *, max_length: int) -> list[int]:
+    """Token ids of the first ``count`` samples in a row, at most ``max_length`` and 256."""
+    ids = [int(i) for n in range(min(count, len(samples))) for i in samples[n].input_ids]
+    return ids[: min(256, max_length)]
