@@ -105,8 +105,7 @@ def parse_config(
     """An instance of ``config_class`` from ``argv`` (default: ``sys.argv[1:]``).
 
     Raises:
-        ValueError: on an unknown option or an unusable value; the message names the option,
-            the value and what is allowed.
+        ValueError: naming an option that is unknown, or its value and what is allowed.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     fields = dict(_option_fields(config_class))
@@ -132,11 +131,7 @@ def parse_config(
 
 
 def build_config(config_class: type[ConfigT], values: Mapping[str, object]) -> ConfigT:
-    """An instance from ``{option name: value}``, as if these and no others were typed.
-
-    Raises:
-        ValueError: on an unusable value.
-    """
+    """An instance from ``{option name: value}``, as if these and no others were typed."""
     return _build(config_class, values, prefix="")
 
 

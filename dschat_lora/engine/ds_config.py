@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from dschat_lora.config.groups import BatchConfig, ModelConfig, OptimConfig, ParallelConfig
 
@@ -136,9 +136,8 @@ def reconcile(
     _check_total_batch(path, content, batch, parallel, world_size)
     if values["offload"] and not values["zero_stage"]:
         raise ValueError("--offload needs --zero_stage 1, 2 or 3: ZeRO 0 shards nothing to offload")
-    zero_stage: Literal[0, 1, 2, 3] = values["zero_stage"] or 0
-    offload: bool = values["offload"]
-    return model, batch, optim, replace(parallel, zero_stage=zero_stage, offload=offload)
+    parallel = replace(parallel, zero_stage=values["zero_stage"] or 0, offload=values["offload"])
+    return model, batch, optim, parallel
 
 
 def _stated_options(content: Mapping[str, Any]) -> Iterator[tuple[str, str, object]]:

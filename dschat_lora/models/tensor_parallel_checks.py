@@ -53,11 +53,7 @@ def sizes_of(fields: Mapping[str, Any]) -> Sizes:
 
 
 def check_divides(fields: Mapping[str, Any], size: int) -> None:
-    """Refuse a model that ``size`` ranks cannot divide evenly, by its ``config.json``.
-
-    Raises:
-        ValueError: naming the numbers that do not fit, and those that would.
-    """
+    """Refuse a model that ``size`` ranks cannot divide evenly, by its ``config.json``."""
     kind = fields.get("model_type")
     if size == 1 or kind is None:
         return
@@ -82,11 +78,7 @@ def check_divides(fields: Mapping[str, Any], size: int) -> None:
 
 
 def check_files(directory: Path, size: int) -> None:
-    """Refuse a local model whose weights cannot be read in parts.
-
-    Raises:
-        ValueError: saying how to make them so.
-    """
+    """Refuse a local model whose weights cannot be read in parts."""
     if size == 1 or any((directory / name).is_file() for name in _SAFETENSORS):
         return
     if others := sorted(path.name for path in directory.glob("*.bin")):
@@ -97,11 +89,7 @@ def check_files(directory: Path, size: int) -> None:
 
 
 def check_processes(size: int, processes: int) -> None:
-    """Refuse groups of ``size`` that the launched processes do not fill.
-
-    Raises:
-        ValueError: naming both, and how to start others.
-    """
+    """Refuse groups of ``size`` that the launched processes do not fill."""
     if processes % size == 0:
         return
     wanted = -(-processes // size) * size
@@ -114,11 +102,7 @@ def check_processes(size: int, processes: int) -> None:
 
 
 def check_training(load: LoadConfig, lora: LoraConfig, size: int) -> None:
-    """Refuse to train parts of a divided model of which each rank has a share alone.
-
-    Raises:
-        ValueError: naming the options and what would do.
-    """
+    """Refuse to train parts of a divided model of which each rank has a share alone."""
     if size == 1:
         return
     reason = f"--tensor_parallel_size {size} trains adapters on a frozen base"

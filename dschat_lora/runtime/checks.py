@@ -255,11 +255,7 @@ def parallel_without_effect(parallel: ParallelConfig) -> list[str]:
 
 
 def check_function(option: str, name: str) -> None:
-    """Refuse a function whose module cannot be found, without importing it.
-
-    Raises:
-        ValueError: naming the option.
-    """
+    """Refuse a function whose module cannot be found, without importing it."""
     module = name.partition(":")[0]
     with working_directory():
         try:

@@ -224,22 +224,18 @@ def _trained_model(
     adapted: AdaptedModel, config: SupervisedConfig, settings: EngineSettings
 ) -> TrainedModel:
     """The one model of a supervised stage; a row of pairs holds two sequences."""
+    rows, tokens = config.batch.per_device_train_batch_size, config.batch.tokens_per_device
+    if tokens:
+        rows = rows_of(tokens, config.max_row_tokens)[0]
     return TrainedModel(
         adapted.model,
         settings,
-        rows=_rows_at_once(config),
+        rows=rows,
         length=config.data.max_seq_len,
         recomputes=is_on(config.model.gradient_checkpointing),
-        tokens=config.batch.tokens_per_device,
+        tokens=tokens,
         sequences=config.max_row_tokens // config.data.max_seq_len,
     )
-
-
-def _rows_at_once(config: SupervisedConfig) -> int:
-    """Full rows of a micro-batch."""
-    if tokens := config.batch.tokens_per_device:
-        return rows_of(tokens, config.max_row_tokens)[0]
-    return config.batch.per_device_train_batch_size
 
 
 def make_estimator(
@@ -282,13 +278,13 @@ def explaining_memory(
     except torch.OutOfMemoryError as error:
         here = device()
         total = torch.cuda.get_device_properties(here).total_memory if here.type == "cuda" else None
-        lora_dim = adapted.lora.lora_dim
+        now, lora_dim = _trained_model(adapted, config, settings), adapted.lora.lora_dim
         advice = out_of_memory_advice(
             make_estimator(adapted, config, settings),
             MemoryOptions(
-                per_device_train_batch_size=_rows_at_once(config),
+                per_device_train_batch_size=now.rows,
                 gradient_accumulation_steps=config.batch.gradient_accumulation_steps,
-                gradient_checkpointing=is_on(config.model.gradient_checkpointing),
+                gradient_checkpointing=now.recomputes,
                 dtype=settings.dtype,
                 zero_stage=settings.zero_stage,
                 tensor_parallel_size=config.parallel.tensor_parallel_size,

@@ -1,6 +1,5 @@
 """Validation of the supervised stages: the checks of steps 1, 2 and DPO, in their order."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -53,21 +52,13 @@ _LORA_ONLY = (
 
 @dataclass(frozen=True)
 class StageRules:
-    """What a stage asks of its options.
+    """What a stage asks of its options."""
 
-    Attributes:
-        name: as in its default output directory.
-        kind: what it makes of rows of data.
-        tasks: kinds of model whose adapters it continues.
-        unused: options of other stages that it accepts and ignores.
-        complete: the config with its defaults for this model, checked for what is its alone.
-    """
-
-    name: str
+    name: str  # as in its default output directory
     kind: DataKind = "samples"
-    tasks: tuple[str, ...] = ("CAUSAL_LM",)
-    unused: tuple[str, ...] = ()
-    complete: Callable[[Any, ModelSource], Any] = lambda config, source: config
+    tasks: tuple[str, ...] = ("CAUSAL_LM",)  # kinds of model whose adapters it continues
+    unused: tuple[str, ...] = ()  # options of other stages that it accepts and ignores
+    checks: tuple[Check[Any, ModelSource], ...] = ()  # its own, which come first
 
 
 @dataclass(frozen=True)
@@ -101,17 +92,14 @@ def check_supervised(config: ConfigT, *, rules: StageRules = SFT) -> ConfigT:
     def check(config: ConfigT) -> ConfigT:
         source = find_model(config.model.model_name_or_path)
         inputs = SupervisedInputs(rules, source, config.data)
+        config = apply_checks(config, source, rules.checks)
         return apply_checks(config, inputs, SUPERVISED_CHECKS)
 
     return resolve_stage(config, check, stage=rules.name)
 
 
 def check_score(config: ScoreConfig) -> None:
-    """Find what is wrong with a reward model's directory or the files to score, before torch.
-
-    Raises:
-        ValueError: naming option, value and remedy.
-    """
+    """Refuse what is no reward model, or files that cannot be scored, before torch is imported."""
     source = find_model(config.model_name_or_path)
     if source.adapter is not None:
         verify_adapter(source.adapter)
@@ -122,12 +110,6 @@ def check_score(config: ScoreConfig) -> None:
         check_can_be_made(Path(config.output_path).expanduser().parent, option="output_path")
 
 
-def with_stage_defaults(config: ConfigT, inputs: SupervisedInputs) -> ConfigT:
-    """With what the stage has by default for this model."""
-    completed: ConfigT = inputs.rules.complete(config, inputs.source)
-    return completed
-
-
 def check_model(config: SupervisedConfig, inputs: SupervisedInputs) -> None:
     """Refuse a damaged adapter, or a model of another task."""
     check_adapter_files(inputs.source)
@@ -136,7 +118,7 @@ def check_model(config: SupervisedConfig, inputs: SupervisedInputs) -> None:
 
 def with_bundled_data(config: ConfigT, inputs: SupervisedInputs) -> ConfigT:
     """With the bundled rows where the user names none that the stage uses."""
-    data, given = config.data, config.given
+    data = config.data
     if "sft_only_data_path" in inputs.rules.unused:
         data = replace(data, sft_only_data_path=())
     if not (data.data_path or data.sft_only_data_path):
@@ -144,7 +126,7 @@ def with_bundled_data(config: ConfigT, inputs: SupervisedInputs) -> ConfigT:
             data,
             data_path=(str(BUNDLED_DATA["train"]),),
             eval_data_path=data.eval_data_path or (str(BUNDLED_DATA["eval"]),),
-            max_seq_len=data.max_seq_len if "max_seq_len" in given else BUNDLED_SEQ_LEN,
+            max_seq_len=data.max_seq_len if "max_seq_len" in config.given else BUNDLED_SEQ_LEN,
         )
     return replace(config, data=data)
 
@@ -282,7 +264,6 @@ def _follows_base_rate(config: SupervisedConfig) -> bool:
 
 # In this order: the first that fails is the one a user reads.
 SUPERVISED_CHECKS: tuple[Check[Any, SupervisedInputs], ...] = (
-    with_stage_defaults,
     check_model,
     with_bundled_data,
     with_continued_lora,

@@ -93,11 +93,7 @@ def checkpoints(directory: Path) -> list[Path]:
 
 
 def check_sound(checkpoint: Path) -> None:
-    """Refuse a checkpoint of the Trainer of which something is missing or cut off.
-
-    Raises:
-        ValueError: naming the file.
-    """
+    """Refuse a checkpoint of the Trainer of which something is missing or cut off."""
     names = ["trainer_state.json", "optimizer.pt", "scheduler.pt"]
     if any(checkpoint.glob("global_step*")):
         names = names[:1]  # DeepSpeed keeps the others in files of its own

@@ -21,7 +21,6 @@ from dschat_lora.experiments.nlg.config import (
 from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.runtime.checks import (
     Check,
-    apply_checks,
     check_can_be_made,
     check_task,
     model_fields,
@@ -32,18 +31,6 @@ from dschat_lora.runtime.validation import StageRules, check_supervised
 _TARGETS = {"target_modules", "lora_module_name"}
 # Options that set the rate, except in a cycle.
 _RATES = ("lora_learning_rate", "lora_lr_multiplier", "num_warmup_steps")
-
-
-def complete(config: NlgConfig, source: ModelSource) -> NlgConfig:
-    """The config with the layers to adapt: query and value, unless an option says otherwise.
-
-    Raises:
-        ValueError: if options contradict each other, or the run that is resumed.
-    """
-    return apply_checks(config, source, NLG_CHECKS)
-
-
-check_training = partial(check_supervised, rules=StageRules("nlg", complete=complete))
 
 
 def with_query_and_value(config: NlgConfig, source: ModelSource) -> NlgConfig:
@@ -105,11 +92,7 @@ def check_accumulation(config: NlgConfig, source: ModelSource) -> None:
 
 
 def in_optimizer_steps(config: NlgConfig) -> NlgConfig:
-    """The config with the run's length, if options tell it, in optimizer steps.
-
-    Raises:
-        ValueError: if it is less than one.
-    """
+    """The config with the run's length, if options tell it, in optimizer steps, at least one."""
     optim = config.optim
     steps = optim.turns[0][-1] if optim.lr_scheduler_type == "cycle" else optim.max_steps
     micro = _micro_steps(config)
@@ -127,6 +110,7 @@ NLG_CHECKS: tuple[Check[NlgConfig, ModelSource], ...] = (
     check_accumulation,
     with_query_and_value,
 )
+check_training = partial(check_supervised, rules=StageRules("nlg", checks=NLG_CHECKS))
 
 
 def schedule(config: NlgConfig) -> Callable[[int], Callable[[int], float]]:
@@ -170,7 +154,7 @@ SEEN = {
 
 @dataclass(frozen=True)
 class Prediction:
-    """One line of what decode wrote."""
+    """One line of the file that decode wrote."""
 
     text: str
     references: tuple[str, ...]
@@ -178,11 +162,7 @@ class Prediction:
 
 
 def check_decode(config: DecodeConfig) -> DecodeConfig:
-    """The config, if its model and its data can be there.
-
-    Raises:
-        ValueError: naming option, value and remedy.
-    """
+    """The config, if its model and its data can be there."""
     source = find_model(config.model_name_or_path)
     _check_lora_only(config, source.adapter)
     if source.adapter is not None:
@@ -194,11 +174,7 @@ def check_decode(config: DecodeConfig) -> DecodeConfig:
 
 
 def check_evaluate(config: EvaluateConfig) -> EvaluateConfig:
-    """The config, if its predictions can be read and the metrics' packages are there.
-
-    Raises:
-        ValueError: naming option, value and remedy, or the file and line.
-    """
+    """The config, if its predictions can be read and the metrics' packages are there."""
     chosen_predictions(config)
     for package in ("sacrebleu", "nltk"):
         if find_spec(package) is None:

@@ -10,13 +10,14 @@ from dschat_lora.config.groups import LoraConfig
 from dschat_lora.config.options import chosen_verb, flatten, options_of, parse_config
 from dschat_lora.experiments.nlg.config import NlgConfig
 from dschat_lora.experiments.nlg.validation import (
+    NLG_CHECKS,
     check_training,
-    complete,
     in_optimizer_steps,
     schedule,
 )
 from dschat_lora.lora.rates import adapter_learning_rate
 from dschat_lora.models.source import find_model
+from dschat_lora.runtime.checks import apply_checks
 
 
 def parse(line):
@@ -185,7 +186,7 @@ def test_counted_micro_steps_are_not_gone_on_with_at_another_accumulation(tmp_pa
     source = find_model(None)
 
     def completed(line):
-        return complete(replace(parse(line), checkpoint=str(checkpoint)), source)
+        return apply_checks(replace(parse(line), checkpoint=str(checkpoint)), source, NLG_CHECKS)
 
     completed("--scheduler_counts_micro_steps --grad_acc 2")
     completed("--grad_acc 1")
