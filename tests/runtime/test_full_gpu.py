@@ -8,7 +8,12 @@ from dschat_lora.config.groups import LoraConfig
 from dschat_lora.config.options import parse_config
 from dschat_lora.config.stages import DpoStageConfig, SupervisedConfig
 from dschat_lora.models.build import AdaptedModel
-from dschat_lora.runtime.memory import estimate_memory_of, explaining_memory
+from dschat_lora.runtime.memory import (
+    TrainedModel,
+    estimate_memory_of,
+    explaining_memory,
+    plan_memory,
+)
 from helpers.runs import LORA, engine_settings, load_model
 from helpers.step1 import parsed
 
@@ -63,3 +68,24 @@ def test_a_row_of_pairs_needs_the_memory_of_two_sequences(model_directory, monke
         )
     )
     assert one < two == longer
+
+
+def test_two_models_need_what_each_needs_and_shared_tensors_once(model_directory, monkeypatch):
+    monkeypatch.setattr("dschat_lora.runtime.memory.data_world_size", lambda: 1)
+    first, second = (
+        TrainedModel(
+            load_model(model_directory("opt"), LORA),
+            engine_settings(micro=8),
+            rows=8,
+            length=16,
+            recomputes=recomputes,
+        )
+        for recomputes in (False, True)
+    )
+    one, other, both, twice = map(plan_memory, ([first], [second], [first, second], [first, first]))
+    assert other.update < one.update
+    for name in ("weights", "separate_weights", "training", "update"):
+        assert getattr(both, name) == getattr(one, name) + getattr(other, name)
+    assert twice.weights == one.weights
+    assert twice.separate_weights == 2 * one.weights
+    assert plan_memory([first], cache=one.update + 5).peak == one.peak + 5

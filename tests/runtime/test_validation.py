@@ -1,11 +1,17 @@
 """What is checked, filled in and refused before anything heavy is imported."""
 
 import importlib.util
+import inspect
 import json
 
 import pytest
 
 from dschat_lora.assets import BUNDLED_DATA, BUNDLED_MODEL
+from dschat_lora.experiments.glue import validation as glue
+from dschat_lora.experiments.nlg import validation as nlg
+from dschat_lora.rlhf import validation as rlhf
+from dschat_lora.runtime import validation as supervised
+from dschat_lora.runtime.checks import apply_checks
 from helpers.step1 import ROOT, checked, write_adapter_config, write_jsonl
 
 CONFIGS = ROOT / "configs" / "ds"
@@ -297,3 +303,40 @@ def test_option_without_effect_is_named(options, words, capsys):
     notes = [line for line in capsys.readouterr().out.splitlines() if "note" in line]
     assert len(notes) == len(words)
     assert all(word in note for word, note in zip(words, notes, strict=True))
+
+
+# ---------------------------------------------------------------------------- composition
+
+
+def test_checks_resolve_in_turn_and_the_first_mistake_is_told():
+    def add(config, inputs):
+        return [*config, inputs]
+
+    def refuse(config, inputs):
+        raise ValueError(f"after {config}")
+
+    assert apply_checks([], "x", [add, lambda config, inputs: None, add]) == ["x", "x"]
+    with pytest.raises(ValueError, match=r"after \['x'\]"):
+        apply_checks([], "x", [add, refuse, add, refuse])
+
+
+@pytest.mark.parametrize(
+    ("module", "checks"),
+    [
+        (supervised, supervised.SUPERVISED_CHECKS),
+        (rlhf, rlhf.RLHF_CHECKS),
+        (glue, glue.GLUE_CHECKS),
+        (nlg, nlg.NLG_CHECKS),
+    ],
+)
+def test_every_check_of_a_stage_is_in_its_list_once(module, checks):
+    own = {
+        each
+        for each in vars(module).values()
+        if inspect.isfunction(each)
+        and each.__module__ == module.__name__
+        and list(inspect.signature(each).parameters) in (["config", "inputs"], ["config", "source"])
+    }
+    assert len(own) > 3
+    assert own <= set(checks)
+    assert len(set(checks)) == len(checks)
