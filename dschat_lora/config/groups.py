@@ -52,7 +52,7 @@ def is_on(switch: Switch) -> bool:
 
 @dataclass(frozen=True)
 class LoadConfig:
-    """How models are loaded and computed."""
+    """Loading of models, and the kernels that compute them."""
 
     dtype: Dtype = option(
         "auto",
@@ -153,7 +153,7 @@ class LoraConfig:
 
 @dataclass(frozen=True)
 class SourceConfig:
-    """Where rows come from and how they are read."""
+    """Sources of rows, and how they are read."""
 
     data_path: tuple[str, ...] = option(
         (),
@@ -256,7 +256,7 @@ class BatchConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """AdamW, and how long and how fast to train."""
+    """AdamW, the learning-rate schedule and the length of training."""
 
     loraplus_lr_ratio: float = option(
         1.0, help="rate of lora_B over that of lora_A (LoRA+); 1 treats them alike"

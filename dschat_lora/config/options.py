@@ -194,7 +194,7 @@ def option_aliases(config_class: type) -> Mapping[str, str]:
 
 
 def command_line(values: Mapping[str, object]) -> list[str]:
-    """The words of a command line that sets ``{option name: value}``; None is left out."""
+    """The arguments that set ``{option name: value}`` on a command line; None is left out."""
     argv: list[str] = []
     for name, value in values.items():
         if isinstance(value, bool):
@@ -323,7 +323,7 @@ def _help_text(field: dataclasses.Field[object]) -> str:
     """The help line with the default, unless that is absent, empty or False."""
     text: str = field.metadata["help"].replace("%", "%%")
     default = field.default
-    # By identity: 0 == False, and a default of 0 is worth telling.
+    # By identity: 0 == False, and a default of 0 is shown.
     if default is False or default in (None, (), dataclasses.MISSING):
         return text
     return f"{text} (default: {' '.join(default) if isinstance(default, tuple) else default})"

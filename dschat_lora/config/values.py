@@ -1,4 +1,4 @@
-"""Values of options: from the words of a command line, and from YAML, by a field's annotation."""
+"""Conversion of option values from a command line and from YAML, by a field's annotation."""
 
 import argparse
 import math
@@ -10,7 +10,7 @@ Scalar = int | float | str
 
 
 def converter(kind: type, choices: tuple[Scalar, ...] = ()) -> Callable[[str], Scalar]:
-    """The conversion of one word, whose error says what is allowed."""
+    """The conversion of one argument; its error names what is allowed."""
     wanted = {int: "a whole number", float: "a number"}.get(kind, "text")
     allowed = "one of " + ", ".join(map(str, choices)) if choices else wanted
 
@@ -41,12 +41,12 @@ def value_shape(annotation: object) -> tuple[type, tuple[Scalar, ...], bool]:
 
 
 def is_switch(annotation: object) -> bool:
-    """Whether a field is on or off, or perhaps something else: ``bool | Literal["auto"]``."""
+    """Whether a field is a bool, or a bool with further words: ``bool | Literal["auto"]``."""
     return annotation is bool or bool in typing.get_args(annotation)
 
 
 def switch_words(annotation: object) -> list[str]:
-    """What may be typed for a switch: on, off, and the words for something else."""
+    """Values that may be typed for a switch: on, off, and words such as auto."""
     others = [arg for arg in typing.get_args(annotation) if arg is not bool]
     return ["on", "off", *(word for other in others for word in typing.get_args(other))]
 

@@ -121,7 +121,7 @@ def _resident(estimate: Estimator, options: MemoryOptions, built: MemoryOptions)
     )
     if options.dtype != built.dtype:
         memory = replace(memory, activations=memory.activations // 2)
-        # What trains keeps an fp32 copy: nothing is won there.
+        # Trained weights keep an fp32 copy, which is no smaller.
         if not options.trains_base:
             memory = replace(memory, weights=memory.weights // 2)
     if built.trains_base and not options.trains_base:

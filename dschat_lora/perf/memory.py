@@ -21,7 +21,7 @@ from dschat_lora.perf.shape import BlockShape, LinearShape, ModelShape, describe
 
 # Tensors as wide as the MLP that its activation keeps, besides its own result.
 _KEPT_BY_ACTIVATION = {"relu": 0, "gelu_new": 4, "gelu_fast": 4}
-USABLE = 0.9  # of a device's memory; the rest is for what the estimate leaves out
+USABLE = 0.9  # of a device's memory; the rest is for temporaries and fragmentation
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def parameter_bytes(parameters: Iterable[nn.Parameter]) -> int:
 
 
 def rows_of(tokens: int, length: int) -> tuple[int, int]:
-    """How many rows of at most ``length`` positions hold ``tokens``, and the length of each."""
+    """(number of rows of at most ``length`` positions that hold ``tokens``, length of each)."""
     rows = -(-tokens // length)
     return rows, tokens // rows
 
@@ -140,12 +140,12 @@ def activation_bytes(
 
 
 def _token_ranks(group: TensorGroup | None) -> int:
-    """How many ranks share the tokens between the layers."""
+    """Number of ranks that share the tokens between the layers."""
     return group.size if group is not None and group.sequence_parallel else 1
 
 
 def _vocabulary_ranks(model: Any) -> int:
-    """How many ranks share the logits; an adapted head forms all of them on each."""
+    """Number of ranks that share the logits; an adapted head computes all of them on each."""
     head = model.get_output_embeddings()
     return head.split.group.size if isinstance(head, ParallelLinear) else 1
 
@@ -196,7 +196,7 @@ def _mlp_bytes(
     kept = norm if readers[0].input_needs_grad else 0
     kept += _input_bytes(readers, shape.hidden_size, width)
     if down.input_needs_grad:
-        # Gated: what enters the activation, what leaves it, and what it is multiplied by.
+        # Gated: input and output of the activation, and its multiplier.
         gated = len(readers) > 1
         tensors = 3 if gated else _KEPT_BY_ACTIVATION.get(activation, 1)
         result_kept = down.saves_input or activation == "relu"

@@ -83,11 +83,11 @@ class RoleConfig:
         )
 
     def model(self, load: LoadConfig) -> ModelConfig:
-        """How its model is loaded, without dropout."""
+        """Options of loading its model, without dropout."""
         return ModelConfig(**vars(load), model_name_or_path=self.model_name_or_path)
 
     def optim(self, schedule: ScheduleConfig) -> OptimConfig:
-        """How it trains."""
+        """Options of its optimizer."""
         return OptimConfig(
             **vars(schedule),
             learning_rate=self.learning_rate,
@@ -121,7 +121,7 @@ class PromptConfig(SourceConfig):
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """How many responses, and how they are sampled."""
+    """Number of responses, and sampling."""
 
     per_device_generation_batch_size: int = option(
         16, help="responses generated at a time on a device"
@@ -263,7 +263,7 @@ class PretrainingConfig:
 
 @dataclass(frozen=True)
 class ClassicConfig:
-    """Options of DeepSpeed-Chat, and what is shown."""
+    """Further options of DeepSpeed-Chat, and of the log."""
 
     only_optimize_lora: bool = option(
         True, help="freeze base models that have an adapter (no-: train them too)"

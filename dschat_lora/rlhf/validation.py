@@ -44,7 +44,7 @@ _UNUSED = (
 
 @dataclass(frozen=True)
 class RlhfInputs:
-    """What the options name, for the checks: the models, and the data as it was asked for."""
+    """Inputs of the checks besides the config: the models found, and the data as typed."""
 
     actor: ModelSource
     critic: ModelSource | None  # None where nothing but a function scores
@@ -264,7 +264,7 @@ def _with_stage(role: RoleConfig, stage: int) -> RoleConfig:
 
 
 def with_whole_steps(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
-    """With the responses of a step in each iteration, and as many steps as a test wants."""
+    """With enough responses in an iteration for a step, and the steps of ``--enable_test_mode``."""
     batch, shares = config.batch, config.parallel.shares(launched_processes())
     wanted = batch.per_device_training_batch_size * batch.gradient_accumulation_steps
     if wanted > batch.per_device_generation_batch_size * batch.generation_batches:
@@ -312,7 +312,7 @@ def check_attention(config: RlhfConfig, inputs: RlhfInputs) -> None:
 
 
 def check_zero_stages(config: RlhfConfig, inputs: RlhfInputs) -> None:
-    """Refuse to shard one base for one role alone, or what is compiled."""
+    """Refuse ZeRO 3 for one role of a shared base alone, or with ``--compile``."""
     actor, critic = config.actor.zero_stage, config.critic.zero_stage
     if config.has_critic and (actor == 3) != (critic == 3) and shares_base(config):
         raise ValueError(
@@ -323,7 +323,7 @@ def check_zero_stages(config: RlhfConfig, inputs: RlhfInputs) -> None:
 
 
 def shares_base(config: RlhfConfig) -> bool:
-    """Whether actor and critic stand on the same frozen weights."""
+    """Whether actor and critic share the frozen weights of one base."""
     if not config.classic.only_optimize_lora:
         return False
     if not (config.actor.lora_dim and config.critic.lora_dim):

@@ -54,7 +54,7 @@ def resolve_stage(config: StageT, check: Callable[[StageT], StageT], *, stage: s
 
 
 def is_first_rank() -> bool:
-    """Whether this process is rank 0, as the launcher says before the ranks meet."""
+    """Whether this process is rank 0, from the launcher's environment."""
     return os.environ.get("RANK", "0") == "0"
 
 

@@ -187,7 +187,7 @@ def _decide(
 ) -> tuple[list[str], str | None]:
     """Options that are on, and a note on those that were ``auto``."""
     before = read_state(Path(config.checkpoint))["config"] if config.checkpoint else {}
-    # What was auto at the checkpoint is settled there: auto is given if it was typed now.
+    # The checkpoint holds what auto was resolved to; a typed auto is resolved anew.
     kept = {n: before[n] for n, v in switches.items() if v == "auto" and n in before}
     known = {n: v if n in config.given else kept.get(n, v) for n, v in switches.items()}
     on = [name for name, value in known.items() if value is True]
@@ -269,7 +269,7 @@ def _can_divide(adapted: AdaptedModel, config: SupervisedConfig, size: int) -> b
 def explaining_memory(
     adapted: AdaptedModel, config: SupervisedConfig, settings: EngineSettings, directory: Path
 ) -> Iterator[None]:
-    """Inside the block, a full GPU's error says what to change, and where to go on.
+    """Raise an out-of-memory error of the block anew with advice and the newest checkpoint.
 
     Any rank may run out alone, so no collective is called.
     """

@@ -52,7 +52,7 @@ _LORA_ONLY = (
 
 @dataclass(frozen=True)
 class StageRules:
-    """What a stage asks of its options."""
+    """Requirements of a stage on its options."""
 
     name: str  # as in its default output directory
     kind: DataKind = "samples"
@@ -63,7 +63,7 @@ class StageRules:
 
 @dataclass(frozen=True)
 class SupervisedInputs:
-    """What the options name, for the checks: the model, and the data as it was asked for."""
+    """Inputs of the checks besides the config: the model found, and the data as typed."""
 
     rules: StageRules
     source: ModelSource

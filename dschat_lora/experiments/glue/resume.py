@@ -21,7 +21,7 @@ _DATA = (
 )
 # Their product with the number of processes stays, not each of them.
 _ROWS = ("per_device_train_batch_size", "gradient_accumulation_steps")
-# Options that may change on the way; what the state of a run means depends on all others.
+# Options that may change on resuming; all others give the state of a run its meaning.
 _FREE = {
     *(*_OF_THE_PROCESS, *_DATA, *_ROWS, "bad_rows", "max_eval_samples", "pad_to_max_length"),
     *("trust_remote_code", "do_train", "do_eval", "do_predict", "per_device_eval_batch_size"),

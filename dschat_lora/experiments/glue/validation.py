@@ -62,7 +62,7 @@ def adapter_place(name: str) -> Path:
 
 
 def fix_environment(seed: int) -> None:
-    """Set what has to be there before Python hashes and CUDA starts; may start Python anew.
+    """Set environment variables that hashing and CUDA read at their start; may restart Python.
 
     ``PYTHONHASHSEED`` counts only from the start of the interpreter. What is set already stays.
     """

@@ -89,7 +89,7 @@ class DecodeConfig:
 
     @property
     def model(self) -> ModelConfig:
-        """How the model is to be loaded."""
+        """Options of loading the model."""
         return ModelConfig(
             model_name_or_path=self.model_name_or_path,
             dtype=self.dtype,

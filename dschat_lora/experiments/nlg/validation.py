@@ -78,7 +78,7 @@ def check_length(config: NlgConfig, source: ModelSource) -> None:
 
 
 def check_accumulation(config: NlgConfig, source: ModelSource) -> None:
-    """Refuse to go on at another accumulation with a schedule that counts micro-batches."""
+    """Refuse to resume at another accumulation with a schedule that counts micro-batches."""
     if not config.checkpoint or not config.optim.scheduler_counts_micro_steps:
         return
     before = read_state(Path(config.checkpoint))["config"]["gradient_accumulation_steps"]
