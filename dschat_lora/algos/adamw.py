@@ -1,4 +1,4 @@
-"""AdamW as microsoft/LoRA's GPT-2 experiments have it, for runs that are to repeat them."""
+"""AdamW of microsoft/LoRA's GPT-2 experiments, to reproduce them."""
 
 import math
 
@@ -20,7 +20,7 @@ def adamw_(
     correct_bias: bool,
     decay_after_update: bool,
 ) -> None:
-    """Update parameters and moments of tensors that are at the same step, in place.
+    """One AdamW update of parameters and moments, in place.
 
     ``p -= lr c m / (sqrt(v) + eps)`` with moments as in Adam (arXiv:1412.6980) and, with
     ``correct_bias``, ``c = sqrt(1 - beta2^t) / (1 - beta1^t)``, else 1. ``eps`` is added to the
@@ -37,8 +37,8 @@ def adamw_(
         betas: decay of the two moments, in [0, 1).
         eps: > 0.
         weight_decay: >= 0.
-        correct_bias: undo that the moments start at zero.
-        decay_after_update: decay what the update has made, as the original does.
+        correct_bias: correct the moments for starting at zero.
+        decay_after_update: apply the decay after the update, as the original does.
     """
     beta1, beta2 = betas
     rate = lr

@@ -1,4 +1,4 @@
-"""From scores to the advantage of each token.
+"""Rewards, advantages and returns: GAE, RLOO, GRPO, whitening, running moments.
 
 N responses are right-padded to R tokens; their mask is (N, R) bool, True on the tokens of the
 response up to and including the end of sequence. Padding may hold anything, NaN included.
@@ -54,7 +54,7 @@ def gae(
         values: (N, R) value estimate before each response token.
         mask: (N, R) bool, True on response tokens.
         gamma: discount factor in [0, 1].
-        lam: bias against variance in [0, 1]; 1 gives Monte-Carlo returns.
+        lam: bias/variance trade-off in [0, 1]; 1 gives Monte-Carlo returns.
 
     Returns:
         ``(advantages, returns)``, (N, R) each, returns being advantages plus values; without
@@ -192,7 +192,7 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RunningMoments:
-    """Mean and spread of all values seen, to scale scores by.
+    """Running mean and variance of all values so far, to scale scores by.
 
     Attributes:
         count: how many.
@@ -205,7 +205,7 @@ class RunningMoments:
     m2: float = 0.0
 
     def updated(self, values: Tensor) -> "RunningMoments":
-        """Moments with those of a tensor of any shape joined in.
+        """Moments that include the values of a tensor of any shape.
 
         Pairwise update of Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for
         computing sample variances", 1979.
@@ -232,7 +232,7 @@ class RunningMoments:
 
 
 def check_same_shape(**tensors: Tensor) -> None:
-    """Refuse tensors of unlike shapes, which would broadcast, naming each."""
+    """Raise a ValueError for tensors of different shapes, which would broadcast silently."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if len(set(shapes.values())) > 1:
         found = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
@@ -240,6 +240,6 @@ def check_same_shape(**tensors: Tensor) -> None:
 
 
 def _of_groups(values: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum and number of the values in the group that each of them is in, (N,) each."""
+    """Sum and size of each value's group, (N,) each."""
     _, owner, sizes = torch.unique(groups, return_inverse=True, return_counts=True)
     return sequence_sums(values, owner, len(sizes))[owner], sizes[owner]

@@ -1,4 +1,4 @@
-"""Direct preference optimisation: the reward of an answer is how much likelier it became."""
+"""Direct preference optimisation (DPO): sigmoid, IPO and hinge losses."""
 
 from typing import Literal
 

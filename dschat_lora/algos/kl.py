@@ -1,9 +1,9 @@
-"""How far a policy is from its reference, token by token, and how hard to pull it back."""
+"""KL estimators k1 and k3, and the adaptive KL coefficient."""
 
 import torch
 from torch import Tensor
 
-# Largest relative error that one update of the coefficient answers to.
+# Bound on the relative error in one update of the coefficient.
 MAX_KL_ERROR = 0.2
 
 
@@ -17,8 +17,7 @@ def kl_k1(logprobs: Tensor, reference: Tensor) -> Tensor:
         reference: log q of the same tokens.
 
     Returns:
-        Nats in the shape of the two, with gradient. Entries do not mix: what padding holds stays
-        there.
+        Nats in the shape of the two, with gradient, element by element.
     """
     return logprobs - reference
 
@@ -33,8 +32,8 @@ def kl_k3(logprobs: Tensor, reference: Tensor) -> Tensor:
         reference: log q of the same tokens.
 
     Returns:
-        Nats in the shape of the two, with gradient. Entries do not mix; but where padding may
-        hold infinities and the gradient counts, mask the inputs: 0 times infinity is NaN.
+        Nats in the shape of the two, with gradient, element by element. Where padding may hold
+        infinities and the gradient counts, mask the inputs: 0 times infinity is NaN.
     """
     log_ratio = reference - logprobs
     return torch.expm1(log_ratio) - log_ratio

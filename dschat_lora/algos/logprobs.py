@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens, never holding all logits at once."""
+"""Log-probabilities and entropies of given tokens, computed in chunks of logits."""
 
 from typing import Any
 
@@ -22,17 +22,17 @@ def linear_logprobs(
 ) -> Tensor:
     """``log softmax(hidden W^T + b)`` at the given tokens, for a head that does not train.
 
-    Logits are formed for a chunk of positions at a time. With ``p`` the softmax, one position
-    has the gradient ``W[token] - W^T p`` whatever the loss makes of its log-probability, so it
-    is formed along with the logits and scaled in the backward pass.
+    Logits are formed for a chunk of positions at a time. With ``p`` the softmax, a position's
+    log-probability has the gradient ``W[token] - W^T p``, which is formed along with the logits
+    and scaled in the backward pass.
 
     Args:
         hidden: (N, H), any float dtype; logits are reduced in fp32.
         weight: (V, H) output embedding; gets no gradient.
         bias: (V,) or None; gets no gradient.
         tokens: (N,) int64 in [0, V).
-        max_chunk_logits: bound on the logits alive at a time, by default the device's; at
-            least one position is done.
+        max_chunk_logits: bound on the logits of a chunk, by default the device's; a chunk has at
+            least one position.
         part: of the vocabulary, as for :func:`~dschat_lora.algos.sft.linear_cross_entropy`.
 
     Returns:
@@ -57,18 +57,8 @@ def linear_logprobs_entropy(
 ) -> tuple[Tensor, Tensor]:
     """:func:`linear_logprobs`, and the entropy of the softmax at each position.
 
-    Args:
-        hidden: (N, H), any float dtype; logits are reduced in fp32.
-        weight: (V, H) output embedding; gets no gradient.
-        bias: (V,) or None; gets no gradient.
-        tokens: (N,) int64 in [0, V).
-        max_chunk_logits: bound on the logits alive at a time, by default the device's; at
-            least one position is done.
-        part: of the vocabulary, as for :func:`~dschat_lora.algos.sft.linear_cross_entropy`.
-
-    Returns:
-        ``(logprobs, entropy)``, (N,) fp32 each, in nats. The entropy, in [0, log V], is to be
-        reported: it has no gradient (see :func:`token_entropy`).
+    Arguments are as for :func:`linear_logprobs`. Both results are (N,) fp32, in nats. The
+    entropy, in [0, log V], is for metrics: it has no gradient (see :func:`token_entropy`).
     """
     rows = chunk_rows(weight, max_chunk_logits, part)
     logprobs, entropy = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
@@ -85,10 +75,10 @@ def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
 def token_entropy(logits: Tensor) -> Tensor:
     """(N,) fp32 entropies of the softmax of (N, V) logits, in nats, with gradient.
 
-    A logit of -inf rules its token out.
+    A logit of -inf gives its token probability 0.
     """
     table = torch.log_softmax(logits.float(), dim=-1)
-    # The product for a token ruled out is to be 0, not 0 times infinity.
+    # Without it, a token of probability 0 would give 0 times infinity.
     table = table.clamp(min=torch.finfo(table.dtype).min)
     return -(table.exp() * table).sum(-1)
 
@@ -107,8 +97,8 @@ def sequence_sums(values: Tensor, owner: Tensor, num_sequences: int) -> Tensor:
     return values.new_zeros(num_sequences).index_add(0, owner, values)
 
 
-def _room(logits: Tensor, part: VocabularyPart | None) -> Tensor:
-    """Memory for a table; that of the logits, unless :func:`log_softmax` made the table of it."""
+def _buffer(logits: Tensor, part: VocabularyPart | None) -> Tensor:
+    """An output buffer: that of the logits, unless :func:`log_softmax` has overwritten them."""
     return logits if part is None else torch.empty_like(logits)
 
 
@@ -135,12 +125,12 @@ class _LinearLogprobs(torch.autograd.Function):
                 continue
             probabilities = table.exp_()
             if entropy is not None:
-                # Into the memory of the logits, which have served.
-                own = torch.special.entr(probabilities, out=_room(logits, part)).sum(-1)
+                # In the buffer of the logits, which are not needed any more.
+                own = torch.special.entr(probabilities, out=_buffer(logits, part)).sum(-1)
                 entropy[chunk] = own if part is None else part.sum(own)
             if gradient is not None:
-                surprise = add_at_(probabilities.neg_(), tokens[chunk], 1.0, part)
-                gradient[chunk] = surprise.to(hidden.dtype) @ weight
+                error = add_at_(probabilities.neg_(), tokens[chunk], 1.0, part)
+                gradient[chunk] = error.to(hidden.dtype) @ weight
         ctx.save_for_backward(gradient)
         if entropy is not None:
             ctx.mark_non_differentiable(entropy)

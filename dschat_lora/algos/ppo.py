@@ -1,4 +1,4 @@
-"""Proximal policy optimisation: losses of policy and value function, as sums over tokens.
+"""Proximal policy optimisation (PPO): clipped policy and value losses, summed over tokens.
 
 N responses are right-padded to R tokens; their mask is (N, R) bool, True on the tokens of the
 response up to and including the end of sequence. Padding may hold anything, NaN included.
@@ -19,7 +19,7 @@ class PolicyLoss:
 
     Attributes:
         total: loss summed over tokens.
-        clipped: number of tokens whose ratio the clip held back, which get no gradient.
+        clipped: number of tokens whose ratio was clipped, which get no gradient.
         approx_kl: KL(old || new) summed over tokens, in nats, estimated by k3 from tokens of old.
         ratio_error: max |ratio - 1| over tokens, 0 without any.
     """
@@ -36,7 +36,7 @@ class ValueLoss:
 
     Attributes:
         total: loss summed over tokens.
-        clipped: number of tokens whose value the clip held back, which get no gradient.
+        clipped: number of tokens whose value was clipped, which get no gradient.
     """
 
     total: Tensor
@@ -60,7 +60,7 @@ def policy_loss(
         old_logprobs: (N, R) under the policy that the responses were drawn from.
         advantages: (N, R) of the tokens.
         mask: (N, R) bool, True on response tokens.
-        cliprange: c >= 0, by how much a change of ratio still pays.
+        cliprange: c >= 0, largest change of the ratio that is rewarded.
 
     Raises:
         ValueError: if the tensors differ in shape.
@@ -70,12 +70,12 @@ def policy_loss(
     old_logprobs = torch.where(mask, old_logprobs.detach(), 0)
     advantages = torch.where(mask, advantages.detach(), 0)
     ratios = torch.exp(logprobs - old_logprobs)
-    free = -advantages * ratios
-    held = -advantages * ratios.clamp(1 - cliprange, 1 + cliprange)
+    unclipped = -advantages * ratios
+    clipped = -advantages * ratios.clamp(1 - cliprange, 1 + cliprange)
     errors = (ratios.detach() - 1).abs()
     return PolicyLoss(
-        total=torch.maximum(free, held).sum(),
-        clipped=(held > free).sum().to(free.dtype),
+        total=torch.maximum(unclipped, clipped).sum(),
+        clipped=(clipped > unclipped).sum().to(clipped.dtype),
         approx_kl=kl_k3(old_logprobs, logprobs.detach()).sum(),
         ratio_error=errors.max() if errors.numel() else errors.sum(),
     )
@@ -98,7 +98,7 @@ def value_loss(
         old_values: (N, R) predicted when the responses were drawn.
         returns: (N, R) to be predicted.
         mask: (N, R) bool, True on response tokens.
-        cliprange_value: c >= 0, by how much a value's change still pays, in units of reward.
+        cliprange_value: c >= 0, largest change of a value that is rewarded, in units of reward.
 
     Raises:
         ValueError: if the tensors differ in shape.
@@ -107,9 +107,9 @@ def value_loss(
     values = torch.where(mask, values, 0)
     old_values = torch.where(mask, old_values.detach(), 0)
     returns = torch.where(mask, returns.detach(), 0)
-    near = values.clamp(old_values - cliprange_value, old_values + cliprange_value)
-    free, held = (values - returns) ** 2, (near - returns) ** 2
+    nearby = values.clamp(old_values - cliprange_value, old_values + cliprange_value)
+    unclipped, clipped = (values - returns) ** 2, (nearby - returns) ** 2
     return ValueLoss(
-        total=0.5 * torch.maximum(free, held).sum(),
-        clipped=(held > free).sum().to(free.dtype),
+        total=0.5 * torch.maximum(unclipped, clipped).sum(),
+        clipped=(clipped > unclipped).sum().to(clipped.dtype),
     )

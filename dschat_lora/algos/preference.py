@@ -1,4 +1,4 @@
-"""How well scores tell better answers from worse, and what else they measure."""
+"""Preference accuracy, calibration (reliability) and correlation of scores."""
 
 from dataclasses import dataclass
 
@@ -38,10 +38,10 @@ def accuracy(chosen_scores: Tensor, rejected_scores: Tensor, *, tolerance: float
 
 
 def reliability(differences: Tensor, *, num_bins: int = NUM_BINS) -> Reliability:
-    """Whether answers predicted to win with probability p do win in a share p of the cases.
+    """Calibration of predicted preferences: predicted against observed win rates.
 
-    The answer predicted to win has ``p = sigmoid(|s_c - s_r|)``, in [0.5, 1]; it did win where
-    the difference is positive. A tie counts as half a win.
+    The predicted winner has ``p = sigmoid(|s_c - s_r|)``, in [0.5, 1]; it won where the
+    difference is positive. A tie counts as half a win.
 
     Args:
         differences: (P,) chosen minus rejected score.

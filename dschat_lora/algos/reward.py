@@ -1,4 +1,4 @@
-"""Losses of reward models from comparisons: one value for each pair of answers."""
+"""Pairwise losses of reward models: Bradley-Terry, and DeepSpeed-Chat's per-token loss."""
 
 import torch
 import torch.nn.functional as F

@@ -1,8 +1,7 @@
-"""The four learning rate schedules of microsoft/LoRA's GPT-2 experiments, as closed forms.
+"""Learning rate schedules of microsoft/LoRA's GPT-2 experiments: linear, constant, cosine, cycle.
 
-They are functions of ``step``, the updates done before (from 0). transformers' schedule of the
-same name agrees for ``linear`` and ``constant``; its ``cosine`` begins after the warm-up, where
-this one is already on its way.
+They are functions of ``step``, the updates done before (from 0). transformers' schedules of the
+same name agree for ``linear`` and ``constant``; its ``cosine`` counts from the end of the warm-up.
 """
 
 import math
@@ -36,9 +35,9 @@ def cosine(step: int, *, warmup: int, total: int) -> float:
 
 
 def cycle(step: int, *, steps: Sequence[int], rates: Sequence[float]) -> float:
-    """The learning rate itself: straight lines between ``rates[i]`` at ``steps[i]``, then the last.
+    """The learning rate, interpolated between ``rates[i]`` at ``steps[i]``, then the last one.
 
-    A line arrives a millionth of a step late, as in the original.
+    Segments are a millionth of a step longer than their steps, as in the original.
 
     Args:
         step: updates done.

@@ -1,4 +1,4 @@
-"""Random streams as pure functions of what they are for, so that none has a state to save."""
+"""Seeds and permutations as pure functions of a key, so that no generator state is saved."""
 
 import hashlib
 
@@ -10,8 +10,8 @@ def stream_entropy(*key: int | str, size: int = 16) -> int:
     """``8 * size`` random bits that depend on ``key`` alone, the same on every machine.
 
     Args:
-        key: what the stream is for: its name, the run's seed, and where in the run it is drawn
-            from, such as ``("dropout", seed, step, rank)``.
+        key: the stream's name, the run's seed, and the place in the run, such as
+            ``("dropout", seed, step, rank)``.
         size: bytes.
     """
     digest = hashlib.blake2b(repr(key).encode(), digest_size=size).digest()

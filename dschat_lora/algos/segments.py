@@ -1,4 +1,4 @@
-"""Segment masks for packed rows, and the spans of their sequences for variable-length kernels."""
+"""Segment masks for packed rows, and sequence spans for variable-length attention."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -10,24 +10,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-# Tokens of a sample: those that its two branches begin with, of the first and of the second. A
-# sample that is one sequence has the first number alone.
+# Tokens of a sample: of the prefix that its two branches share, of the first branch and of the
+# second. A sample that is one sequence has the first number alone.
 Sizes = tuple[int, int, int]
 SizeT = TypeVar("SizeT", int, NDArray[np.int64])
 
 
 @dataclass(frozen=True)
 class Spans:
-    """Where the sequences of a batch begin and end: known on the host, made once for all layers.
+    """Offsets of the sequences of a batch, computed on the host once for all layers.
 
-    The N tokens that are no padding stand row after row. A sample's shared beginning and first
-    branch are one sequence, its second branch, if there is one, is another, whose keys are those
-    of the beginning and its own: of S sequences, each has its queries last among its keys, so
+    The N tokens that are no padding are numbered row after row. A sample's shared prefix and
+    first branch are one sequence; its second branch, if any, is another one, whose keys are those
+    of the prefix and its own. In each of the S sequences the queries are the last of the keys, so
     that causal attention is the same for all.
     """
 
     lengths: tuple[tuple[int, int], ...]  # queries and keys of each sequence
-    longest: tuple[int, int]  # most of each
+    longest: tuple[int, int]  # largest number of each
     query_ends: Tensor  # (S + 1,) int32: 0, and tokens up to each sequence's end
     key_ends: Tensor  # (S + 1,) int32, likewise of keys
     keys: Tensor | None  # (K,) int64 in [0, N), keys of all sequences; None: their own tokens
@@ -44,12 +44,7 @@ class Spans:
 
 
 def make_spans(rows: Sequence[Sequence[Sizes]], width: int) -> Spans:
-    """The spans of a batch.
-
-    Args:
-        rows: samples of each row, one after another from its first position on.
-        width: T, positions of a row.
-    """
+    """The spans of a batch from the samples of each row, which is ``width`` positions long."""
     lengths: list[tuple[int, int]] = []
     keys: list[Tensor] = []
     start = 0
@@ -77,7 +72,7 @@ def make_spans(rows: Sequence[Sequence[Sizes]], width: int) -> Spans:
 
 
 def lengthened(spans: Spans, extra: int) -> Spans:
-    """The spans with one more sequence of ``extra`` tokens, which stand in no row, at the end."""
+    """The spans with one more sequence at the end, of ``extra`` tokens that are in no row."""
     if not extra:
         return spans
     tokens, keys = sum(n for n, _ in spans.lengths), spans.keys
@@ -98,7 +93,7 @@ def _ends(lengths: Sequence[int]) -> Tensor:
 
 
 def find_spans(segment_ids: Tensor, branch_ids: Tensor | None = None) -> Spans:
-    """The spans of a batch that came without, on its device; waits for the device.
+    """The spans of a batch from its segment ids, on its device; waits for the device.
 
     Args:
         segment_ids: (B, T) int64, as for :func:`block_causal_mask`; padding is on the right.
@@ -128,25 +123,24 @@ def block_causal_mask(
     branch_ids: Tensor | None = None,
     position_ids: Tensor | None = None,
 ) -> Tensor:
-    """Additive mask by which a position sees itself and what precedes it in its own sample.
+    """Additive block-diagonal causal mask: each position attends within its own sample.
 
-    Given to the model explicitly: deriving it from position ids is left out by some
-    architectures, which then mix the samples of a row. Where a sample is a tree (a beginning
-    and two ways to go on, one after another in the row), each way sees the beginning and
-    itself, never the other.
+    Given to the model explicitly: some architectures do not derive it from position ids and
+    would mix the samples of a row. Where a sample is a tree (a prefix and two branches, one
+    after another in the row), each branch attends to the prefix and itself, never to the other.
 
     Args:
         segment_ids: (B, T) int64, the sample each position belongs to, 0 on padding.
         dtype: compute type of the model.
         window: positions that a sliding window spans, the query's own included; None: all.
-        branch_ids: (B, T) int64, 0 where a sample's branches begin alike, else the number of
-            the branch; None where every sample is one sequence.
-        position_ids: (B, T) int64, place in the sequence; needed for the window of a tree,
-            whose branches lie further from their beginning in the row.
+        branch_ids: (B, T) int64, 0 on a sample's shared prefix, else the number of the branch;
+            None where every sample is one sequence.
+        position_ids: (B, T) int64, within the sequence; needed for the window of a tree, whose
+            second branch is further from the prefix in the row.
 
     Returns:
-        (B, 1, T, T) of ``dtype``: 0 where query (row) may see key (column), else the most
-        negative finite number. Padding sees padding, so that no row is empty.
+        (B, 1, T, T) of ``dtype``: 0 where query (row) attends to key (column), else the most
+        negative finite number. Padding attends to padding, so that no row is empty.
     """
     length = segment_ids.shape[1]
     same = segment_ids[:, :, None] == segment_ids[:, None, :]

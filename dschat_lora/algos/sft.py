@@ -1,4 +1,4 @@
-"""Next-token cross-entropy for supervised fine-tuning, never holding all logits at once."""
+"""Next-token cross-entropy for supervised fine-tuning, computed in chunks of logits."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from dschat_lora.algos.vocabulary import VocabularyPart, add_at_, log_softmax, sum_and_size
 
 IGNORE_INDEX = -100
-# Largest number of logits alive at a time: 128 MiB in fp32, which keeps a GPU busy; on a CPU 16,
+# Largest number of logits of a chunk: 128 MiB in fp32, which keeps a GPU busy; on a CPU 16,
 # for its caches.
 MAX_CHUNK_LOGITS = 2**25
 MAX_CHUNK_LOGITS_CPU = 2**22
@@ -29,7 +29,7 @@ def linear_cross_entropy(
     """Summed cross-entropy of ``softmax(hidden W^T + b)`` against ``targets``.
 
     Logits are formed for a chunk of positions at a time and turned into the gradient at once,
-    so that the largest tensor holds ``max_chunk_logits`` numbers however long the input. With
+    so that no tensor holds more than ``max_chunk_logits`` of them. With
     ``p`` the softmax and ``q = (1 - label_smoothing) onehot(target) + label_smoothing / V``
     (section 7 of arXiv:1512.00567), the gradient for one position is ``W^T (p - q)``.
 
@@ -39,10 +39,10 @@ def linear_cross_entropy(
         bias: (V,) or None.
         targets: (N,) int64 in [0, V).
         label_smoothing: share of each target spread evenly over the vocabulary, in [0, 1].
-        max_chunk_logits: bound on the logits alive at a time, by default the device's; at
-            least one position is done.
-        part: of the vocabulary, if that is all that ``weight`` and ``bias`` are of. The gradient
-            of ``hidden`` is a part too then, to be summed over the processes.
+        max_chunk_logits: bound on the logits of a chunk, by default the device's; a chunk has at
+            least one position.
+        part: of the vocabulary that ``weight`` and ``bias`` hold; None: all of it. With a part,
+            the gradient of ``hidden`` is to be summed over the processes.
 
     Returns:
         Scalar in nats, fp32 (of fp64 input fp64); a sum: only the training loop knows how many
@@ -58,16 +58,17 @@ def linear_cross_entropy(
 def chunk_rows(
     weight: Tensor, max_chunk_logits: int | None = None, part: VocabularyPart | None = None
 ) -> int:
-    """Positions whose logits under the (V, H) head ``weight`` may be alive at a time."""
+    """Positions of a chunk of logits under the (V, H) head ``weight``."""
     by_device = MAX_CHUNK_LOGITS_CPU if weight.device.type == "cpu" else MAX_CHUNK_LOGITS
     columns = weight.shape[0] if part is None else part.most
     return max(1, (max_chunk_logits or by_device) // columns)
 
 
 def head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """(N, V) ``hidden W^T + b`` in fp32, of fp64 in fp64; a GPU rounds sums of 16-bit products so.
+    """(N, V) ``hidden W^T + b`` in fp32, of fp64 in fp64.
 
-    Rounded to bf16 on the way, a token's log-probability would be off by some 0.02 nats.
+    A GPU keeps the fp32 sums of 16-bit products: rounded to bf16, a token's log-probability would
+    be off by some 0.02 nats.
     """
     narrow = hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16)
     if narrow and torch.version.hip is None and hasattr(torch.ops.aten.mm, "dtype"):

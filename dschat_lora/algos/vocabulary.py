@@ -1,4 +1,4 @@
-"""The softmax over a vocabulary of which each process may hold a part of the logits."""
+"""Log-softmax over a vocabulary that may be divided among processes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,13 +9,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class VocabularyPart:
-    """Which tokens the logits of this process are of, and how to hear of the others'.
+    """The part of the vocabulary whose logits this process holds, and its collectives.
 
     Attributes:
         start, stop: token ids held here.
-        most: held by any process, so that all cut their work alike.
-        sum: of a tensor over the processes.
-        max: of a tensor over the processes.
+        most: largest number of ids held by a process, so that all use chunks of one size.
+        sum, max: of a tensor over the processes.
     """
 
     start: int

@@ -1,16 +1,16 @@
-"""Known ways in which step 3 fails, recognised from its figures and explained."""
+"""Diagnostics of known failures of step 3, from the metrics of iterations and evaluations."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-WINDOW = 5  # iterations that a judgement is made over
+WINDOW = 5  # iterations that a diagnosis is made over
 PATIENCE = 20  # iterations before the critic is expected to explain anything
-# Old and new log-probabilities come from one code path; only rounding may tell them apart.
+# Old and new log-probabilities come from one code path and may differ by rounding alone.
 RATIO_TOLERANCE = {"fp32": 1e-6, "bf16": 0.05, "fp16": 0.01}
 # The decode loop computes one token at a time, by other kernels: mean error in nats per token.
 SAMPLER_TOLERANCE = {"fp32": 1e-4, "bf16": 0.05, "fp16": 0.02}
-_WATCHED = (
+_METRICS = (
     *("kl", "kl_standard_error", "eos_rate", "entropy", "explained_variance", "reward_std"),
     *("ratio_error", "score_clip_fraction", "sampler_error"),
 )
@@ -18,10 +18,10 @@ _WATCHED = (
 
 @dataclass
 class Diagnostics:
-    """Looks at each iteration and evaluation; says each thing once, until it has passed.
+    """Warns of failures after an iteration or evaluation, of each once until it has passed.
 
     Attributes:
-        dtype: compute type, for what rounding may do.
+        dtype: compute type, which bounds rounding errors.
         samples_tokens: whether responses are drawn from the very policy that is compared with
             the reference: no top-p, no top-k, no greedy choice.
     """
@@ -32,18 +32,18 @@ class Diagnostics:
     latest: list[dict[str, float]] = field(default_factory=list)
     iterations: int = 0
     evaluations: list[dict[str, float]] = field(default_factory=list)
-    said: list[str] = field(default_factory=list)
+    active: list[str] = field(default_factory=list)  # failures that were warned of
 
     def iteration(self, metrics: Mapping[str, Any]) -> list[str]:
         """Warnings after an iteration with these metrics."""
-        row = _numbers(metrics, _WATCHED)
+        row = _numbers(metrics, _METRICS)
         self.iterations += 1
         if len(self.first) < WINDOW:
             self.first.append(row)
         self.latest = [*self.latest, row][-WINDOW:]
         if len(self.latest) < WINDOW:
-            return self._news({"ratio": self._ratio(row), "sampler": self._sampler(row)})
-        return self._news(
+            return self._new({"ratio": self._ratio(row), "sampler": self._sampler(row)})
+        return self._new(
             {
                 "ratio": self._ratio(row),
                 "sampler": self._sampler(row),
@@ -60,12 +60,12 @@ class Diagnostics:
         """Warnings after an evaluation with these metrics."""
         row = _numbers(metrics, ("reward", "judge", "judge_standard_error"))
         self.evaluations.append(row)
-        return self._news({"judge": self._judged()})
+        return self._new({"judge": self._judged()})
 
     def state(self) -> dict[str, Any]:
         """As JSON."""
-        names = ("first", "latest", "iterations", "evaluations", "said")
-        return {name: getattr(self, name) for name in names}
+        names = ("first", "latest", "iterations", "evaluations")
+        return {name: getattr(self, name) for name in names} | {"said": self.active}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Become what :meth:`state` returned."""
@@ -73,14 +73,14 @@ class Diagnostics:
             # What is not finite went through JSON as text.
             rows = [{key: float(value) for key, value in row.items()} for row in state[name]]
             setattr(self, name, rows)
-        self.iterations, self.said = state["iterations"], list(state["said"])
+        self.iterations, self.active = state["iterations"], list(state["said"])
 
-    def _news(self, found: dict[str, str | None]) -> list[str]:
-        news = [text for name, text in found.items() if text and name not in self.said]
-        passed = {name for name, text in found.items() if text is None}
+    def _new(self, found: dict[str, str | None]) -> list[str]:
+        """The messages of failures that were not active; ``found`` is by name, None: none."""
+        new = [text for name, text in found.items() if text and name not in self.active]
         present = [name for name, text in found.items() if text]
-        self.said = [*(n for n in self.said if n not in {*passed, *present}), *present]
-        return news
+        self.active = [*(name for name in self.active if name not in found), *present]
+        return new
 
     def _mean(self, rows: list[dict[str, float]], name: str) -> float | None:
         values = [row[name] for row in rows if name in row]
@@ -171,9 +171,9 @@ class Diagnostics:
         first, last = self.evaluations[0], self.evaluations[-1]
         if "judge" not in first or "judge" not in last:
             return None
-        rise, fall = last["reward"] - first["reward"], first["judge"] - last["judge"]
-        # A NaN, as the error of a single judgement is, proves nothing.
-        if not (rise > 0 and fall > 2 * last.get("judge_standard_error", 0.0)):
+        gain, loss = last["reward"] - first["reward"], first["judge"] - last["judge"]
+        # The standard error of a single judgement is NaN, and no comparison with it holds.
+        if not (gain > 0 and loss > 2 * last.get("judge_standard_error", 0.0)):
             return None
         return (
             f"the reward rose on held-out prompts ({first['reward']:.3g} to {last['reward']:.3g}) "

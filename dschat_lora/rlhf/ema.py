@@ -1,4 +1,4 @@
-"""A moving average of what the actor trains: adapter-sized, in fp32, by name."""
+"""Exponential moving average of the actor's trained parameters, in fp32."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,7 +26,7 @@ class MovingAverage:
 
     @torch.no_grad()
     def __init__(self, model: nn.Module, decay: float) -> None:
-        """Begin at the weights as they are."""
+        """Begin at the present weights."""
         self._parameters: dict[str, Any] = {
             name: p for name, p in model.named_parameters() if p.requires_grad
         }
@@ -35,12 +35,12 @@ class MovingAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the weights after a step."""
+        """Average in the weights after a step."""
         weights = [w.float() for w in self._weights()]
         torch._foreach_lerp_(self._averages, weights, 1 - self._decay)
 
     def facts(self) -> dict[str, Any]:
-        """What is no tensor."""
+        """State besides tensors: none."""
         return {}
 
     @torch.no_grad()
@@ -56,12 +56,7 @@ class MovingAverage:
 
     @torch.no_grad()
     def load(self, facts: dict[str, Any], read: Callable[[str], Tensor]) -> None:
-        """Become what was saved.
-
-        Args:
-            facts: of :meth:`facts`.
-            read: the tensor of a name; called on rank 0 alone.
-        """
+        """Restore what was saved; ``read`` gives the tensor of a name, on rank 0 alone."""
         for (name, parameter), average in zip(
             self._parameters.items(), self._averages, strict=True
         ):

@@ -1,4 +1,4 @@
-"""Actor, reference, critic and reward model: adapters on one frozen base wherever they can be."""
+"""Actor, reference, critic and reward model, on one frozen base where possible."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.collectives import TensorGroup
@@ -20,7 +21,7 @@ from dschat_lora.rlhf.config import RlhfConfig, RoleConfig, option_errors_for
 
 @dataclass(frozen=True)
 class Sources:
-    """What the roles are made of."""
+    """Pretrained models and adapters of the roles."""
 
     actor: ModelSource
     critic: ModelSource | None  # None: values start from the actor, and nothing scores
@@ -28,35 +29,35 @@ class Sources:
 
 @dataclass(frozen=True)
 class Roles:
-    """The models of a run. Those of one base hold the very same tensors for its weights.
+    """The models of a run. Those on one base share its parameters.
 
     Attributes:
         actor: trains.
         reference: the actor as it was, frozen.
         critic: trains; None where responses are compared instead.
         reward: frozen; None where a function alone scores.
-        rollout: the actor again, in modules that no engine knows.
+        rollout: the actor's parameters in modules without an engine's hooks, for generation.
     """
 
     actor: AdaptedModel
     reference: AdaptedModel
     critic: AdaptedModel | None
     reward: AdaptedModel | None
-    rollout: Any
+    rollout: PreTrainedModel
 
     @property
     def models(self) -> dict[str, AdaptedModel]:
-        """Those that are there, by name."""
+        """All roles of the run, by name."""
         found = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "rollout"}
         return {name: model for name, model in found.items() if model is not None}
 
     @property
     def trained(self) -> dict[str, AdaptedModel]:
-        """Those that learn, by name."""
+        """The roles that train, by name."""
         return {name: m for name, m in self.models.items() if name in ("actor", "critic")}
 
     def whole(self) -> nn.Module:
-        """All of them as one module, so that shared tensors are seen to be shared."""
+        """All of them as one module, whose ``parameters()`` gives shared tensors once."""
         return nn.ModuleList([*(m.model for m in self.models.values()), self.rollout])
 
 
@@ -69,15 +70,14 @@ def build_roles(
     meta: bool,
     group: TensorGroup | None = None,
 ) -> Roles:
-    """Load each base once and stand the roles on it.
+    """Load each base once and build the roles on it.
 
-    A base whose weights train has one role alone: the frozen role that starts alike is then a
-    second copy.
+    A base whose weights train serves one role alone; the frozen role of that base is a copy.
 
     Args:
         config: of the run.
         sources: of the models.
-        tokenizer: of all.
+        tokenizer: of all roles.
         dtype: type of the base weights.
         meta: only the shapes, on the meta device.
         group: the ranks to divide every model among; None: they are whole.
@@ -85,29 +85,29 @@ def build_roles(
     Raises:
         ValueError: if something cannot be loaded or does not fit, naming the role's option.
     """
-    make = _Maker(config, tokenizer, dtype=dtype, meta=meta, group=group)
+    build = _Builder(config, tokenizer, dtype=dtype, meta=meta, group=group)
     with option_errors_for("actor"):
-        base = make.language_base(sources.actor) if make.is_frozen("actor") else None
-        actor = make.policy(sources.actor, config.actor, base=base)
-        reference = frozen(make.policy(sources.actor, config.actor, base=base, trained=False))
+        base = build.language_base(sources.actor) if build.is_frozen("actor") else None
+        actor = build.policy(sources.actor, config.actor, base=base)
+        reference = frozen(build.policy(sources.actor, config.actor, base=base, trained=False))
     critic = reward = None
     with option_errors_for("critic" if sources.critic is not None else "actor"):
         start, new_head = sources.critic or sources.actor, sources.critic is None
         has_adapter = start.adapter is not None or new_head
         if not (base is not None and has_adapter and start.base == sources.actor.base):
-            frozen_base = make.is_frozen("critic")
-            base = make.scored_base(start, new_head=new_head) if frozen_base else None
-        elif not make.is_frozen("critic"):
+            frozen_base = build.is_frozen("critic")
+            base = build.scored_base(start, new_head=new_head) if frozen_base else None
+        elif not build.is_frozen("critic"):
             base = None
         if sources.critic is not None:
-            reward = frozen(make.scorer(start, config.critic, base=base, trained=False))
+            reward = frozen(build.scorer(start, config.critic, base=base, trained=False))
         if config.has_critic:
-            critic = make.scorer(start, config.critic, base=base, new_head=new_head)
+            critic = build.scorer(start, config.critic, base=base, new_head=new_head)
     return Roles(actor, reference, critic, reward, share_parameters(actor.model))
 
 
 @dataclass(frozen=True)
-class _Maker:
+class _Builder:
     config: RlhfConfig
     tokenizer: Tokenizer
     dtype: torch.dtype
@@ -119,7 +119,7 @@ class _Maker:
         options: RoleConfig = getattr(self.config, role)
         return options.lora_dim > 0 and self.config.classic.only_optimize_lora
 
-    def language_base(self, source: ModelSource) -> Any:
+    def language_base(self, source: ModelSource) -> PreTrainedModel:
         model_config = self.config.actor.model(self.config.load)
         return load_causal_lm(
             source.base,
@@ -130,14 +130,14 @@ class _Maker:
             group=self.group,
         ).requires_grad_(False)
 
-    def scored_base(self, source: ModelSource, *, new_head: bool) -> Any:
+    def scored_base(self, source: ModelSource, *, new_head: bool) -> PreTrainedModel:
         model_config = self.config.critic.model(self.config.load)
         return load_reward_model(
             source.base,
             load_config(source.base, model_config),
             model_config,
             dtype=self.dtype,
-            # The head of an adapter takes the place of this one.
+            # An adapter's head replaces this one.
             seed=self.config.run.seed if new_head or source.adapter is not None else None,
             meta=self.meta,
             group=self.group,
@@ -148,7 +148,7 @@ class _Maker:
         source: ModelSource,
         options: RoleConfig,
         *,
-        base: Any,
+        base: PreTrainedModel | None,
         trained: bool = True,
     ) -> AdaptedModel:
         lora = options.lora(self.config.classic.only_optimize_lora)
@@ -166,7 +166,7 @@ class _Maker:
         source: ModelSource,
         options: RoleConfig,
         *,
-        base: Any,
+        base: PreTrainedModel | None,
         trained: bool = True,
         new_head: bool = False,
     ) -> AdaptedModel:
@@ -192,7 +192,7 @@ class _Maker:
 
 
 def frozen(adapted: AdaptedModel) -> AdaptedModel:
-    """The same with nothing that trains."""
+    """The model with all parameters frozen, in evaluation mode."""
     adapted.model.requires_grad_(False)
     return replace(adapted, model=adapted.model.eval())
 
