@@ -139,18 +139,8 @@ def grpo_advantages(rewards: Tensor, groups: Tensor) -> Tensor:
     """``(r - mean) / (std + 1e-4)`` within the responses to each prompt.
 
     Section 4.1.2 of arXiv:2402.03300. The paper leaves open which standard deviation; it is the
-    one with Bessel's correction here, and it gets the 1e-4, as in TRL's GRPOTrainer.
-
-    Args:
-        rewards: (N,) of the responses.
-        groups: (N,) int64, which prompt each responds to: any numbers, in any order; groups need
-            not be of one size.
-
-    Returns:
-        (N,) without gradient, 0 for a response that is alone in its group.
-
-    Raises:
-        ValueError: if the two differ in shape.
+    one with Bessel's correction here, and it gets the 1e-4, as in TRL's GRPOTrainer. Arguments,
+    result and errors are as for :func:`rloo_advantages`.
     """
     check_same_shape(rewards=rewards, groups=groups)
     exact = rewards.double()

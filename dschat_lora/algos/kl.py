@@ -25,15 +25,9 @@ def kl_k1(logprobs: Tensor, reference: Tensor) -> Tensor:
 def kl_k3(logprobs: Tensor, reference: Tensor) -> Tensor:
     """``q/p - 1 - log(q/p)`` at each token: unbiased for KL(p || q) like k1, and never negative.
 
-    k3 of http://joschu.net/blog/kl-approx.html.
-
-    Args:
-        logprobs: log p of the tokens, in nats, any shape.
-        reference: log q of the same tokens.
-
-    Returns:
-        Nats in the shape of the two, with gradient, element by element. Where padding may hold
-        infinities and the gradient counts, mask the inputs: 0 times infinity is NaN.
+    k3 of http://joschu.net/blog/kl-approx.html; arguments and result are as for :func:`kl_k1`.
+    Where padding may hold infinities and the gradient counts, mask the inputs: 0 times infinity
+    is NaN.
     """
     log_ratio = reference - logprobs
     return torch.expm1(log_ratio) - log_ratio

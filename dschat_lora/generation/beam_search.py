@@ -12,6 +12,8 @@ from transformers import (
     PreTrainedModel,
 )
 
+from dschat_lora.generation.batch_state import padded_left
+
 
 @dataclass(frozen=True)
 class Search:
@@ -101,14 +103,13 @@ def write_texts(
         device: where the model computes.
         use_cache: keep keys and values instead of computing them again.
     """
-    width = max(len(prompt) for prompt in prompts)
-    rows = [[search.pad_id] * (width - len(prompt)) + list(prompt) for prompt in prompts]
-    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    ids, mask = padded_left(prompts, search.pad_id, device)
+    width = ids.shape[1]
     # transformers would fill in options that are not given here from the model's own config.
     model.generation_config = GenerationConfig()
     output = model.generate(
-        input_ids=torch.tensor(rows, device=device),
-        attention_mask=torch.tensor(mask, device=device),
+        input_ids=ids,
+        attention_mask=mask,
         max_new_tokens=search.max_new_tokens,
         min_new_tokens=search.min_length,
         do_sample=False,
@@ -123,7 +124,7 @@ def write_texts(
         pad_token_id=search.pad_id,
         use_cache=use_cache,
     )
-    return [_until(ids, search.eos_ids) for ids in output[:, width:].tolist()]
+    return [_until(text, search.eos_ids) for text in output[:, width:].tolist()]
 
 
 def _until(ids: list[int], ends: Sequence[int]) -> list[int]:

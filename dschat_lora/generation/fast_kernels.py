@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -43,7 +42,7 @@ def fast_linears(model: nn.Module) -> Iterator[None]:
             del module.forward
 
 
-def _forward_of(module: Any) -> Forward | None:
+def _forward_of(module: nn.Module) -> Forward | None:
     """A faster forward of ``module``; None where it is no linear layer of a known kind."""
     if type(module) is nn.Linear:
         return _linear(module.weight, module.bias)
@@ -51,11 +50,11 @@ def _forward_of(module: Any) -> Forward | None:
         weight = module.weight.T if module.transposed else module.weight
         return _around(module, _linear(weight, _inner_bias(module, module.bias)), module.bias)
     if is_conv1d(module):
-        return _linear(module.weight.T, module.bias)
+        return _linear(module.get_parameter("weight").T, module._parameters.get("bias"))
     if not isinstance(module, LoraLinear):
         return None
     weight = module.weight.T if module.transposed else module.weight
-    bias: Any = module.bias
+    bias: Tensor | None = module.bias
     if module.enabled and module.trained_bias is not None:
         bias = module.trained_bias.to(weight.dtype)
     product = _linear(weight, _inner_bias(module, bias))
@@ -65,12 +64,12 @@ def _forward_of(module: Any) -> Forward | None:
     return _around(module, product, bias)
 
 
-def _inner_bias(module: Any, bias: Tensor | None) -> Tensor | None:
+def _inner_bias(module: nn.Module, bias: Tensor | None) -> Tensor | None:
     """What is added in the product itself; a divided row layer adds its bias to the sum."""
     return None if isinstance(getattr(module, "split", None), RowParallel) else bias
 
 
-def _around(module: Any, product: Forward, bias: Tensor | None) -> Forward:
+def _around(module: nn.Module, product: Forward, bias: Tensor | None) -> Forward:
     """The layer, given its product with what this rank holds."""
     split: Split | None = getattr(module, "split", None)
     if split is None:
@@ -140,7 +139,7 @@ def attend_by_products(
     attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
-    **options: Any,
+    **options: object,
 ) -> tuple[Tensor, None]:
     """Attention as transformers' "sdpa", to which it falls back for many tokens.
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
+from dschat_lora.generation.batch_state import padded_left
 from dschat_lora.lora.parallel import whole_sequences
 from dschat_lora.models.causal_lm import Tokenizer
 
@@ -35,25 +36,21 @@ def answer(
         room = max(1, limit - max_new_tokens)
         prompts = [prompt[-room:] for prompt in prompts]
         max_new_tokens = min(max_new_tokens, limit - 1)
-    width = max(len(prompt) for prompt in prompts)
-    pad = tokenizer.pad_token_id
-    # Generation continues at the right end, so the padding stands left.
-    rows = [[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts]
-    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    ids, mask = padded_left(prompts, tokenizer.pad_token_id, device)
     with whole_sequences(model):
         output = model.generate(
-            input_ids=torch.tensor(rows, device=device),
-            attention_mask=torch.tensor(mask, device=device),
+            input_ids=ids,
+            attention_mask=mask,
             max_new_tokens=max_new_tokens,
             do_sample=False,
             num_beams=1,
-            pad_token_id=pad,
+            pad_token_id=tokenizer.pad_token_id,
             eos_token_id=tokenizer.eos_token_id,
             use_cache=True,
             synced_gpus=synced,
         )
-    answers = output[:, width:].tolist()
-    return [_until(ids, tokenizer.eos_token_id) for ids in answers]
+    answers = output[:, ids.shape[1] :].tolist()
+    return [_until(each, tokenizer.eos_token_id) for each in answers]
 
 
 def _until(ids: list[int], eos_id: int) -> list[int]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -88,8 +87,8 @@ def build_roles(
     build = _Builder(config, tokenizer, dtype=dtype, meta=meta, group=group)
     with option_errors_for("actor"):
         base = build.language_base(sources.actor) if build.is_frozen("actor") else None
-        actor = build.policy(sources.actor, config.actor, base=base)
-        reference = frozen(build.policy(sources.actor, config.actor, base=base, trained=False))
+        actor = build.policy(sources.actor, base=base)
+        reference = frozen(build.policy(sources.actor, base=base, trained=False))
     critic = reward = None
     with option_errors_for("critic" if sources.critic is not None else "actor"):
         start, new_head = sources.critic or sources.actor, sources.critic is None
@@ -100,9 +99,9 @@ def build_roles(
         elif not build.is_frozen("critic"):
             base = None
         if sources.critic is not None:
-            reward = frozen(build.scorer(start, config.critic, base=base, trained=False))
+            reward = frozen(build.scorer(start, base=base, trained=False))
         if config.has_critic:
-            critic = build.scorer(start, config.critic, base=base, new_head=new_head)
+            critic = build.scorer(start, base=base, new_head=new_head)
     return Roles(actor, reference, critic, reward, share_parameters(actor.model))
 
 
@@ -144,51 +143,45 @@ class _Builder:
         ).requires_grad_(False)
 
     def policy(
-        self,
-        source: ModelSource,
-        options: RoleConfig,
-        *,
-        base: PreTrainedModel | None,
-        trained: bool = True,
+        self, source: ModelSource, *, base: PreTrainedModel | None, trained: bool = True
     ) -> AdaptedModel:
-        lora = options.lora(self.config.classic.only_optimize_lora)
+        options = self.config.actor
         return build_causal_lm(
             source,
             self.tokenizer,
             options.model(self.config.load),
-            lora if trained else LoraConfig(),
+            self._lora(options) if trained else LoraConfig(),
             base=base,
-            **self._common,
+            dtype=self.dtype,
+            seed=self.config.run.seed,
+            meta=self.meta,
+            group=self.group,
         )
 
     def scorer(
         self,
         source: ModelSource,
-        options: RoleConfig,
         *,
         base: PreTrainedModel | None,
         trained: bool = True,
         new_head: bool = False,
     ) -> AdaptedModel:
-        lora = options.lora(self.config.classic.only_optimize_lora)
+        options = self.config.critic
         return build_reward_model(
             source,
             self.tokenizer,
             options.model(self.config.load),
-            lora if trained else LoraConfig(),
+            self._lora(options) if trained else LoraConfig(),
             base=base,
             new_head=new_head,
-            **self._common,
+            dtype=self.dtype,
+            seed=self.config.run.seed,
+            meta=self.meta,
+            group=self.group,
         )
 
-    @property
-    def _common(self) -> dict[str, Any]:
-        return {
-            "dtype": self.dtype,
-            "seed": self.config.run.seed,
-            "meta": self.meta,
-            "group": self.group,
-        }
+    def _lora(self, options: RoleConfig) -> LoraConfig:
+        return options.lora(self.config.classic.only_optimize_lora)
 
 
 def frozen(adapted: AdaptedModel) -> AdaptedModel:
@@ -212,6 +205,6 @@ class Network(nn.Module):
         assert isinstance(policy, Policy)
         return policy
 
-    def forward(self, role: str, *args: Any) -> Any:
+    def forward(self, role: str, *args: object) -> object:
         """What the role returns."""
         return self.roles[role](*args)

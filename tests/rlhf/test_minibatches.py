@@ -1,4 +1,4 @@
-"""Responses of an iteration, dealt to steps and ranks, and laid out as batches."""
+"""Responses of an iteration, assigned to minibatches and ranks, and laid out as batches."""
 
 import itertools
 
