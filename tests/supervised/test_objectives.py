@@ -29,19 +29,19 @@ BATCH = PairCollator(0, "shared")([[pair.sample() for pair in PAIRS]])
 class Scripted:
     """A network that gives scores, or log-probabilities, by a rule of its own."""
 
-    def __init__(self, of_places):
-        self.of_places, self.asked = of_places, []
+    def __init__(self, forward):
+        self.forward, self.asked = forward, []
 
     def __call__(self, *, input_ids, position_ids, segment_ids, branch_ids, spans=None, **rest):
         assert input_ids.shape == position_ids.shape == segment_ids.shape == branch_ids.shape
         self.asked.append(rest)
         tokens = input_ids.flatten()
-        return self.of_places(tokens, **rest)
+        return self.forward(tokens, **rest)
 
 
-def score_by_token(tokens, places):
+def score_by_token(tokens, score_positions):
     """The score at a token is its number: 7 ends the first chosen answer, and so on."""
-    return tokens[places].float().requires_grad_()
+    return tokens[score_positions].float().requires_grad_()
 
 
 def tenth_of_token(tokens, logit_positions, target_ids):
