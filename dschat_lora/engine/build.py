@@ -10,7 +10,8 @@ from typing import Any, Generic, TypeVar
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler, LossScalerBase
 from deepspeed.utils import logger as deepspeed_logger
 from torch import Tensor, nn
 
@@ -99,13 +100,13 @@ class TrainEngine(Generic[NetworkT]):
         return self._engine.optimizer
 
     @property
-    def loss_scaler(self) -> Any:
+    def loss_scaler(self) -> LossScalerBase | None:
         """What scales fp16 losses; None where nothing does."""
         if self._scaler is None and self.zero_stage > 0:
             return getattr(self.optimizer, "loss_scaler", None)
         return self._scaler
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """The model's forward."""
         return self._engine(*args, **kwargs)
 
@@ -204,7 +205,7 @@ class TrainEngine(Generic[NetworkT]):
             _forget_gradients(optimizer)
         return lambda: StepOutcome(norm, skipped, scale)
 
-    def _attach_scaler(self) -> Any:
+    def _attach_scaler(self) -> LossScalerBase | None:
         """A dynamic loss scale for fp16 compute with fp32 trained tensors, else None."""
         if self.settings.dtype != "fp16":
             return None
@@ -295,7 +296,7 @@ def _buckets(parameters: Iterable[nn.Parameter], size: int) -> Iterator[list[nn.
     yield bucket
 
 
-def _forget_gradients(optimizer: Any) -> None:
+def _forget_gradients(optimizer: ZeROOptimizer) -> None:
     """Clear ZeRO 3's gradient shards after a step.
 
     deepspeed 0.19 copies into them only in a window's first backward and adds in later ones: a

@@ -11,11 +11,12 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
 from torch import Tensor, nn
 
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import broadcast_, data_group, data_rank, rank
-from dschat_lora.engine.zero import own_part, own_shard, shard_of, whole_of_parts
+from dschat_lora.engine.zero import own_shard, tensor_shard, whole_of_parts
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -74,7 +75,8 @@ class EngineState:
                     saved = read(f"{key}:{name}")
                     assert saved.shape == value.shape, f"{key}:{name}"
                     value.copy_(saved)
-                self._set(parameter, key, own_part(parameter, broadcast_(value)))
+                shard, whole = tensor_shard(parameter), broadcast_(value)
+                self._set(parameter, key, whole if shard is None else shard.own(whole))
         _restore_scaler(self._engine.loss_scaler, facts["loss_scaler"])
 
     def _steps(self) -> dict[str, int]:
@@ -82,9 +84,10 @@ class EngineState:
         states = {n: self._adam_state(p) for n, p in self._parameters.items()}
         return {name: int(state["step"]) if state else 0 for name, state in states.items()}
 
-    def _adam_state(self, parameter: Tensor) -> Any:
+    def _adam_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """AdamW's tensors for a parameter: its own at ZeRO 0, else those of a flat piece."""
-        return self._engine.adam.state.get(self._flats[id(parameter)])
+        state: dict[str, Tensor] = self._engine.adam.state.get(self._flats[id(parameter)], {})
+        return state
 
     def _find_flats(self) -> dict[int, Tensor]:
         """id of a parameter -> the tensor AdamW updates for it on this rank.
@@ -113,7 +116,7 @@ class EngineState:
             if state is not None:
                 state["step"].fill_(max(float(state["step"]), steps[name]))
 
-    def _gather(self, parameter: Any, key: str) -> Tensor:
+    def _gather(self, parameter: nn.Parameter, key: str) -> Tensor:
         """This tensor-parallel rank's tensor, in its own type.
 
         On the first data-parallel ranks; on others of no use.
@@ -150,7 +153,7 @@ class EngineState:
             piece = self._adam_state(parameter)[key][place.start : place.start + place.numel]
         return mapping.lp_fragment_address.start, piece
 
-    def _set(self, parameter: Any, key: str, value: Tensor) -> None:
+    def _set(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
         """Overwrite with ``value``, which every rank holds whole."""
         stage = self._engine.zero_stage
         if stage == 0:
@@ -190,17 +193,17 @@ def check_same_names(now: dict[str, Any], then: dict[str, Any]) -> None:
 
 def _shape(parameter: Tensor) -> torch.Size:
     """Whole, also where ZeRO 3 holds a flat shard, or a tensor-parallel rank a part."""
-    shape, shard = getattr(parameter, "ds_shape", parameter.shape), shard_of(parameter)
+    shape, shard = getattr(parameter, "ds_shape", parameter.shape), tensor_shard(parameter)
     return torch.Size(shape if shard is None else shard.full_shape(shape))
 
 
-def _scaler_state(scaler: Any) -> dict[str, float] | None:
+def _scaler_state(scaler: LossScalerBase | None) -> dict[str, float] | None:
     if scaler is None or not scaler.dynamic:
         return None
     return {name: getattr(scaler, name) for name in _SCALER_FIELDS}
 
 
-def _restore_scaler(scaler: Any, saved: dict[str, float] | None) -> None:
+def _restore_scaler(scaler: LossScalerBase | None, saved: dict[str, float] | None) -> None:
     if scaler is None or not scaler.dynamic or saved is None:
         return
     for name in _SCALER_FIELDS:

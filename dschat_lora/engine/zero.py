@@ -1,8 +1,8 @@
 """Whole tensors out of ZeRO 3's shards, and shards out of a model that rank 0 holds."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol, TypeGuard
 
 import deepspeed
 import torch
@@ -17,6 +17,31 @@ from dschat_lora.engine.distributed import (
     grid,
     rank,
 )
+
+
+class TensorShard(Protocol):
+    """How a tensor is divided among tensor-parallel ranks."""
+
+    def full_shape(self, shape: Sequence[int]) -> torch.Size:
+        """Of the whole tensor, given that of a rank's part."""
+        ...
+
+    def own(self, full: Tensor) -> Tensor:
+        """This rank's part of a tensor that every rank has."""
+        ...
+
+    def whole(self, own: Tensor) -> Tensor:
+        """The tensor whose part of this rank is ``own``; call on every rank."""
+        ...
+
+
+class ShardedParameter(Protocol):
+    """A parameter of which ZeRO 3 holds a part on every rank, as DeepSpeed marks it."""
+
+    data: Tensor
+    ds_tensor: Tensor  # this rank's part
+    ds_shape: torch.Size  # of the whole
+    ds_numel: int
 
 
 @torch.no_grad()
@@ -34,29 +59,18 @@ def gather_to_cpu(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     return full
 
 
-def shard_of(parameter: Any) -> Any:
-    """How a parameter is divided among tensor-parallel ranks; None if each holds all of it.
-
-    See :class:`dschat_lora.lora.parallel.Shard`.
-    """
+def tensor_shard(parameter: Tensor) -> TensorShard | None:
+    """How a parameter is divided among tensor-parallel ranks; None if each holds all of it."""
     return getattr(parameter, "tensor_shard", None)
 
 
-def whole_of_parts(parameter: Any, own: Tensor) -> Tensor:
+def whole_of_parts(parameter: Tensor, own: Tensor) -> Tensor:
     """The whole of what each tensor-parallel rank holds a part of, cut as ``parameter`` is.
 
     Call on every rank.
     """
-    shard = shard_of(parameter)
-    whole: Tensor = own if shard is None else shard.whole(own)
-    return whole
-
-
-def own_part(parameter: Any, whole: Tensor) -> Tensor:
-    """What this tensor-parallel rank holds, as ``parameter``, of the value ``whole``."""
-    shard = shard_of(parameter)
-    own: Tensor = whole if shard is None else shard.own(whole)
-    return own
+    shard = tensor_shard(parameter)
+    return own if shard is None else shard.whole(own)
 
 
 @contextmanager
@@ -117,7 +131,7 @@ class Snapshot:
 
     @torch.no_grad()
     def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self._parameters: list[Any] = list(parameters)
+        self._parameters = list(parameters)
         sharded = filter(is_sharded, self._parameters)
         self._shards = [p.ds_tensor.clone() for p in sharded]
         with gathered(parameters):
@@ -146,21 +160,22 @@ class Snapshot:
         return list(zip(self._parameters, self._wholes, strict=True))
 
 
-def own_shard(parameter: Any, value: Tensor) -> Tensor:
+def own_shard(parameter: Tensor | ShardedParameter, value: Tensor) -> Tensor:
     """This rank's part of ``value`` as ZeRO 3 cuts it: equal parts, the last filled with zeros."""
+    assert is_sharded(parameter)
     size = parameter.ds_tensor.numel()
     filled = torch.zeros(size * data_world_size(), dtype=value.dtype, device=value.device)
     filled[: value.numel()] = value.flatten()
     return filled[size * data_rank() : size * (data_rank() + 1)]
 
 
-def whole_of_shards(parameter: Any, shard: Tensor) -> Tensor:
+def whole_of_shards(parameter: ShardedParameter, shard: Tensor) -> Tensor:
     """The whole tensor of which each rank holds a part as ``parameter`` is cut. On every rank."""
     parts = gather_over_ranks(shard.flatten())
     return parts[: parameter.ds_numel].view(parameter.ds_shape)
 
 
-def is_sharded(parameter: Any) -> bool:
+def is_sharded(parameter: object) -> TypeGuard[ShardedParameter]:
     """Whether ZeRO 3 holds the parameter in parts."""
     return hasattr(parameter, "ds_tensor")
 

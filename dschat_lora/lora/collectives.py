@@ -27,12 +27,17 @@ class TensorGroup:
     """
 
     def __init__(
-        self, process_group: Any, rank: int, size: int, *, sequence_parallel: bool = False
+        self,
+        process_group: dist.ProcessGroup,
+        rank: int,
+        size: int,
+        *,
+        sequence_parallel: bool = False,
     ) -> None:
         self.process_group, self.rank, self.size = process_group, rank, size
         self.sequence_parallel = sequence_parallel
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "TensorGroup":
+    def __deepcopy__(self, memo: dict[int, object]) -> "TensorGroup":
         """The group itself: copies of a model are on the same ranks."""
         return self
 
@@ -102,7 +107,7 @@ class TensorGroup:
         dist.all_gather_into_tensor(parts.view(-1), own.view(-1), group=self.process_group)
         return parts.to(x.device)
 
-    def _reduce(self, x: Tensor, operation: Any) -> Tensor:
+    def _reduce(self, x: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         result = self._reachable(x.detach()).clone(memory_format=torch.contiguous_format)
         dist.all_reduce(result, op=operation, group=self.process_group)
         return result.to(x.device)

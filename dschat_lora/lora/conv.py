@@ -1,8 +1,8 @@
 """Convolutions with a low-rank update beside a frozen kernel, in loralib's layout of factors."""
 
 import math
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -77,12 +77,11 @@ class LoraConv(nn.Module):
         return self.scaling * product.view(self.weight.shape)
 
     def _convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        function: Any = getattr(F, f"conv{len(self.kernel_size)}d")
-        padding: Any = self.padding
+        function: Callable[..., Tensor] = getattr(F, f"conv{len(self.kernel_size)}d")
+        padding: str | int | tuple[int, ...] = self.padding
         if self.padding_mode != "zeros":
             x, padding = F.pad(x, self.padding_amounts, mode=self.padding_mode), 0
-        output: Tensor = function(x, weight, bias, self.stride, padding, self.dilation, self.groups)
-        return output
+        return function(x, weight, bias, self.stride, padding, self.dilation, self.groups)
 
     def extra_repr(self) -> str:
         """Shape and adapter settings, for ``print(model)``."""

@@ -15,7 +15,7 @@ differs:
 import copy
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,7 @@ from dschat_lora.lora.groups import Groups
 from dschat_lora.lora.layers import AdapterLayer
 from dschat_lora.lora.matmul import adapter_dropout, lora_linear
 
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 Bias = Literal["none", "all", "lora_only"]
 
 
@@ -40,7 +41,7 @@ class LoRALayer:
 
     merged = False
 
-    def _settle(self, r: int, alpha: float, dropout: float, merge_weights: bool) -> None:
+    def _set_options(self, r: int, alpha: float, dropout: float, merge_weights: bool) -> None:
         self.r, self.lora_alpha, self.merge_weights = r, alpha, merge_weights
         self.lora_dropout = nn.Dropout(dropout)
         self.scaling = alpha / r if r > 0 else 0.0
@@ -127,7 +128,7 @@ class Linear(_Linear):
         **kwargs: Any,
     ) -> None:
         super().__init__(in_features, out_features, **kwargs)
-        self._settle(r, lora_alpha, lora_dropout, merge_weights)
+        self._set_options(r, lora_alpha, lora_dropout, merge_weights)
         self.groups = None
         self._set_up(has_factors=r > 0, fan_in_fan_out=fan_in_fan_out)
 
@@ -155,7 +156,7 @@ class MergedLinear(_Linear):
         **kwargs: Any,
     ) -> None:
         super().__init__(in_features, out_features, **kwargs)
-        self._settle(r, lora_alpha, lora_dropout, merge_weights)
+        self._set_options(r, lora_alpha, lora_dropout, merge_weights)
         self.enable_lora = list(enable_lora)
         sizes = _sizes(out_features, self.enable_lora, group_sizes)
         has_factors = r > 0 and any(enable_lora)
@@ -179,7 +180,7 @@ class Embedding(nn.Embedding, LoRALayer):
         **kwargs: Any,
     ) -> None:
         super().__init__(num_embeddings, embedding_dim, **kwargs)
-        self._settle(r, lora_alpha, 0.0, merge_weights)
+        self._set_options(r, lora_alpha, 0.0, merge_weights)
         if r > 0:
             if self.max_norm is not None:
                 raise ValueError(
@@ -231,14 +232,16 @@ class _Conv(LoraConv, LoRALayer):
         base = self.kind(in_channels, out_channels, kernel_size, **kwargs)  # type: ignore[arg-type]
         base.reset_parameters()  # loralib draws it twice; then the same seed gives its A
         super().__init__(base, r=r, lora_alpha=lora_alpha, dropout=lora_dropout)
-        self._settle(r, lora_alpha, lora_dropout, merge_weights)
+        self._set_options(r, lora_alpha, lora_dropout, merge_weights)
 
     @property
     def conv(self) -> "_Conv":
         """The layer itself, which loralib keeps in an attribute."""
         return self
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Tensor], prefix: str, *args: object
+    ) -> None:
         """Take loralib's names too: its base stands under ``conv.``, in some versions twice."""
         for part in ("weight", "bias"):
             value = state_dict.pop(f"{prefix}conv.{part}", None)
@@ -307,7 +310,7 @@ def lora_state_dict(model: nn.Module, bias: Bias = "none") -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def merged_copy(module: nn.Module) -> Any:
+def merged_copy(module: ModuleT) -> ModuleT:
     """A copy whose layers are plain (``r`` 0) and hold ``W + update``; ``module`` stays as it is.
 
     The update is added in float32 and rounded once to the type of W. A weight tied to another
@@ -321,12 +324,12 @@ def merged_copy(module: nn.Module) -> Any:
     for name, layer in merged.named_modules():
         if isinstance(layer, AdapterLayer):
             raise ValueError(f"{name} was adapted by apply_lora: merge it by merged_state_dict")
-        if isinstance(layer, LoRALayer | LoraConv) and layer.r > 0:
+        if isinstance(layer, _Linear | Embedding | LoraConv) and layer.r > 0:
             _make_plain(layer)
     return merged
 
 
-def _make_plain(layer: Any) -> None:
+def _make_plain(layer: _Linear | Embedding | LoraConv) -> None:
     if hasattr(layer, "lora_A"):
         weight = _wide(layer.weight) + layer.delta()
         layer.weight = nn.Parameter(weight.to(layer.weight.dtype))

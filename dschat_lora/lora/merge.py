@@ -2,11 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from dschat_lora.lora.layers import (
     AdapterLayer,
@@ -15,7 +13,7 @@ from dschat_lora.lora.layers import (
     TrainedModule,
     full_shape,
 )
-from dschat_lora.lora.model import adapters_disabled, base_names
+from dschat_lora.lora.model import base_names
 
 
 @dataclass(frozen=True)
@@ -86,13 +84,6 @@ def untied_by_merge(model: nn.Module) -> list[str]:
         if len(group) > 1 and any(_has_own_weight(model, name) for name in group)
         for name in group
     ]
-
-
-def call_merged(model: nn.Module, merged: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
-    """What ``model`` returns with ``merged`` (:func:`merged_state_dict`) as its weights."""
-    weights = {name: merged[original] for original, name in base_names(model).items()}
-    with adapters_disabled(model):
-        return functional_call(model, weights, args, kwargs, tie_weights=False)
 
 
 def merge_deviation(logits_before: Tensor, logits_after: Tensor, mask: Tensor) -> MergeReport:

@@ -14,7 +14,7 @@ type, before any other hook sees the gradient. The divided factor's gradient is 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -319,7 +319,7 @@ def group_of(model: nn.Module) -> TensorGroup | None:
     return None
 
 
-def _cut(parameter: Any, shard: Shard | None) -> nn.Parameter:
+def _cut(parameter: Tensor, shard: Shard | None) -> nn.Parameter:
     """This rank's part as a frozen parameter; of a meta tensor its shape."""
     if shard is None:
         return nn.Parameter(parameter.detach(), requires_grad=False)

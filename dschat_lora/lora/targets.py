@@ -3,13 +3,13 @@
 import difflib
 import re
 from collections.abc import Callable, Collection, Iterable
-from typing import Any
+from typing import Protocol
 
 from torch import nn
 
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.groups import Groups, groups_of_parts
-from dschat_lora.lora.layers import is_conv1d
+from dschat_lora.lora.layers import full_shape, is_conv1d
 from dschat_lora.lora.parallel import ParallelEmbedding, ParallelLinear
 
 ALL_LINEAR = "all-linear"
@@ -17,6 +17,11 @@ _REGEX_CHARACTERS = frozenset("*?+()[]{}|\\^$")
 # By model type, the layer whose outputs are all of q, then all of k, then all of v. Others pack
 # them head by head (GPT-NeoX, BLOOM, Falcon).
 _PACKED = {"gpt2": "c_attn", "mpt": "Wqkv", "openai-gpt": "c_attn", "phi3": "qkv_proj"}
+
+
+class _AttentionConfig(Protocol):
+    num_attention_heads: int
+    hidden_size: int
 
 
 def choose_targets(model: nn.Module, config: LoraConfig) -> list[str]:
@@ -85,7 +90,9 @@ def choose_saved(model: nn.Module, endings: Collection[str]) -> list[str]:
     ]
 
 
-def packed_groups(model: Any, targets: Collection[str], parts: tuple[str, ...]) -> Groups | None:
+def packed_groups(
+    model: nn.Module, targets: Collection[str], parts: tuple[str, ...]
+) -> Groups | None:
     """How the packed layers ``targets`` are cut into q, k and v.
 
     Args:
@@ -111,6 +118,7 @@ def packed_groups(model: Any, targets: Collection[str], parts: tuple[str, ...]) 
                 f"--enable_lora {' '.join(parts)}: {name} of this model ({kind}) does not hold "
                 f"q, k and v one after another; use {use}"
             )
+    assert config is not None
     groups = groups_of_parts(_part_sizes(config), parts)
     for name in targets:
         outputs = _outputs(model.get_submodule(name))
@@ -122,7 +130,7 @@ def packed_groups(model: Any, targets: Collection[str], parts: tuple[str, ...]) 
     return groups
 
 
-def _part_sizes(config: Any) -> tuple[int, int, int]:
+def _part_sizes(config: _AttentionConfig) -> tuple[int, int, int]:
     """Outputs of q, k and v."""
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -130,8 +138,8 @@ def _part_sizes(config: Any) -> tuple[int, int, int]:
     return heads * width, keys, keys
 
 
-def _outputs(module: Any) -> int:
-    return int(module.nf if is_conv1d(module) else module.out_features)
+def _outputs(module: nn.Module) -> int:
+    return full_shape(module.get_parameter("weight"))[1 if is_conv1d(module) else 0]
 
 
 def minimal_endings(names: Collection[str], all_names: Iterable[str]) -> list[str] | str:

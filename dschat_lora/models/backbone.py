@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 from transformers import PretrainedConfig, PreTrainedModel
 
 from dschat_lora.algos.segments import Spans, block_causal_mask, find_spans, lengthened
@@ -14,6 +15,8 @@ from dschat_lora.lora.parallel import group_of
 from dschat_lora.models.blocks import understand_spans
 from dschat_lora.models.flex import flex_mask
 from dschat_lora.models.varlen import fits, has_varlen
+
+Mask = Tensor | BlockMask
 
 
 class Backbone:
@@ -60,8 +63,10 @@ class Backbone:
                 return self._by_spans(input_ids, position_ids, spans)
         width = input_ids.shape[1]
         extra = self._lacking(width)
-        rows = [_longer(x, extra) for x in (input_ids, position_ids, segment_ids, branch_ids)]
-        inputs = self.inputs(*rows)
+        rows = input_ids, position_ids, segment_ids
+        ids, positions, segments = (_longer(x, extra) for x in rows)
+        branches = None if branch_ids is None else _longer(branch_ids, extra)
+        inputs = self.inputs(ids, positions, segments, branches)
         hidden: Tensor = self.model.base_model(**inputs).last_hidden_state
         return hidden[:, :width]
 
@@ -115,12 +120,14 @@ class Backbone:
         }
         return inputs | ({"position_ids": position_ids} if self._takes_positions else {})
 
-    def _mask(self, position_ids: Tensor, segment_ids: Tensor, branch_ids: Tensor | None) -> Any:
+    def _mask(
+        self, position_ids: Tensor, segment_ids: Tensor, branch_ids: Tensor | None
+    ) -> Mask | dict[str, Mask]:
         """What the model takes as ``attention_mask``: one mask, or one for each kind of layer."""
         if self.own_mask or self._windows is None:
             return (segment_ids > 0).long()
         if self.model.config._attn_implementation == "flex_attention":
-            make: Callable[..., Any] = partial(flex_mask, segment_ids, position_ids)
+            make: Callable[..., Mask] = partial(flex_mask, segment_ids, position_ids)
         else:
             positions = None if branch_ids is None else position_ids
             dtype = self.model.dtype
@@ -143,7 +150,7 @@ class BackboneModel(nn.Module):
         self.backbone = Backbone(model)
 
 
-def _takes_spans(model: Any, windows: dict[str, int | None]) -> bool:
+def _takes_spans(model: PreTrainedModel, windows: dict[str, int | None]) -> bool:
     """Whether every layer passes on what it is not made for, and tells its window if it has one.
 
     That is what transformers means by support of its backends, and of flash attention.
@@ -153,7 +160,7 @@ def _takes_spans(model: Any, windows: dict[str, int | None]) -> bool:
     return model.config._attn_implementation == "sdpa" and backend and bool(tells)
 
 
-def _suits_kernel(config: Any) -> bool:
+def _suits_kernel(config: PretrainedConfig) -> bool:
     """Whether the kernel for sequences has what layers of this architecture ask for."""
     heads = getattr(config, "num_attention_heads", None) or 1
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -161,9 +168,9 @@ def _suits_kernel(config: Any) -> bool:
     return fits(size) and not any(getattr(config, name, None) for name in options)
 
 
-def _longer(values: Any, extra: int) -> Any:
+def _longer(values: Tensor, extra: int) -> Tensor:
     """(B, T + extra) of (B, T), with zeros: padding where they are segments."""
-    return values if values is None or not extra else nn.functional.pad(values, (0, extra))
+    return nn.functional.pad(values, (0, extra)) if extra else values
 
 
 def _real(values: Tensor, spans: Spans) -> Tensor:

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -13,7 +13,7 @@ from dschat_lora.models import varlen
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def attend_by_spans(
-    module: Any,
+    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -47,7 +47,7 @@ def attend_by_spans(
 
 
 def _one_by_one(
-    module: Any,
+    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -1,7 +1,7 @@
 """A pretrained model with its adapter, whole or as the empty shape of one."""
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from transformers import PreTrainedModel
@@ -24,7 +24,7 @@ Task = Literal["CAUSAL_LM", "SEQ_CLS"]
 class AdaptedModel:
     """A transformers model whose chosen layers carry LoRA factors."""
 
-    model: Any
+    model: PreTrainedModel
     lora: LoraConfig  # as applied; layers by name where an adapter is continued
     targets: list[str]  # adapted modules, in model order
     task: Task = "CAUSAL_LM"
@@ -133,7 +133,7 @@ def build_reward_model(
     return _adapt(model, source, tokenizer, config, lora, seed=seed, task="SEQ_CLS")
 
 
-def recompute_blocks(model: Any) -> None:
+def recompute_blocks(model: PreTrainedModel) -> None:
     """Keep the input of each block only, and compute its inside again in the backward pass.
 
     Raises:
@@ -150,7 +150,7 @@ def recompute_blocks(model: Any) -> None:
     enable({"use_reentrant": False})
 
 
-def can_recompute(model: Any) -> bool:
+def can_recompute(model: PreTrainedModel) -> bool:
     """Whether transformers knows how to compute the blocks of this architecture again."""
     return bool(getattr(model, "supports_gradient_checkpointing", False))
 
@@ -234,7 +234,7 @@ def _new_parts(source: ModelSource, stored: LoraConfig, task: Task) -> tuple[str
     return (HEAD,)
 
 
-def _fit_vocabulary(model: Any, tokenizer: Tokenizer, lora: LoraConfig) -> None:
+def _fit_vocabulary(model: PreTrainedModel, tokenizer: Tokenizer, lora: LoraConfig) -> None:
     """Make room for tokens added to the tokenizer, where their embeddings will be trained."""
     rows = model.get_input_embeddings().num_embeddings
     if len(tokenizer) <= rows:

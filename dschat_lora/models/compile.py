@@ -60,13 +60,13 @@ def compile_blocks(model: nn.Module, *, backend: str | Callable[..., Any] = "ind
         _dispatch(block, recompute=bool(block.gradient_checkpointing))
 
 
-def _dispatch(block: Any, *, recompute: bool) -> None:
+def _dispatch(block: GradientCheckpointingLayer, *, recompute: bool) -> None:
     """Let calls without a cache go to what is compiled."""
     compiled = block._compiled_call_impl
     # Checkpointing around what is compiled: torch gives up on what it finds within.
     block.gradient_checkpointing = False
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: Any) -> object:
         if any(isinstance(value, Cache) for value in (*args, *kwargs.values())):
             return block._call_impl(*args, **kwargs)
         if recompute and block.training:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +66,7 @@ def load_reward_model(
             divided = group if base is None else None
             model = build_divided(lambda: auto.from_config(model_config, **kwargs), divided, True)
             if base is not None:
-                missing = _stand_on(model, base)
+                missing = _share_backbone(model, base)
         elif group is not None:
             model = build_divided(lambda: auto.from_config(model_config, **kwargs), group, False)
             missing = load_parts(model, path, new=(f"{HEAD}.weight", f"{HEAD}.bias"))
@@ -101,7 +100,7 @@ def load_reward_model(
     return model
 
 
-def _stand_on(model: Any, base: Any) -> set[str]:
+def _share_backbone(model: PreTrainedModel, base: PreTrainedModel) -> set[str]:
     """Use the weights of ``base``, which is loaded; returns the names of what it lacks."""
     setattr(model, model.base_model_prefix, share_parameters(base.base_model))
     if hasattr(base, HEAD):
@@ -169,9 +168,9 @@ class ScoreHead(nn.Module):
     def __init__(self, head: nn.Module, group: TensorGroup | None = None) -> None:
         super().__init__()
         self._alike = (lambda x: x) if group is None else group.alike
-        layer: Any = head.trained if isinstance(head, TrainedModule) else head
-        self.weight: Tensor = layer.weight
-        self.bias: Tensor | None = layer.bias
+        layer = head.trained if isinstance(head, TrainedModule) else head
+        self.weight = layer.get_parameter("weight")
+        self.bias = layer._parameters.get("bias")
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(K,) scores of (K, H) hidden states."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, rename_source_key
 from transformers.utils import cached_file
@@ -36,7 +37,7 @@ def empty_parameters() -> Iterator[None]:
 
 
 @torch.no_grad()
-def load_parts(model: Any, path: str, *, new: Collection[str] = ()) -> set[str]:
+def load_parts(model: PreTrainedModel, path: str, *, new: Collection[str] = ()) -> set[str]:
     """Fill the meta parameters of ``model`` with what this rank holds of them, on CPU.
 
     Args:
@@ -98,7 +99,7 @@ def _cached(path: str, name: str) -> str:
     return str(found)
 
 
-def _names_of_keys(model: Any, keys: Collection[str]) -> dict[str, str]:
+def _names_of_keys(model: PreTrainedModel, keys: Collection[str]) -> dict[str, str]:
     """Key in the files of each name in the model, by the rules of transformers."""
     rules = get_model_conversion_mapping(model)
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
@@ -136,7 +137,7 @@ def _read(piece: Any, key: str, shard: Shard | None, parameter: Tensor) -> Tenso
 
 def _fill(model: nn.Module, aliases: list[str], value: Tensor) -> None:
     """Put ``value`` in place of a meta parameter under all its names."""
-    old: Any = model.get_parameter(aliases[0])
+    old = model.get_parameter(aliases[0])
     new = nn.Parameter(value, requires_grad=old.requires_grad)
     new.__dict__.update(old.__dict__)
     for name in aliases:

@@ -4,9 +4,10 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from dschat_lora.lora.collectives import TensorGroup
+from dschat_lora.lora.collectives import Exchange, TensorGroup
 from dschat_lora.lora.layers import is_conv1d
 from dschat_lora.lora.model import replace_part
 from dschat_lora.lora.parallel import (
@@ -35,10 +36,14 @@ _GPT2 = {
 _PLANS = {"opt": _OPT, "gpt2": _GPT2}
 # What a layer of attention counts by itself.
 _COUNTS = ("num_heads", "split_size")
+# What a block is called with, and what it returns.
+Positional = tuple[Any, ...]
+Named = dict[str, Any]
+Output = Tensor | tuple[Any, ...]
 _COLUMN = {"colwise", "packed_colwise"}
 
 
-def divide(model: Any, group: TensorGroup) -> None:
+def divide(model: PreTrainedModel, group: TensorGroup) -> None:
     """Keep this rank's part of ``model`` alone, in place; on the meta device its shape.
 
     Linear layers of the blocks are divided by the plan that transformers ships for its own
@@ -62,7 +67,7 @@ def divide(model: Any, group: TensorGroup) -> None:
     _deal_tokens(model, group)
 
 
-def _divide_blocks(model: Any, group: TensorGroup) -> None:
+def _divide_blocks(model: PreTrainedModel, group: TensorGroup) -> None:
     plan = _plan(model)
     lists = {name for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
     regions: set[str] = set()
@@ -93,7 +98,7 @@ def _divide_blocks(model: Any, group: TensorGroup) -> None:
                 setattr(region, count, getattr(region, count) // group.size)
 
 
-def _divide_vocabulary(model: Any, group: TensorGroup) -> None:
+def _divide_vocabulary(model: PreTrainedModel, group: TensorGroup) -> None:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tokens = embedding.weight.shape[0]
     if any(start == stop for start, stop in Shard(group, 0, (tokens,)).ranges(group.size - 1)):
@@ -108,7 +113,7 @@ def _divide_vocabulary(model: Any, group: TensorGroup) -> None:
             replace_part(model, name, ParallelLinear(module, split))
 
 
-def _deal_tokens(model: Any, group: TensorGroup) -> None:
+def _deal_tokens(model: PreTrainedModel, group: TensorGroup) -> None:
     """With sequence parallelism, blocks are given some of the tokens each."""
     count = model.config.num_hidden_layers
     blocks = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count)
@@ -122,7 +127,7 @@ class _Enter:
 
     group: TensorGroup
 
-    def __call__(self, _: nn.Module, values: Any, named: Any) -> tuple[Any, Any]:
+    def __call__(self, _: nn.Module, values: Positional, named: Named) -> tuple[Positional, Named]:
         return _with_hidden(values, named, self.group.enter)
 
 
@@ -132,7 +137,7 @@ class _Deal:
 
     group: TensorGroup
 
-    def __call__(self, _: nn.Module, values: Any, named: Any) -> tuple[Any, Any]:
+    def __call__(self, _: nn.Module, values: Positional, named: Named) -> tuple[Positional, Named]:
         if not self.group.sequence_parallel:
             return values, named
         return _with_hidden(values, named, self.group.deal_tokens)
@@ -144,7 +149,7 @@ class _Collect:
 
     group: TensorGroup
 
-    def __call__(self, _: nn.Module, values: Any, output: Any) -> Any:
+    def __call__(self, _: nn.Module, values: Positional, output: Output) -> Output:
         if not self.group.sequence_parallel:
             return output
         if isinstance(output, tuple):
@@ -152,14 +157,14 @@ class _Collect:
         return self.group.collect_tokens(output)
 
 
-def _with_hidden(values: Any, named: Any, change: Any) -> tuple[Any, Any]:
+def _with_hidden(values: Positional, named: Named, change: Exchange) -> tuple[Positional, Named]:
     """What a block or a part of it is called with, its hidden states changed."""
     if values:
         return (change(values[0]), *values[1:]), named
     return values, named | {"hidden_states": change(named["hidden_states"])}
 
 
-def _plan(model: Any) -> dict[str, str]:
+def _plan(model: PreTrainedModel) -> dict[str, str]:
     """Style of each linear layer in the blocks, by patterns of names below the base model."""
     config = model.config
     return _PLANS.get(config.model_type) or dict(config.base_model_tp_plan)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from dschat_lora.lora.layers import (
     LoraLinear,
@@ -204,8 +204,9 @@ def _sizes(module: Any) -> tuple[int, int] | None:
 
 
 def _linear(module: Any, name: str, inputs: int, outputs: int) -> LinearShape:
-    factor: Any = getattr(module, "lora_embedding_A", getattr(module, "lora_A", None))
-    adapted = factor is not None and getattr(module, "enabled", True)
+    factor: Tensor | None = None
+    if getattr(module, "enabled", True):
+        factor = getattr(module, "lora_embedding_A", getattr(module, "lora_A", None))
     biases = (getattr(module, attribute, None) for attribute in ("bias", "trained_bias"))
     return LinearShape(
         name=name,
@@ -213,9 +214,9 @@ def _linear(module: Any, name: str, inputs: int, outputs: int) -> LinearShape:
         out_features=outputs,
         trained=inputs > 0 and module.weight.requires_grad,
         bias_trained=any(bias is not None and bias.requires_grad for bias in biases),
-        rank=full_shape(factor)[0] if adapted else 0,
-        adapter_trained=adapted and factor.requires_grad,
-        whole=adapted and isinstance(module, LoraLinear),
+        rank=0 if factor is None else full_shape(factor)[0],
+        adapter_trained=factor is not None and factor.requires_grad,
+        whole=factor is not None and isinstance(module, LoraLinear),
     )
 
 
@@ -236,7 +237,7 @@ def _embedding_needs_grad(model: nn.Module, prefix: str) -> bool:
     )
 
 
-def _block(block: nn.Module, stream: bool, config: Any) -> tuple[BlockShape, bool]:
+def _block(block: nn.Module, stream: bool, config: object) -> tuple[BlockShape, bool]:
     """The block, and whether its output needs a gradient, given whether its input does.
 
     In each half, attention and MLP, the layer registered last reads what the others produce,
@@ -282,7 +283,7 @@ def _attention_backward(readers: Sequence[LinearShape]) -> int:
     return (needs["q"] or needs["k"]) + sum(needs.values())
 
 
-def _tail_saves(block: nn.Module, config: Any) -> bool:
+def _tail_saves(block: nn.Module, config: object) -> bool:
     """Whether something after the last linear of a block keeps a tensor: a norm, a dropout."""
     post_norm = not getattr(config, "do_layer_norm_before", True) or any(
         name.endswith(_POST_NORMS) for name, _ in block.named_modules()

@@ -8,14 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from toy import Conv1D, randomise
+from toy import Conv1D, call_merged, randomise
 
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.generation.fast_kernels import fast_linears
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.groups import Groups, PackedLoraLinear, groups_of_parts, parts_of
 from dschat_lora.lora.matmul import draw_keep
-from dschat_lora.lora.merge import call_merged, merged_state_dict
+from dschat_lora.lora.merge import merged_state_dict
 from dschat_lora.lora.model import (
     adapter_layout,
     adapter_parameters,

@@ -1,11 +1,10 @@
 import pytest
 import torch
-from toy import random_ids, randomise, toy_model
+from toy import call_merged, random_ids, randomise, toy_model
 
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.merge import (
     MergeReport,
-    call_merged,
     check_merge,
     merge_deviation,
     merged_state_dict,

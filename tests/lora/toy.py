@@ -3,6 +3,9 @@
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.func import functional_call
+
+from dschat_lora.lora.model import adapters_disabled, base_names
 
 VOCAB, WIDTH = 11, 6
 
@@ -65,3 +68,10 @@ def randomise(parameters, seed=2):
     with torch.no_grad():
         for parameter in parameters:
             parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+
+
+def call_merged(model, merged, *args, **kwargs):
+    """What ``model`` returns with ``merged`` (the merged state dict) as its weights."""
+    weights = {name: merged[original] for original, name in base_names(model).items()}
+    with adapters_disabled(model):
+        return functional_call(model, weights, args, kwargs, tie_weights=False)
