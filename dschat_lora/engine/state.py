@@ -58,9 +58,8 @@ class EngineState:
     def load(self, facts: dict[str, Any], read: Callable[[str], Tensor]) -> None:
         """Become what was saved, bit for bit.
 
-        Args:
-            facts: of :meth:`facts`, the same on every rank.
-            read: the tensor of a key; called on rank 0 alone.
+        ``facts`` of :meth:`facts` are the same on every rank; ``read`` gives the tensor of a key,
+        and is called on rank 0 alone.
 
         Raises:
             ValueError: if the trained parameters are not those of ``facts``.

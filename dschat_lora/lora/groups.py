@@ -54,10 +54,7 @@ class Groups:
         return tuple(compress(self.sizes, self.enabled))
 
     def expand(self, lora_B: Tensor) -> Tensor:  # noqa: N803
-        """B as one matrix, by which ``(x A^T) B^T`` is the update of all outputs.
-
-        Args:
-            lora_B: (rows, r).
+        """B (rows, r) as one matrix, by which ``(x A^T) B^T`` is the update of all outputs.
 
         Returns:
             (sum of sizes, k * r), zero outside the enabled groups' blocks, with their gradient.

@@ -269,11 +269,7 @@ class Conv3d(_Conv):
 
 
 def mark_only_lora_as_trainable(model: nn.Module, bias: Bias = "none") -> None:
-    """Freeze what is no factor, but for the biases of ``bias``.
-
-    Args:
-        model: with layers of this module.
-        bias: none, all, or those of adapted layers (lora_only).
+    """Freeze what is no factor, but for no, all, or adapted layers' biases (none, all, lora_only).
 
     Raises:
         ValueError: at another ``bias``; nothing is frozen then.

@@ -35,13 +35,10 @@ def merged_state_dict(
 ) -> dict[str, Tensor]:
     """The pretrained model's state dict with the adapter added; ``model`` stays as it is.
 
-    ``W + scaling * B A`` is computed in float32 and cast once to the type of W.
-
-    Args:
-        model: with adapters.
-        tensors: whole values by the names of ``model.state_dict()``, where ZeRO 3 holds the
-            model's own in shards; one name of a tied weight is enough, and what is absent is
-            taken from the model.
+    ``W + scaling * B A`` is computed in float32 and cast once to the type of W. Where ZeRO 3 holds
+    the model's own values in shards, ``tensors`` holds whole ones by the names of
+    ``model.state_dict()``: one name of a tied weight is enough, and what is absent is taken from
+    the model.
 
     Returns:
         Tensors under the pretrained names. Adapted ones are new; the others are the given
@@ -87,12 +84,7 @@ def untied_by_merge(model: nn.Module) -> list[str]:
 
 
 def merge_deviation(logits_before: Tensor, logits_after: Tensor, mask: Tensor) -> MergeReport:
-    """How far ``logits_after`` are from ``logits_before`` where the mask is True.
-
-    Args:
-        logits_before: (B, T, V) of base and adapter.
-        logits_after: (B, T, V) of the merged weights.
-        mask: (B, T) bool, True on real tokens.
+    """Differences of (B, T, V) logits before and after merging, where the (B, T) mask is True.
 
     Raises:
         ValueError: if the shapes differ or the mask is False everywhere.

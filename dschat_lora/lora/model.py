@@ -60,12 +60,9 @@ def apply_lora(model: nn.Module, config: LoraConfig, *, seed: int) -> list[str]:
     The base is frozen; with ``--no-only_optimize_lora`` its parts outside the adapted matrices
     (biases, norms, embeddings) train too, as in DeepSpeed-Chat. Biases (``--train_bias``) and whole
     modules (``--modules_to_save``) train as float32 copies, so no base value ever changes.
-    Parameters on the meta device give adapters on the meta device, left undrawn.
-
-    Args:
-        model: whose parameters are whole (before ZeRO 3 shards them) or on the meta device.
-        config: what to adapt; ``lora_dim`` 0 leaves the model as it is.
-        seed: of the initial values, see :func:`init_lora_`.
+    Parameters are whole (ZeRO 3 shards them later), or on the meta device, where the adapters'
+    then are too, left undrawn. ``lora_dim`` 0 leaves the model as it is. Initial values come from
+    ``seed``, see :func:`init_lora_`.
 
     Returns:
         Names of the modules with LoRA factors, in model order.

@@ -15,15 +15,11 @@ MAX_MULTIPLIER = 10.0
 
 
 def suggested_lora_rate(full_rate: float, multiplier: float = 2.5) -> float:
-    """A learning rate for adapters, given a good one for training every weight.
+    """A learning rate for adapters: ``multiplier`` times a good one for training every weight.
 
     Rule of thumb: adapters want a larger rate than full fine-tuning of the same model, since
     only a low-rank change with B = 0 at the start is trained. Start at 2 to 3 times the full
     rate and go up, to about 10 times, as long as the loss stays smooth.
-
-    Args:
-        full_rate: peak rate of full fine-tuning.
-        multiplier: adapters' rate over ``full_rate``.
     """
     return full_rate * multiplier
 

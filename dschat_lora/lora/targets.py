@@ -93,12 +93,9 @@ def choose_saved(model: nn.Module, endings: Collection[str]) -> list[str]:
 def packed_groups(
     model: nn.Module, targets: Collection[str], parts: tuple[str, ...]
 ) -> Groups | None:
-    """How the packed layers ``targets`` are cut into q, k and v.
+    """How the packed layers ``targets`` of a transformers model are cut into q, k and v.
 
-    Args:
-        model: a transformers model, whose config says how many heads there are.
-        targets: names of its layers that get factors.
-        parts: of ``--enable_lora``: those of q, k, v that get them; none: the layer as one.
+    ``parts`` are those of ``--enable_lora``, the parts with factors; none: the layer as one.
 
     Returns:
         The groups, the same for all layers; None without ``parts``.
@@ -143,11 +140,7 @@ def _outputs(module: nn.Module) -> int:
 
 
 def minimal_endings(names: Collection[str], all_names: Iterable[str]) -> list[str] | str:
-    """What PEFT's ``target_modules`` must hold to hit ``names`` and nothing else.
-
-    Args:
-        names: module paths to hit.
-        all_names: every module path of the model.
+    """PEFT's ``target_modules`` that hit ``names`` of all module paths, and nothing else.
 
     Returns:
         The shortest dotted endings, sorted; one regular expression of whole paths where no

@@ -35,10 +35,7 @@ def check_architecture(
 ) -> ArchitectureReport:
     """Run three short random samples packed, as a tree, and alone; call on every rank.
 
-    Args:
-        backbone: of a model in evaluation mode.
-        vocab_size: ids below it are drawn.
-        device: where the model computes.
+    The model is in evaluation mode; ids are drawn below ``vocab_size``.
     """
     with whole_sequences(backbone.model):
         return _probe(backbone, vocab_size, device)

@@ -48,14 +48,10 @@ class Backbone:
         branch_ids: Tensor | None = None,
         spans: Spans | None = None,
     ) -> Tensor:
-        """(B, T, H) last hidden states; all but spans (B, T) as in ``Batch`` or ``PairBatch``.
+        """(B, T, H) last hidden states; tensors are (B, T), as in ``Batch`` or ``PairBatch``.
 
-        Args:
-            input_ids: tokens.
-            position_ids: their places in their sequences.
-            segment_ids: their samples.
-            branch_ids: their branches; None: there are no trees.
-            spans: the batch's; None: they are found, for which the device is waited for.
+        Without ``branch_ids`` there are no trees. Without ``spans`` they are found, for which the
+        device is waited for.
         """
         if self.skips_padding(input_ids.device):
             spans = find_spans(segment_ids, branch_ids) if spans is None else spans

@@ -44,16 +44,9 @@ def build_causal_lm(
 ) -> AdaptedModel:
     """Load the base, add or continue the adapter, and set what trains.
 
-    Args:
-        source: base and adapter, from :func:`find_model`.
-        tokenizer: whose ids the model must hold.
-        config: the user's model options.
-        lora: the user's LoRA options.
-        dtype: type of the base weights.
-        seed: of the adapter's initial values.
-        meta: only the shape, on the meta device.
-        base: what is loaded already; the model is then another one on the same weights.
-        group: the ranks to divide it among; None: it is whole.
+    ``seed`` draws the adapter's initial values. With ``base``, a model that is loaded already, the
+    result is another model on the same weights. The other arguments are those of
+    :func:`~dschat_lora.models.causal_lm.load_causal_lm`.
 
     Raises:
         ValueError: if something cannot be loaded or does not fit.
@@ -87,20 +80,8 @@ def build_reward_model(
     """As :func:`build_causal_lm`, with a scalar head that trains in full beside the factors.
 
     The adapter of a language model is continued under a new head, that of a reward model with
-    its own.
-
-    Args:
-        source: base and adapter, from :func:`find_model`.
-        tokenizer: whose ids the model must hold.
-        config: the user's model options.
-        lora: the user's LoRA options.
-        dtype: type of the base weights.
-        seed: of the adapter's and the head's initial values.
-        meta: only the shape, on the meta device.
-        new_head: draw a head where there is none; else that is an error.
-        base: a language or reward model that is loaded already; the model is then another one on
-            the same weights below the head.
-        group: the ranks to divide it among; None: it is whole.
+    its own. ``new_head`` draws a head where there is none; else that is an error. ``base`` may be a
+    language or a reward model, whose weights below the head are shared.
 
     Raises:
         ValueError: if something cannot be loaded or does not fit.

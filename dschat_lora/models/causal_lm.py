@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,8 +59,7 @@ def load_tokenizer(path: str, config: ModelConfig) -> Tokenizer:
 
 def load_config(path: str, config: ModelConfig) -> PretrainedConfig:
     """The model's configuration with every dropout set to ``--dropout``."""
-    with hub_errors("--model_name_or_path", path, "configuration"):
-        model_config = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+    model_config = _read_config(path, config)
     for name in _dropouts(model_config):
         setattr(model_config, name, 0.0 if name == "layerdrop" else config.dropout)
     return model_config
@@ -66,10 +67,12 @@ def load_config(path: str, config: ModelConfig) -> PretrainedConfig:
 
 def stored_dropouts(path: str, config: ModelConfig) -> dict[str, float]:
     """Dropout probabilities that the model came with, by the names of its configuration."""
+    return _dropouts(_read_config(path, config))
+
+
+def _read_config(path: str, config: ModelConfig) -> PretrainedConfig:
     with hub_errors("--model_name_or_path", path, "configuration"):
-        return _dropouts(
-            AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
-        )
+        return AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
 
 
 def _dropouts(config: PretrainedConfig) -> dict[str, float]:
@@ -96,29 +99,34 @@ def load_causal_lm(
         meta: build the shape alone, for a rank that receives its shards from rank 0.
         group: the ranks to divide it among, each of which reads its part alone; None: it is whole.
     """
-    kwargs = {
-        "dtype": dtype,
-        "attn_implementation": config.attn_implementation,
-        "trust_remote_code": config.trust_remote_code,
-    }
+    kwargs = load_options(config, dtype)
     with hub_errors("--model_name_or_path", path, "model"), sdpa_errors(model_config):
-        auto = AutoModelForCausalLM
         if meta or group is not None:
-            model = build_divided(lambda: auto.from_config(model_config, **kwargs), group, meta)
+            build = partial(AutoModelForCausalLM.from_config, model_config, **kwargs)
+            model = build_divided(build, group, meta=meta)
             if not meta:
                 load_parts(model, path)
                 with suppress(OSError):  # as transformers, which many models do without
                     model.generation_config = GenerationConfig.from_pretrained(path)
             return model
-        model, report = auto.from_pretrained(
+        model, report = AutoModelForCausalLM.from_pretrained(
             path, config=model_config, output_loading_info=True, **kwargs
         )
         check_whole(report)
         return model
 
 
+def load_options(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """What ``from_config`` and ``from_pretrained`` are given besides a configuration."""
+    return {
+        "dtype": dtype,
+        "attn_implementation": config.attn_implementation,
+        "trust_remote_code": config.trust_remote_code,
+    }
+
+
 def build_divided(
-    build: Callable[[], PreTrainedModel], group: TensorGroup | None, meta: bool
+    build: Callable[[], PreTrainedModel], group: TensorGroup | None, *, meta: bool
 ) -> PreTrainedModel:
     """What ``build`` makes, without values of parameters, and what ``group`` leaves of it here.
 

@@ -34,15 +34,11 @@ def check_compiler(device: torch.device) -> None:
 def compile_blocks(model: nn.Module, *, backend: str | Callable[..., Any] = "inductor") -> None:
     """Compile each block of ``model`` in place, for lengths that vary from call to call.
 
-    Parameters keep their names; a copy of the model (``share_parameters``) is not compiled. What
-    is recomputed in the backward pass stays so, and is not to be changed afterwards. Blocks that
-    are given a cache of keys and values run as they are: decoding has other shapes at every token.
-    Attention is left out of the graph: the lengths of samples are data.
-
-    Args:
-        model: a transformers model, on which every :class:`~dschat_lora.models.backbone.Backbone`
-            stands already.
-        backend: of ``torch.compile``.
+    Every :class:`~dschat_lora.models.backbone.Backbone` of the model is made before. Parameters
+    keep their names; a copy of the model (``share_parameters``) is not compiled. What is recomputed
+    in the backward pass stays so, and is not to be changed afterwards. Blocks that are given a
+    cache of keys and values run as they are: decoding has other shapes at every token. Attention
+    is left out of the graph: the lengths of samples are data.
 
     Raises:
         ValueError: if transformers marks no blocks in this architecture.

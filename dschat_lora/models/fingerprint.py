@@ -17,13 +17,11 @@ SAMPLED_VALUES = 4096  # of each tensor
 def base_fingerprint(model: nn.Module) -> str:
     """32 hex digits that differ where the base differs in a name, a shape, a type or a value.
 
-    Values are looked at in up to ``SAMPLED_VALUES`` evenly spaced places of each tensor: enough
-    to tell models apart, and quick however large they are. Adapters do not count.
+    Values are compared in up to ``SAMPLED_VALUES`` evenly spaced places of each tensor: enough
+    to tell models apart, and quick however large they are. Adapters do not count. Call it before
+    ZeRO 3 shards the model and before it is trained.
 
     A model that is divided among ranks is the same as the whole one; call on all of them.
-
-    Args:
-        model: before ZeRO 3 shards it, and before it is trained.
     """
     adapter = adapter_parameters(model)
     return _fingerprint({n: p for n, p in model.named_parameters() if n not in adapter})

@@ -13,11 +13,7 @@ def flex_mask(
 ) -> BlockMask:
     """What :func:`~dschat_lora.algos.segments.block_causal_mask` lets through, made once a batch.
 
-    Args:
-        segment_ids: (B, T) int64, as there; so are all.
-        position_ids: (B, T) int64.
-        window: positions that a sliding window spans; None: all.
-        branch_ids: (B, T) int64 or None.
+    All ids are (B, T) int64, as there; ``window`` is the positions a sliding window spans.
     """
 
     def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -32,16 +32,10 @@ class Policy(LMHeadModel):
         temperature: float,
         spans: Spans | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(N,) fp32 log-probabilities and entropies in nats, of logits over ``temperature``.
+        """(N,) fp32 log-probabilities and entropies in nats, of logits over ``temperature`` > 0.
 
-        Args:
-            input_ids: (B, T); as position_ids and segment_ids those of a ``Batch``.
-            position_ids: (B, T).
-            segment_ids: (B, T).
-            logit_positions: (N,) places in the flattened (B T) positions.
-            target_ids: (N,) tokens that follow there.
-            temperature: > 0.
-            spans: of the batch; None: they are found.
+        The (B, T) ids are those of a ``Batch``, as are the (N,) ``logit_positions`` in the
+        flattened (B T), and ``target_ids``, the tokens that follow there.
         """
         if self.full_logits:
             logits = self.logits(logit_positions, input_ids, position_ids, segment_ids)

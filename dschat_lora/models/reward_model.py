@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +17,13 @@ from dschat_lora.lora.layers import TrainedModule
 from dschat_lora.lora.model import seeded_generator
 from dschat_lora.lora.parallel import group_of
 from dschat_lora.models.backbone import BackboneModel
-from dschat_lora.models.causal_lm import build_divided, sdpa_errors
+from dschat_lora.models.causal_lm import build_divided, load_options, sdpa_errors
 from dschat_lora.models.shard_loading import load_parts
 from dschat_lora.models.source import check_whole, hub_errors
 from dschat_lora.models.views import share_parameters
 
 HEAD = "score"
+_HEAD_PARAMETERS = (f"{HEAD}.weight", f"{HEAD}.bias")
 
 
 def load_reward_model(
@@ -36,55 +39,29 @@ def load_reward_model(
 ) -> PreTrainedModel:
     """The pretrained model with one score instead of next-token logits.
 
-    A head that the files lack is drawn from N(0, 1 / (H + 1)), from ``seed`` alone.
-
-    Args:
-        path: local directory or hub name, of a language model or a reward model.
-        model_config: from :func:`dschat_lora.models.causal_lm.load_config`.
-        config: the user's options.
-        dtype: type of the weights.
-        seed: of a new head; None asks for a model that has one.
-        meta: build the shape alone.
-        base: a model that is loaded already, whose weights below the head are to be used, and its
-            head too if it has one.
-        group: the ranks to divide it among, see :func:`load_causal_lm`; the head stays whole.
+    A head that the files lack is drawn from N(0, 1 / (H + 1)), from ``seed`` alone; None asks for
+    a model that has one. With ``base``, a model that is loaded already, its weights below the head
+    are used, and its head too if it has one. ``group`` divides the model, but for the head; the
+    other arguments are those of :func:`~dschat_lora.models.causal_lm.load_causal_lm`.
 
     Raises:
         ValueError: if it cannot be loaded, has several labels, has its head elsewhere, or has
             none and ``seed`` is None.
     """
     model_config.num_labels = 1
-    kwargs = {
-        "dtype": dtype,
-        "attn_implementation": config.attn_implementation,
-        "trust_remote_code": config.trust_remote_code,
-    }
-    auto = AutoModelForSequenceClassification
+    options = load_options(config, dtype)
+    build = partial(AutoModelForSequenceClassification.from_config, model_config, **options)
+    missing: set[str] = set()
     with hub_errors("--model_name_or_path", path, "model"), sdpa_errors(model_config):
-        missing: set[str] = set()
-        if meta or base is not None:
-            divided = group if base is None else None
-            model = build_divided(lambda: auto.from_config(model_config, **kwargs), divided, True)
-            if base is not None:
-                missing = _share_backbone(model, base)
-        elif group is not None:
-            model = build_divided(lambda: auto.from_config(model_config, **kwargs), group, False)
-            missing = load_parts(model, path, new=(f"{HEAD}.weight", f"{HEAD}.bias"))
+        if base is not None:
+            model = build_divided(build, None, meta=True)
+            missing = _share_backbone(model, base)
+        elif meta or group is not None:
+            model = build_divided(build, group, meta=meta)
+            if not meta:
+                missing = load_parts(model, path, new=_HEAD_PARAMETERS)
         else:
-            with _without_report():
-                model, report = auto.from_pretrained(
-                    path,
-                    config=model_config,
-                    output_loading_info=True,
-                    ignore_mismatched_sizes=True,
-                    **kwargs,
-                )
-            missing |= set(report["missing_keys"])
-            check_whole(report, new=(f"{HEAD}.weight", f"{HEAD}.bias"))
-            for name, found, *_ in report["mismatched_keys"]:
-                if name.startswith(f"{HEAD}."):
-                    raise ValueError(f"a reward model gives one score, it has {found[0]}")
-                raise ValueError(f"{name} has the shape {tuple(found)}, which does not fit")
+            model, missing = _read(path, model_config, options)
     if not isinstance(getattr(model, HEAD, None), nn.Linear):
         raise ValueError(
             f"--model_name_or_path {path}: a {model_config.model_type} model has no {HEAD!r} head "
@@ -98,6 +75,26 @@ def load_reward_model(
         if not model.score.weight.is_meta:
             init_head_(model.score, seed=seed)
     return model
+
+
+def _read(
+    path: str, model_config: PretrainedConfig, options: dict[str, Any]
+) -> tuple[PreTrainedModel, set[str]]:
+    """The model in its files, and the names of what they lack."""
+    with _without_report():
+        model, report = AutoModelForSequenceClassification.from_pretrained(
+            path,
+            config=model_config,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **options,
+        )
+    check_whole(report, new=_HEAD_PARAMETERS)
+    for name, found, *_ in report["mismatched_keys"]:
+        if name.startswith(f"{HEAD}."):
+            raise ValueError(f"a reward model gives one score, it has {found[0]}")
+        raise ValueError(f"{name} has the shape {tuple(found)}, which does not fit")
+    return model, set(report["missing_keys"])
 
 
 def _share_backbone(model: PreTrainedModel, base: PreTrainedModel) -> set[str]:

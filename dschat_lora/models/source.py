@@ -103,11 +103,9 @@ def _from_adapter(path: Path) -> ModelSource:
 
 
 def check_whole(report: Mapping[str, Any], *, new: Collection[str] = ()) -> None:
-    """Refuse a model some of whose weights its files lack: transformers would draw them.
+    """Refuse a model whose files lack weights, but for ``new`` ones: transformers would draw them.
 
-    Args:
-        report: the loading information of ``from_pretrained``.
-        new: names that may be missing.
+    ``report`` is the loading information of ``from_pretrained``.
 
     Raises:
         ValueError: naming the first few.

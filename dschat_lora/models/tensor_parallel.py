@@ -47,11 +47,8 @@ def divide(model: PreTrainedModel, group: TensorGroup) -> None:
     """Keep this rank's part of ``model`` alone, in place; on the meta device its shape.
 
     Linear layers of the blocks are divided by the plan that transformers ships for its own
-    tensor parallelism, the embedding and the output head by the vocabulary. Names stay.
-
-    Args:
-        model: a transformers model without adapters.
-        group: the ranks.
+    tensor parallelism, the embedding and the output head by the vocabulary. Names stay. Adapters
+    are added afterwards.
 
     Raises:
         ValueError: if the model cannot be divided so.

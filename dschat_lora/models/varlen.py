@@ -51,14 +51,7 @@ def _options(function: Callable[..., Any]) -> frozenset[str]:
 
 
 def takes(query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, Any]) -> bool:
-    """Whether :func:`attend` computes this layer.
-
-    Args:
-        query: as there; the same of key and value.
-        key: keys.
-        value: values.
-        options: what else the layer asks for.
-    """
+    """Whether :func:`attend` computes a layer with these tensors and further options."""
     size = query.shape[-1]
     others = {name: options[name] for name in options.keys() - _KNOWN}
     return (

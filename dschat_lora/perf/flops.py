@@ -135,38 +135,3 @@ def deepspeed_chat_flops(
     attention = sequence_length / (6 * hidden_size)
     head = vocab_size / (16 * num_layers * hidden_size)
     return linear * (1 + attention + head)
-
-
-def deepspeed_chat_tflops(
-    *,
-    batch_size: float,
-    sequence_length: float,
-    num_layers: int,
-    hidden_size: int,
-    vocab_size: int,
-    lora_dim: int,
-    gradient_checkpointing: bool,
-    seconds: float,
-) -> float:
-    """TFLOP/s of one device by :func:`deepspeed_chat_flops`, whose other arguments these are.
-
-    Args:
-        batch_size: rows that one device processes in ``seconds``.
-        sequence_length: positions of a row.
-        num_layers: transformer blocks.
-        hidden_size: width of the residual stream.
-        vocab_size: entries of the vocabulary.
-        lora_dim: rank, 0 without LoRA.
-        gradient_checkpointing: whether blocks are recomputed.
-        seconds: wall time of the step.
-    """
-    flops = deepspeed_chat_flops(
-        batch_size=batch_size,
-        sequence_length=sequence_length,
-        num_layers=num_layers,
-        hidden_size=hidden_size,
-        vocab_size=vocab_size,
-        lora_dim=lora_dim,
-        gradient_checkpointing=gradient_checkpointing,
-    )
-    return flops / seconds / 1e12

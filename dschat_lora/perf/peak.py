@@ -47,9 +47,7 @@ _UNLIKE = re.compile(r"\bMIG\b|LAPTOP|MAX-Q|MOBILE|4090 D\b|3090 TI\b")
 def tabled_peak(device_name: str, dtype: torch.dtype) -> float | None:
     """Dense matmul peak in TFLOP/s, or None where the device or its type is not in the table.
 
-    Args:
-        device_name: as ``torch.cuda.get_device_name`` gives it.
-        dtype: fp16, bf16 or fp32.
+    ``device_name`` is as ``torch.cuda.get_device_name`` gives it.
     """
     name = device_name.upper()
     if _UNLIKE.search(name):
@@ -72,13 +70,8 @@ def measured_peak(
 ) -> float:
     """TFLOP/s of the fastest of ``rounds`` products of two random square matrices.
 
-    Random, because zeros draw less power and run faster than any real data.
-
-    Args:
-        device: where to multiply.
-        dtype: type of both matrices.
-        size: side of the matrices; a CPU is done sooner with 1024.
-        rounds: timed products, after one untimed.
+    Random, because zeros draw less power and run faster than any real data. One more product is
+    made first, untimed. A CPU is done sooner with ``size`` 1024.
     """
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     times = []

@@ -1,4 +1,4 @@
-"""What a model is made of, as far as counting goes: its matmuls and the gradients they owe.
+"""The shape of a model for FLOP counts: its matmuls and which gradients autograd forms.
 
 :func:`describe` reads modules, never data, so it works on the meta device and on parameters
 that ZeRO 3 has partitioned: sizes come from the modules' attributes.
@@ -78,7 +78,7 @@ class BlockShape:
     attention: tuple[LinearShape, ...]  # q, k, v in some order, or fused; then the output
     mlp: tuple[LinearShape, ...]  # up, or gate and up; then down
     attention_width: int  # query heads x head dimension, 0 without attention
-    # How many of the products dP, dV, dQ, dK are owed; below 4 only where q, k, v owe none.
+    # How many of dP, dV, dQ, dK autograd forms; below 4 only where q, k, v need none.
     attention_backward: int
     recomputed: int  # FLOPs per position of the linears which checkpointing runs again
 
@@ -113,14 +113,12 @@ def describe(model: nn.Module) -> ModelShape:
     """The shape of a transformers model whose linear layers may carry low-rank updates.
 
     Layers are known by what they hold: ``lora_A``, or ``in_features``, or the ``nx`` and ``nf``
-    of GPT-2's Conv1D. Which inputs need a gradient follows autograd: without a trained
-    embedding or ``enable_input_require_grads``, nothing is owed below the first trained weight.
+    of GPT-2's Conv1D. Which inputs need a gradient follows autograd, from ``requires_grad`` flags
+    as in training: without a trained embedding or ``enable_input_require_grads``, none is formed
+    below the first trained weight.
 
     A model that is divided among tensor-parallel ranks is described like the whole one: what its
     ranks do between them, where products that each repeats count once.
-
-    Args:
-        model: a transformers model, its ``requires_grad`` flags set as for training.
 
     Raises:
         ValueError: if the blocks are not found, or are a mixture of experts, where the number
@@ -225,7 +223,7 @@ def _fed(linears: Sequence[LinearShape], needs_grad: bool) -> list[LinearShape]:
 
 
 def _embedding_needs_grad(model: nn.Module, prefix: str) -> bool:
-    """Whether a gradient is owed to the embeddings, their norm, or by request."""
+    """Whether the embeddings or their norm train, or their output needs a gradient."""
     if getattr(model, "_require_grads_hooks", None):  # enable_input_require_grads()
         return True
     return any(

@@ -4,11 +4,11 @@ import resource
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass, field, fields
 
 import torch
 
-from dschat_lora.perf.flops import Flops, deepspeed_chat_tflops, step_flops
+from dschat_lora.perf.flops import Flops, deepspeed_chat_flops, step_flops
 from dschat_lora.perf.peak import synchronize
 from dschat_lora.perf.shape import ModelShape
 
@@ -48,6 +48,7 @@ class _Total:
         self.extra += other.extra
 
 
+@dataclass(eq=False)
 class Meter:
     """Times optimizer steps and turns their counts into rates.
 
@@ -56,60 +57,37 @@ class Meter:
     The device is waited for at these two points only.
     """
 
-    def __init__(
-        self,
-        shape: ModelShape | None,
-        *,
-        gradient_checkpointing: bool,
-        world_size: int,
-        device: torch.device,
-        peak_tflops: float | None = None,
-        skips_padding: bool = False,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        """Prepare to measure.
-
-        Args:
-            shape: see :func:`dschat_lora.perf.shape.describe`; None reports no FLOPs.
-            gradient_checkpointing: whether blocks are recomputed.
-            world_size: number of processes that the counts are summed over.
-            device: this process's device.
-            peak_tflops: best TFLOP/s of one device, for ``mfu``; None where unknown.
-            skips_padding: whether padding and pairs of tokens under the mask are not computed.
-            clock: gives seconds.
-        """
-        self._shape = shape
-        self._gradient_checkpointing = gradient_checkpointing
-        self._world_size = world_size
-        self._device = device
-        self._peak_tflops = peak_tflops
-        self._skips_padding = skips_padding
-        self._clock = clock
-        self._mark: float | None = None
-        self._first: _Total | None = None
-        self._window = _Total()
-        self._run = _Total()
+    shape: ModelShape | None  # None reports no FLOPs
+    _: KW_ONLY
+    gradient_checkpointing: bool
+    world_size: int  # processes that the counts are summed over
+    device: torch.device  # this process's
+    peak_tflops: float | None = None  # best of one device, for ``mfu``; None where unknown
+    skips_padding: bool = False  # padding and pairs of tokens under the mask are not computed
+    clock: Callable[[], float] = time.perf_counter
+    _mark: float | None = field(default=None, init=False)
+    _first: _Total | None = field(default=None, init=False)
+    _window: _Total = field(default_factory=_Total, init=False)
+    _run: _Total = field(default_factory=_Total, init=False)
 
     def start(self) -> None:
         """Let the next step begin here."""
-        synchronize(self._device)
-        self._mark = self._clock()
+        synchronize(self.device)
+        self._mark = self.clock()
 
     def step(self, counts: StepCounts, *, extra: Flops | None = None) -> Metrics:
-        """Rates of the step that ends here.
+        """Rates of the step that ends here, by counts summed over all processes.
 
-        Args:
-            counts: what it processed, summed over all processes.
-            extra: FLOPs besides one forward and backward pass of the counts, such as those
-                of a reference model, summed over all processes.
+        ``extra`` FLOPs are those besides one forward and backward pass of the counts, such as a
+        reference model's, summed alike.
 
         Raises:
             RuntimeError: if :meth:`start` was never called.
         """
         if self._mark is None:
             raise RuntimeError("Meter.step() needs a Meter.start() before it")
-        synchronize(self._device)
-        mark, self._mark = self._mark, self._clock()
+        synchronize(self.device)
+        mark, self._mark = self._mark, self.clock()
         one = _Total(1, self._mark - mark, counts, extra or Flops())
         self._window.add(one)
         if self._first is None:
@@ -144,30 +122,30 @@ class Meter:
             "hardware_tflops_per_device": None,
             "tflops_deepspeed_chat": None,
             "mfu": None,
-            "peak_memory_bytes": peak_memory_bytes(self._device),
+            "peak_memory_bytes": peak_memory_bytes(self.device),
         }
         if total.seconds <= 0:
             return metrics
         counts = total.counts
         metrics["tokens_per_second"] = counts.num_tokens / total.seconds
         metrics["samples_per_second"] = counts.num_samples / total.seconds
-        if self._shape is None:
+        if self.shape is None:
             return metrics
         flops = total.extra + step_flops(
-            self._shape,
+            self.shape,
             num_tokens=counts.num_tokens,
             num_attended=counts.num_attended,
             num_targets=counts.num_targets,
-            gradient_checkpointing=self._gradient_checkpointing,
-            num_positions=None if self._skips_padding else counts.num_positions,
-            num_scored_pairs=None if self._skips_padding else counts.num_scored_pairs,
+            gradient_checkpointing=self.gradient_checkpointing,
+            num_positions=None if self.skips_padding else counts.num_positions,
+            num_scored_pairs=None if self.skips_padding else counts.num_scored_pairs,
         )
-        device_tera_seconds = total.seconds * self._world_size * 1e12
+        device_tera_seconds = total.seconds * self.world_size * 1e12
         tflops = flops.model / device_tera_seconds
         metrics["tflops_per_device"] = tflops
         metrics["hardware_tflops_per_device"] = flops.hardware / device_tera_seconds
-        metrics["tflops_deepspeed_chat"] = self._deepspeed_chat(self._shape, total)
-        metrics["mfu"] = None if self._peak_tflops is None else tflops / self._peak_tflops
+        metrics["tflops_deepspeed_chat"] = self._deepspeed_chat(self.shape, total)
+        metrics["mfu"] = None if self.peak_tflops is None else tflops / self.peak_tflops
         return metrics
 
     def _deepspeed_chat(self, shape: ModelShape, total: _Total) -> float:
@@ -180,16 +158,16 @@ class Meter:
         if not counts.num_positions:
             return 0.0
         length = counts.num_scored_pairs / counts.num_positions
-        return deepspeed_chat_tflops(
-            batch_size=counts.num_positions / length / self._world_size,
+        flops = deepspeed_chat_flops(
+            batch_size=counts.num_positions / length / self.world_size,
             sequence_length=length,
             num_layers=shape.num_layers,
             hidden_size=shape.hidden_size,
             vocab_size=shape.vocab_size,
             lora_dim=shape.lora_dim,
-            gradient_checkpointing=self._gradient_checkpointing,
-            seconds=total.seconds,
+            gradient_checkpointing=self.gradient_checkpointing,
         )
+        return flops / total.seconds / 1e12
 
 
 def peak_memory_bytes(device: torch.device) -> int:

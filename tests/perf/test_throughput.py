@@ -5,7 +5,7 @@ import pytest
 import torch
 from perf_models import add_lora, opt
 
-from dschat_lora.perf.flops import Flops, deepspeed_chat_tflops, step_flops
+from dschat_lora.perf.flops import Flops, deepspeed_chat_flops, step_flops
 from dschat_lora.perf.shape import describe
 from dschat_lora.perf.throughput import Meter, StepCounts, peak_memory_bytes
 
@@ -72,12 +72,11 @@ def test_classic_tflops_of_mixed_rows_are_the_sum_over_the_rows(shape):
         "vocab_size": 80,
         "lora_dim": 4,
         "gradient_checkpointing": True,
-        "seconds": 2.0,
     }
-    by_row = deepspeed_chat_tflops(batch_size=2, sequence_length=8, **settings)
-    by_row += deepspeed_chat_tflops(batch_size=1, sequence_length=16, **settings)
+    by_row = deepspeed_chat_flops(batch_size=2, sequence_length=8, **settings)
+    by_row += deepspeed_chat_flops(batch_size=1, sequence_length=16, **settings)
     two_devices = 2
-    expected = by_row / two_devices
+    expected = by_row / 2.0 / 1e12 / two_devices
     assert timer.step(COUNTS)["tflops_deepspeed_chat"] == pytest.approx(expected)
 
 
