@@ -1,4 +1,4 @@
-"""A model with some trainable parameters, as a DeepSpeed engine that always steps one way."""
+"""Training engines over DeepSpeed that step alike at every ZeRO stage."""
 
 import logging
 import math
@@ -22,7 +22,7 @@ from dschat_lora.engine.ds_config import engine_config, loss_scaling
 NetworkT = TypeVar("NetworkT", bound=nn.Module, covariant=True)
 
 deepspeed_logger.setLevel(logging.ERROR)
-# DeepSpeed calls collectives by names that torch has since renamed, and is told so every time.
+# DeepSpeed calls collectives by names that torch has since renamed, and torch warns every time.
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
 # Elements that ranks sum at once at ZeRO 0, where a copy of them is made: 400 MB in fp32.
 BUCKET_SIZE = 100_000_000
@@ -48,7 +48,7 @@ class StepOutcome:
 
 
 class TrainEngine(Generic[NetworkT]):
-    """Forward, backward and step over DeepSpeed, alike at every ZeRO stage.
+    """Forward, backward and step of a network over DeepSpeed, alike at every ZeRO stage.
 
     The caller says which micro-batch ends the step, so that a short last window of an epoch
     is a step like any other. Gradients are sums over ranks of what ``backward`` was given,

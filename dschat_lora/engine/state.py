@@ -1,4 +1,4 @@
-"""What an engine has learnt, by parameter name, whole and in fp32, whatever the ZeRO stage.
+"""The trained state of an engine, by parameter name, whole and in fp32 at every ZeRO stage.
 
 Three tensors belong to each trained parameter: ``weight:NAME``, and AdamW's moments
 ``exp_avg:NAME`` and ``exp_avg_sq:NAME`` once it has stepped. DeepSpeed keeps them in flat

@@ -123,7 +123,7 @@ def _holder(parameters: dict[str, nn.Parameter]) -> nn.Module:
 
 
 class Snapshot:
-    """The values of parameters at one time, to look through them again later.
+    """The values of parameters at one time, to compute with them again later.
 
     Every rank keeps what it may need to put them in place: its shards at ZeRO 3, and whole
     values. Make it on every rank.

@@ -22,7 +22,7 @@ class TensorGroup:
     Attributes:
         rank, size: this process among them.
         process_group: of torch.distributed.
-        sequence_parallel: whether tokens between the layers are dealt out to the ranks; False
+        sequence_parallel: whether tokens between the layers are divided among the ranks; False
             within :meth:`whole_sequences`.
     """
 
@@ -73,11 +73,11 @@ class TensorGroup:
         """``x``, the same on every rank, as is its gradient but for rounding: the first rank's."""
         return exchange(x, _itself, self.first)
 
-    def deal_tokens(self, x: Tensor) -> Tensor:
+    def scatter_tokens(self, x: Tensor) -> Tensor:
         """This rank's tokens of (..., T, H), the same on every rank; T a multiple of size."""
         return exchange(x, self._own_tokens, self._gather_tokens)
 
-    def collect_tokens(self, x: Tensor) -> Tensor:
+    def gather_tokens(self, x: Tensor) -> Tensor:
         """All tokens of the ranks' (..., T / size, H), for layers that every rank runs alike."""
         return exchange(x, self._gather_tokens, self._own_tokens)
 

@@ -96,7 +96,7 @@ class PackedLoraLinear(LoraLinear):
     """A :class:`LoraLinear` of packed projections, with factors for some of its groups.
 
     Attributes:
-        groups: how the outputs are cut, which says the shapes of ``lora_A`` and ``lora_B``.
+        groups: how the outputs are cut, which gives the shapes of ``lora_A`` and ``lora_B``.
     """
 
     def __init__(

@@ -52,7 +52,7 @@ def lora_linear(
         lora_A: (r, in), any float type.
         lora_B: (out, r), any float type.
         scaling: of the update; with dropout it includes the factor ``1 / (1 - p)``.
-        keep: (..., in) bool, True where dropout lets the adapter see its input; None: everywhere.
+        keep: (..., in) bool, True where dropout keeps the input of the adapter; None: everywhere.
         transposed: ``weight`` is (in, out), as in GPT-2's layers.
 
     Returns:

@@ -1,4 +1,4 @@
-"""One set of weights from a base and its adapter, and how far it strays from the two."""
+"""Merge an adapter into its base weights, and measure how far that moves the model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""A transformers model up to its last hidden states, on rows that hold several sequences."""
+"""The backbone of a transformers model: last hidden states of rows with several sequences."""
 
 import inspect
 from collections.abc import Callable
@@ -24,9 +24,9 @@ class Backbone:
 
     Attributes:
         model: the whole transformers model.
-        own_mask: let the model make its mask from which positions are padding, for
+        own_mask: the model makes its own mask, from which positions are padding, for
             architectures that take no other; rows must hold one sequence each.
-        by_spans: whether the model's layers can be told which tokens are a sequence.
+        by_spans: whether the model's layers accept spans: which tokens are a sequence.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -108,7 +108,7 @@ class Backbone:
         segment_ids: Tensor,
         branch_ids: Tensor | None = None,
     ) -> dict[str, Any]:
-        """Keyword arguments that make the model treat the rows so."""
+        """Keyword arguments of the model for these rows."""
         inputs = {
             "input_ids": input_ids,
             "attention_mask": self._mask(position_ids, segment_ids, branch_ids),
@@ -147,17 +147,19 @@ class BackboneModel(nn.Module):
 
 
 def _takes_spans(model: PreTrainedModel, windows: dict[str, int | None]) -> bool:
-    """Whether every layer passes on what it is not made for, and tells its window if it has one.
+    """Whether every layer passes unknown options on, and its window if it has one.
 
     That is what transformers means by support of its backends, and of flash attention.
     """
     backend = bool(getattr(model, "_supports_attention_backend", False))
-    tells = windows == {"full_attention": None} or getattr(model, "_supports_flash_attn", False)
-    return model.config._attn_implementation == "sdpa" and backend and bool(tells)
+    passes_window = windows == {"full_attention": None} or getattr(
+        model, "_supports_flash_attn", False
+    )
+    return model.config._attn_implementation == "sdpa" and backend and passes_window
 
 
 def _suits_kernel(config: PretrainedConfig) -> bool:
-    """Whether the kernel for sequences has what layers of this architecture ask for."""
+    """Whether the kernel for sequences has the options that layers of this architecture use."""
     heads = getattr(config, "num_attention_heads", None) or 1
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     options = ("attention_dropout", "attn_pdrop", "attn_logit_softcapping")

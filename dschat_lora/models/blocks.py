@@ -1,4 +1,4 @@
-"""Attention within sequences alone: spans of one row, where a mask would strike out the rest."""
+"""Attention by spans: each sequence of a packed row attends to itself alone."""
 
 from typing import Any
 

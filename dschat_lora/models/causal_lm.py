@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from dschat_lora.models.tensor_parallel import divide
 
 # The run has a log of its own; a bar for each of a few weights says nothing.
 disable_progress_bar()
+T = TypeVar("T")
 _DROPOUT_NAMES = ("dropout", "drop", "pdrop", "layerdrop")
 
 
@@ -270,11 +271,17 @@ class LinearHead(nn.Module):
                 part=self.part,
             )
         loss = hidden.new_zeros((), dtype=torch.float32)
-        for h, t in zip(
-            torch.split(hidden, self.rows), torch.split(targets, self.rows), strict=True
-        ):
-            loss = loss + checkpoint(self._chunk_loss, h, t, label_smoothing, use_reentrant=False)
+        for part in self._by_chunks(self._chunk_loss, hidden, targets, label_smoothing):
+            loss = loss + part
         return loss
+
+    def _by_chunks(
+        self, function: Callable[..., T], hidden: Tensor, tokens: Tensor, *options: float
+    ) -> Iterator[T]:
+        """``function`` of chunks of positions, whose logits are formed again for the gradient."""
+        chunks = zip(torch.split(hidden, self.rows), torch.split(tokens, self.rows), strict=True)
+        for h, t in chunks:
+            yield checkpoint(function, h, t, *options, use_reentrant=False)
 
     def _chunk_loss(self, hidden: Tensor, targets: Tensor, label_smoothing: float) -> Tensor:
         return summed_cross_entropy(self._logits(hidden), targets, label_smoothing)
@@ -310,10 +317,8 @@ class LogprobHead(LinearHead):
         if self.plain and not self.weight.requires_grad:
             hidden = self._shared(hidden)
             return linear_logprobs(hidden, self.weight, self.bias, tokens, part=self.part)
-        # A head that trains needs what the loss makes of each value: its logits are formed
-        # again in the backward pass.
-        chunks = zip(torch.split(hidden, self.rows), torch.split(tokens, self.rows), strict=True)
-        return torch.cat([checkpoint(self._chunk, h, t, use_reentrant=False) for h, t in chunks])
+        # A head that trains needs what the loss makes of each value.
+        return torch.cat(list(self._by_chunks(self._chunk, hidden, tokens)))
 
     def _chunk(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         return token_logprobs(self._logits(hidden), tokens)

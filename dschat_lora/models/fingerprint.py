@@ -1,4 +1,4 @@
-"""What a model's base weights are, as one hash."""
+"""Hashes of base weights and adapters."""
 
 import hashlib
 from collections.abc import Mapping
@@ -49,7 +49,7 @@ def _whole(parameter: Tensor) -> Tensor:
 def _sample(parameter: Tensor) -> Tensor:
     """Evenly spaced values of the whole tensor, as the bytes they are."""
     shape, shard = full_shape(parameter), shard_of(parameter)
-    # Odd, or a matrix as wide as a power of two would be looked at in one column alone.
+    # Odd, or a matrix as wide as a power of two would be sampled in one column alone.
     step = max(1, shape.numel() // SAMPLED_VALUES) | 1
     if shard is None:
         return parameter.detach().reshape(-1)[::step].contiguous().view(torch.uint8)

@@ -2,7 +2,6 @@
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from dschat_lora.algos.logprobs import linear_logprobs_entropy, token_entropy, token_logprobs
@@ -66,9 +65,7 @@ class PolicyHead(LinearHead):
                 bias = None if bias is None else bias / temperature
             hidden = self._shared(hidden)
             return linear_logprobs_entropy(hidden, self.weight, bias, tokens, part=self.part)
-        # Logits are formed again in the backward pass: what the loss makes of them is not known.
-        chunks = zip(torch.split(hidden, self.rows), torch.split(tokens, self.rows), strict=True)
-        parts = [checkpoint(self._both, h, t, temperature, use_reentrant=False) for h, t in chunks]
+        parts = self._by_chunks(self._both, hidden, tokens, temperature)
         logprobs, entropies = zip(*parts, strict=True)
         return torch.cat(logprobs), torch.cat(entropies)
 

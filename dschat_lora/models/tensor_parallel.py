@@ -1,7 +1,7 @@
 """Which parts of a transformers model a tensor group divides, and how."""
 
 import re
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -61,7 +61,7 @@ def divide(model: PreTrainedModel, group: TensorGroup) -> None:
         first, *others = names
         for name in others:
             replace_part(model, name, model.get_parameter(first))
-    _deal_tokens(model, group)
+    _divide_tokens(model, group)
 
 
 def _divide_blocks(model: PreTrainedModel, group: TensorGroup) -> None:
@@ -89,7 +89,7 @@ def _divide_blocks(model: PreTrainedModel, group: TensorGroup) -> None:
         replace_part(model, name, ParallelLinear(module, split, transposed=transposed))
     for name in regions:
         region = model.get_submodule(name)
-        region.register_forward_pre_hook(_Enter(group), with_kwargs=True)
+        region.register_forward_pre_hook(partial(_enter, group), with_kwargs=True)
         for count in _COUNTS:
             if isinstance(getattr(region, count, None), int):
                 setattr(region, count, getattr(region, count) // group.size)
@@ -110,48 +110,37 @@ def _divide_vocabulary(model: PreTrainedModel, group: TensorGroup) -> None:
             replace_part(model, name, ParallelLinear(module, split))
 
 
-def _deal_tokens(model: PreTrainedModel, group: TensorGroup) -> None:
-    """With sequence parallelism, blocks are given some of the tokens each."""
+def _divide_tokens(model: PreTrainedModel, group: TensorGroup) -> None:
+    """With sequence parallelism, each rank computes some of the tokens in the blocks."""
     count = model.config.num_hidden_layers
     blocks = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count)
-    blocks[0].register_forward_pre_hook(_Deal(group), with_kwargs=True)
-    blocks[-1].register_forward_hook(_Collect(group))
+    blocks[0].register_forward_pre_hook(partial(_scatter, group), with_kwargs=True)
+    blocks[-1].register_forward_hook(partial(_gather, group))
 
 
-@dataclass(frozen=True)
-class _Enter:
-    """Exchanges what enters an attention or MLP."""
-
-    group: TensorGroup
-
-    def __call__(self, _: nn.Module, values: Positional, named: Named) -> tuple[Positional, Named]:
-        return _with_hidden(values, named, self.group.enter)
+def _enter(
+    group: TensorGroup, _: nn.Module, values: Positional, named: Named
+) -> tuple[Positional, Named]:
+    """Exchange what enters an attention or MLP."""
+    return _with_hidden(values, named, group.enter)
 
 
-@dataclass(frozen=True)
-class _Deal:
-    """Gives each rank some of the tokens that enter the first block."""
-
-    group: TensorGroup
-
-    def __call__(self, _: nn.Module, values: Positional, named: Named) -> tuple[Positional, Named]:
-        if not self.group.sequence_parallel:
-            return values, named
-        return _with_hidden(values, named, self.group.deal_tokens)
+def _scatter(
+    group: TensorGroup, _: nn.Module, values: Positional, named: Named
+) -> tuple[Positional, Named]:
+    """Give each rank some of the tokens that enter the first block."""
+    if not group.sequence_parallel:
+        return values, named
+    return _with_hidden(values, named, group.scatter_tokens)
 
 
-@dataclass(frozen=True)
-class _Collect:
-    """Gives every rank all tokens that leave the last block."""
-
-    group: TensorGroup
-
-    def __call__(self, _: nn.Module, values: Positional, output: Output) -> Output:
-        if not self.group.sequence_parallel:
-            return output
-        if isinstance(output, tuple):
-            return self.group.collect_tokens(output[0]), *output[1:]
-        return self.group.collect_tokens(output)
+def _gather(group: TensorGroup, _: nn.Module, values: Positional, output: Output) -> Output:
+    """Give every rank all tokens that leave the last block."""
+    if not group.sequence_parallel:
+        return output
+    if isinstance(output, tuple):
+        return group.gather_tokens(output[0]), *output[1:]
+    return group.gather_tokens(output)
 
 
 def _with_hidden(values: Positional, named: Named, change: Exchange) -> tuple[Positional, Named]:

@@ -13,9 +13,9 @@ from torch import Tensor
 from dschat_lora.algos.segments import Spans
 
 _MODULE = "torch.nn.attention.varlen"
-# Beyond, the backward pass asks for more shared memory than some of the GPUs have.
+# Beyond, the backward pass needs more shared memory than some of the GPUs have.
 MAX_HEAD_SIZE = 192
-# What layers ask for that the kernel does, that changes nothing, or that is looked at below.
+# Options of layers that the kernel has, that change nothing, or that are checked below.
 _KNOWN = {"dropout", "is_causal", "position_ids", "scaling", "sliding_window", "use_cache"}
 
 
@@ -89,9 +89,9 @@ def attend(
     """
     function = kernel()
     assert function is not None
-    # Where grouped queries need no leave, there is no such option.
-    asks = "enable_gqa" in _options(function)
-    grouped = {"enable_gqa": key.shape[1] != query.shape[1]} if asks else {}
+    # Versions without the option always take grouped queries.
+    has_option = "enable_gqa" in _options(function)
+    grouped = {"enable_gqa": key.shape[1] != query.shape[1]} if has_option else {}
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     if spans.keys is not None:
         key, value = (x.index_select(0, spans.keys) for x in (key, value))

@@ -1,4 +1,4 @@
-"""Several models on one set of weights: module trees whose parameters are the very same tensors."""
+"""Models that share parameters: module trees over the very same tensors."""
 
 import copy
 from typing import TypeVar

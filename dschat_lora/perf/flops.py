@@ -63,10 +63,10 @@ def step_flops(
     hardware += linear * positions
     for block in shape.blocks:
         product = 2 * block.attention_width
-        owed = executed = block.attention_backward
-        if shape.fused_attention and owed:
+        needed = executed = block.attention_backward
+        if shape.fused_attention and needed:
             executed = 5
-        model += owed * product * num_attended
+        model += needed * product * num_attended
         hardware += executed * product * scored
         if gradient_checkpointing and block.recomputed:
             hardware += block.recomputed * positions + 2 * product * scored

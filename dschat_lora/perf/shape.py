@@ -192,12 +192,9 @@ def _sizes(module: Any) -> tuple[int, int] | None:
         return module.in_features, module.out_features
     if is_conv1d(module):
         return module.nx, module.nf
-    if isinstance(module, TrainedBias) and module.kind == "Linear":
-        outputs, inputs = full_shape(module.get_parameter("weight"))
-        return inputs, outputs
-    if isinstance(module, TrainedBias) and module.kind == "Conv1D":
-        inputs, outputs = full_shape(module.get_parameter("weight"))
-        return inputs, outputs
+    if isinstance(module, TrainedBias) and module.kind in ("Linear", "Conv1D"):
+        inputs, outputs = full_shape(module.weight)
+        return (inputs, outputs) if module.kind == "Conv1D" else (outputs, inputs)
     return None
 
 
@@ -276,7 +273,7 @@ def _attention_backward(readers: Sequence[LinearShape]) -> int:
     initials = [x.name.rpartition(".")[2][0] for x in readers]  # q_proj, key, ...
     if set(initials) == set("qkv"):
         needs = {i: x.output_needs_grad for i, x in zip(initials, readers, strict=True)}
-    else:  # one fused layer, or names that tell nothing, stand for all three
+    else:  # one fused layer, or other names, stand for all three
         needs = dict.fromkeys("qkv", any(x.output_needs_grad for x in readers))
     return (needs["q"] or needs["k"]) + sum(needs.values())
 

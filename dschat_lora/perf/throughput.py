@@ -1,4 +1,4 @@
-"""Rates of a training run: real tokens, samples, TFLOP/s, memory. Measures, never prints."""
+"""Throughput of a training run: real tokens, samples, TFLOP/s, memory."""
 
 import resource
 import sys

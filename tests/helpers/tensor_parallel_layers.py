@@ -557,10 +557,10 @@ def token_errors(group):
     x, g = (torch.randn(ROWS, TOKENS, 3, generator=generator) for _ in range(2))
     each = slice(group.rank * TOKENS // group.size, (group.rank + 1) * TOKENS // group.size)
     whole = x.clone().requires_grad_()
-    dealt = group.deal_tokens(whole)
+    dealt = group.scatter_tokens(whole)
     dealt.backward(g[:, each])
     part = x[:, each].clone().requires_grad_()
-    collected = group.collect_tokens(part)
+    collected = group.gather_tokens(part)
     collected.backward(g)
     size, numbers = group.size, torch.tensor([1.0, -1.0]) * (group.rank + 1)
     total = size * (size + 1) / 2

@@ -142,7 +142,7 @@ def test_the_part_of_a_value_that_every_rank_holds_is_all_of_it():
 
 def test_tokens_that_cannot_be_dealt_out_evenly_are_refused():
     with pytest.raises(ValueError, match="7 tokens cannot be dealt out evenly to 2 ranks"):
-        alone(0, 2).deal_tokens(torch.zeros(1, 7, 3))
+        alone(0, 2).scatter_tokens(torch.zeros(1, 7, 3))
 
 
 def test_whole_sequences_end_with_the_block_even_if_it_fails():
