@@ -152,9 +152,8 @@ def _takes_spans(model: PreTrainedModel, windows: dict[str, int | None]) -> bool
     That is what transformers means by support of its backends, and of flash attention.
     """
     backend = bool(getattr(model, "_supports_attention_backend", False))
-    passes_window = windows == {"full_attention": None} or getattr(
-        model, "_supports_flash_attn", False
-    )
+    windowless = windows == {"full_attention": None}
+    passes_window = windowless or bool(getattr(model, "_supports_flash_attn", False))
     return model.config._attn_implementation == "sdpa" and backend and passes_window
 
 
