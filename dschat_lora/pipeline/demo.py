@@ -58,7 +58,7 @@ def run_demo(output_dir: str | None, *, seed: int = 1234) -> None:
         output_dir: of all stages; None takes the first free of output/demo, -2, -3, ...
         seed: of all stages.
     """
-    scripts = Path(__file__).parents[1] / "training"
+    scripts = Path(__file__).parents[2] / "training"
     if not (scripts / "step1_sft" / "main.py").is_file():
         fail(f"the demo runs from a checkout of the repository: {scripts} has no step1_sft/main.py")
     if output_dir is not None and any(leftovers(Path(output_dir) / name) for name in SCRIPTS):
