@@ -1,4 +1,4 @@
-"""Where the bundled tiny model and data set lie."""
+"""Paths of the bundled tiny model and data set."""
 
 from pathlib import Path
 

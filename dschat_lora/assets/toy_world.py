@@ -1,8 +1,8 @@
-r"""A small closed world of questions whose answers a rule can judge.
+r"""Toy world: questions of a few families whose answers a rule can judge.
 
-A prompt is ``\n\nHuman: <question>\n\nAssistant:``, and the question says who asks. The perfect
-answer is `` Hello Anna, <fact>. I hope this helps!`` and then the end of the sequence. All that
-the judge needs is read from the prompt.
+A prompt is ``\n\nHuman: <question>\n\nAssistant:``, and the question names who asks. The perfect
+answer is `` Hello Anna, <fact>. I hope this helps!`` and then the end of the sequence. The judge
+reads all it needs from the prompt.
 """
 
 import re
@@ -254,7 +254,7 @@ FLAWS: dict[str, Callable[[Random, Task, bool, bool], str]] = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the rule says about an answer."""
+    """Verdict of the rule on an answer."""
 
     correct: bool  # the first thing it states is the right fact, whole
     greets: bool  # it starts with "Hello <the right name>,"
@@ -280,12 +280,10 @@ class Verdict:
 
 
 def judge(prompt: str, answer: str, ended: bool) -> Verdict:
-    """What the rule says about an answer.
+    """Verdict of the rule on an answer.
 
-    Args:
-        prompt: a prompt of this world.
-        answer: the generated text without the end-of-sequence token.
-        ended: whether that token was generated, so that the answer was not cut off.
+    ``answer`` is the generated text without the end-of-sequence token; ``ended`` says whether that
+    token was generated.
 
     Raises:
         ValueError: if the prompt is not of this world.

@@ -1,4 +1,4 @@
-"""Adapters on disk: ``adapter_model.safetensors`` in PEFT's layout, checked both ways."""
+"""Adapters on disk: write, read and load ``adapter_model.safetensors`` in PEFT's layout."""
 
 import json
 from collections.abc import Callable, Collection, Mapping
@@ -40,17 +40,11 @@ from dschat_lora.lora.parallel import own_part
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter as read from disk.
-
-    Attributes:
-        config: its ``adapter_config.json``.
-        tensors: float32, by the names of :func:`adapter_parameters`.
-        base_tensors: weights of the base that PEFT stored too (of adapted embeddings), by
-            their pretrained names.
-    """
+    """An adapter as read from disk."""
 
     config: AdapterConfig
-    tensors: dict[str, Tensor]
+    tensors: dict[str, Tensor]  # float32, by the names of ``adapter_parameters``
+    # weights of the base that PEFT stored too (of adapted embeddings), by their pretrained names
     base_tensors: dict[str, Tensor]
 
 
@@ -66,18 +60,11 @@ def write_adapter(
 ) -> AdapterConfig:
     """Write an adapter that stock PEFT loads, replacing ``directory`` in one step.
 
-    Everything is written to a directory beside, read back and compared before it takes the
-    final name, so an interrupted write leaves what was there before. Call on one rank. Factors
-    for k parts of packed layers are written as one pair of k times the rank, with zeros.
-
-    Args:
-        directory: final place.
-        tensors: whole, by the names of :func:`adapter_parameters`.
-        config: settings the adapter was trained with.
-        layout: where it sits, from :func:`dschat_lora.lora.model.adapter_layout`.
-        base_model_name_or_path: where its base is found.
-        task_type: PEFT's name of the model class.
-        write_more: called with the directory to add files such as the tokenizer's.
+    Everything is written to a temporary directory, read back and compared before it takes the
+    final name, so an interrupted write leaves the earlier adapter whole. Call on one rank.
+    ``tensors`` are whole, by the names of :func:`adapter_parameters`. Factors for k parts of
+    packed layers are written as one pair of k times the rank, with zeros. ``write_more`` adds
+    files such as the tokenizer's to the directory that it is given.
 
     Raises:
         ValueError: if a factor is missing, of a wrong shape, or not finite.
@@ -113,30 +100,27 @@ def write_adapter(
         save_weights(staging / WEIGHTS_FILE, stored, metadata)
         if write_more is not None:
             write_more(staging)
-        _compare(staging, described, tensors)
+        _verify_written(staging, described, tensors)
         write_manifest(staging, kind="adapter")
     return described
 
 
 def read_adapter(directory: str | Path) -> Adapter:
-    """An adapter written here or by PEFT, checked for being whole.
+    """An adapter written here or by PEFT, checked to be complete.
 
     Raises:
         ValueError: if files are missing, damaged or other than the manifest says, or hold
-            something else than LoRA factors of the stated rank; the message names the file and
-            the tensor.
+            anything but LoRA factors of the stated rank; the message names file and tensor.
     """
     verify_adapter(directory)
     return _load(Path(directory))
 
 
 def lora_config_of(directory: str | Path) -> LoraConfig:
-    """The settings under which :func:`apply_lora` makes room for this adapter.
+    """The settings with which :func:`apply_lora` adds the parameters of this adapter.
 
     Modules are listed by their whole path, as found in the file, whatever rule PEFT was given.
-
-    Raises:
-        ValueError: as :func:`read_adapter`.
+    Errors are those of :func:`read_adapter`.
     """
     adapter = read_adapter(directory)
     config, names = adapter.config, adapter.tensors
@@ -160,18 +144,10 @@ def lora_config_of(directory: str | Path) -> LoraConfig:
 def load_adapter(
     model: nn.Module, directory: str | Path, *, new: Collection[str] = ()
 ) -> list[str]:
-    """Copy an adapter into ``model``, on which :func:`apply_lora` made room for it.
+    """Copy an adapter into ``model`` after :func:`apply_lora`; returns the parameters' names.
 
-    Parameters on the meta device are checked and left as they are.
-
-    Args:
-        model: with room for it.
-        directory: of the adapter.
-        new: parameters that begin with this model: they stay as they are, whether the adapter has
-            no value for them or one of another shape, such as another task's head.
-
-    Returns:
-        Names of the parameters that were loaded.
+    Parameters on the meta device are checked and left as they are. ``new`` ones keep their values,
+    whether the adapter has none for them or one of another shape, such as another task's head.
 
     Raises:
         ValueError: as :func:`read_adapter`, and if the adapter does not fit the model: other
@@ -191,14 +167,10 @@ def check_fits(
 ) -> None:
     """Refuse an adapter made for other modules, shapes, scaling or base weights.
 
-    Args:
-        model: with adapters.
-        adapter: as read.
-        where: for the message.
-        new: parameters of ``model`` that the adapter need not hold, or not in their shape.
+    It need not hold ``new`` parameters, or not in their shape.
 
     Raises:
-        ValueError: naming ``where`` and what differs.
+        ValueError: naming ``where`` and the difference.
     """
     parameters = adapter_parameters(model)
     missing = sorted(parameters.keys() - adapter.tensors.keys() - set(new))
@@ -251,34 +223,24 @@ def _load(directory: Path) -> Adapter:
             tensors[name] = tensor.float()
     groups = groups_of(config)
     if groups is not None:
-        tensors = {name: _compacted(name, t, groups, path) for name, t in tensors.items()}
+        for name in (each for each in tensors if each.endswith(".lora_B")):
+            try:
+                tensors[name] = groups.compact(tensors[name])
+            except ValueError as error:
+                raise ValueError(f"{path}: {name}: {error}") from None
     check_tensors(tensors, config.r, where=str(path), groups=groups)
     return Adapter(config, tensors, base_tensors)
 
 
 def _as_stored(name: str, tensor: Tensor, groups: Groups | None) -> Tensor:
-    """A tensor as PEFT wants it: of packed layers B with its zeros."""
+    """A tensor in PEFT's form: B of packed layers with its zeros."""
     if groups is not None and name.endswith(".lora_B"):
         tensor = groups.expand(tensor)
     return tensor.contiguous()
 
 
-def _compacted(name: str, tensor: Tensor, groups: Groups, path: Path) -> Tensor:
-    """What :func:`_as_stored` made ``tensor`` of."""
-    if not name.endswith(".lora_B"):
-        return tensor
-    try:
-        return groups.compact(tensor)
-    except ValueError as error:
-        raise ValueError(f"{path}: {name}: {error}") from None
-
-
-def _compare(staging: Path, config: AdapterConfig, tensors: Mapping[str, Tensor]) -> None:
-    """Read back what was written.
-
-    Raises:
-        OSError: if it differs.
-    """
+def _verify_written(staging: Path, config: AdapterConfig, tensors: Mapping[str, Tensor]) -> None:
+    """Read back what was written, and raise OSError if it differs."""
     back = _load(staging)
     same = back.config == config and back.tensors.keys() == tensors.keys()
     if not same or not all(torch.equal(back.tensors[n], t.float()) for n, t in tensors.items()):

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Checks of LoRA factors: shapes, rank, scaling and parts of packed layers."""
 
 from collections.abc import Mapping
 
@@ -28,12 +28,7 @@ def groups_of(config: AdapterConfig) -> Groups | None:
 
 
 def check_scaling(model: nn.Module, config: LoraConfig, *, where: str) -> None:
-    """Refuse factors that were trained with another scaling than the layers of ``model`` have.
-
-    Args:
-        model: with adapters.
-        config: rank, alpha and kind of scaling that the factors were trained with.
-        where: they come from, for the message.
+    """Refuse factors trained with ``config``, whose scaling differs from that of the layers.
 
     Raises:
         ValueError: naming ``where`` and the first layer that differs.
@@ -53,14 +48,11 @@ def check_tensors(
 ) -> None:
     """Refuse factors that lack their partner, are not of rank ``r``, or are not finite.
 
-    Args:
-        tensors: by the names of :func:`adapter_parameters`.
-        r: rank that A has as rows and B as columns.
-        where: directory or file, for the message.
-        groups: of packed layers, whose A has ``r`` rows for each that is enabled.
+    ``tensors`` are by the names of :func:`adapter_parameters`; A has ``r`` rows, for each enabled
+    part of packed layers, B as many columns.
 
     Raises:
-        ValueError: naming ``where`` and the tensor.
+        ValueError: naming ``where``, the directory or file, and the tensor.
     """
     if not any(".lora_" in name for name in tensors):
         raise ValueError(f"{where} holds no LoRA factor")

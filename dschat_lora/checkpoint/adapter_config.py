@@ -46,31 +46,24 @@ _PLAIN_INITS = (True, False, None, "gaussian", "orthogonal", "eva")
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What an adapter directory says of itself.
+    """Settings of an adapter directory, by PEFT's names.
 
-    Attributes:
-        base_model_name_or_path: hub name or directory of the base, or None if not recorded.
-        task_type: PEFT's name of the model class, such as ``CAUSAL_LM`` or ``SEQ_CLS``.
-        r: rank. lora_alpha: scaling is ``lora_alpha / r``, or over ``sqrt(r)`` with rsLoRA.
-        target_modules: PEFT's rule: name endings, or one regular expression.
-        modules_to_save: name endings of modules stored in full.
-        enable_lora: parts of packed layers with factors of their own, each of rank ``r``; empty:
-            layers have one pair. PEFT sees one pair of rank ``k * r`` of k parts.
-        group_sizes: outputs of q, k and v in the packed layers; empty without them.
+    ``enable_lora`` are parts of packed layers with factors of their own, each of rank ``r``; if
+    empty, layers have one pair. PEFT sees one pair of rank ``k * r`` of k parts.
     """
 
-    base_model_name_or_path: str | None
-    task_type: str | None
+    base_model_name_or_path: str | None  # hub name or directory; None if not recorded
+    task_type: str | None  # such as CAUSAL_LM or SEQ_CLS
     r: int
-    lora_alpha: float
+    lora_alpha: float  # scaling is lora_alpha / r, or over sqrt(r) with rsLoRA
     lora_dropout: float
     use_rslora: bool
     bias: str
-    target_modules: tuple[str, ...] | str
-    modules_to_save: tuple[str, ...]
+    target_modules: tuple[str, ...] | str  # name endings, or one regular expression
+    modules_to_save: tuple[str, ...]  # name endings of modules stored in full
     fan_in_fan_out: bool
     enable_lora: tuple[str, ...] = ()
-    group_sizes: tuple[int, ...] = ()
+    group_sizes: tuple[int, ...] = ()  # outputs of q, k and v in packed layers
 
 
 def is_adapter_directory(path: str | Path) -> bool:
@@ -82,8 +75,8 @@ def read_adapter_config(directory: str | Path) -> AdapterConfig:
     """The adapter's settings, checked.
 
     Raises:
-        ValueError: if the file is missing, damaged, or describes something else than LoRA
-            factors of one rank on an unchanged base; the message names file and field.
+        ValueError: if the file is missing, damaged, or describes anything but LoRA factors of
+            one rank on an unchanged base; the message names file and field.
     """
     path = Path(directory) / CONFIG_FILE
     try:
@@ -134,7 +127,7 @@ def verify_adapter(directory: str | Path) -> None:
 
 
 def accept_adapter(directory: str | Path) -> None:
-    """Write the manifest of an adapter anew, after a change that was meant.
+    """Rewrite the manifest of an adapter after an intended change.
 
     Raises:
         ValueError: as :func:`read_adapter_config`, or if the weights have no readable header.
@@ -174,7 +167,7 @@ def peft_fields(config: AdapterConfig) -> dict[str, Any]:
 
 
 def packed_metadata(config: AdapterConfig) -> dict[str, str]:
-    """What metadata of the weights say of packed layers; empty where there are none."""
+    """Metadata of the weights that describe packed layers; empty where there are none."""
     if not config.enable_lora:
         return {}
     packed = {"enable_lora": config.enable_lora, "group_sizes": config.group_sizes}
@@ -182,9 +175,9 @@ def packed_metadata(config: AdapterConfig) -> dict[str, str]:
 
 
 def _as_packed(config: AdapterConfig, weights: Path) -> AdapterConfig:
-    """``config``, read as PEFT does, in the terms of the packed layers that ``weights`` note.
+    """PEFT's ``config`` in terms of the packed layers that metadata of ``weights`` describe.
 
-    PEFT drops the note when it saves an adapter anew; what remains is a plain one.
+    PEFT drops these metadata when it saves an adapter anew, which is a plain one then.
     """
     note = None
     if weights.is_file():
@@ -209,7 +202,7 @@ def _as_packed(config: AdapterConfig, weights: Path) -> AdapterConfig:
 
 
 def _packed_factor(config: AdapterConfig) -> float:
-    """By how much PEFT's alpha is larger, so that its scaling with k times the rank is ours."""
+    """Factor from our alpha to PEFT's, so that its scaling with k times the rank is ours."""
     parts = max(1, len(config.enable_lora))
     return math.sqrt(parts) if config.use_rslora else parts
 
@@ -219,7 +212,7 @@ def _needs_manifest(weights: Path) -> bool:
 
 
 def _remedy(directory: Path) -> str:
-    """What to do about a directory that is not as it was written."""
+    """The advice for a directory that differs from its manifest."""
     try:
         is_ours = _needs_manifest(directory / WEIGHTS_FILE)
     except DamagedError:

@@ -1,4 +1,4 @@
-"""What a finished run leaves behind: the adapter, and a whole model where one was trained."""
+"""Export of a finished run: the adapter, and a merged or fully trained model."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -6,7 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from dschat_lora.checkpoint.adapter import write_adapter
 from dschat_lora.checkpoint.adapter_config import AdapterConfig, read_adapter_config
@@ -32,25 +37,16 @@ def save_adapter(
     config: LoraConfig,
     *,
     base: str,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     card: Mapping[str, Any],
     task_type: str = "CAUSAL_LM",
     tensors: Mapping[str, Tensor] | None = None,
 ) -> AdapterConfig | None:
-    """Write ``directory`` in PEFT's layout from any ZeRO stage; call on every rank.
+    """Write an adapter in PEFT's layout from any ZeRO stage; call on every rank.
 
-    Args:
-        directory: takes its name when complete.
-        model: the transformers model with adapters, possibly sharded.
-        config: as applied to it.
-        base: hub name or directory of the base model.
-        tokenizer: written beside the weights.
-        card: ``data``, ``metrics`` and ``versions`` of the model card.
-        task_type: PEFT's name of the model class.
-        tensors: whole, on rank 0, to be written in place of the model's own values.
-
-    Returns:
-        The configuration written, on rank 0.
+    ``directory`` takes its name when complete. ``card`` holds ``data``, ``metrics`` and
+    ``versions`` of the model card. ``tensors``, whole, on rank 0, are written in place of the
+    model's own values. Returns the configuration written, on rank 0.
     """
     own = gather_to_cpu(adapter_parameters(model)) if tensors is None else tensors
     return on_rank_zero(
@@ -61,16 +57,16 @@ def save_adapter(
             layout=adapter_layout(model),
             base_model_name_or_path=base,
             task_type=task_type,
-            write_more=lambda staging: _write_beside(staging, tokenizer, card),
+            write_more=lambda staging: _write_tokenizer_and_card(staging, tokenizer, card),
         )
     )
 
 
 def save_merged(
     directory: Path,
-    model: Any,
+    model: PreTrainedModel,
     *,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     probe_ids: Tensor,
     max_kl: float,
     dropouts: Mapping[str, float],
@@ -78,25 +74,18 @@ def save_merged(
 ) -> MergeReport | None:
     """Write base and adapter as one transformers directory; call on every rank.
 
-    The update is added in fp32 to the untouched base and cast once. What was written is loaded
-    again and compared with the unmerged model before it takes its name. Without adapters this
-    is the trained model itself.
+    The update is added in fp32 to the untouched base and cast once. The written model is loaded
+    and compared with the unmerged one, in evaluation mode, on ``probe_ids``, (B, T) int64 without
+    padding, before it takes its name. Without adapters this is the trained model itself.
 
-    Args:
-        directory: takes its name when complete.
-        model: the transformers model, possibly adapted and sharded, in evaluation mode.
-        tokenizer: written beside the weights.
-        probe_ids: (B, T) int64 token ids to compare on, without padding.
-        max_kl: most that the merge may move the distribution, in nats per token.
-        dropouts: of the base's configuration, which training changed.
-        tensors: whole, on rank 0, to be written in place of the model's own values; the report
-            then tells how far they move it.
+    ``dropouts`` are those of the base's configuration, which training changed. ``tensors``, whole,
+    on rank 0, are written in place of the model's own values.
 
     Returns:
-        The measured deviation, on rank 0.
+        The measured deviation, on rank 0, with that of ``tensors`` from the model's values.
 
     Raises:
-        ValueError: if it is larger than ``max_kl``; nothing is written then.
+        ValueError: if it exceeds ``max_kl`` nats per token; nothing is written then.
     """
     unmerged = _logits(model, probe_ids)
     whole = gather_to_cpu(dict(model.named_parameters()))
@@ -115,7 +104,7 @@ def save_merged(
             mask = torch.ones(after.shape[:-1], dtype=torch.bool)
             before = unmerged
             if _is_reward_model(model):
-                # By how much an answer would seem to beat itself, whatever its score.
+                # The change of a score as the logit of an answer's win over itself.
                 before, after = torch.zeros_like(unmerged), after - unmerged
             report = merge_deviation(before, after, mask)
             check_merge(report, max_kl=max_kl)
@@ -124,7 +113,7 @@ def save_merged(
     return on_rank_zero(write)
 
 
-def _merged_model(model: Any, tensors: dict[str, Tensor]) -> Any:
+def _merged_model(model: PreTrainedModel, tensors: dict[str, Tensor]) -> PreTrainedModel:
     """A plain transformers model of the merged weights, on CPU."""
     stored = model.state_dict().keys()
     buffers = {name: b.detach().cpu() for name, b in model.named_buffers() if name in stored}
@@ -142,36 +131,34 @@ def _merged_model(model: Any, tensors: dict[str, Tensor]) -> Any:
     return merged
 
 
-def _is_reward_model(model: Any) -> bool:
+def _is_reward_model(model: PreTrainedModel) -> bool:
     return hasattr(model, "score")
 
 
-def _auto_class(model: Any) -> Any:
+def _auto_class(
+    model: PreTrainedModel,
+) -> type[AutoModelForCausalLM] | type[AutoModelForSequenceClassification]:
     return AutoModelForSequenceClassification if _is_reward_model(model) else AutoModelForCausalLM
 
 
 @torch.no_grad()
-def _logits(model: Any, input_ids: Tensor) -> Tensor:
+def _logits(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
     """(B, T, V) logits on CPU; of a reward model (B, T, 2), the score at each token and zero.
 
     The softmax of a score and zero is the probability of beating an answer that scores zero.
     """
     inputs = input_ids.to(model.device)
     with whole_sequences(model):
-        return _whole_logits(model, inputs)
-
-
-def _whole_logits(model: Any, inputs: Tensor) -> Tensor:
-    if _is_reward_model(model):
+        if not _is_reward_model(model):
+            logits: Tensor = model(input_ids=inputs, use_cache=False).logits.cpu()
+            return logits
         hidden = model.base_model(input_ids=inputs, use_cache=False).last_hidden_state
         scores: Tensor = model.score(hidden).float().cpu()
         return torch.cat([scores, torch.zeros_like(scores)], dim=-1)
-    logits: Tensor = model(input_ids=inputs, use_cache=False).logits.cpu()
-    return logits
 
 
 def _device_with_room(model: nn.Module) -> torch.device:
-    """This rank's GPU if a second copy of the weights fits beside what is there, else CPU."""
+    """This rank's GPU if a second copy of the weights fits into its free memory, else CPU."""
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     here = device()
     if here.type == "cuda" and torch.cuda.mem_get_info(here)[0] > 1.5 * size:
@@ -180,7 +167,7 @@ def _device_with_room(model: nn.Module) -> torch.device:
 
 
 def _load_by_assignment(empty: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Put tensors in place of the meta model's parameters, tied names apart or together."""
+    """Replace the meta model's parameters and buffers by tensors, tied or not."""
     for name, tensor in state.items():
         module, _, part = name.rpartition(".")
         owner = empty.get_submodule(module)
@@ -190,17 +177,19 @@ def _load_by_assignment(empty: nn.Module, state: Mapping[str, Tensor]) -> None:
             owner._buffers[part] = tensor
 
 
-def _save_tokenizer(tokenizer: Any, directory: Path) -> None:
+def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
     try:
         tokenizer.save_pretrained(directory)
     except Exception as error:
-        # The tokenizers library has no type of its own for what a disk refuses.
+        # The tokenizers library has no type of its own for errors of the disk.
         if type(error) is not Exception:
             raise
         raise OSError(f"{directory}: the tokenizer cannot be written: {error}") from error
 
 
-def _write_beside(staging: Path, tokenizer: Any, card: Mapping[str, Any]) -> None:
+def _write_tokenizer_and_card(
+    staging: Path, tokenizer: PreTrainedTokenizerBase, card: Mapping[str, Any]
+) -> None:
     _save_tokenizer(tokenizer, staging)
     text = model_card(read_adapter_config(staging), **card)
     (staging / "README.md").write_text(text, encoding="utf-8")

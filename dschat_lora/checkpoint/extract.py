@@ -1,4 +1,4 @@
-"""LoRA factors and head taken out of a full checkpoint, into a directory in PEFT's layout."""
+"""Extraction of LoRA factors and head from a full checkpoint into PEFT's layout."""
 
 import json
 import shutil
@@ -42,10 +42,8 @@ _LAST_LAYERS = ("classifier.out_proj.weight", "classifier.weight", "score.weight
 class Difference:
     """Weights of the base that a checkpoint holds with other values than ``--base``.
 
-    Attributes:
-        merged: those whose difference is the update: the checkpoint was saved while the update
-            was merged, and counts it twice when it is loaded as it stands.
-        other: all others.
+    The difference of ``merged`` ones is the update: the checkpoint was saved while the update was
+    merged, and counts it twice when it is loaded unchanged.
     """
 
     merged: list[str]
@@ -61,16 +59,13 @@ def extract(
     output_dir: str | Path | None = None,
     say: Callable[[str], None],
 ) -> Path:
-    """Write what was trained in ``checkpoint`` as an adapter on ``base``; returns its directory.
+    """Write the trained parameters of ``checkpoint`` as an adapter; returns its directory.
 
-    Args:
-        checkpoint: directory of a full model with factors, such as the Trainer's checkpoint-N or
-            one of microsoft/LoRA, or a file of its weights or of the factors alone.
-        base: hub name or directory of the clean base.
-        lora_alpha: of the training, which a checkpoint does not record.
-        enable_lora: parts of packed layers that have factors.
-        output_dir: default: ``adapter/`` in a checkpoint directory, or beside a file.
-        say: told what was found.
+    ``checkpoint`` is a directory of a full model with factors, such as the Trainer's checkpoint-N
+    or one of microsoft/LoRA, or a file of its weights or of the factors alone; ``base`` the hub
+    name or directory of the clean base. ``lora_alpha`` is that of the training, which a checkpoint
+    does not record. ``output_dir`` is ``adapter/`` in a checkpoint directory by default, or next
+    to a file. ``say`` receives lines on what was found.
 
     Raises:
         ValueError: if the checkpoint holds no factors or does not fit the base, or if something is
@@ -119,16 +114,11 @@ def write_trained(
 ) -> None:
     """Write factors, and a head in full, as an adapter that stock PEFT loads; call on one rank.
 
-    Args:
-        directory: final place.
-        trained: factors and head by their names in a state dict.
-        config: settings of the adapter.
-        model: on the meta device, without adapters; receives them.
-        base_model_name_or_path: where the base is found.
-        write_more: called with the directory to add files.
+    ``trained`` has them by their names in a state dict. ``model``, on the meta device without
+    adapters, receives them; ``write_more`` adds files to the directory that it is given.
 
     Raises:
-        ValueError: if a tensor is missing, has no place or another shape.
+        ValueError: if a tensor is missing, unknown to the model or of another shape.
         OSError: if what was read back differs from what was written.
     """
     heads = {name.partition(".")[0] for name in trained.tensors if is_head(model, name)}
@@ -170,12 +160,9 @@ def read_checkpoint(path: Path) -> LoraOnly:
 
 @torch.no_grad()
 def compare_base(model: PreTrainedModel, file: LoraOnly, base: str) -> Difference:
-    """What the base's weights in ``file`` have become; nothing, if it holds factors alone.
+    """Weights of the base that differ in ``file``; none, if it holds factors alone.
 
-    Args:
-        model: with the adapter, on the meta device.
-        file: as read.
-        base: hub name or directory.
+    ``model`` is on the meta device, with the adapter.
     """
     body, layers = f"{model.base_model_prefix}.", lora_layers(model)
     own = {n: t for n, t in file.tensors.items() if n.startswith(body) and not is_factor(n)}
@@ -200,7 +187,7 @@ def compare_base(model: PreTrainedModel, file: LoraOnly, base: str) -> Differenc
 
 
 def _stored_type(tensors: list[Tensor]) -> torch.dtype:
-    """The coarsest type that holds all values: a file is read as float32, whatever it was."""
+    """The coarsest type that represents all values: files of any type are read as float32."""
     for dtype in (torch.bfloat16, torch.float16):
         if all(torch.equal(each, each.to(dtype).float()) for each in tensors):
             return dtype

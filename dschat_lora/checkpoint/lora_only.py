@@ -1,7 +1,7 @@
-"""Files of LoRA tensors alone, under loralib's names, as microsoft/LoRA keeps and shares them.
+"""LoRA-only files: LoRA tensors alone, under loralib's names, as of microsoft/LoRA.
 
-Such a file says nothing of the base: it is read into a model that has its base weights and, from
-:func:`dschat_lora.lora.model.apply_lora`, room for the factors. Nothing here makes a model.
+Such a file says nothing of the base: it is read into a model that has its base weights and the
+adapters of :func:`dschat_lora.lora.model.apply_lora`.
 """
 
 import json
@@ -9,7 +9,7 @@ import pickle
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from safetensors import SafetensorError
@@ -33,36 +33,26 @@ _NOT_READ = (EOFError, LookupError, RuntimeError, TypeError, ValueError, pickle.
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """What the tensors of a LoRA-only file do not say themselves.
+    """Settings of a LoRA-only file, which its tensors do not tell."""
 
-    Attributes:
-        lora_alpha: scaling is ``lora_alpha / r``, or over ``sqrt(r)`` with rsLoRA.
-        enable_lora: parts of packed layers with factors of their own; empty: one pair for all.
-        base: hub name or directory of the base model, or None if not recorded.
-    """
-
-    lora_alpha: float
+    lora_alpha: float  # scaling is lora_alpha / r, or over sqrt(r) with rsLoRA
     use_rslora: bool = False
-    enable_lora: tuple[str, ...] = ()
-    base: str | None = None
+    enable_lora: tuple[str, ...] = ()  # parts of packed layers with factors; empty: one pair
+    base: str | None = None  # hub name or directory of the base model
 
 
 @dataclass(frozen=True)
 class LoraOnly:
     """A LoRA-only file as read.
 
-    Attributes:
-        path: of the file.
-        r: rank of the factors, of each part where layers are packed.
-        tensors: float32, on CPU, by loralib's names: ``X.lora_A``, ``X.lora_B``, ``X.bias``, and
-            the names of modules trained in full.
-        settings: None in a file of microsoft/LoRA, which has none.
+    ``tensors`` are float32, on CPU, by loralib's names: ``X.lora_A``, ``X.lora_B``, ``X.bias``,
+    and the names of modules trained in full.
     """
 
     path: Path
-    r: int
+    r: int  # rank of the factors, of each part where layers are packed
     tensors: dict[str, Tensor]
-    settings: LoraSettings | None
+    settings: LoraSettings | None  # None in a file of microsoft/LoRA
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -75,13 +65,8 @@ def write_lora_only(
 ) -> None:
     """Write one file, ``.safetensors`` or, as ``{"model_state_dict": ...}``, ``.pt``.
 
-    It takes its name when it is complete. Call on one rank.
-
-    Args:
-        path: its ending chooses the format.
-        tensors: whole, by the names of :func:`dschat_lora.lora.model.adapter_parameters`.
-        config: settings they were trained with.
-        base: where the base is found, for the record.
+    It takes its name when it is complete. ``tensors`` are whole, by the names of
+    :func:`dschat_lora.lora.model.adapter_parameters`. Call on one rank.
 
     Raises:
         ValueError: if there is no factor, a value is not finite, or the ending is another.
@@ -106,7 +91,7 @@ def write_lora_only(
 def read_lora_only(path: str | Path) -> LoraOnly:
     """A file of :func:`write_lora_only`, or a ``.bin`` or ``.pt`` of loralib's state dict.
 
-    What torch wrote is read as tensors alone, so that nothing in it can run.
+    Pickles are read as tensors alone, so that nothing in them can run.
 
     Raises:
         ValueError: if it is missing or damaged, or holds no LoRA factors or ones of several
@@ -128,15 +113,12 @@ def read_lora_only(path: str | Path) -> LoraOnly:
 def lora_config_of_file(
     file: LoraOnly, *, lora_alpha: float | None = None, enable_lora: tuple[str, ...] = ()
 ) -> LoraConfig:
-    """The settings under which :func:`dschat_lora.lora.model.apply_lora` makes room for a file.
+    """The settings with which :func:`dschat_lora.lora.model.apply_lora` adds a file's parameters.
 
-    Args:
-        file: as read.
-        lora_alpha: where the file does not say it.
-        enable_lora: where the file does not say it: parts of packed layers, if its are packed.
+    ``lora_alpha`` and ``enable_lora`` are given where the file has no settings.
 
     Raises:
-        ValueError: if something is neither in the file nor given.
+        ValueError: if a setting is neither in the file nor given.
     """
     settings = file.settings
     if settings is None:
@@ -179,16 +161,10 @@ def lora_config_of_file(
 
 @torch.no_grad()
 def load_lora_only(model: nn.Module, file: LoraOnly, *, new: Collection[str] = ()) -> list[str]:
-    """Copy the tensors into ``model``, which has its base and room for them.
+    """Copy a file into ``model`` after ``apply_lora``; returns the parameters' names.
 
-    Args:
-        model: on which :func:`dschat_lora.lora.model.apply_lora` made room.
-        file: as read.
-        new: parameters of ``model`` that stay as they are, whatever the file holds for them, such
-            as a head of another shape.
-
-    Returns:
-        Names of the parameters that were loaded.
+    ``new`` parameters keep their values whatever the file holds for them, such as a head of
+    another shape.
 
     Raises:
         ValueError: as :func:`match_names`; if the file was trained with another scaling or other
@@ -209,9 +185,9 @@ def load_lora_only(model: nn.Module, file: LoraOnly, *, new: Collection[str] = (
 
 
 def match_names(model: nn.Module, file: LoraOnly, *, new: Collection[str] = ()) -> dict[str, str]:
-    """Name in the file -> parameter of ``model``, which may be on the meta device.
+    """Map of names in the file to parameters of ``model``, which may be on the meta device.
 
-    The name of the base model (``transformer.``, ``roberta.``) may be there on one side alone.
+    The prefix of the base model (``transformer.``, ``roberta.``) may be on one side alone.
 
     Raises:
         ValueError: naming the first tensor that the model has no place for, that the file lacks
@@ -243,7 +219,7 @@ def match_names(model: nn.Module, file: LoraOnly, *, new: Collection[str] = ()) 
 
 
 def loralib_name(name: str) -> str:
-    """For a name of :func:`dschat_lora.lora.model.adapter_parameters`, what loralib calls it."""
+    """loralib's name for one of :func:`dschat_lora.lora.model.adapter_parameters`."""
     owner, _, part = name.replace(".trained.", ".", 1).rpartition(".")
     renamed = {
         "lora_embedding_A": "lora_A",
@@ -254,14 +230,10 @@ def loralib_name(name: str) -> str:
 
 
 def rank_of(tensors: Mapping[str, Tensor], path: Path) -> int:
-    """The rank that all factors have, B as columns and A as rows, once or for each part.
-
-    Args:
-        tensors: by loralib's names.
-        path: of the file, for the message.
+    """The rank of all factors: columns of B and rows of A, once or for each part.
 
     Raises:
-        ValueError: naming the tensor that is alone, misshapen or not finite.
+        ValueError: naming the tensor that lacks its partner, is misshapen or not finite.
     """
     ranks = {}
     for name, tensor in tensors.items():
@@ -330,11 +302,11 @@ def _read_torch(path: Path) -> tuple[dict[str, Any], Any]:
     return dict(content[_STATE]), content.get(_SETTINGS)
 
 
-def _as_settings(stored: Any, path: Path) -> LoraSettings | None:
+def _as_settings(stored: object, path: Path) -> LoraSettings | None:
     if stored is None:
         return None
     try:
-        settings = LoraSettings(**stored)
+        settings = LoraSettings(**cast(dict[str, Any], stored))
         parts = tuple(str(part) for part in settings.enable_lora)
         return LoraSettings(
             float(settings.lora_alpha), bool(settings.use_rslora), parts, settings.base

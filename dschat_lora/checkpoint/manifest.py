@@ -1,4 +1,4 @@
-"""``manifest.json``: what a directory holds, so that damage is found before anything is loaded."""
+"""``manifest.json``: sizes and hashes of a directory's files, to find damage before loading."""
 
 import hashlib
 import json
@@ -20,11 +20,7 @@ class DamagedError(ValueError):
 def write_manifest(directory: Path, *, kind: str) -> None:
     """Describe every regular file below ``directory`` in its ``manifest.json``.
 
-    Call it last, and on one rank.
-
-    Args:
-        directory: complete but for the manifest.
-        kind: ``checkpoint`` or ``adapter``.
+    Call it last, and on one rank; ``kind`` is ``checkpoint`` or ``adapter``.
 
     Raises:
         DamagedError: if a ``.safetensors`` file has no readable header.
@@ -41,10 +37,6 @@ def write_manifest(directory: Path, *, kind: str) -> None:
 
 def read_manifest(directory: Path, *, kind: str) -> dict[str, Any]:
     """The manifest of ``directory``, checked against its own hash.
-
-    Args:
-        directory: as given to :func:`write_manifest`.
-        kind: the one it must have.
 
     Returns:
         ``format``, ``kind``, ``sha256`` and ``files``: by name relative to ``directory``, the
@@ -73,17 +65,9 @@ def read_manifest(directory: Path, *, kind: str) -> dict[str, Any]:
 def verify(
     directory: Path, *, kind: str, unchecked: frozenset[str] = frozenset()
 ) -> dict[str, Any]:
-    """The manifest of ``directory``, after every file was found to be as it says.
+    """The manifest of ``directory``, after a check of every file's size and SHA-256.
 
-    Files it does not list are no damage.
-
-    Args:
-        directory: as given to :func:`write_manifest`.
-        kind: the one its manifest must have.
-        unchecked: names relative to ``directory`` that may differ or be missing.
-
-    Returns:
-        As :func:`read_manifest`.
+    Files it does not list are no damage; ``unchecked`` ones may differ or be missing.
 
     Raises:
         DamagedError: at the first file that is missing, unreadable, or of another size or
@@ -97,11 +81,9 @@ def verify(
 
 
 def safetensors_header(path: Path) -> dict[str, Any]:
-    """The header of a safetensors file.
+    """The header of a safetensors file: ``dtype``, ``shape`` and ``data_offsets`` by tensor.
 
-    Returns:
-        By tensor, its ``dtype``, ``shape`` and ``data_offsets``; under ``__metadata__``, where
-        the file has that, what its writer said of it.
+    A file may have ``__metadata__`` as well.
 
     Raises:
         DamagedError: naming ``path``, if it cannot be read or holds no such header.
@@ -140,7 +122,7 @@ def _tensors(header: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sound_content(path: Path) -> dict[str, Any]:
-    """The object in the manifest ``path``, if every byte is as it was written."""
+    """The object in the manifest ``path``, checked to be byte for byte as written."""
     try:
         data = path.read_bytes()
         content = json.loads(data)
@@ -202,7 +184,7 @@ def _own_sha256(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(_canonical(described)).hexdigest()
 
 
-def _canonical(content: Any) -> bytes:
-    """The one way to write ``content`` down."""
+def _canonical(content: Mapping[str, Any]) -> bytes:
+    """``content`` as JSON of sorted keys."""
     text = json.dumps(content, indent=2, sort_keys=True)
     return (text + "\n").encode("ascii")

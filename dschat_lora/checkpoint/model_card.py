@@ -1,4 +1,4 @@
-"""The README.md of an adapter directory."""
+"""Model card: the README.md of an adapter directory."""
 
 import json
 from collections.abc import Mapping
@@ -15,15 +15,7 @@ def model_card(
     metrics: Mapping[str, Any],
     versions: Mapping[str, str | None],
 ) -> str:
-    """A model card in Markdown: front matter, how to load, settings, data, metrics, versions.
-
-    Args:
-        config: of the adapter.
-        title: first heading.
-        data: what it was trained on, such as source and number of samples.
-        metrics: held-out results by name.
-        versions: package name -> version.
-    """
+    """A model card in Markdown: front matter, how to load, settings, data, metrics, versions."""
     base = config.base_model_name_or_path or "the base model"
     settings = {
         "rank": config.r,
@@ -76,6 +68,6 @@ def _table(rows: Mapping[str, Any]) -> list[str]:
     return ["| | |", "|---|---|", *(f"| {_cell(k)} | {_cell(v)} |" for k, v in rows.items())]
 
 
-def _cell(value: Any) -> str:
+def _cell(value: object) -> str:
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
     return text.replace("|", "\\|").replace("\n", " ")

@@ -1,4 +1,4 @@
-"""PEFT's names of tensors, from ours and back."""
+"""Names of tensors in PEFT's files, from ours and back."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -11,9 +11,7 @@ _PREFIX = "base_model.model."
 def file_name(name: str, adapted: Collection[str]) -> str:
     """Key in the file for a name of :func:`dschat_lora.lora.model.adapter_parameters`.
 
-    Args:
-        name: ours.
-        adapted: modules with LoRA factors; PEFT keeps their bias one level deeper.
+    PEFT keeps the bias of ``adapted`` modules, those with LoRA factors, one level deeper.
     """
     module, _, part = name.rpartition(".")
     if ".trained." in name:
@@ -28,11 +26,6 @@ def file_name(name: str, adapted: Collection[str]) -> str:
 
 def our_name(key: str, config: AdapterConfig, path: Path) -> tuple[str, bool]:
     """Our name for a key of the file, and whether it is a weight of the base.
-
-    Args:
-        key: as stored.
-        config: of the adapter.
-        path: of the file, for the message.
 
     Raises:
         ValueError: at a name that PEFT does not give to plain LoRA.

@@ -1,4 +1,4 @@
-"""Checkpoints of a run, written beside training: complete under their name, or not there."""
+"""Background saving of a run's checkpoints, each of which appears complete or not at all."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -24,22 +24,18 @@ class Saver:
     """Writes ``RUN/checkpoints/step-...`` on a thread of its own; rank 0 alone has one.
 
     At most three shards of tensors are in memory: being taken, waiting, and being written. Where
-    the disk is slower than that, saving waits for it. What goes wrong is kept in ``failure`` for
-    the training loop to find.
+    the disk is slower than that, saving waits for it. An error is kept in ``failure`` for the
+    training loop.
     """
 
     def __init__(self, run: Path, *, keep: int, before_commit: Callable[[], None]) -> None:
-        """Prepare to write.
+        """Keep the newest ``keep`` checkpoints, or all if 0.
 
-        Args:
-            run: the output directory.
-            keep: newest checkpoints that stay; 0 keeps all.
-            before_commit: called before a checkpoint takes its name, to bring to disk what
-                it relies on.
+        ``before_commit`` is called before a checkpoint takes its name, to sync files it relies on.
         """
         self._run, self._keep, self._before_commit = run, keep, before_commit
         self._task: Future[None] | None = None
-        #: what went wrong without harm, for a person
+        #: harmless failures, to be printed
         self.notes: list[str] = []
         #: newest checkpoint that is complete
         self.committed: Path | None = None
@@ -57,13 +53,9 @@ class Saver:
         *,
         patience: float = 0.0,
     ) -> None:
-        """Take ``tensors``, and return when they are written or ``patience`` is at an end.
+        """Take ``tensors``, (key, CPU tensor) by part of the run, and JSON-ready ``state``.
 
-        Args:
-            step: of the checkpoint.
-            tensors: (key, CPU tensor) by the part of the run they belong to.
-            state: what is no tensor, JSON-ready.
-            patience: seconds to wait for the disk at most; it goes on writing thereafter.
+        Returns when they are written, or after ``patience`` seconds while writing goes on.
 
         Raises:
             OSError: if this or the checkpoint before could not be written.
@@ -73,7 +65,7 @@ class Saver:
         shards: Queue[Shard | None] = Queue(maxsize=1)
         task: Future[None] = Future()
         self._task = task
-        # A daemon: a process that has to end does not wait for the disk.
+        # A daemon thread: the end of the process does not wait for the disk.
         Thread(target=self._work, args=(task, step, shards, dict(state)), daemon=True).start()
         complete = False
         try:
@@ -106,7 +98,7 @@ class Saver:
         shards: "Queue[Shard | None]",
         state: dict[str, Any],
     ) -> None:
-        """Write, and let ``task`` know how it went, for whoever waits for it."""
+        """Write, and set the result or exception of ``task``."""
         try:
             self._write(step, shards, state)
         except BaseException as error:  # noqa: BLE001
@@ -130,7 +122,7 @@ class Saver:
         try:
             rotate(self._run, keep=self._keep, newest=step)
         except OSError as error:
-            # The run is safe; a person may want to make room.
+            # The run is safe; the user may want to free space.
             self.notes.append(f"an old checkpoint could not be deleted: {error}")
 
 

@@ -1,4 +1,4 @@
-"""A directory, or a file, that appears under its name complete, or not at all."""
+"""Atomic writes: a directory or file that appears under its name complete, or not at all."""
 
 import os
 import shutil
@@ -9,12 +9,12 @@ from pathlib import Path
 
 @contextmanager
 def staged_directory(final: Path) -> Iterator[Path]:
-    """An empty directory beside ``final`` that takes its name when the block succeeds.
+    """An empty sibling of ``final`` that takes its name when the block succeeds.
 
-    Files reach the disk before the rename. An earlier ``final`` stays whole until its successor
-    is complete; between the two renames that swap them it lies beside, under the name
-    ``.NAME.old``. If the block raises, ``final`` is as before; what a killed process left behind
-    is cleared by the next. One process at a time may write ``final``.
+    Files are synced before the rename. An earlier ``final`` stays whole until its successor is
+    complete; between the two renames that swap them its name is ``.NAME.old``. If the block
+    raises, ``final`` is as before; leftovers of a killed process are cleared by the next. One
+    process at a time may write ``final``.
     """
     if not final.parent.is_dir():
         final.parent.mkdir(parents=True)
@@ -26,7 +26,7 @@ def staged_directory(final: Path) -> Iterator[Path]:
         yield staging
         for path in staging.rglob("*"):
             if path.is_file():
-                # Some writers keep others out whatever the umask; the directory follows it.
+                # Some writers deny other users access whatever the umask; the directory follows it.
                 path.chmod(staging.stat().st_mode & 0o666)
             _sync(path)
         _sync(staging)
@@ -42,7 +42,7 @@ def staged_directory(final: Path) -> Iterator[Path]:
 
 @contextmanager
 def staged_file(final: Path) -> Iterator[Path]:
-    """A path beside ``final`` whose file takes its name when the block succeeds."""
+    """A path next to ``final`` whose file takes its name when the block succeeds."""
     final.parent.mkdir(parents=True, exist_ok=True)
     staging = final.with_name(f".{final.name}.tmp")
     try:

@@ -1,4 +1,4 @@
-"""Tensors to and from safetensors files, with disk errors as the errors of the disk."""
+"""safetensors files: write, with errors of the disk as OSError, and read by key."""
 
 import json
 from collections.abc import Mapping
@@ -11,11 +11,7 @@ from torch import Tensor
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write one file.
-
-    Args:
-        tensors: contiguous, on CPU.
-        path: of the file.
+    """Write contiguous CPU tensors to one file.
 
     Raises:
         OSError: if the disk refuses; safetensors has an error of its own for that.
@@ -40,9 +36,9 @@ class TensorFiles:
 
 
 def save_weights(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file, always in the same bytes.
+    """Write a safetensors file of the same bytes for the same content.
 
-    The library puts several fields of metadata in an order of chance.
+    The library itself writes several fields of metadata in random order.
     """
     data = save(dict(tensors))
     start = 8 + int.from_bytes(data[:8], "little")

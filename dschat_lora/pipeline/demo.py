@@ -1,4 +1,4 @@
-"""The pipeline on the bundled model and data, and what each stage changed."""
+"""Demo: all stages on the bundled model and data, with a table of results."""
 
 import json
 import subprocess
@@ -52,11 +52,9 @@ Rows = list[list[str]]
 
 
 def run_demo(output_dir: str | None, *, seed: int = 1234) -> None:
-    """Run every stage as a user would, then judge answers to prompts that none has seen.
+    """Run every stage as a user would, then judge answers to test prompts.
 
-    Args:
-        output_dir: of all stages; None takes the first free of output/demo, -2, -3, ...
-        seed: of all stages.
+    Without ``output_dir`` it is the first free of output/demo, -2, -3, ...
     """
     scripts = Path(__file__).parents[2] / "training"
     if not (scripts / "step1_sft" / "main.py").is_file():
@@ -89,13 +87,13 @@ def run_demo(output_dir: str | None, *, seed: int = 1234) -> None:
 
 
 def stage_options(stages: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
-    """What each stage is told, each building on the one before."""
+    """Options of each stage, with the outputs of earlier ones as its models."""
     test = {"eval_data_path": BUNDLED_DATA["test"]}
     sft, reward, rlhf = stages["sft"], stages["reward"], stages["rlhf"]
     return {
         "sft": SFT_OPTIONS | test | {"output_dir": sft},
         "reward": REWARD_OPTIONS | test | {"model_name_or_path": sft, "output_dir": reward},
-        # Held-out prompts on the way are not those that are judged in the end.
+        # Held-out prompts of the training are not those that are judged in the end.
         "rlhf": PPO_OPTIONS
         | {
             "actor_model_name_or_path": sft,

@@ -1,4 +1,4 @@
-"""Answers to the bundled test prompts, judged by the rule of their world."""
+"""Evaluation on the bundled test rows: perplexity, and answers judged by the toy world's rule."""
 
 import json
 import math
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dschat_lora.algos.seeds import stream_seed
 from dschat_lora.assets import BUNDLED_DATA
@@ -52,19 +52,17 @@ class Share:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What a model makes of the test rows."""
+    """Results of a model on the test rows."""
 
     perplexity: float  # of the chosen answers
-    greedy: dict[str, Share]  # by what the rule asks: score, correct, polite, ends
+    greedy: dict[str, Share]  # by criterion of the rule: score, correct, polite, ends
     sampled: dict[str, Share]  # at temperature 1
 
 
 def evaluate_by_rule(sft: Path, policy: Path | None = None) -> dict[str, Judgement]:
-    """The base, the base with SFT's adapter, and with that of a later policy.
+    """Judgements of the base, the base with SFT's adapter, and with that of a later policy.
 
-    Args:
-        sft: directory of SFT's run.
-        policy: directory with a later adapter.
+    ``sft`` is the directory of SFT's run, ``policy`` one with a later adapter.
     """
     found = {}
     model, tokenizer = _load(sft)
@@ -76,8 +74,8 @@ def evaluate_by_rule(sft: Path, policy: Path | None = None) -> dict[str, Judgeme
     return found
 
 
-def judge_model(model: Any, tokenizer: Any) -> Judgement:
-    """What the model makes of the test rows."""
+def judge_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Judgement:
+    """Results of the model on the test rows."""
     return Judgement(
         perplexity=perplexity(model, tokenizer),
         greedy=rule_scores(model, tokenizer, Sampling(MAX_NEW_TOKENS, do_sample=False), draws=1),
@@ -85,15 +83,10 @@ def judge_model(model: Any, tokenizer: Any) -> Judgement:
     )
 
 
-def rule_scores(model: Any, tokenizer: Any, sampling: Sampling, *, draws: int) -> dict[str, Share]:
-    """Shares of answers to the test prompts that pass, over prompts.
-
-    Args:
-        model: in evaluation mode.
-        tokenizer: of the model.
-        sampling: how answers are chosen.
-        draws: answers to each prompt.
-    """
+def rule_scores(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, *, draws: int
+) -> dict[str, Share]:
+    """Shares of answers to the test prompts that pass, ``draws`` a prompt, over prompts."""
     rows = BUNDLED_DATA["test"].read_text(encoding="utf-8").splitlines()
     prompts = [json.loads(row)["prompt"] for row in rows]
     eos = int(tokenizer.eos_token_id)
@@ -123,8 +116,8 @@ def rule_scores(model: Any, tokenizer: Any, sampling: Sampling, *, draws: int) -
 
 
 @torch.no_grad()
-def perplexity(model: Any, tokenizer: Any) -> float:
-    """Of the chosen answers of the test rows, per token."""
+def perplexity(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float:
+    """Perplexity of the chosen answers of the test rows, per token."""
     chat = make_chat(tokenizer, tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id))
     records = [to_record(parse_row(raw), chat) for raw in iter_file(BUNDLED_DATA["test"])]
     rule = TokenRule(int(tokenizer.eos_token_id), MAX_SEQ_LEN, "error", False)
@@ -147,7 +140,7 @@ def perplexity(model: Any, tokenizer: Any) -> float:
 
 
 def accuracy_by_flaw(directory: Path) -> dict[str, float]:
-    """Share of test pairs that the reward model there ranks rightly, by what is wrong in them."""
+    """Accuracy of a run's reward model on test pairs, by the flaw of the rejected answer."""
     path = directory / "scores.jsonl"
     score_files(
         ScoreConfig(
@@ -163,7 +156,7 @@ def accuracy_by_flaw(directory: Path) -> dict[str, float]:
     return {flaw: sum(each) / len(each) for flaw, each in sorted(right.items())}
 
 
-def _load(directory: Path) -> tuple[Any, Any]:
+def _load(directory: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """(model with the adapter there, tokenizer)."""
     source, config = find_model(str(directory)), ModelConfig()
     tokenizer = load_tokenizer(source.tokenizer, config)

@@ -1,4 +1,4 @@
-"""A stage as a process of the deepspeed launcher, and signals on their way to it."""
+"""Launch of a stage by the deepspeed launcher, with signals forwarded to its processes."""
 
 import os
 import signal
@@ -28,14 +28,14 @@ class Relay:
     """
 
     def __init__(self) -> None:
-        #: the first signal that came; 0 for none
+        #: the first signal received; 0 for none
         self.received = 0
         self._running: subprocess.Popen[bytes] | None = None
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Inside the block signals are remembered and passed on; they end nothing here."""
-        # What is ignored, as SIGHUP is under nohup, stays so.
+        """Inside the block signals are recorded and forwarded; they do not end this process."""
+        # Signals that are ignored, as SIGHUP is under nohup, stay so.
         numbers = [n for n in SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
         before = {number: signal.signal(number, self._receive) for number in numbers}
         try:
@@ -45,7 +45,7 @@ class Relay:
                 signal.signal(number, handler)
 
     def run(self, command: Sequence[str]) -> int:
-        """Exit code of the command, as a shell tells it."""
+        """Exit code of the command by a shell's convention."""
         with subprocess.Popen(command, start_new_session=True) as process:
             self._running = process
             if self.received:

@@ -1,4 +1,4 @@
-"""A pipeline's YAML file: its stages with their options, each value checked as if typed."""
+"""Recipe: a pipeline's YAML file with its stages and options, each value checked as if typed."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from dschat_lora.config.options import (
 from dschat_lora.pipeline.stages import STAGES
 
 _PARTS = ("output_dir", "launcher", "common", "stages")
-# What the pipeline itself says to a stage.
+# Options that the pipeline itself sets.
 _OWN = ("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "dry_run")
 _OVERRIDE = re.compile(r"(\w+)\.([\w-]+)=(.*)", re.DOTALL)
 
@@ -46,18 +46,14 @@ class LauncherConfig:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What to run, and where.
+    """Stages of a pipeline with their options, and where to run them.
 
-    Attributes:
-        file: it was read from.
-        directory: receives a directory for each stage.
-        launcher: of every stage.
-        stages: options of each stage in the order they run, JSON-ready, with the outputs of
-            earlier stages filled in.
+    ``stages`` are options by stage in the order they run, JSON-ready, with the outputs of earlier
+    stages filled in.
     """
 
     file: str
-    directory: Path
+    directory: Path  # receives a directory for each stage
     launcher: LauncherConfig
     stages: Mapping[str, Mapping[str, Any]]
 
@@ -80,13 +76,7 @@ def read_recipe(
     num_gpus: int | None = None,
     overrides: Sequence[str] = (),
 ) -> Recipe:
-    """The pipeline of a YAML file.
-
-    Args:
-        file: to read.
-        output_dir: instead of the file's.
-        num_gpus: instead of the file's.
-        overrides: ``STAGE.OPTION=VALUE``, each instead of the file's.
+    """The recipe of a YAML file; arguments override it, ``overrides`` by ``STAGE.OPTION=VALUE``.
 
     Raises:
         ValueError: at the first thing that is unknown or cannot be used, naming file, stage,
@@ -118,7 +108,7 @@ def read_recipe(
 def _stage_options(
     file: str, content: Mapping[str, Any], overrides: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
-    """What file and command line say of each stage, converted."""
+    """Options of each stage by file and command line, converted."""
     stages = _part(file, content, "stages")
     if not stages:
         raise ValueError(f"{file}: stages must name one or more of {', '.join(STAGES)}")
@@ -180,9 +170,9 @@ def _with_inputs(
             fitting = [each for each in found if each in wanted]
             if option_name not in values and fitting:
                 inputs[option_name] = str(home / fitting[-1])
-        said = {k: v for k, v in values.items() if v is not None}
+        given = {k: v for k, v in values.items() if v is not None}
         try:
-            config: Any = build_config(STAGES[name].config, said | inputs)
+            config: Any = build_config(STAGES[name].config, given | inputs)
         except ValueError as error:
             raise ValueError(_in(f"{file}: stage {name}", error)) from error
         found[name] = typed_options(config)

@@ -1,4 +1,4 @@
-"""The course of a pipeline: checks, one stage after another, and what came of it."""
+"""Run of a pipeline: checks, one stage after another, and a report of the results."""
 
 import shlex
 import signal
@@ -39,19 +39,13 @@ def run_pipeline(
     redo_from: str | None = None,
     dry_run: bool = False,
 ) -> None:
-    """Run the stages of a YAML file that are not finished, and show what all of them changed.
+    """Run the unfinished stages of a YAML file, and show the results of all.
 
-    A mistake, a stage that fails and a signal end the process with one line.
-
-    Args:
-        file: of the pipeline.
-        output_dir: instead of the file's.
-        num_gpus: instead of the file's.
-        overrides: ``STAGE.OPTION=VALUE``.
-        redo_from: a stage to be done again, with all later ones.
-        dry_run: check, say what would be done, and stop.
+    Options override the file's, ``overrides`` by ``STAGE.OPTION=VALUE``. The stage ``redo_from``
+    is run again, with all later ones. A ``dry_run`` only checks and prints what would be done. An
+    error, a stage that fails and a signal end the process with one line.
     """
-    again = _again(file, output_dir=output_dir, num_gpus=num_gpus, overrides=overrides)
+    again = _resume_command(file, output_dir=output_dir, num_gpus=num_gpus, overrides=overrides)
     relay = Relay()
     try:
         recipe = read_recipe(file, output_dir=output_dir, num_gpus=num_gpus, overrides=overrides)
@@ -68,7 +62,7 @@ def run_pipeline(
             return
         with alone(recipe.directory), relay.listening():
             _run_stages(recipe, steps, relay, again=again)
-            _show(recipe)
+            _show_results(recipe)
     except KeyboardInterrupt:
         fail("stopped; no stage was started", code=130)
     except (ValueError, OSError) as error:
@@ -76,7 +70,7 @@ def run_pipeline(
 
 
 def _run_stages(recipe: Recipe, steps: Sequence[StageStep], relay: Relay, *, again: str) -> None:
-    """Run what is not finished, up to the first stage that fails or is stopped."""
+    """Run the unfinished stages, up to the first that fails or is stopped."""
     record = PipelineRecord(recipe.directory)
     for step in steps:
         if step.how == "redo":  # noted for all before any begins, should this one be stopped
@@ -114,7 +108,7 @@ def _end_if(stage: str, code: int, *, finished: bool, received: int, again: str)
 
 
 def _command(recipe: Recipe, step: StageStep, *, launcher: str) -> list[str]:
-    """What runs a stage: launcher, script and options."""
+    """The command line of a stage: launcher, script and options."""
     launching = {f.name: getattr(recipe.launcher, f.name) for f in fields(recipe.launcher)}
     options: dict[str, Any] = {
         **recipe.stages[step.stage],
@@ -125,18 +119,18 @@ def _command(recipe: Recipe, step: StageStep, *, launcher: str) -> list[str]:
     return [launcher, *command_line(launching), script, *command_line(options)]
 
 
-def _again(
+def _resume_command(
     file: str, *, output_dir: str | None, num_gpus: int | None, overrides: Sequence[str]
 ) -> str:
-    """The command that goes on."""
+    """The command that continues the pipeline."""
     words = ["dschat-lora", "pipeline", file]
     words += command_line({"output_dir": output_dir, "num_gpus": num_gpus})
     words += ["--set", *overrides] if overrides else []
     return shlex.join(words)
 
 
-def _show(recipe: Recipe) -> None:
-    """Time and results of every stage, where its adapters are, and the report."""
+def _show_results(recipe: Recipe) -> None:
+    """Print time, results and adapters of every stage, and write the report."""
     stories = {name: read_story(recipe.directory / name) for name in recipe.stages}
     rows = [row for name, story in stories.items() for row in result_rows(name, story)]
     log_once("")
@@ -168,7 +162,7 @@ def result_rows(name: str, story: StageStory) -> list[list[str]]:
     return [[name, duration(story.seconds), *first], *(["", "", *row] for row in others)]
 
 
-def _cell(value: Any) -> str:
+def _cell(value: object) -> str:
     return "-" if value is None else short(value) if isinstance(value, float) else str(value)
 
 

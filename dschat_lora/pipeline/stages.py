@@ -1,4 +1,4 @@
-"""The stages that a pipeline can have: script, options, and what each takes from earlier ones."""
+"""Stages of pipelines: script, options, checks, and inputs from earlier stages."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,23 +16,17 @@ SCRIPTS = Path(__file__).parents[2] / "training"
 
 @dataclass(frozen=True)
 class Stage:
-    """A kind of run.
+    """A kind of run."""
 
-    Attributes:
-        folder: of its script, in training/.
-        config: class of its options.
-        check: what its script checks before anything heavy is imported.
-        inputs: options that default to the output of an earlier stage of these names.
-    """
-
-    folder: str
-    config: type
-    check: Callable[[Any], Any]
+    folder: str  # of its script, in training/
+    config: type  # of its options
+    check: Callable[[Any], Any]  # of the config, before anything heavy is imported
+    # options that default to the output of an earlier stage of these names
     inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def script(self) -> Path:
-        """What the launcher runs."""
+        """The script that the launcher runs."""
         return SCRIPTS / self.folder / "main.py"
 
 
@@ -63,11 +57,7 @@ STAGES = {
 
 
 def check_scripts() -> None:
-    """Refuse to run where the scripts are not.
-
-    Raises:
-        ValueError: naming where they were looked for.
-    """
+    """Raise ValueError, naming the place, where the stage scripts are missing."""
     missing = [stage.script for stage in STAGES.values() if not stage.script.is_file()]
     if missing:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Which stages are done, which go on and which begin; ``pipeline.json`` remembers with what."""
+"""State of a pipeline: stages to skip, begin, resume or redo; ``pipeline.json`` records options."""
 
 import fcntl
 import json
@@ -17,25 +17,25 @@ from dschat_lora.report.terminal import named
 
 RECORD = "pipeline.json"
 _FINISHED = {"status": "finished", "replaces": None}
-#: what is done about a stage: nothing; a new run; the rest of one; a new run in place of one
+#: action for a stage: none; a new run; the rest of one; a new run in place of one
 How = Literal["skip", "begin", "resume", "redo"]
 
 
 @dataclass(frozen=True)
 class StageStep:
-    """A stage and what is done about it."""
+    """A stage and its action."""
 
     stage: str
     how: How
 
     @property
     def options(self) -> dict[str, Any]:
-        """What the pipeline says to the stage about its directory."""
-        said: dict[str, dict[str, Any]] = {
+        """Options of the stage about its directory."""
+        options: dict[str, dict[str, Any]] = {
             "redo": {"overwrite_output_dir": True},
             "resume": {"resume_from_checkpoint": "auto"},
         }
-        return said.get(self.how, {})
+        return options.get(self.how, {})
 
 
 class PipelineRecord:
@@ -46,12 +46,12 @@ class PipelineRecord:
         self._content = read_object(self._path)
 
     def stage(self, name: str) -> dict[str, Any] | None:
-        """What is known of a stage: its ``options`` and ``status``; None where nothing is."""
+        """``options`` and ``status`` of a stage; None if it is unknown."""
         found = self._content.get("stages", {}).get(name)
         return found if isinstance(found, dict) else None
 
-    def update(self, name: str, **fields: Any) -> None:
-        """Add or replace what is known of a stage.
+    def update(self, name: str, **fields: object) -> None:
+        """Add or replace fields of a stage.
 
         Raises:
             OSError: if the disk refuses; the file stays as it was.
@@ -70,7 +70,7 @@ class PipelineRecord:
             raise named(error, self._path) from error
 
     def finish(self, name: str) -> None:
-        """Note that a stage is finished, unless that is known."""
+        """Record that a stage is finished, unless it is known to be."""
         if self.stage(name) != {**(self.stage(name) or {}), **_FINISHED}:
             self.update(name, **_FINISHED)
 
@@ -98,7 +98,7 @@ def alone(directory: Path) -> Iterator[None]:
 
 def _lock(descriptor: int, directory: Path) -> None:
     try:
-        # Ends with this process, however it ends: what it starts does not inherit it.
+        # Ends with this process, however it ends: child processes do not inherit it.
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ValueError(
@@ -112,15 +112,10 @@ def _lock(descriptor: int, directory: Path) -> None:
 def make_state(
     recipe: Recipe, record: PipelineRecord, *, redo_from: str | None = None
 ) -> list[StageStep]:
-    """What to do about each stage, in order.
-
-    Args:
-        recipe: of the pipeline.
-        record: of its directory.
-        redo_from: a stage to be done again, with all later ones.
+    """The action for each stage, in order; ``redo_from`` and later ones are run again.
 
     Raises:
-        ValueError: if an earlier run is another one than the recipe asks for now.
+        ValueError: if an earlier run differs from what the recipe asks for.
     """
     names = list(recipe.stages)
     if redo_from is not None and redo_from not in names:
@@ -128,7 +123,8 @@ def make_state(
     first = len(names) if redo_from is None else names.index(redo_from)
     steps: list[StageStep] = []
     for number, name in enumerate(names):
-        how = _redo(recipe, record, name) if number >= first else _how(recipe, record, name)
+        action = _redo if number >= first else _how
+        how = action(recipe, record, name)
         step = StageStep(name, how)
         _check_inputs(recipe, step, steps)
         steps.append(step)
@@ -147,7 +143,7 @@ def _how(recipe: Recipe, record: PipelineRecord, name: str) -> How:
             )
         return "begin"
     if known.get("replaces") is not None and facts.get("started") == known["replaces"]:
-        return "redo"  # it was asked for, and did not come to it
+        return "redo"  # it was asked for and has not begun
     finished = facts.get("status") == "finished"
     then, now = known.get("options", {}), recipe.stages[name]
     if changes := _changes(then, now):
@@ -168,24 +164,21 @@ def _how(recipe: Recipe, record: PipelineRecord, name: str) -> How:
 
 
 def _redo(recipe: Recipe, record: PipelineRecord, name: str) -> How:
-    """Begin anew, over what is there if anything is."""
+    """A new run, in place of an earlier one if there is any."""
     directory = recipe.directory / name
     return "redo" if leftovers(directory) or record.stage(name) is not None else "begin"
 
 
 def _check_inputs(recipe: Recipe, step: StageStep, before: list[StageStep]) -> None:
-    """Refuse to keep a stage whose model is going to be another one."""
+    """Refuse to keep a stage whose input model is going to change."""
     pending = {each.stage for each in before if each.how != "skip"}
     stale = [each for each in recipe.sources(step.stage).values() if each in pending]
-    if step.how in ("skip", "resume") and stale and _has_begun(recipe, step):
+    begun = leftovers(recipe.directory / step.stage)
+    if step.how in ("skip", "resume") and stale and begun:
         raise ValueError(
             f"{recipe.file}: stage {step.stage} stands on the stage {stale[0]}, which is not "
             f"finished; use --from {stale[0]} to do it and all later stages again"
         )
-
-
-def _has_begun(recipe: Recipe, step: StageStep) -> bool:
-    return bool(leftovers(recipe.directory / step.stage))
 
 
 def _changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Every stage's own checks before the first one starts, though their models are not there yet."""
+"""Validation of all stages before the first starts, with placeholders for models to come."""
 
 import io
 import json
@@ -28,14 +28,10 @@ _OF_PROCESSES = ("deepspeed_config", "offload")
 
 
 def check_stages(recipe: Recipe, *, done: Collection[str] = ()) -> dict[str, Any]:
-    """The config of each stage to come as its own script settles it, in the recipe's order.
+    """The config of each stage as its own script resolves it, in order, but for ``done`` ones.
 
-    A model that an earlier stage has yet to write is stood in for by as much of it as checks
-    read: its rank, its base, its kind. Weights cannot be checked.
-
-    Args:
-        recipe: of the pipeline.
-        done: stages whose output is there and stays.
+    A model that an earlier stage has yet to write is replaced by a placeholder with all that
+    checks read: its rank, its base, its kind. Weights cannot be checked.
 
     Raises:
         ValueError: at the first thing that cannot work, naming file, stage, option and remedy.
@@ -67,11 +63,11 @@ def check_stages(recipe: Recipe, *, done: Collection[str] = ()) -> dict[str, Any
 
 
 def _checked(name: str, values: Mapping[str, Any], processes: int | None) -> Any:
-    """The stage's config after its own check, which says nothing here."""
+    """The stage's config after its own check, whose output is discarded."""
     stage = STAGES[name]
     if processes is None and "deepspeed_config" in values:
         values = {k: v for k, v in values.items() if k not in _OF_PROCESSES}
-    # Without a number the launcher takes every GPU there is, which only the stage can count.
+    # Without a number the launcher uses every GPU, which only the stage can count.
     size = values.get("tensor_parallel_size", 1)
     least = size if isinstance(size, int) and size > 0 else 1
     with _as_one_of(processes or least), redirect_stdout(io.StringIO()):
@@ -80,7 +76,7 @@ def _checked(name: str, values: Mapping[str, Any], processes: int | None) -> Any
 
 @contextmanager
 def _as_one_of(processes: int) -> Iterator[None]:
-    """Inside the block, checks know how many processes the launcher will start."""
+    """Inside the block, checks see the number of processes that the launcher will start."""
     before = os.environ.get("WORLD_SIZE")
     os.environ["WORLD_SIZE"] = str(processes)
     try:
@@ -93,7 +89,7 @@ def _as_one_of(processes: int) -> Iterator[None]:
 
 
 def _write_stand_in(home: Path, config: SupervisedConfig) -> None:
-    """What later stages' checks read of the output that a run with this config leaves."""
+    """A placeholder for a run's output, with all that later stages' checks read."""
     source = find_model(config.model.model_name_or_path)
     scores = isinstance(config, RewardStageConfig)
     only_adapter = config.lora.lora_dim > 0 and config.lora.only_optimize_lora

@@ -1,4 +1,4 @@
-"""Line charts and stacked bars as inline SVG, and the text that may stand in HTML."""
+"""Line charts and stacked bars as inline SVG."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -53,7 +53,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class _Frame:
-    """Where steps and values lie in the picture."""
+    """Axes: the map from steps and values to the picture's coordinates."""
 
     steps: tuple[float, float]
     values: tuple[float, float]
@@ -99,7 +99,7 @@ def ticks(low: float, high: float, *, about: int = 4, least: float = 0.0) -> lis
 
 
 def tick_labels(values: Sequence[float]) -> list[str]:
-    """The ticks in words, all with as many decimals as tell them apart."""
+    """Labels of ticks, all with as many decimals as tell them apart."""
     distance = min((b - a for a, b in pairwise(values)), default=1.0)
     if max(map(abs, values), default=0.0) >= 1e7 or distance < 1e-4:
         return [f"{value:.3g}" for value in values]
@@ -108,11 +108,9 @@ def tick_labels(values: Sequence[float]) -> list[str]:
 
 
 def bounds(values: Sequence[float], *, top: float = math.inf) -> tuple[float, float]:
-    """The stretch of an axis: a little more than the values, around them if they are all equal.
+    """The range of an axis: a little more than that of finite values, around them if all equal.
 
-    Args:
-        values: finite.
-        top: the greatest value there can be.
+    ``top`` is the greatest possible value.
     """
     low, high = min(values), max(values)
     size = max(abs(low), abs(high))
@@ -134,13 +132,8 @@ def line_chart(
 ) -> str:
     """A figure with curves over steps; empty if no curve has a value.
 
-    Args:
-        title: what is drawn.
-        curves: each thinned here.
-        key: unique in the document, a prefix of ids.
-        unit: of the values.
-        top: the greatest value there can be.
-        marks: steps to point at.
+    ``key`` is unique in the document, a prefix of ids; ``top`` the greatest possible value;
+    ``marks`` are steps to point at.
     """
     curves = [curve for curve in curves if curve.drawn]
     if not curves:
@@ -153,7 +146,7 @@ def line_chart(
     pixels = {round(frame.x(step)) for step in marks if frame.steps[0] <= step <= frame.steps[1]}
     foot = HEIGHT - BOTTOM
     parts += [f'<path class="mark" d="M{x} {foot - 7}l-5 8h10z"/>' for x in sorted(pixels)]
-    words = " ".join(map(_in_words, curves))
+    words = " ".join(map(_description, curves))
     legend = _legend([(curve.label, _sample_line(curve)) for curve in curves])
     gaps = "; ".join(filter(None, map(_gaps, curves)))
     note = f'<p class="words">{safe(gaps)}</p>' if gaps else ""
@@ -222,7 +215,7 @@ def _curve(curve: Curve, frame: _Frame) -> list[str]:
 
 
 def _last_values(curves: Sequence[Curve], frame: _Frame) -> list[str]:
-    """The last value of each curve beside it, kept apart from the others."""
+    """A label with the last value of each curve, without overlaps."""
     parts, above = [], -math.inf
     ends = sorted((frame.y(c.drawn[-1][1]), c.color, c.drawn[-1]) for c in curves)
     for y, color, (step, value) in ends:
@@ -235,8 +228,8 @@ def _last_values(curves: Sequence[Curve], frame: _Frame) -> list[str]:
     return parts
 
 
-def _in_words(curve: Curve) -> str:
-    """What a curve shows, for who cannot see it."""
+def _description(curve: Curve) -> str:
+    """A text alternative of a curve."""
     (first, start), (last, end) = curve.drawn[0], curve.drawn[-1]
     values = [value for _, value in curve.drawn]
     words = f"{curve.label}: {short(start)} at step {short(first)}"
@@ -249,7 +242,7 @@ def _in_words(curve: Curve) -> str:
 
 
 def _gaps(curve: Curve) -> str:
-    """How many values a curve lacks; empty if none."""
+    """The number of values that a curve lacks; empty if none."""
     missing = len(curve.points) - len(curve.drawn)
     return f"{curve.label}: {missing:,} of {len(curve.points):,} values not finite" * (missing > 0)
 
@@ -264,12 +257,9 @@ def stacked_bars(
 ) -> str:
     """A figure with one bar a row, of parts that add up; empty if there is nothing to add.
 
-    Args:
-        title: what is drawn.
-        rows: name and parts, 0 or more, of each bar; those with nothing are left out.
-        key: unique in the document, a prefix of ids.
-        names: of the parts, in the order of their colours; each part has one of them.
-        format_value: an amount for a person.
+    ``rows`` are names and parts, 0 or more, of the bars; empty ones are left out. ``key`` is
+    unique in the document, a prefix of ids; ``names`` are those of the parts in the order of their
+    colours.
     """
     rows = [(label, amounts) for label, amounts in rows if any(amounts.values())]
     if not rows:

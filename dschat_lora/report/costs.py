@@ -1,4 +1,4 @@
-"""TODO."""
+"""Time and compute: seconds, floating-point operations and throughput of stages, as HTML."""
 
 from collections.abc import Sequence
 
@@ -7,11 +7,7 @@ from dschat_lora.report.markup import amount, duration, html_table, number, oper
 from dschat_lora.report.story import StageStory
 
 PHASES = ("generation", "scoring", "training")
-
-
 OTHER = "evaluation and other"
-
-
 THROUGHPUT = (
     ("step_seconds", "s a step", 1.0),
     ("tokens_per_second", "tokens/s", 1.0),
@@ -23,6 +19,7 @@ THROUGHPUT = (
 
 
 def time_section(stages: Sequence[StageStory]) -> str:
+    """The report's section with bars and tables of time, operations and throughput."""
     spent = [(story.name, phases_of(story)) for story in stages]
     names = list(dict.fromkeys([*PHASES, OTHER, *(name for _, each in spent for name in each)]))
     bars = [
@@ -64,7 +61,7 @@ def time_section(stages: Sequence[StageStory]) -> str:
 
 
 def phases_of(story: StageStory) -> dict[str, tuple[float, float]]:
-    """Seconds and floating-point operations of each phase of a stage, and of what is between.
+    """Seconds and floating-point operations of each phase of a stage, and of the rest.
 
     From run.json where it has phases, else summed over the train lines.
     """

@@ -1,4 +1,4 @@
-"""report.html: what runs did, in one file that needs no other, no script and no network."""
+"""report.html: curves, results and settings of runs in one file without script or network."""
 
 import math
 import os
@@ -79,7 +79,7 @@ MOST_REMARKS = 50
 
 
 def write_report(path: Path, html: str) -> None:
-    """Put ``html`` under ``path``, whole or not at all.
+    """Write a file atomically.
 
     Raises:
         OSError: if the disk refuses; a file that was there stays as it was.
@@ -104,10 +104,7 @@ def render_report(
 ) -> str:
     """The report as an HTML document; everything in the arguments is data, never markup.
 
-    Args:
-        title: of the document.
-        stages: in the order they ran.
-        tables: header and rows of each result table, by its caption.
+    ``stages`` are in the order they ran; ``tables`` are headers and rows by caption.
     """
     links = [("summary", "Summary"), *((f"stage-{i}", s.name) for i, s in enumerate(stages))]
     links.append(("time", "Time and compute"))
@@ -195,7 +192,7 @@ def _stage(story: StageStory, *, key: str) -> str:
 
 
 def _remarks(story: StageStory) -> str:
-    """Warnings and other events, those of one text together, and what could not be read."""
+    """Warnings and other events, grouped by text, and notes on unreadable files."""
     steps: dict[str, list[str]] = {}
     for line in story.events:
         text = ": ".join(value_text(line[name]) for name in ("event", "message") if name in line)
@@ -235,7 +232,7 @@ def _charts(story: StageStory, key: str) -> str:
 
 
 def _further(story: StageStory) -> list[Chart]:
-    """Charts of what evaluations of a stage with a reward measure besides the usual."""
+    """Charts of the other evaluation metrics of a stage with a reward."""
     if not any("reward" in line for line in story.train):
         return []
     known = {chart.held_out for chart in CHARTS} | {"step", "time", "samples", "tokens", "epoch"}
@@ -256,7 +253,7 @@ def _points(
 
 
 def _samples(story: StageStory) -> str:
-    """Answers to each prompt, side by side."""
+    """Answers to each prompt in columns."""
     prompts: dict[str, list[tuple[str, str]]] = {}
     for each in story.answers:
         when, prompt, answer = (str(each.get(k, "")) for k in ("when", "prompt", "answer"))
@@ -280,7 +277,7 @@ def _samples(story: StageStory) -> str:
 
 
 def _settings(story: StageStory) -> str:
-    """Where the run comes from, the options that matter, then the others; folded."""
+    """Command and versions, the options that matter, then the others; folded."""
     facts = story.facts
     command = facts.get("command")
     origin = {

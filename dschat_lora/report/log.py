@@ -1,4 +1,4 @@
-"""What a run says while it runs: metrics.jsonl, TensorBoard, and the terminal."""
+"""Log of a run: metrics.jsonl, TensorBoard, and the terminal."""
 
 import json
 import math
@@ -9,16 +9,19 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from tqdm import tqdm
 
 from dschat_lora.report.directory import open_alone
 from dschat_lora.report.terminal import named, silence_stdout
 
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
 
 class RunLog:
-    """Appends one JSON object a line to ``metrics.jsonl`` and tells a person; rank 0 alone.
+    """Appends one JSON object a line to ``metrics.jsonl`` and prints messages; rank 0 alone.
 
     On other ranks every method does nothing. A line is flushed as it is written, so that the
     file is valid however the run ends. The file is locked while the run lives: no second run
@@ -33,13 +36,10 @@ class RunLog:
         tensorboard: Path | None = None,
         earlier: bool = False,
     ) -> None:
-        """Open the files of a run; without ``output_dir`` only the terminal is told.
+        """Open the files of a run; without ``output_dir`` messages are only printed.
 
-        Args:
-            output_dir: of the run.
-            active: whether this rank writes.
-            tensorboard: directory of its files, if they are wanted.
-            earlier: leave lines that are there for :meth:`rewind`; else the file is emptied.
+        ``active`` says whether this rank writes, ``earlier`` to keep earlier lines for
+        :meth:`rewind` instead of emptying the file; ``tensorboard`` is a directory.
 
         Raises:
             ValueError: if another process writes to the same directory.
@@ -47,7 +47,7 @@ class RunLog:
         self._start = time.monotonic()
         self._active = active
         self._file: TextIO | None = None
-        self._board: Any = None
+        self._board: SummaryWriter | None = None
         self._board_directory = tensorboard
         self._bar: tqdm[Any] | None = None
         self._num_lines = 0
@@ -61,7 +61,7 @@ class RunLog:
 
     @property
     def position(self) -> dict[str, float]:
-        """Where the log is, for :meth:`rewind`."""
+        """Position of the log, for :meth:`rewind`."""
         return {"num_lines": self._num_lines, "seconds": time.monotonic() - self._start}
 
     def rewind(
@@ -69,13 +69,8 @@ class RunLog:
     ) -> None:
         """Go on after the first ``num_lines`` lines, ``seconds`` into the run, after ``step``.
 
-        TensorBoard is told to forget what came after the lines that stay.
-
-        Args:
-            num_lines: of :attr:`position`.
-            seconds: of :attr:`position`.
-            step: optimizer steps done by then.
-            source: a log of another run, from which the lines are copied.
+        TensorBoard discards all after the lines that stay. ``num_lines`` and ``seconds`` are those
+        of :attr:`position`; ``source`` is a log of another run, from which lines are copied.
         """
         self._start = time.monotonic() - seconds
         if self._file is None:
@@ -95,24 +90,24 @@ class RunLog:
             self._open_board(lines, first=step if source is None else 0)
 
     def _open_board(self, lines: list[bytes], *, first: int) -> None:
-        """Begin TensorBoard's file with what ``lines`` say from step ``first`` on.
+        """Begin TensorBoard's file with ``lines`` from step ``first`` on.
 
-        That step's lines are repeated: an evaluation after it may have to be forgotten, and
-        TensorBoard forgets whole steps only.
+        That step's lines are repeated: an evaluation after it may have to be discarded, and
+        TensorBoard discards whole steps only.
         """
         from torch.utils.tensorboard import SummaryWriter  # an optional extra
 
         if self._board is not None:
             self._board.close()
-        threading.excepthook = _leave_disk_errors_to_their_owner
+        threading.excepthook = _print_unless_disk_error
         self._board = SummaryWriter(str(self._board_directory), purge_step=first or None)
         for line in lines:
             record = json.loads(line)
             if record["step"] >= first:
-                self._show(record.pop("kind"), record.pop("step"), record)
+                self._add_scalars(record.pop("kind"), record.pop("step"), record)
 
-    def _show(self, kind: str, step: int, fields: Mapping[str, Any]) -> None:
-        """Give the numbers of a line to TensorBoard."""
+    def _add_scalars(self, kind: str, step: int, fields: Mapping[str, Any]) -> None:
+        """Add the numbers of a line to TensorBoard."""
         if self._board is None or kind == "event":
             return
         for name, value in fields.items():
@@ -120,7 +115,7 @@ class RunLog:
                 self._board.add_scalar(f"{kind}/{name}", value, step)
 
     def expect(self, total_steps: int, done: int = 0) -> None:
-        """Show a progress bar over ``total_steps`` where a person is watching."""
+        """Show a progress bar over ``total_steps`` on a terminal."""
         if self._file is not None and total_steps and sys.stderr.isatty():
             self._bar = tqdm(total=total_steps, initial=done, unit="step", dynamic_ncols=True)
 
@@ -133,12 +128,12 @@ class RunLog:
             self._file.write(json.dumps(jsonable(record)) + "\n")
             self._file.flush()
             self._num_lines += 1
-            self._show(kind, step, fields)
+            self._add_scalars(kind, step, fields)
         except OSError as error:
             self.failure = named(error, Path(self._file.name))
 
     def sync(self) -> None:
-        """Bring what was written to the disk.
+        """Sync the files to disk.
 
         Raises:
             OSError: if that or an earlier write failed.
@@ -155,9 +150,9 @@ class RunLog:
             raise named(error, Path(self._file.name)) from error
 
     def say(self, text: str) -> None:
-        """Show a line, above the progress bar if there is one.
+        """Print a line, above the progress bar if there is one.
 
-        A run whose terminal or reader is gone goes on without a word.
+        A run whose terminal or reader is gone goes on silently.
         """
         if not self._active:
             return
@@ -188,7 +183,7 @@ class RunLog:
                 if closable is not None:
                     closable.close()
             except OSError as error:
-                # What a full disk has refused once it may refuse again.
+                # A full disk may refuse again.
                 if self.failure is None and self._file is not None:
                     raise named(error, Path(self._file.name)) from error
 
@@ -204,7 +199,7 @@ class RunLog:
         self.close()
 
 
-def _leave_disk_errors_to_their_owner(failed: threading.ExceptHookArgs) -> None:
+def _print_unless_disk_error(failed: threading.ExceptHookArgs) -> None:
     """Keep TensorBoard's thread from printing an error that the next call here will raise."""
     if not isinstance(failed.exc_value, OSError):
         threading.__excepthook__(failed)
@@ -223,7 +218,7 @@ def _truncate(file: TextIO, num_lines: int) -> list[bytes]:
     return lines
 
 
-def jsonable(value: Any) -> Any:
+def jsonable(value: object) -> Any:
     """``value`` with non-finite numbers as strings, so that every line is valid JSON."""
     if isinstance(value, Mapping):
         return {str(key): jsonable(item) for key, item in value.items()}
@@ -235,7 +230,7 @@ def jsonable(value: Any) -> Any:
 
 
 def train_line(step: int, total: int, metrics: Mapping[str, Any]) -> str:
-    """A training step for a person."""
+    """A training step as a terminal line."""
     seconds = metrics["step_seconds"] or math.nan
     parts = [
         f"step {step:>{len(str(total))}}/{total}",
@@ -253,7 +248,7 @@ def train_line(step: int, total: int, metrics: Mapping[str, Any]) -> str:
 
 
 def eval_line(step: int, metrics: Mapping[str, Any]) -> str:
-    """An evaluation for a person."""
+    """An evaluation as a terminal line."""
     if "accuracy" in metrics:
         details = [
             f"loss {metrics['loss']:.4f} over {metrics['samples']:,} pairs",
@@ -272,7 +267,7 @@ def eval_line(step: int, metrics: Mapping[str, Any]) -> str:
 
 
 def rlhf_line(iteration: int, total: int, metrics: Mapping[str, Any]) -> str:
-    """An iteration of step 3 for a person."""
+    """An iteration of step 3 as a terminal line."""
     parts = [
         f"iteration {iteration:>{len(str(total))}}/{total}",
         f"reward {metrics['reward']:.3f}",
@@ -292,7 +287,7 @@ def rlhf_line(iteration: int, total: int, metrics: Mapping[str, Any]) -> str:
 
 
 def rlhf_eval_line(step: int, metrics: Mapping[str, Any]) -> str:
-    """An evaluation of step 3 for a person."""
+    """An evaluation of step 3 as a terminal line."""
     judged = ""
     if "judge" in metrics:
         judged = f"; judge {metrics['judge']:.3f} sampled, {metrics['greedy_judge']:.3f} greedy"
@@ -305,7 +300,7 @@ def rlhf_eval_line(step: int, metrics: Mapping[str, Any]) -> str:
 
 
 def summary_lines(metrics: Mapping[str, Any]) -> list[str]:
-    """The run's throughput for a person."""
+    """The run's throughput as terminal lines."""
 
     def number(name: str, scale: float = 1.0) -> str:
         value = metrics.get(name)

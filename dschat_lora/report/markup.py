@@ -1,11 +1,10 @@
-"""TODO."""
+"""Numbers, text and tables in the HTML of a report."""
 
 import json
 import math
 import re
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import Any
 
 HUGE = 1e100  # nothing in training is that large; sums of larger numbers would overflow
 
@@ -25,14 +24,15 @@ def safe(value: object) -> str:
     return escape(re.sub(unfit, visible, str(value)))
 
 
-def number(value: Any) -> float:
+def number(value: object) -> float:
     """A number of a metrics line; NaN for what is none, is not finite or could not be drawn."""
-    fits = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < HUGE
-    return float(value) if fits else math.nan
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < HUGE:
+        return float(value)
+    return math.nan
 
 
 def short(value: float) -> str:
-    """A number with about four digits, for a person."""
+    """A number with about four digits."""
     if math.isnan(value):
         return "-"
     size = abs(value)
@@ -41,13 +41,13 @@ def short(value: float) -> str:
     return f"{value:,.0f}" if size >= 1000 else f"{value:.4g}"
 
 
-def amount(value: Any) -> float:
-    """A number that can be added up; 0 for what is none."""
+def amount(value: object) -> float:
+    """A number that can be added up; 0 for anything else, or a negative one."""
     return 0.0 if math.isnan(number(value)) else max(number(value), 0.0)
 
 
 def duration(seconds: float) -> str:
-    """Seconds in words."""
+    """Seconds, minutes or hours with their unit."""
     if seconds < 60:
         return f"{seconds:.3g} s"
     minutes = round(seconds / 60)
@@ -55,7 +55,7 @@ def duration(seconds: float) -> str:
 
 
 def operations(flops: float) -> str:
-    """Floating-point operations in words."""
+    """Floating-point operations with their unit."""
     if flops <= 0:
         return "-"
     for size, name in ((1e18, "EFLOP"), (1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP")):
@@ -64,8 +64,8 @@ def operations(flops: float) -> str:
     return f"{flops / 1e6:.3g} MFLOP"
 
 
-def value_text(value: Any) -> str:
-    """A value of run.json or metrics.jsonl in words."""
+def value_text(value: object) -> str:
+    """A value of run.json or metrics.jsonl as text."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):

@@ -1,4 +1,4 @@
-"""A finished stage as its report tells it, read from run.json and metrics.jsonl."""
+"""Results of a finished stage, read from run.json and metrics.jsonl for its report."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,16 +11,14 @@ from dschat_lora.report.markup import amount
 
 @dataclass(frozen=True)
 class StageStory:
-    """What one stage left behind in run.json and metrics.jsonl."""
+    """The content of a stage's run.json and metrics.jsonl."""
 
     name: str
-    #: all of run.json
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)  # all of run.json
     train: Sequence[Mapping[str, Any]] = ()
     evals: Sequence[Mapping[str, Any]] = ()
     events: Sequence[Mapping[str, Any]] = ()
-    #: what could not be read
-    notes: Sequence[str] = ()
+    notes: Sequence[str] = ()  # on files and lines that cannot be read
 
     def part(self, name: str) -> Mapping[str, Any]:
         """The object under ``name`` in run.json; empty if there is none."""
@@ -57,7 +55,7 @@ class StageStory:
 
 
 def read_story(directory: Path) -> StageStory:
-    """What the run in ``directory`` left behind, as far as it can be read."""
+    """The story of the run in ``directory``, as far as it can be read."""
     facts, notes = _read_record(directory / "run.json")
     lines, more = _read_lines(directory / "metrics.jsonl")
     by_kind = {
@@ -75,7 +73,7 @@ def read_story(directory: Path) -> StageStory:
 
 
 def _read_record(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """The object in run.json and what is to be said about it."""
+    """The object in run.json and notes on errors."""
     try:
         content = json.loads(path.read_text(encoding="utf-8", errors="replace"))
     except FileNotFoundError:
@@ -86,7 +84,7 @@ def _read_record(path: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def _read_lines(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """The objects in metrics.jsonl and what is to be said about it."""
+    """The objects in metrics.jsonl and notes on errors."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:

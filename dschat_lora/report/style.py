@@ -1,4 +1,4 @@
-"""TODO."""
+"""Style sheet of report.html."""
 
 STYLE = """
 :root { color-scheme: light dark; --page: #fff; --text: #1b1f23; --muted: #57606a;

@@ -1,4 +1,4 @@
-"""Words for a person, where there is no run to log to."""
+"""Terminal output: lines, tables and error messages, where there is no run to log to."""
 
 import os
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def silence_stdout() -> None:
-    """Send what is still written to the standard streams nowhere: nobody reads them any more."""
+    """Discard all further output to the standard streams, as nobody reads them any more."""
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         for descriptor in (1, 2):
             os.dup2(nowhere.fileno(), descriptor)
@@ -21,19 +21,19 @@ def log_once(text: str) -> None:
 
 
 def note(text: str) -> None:
-    """Print a line beside what the standard output carries."""
+    """Print a line to the standard error."""
     sys.stderr.write(text + "\n")
 
 
 def named(error: OSError, path: Path) -> OSError:
-    """``error`` with the file it is about, which a write alone does not know."""
+    """``error`` with the name of its file, which a failed write lacks."""
     if error.filename is not None or error.errno is None:
         return error
     return OSError(error.errno, error.strerror, str(path))
 
 
 def error_message(error: BaseException) -> str:
-    """An error as a user reads it: that of a disk with its file first."""
+    """The message of an error; an error of the disk begins with its file."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{os.fsdecode(error.filename)}: {error.strerror}"
     return str(error)

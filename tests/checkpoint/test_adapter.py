@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save, save_file
 from torch import nn
 
-from dschat_lora.checkpoint import adapter as adapter_module
+from dschat_lora.checkpoint import tensors as tensors_module
 from dschat_lora.checkpoint.adapter import load_adapter, lora_config_of, read_adapter, write_adapter
 from dschat_lora.checkpoint.adapter_config import accept_adapter, verify_adapter
 from dschat_lora.checkpoint.manifest import write_manifest
@@ -164,7 +164,7 @@ def test_interrupted_write_leaves_what_was_there(stage, exists, tmp_path, monkey
         first = write(tmp_path / "adapter")
     options = {}
     if stage == "tensors":
-        monkeypatch.setattr(adapter_module, "save", fail_to_save)
+        monkeypatch.setattr(tensors_module, "save", fail_to_save)
     elif stage == "further files":
         options["write_more"] = fail_to_add
     else:
@@ -226,7 +226,7 @@ def test_file_that_reads_back_differently_does_not_take_the_final_name(tmp_path,
     def corrupt(tensors):
         return save({n: t + (t == t.max()) for n, t in tensors.items()})
 
-    monkeypatch.setattr(adapter_module, "save", corrupt)
+    monkeypatch.setattr(tensors_module, "save", corrupt)
     with pytest.raises(OSError, match="differs from the one written"):
         write(tmp_path / "adapter")
     assert os.listdir(tmp_path) == []

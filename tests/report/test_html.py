@@ -183,7 +183,7 @@ def test_no_name_of_a_chart_is_markup():
     curves = [Curve(ATTACK, [(1, 1.0), (2, math.nan), (3, 1.0)]), Curve("b", [(1, 1.0)], 1)]
     line = line_chart(ATTACK, curves, key="a", unit=ATTACK)
     bars = stacked_bars(
-        ATTACK, [(ATTACK, {ATTACK: 1.0})], key="b", names=[ATTACK], error_message=lambda _: ATTACK
+        ATTACK, [(ATTACK, {ATTACK: 1.0})], key="b", names=[ATTACK], format_value=lambda _: ATTACK
     )
     document = Document(line + bars)
     assert {tag for tag, _ in document.elements} <= TAGS
@@ -563,7 +563,7 @@ def test_bars_are_as_long_as_their_parts():
     rows = [("a", {"generation": 30.0, "training": 10.0}), ("b", {"training": 20.0, "other": 0.0})]
     rows.append(("empty", {"training": 0.0}))
     names = ["generation", "training", "other"]
-    html = stacked_bars("Time", rows, key="k", names=names, error_message=duration)
+    html = stacked_bars("Time", rows, key="k", names=names, format_value=duration)
     picture = next(p for p in pictures(html) if p.get("role") == "img")
     bars = [tuple(r.get(k) for k in ("class", "x", "width")) for r in picture.iter("rect")]
     assert bars == [("f0", "0.0", "298.5"), ("f1", "300.0", "98.5"), ("f1", "0.0", "198.5")]
