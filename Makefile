@@ -1,24 +1,26 @@
 # make demo: the pipeline on the bundled model and data; make test: the test suite. Both offline
-# once installed, both on CPU or the GPU they find. make bench: fine-tuning against other ways to
-# do so, on the CPU, in ten minutes at most; make bench-gpu: everything that has to be seen on a GPU.
+# once installed, both on CPU or the GPU they find. make test-all: everything that make test takes a
+# spread of. make bench: fine-tuning against other ways to do so, on the CPU, in ten minutes at most;
+# make bench-gpu: everything that has to be seen on a GPU.
 VENV ?= .venv
 PYTHON ?= python3
 PIP = $(VENV)/bin/python -m pip install --quiet --constraint constraints.txt
 SOURCES = setup.py constraints.txt
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: demo test faults lint format bench bench-gpu clean
+.PHONY: demo test test-all lint format bench bench-gpu clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.run
 	dschat-lora demo
 
+# a file goes to one process, so that what its tests share is made once
 test: $(VENV)/.test
-	python -m pytest -n 2 --dist worksteal
+	python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-# every point of failure, where make test takes a spread of them; minutes
-faults: $(VENV)/.test
-	FAULTS=long python -m pytest tests/faults tests/checkpoint/test_manifest.py
+# every combination and every point of failure, where make test takes a spread of them; hours
+test-all: $(VENV)/.test
+	DSCHAT_LORA_TESTS=all $(MAKE) test
 
 lint: $(VENV)/.dev
 	ruff check .

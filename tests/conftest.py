@@ -1,8 +1,10 @@
 """One thread, no network and no user's cache for every test; processes that run real engines."""
 
+import gc
 import os
 import shutil
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 # Before anything imports torch, DeepSpeed or transformers.
@@ -19,6 +21,7 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 os.environ["DSCHAT_LORA_GPUS"] = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
+import psutil  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
@@ -26,6 +29,57 @@ from helpers.launcher import Launcher  # noqa: E402
 from helpers.ranks import Ranks  # noqa: E402
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+def pytest_collection_finish(session):
+    # What imports left stays for good; else each full collection walks through all of it.
+    gc.collect()
+    gc.freeze()
+
+
+def cpu_seconds():
+    """CPU time of this process and of all that it started, ended or not."""
+    processes = [psutil.Process()]
+    processes += processes[0].children(recursive=True)
+    total = 0.0
+    for process in processes:
+        try:
+            total += sum(process.cpu_times()[:4])
+        except psutil.NoSuchProcess:
+            continue  # its parent has its time
+    return total
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item, nextitem):
+    item.user_properties.append(["cpu", -cpu_seconds()])
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if call.when == "teardown":
+        report.user_properties = [
+            ["cpu", cpu_seconds() + value] for _, value in item.user_properties
+        ]
+    return report
+
+
+DEAREST = 10
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Print the files that took most CPU time, that of their processes included."""
+    files = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if getattr(report, "when", None) == "teardown":
+                files[report.location[0]] += dict(report.user_properties).get("cpu", 0.0)
+    terminalreporter.section("dearest files, in CPU seconds")
+    terminalreporter.line(f"{sum(files.values()):7.1f}  all {len(files)} files")
+    for name, seconds in files.most_common(DEAREST):
+        terminalreporter.line(f"{seconds:7.1f}  {name}")
 
 
 def pytest_unconfigure(config):

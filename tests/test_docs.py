@@ -63,3 +63,16 @@ def test_commands_are_found_in_every_form():
         "torchrun --nproc_per_node 2 training/step1_sft/main.py",
     ):
         assert _COMMAND.match(text)
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+def test_quoted_files_of_the_checkout_exist(name):
+    """A name without a folder lies in that of the name before it."""
+    gone, folder = [], ROOT
+    for quoted in re.findall(r"`([\w./-]+)`", (ROOT / name).read_text(encoding="utf-8")):
+        if quoted.startswith(("dschat_lora/", "tests/", "training/", "configs/", "benchmarks/")):
+            folder = ROOT / quoted if quoted.endswith("/") else (ROOT / quoted).parent
+            gone += [quoted] * (not (ROOT / quoted).exists())
+        elif quoted.endswith(".py") and "/" not in quoted:
+            gone += [f"{folder.name}/{quoted}"] * (not (folder / quoted).exists())
+    assert not gone

@@ -19,6 +19,7 @@ from dschat_lora.checkpoint.manifest import (
     verify,
     write_manifest,
 )
+from helpers.spread import ALL
 
 
 @pytest.fixture
@@ -132,8 +133,8 @@ def test_manifests_need_the_standard_library_alone():
 
 # ---------------------------------------------------------------------------- damaged manifests
 
-# All places by "make faults", else a spread of them.
-EVERY = 1 if os.environ.get("FAULTS") == "long" else 5
+# All places by `make test-all`, else a spread of them.
+EVERY = 1 if ALL else 5
 
 
 def test_changed_bits_of_a_manifest_are_found(saved):

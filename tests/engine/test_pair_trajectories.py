@@ -1,7 +1,6 @@
 """Reward models and DPO at every ZeRO stage, in one and two processes, against a plain loop."""
 
 import copy
-import os
 from functools import cache
 
 import peft
@@ -15,17 +14,16 @@ from dschat_lora.lora.model import adapter_parameters, lora_layers
 from helpers.pair_runs import Keeping, load_policy, load_reward, pair_loader, ragged_pairs
 from helpers.plain import peft_copy_of
 from helpers.runs import LORA, RATE, rate_factors
+from helpers.spread import ALL, pairwise
 
 pytestmark = pytest.mark.stage
 
 STAGES = (0, 1, 2, 3)
-# every stage with every shape, where the default run takes a spread
-LONG = os.environ.get("FAULTS") == "long"
 # The last step of an epoch has one pair: none for the second of two ranks.
 PAIRS, STEPS = 17, 3
 # processes -> (micro batch, accumulation): always eight rows a step
 SHAPES = {1: [(8, 1), (4, 2)], 2: [(4, 1), (2, 2)]}
-SIZES = (1, 2) if LONG else (2,)
+SIZES = (1, 2) if ALL else (2,)
 FULL = {"lora_dim": 0}
 KINDS = {
     "bradley_terry": {"task": "reward", "options": {"center_rewards_coefficient": 0.02}},
@@ -198,11 +196,8 @@ def runs(ranks, model_directory):
         run |= {"lora": FULL if full else LORA}
         reports = {}
         for size, shapes in SHAPES.items():
-            # In one process, stages 1 and 2 share out nothing.
-            stages = (0, 3) if size == 1 and not LONG else STAGES
-            keys = [(*shapes[1], stage) for stage in stages]
-            if not full:
-                keys += [(*shapes[0], stage) for stage in (STAGES if LONG else (0,))]
+            rows = [r for r in ROWS if (r["case"], r["size"]) == ((kind, full), size)]
+            keys = [(*shapes[row["shape"]], row["stage"]) for row in rows]
             results = ranks(size).run(
                 "helpers.pair_runs:train_pairs_many",
                 runs=[run | {"micro": m, "accumulation": a, "stage": s} for m, a, s in keys],
@@ -220,6 +215,10 @@ def architecture(kind, full=False):
 
 
 CASES = [(kind, False) for kind in KINDS] + [("bradley_terry", True), ("dpo", True)]
+# Of two processes the last has no pair in an epoch's last step, in no micro-batch.
+WITHOUT_PAIRS = {"case": ("bradley_terry", False), "size": 2, "shape": 1, "stage": 3}
+FACTORS = {"case": tuple(CASES), "size": (1, 2), "shape": (0, 1), "stage": STAGES}
+ROWS = pairwise(FACTORS, rows=[WITHOUT_PAIRS])
 IDS = [f"{kind}, {'every weight' if full else 'LoRA'}" for kind, full in CASES]
 
 
@@ -271,7 +270,6 @@ def test_base_weights_are_bit_identical_after_training_on_pairs(runs, kind):
 
 
 def test_a_rank_without_pairs_takes_part(runs):
-    # of two processes the last has no pair in an epoch's last step, in no micro-batch
     report = runs("bradley_terry", False)[2, 2, 2, 3]
     assert report["own of the last rank"] == [[2, 2], [2, 2], [0]] * (STEPS // 3)
 

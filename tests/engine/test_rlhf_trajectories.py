@@ -1,7 +1,6 @@
 """Step 3 at every ZeRO stage, in one and two processes: one and the same run."""
 
 import json
-import os
 from functools import cache
 from pathlib import Path
 
@@ -10,16 +9,20 @@ import torch
 from safetensors.torch import load_file
 
 from helpers.rlhf_course import save_family, write_prompts, write_texts
+from helpers.spread import ALL
 
 pytestmark = pytest.mark.stage
 
-# every stage with every number of processes, where the default run takes a spread
-LONG = os.environ.get("FAULTS") == "long"
 # The last iteration of two ends in the middle of its passes.
 STEPS = 7
 EVERYWHERE = [(size, stage) for size in (1, 2) for stage in (0, 1, 2, 3)]
-SPREAD = EVERYWHERE if LONG else [(1, 0), (2, 3)]
-EVERY_STAGE = EVERYWHERE if LONG else [(1, 0), (1, 3), (2, 0), (2, 1), (2, 2), (2, 3)]
+
+
+def places(*spread):
+    """(processes, stage) of the runs of a kind: the first, a spread, or all of them."""
+    return EVERYWHERE if ALL else [(1, 0), *spread]
+
+
 # Eight responses an iteration, four a step.
 RESPONSES, ROWS = 8, 4
 COMMON = f"""
@@ -34,14 +37,18 @@ LOOKS = "--eval_prompts 3"
 FUNCTION = "--reward_function helpers.rlhf_course:vowels"
 # name: (architecture, (processes, stage) of each run, options)
 KINDS = {
-    "ppo": ("opt", EVERY_STAGE, f"{TWO_PASSES} {MORE} {LOOKS}"),
-    "ppo of llama": ("llama", SPREAD, f"{TWO_PASSES} --reward_scaling running"),
-    "rloo": ("opt", SPREAD, "--algorithm rloo --num_generations 2"),
-    "grpo": ("opt", SPREAD, "--algorithm grpo --num_generations 4 --ppo_epochs 2"),
-    "an iteration in one step": ("opt", SPREAD, "--num_generations 4"),
-    "seven prompts": ("opt", SPREAD, f"{TWO_PASSES} {FUNCTION}"),
+    "ppo": ("opt", places((2, 0), (2, 1), (2, 3)), f"{TWO_PASSES} {MORE} {LOOKS}"),
+    "ppo of llama": ("llama", places((1, 3), (2, 2)), f"{TWO_PASSES} --reward_scaling running"),
+    "rloo": ("opt", places((2, 1)), "--algorithm rloo --num_generations 2"),
+    "grpo": ("opt", places((2, 2)), "--algorithm grpo --num_generations 4 --ppo_epochs 2"),
+    "an iteration in one step": ("opt", places((2, 3)), "--num_generations 4"),
+    "seven prompts": ("opt", places((2, 2)), f"{TWO_PASSES} {FUNCTION}"),
     # OPT's biases of keys have no gradient but rounding, of which Adam makes whole steps.
-    "every weight of the critic": ("llama", SPREAD, f"{TWO_PASSES} --critic_learning_rate 3e-4"),
+    "every weight of the critic": (
+        "llama",
+        places((2, 1)),
+        f"{TWO_PASSES} --critic_learning_rate 3e-4",
+    ),
 }
 
 
@@ -174,6 +181,14 @@ FIGURES = """
 """.split()
 
 
+def test_places_are_every_stage_and_each_kind_of_run_in_one_and_two_processes():
+    # In one process, stages 1 and 2 share out nothing.
+    everywhere = {place for _, kind_places, _ in KINDS.values() for place in kind_places}
+    assert everywhere >= {(1, 0), (1, 3), (2, 0), (2, 1), (2, 2), (2, 3)}
+    for _, kind_places, _ in KINDS.values():
+        assert {size for size, _ in kind_places} == {1, 2}
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_run_is_the_same_at_every_zero_stage_and_number_of_processes(reports, name):
     found = reports(name)
@@ -249,7 +264,7 @@ def test_reference_stays_the_actor_that_training_began_with(reports, family):
             assert torch.equal(value, stored[key])
 
 
-@pytest.mark.parametrize("size", [1, 2] if LONG else [2])
+@pytest.mark.parametrize("size", [1, 2] if ALL else [2])
 def test_rollout_layer_by_layer_says_what_gathered_weights_say(run_many, reports, size):
     # A rank of two then has a response less to write than the other.
     (report,) = run_many(size, [("seven prompts", (3, 3), True)])

@@ -1,16 +1,20 @@
-"""Up to thirty steps of training at every ZeRO stage, in one and two processes, in three types."""
+"""Training at every ZeRO stage, in one and two processes, in three types: one and the same run."""
 
 import pytest
 import torch
+
+from helpers.spread import pairwise
 
 pytestmark = pytest.mark.stage
 
 STAGES = (0, 1, 2, 3)
 OVERFLOW = 4
-STEPS = {"fp32": 30, "bf16": 12, "fp16": 12}
+STEPS = {"fp32": 20, "bf16": 12, "fp16": 12}
+ROWS = pairwise({"dtype": tuple(STEPS), "size": (1, 2), "stage": STAGES})
+# dtype -> (processes, stage) of each run
+PLACES = {d: [(r["size"], r["stage"]) for r in ROWS if r["dtype"] == d] for d in STEPS}
 # In one process, stages 1 and 2 share out nothing.
 SPREAD = {1: (0, 3), 2: STAGES}
-PLACES = {"fp32": {1: STAGES, 2: STAGES}, "bf16": SPREAD, "fp16": SPREAD}
 # Largest difference of a loss between any two of the runs.
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2, "fp16": 1e-2}
 
@@ -24,10 +28,8 @@ def trajectories(ranks, model_directory):
         if dtype not in done:
             done[dtype] = {
                 (size, stage): report
-                for size, stages in PLACES[dtype].items()
-                for stage, report in zip(
-                    stages, _runs(ranks(size), model_directory("opt"), dtype), strict=True
-                )
+                for size in (1, 2)
+                for stage, report in _runs(ranks(size), model_directory("opt"), dtype)
             }
         return done[dtype]
 
@@ -37,14 +39,15 @@ def trajectories(ranks, model_directory):
 def _runs(ranks, path, dtype):
     run = {"path": path, "dtype": dtype, "steps": STEPS[dtype], "micro": 4 // ranks.size}
     run |= {"accumulation": 2, "overflow_at": OVERFLOW if dtype == "fp16" else None}
-    runs = [run | {"stage": stage} for stage in PLACES[dtype][ranks.size]]
-    return ranks.run("helpers.runs:train_many", runs=runs)[0]
+    stages = [stage for size, stage in PLACES[dtype] if size == ranks.size]
+    runs = [run | {"stage": stage} for stage in stages]
+    return zip(stages, ranks.run("helpers.runs:train_many", runs=runs)[0], strict=True)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_losses_agree_over_zero_stages_and_processes(trajectories, dtype):
     losses = torch.tensor([r["losses"] for r in trajectories(dtype).values()])
-    assert losses.shape == (8 if dtype == "fp32" else 6, STEPS[dtype])
+    assert losses.shape == (len(PLACES[dtype]), STEPS[dtype])
     spread = (losses.max(0).values - losses.min(0).values).max()
     assert spread <= TOLERANCE[dtype]
     # The agreement says something only where training moves the loss much further.
@@ -102,7 +105,7 @@ def test_too_large_a_loss_scale_is_halved_alike_at_every_stage(ranks, model_dire
         "steps": 10,
         "micro": 4 // size,
     }
-    runs = [run | {"stage": stage} for stage in STAGES]
+    runs = [run | {"stage": stage} for stage in SPREAD[size]]
     reports = ranks(size).run("helpers.runs:train_many", runs=runs)[0]
     # Up to the first update nothing is rounded differently, so that all skip the same steps.
     skips = reports[0]["skipped"].index(False)
@@ -114,50 +117,81 @@ def test_too_large_a_loss_scale_is_halved_alike_at_every_stage(ranks, model_dire
         assert report["losses"] == pytest.approx(reports[0]["losses"], abs=1e-2)
 
 
-# DeepSpeed does not keep fp32 masters of fp16 weights on a CPU.
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_full_fine_tuning_agrees_over_zero_stages_and_processes(ranks, model_directory, dtype):
-    run = {"path": model_directory("llama"), "lora": {"lora_dim": 0}, "dtype": dtype, "steps": 6}
-    reports = [
-        report
-        for size, stages in SPREAD.items()
-        for report in ranks(size).run(
-            "helpers.runs:train_many",
-            runs=[run | {"micro": 4 // size, "stage": stage} for stage in stages],
-        )[0]
+# What trains, and on what: against the plain run of one process at stage 0.
+TRAINED = {
+    "adapters": {},
+    "every weight": {"lora": {"lora_dim": 0}},
+    "adapters and base": {"lora": {"lora_dim": 4, "only_optimize_lora": False}},
+}
+FACTORS = {
+    "trained": tuple(TRAINED),
+    "dtype": tuple(TOLERANCE),
+    "size": (1, 2),
+    "stage": STAGES,
+    "offload": (False, True),
+    "checkpointing": (False, True),
+}
+
+
+def is_possible(row):
+    # Stage 0 shares out no optimizer state that could be kept elsewhere, and DeepSpeed does not
+    # keep fp32 masters of fp16 weights on a CPU.
+    has_masters = row["dtype"] != "fp16" or row["trained"] == "adapters"
+    return has_masters and not (row["offload"] and row["stage"] == 0)
+
+
+COMBINATIONS = pairwise(FACTORS, is_possible)
+
+
+def named(row):
+    words = [str(value) for value in row.values() if not isinstance(value, bool)]
+    return ", ".join([*words, *(name for name, value in row.items() if value is True)])
+
+
+@pytest.fixture(scope="module")
+def combined(ranks, model_directory):
+    """``combined(row)``: the report of a combination, and of the plain run."""
+    plain = [
+        {"trained": trained, "dtype": dtype, "size": 1, "stage": 0}
+        for trained, dtype in {(row["trained"], row["dtype"]): None for row in COMBINATIONS}
     ]
-    losses = torch.tensor([report["losses"] for report in reports])
-    assert (losses.max(0).values - losses.min(0).values).max() <= TOLERANCE[dtype]
-    norms = torch.tensor([report["norms"] for report in reports])
-    rtol = 1e-4 if dtype == "fp32" else 0.05
-    torch.testing.assert_close(norms, norms[:1].expand_as(norms), rtol=rtol, atol=0.0)
+    done = {}
+
+    def of(row):
+        if not done:
+            for size in (1, 2):
+                rows = [each for each in [*plain, *COMBINATIONS] if each["size"] == size]
+                runs = [
+                    {
+                        "path": model_directory("llama"),
+                        "steps": 6,
+                        "micro": 4 // size,
+                        **options(each),
+                    }
+                    for each in rows
+                ]
+                reports = ranks(size).run("helpers.runs:train_many", timeout=300, runs=runs)[0]
+                done.update(zip(map(named, rows), reports, strict=True))
+        return done[named(row)], done[f"{row['trained']}, {row['dtype']}, 1, 0"]
+
+    return of
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
-def test_offload_and_recomputation_change_no_loss(ranks, model_directory, dtype, size):
-    run = {"path": model_directory("llama"), "dtype": dtype, "steps": 5, "micro": 4 // size}
-    plain, *others = ranks(size).run(
-        "helpers.runs:train_many",
-        runs=[run | {"stage": 0}]
-        + [run | {"stage": stage, "offload": True} for stage in (1, 2, 3)]
-        + [run | {"stage": stage, "checkpointing": True} for stage in (0, 3)]
-        + [run | {"stage": 3, "checkpointing": True, "offload": True}],
-    )[0]
-    for report in others:
-        assert report["losses"] == pytest.approx(plain["losses"], abs=TOLERANCE[dtype])
+def options(row):
+    return {**TRAINED[row["trained"]], **{n: row[n] for n in row if n not in ("trained", "size")}}
+
+
+@pytest.mark.parametrize("row", COMBINATIONS, ids=named)
+def test_losses_are_those_of_a_plain_run_whatever_is_shared_out_offloaded_and_recomputed(
+    combined, row
+):
+    report, plain = combined(row)
+    assert report["losses"] == pytest.approx(plain["losses"], abs=TOLERANCE[row["dtype"]])
+    if row["trained"] == "adapters":
         assert report["base_changed"] == []
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_adapters_beside_a_trained_base_agree_over_zero_stages(ranks, model_directory, dtype):
-    lora = {"lora_dim": 4, "only_optimize_lora": False}
-    run = {"path": model_directory("llama"), "lora": lora, "dtype": dtype, "steps": 5, "micro": 2}
-    runs = [run | {"stage": stage} for stage in STAGES]
-    losses = torch.tensor(
-        [r["losses"] for r in ranks(2).run("helpers.runs:train_many", runs=runs)[0]]
-    )
-    assert (losses.max(0).values - losses.min(0).values).max() <= TOLERANCE[dtype]
+    if row["trained"] == "every weight":
+        rtol = 1e-4 if row["dtype"] == "fp32" else 0.05
+        assert report["norms"] == pytest.approx(plain["norms"], rel=rtol)
 
 
 def test_run_whose_loss_scale_reaches_its_minimum_ends_with_a_clear_line(ranks, model_directory):

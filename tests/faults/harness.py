@@ -12,12 +12,16 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from dschat_lora.assets import BUNDLED_DATA
+from helpers.spread import ALL
+
 #: every point of failure, where the default run takes a spread of them
-LONG = os.environ.get("FAULTS") == "long"
-#: a step 1 of a second; later options win
-TINY = """
+LONG = ALL
+#: a step 1 of half a second, on few rows; later options win
+TINY = f"""
     --lora_dim 4 --max_steps 2 --eval_iters 1 --sample_generations 0 --output_dir out
-    --per_device_train_batch_size 4 --max_seq_len 64
+    --per_device_train_batch_size 4 --max_seq_len 64 --data_path {BUNDLED_DATA["eval"]}
+    --eval_data_path {BUNDLED_DATA["eval"]}
 """.split()
 MANIFEST = "manifest.json"
 CHECKPOINT = re.compile(r"step-(\d{8})")

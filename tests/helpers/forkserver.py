@@ -1,11 +1,13 @@
 """A process that has imported everything, and forks one child for each rank of a command.
 
 Each child is a process of its own, as if started by a launcher: it runs a script as ``__main__``
-in its own session, can be killed at any time, and ends through the interpreter's own exit. What
+in its own session and can be killed at any time. Commands of several processes end through the
+interpreter's own exit, that of a single one without its last part, see :func:`run_script`. What
 differs from a fresh interpreter: the hash seed is the server's, and what modules read from the
 environment when they are imported is fixed. Requests and replies are lines of JSON.
 """
 
+import atexit
 import ctypes
 import gc
 import importlib
@@ -17,19 +19,22 @@ import runpy
 import signal
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import numpy as np
 import torch
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import dschat_lora
 
 # What the stages import late; a child that finds it in place starts a second earlier.
 LATE = """
-    deepspeed.ops.op_builder.all_ops numpy.ctypeslib peft safetensors.torch setuptools
-    torch._dynamo torch.utils._foreach_utils transformers.integrations.deepspeed
-    transformers.models.auto.tokenization_auto transformers.models.opt.modeling_opt
-    transformers.tokenization_utils_tokenizers
+    deepspeed.module_inject.auto_ep_layer deepspeed.ops.op_builder.all_ops
+    deepspeed.ops.triton_ops distutils.ccompiler encodings.utf_8_sig numpy.ctypeslib peft
+    safetensors.torch setuptools torch._dynamo torch.utils._foreach_utils
+    transformers.integrations.deepspeed transformers.models.auto.tokenization_auto
+    transformers.models.opt.modeling_opt transformers.tokenization_utils_tokenizers
 """.split()
 
 
@@ -38,6 +43,8 @@ def import_everything():
     modules = pkgutil.walk_packages(dschat_lora.__path__, "dschat_lora.")
     for name in [module.name for module in modules if not module.name.endswith("__main__")] + LATE:
         importlib.import_module(name)
+    # Compiles a thousand regular expressions, which else the first model of each child does.
+    get_checkpoint_conversion_mapping("opt")
     torch.set_num_threads(1)
     # The collector would write to every page of every child, which takes two seconds at its end.
     gc.collect()
@@ -118,6 +125,29 @@ def become(request):
         configure()
 
 
+def run_script(request):
+    """Run the script of a request to its end.
+
+    A single process then skips the teardown of modules and libraries, which writes to every page
+    that it shares with the server and takes as long as a short run. Its threads have ended, and
+    what was registered for its end has run. Processes of a group go through all of it: threads of
+    the group have something to do there.
+    """
+    code = None
+    try:
+        runpy.run_path(request["argv"][0], run_name="__main__")
+    except SystemExit as ended:
+        code = ended.code
+        if request["environment"]["WORLD_SIZE"] != "1" or not isinstance(code, int | None):
+            raise
+    if request["environment"]["WORLD_SIZE"] == "1":
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code or 0)
+
+
 if __name__ == "__main__":
     import_everything()
     sys.stdout.write("ready\n")
@@ -125,4 +155,4 @@ if __name__ == "__main__":
     task = Server().serve()
     if task is not None:
         become(task)
-        runpy.run_path(task["argv"][0], run_name="__main__")
+        run_script(task)

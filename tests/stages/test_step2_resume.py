@@ -1,7 +1,6 @@
 """Reward models and DPO that are interrupted and go on: the same runs, bit for bit."""
 
 import json
-import os
 import random
 import shutil
 import signal
@@ -11,6 +10,7 @@ import pytest
 
 from dschat_lora.assets import BUNDLED_DATA
 from helpers.launcher import ROOT, undisturbed_runs
+from helpers.spread import ALL
 from stages.test_resume_command import (
     assert_same_run,
     files_of,
@@ -22,7 +22,6 @@ from stages.test_resume_command import (
 
 pytestmark = pytest.mark.stage
 
-LONG = os.environ.get("FAULTS") == "long"
 STEPS = 8
 # Dropout draws numbers at every step; epochs, evaluations and checkpoints come between.
 COMMON = f"""
@@ -59,7 +58,7 @@ SHORT = [
     ("dpo", TERM),
     ("dpo on the fly, ZeRO 3", KILL),
 ]
-POINTS = [(name, number) for name in RUNS for number in (TERM, KILL)] if LONG else SHORT
+POINTS = [(name, number) for name in RUNS for number in (TERM, KILL)] if ALL else SHORT
 
 
 @pytest.fixture(scope="module")

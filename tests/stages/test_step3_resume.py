@@ -1,7 +1,6 @@
 """Step 3 that is interrupted and goes on: the same run, bit for bit."""
 
 import json
-import os
 import random
 import shutil
 import signal
@@ -12,6 +11,7 @@ from safetensors.torch import load_file
 
 from helpers.launcher import ROOT, STEP1, undisturbed_runs
 from helpers.rlhf_course import save_family, write_prompts, write_texts
+from helpers.spread import ALL
 from helpers.step1 import metrics
 from stages.test_resume_command import (
     RESUME,
@@ -28,7 +28,6 @@ from stages.test_resume_command import (
 pytestmark = pytest.mark.stage
 
 STEP3 = ROOT / "training" / "step3_rlhf" / "main.py"
-LONG = os.environ.get("FAULTS") == "long"
 # Twelve prompts make three iterations of four steps an epoch; the last iteration is cut short.
 STEPS, ITERATIONS = 14, 4
 # The interval of evaluations ends within iterations, that of checkpoints within and at their end.
@@ -52,7 +51,7 @@ RUNS = {
 }
 TERM, KILL = signal.SIGTERM, signal.SIGKILL
 SHORT = [("1 rank", TERM), ("1 rank, ZeRO 3", KILL), ("2 ranks", KILL), ("2 ranks, ZeRO 3", TERM)]
-POINTS = [(name, number) for name in RUNS for number in (TERM, KILL)] if LONG else SHORT
+POINTS = [(name, number) for name in RUNS for number in (TERM, KILL)] if ALL else SHORT
 ROLES = ("actor", "critic", "actor_ema")
 
 
