@@ -33,10 +33,12 @@ FLOORS = [
         "algos": Room(libraries="numpy torch", light="schedules"),
         "assets": Room(light="__init__ toy_world"),
         "config": Room(libraries="yaml", light="groups options stages values"),
-        "report": Room("", "torch tqdm", "charts directory html story terminal"),
+        "report": Room("", "torch tqdm", "charts costs directory html markup story style terminal"),
     },
     {
-        "data": Room("algos config", "datasets jinja2 numpy pyarrow torch", "nlg rows sources"),
+        "data": Room(
+            "algos config", "datasets jinja2 numpy pyarrow torch", "nlg readers rows sources"
+        ),
         "engine": Room("config", "deepspeed psutil torch", "ds_config"),
         "lora": Room("config", "torch"),
     },

@@ -5,12 +5,11 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.models.build import AdaptedModel, build_causal_lm, build_reward_model
-from dschat_lora.models.causal_lm import Tokenizer, load_causal_lm, load_config
+from dschat_lora.models.causal_lm import PreTrainedModel, Tokenizer, load_causal_lm, load_config
 from dschat_lora.models.policy import Policy
 from dschat_lora.models.reward_model import RewardModel, load_reward_model
 from dschat_lora.models.source import ModelSource

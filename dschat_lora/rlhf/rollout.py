@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from dschat_lora.algos.seeds import permutation, stream_seed
 from dschat_lora.data.samples import PromptSample
@@ -20,6 +19,7 @@ from dschat_lora.engine.distributed import (
 from dschat_lora.engine.zero import gathered
 from dschat_lora.generation.generate import respond
 from dschat_lora.generation.sampling import Responses, Sampling
+from dschat_lora.models.causal_lm import PreTrainedModel
 from dschat_lora.rlhf.batch import Response
 from dschat_lora.rlhf.roles import Network
 

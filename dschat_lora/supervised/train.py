@@ -53,31 +53,19 @@ def train(
 ) -> None:
     """Train by the schedule, evaluate on the way, and save the result; call on every rank.
 
-    Args:
-        setup: of the stage.
-        engine: over its network.
-        data: of the setup, perhaps with something added to the samples.
-        batch_layout: of samples in batches.
-        objective: the loss to minimize.
-        answers: shown before and after.
-        extra_flops: of a step besides forward and backward.
-        lr_schedule: from the steps of the whole run, another than ``--lr_scheduler_type``.
-        on_checkpoint: called with the step when a checkpoint is made, on every rank, to write more.
+    ``data`` is the setup's, perhaps with something added to the samples. ``extra_flops`` are those
+    of a step besides forward and backward; ``lr_schedule`` is made from the steps of the whole
+    run, in place of ``--lr_scheduler_type``; ``on_checkpoint`` is called on every rank with the
+    step of a checkpoint, to write more.
     """
     config, run = setup.config, setup.run
     loader = train_loader(setup, data.train, batch_layout)
     schedule = make_train_schedule(config.optim, config.run, loader.steps_per_epoch)
+    rows = rows_of(setup, setup.data.eval, batch_layout)
     evaluator = SupervisedEvaluator(
-        engine,
-        data.eval,
-        rows_of(setup, setup.data.eval, batch_layout),
-        batch_layout.collate,
-        objective,
-        config,
-        run,
+        engine, data.eval, rows, batch_layout.collate, objective, config, run
     )
-    meter = make_meter(setup, engine)
-    progress = TrainProgress()
+    meter, progress = make_meter(setup, engine), TrainProgress()
     parts: dict[str, Part] = {"progress": progress, "evaluation": evaluator.results}
     if answers is not None:
         parts["answers"] = answers.answers

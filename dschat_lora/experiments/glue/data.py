@@ -38,7 +38,7 @@ class Example:
 
 
 @dataclass(frozen=True)
-class Split:
+class TaskSplit:
     """The rows of one part of a task."""
 
     examples: list[Example]
@@ -89,7 +89,9 @@ def find_files(config: GlueConfig) -> dict[str, Path | None]:
     return files
 
 
-def read_split(path: Path, config: GlueConfig, split: str, *, first: int | None = None) -> Split:
+def read_split(
+    path: Path, config: GlueConfig, split: str, *, first: int | None = None
+) -> TaskSplit:
     """The rows of one local file.
 
     Args:
@@ -106,7 +108,7 @@ def read_split(path: Path, config: GlueConfig, split: str, *, first: int | None 
     return _collect(rows, config, split, str(path), first=first)
 
 
-def read_hub(config: GlueConfig, split: str, *, first: int | None = None) -> Split:
+def read_hub(config: GlueConfig, split: str, *, first: int | None = None) -> TaskSplit:
     """The rows of one part of the hub's data set; arguments as in :func:`read_split`.
 
     Raises:
@@ -212,7 +214,7 @@ def _collect(
     source: str,
     *,
     first: int | None = None,
-) -> Split:
+) -> TaskSplit:
     examples: list[Example] = []
     skipped: list[str] = []
     for raw in rows:
@@ -226,7 +228,7 @@ def _collect(
             skipped.append(str(error))
     if not examples:
         raise ValueError("; ".join([f"{source} has no row that can be used", *skipped[:1]]))
-    return Split(examples, skipped, source)
+    return TaskSplit(examples, skipped, source)
 
 
 def _cola_header(first: bytes) -> list[str] | None:

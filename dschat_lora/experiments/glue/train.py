@@ -27,7 +27,7 @@ from dschat_lora.checkpoint.staging import write_whole
 from dschat_lora.engine.distributed import init_distributed
 from dschat_lora.experiments.glue.callback import MetricsCallback, lines_until
 from dschat_lora.experiments.glue.config import GlueConfig
-from dschat_lora.experiments.glue.data import Split, find_files, read_hub, read_split
+from dschat_lora.experiments.glue.data import TaskSplit, find_files, read_hub, read_split
 from dschat_lora.experiments.glue.features import collator, tokenize
 from dschat_lora.experiments.glue.metrics import predictions, task_metrics
 from dschat_lora.experiments.glue.model import (
@@ -164,7 +164,7 @@ def deepspeed_settings(path: Path) -> dict[str, Any]:
 
 def build_trainer(
     run: Run[GlueConfig], settings: TrainingArguments
-) -> tuple[GlueTrainer, dict[str, Split], PreTrainedTokenizerBase]:
+) -> tuple[GlueTrainer, dict[str, TaskSplit], PreTrainedTokenizerBase]:
     """The Trainer with model, rows and measures, and what it was made from."""
     config, say = run.config, run.log.say
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
@@ -222,7 +222,7 @@ def mean_loss(
     return total / (len(labels) if num_items_in_batch is None else num_items_in_batch)
 
 
-def _read(config: GlueConfig) -> dict[str, Split]:
+def _read(config: GlueConfig) -> dict[str, TaskSplit]:
     splits = {}
     for name, path in find_files(config).items():
         limits = {"train": config.max_train_samples, "validation": config.max_eval_samples}
@@ -234,7 +234,7 @@ def _read(config: GlueConfig) -> dict[str, Split]:
     return splits
 
 
-def _describe(model: PreTrainedModel, splits: dict[str, Split], run: Run[GlueConfig]) -> None:
+def _describe(model: PreTrainedModel, splits: dict[str, TaskSplit], run: Run[GlueConfig]) -> None:
     """Say and record what is trained, and on what."""
     total = sum(p.numel() for p in model.parameters())
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -280,7 +280,7 @@ def _evaluate(trainer: GlueTrainer, run: Run[GlueConfig]) -> None:
 def _predict(
     trainer: GlueTrainer,
     config: GlueConfig,
-    splits: dict[str, Split],
+    splits: dict[str, TaskSplit],
     tokenizer: PreTrainedTokenizerBase,
     directory: Path,
 ) -> None:
