@@ -29,7 +29,7 @@ from dschat_lora.generation.generate import decode
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.lora.model import adapters_disabled
 from dschat_lora.models.build import build_causal_lm
-from dschat_lora.models.causal_lm import CausalLMLoss, load_tokenizer
+from dschat_lora.models.causal_lm import CausalLMLoss, PreTrainedModel, load_tokenizer
 from dschat_lora.models.source import find_model
 from dschat_lora.supervised.score import score_files
 
