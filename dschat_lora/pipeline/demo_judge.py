@@ -9,7 +9,6 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dschat_lora.algos.seeds import stream_seed
 from dschat_lora.assets import BUNDLED_DATA
@@ -29,7 +28,7 @@ from dschat_lora.generation.generate import decode
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.lora.model import adapters_disabled
 from dschat_lora.models.build import build_causal_lm
-from dschat_lora.models.causal_lm import CausalLMLoss, PreTrainedModel, load_tokenizer
+from dschat_lora.models.causal_lm import CausalLMLoss, PreTrainedModel, Tokenizer, load_tokenizer
 from dschat_lora.models.source import find_model
 from dschat_lora.supervised.score import score_files
 
@@ -74,7 +73,7 @@ def evaluate_by_rule(sft: Path, policy: Path | None = None) -> dict[str, Judgeme
     return found
 
 
-def judge_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Judgement:
+def judge_model(model: PreTrainedModel, tokenizer: Tokenizer) -> Judgement:
     """Results of the model on the test rows."""
     return Judgement(
         perplexity=perplexity(model, tokenizer),
@@ -84,7 +83,7 @@ def judge_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> J
 
 
 def rule_scores(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, *, draws: int
+    model: PreTrainedModel, tokenizer: Tokenizer, sampling: Sampling, *, draws: int
 ) -> dict[str, Share]:
     """Shares of answers to the test prompts that pass, ``draws`` a prompt, over prompts."""
     rows = BUNDLED_DATA["test"].read_text(encoding="utf-8").splitlines()
@@ -116,7 +115,7 @@ def rule_scores(
 
 
 @torch.no_grad()
-def perplexity(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float:
+def perplexity(model: PreTrainedModel, tokenizer: Tokenizer) -> float:
     """Perplexity of the chosen answers of the test rows, per token."""
     chat = make_chat(tokenizer, tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id))
     records = [to_record(parse_row(raw), chat) for raw in iter_file(BUNDLED_DATA["test"])]
@@ -156,7 +155,7 @@ def accuracy_by_flaw(directory: Path) -> dict[str, float]:
     return {flaw: sum(each) / len(each) for flaw, each in sorted(right.items())}
 
 
-def _load(directory: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _load(directory: Path) -> tuple[PreTrainedModel, Tokenizer]:
     """(model with the adapter there, tokenizer)."""
     source, config = find_model(str(directory)), ModelConfig()
     tokenizer = load_tokenizer(source.tokenizer, config)
