@@ -16,7 +16,7 @@ from deepspeed.utils import logger as deepspeed_logger
 from torch import Tensor, nn
 
 from dschat_lora.engine.adamw import SteppedAdamW, Update
-from dschat_lora.engine.distributed import data_world_size, device, grid
+from dschat_lora.engine.distributed import data_world_size, destroy_at_shutdown, device, grid
 from dschat_lora.engine.ds_config import engine_config, loss_scaling
 
 NetworkT = TypeVar("NetworkT", bound=nn.Module, covariant=True)
@@ -82,6 +82,7 @@ class TrainEngine(Generic[NetworkT]):
             dist_init_required=False,
             mpu=grid(),
         )
+        destroy_at_shutdown(self._engine)
         if self.zero_stage == 0:
             self._engine.enable_backward_allreduce = False  # see _average_gradients
         self._scaler = self._attach_scaler() if native is None else None

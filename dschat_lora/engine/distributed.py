@@ -2,13 +2,15 @@
 
 import gc
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from dschat_lora.engine.master_port import TIMEOUT, _forget_port, _settle_port
 
@@ -48,18 +50,58 @@ def init_distributed() -> None:
     _forget_port()
 
 
+class Destroyable(Protocol):
+    """An engine of DeepSpeed."""
+
+    module: nn.Module
+
+    def destroy(self) -> None:
+        """Remove the hooks that lead from the model back to the engine."""
+
+
+_engines: WeakSet[Destroyable] = WeakSet()
+
+
+def destroy_at_shutdown(engine: Destroyable) -> None:
+    """Have :func:`shutdown` destroy the engine, if it still exists then."""
+    _engines.add(engine)
+
+
 def shutdown() -> None:
     """Leave the process group in order, so that no thread of it outlives it; call on every rank.
 
-    The threads of a group drop tensors, for which they need the interpreter; one that comes when
-    the interpreter ends aborts the process. They end with the last reference to their group, which
-    engines, their hooks and DDP hold too: nothing of these may be reachable from a caller.
+    A group ends, and its threads with it, when nothing refers to it: no engine, hook or DDP. Its
+    threads drop the tensors of collectives, for which they need the interpreter; one that is left
+    to do so when the interpreter ends aborts the process.
     """
     if not dist.is_initialized():
         return
+    _destroy_engines()
     gc.collect()  # engines and trainers refer to themselves
     dist.barrier()  # nobody leaves while another still waits for an answer
-    dist.destroy_process_group()
+    if "deepspeed" not in sys.modules:
+        dist.destroy_process_group()
+        return
+    import deepspeed.comm
+
+    form_grid(1)
+    deepspeed.comm.destroy_process_group()
+
+
+def _destroy_engines() -> None:
+    if not _engines:
+        return
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+    for engine in list(_engines):
+        engine.destroy()
+        for parameter in engine.module.parameters():
+            vars(parameter).clear()  # ZeRO 3 ties each to its optimizer and groups
+    # It also caches for its class what each module releases, and so keeps every module.
+    for method in vars(PartitionedParameterCoordinator).values():
+        for cell in getattr(method, "__closure__", None) or ():
+            if hasattr(cell.cell_contents, "cache_clear"):
+                cell.cell_contents.cache_clear()
 
 
 @dataclass(frozen=True)
