@@ -1,12 +1,10 @@
 """Setup of step 3: prompts, roles and engines of two trained models, and their record."""
 
 import json
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from dschat_lora.config.groups import is_on
@@ -18,7 +16,7 @@ from dschat_lora.models.build import recompute_blocks
 from dschat_lora.models.causal_lm import Tokenizer, load_tokenizer
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
 from dschat_lora.rlhf.config import RlhfConfig, option_errors_for
-from dschat_lora.rlhf.memory import memory_plan
+from dschat_lora.rlhf.memory import explaining_memory, memory_plan
 from dschat_lora.rlhf.rewards import RewardFunction, load_function
 from dschat_lora.rlhf.roles import Roles, Sources, build_roles
 from dschat_lora.rlhf.throughput import FlopCounter
@@ -96,7 +94,7 @@ def set_up(run: Run[RlhfConfig]) -> RlhfSetup:
     _describe(config, roles, settings, run)
     identity: dict[str, Any] = {}
     if run.directory is not None:
-        run.closing.enter_context(_explaining_memory(config, roles))
+        run.closing.enter_context(explaining_memory(config, roles))
         identity = _identity(roles, tokenizer, prompts, text, settings)
         _shard_roles(roles, settings)
         # Those that no engine knows as well, such as the rotary tables of the rollout's modules.
@@ -290,26 +288,3 @@ def _identity(
         "text": None if text is None else text.train.digest(),
         "rows": len(prompts.train),
     }
-
-
-@contextmanager
-def _explaining_memory(config: RlhfConfig, roles: Roles) -> Iterator[None]:
-    """Inside the block, running out of GPU memory says what to change."""
-    kept = [
-        f"--{role}_gradient_checkpointing"
-        for role in roles.trained
-        if not getattr(config, role).gradient_checkpointing
-    ]
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        rows = (
-            "--tokens_per_device"
-            if config.batch.tokens_per_device
-            else "--per_device_training_batch_size (and raise --gradient_accumulation_steps by as "
-            "much)"
-        )
-        raise torch.OutOfMemoryError(
-            f"the GPU is full: lower {rows} or --per_device_generation_batch_size (and "
-            "raise --generation_batches)" + (f", or use {' '.join(kept)}" if kept else "")
-        ) from error

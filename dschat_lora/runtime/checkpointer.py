@@ -1,4 +1,4 @@
-"""Keeps a run's state safe: saves it when due and when told to stop, and restores it."""
+"""Checkpoints of a run: saved when due and when told to stop, and restored."""
 
 import json
 import time
@@ -37,13 +37,13 @@ STREAMS = {"epoch": ["seed", "epoch"], "dropout": ["seed", "step", "rank"]}
 
 
 class Part(Protocol):
-    """Something whose state belongs to the run's."""
+    """A part of the run's state that is no tensor."""
 
     def state(self) -> dict[str, Any]:
         """As JSON; the same on every rank."""
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Become what :meth:`state` returned."""
+        """Load what :meth:`state` returned."""
 
 
 class Checkpointer:
@@ -64,23 +64,23 @@ class Checkpointer:
         """Prepare to save and restore.
 
         Args:
-            run: of the run.
+            run: whose options say when, and whose directory where.
             engines: by the name under which their tensors are filed.
             parts: by name.
-            identity: what the state means nothing without: model, tokenizer, data and rows of
-                a step; complete on rank 0.
+            identity: what the state belongs to: model, tokenizer, data and rows of a step;
+                complete on rank 0.
             on_checkpoint: called on every rank with the step of a checkpoint, to write more.
         """
-        self._output, self._engines, self._parts = run, engines, parts
+        self._run, self._engines, self._parts = run, engines, parts
         self._on_checkpoint = on_checkpoint
         self._identity = {**identity, "streams": STREAMS}
-        self._run = run.config.run
+        self._options = run.config.run
         assert run.directory is not None, "a dry run keeps nothing"
         self._directory = run.directory
         self._saver: Saver | None = None
         if rank() == 0:
             self._saver = Saver(
-                self._directory, keep=self._run.save_total_limit, before_commit=run.log.sync
+                self._directory, keep=self._options.save_total_limit, before_commit=run.log.sync
             )
             # Whatever ends the run, a checkpoint that is being written is finished.
             run.closing.callback(self._saver.drain)
@@ -92,7 +92,7 @@ class Checkpointer:
         self._saves, self._seconds = 0, 0.0
 
     def restore(self, *, num_steps: int = 0) -> None:
-        """Become what the run's checkpoint holds, if it has one; else begin.
+        """Restore the run's checkpoint, if it has one.
 
         Args:
             num_steps: planned for the whole run; 0 where there is no plan to keep to.
@@ -101,7 +101,7 @@ class Checkpointer:
             ValueError: if the checkpoint is of another model, tokenizer or data, or beyond the
                 plan. The earlier run is as it was then.
         """
-        config = self._output.config
+        config = self._run.config
         if not config.checkpoint:
             return
         checkpoint = Path(config.checkpoint)
@@ -119,11 +119,11 @@ class Checkpointer:
         on_rank_zero(lambda: self._take_over(checkpoint, state))
 
     def requests(self) -> list[float]:
-        """Numbers to be summed over ranks: a wish to stop, a save due by time, a failed disk."""
+        """Requests to be summed over ranks: to stop, to save by time, to end for a failed disk."""
         waited = time.monotonic() - self._last_time
-        due = rank() == 0 and 0 < self._run.save_minutes * 60 <= waited
+        due = rank() == 0 and 0 < self._options.save_minutes * 60 <= waited
         failed = rank() == 0 and self._failure() is not None
-        return [float(self._output.interrupts.received > 0), float(due), float(failed)]
+        return [float(self._run.interrupts.received > 0), float(due), float(failed)]
 
     def is_stopping(self, requests: list[float]) -> bool:
         """Whether some rank was told to stop, or cannot go on."""
@@ -132,19 +132,19 @@ class Checkpointer:
     def after_step(self, step: int, requests: list[float], *, skipped: bool, last: bool) -> bool:
         """Save if due, or end the run; whether anything was saved.
 
-        A step that was skipped is not saved but on the way out: weights that give no finite
-        gradient are not worth going back to.
+        A skipped step is saved at the end of a run alone: weights that give no finite gradient are
+        not worth going back to.
         """
         _, due_by_time, failed = requests
         if failed:
             self._give_up()
         if self.is_stopping(requests):
             self.stop(step)
-        interval = self._run.save_interval
+        interval = self._options.save_interval
         # An iteration of step 3 may pass over the very step.
         wanted = interval > 0 and step // interval > self._last_step // interval
         if last:
-            wanted = interval > 0 or self._run.save_minutes > 0
+            wanted = interval > 0 or self._options.save_minutes > 0
         wanted = wanted or due_by_time > 0 or self._is_owed
         self._is_owed = wanted and skipped and not last
         if not wanted or self._is_owed or (step == self._last_step and not last):
@@ -153,7 +153,7 @@ class Checkpointer:
             self.save(step)
         if last:
             self._finish_writing()
-            self._output.record.update(
+            self._run.record.update(
                 {"checkpoints": {"saved": self._saves, "seconds_in_training": self._seconds}}
             )
         return True
@@ -176,21 +176,21 @@ class Checkpointer:
         self._saves, self._seconds = self._saves + 1, self._seconds + self._last_time - start
 
     def stop(self, step: int) -> NoReturn:
-        """Save what was learnt since the last checkpoint, and end the run.
+        """Save the steps since the last checkpoint, and end the run.
 
         Raises:
             Stopped: with the exit code of the signal, when the checkpoint is complete.
         """
-        number = int(max_over_ranks(float(self._output.interrupts.received)))
+        number = int(max_over_ranks(float(self._run.interrupts.received)))
         if step > self._last_step:
             self.save(step)
         self._finish_writing()
         where = f"go on with: --output_dir {self._directory} --resume_from_checkpoint latest"
-        self._output.log.say(
+        self._run.log.say(
             f"stopped by {name_of(number)} after step {step}; "
             + (where if step else "nothing was learnt yet")
         )
-        self._output.record.update({"status": f"interrupted by {name_of(number)} at step {step}"})
+        self._run.record.update({"status": f"interrupted by {name_of(number)} at step {step}"})
         raise Stopped(128 + number)
 
     def last_good(self) -> str:
@@ -209,7 +209,7 @@ class Checkpointer:
 
     def _failure(self) -> BaseException | None:
         written = self._saver.failure if self._saver is not None else None
-        return written or self._output.log.failure or self._output.record.failure
+        return written or self._run.log.failure or self._run.record.failure
 
     def _give_up(self) -> NoReturn:
         """End the run because of rank 0's failure, which says why in one line."""
@@ -237,16 +237,16 @@ class Checkpointer:
         except (OSError, ValueError) as error:
             raise self._explained(error) from error
         while self._saver.notes:
-            self._output.log.say(f"  note         {self._saver.notes.pop()}")
+            self._run.log.say(f"  note         {self._saver.notes.pop()}")
 
     def _state(self, step: int) -> dict[str, Any]:
-        config = self._output.config
+        config = self._run.config
         state = {
             "step": step,
             "identity": self._identity,
             "options": options_to_keep(config),
             "config": flatten(config),
-            "log": self._output.log.position,
+            "log": self._run.log.position,
             "engines": {name: engine.facts() for name, engine in self._engines.items()},
             "parts": {name: part.state() for name, part in self._parts.items()},
         }
@@ -254,8 +254,8 @@ class Checkpointer:
         return clean
 
     def _take_over(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
-        """Make the output directory that of a run which has just reached the checkpoint."""
-        run = self._output
+        """Bring log and record of the output directory to where the checkpoint was saved."""
+        run = self._run
         in_place = goes_on_in_place(run.config)
         origin = None if in_place else run_of(checkpoint)
         source = origin / "metrics.jsonl" if origin is not None else None

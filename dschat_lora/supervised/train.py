@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 
 from dschat_lora.config.groups import is_on
-from dschat_lora.data.loader import Samples
+from dschat_lora.data.loader import Samples, StepLoader
 from dschat_lora.data.store import TokenSet
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import device, world_size
@@ -29,7 +29,7 @@ from dschat_lora.supervised.objectives import Objective
 from dschat_lora.supervised.setup import SupervisedSetup
 
 
-class Split(Protocol):
+class SampleSplit(Protocol):
     """Samples to train on, and held-out ones."""
 
     @property
@@ -42,7 +42,7 @@ class Split(Protocol):
 def train(
     setup: SupervisedSetup,
     engine: TrainEngine[BackboneModel],
-    data: Split,
+    data: SampleSplit,
     batch_layout: BatchLayout,
     objective: Objective,
     *,
@@ -65,27 +65,15 @@ def train(
     evaluator = SupervisedEvaluator(
         engine, data.eval, rows, batch_layout.collate, objective, config, run
     )
-    meter, progress = make_meter(setup, engine), TrainProgress()
+    progress = TrainProgress()
     parts: dict[str, Part] = {"progress": progress, "evaluation": evaluator.results}
     if answers is not None:
         parts["answers"] = answers.answers
-    checkpointer = Checkpointer(
-        run,
-        engines={"model": EngineState(engine, setup.adapted.model)},
-        parts=parts,
-        identity={
-            **setup.identity,
-            "stage": run.stage,
-            "packing": loader.packs,
-            "rows": loader.num_rows,
-            "rows_per_step": loader.rows_per_step,
-            "tokens_per_device": config.batch.tokens_per_device or None,
-        },
-        on_checkpoint=on_checkpoint,
-    )
+    checkpointer = _make_checkpointer(setup, engine, loader, parts, on_checkpoint)
     checkpointer.restore(num_steps=schedule.num_steps)
     if answers is not None:
         answers.show("before")
+    meter = make_meter(setup, engine)
     with run.interrupts.deferred():
         fit(
             engine,
@@ -105,6 +93,29 @@ def train(
         if answers is not None:
             answers.show("after")
         finish(setup, engine, results=evaluator.before_and_after(), meter=meter)
+
+
+def _make_checkpointer(
+    setup: SupervisedSetup,
+    engine: TrainEngine[BackboneModel],
+    loader: StepLoader,
+    parts: dict[str, Part],
+    on_checkpoint: Callable[[int], None] | None,
+) -> Checkpointer:
+    return Checkpointer(
+        setup.run,
+        engines={"model": EngineState(engine, setup.adapted.model)},
+        parts=parts,
+        identity={
+            **setup.identity,
+            "stage": setup.run.stage,
+            "packing": loader.packs,
+            "rows": loader.num_rows,
+            "rows_per_step": loader.rows_per_step,
+            "tokens_per_device": setup.config.batch.tokens_per_device or None,
+        },
+        on_checkpoint=on_checkpoint,
+    )
 
 
 def make_answers(setup: SupervisedSetup, engine: TrainEngine[BackboneModel]) -> SampleAnswers:
