@@ -65,7 +65,7 @@ def train(
     evaluator = SupervisedEvaluator(
         engine, data.eval, rows, batch_layout.collate, objective, config, run
     )
-    progress = TrainProgress()
+    meter, progress = make_meter(setup, engine), TrainProgress()
     parts: dict[str, Part] = {"progress": progress, "evaluation": evaluator.results}
     if answers is not None:
         parts["answers"] = answers.answers
@@ -73,7 +73,6 @@ def train(
     checkpointer.restore(num_steps=schedule.num_steps)
     if answers is not None:
         answers.show("before")
-    meter = make_meter(setup, engine)
     with run.interrupts.deferred():
         fit(
             engine,
