@@ -11,6 +11,7 @@ from typing import Any
 from dschat_lora.assets import BUNDLED_DATA
 from dschat_lora.config.options import fail
 from dschat_lora.pipeline.demo_judge import Judgement, accuracy_by_flaw, evaluate_by_rule
+from dschat_lora.pipeline.stages import SCRIPTS, STAGES
 from dschat_lora.report.directory import leftovers
 from dschat_lora.report.html import render_report, write_report
 from dschat_lora.report.story import read_story
@@ -47,7 +48,7 @@ PPO_OPTIONS = {
     "logging_steps": 5,
     "judge_function": "dschat_lora.world:rule",
 }
-SCRIPTS = {"sft": "step1_sft", "reward": "step2_reward", "rlhf": "step3_rlhf"}
+NAMES = ("sft", "reward", "rlhf")
 Rows = list[list[str]]
 
 
@@ -56,17 +57,16 @@ def run_demo(output_dir: str | None, *, seed: int = 1234) -> None:
 
     Without ``output_dir`` it is the first free of output/demo, -2, -3, ...
     """
-    scripts = Path(__file__).parents[2] / "training"
-    if not (scripts / "step1_sft" / "main.py").is_file():
-        fail(f"the demo runs from a checkout of the repository: {scripts} has no step1_sft/main.py")
-    if output_dir is not None and any(leftovers(Path(output_dir) / name) for name in SCRIPTS):
+    if not STAGES["sft"].script.is_file():
+        fail(f"the demo runs from a checkout of the repository: {SCRIPTS} has no step1_sft/main.py")
+    if output_dir is not None and any(leftovers(Path(output_dir) / name) for name in NAMES):
         fail(f"--output_dir {output_dir} holds an earlier demo; choose another directory")
     directory = RunDirectory.claim(output_dir, name="demo").path
-    stages = {name: directory / name for name in SCRIPTS}
+    stages = {name: directory / name for name in NAMES}
     seconds = {}
     for name, options in stage_options(stages).items():
         start = time.monotonic()
-        _run_stage(scripts / SCRIPTS[name] / "main.py", options | {"seed": seed})
+        _run_stage(STAGES[name].script, options | {"seed": seed})
         seconds[name] = time.monotonic() - start
     log_once("judging answers to test prompts by the rule, and the reward model on test pairs ...")
     tables = _tables(stages, seconds)
