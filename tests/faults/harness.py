@@ -71,10 +71,12 @@ def operations(log):
 
 
 def spread(points, count):
-    """All points in a long run, else ``count`` of them, evenly with both ends."""
+    """All points in a long run, else ``count`` of them, evenly with both ends; one: the middle."""
     points = list(points)
     if LONG or len(points) <= count:
         return points
+    if count == 1:
+        return [points[len(points) // 2]]
     return [points[round(i * (len(points) - 1) / (count - 1))] for i in range(count)]
 
 

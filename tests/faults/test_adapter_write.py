@@ -20,7 +20,7 @@ pytestmark = pytest.mark.stage
 
 # Lines on stderr that a refusal by the disk may take.
 MOST_LINES_OF_A_REFUSAL = 1
-TRIALS = 9
+TRIALS = 6
 ERRORS = ["ENOSPC", "EIO", "EROFS", "EACCES"]
 
 
@@ -102,7 +102,7 @@ def test_killed_at_any_operation_leaves_a_whole_adapter_or_none(part, sound, tin
 def test_refused_operation_ends_the_run_without_half_an_adapter(error, sound, tiny_run):
     until = next(n for n, each in enumerate(sound.saving) if each.concerns("run.json"))
     points = sound.saving[:until]
-    for operation in points if LONG else spread(points, 6)[ERRORS.index(error) :: len(ERRORS)]:
+    for operation in points if LONG else spread(points, 4)[ERRORS.index(error) :: len(ERRORS)]:
         for sticky in ("1", ""):
             done = tiny_run(FAULT_AT=operation.number, FAULT_DO=error, FAULT_STICKY=sticky)
             # A directory that is there already needs no making.

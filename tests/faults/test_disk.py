@@ -42,10 +42,10 @@ ERRORS = {
 }
 # what to hit: (text in its paths, options, points in a short run, most in a long one)
 PLACES = {
-    "checkpoints": ("/out/checkpoints", [], 4, 99),
+    "checkpoints": ("/out/checkpoints", [], 3, 99),
     "metrics": ("/out/metrics.jsonl", [], 2, 8),
-    "record": ("/out/run.json", [], 2, 7),
-    "tensorboard": ("/out/tensorboard", ["--report_to", "tensorboard"], 2, 6),
+    "record": ("/out/run.json", [], 1, 7),
+    "tensorboard": ("/out/tensorboard", ["--report_to", "tensorboard"], 1, 6),
 }
 ELSEWHERE = "/nowhere"
 MOST_SECONDS_UNTIL_ALL_RANKS_END = 20

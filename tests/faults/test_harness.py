@@ -120,3 +120,4 @@ def test_spread_keeps_both_ends(monkeypatch):
     monkeypatch.setattr("harness.LONG", False)
     assert spread(range(101), 5) == [0, 25, 50, 75, 100]
     assert spread([1, 2], 5) == [1, 2]
+    assert spread(range(101), 1) == [50]

@@ -35,16 +35,16 @@ from harness import (
 
 pytestmark = pytest.mark.stage
 
-STEPS, INTERVAL, KEPT = 24, 3, 2
+STEPS, INTERVAL, KEPT = 15, 3, 2
 COMMAND = f"""
     --max_steps {STEPS} --save_interval {INTERVAL} --save_total_limit {KEPT} --eval_interval 6
     --lora_dropout 0.1 --resume_from_checkpoint auto
 """.split()
 SETTINGS = {"1 rank": (1, 0), "2 ranks, ZeRO 0": (2, 0), "2 ranks, ZeRO 2": (2, 2)}
 # in a short run and in a long one
-KILLS = {"1 rank": (8, 150), "2 ranks, ZeRO 0": (0, 25), "2 ranks, ZeRO 2": (3, 25)}
+KILLS = {"1 rank": (5, 150), "2 ranks, ZeRO 0": (0, 25), "2 ranks, ZeRO 2": (2, 25)}
 # When to kill: at any time; at or after a file operation; while a save or the export goes on.
-AIMS = ("operation", "any", "save", "operation", "any", "save", "any", "export")
+AIMS = ("operation", "save", "any", "export", "operation", "any", "save", "any")
 LONGEST_SAVE = 0.03  # seconds on two busy cores; later is a kill during training
 
 
@@ -306,7 +306,7 @@ SHORT = """
 BELOW = "/out/checkpoints"
 RESUME = ["--output_dir", "out", "--resume_from_checkpoint", "latest"]
 AUTO = ["--resume_from_checkpoint", "auto"]
-TRIALS = 6
+TRIALS = 4
 
 
 @pytest.fixture(scope="module")
@@ -373,13 +373,11 @@ def left_behind(whole, tiny_run):
     return done
 
 
-@pytest.mark.parametrize(
-    ("step", "part"), [(2, 0), (2, 1), (2, 2), (4, 0), (4, 1)], ids="{}".format
-)
+@pytest.mark.parametrize(("step", "part"), [(2, 0), (2, 1), (4, 0)], ids="{}".format)
 def test_killed_at_any_operation_of_a_start_it_can_start_again(
     step, part, left_behind, whole, tiny_run, tmp_path
 ):
-    parts = 3 if step == 2 else 2
+    parts = {2: 2, 4: 1}[step]
     for operation in spread(left_behind[step].starting, parts)[part::parts]:
         home = tmp_path / str(operation.number)
         shutil.copytree(left_behind[step].home, home)
