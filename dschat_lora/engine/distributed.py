@@ -10,7 +10,7 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from dschat_lora.engine.master_port import TIMEOUT, _forget_port, _settle_port
 
@@ -53,8 +53,6 @@ def init_distributed() -> None:
 class Destroyable(Protocol):
     """An engine of DeepSpeed."""
 
-    module: nn.Module
-
     def destroy(self) -> None:
         """Remove the hooks that lead from the model back to the engine."""
 
@@ -79,25 +77,26 @@ def shutdown() -> None:
     _destroy_engines()
     gc.collect()  # engines and trainers refer to themselves
     dist.barrier()  # nobody leaves while another still waits for an answer
-    if "deepspeed" not in sys.modules:
+    if _grid is not None:
+        form_grid(1)
+    comm = sys.modules.get("deepspeed.comm.comm")
+    if comm is None or comm.cdb is None:
         dist.destroy_process_group()
-        return
-    import deepspeed.comm
-
-    form_grid(1)
-    deepspeed.comm.destroy_process_group()
+    else:
+        comm.destroy_process_group()  # and what DeepSpeed remembers of groups
 
 
 def _destroy_engines() -> None:
+    """Undo what keeps engines, by hooks on their modules and by what ZeRO 3 holds globally."""
     if not _engines:
         return
+    from deepspeed.runtime.zero import parameter_offload
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
     for engine in list(_engines):
         engine.destroy()
-        for parameter in engine.module.parameters():
-            vars(parameter).clear()  # ZeRO 3 ties each to its optimizer and groups
-    # It also caches for its class what each module releases, and so keeps every module.
+    parameter_offload.FWD_MODULE_STACK.clear()  # the networks are its bottom
+    # What each module releases is cached for the class, and so every module is kept.
     for method in vars(PartitionedParameterCoordinator).values():
         for cell in getattr(method, "__closure__", None) or ():
             if hasattr(cell.cell_contents, "cache_clear"):
