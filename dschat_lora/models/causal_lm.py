@@ -27,8 +27,8 @@ from dschat_lora.config.groups import ModelConfig
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.parallel import ParallelLinear, Shard, Split
 from dschat_lora.models.backbone import BackboneModel
+from dschat_lora.models.loading import check_whole, hub_errors
 from dschat_lora.models.shard_loading import empty_parameters, load_parts
-from dschat_lora.models.source import check_whole, hub_errors
 from dschat_lora.models.tensor_parallel import divide
 
 # The run has a log of its own; a bar for each of a few weights says nothing.

@@ -18,8 +18,8 @@ from dschat_lora.lora.model import seeded_generator
 from dschat_lora.lora.parallel import group_of
 from dschat_lora.models.backbone import BackboneModel
 from dschat_lora.models.causal_lm import build_divided, load_options, sdpa_errors
+from dschat_lora.models.loading import check_whole, hub_errors
 from dschat_lora.models.shard_loading import load_parts
-from dschat_lora.models.source import check_whole, hub_errors
 from dschat_lora.models.views import share_parameters
 
 HEAD = "score"

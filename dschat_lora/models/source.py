@@ -4,13 +4,8 @@ Imports no model library, so that a wrong path is reported at once.
 """
 
 import re
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from safetensors import SafetensorError
 
 from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.checkpoint.adapter_config import (
@@ -100,27 +95,3 @@ def _from_adapter(path: Path) -> ModelSource:
             f"the base of the adapter {path} is missing: its adapter_config.json names {base}"
         )
     return ModelSource(base, path.resolve(), config)
-
-
-def check_whole(report: Mapping[str, Any], *, new: Collection[str] = ()) -> None:
-    """Refuse a model whose files lack weights, but for ``new`` ones: transformers would draw them.
-
-    ``report`` is the loading information of ``from_pretrained``.
-
-    Raises:
-        ValueError: naming the first few.
-    """
-    missing = sorted(set(report["missing_keys"]) - set(new))
-    if missing:
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise ValueError(f"the files lack {', '.join(missing[:3])}{more}")
-
-
-@contextmanager
-def hub_errors(option: str, name: str, what: str) -> Iterator[None]:
-    """Turn a failure to find or read ``name`` into a ValueError that names the option."""
-    try:
-        yield
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ValueError(f"{option} {name}: its {what} cannot be loaded: {reason}") from error
