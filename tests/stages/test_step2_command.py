@@ -29,7 +29,7 @@ SCRIPTS = {
     "sft": STEP1,
     "reward": ROOT / "training" / "step2_reward" / "main.py",
     "dpo": ROOT / "training" / "step2_dpo" / "main.py",
-    "score": ROOT / "dschat_lora" / "cli" / "main.py",
+    "score": ROOT / "dschat_lora" / "__main__.py",
 }
 STAGES = {
     "sft": (SupervisedConfig, SFT),
