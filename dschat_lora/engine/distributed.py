@@ -250,7 +250,7 @@ def sum_over_processes(values: list[float]) -> list[float]:
 
 
 def sum_with_requests(values: Tensor, requests: list[float]) -> Tensor:
-    """``values`` summed over the shares of the data, then each wish over all processes.
+    """``values`` summed over the shares of the data, then each request over all processes.
 
     Call on every rank.
     """
