@@ -224,11 +224,16 @@ def ways():
         task(0, micro_batch=4, accumulation=2),
         samples=samples,
         tokenizer=random_pairs(vocab_size=64, max_seq_len=24, limit=1).tokenizer,
-        hidden_size=16,
-        num_heads=2,
-        vocab_size=64,
-        lora_dim=2,
-        max_seq_len=24,
+        size=ModelSize(
+            hidden_size=16,
+            num_layers=1,
+            num_heads=2,
+            vocab_size=64,
+            lora_dim=2,
+            max_seq_len=24,
+            rounds=1,
+            seconds=1.0,
+        ),
     )
     built = {name: build(tiny) for name, build in CONTENDERS.items()}
     for way in built.values():
