@@ -160,7 +160,7 @@ class DeepSpeedChat:
         window = next(self._windows)
         self._steps.step([partial(self._loss, micro) for micro in window])
         pairs = sum(map(len, window))
-        return Work(pairs, 2 * pairs * self._task.max_seq_len)
+        return Work(pairs, 2 * pairs * self._task.size.max_seq_len)
 
     @torch.no_grad()
     def loss(self, pairs: list[int]) -> float:
@@ -168,7 +168,7 @@ class DeepSpeedChat:
         return float(self._loss(pairs))
 
     def _pad(self, ids: Any) -> Tensor:
-        padded = torch.full((self._task.max_seq_len,), PAD_ID)
+        padded = torch.full((self._task.size.max_seq_len,), PAD_ID)
         padded[: len(ids)] = torch.from_numpy(ids.astype(np.int64))
         return padded
 

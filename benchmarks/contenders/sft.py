@@ -115,7 +115,7 @@ class DeepSpeedChat:
         self._steps.step([partial(self._loss, micro) for micro in window])
         numbers = [number for micro in window for number in micro]
         tokens = sum(self._tokens[number] for number in numbers)
-        return Work(tokens, len(numbers) * self._task.max_seq_len)
+        return Work(tokens, len(numbers) * self._task.size.max_seq_len)
 
     @torch.no_grad()
     def loss(self, samples: list[int]) -> float:
@@ -125,7 +125,7 @@ class DeepSpeedChat:
         return float(self._loss(samples, torch.stack(labels)))
 
     def _padded(self, values: Any, padding: int) -> Tensor:
-        padded = torch.full((self._task.max_seq_len,), padding)
+        padded = torch.full((self._task.size.max_seq_len,), padding)
         padded[: len(values)] = torch.from_numpy(values)
         return padded
 

@@ -86,6 +86,6 @@ def drawn_by_rank():
 
 @pytest.mark.stage
 def test_ranks_draw_different_numbers(ranks):
-    first, second = ranks(2).run("test_randomness:drawn_by_rank")
+    first, second = ranks(2).run("test_seeds:drawn_by_rank")
     assert first == drawn_by_rank()
     assert not set(first) & set(second)

@@ -162,5 +162,5 @@ def asks_to_stop(received_on):
 @pytest.mark.stage
 @pytest.mark.parametrize(("received_on", "stops"), [([], False), ([1], True), ([0, 1], True)])
 def test_every_rank_is_asked_to_stop_where_one_received_a_signal(ranks, received_on, stops):
-    results = ranks(2).run("test_interrupt:asks_to_stop", received_on=received_on)
+    results = ranks(2).run("test_signals:asks_to_stop", received_on=received_on)
     assert results == [stops, stops]
