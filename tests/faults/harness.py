@@ -21,7 +21,6 @@ LONG = ALL
 TINY = f"""
     --lora_dim 4 --max_steps 2 --eval_iters 1 --sample_generations 0 --output_dir out
     --per_device_train_batch_size 4 --max_seq_len 64 --data_path {BUNDLED_DATA["eval"]}
-    --eval_data_path {BUNDLED_DATA["eval"]}
 """.split()
 MANIFEST = "manifest.json"
 CHECKPOINT = re.compile(r"step-(\d{8})")
