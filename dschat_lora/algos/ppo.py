@@ -44,12 +44,7 @@ class ValueLoss:
 
 
 def policy_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    cliprange: float,
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, cliprange: float
 ) -> PolicyLoss:
     """Sum of ``max(-A r, -A clip(r, 1 - c, 1 + c))`` with ``r = exp(logprob - old logprob)``.
 
@@ -82,12 +77,7 @@ def policy_loss(
 
 
 def value_loss(
-    values: Tensor,
-    old_values: Tensor,
-    returns: Tensor,
-    mask: Tensor,
-    *,
-    cliprange_value: float,
+    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, cliprange_value: float
 ) -> ValueLoss:
     """Sum of ``0.5 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)``.
 

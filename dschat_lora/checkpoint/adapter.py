@@ -29,12 +29,7 @@ from dschat_lora.checkpoint.tensors import save_weights
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.groups import PARTS, Groups
 from dschat_lora.lora.layers import full_shape
-from dschat_lora.lora.model import (
-    AdapterLayout,
-    adapter_parameters,
-    base_names,
-    lora_layers,
-)
+from dschat_lora.lora.model import AdapterLayout, adapter_parameters, base_names, lora_layers
 from dschat_lora.lora.parallel import own_part
 
 

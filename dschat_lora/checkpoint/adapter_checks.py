@@ -5,15 +5,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from dschat_lora.checkpoint.adapter_config import (
-    AdapterConfig,
-)
+from dschat_lora.checkpoint.adapter_config import AdapterConfig
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.groups import Groups, groups_of_parts
-from dschat_lora.lora.model import (
-    lora_layers,
-    lora_scaling,
-)
+from dschat_lora.lora.model import lora_layers, lora_scaling
 
 
 def groups_of(config: AdapterConfig) -> Groups | None:

@@ -221,11 +221,7 @@ def match_names(model: nn.Module, file: LoraOnly, *, new: Collection[str] = ()) 
 def loralib_name(name: str) -> str:
     """loralib's name for one of :func:`dschat_lora.lora.model.adapter_parameters`."""
     owner, _, part = name.replace(".trained.", ".", 1).rpartition(".")
-    renamed = {
-        "lora_embedding_A": "lora_A",
-        "lora_embedding_B": "lora_B",
-        "trained_bias": "bias",
-    }
+    renamed = {"lora_embedding_A": "lora_A", "lora_embedding_B": "lora_B", "trained_bias": "bias"}
     return f"{owner}.{renamed.get(part, part)}"
 
 

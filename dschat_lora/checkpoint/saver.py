@@ -92,11 +92,7 @@ class Saver:
             wait([self._task])
 
     def _work(
-        self,
-        task: "Future[None]",
-        step: int,
-        shards: "Queue[Shard | None]",
-        state: dict[str, Any],
+        self, task: "Future[None]", step: int, shards: "Queue[Shard | None]", state: dict[str, Any]
     ) -> None:
         """Write, and set the result or exception of ``task``."""
         try:

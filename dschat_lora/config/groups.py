@@ -14,12 +14,7 @@ from dschat_lora.config.options import hidden, option
 Dtype = Literal["auto", "fp32", "bf16", "fp16"]
 Switch = bool | Literal["auto"]
 Scheduler = Literal[
-    "linear",
-    "cosine",
-    "cosine_with_restarts",
-    "polynomial",
-    "constant",
-    "constant_with_warmup",
+    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"
 ]
 
 
@@ -69,8 +64,7 @@ class LoadConfig:
     )
     eot_token: str = option("<|endoftext|>", help="end-of-text token of --add_eot_token")
     compile: bool = option(
-        False,
-        help="compile the model's blocks (torch.compile): slow to start, faster from then on",
+        False, help="compile the model's blocks (torch.compile): slow to start, faster from then on"
     )
     compute_fp32_loss: bool = option(
         True, help="accepted from DeepSpeed-Chat; the loss is always computed in fp32"
@@ -110,8 +104,7 @@ class LoraConfig:
         False, help="scale by lora_alpha / sqrt(lora_dim) (rank-stabilised LoRA)"
     )
     target_modules: tuple[str, ...] = option(
-        ("all-linear",),
-        help="layers to adapt: all-linear, name endings, or one regular expression",
+        ("all-linear",), help="layers to adapt: all-linear, name endings, or one regular expression"
     )
     lora_module_name: str | None = option(
         None, help="adapt the linear layers whose name contains this (DeepSpeed-Chat's rule)"
@@ -290,8 +283,7 @@ class OptimConfig(ScheduleConfig):
         None, help="peak rate of the adapters; default 5e-4, DPO 1e-5"
     )
     lora_lr_multiplier: float | None = option(
-        None,
-        help="adapters train at this multiple of --learning_rate; start at 2 to 3, up to 10",
+        None, help="adapters train at this multiple of --learning_rate; start at 2 to 3, up to 10"
     )
     weight_decay: float = option(0.0, help="decoupled weight decay; biases and norms exempt")
     default_lora_learning_rate: float | None = hidden(5e-4)  # None: that of base weights

@@ -92,10 +92,7 @@ def cut_evenly(lengths: NDArray[np.int64], limit: int, *, multiple_of: int) -> l
     """
     size = round_up(len(_cut(lengths, limit)), multiple_of)
     least = bisect_left(
-        range(limit),
-        True,
-        lo=int(lengths[0]),
-        key=lambda limit: len(_cut(lengths, limit)) <= size,
+        range(limit), True, lo=int(lengths[0]), key=lambda limit: len(_cut(lengths, limit)) <= size
     )
     ends = _cut(lengths, least)
     ends += [len(lengths)] * (size - len(ends))

@@ -21,11 +21,7 @@ from dschat_lora.data.samples import AnySample, PairSample, PromptSample, Sample
 
 LIST = pa.large_list(pa.int32())  # 64-bit offsets: more than 2**31 tokens fit
 TEXT = pa.large_binary()
-CLASSES: dict[DataKind, type] = {
-    "samples": Sample,
-    "pairs": PairSample,
-    "prompts": PromptSample,
-}
+CLASSES: dict[DataKind, type] = {"samples": Sample, "pairs": PairSample, "prompts": PromptSample}
 # Fields of the classes, as they are stored.
 COLUMNS = {
     "samples": {"input_ids": LIST, "labels": LIST},

@@ -88,8 +88,7 @@ def forward_flops(
     scored = num_attended if num_scored_pairs is None else num_scored_pairs
     head = 0 if shape.head is None else shape.head.forward * num_targets
     return Flops(
-        _forward(shape, num_tokens, num_attended) + head,
-        _forward(shape, positions, scored) + head,
+        _forward(shape, num_tokens, num_attended) + head, _forward(shape, positions, scored) + head
     )
 
 

@@ -163,13 +163,7 @@ def _norm_bytes(model: nn.Module, width: int) -> int:
 
 
 def _attention_bytes(
-    block: BlockShape,
-    shape: ModelShape,
-    heads: int,
-    length: int,
-    norm: int,
-    width: int,
-    ranks: int,
+    block: BlockShape, shape: ModelShape, heads: int, length: int, norm: int, width: int, ranks: int
 ) -> int:
     if not block.attention:
         return 0

@@ -10,13 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dschat_lora.lora.layers import (
-    LoraLinear,
-    TrainedBias,
-    TrainedModule,
-    full_shape,
-    is_conv1d,
-)
+from dschat_lora.lora.layers import LoraLinear, TrainedBias, TrainedModule, full_shape, is_conv1d
 from dschat_lora.lora.parallel import ParallelLinear
 
 _EXPERT_OPTIONS = ("num_local_experts", "num_experts", "n_routed_experts")

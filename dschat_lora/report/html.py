@@ -11,15 +11,7 @@ from typing import Any
 from dschat_lora.report import charts
 from dschat_lora.report.charts import Curve, line_chart
 from dschat_lora.report.costs import time_section
-from dschat_lora.report.markup import (
-    amount,
-    duration,
-    html_table,
-    number,
-    safe,
-    short,
-    value_text,
-)
+from dschat_lora.report.markup import amount, duration, html_table, number, safe, short, value_text
 from dschat_lora.report.story import StageStory
 from dschat_lora.report.style import STYLE
 from dschat_lora.report.terminal import named

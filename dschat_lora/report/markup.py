@@ -78,11 +78,7 @@ def value_text(value: object) -> str:
 
 
 def html_table(
-    header: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    *,
-    caption: str = "",
-    kind: str = "",
+    header: Sequence[str], rows: Sequence[Sequence[str]], *, caption: str = "", kind: str = ""
 ) -> str:
     """A table whose first column names the rows; empty without rows."""
     if not rows:
