@@ -25,20 +25,9 @@ def adamw_(
     ``p -= lr c m / (sqrt(v) + eps)`` with moments as in Adam (arXiv:1412.6980) and, with
     ``correct_bias``, ``c = sqrt(1 - beta2^t) / (1 - beta1^t)``, else 1. ``eps`` is added to the
     uncorrected root (the form of Adam's section 2), where torch adds it to the corrected one.
-    Decoupled decay ``p -= lr weight_decay p`` comes before (arXiv:1711.05101), or after.
-
-    Args:
-        parameters: to be updated.
-        gradients: one for each parameter, of its shape.
-        means: Adam's first moments, likewise.
-        squares: Adam's second moments, likewise.
-        step: t of this update, from 1.
-        lr: learning rate.
-        betas: decay of the two moments, in [0, 1).
-        eps: > 0.
-        weight_decay: >= 0.
-        correct_bias: correct the moments for starting at zero.
-        decay_after_update: apply the decay after the update, as the original does.
+    Decoupled decay ``p -= lr weight_decay p`` comes before (arXiv:1711.05101) or, with
+    ``decay_after_update``, after, as in the original. ``means`` and ``squares`` are Adam's first
+    and second moments, of the parameters' shapes like the gradients; t is ``step``, from 1.
     """
     beta1, beta2 = betas
     rate = lr

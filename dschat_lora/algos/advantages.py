@@ -2,6 +2,7 @@
 
 N responses are right-padded to R tokens; their mask is (N, R) bool, True on the tokens of the
 response up to and including the end of sequence. Padding may hold anything, NaN included.
+Tensors whose shapes do not fit are a ValueError.
 """
 
 from dataclasses import dataclass
@@ -30,9 +31,6 @@ def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float) -
     Returns:
         (N, R) without gradient, 0 where the mask is False; the score of a response without
         tokens counts nowhere.
-
-    Raises:
-        ValueError: if the shapes do not fit.
     """
     check_same_shape(kl=kl, mask=mask)
     tokens_left = mask.flip(1).cumsum(1).flip(1)
@@ -59,9 +57,6 @@ def gae(
     Returns:
         ``(advantages, returns)``, (N, R) each, returns being advantages plus values; without
         gradient, 0 where the mask is False. Advantages are not whitened.
-
-    Raises:
-        ValueError: if the three tensors differ in shape.
     """
     check_same_shape(rewards=rewards, values=values, mask=mask)
     # Padding of zeros is what ends the episode: every delta after the last token is 0.
@@ -82,18 +77,8 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
 
     The variance is that of the population (divided by the number of tokens), as in ``whiten`` of
     openai/lm-human-preferences, the code of arXiv:1909.08593. Moments are taken in fp64, so that
-    what fp32 rounds off a constant is not blown up.
-
-    Args:
-        values: (N, R).
-        mask: (N, R) bool, True on response tokens.
-
-    Returns:
-        (N, R) without gradient, in the dtype of the values; 0 where the mask is False, and
-        everywhere if the values do not vary.
-
-    Raises:
-        ValueError: if the two differ in shape.
+    what fp32 rounds off a constant is not blown up. The result is (N, R) like the values, of their
+    dtype, without gradient; 0 where the mask is False, and everywhere if the values do not vary.
     """
     check_same_shape(values=values, mask=mask)
     count = mask.sum().clamp(min=1)
@@ -123,9 +108,6 @@ def rloo_advantages(rewards: Tensor, groups: Tensor) -> Tensor:
 
     Returns:
         (N,) without gradient, 0 for a response that is alone in its group.
-
-    Raises:
-        ValueError: if the two differ in shape.
     """
     check_same_shape(rewards=rewards, groups=groups)
     exact = rewards.double()
@@ -139,8 +121,8 @@ def grpo_advantages(rewards: Tensor, groups: Tensor) -> Tensor:
     """``(r - mean) / (std + 1e-4)`` within the responses to each prompt.
 
     Section 4.1.2 of arXiv:2402.03300. The paper leaves open which standard deviation; it is the
-    one with Bessel's correction here, and it gets the 1e-4, as in TRL's GRPOTrainer. Arguments,
-    result and errors are as for :func:`rloo_advantages`.
+    one with Bessel's correction here, and it gets the 1e-4, as in TRL's GRPOTrainer. Arguments
+    and result are as for :func:`rloo_advantages`.
     """
     check_same_shape(rewards=rewards, groups=groups)
     exact = rewards.double()
@@ -161,17 +143,8 @@ def to_tokens(advantages: Tensor, mask: Tensor) -> Tensor:
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     """``1 - Var(returns - values) / Var(returns)`` over the response tokens of all rows.
 
-    Args:
-        values: (N, R) predictions.
-        returns: (N, R) what they predict.
-        mask: (N, R) bool, True on response tokens.
-
-    Returns:
-        Scalar without gradient, at most 1: 1 for values right up to a constant, 0 for constant
-        ones, negative for worse. 0 where the returns do not vary.
-
-    Raises:
-        ValueError: if the three tensors differ in shape.
+    A scalar without gradient, at most 1: 1 for (N, R) values that predict the returns up to a
+    constant, 0 for constant ones, negative for worse. 0 where the returns do not vary.
     """
     check_same_shape(values=values, returns=returns, mask=mask)
     errors, observed = (returns - values)[mask].double(), returns[mask].double()
@@ -182,17 +155,11 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RunningMoments:
-    """Running mean and variance of all values so far, to scale scores by.
-
-    Attributes:
-        count: how many.
-        mean: their mean.
-        m2: sum of their squared distances from it.
-    """
+    """Running mean and variance of all values so far, to scale scores by."""
 
     count: float = 0.0
     mean: float = 0.0
-    m2: float = 0.0
+    m2: float = 0.0  # sum of squared distances from the mean
 
     def updated(self, values: Tensor) -> "RunningMoments":
         """Moments that include the values of a tensor of any shape.

@@ -42,11 +42,9 @@ def dpo_loss(
     Raises:
         ValueError: for label smoothing with another loss, or unlike shapes.
     """
-    if chosen_logratios.shape != rejected_logratios.shape:
-        raise ValueError(
-            f"log-ratios have shapes {tuple(chosen_logratios.shape)} and "
-            f"{tuple(rejected_logratios.shape)}"
-        )
+    left, right = tuple(chosen_logratios.shape), tuple(rejected_logratios.shape)
+    if left != right:
+        raise ValueError(f"log-ratios have shapes {left} and {right}")
     if label_smoothing and loss_type != "sigmoid":
         raise ValueError(f"label smoothing is for the sigmoid loss, not {loss_type}")
     difference = chosen_logratios - rejected_logratios

@@ -10,14 +10,8 @@ MAX_KL_ERROR = 0.2
 def kl_k1(logprobs: Tensor, reference: Tensor) -> Tensor:
     """``log p - log q`` at each token: unbiased for KL(p || q) over tokens drawn from p.
 
-    Single values may be negative (k1 of http://joschu.net/blog/kl-approx.html).
-
-    Args:
-        logprobs: log p of the tokens, in nats, any shape.
-        reference: log q of the same tokens.
-
-    Returns:
-        Nats in the shape of the two, with gradient, element by element.
+    Single values may be negative (k1 of http://joschu.net/blog/kl-approx.html). ``logprobs`` are
+    log p and ``reference`` log q of the same tokens, in nats, of any shape, which the result has.
     """
     return logprobs - reference
 

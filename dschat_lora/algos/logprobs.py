@@ -84,22 +84,11 @@ def token_entropy(logits: Tensor) -> Tensor:
 
 
 def sequence_sums(values: Tensor, owner: Tensor, num_sequences: int) -> Tensor:
-    """Sum over the tokens of each sequence.
+    """(num_sequences,) sums of (N,) values over the tokens of each sequence; 0 without tokens.
 
-    Args:
-        values: (N,) one for each token.
-        owner: (N,) int64 in [0, num_sequences), the sequence each token belongs to.
-        num_sequences: how many there are.
-
-    Returns:
-        (num_sequences,); 0 for a sequence without tokens.
+    ``owner``, (N,) int64 in [0, num_sequences), is the sequence that each token belongs to.
     """
     return values.new_zeros(num_sequences).index_add(0, owner, values)
-
-
-def _buffer(logits: Tensor, part: VocabularyPart | None) -> Tensor:
-    """An output buffer: that of the logits, unless :func:`log_softmax` has overwritten them."""
-    return logits if part is None else torch.empty_like(logits)
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -125,8 +114,9 @@ class _LinearLogprobs(torch.autograd.Function):
                 continue
             probabilities = table.exp_()
             if entropy is not None:
-                # In the buffer of the logits, which are not needed any more.
-                own = torch.special.entr(probabilities, out=_buffer(logits, part)).sum(-1)
+                # In the buffer of the logits, unless log_softmax has overwritten them.
+                buffer = logits if part is None else torch.empty_like(logits)
+                own = torch.special.entr(probabilities, out=buffer).sum(-1)
                 entropy[chunk] = own if part is None else part.sum(own)
             if gradient is not None:
                 error = add_at_(probabilities.neg_(), tokens[chunk], 1.0, part)
@@ -142,7 +132,7 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx: Any, grad_logprobs: Tensor, _grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        if gradient is None:
-            return None, None, None, None, None, None, None
-        scaled = gradient * grad_logprobs[:, None].to(gradient.dtype)
+        scaled = None
+        if gradient is not None:
+            scaled = gradient * grad_logprobs[:, None].to(gradient.dtype)
         return scaled, None, None, None, None, None, None

@@ -2,6 +2,7 @@
 
 N responses are right-padded to R tokens; their mask is (N, R) bool, True on the tokens of the
 response up to and including the end of sequence. Padding may hold anything, NaN included.
+Tensors that differ in shape are a ValueError.
 """
 
 from dataclasses import dataclass
@@ -15,32 +16,20 @@ from dschat_lora.algos.kl import kl_k3
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """0-dim tensors of the loss's dtype; all but ``total`` are without gradient.
+    """0-dim tensors of the loss's dtype; all but ``total`` are without gradient."""
 
-    Attributes:
-        total: loss summed over tokens.
-        clipped: number of tokens whose ratio was clipped, which get no gradient.
-        approx_kl: KL(old || new) summed over tokens, in nats, estimated by k3 from tokens of old.
-        ratio_error: max |ratio - 1| over tokens, 0 without any.
-    """
-
-    total: Tensor
-    clipped: Tensor
-    approx_kl: Tensor
-    ratio_error: Tensor
+    total: Tensor  # loss summed over tokens
+    clipped: Tensor  # number of tokens whose ratio was clipped, which get no gradient
+    approx_kl: Tensor  # KL(old || new) summed over tokens, in nats, by k3 from tokens of old
+    ratio_error: Tensor  # max |ratio - 1| over tokens, 0 without any
 
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """0-dim tensors of the loss's dtype; ``clipped`` is without gradient.
+    """0-dim tensors of the loss's dtype; ``clipped`` is without gradient."""
 
-    Attributes:
-        total: loss summed over tokens.
-        clipped: number of tokens whose value was clipped, which get no gradient.
-    """
-
-    total: Tensor
-    clipped: Tensor
+    total: Tensor  # loss summed over tokens
+    clipped: Tensor  # number of tokens whose value was clipped, which get no gradient
 
 
 def policy_loss(
@@ -56,9 +45,6 @@ def policy_loss(
         advantages: (N, R) of the tokens.
         mask: (N, R) bool, True on response tokens.
         cliprange: c >= 0, largest change of the ratio that is rewarded.
-
-    Raises:
-        ValueError: if the tensors differ in shape.
     """
     check_same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
     logprobs = torch.where(mask, logprobs, 0)
@@ -89,9 +75,6 @@ def value_loss(
         returns: (N, R) to be predicted.
         mask: (N, R) bool, True on response tokens.
         cliprange_value: c >= 0, largest change of a value that is rewarded, in units of reward.
-
-    Raises:
-        ValueError: if the tensors differ in shape.
     """
     check_same_shape(values=values, old_values=old_values, returns=returns, mask=mask)
     values = torch.where(mask, values, 0)

@@ -12,26 +12,20 @@ NUM_BINS = 10
 class Reliability:
     """Predicted against observed preference, in bins of equal width.
 
-    Attributes:
-        error: mean of |predicted - observed| over the pairs, in [0, 1] (expected calibration
-            error, arXiv:1706.04599).
-        counts: pairs in each bin. predicted: mean predicted probability in each that has pairs.
-        observed: share of its predictions that came true.
+    ``error`` is the mean of |predicted - observed| over the pairs, in [0, 1] (expected calibration
+    error, arXiv:1706.04599).
     """
 
     error: float
-    counts: list[int]
-    predicted: list[float]
-    observed: list[float]
+    counts: list[int]  # pairs in each bin
+    predicted: list[float]  # mean predicted probability in each bin that has pairs
+    observed: list[float]  # share of its predictions that came true
 
 
 def accuracy(chosen_scores: Tensor, rejected_scores: Tensor, *, tolerance: float = 0.0) -> Tensor:
     """(P,) 1 where the better answer scores higher, 1/2 where both score the same, else 0.
 
-    Args:
-        chosen_scores: (P,) of the better answers.
-        rejected_scores: (P,) of the worse ones.
-        tolerance: scores that differ by no more are the same.
+    Scores that differ by no more than ``tolerance`` are the same.
     """
     difference = chosen_scores - rejected_scores
     return (difference > tolerance).float() + 0.5 * (difference.abs() <= tolerance).float()
@@ -40,12 +34,9 @@ def accuracy(chosen_scores: Tensor, rejected_scores: Tensor, *, tolerance: float
 def reliability(differences: Tensor, *, num_bins: int = NUM_BINS) -> Reliability:
     """Calibration of predicted preferences: predicted against observed win rates.
 
-    The predicted winner has ``p = sigmoid(|s_c - s_r|)``, in [0.5, 1]; it won where the
-    difference is positive. A tie counts as half a win.
-
-    Args:
-        differences: (P,) chosen minus rejected score.
-        num_bins: bins over [0.5, 1].
+    ``differences`` are (P,) chosen minus rejected score. The predicted winner has
+    ``p = sigmoid(|s_c - s_r|)``, in [0.5, 1], which the bins are over; it won where the difference
+    is positive. A tie counts as half a win.
     """
     differences = differences.double()
     predicted = torch.sigmoid(differences.abs())

@@ -1,4 +1,7 @@
-"""Pairwise losses of reward models: Bradley-Terry, and DeepSpeed-Chat's per-token loss."""
+"""Pairwise losses of reward models: Bradley-Terry, and DeepSpeed-Chat's per-token loss.
+
+Each is (P,) in nats, with gradient. Tensors that differ in shape are a ValueError.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -25,12 +28,6 @@ def bradley_terry_loss(
         rejected_scores: (P,) of the worse ones.
         margins: (P,) by how much the first should be above the second; None: 0.
         center_coefficient: k >= 0.
-
-    Returns:
-        (P,) in nats, with gradient.
-
-    Raises:
-        ValueError: if the tensors differ in shape.
     """
     _check_pairs(chosen_scores, rejected_scores)
     difference = chosen_scores - rejected_scores
@@ -57,12 +54,6 @@ def per_token_loss(
         rejected_scores: (M,) at the same steps of the worse ones.
         pair: (M,) int64 in [0, num_pairs), the pair each token belongs to.
         num_pairs: P.
-
-    Returns:
-        (P,) in nats, with gradient.
-
-    Raises:
-        ValueError: if the tensors differ in shape.
     """
     _check_pairs(chosen_scores, rejected_scores)
     losses = -F.logsigmoid(chosen_scores - rejected_scores)

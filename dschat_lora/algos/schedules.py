@@ -39,11 +39,6 @@ def cycle(step: int, *, steps: Sequence[int], rates: Sequence[float]) -> float:
 
     Segments are a millionth of a step longer than their steps, as in the original.
 
-    Args:
-        step: updates done.
-        steps: rising, from 0.
-        rates: one for each of ``steps``.
-
     Raises:
         ValueError: if the two differ in number, or ``steps`` do not rise from 0.
     """

@@ -9,10 +9,8 @@ from numpy.typing import NDArray
 def stream_entropy(*key: int | str, size: int = 16) -> int:
     """``8 * size`` random bits that depend on ``key`` alone, the same on every machine.
 
-    Args:
-        key: the stream's name, the run's seed, and the place in the run, such as
-            ``("dropout", seed, step, rank)``.
-        size: bytes.
+    ``key`` is the stream's name, the run's seed, and the place in the run, such as
+    ``("dropout", seed, step, rank)``.
     """
     digest = hashlib.blake2b(repr(key).encode(), digest_size=size).digest()
     return int.from_bytes(digest, "little")
@@ -26,12 +24,9 @@ def stream_seed(*key: int | str) -> int:
 def permutation(size: int, *key: int | str) -> NDArray[np.int64]:
     """A random order of ``range(size)``, the same for the same key on every machine.
 
-    Sorting raw generator output, rather than calling a shuffle, keeps the order across
-    versions of numpy: only bit streams are promised to stay.
-
-    Args:
-        size: number of items.
-        key: what the order is for, such as ``("epoch", seed, 3)``.
+    ``key`` says what the order is for, such as ``("epoch", seed, 3)``. Sorting raw generator
+    output, rather than calling a shuffle, keeps the order across versions of numpy: only bit
+    streams are promised to stay.
     """
     draws = np.random.PCG64(stream_entropy(*key)).random_raw(size)
     return np.argsort(draws, kind="stable")

@@ -95,9 +95,8 @@ def _ends(lengths: Sequence[int]) -> Tensor:
 def find_spans(segment_ids: Tensor, branch_ids: Tensor | None = None) -> Spans:
     """The spans of a batch from its segment ids, on its device; waits for the device.
 
-    Args:
-        segment_ids: (B, T) int64, as for :func:`block_causal_mask`; padding is on the right.
-        branch_ids: (B, T) int64 or None, as there; ascending within a sample.
+    Arguments are as for :func:`block_causal_mask`; padding is on the right, and ``branch_ids``
+    ascend within a sample.
     """
     segments = segment_ids.cpu()
     branches = torch.zeros_like(segments) if branch_ids is None else branch_ids.cpu()

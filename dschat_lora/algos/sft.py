@@ -74,12 +74,8 @@ def head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if narrow and torch.version.hip is None and hasattr(torch.ops.aten.mm, "dtype"):
         logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
         return logits if bias is None else logits.add_(bias)
-    return F.linear(hidden, weight, bias).to(_wide(hidden.dtype))
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The type to reduce in."""
-    return torch.promote_types(dtype, torch.float32)
+    logits = F.linear(hidden, weight, bias)
+    return logits.to(torch.promote_types(hidden.dtype, torch.float32))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -96,7 +92,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
-        wide = _wide(hidden.dtype)
+        wide = torch.promote_types(hidden.dtype, torch.float32)
         grad_weight = torch.zeros_like(weight, dtype=wide) if wants_weight else None
         grad_bias = torch.zeros_like(bias, dtype=wide) if wants_bias else None  # type: ignore[arg-type]
         loss = hidden.new_zeros((), dtype=wide)
@@ -133,8 +129,5 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None if grad_hidden is None else grad_hidden * grad_loss,
             None if grad_weight is None else (grad_weight * grad_loss).to(weight_dtype),
             None if grad_bias is None else (grad_bias * grad_loss).to(bias_dtype),
-            None,
-            None,
-            None,
-            None,
+            *(None,) * 4,
         )

@@ -9,18 +9,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class VocabularyPart:
-    """The part of the vocabulary whose logits this process holds, and its collectives.
-
-    Attributes:
-        start, stop: token ids held here.
-        most: largest number of ids held by a process, so that all use chunks of one size.
-        sum, max: of a tensor over the processes.
-    """
+    """The part of the vocabulary whose logits this process holds, and its collectives."""
 
     start: int
-    stop: int
-    most: int
-    sum: Callable[[Tensor], Tensor]
+    stop: int  # first token id after those held here
+    most: int  # largest number of ids held by a process, so that all use chunks of one size
+    sum: Callable[[Tensor], Tensor]  # over the processes
     max: Callable[[Tensor], Tensor]
 
     def own(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
