@@ -115,8 +115,9 @@ class _LinearLogprobs(torch.autograd.Function):
             probabilities = table.exp_()
             if entropy is not None:
                 # In the buffer of the logits, unless log_softmax has overwritten them.
-                buffer = logits if part is None else torch.empty_like(logits)
-                own = torch.special.entr(probabilities, out=buffer).sum(-1)
+                own = torch.special.entr(
+                    probabilities, out=logits if part is None else torch.empty_like(logits)
+                ).sum(-1)
                 entropy[chunk] = own if part is None else part.sum(own)
             if gradient is not None:
                 error = add_at_(probabilities.neg_(), tokens[chunk], 1.0, part)
