@@ -50,6 +50,11 @@ class Curve:
         """The points that have a value."""
         return [point for point in self.points if not math.isnan(point[1])]
 
+    @property
+    def style(self) -> str:
+        """Classes of the line."""
+        return f"line s{self.color}{' dashed' if self.dashed else ''}"
+
 
 @dataclass(frozen=True)
 class _Frame:
@@ -138,8 +143,8 @@ def line_chart(
     curves = [curve for curve in curves if curve.drawn]
     if not curves:
         return ""
-    frame, labels = _frame(curves, top)
-    parts = _axes(frame, labels)
+    frame = _frame(curves, top)
+    parts = _axes(frame)
     for curve in curves:
         parts += _curve(curve, frame)
     parts += _last_values(curves, frame)
@@ -147,7 +152,7 @@ def line_chart(
     foot = HEIGHT - BOTTOM
     parts += [f'<path class="mark" d="M{x} {foot - 7}l-5 8h10z"/>' for x in sorted(pixels)]
     words = " ".join(map(_description, curves))
-    legend = _legend([(curve.label, _sample_line(curve)) for curve in curves])
+    legend = _legend([(c.label, f'<path class="{c.style}" d="M1 6H25"/>') for c in curves])
     gaps = "; ".join(filter(None, map(_gaps, curves)))
     note = f'<p class="words">{safe(gaps)}</p>' if gaps else ""
     return (
@@ -157,7 +162,7 @@ def line_chart(
     )
 
 
-def _frame(curves: Sequence[Curve], top: float) -> tuple[_Frame, list[str]]:
+def _frame(curves: Sequence[Curve], top: float) -> _Frame:
     """The frame that holds the curves, with room for the labels of the value axis."""
     steps = [step for curve in curves for step, _ in curve.points]
     values = bounds([value for curve in curves for _, value in curve.drawn], top=top)
@@ -168,13 +173,14 @@ def _frame(curves: Sequence[Curve], top: float) -> tuple[_Frame, list[str]]:
     ends = [short(curve.drawn[-1][1]) for curve in curves]
     left = 10 + CHAR_WIDTH * max(map(len, labels), default=0)
     right = WIDTH - 12 - CHAR_WIDTH * max(map(len, ends))
-    return _Frame((first, last), values, left, right), labels
+    return _Frame((first, last), values, left, right)
 
 
-def _axes(frame: _Frame, labels: Sequence[str]) -> list[str]:
+def _axes(frame: _Frame) -> list[str]:
     foot = HEIGHT - BOTTOM
     parts = []
-    for value, label in zip(ticks(*frame.values), labels, strict=True):
+    values = ticks(*frame.values)
+    for value, label in zip(values, tick_labels(values), strict=True):
         y = frame.y(value)
         parts += [
             f'<path class="grid" d="M{frame.left:.1f} {y:.1f}H{frame.right:.1f}"/>',
@@ -202,8 +208,7 @@ def _curve(curve: Curve, frame: _Frame) -> list[str]:
             moves.append(f"{'M' if pen_up else 'L'}{frame.x(step):.1f} {frame.y(value):.1f}")
             moves.append("h0" if pen_up else "")
         pen_up = math.isnan(value)
-    dashed = " dashed" if curve.dashed else ""
-    parts = [f'<path class="line s{curve.color}{dashed}" d="{"".join(moves)}"/>']
+    parts = [f'<path class="{curve.style}" d="{"".join(moves)}"/>']
     if len(curve.drawn) <= MOST_DOTS:
         parts += [
             f'<circle class="f{curve.color}" cx="{frame.x(step):.1f}" cy="{frame.y(value):.1f}" '
@@ -265,7 +270,7 @@ def stacked_bars(
     if not rows:
         return ""
     longest = max(sum(amounts.values()) for _, amounts in rows)
-    parts, words = [], []
+    parts, words, used = [], [], set()
     for row, (label, amounts) in enumerate(rows):
         x, y, total = 0.0, row * BAR, sum(amounts.values())
         name = label if len(label) <= 30 else label[:29] + "\u2026"
@@ -284,9 +289,10 @@ def stacked_bars(
                 f"<title>{safe(hint)}</title></rect>"
             )
             words.append(f"{hint}.")
+            used.add(part)
             x += width
-    used = {part for _, amounts in rows for part, amount in amounts.items() if amount}
-    legend = _legend([(n, _sample_area(i)) for i, n in enumerate(names) if n in used])
+    sample = '<rect class="f{}" width="26" height="12"/>'
+    legend = _legend([(n, sample.format(i % 4)) for i, n in enumerate(names) if n in used])
     picture = _picture(
         parts, title=title, words=" ".join(words), key=key, height=len(rows) * BAR - 8
     )
@@ -312,12 +318,3 @@ def _legend(entries: Sequence[tuple[str, str]]) -> str:
         for label, sample in entries
     )
     return f'<ul class="legend">{items}</ul>'
-
-
-def _sample_line(curve: Curve) -> str:
-    dashed = " dashed" if curve.dashed else ""
-    return f'<path class="line s{curve.color}{dashed}" d="M1 6H25"/>'
-
-
-def _sample_area(index: int) -> str:
-    return f'<rect class="f{index % 4}" width="26" height="12"/>'

@@ -44,12 +44,12 @@ def time_section(stages: Sequence[StageStory]) -> str:
             rows.append([f"{name}: {phase}", duration(seconds), share, operations(flops), rate])
     header = ["phase", "time", "share of the stage", "operations", "rate"]
     costs = html_table(header, rows, kind="numbers")
+    means = [(story.name, mean) for story in stages if (mean := story.part("throughput"))]
     rates = html_table(
         ["after warm-up", *(label for _, label, _ in THROUGHPUT)],
         [
-            [s.name, *(short(number(s.throughput.get(k)) / scale) for k, _, scale in THROUGHPUT)]
-            for s in stages
-            if s.throughput
+            [name, *(short(number(mean.get(k)) / scale) for k, _, scale in THROUGHPUT)]
+            for name, mean in means
         ],
         kind="numbers",
     )

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from tqdm import tqdm
@@ -190,12 +189,7 @@ class RunLog:
     def __enter__(self) -> "RunLog":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -241,29 +235,28 @@ def train_line(step: int, total: int, metrics: Mapping[str, Any]) -> str:
         f"{seconds:.2f} s",
         f"{metrics['tokens_per_second'] or 0:,.0f} tok/s",
         f"{metrics['tflops_per_device'] or 0:.3g} TFLOPs",
+        *([f"MFU {metrics['mfu']:.1%}"] if metrics["mfu"] is not None else []),
     ]
-    if metrics["mfu"] is not None:
-        parts.append(f"MFU {metrics['mfu']:.1%}")
     return "  ".join(parts)
 
 
 def eval_line(step: int, metrics: Mapping[str, Any]) -> str:
     """An evaluation as a terminal line."""
-    if "accuracy" in metrics:
-        details = [
-            f"loss {metrics['loss']:.4f} over {metrics['samples']:,} pairs",
-            f"chosen {metrics['chosen_score']:.3f}, rejected {metrics['rejected_score']:.3f}",
-        ]
-        if "calibration_error" in metrics:
-            details.append(f"calibration error {metrics['calibration_error']:.3f}")
-        if metrics.get("length_correlation") is not None:
-            details.append(f"correlation with length {metrics['length_correlation']:.2f}")
-        accuracy = f"held-out accuracy {metrics['accuracy']:.1%}"
-        return f"eval after step {step}: {accuracy} ({'; '.join(details)})"
-    return (
-        f"eval after step {step}: held-out perplexity {metrics['perplexity']:.4f} "
-        f"(loss {metrics['loss']:.4f} over {metrics['tokens']:,} tokens)"
-    )
+    if "accuracy" not in metrics:
+        return (
+            f"eval after step {step}: held-out perplexity {metrics['perplexity']:.4f} "
+            f"(loss {metrics['loss']:.4f} over {metrics['tokens']:,} tokens)"
+        )
+    details = [
+        f"loss {metrics['loss']:.4f} over {metrics['samples']:,} pairs",
+        f"chosen {metrics['chosen_score']:.3f}, rejected {metrics['rejected_score']:.3f}",
+    ]
+    if "calibration_error" in metrics:
+        details.append(f"calibration error {metrics['calibration_error']:.3f}")
+    if metrics.get("length_correlation") is not None:
+        details.append(f"correlation with length {metrics['length_correlation']:.2f}")
+    accuracy = f"held-out accuracy {metrics['accuracy']:.1%}"
+    return f"eval after step {step}: {accuracy} ({'; '.join(details)})"
 
 
 def rlhf_line(iteration: int, total: int, metrics: Mapping[str, Any]) -> str:
@@ -280,9 +273,8 @@ def rlhf_line(iteration: int, total: int, metrics: Mapping[str, Any]) -> str:
         f"eos {metrics['eos_rate']:.0%}",
         f"{metrics['step_seconds']:.2f} s",
         f"{metrics['generation_tokens_per_second']:,.0f} tok/s generated",
+        *([f"MFU {metrics['mfu']:.1%}"] if metrics["mfu"] is not None else []),
     ]
-    if metrics["mfu"] is not None:
-        parts.append(f"MFU {metrics['mfu']:.1%}")
     return "  ".join(parts)
 
 

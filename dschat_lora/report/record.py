@@ -23,13 +23,10 @@ class RunRecord:
     """``run.json`` of a run, rewritten whole at each update; rank 0 alone writes."""
 
     def __init__(self, output_dir: Path, *, active: bool, earlier: bool = False) -> None:
-        """Prepare to write.
+        """Begin a record that ``active`` says whether this rank writes.
 
-        Args:
-            output_dir: of the run.
-            active: whether this rank writes.
-            earlier: go on with the content of an earlier run, which stays untouched until
-                :meth:`release`.
+        ``earlier`` goes on with the content of an earlier run, which stays untouched until
+        :meth:`release`.
         """
         self._path = output_dir / "run.json"
         self._active = active
@@ -57,11 +54,7 @@ class RunRecord:
                 self.failure = self.failure or named(error, self._path)
 
     def check(self) -> None:
-        """Raise what the disk refused.
-
-        Raises:
-            OSError: if it did.
-        """
+        """Raise the OSError with which the disk refused an update, if it did."""
         if self.failure is not None:
             raise self.failure
 

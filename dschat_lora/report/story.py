@@ -31,11 +31,6 @@ class StageStory:
         return self.part("config")
 
     @property
-    def throughput(self) -> Mapping[str, Any]:
-        """Rates over the steps after warm-up."""
-        return self.part("throughput")
-
-    @property
     def phases(self) -> Mapping[str, Mapping[str, Any]]:
         """``seconds`` and ``flops`` of each phase, where the stage has phases."""
         phases = self.part("phases")
@@ -58,18 +53,12 @@ def read_story(directory: Path) -> StageStory:
     """The story of the run in ``directory``, as far as it can be read."""
     facts, notes = _read_record(directory / "run.json")
     lines, more = _read_lines(directory / "metrics.jsonl")
-    by_kind = {
-        kind: tuple(line for line in lines if line.get("kind") == kind)
+    train, evals, events = (
+        tuple(line for line in lines if line.get("kind") == kind)
         for kind in ("train", "eval", "event")
-    }
-    return StageStory(
-        name=str(facts.get("stage") or directory.name),
-        facts=facts,
-        train=by_kind["train"],
-        evals=by_kind["eval"],
-        events=by_kind["event"],
-        notes=(*notes, *more),
     )
+    name = str(facts.get("stage") or directory.name)
+    return StageStory(name, facts, train, evals, events, (*notes, *more))
 
 
 def _read_record(path: Path) -> tuple[dict[str, Any], list[str]]:

@@ -599,7 +599,7 @@ def test_story_holds_what_the_run_left(tmp_path):
     ]
     story = read_story(write_run(tmp_path / "run", record, lines))
     assert story.name == "sft"
-    assert (story.config, story.throughput) == ({"seed": 1}, {"steps": 3})
+    assert (story.config, story.part("throughput")) == ({"seed": 1}, {"steps": 3})
     assert (story.train, story.evals, story.events) == ((lines[1],), (lines[0],), (lines[2],))
     assert story.seconds == 1.5
     assert story.notes == ()
