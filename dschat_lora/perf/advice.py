@@ -91,15 +91,15 @@ def out_of_memory_advice(
     same run. Where no single change makes the run fit 90 percent of the device, the fewest that
     do so together are given.
 
-    Args:
-        estimate: memory at given settings; None for architectures that are not understood.
-        now: the options of the run.
-        device_bytes: memory of the device; None if unknown: the most effective comes first.
-        larger_groups: multiples of ``--tensor_parallel_size`` that the processes and the model
-            allow as well.
+    ``estimate`` is None for architectures that are not understood, ``device_bytes`` where the
+    memory of the device is unknown: the most effective change comes first then.
+    ``larger_groups`` are multiples of ``--tensor_parallel_size`` that the processes and the model
+    allow as well.
     """
     if estimate is None:
-        return f"out of GPU memory: {_general(now, larger_groups)}"
+        remedies = _remedies(now, larger_groups, rows_matter=True)
+        advice = f"try in this order: {_alternatives(now, remedies)}"
+        return f"out of GPU memory: {advice if remedies else _NOTHING_LEFT}"
 
     @cache
     def needed(options: MemoryOptions) -> MemoryEstimate:
@@ -185,14 +185,6 @@ def _offloading(now: MemoryOptions) -> list[Change]:
     return [{"zero_stage": stage, "offload": True} for stage in stages]
 
 
-def _general(now: MemoryOptions, groups: Sequence[int]) -> str:
-    """All remedies, where nothing can be estimated."""
-    remedies = _remedies(now, groups, rows_matter=True)
-    if not remedies:
-        return _NOTHING_LEFT
-    return f"try in this order: {_alternatives(now, remedies)}"
-
-
 def _advice(
     now: MemoryOptions,
     needed: Callable[[MemoryOptions], MemoryEstimate],
@@ -254,24 +246,21 @@ def _alternatives(now: MemoryOptions, remedies: Sequence[_Remedy]) -> str:
 
 
 def _typed(now: MemoryOptions, change: Change) -> str:
-    """The options to type, without those that have their value already."""
+    """The options to type, without those that have their value already.
+
+    A change of how rows are split is noted to keep as many a step.
+    """
     after = now.changed(change)
-    # As many rows a step as before.
     times = now.per_device_train_batch_size // after.per_device_train_batch_size
     times *= after.tensor_parallel_size // now.tensor_parallel_size
     after = replace(after, gradient_accumulation_steps=now.gradient_accumulation_steps * times)
     news = {name: value for name, value in asdict(after).items() if value != getattr(now, name)}
     flags = [f"--{n}" if value is True else f"--{n} {value}" for n, value in news.items()]
-    return " ".join(flags) + _batch_note(now, change)
-
-
-def _batch_note(now: MemoryOptions, change: Change) -> str:
-    """A note that a step keeps its rows, after a change of how they are split."""
     if not change.keys() & {"per_device_train_batch_size", "tensor_parallel_size"}:
-        return ""
+        return " ".join(flags)
     rows = now.per_device_train_batch_size * now.gradient_accumulation_steps * now.world_size
     resumable = ", so the run can be resumed" if change.keys() <= _RESUMABLE else ""
-    return f": the same batch of {rows} rows a step{resumable}"
+    return f"{' '.join(flags)}: the same batch of {rows} rows a step{resumable}"
 
 
 def _parts_in_use(memory: MemoryEstimate, device_bytes: int | None) -> str:

@@ -7,15 +7,10 @@ from dschat_lora.perf.shape import ModelShape
 
 @dataclass(frozen=True)
 class Flops:
-    """Floating point operations; a multiply-add counts two.
+    """Floating point operations; a multiply-add counts two."""
 
-    Attributes:
-        model: what training needs. Real tokens, causal pairs, no recomputation.
-        hardware: what the kernels execute. Padding, masked pairs and recomputation included.
-    """
-
-    model: float = 0.0
-    hardware: float = 0.0
+    model: float = 0.0  # what training needs: real tokens, causal pairs, no recomputation
+    hardware: float = 0.0  # what kernels execute: padding, masked pairs and recomputation too
 
     def __add__(self, other: "Flops") -> "Flops":
         return Flops(self.model + other.model, self.hardware + other.hardware)
@@ -116,20 +111,14 @@ def deepspeed_chat_flops(
     update in one pass of three or four, ``f`` shrinks attention too, and the head is off by 3/4 at
     ``f = 3``; MHA, an ungated 4h MLP, full rows and all-pairs attention are taken for granted.
 
-    Args:
-        batch_size: rows that one device processes in the step. DeepSpeed-Chat divides this
-            per-device figure by the number of processes once more; that is not done here.
-        sequence_length: positions of a row, padding included.
-        num_layers: transformer blocks.
-        hidden_size: width of the residual stream.
-        vocab_size: entries of the vocabulary; counted even where there is no such head.
-        lora_dim: rank, 0 without LoRA.
-        gradient_checkpointing: whether blocks are recomputed.
+    ``batch_size`` is the rows that one device processes in the step (DeepSpeed-Chat divides this
+    per-device figure by the number of processes once more; that is not done here),
+    ``sequence_length`` their positions, padding included. ``vocab_size`` is counted even where
+    there is no such head; ``lora_dim`` is 0 without LoRA.
     """
     factor = 4.0 if gradient_checkpointing else 3.0
     if lora_dim > 0:
-        k = 2 * lora_dim / hidden_size
-        factor -= 1 - k
+        factor -= 1 - 2 * lora_dim / hidden_size
     linear = 24 * factor * batch_size * sequence_length * num_layers * hidden_size**2
     attention = sequence_length / (6 * hidden_size)
     head = vocab_size / (16 * num_layers * hidden_size)

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.parallel import ParallelLinear, group_of
 from dschat_lora.perf.shape import BlockShape, LinearShape, ModelShape, describe
 
 # Tensors as wide as the MLP that its activation keeps, besides its own result.
 _KEPT_BY_ACTIVATION = {"relu": 0, "gelu_new": 4, "gelu_fast": 4}
+_MAX_CHUNK_LOGITS = 2**25  # of the loss, on a GPU
 USABLE = 0.9  # of a device's memory; the rest is for temporaries and fragmentation
 
 
@@ -48,14 +48,13 @@ def estimate_memory(
     gradient_checkpointing: bool,
     zero_stage: int,
     world_size: int,
-    max_chunk_logits: int = 2**25,
 ) -> MemoryEstimate:
     """Bytes per device of training ``model``, which may be on the meta device.
 
     ZeRO divides optimizer state (stage 1 on), gradients (2 on) and weights (3) by ``world_size``,
     the number of data-parallel processes. A micro-batch is ``rows`` of ``length`` positions. With
     ``gradient_checkpointing`` each block's input is kept, and one block's inside at a time; of
-    logits, ``max_chunk_logits``. Of a tensor-parallel model the rank's part counts.
+    logits, one chunk. Of a tensor-parallel model the rank's part counts.
 
     Raises:
         ValueError: for a model that :func:`dschat_lora.perf.shape.describe` does not understand.
@@ -80,7 +79,7 @@ def estimate_memory(
         gradients=parameter_bytes(trained) // (world_size if zero_stage >= 2 else 1),
         optimizer=optimizer // (world_size if zero_stage >= 1 else 1),
         activations=activations * positions,
-        loss=_loss_bytes(shape, positions, width, max_chunk_logits, _vocabulary_ranks(model)),
+        loss=_loss_bytes(shape, positions, width, _vocabulary_ranks(model)),
     )
 
 
@@ -122,13 +121,15 @@ def activation_bytes(
     group = group_of(model)
     ranks = 1 if group is None else group.size
     per_feature = _norm_bytes(model, width)
-    # Between the layers of the blocks.
-    stream = shape.hidden_size // _token_ranks(group)
+    # Between the layers of the blocks; ranks may share the tokens there.
+    shares_tokens = group is not None and group.sequence_parallel
+    stream = shape.hidden_size // (ranks if shares_tokens else 1)
     norm = stream * per_feature
     heads = config.num_attention_heads // ranks
+    activation = getattr(config, "hidden_act", getattr(config, "activation_function", ""))
     inside = [
         _attention_bytes(block, shape, heads, length, norm, width, ranks)
-        + _mlp_bytes(block, shape, _activation(config), norm, width, ranks)
+        + _mlp_bytes(block, shape, activation, norm, width, ranks)
         for block in shape.blocks
     ]
     mask = length * width  # one (B, 1, T, T) for all blocks
@@ -137,11 +138,6 @@ def activation_bytes(
     if gradient_checkpointing:
         return outside + len(inside) * stream * width + max(inside)
     return outside + sum(inside)
-
-
-def _token_ranks(group: TensorGroup | None) -> int:
-    """Number of ranks that share the tokens between the layers."""
-    return group.size if group is not None and group.sequence_parallel else 1
 
 
 def _vocabulary_ranks(model: Any) -> int:
@@ -205,18 +201,11 @@ def _input_bytes(linears: list[LinearShape], features: int, width: int) -> int:
     return (shared + sum(x.rank for x in linears if x.adapter_trained)) * width
 
 
-def _activation(config: object) -> str:
-    names = (getattr(config, name, None) for name in ("hidden_act", "activation_function"))
-    return next((name for name in names if name is not None), "")
-
-
-def _loss_bytes(
-    shape: ModelShape, positions: int, width: int, max_chunk_logits: int, ranks: int
-) -> int:
+def _loss_bytes(shape: ModelShape, positions: int, width: int, ranks: int) -> int:
     """One chunk: logits, their fp32 copy, the fp32 error, its copy; and gradients to keep."""
     if shape.head is None:
         return 0
-    chunk = min(positions * -(-shape.vocab_size // ranks), max_chunk_logits)
+    chunk = min(positions * -(-shape.vocab_size // ranks), _MAX_CHUNK_LOGITS)
     per_logit = 8 if width == 4 else 2 * width + 8
     gradients = positions * shape.hidden_size * width
     if shape.head.trained:

@@ -4,7 +4,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass, field, fields
+from dataclasses import KW_ONLY, astuple, dataclass, field
 
 import torch
 
@@ -27,9 +27,7 @@ class StepCounts:
     num_scored_pairs: int = 0  # B T^2 of each micro-batch: what a dense mask makes attention do
 
     def __add__(self, other: "StepCounts") -> "StepCounts":
-        return StepCounts(
-            *(getattr(self, f.name) + getattr(other, f.name) for f in fields(StepCounts))
-        )
+        return StepCounts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass
@@ -107,9 +105,8 @@ class Meter:
         ``steps`` is how many steps were averaged, ``warmup_steps`` how many left out: 1, or 0
         if there is no other step.
         """
-        only_first = self._run.steps == 0 and self._first is not None
-        total = self._first if only_first and self._first is not None else self._run
-        warmup = 0 if only_first or self._first is None else 1
+        warmup = int(self._run.steps > 0)
+        total = self._run if warmup else self._first or _Total()
         return {"steps": total.steps, "warmup_steps": warmup, **self._rates(total)}
 
     def _rates(self, total: _Total) -> Metrics:
