@@ -1,7 +1,7 @@
 """What the data is, counted before training: the figures, their table, and when to stop."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -54,14 +54,7 @@ class Audit:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Audit":
         """The audit whose :meth:`to_dict` was written as JSON."""
-        examples = tuple(values["bad_row_examples"])
-        known = {field.name: values[field.name] for field in fields(cls)}
-        return cls(**known | {"bad_row_examples": examples})
-
-    @property
-    def supervised_share(self) -> float:
-        """Share of the training tokens that bear a loss."""
-        return self.supervised_tokens / max(1, self.tokens)
+        return cls(**values | {"bad_row_examples": tuple(values["bad_row_examples"])})
 
     @property
     def eos_share(self) -> float:
@@ -133,6 +126,8 @@ class Audit:
         types = ", ".join(f"{count:,} {kind}" for kind, count in self.rows_by_type.items())
         quantiles = ", ".join(f"{name} {n:,}" for name, n in self.length_quantiles.items())
         fate = "kept out of training" if self.overlap_removed else "still trained on"
+        too_long = (self.dropped_rows + self.truncated_rows) / max(1, self.train_rows)
+        supervised = self.supervised_tokens / max(1, self.tokens)
         table = {
             "rows": f"{types or 'none'}; {self.bad_rows:,} bad ({self.empty_rows:,} empty)",
             "repeated": f"{self.duplicate_rows:,} duplicates; {self.overlap_rows:,} of train in "
@@ -142,9 +137,8 @@ class Audit:
             "eval": f"{self.eval_rows:,} rows, {self.eval_samples:,} samples",
             "length": f"{quantiles} tokens",
             "too long": f"{self.dropped_rows:,} dropped, {self.truncated_rows:,} truncated "
-            f"({self._share(self.dropped_rows + self.truncated_rows)}); eval "
-            f"{self.eval_dropped_rows:,} dropped",
-            "supervised": f"{self.supervised_tokens:,} tokens ({self.supervised_share:.1%})",
+            f"({too_long:.1%} of the rows); eval {self.eval_dropped_rows:,} dropped",
+            "supervised": f"{self.supervised_tokens:,} tokens ({supervised:.1%})",
             "ends in EOS": f"{self.eos_samples:,} samples ({self.eos_share:.1%})",
         }
         if self.kind == "prompts":
@@ -157,9 +151,6 @@ class Audit:
         lines = [f"{name:<12} {text}" for name, text in table.items()]
         lines += [f"bad row      {example}" for example in self.bad_row_examples]
         return lines + [f"warning      {text}" for text in self.warnings()]
-
-    def _share(self, rows: int) -> str:
-        return f"{rows / max(1, self.train_rows):.1%} of the rows"
 
 
 @dataclass

@@ -284,10 +284,10 @@ def _tree_pairs(size: int, shared: int, first: int) -> int:
 
 def _to_device(batch: BatchT, device: torch.device | str) -> BatchT:
     moved: dict[str, Any] = {}
-    for name in (field.name for field in fields(batch)):
-        value = getattr(batch, name)
+    for field in fields(batch):
+        value = getattr(batch, field.name)
         if isinstance(value, Tensor):
-            moved[name] = value.to(device, non_blocking=True)
+            moved[field.name] = value.to(device, non_blocking=True)
         elif isinstance(value, Spans):
-            moved[name] = value.to(device)
+            moved[field.name] = value.to(device)
     return replace(batch, **moved)

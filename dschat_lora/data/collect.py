@@ -4,7 +4,6 @@ import json
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from dschat_lora.config.groups import DataConfig, parse_data_split
 from dschat_lora.data.chat import Chat
@@ -94,7 +93,9 @@ def _records(
             if rows.kind == "prompts":
                 if not record.prompt:
                     raise EmptyRowError(row.location, "there is nothing before the answer")
-                record = replace(record, columns=_columns(raw.values))
+                # What JSON has no form for, such as a date, becomes text.
+                columns = json.dumps(raw.values, ensure_ascii=False, default=str)
+                record = replace(record, columns=columns)
             yield record
         except RowError as error:
             if config.bad_rows == "stop":
@@ -103,11 +104,6 @@ def _records(
             yield None
     if empty:
         raise ValueError(f"--{source.option} {source.entry} has no rows")
-
-
-def _columns(values: dict[str, Any]) -> str:
-    """A row as JSON; what JSON has no form for, such as a date, as text."""
-    return json.dumps(values, ensure_ascii=False, default=str)
 
 
 def _assign(

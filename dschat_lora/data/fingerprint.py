@@ -65,11 +65,10 @@ def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
     # serialised form would include.
     probes = [call(tokenizer, PROBES, add_special_tokens=special) for special in (True, False)]
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    rules = (
-        backend.to_str()
-        if backend is not None
-        else json.dumps(tokenizer.get_vocab(), sort_keys=True)
-    )
+    if backend is None:
+        rules = json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    else:
+        rules = backend.to_str()
     return {
         "class": type(tokenizer).__name__,
         "probes": probes,

@@ -98,15 +98,14 @@ class StepLoader:
         order = permutation(len(self._rows), "epoch", self._seed, number)
         for step in range(start_step, self.steps_per_epoch):
             first = step * self._taken
-            yield self._step([self._rows[i] for i in order[first : first + self._taken]])
-
-    def _step(self, rows: list[PackedRow]) -> Window:
-        batches = self._micro_batches(rows)
-        own = batches[self._rank :: self._world_size]
-        return Window(
-            [_collated(self._samples, batch, self._collate) for batch in own],
-            count_step(self._collate, self._counts, batches),
-        )
+            batches = self._micro_batches(
+                [self._rows[i] for i in order[first : first + self._taken]]
+            )
+            own = batches[self._rank :: self._world_size]
+            yield Window(
+                [_collated(self._samples, batch, self._collate) for batch in own],
+                count_step(self._collate, self._counts, batches),
+            )
 
     def _micro_batches(self, rows: list[PackedRow]) -> list[list[PackedRow]]:
         """Rows of each micro-batch of each rank, those of all ranks' first ones first."""

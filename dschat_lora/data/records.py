@@ -28,10 +28,14 @@ class TextRecord:
     columns: str = ""  # the row as JSON, for a reward function
 
     @property
+    def context(self) -> tuple[Span, ...]:
+        """The spans before the last answer."""
+        return self.spans[:-1] if self.spans[-1].target else self.spans
+
+    @property
     def prompt(self) -> str:
         """All text before the last answer."""
-        context = self.spans[:-1] if self.spans[-1].target else self.spans
-        return "".join(span.text for span in context)
+        return "".join(span.text for span in self.context)
 
     @property
     def completion(self) -> str | None:
@@ -52,40 +56,29 @@ def to_record(row: ParsedRow, chat: Chat) -> TextRecord:
     Raises:
         RowError: if its messages cannot be rendered or its pair has no shared prompt.
     """
-    makers = {
-        "text": _text_spans,
-        "conversation": _message_spans,
-        "prompt-completion": _completion_spans,
-        "prompt": _prompt_spans,
-    }
     try:
         if row.kind == "preference":
             return _preference(row, chat)
-        return TextRecord(row.location, row.kind, makers[row.kind](row.values, chat))
+        return TextRecord(row.location, row.kind, _spans(row, chat))
     except ValueError as error:
         raise RowError(row.location, str(error)) from error
 
 
-def _text_spans(values: dict[str, Any], chat: Chat) -> tuple[Span, ...]:
-    return (Span(values["text"], target=True),)
-
-
-def _message_spans(values: dict[str, Any], chat: Chat) -> tuple[Span, ...]:
-    return conversation_spans(values["messages"], chat)
-
-
-def _completion_spans(values: dict[str, Any], chat: Chat) -> tuple[Span, ...]:
-    prompt, completion = values["prompt"], values["completion"]
-    if isinstance(prompt, str):
-        return _pair(prompt, completion)
-    return conversation_spans([*prompt, *completion], chat, first_target=len(prompt))
-
-
-def _prompt_spans(values: dict[str, Any], chat: Chat) -> tuple[Span, ...]:
+def _spans(row: ParsedRow, chat: Chat) -> tuple[Span, ...]:
+    values = row.values
+    if row.kind == "text":
+        return (Span(values["text"], target=True),)
+    if row.kind == "conversation":
+        return conversation_spans(values["messages"], chat)
     prompt = values["prompt"]
-    if not isinstance(prompt, str):
-        prompt = chat.render(prompt, add_generation_prompt=True)
-    return (Span(prompt, target=False),)
+    if row.kind == "prompt":
+        if not isinstance(prompt, str):
+            prompt = chat.render(prompt, add_generation_prompt=True)
+        return (Span(prompt, target=False),)
+    if isinstance(prompt, str):
+        return _pair(prompt, values["completion"])
+    messages = [*prompt, *values["completion"]]
+    return conversation_spans(messages, chat, first_target=len(prompt))
 
 
 def _preference(row: ParsedRow, chat: Chat) -> TextRecord:
@@ -104,11 +97,10 @@ def _split_preference(values: dict[str, Any]) -> tuple[Any, Any, Any]:
     chosen, rejected = values["chosen"], values["rejected"]
     if "prompt" in values:
         return values["prompt"], chosen, rejected
-    length = (
-        _shared_text(chosen, rejected)
-        if isinstance(chosen, str)
-        else _shared_messages(chosen, rejected)
-    )
+    if isinstance(chosen, str):
+        length = _shared_text(chosen, rejected)
+    else:  # the answers themselves may be the same
+        length = min(shared_length(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
     if length == 0:
         raise ValueError("`chosen` and `rejected` begin differently; give their `prompt`")
     if not (chosen[length:] and rejected[length:]):
@@ -126,11 +118,6 @@ def _shared_text(chosen: str, rejected: str) -> int:
     return max((i for i, character in enumerate(shared) if character.isspace()), default=0)
 
 
-def _shared_messages(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
-    # The answers themselves may be the same.
-    return min(shared_length(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
-
-
 def shared_length(left: Sequence[Any], right: Sequence[Any]) -> int:
     """Number of leading items, or characters, that are equal."""
     shorter = min(len(left), len(right))
@@ -140,8 +127,8 @@ def shared_length(left: Sequence[Any], right: Sequence[Any]) -> int:
 def _answer_spans(
     name: str, prompt: Sequence[Message], answer: Sequence[Message], chat: Chat
 ) -> tuple[Span, ...]:
-    if [message["role"] for message in answer] != ["assistant"]:
-        roles = [message["role"] for message in answer]
+    roles = [message["role"] for message in answer]
+    if roles != ["assistant"]:
         raise ValueError(f"`{name}` must add one assistant message to the prompt, it adds {roles}")
     return conversation_spans([*prompt, *answer], chat, first_target=len(prompt))
 

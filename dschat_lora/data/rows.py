@@ -12,7 +12,6 @@ from dschat_lora.data.readers import RawRow, RowError, iter_file
 from dschat_lora.data.sources import Source, find_source
 
 RowType = Literal["text", "prompt-completion", "conversation", "preference", "prompt"]
-Messages = list[dict[str, Any]]
 # What a stage makes of rows: texts to learn, two answers to compare, or prompts to answer.
 DataKind = Literal["samples", "pairs", "prompts"]
 

@@ -38,13 +38,16 @@ def find_source(option: str, entry: str) -> Source:
     if path.is_file():
         if data_suffix(path) is None:
             raise ValueError(
-                f"--{option} {entry} is a file of another kind; use {_any_suffix()}, "
+                f"--{option} {entry} is a file of another kind; use {' '.join(SUFFIXES)}, "
                 "a directory of such files, or a hub name"
             )
         return Source(option, entry, (path,))
     if data_suffix(path) is None and HUB_NAME.fullmatch(entry) and not _is_near_a_path(path):
         return Source(option, entry, ())
-    raise ValueError(f"--{option} {entry} does not exist{_neighbours(path)}; {_allowed()}")
+    raise ValueError(
+        f"--{option} {entry} does not exist{_neighbours(path)}; give a {' '.join(SUFFIXES)} file, "
+        "a directory of them, or a hub name such as org/name"
+    )
 
 
 def data_suffix(path: Path) -> str | None:
@@ -79,11 +82,3 @@ def _neighbours(path: Path) -> str:
     names = sorted(child.name for child in parent.iterdir() if data_suffix(child))
     found = ", ".join(names[:5]) or "no data file"
     return f" (in {parent}: {found})"
-
-
-def _any_suffix() -> str:
-    return " ".join(SUFFIXES)
-
-
-def _allowed() -> str:
-    return f"give a {_any_suffix()} file, a directory of them, or a hub name such as org/name"

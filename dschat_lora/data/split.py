@@ -45,18 +45,11 @@ def split_rows(
     shuffled = [together[i] for i in permutation(len(together), "split", seed, source)]
     wanted = _held_out(size, eval_ratio)
     chosen = _choose(shuffled, wanted, size)
-    order = np.array(
-        [
-            row
-            for held in (True, False)
-            for i, rows in enumerate(shuffled)
-            for row in rows
-            if (i in chosen) is held
-        ],
-        dtype=np.int64,
-    )
+    first = [row for i in sorted(chosen) for row in shuffled[i]]
+    others = [row for i, rows in enumerate(shuffled) if i not in chosen for row in rows]
+    order = np.array(first + others, dtype=np.int64)
     # Without a group small enough, rows are held out whatever their group.
-    held_out = sum(len(shuffled[i]) for i in chosen) or wanted
+    held_out = len(first) or wanted
     rest = order[held_out:]
     if shares is not None:
         borders = [_round(sum(shares[:step]) * len(rest)) for step in (phase - 1, phase)]

@@ -117,7 +117,9 @@ def load_or_build(
     temporary = _make_temporary(directory)
     try:
         content = build(temporary)
-        _write_manifest(temporary, directory.name, content)
+        files = {path.name: file_digest(path) for path in sorted(temporary.iterdir())}
+        manifest = {"name": directory.name, "files": files, "content": content}
+        (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         _put_in_place(temporary, directory)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -198,12 +200,6 @@ def _arrow(rows: Sequence[Any], stored: pa.DataType) -> pa.Array:
     values = np.ascontiguousarray(np.concatenate(rows), dtype=np.int32)
     flat = pa.Array.from_buffers(pa.int32(), len(values), [None, pa.py_buffer(values)])
     return pa.Array.from_buffers(LIST, len(rows), [None, ends], children=[flat])
-
-
-def _write_manifest(directory: Path, name: str, content: dict[str, Any]) -> None:
-    files = {path.name: file_digest(path) for path in sorted(directory.iterdir())}
-    manifest = {"name": name, "files": files, "content": content}
-    (directory / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
 
 
 def read_content(directory: Path) -> dict[str, Any] | None:

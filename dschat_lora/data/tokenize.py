@@ -68,7 +68,7 @@ def tokenize(records: Sequence[TextRecord], encoder: Encoder, rule: TokenRule) -
 def _texts(record: TextRecord, kind: DataKind) -> list[str]:
     """The texts to encode: up to each span's end, and to that of the rejected answer."""
     if kind == "prompts":
-        return _prefixes(_context(record))
+        return _prefixes(record.context)
     texts = _prefixes(record.spans)
     if kind == "pairs":
         assert record.rejected is not None, "rows without two answers were refused"
@@ -99,7 +99,7 @@ def _tokenize_sample(
     if length > rule.max_seq_len and rule.overlong != "truncate":
         _refuse_overlong(record, length, rule)
         return Tokenized(None, length, doubled_bos=doubled)
-    sample = _cut(_to_sample(record.spans, pieces, rule), rule.max_seq_len)
+    sample = _to_sample(record.spans, pieces, rule)
     learns = bool((sample.labels != IGNORE_INDEX).any())
     truncated = length > rule.max_seq_len
     return Tokenized(sample if learns else None, length, truncated and learns, doubled)
@@ -123,12 +123,15 @@ def _tokenize_pair(
     chosen, rejected = (ids[: rule.max_seq_len] for ids in sequences)
     if chosen == rejected:
         return Tokenized(None, length, doubled_bos=doubled, identical=True)
-    return Tokenized(
-        _to_pair(chosen, rejected, prompt_length=len(prompt), margin=record.margin or 0.0),
-        length,
-        truncated=length > rule.max_seq_len,
-        doubled_bos=doubled,
+    shared = shared_length(chosen, rejected)
+    sample = PairSample(
+        np.array([*chosen, *rejected[shared:]], dtype=np.int32),
+        prompt_length=len(prompt),
+        shared_length=shared,
+        chosen_length=len(chosen) - shared,
+        margin=record.margin or 0.0,
     )
+    return Tokenized(sample, length, truncated=length > rule.max_seq_len, doubled_bos=doubled)
 
 
 def _tokenize_prompt(
@@ -136,7 +139,7 @@ def _tokenize_prompt(
 ) -> Tokenized:
     doubled = encoder.begins_twice(encoded[-1])
     prefixes = [encoder.begin_once(ids) for ids in encoded]
-    ids = [token for piece in _pieces(_context(record), prefixes, encoder) for token in piece]
+    ids = [token for piece in _pieces(record.context, prefixes, encoder) for token in piece]
     if not ids or (len(ids) > rule.max_seq_len and rule.overlong != "truncate"):
         _refuse_overlong(record, len(ids), rule, option="max_prompt_seq_len")
         return Tokenized(None, len(ids), doubled_bos=doubled)
@@ -144,24 +147,6 @@ def _tokenize_prompt(
     kept = np.array(ids[-rule.max_seq_len :], dtype=np.int32)
     sample = PromptSample(kept, record.columns.encode())
     return Tokenized(sample, len(ids), truncated=len(ids) > len(kept), doubled_bos=doubled)
-
-
-def _context(record: TextRecord) -> tuple[Span, ...]:
-    """The spans before the last answer."""
-    return record.spans[:-1] if record.spans[-1].target else record.spans
-
-
-def _to_pair(
-    chosen: Sequence[int], rejected: Sequence[int], *, prompt_length: int, margin: float
-) -> PairSample:
-    shared = shared_length(chosen, rejected)
-    return PairSample(
-        np.array([*chosen, *rejected[shared:]], dtype=np.int32),
-        prompt_length=prompt_length,
-        shared_length=shared,
-        chosen_length=len(chosen) - shared,
-        margin=margin,
-    )
 
 
 def ended(ids: list[int], eos_id: int) -> list[int]:
@@ -191,18 +176,14 @@ def _refuse_overlong(
 
 
 def _to_sample(spans: Sequence[Span], pieces: Sequence[list[int]], rule: TokenRule) -> Sample:
+    """The first tokens of the pieces, without end-of-sequence if any were cut."""
     input_ids = np.array([token for piece in pieces for token in piece], dtype=np.int32)
     target = np.repeat(
         [span.target or rule.train_on_prompt for span in spans], [len(p) for p in pieces]
     )
     target[:1] = False
     labels = np.where(target, input_ids, np.int32(IGNORE_INDEX))
-    return Sample(input_ids, labels)
-
-
-def _cut(sample: Sample, size: int) -> Sample:
-    """The first ``size`` tokens, without end-of-sequence if any were cut."""
-    return Sample(sample.input_ids[:size], sample.labels[:size])
+    return Sample(input_ids[: rule.max_seq_len], labels[: rule.max_seq_len])
 
 
 RECORDS_PER_CHUNK = 512
