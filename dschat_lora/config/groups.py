@@ -179,14 +179,10 @@ class SourceConfig:
     def __post_init__(self) -> None:
         require_numbers(self, "in [0, 1)", "eval_ratio")
         require_numbers(self, ">= 1", "preprocessing_num_workers")
-        if self.data_weights:
-            require(
-                len(self.data_weights) == len(self.data_path)
-                and all(weight > 0 for weight in self.data_weights),
-                "data_weights",
-                self.data_weights,
-                f"one positive number for each of the {len(self.data_path)} --data_path",
-            )
+        weights, count = self.data_weights, len(self.data_path)
+        fits = not weights or (len(weights) == count and all(weight > 0 for weight in weights))
+        allowed = f"one positive number for each of the {count} --data_path"
+        require(fits, "data_weights", weights, allowed)
         if self.data_split is not None:
             parse_data_split(self.data_split)
 

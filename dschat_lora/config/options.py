@@ -130,9 +130,28 @@ def parse_config(
     return build_config(config_class, values)
 
 
-def build_config(config_class: type[ConfigT], values: Mapping[str, object]) -> ConfigT:
-    """An instance from ``{option name: value}``, as if these and no others were typed."""
-    return _build(config_class, values, prefix="")
+def build_config(
+    config_class: type[ConfigT], values: Mapping[str, object], prefix: str = ""
+) -> ConfigT:
+    """An instance from ``{option name: value}``, as if these and no others were typed.
+
+    Names begin with ``prefix``, that of a nested group.
+    """
+    kwargs: dict[str, Any] = {}
+    for field in dataclasses.fields(config_class):
+        name = prefix + field.name
+        if nested := field.metadata.get("group"):
+            own = _nested_prefix(prefix, field)
+            defaults = {own + key: value for key, value in field.metadata["defaults"].items()}
+            kwargs[field.name] = build_config(nested, {**defaults, **values}, own)
+        elif "given" in field.metadata:
+            kwargs[field.name] = frozenset(values)
+        elif name in values:
+            value = values[name]
+            kwargs[field.name] = tuple(value) if isinstance(value, list) else value
+        elif field.default is dataclasses.MISSING and "hidden" not in field.metadata:
+            raise ValueError(f"--{name} is required")
+    return config_class(**kwargs)
 
 
 def typed_options(config: "StageOptions") -> dict[str, Any]:
@@ -337,24 +356,6 @@ def unknown_option(text: str, names: Sequence[str]) -> str:
     names = [f"--{name}" for name in names]
     close = difflib.get_close_matches(given.replace("-", "_").replace("__", "--", 1), names, 1)
     return f"unknown option {given}" + (f"; did you mean {close[0]}?" if close else "; see --help")
-
-
-def _build(config_class: type[ConfigT], values: Mapping[str, object], prefix: str) -> ConfigT:
-    kwargs: dict[str, Any] = {}
-    for field in dataclasses.fields(config_class):
-        name = prefix + field.name
-        if nested := field.metadata.get("group"):
-            own = _nested_prefix(prefix, field)
-            defaults = {own + key: value for key, value in field.metadata["defaults"].items()}
-            kwargs[field.name] = _build(nested, {**defaults, **values}, own)
-        elif "given" in field.metadata:
-            kwargs[field.name] = frozenset(values)
-        elif name in values:
-            value = values[name]
-            kwargs[field.name] = tuple(value) if isinstance(value, list) else value
-        elif field.default is dataclasses.MISSING and "hidden" not in field.metadata:
-            raise ValueError(f"--{name} is required")
-    return config_class(**kwargs)
 
 
 def _nested_prefix(prefix: str, field: dataclasses.Field[object]) -> str:

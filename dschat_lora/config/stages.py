@@ -46,11 +46,11 @@ class RewardConfig:
     )
 
     def __post_init__(self) -> None:
-        coefficient = self.center_rewards_coefficient
         require_numbers(self, ">= 0", "center_rewards_coefficient")
-        if coefficient and self.reward_loss == "per_token":
+        if self.center_rewards_coefficient and self.reward_loss == "per_token":
             raise ValueError(
-                f"--center_rewards_coefficient {coefficient:g} is for --reward_loss bradley_terry"
+                f"--center_rewards_coefficient {self.center_rewards_coefficient:g} is for "
+                "--reward_loss bradley_terry"
             )
 
 
