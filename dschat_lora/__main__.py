@@ -1,6 +1,7 @@
 """Verbs of the ``dschat-lora`` command."""
 
 import argparse
+from typing import Any
 
 from dschat_lora import __version__
 from dschat_lora.checkpoint.adapter_config import accept_adapter
@@ -24,24 +25,17 @@ def main() -> None:
     verbs.add_parser("extract", help="LoRA and head of a full checkpoint to PEFT", add_help=False)
     verbs.add_parser("pipeline", help="run all stages of a YAML file, or go on", add_help=False)
     arguments, rest = parser.parse_known_args()
-    if arguments.verb == "score":
-        _score(rest)
-        return
-    if arguments.verb == "extract":
-        _extract(rest)
-        return
-    if arguments.verb == "pipeline":
-        _pipeline(rest)
-        return
-    if rest:
+    own_parsers = {"score": _score, "extract": _extract, "pipeline": _pipeline}
+    if arguments.verb in own_parsers:
+        own_parsers[arguments.verb](rest)
+    elif rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if arguments.verb == "accept":
+    elif arguments.verb == "accept":
         _accept(arguments.adapter)
-        return
+    else:
+        from dschat_lora.pipeline.demo import run_demo  # heavy, and not wanted for --help
 
-    from dschat_lora.pipeline.demo import run_demo  # heavy, and not wanted for --help
-
-    run_demo(arguments.output_dir, seed=arguments.seed)
+        run_demo(arguments.output_dir, seed=arguments.seed)
 
 
 def _accept(directory: str) -> None:
@@ -59,9 +53,8 @@ def _score(argv: list[str]) -> None:
         )
         check_score(config)
 
-        from dschat_lora.supervised.score import (
-            score_files,  # heavy, and not wanted for a wrong option
-        )
+        # Heavy, and not wanted for a wrong option.
+        from dschat_lora.supervised.score import score_files
 
         score_files(config)
     except BrokenPipeError:
@@ -98,21 +91,12 @@ def _extract(argv: list[str]) -> None:
     )
     parser.add_argument("--output_dir", metavar="DIR", help="default: CHECKPOINT/adapter")
     try:
-        chosen, unknown = parser.parse_known_args(argv)
-        if unknown:
-            names = ["base", "lora_alpha", "enable_lora", "output_dir"]
-            raise ValueError(unknown_option(unknown[0], names))
+        chosen = _parsed(parser, argv, ["base", "lora_alpha", "enable_lora", "output_dir"])
 
         from dschat_lora.checkpoint.extract import extract  # heavy, and not wanted for --help
 
-        extract(
-            chosen.checkpoint,
-            base=chosen.base,
-            lora_alpha=chosen.lora_alpha,
-            enable_lora=tuple(chosen.enable_lora),
-            output_dir=chosen.output_dir,
-            say=log_once,
-        )
+        chosen["enable_lora"] = tuple(chosen["enable_lora"])
+        extract(**chosen, say=log_once)
     except (ValueError, OSError) as error:
         fail(error_message(error), code=1 if isinstance(error, OSError) else 2)
 
@@ -145,16 +129,21 @@ def _pipeline(argv: list[str]) -> None:
         help="options instead of the file's",
     )
     try:
-        chosen, unknown = parser.parse_known_args(argv)
-        if unknown:
-            names = ["output_dir", "num_gpus", "dry_run", "from", "set"]
-            raise ValueError(unknown_option(unknown[0], names))
+        chosen = _parsed(parser, argv, ["output_dir", "num_gpus", "dry_run", "from", "set"])
     except ValueError as error:
         fail(str(error))
 
     from dschat_lora.pipeline.run import run_pipeline  # not wanted for --help
 
-    run_pipeline(**vars(chosen))
+    run_pipeline(**chosen)
+
+
+def _parsed(parser: Parser, argv: list[str], names: list[str]) -> dict[str, Any]:
+    """Values of a verb's arguments; an option that is none of ``names`` is a ValueError."""
+    chosen, unknown = parser.parse_known_args(argv)
+    if unknown:
+        raise ValueError(unknown_option(unknown[0], names))
+    return vars(chosen)
 
 
 if __name__ == "__main__":
