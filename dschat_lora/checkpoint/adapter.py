@@ -198,27 +198,27 @@ def _load(directory: Path) -> Adapter:
     config = read_adapter_config(directory)
     path = directory / WEIGHTS_FILE
     if not path.is_file():
-        pickled = path.with_name("adapter_model.bin").is_file()
-        reason = (
-            ", only a pickled adapter_model.bin, which can run code when loaded; "
-            "load it with PEFT and save it again"
-        )
-        raise ValueError(f"{directory} has no {WEIGHTS_FILE}{reason if pickled else ''}")
+        reason = ""
+        if path.with_name("adapter_model.bin").is_file():
+            reason = (
+                ", only a pickled adapter_model.bin, which can run code when loaded; "
+                "load it with PEFT and save it again"
+            )
+        raise ValueError(f"{directory} has no {WEIGHTS_FILE}{reason}")
     try:
         stored = load_file(path)
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged: {error}") from None
     tensors: dict[str, Tensor] = {}
     base_tensors: dict[str, Tensor] = {}
+    groups = groups_of(config)
     for key, tensor in stored.items():
         name, is_base = our_name(key, config, path)
         if is_base:
             base_tensors[name] = tensor
-        else:
-            tensors[name] = tensor.float()
-    groups = groups_of(config)
-    if groups is not None:
-        for name in (each for each in tensors if each.endswith(".lora_B")):
+            continue
+        tensors[name] = tensor.float()
+        if groups is not None and name.endswith(".lora_B"):
             try:
                 tensors[name] = groups.compact(tensors[name])
             except ValueError as error:

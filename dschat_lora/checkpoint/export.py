@@ -101,11 +101,11 @@ def save_merged(
             _save_tokenizer(tokenizer, staging)
             written = _auto_class(model).from_pretrained(staging, dtype=model.dtype)
             after = _logits(written.to(_device_with_room(written)).eval(), probe_ids)
-            mask = torch.ones(after.shape[:-1], dtype=torch.bool)
             before = unmerged
             if _is_reward_model(model):
                 # The change of a score as the logit of an answer's win over itself.
                 before, after = torch.zeros_like(unmerged), after - unmerged
+            mask = torch.ones(after.shape[:-1], dtype=torch.bool)
             report = merge_deviation(before, after, mask)
             check_merge(report, max_kl=max_kl)
         return report
@@ -125,7 +125,8 @@ def _merged_model(model: PreTrainedModel, tensors: dict[str, Tensor]) -> PreTrai
         merged = _auto_class(model).from_config(model.config, dtype=model.dtype)
     if untied_by_merge(model):
         merged.config.tie_word_embeddings = False
-    _load_by_assignment(merged, state)
+    # Not strict: of tied weights the state may have one.
+    merged.load_state_dict(state, strict=False, assign=True)
     if not _is_reward_model(model):
         merged.generation_config = model.generation_config
     return merged
@@ -164,17 +165,6 @@ def _device_with_room(model: nn.Module) -> torch.device:
     if here.type == "cuda" and torch.cuda.mem_get_info(here)[0] > 1.5 * size:
         return here
     return torch.device("cpu")
-
-
-def _load_by_assignment(empty: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Replace the meta model's parameters and buffers by tensors, tied or not."""
-    for name, tensor in state.items():
-        module, _, part = name.rpartition(".")
-        owner = empty.get_submodule(module)
-        if part in owner._parameters:
-            owner._parameters[part] = nn.Parameter(tensor, requires_grad=False)
-        elif part in owner._buffers:
-            owner._buffers[part] = tensor
 
 
 def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:

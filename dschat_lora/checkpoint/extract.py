@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,6 +23,7 @@ from dschat_lora.checkpoint.adapter import write_adapter
 from dschat_lora.checkpoint.adapter_config import is_adapter_directory
 from dschat_lora.checkpoint.lora_only import (
     LoraOnly,
+    is_factor,
     lora_config_of_file,
     match_names,
     rank_of,
@@ -36,18 +37,6 @@ _INDEX = "model.safetensors.index.json"
 _TOKENIZER = ["tokenizer*.json", "vocab.*", "merges.txt", "special_tokens_map.json", "*.model"]
 # Last layer of the head of transformers' classifiers, one row for each label.
 _LAST_LAYERS = ("classifier.out_proj.weight", "classifier.weight", "score.weight")
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Weights of the base that a checkpoint holds with other values than ``--base``.
-
-    The difference of ``merged`` ones is the update: the checkpoint was saved while the update was
-    merged, and counts it twice when it is loaded unchanged.
-    """
-
-    merged: list[str]
-    other: list[str]
 
 
 def extract(
@@ -87,7 +76,8 @@ def extract(
                 f"--base {base} is a {settings.model_type} model without the layer {name}, which "
                 f"{path} adapts; give the base it was trained on"
             )
-    trained = replace(file, tensors=_trained(model, file.tensors))
+    own = {n: t for n, t in file.tensors.items() if is_factor(n) or is_head(model, n)}
+    trained = replace(file, tensors=own)
     config = lora_config_of_file(trained, lora_alpha=lora_alpha, enable_lora=enable_lora)
     write_trained(
         directory,
@@ -99,7 +89,7 @@ def extract(
     )
     count = sum(tensor.numel() for tensor in trained.tensors.values())
     say(f"{directory}: {len(trained.tensors)} tensors, {count:,} parameters, rank {file.r}")
-    _report(compare_base(model, file, base), file, base, say)
+    _report(*compare_base(model, file, base), file, base, say)
     return directory
 
 
@@ -159,16 +149,18 @@ def read_checkpoint(path: Path) -> LoraOnly:
 
 
 @torch.no_grad()
-def compare_base(model: PreTrainedModel, file: LoraOnly, base: str) -> Difference:
-    """Weights of the base that differ in ``file``; none, if it holds factors alone.
+def compare_base(model: PreTrainedModel, file: LoraOnly, base: str) -> tuple[list[str], list[str]]:
+    """Weights of the base that differ in ``file`` by the update, and otherwise.
 
-    ``model`` is on the meta device, with the adapter.
+    The update is the difference if the checkpoint was saved while merged: it is counted twice when
+    that is loaded unchanged. ``model`` is on the meta device, with the adapter.
     """
     body, layers = f"{model.base_model_prefix}.", lora_layers(model)
     own = {n: t for n, t in file.tensors.items() if n.startswith(body) and not is_factor(n)}
-    difference = Difference([], [])
+    merged: list[str] = []
+    other: list[str] = []
     if not own:
-        return difference
+        return merged, other
     clean = type(model).from_pretrained(base, config=model.config, dtype=torch.float32)
     state = clean.state_dict()
     dtype = _stored_type([own[name] for name in state if name in own])
@@ -182,8 +174,8 @@ def compare_base(model: PreTrainedModel, file: LoraOnly, base: str) -> Differenc
             size = tensor.abs() + layer.delta(*(each.abs() for each in factors))
             off = (own[name] - tensor - layer.delta(*factors)).abs()
             is_update = bool((off <= 1e-5 + torch.finfo(dtype).eps * size).all())
-        (difference.merged if is_update else difference.other).append(name)
-    return difference
+        (merged if is_update else other).append(name)
+    return merged, other
 
 
 def _stored_type(tensors: list[Tensor]) -> torch.dtype:
@@ -192,11 +184,6 @@ def _stored_type(tensors: list[Tensor]) -> torch.dtype:
         if all(torch.equal(each, each.to(dtype).float()) for each in tensors):
             return dtype
     return torch.float32
-
-
-def is_factor(name: str) -> bool:
-    """Whether a name in a state dict is that of a LoRA factor."""
-    return name.endswith((".lora_A", ".lora_B"))
 
 
 def is_head(model: PreTrainedModel, name: str) -> bool:
@@ -230,10 +217,6 @@ def _skeleton(settings: PretrainedConfig, tensors: Mapping[str, Tensor]) -> PreT
     return model
 
 
-def _trained(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {n: t for n, t in tensors.items() if is_factor(n) or is_head(model, n)}
-
-
 def _num_labels(tensors: Mapping[str, Tensor]) -> int | None:
     """Labels of the head; None if there is none."""
     return next((len(tensors[name]) for name in _LAST_LAYERS if name in tensors), None)
@@ -256,19 +239,20 @@ def _copy_tokenizer(checkpoint: Path, directory: Path) -> None:
             shutil.copy(path, directory / path.name)
 
 
-def _report(found: Difference, file: LoraOnly, base: str, say: Callable[[str], None]) -> None:
-    path = file.path
-    if found.merged:
+def _report(
+    merged: list[str], other: list[str], file: LoraOnly, base: str, say: Callable[[str], None]
+) -> None:
+    if merged:
         say(
-            f"note: {path} was saved while merged: {len(found.merged)} weights hold the update "
-            f"already ({found.merged[0]}, ...). Loaded as it stands it counts the update twice; "
+            f"note: {file.path} was saved while merged: {len(merged)} weights hold the update "
+            f"already ({merged[0]}, ...). Loaded as it stands it counts the update twice; "
             "the adapter written here, on its clean base, does not"
         )
-    if found.other:
+    if other:
         reason = "the adapter was trained on another base"
-        if {name.removesuffix(".weight") for name in found.other} <= set(file.targets):
+        if {name.removesuffix(".weight") for name in other} <= set(file.targets):
             reason += ", or saved while merged with another --lora_alpha"
         say(
-            f"note: {len(found.other)} weights of the base differ between {path} and {base} "
-            f"({found.other[0]}, ...): {reason}"
+            f"note: {len(other)} weights of the base differ between {file.path} and {base} "
+            f"({other[0]}, ...): {reason}"
         )

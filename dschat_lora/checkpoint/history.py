@@ -64,15 +64,11 @@ def newest_valid(run: Path) -> Choice:
 
 
 def rotate(run: Path, *, keep: int, newest: int) -> None:
-    """Delete old checkpoints; call on one rank, when ``newest`` has its final name.
+    """Delete all but ``keep`` checkpoints, or none if 0; call on one rank.
 
-    A directory loses its valid name before its first file, so a killed process leaves no part
-    of a checkpoint under such a name. Links are left alone.
-
-    Args:
-        run: output directory of the run.
-        keep: number of checkpoints to keep, ``newest`` included; 0 keeps all.
-        newest: step just written. Later ones are of another history and stay.
+    ``newest``, the step just written, has its final name and counts. Later ones are of another
+    history and stay; links are left alone. A directory loses its valid name before its first
+    file, so a killed process leaves no part of a checkpoint under such a name.
     """
     assert keep >= 0
     own = [path for step, path in _numbered(run) if step <= newest]
@@ -88,16 +84,9 @@ def quarantine_checkpoints(run: Path, *, after: int, rejected: Iterable[Path] = 
     """Rename the checkpoints that a run resumed at step ``after`` leaves behind.
 
     Later ones belong to another history, which no resume may pick up again; they become
-    ``NAME.abandoned``. Rejected ones of any step become ``NAME.rejected``. A number is added
-    where that name is taken. Call on one rank.
-
-    Args:
-        run: output directory of the run.
-        after: step that training goes on from.
-        rejected: checkpoints of ``run`` that were found damaged.
-
-    Returns:
-        The paths they have then, highest step first.
+    ``NAME.abandoned``. ``rejected`` ones of any step, found damaged, become ``NAME.rejected``. A
+    number is added where that name is taken. Returns the new paths, highest step first. Call on
+    one rank.
     """
     damaged = {step_of(path) for path in rejected}
     renamed = []

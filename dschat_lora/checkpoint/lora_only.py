@@ -6,8 +6,8 @@ adapters of :func:`dschat_lora.lora.model.apply_lora`.
 
 import json
 import pickle
-from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -57,7 +57,7 @@ class LoraOnly:
     @property
     def targets(self) -> tuple[str, ...]:
         """The layers with factors, as the file names them."""
-        return tuple(dict.fromkeys(_owner(name) for name in self.tensors if _is_factor(name)))
+        return tuple(dict.fromkeys(_owner(name) for name in self.tensors if is_factor(name)))
 
 
 def write_lora_only(
@@ -160,17 +160,14 @@ def lora_config_of_file(
 
 
 @torch.no_grad()
-def load_lora_only(model: nn.Module, file: LoraOnly, *, new: Collection[str] = ()) -> list[str]:
+def load_lora_only(model: nn.Module, file: LoraOnly) -> list[str]:
     """Copy a file into ``model`` after ``apply_lora``; returns the parameters' names.
-
-    ``new`` parameters keep their values whatever the file holds for them, such as a head of
-    another shape.
 
     Raises:
         ValueError: as :func:`match_names`; if the file was trained with another scaling or other
             parts of packed layers; or if the base has no values.
     """
-    names = match_names(model, file, new=new)
+    names = match_names(model, file)
     _check_settings(model, file)
     empty = next((name for name, p in model.named_parameters() if p.is_meta), None)
     if empty is not None:
@@ -184,7 +181,7 @@ def load_lora_only(model: nn.Module, file: LoraOnly, *, new: Collection[str] = (
     return list(names.values())
 
 
-def match_names(model: nn.Module, file: LoraOnly, *, new: Collection[str] = ()) -> dict[str, str]:
+def match_names(model: nn.Module, file: LoraOnly) -> dict[str, str]:
     """Map of names in the file to parameters of ``model``, which may be on the meta device.
 
     The prefix of the base model (``transformer.``, ``roberta.``) may be on one side alone.
@@ -206,9 +203,8 @@ def match_names(model: nn.Module, file: LoraOnly, *, new: Collection[str] = ()) 
         name = next((places[each] for each in spellings if each in places), None)
         if name is None:
             raise ValueError(f"{file.path} holds {key}, which the model has no place for")
-        if name not in new:
-            found[key] = name
-    missing = sorted(parameters.keys() - found.values() - set(new))
+        found[key] = name
+    missing = sorted(parameters.keys() - found.values())
     if missing:
         raise ValueError(f"{file.path} lacks {loralib_name(missing[0])}, which the model has")
     for key, name in found.items():
@@ -235,7 +231,7 @@ def rank_of(tensors: Mapping[str, Tensor], path: Path) -> int:
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
             raise ValueError(f"{path}: {name} holds values that are not finite")
-        if not _is_factor(name):
+        if not is_factor(name):
             continue
         owner = _owner(name)
         a, b = (tensors.get(f"{owner}.lora_{factor}") for factor in "AB")
@@ -258,9 +254,9 @@ def rank_of(tensors: Mapping[str, Tensor], path: Path) -> int:
 
 
 def _check_settings(model: nn.Module, file: LoraOnly) -> None:
-    if file.settings is None:
-        return
     stored = file.settings
+    if stored is None:
+        return
     check_scaling(
         model,
         LoraConfig(lora_dim=file.r, lora_alpha=stored.lora_alpha, use_rslora=stored.use_rslora),
@@ -303,9 +299,11 @@ def _as_settings(stored: object, path: Path) -> LoraSettings | None:
         return None
     try:
         settings = LoraSettings(**cast(dict[str, Any], stored))
-        parts = tuple(str(part) for part in settings.enable_lora)
-        return LoraSettings(
-            float(settings.lora_alpha), bool(settings.use_rslora), parts, settings.base
+        return replace(
+            settings,
+            lora_alpha=float(settings.lora_alpha),
+            use_rslora=bool(settings.use_rslora),
+            enable_lora=tuple(map(str, settings.enable_lora)),
         )
     except (TypeError, ValueError):
         raise ValueError(f"{path} is damaged: it notes {stored!r} as its settings") from None
@@ -315,7 +313,8 @@ def _spelt(parts: tuple[str, ...]) -> str:
     return " ".join(parts) or "absent"
 
 
-def _is_factor(name: str) -> bool:
+def is_factor(name: str) -> bool:
+    """Whether a name in a state dict is that of a LoRA factor."""
     return name.rpartition(".")[2] in ("lora_A", "lora_B")
 
 

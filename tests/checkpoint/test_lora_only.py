@@ -173,18 +173,14 @@ def test_whole_heads_take_the_names_of_their_parts(tmp_path):
     apply_lora(model, LoraConfig(lora_dim=8, **chosen), seed=0)
     names = match_names(model, read_lora_only(tmp_path / "x.bin"))
     assert names["classifier.out_proj.bias"] == "classifier.trained.out_proj.bias"
-    head = {name for name in adapter_parameters(model) if name.startswith("classifier.")}
-    assert len(match_names(model, read_lora_only(tmp_path / "x.bin"), new=head)) == 48
 
 
-def test_a_head_of_another_shape_is_named_or_left_out(tmp_path):
+def test_a_head_of_another_shape_is_named(tmp_path):
     torch.save(public_names(), tmp_path / "x.bin")
     file, model = read_lora_only(tmp_path / "x.bin"), roberta(labels=2)
     apply_lora(model, lora_config_of_file(file, lora_alpha=16), seed=0)
     with pytest.raises(ValueError, match=r"classifier.out_proj.weight is \(3, 768\), the model ha"):
         match_names(model, file)
-    new = {name for name in adapter_parameters(model) if "out_proj" in name}
-    assert len(match_names(model, file, new=new)) == 50
 
 
 def test_debertas_projections_have_the_same_names(tmp_path):

@@ -14,8 +14,8 @@ from transformers import (
 )
 
 from dschat_lora.checkpoint.adapter import read_adapter
-from dschat_lora.checkpoint.extract import is_factor, is_head
-from dschat_lora.checkpoint.lora_only import read_lora_only
+from dschat_lora.checkpoint.extract import is_head
+from dschat_lora.checkpoint.lora_only import is_factor, read_lora_only
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.lora.model import apply_lora, lora_layers, seeded_generator
