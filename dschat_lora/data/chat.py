@@ -3,20 +3,12 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
-Message = dict[str, Any]
+from dschat_lora.data.encoder import Message, Tokenizer
 
 HUMAN = "\n\nHuman:"
 ASSISTANT = "\n\nAssistant:"
-
-
-class ChatTokenizer(Protocol):
-    """The part of a ``transformers`` tokenizer that rendering uses."""
-
-    chat_template: str | None
-
-    def apply_chat_template(self, conversation: list[Message], **options: bool) -> str: ...
 
 
 class Render(Protocol):
@@ -41,7 +33,7 @@ class Chat:
     eos_text: str
 
 
-def make_chat(tokenizer: ChatTokenizer, eos_text: str) -> Chat:
+def make_chat(tokenizer: Tokenizer, eos_text: str) -> Chat:
     """The tokenizer's chat template if it has one, else the built-in format."""
     if tokenizer.chat_template is None:
         return Chat(partial(render_built_in, eos_text=eos_text), eos_text)
@@ -118,7 +110,7 @@ def _answer_length(turn: str, eos_text: str) -> int:
 
 
 def _render_template(
-    tokenizer: ChatTokenizer, messages: Sequence[Message], *, add_generation_prompt: bool
+    tokenizer: Tokenizer, messages: Sequence[Message], *, add_generation_prompt: bool
 ) -> str:
     from jinja2 import TemplateError
 

@@ -7,14 +7,21 @@ from typing import Any, Protocol
 PROBES = ("a", "1", "\u4e2d")  # a vocabulary may lack some scripts
 
 
+Message = dict[str, Any]
+
+
 class Tokenizer(Protocol):
-    """The part of a ``transformers`` tokenizer that encoding uses."""
+    """The part of a ``transformers`` tokenizer that preparation uses."""
 
     bos_token_id: int | None
     eos_token_id: int | None
     chat_template: str | None
 
     def get_vocab(self) -> dict[str, int]: ...
+
+    def apply_chat_template(self, conversation: list[Message], **options: bool) -> str: ...
+
+    def convert_ids_to_tokens(self, ids: int) -> str: ...
 
     def __call__(self, text: list[str], **options: Any) -> Mapping[str, Any]: ...
 

@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from dschat_lora.config.groups import DataConfig
 from dschat_lora.data.audit import Audit, Tally, make_audit
-from dschat_lora.data.chat import ChatTokenizer, make_chat
+from dschat_lora.data.chat import make_chat
 from dschat_lora.data.collect import collect
 from dschat_lora.data.encoder import Tokenizer, make_encoder
 from dschat_lora.data.fingerprint import fingerprint
@@ -15,12 +15,6 @@ from dschat_lora.data.rows import DataKind, config_sources
 from dschat_lora.data.samples import AnySample
 from dschat_lora.data.store import TokenSet, load_or_build, write_samples
 from dschat_lora.data.tokenize import Tokenized, TokenRule, tokenize_all
-
-
-class DataTokenizer(Tokenizer, ChatTokenizer, Protocol):
-    """The part of a ``transformers`` tokenizer that preparation uses."""
-
-    def convert_ids_to_tokens(self, ids: int) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -31,13 +25,12 @@ class Prepared:
     eval: TokenSet
     audit: Audit
     fingerprint: str
-    bad_rows: int
     from_cache: bool
 
 
 def prepare(
     config: DataConfig,
-    tokenizer: DataTokenizer,
+    tokenizer: Tokenizer,
     *,
     phase: int,
     seed: int,
@@ -82,11 +75,10 @@ def prepare(
         return make_audit(config, rows, *tallies).to_dict()
 
     content, from_cache = load_or_build(cache_dir / key, build)
-    audit = Audit.from_dict(content)
     train, held_out = (
         TokenSet(cache_dir / key / f"{name}.arrow", kind) for name in ("train", "eval")
     )
-    return Prepared(train, held_out, audit, key, audit.bad_rows, from_cache)
+    return Prepared(train, held_out, Audit.from_dict(content), key, from_cache)
 
 
 def _write(

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from dschat_lora.data.nlg import dart_rows, e2e_row, is_dart_set, is_webnlg_entry, webnlg_rows
 from dschat_lora.data.sources import Source, data_suffix
@@ -54,7 +54,8 @@ def iter_rows(source: Source) -> Iterator[RawRow]:
         ValueError: if a file or hub data set cannot be read at all.
     """
     if source.hub_name is not None:
-        yield from _iter_hub(load_hub(source), source.hub_name)
+        for number, values in enumerate(load_hub(source), start=1):
+            yield RawRow(f"{source.hub_name}:{number}", values)
     for file in source.files:
         yield from iter_file(file)
 
@@ -95,12 +96,6 @@ def load_hub(source: Source) -> "Dataset":
         ) from error
 
 
-def _open_binary(path: Path) -> BinaryIO:
-    if path.name.lower().endswith(".gz"):
-        return cast(BinaryIO, gzip.open(path, "rb"))
-    return path.open("rb")
-
-
 def _iter_jsonl(path: Path) -> Iterator[RawRow]:
     return _iter_lines(path, lambda location, line: _object_row(location, json.loads(line)))
 
@@ -110,8 +105,9 @@ def _iter_e2e(path: Path) -> Iterator[RawRow]:
 
 
 def _iter_lines(path: Path, parse: Callable[[str, str], RawRow]) -> Iterator[RawRow]:
+    is_packed = path.name.lower().endswith(".gz")
     # Decoded line by line, so that bytes that are not UTF-8 spoil, and name, one line only.
-    with _open_binary(path) as lines:
+    with gzip.GzipFile(path) if is_packed else path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 yield _parse_line(f"{path}:{number}", line, parse)
@@ -228,8 +224,3 @@ def _iter_parquet(path: Path) -> Iterator[RawRow]:
                     yield RawRow(f"{path}:{number}", values)
     except pyarrow.ArrowException as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
-
-
-def _iter_hub(dataset: "Dataset", name: str) -> Iterator[RawRow]:
-    for number, values in enumerate(dataset, start=1):
-        yield RawRow(f"{name}:{number}", values)

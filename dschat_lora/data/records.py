@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dschat_lora.data.chat import ASSISTANT, Chat, Message, Span, conversation_spans
+from dschat_lora.data.chat import ASSISTANT, Chat, Span, conversation_spans
+from dschat_lora.data.encoder import Message
 from dschat_lora.data.readers import RowError
 from dschat_lora.data.rows import DataKind, ParsedRow, RowType
 

@@ -114,25 +114,16 @@ def classify(values: dict[str, Any], location: str) -> RowType:
 def require_usable(row: ParsedRow, kind: DataKind) -> ParsedRow:
     """The row itself if ``kind`` can be made of it; two answers are one to learn as well."""
     if kind == "pairs" and row.kind != "preference":
-        raise RowError(
-            row.location,
-            f"row lacks 'chosen' and 'rejected'; it has {sorted(row.values)}; this stage compares "
-            "a better and a worse answer",
-        )
-    if kind == "prompts":
-        if row.kind == "text":
-            raise RowError(
-                row.location,
-                f"row lacks 'prompt'; it has {sorted(row.values)}; this stage answers prompts",
-            )
+        lacks = "'chosen' and 'rejected'"
+        reason = "this stage compares a better and a worse answer"
+    elif kind == "prompts" and row.kind == "text":
+        lacks, reason = "'prompt'", "this stage answers prompts"
+    elif kind == "samples" and row.kind == "prompt":
+        lacks = "'completion'"
+        reason = "name the text to learn 'completion': a prompt alone has no answer"
+    else:
         return row
-    if row.kind == "prompt":
-        raise RowError(
-            row.location,
-            f"row lacks 'completion'; it has {sorted(row.values)}; name the text to learn "
-            "'completion': a prompt alone has no answer",
-        )
-    return row
+    raise RowError(row.location, f"row lacks {lacks}; it has {sorted(row.values)}; {reason}")
 
 
 def _check_field(location: str, name: str, value: object, *, text_only: bool) -> None:

@@ -53,7 +53,7 @@ class TokenSet:
         self._starts = np.cumsum([0, *(len(chunk["input_ids"]) for chunk in self._chunks)])
         #: (len,) int64, tokens of each sample
         self.lengths: NDArray[np.int64] = np.concatenate(
-            [np.zeros(0, np.int64), *(chunk["input_ids"].lengths for chunk in self._chunks)]
+            [np.zeros(0, np.int64), *(np.diff(c["input_ids"].offsets) for c in self._chunks)]
         )
 
     def __len__(self) -> int:
@@ -141,9 +141,6 @@ class _Numbers:
 
     values: NDArray[Any]
 
-    def __len__(self) -> int:
-        return len(self.values)
-
     def __getitem__(self, row: int) -> int | float:
         number: int | float = self.values[row].item()
         return number
@@ -159,10 +156,6 @@ class _Lists:
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        return np.diff(self.offsets)
 
     def __getitem__(self, row: int) -> NDArray[Any] | bytes:
         start, end = self.offsets[row : row + 2]

@@ -168,7 +168,7 @@ def test_skipped_bad_rows_are_counted_and_quoted_also_from_the_cache(run, jsonl)
     for from_cache in (False, True):
         prepared = run(path, bad_rows="skip")
         assert prepared.from_cache is from_cache
-        assert (len(prepared.train), prepared.bad_rows) == (3, 4)
+        assert (len(prepared.train), prepared.audit.bad_rows) == (3, 4)
         assert (prepared.audit.bad_rows, prepared.audit.empty_rows) == (4, 1)
         lines = [text.replace(str(path), "f") for text in prepared.audit.bad_row_examples]
         assert [text.split(":")[1] for text in lines] == ["3", "4", "5", "6"]
@@ -178,7 +178,7 @@ def test_skipped_bad_rows_are_counted_and_quoted_also_from_the_cache(run, jsonl)
 def test_bad_rows_of_an_evaluation_file_count_too(run, jsonl):
     bad = jsonl([*pairs(1, "eval"), "{"], "eval.jsonl")
     prepared = run(jsonl(pairs(2)), eval_data_path=(str(bad),), bad_rows="skip")
-    assert (len(prepared.eval), prepared.bad_rows) == (1, 1)
+    assert (len(prepared.eval), prepared.audit.bad_rows) == (1, 1)
 
 
 def test_a_source_without_rows_is_an_error_even_when_bad_rows_are_skipped(run, jsonl):
