@@ -28,26 +28,21 @@ def step_flops(
 ) -> Flops:
     """FLOPs of one forward and backward pass; matmuls only, no norms, no optimizer.
 
+    ``num_tokens`` are without padding, ``num_attended`` causal pairs, the sum over samples of
+    n (n + 1) / 2, and ``num_targets`` supervised positions.
+
     Per token, a linear layer costs ``2 d_in d_out`` for the output, as much for the gradient
     of its input and of its weight, each only where autograd forms it; a low-rank update
     costs ``2 r (d_in + d_out)`` each time. Per (query, key) pair and layer, attention costs
     ``4 heads head_dim`` forward and twice that backward. The head runs on supervised positions
     only, and is never recomputed: its gradient is formed together with the logits.
 
-    The hardware count differs in three ways: it takes ``num_positions`` and
-    ``num_scored_pairs``; a fused attention kernel forms the scores again (5 products
-    backward, not 4); and gradient checkpointing repeats each block up to the last tensor that
-    its backward pass reads. Checkpointing is taken to be non-reentrant, one block a unit.
-
-    Args:
-        shape: see :func:`dschat_lora.perf.shape.describe`.
-        num_tokens: real tokens.
-        num_attended: causal pairs, the sum over samples of n (n + 1) / 2.
-        num_targets: supervised positions.
-        gradient_checkpointing: whether blocks are recomputed.
-        num_positions: tokens and padding (B T for each micro-batch); default ``num_tokens``.
-        num_scored_pairs: pairs the attention kernel scores (B T^2 for each micro-batch with
-            a dense mask); default ``num_attended``.
+    The hardware count differs in three ways: if given, it takes ``num_positions``, with padding
+    (B T for each micro-batch), and ``num_scored_pairs``, all that the attention kernel scores
+    (B T^2 for each micro-batch with a dense mask); a fused attention kernel forms the scores again
+    (5 products backward, not 4); and gradient checkpointing repeats each block up to the last
+    tensor that its backward pass reads. Checkpointing is taken to be non-reentrant, one block a
+    unit.
     """
     positions = num_tokens if num_positions is None else num_positions
     scored = num_attended if num_scored_pairs is None else num_scored_pairs

@@ -20,7 +20,7 @@ from dschat_lora.perf.shape import BlockShape, LinearShape, ModelShape, describe
 
 # Tensors as wide as the MLP that its activation keeps, besides its own result.
 _KEPT_BY_ACTIVATION = {"relu": 0, "gelu_new": 4, "gelu_fast": 4}
-_MAX_CHUNK_LOGITS = 2**25  # of the loss, on a GPU
+MAX_CHUNK_LOGITS = 2**25  # of the loss, on a GPU
 USABLE = 0.9  # of a device's memory; the rest is for temporaries and fragmentation
 
 
@@ -205,7 +205,7 @@ def _loss_bytes(shape: ModelShape, positions: int, width: int, ranks: int) -> in
     """One chunk: logits, their fp32 copy, the fp32 error, its copy; and gradients to keep."""
     if shape.head is None:
         return 0
-    chunk = min(positions * -(-shape.vocab_size // ranks), _MAX_CHUNK_LOGITS)
+    chunk = min(positions * -(-shape.vocab_size // ranks), MAX_CHUNK_LOGITS)
     per_logit = 8 if width == 4 else 2 * width + 8
     gradients = positions * shape.hidden_size * width
     if shape.head.trained:

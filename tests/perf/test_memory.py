@@ -112,12 +112,13 @@ def test_parameters_gradients_and_optimizer_are_counted_and_divided_as_zero_does
     assert [e.weights for e in stages] == [plain.weights, plain.weights, plain.weights // 4]
 
 
-def test_loss_holds_one_chunk_of_logits_and_the_gradient_of_the_hidden_states():
+def test_loss_holds_one_chunk_of_logits_and_the_gradient_of_the_hidden_states(monkeypatch):
     positions = ROWS * LENGTH
     model = build("opt", "LoRA on q and v", torch.float32)
     assert estimate(model).loss == positions * VOCAB * 8 + positions * 32 * 4
-    assert estimate(model, max_chunk_logits=1000).loss == 1000 * 8 + positions * 32 * 4
-    trained_head = estimate(opt(), max_chunk_logits=1000).loss
+    monkeypatch.setattr("dschat_lora.perf.memory.MAX_CHUNK_LOGITS", 1000)
+    assert estimate(model).loss == 1000 * 8 + positions * 32 * 4
+    trained_head = estimate(opt()).loss
     assert trained_head == 1000 * 8 + positions * 32 * 4 + VOCAB * 32 * 4
 
 
