@@ -27,7 +27,7 @@ from dschat_lora.checkpoint.peft_names import file_name, our_name
 from dschat_lora.checkpoint.staging import staged_directory
 from dschat_lora.checkpoint.tensors import save_weights
 from dschat_lora.config.groups import LoraConfig
-from dschat_lora.lora.groups import PARTS, Groups
+from dschat_lora.lora.groups import PARTS
 from dschat_lora.lora.layers import full_shape
 from dschat_lora.lora.model import AdapterLayout, adapter_parameters, base_names, lora_layers
 from dschat_lora.lora.parallel import own_part
@@ -84,10 +84,12 @@ def write_adapter(
         group_sizes=() if layout.groups is None else layout.groups.sizes,
     )
     adapted = {name.rpartition(".")[0] for name in tensors if ".lora_" in name}
-    stored = {
-        file_name(name, adapted): _as_stored(name, tensor.detach().float(), layout.groups)
-        for name, tensor in tensors.items()
-    }
+    stored = {}
+    for name, tensor in tensors.items():
+        whole = tensor.detach().float()
+        if layout.groups is not None and name.endswith(".lora_B"):
+            whole = layout.groups.expand(whole)
+        stored[file_name(name, adapted)] = whole.contiguous()
     with staged_directory(final) as staging:
         fields = json.dumps(peft_fields(described), indent=2, sort_keys=True) + "\n"
         (staging / CONFIG_FILE).write_text(fields, encoding="utf-8")
@@ -225,13 +227,6 @@ def _load(directory: Path) -> Adapter:
                 raise ValueError(f"{path}: {name}: {error}") from None
     check_tensors(tensors, config.r, where=str(path), groups=groups)
     return Adapter(config, tensors, base_tensors)
-
-
-def _as_stored(name: str, tensor: Tensor, groups: Groups | None) -> Tensor:
-    """A tensor in PEFT's form: B of packed layers with its zeros."""
-    if groups is not None and name.endswith(".lora_B"):
-        tensor = groups.expand(tensor)
-    return tensor.contiguous()
 
 
 def _verify_written(staging: Path, config: AdapterConfig, tensors: Mapping[str, Tensor]) -> None:

@@ -28,18 +28,10 @@ _UNCHECKED = frozenset({"README.md"})
 
 # Options of PEFT that leave the meaning of a factor alone, or say where it sits, which its
 # name says too.
-_HARMLESS = frozenset(
-    {
-        "auto_mapping",
-        "eva_config",
-        "exclude_modules",
-        "inference_mode",
-        "init_lora_weights",
-        "layers_pattern",
-        "layers_to_transform",
-        "loftq_config",
-    }
-)
+_HARMLESS = {
+    *("auto_mapping", "eva_config", "exclude_modules", "inference_mode", "init_lora_weights"),
+    *("layers_pattern", "layers_to_transform", "loftq_config"),
+}
 # Ways to start that leave the base weights as they are; others train against a changed base.
 _PLAIN_INITS = (True, False, None, "gaussian", "orthogonal", "eva")
 

@@ -109,7 +109,11 @@ class Saver:
                 name, tensors = shard
                 if not name:
                     raise InterruptedError(f"{final} was given up: its tensors did not all come")
-                _check_finite(tensors, final)
+                for key, tensor in tensors.items():
+                    if not torch.isfinite(tensor).all():
+                        raise ValueError(
+                            f"{final.name} was not written: {key} holds values that are not finite"
+                        )
                 save_tensors(tensors, staging / name)
             (staging / STATE_FILE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
             write_manifest(staging, kind="checkpoint")
@@ -145,11 +149,3 @@ def _hand_over(item: Shard | None, shards: "Queue[Shard | None]", task: "Future[
         except Full:
             continue
         return
-
-
-def _check_finite(tensors: Mapping[str, Tensor], final: Path) -> None:
-    for key, tensor in tensors.items():
-        if not torch.isfinite(tensor).all():
-            raise ValueError(
-                f"{final.name} was not written: {key} holds values that are not finite"
-            )

@@ -1,9 +1,7 @@
 """Frozen dataclasses to one command line and back.
 
-A stage declares its options as a dataclass of groups. Nested groups flatten: a field made
-with ``group(LoraConfig)`` yields ``--lora_dim``; with ``flat=False`` and the name ``actor`` it
-yields ``--actor_lora_dim``. A YAML file given with ``--config`` sets the same fields; the
-command line wins.
+A stage declares its options as a dataclass of groups: a field made with ``group(LoraConfig)``
+yields ``--lora_dim``; with ``flat=False`` and the name ``actor`` it yields ``--actor_lora_dim``.
 """
 
 import argparse
@@ -60,10 +58,7 @@ def option(default: object = dataclasses.MISSING, *, help: str) -> object:
 
 
 def group(config_class: type[ConfigT], *, flat: bool = True, **defaults: object) -> ConfigT:
-    """A nested config; ``flat=False`` prefixes its options with the field's name.
-
-    ``defaults`` replace the class's own in this stage.
-    """
+    """A nested config, whose own defaults ``defaults`` replace in this stage."""
     field: ConfigT = dataclasses.field(
         default_factory=functools.partial(config_class, **defaults),
         metadata={"group": config_class, "flat": flat, "defaults": defaults},
@@ -104,13 +99,13 @@ def parse_config(
 ) -> ConfigT:
     """An instance of ``config_class`` from ``argv`` (default: ``sys.argv[1:]``).
 
+    A YAML file given with ``--config`` sets the same fields; the command line wins.
+
     Raises:
         ValueError: naming an option that is unknown, or its value and what is allowed.
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
     fields = dict(_option_fields(config_class))
-    program = program or Path(sys.argv[0]).name
-    parser = Parser(program, description)
+    parser = Parser(program or Path(sys.argv[0]).name, description)
     parser.add_argument("--config", metavar="FILE", help="YAML file of these options")
     for name in _LAUNCHER_FLAGS:
         parser.add_argument(f"--{name}", nargs="?", help=argparse.SUPPRESS)
