@@ -101,13 +101,9 @@ def rloo_advantages(rewards: Tensor, groups: Tensor) -> Tensor:
     REINFORCE leave-one-out (arXiv:2402.14740): the others are a baseline that does not depend on
     the response itself, so the gradient stays unbiased.
 
-    Args:
-        rewards: (N,) of the responses.
-        groups: (N,) int64, which prompt each responds to: any numbers, in any order; groups need
-            not be of one size.
-
-    Returns:
-        (N,) without gradient, 0 for a response that is alone in its group.
+    ``groups``, (N,) int64, say which prompt each of the (N,) rewards responds to: any numbers, in
+    any order; groups need not be of one size. The result is (N,) without gradient, 0 for a
+    response that is alone in its group.
     """
     check_same_shape(rewards=rewards, groups=groups)
     exact = rewards.double()

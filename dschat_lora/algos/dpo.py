@@ -5,15 +5,13 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor
 
-DpoLoss = Literal["sigmoid", "ipo", "hinge"]
-
 
 def dpo_loss(
     chosen_logratios: Tensor,
     rejected_logratios: Tensor,
     *,
     beta: float,
-    loss_type: DpoLoss = "sigmoid",
+    loss_type: Literal["sigmoid", "ipo", "hinge"] = "sigmoid",
     label_smoothing: float = 0.0,
 ) -> Tensor:
     """Loss of each pair, from ``d = log-ratio chosen - log-ratio rejected``.
@@ -28,16 +26,10 @@ def dpo_loss(
                           are means over tokens
     ====================  =======================================================================
 
-    Args:
-        chosen_logratios: (P,) of the better answers, in nats: sums over their tokens, or means
-            where the loss is to be normalised by length.
-        rejected_logratios: (P,) of the worse ones.
-        beta: > 0; how strongly to stay with the reference.
-        loss_type: see above.
-        label_smoothing: e in [0, 0.5), the probability that a label is wrong; ``sigmoid`` only.
-
-    Returns:
-        (P,) with gradient.
+    Log-ratios are (P,), of the better and the worse answers, in nats: sums over their tokens, or
+    means where the loss is to be normalised by length. ``beta`` > 0 is how strongly to stay with
+    the reference; ``label_smoothing`` e in [0, 0.5), the probability that a label is wrong. The
+    result is (P,), with gradient.
 
     Raises:
         ValueError: for label smoothing with another loss, or unlike shapes.

@@ -36,12 +36,8 @@ def adapted_kl_coef(
     arXiv:1909.08593). The gain is ``K = num_samples / horizon``, as in the code released with
     that paper (openai/lm-human-preferences), so that it does not depend on the batch size.
 
-    Args:
-        kl_coef: b, of the batch.
-        kl: observed KL of a response from the reference, in nats.
-        target: > 0, the KL to hold, in nats.
-        horizon: samples over which a coefficient may roughly change by ``MAX_KL_ERROR``.
-        num_samples: responses in the batch.
+    ``kl_coef`` is b, of the batch of ``num_samples`` responses; ``kl`` and ``target`` > 0 are in
+    nats a response. Over ``horizon`` samples a coefficient may roughly change by ``MAX_KL_ERROR``.
 
     Raises:
         ValueError: if the horizon is so short that the coefficient could change its sign.

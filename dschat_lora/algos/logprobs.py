@@ -24,19 +24,10 @@ def linear_logprobs(
 
     Logits are formed for a chunk of positions at a time. With ``p`` the softmax, a position's
     log-probability has the gradient ``W[token] - W^T p``, which is formed along with the logits
-    and scaled in the backward pass.
+    and scaled in the backward pass. The result is (N,) fp32, in nats.
 
-    Args:
-        hidden: (N, H), any float dtype; logits are reduced in fp32.
-        weight: (V, H) output embedding; gets no gradient.
-        bias: (V,) or None; gets no gradient.
-        tokens: (N,) int64 in [0, V).
-        max_chunk_logits: bound on the logits of a chunk, by default the device's; a chunk has at
-            least one position.
-        part: of the vocabulary, as for :func:`~dschat_lora.algos.sft.linear_cross_entropy`.
-
-    Returns:
-        (N,) fp32, in nats.
+    Arguments are as for :func:`~dschat_lora.algos.sft.linear_cross_entropy`, with (N,) int64
+    ``tokens`` in [0, V) for the targets; weight and bias get no gradient.
     """
     rows = chunk_rows(weight, max_chunk_logits, part)
     logprobs: Tensor

@@ -23,11 +23,8 @@ def bradley_terry_loss(
     model (eq. 1 of arXiv:2203.02155), the margin that of Llama 2 (eq. 2 of arXiv:2307.09288),
     the second term keeps scores around zero (arXiv:2312.09244).
 
-    Args:
-        chosen_scores: (P,) of the better answers.
-        rejected_scores: (P,) of the worse ones.
-        margins: (P,) by how much the first should be above the second; None: 0.
-        center_coefficient: k >= 0.
+    Scores are (P,), of the better and the worse answers, and ``margins`` m (P,), by how much the
+    first should be above the second; ``center_coefficient`` is k >= 0.
     """
     _check_pairs(chosen_scores, rejected_scores)
     difference = chosen_scores - rejected_scores
@@ -49,11 +46,8 @@ def per_token_loss(
     DeepSpeed-Chat goes on to the end of the longer one, comparing its tokens with padding; that
     part, which rewards length alone, is left out.
 
-    Args:
-        chosen_scores: (M,) score at each compared token of the better answers.
-        rejected_scores: (M,) at the same steps of the worse ones.
-        pair: (M,) int64 in [0, num_pairs), the pair each token belongs to.
-        num_pairs: P.
+    Scores are (M,), at each compared token of the better answers and at the same steps of the
+    worse ones; ``pair``, (M,) int64 in [0, P), is the pair that each token belongs to.
     """
     _check_pairs(chosen_scores, rejected_scores)
     losses = -F.logsigmoid(chosen_scores - rejected_scores)

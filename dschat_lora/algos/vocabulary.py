@@ -31,13 +31,9 @@ def log_softmax(
     With parts, the logarithm of the sum over all is formed from each process's maximum and sum,
     so that no process sees more than its own logits (Megatron-LM, arXiv:1909.08053, section 3).
 
-    Args:
-        logits: (N, V) fp32, or (N, V / processes); overwritten where there are parts.
-        tokens: (N,) int64 in the whole vocabulary.
-        part: of the vocabulary; None: the logits are of all of it.
-
-    Returns:
-        (N, V) or (N, V / processes), and (N,), fp32 in nats.
+    ``logits`` are (N, V) fp32 or, overwritten where there are parts, (N, V / processes);
+    ``tokens`` (N,) int64 in the whole vocabulary. Returns (N, V) or (N, V / processes), and (N,),
+    fp32 in nats.
     """
     if part is None:
         table = torch.log_softmax(logits, dim=-1)

@@ -79,10 +79,8 @@ def save_merged(
     padding, before it takes its name. Without adapters this is the trained model itself.
 
     ``dropouts`` are those of the base's configuration, which training changed. ``tensors``, whole,
-    on rank 0, are written in place of the model's own values.
-
-    Returns:
-        The measured deviation, on rank 0, with that of ``tensors`` from the model's values.
+    on rank 0, are written in place of the model's own values. Returns the measured deviation, on
+    rank 0, with that of ``tensors`` from the model's values.
 
     Raises:
         ValueError: if it exceeds ``max_kl`` nats per token; nothing is written then.

@@ -7,7 +7,7 @@ adapters of :func:`dschat_lora.lora.model.apply_lora`.
 import json
 import pickle
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -299,12 +299,8 @@ def _as_settings(stored: object, path: Path) -> LoraSettings | None:
         return None
     try:
         settings = LoraSettings(**cast(dict[str, Any], stored))
-        return replace(
-            settings,
-            lora_alpha=float(settings.lora_alpha),
-            use_rslora=bool(settings.use_rslora),
-            enable_lora=tuple(map(str, settings.enable_lora)),
-        )
+        alpha, parts = float(settings.lora_alpha), tuple(map(str, settings.enable_lora))
+        return LoraSettings(alpha, bool(settings.use_rslora), parts, settings.base)
     except (TypeError, ValueError):
         raise ValueError(f"{path} is damaged: it notes {stored!r} as its settings") from None
 

@@ -38,10 +38,9 @@ def write_manifest(directory: Path, *, kind: str) -> None:
 def read_manifest(directory: Path, *, kind: str) -> dict[str, Any]:
     """The manifest of ``directory``, checked against its own hash.
 
-    Returns:
-        ``format``, ``kind``, ``sha256`` and ``files``: by name relative to ``directory``, the
-        ``bytes`` and ``sha256`` of each and the ``tensors`` of a ``.safetensors`` file, with
-        ``dtype`` and ``shape``.
+    It has ``format``, ``kind``, ``sha256`` and ``files``: by name relative to ``directory``, the
+    ``bytes`` and ``sha256`` of each and the ``tensors`` of a ``.safetensors`` file, with ``dtype``
+    and ``shape``.
 
     Raises:
         DamagedError: if it is missing, differs by a byte from what was written, or is of

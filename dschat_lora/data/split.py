@@ -43,7 +43,9 @@ def split_rows(
         members.setdefault(group, []).append(row)
     together = list(members.values())
     shuffled = [together[i] for i in permutation(len(together), "split", seed, source)]
-    wanted = _held_out(size, eval_ratio)
+    wanted = 0
+    if eval_ratio > 0 and size >= 2:
+        wanted = min(max(1, _round(eval_ratio * size)), size - 1)
     chosen = _choose(shuffled, wanted, size)
     first = [row for i in sorted(chosen) for row in shuffled[i]]
     others = [row for i, rows in enumerate(shuffled) if i not in chosen for row in rows]
@@ -84,12 +86,6 @@ def repeats(size: int, weight: float, *, seed: int, source: int) -> Indices:
     once_more = _round((weight - int(weight)) * size)
     counts[permutation(size, "weight", seed, source)[:once_more]] += 1
     return counts
-
-
-def _held_out(size: int, eval_ratio: float) -> int:
-    if eval_ratio == 0 or size < 2:
-        return 0
-    return min(max(1, _round(eval_ratio * size)), size - 1)
 
 
 def _round(value: float) -> int:

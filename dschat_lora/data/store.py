@@ -106,10 +106,7 @@ def load_or_build(
     ``build`` writes files into a temporary directory next to it and returns the content to keep
     with them; the directory is then renamed. Several processes may do so at once, and one that is
     killed leaves nothing that could be taken for a result. The directory's name identifies the
-    content.
-
-    Returns:
-        The content, and True if it was read from the cache.
+    content. Returns that, and True if it was read from the cache.
     """
     content = read_content(directory)
     if content is not None:
