@@ -11,7 +11,7 @@ from transformers.utils.logging import disable_progress_bar
 from dschat_lora.assets import BUNDLED_DATA
 from dschat_lora.config.groups import LoraConfig, ModelConfig, OptimConfig
 from dschat_lora.data.batch import Batch, SampleCollator
-from dschat_lora.data.chat import make_chat
+from dschat_lora.data.chat import Chat
 from dschat_lora.data.encoder import make_encoder
 from dschat_lora.data.loader import StepLoader
 from dschat_lora.data.packing import make_rows
@@ -141,7 +141,7 @@ def bundled_engine(
 
 def _samples(tokenizer: Any, size: DataSize) -> list[Sample]:
     eos_id = int(tokenizer.eos_token_id)
-    chat = make_chat(tokenizer, tokenizer.convert_ids_to_tokens(eos_id))
+    chat = Chat(tokenizer, tokenizer.convert_ids_to_tokens(eos_id))
     rows = islice(iter_file(BUNDLED_DATA["train"]), size.num_samples)
     records = [to_record(parse_row(row), chat) for row in rows]
     rule = TokenRule(eos_id, size.max_seq_len, "drop", train_on_prompt=False)

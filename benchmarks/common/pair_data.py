@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from dschat_lora.algos.seeds import permutation
-from dschat_lora.data.chat import make_chat
+from dschat_lora.data.chat import Chat
 from dschat_lora.data.encoder import make_encoder
 from dschat_lora.data.readers import iter_file
 from dschat_lora.data.records import to_record
@@ -59,7 +59,7 @@ def _read(path: Path, vocab_size: int, max_seq_len: int, kind: DataKind) -> tupl
     names = ("prompt", "chosen", "rejected", "completion")
     texts = [str(row.values[name]) for row in rows for name in names if name in row.values]
     tokenizer = load_tokenizer(_train(texts, vocab_size).to_str())
-    chat = make_chat(tokenizer, SPECIAL[EOS_ID])
+    chat = Chat(tokenizer, SPECIAL[EOS_ID])
     rule = TokenRule(EOS_ID, max_seq_len, "drop", train_on_prompt=False, kind=kind)
     results = tokenize([to_record(row, chat) for row in rows], make_encoder(tokenizer), rule)
     samples = [result.sample for result in results if result.sample is not None]

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -67,8 +67,11 @@ def extract(
     transformers.utils.logging.disable_progress_bar()
     file = read_checkpoint(path)
     settings = _settings_of(base)
-    settings.num_labels = _num_labels(file.tensors) or settings.num_labels
-    model = _skeleton(settings, file.tensors)
+    labels = next((len(file.tensors[name]) for name in _LAST_LAYERS if name in file.tensors), None)
+    settings.num_labels = labels or settings.num_labels
+    auto = AutoModelForCausalLM if labels is None else AutoModelForSequenceClassification
+    with torch.device("meta"):
+        model: PreTrainedModel = auto.from_config(settings)
     modules, prefix = dict(model.named_modules()), f"{model.base_model_prefix}."
     for name in file.targets:
         if not {name, prefix + name, name.removeprefix(prefix)} & modules.keys():
@@ -207,19 +210,6 @@ def _settings_of(base: str) -> PretrainedConfig:
             f"--base {base} is no model: give a hub name or a directory with config.json "
             f"({str(error).strip().splitlines()[0]})"
         ) from error
-
-
-def _skeleton(settings: PretrainedConfig, tensors: Mapping[str, Tensor]) -> PreTrainedModel:
-    if _num_labels(tensors) is not None:
-        return empty_classifier(settings)
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(settings)
-    return model
-
-
-def _num_labels(tensors: Mapping[str, Tensor]) -> int | None:
-    """Labels of the head; None if there is none."""
-    return next((len(tensors[name]) for name in _LAST_LAYERS if name in tensors), None)
 
 
 def _output_directory(checkpoint: Path, given: str | Path | None) -> Path:

@@ -17,18 +17,17 @@ def model_card(
 ) -> str:
     """A model card in Markdown: front matter, how to load, settings, data, metrics, versions."""
     base = config.base_model_name_or_path or "the base model"
+    targets = config.target_modules
     settings = {
         "rank": config.r,
         "alpha": config.lora_alpha,
         "rsLoRA": config.use_rslora,
         "dropout": config.lora_dropout,
-        "target modules": config.target_modules,
+        "target modules": targets if isinstance(targets, str) else ", ".join(targets),
         **({"parts": " ".join(config.enable_lora)} if config.enable_lora else {}),
         "biases": config.bias,
         "modules stored in full": ", ".join(config.modules_to_save) or "none",
     }
-    if not isinstance(config.target_modules, str):
-        settings["target modules"] = ", ".join(config.target_modules)
     front = ["---", "library_name: peft", "tags:", "- lora", "---"]
     if config.base_model_name_or_path is not None:
         # A JSON string is a valid YAML string, whatever the name holds.

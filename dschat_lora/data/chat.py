@@ -2,19 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Protocol
 
 from dschat_lora.data.encoder import Message, Tokenizer
 
 HUMAN = "\n\nHuman:"
 ASSISTANT = "\n\nAssistant:"
-
-
-class Render(Protocol):
-    """Text of messages; with ``add_generation_prompt``, up to the assistant's turn."""
-
-    def __call__(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -27,27 +19,34 @@ class Span:
 
 @dataclass(frozen=True)
 class Chat:
-    """A run's chat format and the text of its end-of-sequence token."""
-
-    render: Render
-    eos_text: str
-
-
-def make_chat(tokenizer: Tokenizer, eos_text: str) -> Chat:
     """The tokenizer's chat template if it has one, else the built-in format."""
-    if tokenizer.chat_template is None:
-        return Chat(partial(render_built_in, eos_text=eos_text), eos_text)
-    return Chat(partial(_render_template, tokenizer), eos_text)
+
+    tokenizer: Tokenizer
+    eos_text: str  # of the run's end-of-sequence token
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+        """Text of messages; with ``add_generation_prompt``, up to the assistant's turn.
+
+        Raises:
+            ValueError: if the template refuses them, or for a role that the format lacks.
+        """
+        if self.tokenizer.chat_template is None:
+            turn = ASSISTANT if add_generation_prompt else ""
+            return _built_in(messages, self.eos_text) + turn
+        from jinja2 import TemplateError
+
+        try:
+            return self.tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except TemplateError as error:
+            raise ValueError(
+                f"the tokenizer's chat template refuses the messages: {error}"
+            ) from error
 
 
-def render_built_in(
-    messages: Sequence[Message], *, add_generation_prompt: bool, eos_text: str
-) -> str:
-    """Turns headed Human and Assistant, end-of-sequence after each answer.
-
-    Raises:
-        ValueError: for a role other than system, user and assistant.
-    """
+def _built_in(messages: Sequence[Message], eos_text: str) -> str:
+    """Turns headed Human and Assistant, end-of-sequence after each answer."""
     forms = {"system": "{}", "user": HUMAN + " {}", "assistant": ASSISTANT + " {}" + eos_text}
     text = ""
     for message in messages:
@@ -58,7 +57,7 @@ def render_built_in(
                 "assistant, or a tokenizer with a chat template"
             )
         text += forms[role].replace("{}", content)
-    return text + (ASSISTANT if add_generation_prompt else "")
+    return text
 
 
 def conversation_spans(
@@ -107,16 +106,3 @@ def _answer_length(turn: str, eos_text: str) -> int:
     """Characters of a turn without the white space that a template adds after the end token."""
     end = turn.rfind(eos_text) + len(eos_text) if eos_text and eos_text in turn else 0
     return end if end and not turn[end:].strip() else len(turn)
-
-
-def _render_template(
-    tokenizer: Tokenizer, messages: Sequence[Message], *, add_generation_prompt: bool
-) -> str:
-    from jinja2 import TemplateError
-
-    try:
-        return tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
-        )
-    except TemplateError as error:
-        raise ValueError(f"the tokenizer's chat template refuses the messages: {error}") from error

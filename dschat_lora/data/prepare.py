@@ -7,7 +7,7 @@ from typing import Any
 
 from dschat_lora.config.groups import DataConfig
 from dschat_lora.data.audit import Audit, Tally, make_audit
-from dschat_lora.data.chat import make_chat
+from dschat_lora.data.chat import Chat
 from dschat_lora.data.collect import collect
 from dschat_lora.data.encoder import Tokenizer, make_encoder
 from dschat_lora.data.fingerprint import fingerprint
@@ -61,7 +61,7 @@ def prepare(
     )
 
     def build(directory: Path) -> dict[str, Any]:
-        chat = make_chat(tokenizer, tokenizer.convert_ids_to_tokens(eos_id))
+        chat = Chat(tokenizer, tokenizer.convert_ids_to_tokens(eos_id))
         rows = collect(config, sources, chat, phase=phase, seed=seed, kind=kind)
         encoder = make_encoder(tokenizer)
         tallies = []

@@ -16,7 +16,7 @@ from dschat_lora.assets.toy_world import judge
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.config.stages import ScoreConfig
 from dschat_lora.data.batch import SampleCollator
-from dschat_lora.data.chat import make_chat
+from dschat_lora.data.chat import Chat
 from dschat_lora.data.encoder import make_encoder
 from dschat_lora.data.readers import iter_file
 from dschat_lora.data.records import to_record
@@ -117,7 +117,7 @@ def rule_scores(
 @torch.no_grad()
 def perplexity(model: PreTrainedModel, tokenizer: Tokenizer) -> float:
     """Perplexity of the chosen answers of the test rows, per token."""
-    chat = make_chat(tokenizer, tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id))
+    chat = Chat(tokenizer, tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id))
     records = [to_record(parse_row(raw), chat) for raw in iter_file(BUNDLED_DATA["test"])]
     rule = TokenRule(int(tokenizer.eos_token_id), MAX_SEQ_LEN, "error", False)
     tokenized = tokenize(records, make_encoder(tokenizer), rule)

@@ -14,7 +14,7 @@ import torch
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.config.stages import ScoreConfig
 from dschat_lora.data.batch import SampleCollator
-from dschat_lora.data.chat import Span, make_chat
+from dschat_lora.data.chat import Chat, Span
 from dschat_lora.data.encoder import make_encoder
 from dschat_lora.data.readers import iter_rows
 from dschat_lora.data.records import TextRecord, to_record
@@ -139,7 +139,7 @@ def _chunks(
     config: ScoreConfig, tokenizer: Any
 ) -> Iterator[tuple[list[dict[str, Any]], list[list[TextRecord]]]]:
     """Rows as read, and for each the one or two answers to score."""
-    chat = make_chat(tokenizer, tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id))
+    chat = Chat(tokenizer, tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id))
     rows: list[dict[str, Any]] = []
     records: list[list[TextRecord]] = []
     for entry in config.data_path:

@@ -13,7 +13,7 @@ from dschat_lora.algos.segments import block_causal_mask
 from dschat_lora.config.groups import DataConfig
 from dschat_lora.data import store
 from dschat_lora.data.batch import PairCollator
-from dschat_lora.data.chat import Chat, Span, make_chat
+from dschat_lora.data.chat import Chat, Span
 from dschat_lora.data.encoder import make_encoder
 from dschat_lora.data.prepare import prepare
 from dschat_lora.data.readers import RawRow, RowError
@@ -113,7 +113,7 @@ def test_earlier_turns_belong_to_the_prompt():
 
 def test_messages_whose_format_ends_itself_have_one_end_and_the_prompt_of_training():
     tokenizer = build_byte_tokenizer(bos=True)
-    chat = make_chat(tokenizer, "</s>")
+    chat = Chat(tokenizer, "</s>")
     user, *answers = (
         {"role": role, "content": content}
         for role, content in (("user", "q"), ("assistant", "a"), ("assistant", "bc"))

@@ -1,7 +1,7 @@
 import pytest
 from hand_tokenizers import build_byte_tokenizer
 
-from dschat_lora.data.chat import make_chat
+from dschat_lora.data.chat import Chat
 from dschat_lora.data.readers import RawRow, RowError
 from dschat_lora.data.records import TextRecord, to_record
 from dschat_lora.data.rows import parse_row
@@ -16,7 +16,7 @@ CHATML = (
 
 
 def record(values, chat_template=None) -> TextRecord:
-    chat = make_chat(build_byte_tokenizer(chat_template=chat_template), "</s>")
+    chat = Chat(build_byte_tokenizer(chat_template=chat_template), "</s>")
     return to_record(parse_row(RawRow("f:1", values)), chat)
 
 
