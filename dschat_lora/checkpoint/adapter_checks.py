@@ -17,9 +17,8 @@ def groups_of(config: AdapterConfig) -> Groups | None:
     Raises:
         ValueError: if what the file says of them makes no sense.
     """
-    if not config.enable_lora:
-        return None
-    return groups_of_parts(config.group_sizes, config.enable_lora)
+    parts = config.enable_lora
+    return groups_of_parts(config.group_sizes, parts) if parts else None
 
 
 def check_scaling(model: nn.Module, config: LoraConfig, *, where: str) -> None:

@@ -1,7 +1,4 @@
-"""Groups of options, by the part of the package that uses them, and their validation.
-
-Nothing here imports torch: a wrong value is reported before anything heavy is loaded.
-"""
+"""Groups of options, by the part of the package that uses them, and their validation."""
 
 import math
 from collections.abc import Callable, Mapping

@@ -1,7 +1,4 @@
-"""The options of each stage, composed of groups.
-
-Nothing here imports torch: a wrong value is reported before anything heavy is loaded.
-"""
+"""The options of each stage, composed of groups."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """Chat templates: messages as text, by the tokenizer's or a built-in Human / Assistant format."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dschat_lora.data.encoder import Message, Tokenizer
@@ -73,19 +73,13 @@ def conversation_spans(
         ValueError: if there is no answer to train on, or the template does not render
             earlier messages the same once later ones follow.
     """
-    answers = [
-        index
-        for index, message in enumerate(messages)
-        if message["role"] == "assistant" and index >= first_target
-    ]
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    answers = [index for index in answers if index >= first_target]
     if not answers:
         raise ValueError("no message of role 'assistant' to train on")
     if answers[0] == 0:
         raise ValueError("the first message is the assistant's; it answers nothing")
-    return tuple(_spans(messages, answers, chat))
-
-
-def _spans(messages: Sequence[Message], answers: list[int], chat: Chat) -> Iterator[Span]:
+    spans: list[Span] = []
     rendered, used = "", 0  # text up to the previous answer, and how much of it spans cover
     for index in answers:
         before = chat.render(messages[:index], add_generation_prompt=True)
@@ -96,10 +90,11 @@ def _spans(messages: Sequence[Message], answers: list[int], chat: Chat) -> Itera
                 "that message follows, so its tokens cannot be told apart; give such rows as "
                 "`prompt`, `completion`"
             )
-        yield Span(before[used:], target=False)
+        spans.append(Span(before[used:], target=False))
         used = len(before) + _answer_length(after[len(before) :], chat.eos_text)
-        yield Span(after[len(before) : used], target=True)
+        spans.append(Span(after[len(before) : used], target=True))
         rendered = after
+    return tuple(spans)
 
 
 def _answer_length(turn: str, eos_text: str) -> int:

@@ -1,8 +1,4 @@
-"""Readers of data files and hub data sets: raw rows with their file and line.
-
-Only the standard library is imported at the top; Parquet and hub data sets import their readers
-when used.
-"""
+"""Readers of data files and hub data sets: raw rows with their file and line."""
 
 import csv
 import gzip

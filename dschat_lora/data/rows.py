@@ -1,7 +1,4 @@
-"""Row types: checks that a raw row is one of the five, and usable for a stage.
-
-Only the standard library is imported: start-up checks run before anything heavy is loaded.
-"""
+"""Row types: checks that a raw row is one of the five, and usable for a stage."""
 
 from dataclasses import dataclass
 from itertools import islice

@@ -1,7 +1,4 @@
-"""Sources of data sets: local files, directories of them, or a hub name.
-
-Only the standard library is imported here, so that start-up checks cost milliseconds.
-"""
+"""Sources of data sets: local files, directories of them, or a hub name."""
 
 import re
 from dataclasses import dataclass

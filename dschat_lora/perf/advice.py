@@ -25,13 +25,7 @@ _RESUMABLE = {
     *("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing"),
     *("zero_stage", "offload", "tensor_parallel_size"),
 }
-_PARTS = {
-    "weights": "of weights",
-    "gradients": "of gradients",
-    "optimizer": "of optimizer state",
-    "activations": "of activations",
-    "loss": "for the loss",
-}
+_PARTS = {"optimizer": "of optimizer state", "loss": "for the loss"}
 
 
 class Estimator(Protocol):
@@ -266,7 +260,8 @@ def _typed(now: MemoryOptions, change: Change) -> str:
 def _parts_in_use(memory: MemoryEstimate, device_bytes: int | None) -> str:
     """The parts that fill the device, the largest first, without negligible ones."""
     sizes = sorted(asdict(memory).items(), key=lambda part: -part[1])
-    parts = [f"{_gib(n)} {_PARTS[name]}" for name, n in sizes if n >= 0.005 * memory.total]
+    sizes = [(name, count) for name, count in sizes if count >= 0.005 * memory.total]
+    parts = [f"{_gib(count)} {_PARTS.get(name, f'of {name}')}" for name, count in sizes]
     listed = " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
     if device_bytes is None:
         return listed

@@ -69,6 +69,8 @@ MATTERS = (
 MOST_SAMPLES = 20
 MOST_REMARKS = 50
 
+Table = tuple[list[str], list[list[str]]]  # header and rows
+
 
 def write_report(path: Path, html: str) -> None:
     """Write a file atomically.
@@ -89,14 +91,10 @@ def write_report(path: Path, html: str) -> None:
         staged.unlink(missing_ok=True)
 
 
-def render_report(
-    title: str,
-    stages: Sequence[StageStory],
-    tables: Mapping[str, tuple[list[str], list[list[str]]]],
-) -> str:
+def render_report(title: str, stages: Sequence[StageStory], tables: Mapping[str, Table]) -> str:
     """The report as an HTML document; everything in the arguments is data, never markup.
 
-    ``stages`` are in the order they ran; ``tables`` are headers and rows by caption.
+    ``stages`` are in the order they ran; ``tables`` are by caption.
     """
     links = [("summary", "Summary"), *((f"stage-{i}", s.name) for i, s in enumerate(stages))]
     links.append(("time", "Time and compute"))
@@ -117,9 +115,7 @@ def render_report(
     )
 
 
-def _summary(
-    stages: Sequence[StageStory], tables: Mapping[str, tuple[list[str], list[list[str]]]]
-) -> str:
+def _summary(stages: Sequence[StageStory], tables: Mapping[str, Table]) -> str:
     header = ["stage", "status", "started from", "trained parameters", "steps", "time", "held-out"]
     rows = [
         [
@@ -203,23 +199,15 @@ def _remarks(story: StageStory) -> str:
 
 def _charts(story: StageStory, key: str) -> str:
     marks = [number(line.get("step")) for line in story.events if line.get("event") == "warning"]
-    figures = []
+    drawn = ""
     for index, chart in enumerate((*CHARTS, *_further(story))):
         scale, top = (100.0, 100.0) if chart.share else (1.0, math.inf)
         curves = [
             Curve("training", _points(story.train, chart.train, scale)),
             Curve("held-out", _points(story.evals, chart.held_out, scale), color=1, dashed=True),
         ]
-        figures.append(
-            line_chart(
-                *(chart.title, curves),
-                key=f"{key}-chart-{index}",
-                unit=chart.unit,
-                top=top,
-                marks=marks,
-            )
-        )
-    drawn = "".join(figures)
+        where = f"{key}-chart-{index}"
+        drawn += line_chart(chart.title, curves, key=where, unit=chart.unit, top=top, marks=marks)
     return f'<div class="charts">{drawn}</div>' if drawn else "<p>No curves: no metrics.</p>"
 
 
