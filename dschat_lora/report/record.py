@@ -23,7 +23,7 @@ class RunRecord:
     """``run.json`` of a run, rewritten whole at each update; rank 0 alone writes."""
 
     def __init__(self, output_dir: Path, *, active: bool, earlier: bool = False) -> None:
-        """Begin a record that ``active`` says whether this rank writes.
+        """Prepare to write, on the ``active`` rank.
 
         ``earlier`` goes on with the content of an earlier run, which stays untouched until
         :meth:`release`.
