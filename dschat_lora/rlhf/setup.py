@@ -262,8 +262,7 @@ def _describe(
     )
     plan = memory_plan(config, roles, settings)
     if plan is not None:
-        for line in plan.lines():
-            run.log.say(f"  {line}")
+        run.log.say(f"  {plan.line()}")
         run.record.update({"memory": plan.to_dict()})
     parameters = {"total": total, "trainable": sum(trained.values()), **trained}
     record_models(run, actor, parameters=parameters, layers=roles.actor.targets)

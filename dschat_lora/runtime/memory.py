@@ -92,16 +92,16 @@ class MemoryPlan:
         """The most during an update, which recomputed activations reduce."""
         return self.weights + self.training + self.update
 
-    def lines(self) -> list[str]:
+    def line(self) -> str:
         """The plan of several models in words, for the log."""
         saved = self.separate_weights - self.weights
         shared = f" (as models of their own: {self.separate_weights / GIB:.3g})" if saved else ""
-        return [
+        return (
             f"memory       up to {self.peak / GIB:.3g} GiB per device by estimate: weights "
             f"{self.weights / GIB:.3g}{shared}, gradients and optimizer "
             f"{self.training / GIB:.3g}, update {self.update / GIB:.3g}, keys and values while "
             f"decoding {self.cache / GIB:.3g}"
-        ]
+        )
 
     def to_dict(self) -> dict[str, int]:
         """The plan as JSON."""
@@ -117,11 +117,8 @@ def plan_memory(
 ) -> MemoryPlan | None:
     """The plan of a run; None for architectures that are not understood.
 
-    Args:
-        trained: the models that train; ZeRO 3 of the first one shards all models.
-        models: all models, frozen ones too; default: the trained ones.
-        averaged: bytes of a moving average, whole.
-        cache: see :class:`MemoryPlan`.
+    ``models`` are all of them, frozen ones too (default: those that train); ZeRO 3 of the first
+    trained one shards all. A moving average takes ``averaged`` bytes, whole.
     """
     try:
         estimates = [
@@ -168,14 +165,8 @@ def settle_recomputation(
     """Whether blocks are recomputed in the backward pass, and a note for the log.
 
     Where that is ``auto``, a resumed run does as it did unless the option is typed again, and
-    another recomputes as little as fits the memory by estimate. Rank 0's decision holds; call on
-    every rank.
-
-    Args:
-        config: of the stage.
-        switches: its options that decide so, by name.
-        need: memory with the blocks under some of these options recomputed.
-        free: see :func:`free_memory`.
+    another recomputes as little as fits ``free`` memory by estimate. ``switches`` are the options
+    that decide so, by name. Rank 0's decision holds; call on every rank.
     """
     decided = _decide(config, switches, need, free) if rank() == 0 else None
     on, words = json.loads(broadcast_string(json.dumps(decided)))

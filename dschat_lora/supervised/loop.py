@@ -22,10 +22,10 @@ from dschat_lora.engine.distributed import (
 from dschat_lora.perf.flops import Flops
 from dschat_lora.perf.throughput import Meter, StepCounts
 from dschat_lora.report.log import RunLog, train_line
+from dschat_lora.runtime.checkpointer import Checkpointer
 from dschat_lora.runtime.loop import (
     IterationOutcome,
     Progress,
-    StepHooks,
     broken_unless_finite,
     run_loop,
 )
@@ -226,24 +226,13 @@ def fit(
     meter: Meter,
     log: RunLog,
     evaluate_at: Callable[[int], None],
-    checkpointer: StepHooks,
+    checkpointer: Checkpointer,
     extra_flops: Callable[[StepCounts], Flops] | None = None,
 ) -> None:
     """Train by the schedule from where ``progress`` is; see :func:`run_loop`.
 
-    Args:
-        engine: over the model.
-        loader: this rank's micro-batches.
-        objective: the loss to minimize.
-        schedule: from :func:`make_train_schedule`.
-        progress: kept up to date.
-        rate_factor: multiplier of the peak rates, by steps done.
-        seed: of the run, for dropout.
-        meter: of throughput.
-        log: receives a train line each step.
-        evaluate_at: called with the steps done, on every rank.
-        checkpointer: asked to save after each step.
-        extra_flops: of a step besides forward and backward, such as those of a reference.
+    ``rate_factor`` multiplies the peak rates, by steps done. ``extra_flops`` are those of a step
+    besides forward and backward, such as those of a reference.
     """
 
     def steps() -> Iterator[IterationOutcome]:
