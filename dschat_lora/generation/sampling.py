@@ -1,6 +1,6 @@
 """Sampling of tokens from logits, with random numbers of each sequence's own."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dschat_lora.algos.logprobs import token_logprobs
+from dschat_lora.lora.collectives import TensorGroup
 
 
 @dataclass(frozen=True)
@@ -130,20 +131,18 @@ class Responses:
         self,
         logits: Tensor,
         sequences: Tensor,
-        broadcast: Callable[[Tensor], Tensor] | None = None,
+        group: TensorGroup | None = None,
     ) -> Tensor:
         """(B,) next token of each row; those after the end of a sequence are ignored.
 
-        Args:
-            logits: (B, V) after each row's last token.
-            sequences: (B,) int64, which sequence a row holds.
-            broadcast: shares tokens among the ranks that a model is divided among, whose
-                logits may round to different tokens on a GPU.
+        ``logits`` are (B, V), after each row's last token; ``sequences`` says which sequence a row
+        holds, (B,) int64. The ranks of ``group``, among which the model is divided, take the first
+        one's tokens: their logits may round to different ones on a GPU.
         """
         place = (sequences, self.count.expand_as(sequences))
         chosen = choose(logits, self._uniforms[place], self._sampling)
-        if broadcast is not None:
-            chosen = broadcast(chosen)
+        if group is not None:
+            chosen = group.first(chosen)
         ended = (chosen[:, None] == self._ends).any(-1)
         self._tokens.index_put_(place, chosen)
         if self._logprobs is not None:

@@ -71,14 +71,8 @@ def build_roles(
     """Load each base once and build the roles on it.
 
     A base whose weights train serves one role alone; the frozen role of that base is a copy.
-
-    Args:
-        config: of the run.
-        sources: of the models.
-        tokenizer: of all roles.
-        dtype: type of the base weights.
-        meta: only the shapes, on the meta device.
-        group: the ranks to divide every model among; None: they are whole.
+    ``dtype`` is that of the base weights, and ``meta`` makes only the shapes, on the meta device.
+    Every model is divided among the ranks of ``group``; without one they are whole.
 
     Raises:
         ValueError: if something cannot be loaded or does not fit, naming the role's option.

@@ -58,10 +58,6 @@ class RlhfSchedule:
         within = min(-(-rest // self.steps_of(0)), self.iterations_per_epoch)
         return epochs * self.iterations_per_epoch + within
 
-    def epoch(self, iterations: int) -> float:
-        """Passes over the prompts made in so many iterations."""
-        return iterations / self.iterations_per_epoch
-
 
 @dataclass
 class RlhfProgress(Progress):

@@ -232,14 +232,12 @@ def _shard_roles(roles: Roles, settings: dict[str, EngineSettings]) -> None:
 
 
 def _counter(config: RlhfConfig, roles: Roles, run: Run[RlhfConfig]) -> FlopCounter | None:
-    checkpointed = {
-        "actor": is_on(config.actor.gradient_checkpointing),
-        "critic": is_on(config.critic.gradient_checkpointing),
-    }
     try:
         return FlopCounter(
             roles,
-            checkpointed=checkpointed,
+            checkpointed={
+                name: is_on(getattr(config, name).gradient_checkpointing) for name in roles.trained
+            },
             num_generations=config.batch.num_generations,
             batch_size=config.batch.per_device_generation_batch_size,
         )

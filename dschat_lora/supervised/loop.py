@@ -113,14 +113,10 @@ def train_steps(
     they fall on micro-batches and ranks; this is the one place that divides. If that sum is not
     finite on any rank, no rank's gradient is, and the engine skips the step.
 
-    Args:
-        engine: over the model.
-        windows: this rank's micro-batches of each optimizer step; every rank must yield the
-            same number of windows, and of micro-batches in each. Where they are no ``Window``,
-            the ranks add up what they hold.
-        objective: the loss to minimize.
-        rate_factors: multiplier of the peak learning rates, one for each step.
-        requests: numbers of this rank to be summed over all along with the loss.
+    Every rank must yield the same number of ``windows``, and of micro-batches in each. Where they
+    are no ``Window``, the ranks add up what they hold. ``rate_factors`` multiply the peak learning
+    rates, one for each step; ``requests`` are numbers of this rank to be summed over all along with
+    the loss.
     """
     for window, factor in zip(windows, rate_factors, strict=False):
         engine.train()

@@ -34,7 +34,6 @@ class BatchLoss:
     columns: Columns = field(default_factory=dict)
 
 
-LossFunction = Callable[[Any, Any], BatchLoss]
 # Log-ratios of the untrained policy differ by rounding alone.
 SAME_NATS = 1e-4
 
@@ -50,7 +49,7 @@ class Objective:
         headline: the metric of an evaluation that says how good the model is.
     """
 
-    loss: LossFunction
+    loss: Callable[[Any, Any], BatchLoss]
     mean_over: Literal["num_targets", "num_samples"]
     describe: Callable[[float, Columns], dict[str, Any]]
     headline: str
@@ -168,9 +167,7 @@ def describe_lengths(loss: float, columns: Columns) -> dict[str, Any]:
 def dpo_objective(config: DpoConfig, reference: Callable[[PairBatch], Tensor]) -> Objective:
     """Learn which answer is better as a policy; the engine is over a ``CausalLMLogprobs``.
 
-    Args:
-        config: the user's options.
-        reference: gives the (2 P,) log-probabilities of a batch's answers under the reference.
+    ``reference`` gives the (2 P,) log-probabilities of a batch's answers under the reference.
     """
 
     def loss(engine: Network, batch: PairBatch) -> BatchLoss:
@@ -200,11 +197,7 @@ def dpo_batch_loss(
 ) -> BatchLoss:
     """DPO's loss summed over the pairs, with ``--rpo_alpha`` times that of the chosen answers.
 
-    Args:
-        logprobs: (2 P,) of the answers under the policy.
-        reference: (2 P,) under the reference.
-        batch: the pairs.
-        config: the user's options.
+    ``logprobs`` and ``reference`` are (2 P,), of the answers under the policy and the reference.
     """
     lengths = batch.answer_lengths.clamp(min=1)
     logratios = logprobs - reference

@@ -22,7 +22,7 @@ from dschat_lora.runtime.checkpointer import Checkpointer, Part
 from dschat_lora.runtime.evaluation import AnswerLog
 from dschat_lora.runtime.export import export_trained, first_ids
 from dschat_lora.runtime.lr_schedule import RateFactor, standard_schedule
-from dschat_lora.supervised.batching import BatchLayout, rows_of, train_loader
+from dschat_lora.supervised.batching import BatchLayout, train_loader
 from dschat_lora.supervised.evaluation import SampleAnswers, SupervisedEvaluator, first_prompts
 from dschat_lora.supervised.loop import TrainProgress, fit, make_train_schedule
 from dschat_lora.supervised.objectives import Objective
@@ -61,10 +61,7 @@ def train(
     config, run = setup.config, setup.run
     loader = train_loader(setup, data.train, batch_layout)
     schedule = make_train_schedule(config.optim, config.run, loader.steps_per_epoch)
-    rows = rows_of(setup, setup.data.eval, batch_layout)
-    evaluator = SupervisedEvaluator(
-        engine, data.eval, rows, batch_layout.collate, objective, config, run
-    )
+    evaluator = SupervisedEvaluator(setup, engine, data.eval, batch_layout, objective)
     meter, progress = make_meter(setup, engine), TrainProgress()
     parts: dict[str, Part] = {"progress": progress, "evaluation": evaluator.results}
     if answers is not None:
