@@ -5,12 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    PreTrainedModel,
-)
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from dschat_lora.generation.batch_state import padded_left
 
@@ -44,14 +39,12 @@ class TextRules(LogitsProcessor):  # type: ignore[misc]  # transformers is untyp
     """Repetition penalty and n-gram blocking over the generated text, without the prompt.
 
     transformers' own rules of these names count the prompt too, so that names in the meaning
-    representation could not be repeated in the text.
-
-    Attributes:
-        start: column where texts begin, behind the padded prompts.
+    representation could not be repeated in the text. Texts begin at column ``start``, behind the
+    padded prompts.
     """
 
     def __init__(self, search: Search, start: int) -> None:
-        self.start = start
+        self._start = start
         self._ngram = search.no_repeat_ngram_size
         self._penalty = search.repetition_penalty
 
@@ -61,7 +54,7 @@ class TextRules(LogitsProcessor):  # type: ignore[misc]  # transformers is untyp
         The log-probability of a token that the text has is multiplied by ``repetition_penalty``
         (arXiv:1909.05858); a token that would repeat an n-gram of the text gets -inf.
         """
-        text = input_ids[:, self.start :]
+        text = input_ids[:, self._start :]
         scores = scores.log_softmax(dim=-1)
         if self._penalty != 1.0 and text.shape[1]:
             repeated = scores.gather(1, text)
@@ -94,14 +87,8 @@ def write_texts(
 
     The best has the highest ``log p(text) / |text|^length_penalty``, |text| in tokens with
     the one that ended it, among those that ended and those that reached ``max_new_tokens``. The
-    search goes on until no open hypothesis could be better.
-
-    Args:
-        model: a transformers causal language model in evaluation mode.
-        prompts: token ids, none empty.
-        search: its options.
-        device: where the model computes.
-        use_cache: keep keys and values instead of computing them again.
+    search goes on until no open hypothesis could be better. The model is in evaluation mode, and
+    no prompt is empty.
     """
     ids, mask = padded_left(prompts, search.pad_id, device)
     width = ids.shape[1]

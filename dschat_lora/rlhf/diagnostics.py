@@ -41,12 +41,9 @@ class Diagnostics:
         if len(self.first) < WINDOW:
             self.first.append(row)
         self.latest = [*self.latest, row][-WINDOW:]
-        if len(self.latest) < WINDOW:
-            return self._new({"ratio": self._ratio(row), "sampler": self._sampler(row)})
-        return self._new(
-            {
-                "ratio": self._ratio(row),
-                "sampler": self._sampler(row),
+        found = {"ratio": self._ratio(row), "sampler": self._sampler(row)}
+        if len(self.latest) == WINDOW:
+            found |= {
                 "kl": self._negative_kl(),
                 "eos": self._eos(),
                 "entropy": self._entropy(),
@@ -54,7 +51,7 @@ class Diagnostics:
                 "equal": self._equal_rewards(),
                 "clip": self._clipped(),
             }
-        )
+        return self._new(found)
 
     def evaluation(self, metrics: Mapping[str, Any]) -> list[str]:
         """Warnings after an evaluation with these metrics."""

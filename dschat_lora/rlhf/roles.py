@@ -15,14 +15,7 @@ from dschat_lora.models.reward_model import RewardModel, load_reward_model
 from dschat_lora.models.source import ModelSource
 from dschat_lora.models.views import share_parameters
 from dschat_lora.rlhf.config import RlhfConfig, RoleConfig, option_errors_for
-
-
-@dataclass(frozen=True)
-class Sources:
-    """Pretrained models and adapters of the roles."""
-
-    actor: ModelSource
-    critic: ModelSource | None  # None: values start from the actor, and nothing scores
+from dschat_lora.rlhf.validation import Sources
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
 from dschat_lora.rlhf.config import RlhfConfig, option_errors_for
 from dschat_lora.rlhf.memory import explaining_memory, memory_plan
 from dschat_lora.rlhf.rewards import RewardFunction, load_function
-from dschat_lora.rlhf.roles import Roles, Sources, build_roles
+from dschat_lora.rlhf.roles import Roles, build_roles
 from dschat_lora.rlhf.throughput import FlopCounter
-from dschat_lora.rlhf.validation import find_sources, shares_base, text_data
+from dschat_lora.rlhf.validation import Sources, find_sources, shares_base, text_data
 from dschat_lora.runtime.memory import free_memory
 from dschat_lora.runtime.run import Run
 from dschat_lora.runtime.setup import (
@@ -67,7 +67,7 @@ def set_up(run: Run[RlhfConfig]) -> RlhfSetup:
     config = run.config
     if config.load.compile:
         prepare_to_compile(run)
-    sources = Sources(*find_sources(config))
+    sources = find_sources(config)
     tokenizer = _load_tokenizer(config, sources)
     function, judge = (
         None if name is None else load_function(option, name, tokenizer)

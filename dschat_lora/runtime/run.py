@@ -78,10 +78,11 @@ def open_run(
         form_grid(config.parallel.tensor_parallel_size)
         torch.manual_seed(stream_seed("build", config.run.seed))
         earlier = goes_on_in_place(config)
-        directory = None
+        directory = board = None
         if not config.run.dry_run:
             directory = claim_together(ending, lambda: _claimed(config.run, name, earlier=earlier))
-        board = directory and _board(config.run, directory)
+            if config.run.report_to == "tensorboard":
+                board = Path(config.run.tensorboard_path or directory / "tensorboard")
         with open_files(
             config, directory, ending, name=name, earlier=earlier, tensorboard=board
         ) as run:
@@ -108,13 +109,6 @@ def _claimed(options: RunConfig, name: str, *, earlier: bool) -> RunDirectory:
     if options.resume_from_checkpoint == "auto":
         return RunDirectory.restart(given, name=name)
     return RunDirectory.claim(given, name=name)
-
-
-def _board(options: RunConfig, directory: Path) -> Path | None:
-    """Where TensorBoard files go, if they are wanted."""
-    if options.report_to != "tensorboard":
-        return None
-    return Path(options.tensorboard_path or directory / "tensorboard")
 
 
 def claim_together(ending: Ending, claim: Callable[[], RunDirectory]) -> Path:

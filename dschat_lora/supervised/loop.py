@@ -29,6 +29,7 @@ from dschat_lora.runtime.loop import (
     broken_unless_finite,
     run_loop,
 )
+from dschat_lora.runtime.lr_schedule import rate_metrics
 from dschat_lora.supervised.objectives import BatchLoss, Objective
 
 
@@ -295,17 +296,11 @@ def _report(
 
 
 def step_metrics(result: TrainStep, *, epoch: float) -> dict[str, Any]:
-    """The fields of a train line that do not depend on time.
-
-    ``learning_rate`` is that of the base weights or, where none trains, the adapters'.
-    """
-    lora = [rate for name, rate in result.learning_rates.items() if name.startswith("lora")]
-    base = [rate for name, rate in result.learning_rates.items() if not name.startswith("lora")]
+    """The fields of a train line that do not depend on time."""
     return {
         "epoch": epoch,
         "loss": result.loss,
-        "learning_rate": (base or lora)[0],
-        "lora_learning_rate": lora[0] if lora else None,
+        **rate_metrics(result.learning_rates),
         "grad_norm": result.outcome.grad_norm,
         "loss_scale": result.outcome.loss_scale,
         "skipped": result.outcome.skipped,
