@@ -54,12 +54,8 @@ def choose(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Tensor:
     """(B,) int64 token of each row.
 
     The drawn token is the first one, in vocabulary order, up to which the kept probabilities
-    sum to at least ``uniform`` times their total.
-
-    Args:
-        logits: (B, V), any floating dtype.
-        uniform: (B,) float64 in (0, 1], so that a token of probability 0 is never drawn.
-        sampling: the options.
+    sum to at least ``uniform`` times their total. ``logits`` are (B, V) of any floating dtype,
+    ``uniform`` (B,) float64 in (0, 1], so that a token of probability 0 is never drawn.
     """
     if not sampling.do_sample:
         return logits.argmax(-1)

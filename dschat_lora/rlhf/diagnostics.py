@@ -18,15 +18,11 @@ _METRICS = (
 
 @dataclass
 class Diagnostics:
-    """Warns of failures after an iteration or evaluation, of each once until it has passed.
+    """Warns of failures after an iteration or evaluation, of each once until it has passed."""
 
-    Attributes:
-        dtype: compute type, which bounds rounding errors.
-        samples_tokens: whether responses are drawn from the very policy that is compared with
-            the reference: no top-p, no top-k, no greedy choice.
-    """
-
-    dtype: str
+    dtype: str  # compute type, which bounds rounding errors
+    # Responses come from the very policy that is compared with the reference: no top-p, no top-k,
+    # no greedy choice.
     samples_tokens: bool
     first: list[dict[str, float]] = field(default_factory=list)
     latest: list[dict[str, float]] = field(default_factory=list)

@@ -14,7 +14,7 @@ from dschat_lora.report.log import rlhf_eval_line
 from dschat_lora.rlhf.batch import Response, collate
 from dschat_lora.rlhf.diagnostics import Diagnostics
 from dschat_lora.rlhf.engines import Engines
-from dschat_lora.rlhf.experience import Experience, score_responses
+from dschat_lora.rlhf.experience import score_responses
 from dschat_lora.rlhf.rollout import Generator
 from dschat_lora.rlhf.setup import RlhfSetup
 from dschat_lora.runtime.evaluation import AnswerLog, EvalResults
@@ -91,8 +91,21 @@ class RlhfEvaluator:
         )
 
     def _described(self, responses: list[Response]) -> dict[str, float]:
-        """Means over the responses."""
-        experience = self._scored(responses)
+        """Means over the responses, scored without an update to come."""
+        setup, world = self.setup, data_world_size()
+        size, pad_id = (
+            setup.config.batch.per_device_training_batch_size,
+            setup.tokenizer.pad_token_id,
+        )
+        mine = range(len(responses))[data_rank() :: world]
+        starts = range(0, math.ceil(len(responses) / world), size)
+        experience = score_responses(
+            self.engines,
+            responses,
+            [collate(responses, mine[start : start + size], int(pad_id)) for start in starts],
+            reward_function=setup.function,
+            with_old=True,
+        )
         counts = experience.counts
         kl = response_sums(experience.kl(), experience.mask)[counts]
         found = {
@@ -102,25 +115,12 @@ class RlhfEvaluator:
             "response_length": _mean(torch.tensor([float(len(r.tokens)) for r in responses])),
             "eos_rate": sum(r.ended for r in responses) / len(responses),
         }
-        if self.setup.judge is not None:
-            judged = self.setup.judge(responses, device())
+        if setup.judge is not None:
+            judged = setup.judge(responses, device())
             judged = judged[~judged.isnan()]
             found["judge"] = _mean(judged)
             found["judge_standard_error"] = _standard_error(judged)
         return found
-
-    def _scored(self, responses: list[Response]) -> Experience:
-        """Scores and log-probabilities, without an update to come."""
-        size = self.setup.config.batch.per_device_training_batch_size
-        mine = list(range(len(responses)))[data_rank() :: data_world_size()]
-        count = math.ceil(math.ceil(len(responses) / data_world_size()) / size)
-        pad_id = int(self.setup.tokenizer.pad_token_id)
-        batches = [
-            collate(responses, mine[n * size : (n + 1) * size], pad_id) for n in range(count)
-        ]
-        return score_responses(
-            self.engines, responses, batches, reward_function=self.setup.function, with_old=True
-        )
 
 
 def _mean(values: Tensor) -> float:

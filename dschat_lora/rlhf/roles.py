@@ -20,21 +20,13 @@ from dschat_lora.rlhf.validation import Sources
 
 @dataclass(frozen=True)
 class Roles:
-    """The models of a run. Those on one base share its parameters.
+    """The models of a run. Those on one base share its parameters."""
 
-    Attributes:
-        actor: trains.
-        reference: the actor as it was, frozen.
-        critic: trains; None where responses are compared instead.
-        reward: frozen; None where a function alone scores.
-        rollout: the actor's parameters in modules without an engine's hooks, for generation.
-    """
-
-    actor: AdaptedModel
-    reference: AdaptedModel
-    critic: AdaptedModel | None
-    reward: AdaptedModel | None
-    rollout: PreTrainedModel
+    actor: AdaptedModel  # trains
+    reference: AdaptedModel  # the actor as it was, frozen
+    critic: AdaptedModel | None  # trains; None where responses are compared instead
+    reward: AdaptedModel | None  # frozen; None where a function alone scores
+    rollout: PreTrainedModel  # the actor's parameters without an engine's hooks, for generation
 
     @property
     def models(self) -> dict[str, AdaptedModel]:

@@ -97,7 +97,13 @@ class FlopCounter:
         ``padded`` are positions and pairs that one pass computes, None where padding is not
         computed, and ``text`` the pretraining text that the actor trained on.
         """
-        forward = _sizes(_counts(responses), padded)
+        lengths = [len(each) for each in responses]
+        counts = StepCounts(
+            num_tokens=sum(lengths),
+            num_targets=sum(len(each.tokens) for each in responses),
+            num_attended=sum(map(causal_pairs, lengths)),
+        )
+        forward = _sizes(counts, padded)
         scoring = training = Flops()
         for name, shape in self._shapes.items():
             if extra_forward or name not in self._checkpointed:
@@ -202,15 +208,6 @@ def throughput_metrics(
         **{f"{n}_tflops_per_device": work.flops[n].model / scale / spent[n] for n in PHASES},
         "generation_bytes_per_second": work.decode_bytes / world_size() / spent["generation"],
     }
-
-
-def _counts(responses: Sequence[Response]) -> StepCounts:
-    lengths = [len(each) for each in responses]
-    return StepCounts(
-        num_tokens=sum(lengths),
-        num_targets=sum(len(each.tokens) for each in responses),
-        num_attended=sum(map(causal_pairs, lengths)),
-    )
 
 
 def _sizes(counts: StepCounts, padded: StepCounts | None) -> dict[str, float]:

@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
@@ -243,17 +243,13 @@ def make_estimator(
 def _larger_groups(adapted: AdaptedModel, config: SupervisedConfig) -> list[int]:
     """Multiples of ``--tensor_parallel_size`` that the processes and the model allow as well."""
     size, count = config.parallel.tensor_parallel_size, world_size()
-    sizes = [n for n in range(2 * size, count + 1, size) if count % n == 0]
-    return [n for n in sizes if _can_divide(adapted, config, n)]
-
-
-def _can_divide(adapted: AdaptedModel, config: SupervisedConfig, size: int) -> bool:
-    try:
-        check_divides(adapted.model.config.to_dict(), size)
-        check_training(config.model, adapted.lora, size)
-    except ValueError:
-        return False
-    return True
+    found = []
+    for larger in (n for n in range(2 * size, count + 1, size) if count % n == 0):
+        with suppress(ValueError):
+            check_divides(adapted.model.config.to_dict(), larger)
+            check_training(config.model, adapted.lora, larger)
+            found.append(larger)
+    return found
 
 
 @contextmanager

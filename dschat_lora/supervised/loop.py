@@ -243,10 +243,14 @@ def fit(
             progress.add(result)
             extra = extra_flops(result.counts) if extra_flops is not None else None
             throughput = meter.step(result.counts, extra=extra)
-            epoch = progress.step / schedule.steps_per_epoch
-            metrics = step_metrics(result, epoch=epoch) | throughput
-            _report(result, metrics, progress.step, schedule, meter=meter, log=log)
-            outcome = result.outcome
+            step, outcome = progress.step, result.outcome
+            metrics = step_metrics(result, epoch=step / schedule.steps_per_epoch) | throughput
+            log.write("train", step, metrics)
+            log.advance()
+            if outcome.skipped:
+                log.write("event", step, {"event": "skipped_step", **asdict(outcome)})
+            if step % schedule.logging_steps == 0 or step == schedule.num_steps:
+                log.say(train_line(step, schedule.num_steps, metrics | meter.window()))
             yield IterationOutcome(result.requests, outcome.skipped, outcome.loss_scale > 1)
 
     run_loop(
@@ -276,23 +280,6 @@ def seeded_windows(
             torch.manual_seed(stream_seed("dropout", seed, step, data_rank()))
             step += 1
             yield window
-
-
-def _report(
-    result: TrainStep,
-    metrics: dict[str, Any],
-    step: int,
-    schedule: TrainSchedule,
-    *,
-    meter: Meter,
-    log: RunLog,
-) -> None:
-    log.write("train", step, metrics)
-    log.advance()
-    if result.outcome.skipped:
-        log.write("event", step, {"event": "skipped_step", **asdict(result.outcome)})
-    if step % schedule.logging_steps == 0 or step == schedule.num_steps:
-        log.say(train_line(step, schedule.num_steps, metrics | meter.window()))
 
 
 def step_metrics(result: TrainStep, *, epoch: float) -> dict[str, Any]:

@@ -23,15 +23,10 @@ Columns = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class BatchLoss:
-    """Summed loss of a micro-batch.
+    """Summed loss of a micro-batch."""
 
-    Attributes:
-        total: scalar with gradient.
-        columns: what is known of each pair, without gradient.
-    """
-
-    total: Tensor
-    columns: Columns = field(default_factory=dict)
+    total: Tensor  # scalar with gradient
+    columns: Columns = field(default_factory=dict)  # what is known of each pair, without gradient
 
 
 # Log-ratios of the untrained policy differ by rounding alone.
@@ -40,19 +35,13 @@ SAME_NATS = 1e-4
 
 @dataclass(frozen=True)
 class Objective:
-    """A stage's loss, what it is a mean over, and what is reported besides.
+    """A stage's loss, what it is a mean over, and what is reported besides."""
 
-    Attributes:
-        loss: of a micro-batch, through an engine.
-        mean_over: the count that the summed loss of a step is divided by.
-        describe: further metrics of an evaluation, from its mean loss and whole columns.
-        headline: the metric of an evaluation that says how good the model is.
-    """
-
-    loss: Callable[[Any, Any], BatchLoss]
-    mean_over: Literal["num_targets", "num_samples"]
+    loss: Callable[[Any, Any], BatchLoss]  # of a micro-batch, through an engine
+    mean_over: Literal["num_targets", "num_samples"]  # the count that divides a step's summed loss
+    # further metrics of an evaluation, from its mean loss and whole columns
     describe: Callable[[float, Columns], dict[str, Any]]
-    headline: str
+    headline: str  # the metric of an evaluation that says how good the model is
 
 
 def causal_lm_loss(engine: Network, batch: Batch) -> BatchLoss:
