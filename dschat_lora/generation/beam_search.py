@@ -12,27 +12,16 @@ from dschat_lora.generation.batch_state import padded_left
 
 @dataclass(frozen=True)
 class Search:
-    """Options of beam search.
+    """Options of beam search."""
 
-    Attributes:
-        num_beams: hypotheses kept at every step; 1 is greedy search.
-        max_new_tokens: of a text, with the one that ends it.
-        eos_ids: any of them ends a text.
-        pad_id: any token, for padding that no result depends on.
-        length_penalty: power of the length that a log-probability is divided by.
-        no_repeat_ngram_size: no n tokens occur twice in a text; 0: they may.
-        repetition_penalty: factor of the log-probability of tokens that the text has; 1: none.
-        min_length: tokens before a text may end.
-    """
-
-    num_beams: int
-    max_new_tokens: int
-    eos_ids: tuple[int, ...]
-    pad_id: int
-    length_penalty: float = 1.0
-    no_repeat_ngram_size: int = 0
-    repetition_penalty: float = 1.0
-    min_length: int = 0
+    num_beams: int  # hypotheses kept at every step; 1 is greedy search
+    max_new_tokens: int  # of a text, with the one that ends it
+    eos_ids: tuple[int, ...]  # any of them ends a text
+    pad_id: int  # any token, for padding that no result depends on
+    length_penalty: float = 1.0  # power of the length that a log-probability is divided by
+    no_repeat_ngram_size: int = 0  # no n tokens occur twice in a text; 0: they may
+    repetition_penalty: float = 1.0  # multiplies log-probabilities of tokens that the text has
+    min_length: int = 0  # tokens before a text may end
 
 
 class TextRules(LogitsProcessor):  # type: ignore[misc]  # transformers is untyped

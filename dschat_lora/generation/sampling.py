@@ -13,21 +13,13 @@ from dschat_lora.lora.collectives import TensorGroup
 
 @dataclass(frozen=True)
 class Sampling:
-    """Options of sampling.
+    """Options of sampling."""
 
-    Attributes:
-        max_new_tokens: bound on a response, its end-of-sequence token included.
-        do_sample: draw tokens; False takes the most probable one, and the rest has no effect.
-        temperature: divides the logits, above 0.
-        top_p: draw from the most probable tokens whose probabilities reach this sum, in (0, 1].
-        top_k: draw from so many of the most probable tokens; 0 means all.
-    """
-
-    max_new_tokens: int
-    do_sample: bool = True
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
+    max_new_tokens: int  # bound on a response, its end-of-sequence token included
+    do_sample: bool = True  # False takes the most probable token, and the rest has no effect
+    temperature: float = 1.0  # divides the logits, above 0
+    top_p: float = 1.0  # draw from the most probable tokens up to this sum, in (0, 1]
+    top_k: int = 0  # draw from so many of the most probable tokens; 0 means all
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -91,14 +83,9 @@ def keep_top(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 class Responses:
-    """Tokens of all sequences so far, on the device until they are read.
+    """Tokens of ``size`` sequences of up to ``limit``, on the device until they are read.
 
-    Attributes:
-        finished: (S + 1,) bool, whether a sequence has ended. Rows that hold no sequence write
-            to the last entry.
-        count: (1,) int64, tokens chosen so far, the same for every sequence.
-        limit: tokens of the longest possible response.
-        size: S, how many sequences there are.
+    Rows that hold no sequence write to the last entry.
     """
 
     def __init__(
@@ -121,7 +108,7 @@ class Responses:
         self._uniforms = self._uniforms.to(device)
         self._logprobs = torch.zeros(shape, device=device) if keep_logprobs else None
         self.finished = torch.zeros(shape[0], dtype=torch.bool, device=device)
-        self.count = torch.zeros(1, dtype=torch.int64, device=device)
+        self.count = torch.zeros(1, dtype=torch.int64, device=device)  # tokens chosen of each
 
     def advance(
         self,

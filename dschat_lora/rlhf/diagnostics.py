@@ -56,12 +56,10 @@ class Diagnostics:
         return self._new({"judge": self._judged()})
 
     def state(self) -> dict[str, Any]:
-        """As JSON."""
         names = ("first", "latest", "iterations", "evaluations")
         return {name: getattr(self, name) for name in names} | {"said": self.active}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Become what :meth:`state` returned."""
         for name in ("first", "latest", "evaluations"):
             # What is not finite went through JSON as text.
             rows = [{key: float(value) for key, value in row.items()} for row in state[name]]

@@ -68,11 +68,9 @@ class RlhfEvaluator:
         return found | {"kl after": float(last["kl"])}
 
     def state(self) -> dict[str, Any]:
-        """As JSON."""
         return {"results": self.results.state(), **self._shown.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Load what :meth:`state` returned."""
         self.results.restore(state["results"])
         self._shown.restore(state)
 

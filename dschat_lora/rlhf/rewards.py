@@ -158,7 +158,6 @@ def shaped_rewards(
 
 
 def rescale_values(moments: RunningMoments, values: Tensor) -> Tensor:
-    """``(values - mean) / std``."""
     return (values - moments.mean) / moments.std
 
 

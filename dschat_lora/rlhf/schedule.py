@@ -74,7 +74,6 @@ class RlhfProgress(Progress):
     flops: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Load what :meth:`state` returned."""
         super().restore(state)
         # What is not finite went through JSON as text.
         self.kl_coef, self.kl_spent = float(self.kl_coef), float(self.kl_spent)

@@ -69,10 +69,6 @@ class Updater:
 
     Where no batch was run before the update, the first forward pass, made before the policy has
     taken a step, gives the old log-probabilities and values.
-
-    Attributes:
-        experience: of the iteration, complete from the first step on.
-        targets: its advantages and returns; None before the first step.
     """
 
     def __init__(
@@ -94,8 +90,8 @@ class Updater:
         self._engines, self._config = engines, config
         self._estimate_advantages, self._kl_coef = estimate_advantages, kl_coef
         self._pretraining, self._rescale_values = pretraining, rescale_values
-        self.experience = experience
-        self.targets: AdvantagesAndReturns | None = None
+        self.experience = experience  # complete from the first step on
+        self.targets: AdvantagesAndReturns | None = None  # None before the first step
 
     def steps(
         self,

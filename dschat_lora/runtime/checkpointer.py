@@ -78,8 +78,7 @@ class Checkpointer:
             # Whatever ends the run, a checkpoint that is being written is finished.
             run.closing.callback(self._saver.drain)
         self._begun = self._last_time = time.monotonic()
-        self._first_step = 0
-        self._last_step = 0
+        self._first_step = self._last_step = 0
         self._resumed_from: Path | None = None
         self._is_owed = False
         self._saves, self._seconds = 0, 0.0

@@ -17,8 +17,6 @@ from dschat_lora.report.directory import check_idle, default_directory, leftover
 # Without its run.json nobody would know the directory for that of a run; whoever locks
 # metrics.jsonl empties it.
 _KEPT = frozenset({"metrics.jsonl", "run.json"})
-# What tells how a run went, besides its run.json.
-_STORY = ("metrics.jsonl", "tensorboard")
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,8 @@ class RunDirectory:
     def restart(cls, given: str | None, *, name: str) -> "RunDirectory":
         """Claim the directory; unsound checkpoints and their log are kept under other names."""
         unsound = checkpoints_of(cls.reopen(given).path) if given is not None else []
-        story = _STORY if unsound else ()
+        # What tells how a run went, besides its run.json.
+        story = ("metrics.jsonl", "tensorboard") if unsound else ()
         directory = cls.claim(given, name=name, spared=frozenset({CHECKPOINTS, *story}))
         quarantine_checkpoints(directory.path, after=-1, rejected=unsound)
         for path in (directory.path / each for each in story):

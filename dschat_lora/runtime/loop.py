@@ -41,11 +41,9 @@ class Progress:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
 
     def state(self) -> dict[str, Any]:
-        """As JSON."""
         return asdict(self)
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Load what :meth:`state` returned."""
         for name in asdict(self):
             setattr(self, name, state[name])
 

@@ -108,11 +108,9 @@ def _compute(
         rank=data_rank(),
         world_size=data_world_size(),
     )
-    numbered = zip(
-        shared(_Numbers(), collate=_Numbers()), shared(pairs, collate=collate), strict=True
-    )
     values = torch.zeros(len(pairs), 2, device=engine.device)
-    for numbers, batch in numbered:
+    numbered = shared(_Numbers(), collate=_Numbers())
+    for numbers, batch in zip(numbered, shared(pairs, collate=collate), strict=True):
         logprobs = answer_logprobs(engine, batch.to(engine.device))
         values[numbers] = torch.stack(logprobs.chunk(2), dim=1)
     # Each pair was on one rank, so the sum is a collection.

@@ -176,9 +176,7 @@ def finish(
 
 def probe_batch(samples: TokenSet, tokenizer: Tokenizer, *, max_length: int) -> torch.Tensor:
     """(1, T) ids of a few held-out samples in a row, or random ones where none is held out."""
-    ids = first_ids(samples, 4, max_length=max_length)
-    if not ids:
-        generator = torch.Generator().manual_seed(0)
-        drawn = torch.randint(0, len(tokenizer), (32,), generator=generator)
-        ids = drawn[:max_length].tolist()
-    return torch.tensor([ids])
+    if ids := first_ids(samples, 4, max_length=max_length):
+        return torch.tensor([ids])
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, len(tokenizer), (1, 32), generator=generator)[:, :max_length]
