@@ -187,19 +187,14 @@ class TrainSchedule:
     """How long a run is, and how often it evaluates and logs."""
 
     num_steps: int  # optimizer steps of the whole run
-    steps_per_epoch: int
+    iterations_per_epoch: int  # an iteration of :func:`run_loop` is a step here
     eval_interval: int  # steps between evaluations; 0: each epoch and the end only
     logging_steps: int
 
     @property
     def num_iterations(self) -> int:
-        """An iteration of :func:`run_loop` is a step here."""
+        """The same for :func:`run_loop`."""
         return self.num_steps
-
-    @property
-    def iterations_per_epoch(self) -> int:
-        """Steps of a pass over the data."""
-        return self.steps_per_epoch
 
 
 def make_train_schedule(optim: OptimConfig, run: RunConfig, steps_per_epoch: int) -> TrainSchedule:
@@ -244,7 +239,7 @@ def fit(
             extra = extra_flops(result.counts) if extra_flops is not None else None
             throughput = meter.step(result.counts, extra=extra)
             step, outcome = progress.step, result.outcome
-            metrics = step_metrics(result, epoch=step / schedule.steps_per_epoch) | throughput
+            metrics = step_metrics(result, epoch=step / schedule.iterations_per_epoch) | throughput
             log.write("train", step, metrics)
             log.advance()
             if outcome.skipped:
