@@ -44,7 +44,7 @@ from dschat_lora.rlhf.rollout import PromptOrder
 from dschat_lora.rlhf.schedule import RlhfProgress, make_rlhf_schedule
 from dschat_lora.rlhf.setup import set_up
 from dschat_lora.rlhf.throughput import PHASES, PhaseTimer
-from dschat_lora.rlhf.train import make_generator, make_iterations
+from dschat_lora.rlhf.train import make_generator
 from dschat_lora.rlhf.update import Updater
 from dschat_lora.rlhf.validation import NAME, check_rlhf
 from dschat_lora.runtime.run import open_run
@@ -138,7 +138,7 @@ class Ours:
         setup, engines = self._setup, self._engines
         plan = make_rlhf_schedule(setup.config, len(setup.prompts.train))
         count = len(setting.numbers)
-        iterations = make_iterations(
+        iterations = Iterations(
             setup,
             engines,
             replace(plan, order=SamePrompts(count, count, SEED, setting.numbers)),

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -15,7 +15,10 @@ from dschat_lora.data.packing import first_fit, round_up
 from dschat_lora.data.samples import PairSample, Sample
 from dschat_lora.data.store import TokenSet
 
-BatchT = TypeVar("BatchT", "Batch", "PairBatch")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+BatchT = TypeVar("BatchT", bound="DataclassInstance")
 # The two sequences of a pair: as one tree, one after the other in a row, or a row each.
 PairLayout = Literal["shared", "separate", "alone"]
 
@@ -37,7 +40,7 @@ class Batch:
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same batch on ``device``."""
-        return _to_device(self, device)
+        return to_device(self, device)
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ class PairBatch:
 
     def to(self, device: torch.device | str) -> "PairBatch":
         """The same batch on ``device``."""
-        return _to_device(self, device)
+        return to_device(self, device)
 
 
 @dataclass(frozen=True)
@@ -282,7 +285,8 @@ def _tree_pairs(size: int, shared: int, first: int) -> int:
     return causal_pairs(shared) + sum(n * shared + causal_pairs(n) for n in branches)
 
 
-def _to_device(batch: BatchT, device: torch.device | str) -> BatchT:
+def to_device(batch: BatchT, device: torch.device | str) -> BatchT:
+    """The batch with its tensors and spans on ``device``."""
     moved: dict[str, Any] = {}
     for field in fields(batch):
         value = getattr(batch, field.name)

@@ -57,21 +57,10 @@ class CachedRows:
 
     Prompts are padded on the left, so every row writes its next token to the same column. All
     tensors of a step stay where they are; with ``buckets`` their shapes change rarely too, so
-    that a GPU replays the step as a graph.
-
-    Args:
-        model: that takes a cache.
-        prompts: token ids.
-        responses: receive the tokens.
-        copies: sequences of each prompt.
-        pad_id: any token; masks hide it.
-        device: where the model computes.
-        buckets: whether rows and columns come in few sizes.
-        record: turns a step of one shape into its replay, such as :func:`cuda_graphs`; None
-            runs every step anew.
-
-    Attributes:
-        sequences: which sequence each row in use holds.
+    that a GPU replays the step as a graph. ``responses`` receive the tokens, ``copies`` for each
+    prompt; ``pad_id`` is any token, since masks hide it. ``record`` turns a step of one shape into
+    its replay, such as :func:`cuda_graphs`; None runs every step anew. ``sequences`` says which
+    sequence each row in use holds.
     """
 
     def __init__(
@@ -87,7 +76,7 @@ class CachedRows:
         record: Callable[[DecodeStep], DecodeStep] | None = None,
     ) -> None:
         self._model, self._prompts, self._responses = model, prompts, responses
-        self._broadcast = _broadcast(model)
+        self._group = group_of(model)
         self._pad_id, self._copies = pad_id, copies
         self._buckets, self._record = buckets, record
         self.sequences = list(range(len(prompts) * copies))
@@ -123,9 +112,7 @@ class CachedRows:
         for kind, window in self._windows.items():
             last = masks[kind][:, :, -1:].repeat_interleave(self._copies, 0)
             self._masks[kind][:count, :, :, window or 0 :][..., :width] = last
-        self._ids[:count, 0] = self._responses.advance(
-            logits, self._sequence[:count], self._broadcast
-        )
+        self._ids[:count, 0] = self._responses.advance(logits, self._sequence[:count], self._group)
 
     def step(self) -> None:
         """Choose the next token of every row."""
@@ -155,15 +142,12 @@ class CachedRows:
         masks = {kind: self._open_column(kind, w) for kind, w in self._windows.items()}
         logits = self._forward(self._ids[:rows], self._positions[:rows], masks)
         cache.column += 1
-        self._ids[:rows, 0] = self._responses.advance(
-            logits, self._sequence[:rows], self._broadcast
-        )
+        self._ids[:rows, 0] = self._responses.advance(logits, self._sequence[:rows], self._group)
 
     def keep(self, alive: Sequence[bool]) -> None:
         """Move unfinished rows into the places of finished ones, and use the first rows alone.
 
-        Args:
-            alive: whether each row in use is unfinished; at least one is.
+        ``alive`` says whether each row in use is unfinished; at least one is.
         """
         living = [row for row, lives in enumerate(alive) if lives]
         rows = self._row_bucket(len(living))
@@ -244,12 +228,6 @@ def cuda_graphs() -> Callable[[DecodeStep], DecodeStep]:
     return record
 
 
-def _broadcast(model: PreTrainedModel) -> Callable[[Tensor], Tensor] | None:
-    """Broadcasts the first rank's tokens among the ranks that a model is divided among."""
-    group = group_of(model)
-    return None if group is None else group.first
-
-
 def padded_left(
     prompts: Sequence[Sequence[int]], pad_id: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
@@ -277,7 +255,7 @@ class RecomputedRows:
         device: torch.device,
     ) -> None:
         self._model, self._responses, self._pad_id = model, responses, pad_id
-        self._broadcast = _broadcast(model)
+        self._group = group_of(model)
         self._texts = [list(prompt) for prompt in prompts for _ in range(copies)]
         self.sequences = list(range(len(self._texts)))
         self._device = device
@@ -297,9 +275,8 @@ class RecomputedRows:
         output = self._model(input_ids=ids, attention_mask=real.long(), use_cache=False)
         rows_of = torch.arange(len(texts), device=self._device)
         sequences = torch.tensor(self.sequences, device=self._device)
-        tokens = self._responses.advance(
-            output.logits[rows_of, lengths - 1], sequences, self._broadcast
-        )
+        logits = output.logits[rows_of, lengths - 1]
+        tokens = self._responses.advance(logits, sequences, self._group)
         for text, token in zip(texts, tokens.tolist(), strict=True):
             text.append(token)
 

@@ -5,53 +5,35 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    PreTrainedModel,
-)
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from dschat_lora.generation.batch_state import padded_left
 
 
 @dataclass(frozen=True)
 class Search:
-    """Options of beam search.
+    """Options of beam search."""
 
-    Attributes:
-        num_beams: hypotheses kept at every step; 1 is greedy search.
-        max_new_tokens: of a text, with the one that ends it.
-        eos_ids: any of them ends a text.
-        pad_id: any token, for padding that no result depends on.
-        length_penalty: power of the length that a log-probability is divided by.
-        no_repeat_ngram_size: no n tokens occur twice in a text; 0: they may.
-        repetition_penalty: factor of the log-probability of tokens that the text has; 1: none.
-        min_length: tokens before a text may end.
-    """
-
-    num_beams: int
-    max_new_tokens: int
-    eos_ids: tuple[int, ...]
-    pad_id: int
-    length_penalty: float = 1.0
-    no_repeat_ngram_size: int = 0
-    repetition_penalty: float = 1.0
-    min_length: int = 0
+    num_beams: int  # hypotheses kept at every step; 1 is greedy search
+    max_new_tokens: int  # of a text, with the one that ends it
+    eos_ids: tuple[int, ...]  # any of them ends a text
+    pad_id: int  # any token, for padding that no result depends on
+    length_penalty: float = 1.0  # power of the length that a log-probability is divided by
+    no_repeat_ngram_size: int = 0  # no n tokens occur twice in a text; 0: they may
+    repetition_penalty: float = 1.0  # multiplies log-probabilities of tokens that the text has
+    min_length: int = 0  # tokens before a text may end
 
 
 class TextRules(LogitsProcessor):  # type: ignore[misc]  # transformers is untyped
     """Repetition penalty and n-gram blocking over the generated text, without the prompt.
 
     transformers' own rules of these names count the prompt too, so that names in the meaning
-    representation could not be repeated in the text.
-
-    Attributes:
-        start: column where texts begin, behind the padded prompts.
+    representation could not be repeated in the text. Texts begin at column ``start``, behind the
+    padded prompts.
     """
 
     def __init__(self, search: Search, start: int) -> None:
-        self.start = start
+        self._start = start
         self._ngram = search.no_repeat_ngram_size
         self._penalty = search.repetition_penalty
 
@@ -61,7 +43,7 @@ class TextRules(LogitsProcessor):  # type: ignore[misc]  # transformers is untyp
         The log-probability of a token that the text has is multiplied by ``repetition_penalty``
         (arXiv:1909.05858); a token that would repeat an n-gram of the text gets -inf.
         """
-        text = input_ids[:, self.start :]
+        text = input_ids[:, self._start :]
         scores = scores.log_softmax(dim=-1)
         if self._penalty != 1.0 and text.shape[1]:
             repeated = scores.gather(1, text)
@@ -94,14 +76,8 @@ def write_texts(
 
     The best has the highest ``log p(text) / |text|^length_penalty``, |text| in tokens with
     the one that ended it, among those that ended and those that reached ``max_new_tokens``. The
-    search goes on until no open hypothesis could be better.
-
-    Args:
-        model: a transformers causal language model in evaluation mode.
-        prompts: token ids, none empty.
-        search: its options.
-        device: where the model computes.
-        use_cache: keep keys and values instead of computing them again.
+    search goes on until no open hypothesis could be better. The model is in evaluation mode, and
+    no prompt is empty.
     """
     ids, mask = padded_left(prompts, search.pad_id, device)
     width = ids.shape[1]

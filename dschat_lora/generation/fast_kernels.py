@@ -143,14 +143,8 @@ def attend_by_products(
 ) -> tuple[Tensor, None]:
     """Attention as transformers' "sdpa", to which it falls back for many tokens.
 
-    Args:
-        module: the attention layer.
-        query: (B, heads, T, D); done here if T is small.
-        key: (B, key heads, columns, D), heads a multiple of key heads.
-        value: (B, key heads, columns, D).
-        attention_mask: (B, 1, T, columns) additive.
-        scaling: factor of the products; None is left to "sdpa".
-        **options: as for "sdpa".
+    Of (B, heads, T, D) queries, and (B, key heads, columns, D) keys and values, where heads are a
+    multiple of key heads, under a (B, 1, T, columns) additive mask.
 
     Returns:
         (B, T, heads, D), and None for weights.

@@ -36,19 +36,12 @@ def decode(
     """Responses to each prompt, each up to and including its end-of-sequence token.
 
     A response depends on the model, the prompt, its seed and ``sampling`` alone, not on the rest
-    of the batch, up to the rounding of the model's logits.
+    of the batch, up to the rounding of the model's logits. The model is in evaluation mode, with
+    adapters unmerged, and its positions hold prompt and response together. ``pad_id`` is any token.
 
-    Args:
-        model: a transformers causal language model in evaluation mode, adapters unmerged.
-        prompts: token ids; prompt and response together must fit the model's positions.
-        sampling: how tokens are chosen, and how many.
-        seeds: of each response to each prompt, as many for every prompt.
-        eos_ids: tokens that end a response.
-        pad_id: any token, for padding that no result depends on.
-        device: where the model computes.
-        keep_going: where every rank must run the same number of forward passes, as sharded
-            weights need it: called once a step with whether this rank is done, it returns
-            whether any rank is not. Call on every rank then.
+    Where every rank must run the same number of forward passes, as sharded weights need it,
+    ``keep_going`` is called once a step with whether this rank is done, and returns whether any
+    rank is not. Call on every rank then.
 
     Raises:
         ValueError: if a prompt is empty, or the seeds are not as many for each prompt.
@@ -109,7 +102,8 @@ def _run(
     chosen = 0
     while True:
         if rows is None:
-            _idle(model, pad_id, device)
+            # One token, in step with ranks that are not done.
+            model(input_ids=torch.tensor([[pad_id]], device=device), use_cache=False)
         elif chosen == 0:
             rows.start()
         else:
@@ -193,8 +187,3 @@ def _unfinished(rows: Rows, responses: Responses, chosen: int, device: torch.dev
         return None
     rows.keep(alive)
     return rows
-
-
-def _idle(model: PreTrainedModel, pad_id: int, device: torch.device) -> None:
-    """A forward pass of one token, in step with ranks that are not done."""
-    model(input_ids=torch.tensor([[pad_id]], device=device), use_cache=False)

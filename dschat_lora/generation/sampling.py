@@ -1,6 +1,6 @@
 """Sampling of tokens from logits, with random numbers of each sequence's own."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -8,25 +8,18 @@ import torch
 from torch import Tensor
 
 from dschat_lora.algos.logprobs import token_logprobs
+from dschat_lora.lora.collectives import TensorGroup
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Options of sampling.
+    """Options of sampling."""
 
-    Attributes:
-        max_new_tokens: bound on a response, its end-of-sequence token included.
-        do_sample: draw tokens; False takes the most probable one, and the rest has no effect.
-        temperature: divides the logits, above 0.
-        top_p: draw from the most probable tokens whose probabilities reach this sum, in (0, 1].
-        top_k: draw from so many of the most probable tokens; 0 means all.
-    """
-
-    max_new_tokens: int
-    do_sample: bool = True
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
+    max_new_tokens: int  # bound on a response, its end-of-sequence token included
+    do_sample: bool = True  # False takes the most probable token, and the rest has no effect
+    temperature: float = 1.0  # divides the logits, above 0
+    top_p: float = 1.0  # draw from the most probable tokens up to this sum, in (0, 1]
+    top_k: int = 0  # draw from so many of the most probable tokens; 0 means all
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -53,12 +46,8 @@ def choose(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Tensor:
     """(B,) int64 token of each row.
 
     The drawn token is the first one, in vocabulary order, up to which the kept probabilities
-    sum to at least ``uniform`` times their total.
-
-    Args:
-        logits: (B, V), any floating dtype.
-        uniform: (B,) float64 in (0, 1], so that a token of probability 0 is never drawn.
-        sampling: the options.
+    sum to at least ``uniform`` times their total. ``logits`` are (B, V) of any floating dtype,
+    ``uniform`` (B,) float64 in (0, 1], so that a token of probability 0 is never drawn.
     """
     if not sampling.do_sample:
         return logits.argmax(-1)
@@ -94,14 +83,9 @@ def keep_top(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 class Responses:
-    """Tokens of all sequences so far, on the device until they are read.
+    """Tokens of ``size`` sequences of up to ``limit``, on the device until they are read.
 
-    Attributes:
-        finished: (S + 1,) bool, whether a sequence has ended. Rows that hold no sequence write
-            to the last entry.
-        count: (1,) int64, tokens chosen so far, the same for every sequence.
-        limit: tokens of the longest possible response.
-        size: S, how many sequences there are.
+    Rows that hold no sequence write to the last entry.
     """
 
     def __init__(
@@ -124,26 +108,24 @@ class Responses:
         self._uniforms = self._uniforms.to(device)
         self._logprobs = torch.zeros(shape, device=device) if keep_logprobs else None
         self.finished = torch.zeros(shape[0], dtype=torch.bool, device=device)
-        self.count = torch.zeros(1, dtype=torch.int64, device=device)
+        self.count = torch.zeros(1, dtype=torch.int64, device=device)  # tokens chosen of each
 
     def advance(
         self,
         logits: Tensor,
         sequences: Tensor,
-        broadcast: Callable[[Tensor], Tensor] | None = None,
+        group: TensorGroup | None = None,
     ) -> Tensor:
         """(B,) next token of each row; those after the end of a sequence are ignored.
 
-        Args:
-            logits: (B, V) after each row's last token.
-            sequences: (B,) int64, which sequence a row holds.
-            broadcast: shares tokens among the ranks that a model is divided among, whose
-                logits may round to different tokens on a GPU.
+        ``logits`` are (B, V), after each row's last token; ``sequences`` says which sequence a row
+        holds, (B,) int64. The ranks of ``group``, among which the model is divided, take the first
+        one's tokens: their logits may round to different ones on a GPU.
         """
         place = (sequences, self.count.expand_as(sequences))
         chosen = choose(logits, self._uniforms[place], self._sampling)
-        if broadcast is not None:
-            chosen = broadcast(chosen)
+        if group is not None:
+            chosen = group.first(chosen)
         ended = (chosen[:, None] == self._ends).any(-1)
         self._tokens.index_put_(place, chosen)
         if self._logprobs is not None:

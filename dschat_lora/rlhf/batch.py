@@ -1,8 +1,7 @@
 """Responses of an iteration, their padded batches, and the minibatches of an update."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from dschat_lora.algos.seeds import permutation
 from dschat_lora.algos.segments import Spans
 from dschat_lora.algos.sft import IGNORE_INDEX
-from dschat_lora.data.batch import SampleCollator
+from dschat_lora.data.batch import SampleCollator, to_device
 from dschat_lora.data.budget import cut_evenly
 from dschat_lora.data.samples import Sample
 from dschat_lora.perf.throughput import StepCounts
@@ -53,12 +52,7 @@ class ResponseBatch:
 
     def to(self, device: torch.device | str) -> "ResponseBatch":
         """The same batch on ``device``."""
-        tensors: dict[str, Any] = {
-            f.name: value.to(device, non_blocking=True)
-            for f in fields(self)
-            if isinstance(value := getattr(self, f.name), Tensor)
-        }
-        return replace(self, spans=self.spans.to(device), **tensors)
+        return to_device(self, device)
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -144,15 +138,10 @@ def make_minibatches(
     Which responses are in a step depends neither on the rank nor on the number of processes.
     Every rank gets as many micro-batches at a step, some perhaps empty.
 
-    Args:
-        lengths: tokens of each response with its prompt; those of one length share a micro-batch.
-        rows_per_step: responses of a step.
-        micro_batch_size: responses of a rank's micro-batch.
-        rank: this process.
-        world_size: of how many.
-        key: of the random order.
-        tokens_per_device: positions of a rank's micro-batch, padding included, in place of
-            responses; 0: by responses. Steps stay the same.
+    ``lengths`` are tokens of each response with its prompt; those of like length share a
+    micro-batch. ``key`` is that of the random order. ``tokens_per_device`` bounds the positions of
+    a rank's micro-batch, padding included, in place of responses (0: by responses); steps stay the
+    same.
     """
     order = permutation(len(lengths), *key)
     per_batch = micro_batch_size * world_size

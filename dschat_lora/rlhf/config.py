@@ -21,7 +21,6 @@ from dschat_lora.config.groups import (
 from dschat_lora.config.options import group, hidden, option
 from dschat_lora.config.stages import StageConfig
 
-Algorithm = Literal["ppo", "rloo", "grpo"]
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
@@ -206,9 +205,8 @@ class RewardsConfig:
 class PpoConfig:
     """The update: PPO, RLOO or GRPO."""
 
-    algorithm: Algorithm = option(
-        "ppo",
-        help="ppo has a critic; rloo and grpo compare the responses to a prompt instead",
+    algorithm: Literal["ppo", "rloo", "grpo"] = option(
+        "ppo", help="ppo has a critic; rloo and grpo compare the responses to a prompt instead"
     )
     ppo_epochs: int = option(1, help="passes over the responses of an iteration")
     kl_coef: float = option(0.1, help="weight of the divergence from the reference")

@@ -18,15 +18,11 @@ _METRICS = (
 
 @dataclass
 class Diagnostics:
-    """Warns of failures after an iteration or evaluation, of each once until it has passed.
+    """Warns of failures after an iteration or evaluation, of each once until it has passed."""
 
-    Attributes:
-        dtype: compute type, which bounds rounding errors.
-        samples_tokens: whether responses are drawn from the very policy that is compared with
-            the reference: no top-p, no top-k, no greedy choice.
-    """
-
-    dtype: str
+    dtype: str  # compute type, which bounds rounding errors
+    # Responses come from the very policy that is compared with the reference: no top-p, no top-k,
+    # no greedy choice.
     samples_tokens: bool
     first: list[dict[str, float]] = field(default_factory=list)
     latest: list[dict[str, float]] = field(default_factory=list)
@@ -41,12 +37,9 @@ class Diagnostics:
         if len(self.first) < WINDOW:
             self.first.append(row)
         self.latest = [*self.latest, row][-WINDOW:]
-        if len(self.latest) < WINDOW:
-            return self._new({"ratio": self._ratio(row), "sampler": self._sampler(row)})
-        return self._new(
-            {
-                "ratio": self._ratio(row),
-                "sampler": self._sampler(row),
+        found = {"ratio": self._ratio(row), "sampler": self._sampler(row)}
+        if len(self.latest) == WINDOW:
+            found |= {
                 "kl": self._negative_kl(),
                 "eos": self._eos(),
                 "entropy": self._entropy(),
@@ -54,7 +47,7 @@ class Diagnostics:
                 "equal": self._equal_rewards(),
                 "clip": self._clipped(),
             }
-        )
+        return self._new(found)
 
     def evaluation(self, metrics: Mapping[str, Any]) -> list[str]:
         """Warnings after an evaluation with these metrics."""
@@ -63,12 +56,10 @@ class Diagnostics:
         return self._new({"judge": self._judged()})
 
     def state(self) -> dict[str, Any]:
-        """As JSON."""
         names = ("first", "latest", "iterations", "evaluations")
         return {name: getattr(self, name) for name in names} | {"said": self.active}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Become what :meth:`state` returned."""
         for name in ("first", "latest", "evaluations"):
             # What is not finite went through JSON as text.
             rows = [{key: float(value) for key, value in row.items()} for row in state[name]]

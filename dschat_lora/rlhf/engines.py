@@ -23,19 +23,12 @@ from dschat_lora.runtime.setup import resolve_logits
 
 @dataclass(frozen=True)
 class Engines:
-    """Actor and critic. Call methods on every rank, in one order: weights may be sharded.
+    """Actor and critic. Call methods on every rank, in one order: weights may be sharded."""
 
-    Attributes:
-        actor: over the roles actor and reference, and reward where there is no critic.
-        critic: over the roles critic and reward; None where responses are compared instead.
-        reward: which of the two has the reward model, if there is one.
-        temperature: of all log-probabilities.
-    """
-
-    actor: TrainEngine[Network]
-    critic: TrainEngine[Network] | None
-    reward: TrainEngine[Network] | None
-    temperature: float
+    actor: TrainEngine[Network]  # with the reference, and the reward model if there is no critic
+    critic: TrainEngine[Network] | None  # with the reward; None where responses are compared
+    reward: TrainEngine[Network] | None  # which of the two has the reward model, if there is one
+    temperature: float  # of all log-probabilities
 
     @property
     def trained(self) -> Mapping[str, TrainEngine[Network]]:

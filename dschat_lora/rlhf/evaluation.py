@@ -1,7 +1,6 @@
 """Evaluation on held-out prompts: the actor's answers, greedy and sampled, and their rewards."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,20 +8,16 @@ import torch
 from torch import Tensor
 
 from dschat_lora.algos.advantages import response_sums
-from dschat_lora.data.samples import PromptSample
 from dschat_lora.engine.distributed import data_rank, data_world_size, device
 from dschat_lora.generation.sampling import Sampling
-from dschat_lora.models.causal_lm import Tokenizer
 from dschat_lora.report.log import rlhf_eval_line
 from dschat_lora.rlhf.batch import Response, collate
-from dschat_lora.rlhf.config import RlhfConfig
 from dschat_lora.rlhf.diagnostics import Diagnostics
 from dschat_lora.rlhf.engines import Engines
-from dschat_lora.rlhf.experience import Experience, score_responses
-from dschat_lora.rlhf.rewards import RewardFunction
+from dschat_lora.rlhf.experience import score_responses
 from dschat_lora.rlhf.rollout import Generator
+from dschat_lora.rlhf.setup import RlhfSetup
 from dschat_lora.runtime.evaluation import AnswerLog, EvalResults
-from dschat_lora.runtime.run import Run
 
 
 @dataclass
@@ -32,38 +27,37 @@ class RlhfEvaluator:
     The same random numbers are used every time, so that evaluations differ by the policy alone.
     """
 
-    config: RlhfConfig
-    run: Run[RlhfConfig]
-    tokenizer: Tokenizer
+    setup: RlhfSetup
     engines: Engines
     generator: Generator
     diagnostics: Diagnostics
-    prompts: Sequence[PromptSample]
-    function: RewardFunction | None
-    judge: RewardFunction | None
 
     def __post_init__(self) -> None:
-        self.results = EvalResults(self.run, rlhf_eval_line)
-        self._shown = AnswerLog(self.run, self.tokenizer)
+        run, held_out = self.setup.run, self.setup.prompts.eval
+        count = min(self.setup.config.eval_prompts, len(held_out))
+        self._prompts = [held_out[n] for n in range(count)]
+        self.results = EvalResults(run, rlhf_eval_line)
+        self._shown = AnswerLog(run, self.setup.tokenizer)
 
     def __call__(self, step: int) -> None:
         """Evaluate after ``step`` optimizer steps, unless that was done; call on every rank."""
-        if step in self.results or not self.prompts:
+        if step in self.results or not self._prompts:
             return
-        self.run.interrupts.check()
+        run = self.setup.run
+        run.interrupts.check()
         greedy, sampled = self._answers(do_sample=False), self._answers(do_sample=True)
         metrics = {
             **self._described(sampled),
             **{f"greedy_{name}": value for name, value in self._described(greedy).items()},
-            "samples": len(self.prompts),
+            "samples": len(self._prompts),
         }
         self.results.add(step, metrics)
-        shown = greedy[: self.config.run.sample_generations]
+        shown = greedy[: run.config.run.sample_generations]
         # Of those after training, the latest are kept.
         self._shown.show("after" if step else "before", ((r.prompt, r.tokens) for r in shown))
         for message in self.diagnostics.evaluation(metrics):
-            self.run.log.write("event", step, {"event": "warning", "message": message})
-            self.run.log.say(f"  warning      {message}")
+            run.log.write("event", step, {"event": "warning", "message": message})
+            run.log.say(f"  warning      {message}")
 
     def before_and_after(self) -> dict[str, float]:
         """Rewards of the first and the last evaluation, for record and card."""
@@ -74,19 +68,17 @@ class RlhfEvaluator:
         return found | {"kl after": float(last["kl"])}
 
     def state(self) -> dict[str, Any]:
-        """As JSON."""
         return {"results": self.results.state(), **self._shown.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Load what :meth:`state` returned."""
         self.results.restore(state["results"])
         self._shown.restore(state)
 
     def _answers(self, *, do_sample: bool) -> list[Response]:
-        config = self.config
+        config = self.setup.config
         self.engines.eval()
         return self.generator(
-            self.prompts,
+            self._prompts,
             Sampling(
                 max_new_tokens=config.data.max_answer_seq_len,
                 do_sample=do_sample,
@@ -97,8 +89,21 @@ class RlhfEvaluator:
         )
 
     def _described(self, responses: list[Response]) -> dict[str, float]:
-        """Means over the responses."""
-        experience = self._scored(responses)
+        """Means over the responses, scored without an update to come."""
+        setup, world = self.setup, data_world_size()
+        size, pad_id = (
+            setup.config.batch.per_device_training_batch_size,
+            setup.tokenizer.pad_token_id,
+        )
+        mine = range(len(responses))[data_rank() :: world]
+        starts = range(0, math.ceil(len(responses) / world), size)
+        experience = score_responses(
+            self.engines,
+            responses,
+            [collate(responses, mine[start : start + size], int(pad_id)) for start in starts],
+            reward_function=setup.function,
+            with_old=True,
+        )
         counts = experience.counts
         kl = response_sums(experience.kl(), experience.mask)[counts]
         found = {
@@ -108,25 +113,12 @@ class RlhfEvaluator:
             "response_length": _mean(torch.tensor([float(len(r.tokens)) for r in responses])),
             "eos_rate": sum(r.ended for r in responses) / len(responses),
         }
-        if self.judge is not None:
-            judged = self.judge(responses, device())
+        if setup.judge is not None:
+            judged = setup.judge(responses, device())
             judged = judged[~judged.isnan()]
             found["judge"] = _mean(judged)
             found["judge_standard_error"] = _standard_error(judged)
         return found
-
-    def _scored(self, responses: list[Response]) -> Experience:
-        """Scores and log-probabilities, without an update to come."""
-        size = self.config.batch.per_device_training_batch_size
-        mine = list(range(len(responses)))[data_rank() :: data_world_size()]
-        count = math.ceil(math.ceil(len(responses) / data_world_size()) / size)
-        pad_id = int(self.tokenizer.pad_token_id)
-        batches = [
-            collate(responses, mine[n * size : (n + 1) * size], pad_id) for n in range(count)
-        ]
-        return score_responses(
-            self.engines, responses, batches, reward_function=self.function, with_old=True
-        )
 
 
 def _mean(values: Tensor) -> float:

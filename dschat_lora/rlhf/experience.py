@@ -64,14 +64,10 @@ def score_responses(
     reward_function: Callable[[Sequence[Response], torch.device], Tensor] | None,
     with_old: bool,
 ) -> Experience:
-    """The experience of all ranks' responses; call on every rank.
+    """The experience of all ranks' responses; call on every rank, with as many batches on each.
 
-    Args:
-        engines: of the run.
-        responses: of the iteration.
-        batches: those of this rank, as many on every rank.
-        reward_function: (N,) scores to add to those of the reward model.
-        with_old: compute old log-probabilities and values too.
+    The scores of ``reward_function``, (N,), are added to those of the reward model. ``with_old``
+    computes old log-probabilities and values too.
     """
     engines.eval()
     device = engines.actor.device
@@ -123,11 +119,7 @@ def add_old_outputs(
 ) -> Experience:
     """The experience completed by old log-probabilities and values; call on every rank.
 
-    Args:
-        experience: without them.
-        numbers: of this rank's n responses.
-        logprobs: (n, R) of the actor.
-        values: (n, R) of the critic, or None without one.
+    ``logprobs`` and ``values``, (n, R), are of this rank's n responses with these ``numbers``.
     """
     rows = logprobs if values is None else torch.cat([logprobs, values], dim=1)
     tables = torch.split(_gather_rows(numbers, rows), experience.mask.shape[1], dim=1)
@@ -140,13 +132,8 @@ def advantages_and_returns(
     """Advantages and returns of an iteration, without gradient.
 
     PPO takes the KL penalty from each token's reward, RLOO from the response's, GRPO leaves it
-    to the loss.
-
-    Args:
-        experience: with old log-probabilities, and with values for PPO.
-        rewards: (N,) shaped scores, 0 for responses that do not count.
-        config: the algorithm's options.
-        kl_coef: weight of the KL penalty.
+    to the loss. The experience has old log-probabilities, and values for PPO. ``rewards`` are
+    (N,) shaped scores, 0 for responses that do not count.
     """
     mask = experience.mask
     if config.algorithm == "ppo":

@@ -11,12 +11,11 @@ from torch import Tensor
 
 from dschat_lora.algos.advantages import RunningMoments, response_sums
 from dschat_lora.algos.kl import adapted_kl_coef
-from dschat_lora.data.store import TokenSet
-from dschat_lora.engine.distributed import data_rank, data_world_size, sum_over_ranks
+from dschat_lora.engine.distributed import data_rank, data_world_size, device, sum_over_ranks
 from dschat_lora.generation.sampling import Sampling
-from dschat_lora.models.causal_lm import Tokenizer
+from dschat_lora.perf.peak import device_peak
 from dschat_lora.perf.throughput import StepCounts
-from dschat_lora.report.log import RunLog, rlhf_line
+from dschat_lora.report.log import rlhf_line
 from dschat_lora.rlhf.batch import (
     Minibatch,
     Response,
@@ -25,47 +24,42 @@ from dschat_lora.rlhf.batch import (
     make_minibatches,
     step_counts,
 )
-from dschat_lora.rlhf.config import RlhfConfig
 from dschat_lora.rlhf.diagnostics import Diagnostics
 from dschat_lora.rlhf.ema import MovingAverage
 from dschat_lora.rlhf.engines import Engines
 from dschat_lora.rlhf.experience import Experience, advantages_and_returns, score_responses
 from dschat_lora.rlhf.metrics import response_metrics, update_metrics
 from dschat_lora.rlhf.pretraining import Pretraining
-from dschat_lora.rlhf.rewards import (
-    RewardFunction,
-    clipped_rewards,
-    rescale_values,
-    shaped_rewards,
-)
+from dschat_lora.rlhf.rewards import clipped_rewards, rescale_values, shaped_rewards
 from dschat_lora.rlhf.rollout import Generator
 from dschat_lora.rlhf.schedule import RlhfProgress, RlhfSchedule
-from dschat_lora.rlhf.throughput import PHASES, FlopCounter, PhaseTimer, throughput_metrics
+from dschat_lora.rlhf.setup import RlhfSetup
+from dschat_lora.rlhf.throughput import PHASES, PhaseTimer, throughput_metrics
 from dschat_lora.rlhf.update import StepResult, Updater
+from dschat_lora.runtime.lr_schedule import standard_schedule
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Iterations:
     """Iterations of PPO, RLOO or GRPO, one after another; call on every rank.
 
     ``progress`` and ``average`` are kept up to date.
     """
 
-    config: RlhfConfig
-    schedule: RlhfSchedule
-    progress: RlhfProgress
+    setup: RlhfSetup
     engines: Engines
+    schedule: RlhfSchedule
     generator: Generator
-    prompts: TokenSet
-    pad_id: int
-    reward_function: RewardFunction | None
+    progress: RlhfProgress
+    diagnostics: Diagnostics
     pretraining: Pretraining | None
     average: MovingAverage | None
-    rate_factor: Callable[[int], float]  # multiplies the peak learning rates at each step
-    counter: FlopCounter | None  # None for an architecture that is not understood
-    peak_tflops: float | None  # of a device, None where unknown
-    timer: PhaseTimer
-    report: "IterationReport"
+
+    def __post_init__(self) -> None:
+        self.config, self.timer = self.setup.config, PhaseTimer(device())
+        self._pad_id = int(self.setup.tokenizer.pad_token_id)
+        self._rate_factor = standard_schedule(self.config.optim)(self.schedule.num_steps)
+        self._report = IterationReport(self.setup, self.schedule.num_iterations, self.diagnostics)
 
     def __call__(self) -> bool:
         """Generate, score, update and report; whether the last optimizer step was skipped."""
@@ -73,7 +67,7 @@ class Iterations:
             responses = self._generate()
         with self.timer.phase("scoring"):
             minibatches = self._minibatches(responses)
-            make_batch = partial(collate, responses, pad_id=self.pad_id)
+            make_batch = partial(collate, responses, pad_id=self._pad_id)
             first_pass = minibatches[: len(minibatches) // self.config.ppo.ppo_epochs]
             batches = [make_batch(rows) for each in first_pass for rows in each.micro_batches]
             # The old outputs of a single batch are those of the update's own forward pass.
@@ -82,7 +76,7 @@ class Iterations:
                 self.engines,
                 responses,
                 batches,
-                reward_function=self.reward_function,
+                reward_function=self.setup.function,
                 with_old=extra_forward,
             )
             rewards, clip_fraction = self._shape_rewards(experience)
@@ -92,11 +86,11 @@ class Iterations:
         self._advance(updater.experience, results)
         if not results:
             self.timer.take()
-            self.report.nothing_counts(self.progress, experience)
+            self._report.nothing_counts(self.progress, experience)
             return False
         passes = len(results) / len(first_pass)  # the last one may have been cut short
         metrics = {
-            "epoch": self.schedule.epoch(self.progress.iteration),
+            "epoch": self.progress.iteration / self.schedule.iterations_per_epoch,
             "iteration": self.progress.iteration,
             **update_metrics(results),
             **response_metrics(updater.experience, rewards, updater.targets),
@@ -105,13 +99,14 @@ class Iterations:
             "updates": len(results),
             **self._throughput(responses, batches, passes=passes, extra_forward=extra_forward),
         }
-        self.report(self.progress, metrics, experience)
+        self._report(self.progress, metrics, experience)
         return results[-1].skipped
 
     def _generate(self) -> list[Response]:
-        batch, progress = self.config.batch, self.progress
+        batch, iteration = self.config.batch, self.progress.iteration
+        prompts = self.setup.prompts.train
         return self.generator(
-            [self.prompts[number] for number in self.schedule.order(progress.iteration)],
+            [prompts[number] for number in self.schedule.order(iteration)],
             Sampling(
                 max_new_tokens=self.config.data.max_answer_seq_len,
                 do_sample=batch.do_sample,
@@ -120,7 +115,7 @@ class Iterations:
                 top_k=batch.top_k,
             ),
             num_generations=self.schedule.num_generations,
-            key=(self.config.run.seed, progress.iteration),
+            key=(self.config.run.seed, iteration),
             keep_logprobs=True,
         )
 
@@ -189,7 +184,7 @@ class Iterations:
         for result in updater.steps(
             minibatches[: self.schedule.num_steps - start],
             make_batch,
-            lambda index: self.rate_factor(start + index),
+            lambda index: self._rate_factor(start + index),
             first_batches=batches,
         ):
             results.append(result)
@@ -228,8 +223,8 @@ class Iterations:
         extra_forward: bool,
     ) -> dict[str, float | None]:
         progress, seconds, work = self.progress, self.timer.take(), None
-        if self.counter is not None:
-            work = self.counter(
+        if self.setup.counter is not None:
+            work = self.setup.counter(
                 responses,
                 passes=passes,
                 extra_forward=extra_forward,
@@ -241,12 +236,16 @@ class Iterations:
             if work is not None:
                 progress.flops[name] += work.flops[name].model
         return throughput_metrics(
-            seconds, responses, work=work, peak_tflops=self.peak_tflops, device=self.timer.device
+            seconds,
+            responses,
+            work=work,
+            peak_tflops=device_peak(device(), self.setup.settings["actor"].torch_dtype),
+            device=device(),
         )
 
     def _padded_counts(self, batches: Sequence[ResponseBatch]) -> StepCounts | None:
         """Positions and pairs of all ranks' batches; None where padding is not computed."""
-        if self.engines.actor.module.policy("actor").backbone.skips_padding(self.timer.device):
+        if self.engines.actor.module.policy("actor").backbone.skips_padding(device()):
             return None
         own = step_counts(batches)
         positions, pairs = sum_over_ranks([own.num_positions, own.num_scored_pairs])
@@ -257,28 +256,26 @@ class Iterations:
 class IterationReport:
     """Writes an iteration's metrics, progress line, warnings and sample to the log."""
 
-    log: RunLog
-    config: RlhfConfig
+    setup: RlhfSetup
     num_iterations: int
-    tokenizer: Tokenizer
     diagnostics: Diagnostics
 
     def __call__(
         self, progress: RlhfProgress, metrics: dict[str, Any], experience: Experience
     ) -> None:
         """Report an iteration; every rank knows all, so all of them get the same warnings."""
+        config, log = self.setup.config, self.setup.run.log
         iteration, total = progress.iteration, self.num_iterations
-        self.log.write("train", progress.step, metrics)
-        self.log.advance()
-        if iteration % self.config.run.logging_steps == 0 or iteration == total:
-            self.log.say(rlhf_line(iteration, total, metrics))
+        log.write("train", progress.step, metrics)
+        log.advance()
+        if iteration % config.run.logging_steps == 0 or iteration == total:
+            log.say(rlhf_line(iteration, total, metrics))
         for message in self.diagnostics.iteration(metrics):
             self._warn("warning", progress, message)
-        classic = self.config.classic
-        interval = 1 if classic.print_answers else classic.print_answers_interval
+        interval = 1 if config.classic.print_answers else config.classic.print_answers_interval
         if interval and (iteration - 1) % interval == 0:
-            response, decode = experience.responses[0], self.tokenizer.decode
-            self.log.say(
+            response, decode = experience.responses[0], self.setup.tokenizer.decode
+            log.say(
                 f"  sample       {decode(response.prompt)!r} -> {decode(response.tokens)!r} "
                 f"(score {float(experience.scores[0]):.3g})"
             )
@@ -293,5 +290,6 @@ class IterationReport:
         )
 
     def _warn(self, event: str, progress: RlhfProgress, message: str) -> None:
-        self.log.write("event", progress.step, {"event": event, "message": message})
-        self.log.say(f"  warning      {message}")
+        log = self.setup.run.log
+        log.write("event", progress.step, {"event": event, "message": message})
+        log.say(f"  warning      {message}")

@@ -11,6 +11,7 @@ from dschat_lora.algos.kl import kl_k3
 from dschat_lora.algos.preference import correlation
 from dschat_lora.rlhf.experience import AdvantagesAndReturns, Experience
 from dschat_lora.rlhf.update import StepResult
+from dschat_lora.runtime.lr_schedule import rate_metrics
 
 
 def update_metrics(results: Sequence[StepResult]) -> dict[str, float | None]:
@@ -49,14 +50,10 @@ def update_metrics(results: Sequence[StepResult]) -> dict[str, float | None]:
 
 def _learning_rates(result: StepResult) -> dict[str, float | None]:
     """The rates of base and LoRA parameters: the actor's, and the critic's with a prefix."""
-    rates: dict[str, float | None] = {}
-    for role, prefix in (("actor", ""), ("critic", "critic_")):
-        groups = result.learning_rates.get(role)
-        if groups is not None:
-            lora = [rate for name, rate in groups.items() if name.startswith("lora")]
-            base = [rate for name, rate in groups.items() if not name.startswith("lora")]
-            rates[f"{prefix}learning_rate"] = (base or lora)[0]
-            rates[f"{prefix}lora_learning_rate"] = lora[0] if lora else None
+    rates = rate_metrics(result.learning_rates["actor"])
+    if "critic" in result.learning_rates:
+        critic = rate_metrics(result.learning_rates["critic"])
+        rates |= {f"critic_{name}": rate for name, rate in critic.items()}
     return rates
 
 

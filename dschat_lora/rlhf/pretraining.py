@@ -22,15 +22,11 @@ class TextWindow:
 
 
 class Pretraining:
-    """The text of one optimizer step after another, epoch after epoch.
-
-    ``coefficient`` is the weight of its loss per token.
-    """
+    """The text of one optimizer step after another, epoch after epoch."""
 
     def __init__(self, loader: StepLoader, *, coefficient: float) -> None:
-        self._loader, self.coefficient = loader, coefficient
-        self._step = 0
-        self._counts = StepCounts()
+        self.coefficient = coefficient  # weight of its loss per token
+        self._loader, self._step, self._counts = loader, 0, StepCounts()
         self._windows: Iterator[Window] = iter(())
 
     def window(self) -> TextWindow:
@@ -51,11 +47,9 @@ class Pretraining:
         return counts
 
     def state(self) -> dict[str, Any]:
-        """As JSON."""
         return {"step": self._step}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Load what :meth:`state` returned."""
         self._step = state["step"]
         self._windows = iter(())
 

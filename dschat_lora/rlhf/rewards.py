@@ -55,14 +55,15 @@ class RewardFunction:
         return torch.tensor(sum_over_processes(scores), device=device).float()
 
     def _scores(self, responses: list[Response]) -> list[float]:
-        texts = [_text(self.tokenizer, each.tokens) for each in responses]
+        decode = self.tokenizer.decode
+        texts = [decode(list(each.tokens), skip_special_tokens=True) for each in responses]
         more = {
             "ended": [each.ended for each in responses],
             "rows": [json.loads(each.columns or b"{}") for each in responses],
             "token_ids": [list(each.tokens) for each in responses],
         }
         more = {name: value for name, value in more.items() if _takes(self.function, name)}
-        prompts = [self.tokenizer.decode(each.prompt) for each in responses]
+        prompts = [decode(each.prompt) for each in responses]
         try:
             found = self.function(prompts=prompts, responses=texts, **more)
         except ValueError as error:
@@ -132,11 +133,6 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-def _text(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
-    text: str = tokenizer.decode(list(tokens), skip_special_tokens=True)
-    return text
-
-
 def shaped_rewards(
     scores: Tensor, ended: Tensor, moments: RunningMoments, config: RewardsConfig
 ) -> tuple[Tensor, RunningMoments]:
@@ -144,13 +140,8 @@ def shaped_rewards(
 
     Scaled, then clipped, then lowered where the response was cut off. Scaling by the scores of
     the first iteration is that of arXiv:1909.08593, section 2.2: mean 0 and variance 1 under the
-    policy before it is trained.
-
-    Args:
-        scores: (N,) unscaled, NaN for a response that does not count.
-        ended: (N,) bool, whether the response ended by itself.
-        moments: of all scores before, or of the first ones.
-        config: scaling, clip and penalty.
+    policy before it is trained. ``scores`` are (N,) unscaled ones, NaN for a response that does
+    not count, ``ended`` (N,) bool, and ``moments`` of all scores before, or of the first ones.
     """
     if config.reward_scaling == "running" or (
         config.reward_scaling == "initial" and not moments.count
@@ -167,7 +158,6 @@ def shaped_rewards(
 
 
 def rescale_values(moments: RunningMoments, values: Tensor) -> Tensor:
-    """``(values - mean) / std``."""
     return (values - moments.mean) / moments.std
 
 

@@ -15,33 +15,18 @@ from dschat_lora.models.reward_model import RewardModel, load_reward_model
 from dschat_lora.models.source import ModelSource
 from dschat_lora.models.views import share_parameters
 from dschat_lora.rlhf.config import RlhfConfig, RoleConfig, option_errors_for
-
-
-@dataclass(frozen=True)
-class Sources:
-    """Pretrained models and adapters of the roles."""
-
-    actor: ModelSource
-    critic: ModelSource | None  # None: values start from the actor, and nothing scores
+from dschat_lora.rlhf.validation import Sources
 
 
 @dataclass(frozen=True)
 class Roles:
-    """The models of a run. Those on one base share its parameters.
+    """The models of a run. Those on one base share its parameters."""
 
-    Attributes:
-        actor: trains.
-        reference: the actor as it was, frozen.
-        critic: trains; None where responses are compared instead.
-        reward: frozen; None where a function alone scores.
-        rollout: the actor's parameters in modules without an engine's hooks, for generation.
-    """
-
-    actor: AdaptedModel
-    reference: AdaptedModel
-    critic: AdaptedModel | None
-    reward: AdaptedModel | None
-    rollout: PreTrainedModel
+    actor: AdaptedModel  # trains
+    reference: AdaptedModel  # the actor as it was, frozen
+    critic: AdaptedModel | None  # trains; None where responses are compared instead
+    reward: AdaptedModel | None  # frozen; None where a function alone scores
+    rollout: PreTrainedModel  # the actor's parameters without an engine's hooks, for generation
 
     @property
     def models(self) -> dict[str, AdaptedModel]:
@@ -71,14 +56,8 @@ def build_roles(
     """Load each base once and build the roles on it.
 
     A base whose weights train serves one role alone; the frozen role of that base is a copy.
-
-    Args:
-        config: of the run.
-        sources: of the models.
-        tokenizer: of all roles.
-        dtype: type of the base weights.
-        meta: only the shapes, on the meta device.
-        group: the ranks to divide every model among; None: they are whole.
+    ``dtype`` is that of the base weights, and ``meta`` makes only the shapes, on the meta device.
+    Every model is divided among the ranks of ``group``; without one they are whole.
 
     Raises:
         ValueError: if something cannot be loaded or does not fit, naming the role's option.

@@ -70,15 +70,10 @@ class Generator:
         pad_id: int,
         batch_size: int,
     ) -> None:
-        """Prepare to decode.
+        """Prepare to decode ``batch_size`` responses at a time.
 
-        Args:
-            engine: that trains the actor.
-            rollout: the actor's model in modules without the engine's hooks.
-            sharded: the actor's model in the engine's modules, which gather their weights.
-            eos_ids: tokens that end a response.
-            pad_id: of the tokenizer.
-            batch_size: responses at a time.
+        ``rollout`` is the actor's model in modules without the engine's hooks, ``sharded`` in the
+        engine's modules, which gather their weights.
         """
         self._engine, self._rollout, self._sharded = engine, rollout.eval(), sharded
         self._eos_ids, self._pad_id, self._batch_size = frozenset(eos_ids), pad_id, batch_size
@@ -94,12 +89,9 @@ class Generator:
     ) -> list[Response]:
         """``num_generations`` responses to each prompt, prompt after prompt, on every rank.
 
-        Args:
-            prompts: the same on every rank; each data rank answers a share of them.
-            sampling: how tokens are chosen.
-            num_generations: responses to a prompt.
-            key: of the random numbers; each response has its own.
-            keep_logprobs: keep the log-probabilities that the decode loop drew from.
+        The prompts are the same on every rank; each data rank answers a share of them. ``key`` is
+        that of the random numbers, of which each response has its own. ``keep_logprobs`` keeps the
+        log-probabilities that the decode loop drew from.
         """
         # Prompts of like length are decoded together, and ranks have equal work.
         order = sorted(range(len(prompts)), key=lambda n: -len(prompts[n].input_ids))

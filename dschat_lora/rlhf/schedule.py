@@ -58,10 +58,6 @@ class RlhfSchedule:
         within = min(-(-rest // self.steps_of(0)), self.iterations_per_epoch)
         return epochs * self.iterations_per_epoch + within
 
-    def epoch(self, iterations: int) -> float:
-        """Passes over the prompts made in so many iterations."""
-        return iterations / self.iterations_per_epoch
-
 
 @dataclass
 class RlhfProgress(Progress):
@@ -78,7 +74,6 @@ class RlhfProgress(Progress):
     flops: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Load what :meth:`state` returned."""
         super().restore(state)
         # What is not finite went through JSON as text.
         self.kl_coef, self.kl_spent = float(self.kl_coef), float(self.kl_spent)

@@ -18,9 +18,9 @@ from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
 from dschat_lora.rlhf.config import RlhfConfig, option_errors_for
 from dschat_lora.rlhf.memory import explaining_memory, memory_plan
 from dschat_lora.rlhf.rewards import RewardFunction, load_function
-from dschat_lora.rlhf.roles import Roles, Sources, build_roles
+from dschat_lora.rlhf.roles import Roles, build_roles
 from dschat_lora.rlhf.throughput import FlopCounter
-from dschat_lora.rlhf.validation import find_sources, shares_base, text_data
+from dschat_lora.rlhf.validation import Sources, find_sources, shares_base, text_data
 from dschat_lora.runtime.memory import free_memory
 from dschat_lora.runtime.run import Run
 from dschat_lora.runtime.setup import (
@@ -67,7 +67,7 @@ def set_up(run: Run[RlhfConfig]) -> RlhfSetup:
     config = run.config
     if config.load.compile:
         prepare_to_compile(run)
-    sources = Sources(*find_sources(config))
+    sources = find_sources(config)
     tokenizer = _load_tokenizer(config, sources)
     function, judge = (
         None if name is None else load_function(option, name, tokenizer)
@@ -232,14 +232,12 @@ def _shard_roles(roles: Roles, settings: dict[str, EngineSettings]) -> None:
 
 
 def _counter(config: RlhfConfig, roles: Roles, run: Run[RlhfConfig]) -> FlopCounter | None:
-    checkpointed = {
-        "actor": is_on(config.actor.gradient_checkpointing),
-        "critic": is_on(config.critic.gradient_checkpointing),
-    }
     try:
         return FlopCounter(
             roles,
-            checkpointed=checkpointed,
+            checkpointed={
+                name: is_on(getattr(config, name).gradient_checkpointing) for name in roles.trained
+            },
             num_generations=config.batch.num_generations,
             batch_size=config.batch.per_device_generation_batch_size,
         )
@@ -262,8 +260,7 @@ def _describe(
     )
     plan = memory_plan(config, roles, settings)
     if plan is not None:
-        for line in plan.lines():
-            run.log.say(f"  {line}")
+        run.log.say(f"  {plan.line()}")
         run.record.update({"memory": plan.to_dict()})
     parameters = {"total": total, "trainable": sum(trained.values()), **trained}
     record_models(run, actor, parameters=parameters, layers=roles.actor.targets)

@@ -66,17 +66,15 @@ class FlopCounter:
     ) -> None:
         """Read the models' shapes, before ZeRO 3 shards them.
 
-        Args:
-            roles: of the run.
-            checkpointed: whether blocks of each role that may train are recomputed.
-            num_generations: responses to each prompt, whose keys and values are computed once.
-            batch_size: responses decoded at a time by a model.
+        ``checkpointed`` says whether blocks of each role that trains are recomputed. Keys and
+        values of a prompt are computed once for its ``num_generations`` responses, of which
+        ``batch_size`` are decoded at a time by a model.
 
         Raises:
             ValueError: for an architecture that is not understood.
         """
         self._shapes = {name: describe(model.model) for name, model in roles.models.items()}
-        self._checkpointed = {name: checkpointed[name] for name in roles.trained}
+        self._checkpointed = checkpointed
         self._num_generations, self._batch_size = num_generations, batch_size
         model = roles.actor.model
         group = group_of(model)
@@ -93,17 +91,19 @@ class FlopCounter:
         padded: StepCounts | None,
         text: StepCounts | None = None,
     ) -> PhaseWork:
-        """Work of one iteration over all processes.
+        """Work of one iteration over all processes, whose update made ``passes`` over responses.
 
-        Args:
-            responses: of the iteration.
-            passes: that the update made over them.
-            extra_forward: whether actor and critic had a forward pass before the update too.
-            padded: positions and pairs that one pass over all responses computes; None where
-                padding is not computed.
-            text: pretraining text that the actor trained on.
+        With ``extra_forward``, actor and critic had a forward pass before the update too.
+        ``padded`` are positions and pairs that one pass computes, None where padding is not
+        computed, and ``text`` the pretraining text that the actor trained on.
         """
-        forward = _sizes(_counts(responses), padded)
+        lengths = [len(each) for each in responses]
+        counts = StepCounts(
+            num_tokens=sum(lengths),
+            num_targets=sum(len(each.tokens) for each in responses),
+            num_attended=sum(map(causal_pairs, lengths)),
+        )
+        forward = _sizes(counts, padded)
         scoring = training = Flops()
         for name, shape in self._shapes.items():
             if extra_forward or name not in self._checkpointed:
@@ -180,15 +180,7 @@ def throughput_metrics(
     peak_tflops: float | None,
     device: torch.device,
 ) -> dict[str, float | None]:
-    """Throughput fields of a train line.
-
-    Args:
-        seconds: by phase.
-        responses: of the iteration.
-        work: None where the architecture is not understood.
-        peak_tflops: of a device, None where unknown.
-        device: of this process.
-    """
+    """Throughput fields of a train line; without ``work`` or ``peak_tflops`` some are None."""
     step_seconds = max(sum(seconds.values()), 1e-9)
     spent = {name: max(seconds[name], 1e-9) for name in PHASES}
     metrics: dict[str, float | None] = {
@@ -216,15 +208,6 @@ def throughput_metrics(
         **{f"{n}_tflops_per_device": work.flops[n].model / scale / spent[n] for n in PHASES},
         "generation_bytes_per_second": work.decode_bytes / world_size() / spent["generation"],
     }
-
-
-def _counts(responses: Sequence[Response]) -> StepCounts:
-    lengths = [len(each) for each in responses]
-    return StepCounts(
-        num_tokens=sum(lengths),
-        num_targets=sum(len(each.tokens) for each in responses),
-        num_attended=sum(map(causal_pairs, lengths)),
-    )
 
 
 def _sizes(counts: StepCounts, padded: StepCounts | None) -> dict[str, float]:

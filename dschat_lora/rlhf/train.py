@@ -4,22 +4,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from dschat_lora.engine.distributed import device, sum_over_processes
+from dschat_lora.engine.distributed import sum_over_processes
 from dschat_lora.engine.state import EngineState
-from dschat_lora.perf.peak import device_peak
 from dschat_lora.rlhf.diagnostics import Diagnostics
 from dschat_lora.rlhf.ema import MovingAverage
 from dschat_lora.rlhf.engines import Engines
 from dschat_lora.rlhf.evaluation import RlhfEvaluator
-from dschat_lora.rlhf.iteration import IterationReport, Iterations
-from dschat_lora.rlhf.pretraining import Pretraining, make_pretraining
+from dschat_lora.rlhf.iteration import Iterations
+from dschat_lora.rlhf.pretraining import make_pretraining
 from dschat_lora.rlhf.rollout import Generator
 from dschat_lora.rlhf.schedule import RlhfProgress, RlhfSchedule, make_rlhf_schedule
 from dschat_lora.rlhf.setup import RlhfSetup
-from dschat_lora.rlhf.throughput import PhaseTimer
 from dschat_lora.runtime.checkpointer import Checkpointer, Part
 from dschat_lora.runtime.loop import IterationOutcome, run_loop
-from dschat_lora.runtime.lr_schedule import standard_schedule
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,7 @@ def train(setup: RlhfSetup, engines: Engines) -> TrainResult:
     progress = RlhfProgress(kl_coef=config.ppo.kl_coef, kl_start=config.ppo.kl_coef)
     plain = config.batch.do_sample and config.batch.top_p == 1 and config.batch.top_k == 0
     diagnostics = Diagnostics(setup.settings["actor"].dtype, samples_tokens=plain)
-    evaluator = _make_evaluator(setup, engines, generator, diagnostics)
+    evaluator = RlhfEvaluator(setup, engines, generator, diagnostics)
     parts: dict[str, Part] = {"progress": progress, "watch": diagnostics, "evaluation": evaluator}
     if pretraining is not None:
         parts["pretraining"] = pretraining
@@ -54,15 +51,8 @@ def train(setup: RlhfSetup, engines: Engines) -> TrainResult:
     checkpointer.restore(num_steps=schedule.num_steps)
     if progress.kl_start != config.ppo.kl_coef:  # another one from here on
         progress.kl_coef = progress.kl_start = config.ppo.kl_coef
-    iterate = make_iterations(
-        setup,
-        engines,
-        schedule,
-        generator,
-        progress,
-        diagnostics,
-        pretraining=pretraining,
-        average=average,
+    iterate = Iterations(
+        setup, engines, schedule, generator, progress, diagnostics, pretraining, average
     )
 
     def iterations() -> Iterator[IterationOutcome]:
@@ -106,25 +96,6 @@ def make_generator(setup: RlhfSetup, engines: Engines) -> Generator:
     )
 
 
-def _make_evaluator(
-    setup: RlhfSetup, engines: Engines, generator: Generator, diagnostics: Diagnostics
-) -> RlhfEvaluator:
-    """The evaluator on the first held-out prompts."""
-    held_out = setup.prompts.eval
-    prompts = [held_out[n] for n in range(min(setup.config.eval_prompts, len(held_out)))]
-    return RlhfEvaluator(
-        setup.config,
-        setup.run,
-        setup.tokenizer,
-        engines,
-        generator,
-        diagnostics,
-        prompts,
-        setup.function,
-        setup.judge,
-    )
-
-
 def _make_checkpointer(
     setup: RlhfSetup,
     engines: Engines,
@@ -148,36 +119,4 @@ def _make_checkpointer(
             "rows_per_step": schedule.rows_per_step,
             "responses": schedule.order.per_iteration * schedule.num_generations,
         },
-    )
-
-
-def make_iterations(
-    setup: RlhfSetup,
-    engines: Engines,
-    schedule: RlhfSchedule,
-    generator: Generator,
-    progress: RlhfProgress,
-    diagnostics: Diagnostics,
-    *,
-    pretraining: Pretraining | None,
-    average: MovingAverage | None,
-) -> Iterations:
-    """The iterations of a run, from where ``progress`` is."""
-    config, tokenizer, log = setup.config, setup.tokenizer, setup.run.log
-    return Iterations(
-        config=config,
-        schedule=schedule,
-        progress=progress,
-        engines=engines,
-        generator=generator,
-        prompts=setup.prompts.train,
-        pad_id=int(tokenizer.pad_token_id),
-        reward_function=setup.function,
-        pretraining=pretraining,
-        average=average,
-        rate_factor=standard_schedule(config.optim)(schedule.num_steps),
-        counter=setup.counter,
-        peak_tflops=device_peak(device(), setup.settings["actor"].torch_dtype),
-        timer=PhaseTimer(device()),
-        report=IterationReport(log, config, schedule.num_iterations, tokenizer, diagnostics),
     )

@@ -69,10 +69,6 @@ class Updater:
 
     Where no batch was run before the update, the first forward pass, made before the policy has
     taken a step, gives the old log-probabilities and values.
-
-    Attributes:
-        experience: of the iteration, complete from the first step on.
-        targets: its advantages and returns; None before the first step.
     """
 
     def __init__(
@@ -88,20 +84,14 @@ class Updater:
     ) -> None:
         """Prepare an iteration.
 
-        Args:
-            engines: of the run.
-            config: the algorithm's options.
-            experience: of the iteration.
-            estimate_advantages: advantages and returns of a complete experience.
-            kl_coef: weight of the KL penalty where the loss has it.
-            pretraining: text to mix in.
-            rescale_values: brings the critic's values to the units of rewards.
+        ``estimate_advantages`` takes a complete experience. ``kl_coef`` weighs the KL penalty where
+        the loss has it; ``rescale_values`` brings the critic's values to the units of rewards.
         """
         self._engines, self._config = engines, config
         self._estimate_advantages, self._kl_coef = estimate_advantages, kl_coef
         self._pretraining, self._rescale_values = pretraining, rescale_values
-        self.experience = experience
-        self.targets: AdvantagesAndReturns | None = None
+        self.experience = experience  # complete from the first step on
+        self.targets: AdvantagesAndReturns | None = None  # None before the first step
 
     def steps(
         self,
@@ -111,15 +101,11 @@ class Updater:
         *,
         first_batches: Sequence[ResponseBatch],
     ) -> Iterator[StepResult]:
-        """Take the steps, one after another; yields the result of each.
+        """Take the steps of all passes, one after another; yields the result of each.
 
-        Steps without a token that counts are passed over.
-
-        Args:
-            minibatches: of all passes.
-            make_batch: makes a batch of responses by number.
-            rate_factor: multiplier of the peak learning rates at each step.
-            first_batches: of the first pass, whose log-probabilities are compared with these.
+        Steps without a token that counts are passed over. ``rate_factor`` multiplies the peak
+        learning rates at each step. ``first_batches`` are those of the first pass, made already;
+        ``make_batch`` makes the others from numbers of responses.
         """
         ready = list(first_batches)
         for index, minibatch in enumerate(minibatches):

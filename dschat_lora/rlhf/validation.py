@@ -43,17 +43,24 @@ _UNUSED = (
 
 
 @dataclass(frozen=True)
+class Sources:
+    """Pretrained models and adapters of the roles."""
+
+    actor: ModelSource
+    critic: ModelSource | None  # None: values start from the actor, and a function scores
+
+    @property
+    def by_role(self) -> dict[str, ModelSource]:
+        """Those that are there."""
+        return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
+
+
+@dataclass(frozen=True)
 class RlhfInputs:
     """Inputs of the checks besides the config: the models found, and the data as typed."""
 
-    actor: ModelSource
-    critic: ModelSource | None  # None where nothing but a function scores
+    sources: Sources
     asked: tuple[str, ...]
-
-    @property
-    def sources(self) -> dict[str, ModelSource]:
-        """Those that are there, by role."""
-        return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
 
 
 def check_rlhf(config: RlhfConfig) -> RlhfConfig:
@@ -64,24 +71,24 @@ def check_rlhf(config: RlhfConfig) -> RlhfConfig:
     Raises:
         ValueError: at the first thing that cannot work, naming option, value and remedy.
     """
-    return resolve_stage(config, _check, stage=NAME)
+
+    def check(config: RlhfConfig) -> RlhfConfig:
+        inputs = RlhfInputs(find_sources(config), config.data.data_path)
+        return apply_checks(config, inputs, RLHF_CHECKS)
+
+    return resolve_stage(config, check, stage=NAME)
 
 
-def _check(config: RlhfConfig) -> RlhfConfig:
-    inputs = RlhfInputs(*find_sources(config), asked=config.data.data_path)
-    return apply_checks(config, inputs, RLHF_CHECKS)
-
-
-def find_sources(config: RlhfConfig) -> tuple[ModelSource, ModelSource | None]:
-    """Actor and critic; None where nothing but a function scores.
+def find_sources(config: RlhfConfig) -> Sources:
+    """Actor and critic.
 
     Raises:
         ValueError: naming the role's option.
     """
     actor = _find("actor", config.actor.model_name_or_path, "CAUSAL_LM")
     if config.critic.model_name_or_path is None:
-        return actor, None
-    return actor, _find("critic", config.critic.model_name_or_path, "SEQ_CLS")
+        return Sources(actor, None)
+    return Sources(actor, _find("critic", config.critic.model_name_or_path, "SEQ_CLS"))
 
 
 def _find(role: str, name: str | None, task: str) -> ModelSource:
@@ -94,10 +101,8 @@ def _find(role: str, name: str | None, task: str) -> ModelSource:
 
 def text_data(config: RlhfConfig) -> DataConfig | None:
     """The pretraining text as data to train on, if any is to be mixed in."""
-    name, more = (
-        config.pretraining.unsupervised_dataset_name,
-        config.pretraining.unsupervised_dataset_config_name,
-    )
+    name = config.pretraining.unsupervised_dataset_name
+    more = config.pretraining.unsupervised_dataset_config_name
     if name is None:
         return None
     return DataConfig(
@@ -148,13 +153,12 @@ def check_rewards(config: RlhfConfig, inputs: RlhfInputs) -> None:
 
 def with_continued_lora(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
     """With the adapters that are continued; without a reward model the critic's is the actor's."""
-    actor = _with_adapter(config, "actor", inputs.actor)
-    if inputs.critic is not None:
-        critic = _with_adapter(config, "critic", inputs.critic)
-    elif "critic_lora_dim" not in config.given and inputs.actor.adapter is None:
+    sources, is_typed = inputs.sources, "critic_lora_dim" in config.given
+    actor = _with_adapter(config, "actor", sources.actor)
+    if sources.critic is None and sources.actor.adapter is None and not is_typed:
         critic = replace(config.critic, lora_dim=config.actor.lora_dim)
     else:
-        critic = _with_adapter(config, "critic", inputs.actor)
+        critic = _with_adapter(config, "critic", sources.critic or sources.actor)
     return replace(config, actor=actor, critic=critic)
 
 
@@ -165,18 +169,14 @@ def _with_adapter(config: RlhfConfig, role: str, source: ModelSource) -> RoleCon
     given = frozenset(n.removeprefix(prefix) for n in config.given if n.startswith(prefix))
     with option_errors_for(role):
         lora = continued_lora(options.lora(config.classic.only_optimize_lora), source, given)
-    return replace(
-        options,
-        lora_dim=lora.lora_dim,
-        lora_alpha=lora.lora_alpha,
-        use_rslora=lora.use_rslora,
-    )
+    stored = {name: getattr(lora, name) for name in ("lora_dim", "lora_alpha", "use_rslora")}
+    return replace(options, **stored)
 
 
 def with_fitting_lengths(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
     """With lengths that the models have positions for; longer ones are refused if typed."""
     data, given = config.data, config.given
-    fields = [model_fields(source) for source in inputs.sources.values()]
+    fields = [model_fields(source) for source in inputs.sources.by_role.values()]
     limits = [f.get("max_position_embeddings") or f.get("n_positions") for f in fields]
     limit = min((n for n in limits if isinstance(n, int)), default=data.max_seq_len)
     if data.max_seq_len <= limit:
@@ -199,8 +199,8 @@ def check_tensor_parallel(config: RlhfConfig, inputs: RlhfInputs) -> None:
         with option_errors_for(role):
             if role == "actor" or config.has_critic:
                 check_training(config.load, options.lora(only_adapters), size)
-            if role in inputs.sources:
-                check_divided(inputs.sources[role], config.parallel)
+            if role in inputs.sources.by_role:
+                check_divided(inputs.sources.by_role[role], config.parallel)
 
 
 def check_num_generations(config: RlhfConfig, inputs: RlhfInputs) -> None:
@@ -213,13 +213,9 @@ def check_num_generations(config: RlhfConfig, inputs: RlhfInputs) -> None:
         )
 
 
-def check_prompts(config: RlhfConfig, inputs: RlhfInputs) -> None:
-    """Refuse prompts that cannot be read."""
+def check_data(config: RlhfConfig, inputs: RlhfInputs) -> None:
+    """Refuse prompts or pretraining text that cannot be read."""
     check_sources(config.data.data, "prompts")
-
-
-def check_pretraining_text(config: RlhfConfig, inputs: RlhfInputs) -> None:
-    """Refuse pretraining text that cannot be read."""
     data = text_data(config)
     if data is not None:
         try:
@@ -328,13 +324,14 @@ def shares_base(config: RlhfConfig) -> bool:
         return False
     if not (config.actor.lora_dim and config.critic.lora_dim):
         return False
-    actor, critic = find_sources(config)
-    return critic is None or (critic.adapter is not None and critic.base == actor.base)
+    sources = find_sources(config)
+    critic = sources.critic
+    return critic is None or (critic.adapter is not None and critic.base == sources.actor.base)
 
 
 def check_sources_are_kept(config: RlhfConfig, inputs: RlhfInputs) -> None:
     """Refuse to overwrite a directory that a model comes from."""
-    for role, source in inputs.sources.items():
+    for role, source in inputs.sources.by_role.items():
         with option_errors_for(role):
             check_source_is_kept(config.run, source)
 
@@ -342,11 +339,12 @@ def check_sources_are_kept(config: RlhfConfig, inputs: RlhfInputs) -> None:
 def announce(config: RlhfConfig, inputs: RlhfInputs) -> None:
     """Log the models, the reward and the data on the first line; the first rank alone."""
     function = config.rewards.reward_function
-    by = [model_name(inputs.critic)] if inputs.critic is not None else []
+    actor, critic = inputs.sources.actor, inputs.sources.critic
+    by = [model_name(critic)] if critic is not None else []
     by += [f"the function {function}"] if function else []
     bundled = config.data.data_path != inputs.asked
     data = "the bundled prompts" if bundled else " ".join(config.data.data_path)
-    log_once(f"actor: {model_name(inputs.actor)}; reward: {' and '.join(by)}; data: {data}")
+    log_once(f"actor: {model_name(actor)}; reward: {' and '.join(by)}; data: {data}")
 
 
 def note_without_effect(config: RlhfConfig, inputs: RlhfInputs) -> None:
@@ -383,8 +381,7 @@ RLHF_CHECKS: tuple[Check[RlhfConfig, RlhfInputs], ...] = (
     with_fitting_lengths,
     check_tensor_parallel,
     check_num_generations,
-    check_prompts,
-    check_pretraining_text,
+    check_data,
     with_deepspeed_json,
     with_whole_steps,
     check_kl_horizon,

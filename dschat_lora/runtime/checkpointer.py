@@ -8,6 +8,7 @@ from typing import Any, NoReturn, Protocol
 
 from torch import Tensor
 
+from dschat_lora.checkpoint.history import quarantine_checkpoints
 from dschat_lora.checkpoint.manifest import read_manifest
 from dschat_lora.checkpoint.saver import Saver
 from dschat_lora.checkpoint.tensors import TensorFiles
@@ -18,7 +19,6 @@ from dschat_lora.engine.distributed import broadcast_string, max_over_ranks, on_
 from dschat_lora.engine.state import EngineState
 from dschat_lora.report.log import jsonable
 from dschat_lora.report.terminal import error_message
-from dschat_lora.runtime.directory import RunDirectory
 from dschat_lora.runtime.resume import (
     check_identity,
     goes_on_in_place,
@@ -49,7 +49,10 @@ class Part(Protocol):
 class Checkpointer:
     """The checkpoints of one run, for any stage. Call methods on every rank.
 
-    The trained tensors come from ``engines``, everything else from ``parts``.
+    The trained tensors come from ``engines``, by the name under which they are filed, everything
+    else from ``parts``. ``identity`` says what the state belongs to (model, tokenizer, data and
+    rows of a step) and is complete on rank 0. ``on_checkpoint`` is called on every rank with the
+    step of a checkpoint, to write more.
     """
 
     def __init__(
@@ -61,16 +64,6 @@ class Checkpointer:
         identity: Mapping[str, Any],
         on_checkpoint: Callable[[int], None] | None = None,
     ) -> None:
-        """Prepare to save and restore.
-
-        Args:
-            run: whose options say when, and whose directory where.
-            engines: by the name under which their tensors are filed.
-            parts: by name.
-            identity: what the state belongs to: model, tokenizer, data and rows of a step;
-                complete on rank 0.
-            on_checkpoint: called on every rank with the step of a checkpoint, to write more.
-        """
         self._run, self._engines, self._parts = run, engines, parts
         self._on_checkpoint = on_checkpoint
         self._identity = {**identity, "streams": STREAMS}
@@ -85,8 +78,7 @@ class Checkpointer:
             # Whatever ends the run, a checkpoint that is being written is finished.
             run.closing.callback(self._saver.drain)
         self._begun = self._last_time = time.monotonic()
-        self._first_step = 0
-        self._last_step = 0
+        self._first_step = self._last_step = 0
         self._resumed_from: Path | None = None
         self._is_owed = False
         self._saves, self._seconds = 0, 0.0
@@ -94,12 +86,9 @@ class Checkpointer:
     def restore(self, *, num_steps: int = 0) -> None:
         """Restore the run's checkpoint, if it has one.
 
-        Args:
-            num_steps: planned for the whole run; 0 where there is no plan to keep to.
-
         Raises:
-            ValueError: if the checkpoint is of another model, tokenizer or data, or beyond the
-                plan. The earlier run is as it was then.
+            ValueError: if the checkpoint is of another model, tokenizer or data, or after more than
+                the planned ``num_steps`` (0: no plan). The earlier run is as it was then.
         """
         config = self._run.config
         if not config.checkpoint:
@@ -152,7 +141,7 @@ class Checkpointer:
         if step > self._last_step:
             self.save(step)
         if last:
-            self._finish_writing()
+            on_rank_zero(self._finish_writing)
             self._run.record.update(
                 {"checkpoints": {"saved": self._saves, "seconds_in_training": self._seconds}}
             )
@@ -161,7 +150,7 @@ class Checkpointer:
     def save(self, step: int) -> None:
         """Write a checkpoint, most of it after this returns."""
         start = time.monotonic()
-        self._finish_writing()
+        on_rank_zero(self._finish_writing)
         if self._on_checkpoint is not None:
             self._on_checkpoint(step)  # first: what a run goes on from has all that belongs to it
         state = self._state(step)
@@ -184,7 +173,7 @@ class Checkpointer:
         number = int(max_over_ranks(float(self._run.interrupts.received)))
         if step > self._last_step:
             self.save(step)
-        self._finish_writing()
+        on_rank_zero(self._finish_writing)
         where = f"go on with: --output_dir {self._directory} --resume_from_checkpoint latest"
         self._run.log.say(
             f"stopped by {name_of(number)} after step {step}; "
@@ -226,12 +215,8 @@ class Checkpointer:
         return ValueError(words) if isinstance(failure, ValueError) else failure
 
     def _finish_writing(self) -> None:
-        """Return when the checkpoint being written is complete, on every rank."""
-        on_rank_zero(self._wait)
-
-    def _wait(self) -> None:
-        if self._saver is None:
-            return
+        """Return when the checkpoint being written is complete; call on rank 0."""
+        assert self._saver is not None
         try:
             self._saver.wait()
         except (OSError, ValueError) as error:
@@ -261,22 +246,17 @@ class Checkpointer:
         source = origin / "metrics.jsonl" if origin is not None else None
         if in_place:
             # First: a checkpoint must not outlive its lines of the log.
-            rejected = [Path(path) for path in run.config.rejected]
-            directory = RunDirectory(self._directory)
-            for path in directory.set_aside(after=state["step"], rejected=rejected):
+            rejected = map(Path, run.config.rejected)
+            for path in quarantine_checkpoints(
+                self._directory, after=state["step"], rejected=rejected
+            ):
                 run.log.say(f"  note         set aside: {path}")
         run.log.rewind(**state["log"], step=state["step"], source=source)
         run.record.release()
         run.record.append("resumed", {"step": state["step"], "checkpoint": str(checkpoint)})
 
 
-def _reader(checkpoint: Path, name: str) -> Any:
-    """Reads tensors of one engine on rank 0."""
-
-    def nothing(key: str) -> Tensor:
-        raise AssertionError("tensors are rank 0's to read")
-
-    if rank() != 0:
-        return nothing
-    files = read_manifest(checkpoint, kind="checkpoint")["files"]
+def _reader(checkpoint: Path, name: str) -> Callable[[str], Tensor]:
+    """Reads tensors of one engine on rank 0; other ranks have none to read."""
+    files = read_manifest(checkpoint, kind="checkpoint")["files"] if rank() == 0 else ()
     return TensorFiles([checkpoint / file for file in files if file.startswith(f"{name}-")]).read

@@ -58,9 +58,6 @@ def is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-# ---------------------------------------------------------------------------- models
-
-
 def model_fields(source: ModelSource) -> dict[str, Any]:
     """The configuration of a local base; empty for one of the hub."""
     path = Path(source.base) / "config.json"
@@ -169,9 +166,6 @@ def check_compile(load: LoadConfig, *zero_stages: int | None) -> None:
         )
 
 
-# ---------------------------------------------------------------------------- output
-
-
 def with_tensorboard(config: StageT, _: object) -> StageT:
     """``--report_to`` with its DeepSpeed-Chat spelling folded in; its package must be there."""
     run = config.run
@@ -249,9 +243,6 @@ def parallel_without_effect(parallel: ParallelConfig) -> list[str]:
     if parallel.sequence_parallel and parallel.tensor_parallel_size == 1:
         return ["--sequence_parallel has no effect without --tensor_parallel_size above 1"]
     return []
-
-
-# ---------------------------------------------------------------------------- functions
 
 
 def check_function(option: str, name: str) -> None:

@@ -1,7 +1,7 @@
 """The output directory of a run: claimed, cleared, and what stood there set aside or left."""
 
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,21 +17,14 @@ from dschat_lora.report.directory import check_idle, default_directory, leftover
 # Without its run.json nobody would know the directory for that of a run; whoever locks
 # metrics.jsonl empties it.
 _KEPT = frozenset({"metrics.jsonl", "run.json"})
-# What tells how a run went, besides its run.json.
-_STORY = ("metrics.jsonl", "tensorboard")
 
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """The output directory of a run. Call methods on one rank.
-
-    Attributes:
-        path: where it is.
-        results: finds what an earlier run left under a path.
-    """
+    """The output directory of a run. Call methods on one rank."""
 
     path: Path
-    results: Callable[[Path], list[Path]] = leftovers
+    results: Callable[[Path], list[Path]] = leftovers  # finds what an earlier run left there
 
     @classmethod
     def claim(
@@ -42,13 +35,9 @@ class RunDirectory:
         spared: frozenset[str] = frozenset(),
         results: Callable[[Path], list[Path]] = leftovers,
     ) -> "RunDirectory":
-        """Create the directory, or empty it of what an earlier run wrote.
+        """Create the directory, or empty it of what an earlier run wrote, except ``spared`` names.
 
-        Args:
-            given: the user's choice; None takes the first free of output/NAME, output/NAME-2, ...
-            name: of the stage.
-            spared: names in it that stay, besides ``metrics.jsonl`` and ``run.json``.
-            results: finds what an earlier run left under a path.
+        Where the user gave none, it is the first free one of output/NAME, output/NAME-2, ...
 
         Raises:
             ValueError: if a living run writes to it.
@@ -78,17 +67,14 @@ class RunDirectory:
     def restart(cls, given: str | None, *, name: str) -> "RunDirectory":
         """Claim the directory; unsound checkpoints and their log are kept under other names."""
         unsound = checkpoints_of(cls.reopen(given).path) if given is not None else []
-        story = _STORY if unsound else ()
+        # What tells how a run went, besides its run.json.
+        story = ("metrics.jsonl", "tensorboard") if unsound else ()
         directory = cls.claim(given, name=name, spared=frozenset({CHECKPOINTS, *story}))
-        directory.set_aside(after=-1, rejected=unsound)
+        quarantine_checkpoints(directory.path, after=-1, rejected=unsound)
         for path in (directory.path / each for each in story):
             if path.exists():
                 quarantine(path, "rejected")
         return directory
-
-    def set_aside(self, *, after: int, rejected: Iterable[Path]) -> list[Path]:
-        """See :func:`dschat_lora.checkpoint.history.quarantine_checkpoints`."""
-        return quarantine_checkpoints(self.path, after=after, rejected=rejected)
 
     def abandon(self) -> None:
         """Take back what :meth:`claim` made, if the run left no result there."""

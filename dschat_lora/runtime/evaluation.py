@@ -42,11 +42,9 @@ class EvalResults:
         return before | {f"{name} after": float(last[name]) for name in known}
 
     def state(self) -> dict[str, Any]:
-        """As JSON."""
         return {str(step): jsonable(metrics) for step, metrics in self.by_step.items()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Load what :meth:`state` returned."""
         self.by_step = {int(step): metrics for step, metrics in state.items()}
 
 
@@ -64,12 +62,9 @@ class AnswerLog:
 
     def show(self, when: str, answers: Iterable[tuple[Sequence[int], Sequence[int]]]) -> None:
         """Print and record (prompt, answer) token ids, in the place of those from ``when``."""
+        decode = self.tokenizer.decode
         texts = [
-            {
-                "when": when,
-                "prompt": self.tokenizer.decode(prompt),
-                "answer": self.tokenizer.decode(answer),
-            }
+            {"when": when, "prompt": decode(prompt), "answer": decode(answer)}
             for prompt, answer in answers
         ]
         self.shown = [*(text for text in self.shown if text["when"] != when), *texts]
@@ -78,9 +73,7 @@ class AnswerLog:
         self.run.record.update({"answers": self.shown})
 
     def state(self) -> dict[str, Any]:
-        """As JSON."""
         return {"shown": self.shown}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Load what :meth:`state` returned."""
         self.shown = list(state["shown"])

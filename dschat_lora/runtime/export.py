@@ -35,18 +35,9 @@ def export_trained(
 ) -> MergeReport | None:
     """Write ``adapter``, and ``model`` if it is asked for or more was trained; on every rank.
 
-    Args:
-        run: whose options say whether adapters are merged, and how far that may move the model.
-        directory: receives the two.
-        adapted: the trained model, in evaluation mode.
-        source: of its base.
-        tokenizer: written too.
-        model: the user's model options.
-        data_path: of the training data, for the adapter's card.
-        metrics: for the card too.
-        probe_ids: (B, T) token ids on which a written model is compared with the trained one.
-        label: what the adapter is called in the log.
-        tensors: written in the place of the model's own values; whole, on rank 0.
+    The model is in evaluation mode. ``data_path`` and ``metrics`` are for the adapter's card, and
+    ``label`` is what the log calls it. A written model is compared with the trained one on
+    ``probe_ids``, (B, T). ``tensors`` (whole, on rank 0) take the place of the model's own values.
 
     Returns:
         How far the written model differs, on rank 0; None where none was written.

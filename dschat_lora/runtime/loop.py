@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dschat_lora.report.log import RunLog
+from dschat_lora.runtime.checkpointer import Checkpointer
 from dschat_lora.runtime.signals import StopRequested
 
 # Steps in a row whose gradient is not finite, before a run is given up.
@@ -40,11 +41,9 @@ class Progress:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
 
     def state(self) -> dict[str, Any]:
-        """As JSON."""
         return asdict(self)
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Load what :meth:`state` returned."""
         for name in asdict(self):
             setattr(self, name, state[name])
 
@@ -65,30 +64,11 @@ class Schedule(Protocol):
         """Optimizer steps between evaluations; 0: at the start, each epoch and the end."""
 
 
-class StepHooks(Protocol):
-    """Saves the run's state; see :class:`dschat_lora.runtime.checkpointer.Checkpointer`."""
-
-    def requests(self) -> list[float]:
-        """Stop and save requests of this rank, as numbers to be summed over ranks."""
-
-    def is_stopping(self, requests: list[float]) -> bool:
-        """Whether the sums tell the run to end after this step."""
-
-    def after_step(self, step: int, requests: list[float], *, skipped: bool, last: bool) -> bool:
-        """Save if due, or end the run; whether anything was saved."""
-
-    def stop(self, step: int) -> None:
-        """Save and end the run."""
-
-    def last_good(self) -> str:
-        """The checkpoint to go on from after a failure, for its message."""
-
-
 @dataclass(frozen=True)
 class IterationOutcome:
     """What the loop needs to know of an iteration."""
 
-    requests: list[float]  # those of the :class:`StepHooks`, summed over ranks
+    requests: list[float]  # those of the :class:`Checkpointer`, summed over ranks
     skipped: bool  # whether its last step changed no weight
     scales_loss: bool  # whether an fp16 loss scale may still have to fall
 
@@ -100,23 +80,16 @@ def run_loop(
     *,
     evaluate: Callable[[int], None],
     evaluated_up_to: Callable[[], int],
-    checkpointer: StepHooks,
+    checkpointer: Checkpointer,
     log: RunLog,
     restart_clock: Callable[[], None] = lambda: None,
 ) -> None:
     """Evaluate, iterate from where ``progress`` is, and evaluate and save when due and last.
 
-    Call on every rank.
-
-    Args:
-        iterations: makes one iteration each time it is asked, and counts it in ``progress``.
-        schedule: of the whole run.
-        progress: iterations and steps made so far.
-        evaluate: called with the optimizer steps made.
-        evaluated_up_to: the step whose intervals are evaluated; one that ends later is due.
-        checkpointer: asked to save after each iteration.
-        log: receives notes, and how far the run is.
-        restart_clock: called where time was spent on something else than training.
+    ``iterations`` makes one each time it is asked, and counts it in ``progress``. ``evaluate`` is
+    called with the optimizer steps made; an interval that ends after ``evaluated_up_to()`` steps is
+    due. ``restart_clock`` is called where time was spent on something else than training. Call on
+    every rank.
 
     Raises:
         ValueError: when steps keep being skipped because the gradient is not finite.
@@ -133,11 +106,9 @@ def run_loop(
         due = _eval_due(schedule, progress, evaluated_up_to())
         if evaluates := due and not checkpointer.is_stopping(outcome.requests):
             _evaluate_or_stop(evaluate, checkpointer, progress.step)
+        last = progress.iteration == total
         saved = checkpointer.after_step(
-            progress.step,
-            outcome.requests,
-            skipped=outcome.skipped,
-            last=progress.iteration == total,
+            progress.step, outcome.requests, skipped=outcome.skipped, last=last
         )
         if saved or evaluates:
             restart_clock()
@@ -151,14 +122,16 @@ def _eval_due(schedule: Schedule, progress: Progress, evaluated: int) -> bool:
     return due or whole_epoch or progress.iteration == schedule.num_iterations
 
 
-def _evaluate_or_stop(evaluate: Callable[[int], None], checkpointer: StepHooks, step: int) -> None:
+def _evaluate_or_stop(
+    evaluate: Callable[[int], None], checkpointer: Checkpointer, step: int
+) -> None:
     try:
         evaluate(step)
     except StopRequested:
         checkpointer.stop(step)
 
 
-def _check_skips(progress: Progress, checkpointer: StepHooks, *, scales_loss: bool) -> None:
+def _check_skips(progress: Progress, checkpointer: Checkpointer, *, scales_loss: bool) -> None:
     """Stop a run whose gradient stays non-finite; falling loss scales need some patience."""
     skipped = progress.skipped_in_a_row
     if skipped >= (MAX_SKIPS_FP16 if scales_loss else MAX_SKIPS):

@@ -1,6 +1,6 @@
 """The learning rate's shape over a run, as a pure function of the step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from transformers import get_scheduler
@@ -12,13 +12,7 @@ RateFactor = Callable[[int], float]
 
 
 def rate_factor(name: str, *, num_warmup_steps: int, num_steps: int) -> RateFactor:
-    """Multiplier of the peak rate at each optimizer step, counted from 0.
-
-    Args:
-        name: one of transformers' schedulers, such as ``cosine``.
-        num_warmup_steps: steps over which the rate rises linearly from 0.
-        num_steps: steps of the whole run.
-    """
+    """The factor of one of transformers' schedulers, such as ``cosine``."""
     # transformers builds schedulers around an optimizer; only their function is wanted.
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     scheduler = get_scheduler(
@@ -29,6 +23,13 @@ def rate_factor(name: str, *, num_warmup_steps: int, num_steps: int) -> RateFact
     )
     factor: RateFactor = scheduler.lr_lambdas[0]
     return factor
+
+
+def rate_metrics(rates: Mapping[str, float]) -> dict[str, float | None]:
+    """The rate of base weights or, where none trains, of the adapters; and the adapters' own."""
+    lora = [rate for name, rate in rates.items() if name.startswith("lora")]
+    base = [rate for name, rate in rates.items() if not name.startswith("lora")]
+    return {"learning_rate": (base or lora)[0], "lora_learning_rate": lora[0] if lora else None}
 
 
 def standard_schedule(optim: ScheduleConfig) -> Callable[[int], RateFactor]:

@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
@@ -92,16 +92,16 @@ class MemoryPlan:
         """The most during an update, which recomputed activations reduce."""
         return self.weights + self.training + self.update
 
-    def lines(self) -> list[str]:
+    def line(self) -> str:
         """The plan of several models in words, for the log."""
         saved = self.separate_weights - self.weights
         shared = f" (as models of their own: {self.separate_weights / GIB:.3g})" if saved else ""
-        return [
+        return (
             f"memory       up to {self.peak / GIB:.3g} GiB per device by estimate: weights "
             f"{self.weights / GIB:.3g}{shared}, gradients and optimizer "
             f"{self.training / GIB:.3g}, update {self.update / GIB:.3g}, keys and values while "
             f"decoding {self.cache / GIB:.3g}"
-        ]
+        )
 
     def to_dict(self) -> dict[str, int]:
         """The plan as JSON."""
@@ -117,11 +117,8 @@ def plan_memory(
 ) -> MemoryPlan | None:
     """The plan of a run; None for architectures that are not understood.
 
-    Args:
-        trained: the models that train; ZeRO 3 of the first one shards all models.
-        models: all models, frozen ones too; default: the trained ones.
-        averaged: bytes of a moving average, whole.
-        cache: see :class:`MemoryPlan`.
+    ``models`` are all of them, frozen ones too (default: those that train); ZeRO 3 of the first
+    trained one shards all. A moving average takes ``averaged`` bytes, whole.
     """
     try:
         estimates = [
@@ -168,14 +165,8 @@ def settle_recomputation(
     """Whether blocks are recomputed in the backward pass, and a note for the log.
 
     Where that is ``auto``, a resumed run does as it did unless the option is typed again, and
-    another recomputes as little as fits the memory by estimate. Rank 0's decision holds; call on
-    every rank.
-
-    Args:
-        config: of the stage.
-        switches: its options that decide so, by name.
-        need: memory with the blocks under some of these options recomputed.
-        free: see :func:`free_memory`.
+    another recomputes as little as fits ``free`` memory by estimate. ``switches`` are the options
+    that decide so, by name. Rank 0's decision holds; call on every rank.
     """
     decided = _decide(config, switches, need, free) if rank() == 0 else None
     on, words = json.loads(broadcast_string(json.dumps(decided)))
@@ -252,17 +243,13 @@ def make_estimator(
 def _larger_groups(adapted: AdaptedModel, config: SupervisedConfig) -> list[int]:
     """Multiples of ``--tensor_parallel_size`` that the processes and the model allow as well."""
     size, count = config.parallel.tensor_parallel_size, world_size()
-    sizes = [n for n in range(2 * size, count + 1, size) if count % n == 0]
-    return [n for n in sizes if _can_divide(adapted, config, n)]
-
-
-def _can_divide(adapted: AdaptedModel, config: SupervisedConfig, size: int) -> bool:
-    try:
-        check_divides(adapted.model.config.to_dict(), size)
-        check_training(config.model, adapted.lora, size)
-    except ValueError:
-        return False
-    return True
+    found = []
+    for larger in (n for n in range(2 * size, count + 1, size) if count % n == 0):
+        with suppress(ValueError):
+            check_divides(adapted.model.config.to_dict(), larger)
+            check_training(config.model, adapted.lora, larger)
+            found.append(larger)
+    return found
 
 
 @contextmanager

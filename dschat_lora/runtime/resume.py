@@ -28,23 +28,14 @@ ConfigT = TypeVar("ConfigT", bound=StageConfig)
 
 # Options of one process, not of the run: never taken from a checkpoint.
 _OF_THE_PROCESS = (
-    "output_dir",
-    "overwrite_output_dir",
-    "resume_from_checkpoint",
-    "dry_run",
-    "deepspeed",
+    *("output_dir", "overwrite_output_dir", "resume_from_checkpoint"),
+    *("dry_run", "deepspeed"),
 )
 # What the state means depends on these; their values cannot change on the way.
 _FIXED = (
     *("lora_dim", "lora_alpha", "use_rslora", "target_modules", "lora_module_name"),
-    *(
-        "train_bias",
-        "modules_to_save",
-        "enable_lora",
-        "only_optimize_lora",
-        "add_eot_token",
-        "eot_token",
-    ),
+    *("train_bias", "modules_to_save", "enable_lora", "only_optimize_lora"),
+    *("add_eot_token", "eot_token"),
     *("max_seq_len", "overlong", "bad_rows", "train_on_prompt", "packing", "data_split"),
     *("data_weights", "eval_ratio", "seed", "tokens_per_device"),
     *("label_smooth", "correct_bias", "decay_after_update", "scheduler_counts_micro_steps"),
@@ -66,6 +57,7 @@ _RIVALS = (
     {"report_to", "enable_tensorboard"},
     {"report_to", "tensorboard_path"},
 )
+_TURNS = {"rows_per_step": "a step", "responses": "an iteration"}
 _IDENTITY = {
     "stage": "the stage",
     "model": "the base model's weights",
@@ -89,15 +81,9 @@ _IDENTITY = {
 def settle(config: ConfigT, *, stage: str) -> ConfigT:
     """The config with the checkpoint it goes on from, and the options that one was made with.
 
-    Options that are not typed again are those of the checkpoint. Where the number of processes
-    differs, the accumulation follows, so that a step stays a step. Call on the first rank.
-
-    Args:
-        config: as parsed.
-        stage: name of the stage, as in its default output directory.
-
-    Returns:
-        The config; its ``checkpoint`` is "" for a fresh start.
+    Options that are not typed again are those of the checkpoint, which is "" for a fresh start.
+    Where the number of processes differs, the accumulation follows, so that a step stays a step.
+    Call on the first rank.
 
     Raises:
         ValueError: if there is no checkpoint to go on from, or options contradict it; the
@@ -309,7 +295,7 @@ def _with_same_rows(
         typed = [f"--{option} {value}" for option, value in values.items()]
         if product != rows:
             differences.append(
-                f"{_COUNTED[name]} {rows} {unit}, now {' x '.join(typed)} x "
+                f"{_TURNS[name]} had {rows} {unit}, now {' x '.join(typed)} x "
                 f"{parallel.share_words(processes)} is {product}"
             )
             continue
@@ -317,12 +303,8 @@ def _with_same_rows(
             config, batch=replace(config.batch, **values), given=config.given | values.keys()
         )
         if any(state["config"][option] != value for option, value in values.items()):
-            notes.append(f"{' '.join(typed)}: {_KEPT[name]} {rows} {unit}")
+            notes.append(f"{' '.join(typed)}: {_TURNS[name]} keeps {rows} {unit}")
     return config, differences, notes
-
-
-_COUNTED = {"rows_per_step": "a step had", "responses": "an iteration had"}
-_KEPT = {"rows_per_step": "a step keeps", "responses": "an iteration keeps"}
 
 
 def _same_product(

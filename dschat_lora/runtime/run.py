@@ -69,12 +69,8 @@ def open_run(
     """Join the process group, resolve the config, claim the directory and open the log.
 
     How the run ends is recorded. A ValueError, a user's mistake that shows only now, an error of
-    the disk and a full GPU end the process as one line.
-
-    Args:
-        config: the stage's checked config.
-        name: of the stage, such as ``sft``; also of the default directory.
-        check: what checked it, for ranks that wait for rank 0 to resolve a resumed run.
+    the disk and a full GPU end the process as one line. ``check`` is what checked the config, for
+    ranks that wait for rank 0 to resolve a resumed run.
     """
     with ended_in_words() as ending:
         init_distributed()
@@ -82,10 +78,11 @@ def open_run(
         form_grid(config.parallel.tensor_parallel_size)
         torch.manual_seed(stream_seed("build", config.run.seed))
         earlier = goes_on_in_place(config)
-        directory = None
+        directory = board = None
         if not config.run.dry_run:
             directory = claim_together(ending, lambda: _claimed(config.run, name, earlier=earlier))
-        board = directory and _board(config.run, directory)
+            if config.run.report_to == "tensorboard":
+                board = Path(config.run.tensorboard_path or directory / "tensorboard")
         with open_files(
             config, directory, ending, name=name, earlier=earlier, tensorboard=board
         ) as run:
@@ -114,13 +111,6 @@ def _claimed(options: RunConfig, name: str, *, earlier: bool) -> RunDirectory:
     return RunDirectory.claim(given, name=name)
 
 
-def _board(options: RunConfig, directory: Path) -> Path | None:
-    """Where TensorBoard files go, if they are wanted."""
-    if options.report_to != "tensorboard":
-        return None
-    return Path(options.tensorboard_path or directory / "tensorboard")
-
-
 def claim_together(ending: Ending, claim: Callable[[], RunDirectory]) -> Path:
     """Where ``claim``, called on rank 0 alone, lets the run write; call on every rank."""
     ending.directory = claimed = on_rank_zero(claim)
@@ -139,15 +129,8 @@ def open_files(
 ) -> Iterator[Run[ConfigT]]:
     """Open the log and the record, which says at the end that the run is finished.
 
-    Call on every rank.
-
-    Args:
-        config: as resolved for every rank.
-        directory: claimed; None for a dry run, which writes nothing.
-        ending: is told of the run.
-        name: of the stage.
-        earlier: leave log and record of an earlier run in the directory until it goes on.
-        tensorboard: where its files go; None for none.
+    A dry run has no directory and writes nothing. If ``earlier``, log and record of an earlier run
+    stay until it goes on. TensorBoard files go to ``tensorboard``. Call on every rank.
     """
     active = rank() == 0
     opened = on_rank_zero(

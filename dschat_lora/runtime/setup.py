@@ -135,12 +135,7 @@ def engine_settings(
 ) -> EngineSettings:
     """How an engine is to be built, on this machine.
 
-    Args:
-        config: of the stage.
-        dtype: compute type, or auto.
-        zero_stage: None for 0.
-        micro_batch_size: rows of a device's micro-batch.
-        shares_weights: whether another engine trains on the same base weights.
+    ``shares_weights`` says whether another engine trains on the same base weights.
     """
     return EngineSettings(
         dtype=resolve_dtype(dtype),
@@ -181,12 +176,9 @@ def resolve_recomputation(
 ) -> ConfigT:
     """The config with ``--gradient_checkpointing`` of every model on or off; on every rank.
 
-    Args:
-        run: its log and record receive what is decided.
-        models: the trained ones, by the option that has their blocks recomputed.
-        with_options: the config with these options on, and the others off.
-        estimate: bytes that a device needs, None where that is not understood.
-        free: bytes that were free before anything was loaded.
+    ``models`` are the trained ones, by the option that has their blocks recomputed.
+    ``with_options`` gives the config with these options on and the others off, ``estimate`` the
+    bytes that a device then needs (None where that is not understood), of ``free`` ones.
     """
     values, able = flatten(run.config), all(map(can_recompute, models.values()))
 
@@ -231,11 +223,7 @@ def resolve_logits(
 ) -> None:
     """Take the model's own logits where its head is more than a linear layer. On every rank.
 
-    Args:
-        networks: over one architecture, the first of which is checked.
-        vocab_size: of the tokenizer.
-        device: of the networks.
-        run: its log is told.
+    All ``networks`` are over one architecture.
     """
     if head_is_linear(networks[0].model, vocab_size=vocab_size, device=device):
         return
@@ -277,14 +265,7 @@ def record_models(
     parameters: Mapping[str, int],
     layers: list[str],
 ) -> None:
-    """Record what trains; a dry run shows the options and that it ends here.
-
-    Args:
-        run: of the run.
-        settings: of the first model's engine.
-        parameters: elements in all and trained, by name.
-        layers: that carry adapters.
-    """
+    """Record what trains; a dry run shows the options and that it ends here."""
     run.record.update({"parameters": parameters, "dtype": settings.dtype, "adapted_layers": layers})
     if run.directory is None:
         for name, value in flatten(run.config).items():

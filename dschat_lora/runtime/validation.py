@@ -37,15 +37,8 @@ ConfigT = TypeVar("ConfigT", bound=SupervisedConfig)
 # Rows of the bundled data are short; longer packed rows would leave few optimizer steps.
 BUNDLED_SEQ_LEN = 128
 _LORA_ONLY = (
-    "lora_alpha",
-    "lora_dropout",
-    "use_rslora",
-    "train_bias",
-    "enable_lora",
-    "only_optimize_lora",
-    "lora_learning_rate",
-    "lora_lr_multiplier",
-    "loraplus_lr_ratio",
+    *("lora_alpha", "lora_dropout", "use_rslora", "train_bias", "enable_lora"),
+    *("only_optimize_lora", "lora_learning_rate", "lora_lr_multiplier", "loraplus_lr_ratio"),
     "merge_adapter",
 )
 
@@ -234,13 +227,7 @@ def announce(config: SupervisedConfig, inputs: SupervisedInputs) -> None:
 
 def note_without_effect(config: SupervisedConfig, inputs: SupervisedInputs) -> None:
     """Log a note on each option that was given and changes nothing."""
-    for note in without_effect(config, unused=inputs.rules.unused):
-        log_once(f"  note         {note}")
-
-
-def without_effect(config: SupervisedConfig, *, unused: tuple[str, ...] = ()) -> list[str]:
-    """A line for each option that was given and changes nothing."""
-    lora, given = config.lora, config.given
+    lora, given, unused = config.lora, config.given, inputs.rules.unused
     notes = [f"--{name} has no effect in this stage" for name in unused if name in given]
     if lora.lora_dim == 0:
         notes += [
@@ -251,7 +238,8 @@ def without_effect(config: SupervisedConfig, *, unused: tuple[str, ...] = ()) ->
     notes += parallel_without_effect(config.parallel)
     if "eot_token" in given and not config.model.add_eot_token:
         notes.append("--eot_token has no effect without --add_eot_token")
-    return notes
+    for note in notes:
+        log_once(f"  note         {note}")
 
 
 def _follows_base_rate(config: SupervisedConfig) -> bool:

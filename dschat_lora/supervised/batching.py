@@ -147,13 +147,7 @@ def rows_of(
 
 
 def train_loader(setup: SupervisedSetup, samples: Samples, batch_layout: BatchLayout) -> StepLoader:
-    """This rank's micro-batches of every optimizer step.
-
-    Args:
-        setup: of the stage.
-        samples: the training samples, perhaps with something added.
-        batch_layout: of samples in batches.
-    """
+    """This rank's micro-batches of every optimizer step, from samples perhaps with more in them."""
     config, batch = setup.config, setup.config.batch
     counts = count_samples(batch_layout.collate, setup.data.train, len(setup.data.train))
     if batch.tokens_per_device:

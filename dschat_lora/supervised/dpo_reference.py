@@ -65,18 +65,9 @@ def reference_logprobs(
 ) -> NDArray[np.float32]:
     """(len(pairs), 2) log-probabilities in nats of chosen and rejected answers, from the cache.
 
-    What is not there is computed with ``engine`` as it is, so before anything is trained or
-    restored. Call on every rank.
-
-    Args:
-        engine: over a ``CausalLMLogprobs``.
-        pairs: to compute them for.
-        rows: of pair numbers; each pair is in one row.
-        collate: makes batches of rows.
-        batch_size: rows of a batch on one rank.
-        cache: directory for directories of results.
-        identity: what the results depend on, JSON-ready; complete on rank 0.
-        say: is told whether they were known.
+    What is not there is computed with ``engine``, over a ``CausalLMLogprobs``, as it is: so before
+    anything is trained or restored. ``rows`` are of pair numbers, each of which is in one row.
+    ``identity`` is what the results depend on, JSON-ready; complete on rank 0. Call on every rank.
     """
     text = json.dumps([identity, pairs.digest()], sort_keys=True)
     key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -117,11 +108,9 @@ def _compute(
         rank=data_rank(),
         world_size=data_world_size(),
     )
-    numbered = zip(
-        shared(_Numbers(), collate=_Numbers()), shared(pairs, collate=collate), strict=True
-    )
     values = torch.zeros(len(pairs), 2, device=engine.device)
-    for numbers, batch in numbered:
+    numbered = shared(_Numbers(), collate=_Numbers())
+    for numbers, batch in zip(numbered, shared(pairs, collate=collate), strict=True):
         logprobs = answer_logprobs(engine, batch.to(engine.device))
         values[numbers] = torch.stack(logprobs.chunk(2), dim=1)
     # Each pair was on one rank, so the sum is a collection.
@@ -190,14 +179,7 @@ def make_reference(
     batch_layout: BatchLayout,
     dpo: DpoConfig,
 ) -> Reference:
-    """The model as it is, before anything is trained or restored; call on every rank.
-
-    Args:
-        setup: of the stage.
-        engine: over its network.
-        batch_layout: of pairs in batches.
-        dpo: the user's options.
-    """
+    """The model as it is, before anything is trained or restored; call on every rank."""
     data, config = setup.data, setup.config
     if not dpo.precompute_ref_log_probs:
         trained = [p for p in setup.adapted.model.parameters() if p.requires_grad]

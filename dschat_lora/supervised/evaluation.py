@@ -5,19 +5,18 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from dschat_lora.config.stages import SupervisedConfig
-from dschat_lora.data.loader import Collator, Samples, eval_batches
-from dschat_lora.data.packing import PackedRow
+from dschat_lora.data.loader import Samples, eval_batches
 from dschat_lora.data.store import TokenSet
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import data_rank, data_world_size, world_size
-from dschat_lora.generation.samples import answer
+from dschat_lora.generation.greedy import answer
 from dschat_lora.models.backbone import BackboneModel
 from dschat_lora.report.log import eval_line
 from dschat_lora.runtime.evaluation import AnswerLog, EvalResults
-from dschat_lora.runtime.run import Run
+from dschat_lora.supervised.batching import BatchLayout, rows_of
 from dschat_lora.supervised.loop import evaluate
 from dschat_lora.supervised.objectives import Objective, mean_of
+from dschat_lora.supervised.setup import SupervisedSetup
 
 MAX_ANSWER_TOKENS = 64
 
@@ -27,18 +26,17 @@ class SupervisedEvaluator:
 
     def __init__(
         self,
+        setup: SupervisedSetup,
         engine: TrainEngine[BackboneModel],
         samples: Samples,
-        rows: Sequence[PackedRow],
-        collate: Collator,
+        batch_layout: BatchLayout,
         objective: Objective,
-        config: SupervisedConfig,
-        run: Run[SupervisedConfig],
     ) -> None:
-        self._engine, self._samples, self._rows = engine, samples, rows
-        self._collate, self._objective = collate, objective
-        self._config, self._interrupts = config, run.interrupts
-        self.results = EvalResults(run, eval_line)
+        self._engine, self._samples, self._objective = engine, samples, objective
+        self._rows = rows_of(setup, setup.data.eval, batch_layout)
+        self._collate, self._config = batch_layout.collate, setup.config
+        self._interrupts = setup.run.interrupts
+        self.results = EvalResults(setup.run, eval_line)
 
     def __call__(self, step: int) -> None:
         """Evaluate after ``step`` optimizer steps, unless that was done; call on every rank."""

@@ -22,13 +22,14 @@ from dschat_lora.engine.distributed import (
 from dschat_lora.perf.flops import Flops
 from dschat_lora.perf.throughput import Meter, StepCounts
 from dschat_lora.report.log import RunLog, train_line
+from dschat_lora.runtime.checkpointer import Checkpointer
 from dschat_lora.runtime.loop import (
     IterationOutcome,
     Progress,
-    StepHooks,
     broken_unless_finite,
     run_loop,
 )
+from dschat_lora.runtime.lr_schedule import rate_metrics
 from dschat_lora.supervised.objectives import BatchLoss, Objective
 
 
@@ -113,14 +114,10 @@ def train_steps(
     they fall on micro-batches and ranks; this is the one place that divides. If that sum is not
     finite on any rank, no rank's gradient is, and the engine skips the step.
 
-    Args:
-        engine: over the model.
-        windows: this rank's micro-batches of each optimizer step; every rank must yield the
-            same number of windows, and of micro-batches in each. Where they are no ``Window``,
-            the ranks add up what they hold.
-        objective: the loss to minimize.
-        rate_factors: multiplier of the peak learning rates, one for each step.
-        requests: numbers of this rank to be summed over all along with the loss.
+    Every rank must yield the same number of ``windows``, and of micro-batches in each. Where they
+    are no ``Window``, the ranks add up what they hold. ``rate_factors`` multiply the peak learning
+    rates, one for each step; ``requests`` are numbers of this rank to be summed over all along with
+    the loss.
     """
     for window, factor in zip(windows, rate_factors, strict=False):
         engine.train()
@@ -190,19 +187,14 @@ class TrainSchedule:
     """How long a run is, and how often it evaluates and logs."""
 
     num_steps: int  # optimizer steps of the whole run
-    steps_per_epoch: int
+    iterations_per_epoch: int  # an iteration of :func:`run_loop` is a step here
     eval_interval: int  # steps between evaluations; 0: each epoch and the end only
     logging_steps: int
 
     @property
     def num_iterations(self) -> int:
-        """An iteration of :func:`run_loop` is a step here."""
+        """The same for :func:`run_loop`."""
         return self.num_steps
-
-    @property
-    def iterations_per_epoch(self) -> int:
-        """Steps of a pass over the data."""
-        return self.steps_per_epoch
 
 
 def make_train_schedule(optim: OptimConfig, run: RunConfig, steps_per_epoch: int) -> TrainSchedule:
@@ -226,24 +218,13 @@ def fit(
     meter: Meter,
     log: RunLog,
     evaluate_at: Callable[[int], None],
-    checkpointer: StepHooks,
+    checkpointer: Checkpointer,
     extra_flops: Callable[[StepCounts], Flops] | None = None,
 ) -> None:
     """Train by the schedule from where ``progress`` is; see :func:`run_loop`.
 
-    Args:
-        engine: over the model.
-        loader: this rank's micro-batches.
-        objective: the loss to minimize.
-        schedule: from :func:`make_train_schedule`.
-        progress: kept up to date.
-        rate_factor: multiplier of the peak rates, by steps done.
-        seed: of the run, for dropout.
-        meter: of throughput.
-        log: receives a train line each step.
-        evaluate_at: called with the steps done, on every rank.
-        checkpointer: asked to save after each step.
-        extra_flops: of a step besides forward and backward, such as those of a reference.
+    ``rate_factor`` multiplies the peak rates, by steps done. ``extra_flops`` are those of a step
+    besides forward and backward, such as those of a reference.
     """
 
     def steps() -> Iterator[IterationOutcome]:
@@ -257,10 +238,14 @@ def fit(
             progress.add(result)
             extra = extra_flops(result.counts) if extra_flops is not None else None
             throughput = meter.step(result.counts, extra=extra)
-            epoch = progress.step / schedule.steps_per_epoch
-            metrics = step_metrics(result, epoch=epoch) | throughput
-            _report(result, metrics, progress.step, schedule, meter=meter, log=log)
-            outcome = result.outcome
+            step, outcome = progress.step, result.outcome
+            metrics = step_metrics(result, epoch=step / schedule.iterations_per_epoch) | throughput
+            log.write("train", step, metrics)
+            log.advance()
+            if outcome.skipped:
+                log.write("event", step, {"event": "skipped_step", **asdict(outcome)})
+            if step % schedule.logging_steps == 0 or step == schedule.num_steps:
+                log.say(train_line(step, schedule.num_steps, metrics | meter.window()))
             yield IterationOutcome(result.requests, outcome.skipped, outcome.loss_scale > 1)
 
     run_loop(
@@ -292,35 +277,12 @@ def seeded_windows(
             yield window
 
 
-def _report(
-    result: TrainStep,
-    metrics: dict[str, Any],
-    step: int,
-    schedule: TrainSchedule,
-    *,
-    meter: Meter,
-    log: RunLog,
-) -> None:
-    log.write("train", step, metrics)
-    log.advance()
-    if result.outcome.skipped:
-        log.write("event", step, {"event": "skipped_step", **asdict(result.outcome)})
-    if step % schedule.logging_steps == 0 or step == schedule.num_steps:
-        log.say(train_line(step, schedule.num_steps, metrics | meter.window()))
-
-
 def step_metrics(result: TrainStep, *, epoch: float) -> dict[str, Any]:
-    """The fields of a train line that do not depend on time.
-
-    ``learning_rate`` is that of the base weights or, where none trains, the adapters'.
-    """
-    lora = [rate for name, rate in result.learning_rates.items() if name.startswith("lora")]
-    base = [rate for name, rate in result.learning_rates.items() if not name.startswith("lora")]
+    """The fields of a train line that do not depend on time."""
     return {
         "epoch": epoch,
         "loss": result.loss,
-        "learning_rate": (base or lora)[0],
-        "lora_learning_rate": lora[0] if lora else None,
+        **rate_metrics(result.learning_rates),
         "grad_norm": result.outcome.grad_norm,
         "loss_scale": result.outcome.loss_scale,
         "skipped": result.outcome.skipped,

@@ -23,37 +23,25 @@ Columns = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class BatchLoss:
-    """Summed loss of a micro-batch.
+    """Summed loss of a micro-batch."""
 
-    Attributes:
-        total: scalar with gradient.
-        columns: what is known of each pair, without gradient.
-    """
-
-    total: Tensor
-    columns: Columns = field(default_factory=dict)
+    total: Tensor  # scalar with gradient
+    columns: Columns = field(default_factory=dict)  # what is known of each pair, without gradient
 
 
-LossFunction = Callable[[Any, Any], BatchLoss]
 # Log-ratios of the untrained policy differ by rounding alone.
 SAME_NATS = 1e-4
 
 
 @dataclass(frozen=True)
 class Objective:
-    """A stage's loss, what it is a mean over, and what is reported besides.
+    """A stage's loss, what it is a mean over, and what is reported besides."""
 
-    Attributes:
-        loss: of a micro-batch, through an engine.
-        mean_over: the count that the summed loss of a step is divided by.
-        describe: further metrics of an evaluation, from its mean loss and whole columns.
-        headline: the metric of an evaluation that says how good the model is.
-    """
-
-    loss: LossFunction
-    mean_over: Literal["num_targets", "num_samples"]
+    loss: Callable[[Any, Any], BatchLoss]  # of a micro-batch, through an engine
+    mean_over: Literal["num_targets", "num_samples"]  # the count that divides a step's summed loss
+    # further metrics of an evaluation, from its mean loss and whole columns
     describe: Callable[[float, Columns], dict[str, Any]]
-    headline: str
+    headline: str  # the metric of an evaluation that says how good the model is
 
 
 def causal_lm_loss(engine: Network, batch: Batch) -> BatchLoss:
@@ -168,9 +156,7 @@ def describe_lengths(loss: float, columns: Columns) -> dict[str, Any]:
 def dpo_objective(config: DpoConfig, reference: Callable[[PairBatch], Tensor]) -> Objective:
     """Learn which answer is better as a policy; the engine is over a ``CausalLMLogprobs``.
 
-    Args:
-        config: the user's options.
-        reference: gives the (2 P,) log-probabilities of a batch's answers under the reference.
+    ``reference`` gives the (2 P,) log-probabilities of a batch's answers under the reference.
     """
 
     def loss(engine: Network, batch: PairBatch) -> BatchLoss:
@@ -200,11 +186,7 @@ def dpo_batch_loss(
 ) -> BatchLoss:
     """DPO's loss summed over the pairs, with ``--rpo_alpha`` times that of the chosen answers.
 
-    Args:
-        logprobs: (2 P,) of the answers under the policy.
-        reference: (2 P,) under the reference.
-        batch: the pairs.
-        config: the user's options.
+    ``logprobs`` and ``reference`` are (2 P,), of the answers under the policy and the reference.
     """
     lengths = batch.answer_lengths.clamp(min=1)
     logratios = logprobs - reference

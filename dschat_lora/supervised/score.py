@@ -36,11 +36,7 @@ ROWS_AT_A_TIME = 4096  # held in memory, sorted by length
 
 
 class Scorer:
-    """A reward model on this machine's device.
-
-    Attributes:
-        max_seq_len: longest sequence that is scored.
-    """
+    """A reward model on this machine's device, for sequences of up to ``max_seq_len`` tokens."""
 
     def __init__(self, config: ScoreConfig) -> None:
         source = find_model(config.model_name_or_path)

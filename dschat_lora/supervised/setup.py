@@ -2,19 +2,22 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
-import torch
-
-from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.data.prepare import Prepared
 from dschat_lora.data.rows import DataKind
 from dschat_lora.engine.build import EngineSettings, TrainEngine
 from dschat_lora.engine.distributed import device
-from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.rates import parameter_groups, rate_warning
-from dschat_lora.models.build import AdaptedModel, Task, check_targets, recompute_blocks
+from dschat_lora.models.build import (
+    AdaptedModel,
+    Task,
+    build_causal_lm,
+    build_reward_model,
+    check_targets,
+    recompute_blocks,
+)
 from dschat_lora.models.causal_lm import Tokenizer, load_tokenizer
 from dschat_lora.models.compile import compile_blocks
 from dschat_lora.models.source import ModelSource, find_model
@@ -51,35 +54,12 @@ class SupervisedSetup:
     run: Run[SupervisedConfig]
 
 
-class Build(Protocol):
-    """Builds a stage's model; see :func:`dschat_lora.models.build.build_causal_lm`."""
-
-    def __call__(
-        self,
-        source: ModelSource,
-        tokenizer: Tokenizer,
-        config: ModelConfig,
-        lora: LoraConfig,
-        *,
-        dtype: torch.dtype,
-        seed: int,
-        meta: bool,
-        group: TensorGroup | None,
-    ) -> AdaptedModel:
-        """The model with its adapter."""
-
-
 def set_up(
-    run: Run[SupervisedConfig], build: Build, *, phase: int, kind: DataKind = "samples", task: Task
+    run: Run[SupervisedConfig], *, phase: int, kind: DataKind, task: Task
 ) -> SupervisedSetup:
     """Data and model of a stage, shown and recorded; call on every rank.
 
-    Args:
-        run: of the run.
-        build: of the model.
-        phase: 1, 2 or 3, the part of ``--data_split`` to use.
-        kind: what is made of a row of data.
-        task: what kind of model is built.
+    ``phase`` (1, 2 or 3) is the part of ``--data_split`` to use.
 
     Raises:
         ValueError: if data or model cannot be used.
@@ -103,6 +83,9 @@ def set_up(
         micro_batch_size=config.batch.per_device_train_batch_size,
     )
     free = free_memory()
+    build = build_causal_lm
+    if task == "SEQ_CLS":
+        build = build_reward_model
     adapted = build(
         source,
         tokenizer,

@@ -22,7 +22,7 @@ from dschat_lora.runtime.checkpointer import Checkpointer, Part
 from dschat_lora.runtime.evaluation import AnswerLog
 from dschat_lora.runtime.export import export_trained, first_ids
 from dschat_lora.runtime.lr_schedule import RateFactor, standard_schedule
-from dschat_lora.supervised.batching import BatchLayout, rows_of, train_loader
+from dschat_lora.supervised.batching import BatchLayout, train_loader
 from dschat_lora.supervised.evaluation import SampleAnswers, SupervisedEvaluator, first_prompts
 from dschat_lora.supervised.loop import TrainProgress, fit, make_train_schedule
 from dschat_lora.supervised.objectives import Objective
@@ -61,10 +61,7 @@ def train(
     config, run = setup.config, setup.run
     loader = train_loader(setup, data.train, batch_layout)
     schedule = make_train_schedule(config.optim, config.run, loader.steps_per_epoch)
-    rows = rows_of(setup, setup.data.eval, batch_layout)
-    evaluator = SupervisedEvaluator(
-        engine, data.eval, rows, batch_layout.collate, objective, config, run
-    )
+    evaluator = SupervisedEvaluator(setup, engine, data.eval, batch_layout, objective)
     meter, progress = make_meter(setup, engine), TrainProgress()
     parts: dict[str, Part] = {"progress": progress, "evaluation": evaluator.results}
     if answers is not None:
@@ -179,9 +176,7 @@ def finish(
 
 def probe_batch(samples: TokenSet, tokenizer: Tokenizer, *, max_length: int) -> torch.Tensor:
     """(1, T) ids of a few held-out samples in a row, or random ones where none is held out."""
-    ids = first_ids(samples, 4, max_length=max_length)
-    if not ids:
-        generator = torch.Generator().manual_seed(0)
-        drawn = torch.randint(0, len(tokenizer), (32,), generator=generator)
-        ids = drawn[:max_length].tolist()
-    return torch.tensor([ids])
+    if ids := first_ids(samples, 4, max_length=max_length):
+        return torch.tensor([ids])
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, len(tokenizer), (1, 32), generator=generator)[:, :max_length]

@@ -27,14 +27,13 @@ def main(config: SupervisedConfig) -> None:
 
 def train_sft(run: "Run[SupervisedConfig]") -> None:
     """Train, evaluate and save; call on every rank."""
-    from dschat_lora.models.build import build_causal_lm
     from dschat_lora.models.causal_lm import CausalLMLoss
     from dschat_lora.supervised.batching import make_sample_layout, resolve_head
     from dschat_lora.supervised.objectives import SUPERVISED
     from dschat_lora.supervised.setup import build_engine, set_up
     from dschat_lora.supervised.train import make_answers, train
 
-    setup = set_up(run, build_causal_lm, phase=1, kind="samples", task="CAUSAL_LM")
+    setup = set_up(run, phase=1, kind="samples", task="CAUSAL_LM")
     if run.directory is None:
         return  # a dry run
     engine = build_engine(setup, CausalLMLoss(setup.adapted.model))

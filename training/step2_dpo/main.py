@@ -30,14 +30,13 @@ def main(config: DpoStageConfig) -> None:
 
 def train_dpo(run: "Run[DpoStageConfig]") -> None:
     """Train, evaluate and save; call on every rank."""
-    from dschat_lora.models.build import build_causal_lm
     from dschat_lora.models.causal_lm import CausalLMLogprobs
     from dschat_lora.supervised.batching import make_pair_layout, resolve_head
     from dschat_lora.supervised.dpo_reference import make_reference
     from dschat_lora.supervised.setup import build_engine, note_unused_margins, set_up
     from dschat_lora.supervised.train import make_answers, train
 
-    setup = set_up(run, build_causal_lm, phase=2, kind="pairs", task="CAUSAL_LM")
+    setup = set_up(run, phase=2, kind="pairs", task="CAUSAL_LM")
     if run.directory is None:
         return  # a dry run
     note_unused_margins(setup)

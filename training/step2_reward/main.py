@@ -30,14 +30,13 @@ def main(config: RewardStageConfig) -> None:
 
 def train_reward(run: "Run[RewardStageConfig]") -> None:
     """Train, evaluate and save; call on every rank."""
-    from dschat_lora.models.build import build_reward_model
     from dschat_lora.models.reward_model import RewardModel
     from dschat_lora.supervised.batching import make_pair_layout
     from dschat_lora.supervised.objectives import reward_objective
     from dschat_lora.supervised.setup import build_engine, note_unused_margins, set_up
     from dschat_lora.supervised.train import train
 
-    setup = set_up(run, build_reward_model, phase=2, kind="pairs", task="SEQ_CLS")
+    setup = set_up(run, phase=2, kind="pairs", task="SEQ_CLS")
     if run.directory is None:
         return  # a dry run
     if run.config.reward.reward_loss != "bradley_terry":

@@ -9,7 +9,6 @@ from dschat_lora.engine.zero import gather_to_cpu
 from dschat_lora.experiments.nlg.config import NlgConfig
 from dschat_lora.experiments.nlg.validation import check_training, in_optimizer_steps, schedule
 from dschat_lora.lora.model import adapter_parameters
-from dschat_lora.models.build import build_causal_lm
 from dschat_lora.models.causal_lm import CausalLMLoss
 from dschat_lora.runtime.run import Run, open_run
 from dschat_lora.supervised.batching import make_sample_layout, resolve_head
@@ -25,7 +24,7 @@ def run_training(config: NlgConfig) -> None:
 
 
 def _train(run: Run[NlgConfig]) -> None:
-    setup = set_up(run, build_causal_lm, phase=1, kind="samples", task="CAUSAL_LM")
+    setup = set_up(run, phase=1, kind="samples", task="CAUSAL_LM")
     directory = run.directory
     if directory is None:
         return  # a dry run

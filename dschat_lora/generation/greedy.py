@@ -1,4 +1,4 @@
-"""Sample answers, shown before and after training."""
+"""Greedy answers to prompts, by transformers' own generation."""
 
 from collections.abc import Sequence
 
@@ -22,13 +22,8 @@ def answer(
 ) -> list[list[int]]:
     """Greedy continuations of tokenised prompts, up to and including end-of-sequence.
 
-    Args:
-        model: a transformers causal language model in evaluation mode.
-        tokenizer: of the model.
-        prompts: token ids; long ones are cut on the left to what the model's positions allow.
-        max_new_tokens: bound on the answer.
-        device: where the model computes.
-        synced: every rank goes on until all are done, as sharded weights need it.
+    The model is in evaluation mode. Long prompts are cut on the left to what its positions allow.
+    If ``synced``, every rank goes on until all are done, as sharded weights need it.
     """
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is not None:
