@@ -143,8 +143,7 @@ class TensorGroup:
 
 def exchange(x: Tensor, there: Exchange, back: Exchange) -> Tensor:
     """``there(x)``, whose gradient ``g`` becomes ``back(g)``; neither records a graph."""
-    output: Tensor = _Exchange.apply(x, there, back)  # type: ignore[no-untyped-call]
-    return output
+    return _Exchange.apply(x, there, back)  # type: ignore[no-untyped-call]
 
 
 def _itself(x: Tensor) -> Tensor:

@@ -6,8 +6,7 @@ from itertools import compress
 import torch
 from torch import Tensor, nn
 
-from dschat_lora.lora.layers import LoraLinear, active_bias, zeros
-from dschat_lora.lora.matmul import adapter_dropout, lora_linear
+from dschat_lora.lora.layers import LoraLinear, zeros
 
 PARTS = ("q", "k", "v")  # in the order of their rows in every packed layer known here
 
@@ -44,11 +43,6 @@ class Groups:
         return sum(self.enabled)
 
     @property
-    def rows(self) -> int:
-        """Rows of the compact B."""
-        return sum(self.enabled_sizes)
-
-    @property
     def enabled_sizes(self) -> tuple[int, ...]:
         """Outputs of each enabled group."""
         return tuple(compress(self.sizes, self.enabled))
@@ -60,13 +54,12 @@ class Groups:
             (sum of sizes, k * r), zero outside the enabled groups' blocks, with their gradient.
         """
         blocks = iter(lora_B.split_with_sizes(self.enabled_sizes))
-        matrix: Tensor = torch.block_diag(  # type: ignore[no-untyped-call]
+        return torch.block_diag(  # type: ignore[no-untyped-call]
             *(
                 next(blocks) if enabled else lora_B.new_zeros(size, 0)
                 for size, enabled in zip(self.sizes, self.enabled, strict=True)
             )
         )
-        return matrix
 
     def compact(self, matrix: Tensor) -> Tensor:
         """What :meth:`expand` made ``matrix`` of.
@@ -100,30 +93,14 @@ class PackedLoraLinear(LoraLinear):
     """
 
     def __init__(
-        self,
-        base: nn.Module,
-        *,
-        r: int,
-        scaling: float,
-        groups: Groups,
-        dropout: float = 0.0,
+        self, base: nn.Module, *, r: int, scaling: float, groups: Groups, dropout: float = 0.0
     ) -> None:
         super().__init__(base, r=r, scaling=scaling, dropout=dropout)
         if sum(groups.sizes) != self.out_features:
             raise ValueError(f"{self.out_features} outputs cannot be cut into {list(groups.sizes)}")
         self.groups = groups
         self.lora_A = zeros(r * groups.count, self.in_features, device=self.weight.device)
-        self.lora_B = zeros(groups.rows, r, device=self.weight.device)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., in) -> (..., out), in the dtype of ``x``."""
-        if not self.enabled:
-            return super().forward(x)
-        scaling, keep = adapter_dropout(x, self.scaling, self.dropout if self.training else 0.0)
-        bias, transposed = active_bias(self), self.transposed
-        return lora_linear(
-            x, self.weight, bias, *self.factors(), scaling, keep, transposed=transposed
-        )
+        self.lora_B = zeros(sum(groups.enabled_sizes), r, device=self.weight.device)
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """A (k r, in) and B (out, k r) of the update, with the zeros of other groups."""

@@ -59,7 +59,7 @@ def lora_linear(
         (..., out).
     """
     dtype = _compute_dtype(x)
-    output: Tensor = _LoraLinear.apply(  # type: ignore[no-untyped-call]
+    return _LoraLinear.apply(  # type: ignore[no-untyped-call]
         x.to(dtype),
         weight.to(dtype),
         None if bias is None else bias.to(dtype),
@@ -69,7 +69,6 @@ def lora_linear(
         keep,
         transposed,
     )
-    return output
 
 
 def adapter_dropout(

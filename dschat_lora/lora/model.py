@@ -13,7 +13,6 @@ from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.groups import Groups, PackedLoraLinear
 from dschat_lora.lora.layers import (
     AdapterLayer,
-    LoraConv1D,
     LoraEmbedding,
     LoraLayer,
     LoraLinear,
@@ -21,7 +20,6 @@ from dschat_lora.lora.layers import (
     TrainedModule,
     float32_copy,
     full_shape,
-    is_conv1d,
 )
 from dschat_lora.lora.parallel import (
     ParallelEmbedding,
@@ -228,8 +226,7 @@ def _lora_layer(base: nn.Module, config: LoraConfig, groups: Groups | None) -> L
         return ParallelLoraLinear(base, r=r, scaling=scaling, dropout=dropout)
     if groups is not None:
         return PackedLoraLinear(base, r=r, scaling=scaling, dropout=dropout, groups=groups)
-    kind = LoraConv1D if is_conv1d(base) else LoraLinear
-    return kind(base, r=r, scaling=scaling, dropout=dropout)
+    return LoraLinear(base, r=r, scaling=scaling, dropout=dropout)
 
 
 def replace_part(model: nn.Module, name: str, part: nn.Module | nn.Parameter) -> None:

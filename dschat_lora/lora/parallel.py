@@ -48,10 +48,10 @@ class Shard:
         whole[self.dim] = sum(self.blocks)
         return torch.Size(whole)
 
-    def local_shape(self, full: Sequence[int], rank: int | None = None) -> torch.Size:
-        """Of a rank's part (default: this one's), given that of the whole tensor."""
+    def local_shape(self, full: Sequence[int]) -> torch.Size:
+        """Of this rank's part, given that of the whole tensor."""
         part = list(full)
-        part[self.dim] = sum(stop - start for start, stop in self.ranges(rank))
+        part[self.dim] = sum(stop - start for start, stop in self.ranges())
         return torch.Size(part)
 
     def ranges(self, rank: int | None = None) -> list[tuple[int, int]]:
@@ -73,24 +73,18 @@ class Shard:
 
     def whole(self, own: Tensor) -> Tensor:
         """The tensor whose part of this rank is ``own``; call on every rank of the group."""
-        dim = self.dim % own.ndim
-        widths = [self.local_shape(own.shape, rank)[dim] for rank in range(self.group.size)]
-        padded = own
-        if own.shape[dim] < max(widths):  # exchanged shapes are alike
-            rest = list(own.shape)
-            rest[dim] = max(widths) - own.shape[dim]
-            padded = torch.cat([own, own.new_zeros(rest)], dim)
-        return self._joined(self.group.gather(padded), dim)
-
-    def _joined(self, parts: list[Tensor], dim: int) -> Tensor:
-        """Pieces of every block, rank after rank."""
-        pieces: list[list[Tensor]] = [[] for _ in self.blocks]
-        for rank, part in enumerate(parts):
-            start = 0
-            for piece, (first, last) in zip(pieces, self.ranges(rank), strict=True):
-                piece.append(part.narrow(dim, start, last - first))
-                start += last - first
-        return torch.cat([part for piece in pieces for part in piece], dim)
+        dim, ranks = self.dim % own.ndim, range(self.group.size)
+        sizes = [[stop - start for start, stop in self.ranges(rank)] for rank in ranks]
+        missing = max(map(sum, sizes)) - own.shape[dim]
+        if missing:  # exchanged shapes are alike
+            padding = own.new_zeros(*own.shape[:dim], missing, *own.shape[dim + 1 :])
+            own = torch.cat([own, padding], dim)
+        parts = zip(self.group.gather(own), sizes, strict=True)
+        by_rank = [
+            part.narrow(dim, 0, sum(each)).split_with_sizes(each, dim) for part, each in parts
+        ]
+        blocks = zip(*by_rank, strict=True)
+        return torch.cat([piece for block in blocks for piece in block], dim)
 
 
 def mark_shard(parameter: Tensor, shard: Shard | None) -> None:
@@ -102,8 +96,7 @@ def mark_shard(parameter: Tensor, shard: Shard | None) -> None:
 
 def shard_of(parameter: Tensor) -> Shard | None:
     """How a parameter is divided among tensor-parallel ranks; None if each holds all of it."""
-    shard: Shard | None = getattr(parameter, "tensor_shard", None)
-    return shard
+    return getattr(parameter, "tensor_shard", None)
 
 
 def own_part(parameter: Tensor, full: Tensor) -> Tensor:
@@ -117,7 +110,6 @@ class ColumnParallel:
     """Each rank computes some of a layer's outputs.
 
     Attributes:
-        group: the ranks.
         blocks: of the outputs, see :class:`Shard`.
         reads: what enters: "dealt" tokens, of which each rank has some with sequence parallelism
             and all without; the "same" on every rank; or what was "entered" before, in one
@@ -171,20 +163,18 @@ class ColumnParallel:
 
 @dataclass(frozen=True)
 class RowParallel:
-    """Each rank multiplies some of a layer's inputs; the products are summed.
+    """Each rank multiplies its inputs, as a column layer leaves them; the products are summed.
+
+    Methods are those of :class:`ColumnParallel`.
 
     Attributes:
-        group: the ranks.
         blocks: of the inputs, see :class:`Shard`.
-        is_parallel: each rank is given its inputs alone, as a column layer leaves them.
     """
 
     group: TensorGroup
     blocks: tuple[int, ...]
-    is_parallel: bool = True
 
     def weight(self, *, transposed: bool = False) -> Shard:
-        """Of (out, in), or transposed (in, out)."""
         return Shard(self.group, 0 if transposed else 1, self.blocks)
 
     @property
@@ -194,11 +184,9 @@ class RowParallel:
 
     @property
     def factors(self) -> tuple[Shard | None, Shard | None]:
-        """Of A (r, in) and B (out, r)."""
         return Shard(self.group, 1, self.blocks), None
 
     def shared(self, lora_A: Tensor, lora_B: Tensor) -> tuple[Tensor, Tensor]:  # noqa: N803
-        """The factors, the one on every rank with the sum of the ranks' gradients."""
         return lora_A, self.group.copy(lora_B)
 
     def shared_bias(self, bias: Tensor) -> Tensor:
@@ -210,14 +198,10 @@ class RowParallel:
         return group.copy(bias) if group.sequence_parallel else group.alike(bias)
 
     def own_input(self, mask: Tensor) -> Tensor:
-        """What concerns this rank of (..., in) that is given for the whole input."""
         return Shard(self.group, -1, self.blocks).own(mask)
 
     def around(self, x: Tensor, product: Product, bias: Tensor | None) -> Tensor:
-        """The layer, given its product with this rank's weights."""
-        inputs = Shard(self.group, -1, self.blocks)
-        y = product(x if self.is_parallel else exchange(x, inputs.own, inputs.whole), None)
-        y = self.group.leave(y)
+        y = self.group.leave(product(x, None))
         return y if bias is None else y + bias
 
 
@@ -231,7 +215,6 @@ class ParallelLinear(nn.Module):
         weight: this rank's part of (out, in), or of (in, out) where transposed.
         bias: this rank's part of (out,), or None.
         in_features, out_features: of the whole layer.
-        split: how it is divided.
         transposed: whether it stands for GPT-2's Conv1D.
     """
 
@@ -265,7 +248,6 @@ class ParallelEmbedding(nn.Module):
     Attributes:
         weight: this rank's part of (num_embeddings, dim).
         num_embeddings, embedding_dim, padding_idx: of the whole embedding.
-        shard: of the weight.
     """
 
     max_norm = None
