@@ -19,11 +19,8 @@ Exchange = Callable[[Tensor], Tensor]
 class TensorGroup:
     """The ranks that hold one model between them. Call every method on all of them.
 
-    Attributes:
-        rank, size: this process among them.
-        process_group: of torch.distributed.
-        sequence_parallel: whether tokens between the layers are divided among the ranks; False
-            within :meth:`whole_sequences`.
+    With ``sequence_parallel`` tokens between the layers are divided among the ranks, but within
+    :meth:`whole_sequences`.
     """
 
     def __init__(

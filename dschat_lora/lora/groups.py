@@ -19,14 +19,10 @@ class Groups:
     r columns and the outputs of the enabled groups alone as rows: the layout of loralib's
     MergedLinear, whose groups are equal. The update of group j's outputs is ``s B_j A_j``, that
     of the others zero.
-
-    Attributes:
-        sizes: outputs of each group; they may differ, as with grouped-query attention.
-        enabled: whether each has factors.
     """
 
-    sizes: tuple[int, ...]
-    enabled: tuple[bool, ...]
+    sizes: tuple[int, ...]  # outputs of each; they may differ, as with grouped-query attention
+    enabled: tuple[bool, ...]  # whether each has factors
 
     def __post_init__(self) -> None:
         if len(self.sizes) != len(self.enabled) or not any(self.enabled):
@@ -86,11 +82,7 @@ class Groups:
 
 
 class PackedLoraLinear(LoraLinear):
-    """A :class:`LoraLinear` of packed projections, with factors for some of its groups.
-
-    Attributes:
-        groups: how the outputs are cut, which gives the shapes of ``lora_A`` and ``lora_B``.
-    """
+    """A :class:`LoraLinear` of packed projections, with factors for some of its groups."""
 
     def __init__(
         self, base: nn.Module, *, r: int, scaling: float, groups: Groups, dropout: float = 0.0

@@ -265,7 +265,7 @@ def mark_only_lora_as_trainable(model: nn.Module, bias: Bias = "none") -> None:
     if bias == "lora_only":
         for module in model.modules():
             own = getattr(module, "bias", None)
-            if isinstance(module, LoRALayer) and isinstance(own, nn.Parameter):
+            if isinstance(module, LoRALayer) and own is not None:
                 own.requires_grad_(True)
 
 
@@ -280,11 +280,8 @@ def lora_state_dict(model: nn.Module, bias: Bias = "none") -> dict[str, Tensor]:
     _check_bias(bias)
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     adapted = {f"{name.partition('lora_')[0]}bias" for name in names if "lora_" in name}
-    wanted = {
-        "none": set[str](),
-        "all": {name for name in names if "bias" in name},
-        "lora_only": adapted,
-    }[bias] & names
+    biases = {name for name in names if "bias" in name}
+    wanted = {"none": set[str](), "all": biases, "lora_only": adapted & names}[bias]
     state = model.state_dict()
     return {name: state[name] for name in state if name in wanted or "lora_" in name}
 

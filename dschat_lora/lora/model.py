@@ -178,14 +178,14 @@ def adapter_layout(model: nn.Module) -> AdapterLayout:
 def adapters_disabled(model: nn.Module) -> Iterator[None]:
     """Inside the block ``model`` is its base, bit for bit: no factor, bias or saved module."""
     layers = adapter_layers(model).values()
-    before = [layer.enabled for layer in layers]
-    for layer in layers:
+    enabled = [layer for layer in layers if layer.enabled]
+    for layer in enabled:
         layer.enabled = False
     try:
         yield
     finally:
-        for layer, enabled in zip(layers, before, strict=True):
-            layer.enabled = enabled
+        for layer in enabled:
+            layer.enabled = True
 
 
 def _check_parallel(model: nn.Module, config: LoraConfig, saved: list[str]) -> None:

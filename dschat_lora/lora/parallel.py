@@ -30,17 +30,13 @@ Product = Callable[[Tensor, Tensor | None], Tensor]
 class Shard:
     """How a tensor is divided among the ranks of a group.
 
-    Attributes:
-        group: the ranks.
-        dim: that is cut.
-        blocks: sizes of the parts of that dimension that are cut one by one: a packed q, k, v
-            gives each rank some of q, some of k and some of v. The last rank gets less of a
-            block that the ranks do not divide.
+    The blocks of a dimension are cut one by one: a packed q, k, v gives each rank some of q, some
+    of k and some of v. The last rank gets less of a block that the ranks do not divide.
     """
 
     group: TensorGroup
     dim: int
-    blocks: tuple[int, ...]
+    blocks: tuple[int, ...]  # sizes, which add up to that of the dimension
 
     def full_shape(self, shape: Sequence[int]) -> torch.Size:
         """Of the whole tensor, given that of a rank's part."""
@@ -209,13 +205,9 @@ Split = ColumnParallel | RowParallel
 
 
 class ParallelLinear(nn.Module):
-    """A frozen linear layer of which each rank holds a part.
+    """A frozen linear layer of which each rank holds a part; its features are those of the whole.
 
-    Attributes:
-        weight: this rank's part of (out, in), or of (in, out) where transposed.
-        bias: this rank's part of (out,), or None.
-        in_features, out_features: of the whole layer.
-        transposed: whether it stands for GPT-2's Conv1D.
+    The weight is a part of (out, in), or of (in, out) where it is ``transposed``: GPT-2's Conv1D.
     """
 
     bias: nn.Parameter | None
@@ -245,9 +237,7 @@ class ParallelLinear(nn.Module):
 class ParallelEmbedding(nn.Module):
     """A frozen embedding of which each rank holds some of the vocabulary.
 
-    Attributes:
-        weight: this rank's part of (num_embeddings, dim).
-        num_embeddings, embedding_dim, padding_idx: of the whole embedding.
+    All but the weight, a part of (num_embeddings, dim), is of the whole embedding.
     """
 
     max_norm = None
@@ -294,19 +284,16 @@ def whole_sequences(model: nn.Module) -> Iterator[None]:
 
 def group_of(model: nn.Module) -> TensorGroup | None:
     """The ranks that a model is divided among; None where it is whole."""
-    for parameter in model.parameters():
-        shard = shard_of(parameter)
-        if shard is not None:
-            return shard.group
-    return None
+    shards = map(shard_of, model.parameters())
+    return next((shard.group for shard in shards if shard is not None), None)
 
 
 def _cut(parameter: Tensor, shard: Shard | None) -> nn.Parameter:
     """This rank's part as a frozen parameter; of a meta tensor its shape."""
     if shard is None:
-        return nn.Parameter(parameter.detach(), requires_grad=False)
-    if parameter.is_meta:
-        own = torch.empty(shard.local_shape(parameter.shape), dtype=parameter.dtype, device="meta")
+        own = parameter.detach()
+    elif parameter.is_meta:
+        own = parameter.new_empty(shard.local_shape(parameter.shape))
     else:
         own = shard.own(parameter.detach()).clone()
     cut = nn.Parameter(own, requires_grad=False)
