@@ -46,7 +46,7 @@ FLOORS = [
         "checkpoint": Room(
             "config engine lora",
             "safetensors torch transformers",
-            "adapter_config history manifest",
+            "adapter_config history manifest staging",
         ),
         "perf": Room("lora", "torch"),
     },

@@ -304,18 +304,12 @@ def judge(prompt: str, answer: str, ended: bool) -> Verdict:
 
 def reward(prompts: Sequence[str], responses: Sequence[str], ended: Sequence[bool]) -> list[float]:
     """Grades of responses in [0, 1], as a ``--reward_function``."""
-    return [
-        judge(prompt, response, end).grade
-        for prompt, response, end in zip(prompts, responses, ended, strict=True)
-    ]
+    return [judge(*each).grade for each in zip(prompts, responses, ended, strict=True)]
 
 
 def rule(prompts: Sequence[str], responses: Sequence[str], ended: Sequence[bool]) -> list[float]:
     """1 for each response that passes the strict rule, else 0, as a ``--judge_function``."""
-    return [
-        judge(prompt, response, end).score
-        for prompt, response, end in zip(prompts, responses, ended, strict=True)
-    ]
+    return [judge(*each).score for each in zip(prompts, responses, ended, strict=True)]
 
 
 def _statements(body: str) -> list[str]:

@@ -11,15 +11,10 @@ Update = Callable[..., None]
 
 
 class SteppedAdamW(torch.optim.Optimizer):
-    """AdamW whose update is given as a function, with the state of torch's own.
+    """AdamW whose update is given as a function, with the state of torch's own."""
 
-    Attributes:
-        grad_scale: what gradients are to be divided by; None: by nothing.
-        found_inf: not 0 where the step is to be left out.
-    """
-
-    grad_scale: Tensor | None = None
-    found_inf: Tensor | None = None
+    grad_scale: Tensor | None = None  # gradients are to be divided by it
+    found_inf: Tensor | None = None  # not 0 where the step is to be left out
 
     def __init__(
         self,

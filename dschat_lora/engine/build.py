@@ -87,13 +87,12 @@ class TrainEngine(Generic[NetworkT]):
             self._engine.enable_backward_allreduce = False  # see _average_gradients
         self._scaler = self._attach_scaler() if native is None else None
         if native == "fp16":
-            self._engine.optimizer.loss_scaler.raise_error_at_min_scale = False
+            self.optimizer.loss_scaler.raise_error_at_min_scale = False
 
     @property
     def module(self) -> NetworkT:
         """The network, whose parameters may be sharded."""
-        module: NetworkT = self._engine.module
-        return module
+        return self._engine.module
 
     @property
     def optimizer(self) -> Any:
@@ -112,16 +111,14 @@ class TrainEngine(Generic[NetworkT]):
         return self._engine(*args, **kwargs)
 
     def train(self) -> None:
-        """Training mode."""
         self._engine.train()
 
     def eval(self) -> None:
-        """Evaluation mode."""
         self._engine.eval()
 
     def set_rates(self, factor: float) -> dict[str, float]:
         """Set every group to ``factor`` times its peak rate; returns the rates by group name."""
-        groups = self._engine.optimizer.param_groups
+        groups = self.optimizer.param_groups
         for group, peak in zip(groups, self._peak_rates, strict=True):
             group["lr"] = peak * factor
         return {n: g["lr"] for n, g in zip(self.group_names, groups, strict=True)}
@@ -197,13 +194,12 @@ class TrainEngine(Generic[NetworkT]):
         return (total + torch.where(parts, 0.0, squares).sum()).sqrt().float()
 
     def _zero_step(self) -> Callable[[], StepOutcome]:
-        optimizer = self._engine.optimizer
-        scale = float(optimizer.loss_scale)
+        scale = float(self.optimizer.loss_scale)
         self._engine.step()
-        skipped = bool(optimizer.overflow)
+        skipped = bool(self.optimizer.overflow)
         norm = math.inf if skipped else float(self._engine.get_global_grad_norm())
         if self.zero_stage == 3:
-            _forget_gradients(optimizer)
+            _forget_gradients(self.optimizer)
         return lambda: StepOutcome(norm, skipped, scale)
 
     def _attach_scaler(self) -> LossScalerBase | None:
@@ -223,8 +219,8 @@ class TrainEngine(Generic[NetworkT]):
                 raise_error_at_min_scale=False,  # the training loop says when to give up
             )
         if self.zero_stage > 0:
-            self._engine.optimizer.loss_scaler = scaler
-            self._engine.optimizer.dynamic_loss_scale = scaler.dynamic
+            self.optimizer.loss_scaler = scaler
+            self.optimizer.dynamic_loss_scale = scaler.dynamic
         return scaler
 
 
@@ -246,11 +242,9 @@ class EngineSettings:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Compute type of the weights."""
         return DTYPES[self.dtype]
 
     def optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """AdamW over the groups."""
         if self.update is not None:
             return SteppedAdamW(groups, self.update, betas=self.betas, eps=self.epsilon)
         return torch.optim.AdamW(groups, betas=self.betas, eps=self.epsilon, fused=True)
@@ -271,7 +265,6 @@ class EngineSettings:
         return self.zero_stage if shards else 0
 
     def deepspeed(self, zero_stage: int, native_dtype: str | None) -> dict[str, Any]:
-        """The DeepSpeed configuration."""
         return engine_config(
             self.deepspeed_json,
             zero_stage=zero_stage,

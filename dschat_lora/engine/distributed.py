@@ -109,16 +109,11 @@ class Grid:
 
     A row, ``tensor_size`` processes one after another, holds one model between them and sees
     the same data. A column holds the same part of it, and its gradients are averaged.
-
-    Attributes:
-        tensor_size: processes of a row.
-        tensor_group: this process's row.
-        data_group: this process's column.
     """
 
-    tensor_size: int
-    tensor_group: Any
-    data_group: Any
+    tensor_size: int  # processes of a row
+    tensor_group: Any  # this process's row
+    data_group: Any  # this process's column
 
     def get_model_parallel_rank(self) -> int:
         return rank() % self.tensor_size
@@ -229,8 +224,7 @@ def _meeting_device() -> torch.device:
 
 def sum_over_ranks(values: list[float]) -> list[float]:
     """Each number summed over the shares of the data, in fp64; call on every rank."""
-    total = sum_tensor_(torch.tensor(values, dtype=torch.float64, device=device()))
-    return [float(value) for value in total.tolist()]
+    return sum_tensor_(torch.tensor(values, dtype=torch.float64, device=device())).tolist()
 
 
 def sum_tensor_(tensor: Tensor) -> Tensor:
@@ -246,7 +240,7 @@ def sum_over_processes(values: list[float]) -> list[float]:
     """Each number summed over all processes, in fp64; call on every rank."""
     total = torch.tensor(values, dtype=torch.float64, device=device())
     dist.all_reduce(total)
-    return [float(value) for value in total.tolist()]
+    return total.tolist()
 
 
 def sum_with_requests(values: Tensor, requests: list[float]) -> Tensor:

@@ -127,11 +127,8 @@ def reconcile(
     _refuse_foreign_optimizer(path, content)
     _refuse_foreign_groups(path, content, parallel.tensor_parallel_size)
     model = replace(model, dtype=values["dtype"])
-    batch = replace(
-        batch,
-        per_device_train_batch_size=values["per_device_train_batch_size"],
-        gradient_accumulation_steps=values["gradient_accumulation_steps"],
-    )
+    sizes = ("per_device_train_batch_size", "gradient_accumulation_steps")
+    batch = replace(batch, **{name: values[name] for name in sizes})
     optim = replace(optim, max_grad_norm=values["max_grad_norm"])
     _check_total_batch(path, content, batch, parallel, world_size)
     if values["offload"] and not values["zero_stage"]:
@@ -178,28 +175,24 @@ def engine_config(
         # Weights that one engine prefetches are in flight when the other one gathers them.
         zero["stage3_prefetch_bucket_size"] = 0
     scaling = _LOSS_SCALING | _without_auto(content.get("fp16", {}))
-    rest = {
-        key: value
-        for key, value in _without_auto(content).items()
-        if key not in ("optimizer", "scheduler", "train_batch_size", "fp16", "bf16")
+    rest = _without_auto(content)
+    for name in ("optimizer", "scheduler", "train_batch_size"):
+        rest.pop(name, None)
+    return {
+        # DeepSpeed's own clock waits for the device at every forward and step.
+        "timers": {"throughput": {"enabled": False}},
+        **rest,
+        "train_micro_batch_size_per_gpu": micro_batch_size,
+        "gradient_accumulation_steps": accumulation_steps,
+        "gradient_clipping": max_grad_norm if zero_stage > 0 else 0.0,
+        "zero_optimization": zero | {"stage": zero_stage},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": native_dtype == "bf16"}
+        | ({"check_grad_overflow": True} if native_dtype == "bf16" else {}),
+        "fp16": scaling | {"enabled": native_dtype == "fp16"},
+        "steps_per_print": 2**31,
     }
-    # DeepSpeed's own clock waits for the device at every forward and step.
-    return (
-        {"timers": {"throughput": {"enabled": False}}}
-        | rest
-        | {
-            "train_micro_batch_size_per_gpu": micro_batch_size,
-            "gradient_accumulation_steps": accumulation_steps,
-            "gradient_clipping": max_grad_norm if zero_stage > 0 else 0.0,
-            "zero_optimization": zero | {"stage": zero_stage},
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-            "bf16": {"enabled": native_dtype == "bf16"}
-            | ({"check_grad_overflow": True} if native_dtype == "bf16" else {}),
-            "fp16": scaling | {"enabled": native_dtype == "fp16"},
-            "steps_per_print": 2**31,
-        }
-    )
 
 
 def loss_scaling(content: Mapping[str, Any]) -> dict[str, int]:

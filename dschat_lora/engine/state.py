@@ -11,7 +11,6 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
 from torch import Tensor, nn
 
 from dschat_lora.engine.build import TrainEngine
@@ -37,8 +36,11 @@ class EngineState:
         At ZeRO 1 to 3 all parameters of a group have made the same number of steps. Skipped
         steps are not counted.
         """
-        steps = self._steps()
-        return {"optimizer_steps": steps, "loss_scaler": _scaler_state(self._engine.loss_scaler)}
+        scaler = self._engine.loss_scaler
+        scale = None
+        if scaler is not None and scaler.dynamic:
+            scale = {name: getattr(scaler, name) for name in _SCALER_FIELDS}
+        return {"optimizer_steps": self._steps(), "loss_scaler": scale}
 
     @torch.no_grad()
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -76,7 +78,10 @@ class EngineState:
                     value.copy_(saved)
                 shard, whole = tensor_shard(parameter), broadcast_(value)
                 self._set(parameter, key, whole if shard is None else shard.own(whole))
-        _restore_scaler(self._engine.loss_scaler, facts["loss_scaler"])
+        scaler, scale = self._engine.loss_scaler, facts["loss_scaler"]
+        if scaler is not None and scaler.dynamic and scale is not None:
+            for name in _SCALER_FIELDS:
+                setattr(scaler, name, scale[name])
 
     def _steps(self) -> dict[str, int]:
         """AdamW's own count of each parameter."""
@@ -85,8 +90,7 @@ class EngineState:
 
     def _adam_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """AdamW's tensors for a parameter: its own at ZeRO 0, else those of a flat piece."""
-        state: dict[str, Tensor] = self._engine.adam.state.get(self._flats[id(parameter)], {})
-        return state
+        return self._engine.adam.state.get(self._flats[id(parameter)], {})
 
     def _find_flats(self) -> dict[int, Tensor]:
         """id of a parameter -> the tensor AdamW updates for it on this rank.
@@ -137,8 +141,7 @@ class EngineState:
 
     def _plain(self, parameter: Tensor, key: str) -> Tensor:
         """The tensor itself, at ZeRO 0."""
-        tensor: Tensor = parameter if key == "weight" else self._adam_state(parameter)[key]
-        return tensor
+        return parameter if key == "weight" else self._adam_state(parameter)[key]
 
     def _fragment(self, parameter: Any, key: str) -> tuple[int, Tensor] | None:
         """(offset in the flat parameter, this rank's piece) at ZeRO 1 and 2, if it has one."""
@@ -194,16 +197,3 @@ def _shape(parameter: Tensor) -> torch.Size:
     """Whole, also where ZeRO 3 holds a flat shard, or a tensor-parallel rank a part."""
     shape, shard = getattr(parameter, "ds_shape", parameter.shape), tensor_shard(parameter)
     return torch.Size(shape if shard is None else shard.full_shape(shape))
-
-
-def _scaler_state(scaler: LossScalerBase | None) -> dict[str, float] | None:
-    if scaler is None or not scaler.dynamic:
-        return None
-    return {name: getattr(scaler, name) for name in _SCALER_FIELDS}
-
-
-def _restore_scaler(scaler: LossScalerBase | None, saved: dict[str, float] | None) -> None:
-    if scaler is None or not scaler.dynamic or saved is None:
-        return
-    for name in _SCALER_FIELDS:
-        setattr(scaler, name, saved[name])

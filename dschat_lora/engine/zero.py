@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import compress
 from typing import Any, Protocol, TypeGuard
 
 import deepspeed
@@ -107,19 +108,14 @@ def shard_from_rank_zero(model: nn.Module, ds_config: Mapping[str, Any]) -> None
                 here = torch.empty_like(buffer, device=device()) if buffer.is_meta else buffer
                 module._buffers[name] = broadcast_(here.to(device()))
         if own := {name: p for name, p in module._parameters.items() if p is not None}:
+            holder = nn.Module()  # of these alone, without the children of their owner
+            holder._parameters = dict(own)
             deepspeed.zero.Init(
-                module=_holder(own),
+                module=holder,
                 data_parallel_group=ranks.data_group if ranks is not None else None,
                 config_dict_or_path=dict(ds_config),
                 mpu=ranks,
             )
-
-
-def _holder(parameters: dict[str, nn.Parameter]) -> nn.Module:
-    """A module of these parameters alone, without the children of their owner."""
-    holder = nn.Module()
-    holder._parameters = dict(parameters)
-    return holder
 
 
 class Snapshot:
@@ -132,32 +128,28 @@ class Snapshot:
     @torch.no_grad()
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self._parameters = list(parameters)
-        sharded = filter(is_sharded, self._parameters)
-        self._shards = [p.ds_tensor.clone() for p in sharded]
+        self._shards = [p.ds_tensor.clone() for p in filter(is_sharded, self._parameters)]
         with gathered(parameters):
             self._wholes = [p.detach().clone() for p in parameters]
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Inside the block the parameters have those values; nothing may be trained there."""
-        sharded = [p for p in self._parameters if is_sharded(p)]
-        shards = [p.ds_tensor.data for p in sharded]
+        shards = [p.ds_tensor.data for p in filter(is_sharded, self._parameters)]
         # DeepSpeed may keep small parameters whole on every rank, beside their shards.
-        present = [p.data.numel() == whole.numel() for p, whole in self._pairs()]
-        wholes = [p.data for p, here in zip(self._parameters, present, strict=True) if here]
-        values = [whole for whole, here in zip(self._wholes, present, strict=True) if here]
+        pairs: list[tuple[Any, Tensor]] = list(zip(self._parameters, self._wholes, strict=True))
+        present = [p.data.numel() == whole.numel() for p, whole in pairs]
+        wholes = [p.data for p, _ in compress(pairs, present)]
+        values = [whole for _, whole in compress(pairs, present)]
         before = [tensor.clone() for tensor in (*shards, *wholes)]
         _copy([*shards, *wholes], [*self._shards, *values])
         try:
             yield
         finally:
             _copy([*shards, *wholes], before)
-            for (p, whole), here in zip(self._pairs(), present, strict=True):
+            for (p, whole), here in zip(pairs, present, strict=True):
                 if not here and p.data.numel() == whole.numel():
                     p.partition()  # gathered inside the block, and to be gathered again
-
-    def _pairs(self) -> list[tuple[Any, Tensor]]:
-        return list(zip(self._parameters, self._wholes, strict=True))
 
 
 def own_shard(parameter: Tensor | ShardedParameter, value: Tensor) -> Tensor:

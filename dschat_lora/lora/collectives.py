@@ -19,11 +19,8 @@ Exchange = Callable[[Tensor], Tensor]
 class TensorGroup:
     """The ranks that hold one model between them. Call every method on all of them.
 
-    Attributes:
-        rank, size: this process among them.
-        process_group: of torch.distributed.
-        sequence_parallel: whether tokens between the layers are divided among the ranks; False
-            within :meth:`whole_sequences`.
+    With ``sequence_parallel`` tokens between the layers are divided among the ranks, but within
+    :meth:`whole_sequences`.
     """
 
     def __init__(
@@ -143,8 +140,7 @@ class TensorGroup:
 
 def exchange(x: Tensor, there: Exchange, back: Exchange) -> Tensor:
     """``there(x)``, whose gradient ``g`` becomes ``back(g)``; neither records a graph."""
-    output: Tensor = _Exchange.apply(x, there, back)  # type: ignore[no-untyped-call]
-    return output
+    return _Exchange.apply(x, there, back)  # type: ignore[no-untyped-call]
 
 
 def _itself(x: Tensor) -> Tensor:

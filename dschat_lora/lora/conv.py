@@ -52,13 +52,9 @@ class LoraConv(nn.Module):
             empty = partial(torch.empty, dtype=torch.float32, device=self.weight.device)
             self.lora_A = nn.Parameter(empty(r * last, self.in_channels * last))
             self.lora_B = nn.Parameter(empty(rows, r * last))
-            self.reset_factors()
+            nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))  # U(+-1/sqrt(columns))
+            nn.init.zeros_(self.lora_B)
         self.train(base.training)
-
-    def reset_factors(self) -> None:
-        """Draw A from U(-1/sqrt(n), 1/sqrt(n)) of its n columns, and zero B."""
-        nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
-        nn.init.zeros_(self.lora_B)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, in, *sizes) -> (B, out, *sizes), also without the batch dimension."""

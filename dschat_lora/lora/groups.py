@@ -6,8 +6,7 @@ from itertools import compress
 import torch
 from torch import Tensor, nn
 
-from dschat_lora.lora.layers import LoraLinear, active_bias, zeros
-from dschat_lora.lora.matmul import adapter_dropout, lora_linear
+from dschat_lora.lora.layers import LoraLinear, zeros
 
 PARTS = ("q", "k", "v")  # in the order of their rows in every packed layer known here
 
@@ -20,14 +19,10 @@ class Groups:
     r columns and the outputs of the enabled groups alone as rows: the layout of loralib's
     MergedLinear, whose groups are equal. The update of group j's outputs is ``s B_j A_j``, that
     of the others zero.
-
-    Attributes:
-        sizes: outputs of each group; they may differ, as with grouped-query attention.
-        enabled: whether each has factors.
     """
 
-    sizes: tuple[int, ...]
-    enabled: tuple[bool, ...]
+    sizes: tuple[int, ...]  # outputs of each; they may differ, as with grouped-query attention
+    enabled: tuple[bool, ...]  # whether each has factors
 
     def __post_init__(self) -> None:
         if len(self.sizes) != len(self.enabled) or not any(self.enabled):
@@ -44,11 +39,6 @@ class Groups:
         return sum(self.enabled)
 
     @property
-    def rows(self) -> int:
-        """Rows of the compact B."""
-        return sum(self.enabled_sizes)
-
-    @property
     def enabled_sizes(self) -> tuple[int, ...]:
         """Outputs of each enabled group."""
         return tuple(compress(self.sizes, self.enabled))
@@ -60,13 +50,12 @@ class Groups:
             (sum of sizes, k * r), zero outside the enabled groups' blocks, with their gradient.
         """
         blocks = iter(lora_B.split_with_sizes(self.enabled_sizes))
-        matrix: Tensor = torch.block_diag(  # type: ignore[no-untyped-call]
+        return torch.block_diag(  # type: ignore[no-untyped-call]
             *(
                 next(blocks) if enabled else lora_B.new_zeros(size, 0)
                 for size, enabled in zip(self.sizes, self.enabled, strict=True)
             )
         )
-        return matrix
 
     def compact(self, matrix: Tensor) -> Tensor:
         """What :meth:`expand` made ``matrix`` of.
@@ -93,37 +82,17 @@ class Groups:
 
 
 class PackedLoraLinear(LoraLinear):
-    """A :class:`LoraLinear` of packed projections, with factors for some of its groups.
-
-    Attributes:
-        groups: how the outputs are cut, which gives the shapes of ``lora_A`` and ``lora_B``.
-    """
+    """A :class:`LoraLinear` of packed projections, with factors for some of its groups."""
 
     def __init__(
-        self,
-        base: nn.Module,
-        *,
-        r: int,
-        scaling: float,
-        groups: Groups,
-        dropout: float = 0.0,
+        self, base: nn.Module, *, r: int, scaling: float, groups: Groups, dropout: float = 0.0
     ) -> None:
         super().__init__(base, r=r, scaling=scaling, dropout=dropout)
         if sum(groups.sizes) != self.out_features:
             raise ValueError(f"{self.out_features} outputs cannot be cut into {list(groups.sizes)}")
         self.groups = groups
         self.lora_A = zeros(r * groups.count, self.in_features, device=self.weight.device)
-        self.lora_B = zeros(groups.rows, r, device=self.weight.device)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., in) -> (..., out), in the dtype of ``x``."""
-        if not self.enabled:
-            return super().forward(x)
-        scaling, keep = adapter_dropout(x, self.scaling, self.dropout if self.training else 0.0)
-        bias, transposed = active_bias(self), self.transposed
-        return lora_linear(
-            x, self.weight, bias, *self.factors(), scaling, keep, transposed=transposed
-        )
+        self.lora_B = zeros(sum(groups.enabled_sizes), r, device=self.weight.device)
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """A (k r, in) and B (out, k r) of the update, with the zeros of other groups."""

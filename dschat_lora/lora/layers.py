@@ -37,6 +37,14 @@ def full_shape(parameter: Tensor) -> torch.Size:
     return shape if shard is None else shard.full_shape(shape)
 
 
+def _lora_repr(layer: "LoraLinear | LoraEmbedding") -> str:
+    """Shape and adapter settings, for ``print(model)``."""
+    return (
+        f"in_features={layer.in_features}, out_features={layer.out_features}, r={layer.r}, "
+        f"scaling={layer.scaling:g}, dropout={layer.dropout:g}"
+    )
+
+
 class LoraLinear(nn.Module):
     """``x -> x W^T + b + scaling * dropout(x) A^T B^T`` with W frozen.
 
@@ -48,7 +56,7 @@ class LoraLinear(nn.Module):
         lora_A: (r, in) float32. lora_B: (out, r) float32.
         trained_bias: (out,) float32 in place of ``bias``, or None.
         scaling: factor of the update. enabled: False gives the base.
-        transposed: the weight is stored (in, out).
+        transposed: the weight is stored (in, out), as in GPT-2.
         in_features, out_features: of the whole layer, however it is divided.
     """
 
@@ -75,15 +83,9 @@ class LoraLinear(nn.Module):
             base = conv1d if self.transposed else F.linear
             return base(x, self.weight, self.bias)
         scaling, keep = adapter_dropout(x, self.scaling, self.dropout if self.training else 0.0)
+        bias, transposed = active_bias(self), self.transposed
         return lora_linear(
-            x,
-            self.weight,
-            active_bias(self),
-            self.lora_A,
-            self.lora_B,
-            scaling,
-            keep,
-            transposed=self.transposed,
+            x, self.weight, bias, *self.factors(), scaling, keep, transposed=transposed
         )
 
     def factors(self) -> tuple[Tensor, Tensor]:
@@ -95,13 +97,7 @@ class LoraLinear(nn.Module):
         update = self.scaling * (lora_B.float() @ lora_A.float())
         return update.T if self.transposed else update
 
-    def extra_repr(self) -> str:
-        """Shape and adapter settings, for ``print(model)``."""
-        return lora_repr(self)
-
-
-class LoraConv1D(LoraLinear):
-    """``x -> x W + b + scaling * dropout(x) A^T B^T`` with W (in, out) frozen (GPT-2's layout)."""
+    extra_repr = _lora_repr
 
 
 class LoraEmbedding(nn.Module):
@@ -142,9 +138,7 @@ class LoraEmbedding(nn.Module):
         """The update these factors make to ``weight``, (num_embeddings, dim) float32."""
         return self.scaling * (lora_B.float() @ lora_A.float()).T
 
-    def extra_repr(self) -> str:
-        """Shape and adapter settings, for ``print(model)``."""
-        return lora_repr(self)
+    extra_repr = _lora_repr
 
 
 class TrainedBias(nn.Module):
@@ -193,8 +187,7 @@ class TrainedModule(nn.Module):
     def forward(self, *args: object, **kwargs: object) -> Tensor:
         """What the original returns, in its dtype, computed with the trained weights."""
         if not self.enabled:
-            output: Tensor = self.base(*args, **kwargs)
-            return output
+            return self.base(*args, **kwargs)
         # float32, unless DeepSpeed keeps the fp32 masters of all that trains.
         dtype = next(self.trained.parameters()).dtype
         args = tuple(_cast(value, dtype) for value in args)
@@ -222,14 +215,6 @@ def float32_copy(parameter: Tensor) -> nn.Parameter:
 def zeros(*shape: int, device: torch.device) -> nn.Parameter:
     """A trainable float32 tensor."""
     return nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=device))
-
-
-def lora_repr(layer: LoraLinear | LoraEmbedding) -> str:
-    """Shape and adapter settings of a layer with low-rank factors."""
-    return (
-        f"in_features={layer.in_features}, out_features={layer.out_features}, r={layer.r}, "
-        f"scaling={layer.scaling:g}, dropout={layer.dropout:g}"
-    )
 
 
 def _biased_function(base: nn.Module) -> Callable[[Tensor, Any, Any], Tensor]:

@@ -31,13 +31,7 @@ Bias = Literal["none", "all", "lora_only"]
 
 
 class LoRALayer:
-    """What marks the layers of this module.
-
-    Attributes:
-        r: rank; 0 gives the plain layer. lora_alpha: ``scaling`` is ``lora_alpha / r``.
-        lora_dropout: on the update's input.
-        merge_weights: as given. merged: always False.
-    """
+    """What marks the layers of this module: with rank ``r`` of 0 they are plain."""
 
     merged = False
 
@@ -50,10 +44,6 @@ class LoRALayer:
     def has_factors(self) -> bool:
         """Whether there is an update."""
         return hasattr(self, "lora_A")
-
-    def delta(self) -> Tensor:
-        """The update of ``weight``, in its shape, float32 or wider."""
-        raise NotImplementedError
 
 
 class _Linear(nn.Linear, LoRALayer):
@@ -70,7 +60,7 @@ class _Linear(nn.Linear, LoRALayer):
             groups = self.groups
             rank, outputs = self.r, self.out_features
             if groups is not None:
-                rank, outputs = rank * groups.count, groups.rows
+                rank, outputs = rank * groups.count, sum(groups.enabled_sizes)
             self.lora_A = _factor(self, rank, self.in_features)
             self.lora_B = _factor(self, outputs, self.r)
         self.reset_parameters()
@@ -93,15 +83,9 @@ class _Linear(nn.Linear, LoRALayer):
             return F.linear(x, weight, self.bias)
         dropout = self.lora_dropout.p if self.training else 0.0
         scaling, keep = adapter_dropout(x, self.scaling, dropout)
+        factors, transposed = (self.lora_A, self._full_b()), self.fan_in_fan_out
         return lora_linear(
-            x,
-            self.weight,
-            self.bias,
-            self.lora_A,
-            self._full_b(),
-            scaling,
-            keep,
-            transposed=self.fan_in_fan_out,
+            x, self.weight, self.bias, *factors, scaling, keep, transposed=transposed
         )
 
     def delta(self) -> Tensor:
@@ -281,7 +265,7 @@ def mark_only_lora_as_trainable(model: nn.Module, bias: Bias = "none") -> None:
     if bias == "lora_only":
         for module in model.modules():
             own = getattr(module, "bias", None)
-            if isinstance(module, LoRALayer) and isinstance(own, nn.Parameter):
+            if isinstance(module, LoRALayer) and own is not None:
                 own.requires_grad_(True)
 
 
@@ -296,11 +280,8 @@ def lora_state_dict(model: nn.Module, bias: Bias = "none") -> dict[str, Tensor]:
     _check_bias(bias)
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     adapted = {f"{name.partition('lora_')[0]}bias" for name in names if "lora_" in name}
-    wanted = {
-        "none": set[str](),
-        "all": {name for name in names if "bias" in name},
-        "lora_only": adapted,
-    }[bias] & names
+    biases = {name for name in names if "bias" in name}
+    wanted = {"none": set[str](), "all": biases, "lora_only": adapted & names}[bias]
     state = model.state_dict()
     return {name: state[name] for name in state if name in wanted or "lora_" in name}
 

@@ -58,8 +58,9 @@ def lora_linear(
     Returns:
         (..., out).
     """
-    dtype = _compute_dtype(x)
-    output: Tensor = _LoraLinear.apply(  # type: ignore[no-untyped-call]
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    return _LoraLinear.apply(  # type: ignore[no-untyped-call]
         x.to(dtype),
         weight.to(dtype),
         None if bias is None else bias.to(dtype),
@@ -69,7 +70,6 @@ def lora_linear(
         keep,
         transposed,
     )
-    return output
 
 
 def adapter_dropout(
@@ -86,11 +86,6 @@ def draw_keep(x: Tensor, dropout: float, features: int | None = None) -> Tensor:
     shape = (*x.shape[:-1], x.shape[-1] if features is None else features)
     # Not by bernoulli_(), of which inductor of torch 2.13 makes something else.
     return torch.rand(shape, device=x.device) >= dropout
-
-
-def _compute_dtype(x: Tensor) -> torch.dtype:
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 class _LoraLinear(torch.autograd.Function):

@@ -18,15 +18,10 @@ from dschat_lora.lora.model import base_names
 
 @dataclass(frozen=True)
 class MergeReport:
-    """How far merged weights move the model, measured on a probe batch.
+    """How far merged weights move the model, measured on a probe batch."""
 
-    Attributes:
-        max_abs_logit: largest difference of a logit.
-        kl_nats_per_token: mean over tokens of KL(unmerged || merged).
-    """
-
-    max_abs_logit: float
-    kl_nats_per_token: float
+    max_abs_logit: float  # largest difference of a logit
+    kl_nats_per_token: float  # mean over tokens of KL(unmerged || merged)
 
 
 @torch.no_grad()
@@ -75,12 +70,12 @@ def untied_by_merge(model: nn.Module) -> list[str]:
     groups: dict[int, list[str]] = {}
     for original, name in base_names(model).items():
         groups.setdefault(id(state[name]), []).append(original)
-    return [
-        name
-        for group in groups.values()
-        if len(group) > 1 and any(_has_own_weight(model, name) for name in group)
-        for name in group
-    ]
+
+    def has_own_weight(name: str) -> bool:
+        return isinstance(_adapter_of(model, name)[1], LoraLayer | TrainedModule)
+
+    tied = [group for group in groups.values() if len(group) > 1]
+    return [name for group in tied if any(map(has_own_weight, group)) for name in group]
 
 
 def merge_deviation(logits_before: Tensor, logits_after: Tensor, mask: Tensor) -> MergeReport:
@@ -135,7 +130,3 @@ def _adapter_of(model: nn.Module, name: str) -> tuple[str, nn.Module | None]:
         if isinstance(module, AdapterLayer):
             return path, module
     return path, None
-
-
-def _has_own_weight(model: nn.Module, name: str) -> bool:
-    return isinstance(_adapter_of(model, name)[1], LoraLayer | TrainedModule)

@@ -13,7 +13,6 @@ from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.groups import Groups, PackedLoraLinear
 from dschat_lora.lora.layers import (
     AdapterLayer,
-    LoraConv1D,
     LoraEmbedding,
     LoraLayer,
     LoraLinear,
@@ -21,7 +20,6 @@ from dschat_lora.lora.layers import (
     TrainedModule,
     float32_copy,
     full_shape,
-    is_conv1d,
 )
 from dschat_lora.lora.parallel import (
     ParallelEmbedding,
@@ -180,14 +178,14 @@ def adapter_layout(model: nn.Module) -> AdapterLayout:
 def adapters_disabled(model: nn.Module) -> Iterator[None]:
     """Inside the block ``model`` is its base, bit for bit: no factor, bias or saved module."""
     layers = adapter_layers(model).values()
-    before = [layer.enabled for layer in layers]
-    for layer in layers:
+    enabled = [layer for layer in layers if layer.enabled]
+    for layer in enabled:
         layer.enabled = False
     try:
         yield
     finally:
-        for layer, enabled in zip(layers, before, strict=True):
-            layer.enabled = enabled
+        for layer in enabled:
+            layer.enabled = True
 
 
 def _check_parallel(model: nn.Module, config: LoraConfig, saved: list[str]) -> None:
@@ -228,8 +226,7 @@ def _lora_layer(base: nn.Module, config: LoraConfig, groups: Groups | None) -> L
         return ParallelLoraLinear(base, r=r, scaling=scaling, dropout=dropout)
     if groups is not None:
         return PackedLoraLinear(base, r=r, scaling=scaling, dropout=dropout, groups=groups)
-    kind = LoraConv1D if is_conv1d(base) else LoraLinear
-    return kind(base, r=r, scaling=scaling, dropout=dropout)
+    return LoraLinear(base, r=r, scaling=scaling, dropout=dropout)
 
 
 def replace_part(model: nn.Module, name: str, part: nn.Module | nn.Parameter) -> None:

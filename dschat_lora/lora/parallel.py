@@ -30,17 +30,13 @@ Product = Callable[[Tensor, Tensor | None], Tensor]
 class Shard:
     """How a tensor is divided among the ranks of a group.
 
-    Attributes:
-        group: the ranks.
-        dim: that is cut.
-        blocks: sizes of the parts of that dimension that are cut one by one: a packed q, k, v
-            gives each rank some of q, some of k and some of v. The last rank gets less of a
-            block that the ranks do not divide.
+    The blocks of a dimension are cut one by one: a packed q, k, v gives each rank some of q, some
+    of k and some of v. The last rank gets less of a block that the ranks do not divide.
     """
 
     group: TensorGroup
     dim: int
-    blocks: tuple[int, ...]
+    blocks: tuple[int, ...]  # sizes, which add up to that of the dimension
 
     def full_shape(self, shape: Sequence[int]) -> torch.Size:
         """Of the whole tensor, given that of a rank's part."""
@@ -48,10 +44,10 @@ class Shard:
         whole[self.dim] = sum(self.blocks)
         return torch.Size(whole)
 
-    def local_shape(self, full: Sequence[int], rank: int | None = None) -> torch.Size:
-        """Of a rank's part (default: this one's), given that of the whole tensor."""
+    def local_shape(self, full: Sequence[int]) -> torch.Size:
+        """Of this rank's part, given that of the whole tensor."""
         part = list(full)
-        part[self.dim] = sum(stop - start for start, stop in self.ranges(rank))
+        part[self.dim] = sum(stop - start for start, stop in self.ranges())
         return torch.Size(part)
 
     def ranges(self, rank: int | None = None) -> list[tuple[int, int]]:
@@ -73,24 +69,18 @@ class Shard:
 
     def whole(self, own: Tensor) -> Tensor:
         """The tensor whose part of this rank is ``own``; call on every rank of the group."""
-        dim = self.dim % own.ndim
-        widths = [self.local_shape(own.shape, rank)[dim] for rank in range(self.group.size)]
-        padded = own
-        if own.shape[dim] < max(widths):  # exchanged shapes are alike
-            rest = list(own.shape)
-            rest[dim] = max(widths) - own.shape[dim]
-            padded = torch.cat([own, own.new_zeros(rest)], dim)
-        return self._joined(self.group.gather(padded), dim)
-
-    def _joined(self, parts: list[Tensor], dim: int) -> Tensor:
-        """Pieces of every block, rank after rank."""
-        pieces: list[list[Tensor]] = [[] for _ in self.blocks]
-        for rank, part in enumerate(parts):
-            start = 0
-            for piece, (first, last) in zip(pieces, self.ranges(rank), strict=True):
-                piece.append(part.narrow(dim, start, last - first))
-                start += last - first
-        return torch.cat([part for piece in pieces for part in piece], dim)
+        dim, ranks = self.dim % own.ndim, range(self.group.size)
+        sizes = [[stop - start for start, stop in self.ranges(rank)] for rank in ranks]
+        missing = max(map(sum, sizes)) - own.shape[dim]
+        if missing:  # exchanged shapes are alike
+            padding = own.new_zeros(*own.shape[:dim], missing, *own.shape[dim + 1 :])
+            own = torch.cat([own, padding], dim)
+        parts = zip(self.group.gather(own), sizes, strict=True)
+        by_rank = [
+            part.narrow(dim, 0, sum(each)).split_with_sizes(each, dim) for part, each in parts
+        ]
+        blocks = zip(*by_rank, strict=True)
+        return torch.cat([piece for block in blocks for piece in block], dim)
 
 
 def mark_shard(parameter: Tensor, shard: Shard | None) -> None:
@@ -102,8 +92,7 @@ def mark_shard(parameter: Tensor, shard: Shard | None) -> None:
 
 def shard_of(parameter: Tensor) -> Shard | None:
     """How a parameter is divided among tensor-parallel ranks; None if each holds all of it."""
-    shard: Shard | None = getattr(parameter, "tensor_shard", None)
-    return shard
+    return getattr(parameter, "tensor_shard", None)
 
 
 def own_part(parameter: Tensor, full: Tensor) -> Tensor:
@@ -117,7 +106,6 @@ class ColumnParallel:
     """Each rank computes some of a layer's outputs.
 
     Attributes:
-        group: the ranks.
         blocks: of the outputs, see :class:`Shard`.
         reads: what enters: "dealt" tokens, of which each rank has some with sequence parallelism
             and all without; the "same" on every rank; or what was "entered" before, in one
@@ -171,20 +159,18 @@ class ColumnParallel:
 
 @dataclass(frozen=True)
 class RowParallel:
-    """Each rank multiplies some of a layer's inputs; the products are summed.
+    """Each rank multiplies its inputs, as a column layer leaves them; the products are summed.
+
+    Methods are those of :class:`ColumnParallel`.
 
     Attributes:
-        group: the ranks.
         blocks: of the inputs, see :class:`Shard`.
-        is_parallel: each rank is given its inputs alone, as a column layer leaves them.
     """
 
     group: TensorGroup
     blocks: tuple[int, ...]
-    is_parallel: bool = True
 
     def weight(self, *, transposed: bool = False) -> Shard:
-        """Of (out, in), or transposed (in, out)."""
         return Shard(self.group, 0 if transposed else 1, self.blocks)
 
     @property
@@ -194,11 +180,9 @@ class RowParallel:
 
     @property
     def factors(self) -> tuple[Shard | None, Shard | None]:
-        """Of A (r, in) and B (out, r)."""
         return Shard(self.group, 1, self.blocks), None
 
     def shared(self, lora_A: Tensor, lora_B: Tensor) -> tuple[Tensor, Tensor]:  # noqa: N803
-        """The factors, the one on every rank with the sum of the ranks' gradients."""
         return lora_A, self.group.copy(lora_B)
 
     def shared_bias(self, bias: Tensor) -> Tensor:
@@ -210,14 +194,10 @@ class RowParallel:
         return group.copy(bias) if group.sequence_parallel else group.alike(bias)
 
     def own_input(self, mask: Tensor) -> Tensor:
-        """What concerns this rank of (..., in) that is given for the whole input."""
         return Shard(self.group, -1, self.blocks).own(mask)
 
     def around(self, x: Tensor, product: Product, bias: Tensor | None) -> Tensor:
-        """The layer, given its product with this rank's weights."""
-        inputs = Shard(self.group, -1, self.blocks)
-        y = product(x if self.is_parallel else exchange(x, inputs.own, inputs.whole), None)
-        y = self.group.leave(y)
+        y = self.group.leave(product(x, None))
         return y if bias is None else y + bias
 
 
@@ -225,14 +205,9 @@ Split = ColumnParallel | RowParallel
 
 
 class ParallelLinear(nn.Module):
-    """A frozen linear layer of which each rank holds a part.
+    """A frozen linear layer of which each rank holds a part; its features are those of the whole.
 
-    Attributes:
-        weight: this rank's part of (out, in), or of (in, out) where transposed.
-        bias: this rank's part of (out,), or None.
-        in_features, out_features: of the whole layer.
-        split: how it is divided.
-        transposed: whether it stands for GPT-2's Conv1D.
+    The weight is a part of (out, in), or of (in, out) where it is ``transposed``: GPT-2's Conv1D.
     """
 
     bias: nn.Parameter | None
@@ -262,10 +237,7 @@ class ParallelLinear(nn.Module):
 class ParallelEmbedding(nn.Module):
     """A frozen embedding of which each rank holds some of the vocabulary.
 
-    Attributes:
-        weight: this rank's part of (num_embeddings, dim).
-        num_embeddings, embedding_dim, padding_idx: of the whole embedding.
-        shard: of the weight.
+    All but the weight, a part of (num_embeddings, dim), is of the whole embedding.
     """
 
     max_norm = None
@@ -312,19 +284,16 @@ def whole_sequences(model: nn.Module) -> Iterator[None]:
 
 def group_of(model: nn.Module) -> TensorGroup | None:
     """The ranks that a model is divided among; None where it is whole."""
-    for parameter in model.parameters():
-        shard = shard_of(parameter)
-        if shard is not None:
-            return shard.group
-    return None
+    shards = map(shard_of, model.parameters())
+    return next((shard.group for shard in shards if shard is not None), None)
 
 
 def _cut(parameter: Tensor, shard: Shard | None) -> nn.Parameter:
     """This rank's part as a frozen parameter; of a meta tensor its shape."""
     if shard is None:
-        return nn.Parameter(parameter.detach(), requires_grad=False)
-    if parameter.is_meta:
-        own = torch.empty(shard.local_shape(parameter.shape), dtype=parameter.dtype, device="meta")
+        own = parameter.detach()
+    elif parameter.is_meta:
+        own = parameter.new_empty(shard.local_shape(parameter.shape))
     else:
         own = shard.own(parameter.detach()).clone()
     cut = nn.Parameter(own, requires_grad=False)

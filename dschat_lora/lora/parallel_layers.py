@@ -19,11 +19,7 @@ from dschat_lora.lora.parallel import (
 
 
 class ParallelLoraLinear(LoraLinear):
-    """A :class:`LoraLinear` of which each rank holds a part of the weight and of one factor.
-
-    Attributes:
-        split: how the layer is divided.
-    """
+    """A :class:`LoraLinear` of which each rank holds a part of the weight and of one factor."""
 
     def __init__(
         self, base: ParallelLinear, *, r: int, scaling: float, dropout: float = 0.0
@@ -31,8 +27,7 @@ class ParallelLoraLinear(LoraLinear):
         super().__init__(base, r=r, scaling=scaling, dropout=dropout)
         self.split = base.split
         a, b = self.split.factors
-        self.lora_A = _part(self.lora_A, a)
-        self.lora_B = _part(self.lora_B, b)
+        self.lora_A, self.lora_B = _part(self.lora_A, a), _part(self.lora_B, b)
 
     def forward(self, x: Tensor) -> Tensor:
         """What the whole layer gives this rank, see :meth:`Split.around`."""
@@ -58,11 +53,7 @@ class ParallelLoraLinear(LoraLinear):
 
 
 class ParallelLoraEmbedding(LoraEmbedding):
-    """A :class:`LoraEmbedding` of which each rank holds some of the vocabulary.
-
-    Attributes:
-        shard: how the weight is divided; A is divided alike, B is on every rank.
-    """
+    """A :class:`LoraEmbedding` of which each rank holds some of the vocabulary, and all of B."""
 
     def __init__(self, base: ParallelEmbedding, *, r: int, scaling: float) -> None:
         super().__init__(base, r=r, scaling=scaling)

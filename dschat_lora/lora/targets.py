@@ -59,7 +59,8 @@ def choose_targets(model: nn.Module, config: LoraConfig) -> list[str]:
         chosen = {name for name in linear if part in name}
         _require_match(chosen, "--lora_module_name", part, linear)
     elif targets == (ALL_LINEAR,):
-        chosen = set(_inside_blocks(model, linear))
+        blocks = [name for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
+        chosen = {name for name in linear if is_inside(name, blocks, strictly=True)}
         _require_match(chosen, "--target_modules", ALL_LINEAR, linear)
     elif len(targets) == 1 and _REGEX_CHARACTERS & set(targets[0]):
         chosen = _matching_regex(targets[0], list(candidates))
@@ -146,8 +147,7 @@ def minimal_endings(names: Collection[str], all_names: Iterable[str]) -> list[st
         The shortest dotted endings, sorted; one regular expression of whole paths where no
         list can tell a path from another that ends in it.
     """
-    others = [name for name in all_names if name not in names]
-    endings = _endings(names, others, _has_ending)
+    endings = _endings(names, all_names, _has_ending)
     if endings is None:
         return "|".join(re.escape(name) for name in sorted(names))
     return endings
@@ -159,8 +159,7 @@ def minimal_saved_endings(names: Collection[str], all_names: Iterable[str]) -> l
     Raises:
         ValueError: if PEFT could not tell one of ``names`` from another module.
     """
-    others = [name for name in all_names if name not in names]
-    endings = _endings(names, others, str.endswith)
+    endings = _endings(names, all_names, str.endswith)
     if endings is None:
         raise ValueError(f"--modules_to_save {sorted(names)}: PEFT would save further modules too")
     return endings
@@ -182,11 +181,6 @@ def _is_adaptable(module: nn.Module) -> bool:
         isinstance(module, kind) and type(module).forward is kind.forward
         for kind in (nn.Linear, nn.Embedding)
     )
-
-
-def _inside_blocks(model: nn.Module, names: Iterable[str]) -> list[str]:
-    blocks = [name for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
-    return [name for name in names if is_inside(name, blocks, strictly=True)]
 
 
 def _matching_regex(pattern: str, names: list[str]) -> set[str]:
@@ -219,8 +213,9 @@ def _has_ending(name: str, ending: str) -> bool:
 
 
 def _endings(
-    names: Collection[str], others: list[str], hits: Callable[[str, str], bool]
+    names: Collection[str], all_names: Iterable[str], hits: Callable[[str, str], bool]
 ) -> list[str] | None:
+    others = [name for name in all_names if name not in names]
     chosen: set[str] = set()
     for name in names:
         if any(_has_ending(name, ending) for ending in chosen):

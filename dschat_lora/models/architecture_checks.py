@@ -111,15 +111,13 @@ def _packed(samples: list[Tensor]) -> dict[str, Any]:
 
 
 def _tree(start: Tensor, *branches: Tensor) -> dict[str, Any]:
-    parts = [start, *branches]
-    input_ids = torch.cat(parts)[None]
-    order = [torch.arange(len(part), device=start.device) for part in parts]
-    positions = [order[0], *(each + len(start) for each in order[1:])]
+    row = _packed([start, *branches])
+    numbers = row["segment_ids"]
     return {
-        "input_ids": input_ids,
-        "position_ids": torch.cat(positions)[None],
-        "segment_ids": torch.ones_like(input_ids),
-        "branch_ids": torch.cat([torch.full_like(p, i) for i, p in enumerate(parts)])[None],
+        "input_ids": row["input_ids"],
+        "position_ids": row["position_ids"] + len(start) * (numbers > 1),
+        "segment_ids": torch.ones_like(numbers),
+        "branch_ids": numbers - 1,
     }
 
 

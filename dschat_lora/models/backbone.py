@@ -133,12 +133,7 @@ class Backbone:
 
 
 class BackboneModel(nn.Module):
-    """A transformers model and its backbone: what the network of every stage has.
-
-    Attributes:
-        model: the transformers model, layers possibly adapted.
-        backbone: runs it below its head.
-    """
+    """A transformers model and its backbone: what the network of every stage has."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()

@@ -27,15 +27,9 @@ def attend_by_spans(
     No product is formed that a mask would strike out, but for half of those of a branch with
     itself. Without spans this is what transformers calls "sdpa".
 
-    Args:
-        module: the attention layer.
-        query: (1, heads, N, D), all sequences one after another, no padding.
-        key: (1, key heads, N, D).
-        value: (1, key heads, N, D).
-        attention_mask: of no meaning beside spans; without them what "sdpa" takes.
-        spans: of the N tokens.
-        **options: as for "sdpa"; beside spans ``sliding_window`` counts too, the positions that
-            a query sees, its own included.
+    ``query`` is (1, heads, N, D), ``key`` and ``value`` are (1, key heads, N, D): all sequences one
+    after another, no padding. The mask has no meaning beside spans; of the options
+    ``sliding_window`` counts there too, the positions that a query sees, its own included.
     """
     if spans is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)

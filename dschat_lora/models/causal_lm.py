@@ -90,15 +90,11 @@ def load_causal_lm(
     meta: bool,
     group: TensorGroup | None = None,
 ) -> PreTrainedModel:
-    """The pretrained model in its compute type, or its empty shape on the meta device.
+    """The pretrained model, whose weights are read straight into ``dtype``.
 
-    Args:
-        path: local directory or hub name.
-        model_config: from :func:`load_config`.
-        config: the user's options.
-        dtype: type of the weights; they are read straight into it.
-        meta: build the shape alone, for a rank that receives its shards from rank 0.
-        group: the ranks to divide it among, each of which reads its part alone; None: it is whole.
+    ``path`` is a local directory or a hub name, ``model_config`` from :func:`load_config`. With
+    ``meta`` it is the empty shape, for a rank that receives its shards from rank 0. Of the ranks of
+    ``group`` each reads its part alone; without one the model is whole.
     """
     kwargs = load_options(config, dtype)
     with hub_errors("--model_name_or_path", path, "model"), sdpa_errors(model_config):
@@ -113,7 +109,7 @@ def load_causal_lm(
         model, report = AutoModelForCausalLM.from_pretrained(
             path, config=model_config, output_loading_info=True, **kwargs
         )
-        check_whole(report)
+        check_whole(report["missing_keys"])
         return model
 
 
@@ -156,14 +152,11 @@ def sdpa_errors(model_config: PretrainedConfig) -> Iterator[None]:
 class LMHeadModel(BackboneModel):
     """A causal language model whose head is run apart from its backbone.
 
-    Attributes:
-        full_logits: take the model's own logits instead, for architectures that transform
-            them after the head.
+    ``full_logits`` takes the model's own logits instead, for architectures that transform them
+    after the head.
     """
 
-    def __init__(self, model: PreTrainedModel, *, full_logits: bool = False) -> None:
-        super().__init__(model)
-        self.full_logits = full_logits
+    full_logits = False
 
     def logits(self, logit_positions: Tensor, *inputs: Tensor) -> Tensor:
         """(N, V) of the model's own head; the inputs are those of ``Backbone.inputs``."""
@@ -174,16 +167,12 @@ class LMHeadModel(BackboneModel):
 class CausalLMLoss(LMHeadModel):
     """A causal language model that returns the summed loss of a batch.
 
-    Hidden states of supervised positions alone reach the output head, a chunk at a time.
-
-    Attributes:
-        label_smoothing: share of each target spread over the vocabulary, in training alone.
+    Hidden states of supervised positions alone reach the output head, a chunk at a time. Labels are
+    smoothed in training alone.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, *, full_logits: bool = False, label_smoothing: float = 0.0
-    ) -> None:
-        super().__init__(model, full_logits=full_logits)
+    def __init__(self, model: PreTrainedModel, *, label_smoothing: float = 0.0) -> None:
+        super().__init__(model)
         self.label_smoothing = label_smoothing
         self.head = LinearHead(model.get_output_embeddings(), model.config.vocab_size)
 
@@ -211,8 +200,8 @@ class CausalLMLoss(LMHeadModel):
 class CausalLMLogprobs(LMHeadModel):
     """A causal language model that returns log-probabilities of given tokens."""
 
-    def __init__(self, model: PreTrainedModel, *, full_logits: bool = False) -> None:
-        super().__init__(model, full_logits=full_logits)
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
         self.head = LogprobHead(model.get_output_embeddings(), model.config.vocab_size)
 
     def forward(
@@ -233,8 +222,7 @@ class CausalLMLogprobs(LMHeadModel):
             inputs = input_ids, position_ids, segment_ids, branch_ids
             return token_logprobs(self.logits(logit_positions, *inputs), target_ids)
         hidden = self.backbone(input_ids, position_ids, segment_ids, branch_ids, spans)
-        logprobs: Tensor = self.head(hidden.flatten(0, 1)[logit_positions], target_ids)
-        return logprobs
+        return self.head(hidden.flatten(0, 1)[logit_positions], target_ids)
 
 
 class LinearHead(nn.Module):
@@ -262,18 +250,10 @@ class LinearHead(nn.Module):
     def forward(self, hidden: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
         """Summed cross-entropy of (N, H) hidden states against (N,) targets."""
         if self.plain:
-            return linear_cross_entropy(
-                self._shared(hidden),
-                self.weight,
-                self.bias,
-                targets,
-                label_smoothing=label_smoothing,
-                part=self.part,
-            )
-        loss = hidden.new_zeros((), dtype=torch.float32)
-        for part in self._by_chunks(self._chunk_loss, hidden, targets, label_smoothing):
-            loss = loss + part
-        return loss
+            operands = self._shared(hidden), self.weight, self.bias, targets
+            return linear_cross_entropy(*operands, label_smoothing=label_smoothing, part=self.part)
+        losses = self._by_chunks(self._chunk_loss, hidden, targets, label_smoothing)
+        return sum(losses, hidden.new_zeros((), dtype=torch.float32))
 
     def _by_chunks(
         self, function: Callable[..., T], hidden: Tensor, tokens: Tensor, *options: float
@@ -293,8 +273,7 @@ class LinearHead(nn.Module):
     def _logits(self, hidden: Tensor) -> Tensor:
         """(N, V) logits of (N, H) hidden states, all of them on every rank."""
         if not self.plain:
-            logits: Tensor = self.module(hidden)
-            return logits
+            return self.module(hidden)
         if self.split is None:
             return nn.functional.linear(hidden, self.weight, self.bias)
         return self.split.around(

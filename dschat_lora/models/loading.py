@@ -1,21 +1,18 @@
 """Errors of loading a model's files, in one line of the user's terms."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from safetensors import SafetensorError
 
 
-def check_whole(report: Mapping[str, Any], *, new: Collection[str] = ()) -> None:
-    """Refuse a model whose files lack weights, but for ``new`` ones: transformers would draw them.
-
-    ``report`` is the loading information of ``from_pretrained``.
+def check_whole(lacking: Iterable[str], *, new: Collection[str] = ()) -> None:
+    """Refuse a model whose files are ``lacking`` weights, but for ``new`` ones.
 
     Raises:
         ValueError: naming the first few.
     """
-    missing = sorted(set(report["missing_keys"]) - set(new))
+    missing = sorted(set(lacking) - set(new))
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise ValueError(f"the files lack {', '.join(missing[:3])}{more}")

@@ -12,11 +12,9 @@ from dschat_lora.models.causal_lm import LinearHead, LMHeadModel
 class Policy(LMHeadModel):
     """Log-probabilities and entropies of given tokens, without ever holding all logits."""
 
-    def __init__(
-        self, model: PreTrainedModel, *, full_logits: bool = False, entropy_trains: bool = False
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, *, entropy_trains: bool = False) -> None:
         """Wrap ``model``; ``entropy_trains`` gives entropies a gradient, for a second pass."""
-        super().__init__(model, full_logits=full_logits)
+        super().__init__(model)
         self.head = PolicyHead(
             model.get_output_embeddings(), model.config.vocab_size, entropy_trains=entropy_trains
         )
@@ -41,10 +39,7 @@ class Policy(LMHeadModel):
             logits = logits.float() / temperature
             return token_logprobs(logits, target_ids), token_entropy(logits)
         hidden = self.backbone(input_ids, position_ids, segment_ids, spans=spans)
-        both: tuple[Tensor, Tensor] = self.head(
-            hidden.flatten(0, 1)[logit_positions], target_ids, temperature
-        )
-        return both
+        return self.head(hidden.flatten(0, 1)[logit_positions], target_ids, temperature)
 
 
 class PolicyHead(LinearHead):

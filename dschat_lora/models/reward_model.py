@@ -1,7 +1,5 @@
 """Pretrained decoders with a scalar head, which score a sequence at its last token."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -81,7 +79,9 @@ def _read(
     path: str, model_config: PretrainedConfig, options: dict[str, Any]
 ) -> tuple[PreTrainedModel, set[str]]:
     """The model in its files, and the names of what they lack."""
-    with _without_report():
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # it would advise to train the head that will be trained
+    try:
         model, report = AutoModelForSequenceClassification.from_pretrained(
             path,
             config=model_config,
@@ -89,7 +89,9 @@ def _read(
             ignore_mismatched_sizes=True,
             **options,
         )
-    check_whole(report, new=_HEAD_PARAMETERS)
+    finally:
+        logging.set_verbosity(verbosity)
+    check_whole(report["missing_keys"], new=_HEAD_PARAMETERS)
     for name, found, *_ in report["mismatched_keys"]:
         if name.startswith(f"{HEAD}."):
             raise ValueError(f"a reward model gives one score, it has {found[0]}")
@@ -107,17 +109,6 @@ def _share_backbone(model: PreTrainedModel, base: PreTrainedModel) -> set[str]:
     if not embedding.is_meta:
         setattr(model, HEAD, model.score.to_empty(device=embedding.device))
     return {f"{HEAD}.weight"}
-
-
-@contextmanager
-def _without_report() -> Iterator[None]:
-    """Keep transformers from advising to train the head that will be trained."""
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
 
 
 @torch.no_grad()
@@ -151,8 +142,7 @@ class RewardModel(BackboneModel):
         Without a place the graph still spans the model.
         """
         hidden = self.backbone(input_ids, position_ids, segment_ids, branch_ids, spans)
-        scores: Tensor = self.head(hidden.flatten(0, 1)[score_positions])
-        return scores
+        return self.head(hidden.flatten(0, 1)[score_positions])
 
 
 class ScoreHead(nn.Module):

@@ -14,7 +14,9 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, rename_source_key
 from transformers.utils import cached_file
 
+from dschat_lora.lora.model import replace_part
 from dschat_lora.lora.parallel import Shard, shard_of
+from dschat_lora.models.loading import check_whole
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -53,13 +55,9 @@ def load_parts(model: PreTrainedModel, path: str, *, new: Collection[str] = ()) 
     """
     files = _files(path)
     keys = _names_of_keys(model, files)
-    names: dict[int, list[str]] = {}
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    for name, parameter in parameters.items():
-        names.setdefault(id(parameter), []).append(name)
     missing: set[str] = set()
-    for aliases in names.values():
-        parameter = parameters[aliases[0]]
+    for aliases in parameter_names(model):
+        parameter = model.get_parameter(aliases[0])
         key = next((keys[name] for name in aliases if name in keys), None)
         if key is None:
             missing.update(aliases)
@@ -69,11 +67,16 @@ def load_parts(model: PreTrainedModel, path: str, *, new: Collection[str] = ()) 
             with safe_open(files[key], framework="pt") as file:
                 value = _read(file.get_slice(key), key, shard_of(parameter), parameter)
         _fill(model, aliases, value)
-    unknown = sorted(missing - set(new))
-    if unknown:
-        more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
-        raise ValueError(f"the files lack {', '.join(unknown[:3])}{more}")
+    check_whole(missing, new=new)
     return missing
+
+
+def parameter_names(model: nn.Module) -> list[list[str]]:
+    """All names of each parameter; a tied one has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return list(names.values())
 
 
 def _files(path: str) -> dict[str, str]:
@@ -141,5 +144,4 @@ def _fill(model: nn.Module, aliases: list[str], value: Tensor) -> None:
     new = nn.Parameter(value, requires_grad=old.requires_grad)
     new.__dict__.update(old.__dict__)
     for name in aliases:
-        parent, _, part = name.rpartition(".")
-        model.get_submodule(parent)._parameters[part] = new
+        replace_part(model, name, new)

@@ -18,6 +18,7 @@ from dschat_lora.lora.parallel import (
     Shard,
     Split,
 )
+from dschat_lora.models.shard_loading import parameter_names
 from dschat_lora.models.tensor_parallel_checks import check_divides
 
 # Where transformers ships no plan: linear layers below the base model, in its words.
@@ -54,7 +55,7 @@ def divide(model: PreTrainedModel, group: TensorGroup) -> None:
         ValueError: if the model cannot be divided so.
     """
     check_divides(model.config.to_dict(), group.size)
-    tied = _ties(model)
+    tied = parameter_names(model)
     _divide_blocks(model, group)
     _divide_vocabulary(model, group)
     for names in tied:
@@ -65,7 +66,7 @@ def divide(model: PreTrainedModel, group: TensorGroup) -> None:
 
 
 def _divide_blocks(model: PreTrainedModel, group: TensorGroup) -> None:
-    plan = _plan(model)
+    plan = _PLANS.get(model.config.model_type) or dict(model.config.base_model_tp_plan)
     lists = {name for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
     regions: set[str] = set()
     for name, module in list(model.named_modules()):
@@ -89,7 +90,7 @@ def _divide_blocks(model: PreTrainedModel, group: TensorGroup) -> None:
         replace_part(model, name, ParallelLinear(module, split, transposed=transposed))
     for name in regions:
         region = model.get_submodule(name)
-        region.register_forward_pre_hook(partial(_enter, group), with_kwargs=True)
+        region.register_forward_pre_hook(partial(_with_hidden, group.enter), with_kwargs=True)
         for count in _COUNTS:
             if isinstance(getattr(region, count, None), int):
                 setattr(region, count, getattr(region, count) // group.size)
@@ -118,20 +119,13 @@ def _divide_tokens(model: PreTrainedModel, group: TensorGroup) -> None:
     blocks[-1].register_forward_hook(partial(_gather, group))
 
 
-def _enter(
-    group: TensorGroup, _: nn.Module, values: Positional, named: Named
-) -> tuple[Positional, Named]:
-    """Exchange what enters an attention or MLP."""
-    return _with_hidden(values, named, group.enter)
-
-
 def _scatter(
-    group: TensorGroup, _: nn.Module, values: Positional, named: Named
+    group: TensorGroup, block: nn.Module, values: Positional, named: Named
 ) -> tuple[Positional, Named]:
     """Give each rank some of the tokens that enter the first block."""
     if not group.sequence_parallel:
         return values, named
-    return _with_hidden(values, named, group.scatter_tokens)
+    return _with_hidden(group.scatter_tokens, block, values, named)
 
 
 def _gather(group: TensorGroup, _: nn.Module, values: Positional, output: Output) -> Output:
@@ -143,30 +137,19 @@ def _gather(group: TensorGroup, _: nn.Module, values: Positional, output: Output
     return group.gather_tokens(output)
 
 
-def _with_hidden(values: Positional, named: Named, change: Exchange) -> tuple[Positional, Named]:
+def _with_hidden(
+    change: Exchange, _: nn.Module, values: Positional, named: Named
+) -> tuple[Positional, Named]:
     """What a block or a part of it is called with, its hidden states changed."""
     if values:
         return (change(values[0]), *values[1:]), named
     return values, named | {"hidden_states": change(named["hidden_states"])}
 
 
-def _plan(model: PreTrainedModel) -> dict[str, str]:
-    """Style of each linear layer in the blocks, by patterns of names below the base model."""
-    config = model.config
-    return _PLANS.get(config.model_type) or dict(config.base_model_tp_plan)
-
-
 def _style(plan: dict[str, str], name: str) -> str | None:
+    """How a linear layer is divided, by patterns of names below the base model."""
     for pattern, style in plan.items():
         words = re.escape(pattern).replace(r"\*", r"\d+")
         if re.fullmatch(rf"(.+\.)?{words}", name) and style in (*_COLUMN, "rowwise"):
             return style
     return None
-
-
-def _ties(model: nn.Module) -> list[list[str]]:
-    """Names of each parameter that has several."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return [each for each in names.values() if len(each) > 1]

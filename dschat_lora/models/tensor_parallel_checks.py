@@ -3,8 +3,8 @@
 Imports nothing heavy, so that numbers that do not fit are reported at once.
 """
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +17,8 @@ _VOCABULARIES = ("embed_in", "embed_out", "embed_tokens", "lm_head", "wte")
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes that the ranks of a tensor group divide; None where the configuration lacks one."""
-
-    heads: int | None
-    key_heads: int | None
-    mlp: int | None
-
-    def named(self) -> dict[str, int]:
-        """Those that are known, by their name in a message."""
-        counts = {
-            "attention heads": self.heads,
-            "key and value heads": self.key_heads,
-            "MLP features": self.mlp,
-        }
-        return {words: count for words, count in counts.items() if count is not None}
-
-
-def sizes_of(fields: Mapping[str, Any]) -> Sizes:
-    """The sizes in a model's configuration, under any of their names in ``config.json``.
+def sizes_of(fields: Mapping[str, Any]) -> dict[str, int]:
+    """The sizes that ranks divide, as far as ``config.json`` has them, by their words in a message.
 
     Raises:
         ValueError: if a size is no whole number above 0.
@@ -44,12 +26,13 @@ def sizes_of(fields: Mapping[str, Any]) -> Sizes:
     heads = _first(fields, "num_attention_heads", "n_head")
     mlp = _first(fields, "intermediate_size", "ffn_dim", "n_inner")
     width = _first(fields, "n_embd")
-    return Sizes(
-        heads=heads,
-        key_heads=_first(fields, "num_key_value_heads") or heads,
+    sizes = {
+        "attention heads": heads,
+        "key and value heads": _first(fields, "num_key_value_heads") or heads,
         # GPT-2 alone may leave it out.
-        mlp=4 * width if mlp is None and width is not None else mlp,
-    )
+        "MLP features": 4 * width if mlp is None and width is not None else mlp,
+    }
+    return {words: count for words, count in sizes.items() if count is not None}
 
 
 def check_divides(fields: Mapping[str, Any], size: int) -> None:
@@ -67,10 +50,11 @@ def check_divides(fields: Mapping[str, Any], size: int) -> None:
             f"--tensor_parallel_size {size} reads weights in parts, which quantised ones are not "
             "read in; use --tensor_parallel_size 1"
         )
-    counts = sizes_of(fields).named()
+    counts = sizes_of(fields)
+    common = math.gcd(*counts.values())
     for words, count in counts.items():
         if count % size:
-            fitting = [n for n in range(1, min(counts.values()) + 1) if _all_divide(counts, n)]
+            fitting = [n for n in range(1, common + 1) if common % n == 0]
             raise ValueError(
                 f"--tensor_parallel_size {size} does not divide the model's {count} {words}; "
                 f"{', '.join(map(str, fitting))} would"
@@ -138,10 +122,6 @@ def check_training(load: LoadConfig, lora: LoraConfig, size: int) -> None:
             f"--tensor_parallel_size {size} compute one model together; use --dropout 0, or "
             "--lora_dropout"
         )
-
-
-def _all_divide(counts: Mapping[str, int], size: int) -> bool:
-    return all(count % size == 0 for count in counts.values())
 
 
 def _first(fields: Mapping[str, Any], *names: str) -> int | None:

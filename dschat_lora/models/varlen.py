@@ -74,18 +74,11 @@ def attend(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """Causal attention of each sequence by itself, without waiting for the device.
+    """(1, N, heads, D) of causal attention of each sequence, without waiting for the device.
 
-    Args:
-        query: (1, heads, N, D), 16 bits.
-        key: (1, key heads, N, D), heads a multiple of key heads.
-        value: (1, key heads, N, D).
-        spans: of the N tokens.
-        scaling: factor of the products; None: ``D ** -0.5``.
-        window: positions that a query sees, its own included; None: all.
-
-    Returns:
-        (1, N, heads, D).
+    ``query`` is (1, heads, N, D) in 16 bits, ``key`` and ``value`` are (1, key heads, N, D), heads
+    a multiple of key heads. ``scaling`` None is ``D ** -0.5``; ``window`` counts the positions that
+    a query sees, its own included.
     """
     function = kernel()
     assert function is not None

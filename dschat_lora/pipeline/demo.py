@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from dschat_lora.assets import BUNDLED_DATA
 from dschat_lora.config.options import fail
 from dschat_lora.pipeline.demo_judge import Judgement, accuracy_by_flaw, evaluate_by_rule
+from dschat_lora.pipeline.launch import launcher_command
 from dschat_lora.pipeline.stages import SCRIPTS, STAGES
 from dschat_lora.report.directory import leftovers
 from dschat_lora.report.html import render_report, write_report
@@ -106,8 +106,7 @@ def stage_options(stages: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
 def _run_stage(script: Path, options: dict[str, Any]) -> None:
     flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
     # More would make other steps of other sizes.
-    launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "1"]
-    command = [*launcher, str(script), *flags]
+    command = [launcher_command(), "--num_gpus", "1", str(script), *flags]
     log_once("$ " + " ".join(["deepspeed", *command[1:]]))
     result = subprocess.run(command, check=False)
     if result.returncode != 0:

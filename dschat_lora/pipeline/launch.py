@@ -64,7 +64,8 @@ class Relay:
             return
         ranks = training_processes(process.pid)
         for rank in ranks:
-            _send(rank, number)
+            with suppress(psutil.NoSuchProcess):
+                rank.send_signal(number)
         if not ranks:  # nothing to be saved yet
             os.killpg(process.pid, signal.SIGTERM)
 
@@ -93,12 +94,6 @@ def _is_rank(process: psutil.Process) -> bool:
 
 
 def _parent(process: psutil.Process) -> int | None:
-    try:
+    with suppress(psutil.Error):
         return int(process.ppid())
-    except psutil.Error:
-        return None
-
-
-def _send(process: psutil.Process, number: int) -> None:
-    with suppress(psutil.NoSuchProcess):
-        process.send_signal(number)
+    return None

@@ -100,7 +100,7 @@ def read_recipe(
     try:
         launcher = build_config(LauncherConfig, values)
     except ValueError as error:
-        raise ValueError(_in(f"{file}: launcher", error)) from error
+        raise ValueError(f"{file}: launcher: {error}") from error
     options = _stage_options(file, content, overrides)
     return Recipe(file, home, launcher, _with_inputs(file, home, options))
 
@@ -174,7 +174,7 @@ def _with_inputs(
         try:
             config: Any = build_config(STAGES[name].config, given | inputs)
         except ValueError as error:
-            raise ValueError(_in(f"{file}: stage {name}", error)) from error
+            raise ValueError(f"{file}: stage {name}: {error}") from error
         found[name] = typed_options(config)
     return found
 
@@ -191,7 +191,3 @@ def _part(
 def _unknown(name: object, known: tuple[str, ...]) -> str:
     words = unknown_option(f"--{name}", known).replace("--", "").replace("option ", "")
     return f"{words.removesuffix('; see help')}; it may have {', '.join(known)}"
-
-
-def _in(where: str, error: ValueError) -> str:
-    return f"{where}: {error}"

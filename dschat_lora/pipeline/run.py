@@ -45,7 +45,9 @@ def run_pipeline(
     is run again, with all later ones. A ``dry_run`` only checks and prints what would be done. An
     error, a stage that fails and a signal end the process with one line.
     """
-    again = _resume_command(file, output_dir=output_dir, num_gpus=num_gpus, overrides=overrides)
+    words = command_line({"output_dir": output_dir, "num_gpus": num_gpus})
+    words += ["--set", *overrides] if overrides else []
+    again = shlex.join(["dschat-lora", "pipeline", file, *words])
     relay = Relay()
     try:
         recipe = read_recipe(file, output_dir=output_dir, num_gpus=num_gpus, overrides=overrides)
@@ -117,16 +119,6 @@ def _command(recipe: Recipe, step: StageStep, *, launcher: str) -> list[str]:
     }
     script = str(STAGES[step.stage].script)
     return [launcher, *command_line(launching), script, *command_line(options)]
-
-
-def _resume_command(
-    file: str, *, output_dir: str | None, num_gpus: int | None, overrides: Sequence[str]
-) -> str:
-    """The command that continues the pipeline."""
-    words = ["dschat-lora", "pipeline", file]
-    words += command_line({"output_dir": output_dir, "num_gpus": num_gpus})
-    words += ["--set", *overrides] if overrides else []
-    return shlex.join(words)
 
 
 def _show_results(recipe: Recipe) -> None:

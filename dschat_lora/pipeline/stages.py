@@ -48,10 +48,7 @@ STAGES = {
         "step3_rlhf",
         RlhfConfig,
         check_rlhf,
-        {
-            "actor_model_name_or_path": ("sft", "dpo"),
-            "critic_model_name_or_path": ("reward",),
-        },
+        {"actor_model_name_or_path": ("sft", "dpo"), "critic_model_name_or_path": ("reward",)},
     ),
 }
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dschat_lora.checkpoint.history import checkpoints_of
+from dschat_lora.checkpoint.staging import write_whole
 from dschat_lora.config.options import value_text
 from dschat_lora.pipeline.recipe import Recipe
 from dschat_lora.report.directory import leftovers, read_object
-from dschat_lora.report.terminal import named
 
 RECORD = "pipeline.json"
 _FINISHED = {"status": "finished", "replaces": None}
@@ -59,15 +59,7 @@ class PipelineRecord:
         stages = dict(self._content.get("stages", {}))
         stages[name] = {**(self.stage(name) or {}), **fields}
         self._content = {**self._content, "stages": stages}
-        staged = self._path.with_name(f"{RECORD}.partial")
-        try:
-            with staged.open("w", encoding="utf-8") as file:
-                file.write(json.dumps(self._content, indent=2) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            staged.replace(self._path)
-        except OSError as error:
-            raise named(error, self._path) from error
+        write_whole(self._path, json.dumps(self._content, indent=2) + "\n")
 
     def finish(self, name: str) -> None:
         """Record that a stage is finished, unless it is known to be."""

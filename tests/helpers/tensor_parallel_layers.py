@@ -49,7 +49,6 @@ class Case:
     bias: str = "frozen"  # or "none", "trained"
     reads: Any = "dealt"
     gathers: bool = False
-    is_parallel: bool = True
     adapter: str = "on"  # or "off", "none"
     dropout: float = 0.0
 
@@ -75,10 +74,9 @@ CASES = {
     "row": Case("row", (24,)),
     "row, no bias": Case("row", (24,), bias="none"),
     "row, trained bias": Case("row", (24,), bias="trained"),
-    "row, whole input": Case("row", (24,), is_parallel=False),
-    "row, whole uneven input": Case("row", (10,), is_parallel=False),
+    "row, uneven": Case("row", (10,)),
     "row, dropout": Case("row", (24,), dropout=0.4),
-    "row, whole input, dropout": Case("row", (10,), is_parallel=False, dropout=0.4),
+    "row, uneven, dropout": Case("row", (10,), dropout=0.4),
     "row, adapter off": Case("row", (24,), bias="trained", adapter="off"),
     "row, no adapter": Case("row", (24,), adapter="none"),
     "Conv1D column": Case("column", (24,), transposed=True),
@@ -250,7 +248,7 @@ def cutter(case, group, name):
         "b": lambda b: b[own],
     }
     row = {
-        "x": (lambda x: x[..., own]) if case.is_parallel else lambda x: x,
+        "x": lambda x: x[..., own],
         "y": tokens,
         "A": lambda a: a[:, own],
         "B": lambda b: b,
@@ -268,7 +266,7 @@ def linear_layer(case, group, values, of):
     if case.split == "column":
         split: Any = ColumnParallel(group, case.blocks, reads=case.reads, gathers=case.gathers)
     else:
-        split = RowParallel(group, case.blocks, is_parallel=case.is_parallel)
+        split = RowParallel(group, case.blocks)
     layer: Any = ParallelLinear(base, split, transposed=case.transposed)
     if case.adapter == "none":
         return layer

@@ -6,7 +6,6 @@ from torch import nn
 from toy import Conv1D, randomise
 
 from dschat_lora.lora.layers import (
-    LoraConv1D,
     LoraEmbedding,
     LoraLinear,
     TrainedBias,
@@ -46,7 +45,7 @@ def test_gradients_are_those_of_the_written_out_formula():
 def test_conv1d_equals_the_linear_layer_of_the_transposed_weight():
     torch.manual_seed(0)
     base = Conv1D(3, 5)
-    layer = LoraConv1D(base, r=2, scaling=0.5)
+    layer = LoraLinear(base, r=2, scaling=0.5)
     randomise([layer.lora_A, layer.lora_B])
     weight = base.weight.T + 0.5 * layer.lora_B @ layer.lora_A
     x = torch.randn(2, 4, 5)
@@ -118,7 +117,7 @@ def test_dropout_acts_on_the_adapter_input_alone_and_only_in_training():
 
 
 def test_conv1d_drops_its_adapter_input_in_training():
-    layer = LoraConv1D(Conv1D(3, 5), r=2, scaling=0.5, dropout=0.5)
+    layer = LoraLinear(Conv1D(3, 5), r=2, scaling=0.5, dropout=0.5)
     randomise([layer.lora_A, layer.lora_B])
     x = torch.randn(4, 5)
     assert not torch.equal(layer(x), layer(x))

@@ -6,7 +6,7 @@ from torch import nn
 from toy import random_ids, randomise, toy_model
 
 from dschat_lora.config.groups import LoraConfig
-from dschat_lora.lora.layers import LoraConv1D, LoraEmbedding, LoraLinear, TrainedModule
+from dschat_lora.lora.layers import LoraEmbedding, LoraLinear, TrainedModule
 from dschat_lora.lora.model import (
     adapter_layout,
     adapter_parameters,
@@ -39,9 +39,10 @@ def test_every_kind_of_layer_is_replaced_by_its_own():
     assert kinds == {
         "embed": LoraEmbedding,
         "blocks.0.q_proj": LoraLinear,
-        "blocks.0.c_proj": LoraConv1D,
+        "blocks.0.c_proj": LoraLinear,
         "blocks.1.q_proj": LoraLinear,
     }
+    assert model.blocks[0].c_proj.transposed
     assert isinstance(model.head, TrainedModule)
 
 

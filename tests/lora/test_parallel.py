@@ -49,7 +49,7 @@ def test_an_uneven_vocabulary_leaves_the_last_rank_less():
     ranges = [shard(rank, 4, VOCAB).ranges() for rank in range(4)]
     assert ranges == [[(0, 16)], [(16, 32)], [(32, 48)], [(48, 61)]]
     assert shard(0, 4, VOCAB).ranges(3) == [(48, 61)]
-    assert shard(0, 4, VOCAB).local_shape((VOCAB, 5), rank=3) == (13, 5)
+    assert shard(3, 4, VOCAB).local_shape((VOCAB, 5)) == (13, 5)
 
 
 def test_joined_parts_of_packed_blocks_are_in_the_order_of_the_whole():

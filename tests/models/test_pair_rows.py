@@ -339,7 +339,8 @@ def test_logits_that_the_model_transforms_are_taken_whole(layout):
                 parameter.add_(0.2 * torch.randn(parameter.shape))
     apply_lora(model, FACTORS, seed=0)
     pairs = known(pairs_of(), model)
-    network = CausalLMLogprobs(model, full_logits=True)
+    network = CausalLMLogprobs(model)
+    network.full_logits = True
     check_dpo(model, "sigmoid", pairs, batch_of(pairs, layout), network)
     with torch.no_grad():
         linear = answer_logprobs(CausalLMLogprobs(model), batch_of(pairs, layout))
@@ -427,7 +428,8 @@ def test_a_batch_without_pairs_has_no_loss_and_zero_gradient_everywhere(layout, 
 
 def test_full_logits_of_a_batch_without_pairs_span_the_model():
     model = policy("opt")
-    network = CausalLMLogprobs(model, full_logits=True)
+    network = CausalLMLogprobs(model)
+    network.full_logits = True
     empty = PairCollator(0, "shared").empty()
     dpo_objective(DpoConfig(), reference_of).loss(network, empty).total.backward()
     assert all(p.grad is not None and p.grad.abs().max() == 0 for p in trainable(model).values())

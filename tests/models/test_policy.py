@@ -144,8 +144,10 @@ def test_logits_that_the_model_transforms_are_taken_whole():
             for parameter in model.parameters():
                 parameter.add_(0.2 * torch.randn(parameter.shape))
     adapted(model, FACTORS)
+    whole = Policy(model)
+    whole.full_logits = True
     for temperature in (1.0, 0.6):
-        check(model, Policy(model, full_logits=True), temperature, entropy=True)
+        check(model, whole, temperature, entropy=True)
         linear = asked(Policy(model), temperature)[0]
         assert (linear - plainly(model, temperature)[0]).abs().max() > 0.1
 

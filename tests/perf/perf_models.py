@@ -20,7 +20,7 @@ from transformers import (
     OPTForCausalLM,
 )
 
-from dschat_lora.lora.layers import LoraConv1D, LoraLinear
+from dschat_lora.lora.layers import LoraLinear
 
 VOCAB = 80
 LINEARS = ("proj", "fc1", "fc2", "c_attn", "c_fc", "query_key_value", "dense", "4h", "to_h")
@@ -47,8 +47,7 @@ class PlainLora(nn.Module):
 
 
 def project_lora(base, r):
-    layer = LoraLinear if isinstance(base, nn.Linear) else LoraConv1D
-    return layer(base, r=r, scaling=2.0)
+    return LoraLinear(base, r=r, scaling=2.0)
 
 
 def opt(attn="eager", **changes):

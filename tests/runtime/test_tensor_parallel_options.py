@@ -10,7 +10,7 @@ from dschat_lora.checkpoint.history import step_directory
 from dschat_lora.checkpoint.manifest import write_manifest
 from dschat_lora.config.options import flatten, parse_config
 from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig
-from dschat_lora.models.tensor_parallel_checks import Sizes, check_divides, sizes_of
+from dschat_lora.models.tensor_parallel_checks import check_divides, sizes_of
 from dschat_lora.rlhf.config import RlhfConfig
 from dschat_lora.rlhf.validation import check_rlhf
 from dschat_lora.runtime.resume import options_to_keep, settle
@@ -149,11 +149,14 @@ def test_each_number_that_has_to_be_divided_counts(fields, size, words):
 
 
 def test_sizes_are_found_under_the_names_of_every_architecture():
-    assert sizes_of({"n_head": 12, "n_embd": 768, "n_inner": None}) == Sizes(12, 12, 3072)
-    assert sizes_of({"num_attention_heads": 16, "ffn_dim": 4096}) == Sizes(16, 16, 4096)
+    words = ("attention heads", "key and value heads", "MLP features")
+    gpt2 = {"n_head": 12, "n_embd": 768, "n_inner": None}
+    assert sizes_of(gpt2) == dict(zip(words, (12, 12, 3072), strict=True))
+    opt = {"num_attention_heads": 16, "ffn_dim": 4096}
+    assert sizes_of(opt) == dict(zip(words, (16, 16, 4096), strict=True))
     grouped = {"num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336}
-    assert sizes_of(grouped) == Sizes(32, 8, 14336)
-    assert sizes_of({}) == Sizes(None, None, None)
+    assert sizes_of(grouped) == dict(zip(words, (32, 8, 14336), strict=True))
+    assert sizes_of({}) == {}
 
 
 def test_what_a_configuration_leaves_out_is_left_to_the_loaded_one(processes, model):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState
 
 from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.report.log import RunLog
@@ -23,21 +23,9 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers is
     """
 
     def __init__(
-        self,
-        log: RunLog,
-        config: GlueConfig,
-        *,
-        begin: Callable[[], None],
-        rows: Callable[[], int],
+        self, log: RunLog, config: GlueConfig, *, begin: Callable[[], None], rows: Callable[[], int]
     ) -> None:
-        """Prepare to write.
-
-        Args:
-            log: of the run.
-            config: checked.
-            begin: called when training begins, with a checkpoint loaded.
-            rows: trained on so far, by all processes.
-        """
+        """Call ``begin`` when training begins, and ``rows`` for the rows trained on so far."""
         self._log, self._task, self._lora = log, config.task, config.apply_lora
         self._begin, self._rows = begin, rows
         self._last, self._last_step, self._last_rows = time.monotonic(), 0, 0
@@ -46,7 +34,7 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers is
         self.metrics: dict[str, float] = {}
 
     def on_train_begin(
-        self, settings: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any
+        self, settings: object, state: TrainerState, control: object, **more: Any
     ) -> None:
         """Count seconds of a step from here."""
         self._begin()
@@ -54,17 +42,15 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers is
         self._last = time.monotonic()
         self._log.expect(state.max_steps, state.global_step)
 
-    def on_step_end(
-        self, settings: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any
-    ) -> None:
+    def on_step_end(self, settings: object, state: object, control: object, **more: Any) -> None:
         """Move the progress bar."""
         self._log.advance()
 
     def on_log(
         self,
-        settings: TrainingArguments,
+        settings: object,
         state: TrainerState,
-        control: TrainerControl,
+        control: object,
         logs: dict[str, Any],
         **more: Any,
     ) -> None:
@@ -115,7 +101,7 @@ def lines_until(path: Path, step: int) -> tuple[int, float]:
     """How many lines of a log were written up to ``step``, and the time of the last of them."""
     count, seconds = 0, 0.0
     if not path.is_file():
-        return 0, 0.0
+        return count, seconds
     for line in path.read_bytes().splitlines(keepends=True):
         # A run that was killed may have left half a line.
         if not line.endswith(b"\n") or (record := json.loads(line))["step"] > step:

@@ -11,7 +11,7 @@ from dschat_lora.experiments.glue.tasks import TASKS, GlueTask, TaskName
 Strategy = Literal["no", "steps", "epoch"]
 _AT_LEAST_ONE = (
     *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
-    *("logging_steps", "save_steps", "max_seq_length"),
+    *("logging_steps", "save_steps", "max_seq_length", "lora_r"),
     *("eval_steps", "save_total_limit", "max_train_samples", "max_eval_samples"),
 )
 
@@ -131,13 +131,10 @@ class GlueConfig:
 
     def __post_init__(self) -> None:
         require_numbers(self, ">= 1", *_AT_LEAST_ONE)
-        require_numbers(self, "in [0, 1)", "classifier_dropout", "lora_dropout")
+        require_numbers(self, "in [0, 1)", "classifier_dropout", "lora_dropout", "warmup_ratio")
         at_least_zero = ("weight_decay", "max_grad_norm", "warmup_steps", "dataloader_num_workers")
         require_numbers(self, ">= 0", *at_least_zero)
-        require_numbers(self, "> 0", "learning_rate")
-        require_numbers(self, ">= 1", "lora_r")
-        require_numbers(self, "> 0", "lora_alpha")
-        require_numbers(self, "in [0, 1)", "warmup_ratio")
+        require_numbers(self, "> 0", "learning_rate", "lora_alpha")
         wanted = "> 0; --no-do_train evaluates alone"
         require(self.num_train_epochs > 0, "num_train_epochs", self.num_train_epochs, wanted)
         require(self.max_steps == -1 or self.max_steps >= 1, "max_steps", self.max_steps, ">= 1")

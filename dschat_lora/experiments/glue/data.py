@@ -90,30 +90,39 @@ def find_files(config: GlueConfig) -> dict[str, Path | None]:
 
 
 def read_split(
-    path: Path, config: GlueConfig, split: str, *, first: int | None = None
+    path: Path | None, config: GlueConfig, split: str, *, first: int | None = None
 ) -> TaskSplit:
-    """The rows of one local file.
+    """The rows, no more than the ``first`` so many, of a local file, or of the hub's data set.
 
-    Args:
-        path: of the file.
-        config: whose task it is, and what is done with bad rows.
-        split: name of the part; rows of a test need no label.
-        first: read no more rows than this.
+    Rows of a test need no label.
 
     Raises:
         ValueError: naming file, line and reason, at the first row that cannot be used (with
-            ``--bad_rows skip``: if none can).
+            ``--bad_rows skip``: if none can); in one line, if the hub's cannot be loaded.
     """
-    rows = read_tsv(path, config.task_name) if path.suffix == ".tsv" else iter_file(path)
-    return _collect(rows, config, split, str(path), first=first)
+    if path is None:
+        rows, source = _read_hub(config, split)
+    else:
+        rows = read_tsv(path, config.task_name) if path.suffix == ".tsv" else iter_file(path)
+        source = str(path)
+    examples: list[Example] = []
+    skipped: list[str] = []
+    for raw in rows:
+        if first is not None and len(examples) == first:
+            break
+        try:
+            examples.append(parse_row(raw, config.task, labelled=not split.startswith("test")))
+        except RowError as error:
+            if config.bad_rows == "stop":
+                raise
+            skipped.append(str(error))
+    if not examples:
+        raise ValueError("; ".join([f"{source} has no row that can be used", *skipped[:1]]))
+    return TaskSplit(examples, skipped, source)
 
 
-def read_hub(config: GlueConfig, split: str, *, first: int | None = None) -> TaskSplit:
-    """The rows of one part of the hub's data set; arguments as in :func:`read_split`.
-
-    Raises:
-        ValueError: in one line, if it cannot be loaded.
-    """
+def _read_hub(config: GlueConfig, split: str) -> tuple[Iterator[RawRow], str]:
+    """The rows of one part of the hub's data set, and its place there."""
     from datasets import load_dataset
 
     plain = config.task_name != "mnli" or split == "train" or split.endswith("_mismatched")
@@ -127,8 +136,7 @@ def read_hub(config: GlueConfig, split: str, *, first: int | None = None) -> Tas
             "give local files by --data_dir, or --train_file and --validation_file"
         ) from error
     place = f"{HUB_NAME}/{config.task_name}/{name}"
-    raw = (RawRow(f"{place}:{number}", row) for number, row in enumerate(rows, start=1))
-    return _collect(raw, config, split, place, first=first)
+    return (RawRow(f"{place}:{number}", row) for number, row in enumerate(rows, start=1)), place
 
 
 def read_tsv(path: Path, task_name: str) -> Iterator[RawRow]:
@@ -144,7 +152,8 @@ def read_tsv(path: Path, task_name: str) -> Iterator[RawRow]:
         raise ValueError(f"{path} cannot be read: {error}") from error
     header: list[str] | None = None
     if task_name == "cola" and path.stem != "test":
-        header = _cola_header(lines[0])
+        named = b"sentence" in lines[0].rstrip(b"\r").split(b"\t")
+        header = None if named else ["source", "label", "star", "sentence"]
     for number, line in enumerate(lines, start=1):
         location, content = f"{path}:{number}", line.rstrip(b"\r")
         if not content:
@@ -205,36 +214,6 @@ def _label(location: str, name: str, value: Any, task: GlueTask) -> float:
         return int(text)
     allowed = ", ".join(f"{number} {each}" for number, each in enumerate(task.labels))
     raise RowError(location, f"{name!r} must be one of {allowed}; found {value!r}")
-
-
-def _collect(
-    rows: Iterator[RawRow],
-    config: GlueConfig,
-    split: str,
-    source: str,
-    *,
-    first: int | None = None,
-) -> TaskSplit:
-    examples: list[Example] = []
-    skipped: list[str] = []
-    for raw in rows:
-        if first is not None and len(examples) == first:
-            break
-        try:
-            examples.append(parse_row(raw, config.task, labelled=not split.startswith("test")))
-        except RowError as error:
-            if config.bad_rows == "stop":
-                raise
-            skipped.append(str(error))
-    if not examples:
-        raise ValueError("; ".join([f"{source} has no row that can be used", *skipped[:1]]))
-    return TaskSplit(examples, skipped, source)
-
-
-def _cola_header(first: bytes) -> list[str] | None:
-    """Names of the columns of CoLA's own files, which have no header; None if there is one."""
-    cells = first.rstrip(b"\r").split(b"\t")
-    return ["source", "label", "star", "sentence"] if b"sentence" not in cells else None
 
 
 def _in_directory(config: GlueConfig, split: str) -> Path:

@@ -14,12 +14,7 @@ def tokenize(
 ) -> list[dict[str, Any]]:
     """Token ids and label of each row, not padded; too long a row loses tokens at its end.
 
-    Of two texts the longer one is cut.
-
-    Args:
-        examples: rows of one part of the task.
-        tokenizer: of the model.
-        config: whose ``--max_seq_length`` counts special tokens too.
+    Of two texts the longer one is cut. ``--max_seq_length`` counts special tokens too.
     """
     texts = [list(each) for each in zip(*(example.texts for example in examples), strict=True)]
     encoded = tokenizer(*texts, truncation=True, max_length=length_limit(tokenizer, config))

@@ -32,11 +32,7 @@ def task_metrics(task: GlueTask, logits: Array, labels: Array) -> dict[str, floa
     """The task's measures, their mean where there are several, and the loss of a mean row.
 
     The Trainer's own loss is a mean over batches and depends on how many processes there are.
-
-    Args:
-        task: what is measured.
-        logits: (N, outputs).
-        labels: (N,) numbers of labels; of a regression the labels themselves.
+    Logits are (N, outputs), labels (N,): their numbers, or of a regression the labels themselves.
 
     Returns:
         By name; nan for a correlation of fewer than two rows, or of one value only.

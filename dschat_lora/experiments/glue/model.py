@@ -33,11 +33,8 @@ _ORIGINAL_STD = 0.02
 def build_model(config: GlueConfig, *, say: Callable[[str], None]) -> PreTrainedModel:
     """The model as training starts: float32, with its factors and head drawn or loaded.
 
-    The head begins with the global random state; the factors have a state of their own.
-
-    Args:
-        config: checked.
-        say: told what a reader should know, such as a head that was dropped.
+    The head begins with the global random state; the factors have a state of their own. ``say`` is
+    told what a reader should know, such as a head that was dropped.
 
     Raises:
         ValueError: if base, adapter and options do not fit each other.
@@ -120,11 +117,8 @@ def start_from(
 
     Of a head's modules (classifier, pooler) each is taken whole or not at all.
 
-    Args:
-        model: with room for the factors.
-        path: adapter directory, or file of LoRA weights.
-        config: of the model's adapter.
-        say: told what became of the head.
+    ``path`` is an adapter directory or a file of LoRA weights; ``config`` is that of the model's
+    adapter. ``say`` is told what became of the head.
 
     Raises:
         ValueError: if factors are missing or of other shape or scaling, or if something has no
@@ -258,7 +252,5 @@ def _top(name: str) -> str:
 def _draw_normal(model: nn.Module, *, seed: int) -> None:
     """A from N(0, 0.02), as in the original's DeBERTa."""
     for name, layer in lora_layers(model).items():
-        a = layer.get_parameter("lora_A")
-        if not a.is_meta:
-            generator = seeded_generator(seed, f"{name}.lora_A")
-            a.copy_(_ORIGINAL_STD * torch.randn(a.shape, generator=generator))
+        a, generator = layer.get_parameter("lora_A"), seeded_generator(seed, f"{name}.lora_A")
+        a.copy_(_ORIGINAL_STD * torch.randn(a.shape, generator=generator))

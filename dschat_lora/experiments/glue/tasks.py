@@ -9,22 +9,14 @@ Measure = Literal["accuracy", "f1", "matthews_correlation", "pearson", "spearman
 
 @dataclass(frozen=True)
 class GlueTask:
-    """What tells one task from another.
+    """What tells one task from another."""
 
-    Attributes:
-        folder: of GLUE's own download.
-        texts: columns of one or two texts, by their names on the hub.
-        tsv_texts, tsv_label: the same columns in the header of GLUE's own files.
-        labels: names in the hub's order, which numbers them; none for a regression.
-        measures: what is reported; with several, ``combined_score`` is their mean.
-    """
-
-    folder: str
-    texts: tuple[str, ...]
-    tsv_texts: tuple[str, ...]
+    folder: str  # of GLUE's own download
+    texts: tuple[str, ...]  # columns of one or two texts, by their names on the hub
+    tsv_texts: tuple[str, ...]  # the same columns in the header of GLUE's own files
     tsv_label: str
-    labels: tuple[str, ...]
-    measures: tuple[Measure, ...] = ("accuracy",)
+    labels: tuple[str, ...]  # in the hub's order, which numbers them; none for a regression
+    measures: tuple[Measure, ...] = ("accuracy",)  # of several there is a mean, combined_score
 
     @property
     def is_regression(self) -> bool:

@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
@@ -27,7 +26,7 @@ from dschat_lora.checkpoint.staging import write_whole
 from dschat_lora.engine.distributed import init_distributed
 from dschat_lora.experiments.glue.callback import MetricsCallback, lines_until
 from dschat_lora.experiments.glue.config import GlueConfig
-from dschat_lora.experiments.glue.data import TaskSplit, find_files, read_hub, read_split
+from dschat_lora.experiments.glue.data import TaskSplit, find_files, read_split
 from dschat_lora.experiments.glue.features import collator, tokenize
 from dschat_lora.experiments.glue.metrics import predictions, task_metrics
 from dschat_lora.experiments.glue.model import (
@@ -46,15 +45,11 @@ Rows = list[dict[str, Any]]
 
 
 class GlueTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
-    """The Trainer, whose evaluation takes MNLI's mismatched rows too, as ``eval_mm_*``.
-
-    Attributes:
-        mismatched: these rows.
-        rows: trained on so far, by all processes.
-    """
+    """The Trainer, whose evaluation takes MNLI's mismatched rows too, as ``eval_mm_*``."""
 
     mismatched: Rows | None = None
-    rows: Tensor | int = 0
+    rows: Tensor | int = 0  # trained on so far, by all processes
+    watch: MetricsCallback
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -191,9 +186,10 @@ def build_trainer(
         compute_loss_func=partial(mean_loss, config.task),
         compute_metrics=lambda found: task_metrics(config.task, found.predictions, found.label_ids),
     )
-    trainer.add_callback(
-        MetricsCallback(run.log, config, begin=lambda: _begin(run), rows=lambda: int(trainer.rows))
+    trainer.watch = MetricsCallback(
+        run.log, config, begin=lambda: _begin(run), rows=lambda: int(trainer.rows)
     )
+    trainer.add_callback(trainer.watch)
     trainer.mismatched = rows.get("validation_mismatched")
     trainer.remove_callback(PrinterCallback)
     _describe(model, splits, run)
@@ -208,11 +204,8 @@ def mean_loss(
     Left to itself the Trainer takes a classifier's loss for one that is divided already: its
     gradients are as many times too large as there are processes and accumulated batches.
 
-    Args:
-        task: cross-entropy, or the squared error of a regression.
-        outputs: with logits (B, outputs).
-        labels: (B,).
-        num_items_in_batch: rows of the step, on all processes; None: those of this batch.
+    The logits are (B, outputs), the labels (B,). ``num_items_in_batch`` counts rows of the step, on
+    all processes; None: those of this batch.
     """
     logits = outputs.logits.float()
     if task.is_regression:
@@ -227,10 +220,7 @@ def _read(config: GlueConfig) -> dict[str, TaskSplit]:
     for name, path in find_files(config).items():
         limits = {"train": config.max_train_samples, "validation": config.max_eval_samples}
         most = limits.get(name.removesuffix("_mismatched"))
-        if path is None:
-            splits[name] = read_hub(config, name, first=most)
-        else:
-            splits[name] = read_split(path, config, name, first=most)
+        splits[name] = read_split(path, config, name, first=most)
     return splits
 
 
@@ -254,7 +244,7 @@ def _describe(model: PreTrainedModel, splits: dict[str, TaskSplit], run: Run[Glu
 
 def _train(trainer: GlueTrainer, run: Run[GlueConfig]) -> None:
     done = trainer.train(resume_from_checkpoint=run.config.resume_from_checkpoint)
-    if _watch_of(trainer).first_step == trainer.state.global_step:
+    if trainer.watch.first_step == trainer.state.global_step:
         run.log.say("trained: the run was at its end already")
         return
     run.log.write("event", trainer.state.global_step, {"name": "trained"})
@@ -262,19 +252,12 @@ def _train(trainer: GlueTrainer, run: Run[GlueConfig]) -> None:
     trainer.save_state()
 
 
-def _watch_of(trainer: GlueTrainer) -> MetricsCallback:
-    return next(
-        each for each in trainer.callback_handler.callbacks if isinstance(each, MetricsCallback)
-    )
-
-
 def _evaluate(trainer: GlueTrainer, run: Run[GlueConfig]) -> None:
     """Measures after the last step, which the Trainer may have taken already."""
-    watch = _watch_of(trainer)
-    if watch.step != trainer.state.global_step:
+    if trainer.watch.step != trainer.state.global_step:
         trainer.evaluate()
-    trainer.save_metrics("eval", jsonable(watch.metrics))
-    run.record.update({"results": watch.metrics})
+    trainer.save_metrics("eval", jsonable(trainer.watch.metrics))
+    run.record.update({"results": trainer.watch.metrics})
 
 
 def _predict(
@@ -285,27 +268,20 @@ def _predict(
     directory: Path,
 ) -> None:
     """Write the label found for each test row."""
+    labels = config.task.labels
     for name, task in (("test", config.task_name), ("test_mismatched", "mnli-mm")):
         if name not in splits:
             continue
         rows = tokenize(splits[name].examples, tokenizer, config)
         found = predictions(config.task, trainer.predict(rows).predictions)
+        words = [labels[int(each)] if labels else f"{each:.3f}" for each in found]
+        lines = ["index\tprediction", *(f"{number}\t{word}" for number, word in enumerate(words))]
         if trainer.is_world_process_zero():
-            _write_predictions(directory / f"predict_results_{task}.txt", config, found)
-
-
-def _write_predictions(path: Path, config: GlueConfig, found: np.ndarray) -> None:
-    labels = config.task.labels
-    words = [labels[int(each)] for each in found] if labels else [f"{each:.3f}" for each in found]
-    lines = ["index\tprediction", *(f"{number}\t{word}" for number, word in enumerate(words))]
-    write_whole(path, "\n".join(lines) + "\n")
+            write_whole(directory / f"predict_results_{task}.txt", "\n".join(lines) + "\n")
 
 
 def _save(
-    trainer: GlueTrainer,
-    tokenizer: PreTrainedTokenizerBase,
-    run: Run[GlueConfig],
-    directory: Path,
+    trainer: GlueTrainer, tokenizer: PreTrainedTokenizerBase, run: Run[GlueConfig], directory: Path
 ) -> None:
     """The adapter with its head, or after full fine-tuning the model."""
     config = run.config

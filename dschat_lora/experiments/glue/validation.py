@@ -91,11 +91,6 @@ def with_start(config: GlueConfig, source: ModelSource) -> GlueConfig:
     return replace(config, model_name_or_path=source.base, lora_path=path)
 
 
-def with_checkpoint(config: GlueConfig, source: ModelSource) -> GlueConfig:
-    """With the checkpoint to resume from, and the options of its run."""
-    return settle(config)
-
-
 def check_packages(config: GlueConfig, source: ModelSource) -> None:
     """Refuse to run without the packages of GLUE."""
     for package in ("accelerate", "scipy", "sklearn"):
@@ -196,7 +191,7 @@ def check_output_dir(config: GlueConfig, source: ModelSource) -> None:
 # In this order: the first that fails is the one a user reads.
 GLUE_CHECKS: tuple[Check[GlueConfig, ModelSource], ...] = (
     with_start,
-    with_checkpoint,
+    lambda config, _: settle(config),
     check_packages,
     check_options_agree,
     with_adapter_settings,

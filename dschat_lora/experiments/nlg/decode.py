@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,8 @@ def _decode(config: DecodeConfig) -> None:
         ]
         lines = torch.cat([lines, torch.tensor(padded, device=device())])
     found = {i: ids[:length] for i, length, *ids in gather_over_ranks(lines).tolist()}
-    predictions = [_plain(tokenizer, found[i]) for i in range(len(meanings))]
+    plain = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    predictions = [_clean(plain(found[i])) for i in range(len(meanings))]
     text = "".join(_lines(meanings, predictions))
     on_rank_zero(lambda: write_whole(Path(config.output_path).expanduser(), text))
     log_once(f"{len(meanings):,} meanings written to {config.output_path}")
@@ -124,14 +126,9 @@ def _load(config: DecodeConfig, source: ModelSource, tokenizer: Tokenizer) -> An
         lora = lora_config_of_file(
             file, lora_alpha=config.lora_alpha, enable_lora=config.enable_lora
         )
+    dtype = DTYPES[resolve_dtype(config.dtype)]
     adapted = build_causal_lm(
-        source,
-        tokenizer,
-        config.model,
-        lora,
-        dtype=DTYPES[resolve_dtype(config.dtype)],
-        seed=0,
-        meta=False,
+        source, tokenizer, config.model, lora, dtype=dtype, seed=0, meta=False
     )
     if file is not None:
         load_lora_only(adapted.model, file)
@@ -171,11 +168,6 @@ def _prompts(
             f"{meanings[longest].text[:60]!r} exceed the model's {limit} positions"
         )
     return prompts
-
-
-def _plain(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return _clean(text)
 
 
 def _clean(text: str) -> str:

@@ -26,9 +26,8 @@ def run_evaluate(config: EvaluateConfig) -> None:
         return
     try:
         predictions = chosen_predictions(config)
-        limit = config.ref_num
-        if limit is None:
-            limit = PUBLISHED_REFERENCES[config.profile]
+        published, wanted = PUBLISHED_REFERENCES[config.profile], config.ref_num
+        limit = published if wanted is None else wanted
         predictions = prepared(predictions, config.profile, limit=limit)
         references = sum(len(each.references) for each in predictions)
         log_once(

@@ -13,9 +13,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import reduce
 from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import zip_longest
+from operator import or_
+from types import SimpleNamespace
 from typing import Any
 
 from nltk.stem.porter import PorterStemmer
@@ -50,15 +53,10 @@ _PUNCTUATION = {
 
 @dataclass(frozen=True)
 class Score:
-    """A metric over a whole test set.
+    """A metric over a whole test set."""
 
-    Attributes:
-        value: in the metric's own scale.
-        signature: which variant it is, and of which version.
-    """
-
-    value: float
-    signature: str
+    value: float  # in the metric's own scale
+    signature: str  # which variant it is, and of which version
 
 
 def bleu(hypotheses: Texts, references: References) -> Score:
@@ -67,11 +65,8 @@ def bleu(hypotheses: Texts, references: References) -> Score:
     As mteval-v13a of the E2E challenge and multi-bleu-detok of WebNLG define it (Papineni et
     al. 2002): 0 where no 4-gram agrees.
     """
-    return _by_sacrebleu(
-        BLEU(lowercase=True, tokenize="13a", smooth_method="none", force=True),
-        hypotheses,
-        references,
-    )
+    metric = BLEU(lowercase=True, tokenize="13a", smooth_method="none", force=True)
+    return _by_sacrebleu(metric, hypotheses, references)
 
 
 def chrf(hypotheses: Texts, references: References) -> Score:
@@ -138,7 +133,8 @@ def nist(hypotheses: Texts, references: References) -> Score:
     wanted = sum(sum(map(len, each)) / len(each) for each in others)
     ratio = min(1.0, length / wanted) if wanted else 0.0
     penalty = math.exp(-NIST_BETA * math.log(ratio) ** 2) if ratio else 0.0
-    return Score(total * penalty, f"own, n 1-5, tok:13a, lower case, {_sacrebleu()}")
+    known = f"own, n 1-5, tok:13a, lower case, sacrebleu {version('sacrebleu')}"
+    return Score(total * penalty, known)
 
 
 def rouge_l(hypotheses: Texts, references: References) -> Score:
@@ -232,10 +228,6 @@ def _streams(references: References) -> list[list[str | None]]:
     return [list(stream) for stream in zip_longest(*references)]
 
 
-def _sacrebleu() -> str:
-    return f"sacrebleu {version('sacrebleu')}"
-
-
 def _ngrams(tokens: Tokens, n: int) -> Counter[Tokens]:
     return Counter(tokens[i : i + n] for i in range(len(tokens) - n + 1))
 
@@ -251,10 +243,7 @@ def _length(counts: Counter[Tokens]) -> int:
 
 def _agreeing(found: Counter[Tokens], others: Sequence[Counter[Tokens]]) -> Counter[Tokens]:
     """Counts of ``found``, clipped at the most in one of ``others``."""
-    most: Counter[Tokens] = Counter()
-    for other in others:
-        most |= other
-    return found & most
+    return found & reduce(or_, others)
 
 
 def _common_subsequence(first: Tokens, second: Tokens) -> int:
@@ -276,20 +265,14 @@ def _cosine(own: dict[Tokens, float], other: dict[Tokens, float]) -> float:
     return sum(min(own[k], other[k]) * other[k] for k in common) / norms if norms else 0.0
 
 
-class _NoSynonyms:
-    """Stands in for WordNet, whose data is a download of its own."""
-
-    def synsets(self, word: str) -> tuple[()]:
-        return ()
-
-
 def _word_net() -> tuple[Any, str]:
+    """WordNet, or where its data, a download of its own, is missing, one without synonyms."""
     from nltk.corpus import wordnet
 
     try:
         wordnet.ensure_loaded()
     except LookupError:
-        return _NoSynonyms(), ""
+        return SimpleNamespace(synsets=lambda word: ()), ""
     return wordnet, ", synonyms"
 
 

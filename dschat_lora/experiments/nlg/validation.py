@@ -10,7 +10,7 @@ from typing import Any
 
 from dschat_lora.algos.schedules import constant, cosine, cycle, linear
 from dschat_lora.checkpoint.adapter_config import verify_adapter
-from dschat_lora.config.groups import DataConfig, LoraConfig
+from dschat_lora.config.groups import DataConfig
 from dschat_lora.data.rows import check_sources
 from dschat_lora.experiments.nlg.config import (
     DecodeConfig,
@@ -19,12 +19,7 @@ from dschat_lora.experiments.nlg.config import (
     NlgOptimConfig,
 )
 from dschat_lora.models.source import ModelSource, find_model
-from dschat_lora.runtime.checks import (
-    Check,
-    check_can_be_made,
-    check_task,
-    model_fields,
-)
+from dschat_lora.runtime.checks import Check, check_can_be_made, check_task, model_fields
 from dschat_lora.runtime.resume import read_state
 from dschat_lora.runtime.validation import StageRules, check_supervised
 
@@ -34,24 +29,16 @@ _RATES = ("lora_learning_rate", "lora_lr_multiplier", "num_warmup_steps")
 
 
 def with_query_and_value(config: NlgConfig, source: ModelSource) -> NlgConfig:
-    """With new adapters on queries and values, unless an option says otherwise."""
-    if source.adapter is not None or config.lora.lora_dim == 0:
+    """With new adapters on queries and values, packed in GPT-2 with keys, unless options differ."""
+    lora, given = config.lora, config.given
+    if source.adapter is not None or lora.lora_dim == 0:
         return config
-    model_type = str(model_fields(source).get("model_type", "gpt2"))
-    return replace(config, lora=query_and_value(config.lora, model_type, config.given))
-
-
-def query_and_value(lora: LoraConfig, model_type: str, given: frozenset[str]) -> LoraConfig:
-    """Factors for the projections of queries and values, packed in GPT-2 with those of keys.
-
-    What is ``given`` stays.
-    """
+    packed = model_fields(source).get("model_type", "gpt2") == "gpt2" or "enable_lora" in given
     if not _TARGETS & given:
-        packed = model_type == "gpt2" or "enable_lora" in given
         lora = replace(lora, target_modules=("c_attn",) if packed else ("q_proj", "v_proj"))
     if "enable_lora" not in given and lora.target_modules == ("c_attn",):
         lora = replace(lora, enable_lora=("q", "v"))
-    return lora
+    return replace(config, lora=lora)
 
 
 def check_cycle(config: NlgConfig, source: ModelSource) -> None:
