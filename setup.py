@@ -48,6 +48,7 @@ setup(
         "psutil>=5.9,<8",
         "pyyaml>=6,<7",
         "tqdm>=4.66,<5",
+        "regex>=2024.4.16",
     ],
     extras_require={
         "bench": BENCH,

@@ -39,8 +39,8 @@ FLOORS = [
         "data": Room(
             "algos config", "datasets jinja2 numpy pyarrow torch", "nlg readers rows sources"
         ),
-        "engine": Room("config", "deepspeed psutil torch", "ds_config"),
-        "lora": Room("config", "torch"),
+        "engine": Room("config", "deepspeed psutil torch", "ds_config meeting peers"),
+        "lora": Room("config", "regex torch"),
     },
     {
         "checkpoint": Room(
@@ -62,7 +62,7 @@ FLOORS = [
         "runtime": Room(
             "algos assets checkpoint config data engine lora models perf report",
             "psutil safetensors torch transformers",
-            "checks resume validation",
+            "checks resume stage_main validation",
         ),
     },
     {

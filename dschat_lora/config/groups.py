@@ -365,6 +365,11 @@ class RunConfig:
         None, help="directory of TensorBoard files; default OUTPUT_DIR/tensorboard"
     )
     print_loss: bool = option(False, help="print the loss at every optimizer step")
+    distributed_timeout: float = option(
+        120.0,
+        help="seconds after which a process that is not heard of ends the run (300 at least until "
+        "the first step is over)",
+    )
     dry_run: bool = option(False, help="check everything but the weights, print, and stop")
 
     def __post_init__(self) -> None:
@@ -372,6 +377,7 @@ class RunConfig:
         saving = ("save_interval", "save_minutes", "save_total_limit")
         require_numbers(self, ">= 0", *evaluation, *saving)
         require_numbers(self, ">= 1", "logging_steps")
+        require_numbers(self, "> 0", "distributed_timeout")
         require(0 <= self.seed < 2**63, "seed", self.seed, "in [0, 2**63)")
         if self.output_dir is not None and Path(self.output_dir).is_file():
             raise ValueError(f"--output_dir {self.output_dir} is a file, not a directory")

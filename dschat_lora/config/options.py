@@ -168,7 +168,26 @@ def read_mapping(path: str, *, label: str) -> dict[str, Any]:
         raise ValueError(f"{label} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{label} must hold 'option: value' lines")
+    if _is_larger(content, _MOST_VALUES):
+        raise ValueError(
+            f"{label} holds more than {_MOST_VALUES:,} values, its aliases written out"
+        )
     return content
+
+
+# Of a file of options; aliases that refer to aliases can make a short file endless.
+_MOST_VALUES = 100_000
+
+
+def _is_larger(content: object, most: int) -> bool:
+    """Whether ``content`` holds more than ``most`` values, lists and mappings."""
+    waiting, count = [content], 0
+    while waiting and count <= most:
+        value = waiting.pop()
+        count += 1
+        if isinstance(value, dict | list):
+            waiting += value.values() if isinstance(value, dict) else value
+    return count > most
 
 
 def options_of(
@@ -221,26 +240,6 @@ def command_line(values: Mapping[str, object]) -> list[str]:
     return argv
 
 
-def run_main(
-    config_class: type[ConfigT],
-    check: Callable[[ConfigT], ConfigT],
-    main: Callable[[ConfigT], None],
-    *,
-    description: str | None = None,
-    argv: Sequence[str] | None = None,
-    program: str | None = None,
-) -> None:
-    """Parse, check, run; a user's mistake ends as one line on stderr and exit code 2.
-
-    ``check`` finds mistakes before anything heavy is imported, and returns the resolved config.
-    """
-    try:
-        config = check(parse_config(config_class, argv, description=description, program=program))
-    except (ValueError, OSError) as error:
-        fail(str(error))
-    main(config)
-
-
 def chosen_verb(argv: Sequence[str], verbs: Sequence[str]) -> tuple[str, list[str]]:
     """The verb that a command line begins with, the first of ``verbs`` where it has none.
 
@@ -253,13 +252,24 @@ def chosen_verb(argv: Sequence[str], verbs: Sequence[str]) -> tuple[str, list[st
     return verbs[0], list(argv)
 
 
-def fail(message: str, *, code: int = 2, from_any_rank: bool = False) -> NoReturn:
-    """End the process with one line on stderr, from the first rank alone.
+_tell_others: Callable[[str, int], bool] | None = None
 
-    ``from_any_rank`` is for what may go wrong on one rank and not on the first.
-    """
-    if from_any_rank or os.environ.get("RANK", "0") == "0":
-        sys.stderr.write("error: " + " ".join(message.split()) + "\n")
+
+def pass_failures_to(tell: Callable[[str, int], bool] | None) -> None:
+    """Have :func:`fail` call ``tell(words, code)`` first: whether another process says it."""
+    global _tell_others
+    _tell_others = tell
+
+
+def fail(message: str, *, code: int = 2) -> NoReturn:
+    """End the process, and all others of the run, with one line on stderr from one of them."""
+    words = " ".join(message.split())
+    if _tell_others is None:
+        is_said = os.environ.get("RANK", "0") != "0"
+    else:
+        is_said = _tell_others(words, code)
+    if not is_said:
+        sys.stderr.write(f"error: {words}\n")
         sys.stderr.flush()
     raise SystemExit(code)
 

@@ -199,7 +199,7 @@ def read_content(directory: Path) -> dict[str, Any] | None:
         if manifest["name"] != directory.name:
             return None
         for name, digest in manifest["files"].items():
-            if file_digest(directory / name) != digest:
+            if Path(name).name != name or file_digest(directory / name) != digest:
                 return None
         content: dict[str, Any] = manifest["content"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

@@ -1,10 +1,12 @@
 """Joining the process group, and the few collectives the package needs."""
 
 import gc
+import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 from weakref import WeakSet
 
@@ -12,18 +14,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dschat_lora.engine.master_port import TIMEOUT, _forget_port, _settle_port
+from dschat_lora.engine import peers
+from dschat_lora.engine.meeting import settle_port
 
 ResultT = TypeVar("ResultT")
+# Of a collective. That a peer is lost is known long before, by engine/peers.py.
+TIMEOUT = timedelta(hours=2)
 
 
 def init_distributed() -> None:
     """Join the process group of the launcher, or form one of a single process without it.
 
-    A single node whose MASTER_PORT is taken moves to a free port.
+    A single host whose MASTER_PORT is taken moves to a free port.
 
     Raises:
-        ValueError: where the port is taken and several nodes would have to agree on another.
+        ValueError: if the processes cannot meet.
     """
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
         os.environ.setdefault(name, value)
@@ -32,7 +37,9 @@ def init_distributed() -> None:
     import deepspeed  # late: GLUE can do without it
     from deepspeed.accelerator import get_accelerator
 
-    _settle_port()
+    if os.environ["WORLD_SIZE"] == "1":
+        settle_port()
+    peers.join()
     if device().type != "cpu":
         get_accelerator().set_device(local_rank())
     # Compiled at the first use on CPU, for inference alone. A compile that is killed leaves a
@@ -47,7 +54,6 @@ def init_distributed() -> None:
             f"another run took the port; start again, or choose one with: deepspeed "
             f"--master_port PORT ... ({error})"
         ) from error
-    _forget_port()
 
 
 class Destroyable(Protocol):
@@ -84,6 +90,7 @@ def shutdown() -> None:
         dist.destroy_process_group()
     else:
         comm.destroy_process_group()  # and what DeepSpeed remembers of groups
+    peers.leave()
 
 
 def _destroy_engines() -> None:
@@ -283,11 +290,21 @@ def broadcast_(tensor: Tensor) -> Tensor:
 
 def broadcast_string(fact: str) -> str:
     """Rank 0's ``fact``; call on every rank."""
-    if not dist.is_initialized():
-        return fact
-    box = [fact]
-    dist.broadcast_object_list(box, 0, device=_meeting_device())
-    return box[0]
+    return _broadcast_text(fact, 0) if dist.is_initialized() else fact
+
+
+def _broadcast_text(text: str, source: int) -> str:
+    """The text of the rank ``source``; call on every rank. Bytes, for nobody unpickles a peer's."""
+    content = text.encode()
+    size = torch.tensor([len(content)], device=_meeting_device())
+    dist.broadcast(size, source)
+    data = torch.zeros(int(size), dtype=torch.uint8)
+    if rank() == source:
+        data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    data = data.to(_meeting_device())
+    if len(data):
+        dist.broadcast(data, source)
+    return bytes(data.tolist()).decode()
 
 
 def local_rank_first(function: Callable[[], ResultT]) -> ResultT:
@@ -328,11 +345,37 @@ def raise_together(function: Callable[[], ResultT]) -> ResultT:
     first = -int(max_over_ranks(-float(rank() if failure is not None else world_size())))
     if first == world_size():
         return result
-    box = [str(failure), str(isinstance(failure, ValueError))]
-    dist.broadcast_object_list(box, first, device=device())
-    if box[1] == "True":
-        raise ValueError(box[0]) from failure
-    raise failure or RuntimeError(f"rank {first} failed: {box[0]}")
+    mine = [str(failure), isinstance(failure, ValueError)]
+    words, is_mistake = json.loads(_broadcast_text(json.dumps(mine), first))
+    if is_mistake:
+        raise ValueError(words) from failure
+    raise failure or RuntimeError(f"rank {first} failed: {words}")
+
+
+def check_same(facts: Mapping[str, str], *, remedy: str) -> None:
+    """Refuse to go on where a process has something else than rank 0; call on every rank.
+
+    Args:
+        facts: texts by name, the same names everywhere; one that is empty is not compared.
+        remedy: what to do about a difference.
+
+    Raises:
+        ValueError: on every rank, naming the first rank that differs, its host, and what differs.
+    """
+    if world_size() == 1:
+        return
+    first: dict[str, str] = json.loads(broadcast_string(json.dumps(facts)))
+
+    def compare() -> None:
+        differing = [name for name, text in facts.items() if text and text != first[name]]
+        if differing:
+            shown = (f"{name} ({facts[name]} here, {first[name]} there)" for name in differing)
+            raise ValueError(
+                f"{peers.name_of(rank())} differs from {peers.name_of(0)} in {', '.join(shown)}; "
+                f"{remedy}"
+            )
+
+    raise_together(compare)
 
 
 def _run_and_share_exit(function: Callable[[], ResultT]) -> ResultT:

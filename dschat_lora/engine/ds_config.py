@@ -25,6 +25,12 @@ _SHARED = {
 _FOREIGN = ("tensor_parallel", "autotp_size", "sequence_parallel_size")
 # Fields of ZeRO whose groups are made of neighbouring processes, and what turns them off.
 _CROSSING = {"zero_hpz_partition_size": 1, "zero_quantized_gradients": False}
+# Fields by which DeepSpeed writes files of its own.
+_WRITING = (
+    *("tensorboard", "csv_monitor", "wandb", "comet", "flops_profiler.output_file"),
+    *("zero_optimization.offload_param.nvme_path", "aio"),
+    "zero_optimization.offload_optimizer.nvme_path",
+)
 _SECTIONS = ("zero_optimization", "bf16", "fp16", "optimizer", "scheduler")
 _WHOLE = ("a whole number", lambda value: type(value) is int)
 _SWITCH = ("true or false", lambda value: isinstance(value, bool))
@@ -65,6 +71,12 @@ def read_deepspeed_json(path: str | None) -> dict[str, Any]:
         )
     _check_fields(path, content)
     return content
+
+
+def fields_that_write(path: str) -> list[str]:
+    """Fields of the file in ``path`` by which DeepSpeed writes files of its own."""
+    content = read_deepspeed_json(path)
+    return [field for field in _WRITING if _lookup(content, field) is not None]
 
 
 def _check_fields(path: str, content: Mapping[str, Any]) -> None:

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
+import regex
 from torch import nn
 
 from dschat_lora.config.groups import LoraConfig
@@ -12,6 +13,7 @@ from dschat_lora.lora.groups import Groups, groups_of_parts
 from dschat_lora.lora.layers import full_shape, is_conv1d
 from dschat_lora.lora.parallel import ParallelEmbedding, ParallelLinear
 
+PATTERN_SECONDS = 1.0
 ALL_LINEAR = "all-linear"
 _REGEX_CHARACTERS = frozenset("*?+()[]{}|\\^$")
 # By model type, the layer whose outputs are all of q, then all of k, then all of v. Others pack
@@ -185,12 +187,18 @@ def _is_adaptable(module: nn.Module) -> bool:
 
 def _matching_regex(pattern: str, names: list[str]) -> set[str]:
     try:
-        compiled = re.compile(pattern)
-    except re.error as error:
+        compiled = regex.compile(pattern)
+        # Some patterns, perhaps of a stranger's adapter, would be tried for ever.
+        chosen = {name for name in names if compiled.fullmatch(name, timeout=PATTERN_SECONDS)}
+    except regex.error as error:
         raise ValueError(
             f"--target_modules {pattern!r} is no regular expression: {error}"
         ) from None
-    chosen = {name for name in names if compiled.fullmatch(name)}
+    except TimeoutError:
+        raise ValueError(
+            f"--target_modules {pattern!r} takes more than {PATTERN_SECONDS:g} s to match a name; "
+            "write a simpler pattern, without repetitions inside repetitions"
+        ) from None
     _require_match(chosen, "--target_modules", pattern, names)
     return chosen
 

@@ -78,6 +78,6 @@ def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in ``path``; empty if there is none that can be read."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -21,6 +21,7 @@ from dschat_lora.rlhf.rewards import RewardFunction, load_function
 from dschat_lora.rlhf.roles import Roles, build_roles
 from dschat_lora.rlhf.throughput import FlopCounter
 from dschat_lora.rlhf.validation import Sources, find_sources, shares_base, text_data
+from dschat_lora.runtime.consistency import check_same_models
 from dschat_lora.runtime.memory import free_memory
 from dschat_lora.runtime.run import Run
 from dschat_lora.runtime.setup import (
@@ -68,6 +69,7 @@ def set_up(run: Run[RlhfConfig]) -> RlhfSetup:
     if config.load.compile:
         prepare_to_compile(run)
     sources = find_sources(config)
+    check_same_models(sources.actor, sources.critic)
     tokenizer = _load_tokenizer(config, sources)
     function, judge = (
         None if name is None else load_function(option, name, tokenizer)

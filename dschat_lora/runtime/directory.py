@@ -59,6 +59,7 @@ class RunDirectory:
             ValueError: if a living run writes to it.
         """
         path = Path(given).expanduser()
+        check_links(path)
         check_idle(path)
         clear_unfinished(path)
         return cls(path)
@@ -84,6 +85,20 @@ class RunDirectory:
             (self.path / name).unlink(missing_ok=True)
         if not any(self.path.iterdir()):
             self.path.rmdir()
+
+
+def check_links(directory: Path) -> None:
+    """Refuse to write through a link out of the directory, which may be somebody else's.
+
+    Raises:
+        ValueError: naming the link and where it leads.
+    """
+    for path in (directory / name for name in (*_KEPT, "tensorboard", CHECKPOINTS)):
+        if path.is_symlink() and not path.resolve().is_relative_to(directory.resolve()):
+            raise ValueError(
+                f"{path} is a link to {path.resolve()}; a run writes to its own directory alone: "
+                "remove the link, or make --output_dir itself a link"
+            )
 
 
 def _first_free(name: str) -> Path:

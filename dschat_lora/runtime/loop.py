@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from dschat_lora.engine import peers
 from dschat_lora.report.log import RunLog
 from dschat_lora.runtime.checkpointer import Checkpointer
 from dschat_lora.runtime.signals import StopRequested
@@ -110,6 +111,7 @@ def run_loop(
         saved = checkpointer.after_step(
             progress.step, outcome.requests, skipped=outcome.skipped, last=last
         )
+        peers.after_a_step()
         if saved or evaluates:
             restart_clock()
 

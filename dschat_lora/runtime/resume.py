@@ -1,9 +1,8 @@
 """Which checkpoint a run goes on from, and with which options; settled before anything heavy."""
 
-import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -18,10 +17,18 @@ from dschat_lora.checkpoint.history import (
     newest_valid,
 )
 from dschat_lora.checkpoint.manifest import MANIFEST, DamagedError, verify
-from dschat_lora.config.options import build_config, typed_options, value_text
+from dschat_lora.config.options import (
+    build_config,
+    command_line,
+    option_names,
+    options_of,
+    typed_options,
+    value_text,
+)
 from dschat_lora.config.stages import StageConfig
+from dschat_lora.engine.ds_config import fields_that_write
 from dschat_lora.models.tensor_parallel_checks import check_processes
-from dschat_lora.report.directory import check_idle, newest_directory
+from dschat_lora.report.directory import check_idle, newest_directory, read_object
 from dschat_lora.report.terminal import log_once
 
 ConfigT = TypeVar("ConfigT", bound=StageConfig)
@@ -31,6 +38,10 @@ _OF_THE_PROCESS = (
     *("output_dir", "overwrite_output_dir", "resume_from_checkpoint"),
     *("dry_run", "deepspeed"),
 )
+# What runs code of the user's choice, or writes outside the run: a checkpoint, which may be
+# somebody else's, decides neither.
+_RUNS_CODE = ("trust_remote_code", "reward_function", "judge_function")
+_WRITES_ELSEWHERE = ("tensorboard_path", "data_output_path")
 # What the state means depends on these; their values cannot change on the way.
 _FIXED = (
     *("lora_dim", "lora_alpha", "use_rslora", "target_modules", "lora_module_name"),
@@ -129,8 +140,15 @@ def settle(config: ConfigT, *, stage: str) -> ConfigT:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """What a verified checkpoint holds besides tensors."""
-    state: dict[str, Any] = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
+    """What a verified checkpoint holds besides tensors.
+
+    Raises:
+        ValueError: if it is not what a run writes.
+    """
+    state = read_object(checkpoint / STATE_FILE)
+    objects = [state.get(name) for name in ("identity", "config", "options")]
+    if type(state.get("step")) is not int or not all(isinstance(each, dict) for each in objects):
+        raise ValueError(f"{checkpoint / STATE_FILE} is not the state of a run")
     return state
 
 
@@ -235,7 +253,8 @@ def _with_options_of(state: Mapping[str, Any], config: ConfigT, path: Path) -> C
         for name, (before, after) in changed.items()
         if name in fixed
     ]
-    merged = build_config(type(config), {**_inherited(state["options"], now), **now})
+    inherited = _inherited(type(config), state, now, path)
+    merged = build_config(type(config), {**inherited, **now})
     if merged.optim.num_train_epochs == 0:
         raise ValueError(
             "--num_train_epochs 0 evaluates a model, and --resume_from_checkpoint goes on training "
@@ -273,12 +292,44 @@ def _check_groups(config: StageConfig, path: Path, *, typed: bool) -> None:
         ) from error
 
 
-def _inherited(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of the checkpoint that no typed one stands in for."""
+def _inherited(
+    config_class: type[ConfigT], state: Mapping[str, Any], now: Mapping[str, Any], path: Path
+) -> dict[str, Any]:
+    """Options of the checkpoint that no typed one stands in for, checked as if they were typed.
+
+    Raises:
+        ValueError: if one runs code, which has to be typed again.
+    """
+    then: dict[str, Any] = state["options"]
+    again = [name for name in _RUNS_CODE if then.get(name) and name not in now]
+    if again:
+        raise ValueError(
+            f"--resume_from_checkpoint {path} was made with {_typed(again, then)}, which runs code "
+            "that a checkpoint may not choose; if you trust it, type it again"
+        )
+    elsewhere = [name for name in _WRITES_ELSEWHERE if then.get(name) and name not in now]
+    if elsewhere:
+        log_once(
+            f"  note         not taken over from the checkpoint, as it reaches outside the run: "
+            f"{_typed(elsewhere, then)}; type it again where it is wanted"
+        )
+    file = then.get("deepspeed_config")
+    if file and "deepspeed_config" not in now and (fields := fields_that_write(file)):
+        raise ValueError(
+            f"--resume_from_checkpoint {path} was made with --deepspeed_config {file}, by which "
+            f"DeepSpeed writes files ({', '.join(fields)}); if you trust it, type it again"
+        )
     replaced = {
         name for rivals in _RIVALS for name in rivals if name not in now and rivals & now.keys()
     }
-    return {name: value for name, value in then.items() if name not in replaced}
+    known = {*option_names(config_class)} - replaced - {*_RUNS_CODE, *elsewhere}
+    kept = {name: value for name, value in then.items() if name in known and value is not None}
+    return options_of(config_class, kept, label=f"{path / STATE_FILE}: options")
+
+
+def _typed(names: Iterable[str], values: Mapping[str, Any]) -> str:
+    """The options as they are typed."""
+    return " ".join(command_line({name: values[name] for name in names}))
 
 
 def _with_same_rows(

@@ -13,9 +13,11 @@ import torch
 from safetensors import SafetensorError
 
 from dschat_lora.algos.seeds import stream_seed
+from dschat_lora.checkpoint.history import checkpoints_of
 from dschat_lora.config.groups import RunConfig
 from dschat_lora.config.options import build_config, fail, flatten, typed_options
 from dschat_lora.config.stages import StageConfig
+from dschat_lora.engine import peers
 from dschat_lora.engine.distributed import (
     broadcast_string,
     form_grid,
@@ -28,6 +30,7 @@ from dschat_lora.engine.distributed import (
 from dschat_lora.report.log import RunLog
 from dschat_lora.report.record import RunRecord, environment
 from dschat_lora.report.terminal import error_message
+from dschat_lora.runtime.consistency import check_same_options
 from dschat_lora.runtime.directory import RunDirectory
 from dschat_lora.runtime.resume import goes_on_in_place
 from dschat_lora.runtime.signals import Interrupts, Stopped, name_of
@@ -74,6 +77,7 @@ def open_run(
     """
     with ended_in_words() as ending:
         init_distributed()
+        peers.set_timeout(config.run.distributed_timeout)
         config = _resolved(config, check)
         form_grid(config.parallel.tensor_parallel_size)
         torch.manual_seed(stream_seed("build", config.run.seed))
@@ -132,6 +136,7 @@ def open_files(
     A dry run has no directory and writes nothing. If ``earlier``, log and record of an earlier run
     stay until it goes on. TensorBoard files go to ``tensorboard``. Call on every rank.
     """
+    check_same_options(config)
     active = rank() == 0
     opened = on_rank_zero(
         lambda: RunLog(directory, active=True, tensorboard=tensorboard, earlier=earlier)
@@ -145,6 +150,7 @@ def open_files(
         if directory is not None:
             log.say(f"output: {directory}")
         run = ending.run = Run(name, config, directory, log, record)
+        peers.on_loss(lambda words: _fate(run, words))
         with run.closing:
             yield run
         on_rank_zero(log.sync)
@@ -159,15 +165,41 @@ def ended_in_words() -> Iterator[Ending]:
     try:
         yield ending
     except BaseException as error:
-        _record_end(error, ending.run)
         if isinstance(error, Stopped):
             # What the frames of the stage hold, engines above all, must not outlive the group.
             traceback.clear_frames(error.__traceback__)
             shutdown()
+            raise
+        if isinstance(error, Exception) and not isinstance(error, ValueError | OSError):
+            peers.wait_for_verdict(error)
+        _record_end(error, ending.run)
         _fail_if_expected(error, ending)
+        # Not in order, as after training: that can wait for ranks that are gone.
+        peers.fail(*_last_words(error))
         raise
-    # Not after a failure: leaving the group can wait for ranks that are gone.
     shutdown()
+
+
+def _fate(run: Run[object], words: str | None) -> str:
+    """Record that other processes ended the run; what of it is saved, and how to go on."""
+    if run.record.is_open:
+        run.record.update({"status": f"failed: {words}"})
+    if run.directory is None or not run.directory.is_dir():
+        return ""  # a dry run, or another host's disk
+    saved = checkpoints_of(run.directory)
+    if not saved:
+        return "no checkpoint was saved"
+    return (
+        f"last checkpoint {saved[0].name}; resume with --output_dir {run.directory} "
+        "--resume_from_checkpoint latest"
+    )
+
+
+def _last_words(error: BaseException) -> tuple[str | None, int]:
+    """What the other processes hear of the end of this one, and its exit code."""
+    if isinstance(error, SystemExit):
+        return None, error.code if isinstance(error.code, int) else 1
+    return f"{type(error).__name__}: {error}", 1
 
 
 def _record_end(error: BaseException, run: Run[object] | None) -> None:
@@ -196,14 +228,5 @@ def _fail_if_expected(error: BaseException, ending: Ending) -> None:
         fail(words)
     if isinstance(error, KeyboardInterrupt):
         fail("stopped by SIGINT", code=130)
-    if isinstance(error, torch.OutOfMemoryError):
-        who = f"rank {rank()}: " if world_size() > 1 else ""
-        fail(who + words, code=1, from_any_rank=True)
-    if isinstance(error, OSError | SafetensorError) or _lost_others(error):
-        fail(words, code=1)
-
-
-def _lost_others(error: BaseException) -> bool:
-    """Whether rank 0, which says why, has left this rank alone."""
-    lost = ("Connection closed by peer", "Connection reset by peer")
-    return rank() > 0 and isinstance(error, RuntimeError) and any(t in str(error) for t in lost)
+    if isinstance(error, OSError | SafetensorError | torch.OutOfMemoryError | MemoryError):
+        fail(words or "out of memory", code=1)

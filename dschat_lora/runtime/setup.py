@@ -1,7 +1,5 @@
 """Setup that stages of one trained model or several share: data, memory, identity, engines."""
 
-import hashlib
-import json
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -15,7 +13,6 @@ from dschat_lora.algos.adamw import adamw_
 from dschat_lora.config.groups import DataConfig, ParallelConfig, RunConfig, ScheduleConfig
 from dschat_lora.config.options import flatten
 from dschat_lora.config.stages import StageConfig
-from dschat_lora.data.fingerprint import describe_tokenizer
 from dschat_lora.data.prepare import Prepared, prepare
 from dschat_lora.data.rows import DataKind
 from dschat_lora.engine.adamw import Update
@@ -38,6 +35,7 @@ from dschat_lora.models.build import AdaptedModel, can_recompute
 from dschat_lora.models.causal_lm import Tokenizer
 from dschat_lora.models.compile import check_compiler
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
+from dschat_lora.runtime.consistency import check_same_data, tokenizer_digest
 from dschat_lora.runtime.memory import settle_recomputation
 from dschat_lora.runtime.run import Run
 
@@ -98,6 +96,7 @@ def read_data(
             kind=kind,
         )
     )
+    check_same_data(prepared, tokenizer, name)
     for line in prepared.audit.lines():
         run.log.say(f"  {line}")
     audit = prepared.audit.to_dict()
@@ -202,10 +201,9 @@ def state_identity(
     """
     if data_rank() != 0:
         return {}
-    rules = json.dumps(describe_tokenizer(tokenizer), sort_keys=True)
     return {
         "model": base_fingerprint(adapted.model),
-        "tokenizer": hashlib.blake2b(rules.encode(), digest_size=16).hexdigest(),
+        "tokenizer": tokenizer_digest(tokenizer),
         "train_data": data.train.digest(),
         "eval_data": data.eval.digest(),
         "dtype": settings.dtype,

@@ -22,6 +22,7 @@ from dschat_lora.models.causal_lm import Tokenizer, load_tokenizer
 from dschat_lora.models.compile import compile_blocks
 from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.models.views import ModuleT
+from dschat_lora.runtime.consistency import check_same_models
 from dschat_lora.runtime.memory import estimate_memory_of, explaining_memory, free_memory
 from dschat_lora.runtime.run import Run
 from dschat_lora.runtime.setup import (
@@ -72,6 +73,7 @@ def set_up(
     if config.model.compile:
         prepare_to_compile(run)
     source = find_model(config.model.model_name_or_path)
+    check_same_models(source)
     group = tensor_group(config.parallel)
     check_targets(source, config.model, config.lora, task, group=group)
     tokenizer = load_tokenizer(source.tokenizer, config.model)

@@ -15,9 +15,9 @@ from dschat_lora.config.options import (
     group,
     option,
     parse_config,
-    run_main,
 )
 from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, SupervisedConfig
+from dschat_lora.runtime.stage_main import run_main
 from dschat_lora.runtime.validation import check_supervised
 from helpers.step1 import parsed
 

@@ -24,10 +24,12 @@ class Launcher:
 
     Args:
         directory: receives what the commands write to their terminals.
+        prefix: command by which the server is started, such as that of another host.
         environment: added to this process's, for the server and for every command.
     """
 
-    def __init__(self, directory, **environment):
+    def __init__(self, directory, *, prefix=(), **environment):
+        self._prefix = prefix
         self._directory = Path(directory)
         self._directory.mkdir(parents=True, exist_ok=True)
         self._environment = {
@@ -41,8 +43,8 @@ class Launcher:
         self._server = None
         self._starts = 0
 
-    def start(self, argv, cwd, *, ranks=1, env=None, script=STEP1, listening=False):
-        """Run ``python script argv...`` in ``cwd`` on so many ranks of one node.
+    def start(self, argv, cwd, *, ranks=1, first=0, env=None, script=STEP1, listening=False):
+        """Run ``python script argv...`` in ``cwd`` on so many ranks of one node, from ``first`` on.
 
         Each reads its standard input from ``Running.inputs`` if it is ``listening``, else nothing.
         """
@@ -71,7 +73,7 @@ class Launcher:
                 "argv": [str(script), *(str(each) for each in argv)],
                 "cwd": str(cwd),
                 "in": str(source),
-                "environment": {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                "environment": {**common, "RANK": str(first + rank), "LOCAL_RANK": str(rank)},
                 "out": str(private / f"out-{rank}"),
                 "err": str(private / f"err-{rank}"),
             }
@@ -89,7 +91,7 @@ class Launcher:
     def _ask(self, request):
         if self._server is None:
             self._server = subprocess.Popen(
-                [sys.executable, "-m", "helpers.forkserver"],
+                [*self._prefix, sys.executable, "-m", "helpers.forkserver"],
                 # Arrow's allocator would start a thread, which children would miss.
                 env={**self._environment, "JE_ARROW_MALLOC_CONF": "background_thread:false"},
                 cwd=self._directory,  # first on its module path

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from dschat_lora.assets import BUNDLED_MODEL
-from dschat_lora.config.options import parse_config, run_main
+from dschat_lora.config.options import parse_config
 from dschat_lora.config.stages import SupervisedConfig
+from dschat_lora.runtime.stage_main import run_main
 from dschat_lora.runtime.validation import check_supervised
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -148,8 +148,8 @@ def test_endless_path_is_one_line_too(refused, option):
 def test_every_process_but_the_first_is_silent(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setattr(sys, "argv", ["main.py", "--lora_dm", "8"])
-    from dschat_lora.config.options import run_main
     from dschat_lora.config.stages import SupervisedConfig
+    from dschat_lora.runtime.stage_main import run_main
     from dschat_lora.runtime.validation import check_supervised
 
     with pytest.raises(SystemExit, match="2"):

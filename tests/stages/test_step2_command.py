@@ -18,8 +18,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from dschat_lora.assets import BUNDLED_DATA, BUNDLED_MODEL
 from dschat_lora.checkpoint.adapter_config import accept_adapter
-from dschat_lora.config.options import run_main
 from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, SupervisedConfig
+from dschat_lora.runtime.stage_main import run_main
 from dschat_lora.runtime.validation import DPO, REWARD, SFT, check_supervised
 from helpers.launcher import STEP1
 from helpers.step1 import ROOT, metrics, run, write_adapter_config, write_jsonl

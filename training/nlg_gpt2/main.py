@@ -9,9 +9,10 @@ Without a verb it trains. The loss is taken on the text and its end-of-sequence 
 
 import sys
 
-from dschat_lora.config.options import chosen_verb, run_main
+from dschat_lora.config.options import chosen_verb
 from dschat_lora.experiments.nlg.config import DecodeConfig, EvaluateConfig, NlgConfig
 from dschat_lora.experiments.nlg.validation import check_decode, check_evaluate, check_training
+from dschat_lora.runtime.stage_main import run_main
 
 
 def train(config: NlgConfig) -> None:

@@ -7,9 +7,9 @@ Rows come from the hub, or from local files (--data_dir, --train_file). What is 
 LoRA factors and the head; without --apply_lora every weight.
 """
 
-from dschat_lora.config.options import run_main
 from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.experiments.glue.validation import check_glue, describe_plan, fix_environment
+from dschat_lora.runtime.stage_main import run_main
 
 
 def main(config: GlueConfig) -> None:

@@ -8,8 +8,8 @@ is taken on completions and their end-of-sequence token only.
 
 from typing import TYPE_CHECKING
 
-from dschat_lora.config.options import run_main
 from dschat_lora.config.stages import SupervisedConfig
+from dschat_lora.runtime.stage_main import run_main
 from dschat_lora.runtime.validation import check_supervised
 
 if TYPE_CHECKING:

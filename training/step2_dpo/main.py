@@ -9,8 +9,8 @@ answer. Without --model_name_or_path and --data_path the bundled tiny model and 
 from functools import partial
 from typing import TYPE_CHECKING
 
-from dschat_lora.config.options import run_main
 from dschat_lora.config.stages import DpoStageConfig
+from dschat_lora.runtime.stage_main import run_main
 from dschat_lora.runtime.validation import DPO, check_supervised
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ Rows have a prompt, a chosen and a rejected answer, perhaps with a margin. Witho
 from functools import partial
 from typing import TYPE_CHECKING
 
-from dschat_lora.config.options import run_main
 from dschat_lora.config.stages import RewardStageConfig
+from dschat_lora.runtime.stage_main import run_main
 from dschat_lora.runtime.validation import REWARD, check_supervised
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ read. With no model and no data named, the bundled ones are used and the bundled
 
 from typing import TYPE_CHECKING
 
-from dschat_lora.config.options import run_main
 from dschat_lora.rlhf.config import RlhfConfig
 from dschat_lora.rlhf.validation import NAME, check_rlhf
+from dschat_lora.runtime.stage_main import run_main
 
 if TYPE_CHECKING:
     from dschat_lora.runtime.run import Run

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerState
 
+from dschat_lora.engine import peers
 from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.report.log import RunLog
 
@@ -44,6 +45,7 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers is
 
     def on_step_end(self, settings: object, state: object, control: object, **more: Any) -> None:
         """Move the progress bar."""
+        peers.after_a_step()
         self._log.advance()
 
     def on_log(

@@ -124,6 +124,11 @@ class GlueConfig:
         help="go on from a checkpoint: latest (of --output_dir), a checkpoint-N, or a run's "
         "directory; options not typed are those of its run",
     )
+    distributed_timeout: float = option(
+        120.0,
+        help="seconds after which a process that is not heard of ends the run (300 at least until "
+        "the first step is over)",
+    )
     dry_run: bool = option(False, help="check options and data, print, and stop")
 
     given: frozenset[str] = given_options()
@@ -134,7 +139,8 @@ class GlueConfig:
         require_numbers(self, "in [0, 1)", "classifier_dropout", "lora_dropout", "warmup_ratio")
         at_least_zero = ("weight_decay", "max_grad_norm", "warmup_steps", "dataloader_num_workers")
         require_numbers(self, ">= 0", *at_least_zero)
-        require_numbers(self, "> 0", "learning_rate", "lora_alpha")
+        positive = ("learning_rate", "lora_alpha", "distributed_timeout")
+        require_numbers(self, "> 0", *positive)
         wanted = "> 0; --no-do_train evaluates alone"
         require(self.num_train_epochs > 0, "num_train_epochs", self.num_train_epochs, wanted)
         require(self.max_steps == -1 or self.max_steps >= 1, "max_steps", self.max_steps, ">= 1")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dschat_lora.checkpoint.manifest import safetensors_header
-from dschat_lora.config.options import flatten, value_text
+from dschat_lora.config.options import flatten, options_of, value_text
 from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.report.directory import read_object
 
@@ -59,11 +59,18 @@ def settle(config: GlueConfig) -> GlueConfig:
         for name in now
         if name in typed & then.keys() and name not in _FREE and then[name] != now[name]
     ]
+    if then.get("trust_remote_code") and "trust_remote_code" not in config.given:
+        raise ValueError(
+            f"--resume_from_checkpoint {path} was made with --trust_remote_code, which runs code "
+            "that a checkpoint may not choose; if you trust it, type it again"
+        )
+    taken = {n: v for n, v in then.items() if n in now and n not in {*typed, *_OF_THE_PROCESS}}
+    given = {name: value for name, value in taken.items() if value is not None}
     inherited: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in then.items()
-        if name in now and name not in {*typed, *_OF_THE_PROCESS}
+        **dict.fromkeys(taken.keys() - given.keys()),
+        **options_of(GlueConfig, given, label=f"{path.parent / 'run.json'}: config"),
     }
+    inherited = {n: tuple(v) if isinstance(v, list) else v for n, v in inherited.items()}
     merged = replace(config, **inherited, resume_from_checkpoint=str(path), rejected=rejected)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     rows = [

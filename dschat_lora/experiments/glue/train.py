@@ -1,6 +1,8 @@
 """One GLUE task from its options to its results, by transformers' Trainer."""
 
+import hashlib
 import json
+import pickle
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -23,7 +25,8 @@ from transformers import (
 from dschat_lora.checkpoint.extract import empty_classifier, write_trained
 from dschat_lora.checkpoint.lora_only import LoraOnly
 from dschat_lora.checkpoint.staging import write_whole
-from dschat_lora.engine.distributed import init_distributed
+from dschat_lora.engine import peers
+from dschat_lora.engine.distributed import check_same, init_distributed, raise_together
 from dschat_lora.experiments.glue.callback import MetricsCallback, lines_until
 from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.experiments.glue.data import TaskSplit, find_files, read_split
@@ -38,7 +41,7 @@ from dschat_lora.experiments.glue.model import (
 from dschat_lora.experiments.glue.tasks import GlueTask
 from dschat_lora.experiments.glue.validation import earlier_run
 from dschat_lora.report.log import jsonable
-from dschat_lora.runtime.directory import RunDirectory
+from dschat_lora.runtime.directory import RunDirectory, check_links
 from dschat_lora.runtime.run import Run, claim_together, ended_in_words, open_files
 
 Rows = list[dict[str, Any]]
@@ -77,6 +80,7 @@ def run_glue(config: GlueConfig) -> None:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     with ended_in_words() as ending:
+        peers.set_timeout(config.distributed_timeout)
         settings = training_arguments(config)
         directory = claim_together(ending, lambda: _claimed(config))
         settings.output_dir = str(directory)
@@ -92,6 +96,7 @@ def _claimed(config: GlueConfig) -> RunDirectory:
         return RunDirectory.claim(config.output_dir, name=name, results=earlier_run)
     path = Path(config.output_dir or Path(config.resume_from_checkpoint).parent)
     path.mkdir(parents=True, exist_ok=True)
+    check_links(path)
     return RunDirectory(path, results=earlier_run)
 
 
@@ -165,7 +170,11 @@ def build_trainer(
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     torch.use_deterministic_algorithms(config.use_deterministic_algorithms)
     set_seed(config.seed)
-    splits = _read(config)
+    splits = raise_together(lambda: _read(config))
+    check_same(
+        {f"the {name} rows": _digest(split) for name, split in splits.items()},
+        remedy="give all hosts the same files",
+    )
     tokenizer = AutoTokenizer.from_pretrained(
         config.model_name_or_path, trust_remote_code=config.trust_remote_code
     )
@@ -224,6 +233,10 @@ def _read(config: GlueConfig) -> dict[str, TaskSplit]:
     return splits
 
 
+def _digest(split: TaskSplit) -> str:
+    return hashlib.blake2b(repr(split.examples).encode(), digest_size=16).hexdigest()
+
+
 def _describe(model: PreTrainedModel, splits: dict[str, TaskSplit], run: Run[GlueConfig]) -> None:
     """Say and record what is trained, and on what."""
     total = sum(p.numel() for p in model.parameters())
@@ -242,7 +255,38 @@ def _describe(model: PreTrainedModel, splits: dict[str, TaskSplit], run: Run[Glu
         run.log.say(f"{name}: {len(each.examples):,} rows of {each.source}{skipped}")
 
 
+# What DeepSpeed puts into its checkpoints besides tensors.
+_OF_DEEPSPEED = {
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+}
+
+
+def check_pickles(checkpoint: Path) -> None:
+    """Refuse a checkpoint of DeepSpeed's that runs code when it is read; it is not read here.
+
+    The Trainer's own files are read without the right to run any.
+
+    Raises:
+        ValueError: naming the file and what it calls.
+    """
+    for path in sorted(checkpoint.glob("global_step*/*.pt")):
+        try:
+            found = set(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+        except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+            raise ValueError(f"{path} is damaged, or no file of torch's: {error}") from None
+        if strange := sorted(found - _OF_DEEPSPEED):
+            raise ValueError(
+                f"{path} would call {', '.join(strange)} when it is read, which no checkpoint of a "
+                "run holds"
+            )
+
+
 def _train(trainer: GlueTrainer, run: Run[GlueConfig]) -> None:
+    if run.config.resume_from_checkpoint is not None:
+        check_pickles(Path(run.config.resume_from_checkpoint))
     done = trainer.train(resume_from_checkpoint=run.config.resume_from_checkpoint)
     if trainer.watch.first_step == trainer.state.global_step:
         run.log.say("trained: the run was at its end already")

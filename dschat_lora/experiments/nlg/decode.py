@@ -58,12 +58,11 @@ def run_decode(config: DecodeConfig) -> None:
         _decode(config)
     except (ValueError, OSError) as error:
         code = 1 if isinstance(error, OSError) else 2
-        fail(error_message(error), code=code, from_any_rank=isinstance(error, OSError))
+        fail(error_message(error), code=code)
     except torch.OutOfMemoryError:
         fail(
             "the GPU is full: lower --per_device_eval_batch_size or --num_beams",
             code=1,
-            from_any_rank=True,
         )
     shutdown()
 

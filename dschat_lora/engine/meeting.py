@@ -1,0 +1,350 @@
+"""How the processes of a run find each other, before torch is imported: sockets to rank 0."""
+
+import errno
+import hashlib
+import json
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+# Hosts may start one after another; a message is one line of JSON.
+MEETING_SECONDS = 300.0
+_LINE_LIMIT = 1 << 20
+_DEFAULT_PORT = "29500"
+
+
+@dataclass(frozen=True)
+class Member:
+    """A process of the run.
+
+    Attributes:
+        rank: among all, from 0.
+        host: name of its machine.
+        pid: there.
+        software: what has to be the same everywhere, by name.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    software: dict[str, str]
+
+
+class Connection:
+    """A socket that carries JSON objects, one a line. Sending is safe from any thread."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self._pending = b""
+        self._sending = Lock()
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send, unless the other side is gone, which its reader will see."""
+        with self._sending, suppress(OSError):
+            self.sock.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self) -> list[dict[str, Any]] | None:
+        """What has arrived, after waiting for some; None at the end, and after anything else."""
+        try:
+            data = self.sock.recv(1 << 16)
+            *lines, self._pending = (self._pending + data).split(b"\n")
+            messages = [json.loads(line) for line in lines]
+        except TimeoutError:
+            return []
+        except (OSError, ValueError):
+            return None
+        sound = data and len(self._pending) < _LINE_LIMIT
+        return messages if sound and all(isinstance(m, dict) for m in messages) else None
+
+    def receive_one(self, deadline: float) -> dict[str, Any] | None:
+        """The next message; None where there is none before the deadline."""
+        while (left := deadline - time.monotonic()) > 0:
+            self.sock.settimeout(left)
+            messages = self.receive()
+            if messages is None:
+                return None
+            if messages:
+                return messages[0]
+        return None
+
+    def close(self) -> None:
+        """Close the socket."""
+        with suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+        self.sock.close()
+
+
+def this_member() -> Member:
+    """This process, as its launcher and its machine say."""
+    rank, spread = int(os.environ["RANK"]), not _is_one_host()
+    return Member(rank, socket.gethostname(), os.getpid(), _software() if spread else {})
+
+
+def meet() -> tuple[dict[int, Connection], list[Member]]:
+    """Connect each rank with rank 0; call on every rank.
+
+    Sets MASTER_PORT to a port that is free on the first host, where a single host's is not, and,
+    where there are several hosts, MASTER_ADDR to an address in place of a name, and
+    GLOO_SOCKET_IFNAME to the network that leads to rank 0, unless it is set.
+
+    Returns:
+        The connections by rank (on rank 0 to all others, elsewhere to rank 0), and all members.
+
+    Raises:
+        ValueError: if the processes cannot meet.
+    """
+    me, size = this_member(), int(os.environ["WORLD_SIZE"])
+    deadline = time.monotonic() + MEETING_SECONDS
+    if me.rank == 0:
+        connections, members = _wait_for_all(me, size, deadline)
+    else:
+        connection = _reach_rank_zero(me, deadline)
+        connections, members = {0: connection}, _introduce(connection, me, deadline)
+    for connection in connections.values():
+        connection.sock.settimeout(10)
+        if connection.sock.family != socket.AF_UNIX:
+            _use_the_same_network(connection.sock, serves=me.rank == 0)
+    return connections, members
+
+
+# ---------------------------------------------------------------------------- rank 0
+
+
+def _wait_for_all(
+    me: Member, size: int, deadline: float
+) -> tuple[dict[int, Connection], list[Member]]:
+    connections: dict[int, Connection] = {}
+    members = {0: me}
+    with _listen() as listener:
+        while len(members) < size:
+            listener.settimeout(max(0.01, deadline - time.monotonic()))
+            try:
+                connection = Connection(listener.accept()[0])
+            except TimeoutError:
+                missing = [str(rank) for rank in range(size) if rank not in members]
+                known = ", ".join(sorted({member.host for member in members.values()}))
+                raise ValueError(
+                    f"{_ranks(missing)} did not arrive within {MEETING_SECONDS:g} s; those that "
+                    f"did are on {known}: start the others, and see docs/multi_node.md"
+                ) from None
+            member = _member(connection, size)
+            if member is None or member.rank in members:
+                connection.close()  # a stranger
+                continue
+            connections[member.rank], members[member.rank] = connection, member
+    in_order = [members[rank] for rank in range(size)]
+    for connection in connections.values():
+        connection.send({"members": [asdict(m) for m in in_order], "port": _port_to_tell()})
+    return connections, in_order
+
+
+def _member(connection: Connection, size: int) -> Member | None:
+    """Who has connected; None for a stranger."""
+    if connection.sock.family == socket.AF_UNIX:
+        credentials = connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        if struct.unpack("3i", credentials)[1] != os.getuid():
+            return None
+    message = connection.receive_one(time.monotonic() + 10)
+    try:
+        member = Member(**(message or {}))
+    except TypeError:
+        return None
+    return member if member.rank in range(1, size) else None
+
+
+def _listen() -> socket.socket:
+    """Where the other ranks will look for rank 0."""
+    if _is_one_host():
+        settle_port()
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(_name_on_this_host())
+        listener.listen(64)
+        return listener
+    wanted = 0 if _has_agent_store() else int(os.environ.get("MASTER_PORT", _DEFAULT_PORT))
+    listener = _server(wanted)
+    if _has_agent_store():
+        store = _agent_store()
+        store.set("port", str(listener.getsockname()[1]))
+    return listener
+
+
+def _server(port: int) -> socket.socket:
+    six = socket.has_dualstack_ipv6()
+    try:
+        return socket.create_server(
+            ("", port),
+            family=socket.AF_INET6 if six else socket.AF_INET,
+            backlog=1024,
+            dualstack_ipv6=six,
+        )
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ValueError(
+                f"port {port} of {os.environ['MASTER_ADDR']} is in use, probably by another run; "
+                "choose one with: deepspeed --master_port PORT ..."
+            ) from error
+        raise
+
+
+# ---------------------------------------------------------------------------- other ranks
+
+
+def _reach_rank_zero(me: Member, deadline: float) -> Connection:
+    address = os.environ["MASTER_ADDR"]
+    port = 0
+    while True:
+        try:
+            if _is_one_host():
+                sock = socket.socket(socket.AF_UNIX)
+                sock.connect(_name_on_this_host())
+                return Connection(sock)
+            port = port or _rank_zeros_port()
+            return Connection(socket.create_connection((address, port), timeout=5))
+        except socket.gaierror as error:
+            raise ValueError(
+                f"host {me.host} cannot resolve {address}, the name of rank 0's host ({error}): "
+                "give its address (deepspeed or torchrun --master_addr ADDRESS, torchrun "
+                "--local_addr ADDRESS on that host), or add the name to /etc/hosts"
+            ) from error
+        except OSError as error:
+            if time.monotonic() > deadline:
+                place = "this host" if _is_one_host() else f"{address}:{port}"
+                raise ValueError(
+                    f"host {me.host}, rank {me.rank}: rank 0 does not answer at {place} within "
+                    f"{MEETING_SECONDS:g} s ({error}): it has not started, or a firewall is in "
+                    "between; see docs/multi_node.md"
+                ) from error
+        time.sleep(0.02 if _is_one_host() else 0.2)
+
+
+def _introduce(connection: Connection, me: Member, deadline: float) -> list[Member]:
+    connection.send(asdict(me))
+    answer = connection.receive_one(deadline)
+    if answer is None:
+        raise ValueError(
+            f"host {me.host}, rank {me.rank}: rank 0 ended before all processes had arrived, or "
+            "another run is at its port; see docs/multi_node.md"
+        )
+    if answer["port"] is not None:
+        os.environ["MASTER_PORT"] = answer["port"]
+    return [Member(**each) for each in answer["members"]]
+
+
+# ---------------------------------------------------------------------------- both
+
+
+def _is_one_host() -> bool:
+    return os.environ["WORLD_SIZE"] == os.environ.get("LOCAL_WORLD_SIZE")
+
+
+def _has_agent_store() -> bool:
+    """Whether torchrun itself serves MASTER_PORT."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _agent_store() -> Any:
+    """torchrun's store, for this attempt."""
+    from datetime import timedelta
+
+    from torch.distributed import PrefixStore, TCPStore
+
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    socket.getaddrinfo(address, port)  # raises what can be told in a line
+    store = TCPStore(address, port, timeout=timedelta(seconds=MEETING_SECONDS))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"dschat_lora/{attempt}", store)
+
+
+def _rank_zeros_port() -> int:
+    if _has_agent_store():
+        return int(_agent_store().get("port"))
+    return int(os.environ.get("MASTER_PORT", _DEFAULT_PORT))
+
+
+def _name_on_this_host() -> str:
+    """An address that nobody but the processes of one launch has, and that ends with rank 0.
+
+    Abstract, as unix(7) calls it: no file. A process is told from a later one of its number by
+    the clock ticks at which it started (proc(5)), which no change of the wall clock moves.
+    """
+    parent = os.getppid()
+    with suppress(OSError):  # 0: the parent of a container's first process
+        parent_started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        launch = (parent, parent_started, attempt, _launched_port())
+        return "\0dschat_lora-" + "-".join(map(str, launch))
+    return f"\0dschat_lora-{parent}-{_launched_port()}"
+
+
+_launched: dict[int, str] = {}
+
+
+def _launched_port() -> str:
+    """MASTER_PORT as the launcher set it, whatever it is now."""
+    return _launched.setdefault(os.getpid(), os.environ.get("MASTER_PORT", _DEFAULT_PORT))
+
+
+def settle_port() -> None:
+    """Leave MASTER_PORT where it is free on this host, else take one that is."""
+    if _has_agent_store():
+        return
+    _launched_port()
+    wanted = os.environ.get("MASTER_PORT")
+    os.environ["MASTER_PORT"] = str(_usable_port(wanted))
+
+
+def _port_to_tell() -> str | None:
+    return os.environ["MASTER_PORT"] if _is_one_host() and not _has_agent_store() else None
+
+
+def _usable_port(wanted: str | None) -> int:
+    for port in ([] if wanted is None else [int(wanted)]) + [0]:
+        with suppress(OSError), socket.create_server(("", port)) as probe:
+            return int(probe.getsockname()[1])
+    raise OSError("no port of this host is free")
+
+
+def _use_the_same_network(sock: socket.socket, *, serves: bool) -> None:
+    """Have gloo use the network that leads to rank 0, by an address that every host can use."""
+    import psutil
+
+    mine = _plain(sock.getsockname()[0])
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address == mine for each in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    if not _has_agent_store():
+        os.environ["MASTER_ADDR"] = mine if serves else _plain(sock.getpeername()[0])
+
+
+def _plain(address: str) -> str:
+    """An IPv4 address as such, where an IPv6 socket carries it."""
+    return address.removeprefix("::ffff:")
+
+
+def _software() -> dict[str, str]:
+    """Versions that have to be the same on all hosts."""
+    digest = hashlib.blake2b(digest_size=6)
+    for path in _sources():
+        digest.update(path.name.encode() + path.read_bytes())
+    found = {"dschat_lora's code": digest.hexdigest()}
+    for name in ("torch", "transformers", "deepspeed"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def _sources() -> Iterator[Path]:
+    package = Path(__file__).resolve().parents[1]
+    yield from sorted(package.rglob("*.py"))
+
+
+def _ranks(numbers: list[str]) -> str:
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"

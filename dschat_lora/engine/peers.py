@@ -1,0 +1,398 @@
+"""What becomes of a run when one of its processes fails or is lost: all end, with one line.
+
+The processes meet before torch is imported (:func:`join`), and a thread in each stays in touch
+with rank 0's. It knows at once of a process that was killed, and after a while
+(:func:`set_timeout`) of one that is stopped or cut off; collectives would wait for hours.
+"""
+
+import atexit
+import os
+import selectors
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from dschat_lora.config.options import pass_failures_to
+from dschat_lora.engine.meeting import Connection, Member, meet, this_member
+
+# Silence of a peer after which it counts as lost, before the first step is over.
+FIRST_TIMEOUT = 300.0
+_BEAT_SECONDS = 2.0
+# Others that are lost at the same time are named in the same line; a launcher polls once a second.
+_GATHER_SECONDS = 0.3
+# How long a process has to end by itself, once it is known that the run ends.
+_GRACE_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a process said before it ended: None where another one has said it."""
+
+    words: str | None
+    code: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Why the run ends.
+
+    Attributes:
+        words: for the person.
+        code: exit code of every process.
+        everywhere: whether it is said on every host, and not by rank 0 alone.
+    """
+
+    words: str | None
+    code: int
+    everywhere: bool
+
+
+class Peers:
+    """The processes of a run, from the point of view of one.
+
+    Args:
+        connections: by rank, to those that this process hears directly: on rank 0 to all others,
+            elsewhere to rank 0.
+        members: all processes, by rank.
+        own_rank: of this process.
+    """
+
+    def __init__(
+        self, connections: dict[int, Connection], members: list[Member], own_rank: int
+    ) -> None:
+        self.members = members
+        self.rank = own_rank
+        self.timeout = self.later_timeout = FIRST_TIMEOUT
+        self.last_words: Callable[[str | None], str] | None = None
+        self._connections = connections
+        self._heard = dict.fromkeys(connections, time.monotonic())
+        self._lock = threading.Lock()
+        self._ready: set[int] = set()
+        self._go = threading.Event()
+        self._left: set[int] = set()
+        self._failures: dict[int, Failure] = {}
+        self._lost: dict[int, str] = {}
+        self._noticed: float | None = None  # when the first failure or loss was
+        self._outcome: Outcome | None = None
+        self._said = False
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------------------ the main thread
+
+    def wait_until_all_are_ready(self) -> None:
+        """Return once every process has called this; one that fails instead ends all."""
+        if self.rank == 0:
+            self._take(0, {"ready": True})
+        else:
+            self._connections[0].send({"ready": True})
+        self._go.wait()
+
+    def fail(self, words: str | None, code: int) -> bool:
+        """Tell the others that this process ends; whether somebody else says why.
+
+        Args:
+            words: why, in one line; None where another process knows.
+            code: its exit code.
+        """
+        if self.rank == 0:
+            with self._lock:
+                said, self._said = self._said, self._said or words is not None
+            self._take(0, {"failed": words, "code": code})
+            self._wait_for_the_end()
+            return said
+        self._connections[0].send({"failed": words, "code": code})
+        self._wait_for_the_end()
+        return 0 not in self._lost
+
+    def wait_for_verdict(self, error: BaseException) -> None:
+        """Give the thread time to find that ``error`` is but the consequence of a lost peer.
+
+        If so, it ends the process.
+        """
+        broken = any(word in str(error) for word in ("onnection", "gloo", "NCCL", "peer", "closed"))
+        deadline = time.monotonic() + (self.timeout + 2 if broken else 1)
+        while time.monotonic() < deadline and self._thread.is_alive():
+            time.sleep(0.05)
+
+    def leave(self) -> None:
+        """Part in order; call on every rank, when nobody waits for another any more."""
+        if self.rank != 0:
+            self._connections[0].send({"left": True})
+        else:
+            deadline = time.monotonic() + _GRACE_SECONDS
+            while len(self._left) < len(self._connections) and time.monotonic() < deadline:
+                time.sleep(0.005)
+        self._closing.set()
+        self._thread.join()
+
+    def _wait_for_the_end(self) -> None:
+        """Until everybody knows; rank 0 leaves last, for it is the one that speaks."""
+        deadline = time.monotonic() + _GRACE_SECONDS
+        while not self._closing.is_set() and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    # ------------------------------------------------------------------------ the thread
+
+    def _watch(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for rank, connection in self._connections.items():
+                selector.register(connection.sock, selectors.EVENT_READ, (rank, connection))
+            last, beaten = time.monotonic(), 0.0
+            while not self._closing.is_set():
+                for key, _ in selector.select(0.1):
+                    rank, connection = key.data
+                    messages = connection.receive()
+                    if messages is None:
+                        selector.unregister(connection.sock)
+                        self._take(rank, {"gone": True})
+                    for message in messages or []:
+                        self._take(rank, message)
+                now = time.monotonic()
+                if now - last > 2 * _BEAT_SECONDS:  # this process itself was stopped
+                    self._heard = dict.fromkeys(self._heard, now)
+                last = now
+                if now - beaten > _BEAT_SECONDS:
+                    self._tell_all({"beat": True})
+                    beaten = now
+                self._look_for_silence(now)
+                self._conclude(now)
+        for connection in self._connections.values():
+            connection.close()
+
+    def _take(self, rank: int, message: dict[str, Any]) -> None:
+        """Act on what a process says, or on its end."""
+        with self._lock:
+            self._heard[rank] = time.monotonic()
+            if "ready" in message:
+                self._ready.add(rank)
+                if len(self._ready) == len(self.members):
+                    self._tell_all({"go": True})
+                    self._go.set()
+            elif "go" in message:
+                self._go.set()
+            elif "left" in message:
+                self._left.add(rank)
+            elif "failed" in message:
+                self._failures[rank] = Failure(message["failed"], int(message["code"]))
+            elif "end" in message:
+                self._outcome = Outcome(**message["end"])
+            elif "gone" in message and rank not in self._left | self._failures.keys():
+                self._lost[rank] = "killed, or the network is cut"
+            if self._noticed is None and (self._failures or self._lost or self._outcome):
+                self._noticed = time.monotonic()
+
+    def _look_for_silence(self, now: float) -> None:
+        # Rank 0 decides first, if it can.
+        limit = self.timeout + (0 if self.rank == 0 else 2 * _BEAT_SECONDS)
+        for rank, heard in self._heard.items():
+            if rank in self._connections and rank not in self._left and now - heard > limit:
+                with self._lock:
+                    silent = f"not heard of for {self.timeout:g} s: stopped, or the network is cut"
+                    self._lost.setdefault(rank, silent)
+                    self._noticed = self._noticed or now
+
+    def _conclude(self, now: float) -> None:
+        """End the run, once what happened is known."""
+        if self._noticed is None:
+            return
+        waited = now - self._noticed
+        if self._outcome is None and self._lost and waited > _GATHER_SECONDS:
+            self._outcome = Outcome(self._words_of_loss(), 1, everywhere=True)
+        if self._outcome is None and self._failures and self.rank == 0:
+            own = self._failures.get(0)
+            # Rank 0 speaks for itself, and its line is the better one where all fail alike.
+            if own is None or own.words is None:
+                if waited < _GRACE_SECONDS / 3 and not self._all_have_ended():
+                    return
+                self._outcome = self._outcome_of_failures()
+            else:
+                self._outcome = Outcome(own.words, own.code, everywhere=False)
+        if self._outcome is not None:
+            self._end(self._outcome, now)
+
+    def _all_have_ended(self) -> bool:
+        ended = self._failures.keys() | self._left | self._lost.keys()
+        return len(ended) == len(self.members) and any(f.words for f in self._failures.values())
+
+    def _outcome_of_failures(self) -> Outcome:
+        first = min(self._failures, key=lambda r: (self._failures[r].words is None, r))
+        failure = self._failures[first]
+        words = failure.words and f"{self.name_of(first)}: error: {failure.words}"
+        return Outcome(words, failure.code or 1, everywhere=False)
+
+    def _words_of_loss(self) -> str:
+        by_reason: dict[str, list[int]] = {}
+        for rank, reason in sorted(self._lost.items()):
+            by_reason.setdefault(reason, []).append(rank)
+        return "; ".join(
+            f"{_join(map(self.name_of, ranks))} "
+            f"{'is' if len(ranks) == 1 else 'are'} gone ({reason})"
+            for reason, ranks in by_reason.items()
+        )
+
+    def _end(self, outcome: Outcome, now: float) -> None:
+        """Tell the others and the person, and end this process unless it ends by itself."""
+        if self.rank == 0:
+            self._tell_all({"end": vars(outcome)})
+        fate = ""
+        if self.last_words is not None and self._speaks(outcome):
+            with suppress(Exception):  # it reads and writes files, perhaps of a lost disk
+                fate = self.last_words(outcome.words)
+        if self._speaks(outcome):
+            words = outcome.words or ""
+            if outcome.everywhere:
+                words = f"error: {words}{fate and '; '}{fate}"
+            self._said = True
+            with suppress(OSError):
+                os.write(2, f"{words}\n".encode())
+        self._kill_silent_neighbours()
+        deadline = now + (0 if outcome.everywhere else _GRACE_SECONDS)
+        self._closing.set()
+        while time.monotonic() < deadline:
+            time.sleep(0.02)
+        with suppress(Exception):
+            sys.stdout.flush()
+        os._exit(outcome.code)
+
+    def _speaks(self, outcome: Outcome) -> bool:
+        """Whether this process is the one of its host that says why the run ends."""
+        if outcome.words is None or self._said:
+            return False
+        if not outcome.everywhere:
+            return self.rank == 0
+        host = self.members[self.rank].host
+        here = [m.rank for m in self.members if m.host == host and m.rank not in self._lost]
+        return self.rank == min(here)
+
+    def _kill_silent_neighbours(self) -> None:
+        """End processes of this host that are stopped: nobody else would."""
+        me = self.members[self.rank]
+        for rank in self._lost:
+            member = self.members[rank]
+            if member.host == me.host and rank in self._connections:
+                with suppress(OSError):
+                    os.kill(member.pid, signal.SIGKILL)
+
+    def _tell_all(self, message: dict[str, Any]) -> None:
+        for rank, connection in self._connections.items():
+            if rank not in self._left | self._lost.keys():
+                connection.send(message)
+
+    def name_of(self, rank: int) -> str:
+        """``host B, rank 2``; a single host needs no name."""
+        several = len({member.host for member in self.members}) > 1
+        return f"host {self.members[rank].host}, rank {rank}" if several else f"rank {rank}"
+
+
+_peers: Peers | None = None
+
+
+def join() -> None:
+    """Meet the other processes of the launch, unless that has been done; call on every rank.
+
+    From here on :func:`dschat_lora.config.options.fail` of any process ends all.
+
+    Raises:
+        ValueError: if they cannot meet, or their software differs.
+    """
+    global _peers
+    if _peers is not None or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return
+    pass_failures_to(lambda words, code: False)  # each rank says why it is alone
+    connections, members = meet()
+    _peers = Peers(connections, members, this_member().rank)
+    pass_failures_to(_peers.fail)
+    atexit.register(_at_exit)
+    check_same_software(members, _peers.rank)
+
+
+def check_same_software(members: list[Member], rank: int) -> None:
+    """Refuse to run other code than rank 0.
+
+    Raises:
+        ValueError: naming what differs, on the rank that differs.
+    """
+    first, mine = members[0], members[rank]
+    for name, there in first.software.items():
+        here = mine.software.get(name)
+        if here != there:
+            raise ValueError(
+                f"{name} is {here or 'not installed'} here and {there} on host {first.host}: "
+                "install the same on all hosts"
+            )
+
+
+def wait_until_all_are_ready() -> None:
+    """Return once every process of the launch has called this; one that fails ends all."""
+    if _peers is not None:
+        _peers.wait_until_all_are_ready()
+
+
+def set_timeout(seconds: float) -> None:
+    """How long a peer may be silent, once the first step is over."""
+    if _peers is not None:
+        _peers.later_timeout = seconds
+        _peers.timeout = max(FIRST_TIMEOUT, seconds)
+
+
+def after_a_step() -> None:
+    """Expect to hear of peers more often: the first step, with all it compiles, is over."""
+    if _peers is not None:
+        _peers.timeout = _peers.later_timeout
+
+
+def name_of(rank: int) -> str:
+    """``rank 2``, after its host where there are several."""
+    return f"rank {rank}" if _peers is None else _peers.name_of(rank)
+
+
+def on_loss(last_words: Callable[[str | None], str]) -> None:
+    """Have ``last_words`` called before the run ends by another process: what to say besides why.
+
+    It is given why, is called in a thread, and may record it.
+    """
+    if _peers is not None:
+        _peers.last_words = last_words
+
+
+def fail(words: str | None, code: int) -> None:
+    """Tell the other processes that this one ends; they end, too. See :meth:`Peers.fail`."""
+    if _peers is not None:
+        _peers.fail(words, code)
+
+
+def wait_for_verdict(error: BaseException) -> None:
+    """See :meth:`Peers.wait_for_verdict`."""
+    if _peers is not None:
+        _peers.wait_for_verdict(error)
+
+
+def leave() -> None:
+    """Part from the other processes in order; call on every rank."""
+    global _peers
+    if _peers is not None:
+        _peers.leave()
+        _peers = None
+        pass_failures_to(None)
+
+
+def _at_exit() -> None:
+    """Say that this process ends, where nobody has: by an error that nobody caught, or not."""
+    if _peers is not None:
+        error = getattr(sys, "last_value", None)
+        if error is not None:
+            _peers.fail(f"{type(error).__name__}: {error}", 1)
+        leave()
+
+
+def _join(words: Iterable[str]) -> str:
+    """``a, b and c``."""
+    *first, last = words
+    return f"{', '.join(first)} and {last}" if first else last

@@ -1,0 +1,360 @@
+"""Files of an attacker who knows the code: no code of theirs runs, nothing is written elsewhere."""
+
+import ast
+import json
+import os
+import pickle
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from dschat_lora.assets import BUNDLED_MODEL
+from dschat_lora.checkpoint.adapter import read_adapter
+from dschat_lora.checkpoint.history import step_directory
+from dschat_lora.checkpoint.lora_only import read_lora_only
+from dschat_lora.checkpoint.manifest import write_manifest
+from dschat_lora.config.groups import DataConfig, LoraConfig, ModelConfig
+from dschat_lora.config.options import flatten, parse_config
+from dschat_lora.data.prepare import prepare
+from dschat_lora.experiments.glue.config import GlueConfig
+from dschat_lora.experiments.glue.resume import settle as settle_glue
+from dschat_lora.experiments.glue.train import check_pickles
+from dschat_lora.lora.targets import choose_targets
+from dschat_lora.models.causal_lm import load_causal_lm, load_config, load_tokenizer
+from dschat_lora.pipeline.recipe import read_recipe
+from dschat_lora.rlhf.config import RlhfConfig
+from dschat_lora.runtime.directory import RunDirectory
+from dschat_lora.runtime.resume import options_to_keep, settle
+from helpers.step1 import checked, parsed, refused, write_adapter_config, write_jsonl
+
+__all__ = ["refused"]
+
+PACKAGE = Path(__file__).resolve().parents[2] / "dschat_lora"
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """The user's own directory, where the attacker's payloads would leave a file ``ran``."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    assert not (tmp_path / "ran").exists()
+
+
+class Payload:
+    """Runs a command when it is unpickled."""
+
+    def __reduce__(self):
+        return os.system, ("touch ran",)
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """``checkpoint(state=..., **options)``: of a run of step 1, with options and state changed."""
+
+    def make(*, state=None, **options):
+        config = checked("--output_dir", "out")
+        directory = step_directory(tmp_path / "out", 5)
+        directory.mkdir(parents=True)
+        identity = {"rows_per_step": config.batch.per_device_train_batch_size}
+        content = {
+            "step": 5,
+            "identity": identity,
+            "options": options_to_keep(config) | options,
+            "config": flatten(config) | options,
+            **(state or {}),
+        }
+        text = content if isinstance(content, str) else json.dumps(content)
+        (directory / "state.json").write_text(text)
+        write_manifest(directory, kind="checkpoint")
+        return directory
+
+    return make
+
+
+def resume(config_class=None, stage="sft"):
+    argv = ["--output_dir", "out", "--resume_from_checkpoint", "latest"]
+    config = parsed(*argv) if config_class is None else parse_config(config_class, argv)
+    return settle(config, stage=stage)
+
+
+def message(function, *arguments):
+    """The one line of a refusal."""
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        function(*arguments)
+    return " ".join(str(error.value).split())  # as it is printed
+
+
+# ---------------------------------------------------------------------------- checkpoints
+
+
+def test_a_checkpoint_cannot_trust_remote_code(checkpoint, tmp_path):
+    checkpoint(trust_remote_code=True, model_name_or_path=str(tmp_path / "out"))
+    words = message(resume)
+    assert "out/checkpoints/step-00000005 was made with --trust_remote_code, which runs" in words
+
+
+def test_one_that_is_typed_again_is_trusted(checkpoint):
+    checkpoint(trust_remote_code=True)
+    argv = ["--output_dir", "out", "--resume_from_checkpoint", "latest", "--trust_remote_code"]
+    assert settle(parsed(*argv), stage="sft").model.trust_remote_code
+
+
+@pytest.mark.parametrize("name", ["reward_function", "judge_function"])
+def test_a_checkpoint_cannot_choose_functions(checkpoint, name):
+    checkpoint(**{name: "out.evil:score"})
+    assert f"--{name} out.evil:score, which runs code" in message(resume, RlhfConfig)
+
+
+@pytest.mark.parametrize("name", ["tensorboard_path", "data_output_path"])
+def test_a_checkpoint_cannot_say_where_to_write(checkpoint, tmp_path, name, capsys):
+    checkpoint(**{name: str(tmp_path / "home")})
+    assert flatten(resume())[name] is None
+    assert "not taken over from the checkpoint" in capsys.readouterr().out
+
+
+def test_a_checkpoint_cannot_have_deepspeed_write(checkpoint, tmp_path):
+    monitor = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path / "home")}}
+    (tmp_path / "ds.json").write_text(json.dumps(monitor))
+    checkpoint(deepspeed_config=str(tmp_path / "ds.json"))
+    assert "DeepSpeed writes files (csv_monitor)" in message(resume)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lora_dim": {"a": 1}},
+        {"seed": "__import__('os').system('touch ran')"},
+        {"packing": "maybe"},
+    ],
+)
+def test_options_of_a_checkpoint_are_checked_as_if_typed(checkpoint, options):
+    checkpoint(**options)
+    assert "state.json: options: " + next(iter(options)) in message(resume)
+
+
+@pytest.mark.parametrize("state", [{"identity": 3}, {"options": []}, {"step": "1"}])
+def test_a_state_of_another_shape_is_refused(checkpoint, state):
+    checkpoint(state=state)
+    assert "is not the state of a run" in message(resume)
+
+
+def test_a_state_nested_without_end_is_refused(checkpoint):
+    path = checkpoint()
+    (path / "state.json").write_text("[" * 100_000)
+    write_manifest(path, kind="checkpoint")
+    assert "is not the state of a run" in message(resume)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints", "tensorboard"])
+def test_a_run_does_not_write_through_links(tmp_path, name):
+    target = tmp_path / "profile"
+    target.write_text("mine")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).symlink_to(target)
+    assert "is a link to" in message(RunDirectory.reopen, "out")
+    assert target.read_text() == "mine"
+
+
+# ---------------------------------------------------------------------------- GLUE's checkpoints
+
+
+def glue_checkpoint(tmp_path, **options):
+    directory = tmp_path / "out" / "checkpoint-1"
+    (directory / "global_step1").mkdir(parents=True)
+    config = (
+        flatten(parse_config(GlueConfig, ["--task_name", "mrpc", "--model_name_or_path", "m"]))
+        | options
+    )
+    record = {"stage": "glue", "config": config, "world_size": 1}
+    (tmp_path / "out" / "run.json").write_text(json.dumps(record))
+    (directory / "trainer_state.json").write_text('{"global_step": 1}')
+    save_file({"a": torch.zeros(1)}, directory / "model.safetensors")
+    for name in ("optimizer.pt", "scheduler.pt"):
+        torch.save({}, directory / name)
+    return directory
+
+
+def test_a_glue_checkpoint_cannot_trust_remote_code(tmp_path):
+    path = glue_checkpoint(tmp_path, trust_remote_code=True)
+    config = parse_config(
+        GlueConfig,
+        [
+            "--resume_from_checkpoint",
+            str(path),
+            *("--model_name_or_path", "m", "--task_name", "mrpc"),
+        ],
+    )
+    assert "--trust_remote_code, which runs code" in message(settle_glue, config)
+
+
+def test_pickles_of_deepspeed_are_searched_before_they_are_read(tmp_path):
+    path = glue_checkpoint(tmp_path)
+    torch.save({"module": Payload()}, path / "global_step1" / "mp_rank_00_model_states.pt")
+    assert "would call posix.system" in message(check_pickles, path)
+
+
+def test_old_pickles_of_deepspeed_are_refused(tmp_path):
+    path = glue_checkpoint(tmp_path)
+    (path / "global_step1" / "a.pt").write_bytes(pickle.dumps(Payload()))
+    assert "no file of torch's" in message(check_pickles, path)
+
+
+# ---------------------------------------------------------------------------- adapters and models
+
+
+def test_a_pickled_adapter_is_refused(tmp_path):
+    path = write_adapter_config(tmp_path / "adapter")
+    (path / "adapter_model.safetensors").unlink()
+    torch.save(Payload(), path / "adapter_model.bin")
+    assert "can run code when loaded" in message(read_adapter, path)
+
+
+def test_a_pickled_lora_only_file_is_refused(tmp_path):
+    torch.save({"a.lora_A": Payload()}, tmp_path / "lora.pt")
+    assert "holds more than tensors" in message(read_lora_only, tmp_path / "lora.pt")
+
+
+def test_a_pattern_that_backtracks_without_end_is_given_up():
+    model = torch.nn.ModuleDict({"a" * 60: torch.nn.Linear(2, 2)})
+    begun = time.monotonic()
+    words = message(choose_targets, model, LoraConfig(target_modules=("(a|aa)+b",)))
+    assert "takes more than 1 s" in words
+    assert time.monotonic() - begun < 60
+
+
+def model_with_code(path, **more):
+    """A copy of the bundled model whose files ask for code of their own."""
+    path.mkdir()
+    for file in BUNDLED_MODEL.iterdir():
+        (path / file.name).write_bytes(file.read_bytes())
+    payload = "import pathlib\npathlib.Path('ran').touch()\n"
+    (path / "evil.py").write_text(payload + "class Evil: pass\n")
+    for name, fields in more.items():
+        file = path / f"{name}.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    return path
+
+
+def test_a_models_code_does_not_run(tmp_path):
+    maps = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}
+    path = model_with_code(tmp_path / "m", config={"auto_map": maps, "model_type": "evil"})
+    with pytest.raises(ValueError, match="configuration cannot be loaded: The repository"):
+        load_config(str(path), ModelConfig())
+
+
+def test_a_tokenizers_code_does_not_run(tmp_path):
+    fields = {"auto_map": {"AutoTokenizer": ["evil.Evil", None]}, "tokenizer_class": "Evil"}
+    path = model_with_code(tmp_path / "m", tokenizer_config=fields)
+    with suppress(ValueError):  # unless it is read as the known kind that it is
+        load_tokenizer(str(path), ModelConfig())
+
+
+def test_pickled_weights_of_a_model_do_not_run(tmp_path):
+    path = model_with_code(tmp_path / "m")
+    (path / "model.safetensors").unlink()
+    torch.save({"lm_head.weight": Payload()}, path / "pytorch_model.bin")
+    settings = load_config(str(path), ModelConfig())
+    with pytest.raises((ValueError, pickle.UnpicklingError)):
+        load_causal_lm(str(path), settings, ModelConfig(), dtype=torch.float32, meta=False)
+
+
+def test_a_chat_template_stays_in_its_sandbox(tmp_path):
+    tokenizer = load_tokenizer(str(BUNDLED_MODEL), ModelConfig())
+    tokenizer.chat_template = (
+        "{{ messages.__class__.__base__.__subclasses__()[0].__init__.__globals__"
+        "['__builtins__']['open']('ran', 'w') }}"
+    )
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    data = write_jsonl(tmp_path / "rows.jsonl", [{"messages": messages}])
+    config = DataConfig(data_path=(str(data),))
+    options = {"phase": 1, "seed": 0, "eos_id": 2, "cache_dir": tmp_path / "cache"}
+    assert "rows.jsonl:1" in message(lambda: prepare(config, tokenizer, **options))
+
+
+# ---------------------------------------------------------------------------- data, recipes, caches
+
+
+def test_data_nested_without_end_is_a_bad_row(refused, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"text": ' + "[" * 100_000 + "\n")
+    tokenizer = load_tokenizer(str(BUNDLED_MODEL), ModelConfig())
+    config = DataConfig(data_path=(str(tmp_path / "rows.jsonl"),))
+    options = {"phase": 1, "seed": 0, "eos_id": 2, "cache_dir": tmp_path / "cache"}
+    assert "rows.jsonl:1" in message(lambda: prepare(config, tokenizer, **options))
+
+
+TAGS = ["!!python/object/apply:os.system ['touch ran']", "!!python/name:os.system"]
+
+
+@pytest.mark.parametrize("tag", TAGS)
+def test_a_recipe_makes_no_objects(tmp_path, tag):
+    (tmp_path / "recipe.yaml").write_text(f"output_dir: out\nstages:\n  sft:\n    seed: {tag}\n")
+    assert "recipe.yaml" in message(lambda: read_recipe("recipe.yaml"))
+
+
+@pytest.mark.parametrize("tag", TAGS)
+def test_a_config_file_makes_no_objects(refused, tmp_path, tag):
+    (tmp_path / "run.yaml").write_text(f"seed: {tag}\n")
+    assert "run.yaml" in refused("--config", "run.yaml")
+
+
+def test_a_config_file_that_grows_when_it_is_read_is_refused(refused, tmp_path):
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
+    (tmp_path / "run.yaml").write_text("\n".join([*lines, "data_path: *a11"]))
+    assert "run.yaml" in refused("--config", "run.yaml")
+
+
+def test_a_cache_cannot_name_files_elsewhere(tmp_path):
+    tokenizer = load_tokenizer(str(BUNDLED_MODEL), ModelConfig())
+    data = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": " b"}] * 4)
+    config = DataConfig(data_path=(str(data),))
+    options = {"phase": 1, "seed": 0, "eos_id": 2, "cache_dir": tmp_path / "cache"}
+    prepared = prepare(config, tokenizer, **options)
+    manifest = tmp_path / "cache" / prepared.fingerprint / "manifest.json"
+    content = json.loads(manifest.read_text())
+    content["files"] = {"/dev/zero": "0"}
+    manifest.write_text(json.dumps(content))
+    assert not prepare(config, tokenizer, **options).from_cache
+
+
+# ---------------------------------------------------------------------------- the code itself
+
+# What turns bytes into code, and where it is used on purpose.
+DANGEROUS = {
+    "eval": set(),
+    "exec": set(),
+    "os.system": set(),
+    "pickle.load": set(),
+    "pickle.loads": set(),
+    "yaml.load": set(),
+    "yaml.unsafe_load": set(),
+    "dist.broadcast_object_list": set(),
+    "dist.all_gather_object": set(),
+    "dist.gather_object": set(),
+    "importlib.import_module": {"rlhf/rewards.py"},
+    "import_module": {"models/varlen.py"},
+}
+
+
+def test_nothing_else_turns_bytes_into_code():
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call):
+                continue
+            called, place = ast.unparse(node.func), str(path.relative_to(PACKAGE))
+            if called in DANGEROUS and place not in DANGEROUS[called]:
+                found.add(f"{place}: {called}")
+            keywords = {k.arg: ast.unparse(k.value) for k in node.keywords}
+            if called == "torch.load" and keywords.get("weights_only") != "True":
+                found.add(f"{place}: torch.load without weights_only")
+            if keywords.get("shell") == "True":
+                found.add(f"{place}: a shell")
+    assert not found
