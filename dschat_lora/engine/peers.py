@@ -257,8 +257,6 @@ class Peers:
         self._closing.set()
         while time.monotonic() < deadline:
             time.sleep(0.02)
-        with suppress(Exception):
-            sys.stdout.flush()
         os._exit(outcome.code)
 
     def _speaks(self, outcome: Outcome) -> bool:
