@@ -141,8 +141,10 @@ def _wait_for_all(
                 continue
             connections[member.rank], members[member.rank] = connection, member
     in_order = [members[rank] for rank in range(size)]
+    port = _port_of_the_group()
     for connection in connections.values():
-        connection.send({"members": [asdict(m) for m in in_order], "port": _port_to_tell()})
+        connection.send({"members": [asdict(m) for m in in_order], "port": port})
+    _use_port(port)
     return connections, in_order
 
 
@@ -233,8 +235,7 @@ def _introduce(connection: Connection, me: Member, deadline: float) -> list[Memb
             f"host {me.host}, rank {me.rank}: rank 0 ended before all processes had arrived, or "
             "another run is at its port; see docs/multi_node.md"
         )
-    if answer["port"] is not None:
-        os.environ["MASTER_PORT"] = answer["port"]
+    _use_port(answer["port"])
     return [Member(**each) for each in answer["members"]]
 
 
@@ -247,7 +248,7 @@ def _is_one_host() -> bool:
 
 def _has_agent_store() -> bool:
     """Whether torchrun itself serves MASTER_PORT."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return _launched_with("TORCHELASTIC_USE_AGENT_STORE", "False") == "True"
 
 
 def _agent_store() -> Any:
@@ -256,7 +257,8 @@ def _agent_store() -> Any:
 
     from torch.distributed import PrefixStore, TCPStore
 
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address = _launched_with("MASTER_ADDR", "127.0.0.1")
+    port = int(_launched_with("MASTER_PORT", _DEFAULT_PORT))
     socket.getaddrinfo(address, port)  # raises what can be told in a line
     store = TCPStore(address, port, timeout=timedelta(seconds=MEETING_SECONDS))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -275,34 +277,45 @@ def _name_on_this_host() -> str:
     Abstract, as unix(7) calls it: no file. A process is told from a later one of its number by
     the clock ticks at which it started (proc(5)), which no change of the wall clock moves.
     """
-    parent = os.getppid()
+    parent, port = os.getppid(), _launched_with("MASTER_PORT", _DEFAULT_PORT)
     with suppress(OSError):  # 0: the parent of a container's first process
         parent_started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        launch = (parent, parent_started, attempt, _launched_port())
-        return "\0dschat_lora-" + "-".join(map(str, launch))
-    return f"\0dschat_lora-{parent}-{_launched_port()}"
+        return f"\0dschat_lora-{parent}-{parent_started}-{attempt}-{port}"
+    return f"\0dschat_lora-{parent}-{port}"
 
 
-_launched: dict[int, str] = {}
+_launched: dict[tuple[int, str], str] = {}
 
 
-def _launched_port() -> str:
-    """MASTER_PORT as the launcher set it, whatever it is now."""
-    return _launched.setdefault(os.getpid(), os.environ.get("MASTER_PORT", _DEFAULT_PORT))
+def _launched_with(name: str, default: str) -> str:
+    """A variable as the launcher set it, whatever it is now."""
+    return _launched.setdefault((os.getpid(), name), os.environ.get(name, default))
 
 
 def settle_port() -> None:
     """Leave MASTER_PORT where it is free on this host, else take one that is."""
+    if not _has_agent_store():
+        _launched_with("MASTER_PORT", _DEFAULT_PORT)
+        os.environ["MASTER_PORT"] = str(_usable_port(os.environ.get("MASTER_PORT")))
+
+
+def _port_of_the_group() -> int | None:
+    """Where rank 0 will serve the store of the process group; None for the launcher's port.
+
+    Not in torchrun's own store: a static one keeps, over a restart, what lost processes wrote.
+    """
     if _has_agent_store():
-        return
-    _launched_port()
-    wanted = os.environ.get("MASTER_PORT")
-    os.environ["MASTER_PORT"] = str(_usable_port(wanted))
+        return _usable_port(None)
+    return int(os.environ["MASTER_PORT"]) if _is_one_host() else None
 
 
-def _port_to_tell() -> str | None:
-    return os.environ["MASTER_PORT"] if _is_one_host() and not _has_agent_store() else None
+def _use_port(port: int | None) -> None:
+    if port is not None:
+        _launched_with("MASTER_PORT", _DEFAULT_PORT)
+        os.environ["MASTER_PORT"] = str(port)
+        if _has_agent_store():
+            os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
 
 
 def _usable_port(wanted: str | None) -> int:
@@ -320,8 +333,8 @@ def _use_the_same_network(sock: socket.socket, *, serves: bool) -> None:
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address == mine for each in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-    if not _has_agent_store():
-        os.environ["MASTER_ADDR"] = mine if serves else _plain(sock.getpeername()[0])
+    _launched_with("MASTER_ADDR", "")
+    os.environ["MASTER_ADDR"] = mine if serves else _plain(sock.getpeername()[0])
 
 
 def _plain(address: str) -> str:

@@ -71,6 +71,7 @@ class Peers:
         self.last_words: Callable[[str | None], str] | None = None
         self._connections = connections
         self._heard = dict.fromkeys(connections, time.monotonic())
+        self._silence_elsewhere = 0.0  # as rank 0 says
         self._lock = threading.Lock()
         self._ready: set[int] = set()
         self._go = threading.Event()
@@ -117,9 +118,18 @@ class Peers:
         If so, it ends the process.
         """
         broken = any(word in str(error) for word in ("onnection", "gloo", "NCCL", "peer", "closed"))
-        deadline = time.monotonic() + (self.timeout + 2 if broken else 1)
-        while time.monotonic() < deadline and self._thread.is_alive():
+        begun = time.monotonic()
+        while self._thread.is_alive():
+            waited = time.monotonic() - begun
+            if (waited > 1 and not broken) or waited > 3 * _BEAT_SECONDS > self._silence():
+                return  # all are there: it is an error of its own
             time.sleep(0.05)
+
+    def _silence(self) -> float:
+        """Seconds since the most silent peer was heard of, as far as this process knows."""
+        now = time.monotonic()
+        heard = [then for rank, then in self._heard.items() if rank not in self._left]
+        return max([self._silence_elsewhere, *(now - then for then in heard)])
 
     def leave(self) -> None:
         """Part in order; call on every rank, when nobody waits for another any more."""
@@ -155,22 +165,28 @@ class Peers:
                     for message in messages or []:
                         self._take(rank, message)
                 now = time.monotonic()
-                if now - last > 2 * _BEAT_SECONDS:  # this process itself was stopped
+                if now - last > 2 * self._interval():  # this process itself was stopped
                     self._heard = dict.fromkeys(self._heard, now)
                 last = now
-                if now - beaten > _BEAT_SECONDS:
-                    self._tell_all({"beat": True})
+                if now - beaten > self._interval():
+                    self._tell_all({"beat": self._silence() if self.rank == 0 else 0.0})
                     beaten = now
                 self._look_for_silence(now)
                 self._conclude(now)
         for connection in self._connections.values():
             connection.close()
 
+    def _interval(self) -> float:
+        """Seconds between signs of life."""
+        return min(_BEAT_SECONDS, self.timeout / 4)
+
     def _take(self, rank: int, message: dict[str, Any]) -> None:
         """Act on what a process says, or on its end."""
         with self._lock:
             self._heard[rank] = time.monotonic()
-            if "ready" in message:
+            if "beat" in message:
+                self._silence_elsewhere = float(message["beat"])
+            elif "ready" in message:
                 self._ready.add(rank)
                 if len(self._ready) == len(self.members):
                     self._tell_all({"go": True})
@@ -190,7 +206,7 @@ class Peers:
 
     def _look_for_silence(self, now: float) -> None:
         # Rank 0 decides first, if it can.
-        limit = self.timeout + (0 if self.rank == 0 else 2 * _BEAT_SECONDS)
+        limit = self.timeout + (0 if self.rank == 0 else 2 * self._interval())
         for rank, heard in self._heard.items():
             if rank in self._connections and rank not in self._left and now - heard > limit:
                 with self._lock:

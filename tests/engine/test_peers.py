@@ -1,0 +1,222 @@
+"""Processes that meet, and how all end when one fails or is lost. No torch is imported here."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dschat_lora.engine import meeting
+from dschat_lora.engine.meeting import Member
+from dschat_lora.engine.peers import check_same_software
+from helpers.launcher import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = """
+import os, sys, time
+from dschat_lora.config.options import fail
+from dschat_lora.engine import meeting, peers
+rank, what = int(os.environ["RANK"]), sys.argv[1:]
+if "late" in what and rank == 1: sys.exit(0)
+if "late" in what: meeting.MEETING_SECONDS = 1.0
+try:
+    peers.join()
+except ValueError as error:
+    fail(str(error))
+peers.wait_until_all_are_ready()
+peers.set_timeout(1.0)
+print("met", os.environ["MASTER_PORT"], flush=True)
+if "fail" in what and rank == 1: fail("the disk is full", code=1)
+if "raise" in what and rank == 1: raise KeyError("x")
+if "alike" in what: fail("all say this")
+if "silent" in what: peers.after_a_step()
+if what and what != ["late"]: time.sleep(60)
+peers.leave()
+assert "torch" not in sys.modules
+"""
+
+
+class Launch:
+    """So many processes of one host, or of hosts of one process each."""
+
+    def __init__(self, *what, ranks=3, hosts=False, port=None):
+        shared = {
+            **{name: value for name, value in os.environ.items() if "MASTER" not in name},
+            "PYTHONPATH": str(ROOT),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": "1" if hosts else str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port or free_port()),
+        }
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", SCRIPT, *what],
+                env={**shared, "RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(ranks)
+        ]
+
+    def until_met(self):
+        """The port that each says."""
+        return [each.stdout.readline().split()[1] for each in self.processes]
+
+    def ends(self, within=20):
+        """Exit code and standard error of each."""
+        deadline = time.monotonic() + within
+        errors = [p.communicate(timeout=deadline - time.monotonic())[1] for p in self.processes]
+        return [p.returncode for p in self.processes], errors
+
+
+@pytest.mark.parametrize("hosts", [False, True])
+def test_processes_meet_and_part(hosts):
+    launch = Launch(hosts=hosts)
+    assert len(set(launch.until_met())) == 1
+    assert launch.ends() == ([0, 0, 0], ["", "", ""])
+
+
+def test_on_one_host_a_busy_port_is_replaced_by_one_that_all_know():
+    with socket.create_server(("", 0)) as other:
+        busy = other.getsockname()[1]
+        launch = Launch("wait", port=busy)
+        (port,) = set(launch.until_met())
+        assert int(port) != busy
+        for process in launch.processes:
+            process.kill()
+
+
+def test_between_hosts_a_busy_port_is_an_error():
+    with socket.create_server(("", 0)) as other:
+        launch = Launch(ranks=2, hosts=True, port=other.getsockname()[1])
+        launch.processes[1].kill()
+        assert "is in use" in launch.processes[0].communicate(timeout=20)[1]
+
+
+@pytest.mark.parametrize("hosts", [False, True])
+def test_an_error_of_any_process_is_said_once_and_ends_all(hosts):
+    codes, errors = Launch("fail", hosts=hosts).ends()
+    assert codes == [1, 1, 1]
+    assert errors == ["rank 1: error: the disk is full\n", "", ""]
+
+
+def test_where_all_fail_alike_the_first_speaks():
+    codes, errors = Launch("alike").ends()
+    assert codes == [2, 2, 2]
+    assert errors == ["error: all say this\n", "", ""]
+
+
+def test_an_error_that_nobody_caught_ends_all():
+    codes, errors = Launch("raise").ends()
+    assert codes == [1, 1, 1]
+    assert errors[0] == "rank 1: error: KeyError: 'x'\n"
+    assert "Traceback" in errors[1]
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_killed_process_ends_all_with_one_line(lost):
+    launch = Launch("wait")
+    launch.until_met()
+    launch.processes[lost].kill()
+    codes, errors = launch.ends(within=5)
+    assert codes == [1 if rank != lost else -9 for rank in range(3)]
+    line = f"error: rank {lost} is gone (killed, or the network is cut)\n"
+    assert "".join(errors) == line
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_stopped_process_ends_all_after_the_timeout(lost):
+    launch = Launch("silent")
+    launch.until_met()
+    launch.processes[lost].send_signal(signal.SIGSTOP)
+    codes, errors = launch.ends(within=20)
+    assert codes == [1 if rank != lost else -9 for rank in range(3)]
+    assert "".join(errors).startswith(f"error: rank {lost} is gone (not heard of for 1 s")
+    assert "".join(errors).count("\n") == 1
+
+
+def test_all_that_are_stopped_together_go_on_together():
+    launch = Launch("silent")
+    launch.until_met()
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for process in launch.processes:
+            process.send_signal(number)
+        time.sleep(4)
+    assert [process.poll() for process in launch.processes] == [None] * 3
+    for process in launch.processes:
+        process.kill()
+
+
+def test_a_process_that_does_not_come_is_named():
+    launch = Launch("late", ranks=2, hosts=True)
+    codes, errors = launch.ends()
+    assert codes == [2, 0]
+    assert errors[0].startswith("error: rank 1 did not arrive within 1 s; those that did are on ")
+
+
+def test_strangers_are_turned_away():
+    port = free_port()
+    launch = Launch("wait", ranks=1, hosts=True, port=port)  # rank 0 of a launch of two, below
+    launch.processes[0].kill()
+    launch = Launch.__new__(Launch)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+    def start(rank):
+        return subprocess.Popen(
+            [sys.executable, "-c", SCRIPT],
+            env={**environment, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    launch.processes = [start(0)]
+    for garbage in (b"GET / HTTP/1.0\r\n\r\n", b"[1]\n", b'{"rank": 7}\n', b'{"rank": 0}\n'):
+        for _ in range(100):
+            try:
+                with socket.create_connection(("127.0.0.1", port), timeout=5) as stranger:
+                    stranger.sendall(garbage)
+                    assert stranger.recv(100) == b""
+                break
+            except ConnectionRefusedError:
+                time.sleep(0.05)
+    launch.processes.append(start(1))
+    assert launch.ends() == ([0, 0], ["", ""])
+
+
+def test_the_first_process_of_a_container_has_no_parent(monkeypatch):
+    monkeypatch.setattr(os, "getppid", lambda: 0)
+    assert meeting._name_on_this_host().startswith("\0dschat_lora-0-")
+
+
+def test_a_launch_is_known_by_clock_ticks_and_not_by_the_time_of_day(monkeypatch):
+    before = meeting._name_on_this_host()
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    assert meeting._name_on_this_host() == before
+
+
+def test_a_name_that_does_not_resolve_is_told_with_the_remedy(monkeypatch):
+    for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
+    with pytest.raises(ValueError, match=r"cannot resolve no-such-host.invalid.*--master_addr"):
+        meeting._reach_rank_zero(meeting.this_member(), time.monotonic() + 5)
+
+
+def test_other_software_than_rank_0s_is_refused():
+    members = [Member(r, h, 1, {"torch": v}) for r, h, v in ((0, "A", "2.13"), (1, "B", "2.12"))]
+    check_same_software(members, 0)
+    with pytest.raises(ValueError, match=r"torch is 2.12 here and 2.13 on host A"):
+        check_same_software(members, 1)
