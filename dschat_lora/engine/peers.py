@@ -257,23 +257,26 @@ class Peers:
         """Tell the others and the person, and end this process unless it ends by itself."""
         if self.rank == 0:
             self._tell_all({"end": vars(outcome)})
-        fate = ""
-        if self.last_words is not None and self._speaks(outcome):
-            with suppress(Exception):  # it reads and writes files, perhaps of a lost disk
-                fate = self.last_words(outcome.words)
         if self._speaks(outcome):
-            words = outcome.words or ""
-            if outcome.everywhere:
-                words = f"error: {words}{fate and '; '}{fate}"
-            self._said = True
-            with suppress(OSError):
-                os.write(2, f"{words}\n".encode())
-        self._kill_silent_neighbours()
+            self._speak(outcome)
+            self._kill_silent_neighbours()
         deadline = now + (0 if outcome.everywhere else _GRACE_SECONDS)
         self._closing.set()
         while time.monotonic() < deadline:
             time.sleep(0.02)
         os._exit(outcome.code)
+
+    def _speak(self, outcome: Outcome) -> None:
+        """Tell the person why the run ends and, where a process was lost, how to go on."""
+        fate, words = "", outcome.words or ""
+        if self.last_words is not None:
+            with suppress(Exception):  # it reads and writes files, perhaps of a lost disk
+                fate = self.last_words(outcome.words)
+        if outcome.everywhere:
+            words = f"error: {words}{fate and '; '}{fate}"
+        self._said = True
+        with suppress(OSError):
+            os.write(2, f"{words}\n".encode())
 
     def _speaks(self, outcome: Outcome) -> bool:
         """Whether this process is the one of its host that says why the run ends."""
