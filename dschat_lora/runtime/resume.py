@@ -40,7 +40,7 @@ _OF_THE_PROCESS = (
 )
 # What runs code of the user's choice, or writes outside the run: a checkpoint, which may be
 # somebody else's, decides neither.
-_RUNS_CODE = ("trust_remote_code", "reward_function", "judge_function")
+RUNS_CODE = ("trust_remote_code", "reward_function", "judge_function")
 _WRITES_ELSEWHERE = ("tensorboard_path", "data_output_path")
 # What the state means depends on these; their values cannot change on the way.
 _FIXED = (
@@ -301,7 +301,7 @@ def _inherited(
         ValueError: if one runs code, which has to be typed again.
     """
     then: dict[str, Any] = state["options"]
-    again = [name for name in _RUNS_CODE if then.get(name) and name not in now]
+    again = [name for name in RUNS_CODE if then.get(name) and name not in now]
     if again:
         raise ValueError(
             f"--resume_from_checkpoint {path} was made with {_typed(again, then)}, which runs code "
@@ -322,7 +322,7 @@ def _inherited(
     replaced = {
         name for rivals in _RIVALS for name in rivals if name not in now and rivals & now.keys()
     }
-    known = {*option_names(config_class)} - replaced - {*_RUNS_CODE, *elsewhere}
+    known = {*option_names(config_class)} - replaced - {*RUNS_CODE, *elsewhere}
     kept = {name: value for name, value in then.items() if name in known and value is not None}
     return options_of(config_class, kept, label=f"{path / STATE_FILE}: options")
 

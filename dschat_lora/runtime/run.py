@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,7 +16,7 @@ from safetensors import SafetensorError
 from dschat_lora.algos.seeds import stream_seed
 from dschat_lora.checkpoint.history import checkpoints_of
 from dschat_lora.config.groups import RunConfig
-from dschat_lora.config.options import build_config, fail, flatten, typed_options
+from dschat_lora.config.options import build_config, command_line, fail, flatten, typed_options
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.engine import peers
 from dschat_lora.engine.distributed import (
@@ -32,7 +33,7 @@ from dschat_lora.report.record import RunRecord, environment
 from dschat_lora.report.terminal import error_message
 from dschat_lora.runtime.consistency import check_same_options
 from dschat_lora.runtime.directory import RunDirectory
-from dschat_lora.runtime.resume import goes_on_in_place
+from dschat_lora.runtime.resume import RUNS_CODE, goes_on_in_place
 from dschat_lora.runtime.signals import Interrupts, Stopped, name_of
 
 if TYPE_CHECKING:
@@ -186,13 +187,14 @@ def _fate(run: Run[object], words: str | None) -> str:
         run.record.update({"status": f"failed: {words}"})
     if run.directory is None or not run.directory.is_dir():
         return ""  # a dry run, or another host's disk
-    saved = checkpoints_of(run.directory)
+    of_trainer = sorted(run.directory.glob("checkpoint-*"), key=lambda p: p.stat().st_mtime)
+    saved = checkpoints_of(run.directory) or of_trainer[::-1]
     if not saved:
         return "no checkpoint was saved"
-    return (
-        f"last checkpoint {saved[0].name}; resume with --output_dir {run.directory} "
-        "--resume_from_checkpoint latest"
-    )
+    options = {"output_dir": run.directory, "resume_from_checkpoint": "latest"}
+    options |= {name: value for name, value in flatten(run.config).items() if name in RUNS_CODE}
+    typed = command_line({name: value for name, value in options.items() if value})
+    return f"last checkpoint {saved[0].name}; resume with {shlex.join(typed)}"
 
 
 def _last_words(error: BaseException) -> tuple[str | None, int]:

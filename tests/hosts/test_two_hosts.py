@@ -1,11 +1,16 @@
 """Two hosts: how runs over both train, and how they end when one fails or is lost."""
 
 import json
+import os
+import random
 import re
 import signal
 import time
 
 import pytest
+
+from helpers.launcher import ROOT
+from helpers.spread import ALL
 
 pytestmark = pytest.mark.stage
 
@@ -130,3 +135,121 @@ def test_a_silent_peer_is_given_up(hosts, lost):
         hosts.cable("up")
         runs[1].signal(signal.SIGCONT)
     assert (code, runs[1].wait(20)) == (1, [1])
+
+
+# ---------------------------------------------------------------------------- make test-all
+
+SHARED = {
+    "ZeRO 0": ["--zero_stage", 0],
+    "ZeRO 1": ["--zero_stage", 1],
+    "ZeRO 2": ["--zero_stage", 2],
+    "ZeRO 3": ["--zero_stage", 3],
+    "tensor parallel": ["--tensor_parallel_size", 2, "--zero_stage", 2],
+}
+
+
+@pytest.mark.skipif(not ALL, reason="of make test-all")
+@pytest.mark.parametrize("name", SHARED)
+def test_four_processes_of_two_hosts_train_as_four_of_one(hosts, name):
+    more = [*SHARED[name], "--per_device_train_batch_size", 1, "--max_steps", 3]
+    whole, divided = f"one-{name}", f"two-{name}"
+    run = hosts.hosts["A"].launcher.start(arguments(hosts, whole, *more), hosts.view, ranks=4)
+    assert run.wait(240) == [0] * 4, run.output()
+    runs = hosts.start(arguments(hosts, divided, *more), each=2)
+    assert ended(runs, 240) == [[0, 0], [0, 0]], runs[0].output()
+    assert losses(hosts, divided) == pytest.approx(losses(hosts, whole), abs=1e-6)
+
+
+@pytest.mark.skipif(not ALL, reason="of make test-all")
+def test_tensor_parallelism_across_hosts_trains_as_on_one(hosts):
+    more = ["--tensor_parallel_size", 2, "--max_steps", 3]
+    run = hosts.hosts["A"].launcher.start(arguments(hosts, "tp-1", *more), hosts.view, ranks=2)
+    assert run.wait(240) == [0, 0], run.output()
+    assert ended(hosts.start(arguments(hosts, "tp-2", *more)), 240) == [[0], [0]]
+    assert losses(hosts, "tp-2") == pytest.approx(losses(hosts, "tp-1"), abs=1e-6)
+
+
+@pytest.mark.skipif(not ALL, reason="of make test-all")
+def test_ppo_on_two_hosts_is_that_of_one(hosts):
+    script = ROOT / "training" / "step3_rlhf" / "main.py"
+
+    def argv(name):
+        return [
+            *(
+                "--data_path",
+                hosts.view / "rows.jsonl",
+                "--eval_data_path",
+                hosts.view / "rows.jsonl",
+            ),
+            *("--reward_function", "dschat_lora.assets.toy_world:reward", "--dtype", "fp32"),
+            *("--actor_lora_dim", 4, "--critic_lora_dim", 4, "--max_steps", 2, "--seed", 3),
+            *("--max_prompt_seq_len", 32, "--max_answer_seq_len", 8, "--eval_prompts", 4),
+            *("--sample_generations", 0, "--per_device_generation_batch_size", 2),
+            *("--per_device_training_batch_size", 2, "--output_dir", hosts.view / name),
+        ]
+
+    def metrics(name):
+        path = hosts.hosts["A"].disk / name / "metrics.jsonl"
+        lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+        names = ("reward", "kl", "policy_loss", "value_loss")
+        return [[m[n] for n in names] for m in lines if m["kind"] == "train"]
+
+    run = hosts.hosts["A"].launcher.start(argv("ppo-1"), hosts.view, ranks=2, script=script)
+    assert run.wait(240) == [0, 0], run.output()
+    runs = hosts.start(argv("ppo-2"), script=script)
+    assert ended(runs, 240) == [[0], [0]], runs[0].output()
+    assert len(metrics("ppo-1")) >= 1
+    for two, one in zip(metrics("ppo-2"), metrics("ppo-1"), strict=True):
+        assert two == pytest.approx(one, abs=1e-6)
+
+
+FAULTS = ("kill", "stop", "cut", "kill the first", "slow link")
+NUM_FAULTS = int(os.environ.get("DSCHAT_LORA_FAULTS", "20"))
+
+
+@pytest.mark.skipif(not ALL, reason="of make test-all")
+@pytest.mark.parametrize("number", range(NUM_FAULTS))
+def test_a_random_fault_loses_nothing(hosts, number, unbroken):
+    draw = random.Random(number)
+    fault, name = FAULTS[number % len(FAULTS)], f"random-{number}"
+    argv = arguments(hosts, name, "--max_steps", 8, "--distributed_timeout", 4)
+    argv += ["--resume_from_checkpoint", "auto"]
+    runs = hosts.start(argv)
+    until_step(hosts, name, draw.randint(1, 5))
+    time.sleep(draw.random())
+    begun = time.monotonic()
+    b = hosts.hosts["B"]
+    if fault.startswith("kill"):
+        runs[0 if fault == "kill the first" else 1].kill()
+    elif fault == "stop":
+        runs[1].signal(signal.SIGSTOP)
+    elif fault == "cut":
+        hosts.cable("down")
+    else:
+        b.run("tc", "qdisc", "add", "dev", "eth0", "root", "netem", "delay", "20ms", "loss", "1%")
+    lost = 0 if fault == "kill the first" else 1
+    try:
+        (code,) = runs[1 - lost].wait(60)
+        seconds = time.monotonic() - begun
+        if fault == "cut":
+            runs[1].wait(60)
+    finally:
+        hosts.cable("up")
+        if fault == "slow link":
+            b.run("tc", "qdisc", "del", "dev", "eth0", "root")
+        runs[lost].signal(signal.SIGCONT)
+    runs[lost].wait(60)
+    # It may have been at its end.
+    assert code in (0, 1)
+    assert fault == "slow link" or seconds < 20
+    if code:
+        assert len(errors(runs[1 - lost])) == 1
+        assert ended(hosts.start(argv), 120) == [[0], [0]]
+    assert losses(hosts, name)[-8:] == unbroken
+
+
+@pytest.fixture(scope="module")
+def unbroken(hosts):
+    """Losses of a run of eight steps that nothing disturbs."""
+    assert ended(hosts.start(arguments(hosts, "unbroken", "--max_steps", 8)), 120) == [[0], [0]]
+    return losses(hosts, "unbroken")
