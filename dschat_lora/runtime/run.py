@@ -175,6 +175,8 @@ def ended_in_words() -> Iterator[Ending]:
             peers.wait_for_verdict(error)
         _record_end(error, ending.run)
         _fail_if_expected(error, ending)
+        if isinstance(error, SystemExit) and error.code == 2 and ending.directory is not None:
+            ending.directory.abandon()  # another process's mistake
         # Not in order, as after training: that can wait for ranks that are gone.
         peers.fail(*_last_words(error))
         raise
