@@ -20,7 +20,8 @@ pytestmark = pytest.mark.stage
 STEPS = 24
 # Dropout draws numbers at every step; evaluations and checkpoints come between.
 RUN = f"""
-    --data_path {BUNDLED_DATA["eval"]} --lora_dim 4 --lora_dropout 0.1 --lora_learning_rate 5e-3 --max_steps {STEPS}
+    --data_path {BUNDLED_DATA["eval"]} --lora_dim 4 --lora_dropout 0.1
+    --lora_learning_rate 5e-3 --max_steps {STEPS}
     --per_device_train_batch_size 4 --max_seq_len 64 --eval_interval 5 --eval_iters 2
     --sample_generations 1 --enable_tensorboard --save_interval 8 --save_total_limit 0
     --output_dir out
