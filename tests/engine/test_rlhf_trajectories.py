@@ -14,7 +14,7 @@ from helpers.spread import ALL
 pytestmark = pytest.mark.stage
 
 # The last iteration of two ends in the middle of its passes.
-STEPS = 7
+STEPS = 5
 EVERYWHERE = [(size, stage) for size in (1, 2) for stage in (0, 1, 2, 3)]
 
 

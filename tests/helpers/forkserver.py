@@ -28,10 +28,13 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import dschat_lora
 
-# What the stages import late; a child that finds it in place starts a second earlier.
+# What the stages import late; a child that finds it in place starts a second earlier. An engine of
+# ZeRO loads the optimizer Muon to see that it is not in use, and with it all of torch's compiler.
 LATE = """
-    deepspeed.module_inject.auto_ep_layer deepspeed.ops.op_builder.all_ops
-    deepspeed.ops.triton_ops distutils.ccompiler encodings.utf_8_sig numpy.ctypeslib peft
+    deepspeed.comm.mori deepspeed.module_inject.auto_ep_layer deepspeed.ops.op_builder.all_ops
+    deepspeed.ops.triton_ops deepspeed.runtime.superoffload.superoffload_stage3
+    deepspeed.runtime.zero.muon.muon_optimizer deepspeed.utils.pin_memory distutils.ccompiler
+    distutils.sysconfig encodings.utf_8_sig numpy.ctypeslib peft
     safetensors.torch setuptools torch._dynamo torch.utils._foreach_utils
     transformers.integrations.deepspeed transformers.models.auto.tokenization_auto
     transformers.models.opt.modeling_opt transformers.tokenization_utils_tokenizers

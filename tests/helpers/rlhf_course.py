@@ -33,7 +33,7 @@ LETTERS = [*"abcdefghijklmnopqrstuvwxyz0123456789", "\u0120", *".,:?!", *"ABCDEF
 # ---------------------------------------------------------------------------- what runs begin with
 
 
-def save_family(kind, directory):
+def save_family(kind, directory, layers=2):
     """A base, an actor and a reward model on it, and one of every weight, as stock PEFT saves.
 
     Factors are those of trained adapters: with zeros, Adam would make steps of rounding.
@@ -45,7 +45,7 @@ def save_family(kind, directory):
     paths = {name: str(directory / name) for name in ("base", "actor", "reward", "whole")}
     tokenizer = build_byte_tokenizer(letters=LETTERS)
     assert len(tokenizer) == VOCAB
-    save_tiny_model(kind, paths["base"])
+    save_tiny_model(kind, paths["base"], layers)
     with torch.random.fork_rng():
         torch.manual_seed(7)
         policy = AutoModelForCausalLM.from_pretrained(paths["base"])

@@ -60,9 +60,10 @@ def _config(kind):
 KINDS = ("opt", "gpt2", "neox", "llama", "qwen2")
 
 
-def tiny_model(kind, attention="sdpa"):
+def tiny_model(kind, attention="sdpa", layers=2):
     """Random weights large enough that a wrong formula shows in the loss."""
     config = _config(kind)
+    config.num_hidden_layers = layers
     for name in list(vars(config)):
         if name.endswith(("dropout", "pdrop")) and isinstance(getattr(config, name), float):
             setattr(config, name, 0.0)
@@ -75,8 +76,8 @@ def tiny_model(kind, attention="sdpa"):
     return model
 
 
-def save_tiny_model(kind, directory):
-    tiny_model(kind).save_pretrained(directory)
+def save_tiny_model(kind, directory, layers=2):
+    tiny_model(kind, layers=layers).save_pretrained(directory)
 
 
 def ragged_samples(count, *, longest=20, seed=0):

@@ -20,7 +20,8 @@ pytestmark = pytest.mark.stage
 STEPS = 24
 # Dropout draws numbers at every step; evaluations and checkpoints come between.
 RUN = f"""
-    --lora_dim 4 --lora_dropout 0.1 --lora_learning_rate 5e-3 --max_steps {STEPS}
+    --data_path {BUNDLED_DATA["eval"]} --lora_dim 4 --lora_dropout 0.1
+    --lora_learning_rate 5e-3 --max_steps {STEPS}
     --per_device_train_batch_size 4 --max_seq_len 64 --eval_interval 5 --eval_iters 2
     --sample_generations 1 --enable_tensorboard --save_interval 8 --save_total_limit 0
     --output_dir out
@@ -332,7 +333,7 @@ def other_model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def other_data(tmp_path_factory):
     """The bundled rows, the first two in each other's place."""
-    lines = Path(BUNDLED_DATA["train"]).read_text(encoding="utf-8").splitlines(keepends=True)
+    lines = Path(BUNDLED_DATA["eval"]).read_text(encoding="utf-8").splitlines(keepends=True)
     path = tmp_path_factory.mktemp("data") / "other.jsonl"
     path.write_text("".join([lines[1], lines[0], *lines[2:]]), encoding="utf-8")
     return path
