@@ -103,6 +103,7 @@ def run_loop(
     log.expect(total, progress.iteration)
     restart_clock()
     for outcome in iterations:
+        peers.after_a_step()
         _check_skips(progress, checkpointer, scales_loss=outcome.scales_loss)
         due = _eval_due(schedule, progress, evaluated_up_to())
         if evaluates := due and not checkpointer.is_stopping(outcome.requests):
@@ -111,7 +112,6 @@ def run_loop(
         saved = checkpointer.after_step(
             progress.step, outcome.requests, skipped=outcome.skipped, last=last
         )
-        peers.after_a_step()
         if saved or evaluates:
             restart_clock()
 

@@ -6,7 +6,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from helpers.launcher import Launcher, free_port
+from helpers.launcher import ROOT, Launcher, free_port
 
 ADDRESSES = {"A": "10.77.0.1", "B": "10.77.0.2"}
 
@@ -54,6 +54,16 @@ class Host:
     def run(self, *command):
         """Run a command there to its end."""
         subprocess.run([*self.prefix, *map(str, command)], check=True, capture_output=True)
+
+    def popen(self, *command):
+        """Start a command there, with the environment of a test."""
+        own = {"DS_ACCELERATOR": "cpu", "PYTHONPATH": ROOT, "XDG_CACHE_HOME": self.view / "cache"}
+        settings = [f"{name}={value}" for name, value in own.items()]
+        return subprocess.Popen(
+            [*self.prefix, "env", *settings, *map(str, command)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
 
     def stop(self):
         """End every process of the host."""

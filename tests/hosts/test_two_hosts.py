@@ -5,10 +5,12 @@ import os
 import random
 import re
 import signal
+import sys
 import time
 
 import pytest
 
+from helpers.hosts import ADDRESSES
 from helpers.launcher import ROOT
 from helpers.spread import ALL
 
@@ -203,6 +205,29 @@ def test_ppo_on_two_hosts_is_that_of_one(hosts):
         assert two == pytest.approx(one, abs=1e-6)
 
 
+@pytest.mark.skipif(not ALL, reason="of make test-all")
+@pytest.mark.parametrize("rendezvous", ["static", "c10d"])
+def test_torchrun_starts_again_what_lost_a_process(hosts, rendezvous, unbroken):
+    name, started = f"restart-{rendezvous}", []
+    for number, host in enumerate(hosts.hosts.values()):
+        where = ["--node_rank", number, "--master_addr", ADDRESSES["A"], "--master_port", 29711]
+        if rendezvous == "c10d":  # where the hosts' names do not resolve
+            where = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"{ADDRESSES['A']}:29722"]
+            where += ["--rdzv_conf", f"is_host={1 - number}", "--local_addr", ADDRESSES[host.name]]
+        argv = arguments(hosts, name, "--max_steps", 8, "--resume_from_checkpoint", "auto")
+        started.append(
+            host.popen(
+                *(sys.executable, "-m", "torch.distributed.run", "--nnodes", 2),
+                *("--nproc_per_node", 1, *where, "--max-restarts", 2),
+                *(ROOT / "training" / "step1_sft" / "main.py", *argv),
+            )
+        )
+    until_step(hosts, name, 4)
+    hosts.hosts["B"].run("pkill", "-9", "-f", "^[^ ]*python -u ")  # the rank, not its agent
+    assert [each.wait(180) for each in started] == [0, 0]
+    assert losses(hosts, name) == unbroken
+
+
 FAULTS = ("kill", "stop", "cut", "kill the first", "slow link")
 NUM_FAULTS = int(os.environ.get("DSCHAT_LORA_FAULTS", "20"))
 
@@ -215,7 +240,7 @@ def test_a_random_fault_loses_nothing(hosts, number, unbroken):
     argv = arguments(hosts, name, "--max_steps", 8, "--distributed_timeout", 4)
     argv += ["--resume_from_checkpoint", "auto"]
     runs = hosts.start(argv)
-    until_step(hosts, name, draw.randint(1, 5))
+    until_step(hosts, name, draw.randint(2, 5))
     time.sleep(draw.random())
     begun = time.monotonic()
     b = hosts.hosts["B"]
@@ -226,7 +251,8 @@ def test_a_random_fault_loses_nothing(hosts, number, unbroken):
     elif fault == "cut":
         hosts.cable("down")
     else:
-        b.run("tc", "qdisc", "add", "dev", "eth0", "root", "netem", "delay", "20ms", "loss", "1%")
+        limit = ["rate", "2mbit", "burst", "32kbit", "latency", "400ms"]
+        b.run("tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *limit)
     lost = 0 if fault == "kill the first" else 1
     try:
         (code,) = runs[1 - lost].wait(60)
