@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dschat_lora.engine import peers
-from dschat_lora.engine.meeting import settle_port
+from dschat_lora.engine.meeting import complete_environment, settle_port
 
 ResultT = TypeVar("ResultT")
 # Of a collective. That a peer is lost is known long before, by engine/peers.py.
@@ -30,10 +30,7 @@ def init_distributed() -> None:
     Raises:
         ValueError: if the processes cannot meet.
     """
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
-        os.environ.setdefault(name, value)
-    os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1"))
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    complete_environment()
     import deepspeed  # late: GLUE can do without it
     from deepspeed.accelerator import get_accelerator
 

@@ -82,6 +82,14 @@ class Connection:
         self.sock.close()
 
 
+def complete_environment() -> None:
+    """Set what a launcher has not: without one, a single process."""
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1"))
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+
+
 def this_member() -> Member:
     """This process, as its launcher and its machine say."""
     rank, spread = int(os.environ["RANK"]), not _is_one_host()
@@ -101,6 +109,7 @@ def meet() -> tuple[dict[int, Connection], list[Member]]:
     Raises:
         ValueError: if the processes cannot meet.
     """
+    complete_environment()
     me, size = this_member(), int(os.environ["WORLD_SIZE"])
     deadline = time.monotonic() + MEETING_SECONDS
     if me.rank == 0:
@@ -243,7 +252,7 @@ def _introduce(connection: Connection, me: Member, deadline: float) -> list[Memb
 
 
 def _is_one_host() -> bool:
-    return os.environ["WORLD_SIZE"] == os.environ.get("LOCAL_WORLD_SIZE")
+    return os.environ["WORLD_SIZE"] == os.environ["LOCAL_WORLD_SIZE"]
 
 
 def _has_agent_store() -> bool:

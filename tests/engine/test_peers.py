@@ -43,12 +43,12 @@ assert "torch" not in sys.modules
 class Launch:
     """So many processes of one host, or of hosts of one process each."""
 
-    def __init__(self, *what, ranks=3, hosts=False, port=None):
+    def __init__(self, *what, ranks=3, hosts=False, port=None, local="LOCAL_WORLD_SIZE"):
         shared = {
             **{name: value for name, value in os.environ.items() if "MASTER" not in name},
             "PYTHONPATH": str(ROOT),
             "WORLD_SIZE": str(ranks),
-            "LOCAL_WORLD_SIZE": "1" if hosts else str(ranks),
+            local: "1" if hosts else str(ranks),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port or free_port()),
         }
@@ -81,10 +81,11 @@ def test_processes_meet_and_part(hosts):
     assert launch.ends() == ([0, 0, 0], ["", "", ""])
 
 
-def test_on_one_host_a_busy_port_is_replaced_by_one_that_all_know():
+@pytest.mark.parametrize("launcher", ["LOCAL_SIZE", "LOCAL_WORLD_SIZE"])
+def test_on_one_host_a_busy_port_is_replaced_by_one_that_all_know(launcher):
     with socket.create_server(("", 0)) as other:
         busy = other.getsockname()[1]
-        launch = Launch("wait", port=busy)
+        launch = Launch("wait", port=busy, local=launcher)
         (port,) = set(launch.until_met())
         assert int(port) != busy
         for process in launch.processes:
