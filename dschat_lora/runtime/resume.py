@@ -112,7 +112,7 @@ def settle(config: ConfigT, *, stage: str) -> ConfigT:
             log_once(f"no checkpoint to go on from{where}: a fresh start")
             return replace(config, checkpoint="")
         raise ValueError(_nothing_found(wanted, run, choice.rejected))
-    state = read_state(choice.path)
+    state = _read_strangers_state(choice.path)
     made_by = state["identity"].get("stage", stage)
     if made_by != stage:
         raise ValueError(
@@ -146,6 +146,18 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         ValueError: if it is not what a run writes.
     """
     state = read_object(checkpoint / STATE_FILE)
+    if not state:
+        raise ValueError(f"{checkpoint / STATE_FILE} is not the state of a run")
+    return state
+
+
+def _read_strangers_state(checkpoint: Path) -> dict[str, Any]:
+    """The state of a checkpoint that anybody may have written.
+
+    Raises:
+        ValueError: if something is missing, or of another kind.
+    """
+    state = read_state(checkpoint)
     objects = [state.get(name) for name in ("identity", "config", "options")]
     if type(state.get("step")) is not int or not all(isinstance(each, dict) for each in objects):
         raise ValueError(f"{checkpoint / STATE_FILE} is not the state of a run")
