@@ -183,7 +183,7 @@ def ended_in_words() -> Iterator[Ending]:
     shutdown()
 
 
-def _fate(run: Run[object], words: str | None) -> str:
+def _fate(run: "Run[DataclassInstance]", words: str | None) -> str:
     """Record that other processes ended the run; what of it is saved, and how to go on."""
     if run.record.is_open:
         run.record.update({"status": f"failed: {words}"})
