@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from dschat_lora.assets import BUNDLED_DATA
 from helpers.hosts import ADDRESSES
 from helpers.launcher import ROOT
 from helpers.spread import ALL
@@ -177,12 +178,7 @@ def test_ppo_on_two_hosts_is_that_of_one(hosts):
 
     def argv(name):
         return [
-            *(
-                "--data_path",
-                hosts.view / "rows.jsonl",
-                "--eval_data_path",
-                hosts.view / "rows.jsonl",
-            ),
+            *("--data_path", BUNDLED_DATA["eval"], "--eval_data_path", BUNDLED_DATA["eval"]),
             *("--reward_function", "dschat_lora.assets.toy_world:reward", "--dtype", "fp32"),
             *("--actor_lora_dim", 4, "--critic_lora_dim", 4, "--max_steps", 2, "--seed", 3),
             *("--max_prompt_seq_len", 32, "--max_answer_seq_len", 8, "--eval_prompts", 4),
