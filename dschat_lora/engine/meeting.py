@@ -7,9 +7,9 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from threading import Lock
@@ -18,7 +18,6 @@ from typing import Any
 # Hosts may start one after another; a message is one line of JSON.
 MEETING_SECONDS = 300.0
 _LINE_LIMIT = 1 << 20
-_DEFAULT_PORT = "29500"
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class Connection:
             messages = [json.loads(line) for line in lines]
         except TimeoutError:
             return []
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return None
         sound = data and len(self._pending) < _LINE_LIMIT
         return messages if sound and all(isinstance(m, dict) for m in messages) else None
@@ -88,6 +87,9 @@ def complete_environment() -> None:
         os.environ.setdefault(name, value)
     os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1"))
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    if os.environ["WORLD_SIZE"] != "1":
+        os.environ.setdefault("MASTER_PORT", "29500")
+    _launch()
 
 
 def this_member() -> Member:
@@ -179,7 +181,7 @@ def _listen() -> socket.socket:
         listener.bind(_name_on_this_host())
         listener.listen(64)
         return listener
-    wanted = 0 if _has_agent_store() else int(os.environ.get("MASTER_PORT", _DEFAULT_PORT))
+    wanted = 0 if _has_agent_store() else int(os.environ["MASTER_PORT"])
     listener = _server(wanted)
     if _has_agent_store():
         store = _agent_store()
@@ -257,7 +259,7 @@ def _is_one_host() -> bool:
 
 def _has_agent_store() -> bool:
     """Whether torchrun itself serves MASTER_PORT."""
-    return _launched_with("TORCHELASTIC_USE_AGENT_STORE", "False") == "True"
+    return _launch()["TORCHELASTIC_USE_AGENT_STORE"] == "True"
 
 
 def _agent_store() -> Any:
@@ -266,10 +268,9 @@ def _agent_store() -> Any:
 
     from torch.distributed import PrefixStore, TCPStore
 
-    address = _launched_with("MASTER_ADDR", "127.0.0.1")
-    port = int(_launched_with("MASTER_PORT", _DEFAULT_PORT))
+    address, port = _launch()["MASTER_ADDR"], int(_launch()["MASTER_PORT"] or 0)
     socket.getaddrinfo(address, port)  # raises what can be told in a line
-    store = TCPStore(address, port, timeout=timedelta(seconds=MEETING_SECONDS))
+    store = TCPStore(address or "", port, timeout=timedelta(seconds=MEETING_SECONDS))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(f"dschat_lora/{attempt}", store)
 
@@ -277,7 +278,7 @@ def _agent_store() -> Any:
 def _rank_zeros_port() -> int:
     if _has_agent_store():
         return int(_agent_store().get("port"))
-    return int(os.environ.get("MASTER_PORT", _DEFAULT_PORT))
+    return int(os.environ["MASTER_PORT"])
 
 
 def _name_on_this_host() -> str:
@@ -286,7 +287,7 @@ def _name_on_this_host() -> str:
     Abstract, as unix(7) calls it: no file. A process is told from a later one of its number by
     the clock ticks at which it started (proc(5)), which no change of the wall clock moves.
     """
-    parent, port = os.getppid(), _launched_with("MASTER_PORT", _DEFAULT_PORT)
+    parent, port = os.getppid(), _launch()["MASTER_PORT"]
     with suppress(OSError):  # 0: the parent of a container's first process
         parent_started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -294,18 +295,23 @@ def _name_on_this_host() -> str:
     return f"\0dschat_lora-{parent}-{port}"
 
 
-_launched: dict[tuple[int, str], str] = {}
+_LAUNCHERS = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 
 
-def _launched_with(name: str, default: str) -> str:
-    """A variable as the launcher set it, whatever it is now."""
-    return _launched.setdefault((os.getpid(), name), os.environ.get(name, default))
+def _launch() -> dict[str, str | None]:
+    """Variables as the launcher set them, whatever they are now."""
+    return _launch_of(os.getpid())
+
+
+@cache
+def _launch_of(pid: int) -> dict[str, str | None]:
+    # A forked process has a launch of its own.
+    return {name: os.environ.get(name) for name in _LAUNCHERS}
 
 
 def settle_port() -> None:
     """Leave MASTER_PORT where it is free on this host, else take one that is."""
     if not _has_agent_store():
-        _launched_with("MASTER_PORT", _DEFAULT_PORT)
         os.environ["MASTER_PORT"] = str(_usable_port(os.environ.get("MASTER_PORT")))
 
 
@@ -321,7 +327,6 @@ def _port_of_the_group() -> int | None:
 
 def _use_port(port: int | None) -> None:
     if port is not None:
-        _launched_with("MASTER_PORT", _DEFAULT_PORT)
         os.environ["MASTER_PORT"] = str(port)
         if _has_agent_store():
             os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
@@ -342,7 +347,6 @@ def _use_the_same_network(sock: socket.socket, *, serves: bool) -> None:
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address == mine for each in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-    _launched_with("MASTER_ADDR", "")
     os.environ["MASTER_ADDR"] = mine if serves else _plain(sock.getpeername()[0])
 
 
@@ -354,18 +358,13 @@ def _plain(address: str) -> str:
 def _software() -> dict[str, str]:
     """Versions that have to be the same on all hosts."""
     digest = hashlib.blake2b(digest_size=6)
-    for path in _sources():
+    for path in sorted(Path(__file__).resolve().parents[1].rglob("*.py")):
         digest.update(path.name.encode() + path.read_bytes())
     found = {"dschat_lora's code": digest.hexdigest()}
     for name in ("torch", "transformers", "deepspeed"):
         with suppress(PackageNotFoundError):
             found[name] = version(name)
     return found
-
-
-def _sources() -> Iterator[Path]:
-    package = Path(__file__).resolve().parents[1]
-    yield from sorted(package.rglob("*.py"))
 
 
 def _ranks(numbers: list[str]) -> str:

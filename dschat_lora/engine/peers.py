@@ -121,7 +121,7 @@ class Peers:
         begun = time.monotonic()
         while self._thread.is_alive():
             waited = time.monotonic() - begun
-            if (waited > 1 and not broken) or waited > 3 * _BEAT_SECONDS > self._silence():
+            if (waited > 1 and not broken) or waited > 3 * self._interval() > self._silence():
                 return  # all are there: it is an error of its own
             time.sleep(0.05)
 
@@ -133,6 +133,8 @@ class Peers:
 
     def leave(self) -> None:
         """Part in order; call on every rank, when nobody waits for another any more."""
+        if self._closing.is_set():
+            return  # the run has ended otherwise
         if self.rank != 0:
             self._connections[0].send({"left": True})
         else:
@@ -159,6 +161,7 @@ class Peers:
                 for key, _ in selector.select(0.1):
                     rank, connection = key.data
                     messages = connection.receive()
+                    self._heard[rank] = time.monotonic()
                     if messages is None:
                         selector.unregister(connection.sock)
                         self._take(rank, {"gone": True})
@@ -183,7 +186,6 @@ class Peers:
     def _take(self, rank: int, message: dict[str, Any]) -> None:
         """Act on what a process says, or on its end."""
         with self._lock:
-            self._heard[rank] = time.monotonic()
             if "beat" in message:
                 self._silence_elsewhere = float(message["beat"])
             elif "ready" in message:
@@ -208,7 +210,7 @@ class Peers:
         # Rank 0 decides first, if it can.
         limit = self.timeout + (0 if self.rank == 0 else 2 * self._interval())
         for rank, heard in self._heard.items():
-            if rank in self._connections and rank not in self._left and now - heard > limit:
+            if rank not in self._left and now - heard > limit:
                 with self._lock:
                     silent = f"not heard of for {self.timeout:g} s: stopped, or the network is cut"
                     self._lost.setdefault(rank, silent)

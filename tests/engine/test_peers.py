@@ -33,6 +33,12 @@ print("met", os.environ["MASTER_PORT"], flush=True)
 if "fail" in what and rank == 1: fail("the disk is full", code=1)
 if "raise" in what and rank == 1: raise KeyError("x")
 if "alike" in what: fail("all say this")
+if "verdict" in what: peers.after_a_step()
+if "verdict" in what and rank == 1:
+    time.sleep(2)
+    error = RuntimeError("gloo: Connection closed")
+    peers.wait_for_verdict(error)
+    raise error
 if "silent" in what: peers.after_a_step()
 if what and what != ["late"]: time.sleep(60)
 peers.leave()
@@ -43,8 +49,11 @@ assert "torch" not in sys.modules
 class Launch:
     """So many processes of one host, or of hosts of one process each."""
 
-    def __init__(self, *what, ranks=3, hosts=False, port=None, local="LOCAL_WORLD_SIZE"):
-        shared = {
+    def __init__(
+        self, *what, ranks=3, started=None, hosts=False, port=None, local="LOCAL_WORLD_SIZE"
+    ):
+        self._what = what
+        self._environment = {
             **{name: value for name, value in os.environ.items() if "MASTER" not in name},
             "PYTHONPATH": str(ROOT),
             "WORLD_SIZE": str(ranks),
@@ -52,16 +61,21 @@ class Launch:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port or free_port()),
         }
-        self.processes = [
+        self.processes = []
+        for rank in range(ranks if started is None else started):
+            self.start(rank)
+
+    def start(self, rank):
+        """Add the process of a rank."""
+        self.processes.append(
             subprocess.Popen(
-                [sys.executable, "-c", SCRIPT, *what],
-                env={**shared, "RANK": str(rank)},
+                [sys.executable, "-c", SCRIPT, *self._what],
+                env={**self._environment, "RANK": str(rank)},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
             )
-            for rank in range(ranks)
-        ]
+        )
 
     def until_met(self):
         """The port that each says."""
@@ -104,6 +118,12 @@ def test_an_error_of_any_process_is_said_once_and_ends_all(hosts):
     codes, errors = Launch("fail", hosts=hosts).ends()
     assert codes == [1, 1, 1]
     assert errors == ["rank 1: error: the disk is full\n", "", ""]
+
+
+def test_an_error_that_reads_like_a_lost_peers_is_said_if_none_is_lost():
+    codes, errors = Launch("verdict").ends(within=30)
+    assert codes == [1, 1, 1]
+    assert errors[0] == "rank 1: error: RuntimeError: gloo: Connection closed\n"
 
 
 def test_where_all_fail_alike_the_first_speaks():
@@ -162,29 +182,14 @@ def test_a_process_that_does_not_come_is_named():
 
 def test_strangers_are_turned_away():
     port = free_port()
-    launch = Launch("wait", ranks=1, hosts=True, port=port)  # rank 0 of a launch of two, below
-    launch.processes[0].kill()
-    launch = Launch.__new__(Launch)
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-
-    def start(rank):
-        return subprocess.Popen(
-            [sys.executable, "-c", SCRIPT],
-            env={**environment, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    launch.processes = [start(0)]
-    for garbage in (b"GET / HTTP/1.0\r\n\r\n", b"[1]\n", b'{"rank": 7}\n', b'{"rank": 0}\n'):
+    launch = Launch(ranks=2, started=1, hosts=True, port=port)
+    for garbage in (
+        b"[" * 100_000 + b"\n",
+        b"GET / HTTP/1.0\r\n\r\n",
+        b"[1]\n",
+        b'{"rank": 7}\n',
+        b'{"rank": 0}\n',
+    ):
         for _ in range(100):
             try:
                 with socket.create_connection(("127.0.0.1", port), timeout=5) as stranger:
@@ -193,7 +198,7 @@ def test_strangers_are_turned_away():
                 break
             except ConnectionRefusedError:
                 time.sleep(0.05)
-    launch.processes.append(start(1))
+    launch.start(1)
     assert launch.ends() == ([0, 0], ["", ""])
 
 
@@ -212,6 +217,7 @@ def test_a_name_that_does_not_resolve_is_told_with_the_remedy(monkeypatch):
     for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "RANK": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
+    monkeypatch.setenv("MASTER_PORT", "29500")
     with pytest.raises(ValueError, match=r"cannot resolve no-such-host.invalid.*--master_addr"):
         meeting._reach_rank_zero(meeting.this_member(), time.monotonic() + 5)
 
