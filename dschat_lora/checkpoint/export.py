@@ -18,7 +18,8 @@ from dschat_lora.checkpoint.adapter_config import AdapterConfig, read_adapter_co
 from dschat_lora.checkpoint.model_card import model_card
 from dschat_lora.checkpoint.staging import staged_directory
 from dschat_lora.config.groups import LoraConfig
-from dschat_lora.engine.distributed import device, on_rank_zero
+from dschat_lora.engine.collectives import on_rank_zero
+from dschat_lora.engine.distributed import device
 from dschat_lora.engine.zero import gather_to_cpu
 from dschat_lora.lora.merge import (
     MergeReport,
@@ -124,7 +125,8 @@ def _merged_model(model: PreTrainedModel, tensors: dict[str, Tensor]) -> PreTrai
     if untied_by_merge(model):
         merged.config.tie_word_embeddings = False
     # Not strict: of tied weights the state may have one.
-    merged.load_state_dict(state, strict=False, assign=True)
+    if unknown := merged.load_state_dict(state, strict=False, assign=True).unexpected_keys:
+        raise RuntimeError(f"the merged model has no place for {', '.join(unknown)}")
     if not _is_reward_model(model):
         merged.generation_config = model.generation_config
     return merged

@@ -8,6 +8,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,7 @@ class TokenSet:
         for chunk in self._chunks:
             yield chunk[name].offsets, chunk[name].values
 
+    @cached_property
     def digest(self) -> str:
         """32 hex digits of every field of every sample, in order."""
         digest = hashlib.blake2b(self.lengths.tobytes(), digest_size=16)

@@ -1,23 +1,19 @@
 """Joining the process group, and the few collectives the package needs."""
 
 import gc
-import json
 import os
 import sys
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from dschat_lora.engine import peers
 from dschat_lora.engine.meeting import complete_environment, settle_port
 
-ResultT = TypeVar("ResultT")
 # Of a collective. That a peer is lost is known long before, by engine/peers.py.
 TIMEOUT = timedelta(hours=2)
 
@@ -219,178 +215,3 @@ def device() -> torch.device:
     if get_accelerator().device_name() == "cpu":
         return torch.device("cpu")
     return torch.device(get_accelerator().device_name(), local_rank())
-
-
-def _meeting_device() -> torch.device:
-    """Where the tensors of a collective of this process group lie."""
-    return torch.device("cpu") if dist.get_backend() == "gloo" else device()
-
-
-def sum_over_ranks(values: list[float]) -> list[float]:
-    """Each number summed over the shares of the data, in fp64; call on every rank."""
-    return sum_tensor_(torch.tensor(values, dtype=torch.float64, device=device())).tolist()
-
-
-def sum_tensor_(tensor: Tensor) -> Tensor:
-    """Overwrite ``tensor`` with its sum over the shares of the data; call on every rank.
-
-    Processes that hold one model between them bring the same, which counts once.
-    """
-    dist.all_reduce(tensor, group=data_group())
-    return tensor
-
-
-def sum_over_processes(values: list[float]) -> list[float]:
-    """Each number summed over all processes, in fp64; call on every rank."""
-    total = torch.tensor(values, dtype=torch.float64, device=device())
-    dist.all_reduce(total)
-    return total.tolist()
-
-
-def sum_with_requests(values: Tensor, requests: list[float]) -> Tensor:
-    """``values`` summed over the shares of the data, then each request over all processes.
-
-    Call on every rank.
-    """
-    counted = values if tensor_rank() == 0 else torch.zeros_like(values)
-    total = torch.cat([counted, values.new_tensor(requests)])
-    dist.all_reduce(total)
-    return total
-
-
-def gather_over_ranks(values: Tensor) -> Tensor:
-    """The (n, ...) tensors of all shares of the data behind each other, of any n; on every rank."""
-    own = [float(len(values)) * (each == data_rank()) for each in range(data_world_size())]
-    sizes = [int(size) for size in sum_over_ranks(own)]
-    # Collectives move equal shapes.
-    padded = values.new_zeros(max(sizes), *values.shape[1:])
-    padded[: len(values)] = values
-    parts = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(parts, padded, group=data_group())
-    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
-
-
-def max_over_ranks(value: float) -> float:
-    """The largest of the processes' numbers; call on every rank."""
-    if not dist.is_initialized():
-        return value
-    largest = torch.tensor(value, dtype=torch.float64, device=_meeting_device())
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return float(largest)
-
-
-def broadcast_(tensor: Tensor) -> Tensor:
-    """Overwrite ``tensor`` with rank 0's; call on every rank."""
-    dist.broadcast(tensor, 0)
-    return tensor
-
-
-def broadcast_string(fact: str) -> str:
-    """Rank 0's ``fact``; call on every rank."""
-    return _broadcast_text(fact, 0) if dist.is_initialized() else fact
-
-
-def _broadcast_text(text: str, source: int) -> str:
-    """The text of the rank ``source``; call on every rank. Bytes, for nobody unpickles a peer's."""
-    content = text.encode()
-    size = torch.tensor([len(content)], device=_meeting_device())
-    dist.broadcast(size, source)
-    data = torch.zeros(int(size), dtype=torch.uint8)
-    if rank() == source:
-        data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    data = data.to(_meeting_device())
-    if len(data):
-        dist.broadcast(data, source)
-    return bytes(data.tolist()).decode()
-
-
-def local_rank_first(function: Callable[[], ResultT]) -> ResultT:
-    """What ``function`` returns, called on each node's first process and then on the others.
-
-    If the first fails, the other processes end quietly, with the exit code of a user's mistake.
-    Call on every rank.
-    """
-    if local_rank() == 0:
-        return _run_and_share_exit(function)
-    _wait_for_exit_code()
-    return function()
-
-
-def on_rank_zero(function: Callable[[], ResultT]) -> ResultT | None:
-    """What ``function`` returns on rank 0, which alone calls it; the others wait, and get None.
-
-    If it fails, the other processes end quietly. Call on every rank.
-    """
-    if rank() == 0:
-        return _run_and_share_exit(function)
-    _wait_for_exit_code()
-    return None
-
-
-def raise_together(function: Callable[[], ResultT]) -> ResultT:
-    """What ``function`` returns on this rank; call on every rank.
-
-    Raises:
-        ValueError: on every rank, if it raised one on any: the first one's.
-        RuntimeError: on the other ranks, if it raised anything else on one.
-    """
-    failure: Exception | None = None
-    try:
-        result = function()
-    except Exception as error:  # noqa: BLE001 - raised again, on every rank
-        failure = error
-    first = -int(max_over_ranks(-float(rank() if failure is not None else world_size())))
-    if first == world_size():
-        return result
-    mine = [str(failure), isinstance(failure, ValueError)]
-    words, is_mistake = json.loads(_broadcast_text(json.dumps(mine), first))
-    if is_mistake:
-        raise ValueError(words) from failure
-    raise failure or RuntimeError(f"rank {first} failed: {words}")
-
-
-def check_same(facts: Mapping[str, str], *, remedy: str) -> None:
-    """Refuse to go on where a process has something else than rank 0; call on every rank.
-
-    Args:
-        facts: texts by name, the same names everywhere; one that is empty is not compared.
-        remedy: what to do about a difference.
-
-    Raises:
-        ValueError: on every rank, naming the first rank that differs, its host, and what differs.
-    """
-    if world_size() == 1:
-        return
-    first: dict[str, str] = json.loads(broadcast_string(json.dumps(facts)))
-
-    def compare() -> None:
-        differing = [name for name, text in facts.items() if text and text != first[name]]
-        if differing:
-            shown = (f"{name} ({facts[name]} here, {first[name]} there)" for name in differing)
-            raise ValueError(
-                f"{peers.name_of(rank())} differs from {peers.name_of(0)} in {', '.join(shown)}; "
-                f"{remedy}"
-            )
-
-    raise_together(compare)
-
-
-def _run_and_share_exit(function: Callable[[], ResultT]) -> ResultT:
-    """Call; :func:`_wait_for_exit_code` elsewhere learns the exit code, 0 if it worked."""
-    code = 2
-    try:
-        result = function()
-        code = 0
-    except OSError:
-        code = 1
-        raise
-    finally:
-        worst = max_over_ranks(float(code))
-    if worst:
-        raise SystemExit(int(worst))
-    return result
-
-
-def _wait_for_exit_code() -> None:
-    if code := int(max_over_ranks(0.0)):
-        raise SystemExit(code)

@@ -9,15 +9,8 @@ import deepspeed
 import torch
 from torch import Tensor, nn
 
-from dschat_lora.engine.distributed import (
-    broadcast_,
-    data_rank,
-    data_world_size,
-    device,
-    gather_over_ranks,
-    grid,
-    rank,
-)
+from dschat_lora.engine.collectives import broadcast_, gather_over_ranks
+from dschat_lora.engine.distributed import data_rank, data_world_size, device, grid, rank
 
 
 class TensorShard(Protocol):

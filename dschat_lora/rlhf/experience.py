@@ -16,7 +16,7 @@ from dschat_lora.algos.advantages import (
     whiten,
 )
 from dschat_lora.algos.kl import kl_k1
-from dschat_lora.engine.distributed import gather_over_ranks
+from dschat_lora.engine.collectives import gather_over_ranks
 from dschat_lora.rlhf.batch import Response, ResponseBatch, response_mask
 from dschat_lora.rlhf.config import PpoConfig
 from dschat_lora.rlhf.engines import Engines

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from dschat_lora.algos.advantages import RunningMoments, response_sums
 from dschat_lora.algos.kl import adapted_kl_coef
-from dschat_lora.engine.distributed import data_rank, data_world_size, device, sum_over_ranks
+from dschat_lora.engine.collectives import sum_over_ranks
+from dschat_lora.engine.distributed import data_rank, data_world_size, device
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.perf.peak import device_peak
 from dschat_lora.perf.throughput import StepCounts

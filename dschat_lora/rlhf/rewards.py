@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from dschat_lora.algos.advantages import RunningMoments
-from dschat_lora.engine.distributed import raise_together, rank, sum_over_processes, world_size
+from dschat_lora.engine.collectives import raise_together, sum_over_processes
+from dschat_lora.engine.distributed import rank, world_size
 from dschat_lora.models.causal_lm import Tokenizer
 from dschat_lora.rlhf.batch import Response
 from dschat_lora.rlhf.config import RewardsConfig

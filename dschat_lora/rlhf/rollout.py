@@ -10,12 +10,8 @@ import torch
 from dschat_lora.algos.seeds import permutation, stream_seed
 from dschat_lora.data.samples import PromptSample
 from dschat_lora.engine.build import TrainEngine
-from dschat_lora.engine.distributed import (
-    data_rank,
-    data_world_size,
-    gather_over_ranks,
-    max_over_ranks,
-)
+from dschat_lora.engine.collectives import gather_over_ranks, max_over_ranks
+from dschat_lora.engine.distributed import data_rank, data_world_size
 from dschat_lora.engine.zero import gathered
 from dschat_lora.generation.generate import respond
 from dschat_lora.generation.sampling import Responses, Sampling

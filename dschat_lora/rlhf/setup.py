@@ -284,6 +284,6 @@ def _identity(
         critic = f"{base_fingerprint(scorer.model)} {adapter_fingerprint(scorer.model)}"
     return state_identity(roles.actor, tokenizer, prompts, settings["actor"]) | {
         "critic": critic,
-        "text": None if text is None else text.train.digest(),
+        "text": None if text is None else text.train.digest,
         "rows": len(prompts.train),
     }

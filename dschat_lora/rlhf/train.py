@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from dschat_lora.engine.distributed import sum_over_processes
+from dschat_lora.engine.collectives import sum_over_processes
 from dschat_lora.engine.state import EngineState
 from dschat_lora.rlhf.diagnostics import Diagnostics
 from dschat_lora.rlhf.ema import MovingAverage

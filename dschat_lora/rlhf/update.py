@@ -9,7 +9,7 @@ from torch import Tensor
 from dschat_lora.algos.kl import kl_k3
 from dschat_lora.algos.ppo import policy_loss, value_loss
 from dschat_lora.engine.build import StepOutcome
-from dschat_lora.engine.distributed import max_over_ranks, sum_tensor_
+from dschat_lora.engine.collectives import max_over_ranks, sum_tensor_
 from dschat_lora.rlhf.batch import Minibatch, ResponseBatch
 from dschat_lora.rlhf.config import PpoConfig
 from dschat_lora.rlhf.engines import Engines

@@ -15,7 +15,8 @@ from dschat_lora.checkpoint.tensors import TensorFiles
 from dschat_lora.config.groups import RunConfig
 from dschat_lora.config.options import flatten
 from dschat_lora.config.stages import StageConfig
-from dschat_lora.engine.distributed import broadcast_string, max_over_ranks, on_rank_zero, rank
+from dschat_lora.engine.collectives import broadcast_string, max_over_ranks, on_rank_zero
+from dschat_lora.engine.distributed import rank
 from dschat_lora.engine.state import EngineState
 from dschat_lora.report.log import jsonable
 from dschat_lora.report.terminal import error_message

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from dschat_lora.config.options import flatten
 from dschat_lora.data.fingerprint import describe_tokenizer
 from dschat_lora.data.prepare import Prepared
-from dschat_lora.engine.distributed import check_same, local_rank
+from dschat_lora.engine.collectives import check_same
+from dschat_lora.engine.distributed import local_rank
 from dschat_lora.models.causal_lm import Tokenizer
 from dschat_lora.models.fingerprint import file_fingerprint
 from dschat_lora.models.source import ModelSource
@@ -21,9 +22,12 @@ _PLACES = ("_path", "_dir", "_file", "_config", "_dataset_name", "_checkpoint", 
 
 def check_same_options(config: "DataclassInstance") -> None:
     """Refuse processes with other options than rank 0's; call on every rank."""
-    values = flatten(config).items()
-    own = {f"--{n}": str(v) for n, v in values if not n.endswith(_PLACES)}
-    check_same(own, remedy="start all processes with the same options")
+
+    def options() -> dict[str, str]:
+        values = flatten(config).items()
+        return {f"--{name}": str(v) for name, v in values if not name.endswith(_PLACES)}
+
+    check_same(options, remedy="start all processes with the same options")
 
 
 def check_same_data(prepared: Prepared, tokenizer: Tokenizer, name: str) -> None:
@@ -31,26 +35,31 @@ def check_same_data(prepared: Prepared, tokenizer: Tokenizer, name: str) -> None
 
     Processes of one host read the same files.
     """
-    speaks = local_rank() == 0
-    check_same(
-        {
-            f"the {name} to train on": prepared.train.digest() if speaks else "",
-            f"the {name} to evaluate on": prepared.eval.digest() if speaks else "",
+
+    def digests() -> dict[str, str]:
+        speaks = local_rank() == 0
+        return {
+            f"the {name} to train on": prepared.train.digest if speaks else "",
+            f"the {name} to evaluate on": prepared.eval.digest if speaks else "",
             "the tokenizer": tokenizer_digest(tokenizer) if speaks else "",
-        },
-        remedy="give all hosts the same files",
-    )
+        }
+
+    check_same(digests, remedy="give all hosts the same files")
 
 
 def check_same_models(*sources: ModelSource | None) -> None:
     """Refuse hosts whose models are not rank 0's; call on every rank."""
-    found = {}
-    for number, source in enumerate(sources):
-        name = "" if len(sources) == 1 else (" of the actor", " of the critic")[number]
-        for part in ("base", "adapter"):
-            path = getattr(source, part, None) if local_rank() == 0 else None
-            found[f"the {part}{name}"] = "" if path is None else file_fingerprint(path)
-    check_same(found, remedy="give all hosts the same files")
+
+    def fingerprints() -> dict[str, str]:
+        found = {}
+        for number, source in enumerate(sources):
+            name = "" if len(sources) == 1 else (" of the actor", " of the critic")[number]
+            for part in ("base", "adapter"):
+                path = getattr(source, part, None) if local_rank() == 0 else None
+                found[f"the {part}{name}"] = "" if path is None else file_fingerprint(path)
+        return found
+
+    check_same(fingerprints, remedy="give all hosts the same files")
 
 
 def tokenizer_digest(tokenizer: Tokenizer) -> str:

@@ -16,14 +16,8 @@ from dschat_lora.checkpoint.history import checkpoints_of
 from dschat_lora.config.groups import Switch, is_on
 from dschat_lora.config.stages import StageConfig, SupervisedConfig
 from dschat_lora.engine.build import EngineSettings
-from dschat_lora.engine.distributed import (
-    broadcast_string,
-    data_world_size,
-    device,
-    max_over_ranks,
-    rank,
-    world_size,
-)
+from dschat_lora.engine.collectives import broadcast_string, max_over_ranks
+from dschat_lora.engine.distributed import data_world_size, device, rank, world_size
 from dschat_lora.models.build import AdaptedModel
 from dschat_lora.models.tensor_parallel_checks import check_divides, check_training
 from dschat_lora.perf.advice import Estimator, MemoryOptions, out_of_memory_advice

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -313,12 +313,7 @@ def _inherited(
         ValueError: if one runs code, which has to be typed again.
     """
     then: dict[str, Any] = state["options"]
-    again = [name for name in RUNS_CODE if then.get(name) and name not in now]
-    if again:
-        raise ValueError(
-            f"--resume_from_checkpoint {path} was made with {_typed(again, then)}, which runs code "
-            "that a checkpoint may not choose; if you trust it, type it again"
-        )
+    refuse_code(then, now, path)
     elsewhere = [name for name in _WRITES_ELSEWHERE if then.get(name) and name not in now]
     if elsewhere:
         log_once(
@@ -337,6 +332,20 @@ def _inherited(
     known = {*option_names(config_class)} - replaced - {*RUNS_CODE, *elsewhere}
     kept = {name: value for name, value in then.items() if name in known and value is not None}
     return options_of(config_class, kept, label=f"{path / STATE_FILE}: options")
+
+
+def refuse_code(then: Mapping[str, Any], now: Container[str], path: Path) -> None:
+    """Refuse a checkpoint of a run whose options run code, unless they are typed again.
+
+    Raises:
+        ValueError: naming them.
+    """
+    again = [name for name in RUNS_CODE if then.get(name) and name not in now]
+    if again:
+        raise ValueError(
+            f"--resume_from_checkpoint {path} was made with {_typed(again, then)}, which runs code "
+            "that a checkpoint may not choose; if you trust it, type it again"
+        )
 
 
 def _typed(names: Iterable[str], values: Mapping[str, Any]) -> str:

@@ -19,15 +19,8 @@ from dschat_lora.config.groups import RunConfig
 from dschat_lora.config.options import build_config, command_line, fail, flatten, typed_options
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.engine import peers
-from dschat_lora.engine.distributed import (
-    broadcast_string,
-    form_grid,
-    init_distributed,
-    on_rank_zero,
-    rank,
-    shutdown,
-    world_size,
-)
+from dschat_lora.engine.collectives import broadcast_string, on_rank_zero
+from dschat_lora.engine.distributed import form_grid, init_distributed, rank, shutdown, world_size
 from dschat_lora.report.log import RunLog
 from dschat_lora.report.record import RunRecord, environment
 from dschat_lora.report.terminal import error_message

@@ -17,15 +17,8 @@ from dschat_lora.data.prepare import Prepared, prepare
 from dschat_lora.data.rows import DataKind
 from dschat_lora.engine.adamw import Update
 from dschat_lora.engine.build import EngineSettings, resolve_dtype
-from dschat_lora.engine.distributed import (
-    data_rank,
-    device,
-    grid,
-    local_rank_first,
-    raise_together,
-    tensor_rank,
-    world_size,
-)
+from dschat_lora.engine.collectives import local_rank_first, raise_together
+from dschat_lora.engine.distributed import data_rank, device, grid, tensor_rank, world_size
 from dschat_lora.engine.ds_config import read_deepspeed_json
 from dschat_lora.engine.zero import shard_from_rank_zero
 from dschat_lora.lora.collectives import TensorGroup
@@ -204,8 +197,8 @@ def state_identity(
     return {
         "model": base_fingerprint(adapted.model),
         "tokenizer": tokenizer_digest(tokenizer),
-        "train_data": data.train.digest(),
-        "eval_data": data.eval.digest(),
+        "train_data": data.train.digest,
+        "eval_data": data.eval.digest,
         "dtype": settings.dtype,
         "adapter": adapted.lora.described(),
         "start": adapter_fingerprint(adapted.model),

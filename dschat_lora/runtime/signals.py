@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from dschat_lora.engine.distributed import max_over_ranks
+from dschat_lora.engine.collectives import max_over_ranks
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 

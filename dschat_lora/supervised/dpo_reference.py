@@ -19,14 +19,8 @@ from dschat_lora.data.loader import Collator, Samples, eval_batches
 from dschat_lora.data.packing import PackedRow
 from dschat_lora.data.store import TokenSet, load_or_build, read_content
 from dschat_lora.engine.build import TrainEngine
-from dschat_lora.engine.distributed import (
-    broadcast_,
-    data_rank,
-    data_world_size,
-    on_rank_zero,
-    rank,
-    sum_tensor_,
-)
+from dschat_lora.engine.collectives import broadcast_, on_rank_zero, sum_tensor_
+from dschat_lora.engine.distributed import data_rank, data_world_size, rank
 from dschat_lora.engine.zero import Snapshot
 from dschat_lora.models.backbone import BackboneModel
 from dschat_lora.perf.flops import Flops, forward_flops
@@ -69,7 +63,7 @@ def reference_logprobs(
     anything is trained or restored. ``rows`` are of pair numbers, each of which is in one row.
     ``identity`` is what the results depend on, JSON-ready; complete on rank 0. Call on every rank.
     """
-    text = json.dumps([identity, pairs.digest()], sort_keys=True)
+    text = json.dumps([identity, pairs.digest], sort_keys=True)
     key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
     directory = cache / f"reference-{key}"
     known = on_rank_zero(lambda: _read(directory, len(pairs)))

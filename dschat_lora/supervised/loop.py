@@ -13,12 +13,8 @@ from dschat_lora.algos.seeds import stream_seed
 from dschat_lora.config.groups import OptimConfig, RunConfig
 from dschat_lora.data.loader import StepLoader, Window
 from dschat_lora.engine.build import StepOutcome, TrainEngine
-from dschat_lora.engine.distributed import (
-    data_rank,
-    gather_over_ranks,
-    sum_over_ranks,
-    sum_with_requests,
-)
+from dschat_lora.engine.collectives import gather_over_ranks, sum_over_ranks, sum_with_requests
+from dschat_lora.engine.distributed import data_rank
 from dschat_lora.perf.flops import Flops
 from dschat_lora.perf.throughput import Meter, StepCounts
 from dschat_lora.report.log import RunLog, train_line

@@ -264,8 +264,8 @@ def test_pairs_come_back_as_they_were_written(tmp_path, monkeypatch, count):
 def test_digest_tells_any_other_field_apart(tmp_path, monkeypatch):
     monkeypatch.setattr(store, "SAMPLES_PER_BATCH", 4)
     pairs = [pair.sample() for pair in ragged_pairs(6)]
-    first = stored(tmp_path, pairs).digest()
-    assert stored(tmp_path, pairs, "same.arrow").digest() == first
+    first = stored(tmp_path, pairs).digest
+    assert stored(tmp_path, pairs, "same.arrow").digest == first
     changes = {
         "input_ids": pairs[5].input_ids + 1,
         "prompt_length": 9,
@@ -278,11 +278,11 @@ def test_digest_tells_any_other_field_apart(tmp_path, monkeypatch):
             tmp_path,
             [*pairs[:index], replace(pairs[index], **{name: value}), *pairs[index + 1 :]],
             f"{name}{index}.arrow",
-        ).digest()
+        ).digest
         for name, value in changes.items()
         for index in (0, 5)
     }
-    digests.add(stored(tmp_path, pairs[::-1], "reversed.arrow").digest())
+    digests.add(stored(tmp_path, pairs[::-1], "reversed.arrow").digest)
     assert len(digests | {first}) == 2 * len(changes) + 2
 
 

@@ -158,7 +158,7 @@ def test_the_cache_is_readable_by_whoever_may_read_its_parent(tmp_path):
 
 def digest_of(directory, samples, name="x.arrow"):
     write_samples(directory / name, samples)
-    return TokenSet(directory / name).digest()
+    return TokenSet(directory / name).digest
 
 
 @pytest.mark.parametrize("count", [0, 1, 9])

@@ -8,7 +8,8 @@ pytestmark = pytest.mark.stage
 
 
 def summed_ranks():
-    from dschat_lora.engine.distributed import rank, sum_over_ranks
+    from dschat_lora.engine.collectives import sum_over_ranks
+    from dschat_lora.engine.distributed import rank
 
     return sum_over_ranks([rank() + 1.0])[0]
 

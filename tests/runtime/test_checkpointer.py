@@ -15,7 +15,7 @@ import torch
 from dschat_lora.checkpoint.history import step_directory
 from dschat_lora.config.options import build_config
 from dschat_lora.config.stages import SupervisedConfig
-from dschat_lora.engine import distributed
+from dschat_lora.engine import collectives
 from dschat_lora.report.log import RunLog
 from dschat_lora.report.record import RunRecord
 from dschat_lora.runtime import checkpointer as keeper_module
@@ -36,7 +36,7 @@ STOP, DUE, FAILED = [1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]
 def one_process(monkeypatch, tmp_path):
     """Collectives of a single process that has joined no group."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(distributed, "max_over_ranks", lambda value: value)
+    monkeypatch.setattr(collectives, "max_over_ranks", lambda value: value)
     monkeypatch.setattr(keeper_module, "max_over_ranks", lambda value: value)
     monkeypatch.setattr(keeper_module, "broadcast_string", lambda fact: fact)
 

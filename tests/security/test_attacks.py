@@ -20,6 +20,7 @@ from dschat_lora.checkpoint.manifest import write_manifest
 from dschat_lora.config.groups import DataConfig, LoraConfig, ModelConfig
 from dschat_lora.config.options import flatten, parse_config
 from dschat_lora.data.prepare import prepare
+from dschat_lora.data.store import file_digest
 from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.experiments.glue.resume import settle as settle_glue
 from dschat_lora.experiments.glue.train import check_pickles
@@ -242,18 +243,39 @@ def model_with_code(path, **more):
     return path
 
 
+MODEL_CODE = {
+    "auto_map": {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"},
+    "model_type": "evil",
+}
+TOKENIZER_CODE = {"auto_map": {"AutoTokenizer": ["evil.Evil", None]}, "tokenizer_class": "Evil"}
+
+
 def test_a_models_code_does_not_run(tmp_path):
-    maps = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}
-    path = model_with_code(tmp_path / "m", config={"auto_map": maps, "model_type": "evil"})
+    path = model_with_code(tmp_path / "m", config=MODEL_CODE)
     with pytest.raises(ValueError, match="configuration cannot be loaded: The repository"):
         load_config(str(path), ModelConfig())
 
 
 def test_a_tokenizers_code_does_not_run(tmp_path):
-    fields = {"auto_map": {"AutoTokenizer": ["evil.Evil", None]}, "tokenizer_class": "Evil"}
-    path = model_with_code(tmp_path / "m", tokenizer_config=fields)
+    path = model_with_code(tmp_path / "m", tokenizer_config=TOKENIZER_CODE)
     with suppress(ValueError):  # unless it is read as the known kind that it is
         load_tokenizer(str(path), ModelConfig())
+
+
+@pytest.mark.parametrize("what", ["model", "tokenizer", "pickle"])
+def test_these_payloads_would_run_if_they_were_trusted(tmp_path, monkeypatch, what):
+    fields = {"config": MODEL_CODE} if what == "model" else {"tokenizer_config": TOKENIZER_CODE}
+    path = model_with_code(tmp_path / "m", **fields)
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    trusted = ModelConfig(trust_remote_code=True)
+    with suppress(Exception):  # they are no models, whatever they are
+        if what == "model":
+            load_config(str(path), trusted)
+        elif what == "tokenizer":
+            load_tokenizer(str(path), trusted)
+        else:
+            pickle.loads(pickle.dumps(Payload()))
+    (tmp_path / "ran").unlink()
 
 
 def test_pickled_weights_of_a_model_do_not_run(tmp_path):
@@ -306,9 +328,9 @@ def test_a_config_file_makes_no_objects(refused, tmp_path, tag):
 
 def test_a_config_file_that_grows_when_it_is_read_is_refused(refused, tmp_path):
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
-    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
-    (tmp_path / "run.yaml").write_text("\n".join([*lines, "data_path: *a11"]))
-    assert "run.yaml" in refused("--config", "run.yaml")
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 5)]
+    (tmp_path / "run.yaml").write_text("\n".join([*lines, "data_path: *a4"]))
+    assert "run.yaml holds more than 100,000 values" in refused("--config", "run.yaml")
 
 
 def test_a_cache_cannot_name_files_elsewhere(tmp_path):
@@ -319,7 +341,8 @@ def test_a_cache_cannot_name_files_elsewhere(tmp_path):
     prepared = prepare(config, tokenizer, **options)
     manifest = tmp_path / "cache" / prepared.fingerprint / "manifest.json"
     content = json.loads(manifest.read_text())
-    content["files"] = {"/dev/zero": "0"}
+    outside = write_jsonl(tmp_path / "outside", [{}])
+    content["files"][str(outside)] = file_digest(outside)
     manifest.write_text(json.dumps(content))
     assert not prepare(config, tokenizer, **options).from_cache
 

@@ -12,6 +12,7 @@ from dschat_lora.checkpoint.manifest import safetensors_header
 from dschat_lora.config.options import flatten, options_of, value_text
 from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.report.directory import read_object
+from dschat_lora.runtime.resume import refuse_code
 
 # Options of one process, not of the run: never taken from a checkpoint.
 _OF_THE_PROCESS = ("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "dry_run")
@@ -59,11 +60,7 @@ def settle(config: GlueConfig) -> GlueConfig:
         for name in now
         if name in typed & then.keys() and name not in _FREE and then[name] != now[name]
     ]
-    if then.get("trust_remote_code") and "trust_remote_code" not in config.given:
-        raise ValueError(
-            f"--resume_from_checkpoint {path} was made with --trust_remote_code, which runs code "
-            "that a checkpoint may not choose; if you trust it, type it again"
-        )
+    refuse_code(then, config.given, path)
     taken = {n: v for n, v in then.items() if n in now and n not in {*typed, *_OF_THE_PROCESS}}
     given = {name: value for name, value in taken.items() if value is not None}
     inherited: dict[str, Any] = {

@@ -26,7 +26,8 @@ from dschat_lora.checkpoint.extract import empty_classifier, write_trained
 from dschat_lora.checkpoint.lora_only import LoraOnly
 from dschat_lora.checkpoint.staging import write_whole
 from dschat_lora.engine import peers
-from dschat_lora.engine.distributed import check_same, init_distributed, raise_together
+from dschat_lora.engine.collectives import check_same, raise_together
+from dschat_lora.engine.distributed import init_distributed
 from dschat_lora.experiments.glue.callback import MetricsCallback, lines_until
 from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.experiments.glue.data import TaskSplit, find_files, read_split
@@ -172,7 +173,7 @@ def build_trainer(
     set_seed(config.seed)
     splits = raise_together(lambda: _read(config))
     check_same(
-        {f"the {name} rows": _digest(split) for name, split in splits.items()},
+        lambda: {f"the {name} rows": _digest(split) for name, split in splits.items()},
         remedy="give all hosts the same files",
     )
     tokenizer = AutoTokenizer.from_pretrained(

@@ -19,16 +19,8 @@ from dschat_lora.data.rows import parse_row, require_usable
 from dschat_lora.data.sources import find_source
 from dschat_lora.data.tokenize import ended
 from dschat_lora.engine.build import DTYPES, resolve_dtype
-from dschat_lora.engine.distributed import (
-    device,
-    gather_over_ranks,
-    init_distributed,
-    on_rank_zero,
-    raise_together,
-    rank,
-    shutdown,
-    world_size,
-)
+from dschat_lora.engine.collectives import gather_over_ranks, on_rank_zero, raise_together
+from dschat_lora.engine.distributed import device, init_distributed, rank, shutdown, world_size
 from dschat_lora.experiments.nlg.config import DecodeConfig
 from dschat_lora.generation.beam_search import Search, write_texts
 from dschat_lora.models.build import build_causal_lm

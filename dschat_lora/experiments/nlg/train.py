@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dschat_lora.checkpoint.lora_only import write_lora_only
-from dschat_lora.engine.distributed import on_rank_zero
+from dschat_lora.engine.collectives import on_rank_zero
 from dschat_lora.engine.zero import gather_to_cpu
 from dschat_lora.experiments.nlg.config import NlgConfig
 from dschat_lora.experiments.nlg.validation import check_training, in_optimizer_steps, schedule
