@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import LlamaConfig, OPTConfig, PretrainedConfig
+from transformers import LlamaConfig, OPTConfig, PretrainedConfig, Qwen3Config
 
 from dschat_lora.algos.sft import IGNORE_INDEX
 from dschat_lora.config.groups import LoraConfig, ModelConfig
@@ -35,7 +35,9 @@ class Shape:
     rows: int  # packed rows of an optimizer step
     row_length: int  # tokens a packed row may hold
     max_sample: int  # tokens of the longest sample
-    architecture: Literal["opt", "llama"] = "opt"
+    architecture: Literal["opt", "llama", "qwen3"] = "opt"
+    kv_heads: int | None = None  # fewer than heads where queries share keys
+    head_size: int | None = None  # where it is not hidden_size / num_heads
 
     @property
     def linears(self) -> list[tuple[int, int]]:
@@ -48,6 +50,8 @@ SHAPES = {
     "opt-1.3b": Shape(2048, 24, 32, 8192, 50272, 2048, 128, 8, 2048, 512),
     "opt-6.7b": Shape(4096, 32, 32, 16384, 50272, 2048, 128, 8, 2048, 512),
     "llama-2-7b": Shape(4096, 32, 32, 11008, 32000, 4096, 16, 8, 2048, 512, "llama"),
+    "llama-3-8b": Shape(4096, 32, 32, 14336, 128256, 8192, 16, 8, 2048, 512, "llama", 8),
+    "qwen3-4b": Shape(2560, 36, 32, 9728, 151936, 40960, 16, 8, 2048, 512, "qwen3", 8, 128),
 }
 TINY = {
     "opt-1.3b": Shape(64, 2, 4, 256, 512, 128, 8, 2, 128, 32),
@@ -80,8 +84,14 @@ def _config(shape: Shape) -> PretrainedConfig:
         "attention_dropout": 0.0,
         "pad_token_id": PAD_ID,
     }
-    if shape.architecture == "llama":
-        return LlamaConfig(intermediate_size=shape.ffn_size, **common)
+    if shape.architecture != "opt":
+        family = {"llama": LlamaConfig, "qwen3": Qwen3Config}[shape.architecture]
+        return family(
+            intermediate_size=shape.ffn_size,
+            num_key_value_heads=shape.kv_heads,
+            head_dim=shape.head_size,
+            **common,
+        )
     return OPTConfig(
         word_embed_proj_dim=shape.hidden_size,
         ffn_dim=shape.ffn_size,

@@ -263,10 +263,9 @@ def test_a_tokenizers_code_does_not_run(tmp_path):
 
 
 @pytest.mark.parametrize("what", ["model", "tokenizer", "pickle"])
-def test_these_payloads_would_run_if_they_were_trusted(tmp_path, monkeypatch, what):
+def test_these_payloads_would_run_if_they_were_trusted(tmp_path, what):
     fields = {"config": MODEL_CODE} if what == "model" else {"tokenizer_config": TOKENIZER_CODE}
-    path = model_with_code(tmp_path / "m", **fields)
-    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    path = model_with_code(tmp_path / f"trusted-{what}", **fields)
     trusted = ModelConfig(trust_remote_code=True)
     with suppress(Exception):  # they are no models, whatever they are
         if what == "model":
