@@ -39,7 +39,7 @@ FLOORS = [
         "data": Room(
             "algos config", "datasets jinja2 numpy pyarrow torch", "nlg readers rows sources"
         ),
-        "engine": Room("config", "deepspeed psutil torch", "ds_config meeting peers"),
+        "engine": Room("algos config", "deepspeed psutil torch", "ds_config meeting peers"),
         "lora": Room("config", "regex torch"),
     },
     {

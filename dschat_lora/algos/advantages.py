@@ -10,8 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dschat_lora.algos.logprobs import sequence_sums
-
 WHITEN_EPS = 1e-8
 GRPO_EPS = 1e-4
 
@@ -101,7 +99,7 @@ def rloo_advantages(rewards: Tensor, groups: Tensor) -> Tensor:
     REINFORCE leave-one-out (arXiv:2402.14740): the others are a baseline that does not depend on
     the response itself, so the gradient stays unbiased.
 
-    ``groups``, (N,) int64, say which prompt each of the (N,) rewards responds to: any numbers, in
+    ``groups``, (N,) int64 in [0, 2 N), say which prompt each of the (N,) rewards responds to, in
     any order; groups need not be of one size. The result is (N,) without gradient, 0 for a
     response that is alone in its group.
     """
@@ -194,5 +192,7 @@ def check_same_shape(**tensors: Tensor) -> None:
 
 def _of_groups(values: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
     """Sum and size of each value's group, (N,) each."""
-    _, owner, sizes = torch.unique(groups, return_inverse=True, return_counts=True)
-    return sequence_sums(values, owner, len(sizes))[owner], sizes[owner]
+    # Not by unique(), for which a GPU's host waits.
+    counted = torch.stack([values, torch.ones_like(values)], dim=1)
+    found = values.new_zeros(2 * len(groups), 2).index_add(0, groups, counted)[groups]
+    return found[:, 0], found[:, 1]

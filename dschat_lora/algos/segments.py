@@ -10,6 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dschat_lora.algos.devices import to_device
+
 # Tokens of a sample: of the prefix that its two branches share, of the first branch and of the
 # second. A sample that is one sequence has the first number alone.
 Sizes = tuple[int, int, int]
@@ -36,7 +38,7 @@ class Spans:
     def to(self, device: torch.device | str) -> "Spans":
         """The same spans with tensors on ``device``."""
         tensors: dict[str, Any] = {
-            f.name: value.to(device, non_blocking=True)
+            f.name: to_device(value, device)
             for f in fields(self)
             if isinstance(value := getattr(self, f.name), Tensor)
         }

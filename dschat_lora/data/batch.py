@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dschat_lora.algos.devices import to_device
 from dschat_lora.algos.segments import Sizes, Spans, causal_pairs, make_spans
 from dschat_lora.algos.sft import IGNORE_INDEX
 from dschat_lora.data.packing import first_fit, round_up
@@ -40,7 +41,7 @@ class Batch:
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same batch on ``device``."""
-        return to_device(self, device)
+        return batch_to_device(self, device)
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class PairBatch:
 
     def to(self, device: torch.device | str) -> "PairBatch":
         """The same batch on ``device``."""
-        return to_device(self, device)
+        return batch_to_device(self, device)
 
 
 @dataclass(frozen=True)
@@ -285,13 +286,13 @@ def _tree_pairs(size: int, shared: int, first: int) -> int:
     return causal_pairs(shared) + sum(n * shared + causal_pairs(n) for n in branches)
 
 
-def to_device(batch: BatchT, device: torch.device | str) -> BatchT:
+def batch_to_device(batch: BatchT, device: torch.device | str) -> BatchT:
     """The batch with its tensors and spans on ``device``."""
     moved: dict[str, Any] = {}
     for field in fields(batch):
         value = getattr(batch, field.name)
         if isinstance(value, Tensor):
-            moved[field.name] = value.to(device, non_blocking=True)
+            moved[field.name] = to_device(value, device)
         elif isinstance(value, Spans):
             moved[field.name] = value.to(device)
     return replace(batch, **moved)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dschat_lora.algos.devices import to_device
 from dschat_lora.engine import peers
 from dschat_lora.engine.distributed import (
     data_group,
@@ -55,7 +56,8 @@ def sum_with_requests(values: Tensor, requests: list[float]) -> Tensor:
     Call on every rank.
     """
     counted = values if tensor_rank() == 0 else torch.zeros_like(values)
-    total = torch.cat([counted, values.new_tensor(requests)])
+    own = to_device(torch.tensor(requests, dtype=values.dtype), values.device)
+    total = torch.cat([counted, own])
     dist.all_reduce(total)
     return total
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from dschat_lora.algos.devices import to_device
 from dschat_lora.algos.segments import block_causal_mask
 from dschat_lora.generation.kv_cache import KVCache
 from dschat_lora.generation.sampling import Responses
@@ -25,8 +26,8 @@ class Rows(Protocol):
 
     sequences: list[int]
 
-    def start(self) -> None:
-        """Process the prompts and choose every sequence's first token."""
+    def start(self, prompts: Sequence[Sequence[int]], responses: Responses, *, copies: int) -> None:
+        """Process the prompts, and choose the first token of ``copies`` responses to each."""
 
     def step(self) -> None:
         """Choose the next token of every row."""
@@ -56,69 +57,87 @@ class CachedRows:
     """Rows with a key-value cache: a step computes one token.
 
     Prompts are padded on the left, so every row writes its next token to the same column. All
-    tensors of a step stay where they are; with ``buckets`` their shapes change rarely too, so
-    that a GPU replays the step as a graph. ``responses`` receive the tokens, ``copies`` for each
-    prompt; ``pad_id`` is any token, since masks hide it. ``record`` turns a step of one shape into
-    its replay, such as :func:`cuda_graphs`; None runs every step anew. ``sequences`` says which
-    sequence each row in use holds.
+    tensors of a step stay where they are, from one call of :meth:`start` to the next; with
+    ``buckets`` their shapes change rarely too, so that a GPU replays the step as a graph.
+
+    Args:
+        model: in evaluation mode; its weights stay where they are.
+        capacity: (rows, columns) of the largest batch, columns counting prompt and response.
+        pad_id: any token, since masks hide it.
+        device: of the model.
+        buckets: round shapes up to a few.
+        record: turns a step of one shape into its replay, such as :func:`cuda_graphs`; None runs
+            every step anew.
+
+    Attributes:
+        sequences: which sequence each row in use holds.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
-        prompts: Sequence[Sequence[int]],
-        responses: Responses,
+        capacity: tuple[int, int],
         *,
-        copies: int,
         pad_id: int,
         device: torch.device,
         buckets: bool = False,
         record: Callable[[DecodeStep], DecodeStep] | None = None,
     ) -> None:
-        self._model, self._prompts, self._responses = model, prompts, responses
-        self._group = group_of(model)
-        self._pad_id, self._copies = pad_id, copies
+        self._model, self._group, self._pad_id = model, group_of(model), pad_id
         self._buckets, self._record = buckets, record
-        self.sequences = list(range(len(prompts) * copies))
-        self._filled = max(len(prompt) for prompt in prompts)
-        capacity = (
-            self._row_bucket(len(self.sequences)),
-            self._column_bucket(self._filled + responses.limit),
-        )
-        self._cache = KVCache(capacity, copies=copies, device=device)
+        self.sequences: list[int] = []
+        self._filled = 0
+        self._cache = KVCache(self._rounded(*capacity), device=device)
         self._windows: dict[str, int | None] = attention_windows(model.config) or {}
-        rows = capacity[0]
+        rows = self._cache.capacity[0]
         self._ids = torch.full((rows, 1), pad_id, device=device)
         self._positions = torch.zeros(rows, 1, dtype=torch.int64, device=device)
-        self._sequence = torch.full((rows,), len(self.sequences), device=device)
-        self._masks = {kind: self._empty_mask(window) for kind, window in self._windows.items()}
-        self._recorded: dict[tuple[int, int], DecodeStep] = {}
+        self._sequence = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._masks = {kind: self._new_mask(window) for kind, window in self._windows.items()}
+        self._responses: Responses | None = None
+        # Each shape's step of each set of options, which are part of it.
+        self._recorded: dict[tuple[Responses, int, int], DecodeStep] = {}
         self._warm = False
 
-    def start(self) -> None:
+    def holds(self, rows: int, columns: int) -> bool:
+        """Whether a batch of this size fits."""
+        most_rows, most_columns = self._cache.capacity
+        rows, columns = self._rounded(rows, columns)
+        return rows <= most_rows and columns <= most_columns
+
+    def start(self, prompts: Sequence[Sequence[int]], responses: Responses, *, copies: int) -> None:
         """Process each prompt once for all its copies, and choose the first tokens."""
-        ids, segments = padded_left(self._prompts, self._pad_id, self._ids.device)
+        self._responses, count = responses, len(prompts) * copies
+        self.sequences, self._filled = list(range(count)), max(map(len, prompts))
+        self._cache.start(self._rounded(count, 0)[0], copies)
+        # Rows that are not in use write where nobody reads.
+        self._sequence.fill_(responses.capacity)
+        for mask in self._masks.values():
+            mask.fill_(torch.finfo(mask.dtype).min)
+        ids, segments = padded_left(prompts, self._pad_id, self._ids.device)
         positions = (segments.cumsum(-1) - 1).clamp(min=0)
         masks = {
             kind: block_causal_mask(segments, self._model.dtype, window=window)
             for kind, window in self._windows.items()
         }
-        logits = self._forward(ids, positions, masks).repeat_interleave(self._copies, 0)
-        count, width = len(self.sequences), self._filled
+        logits = self._forward(ids, positions, masks).repeat_interleave(copies, 0)
+        width = self._filled
         self._cache.copies = 0
         self._cache.column.fill_(width)
         self._sequence[:count] = torch.arange(count, device=ids.device)
-        self._positions[:count] = positions[:, -1:].repeat_interleave(self._copies, 0)
+        self._positions.zero_()
+        self._positions[:count] = positions[:, -1:].repeat_interleave(copies, 0)
         for kind, window in self._windows.items():
-            last = masks[kind][:, :, -1:].repeat_interleave(self._copies, 0)
+            last = masks[kind][:, :, -1:].repeat_interleave(copies, 0)
             self._masks[kind][:count, :, :, window or 0 :][..., :width] = last
-        self._ids[:count, 0] = self._responses.advance(logits, self._sequence[:count], self._group)
+        self._ids[:count, 0] = responses.advance(logits, self._sequence[:count], self._group)
 
     def step(self) -> None:
         """Choose the next token of every row."""
         self._filled += 1
-        self._cache.columns = self._column_bucket(self._filled)
-        shape = (self._cache.rows, self._cache.columns)
+        assert self._responses is not None
+        rows, self._cache.columns = self._rounded(self._cache.rows, self._filled)
+        shape = (self._responses, rows, self._cache.columns)
         # The first step is never recorded: libraries set themselves up in it.
         if self._record is not None and self._warm and shape not in self._recorded:
             self._recorded[shape] = self._record_step(self._record)
@@ -136,6 +155,7 @@ class CachedRows:
 
     def advance(self) -> None:
         """One token for every row, in place."""
+        assert self._responses is not None
         cache = self._cache
         rows = cache.rows
         self._positions += 1
@@ -150,7 +170,7 @@ class CachedRows:
         ``alive`` says whether each row in use is unfinished; at least one is.
         """
         living = [row for row, lives in enumerate(alive) if lives]
-        rows = self._row_bucket(len(living))
+        rows, _ = self._rounded(len(living), 0)
         if self._cache.rows - rows < max(1, self._cache.rows // 16):
             return
         sources = [row for row in living if row >= rows]
@@ -162,7 +182,8 @@ class CachedRows:
     def _move(self, sources: list[int], targets: list[int]) -> None:
         if not sources:
             return
-        source, target = (torch.tensor(x, device=self._ids.device) for x in (sources, targets))
+        device = self._ids.device
+        source, target = (to_device(torch.tensor(x), device) for x in (sources, targets))
         self._cache.move(source, target)
         for state in (self._ids, self._positions, self._sequence, *self._masks.values()):
             state.index_copy_(0, target, state.index_select(0, source))
@@ -181,7 +202,7 @@ class CachedRows:
         ).logits
         return logits[:, -1]
 
-    def _empty_mask(self, window: int | None) -> Tensor:
+    def _new_mask(self, window: int | None) -> Tensor:
         """(rows, 1, 1, window + columns) that hides everything.
 
         The first ``window`` columns come before the cache's, so that hiding what leaves the
@@ -200,15 +221,14 @@ class CachedRows:
             mask.index_fill_(3, cache.column, torch.finfo(mask.dtype).min)
         return mask[: cache.rows, :, :, window or 0 :][..., : cache.columns]
 
-    def _row_bucket(self, rows: int) -> int:
+    def _rounded(self, rows: int, columns: int) -> tuple[int, int]:
+        """The shape that a batch takes, where shapes are to be few."""
         if not self._buckets:
-            return rows
+            return rows, columns
         largest = ROW_BUCKETS[-1]
         fitting = (bucket for bucket in ROW_BUCKETS if bucket >= rows)
-        return next(fitting, -(-rows // largest) * largest)
-
-    def _column_bucket(self, columns: int) -> int:
-        return -(-columns // COLUMN_BUCKET) * COLUMN_BUCKET if self._buckets else columns
+        rows = next(fitting, -(-rows // largest) * largest)
+        return rows, -(-columns // COLUMN_BUCKET) * COLUMN_BUCKET
 
 
 def cuda_graphs() -> Callable[[DecodeStep], DecodeStep]:
@@ -220,7 +240,8 @@ def cuda_graphs() -> Callable[[DecodeStep], DecodeStep]:
 
     def record(step: DecodeStep) -> DecodeStep:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        # Other threads may use CUDA meanwhile: those that pin memory, a user's own.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             step()
         replay: DecodeStep = graph.replay
         return replay
@@ -235,7 +256,7 @@ def padded_left(
     width = max(len(prompt) for prompt in prompts)
     ids = [[pad_id] * (width - len(prompt)) + list(prompt) for prompt in prompts]
     real = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    return torch.tensor(ids, device=device), torch.tensor(real, device=device)
+    return to_device(torch.tensor(ids), device), to_device(torch.tensor(real), device)
 
 
 class RecomputedRows:
@@ -244,24 +265,17 @@ class RecomputedRows:
     Rows are padded on the right, which no token before the padding attends to.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        prompts: Sequence[Sequence[int]],
-        responses: Responses,
-        *,
-        copies: int,
-        pad_id: int,
-        device: torch.device,
-    ) -> None:
-        self._model, self._responses, self._pad_id = model, responses, pad_id
+    def __init__(self, model: PreTrainedModel, *, pad_id: int, device: torch.device) -> None:
+        self._model, self._pad_id, self._device = model, pad_id, device
         self._group = group_of(model)
+        self._texts: list[list[int]] = []
+        self.sequences: list[int] = []
+
+    def start(self, prompts: Sequence[Sequence[int]], responses: Responses, *, copies: int) -> None:
+        """Choose the first token of each response."""
+        self._responses = responses
         self._texts = [list(prompt) for prompt in prompts for _ in range(copies)]
         self.sequences = list(range(len(self._texts)))
-        self._device = device
-
-    def start(self) -> None:
-        """As :meth:`step`."""
         self.step()
 
     def step(self) -> None:
@@ -269,12 +283,12 @@ class RecomputedRows:
         texts = [self._texts[sequence] for sequence in self.sequences]
         width = max(len(text) for text in texts)
         rows = [text + [self._pad_id] * (width - len(text)) for text in texts]
-        lengths = torch.tensor([len(text) for text in texts], device=self._device)
+        lengths = to_device(torch.tensor([len(text) for text in texts]), self._device)
         real = torch.arange(width, device=self._device) < lengths[:, None]
-        ids = torch.tensor(rows, device=self._device)
+        ids = to_device(torch.tensor(rows), self._device)
         output = self._model(input_ids=ids, attention_mask=real.long(), use_cache=False)
         rows_of = torch.arange(len(texts), device=self._device)
-        sequences = torch.tensor(self.sequences, device=self._device)
+        sequences = to_device(torch.tensor(self.sequences), self._device)
         logits = output.logits[rows_of, lengths - 1]
         tokens = self._responses.advance(logits, sequences, self._group)
         for text, token in zip(texts, tokens.tolist(), strict=True):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,45 +24,73 @@ _WITHOUT_EFFECT = {"dropout", "is_causal", "position_ids", "sliding_window", "us
 
 @contextmanager
 def fast_linears(model: nn.Module) -> Iterator[None]:
-    """Within, linear layers and their unmerged adapters compute the same with fewer operations.
+    """Within, linear layers and their adapters compute as :class:`FastLinears` does."""
+    with FastLinears(model).in_use():
+        yield
+
+
+class FastLinears:
+    """Forwards of linear layers and unmerged adapters that take fewer operations.
 
     Adapters are cast once, and added in the accumulator of their last product. On a CPU,
-    float32 weights are copied into the layout of oneDNN. No parameter is touched; their values
-    must not change within. Weights must be whole, not sharded.
+    float32 weights are copied into the layout of oneDNN. No parameter is touched. Weights must be
+    whole, not sharded, and keep their values, but for those of adapters, which :meth:`in_use`
+    reads again.
     """
-    changed: list[nn.Module] = []
-    try:
-        for module in model.modules():
-            forward = None if "forward" in vars(module) else _forward_of(module)
-            if forward is not None:
-                changed.append(module)
-                module.forward = forward
-        yield
-    finally:
-        for module in changed:
-            del module.forward
 
+    def __init__(self, model: nn.Module) -> None:
+        self._copies: list[Tensor] = []
+        self._sources: list[Callable[[], Tensor]] = []  # of what each is a copy
+        pairs = [
+            (module, self._forward_of(module))
+            for module in model.modules()
+            if "forward" not in vars(module)
+        ]
+        self._forwards = [(module, forward) for module, forward in pairs if forward is not None]
 
-def _forward_of(module: nn.Module) -> Forward | None:
-    """A faster forward of ``module``; None where it is no linear layer of a known kind."""
-    if type(module) is nn.Linear:
-        return _linear(module.weight, module.bias)
-    if isinstance(module, ParallelLinear):
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Within, the layers compute so, with the values that adapters have now."""
+        if self._copies:
+            torch._foreach_copy_(self._copies, [source() for source in self._sources])
+        try:
+            for module, forward in self._forwards:
+                module.forward = forward  # type: ignore[method-assign]
+            yield
+        finally:
+            for module, _ in self._forwards:
+                del module.forward
+
+    def _forward_of(self, module: nn.Module) -> Forward | None:
+        """A faster forward of ``module``; None where it is no linear layer of a known kind."""
+        if type(module) is nn.Linear:
+            return _linear(module.weight, module.bias)
+        if isinstance(module, ParallelLinear):
+            weight = module.weight.T if module.transposed else module.weight
+            return _around(module, _linear(weight, _inner_bias(module, module.bias)), module.bias)
+        if is_conv1d(module):
+            return _linear(module.get_parameter("weight").T, module._parameters.get("bias"))
+        if not isinstance(module, LoraLinear):
+            return None
         weight = module.weight.T if module.transposed else module.weight
-        return _around(module, _linear(weight, _inner_bias(module, module.bias)), module.bias)
-    if is_conv1d(module):
-        return _linear(module.get_parameter("weight").T, module._parameters.get("bias"))
-    if not isinstance(module, LoraLinear):
-        return None
-    weight = module.weight.T if module.transposed else module.weight
-    bias: Tensor | None = module.bias
-    if module.enabled and module.trained_bias is not None:
-        bias = module.trained_bias.to(weight.dtype)
-    product = _linear(weight, _inner_bias(module, bias))
-    if module.enabled:
-        lora_a, lora_b = (factor.to(weight.dtype) for factor in module.factors())
-        product = _adapted(product, lora_a, lora_b.T, module.scaling)
-    return _around(module, product, bias)
+        bias: Tensor | None = module.bias
+        if module.enabled and module.trained_bias is not None:
+            bias = self._cast(lambda: module.trained_bias, weight.dtype)
+        product = _linear(weight, _inner_bias(module, bias))
+        if module.enabled:
+            lora_a = self._cast(lambda: module.factors()[0], weight.dtype)
+            lora_b = self._cast(lambda: module.factors()[1], weight.dtype)
+            product = _adapted(product, lora_a, lora_b.T, module.scaling)
+        return _around(module, product, bias)
+
+    def _cast(self, source: Callable[[], Any], dtype: torch.dtype) -> Tensor:
+        """A parameter of this type as it is; of what else it is, a copy that is refreshed."""
+        tensor: Tensor = source()
+        if isinstance(tensor, nn.Parameter) and tensor.dtype == dtype:
+            return tensor
+        self._copies.append(torch.empty_like(tensor, dtype=dtype))
+        self._sources.append(source)
+        return self._copies[-1]
 
 
 def _inner_bias(module: nn.Module, bias: Tensor | None) -> Tensor | None:

@@ -2,26 +2,29 @@
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import count
 
 import torch
 from transformers import PreTrainedModel
 
 from dschat_lora.generation.batch_state import (
     CachedRows,
+    DecodeStep,
     RecomputedRows,
     Rows,
     cuda_graphs,
     in_shards,
     takes_cache,
 )
-from dschat_lora.generation.fast_kernels import fast_attention, fast_linears
+from dschat_lora.generation.fast_kernels import FastLinears, fast_attention
 from dschat_lora.generation.sampling import Responses, Sampling
+from dschat_lora.lora.layers import LoraLinear
 from dschat_lora.lora.parallel import group_of, whole_sequences
 
 GPU_POLL = 16  # steps between two checks of which sequences have ended
+KeepGoing = Callable[[bool], bool]
 
 
-@torch.no_grad()
 def decode(
     model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
@@ -31,89 +34,173 @@ def decode(
     eos_ids: Collection[int],
     pad_id: int,
     device: torch.device,
-    keep_going: Callable[[bool], bool] | None = None,
+    keep_going: KeepGoing | None = None,
 ) -> list[list[list[int]]]:
-    """Responses to each prompt, each up to and including its end-of-sequence token.
-
-    A response depends on the model, the prompt, its seed and ``sampling`` alone, not on the rest
-    of the batch, up to the rounding of the model's logits. The model is in evaluation mode, with
-    adapters unmerged, and its positions hold prompt and response together. ``pad_id`` is any token.
-
-    Where every rank must run the same number of forward passes, as sharded weights need it,
-    ``keep_going`` is called once a step with whether this rank is done, and returns whether any
-    rank is not. Call on every rank then.
-
-    Raises:
-        ValueError: if a prompt is empty, or the seeds are not as many for each prompt.
-    """
-    copies = _copies(prompts, seeds)
-    flat = [seed for each in seeds for seed in each]
-    responses = Responses(flat, sampling, eos_ids=eos_ids, device=device)
-    respond(model, prompts, responses, pad_id=pad_id, device=device, keep_going=keep_going)
-    found = responses.tokens()
+    """Responses to each prompt, by a :class:`Decoder` of its own."""
+    decoder = Decoder(model, eos_ids=eos_ids, pad_id=pad_id, device=device)
+    found = decoder(prompts, sampling, seeds=seeds, keep_going=keep_going).tokens()
+    copies = max(1, len(found) // max(1, len(prompts)))
     return [found[i : i + copies] for i in range(0, len(found), copies)]
 
 
-@torch.no_grad()
-def respond(
-    model: PreTrainedModel,
-    prompts: Sequence[Sequence[int]],
-    responses: Responses,
-    *,
-    pad_id: int,
-    device: torch.device,
-    keep_going: Callable[[bool], bool] | None = None,
-) -> None:
-    """Fill ``responses``, as many to each prompt, prompt after prompt; arguments as :func:`decode`.
+class Decoder:
+    """Decodes with one model, and on a GPU keeps from call to call what a call needs.
 
-    Raises:
-        ValueError: if a prompt is empty.
+    That are the key-value cache, 16-bit copies of adapters and captured graphs, which refer to
+    weights by their addresses. They are made anew where those have moved, or a larger batch comes.
+
+    Args:
+        model: in evaluation mode when it is called, with adapters unmerged.
+        eos_ids: any of them ends a response.
+        pad_id: any token.
+        device: of the model.
+        largest: (rows, columns) of the largest batch that will come, as far as it is known;
+            columns count prompt and response.
+        record: see :class:`CachedRows`; by default CUDA graphs on a GPU.
     """
-    _check_fits(model, prompts, responses.limit)
-    if not prompts and keep_going is None:
-        return
-    copies = responses.size // max(1, len(prompts))
-    rows = _rows(model, prompts, responses, copies=copies, pad_id=pad_id, device=device)
-    with _inference_kernels(model):
-        _run(model, rows, responses, pad_id=pad_id, device=device, keep_going=keep_going)
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        eos_ids: Collection[int],
+        pad_id: int,
+        device: torch.device,
+        largest: tuple[int, int] = (0, 0),
+        record: Callable[[DecodeStep], DecodeStep] | None = None,
+    ) -> None:
+        self._model, self._eos_ids, self._pad_id = model, frozenset(eos_ids), pad_id
+        self._device, self._largest = device, largest
+        self._record = record
+        self._keeps = device.type == "cuda" or record is not None
+        self._weights: object = None
+        self.release()
+
+    def release(self) -> None:
+        """Free what is kept."""
+        self._rows: CachedRows | None = None
+        self._linears: FastLinears | None = None
+        self._responses: dict[tuple[Sampling, bool], Responses] = {}
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        *,
+        seeds: Sequence[Sequence[int]],
+        keep_logprobs: bool = False,
+        keep_going: KeepGoing | None = None,
+    ) -> Responses:
+        """As many responses to each prompt as it has seeds, prompt after prompt.
+
+        Each is up to and including its end-of-sequence token, and depends on the model, the
+        prompt, its seed and ``sampling`` alone, not on the rest of the batch, up to the rounding
+        of the model's logits. The model's positions hold prompt and response together. What is
+        returned holds until the next call.
+
+        Where every rank must run the same number of forward passes, as sharded weights need it,
+        ``keep_going`` is called once a step with whether this rank is done, and returns whether
+        any rank is not. Call on every rank then.
+
+        Raises:
+            ValueError: if a prompt is empty, or the seeds are not as many for each prompt.
+        """
+        copies = _copies(prompts, seeds)
+        _check_fits(self._model, prompts, sampling.max_new_tokens)
+        flat = [seed for each in seeds for seed in each]
+        columns = max(map(len, prompts), default=0) + sampling.max_new_tokens
+        if not self._is_ready(len(flat), columns):
+            self.release()
+        responses = self._responses_for(len(flat), sampling, keep_logprobs)
+        responses.start(flat)
+        if not prompts and keep_going is None:
+            return responses
+        rows = self._rows_for(len(flat), columns) if prompts else None
+        with self._kernels():
+            if rows is not None:
+                rows.start(prompts, responses, copies=copies)
+            self._run(rows, responses, keep_going)
+        return responses
+
+    def _is_ready(self, rows: int, columns: int) -> bool:
+        """Whether what is kept, if anything, serves this batch and the weights as they are now."""
+        before, self._weights = self._weights, _weights_of(self._model)
+        fits = self._rows is None or self._rows.holds(rows, columns)
+        fits = fits and all(each.capacity >= rows for each in self._responses.values())
+        return self._keeps and fits and before == self._weights
+
+    def _responses_for(self, size: int, sampling: Sampling, keep_logprobs: bool) -> Responses:
+        key = (sampling, keep_logprobs)
+        found = self._responses.get(key)
+        if found is None:
+            found = self._responses[key] = Responses(
+                max(size, self._largest[0] if self._keeps else 0),
+                sampling,
+                eos_ids=self._eos_ids,
+                device=self._device,
+                keep_logprobs=keep_logprobs,
+            )
+        return found
+
+    def _rows_for(self, rows: int, columns: int) -> Rows:
+        if not takes_cache(self._model):
+            return RecomputedRows(self._model, pad_id=self._pad_id, device=self._device)
+        if self._rows is None:
+            capacity = rows, columns
+            if self._keeps:
+                capacity = max(rows, self._largest[0]), max(columns, self._largest[1])
+            self._rows = CachedRows(
+                self._model,
+                capacity,
+                pad_id=self._pad_id,
+                device=self._device,
+                buckets=self._keeps,
+                record=self._record or self._cuda_graphs(),
+            )
+        return self._rows
+
+    def _cuda_graphs(self) -> Callable[[DecodeStep], DecodeStep] | None:
+        if self._device.type != "cuda" or in_shards(self._model):
+            return None
+        # Collectives are not captured.
+        return cuda_graphs() if group_of(self._model) is None else None
+
+    @contextmanager
+    def _kernels(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(whole_sequences(self._model))
+            if not in_shards(self._model):
+                if self._linears is None:
+                    self._linears = FastLinears(self._model)
+                stack.enter_context(self._linears.in_use())
+            if takes_cache(self._model):
+                stack.enter_context(fast_attention(self._model))
+            yield
+
+    def _run(self, rows: Rows | None, responses: Responses, keep_going: KeepGoing | None) -> None:
+        """Choose tokens until every sequence has ended, here and, with ``keep_going``, elsewhere.
+
+        The rows have chosen their first one.
+        """
+        for chosen in count(1):
+            if rows is None:
+                # One token, in step with ranks that are not done.
+                ids = torch.tensor([[self._pad_id]], device=self._device)
+                self._model(input_ids=ids, use_cache=False)
+            elif chosen > 1:
+                rows.step()
+            if rows is not None:
+                rows = _unfinished(rows, responses, chosen, self._device)
+            done = rows is None
+            if not (keep_going(done) if keep_going else not done):
+                break
 
 
-@contextmanager
-def _inference_kernels(model: PreTrainedModel) -> Iterator[None]:
-    with ExitStack() as stack:
-        stack.enter_context(whole_sequences(model))
-        if not in_shards(model):
-            stack.enter_context(fast_linears(model))
-        if takes_cache(model):
-            stack.enter_context(fast_attention(model))
-        yield
-
-
-def _run(
-    model: PreTrainedModel,
-    rows: Rows | None,
-    responses: Responses,
-    *,
-    pad_id: int,
-    device: torch.device,
-    keep_going: Callable[[bool], bool] | None,
-) -> None:
-    """Choose tokens until every sequence has ended, here and, with ``keep_going``, elsewhere."""
-    chosen = 0
-    while True:
-        if rows is None:
-            # One token, in step with ranks that are not done.
-            model(input_ids=torch.tensor([[pad_id]], device=device), use_cache=False)
-        elif chosen == 0:
-            rows.start()
-        else:
-            rows.step()
-        chosen += 1
-        if rows is not None:
-            rows = _unfinished(rows, responses, chosen, device)
-        done = rows is None
-        if not (keep_going(done) if keep_going else not done):
-            break
+def _weights_of(model: PreTrainedModel) -> object:
+    """Where the weights lie, and whether each adapter is in use: equal while both are."""
+    addresses = [parameter.data_ptr() for parameter in model.parameters()]
+    return addresses, [m.enabled for m in model.modules() if isinstance(m, LoraLinear)]
 
 
 def _copies(prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]]) -> int:
@@ -139,36 +226,6 @@ def _check_fits(
     assert limit is None or longest + max_new_tokens <= limit, (
         f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the model's "
         f"{limit} positions"
-    )
-
-
-def _rows(
-    model: PreTrainedModel,
-    prompts: Sequence[Sequence[int]],
-    responses: Responses,
-    *,
-    copies: int,
-    pad_id: int,
-    device: torch.device,
-) -> Rows | None:
-    if not prompts:
-        return None
-    if not takes_cache(model):
-        return RecomputedRows(
-            model, prompts, responses, copies=copies, pad_id=pad_id, device=device
-        )
-    on_gpu = device.type == "cuda"
-    # Collectives are not captured in graphs.
-    replays = on_gpu and not in_shards(model) and group_of(model) is None
-    return CachedRows(
-        model,
-        prompts,
-        responses,
-        copies=copies,
-        pad_id=pad_id,
-        device=device,
-        buckets=on_gpu,
-        record=cuda_graphs() if replays else None,
     )
 
 

@@ -17,11 +17,15 @@ class KVCache:
         column: (1,) int64, where the next token goes, on the device.
     """
 
-    def __init__(self, capacity: tuple[int, int], *, copies: int, device: torch.device) -> None:
-        self.capacity, self.copies = capacity, copies
+    def __init__(self, capacity: tuple[int, int], *, device: torch.device) -> None:
+        self.capacity, self.copies = capacity, 0
         self.rows, self.columns = capacity
         self.column = torch.zeros(1, dtype=torch.int64, device=device)
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def start(self, rows: int, copies: int) -> None:
+        """Take the prompts of another batch; what masks do not hide is written anew."""
+        self.rows, self.columns, self.copies = rows, self.capacity[1], copies
 
     def update(
         self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object

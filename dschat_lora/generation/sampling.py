@@ -7,6 +7,7 @@ from random import Random
 import torch
 from torch import Tensor
 
+from dschat_lora.algos.devices import to_device
 from dschat_lora.algos.logprobs import token_logprobs
 from dschat_lora.lora.collectives import TensorGroup
 
@@ -83,32 +84,44 @@ def keep_top(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 class Responses:
-    """Tokens of ``size`` sequences of up to ``limit``, on the device until they are read.
+    """Tokens of up to ``capacity`` sequences, on the device until they are read.
 
+    Their tensors stay where they are, so that a captured step can be replayed for other sequences.
     Rows that hold no sequence write to the last entry.
+
+    Attributes:
+        capacity: most sequences. limit: most tokens of each.
+        size: sequences that :meth:`start` has announced.
+        finished: (capacity + 1,) bool, whether each sequence has ended.
     """
 
     def __init__(
         self,
-        seeds: Sequence[int],
+        capacity: int,
         sampling: Sampling,
         *,
         eos_ids: Collection[int],
         device: torch.device,
         keep_logprobs: bool = False,
     ) -> None:
-        self.limit, self.size = sampling.max_new_tokens, len(seeds)
+        self.capacity, self.limit, self.size = capacity, sampling.max_new_tokens, 0
         self._sampling, self._eos_ids = sampling, frozenset(eos_ids)
-        self._ends = torch.tensor(sorted(eos_ids), dtype=torch.int64, device=device)
-        shape = (len(seeds) + 1, sampling.max_new_tokens)
+        self._ends = to_device(torch.tensor(sorted(eos_ids), dtype=torch.int64), device)
+        shape = (capacity + 1, sampling.max_new_tokens)
         self._tokens = torch.zeros(shape, dtype=torch.int64, device=device)
-        self._uniforms = torch.ones(shape, dtype=torch.float64)
-        if sampling.do_sample:
-            self._uniforms[:-1] = uniforms(seeds, sampling.max_new_tokens)
-        self._uniforms = self._uniforms.to(device)
+        self._uniforms = torch.ones(shape, dtype=torch.float64, device=device)
         self._logprobs = torch.zeros(shape, device=device) if keep_logprobs else None
         self.finished = torch.zeros(shape[0], dtype=torch.bool, device=device)
         self.count = torch.zeros(1, dtype=torch.int64, device=device)  # tokens chosen of each
+
+    def start(self, seeds: Sequence[int]) -> None:
+        """Begin a sequence for each of the seeds of random numbers."""
+        self.size = len(seeds)
+        if self._sampling.do_sample:
+            drawn = uniforms(seeds, self.limit)
+            self._uniforms[: self.size].copy_(to_device(drawn, self._uniforms.device))
+        self.finished.zero_()
+        self.count.zero_()
 
     def advance(
         self,
@@ -137,13 +150,13 @@ class Responses:
 
     def tokens(self) -> list[list[int]]:
         """Every sequence's tokens, up to and including its end."""
-        rows = self._tokens[:-1, : int(self.count)].tolist()
+        rows = self._tokens[: self.size, : int(self.count)].tolist()
         return [self._until_end(row) for row in rows]
 
     def logprobs(self) -> list[list[float]]:
         """Log-probability of every sequence's tokens, in nats, before top-k and top-p."""
         assert self._logprobs is not None, "they were not kept"
-        rows = self._logprobs[:-1].tolist()
+        rows = self._logprobs[: self.size].tolist()
         return [row[: len(own)] for row, own in zip(rows, self.tokens(), strict=True)]
 
     def _until_end(self, row: list[int]) -> list[int]:

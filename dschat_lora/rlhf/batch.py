@@ -10,7 +10,7 @@ from torch import Tensor
 from dschat_lora.algos.seeds import permutation
 from dschat_lora.algos.segments import Spans
 from dschat_lora.algos.sft import IGNORE_INDEX
-from dschat_lora.data.batch import SampleCollator, to_device
+from dschat_lora.data.batch import SampleCollator, batch_to_device
 from dschat_lora.data.budget import cut_evenly
 from dschat_lora.data.samples import Sample
 from dschat_lora.perf.throughput import StepCounts
@@ -52,7 +52,7 @@ class ResponseBatch:
 
     def to(self, device: torch.device | str) -> "ResponseBatch":
         """The same batch on ``device``."""
-        return to_device(self, device)
+        return batch_to_device(self, device)
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:

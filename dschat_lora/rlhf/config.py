@@ -293,7 +293,9 @@ class ClassicConfig:
         False, help="accepted from DeepSpeed-Chat, for its hybrid engine"
     )
     release_inference_cache: bool = option(
-        False, help="accepted from DeepSpeed-Chat; the cache of keys and values is always freed"
+        False,
+        help="free the cache of keys and values before each update (by default it is kept on a "
+        "GPU that has room for it)",
     )
     inference_tp_size: int = option(
         1,

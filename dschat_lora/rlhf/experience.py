@@ -15,6 +15,7 @@ from dschat_lora.algos.advantages import (
     token_rewards,
     whiten,
 )
+from dschat_lora.algos.devices import to_device
 from dschat_lora.algos.kl import kl_k1
 from dschat_lora.engine.collectives import gather_over_ranks
 from dschat_lora.rlhf.batch import Response, ResponseBatch, response_mask
@@ -109,7 +110,7 @@ def _outputs(
 def _gather_rows(numbers: Sequence[int], rows: Tensor) -> Tensor:
     """(N, C) fp32 rows of all ranks in the order of their numbers; call on every rank."""
     # Numbers of responses are exact in fp64, fp32 values too.
-    own = torch.tensor(numbers, dtype=torch.float64, device=rows.device)
+    own = to_device(torch.tensor(numbers, dtype=torch.float64), rows.device)
     table = gather_over_ranks(torch.cat([own[:, None], rows.detach().double()], dim=1))
     return table[table[:, 0].argsort()][:, 1:].float()
 
@@ -145,12 +146,12 @@ def advantages_and_returns(
         if config.whiten_advantages:
             advantages = whiten(advantages, mask)
         return AdvantagesAndReturns(advantages, returns)
-    counts = experience.counts
-    groups = torch.tensor([each.group for each in experience.responses], device=mask.device)
+    groups = to_device(torch.tensor([each.group for each in experience.responses]), mask.device)
+    # A response that does not count is alone in a group of its own, and so has no advantage.
+    alone = len(groups) + torch.arange(len(groups), device=mask.device)
+    groups = torch.where(experience.counts, groups, alone)
     estimate = grpo_advantages
     if config.algorithm == "rloo":
         estimate = rloo_advantages
         rewards = rewards - kl_coef * response_sums(experience.kl(), mask)
-    advantages = torch.zeros_like(rewards)
-    advantages[counts] = estimate(rewards[counts], groups[counts])
-    return AdvantagesAndReturns(to_tokens(advantages, mask), None)
+    return AdvantagesAndReturns(to_tokens(estimate(rewards, groups), mask), None)

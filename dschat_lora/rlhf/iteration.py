@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dschat_lora.algos.advantages import RunningMoments, response_sums
+from dschat_lora.algos.devices import to_device
 from dschat_lora.algos.kl import adapted_kl_coef
 from dschat_lora.engine.collectives import sum_over_ranks
 from dschat_lora.engine.distributed import data_rank, data_world_size, device
@@ -140,7 +141,8 @@ class Iterations:
     def _shape_rewards(self, experience: Experience) -> tuple[Tensor, float]:
         """(N,) shaped scores, 0 for responses that do not count; the share that was clipped."""
         scores, progress, config = experience.scores, self.progress, self.config.rewards
-        ended = torch.tensor([each.ended for each in experience.responses], device=scores.device)
+        ended = torch.tensor([each.ended for each in experience.responses])
+        ended = to_device(ended, scores.device)
         moments = RunningMoments(**progress.moments)
         rewards, moments = shaped_rewards(scores, ended, moments, config)
         progress.moments = asdict(moments)

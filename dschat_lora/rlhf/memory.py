@@ -2,15 +2,16 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from dschat_lora.config.groups import is_on
 from dschat_lora.engine.build import EngineSettings
-from dschat_lora.engine.distributed import data_world_size
+from dschat_lora.engine.distributed import data_world_size, device
 from dschat_lora.lora.parallel import group_of
-from dschat_lora.perf.memory import cached_token_bytes, parameter_bytes
+from dschat_lora.perf.memory import USABLE, cached_token_bytes, parameter_bytes
 from dschat_lora.rlhf.config import RlhfConfig
 from dschat_lora.rlhf.roles import Roles
 from dschat_lora.runtime.memory import MemoryPlan, TrainedModel, plan_memory
@@ -43,6 +44,20 @@ def memory_plan(
         cache=cache_bytes(config, roles.actor.model)
         + (parameter_bytes(roles.rollout.parameters()) if sharded else 0),
     )
+
+
+def keeping_cache(
+    plan: MemoryPlan | None, config: RlhfConfig, settings: dict[str, EngineSettings], *, free: int
+) -> MemoryPlan | None:
+    """The plan with the decoding cache kept during updates, where a GPU has room for both.
+
+    At ZeRO 3 the weights move, and nothing that refers to them can be kept.
+    """
+    if plan is None or device().type != "cuda" or config.classic.release_inference_cache:
+        return plan
+    kept = replace(plan, keeps_cache=True)
+    fits = kept.peak <= USABLE * free and settings["actor"].zero_stage < 3
+    return kept if fits else plan
 
 
 def cache_bytes(config: RlhfConfig, model: nn.Module) -> int:

@@ -1,6 +1,6 @@
 """Rollouts: the actor's responses to prompts, the same for any number of processes."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +13,8 @@ from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.collectives import gather_over_ranks, max_over_ranks
 from dschat_lora.engine.distributed import data_rank, data_world_size
 from dschat_lora.engine.zero import gathered
-from dschat_lora.generation.generate import respond
-from dschat_lora.generation.sampling import Responses, Sampling
+from dschat_lora.generation.generate import Decoder, KeepGoing
+from dschat_lora.generation.sampling import Sampling
 from dschat_lora.models.causal_lm import PreTrainedModel
 from dschat_lora.rlhf.batch import Response
 from dschat_lora.rlhf.roles import Network
@@ -65,14 +65,27 @@ class Generator:
         eos_ids: Collection[int],
         pad_id: int,
         batch_size: int,
+        max_length: int = 0,
+        keeps_memory: bool = False,
     ) -> None:
-        """Prepare to decode ``batch_size`` responses at a time.
+        """Prepare to decode ``batch_size`` responses at a time, of ``max_length`` with the prompt.
 
+        What a GPU needs for that stays in its memory between calls if ``keeps_memory``.
         ``rollout`` is the actor's model in modules without the engine's hooks, ``sharded`` in the
         engine's modules, which gather their weights.
         """
-        self._engine, self._rollout, self._sharded = engine, rollout.eval(), sharded
-        self._eos_ids, self._pad_id, self._batch_size = frozenset(eos_ids), pad_id, batch_size
+        self._engine, self._rollout, self._batch_size = engine, rollout.eval(), batch_size
+        self._eos_ids, self._keeps_memory = frozenset(eos_ids), keeps_memory
+        self._whole, self._sharded = (
+            Decoder(
+                model,
+                eos_ids=eos_ids,
+                pad_id=pad_id,
+                device=engine.device,
+                largest=(batch_size, max_length),
+            )
+            for model in (rollout, sharded)
+        )
 
     def __call__(
         self,
@@ -96,29 +109,22 @@ class Generator:
         chunks = -(-len(order[:: data_world_size()]) // at_a_time)
         rows: list[list[int]] = []
         drawn: list[list[float]] = []
-        with self._weights() as (model, keep_going):
+        with self._weights() as (decoder, keep_going):
             for chunk in range(chunks):
                 numbers = mine[chunk * at_a_time : (chunk + 1) * at_a_time]
-                copies = [(n, k) for n in numbers for k in range(num_generations)]
-                responses = Responses(
-                    [stream_seed("rollout", *key, n, k) for n, k in copies],
-                    sampling,
-                    eos_ids=self._eos_ids,
-                    device=self._engine.device,
-                    keep_logprobs=keep_logprobs,
-                )
-                respond(
-                    model,
+                responses = decoder(
                     [prompts[n].input_ids.tolist() for n in numbers],
-                    responses,
-                    pad_id=self._pad_id,
-                    device=self._engine.device,
+                    sampling,
+                    seeds=[
+                        [stream_seed("rollout", *key, n, k) for k in range(num_generations)]
+                        for n in numbers
+                    ],
+                    keep_logprobs=keep_logprobs,
                     keep_going=keep_going,
                 )
-                rows += [
-                    [n * num_generations + k, *tokens]
-                    for (n, k), tokens in zip(copies, responses.tokens(), strict=True)
-                ]
+                copies = [n * num_generations + k for n in numbers for k in range(num_generations)]
+                texts = responses.tokens()
+                rows += [[n, *tokens] for n, tokens in zip(copies, texts, strict=True)]
                 drawn += responses.logprobs() if keep_logprobs else [[] for _ in copies]
         return [
             self._response(prompts[n // num_generations], n // num_generations, tokens, logprobs)
@@ -151,18 +157,23 @@ class Generator:
         ]
 
     @contextmanager
-    def _weights(self) -> Iterator[tuple[PreTrainedModel, Callable[[bool], bool] | None]]:
-        """The model to decode with, and where ranks must run as many passes, ``keep_going``."""
-        if self._engine.zero_stage < 3:
-            yield self._rollout, None
-            return
-        parameters: list[Any] = list(self._rollout.parameters())
-        if not self._fits(parameters):
-            self._engine.eval()
-            yield self._sharded, lambda done: max_over_ranks(float(not done)) > 0
-            return
-        with gathered(parameters):
-            yield self._rollout, None
+    def _weights(self) -> Iterator[tuple[Decoder, KeepGoing | None]]:
+        """What to decode with, and where ranks must run as many passes, ``keep_going``."""
+        try:
+            if self._engine.zero_stage < 3:
+                yield self._whole, None
+                return
+            parameters: list[Any] = list(self._rollout.parameters())
+            if not self._fits(parameters):
+                self._engine.eval()
+                yield self._sharded, lambda done: max_over_ranks(float(not done)) > 0
+                return
+            with gathered(parameters):
+                yield self._whole, None
+        finally:
+            if not self._keeps_memory or self._engine.zero_stage == 3:
+                self._whole.release()
+                self._sharded.release()
 
     def _fits(self, parameters: list[Any]) -> bool:
         """Whether the free memory of every rank holds the whole weights."""

@@ -16,13 +16,13 @@ from dschat_lora.models.build import recompute_blocks
 from dschat_lora.models.causal_lm import Tokenizer, load_tokenizer
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
 from dschat_lora.rlhf.config import RlhfConfig, option_errors_for
-from dschat_lora.rlhf.memory import explaining_memory, memory_plan
+from dschat_lora.rlhf.memory import explaining_memory, keeping_cache, memory_plan
 from dschat_lora.rlhf.rewards import RewardFunction, load_function
 from dschat_lora.rlhf.roles import Roles, build_roles
 from dschat_lora.rlhf.throughput import FlopCounter
 from dschat_lora.rlhf.validation import Sources, find_sources, shares_base, text_data
 from dschat_lora.runtime.consistency import check_same_models
-from dschat_lora.runtime.memory import free_memory
+from dschat_lora.runtime.memory import MemoryPlan, free_memory
 from dschat_lora.runtime.run import Run
 from dschat_lora.runtime.setup import (
     builds_shapes_alone,
@@ -56,6 +56,7 @@ class RlhfSetup:
     function: RewardFunction | None
     judge: RewardFunction | None
     identity: dict[str, Any]
+    keeps_cache: bool  # of decoding, while weights are updated
     run: Run[RlhfConfig]
 
 
@@ -93,7 +94,8 @@ def set_up(run: Run[RlhfConfig]) -> RlhfSetup:
     config = _resolve_recomputation(config, settings, roles, run, free=free)
     run = replace(run, config=config)
     counter = _counter(config, roles, run)
-    _describe(config, roles, settings, run)
+    plan = keeping_cache(memory_plan(config, roles, settings), config, settings, free=free)
+    _describe(plan, roles, settings, run)
     identity: dict[str, Any] = {}
     if run.directory is not None:
         run.closing.enter_context(explaining_memory(config, roles))
@@ -113,6 +115,7 @@ def set_up(run: Run[RlhfConfig]) -> RlhfSetup:
         function,
         judge,
         identity,
+        plan is not None and plan.keeps_cache,
         run,
     )
 
@@ -249,7 +252,10 @@ def _counter(config: RlhfConfig, roles: Roles, run: Run[RlhfConfig]) -> FlopCoun
 
 
 def _describe(
-    config: RlhfConfig, roles: Roles, settings: dict[str, EngineSettings], run: Run[RlhfConfig]
+    plan: MemoryPlan | None,
+    roles: Roles,
+    settings: dict[str, EngineSettings],
+    run: Run[RlhfConfig],
 ) -> None:
     """Show and record what trains, on what, and the memory it takes."""
     total = num_elements(roles.whole().parameters())  # each shared one once
@@ -260,7 +266,6 @@ def _describe(
         + ", ".join(f"{name} {count:,}" for name, count in trained.items())
         + f"; {engine_words(actor, roles.actor.model)}"
     )
-    plan = memory_plan(config, roles, settings)
     if plan is not None:
         run.log.say(f"  {plan.line()}")
         run.record.update({"memory": plan.to_dict()})

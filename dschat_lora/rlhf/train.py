@@ -93,6 +93,8 @@ def make_generator(setup: RlhfSetup, engines: Engines) -> Generator:
         eos_ids=[int(setup.tokenizer.eos_token_id)],
         pad_id=int(setup.tokenizer.pad_token_id),
         batch_size=setup.config.batch.per_device_generation_batch_size,
+        max_length=setup.config.data.max_seq_len,
+        keeps_memory=setup.keeps_cache,
     )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from dschat_lora.algos.devices import to_device
 from dschat_lora.algos.kl import kl_k3
 from dschat_lora.algos.ppo import policy_loss, value_loss
 from dschat_lora.engine.build import StepOutcome
@@ -140,7 +141,7 @@ class Updater:
                 self.experience = add_old_outputs(self.experience, batch.numbers, logprobs, values)
             if self.targets is None:
                 self.targets = self._estimate_advantages(self.experience)
-            rows = torch.tensor(batch.numbers, dtype=torch.int64, device=logprobs.device)
+            rows = to_device(torch.tensor(batch.numbers, dtype=torch.int64), logprobs.device)
             policy, ratio_error = self._policy_loss(rows, logprobs, entropy, sums)
             losses = {"actor": policy}
             if values is not None:

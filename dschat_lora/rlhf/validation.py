@@ -37,7 +37,7 @@ BUNDLED_REWARD = "dschat_lora.world:reward"
 _UNUSED = (
     *("actor_dropout", "critic_dropout", "num_padding_at_beginning", "align_overflow"),
     *("offload_reference_model", "offload_reward_model", "enable_hybrid_engine"),
-    *("unpin_actor_parameters", "release_inference_cache", "tp_gather_partition_size"),
+    *("unpin_actor_parameters", "tp_gather_partition_size"),
     *("enable_mixed_precision_lora", "eval_iters", "print_loss"),
 )
 

@@ -75,11 +75,13 @@ class MemoryPlan:
     training: int  # gradients and optimizer state, and a moving average
     update: int  # activations and a chunk of logits, for full rows
     cache: int  # keys and values of responses decoded at a time; at ZeRO 3 whole weights too
+    keeps_cache: bool = False  # while weights are updated
 
     @property
     def peak(self) -> int:
         """The most at a time: decoding and updating take turns."""
-        return max(self.updating, self.weights + self.training + self.cache)
+        kept = self.cache if self.keeps_cache else 0
+        return max(self.updating + kept, self.weights + self.training + self.cache)
 
     @property
     def updating(self) -> int:
@@ -94,7 +96,7 @@ class MemoryPlan:
             f"memory       up to {self.peak / GIB:.3g} GiB per device by estimate: weights "
             f"{self.weights / GIB:.3g}{shared}, gradients and optimizer "
             f"{self.training / GIB:.3g}, update {self.update / GIB:.3g}, keys and values while "
-            f"decoding {self.cache / GIB:.3g}"
+            f"decoding {self.cache / GIB:.3g}{', kept' if self.keeps_cache else ''}"
         )
 
     def to_dict(self) -> dict[str, int]:

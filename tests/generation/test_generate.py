@@ -19,7 +19,7 @@ from transformers import (
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.generation.batch_state import CachedRows, takes_cache
 from dschat_lora.generation.fast_kernels import fast_attention, fast_linears
-from dschat_lora.generation.generate import decode, respond
+from dschat_lora.generation.generate import Decoder, decode
 from dschat_lora.generation.sampling import Responses, Sampling, choose, keep_top, uniforms
 from dschat_lora.lora.model import adapter_layers, adapters_disabled, apply_lora
 from helpers.tiny import KINDS, VOCAB, tiny_model
@@ -424,21 +424,19 @@ class Tape(TorchDispatchMode):
 
 
 def rows_of(model, prompts, sampling, seeds, eos_ids=(), **options):
-    responses = Responses(
-        [seed for each in seeds for seed in each],
-        sampling,
-        eos_ids=eos_ids,
-        device=CPU,
-    )
-    rows = CachedRows(
-        model, prompts, responses, copies=len(seeds[0]), pad_id=PAD, device=CPU, **options
-    )
+    """Rows that have read the prompts and chosen their first tokens, and their responses."""
+    flat = [seed for each in seeds for seed in each]
+    responses = Responses(len(flat), sampling, eos_ids=eos_ids, device=CPU)
+    responses.start(flat)
+    capacity = len(flat), max(map(len, prompts)) + sampling.max_new_tokens
+    rows = CachedRows(model, capacity, pad_id=PAD, device=CPU, **options)
+    with torch.no_grad():
+        rows.start(prompts, responses, copies=len(seeds[0]))
     return rows, responses
 
 
 @torch.no_grad()
 def drive(rows, responses, *, look_every=1):
-    rows.start()
     for step in range(1, responses.limit):
         if step % look_every == 0:
             finished = responses.finished.tolist()
@@ -462,13 +460,54 @@ def test_steps_of_fixed_shapes_repeated_from_a_recording_equal_plain_ones(make, 
 
     sampling = Sampling(30, top_k=30)
     expected = run(model, PROMPTS, sampling, seeds=seeds, eos_ids=ends)
-    rows, responses = rows_of(model, PROMPTS, sampling, seeds, ends, buckets=True, record=record)
     with fast_linears(model), fast_attention(model):
+        options = {"buckets": True, "record": record}
+        rows, responses = rows_of(model, PROMPTS, sampling, seeds, ends, **options)
         found = drive(rows, responses, look_every=4)
     assert found == [text for each in expected for text in each]
     assert {30} < {len(text) for text in found}, "some end, some do not"
     # ten sequences in 16 rows at first, and columns for 17 + 30 tokens by twelves
     assert 3 < len(tapes) < 15
+
+
+@torch.no_grad()
+def test_a_decoder_keeps_its_recordings_while_the_weights_stay_where_they_are(monkeypatch):
+    monkeypatch.setattr("dschat_lora.generation.batch_state.ROW_BUCKETS", (2, 4, 8))
+    monkeypatch.setattr("dschat_lora.generation.batch_state.COLUMN_BUCKET", 12)
+    model, tapes = adapted("opt").to(torch.bfloat16), []
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:  # in fp32, so that the decoder works with copies
+            parameter.data = parameter.data.float()
+
+    def record(step):
+        tapes.append(Tape(step))
+        return tapes[-1]
+
+    options = {"eos_ids": range(3, 6), "pad_id": PAD, "device": CPU}
+    decoder = Decoder(model, **options, largest=(10, 47), record=record)
+    plain = Decoder(model, **options)
+    texts, sampling = [], Sampling(30, top_k=30)
+    for call, number in enumerate((5, 2, 5, 4)):
+        prompts, seeds = PROMPTS[:number], [[call, call + 10]] * number
+        arguments = {"seeds": seeds, "keep_logprobs": call % 2 == 0}
+        found = decoder(prompts, sampling, **arguments)
+        texts.append(found.tokens())
+        expected = plain(prompts, sampling, **arguments)
+        assert texts[-1] == expected.tokens()
+        if call % 2 == 0:
+            assert found.logprobs() == expected.logprobs()
+        for layer in adapter_layers(model).values():  # as an optimizer's step
+            layer.lora_B.mul_(1.5)
+    assert texts[0] != texts[2]
+    seeds, known = [[0, 10]] * 5, []
+    for _ in range(3):
+        decoder(PROMPTS, sampling, seeds=seeds)
+        known.append(len(tapes))
+    assert known[0] == known[1] == known[2] < 4 * 12, "each shape is recorded once"
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    decoder(PROMPTS, sampling, seeds=seeds)
+    assert len(tapes) > known[2], "what a recording reads has moved"
 
 
 def test_a_step_that_cannot_be_recorded_is_told_once_and_run_as_it_is(monkeypatch):
@@ -505,11 +544,10 @@ def test_ended_rows_are_let_go_and_the_living_move_into_their_places():
         lambda _, args, inputs: sizes.append(len(inputs["input_ids"])), with_kwargs=True
     )
     with torch.no_grad():
-        rows.start()
         rows.keep([False, True, True, False, True, True])
         rows.step()
     assert rows.sequences == [4, 1, 2, 5] or rows.sequences == [5, 1, 2, 4]
-    assert sizes == [6, 4]
+    assert sizes == [4]
 
 
 def test_prompts_are_read_once_whatever_the_number_of_responses():
@@ -534,7 +572,6 @@ def test_libraries_set_themselves_up_in_a_first_step_that_is_not_recorded():
     )
     counts = []
     with torch.no_grad():
-        rows.start()
         for _ in range(3):
             rows.step()
             counts.append(len(recorded))
@@ -623,8 +660,9 @@ def test_logprobs_kept_are_those_of_a_plain_forward_before_any_filter(kind, temp
     model, copies = adapted(kind), 3
     sampling = Sampling(9, temperature=temperature, top_k=20, top_p=0.9)
     seeds = list(range(copies * len(PROMPTS)))
-    responses = Responses(seeds, sampling, eos_ids=range(8), device=CPU, keep_logprobs=True)
-    respond(model, PROMPTS, responses, pad_id=PAD, device=CPU)
+    decoder = Decoder(model, eos_ids=range(8), pad_id=PAD, device=CPU)
+    own = [seeds[i : i + copies] for i in range(0, len(seeds), copies)]
+    responses = decoder(PROMPTS, sampling, seeds=own, keep_logprobs=True)
     texts, found = responses.tokens(), responses.logprobs()
     assert {len(text) for text in texts} > {9}, "some end early"
     for number, (tokens, logprobs) in enumerate(zip(texts, found, strict=True)):

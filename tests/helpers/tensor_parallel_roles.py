@@ -14,8 +14,8 @@ from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import form_grid, rank
 from dschat_lora.generation.fast_kernels import fast_attention, fast_linears
-from dschat_lora.generation.generate import respond
-from dschat_lora.generation.sampling import Responses, Sampling
+from dschat_lora.generation.generate import Decoder
+from dschat_lora.generation.sampling import Sampling
 from dschat_lora.lora.model import adapter_parameters, apply_lora
 from dschat_lora.lora.parallel import own_part, whole_sequences
 from dschat_lora.models.causal_lm import load_causal_lm, load_config
@@ -178,9 +178,6 @@ def _draw_factors(model):
 def _responses(model):
     """To three prompts, two each, of which some end early."""
     prompts = [[5, 6, 7, 8, 9], [10, 11], list(range(3, 20))]
-    seeds = [11, 12, 13, 14, 15, 16]
-    responses = Responses(
-        seeds, Sampling(10, temperature=1.3), eos_ids=range(2, 8), device=CPU, keep_logprobs=True
-    )
-    respond(model, prompts, responses, pad_id=0, device=CPU)
-    return responses
+    decoder = Decoder(model, eos_ids=range(2, 8), pad_id=0, device=CPU)
+    seeds = [[11, 12], [13, 14], [15, 16]]
+    return decoder(prompts, Sampling(10, temperature=1.3), seeds=seeds, keep_logprobs=True)

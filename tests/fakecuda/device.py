@@ -1,0 +1,486 @@
+"""A CUDA device made up of FakeTensors, which notes what a real one would do.
+
+What lies on the host is real (data, files, weights that are read); what lies on "cuda" has a shape,
+a type, a device and an owner, but no values. Inside :func:`fake_cuda`, ``torch.cuda`` describes a
+card, and a :class:`Watch` sees every operation: waits of the host for the device, live bytes,
+operations launched, and those captured in graphs. Wrong values, kernels that refuse a shape,
+fragmentation and times are not found this way.
+
+:mod:`fakecuda.shim` must be loaded before torch is imported.
+"""
+
+import contextlib
+import os
+import sys
+import weakref
+from collections import Counter
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed._tools.fake_collectives
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+GIB = 2**30
+BLOCK = 512  # bytes; CUDA's allocator rounds up to it
+CARDS = {  # name, compute capability, memory in GB
+    "h200": ("NVIDIA H200", (9, 0), 141),
+    "a100": ("NVIDIA A100-SXM4-80GB", (8, 0), 80),
+    "4090": ("NVIDIA GeForce RTX 4090", (8, 9), 24),
+    "3090": ("NVIDIA GeForce RTX 3090", (8, 6), 24),
+    "t4": ("Tesla T4", (7, 5), 16),
+}
+# Operations whose result's shape depends on values: the host waits for them.
+VALUE_SHAPED = {
+    *("nonzero", "masked_select", "unique_dim", "_unique2", "unique_consecutive", "equal"),
+}
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addbmm"}
+NO_KERNEL = {"empty", "empty_like", "new_empty", "_unsafe_view", "empty_strided"}
+# Where the package's own code is, for labels.
+ROOTS = ("dschat_lora/", "training/", "tests/fakecuda/", "benchmarks/", "deepspeed/")
+
+
+def _is_cuda(x):
+    """Whether a tensor, a device or the name of one is on the fake device."""
+    if isinstance(x, str):
+        return x.startswith("cuda")
+    return (x if isinstance(x, torch.device) else x.device).type == "cuda"
+
+
+class _FakeMode(FakeTensorMode):
+    """FakeTensors that do not touch a device, although ``torch.cuda.is_available()``."""
+
+    @property
+    def avoid_device_init(self):
+        return True
+
+
+class Watch(TorchDispatchMode):
+    """What is done on the fake device.
+
+    Attributes:
+        waits: of the host for the device: (what, line) -> times. Values it waits for are made up:
+            ``number``, or for bools ``truth``.
+        launches: operations on the device.
+        products: (matrix product, type) -> times.
+        graphs: the operations of each that was captured. replays: of all of them.
+        live, peak: bytes of the device's storages.
+        moved: (collective) -> bytes given to it.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.truth, self.number = True, 1.0
+        self.waits, self.products, self.moved = Counter(), Counter(), Counter()
+        self.launches = self.replays = self.live = self.peak = 0
+        self.graphs: list[Counter] = []
+        self.capturing = False
+        self._before, self._events = Counter(), []
+        self._seen = weakref.WeakKeyDictionary()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = func._schema.name.removeprefix("aten::")
+        inputs = [
+            x
+            for x in tree_leaves((args, kwargs))
+            if isinstance(x, torch.Tensor | torch.device | str)
+        ]
+        tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
+        if not any(isinstance(x, FakeTensor) or _is_cuda(x) for x in inputs):
+            with unset_fake_temporarily():  # the host's own work is real
+                return func(*args, **kwargs)
+        if name == "_local_scalar_dense":
+            self.wait("item")
+            return self._made_up(tensors[0].dtype)
+        if name in VALUE_SHAPED:
+            self.wait(name)
+        if name == "index" and any(x is not None and x.dtype == torch.bool for x in args[1]):
+            self.wait("index by a mask")
+            args = _index_of_all(args)
+        if name in ("_to_copy", "copy_"):
+            done, result = self._copy(name, args, kwargs, tensors)
+            if done:
+                return result
+        result = func(*args, **kwargs)
+        self._note(func, name, tensors, result)
+        return result
+
+    def wait(self, what):
+        """Note that the host waits; while a graph is captured CUDA refuses."""
+        if self.capturing:
+            raise RuntimeError(
+                f"operation not permitted when stream is capturing: {what} at {_line()}"
+            )
+        self.waits[what, _line()] += 1
+
+    def start(self):
+        """Count from here on: all that is counted, and the peak from what is live now."""
+        for counter in (self.waits, self.products, self.moved):
+            counter.clear()
+        self.launches = self.replays = 0
+        self.graphs.clear()
+        self.reset_peak()
+
+    def reset_peak(self):
+        self.peak = self.live
+        for size, label in self._events:
+            self._before[label] += size
+        self._events.clear()
+
+    def alive_at_peak(self, most=12):
+        """(bytes, operation and line that made them) of what was alive at the peak."""
+        held, highest = Counter(self._before), Counter(self._before)
+        live = peak = sum(held.values())
+        for size, label in self._events:
+            held[label] += size
+            live += size
+            if live > peak:
+                peak, highest = live, Counter(held)
+        return [(size, label) for label, size in highest.most_common(most)]
+
+    def _made_up(self, dtype):
+        return self.truth if dtype == torch.bool else self.number if dtype.is_floating_point else 1
+
+    def _copy(self, name, args, kwargs, tensors):
+        """(whether it is done, result) of a copy between host and device."""
+        source = args[1] if name == "copy_" else tensors[0]
+        to = tensors[0].device if name == "copy_" else kwargs.get("device") or source.device
+        to, dtype = torch.device(to), kwargs.get("dtype") or source.dtype
+        if source.device.type == to.type:
+            return False, None
+        way = f"{source.device.type}->{to.type}"
+        if not (kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2])):
+            self.wait(f"copy {way}")
+        elif to.type == "cuda" and not getattr(source, "pinned", False):
+            self.wait(f"unpinned non_blocking {way}")  # staged by the host
+        if to.type == "cpu":
+            with unset_fake_temporarily():
+                value = torch.full(source.shape, self._made_up(dtype), dtype=dtype)
+                return True, args[0].copy_(value) if name == "copy_" else value
+        if name == "copy_":
+            return True, args[0]
+        result = torch.empty_strided(source.shape, source.stride(), dtype=dtype, device=to)
+        self._hold(result.untyped_storage(), name)
+        return True, result
+
+    def _note(self, func, name, tensors, result):
+        made = [x for x in tree_leaves(result) if isinstance(x, FakeTensor) and _is_cuda(x)]
+        if made and not func.is_view and name not in NO_KERNEL:
+            self.launches += 1
+            if self.capturing:
+                self.graphs[-1][name] += 1
+        if name in PRODUCTS:
+            self.products[name, str(tensors[-1].dtype).removeprefix("torch.")] += 1
+        if name.startswith("c10d::"):
+            self.moved[name.removeprefix("c10d::")] += sum(x.nbytes for x in tensors)
+        for each in made:
+            self._hold(each.untyped_storage(), name)
+
+    def _hold(self, storage, name):
+        size = -(-storage.nbytes() // BLOCK) * BLOCK
+        if storage in self._seen or not size:
+            return
+        label = f"{name}  {_line()}"
+        self._seen[storage] = weakref.finalize(storage, self._free, size, label)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        self._events.append((size, label))
+
+    def _free(self, size, label):
+        self.live -= size
+        self._events.append((-size, label))
+
+
+def _index_of_all(args):
+    """Arguments of an index by masks as if they kept everything."""
+    values, indices = args[0], args[1]
+    masks = [x for x in indices if x is not None and x.dtype == torch.bool]
+    if masks[0].ndim > 1:
+        values = values.flatten(0, masks[0].ndim - 1)
+    whole = [
+        x.new_zeros(x.numel(), dtype=torch.int64) if x is not None and x.dtype == torch.bool else x
+        for x in indices
+    ]
+    return values, whole
+
+
+def _line():
+    """Innermost line of the package, or of DeepSpeed where there is none, that is being run."""
+    frame, found = sys._getframe(1), None
+    while frame is not None:
+        path = frame.f_code.co_filename
+        root = next((r for r in ROOTS if r in path and "fakecuda/device" not in path), None)
+        if root is not None:
+            where = f"{path[path.rindex(root) :]}:{frame.f_lineno} {frame.f_code.co_name}"
+            if root != "deepspeed/":
+                return where
+            found = found or where
+        frame = frame.f_back
+    return found or "(autograd)"
+
+
+def attention_of(capability):
+    """``scaled_dot_product_attention`` by the kernel that a card takes.
+
+    torch would ask its CPU build, which takes the products written out.
+    """
+    aten, plain = torch.ops.aten, torch.nn.functional.scaled_dot_product_attention
+
+    def attend(
+        query,
+        key,
+        value,
+        attn_mask=None,
+        dropout_p=0.0,
+        is_causal=False,
+        scale=None,
+        enable_gqa=False,
+    ):
+        if query.device.type != "cuda" or enable_gqa:
+            return plain(
+                query,
+                key,
+                value,
+                attn_mask,
+                dropout_p,
+                is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
+            )
+        narrow = query.dtype in (torch.float16, torch.bfloat16)
+        if attn_mask is None and narrow and capability >= (8, 0):
+            return aten._scaled_dot_product_flash_attention(
+                query, key, value, dropout_p, is_causal, False, scale=scale
+            )[0]
+        bias = None
+        if attn_mask is not None:
+            bias = attn_mask
+            if bias.dtype == torch.bool:
+                bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill_(~bias, -torch.inf)
+            bias = bias.expand(*query.shape[:3], key.shape[2])
+        trains = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+        return aten._scaled_dot_product_efficient_attention(
+            query, key, value, bias, trains, dropout_p, is_causal, scale=scale
+        )[0]
+
+    return attend
+
+
+def move_in_place(module, change, recurse=True):
+    """``nn.Module._apply`` that keeps each parameter, which torch would swap for a fake one."""
+    moved = {}
+    for each in module.modules():
+        for store in (each._parameters, each._buffers):
+            for key, old in store.items():
+                if old is not None:
+                    with torch.no_grad():
+                        _place(store, key, old, change(old), moved)
+    return module
+
+
+def _place(store, key, old, new, moved):
+    if new is old:
+        return
+    is_parameter = isinstance(old, torch.nn.Parameter)
+    if is_parameter:
+        new = torch.nn.Parameter(new, old.requires_grad)
+    if old.is_meta:
+        store[key] = moved.setdefault(id(old), new)
+    elif isinstance(new, FakeTensor) == isinstance(old, FakeTensor):
+        old.data = new
+    elif id(old) not in moved:  # from the host: the object stays, as optimizers know it
+        moved[id(old)] = old
+        with mock.patch.object(weakref, "getweakrefs", return_value=[]):
+            torch.utils.swap_tensors(old, new)
+
+
+class Stream:
+    """A stream on which everything is done at once."""
+
+    cuda_stream, device = 0, torch.device("cuda", 0)
+
+    def __init__(self, *_, **__):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return None
+
+    def query(self):
+        return True
+
+    def wait_stream(self, *_):
+        return None
+
+    wait_event = record_event = synchronize = wait_stream
+
+
+def _event_of(watch):
+    class Event:
+        def __init__(self, *_, **__):
+            pass
+
+        def record(self, *_):
+            return None
+
+        def query(self):
+            return True
+
+        def elapsed_time(self, _):
+            return 1.0
+
+        def synchronize(self):
+            watch.wait("event")
+
+        wait = record
+
+    return Event
+
+
+def _replay(watch):
+    watch.replays += 1
+
+
+def _capture_of(watch):
+    @contextlib.contextmanager
+    def capture(*_, **__):
+        # As torch's: it waits for the device, and gives back what its allocator keeps.
+        watch.wait("capture: synchronize, empty_cache")
+        watch.capturing = True
+        watch.graphs.append(Counter())
+        try:
+            yield
+        finally:
+            watch.capturing = False
+
+    return capture
+
+
+def _nothing(*_, **__):
+    return None
+
+
+def card_module(card, watch):
+    """What of ``torch.cuda`` is asked of a card: name -> what stands in for it."""
+    name, capability, gigabytes = CARDS[card]
+    properties = SimpleNamespace(
+        name=name,
+        major=capability[0],
+        minor=capability[1],
+        total_memory=gigabytes * 10**9,
+        multi_processor_count=132,
+        gcnArchName="",
+        warp_size=32,
+        max_threads_per_multi_processor=2048,
+        regs_per_multiprocessor=65536,
+        uuid="0",
+    )
+
+    def is_bf16_supported(including_emulation=True):
+        return including_emulation or capability >= (8, 0)
+
+    silent = "set_device init _lazy_init empty_cache manual_seed manual_seed_all".split()
+    return {
+        **dict.fromkeys(silent, _nothing),
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "get_device_name": lambda *_: name,
+        "get_device_capability": lambda *_: capability,
+        "get_device_properties": lambda *_: properties,
+        "is_bf16_supported": is_bf16_supported,
+        "mem_get_info": lambda *_: (properties.total_memory - watch.live, properties.total_memory),
+        **dict.fromkeys(("memory_allocated", "memory_reserved"), lambda *_: watch.live),
+        **dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), lambda *_: watch.peak),
+        "reset_peak_memory_stats": lambda *_: watch.reset_peak(),
+        "memory_stats": lambda *_: {},
+        "synchronize": lambda *_: watch.wait("synchronize"),
+        "Stream": Stream,
+        "Event": _event_of(watch),
+        **dict.fromkeys(("current_stream", "default_stream"), Stream),
+        "stream": contextlib.nullcontext,
+        "CUDAGraph": lambda: SimpleNamespace(replay=lambda: _replay(watch)),
+        "graph": _capture_of(watch),
+        "graph_pool_handle": lambda: (0, 0),
+    }
+
+
+def _tolist_of(watch):
+    def tolist(tensor):
+        """One copy and one wait, however many numbers."""
+        watch.wait("tolist")
+        with unset_fake_temporarily():
+            made_up = watch._made_up(tensor.dtype)
+            return torch.full(tensor.shape, made_up, dtype=tensor.dtype).tolist()
+
+    return tolist
+
+
+def _address_of(plain):
+    def data_ptr(tensor):
+        if not isinstance(tensor, FakeTensor):
+            return plain(tensor)
+        return tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size()
+
+    return data_ptr
+
+
+def _pin(tensor, *_):
+    tensor.pinned = True
+    return tensor
+
+
+@contextlib.contextmanager
+def fake_cuda(card="h200", *, world_size=1, rank=0):
+    """Within, "cuda" is that card, and ``world_size`` processes but this one are imagined.
+
+    Those bring nothing to collectives, whose bytes are counted.
+    """
+    watch, capability = Watch(), CARDS[card][1]
+    for name, value in {"RANK": rank, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}.items():
+        os.environ[name] = str(value)
+    os.environ["WORLD_SIZE"] = str(world_size)
+    with contextlib.ExitStack() as stack:
+
+        def stand_in(owner, name, value):
+            stack.enter_context(mock.patch.object(owner, name, value))
+
+        for name, value in card_module(card, watch).items():
+            stand_in(torch.cuda, name, value)
+        for name in ("range_push", "range_pop"):
+            stand_in(torch.cuda.nvtx, name, _nothing)
+        stand_in(torch.nn.Module, "_apply", move_in_place)
+        stand_in(torch.nn.functional, "scaled_dot_product_attention", attention_of(capability))
+        flash = capability >= (8, 0)
+        stand_in(torch.backends.cuda, "is_flash_attention_available", lambda: flash)
+        stand_in(FakeTensor, "tolist", _tolist_of(watch))
+        stand_in(torch.Tensor, "record_stream", _nothing)
+        stand_in(torch.Tensor, "data_ptr", _address_of(torch.Tensor.data_ptr))
+        stand_in(torch.Tensor, "pin_memory", _pin)
+        stand_in(torch.Tensor, "is_pinned", lambda tensor, *_: getattr(tensor, "pinned", False))
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+        stack.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
+        _stub_comparisons(stand_in)
+        stack.enter_context(_FakeMode(allow_non_fake_inputs=True))
+        stack.enter_context(watch)
+        yield watch
+
+
+def _stub_comparisons(stand_in):
+    """DeepSpeed's ranks compare numbers by way of the device, whose values are made up."""
+    import deepspeed
+
+    deepspeed.init_distributed(verbose=False)
+    modules = [m for n, m in list(sys.modules.items()) if n.startswith("deepspeed.runtime.zero")]
+    for module in modules:
+        for name in ("assert_ints_same_as_other_ranks", "assert_lst_len_same_as_other_ranks"):
+            if hasattr(module, name):
+                stand_in(module, name, _nothing)

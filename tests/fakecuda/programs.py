@@ -1,0 +1,124 @@
+"""What is run on the fake device; each returns what was noted, ready for JSON."""
+
+import contextlib
+import runpy
+import sys
+import traceback
+from collections import Counter
+from dataclasses import replace
+
+import deepspeed  # noqa: F401 - imported once, before the forks
+import torch
+from deepspeed.runtime.zero import partition_parameters, stage3, stage_1_and_2  # noqa: F401
+
+from benchmarks.common import shapes
+from benchmarks.common.bundled import make_engine
+from dschat_lora.engine.build import DTYPES
+from dschat_lora.generation.generate import Decoder
+from dschat_lora.generation.sampling import Sampling
+from dschat_lora.models.build import recompute_blocks
+from dschat_lora.perf.memory import estimate_memory
+from dschat_lora.supervised.loop import train_steps
+from dschat_lora.supervised.objectives import SUPERVISED
+from fakecuda.device import fake_cuda
+
+CUDA = torch.device("cuda", 0)
+
+
+def noted(watch):
+    """What the watch has counted."""
+    return {
+        "waits": {f"{what}  {line}": n for (what, line), n in watch.waits.most_common()},
+        "products": {f"{name} {dtype}": n for (name, dtype), n in watch.products.items()},
+        "moved": dict(watch.moved),
+        "launches": watch.launches,
+        "graphs": len(watch.graphs),
+        "replays": watch.replays,
+        "graph_operations": [sum(operations.values()) for operations in watch.graphs],
+        "graph_kinds": dict(sum(watch.graphs, Counter())),
+        "peak": watch.peak,
+        "alive_at_peak": watch.alive_at_peak(),
+    }
+
+
+def train(
+    shape,
+    *,
+    lora_dim=16,
+    rows=16,
+    length=512,
+    packed=False,
+    dtype="bf16",
+    card="h200",
+    zero_stage=0,
+    world_size=1,
+    recompute=False,
+):
+    """The second of two optimizer steps of the engine and the loop, and the estimate of memory."""
+    size = replace(
+        shapes.SHAPES[shape],
+        lora_dim=lora_dim,
+        rows=rows,
+        row_length=length,
+        max_sample=min(length, 512),
+    )
+    samples = shapes.mixed_rows(size) if packed else shapes.full_rows(size)
+    batches = shapes.micro_batches(samples, rows * length)
+    with fake_cuda(card, world_size=world_size) as watch:
+        model = shapes.random_model(size, dtype=DTYPES[dtype], device=CUDA)
+        if recompute:
+            recompute_blocks(model)
+        model.train()
+        engine = make_engine(
+            model,
+            dtype=dtype,
+            zero_stage=zero_stage,
+            rows=rows,
+            accumulation_steps=len(batches),
+        )
+        for _ in range(2):  # the first makes the optimizer's state
+            watch.start()
+            next(train_steps(engine, [batches], SUPERVISED, [1.0]))
+        count, longest = max((b.input_ids.shape for b in batches), key=lambda s: s.numel())
+        estimate = estimate_memory(
+            model,
+            rows=count,
+            length=longest,
+            compute_dtype=DTYPES[dtype],
+            gradient_checkpointing=recompute,
+            zero_stage=zero_stage,
+            world_size=world_size,
+        )
+        return noted(watch) | {"estimate": vars(estimate), "estimated": estimate.total}
+
+
+def decode(shape, *, lora_dim=16, rows=8, length=256, new_tokens=128, dtype="bf16", card="h200"):
+    """The second of two calls of the decoder."""
+    size = replace(shapes.SHAPES[shape], lora_dim=lora_dim)
+    with fake_cuda(card) as watch:
+        model = shapes.random_model(size, dtype=DTYPES[dtype], device=CUDA).eval()
+        watch.truth = False  # no sequence ends
+        prompts = [list(range(4, 4 + length - n % 9)) for n in range(rows)]
+        decoder = Decoder(model, eos_ids=[2], pad_id=1, device=CUDA)
+        calls = []
+        for _ in range(2):
+            watch.start()
+            decoder(prompts, Sampling(new_tokens), seeds=[[n] for n in range(rows)])
+            calls.append(noted(watch))
+        return calls
+
+
+def stage(script, options, card="h200"):
+    """A stage script, whose files are read and written for real."""
+    with fake_cuda(card) as watch, contextlib.ExitStack() as stack:
+        watch.number = 0.0
+        stack.callback(setattr, sys, "argv", sys.argv)
+        sys.argv = [script, *options]
+        error = None
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as end:
+            error = None if end.code in (None, 0) else f"exit {end.code}"
+        except BaseException:  # noqa: BLE001 - the caller asserts that there is none
+            error = traceback.format_exc()
+        return noted(watch) | {"error": error}
