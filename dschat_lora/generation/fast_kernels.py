@@ -55,7 +55,7 @@ class FastLinears:
             torch._foreach_copy_(self._copies, [source() for source in self._sources])
         try:
             for module, forward in self._forwards:
-                module.forward = forward  # type: ignore[method-assign]
+                module.forward = forward
             yield
         finally:
             for module, _ in self._forwards:

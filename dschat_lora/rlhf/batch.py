@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dschat_lora.algos.devices import to_device
 from dschat_lora.algos.seeds import permutation
 from dschat_lora.algos.segments import Spans
 from dschat_lora.algos.sft import IGNORE_INDEX
@@ -69,7 +70,7 @@ def response_mask(responses: Sequence[Response], device: torch.device) -> Tensor
     """(N, R) bool, True on the tokens of each response; R that of the longest, at least 1."""
     lengths = torch.tensor([len(each.tokens) for each in responses], dtype=torch.int64)
     width = max(1, int(lengths.max())) if len(lengths) else 1
-    return (torch.arange(width) < lengths[:, None]).to(device)
+    return to_device(torch.arange(width) < lengths[:, None], device)
 
 
 def step_counts(batches: Sequence[ResponseBatch]) -> StepCounts:

@@ -61,12 +61,14 @@ def response_metrics(
     experience: Experience, rewards: Tensor, targets: AdvantagesAndReturns | None
 ) -> dict[str, float | int | None]:
     """Scores, KL, lengths and ends of the responses, and how well the critic predicts returns."""
-    responses, counts, mask = experience.responses, experience.counts, experience.mask
-    kept = [r for r, counted in zip(responses, counts.tolist(), strict=True) if counted]
+    responses, mask = experience.responses, experience.mask
     assert experience.logprobs is not None
-    scores = experience.scores[counts].double()
-    kl = response_sums(experience.kl(), mask)[counts].double()
-    k3 = response_sums(kl_k3(experience.logprobs, experience.ref_logprobs), mask)[counts].double()
+    k3 = kl_k3(experience.logprobs, experience.ref_logprobs)
+    columns = [experience.scores, response_sums(experience.kl(), mask), response_sums(k3, mask)]
+    table = torch.stack([*columns, rewards], dim=1).cpu().double()  # read at once
+    counts = ~table[:, 0].isnan()
+    kept = [r for r, counted in zip(responses, counts.tolist(), strict=True) if counted]
+    scores, kl, k3, scaled = table[counts].unbind(1)
     lengths = torch.tensor([float(len(r.tokens)) for r in kept], dtype=torch.float64)
     eos_rate = sum(r.ended for r in kept) / len(kept)
     explained = None
@@ -76,13 +78,13 @@ def response_metrics(
         **sampler_errors(experience),
         "reward": float(scores.mean()),
         "reward_std": float(scores.std(correction=0)),
-        "scaled_reward": float(rewards[counts].double().mean()),
+        "scaled_reward": float(scaled.mean()),
         "kl": float(kl.mean()),
         "kl_k3": float(k3.mean()),
         "kl_standard_error": float(kl.std(correction=0)) / math.sqrt(len(kept)),
         "explained_variance": explained,
         "response_length": float(lengths.mean()),
-        "reward_length_correlation": correlation(scores.cpu(), lengths),
+        "reward_length_correlation": correlation(scores, lengths),
         "eos_rate": eos_rate,
         "truncated_fraction": 1 - eos_rate,
         "dropped": len(responses) - len(kept),
@@ -98,5 +100,5 @@ def sampler_errors(experience: Experience) -> dict[str, float]:
     for row, response in enumerate(experience.responses):
         table[row, : len(response.logprobs)] = torch.tensor(response.logprobs)
     assert experience.logprobs is not None
-    errors = (table.to(experience.mask.device) - experience.logprobs).abs()[experience.mask]
+    errors = (table - experience.logprobs.cpu()).abs()[experience.mask.cpu()]
     return {"sampler_error": float(errors.mean()), "sampler_error_max": float(errors.max())}

@@ -61,6 +61,12 @@ class _Sums:
         for name, part in parts.items():
             setattr(self, name, getattr(self, name) + part.detach().double())
 
+    def numbers(self) -> dict[str, float]:
+        """All of them, for which the host waits once."""
+        names = [f.name for f in fields(self)]
+        stacked = torch.stack([getattr(self, name) for name in names])
+        return dict(zip(names, stacked.tolist(), strict=True))
+
     def over_ranks(self) -> "_Sums":
         return _Sums(*sum_tensor_(torch.stack([getattr(self, f.name) for f in fields(self)])))
 
@@ -108,11 +114,11 @@ class Updater:
         learning rates at each step. ``first_batches`` are those of the first pass, made already;
         ``make_batch`` makes the others from numbers of responses.
         """
-        ready = list(first_batches)
+        ready, sizes = list(first_batches), self.experience.mask.sum(1).tolist()
         for index, minibatch in enumerate(minibatches):
             own = [ready.pop(0) if ready else make_batch(rows) for rows in minibatch.micro_batches]
             batches = [batch.to(self._engines.actor.device) for batch in own]
-            tokens = int(self.experience.mask[minibatch.numbers].sum())
+            tokens = sum(sizes[number] for number in minibatch.numbers)
             if tokens == 0:
                 continue
             self._engines.train()
@@ -218,15 +224,15 @@ class Updater:
         learning_rates: dict[str, dict[str, float]],
         ratio_error: float | None,
     ) -> StepResult:
-        has_critic = self._engines.critic is not None
+        has_critic, found = self._engines.critic is not None, sums.numbers()
         return StepResult(
-            policy_loss=float(sums.policy) / tokens,
-            value_loss=float(sums.value) / tokens if has_critic else None,
-            text_loss=float(sums.text) if self._pretraining is not None else None,
-            entropy=float(sums.entropy) / tokens,
-            clip_fraction=float(sums.clipped) / tokens,
-            value_clip_fraction=float(sums.value_clipped) / tokens if has_critic else None,
-            approx_kl=float(sums.approx_kl) / tokens,
+            policy_loss=found["policy"] / tokens,
+            value_loss=found["value"] / tokens if has_critic else None,
+            text_loss=found["text"] if self._pretraining is not None else None,
+            entropy=found["entropy"] / tokens,
+            clip_fraction=found["clipped"] / tokens,
+            value_clip_fraction=found["value_clipped"] / tokens if has_critic else None,
+            approx_kl=found["approx_kl"] / tokens,
             ratio_error=ratio_error,
             outcomes=outcomes,
             learning_rates=learning_rates,
