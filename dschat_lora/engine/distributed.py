@@ -27,6 +27,9 @@ def init_distributed() -> None:
         ValueError: if the processes cannot meet.
     """
     complete_environment()
+    # Rows of ever other lengths would leave holes between memory segments of a fixed size.
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     import deepspeed  # late: GLUE can do without it
     from deepspeed.accelerator import get_accelerator
 

@@ -5,7 +5,7 @@ blocks with two norms, a dense attention mask, AdamW in fp32, the loss computed 
 With fused attention the activations are within 3 percent of what autograd keeps on OPT, Llama and
 GPT-2, and up to 15 percent low on GPT-NeoX, which keeps q, k and v both before and after rotation.
 Of a model that is divided among tensor-parallel ranks, what one of them keeps is estimated.
-Not included: temporaries of running kernels, communication buckets, fragmentation, device context.
+Not included: temporaries of running kernels, fragmentation, device context.
 """
 
 from collections.abc import Iterable
@@ -21,6 +21,9 @@ from dschat_lora.perf.shape import BlockShape, LinearShape, ModelShape, describe
 # Tensors as wide as the MLP that its activation keeps, besides its own result.
 _KEPT_BY_ACTIVATION = {"relu": 0, "gelu_new": 4, "gelu_fast": 4}
 MAX_CHUNK_LOGITS = 2**25  # of the loss, on a GPU
+# Elements; DeepSpeed's stage3_max_reuse_distance, and the reduce_bucket_size of our defaults.
+REUSE_DISTANCE = 1_000_000_000
+BUCKET_SIZE = 50_000_000
 USABLE = 0.9  # of a device's memory; the rest is for temporaries and fragmentation
 
 
@@ -33,10 +36,11 @@ class MemoryEstimate:
     optimizer: int  # AdamW: mean, square, and the fp32 copy it updates
     activations: int  # kept by the forward pass for the backward pass
     loss: int  # one chunk of logits and its gradient
+    gathered: int = 0  # at ZeRO 3, whole weights around the end of the forward pass, and a buffer
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.activations + self.loss
+        return sum(vars(self).values())
 
 
 def estimate_memory(
@@ -48,13 +52,16 @@ def estimate_memory(
     gradient_checkpointing: bool,
     zero_stage: int,
     world_size: int,
+    reuse_distance: int = REUSE_DISTANCE,
+    bucket_size: int = BUCKET_SIZE,
 ) -> MemoryEstimate:
     """Bytes per device of training ``model``, which may be on the meta device.
 
     ZeRO divides optimizer state (stage 1 on), gradients (2 on) and weights (3) by ``world_size``,
     the number of data-parallel processes. A micro-batch is ``rows`` of ``length`` positions. With
     ``gradient_checkpointing`` each block's input is kept, and one block's inside at a time; of
-    logits, one chunk. Of a tensor-parallel model the rank's part counts.
+    logits, one chunk. Of a tensor-parallel model the rank's part counts. ``reuse_distance`` and
+    ``bucket_size`` are DeepSpeed's, in elements.
 
     Raises:
         ValueError: for a model that :func:`dschat_lora.perf.shape.describe` does not understand.
@@ -80,7 +87,20 @@ def estimate_memory(
         optimizer=optimizer // (world_size if zero_stage >= 1 else 1),
         activations=activations * positions,
         loss=_loss_bytes(shape, positions, width, _vocabulary_ranks(model)),
+        gathered=0
+        if zero_stage < 3
+        else width * (_gathered_elements(parameters, reuse_distance) + bucket_size),
     )
+
+
+def _gathered_elements(parameters: list[nn.Parameter], reuse_distance: int) -> int:
+    """The most weights that ZeRO 3 holds whole at a time.
+
+    It keeps those that are used again within ``reuse_distance``, which are the last ones before
+    the backward pass turns round, as many on either side.
+    """
+    sizes = [_numel(parameter) for parameter in parameters]
+    return max(min(sum(sizes), reuse_distance // 2), *sizes)
 
 
 def parameter_bytes(parameters: Iterable[nn.Parameter]) -> int:

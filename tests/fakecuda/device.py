@@ -65,7 +65,7 @@ class Watch(TorchDispatchMode):
     Attributes:
         waits: of the host for the device: (what, line) -> times. Values it waits for are made up:
             ``number``, or for bools ``truth``.
-        launches: operations on the device.
+        launches: operations on the device. operations: the same by name.
         products: (matrix product, type) -> times.
         graphs: the operations of each that was captured. replays: of all of them.
         live, peak: bytes of the device's storages.
@@ -76,6 +76,7 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.truth, self.number = True, 1.0
         self.waits, self.products, self.moved = Counter(), Counter(), Counter()
+        self.operations = Counter()
         self.launches = self.replays = self.live = self.peak = 0
         self.graphs: list[Counter] = []
         self.capturing = False
@@ -120,7 +121,7 @@ class Watch(TorchDispatchMode):
 
     def start(self):
         """Count from here on: all that is counted, and the peak from what is live now."""
-        for counter in (self.waits, self.products, self.moved):
+        for counter in (self.waits, self.products, self.moved, self.operations):
             counter.clear()
         self.launches = self.replays = 0
         self.graphs.clear()
@@ -172,6 +173,7 @@ class Watch(TorchDispatchMode):
         made = [x for x in tree_leaves(result) if isinstance(x, FakeTensor) and _is_cuda(x)]
         if made and not func.is_view and name not in NO_KERNEL:
             self.launches += 1
+            self.operations[name] += 1
             if self.capturing:
                 self.graphs[-1][name] += 1
         if name in PRODUCTS:

@@ -1,6 +1,7 @@
 """What is run on the fake device; each returns what was noted, ready for JSON."""
 
 import contextlib
+import os
 import runpy
 import sys
 import traceback
@@ -10,6 +11,7 @@ from dataclasses import replace
 import deepspeed  # noqa: F401 - imported once, before the forks
 import torch
 from deepspeed.runtime.zero import partition_parameters, stage3, stage_1_and_2  # noqa: F401
+from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: F401 - compiles as it is imported
 
 from benchmarks.common import shapes
 from benchmarks.common.bundled import make_engine
@@ -32,6 +34,7 @@ def noted(watch):
         "products": {f"{name} {dtype}": n for (name, dtype), n in watch.products.items()},
         "moved": dict(watch.moved),
         "launches": watch.launches,
+        "operations": dict(watch.operations),
         "graphs": len(watch.graphs),
         "replays": watch.replays,
         "graph_operations": [sum(operations.values()) for operations in watch.graphs],
@@ -44,6 +47,7 @@ def noted(watch):
 def train(
     shape,
     *,
+    layers=None,
     lora_dim=16,
     rows=16,
     length=512,
@@ -57,6 +61,7 @@ def train(
     """The second of two optimizer steps of the engine and the loop, and the estimate of memory."""
     size = replace(
         shapes.SHAPES[shape],
+        num_layers=layers or shapes.SHAPES[shape].num_layers,
         lora_dim=lora_dim,
         rows=rows,
         row_length=length,
@@ -121,4 +126,5 @@ def stage(script, options, card="h200"):
             error = None if end.code in (None, 0) else f"exit {end.code}"
         except BaseException:  # noqa: BLE001 - the caller asserts that there is none
             error = traceback.format_exc()
-        return noted(watch) | {"error": error}
+        allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+        return noted(watch) | {"error": error, "allocator": allocator}

@@ -1,0 +1,40 @@
+"""Whole stage scripts on a fake GPU, reading and writing files, on the bundled model and data."""
+
+import json
+
+import pytest
+
+from helpers.spread import ALL
+
+pytestmark = pytest.mark.stage
+
+ADAPTERS = ("--lora_dim", "8")
+STAGES = {
+    "step1_sft": (*ADAPTERS, "--sample_generations", "0"),
+    "step2_reward": ADAPTERS,
+    "step2_dpo": ADAPTERS,
+    "step3_rlhf": ("--actor_lora_dim", "8", "--critic_lora_dim", "8"),
+}
+CASES = [(stage, card) for card in ("h200", "t4") for stage in STAGES]
+
+
+@pytest.mark.parametrize(("stage", "card"), CASES if ALL else [CASES[0], CASES[3], CASES[6]])
+def test_a_stage_runs_to_its_end(fake_device, tmp_path, stage, card):
+    out = tmp_path / "out"
+    options = [*STAGES[stage], "--max_steps", "2", "--output_dir", str(out)]
+    found = fake_device.run(
+        "fakecuda.programs:stage",
+        script=f"training/{stage}/main.py",
+        options=options,
+        card=card,
+    )
+    assert found["error"] is None
+    assert found["allocator"] == "expandable_segments:True"
+    record = json.loads((out / "run.json").read_text())
+    assert record["status"] == "finished"
+    dtype = {"h200": "bfloat16", "t4": "float16"}[card]
+    narrow = sum(n for each, n in found["products"].items() if each.endswith(dtype))
+    assert narrow > 0.95 * sum(found["products"].values()), found["products"]
+    if stage == "step3_rlhf":
+        assert found["graphs"] <= 6
+        assert found["replays"] > 100

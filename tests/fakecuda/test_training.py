@@ -1,0 +1,84 @@
+"""Optimizer steps on a fake GPU: waits, types, operations, and memory against the estimate."""
+
+import pytest
+
+from helpers.spread import ALL
+
+pytestmark = pytest.mark.stage
+
+GIB = 2**30
+
+
+def waits_of(found):
+    """{function: what it waits for}, by the name of the function."""
+    return {place.split()[-1]: place.split("  ")[0] for place in found["waits"]}
+
+
+def train(fake_device, shape, **options):
+    return fake_device.run("fakecuda.programs:train", shape=shape, **options)
+
+
+def check_estimate(found):
+    ratio = found["estimated"] / found["peak"]
+    lines = [f"{size / GIB:.3f} GiB {label}" for size, label in found["alive_at_peak"]]
+    assert 0.9 < ratio < 1.1, f"estimated {found['estimate']}, alive at the peak:\n{lines}"
+
+
+@pytest.mark.parametrize(
+    ("card", "dtype", "kernel"),
+    [("h200", "bfloat16", "_varlen_attn"), ("t4", "float16", "_efficient_attention")],
+)
+def test_a_step_reads_its_loss_and_norm_and_waits_for_nothing_else(
+    fake_device, card, dtype, kernel
+):
+    short = {"bfloat16": "bf16", "float16": "fp16"}[dtype]
+    found = train(fake_device, "opt-1.3b", card=card, dtype=short, packed=True, rows=4, length=1024)
+    assert waits_of(found) == {"outcome": "item", "train_steps": "tolist"}
+    assert all(times == 1 for times in found["waits"].values())
+    assert {each.split()[1] for each in found["products"]} == {dtype}
+    assert any(kernel in name for name in found["operations"])
+    if card == "h200":
+        check_estimate(found)
+
+
+# README's table, and what it says of eight GPUs.
+ROWS = [
+    (shape, rank, recompute)
+    for shape in ("opt-1.3b", "opt-6.7b", "llama-2-7b")
+    for rank in (16, 128)
+    for recompute in (False, True)
+]
+
+
+@pytest.mark.parametrize(
+    ("shape", "rank", "recompute"), ROWS if ALL else [ROWS[0], ROWS[5], ROWS[9]]
+)
+def test_memory_is_what_the_readme_says(fake_device, shape, rank, recompute):
+    check_estimate(train(fake_device, shape, lora_dim=rank, recompute=recompute))
+
+
+MORE = [
+    ("llama-3-8b", {"rows": 4}),
+    ("qwen3-4b", {"rows": 4}),
+    ("opt-1.3b", {"lora_dim": 0, "rows": 4}),
+]
+SHARDED = [
+    ("opt-1.3b", {"zero_stage": 2, "rows": 4}),
+    ("opt-1.3b", {"zero_stage": 3, "rows": 4}),
+    ("opt-6.7b", {"zero_stage": 3, "rows": 4, "recompute": True}),
+    ("llama-2-7b", {"zero_stage": 3, "rows": 4}),
+    ("llama-3-8b", {"zero_stage": 3, "rows": 4, "recompute": True}),
+    ("qwen3-4b", {"zero_stage": 3, "rows": 4}),
+]
+
+
+@pytest.mark.parametrize(("shape", "options"), MORE if ALL else MORE[:1])
+def test_memory_of_other_shapes(fake_device, shape, options):
+    check_estimate(train(fake_device, shape, **options))
+
+
+@pytest.mark.parametrize(("shape", "options"), SHARDED if ALL else SHARDED[1:2])
+def test_memory_of_one_of_eight_processes(fake_device, shape, options):
+    found = train(fake_device, shape, world_size=8, **options)
+    check_estimate(found)
+    assert sum(found["waits"].values()) <= 3
