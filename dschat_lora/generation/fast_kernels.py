@@ -1,7 +1,8 @@
 """Fast kernels for decoding: linear layers with adapters, and attention on a CPU."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from dschat_lora.lora.layers import LoraLinear, is_conv1d
 from dschat_lora.lora.parallel import ParallelLinear, RowParallel, Split
 
 Forward = Callable[[Tensor], Tensor]
+Reader = Callable[[Tensor], Tensor]  # (..., in) x -> (tokens, r) x A^T
+_READ_ONE_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 # Below so many products of a CPU layer, the call of oneDNN takes longer than the computation.
 MIN_PACKED_PRODUCTS = 2**20
 MAX_PRODUCT_TOKENS = 64  # for more, the fused kernel of attention is better
@@ -32,15 +35,23 @@ def fast_linears(model: nn.Module) -> Iterator[None]:
 class FastLinears:
     """Forwards of linear layers and unmerged adapters that take fewer operations.
 
-    Adapters are cast once, and added in the accumulator of their last product. On a CPU,
-    float32 weights are copied into the layout of oneDNN. No parameter is touched. Weights must be
-    whole, not sharded, and keep their values, but for those of adapters, which :meth:`in_use`
-    reads again.
+    Adapters are cast once, and added in the accumulator of their last product. On a GPU those of
+    layers that read one input (q, k and v) share the product with it; on a CPU, float32 weights
+    are copied into the layout of oneDNN. No parameter is touched. Weights must be whole, not
+    sharded, and keep their values, but for those of adapters, which :meth:`in_use` reads again.
+
+    Args:
+        model: with or without adapters.
+        share_inputs: whether adapters share products; by default on a GPU.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, share_inputs: bool | None = None) -> None:
         self._copies: list[Tensor] = []
         self._sources: list[Callable[[], Tensor]] = []  # of what each is a copy
+        self._readers: dict[nn.Module, Reader] = {}
+        for layers in _siblings(model):
+            if share_inputs or (share_inputs is None and layers[0].weight.is_cuda):
+                self._share(layers)
         pairs = [
             (module, self._forward_of(module))
             for module in model.modules()
@@ -78,10 +89,22 @@ class FastLinears:
             bias = self._cast(lambda: module.trained_bias, weight.dtype)
         product = _linear(weight, _inner_bias(module, bias))
         if module.enabled:
-            lora_a = self._cast(lambda: module.factors()[0], weight.dtype)
             lora_b = self._cast(lambda: module.factors()[1], weight.dtype)
-            product = _adapted(product, lora_a, lora_b.T, module.scaling)
+            reader = self._readers.get(module)
+            if reader is None:
+                reader = _reader(self._cast(lambda: module.factors()[0], weight.dtype))
+            product = _adapted(product, reader, lora_b.T, module.scaling)
         return _around(module, product, bias)
+
+    def _share(self, layers: Sequence[LoraLinear]) -> None:
+        """Have these layers read their input by one product with all their A."""
+        ranks = [len(layer.factors()[0]) for layer in layers]
+        stack = layers[0].weight.new_empty(sum(ranks), layers[0].in_features)
+        shared = _SharedInput(stack, ranks)
+        for number, (layer, part) in enumerate(zip(layers, torch.split(stack, ranks), strict=True)):
+            self._copies.append(part)
+            self._sources.append(lambda layer=layer: layer.factors()[0])  # type: ignore[misc]
+            self._readers[layer] = partial(shared.read, number)
 
     def _cast(self, source: Callable[[], Any], dtype: torch.dtype) -> Tensor:
         """A parameter of this type as it is; of what else it is, a copy that is refreshed."""
@@ -122,13 +145,50 @@ def _linear(weight: Tensor, bias: Tensor | None) -> Forward:
     return forward
 
 
-def _adapted(base: Forward, down: Tensor, up: Tensor, scaling: float) -> Forward:
-    """``x -> base(x) + scaling * x A^T B^T`` of (r, in) A and (r, out) B^T."""
+class _SharedInput:
+    """``x A^T`` of layers that read one input, of which the first one called computes it for all.
+
+    Where a layer is given another tensor than the one before it, it is computed anew.
+    """
+
+    def __init__(self, stack: Tensor, ranks: list[int]) -> None:
+        self._stack, self._ranks = stack, ranks
+        self._input: Tensor | None = None
+        self._parts: tuple[Tensor, ...] = ()
+
+    def read(self, number: int, x: Tensor) -> Tensor:
+        """(tokens, r) of the layer with this number, for (..., in) x."""
+        if x is not self._input:
+            products = F.linear(x.reshape(-1, x.shape[-1]), self._stack)
+            self._input, self._parts = x, torch.split(products, self._ranks, dim=1)
+        part = self._parts[number]
+        if number == len(self._ranks) - 1:
+            self._input, self._parts = None, ()
+        return part
+
+
+def _siblings(model: nn.Module) -> Iterator[list[LoraLinear]]:
+    """Layers with adapters in use that as a rule read the same input."""
+    for module in model.modules():
+        for names in _READ_ONE_INPUT:
+            layers = [child for name in names if (child := module._modules.get(name)) is not None]
+            plain = [each for each in layers if isinstance(each, LoraLinear) and each.enabled]
+            whole = all(getattr(each, "split", None) is None for each in plain)
+            if len(plain) == len(names) and whole:
+                yield plain
+
+
+def _reader(down: Tensor) -> Reader:
+    return lambda x: F.linear(x.reshape(-1, x.shape[-1]), down)
+
+
+def _adapted(base: Forward, reader: Reader, up: Tensor, scaling: float) -> Forward:
+    """``x -> base(x) + scaling * x A^T B^T``; ``reader`` gives ``x A^T``, (r, out) up is B^T."""
 
     def forward(x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         output = base(rows)
-        output.addmm_(F.linear(rows, down), up, alpha=scaling)
+        output.addmm_(reader(x), up, alpha=scaling)
         return output.view(*x.shape[:-1], output.shape[-1])
 
     return forward

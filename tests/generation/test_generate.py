@@ -18,7 +18,7 @@ from transformers import (
 
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.generation.batch_state import CachedRows, takes_cache
-from dschat_lora.generation.fast_kernels import fast_attention, fast_linears
+from dschat_lora.generation.fast_kernels import FastLinears, fast_attention, fast_linears
 from dschat_lora.generation.generate import Decoder, decode
 from dschat_lora.generation.sampling import Responses, Sampling, choose, keep_top, uniforms
 from dschat_lora.lora.model import adapter_layers, adapters_disabled, apply_lora
@@ -468,6 +468,45 @@ def test_steps_of_fixed_shapes_repeated_from_a_recording_equal_plain_ones(make, 
     assert {30} < {len(text) for text in found}, "some end, some do not"
     # ten sequences in 16 rows at first, and columns for 17 + 30 tokens by twelves
     assert 3 < len(tapes) < 15
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["opt", "llama"])
+def test_layers_that_read_one_input_share_the_product_with_it(kind):
+    model = adapted(kind)
+    ids = torch.tensor([PROMPTS[0]])
+    expected, plain = model(ids).logits, Count()
+    with plain, fast_linears(model):
+        model(ids)
+    shared = Count()
+    with shared, FastLinears(model, share_inputs=True).in_use():
+        found = model(ids).logits
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    layers = model.config.num_hidden_layers
+    assert plain.products - shared.products == layers * {"opt": 2, "llama": 3}[kind]
+
+
+@torch.no_grad()
+def test_a_layer_that_is_given_another_input_reads_its_own():
+    model = adapted("opt")
+    attention = model.model.decoder.layers[0].self_attn
+    x, y = torch.randn(2, 3, model.config.hidden_size)
+    layers = [attention.q_proj, attention.k_proj, attention.v_proj]
+    inputs = [(x, y, x), (x, x, y), (y, x, x)]
+    expected = [[f(z) for f, z in zip(layers, each, strict=True)] for each in inputs]
+    with FastLinears(model, share_inputs=True).in_use():
+        found = [[f(z) for f, z in zip(layers, each, strict=True)] for each in inputs]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+class Count(TorchDispatchMode):
+    """Counts matrix products."""
+
+    products = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.products += operation._schema.name in ("aten::mm", "aten::addmm", "aten::linear")
+        return operation(*args, **(kwargs or {}))
 
 
 @torch.no_grad()
