@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from dschat_lora.lora.layers import LoraLinear, is_conv1d
+from dschat_lora.lora.layers import LoraLinear, active_bias, is_conv1d
 from dschat_lora.lora.parallel import ParallelLinear, RowParallel, Split
 
 Forward = Callable[[Tensor], Tensor]
-Reader = Callable[[Tensor], Tensor]  # (..., in) x -> (tokens, r) x A^T
+Reader = Callable[[Tensor], Tensor]  # (..., in) x -> (tokens, size) product with a matrix
 _READ_ONE_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 # Below so many products of a CPU layer, the call of oneDNN takes longer than the computation.
 MIN_PACKED_PRODUCTS = 2**20
@@ -42,10 +42,14 @@ class FastLinears:
 
     Args:
         model: with or without adapters.
-        share_inputs: whether adapters share products; by default on a GPU.
+        share_inputs: whether layers that read one input share products; by default on a GPU.
+        merged: add adapters to copies of the weights that they adapt, which are rounded anew.
     """
 
-    def __init__(self, model: nn.Module, *, share_inputs: bool | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, *, share_inputs: bool | None = None, merged: bool = False
+    ) -> None:
+        self._merges = merged
         self._copies: list[Tensor] = []
         self._sources: list[Callable[[], Tensor]] = []  # of what each is a copy
         self._readers: dict[nn.Module, Reader] = {}
@@ -62,8 +66,8 @@ class FastLinears:
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Within, the layers compute so, with the values that adapters have now."""
-        if self._copies:
-            torch._foreach_copy_(self._copies, [source() for source in self._sources])
+        for copy, source in zip(self._copies, self._sources, strict=True):
+            copy.copy_(source())  # one by one: merged weights in fp32 take memory
         try:
             for module, forward in self._forwards:
                 module.forward = forward
@@ -87,6 +91,8 @@ class FastLinears:
         bias: Tensor | None = module.bias
         if module.enabled and module.trained_bias is not None:
             bias = self._cast(lambda: module.trained_bias, weight.dtype)
+        if module.enabled and self._merges:
+            return self._merged(module, bias)
         product = _linear(weight, _inner_bias(module, bias))
         if module.enabled:
             lora_b = self._cast(lambda: module.factors()[1], weight.dtype)
@@ -98,13 +104,34 @@ class FastLinears:
 
     def _share(self, layers: Sequence[LoraLinear]) -> None:
         """Have these layers read their input by one product with all their A."""
-        ranks = [len(layer.factors()[0]) for layer in layers]
-        stack = layers[0].weight.new_empty(sum(ranks), layers[0].in_features)
-        shared = _SharedInput(stack, ranks)
-        for number, (layer, part) in enumerate(zip(layers, torch.split(stack, ranks), strict=True)):
-            self._copies.append(part)
-            self._sources.append(lambda layer=layer: layer.factors()[0])  # type: ignore[misc]
+        matrices = [partial(_merged_weight if self._merges else _down, each) for each in layers]
+        sizes = [layer.out_features if self._merges else len(_down(layer)) for layer in layers]
+        stack = layers[0].weight.new_empty(sum(sizes), layers[0].in_features)
+        shared = _SharedInput(stack, sizes, self._shared_bias(layers, sizes))
+        self._copies += torch.split(stack, sizes)
+        self._sources += matrices
+        for number, layer in enumerate(layers):
             self._readers[layer] = partial(shared.read, number)
+
+    def _shared_bias(self, layers: Sequence[LoraLinear], sizes: list[int]) -> Tensor | None:
+        """The biases of merged layers one after another; None where there are none."""
+        found = [layer for layer in layers if active_bias(layer) is not None]
+        if not self._merges or not found:
+            return None
+        stack = layers[0].weight.new_zeros(sum(sizes))
+        for layer, part in zip(layers, torch.split(stack, sizes), strict=True):
+            if layer in found:
+                self._copies.append(part)
+                self._sources.append(partial(_bias, layer))
+        return stack
+
+    def _merged(self, layer: LoraLinear, bias: Tensor | None) -> Forward:
+        """The layer with its adapter in a copy of its weight."""
+        reader = self._readers.get(layer)
+        if reader is None:
+            weight = self._cast(partial(_merged_weight, layer), layer.weight.dtype)
+            return _around(layer, lambda x: F.linear(x, weight, _inner_bias(layer, bias)), bias)
+        return lambda x: reader(x).reshape(*x.shape[:-1], layer.out_features)
 
     def _cast(self, source: Callable[[], Any], dtype: torch.dtype) -> Tensor:
         """A parameter of this type as it is; of what else it is, a copy that is refreshed."""
@@ -145,24 +172,40 @@ def _linear(weight: Tensor, bias: Tensor | None) -> Forward:
     return forward
 
 
+def _down(layer: LoraLinear) -> Tensor:
+    return layer.factors()[0]
+
+
+def _merged_weight(layer: LoraLinear) -> Tensor:
+    """(out, in) fp32 of the weight with its update."""
+    weight = layer.weight.float() + layer.delta(layer.lora_A, layer.lora_B)
+    return weight.T if layer.transposed else weight
+
+
+def _bias(layer: LoraLinear) -> Tensor:
+    bias = active_bias(layer)
+    assert bias is not None
+    return bias
+
+
 class _SharedInput:
-    """``x A^T`` of layers that read one input, of which the first one called computes it for all.
+    """``x M^T`` of layers that read one input, of which the first one called computes it for all.
 
     Where a layer is given another tensor than the one before it, it is computed anew.
     """
 
-    def __init__(self, stack: Tensor, ranks: list[int]) -> None:
-        self._stack, self._ranks = stack, ranks
+    def __init__(self, stack: Tensor, sizes: list[int], bias: Tensor | None) -> None:
+        self._stack, self._sizes, self._bias = stack, sizes, bias
         self._input: Tensor | None = None
         self._parts: tuple[Tensor, ...] = ()
 
     def read(self, number: int, x: Tensor) -> Tensor:
-        """(tokens, r) of the layer with this number, for (..., in) x."""
+        """(tokens, size) of the layer with this number, for (..., in) x."""
         if x is not self._input:
-            products = F.linear(x.reshape(-1, x.shape[-1]), self._stack)
-            self._input, self._parts = x, torch.split(products, self._ranks, dim=1)
+            products = F.linear(x.reshape(-1, x.shape[-1]), self._stack, self._bias)
+            self._input, self._parts = x, torch.split(products, self._sizes, dim=1)
         part = self._parts[number]
-        if number == len(self._ranks) - 1:
+        if number == len(self._sizes) - 1:
             self._input, self._parts = None, ()
         return part
 

@@ -138,6 +138,11 @@ class RolloutConfig:
     num_generations: int = option(
         1, help="responses to each prompt; rloo and grpo compare them, and need 2 or more"
     )
+    merge_for_rollouts: bool = option(
+        False,
+        help="generate with the adapter added to copies of the weights it adapts: faster on a GPU, "
+        "in exchange for their memory; sampler_error shows how far rounding moves the policy",
+    )
     do_sample: bool = option(True, help="sample responses (no-: the likeliest token, greedy)")
     temperature: float = option(1.0, help="of sampling and of all log-probabilities")
     top_p: float = option(1.0, help="sample from the likeliest tokens of this probability mass")

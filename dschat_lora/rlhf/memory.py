@@ -10,6 +10,7 @@ from torch import nn
 from dschat_lora.config.groups import is_on
 from dschat_lora.engine.build import EngineSettings
 from dschat_lora.engine.distributed import data_world_size, device
+from dschat_lora.lora.layers import LoraLinear
 from dschat_lora.lora.parallel import group_of
 from dschat_lora.perf.memory import USABLE, cached_token_bytes, parameter_bytes
 from dschat_lora.rlhf.config import RlhfConfig
@@ -42,6 +43,7 @@ def memory_plan(
         averaged=4 * sum(p.numel() for p in trained) if config.classic.enable_ema else 0,
         # At ZeRO 3 the weights are whole for as long as responses are generated.
         cache=cache_bytes(config, roles.actor.model)
+        + (_adapted_bytes(roles.actor.model) if config.batch.merge_for_rollouts else 0)
         + (parameter_bytes(roles.rollout.parameters()) if sharded else 0),
     )
 
@@ -58,6 +60,11 @@ def keeping_cache(
     kept = replace(plan, keeps_cache=True)
     fits = kept.peak <= USABLE * free and settings["actor"].zero_stage < 3
     return kept if fits else plan
+
+
+def _adapted_bytes(model: nn.Module) -> int:
+    """Bytes of the weights that have an adapter."""
+    return parameter_bytes(m.weight for m in model.modules() if isinstance(m, LoraLinear))
 
 
 def cache_bytes(config: RlhfConfig, model: nn.Module) -> int:

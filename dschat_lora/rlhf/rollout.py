@@ -67,10 +67,12 @@ class Generator:
         batch_size: int,
         max_length: int = 0,
         keeps_memory: bool = False,
+        merged: bool = False,
     ) -> None:
         """Prepare to decode ``batch_size`` responses at a time, of ``max_length`` with the prompt.
 
-        What a GPU needs for that stays in its memory between calls if ``keeps_memory``.
+        What a GPU needs for that stays in its memory between calls if ``keeps_memory``. With
+        ``merged``, adapters are added to copies of the weights.
         ``rollout`` is the actor's model in modules without the engine's hooks, ``sharded`` in the
         engine's modules, which gather their weights.
         """
@@ -83,6 +85,7 @@ class Generator:
                 pad_id=pad_id,
                 device=engine.device,
                 largest=(batch_size, max_length),
+                merged=merged,
             )
             for model in (rollout, sharded)
         )

@@ -95,6 +95,7 @@ def make_generator(setup: RlhfSetup, engines: Engines) -> Generator:
         batch_size=setup.config.batch.per_device_generation_batch_size,
         max_length=setup.config.data.max_seq_len,
         keeps_memory=setup.keeps_cache,
+        merged=setup.config.batch.merge_for_rollouts,
     )
 
 

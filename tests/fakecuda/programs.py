@@ -97,14 +97,24 @@ def train(
         return noted(watch) | {"estimate": vars(estimate), "estimated": estimate.total}
 
 
-def decode(shape, *, lora_dim=16, rows=8, length=256, new_tokens=128, dtype="bf16", card="h200"):
-    """The second of two calls of the decoder."""
+def decode(
+    shape,
+    *,
+    lora_dim=16,
+    rows=8,
+    length=256,
+    new_tokens=128,
+    dtype="bf16",
+    card="h200",
+    merged=False,
+):
+    """Each of two calls of the decoder."""
     size = replace(shapes.SHAPES[shape], lora_dim=lora_dim)
     with fake_cuda(card) as watch:
         model = shapes.random_model(size, dtype=DTYPES[dtype], device=CUDA).eval()
         watch.truth = False  # no sequence ends
         prompts = [list(range(4, 4 + length - n % 9)) for n in range(rows)]
-        decoder = Decoder(model, eos_ids=[2], pad_id=1, device=CUDA)
+        decoder = Decoder(model, eos_ids=[2], pad_id=1, device=CUDA, merged=merged)
         calls = []
         for _ in range(2):
             watch.start()

@@ -14,5 +14,7 @@ def test_a_second_call_replays_what_the_first_one_captured(fake_device):
     assert {place.split()[-1] for place in second["waits"]} == {"_unfinished"}
     assert sum(second["waits"].values()) == 128 // 16 - 1
     assert {each.split()[1] for each in second["products"]} == {"bfloat16"}
+    (merged, _) = fake_device.run("fakecuda.programs:decode", shape="opt-1.3b", merged=True)
+    assert merged["graph_operations"] == [337]
     # Of 24 blocks, 26 each, the ends of the model, and sampling.
     assert first["graph_operations"] == [625]
