@@ -26,6 +26,7 @@ PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "throughput-6.7b": ("throughput", {"name": "opt-6.7b"}),
     "throughput-llama-2-7b": ("throughput", {"name": "llama-2-7b"}),
     "tensor-parallel": ("tensor_parallel", {}),
+    "ragged": ("ragged", {}),
 }
 # Parts that take a larger size where these are set: a run to keep, in a file of its own.
 LARGE = {"sft": "BENCH_SFT", "tensor-parallel": "BENCH_TENSOR"}

@@ -2,9 +2,13 @@
 # Checks and measures training on this machine's GPU, or with tiny shapes on a CPU:
 #
 #     benchmarks/gpu.sh [PART ...]
+#     benchmarks/gpu.sh first-hour 1|2|3|4
 #
+# The second form is what a first machine with a GPU should run, 9 minutes at most a call, the most
+# valuable first: whether everything runs, with tiny shapes; whether it is right, with the tests
+# marked gpu; then speed.
 # Parts, all by default: env trajectories scaling reload saving commands pairs sft decode ppo attention
-# lora optimizer throughput-1.3b throughput-6.7b throughput-llama-2-7b tensor-parallel
+# lora optimizer throughput-1.3b throughput-6.7b throughput-llama-2-7b tensor-parallel ragged
 # Environment:
 #   PYTHON        interpreter that has torch, deepspeed and transformers; default python3
 #   BENCH_OUTPUT  directory of the JSON results; default benchmarks/results
@@ -21,7 +25,7 @@ PYTHON=${PYTHON:-python3}
 BENCH_OUTPUT=${BENCH_OUTPUT:-$ROOT/benchmarks/results}
 PARTS=(
   env trajectories scaling reload saving commands pairs sft decode ppo attention lora optimizer
-  throughput-1.3b throughput-6.7b throughput-llama-2-7b tensor-parallel
+  throughput-1.3b throughput-6.7b throughput-llama-2-7b tensor-parallel ragged
 )
 
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
@@ -31,16 +35,16 @@ export TRANSFORMERS_VERBOSITY=error TOKENIZERS_PARALLELISM=false PYTHONWARNINGS=
 # Seconds a part may take, five more to be killed in not included.
 limit() {
   case $1 in
-    env) echo 40 ;;
+    env) echo 90 ;;
     trajectories) echo 75 ;;
     scaling) echo 35 ;;
     reload) echo 45 ;;
-    saving) echo 50 ;;
-    commands) echo 90 ;;
+    saving) echo 120 ;;
+    commands) echo 150 ;;
     pairs) echo 70 ;;
     sft) [[ -n ${BENCH_SFT:-} ]] && echo 595 || echo 90 ;;
-    decode) echo 110 ;;
-    ppo) echo 110 ;;
+    decode) echo 150 ;;
+    ppo) echo 240 ;;
     attention) echo 75 ;;
     lora) echo 60 ;;
     optimizer) echo 45 ;;
@@ -48,9 +52,32 @@ limit() {
     throughput-6.7b) echo 240 ;;
     throughput-llama-2-7b) echo 240 ;;
     tensor-parallel) [[ -n ${BENCH_TENSOR:-} ]] && echo 595 || echo 105 ;;
+    ragged) echo 60 ;;
+    gpu-tests) echo 200 ;;  # of the first hour alone
     *) return 1 ;;
   esac
 }
+
+# Parts of a call of the first hour.
+hour() {
+  case $1 in
+    1) echo "${PARTS[*]}" ;;
+    2) echo env trajectories scaling reload attention gpu-tests ;;
+    3) echo throughput-1.3b decode ragged saving ;;
+    4) echo ppo throughput-llama-2-7b ;;
+    *) return 1 ;;
+  esac
+}
+
+if [[ ${1:-} == first-hour ]]; then
+  if [[ $# -ne 2 ]] || ! hour "$2" > /dev/null; then
+    echo "gpu.sh: first-hour takes the number of a call, 1 to 4" >&2
+    exit 2
+  fi
+  [[ $2 -eq 1 ]] && export BENCH_TINY=1
+  # shellcheck disable=SC2046 # parts are words
+  set -- $(hour "$2")
+fi
 
 for part in "$@"; do
   if ! limit "$part" > /dev/null; then
@@ -64,8 +91,9 @@ failed=()
 for part in "${PARTS[@]}"; do
   seconds=$(limit "$part")
   printf '\n== %s (at most %s s)\n' "$part" "$seconds"
-  timeout --kill-after=5 "$seconds" \
-    "$PYTHON" "$ROOT/benchmarks/gpu.py" "$part" --output "$BENCH_OUTPUT" ${BENCH_TINY:+--tiny}
+  command=("$ROOT/benchmarks/gpu.py" "$part" --output "$BENCH_OUTPUT" ${BENCH_TINY:+--tiny})
+  [[ $part == gpu-tests ]] && command=(-m pytest -m gpu "$ROOT/tests/gpu")
+  timeout --kill-after=5 "$seconds" "$PYTHON" "${command[@]}"
   status=$?
   if [[ $status -eq 124 || $status -eq 137 ]]; then
     echo "$part: stopped after $seconds s; what it had measured is kept" >&2
