@@ -15,9 +15,10 @@ from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: F401 - compiles 
 
 from benchmarks.common import shapes
 from benchmarks.common.bundled import make_engine
-from dschat_lora.engine.build import DTYPES
+from dschat_lora.engine.build import DTYPES, resolve_dtype
 from dschat_lora.generation.generate import Decoder
 from dschat_lora.generation.sampling import Sampling
+from dschat_lora.models.backbone import Backbone
 from dschat_lora.models.build import recompute_blocks
 from dschat_lora.perf.memory import estimate_memory
 from dschat_lora.supervised.loop import train_steps
@@ -121,6 +122,26 @@ def decode(
             decoder(prompts, Sampling(new_tokens), seeds=[[n] for n in range(rows)])
             calls.append(noted(watch))
         return calls
+
+
+def chosen(card):
+    """What is chosen on a card where options leave it open, as rows of the documentation."""
+    with fake_cuda(card) as watch:
+        dtype = resolve_dtype("auto")
+        size = replace(shapes.TINY["opt-1.3b"], hidden_size=256)
+        model = shapes.random_model(size, dtype=DTYPES[dtype], device=CUDA)
+        one_call = Backbone(model).skips_padding(CUDA)
+        engine = make_engine(model, dtype=dtype, zero_stage=0, rows=1, accumulation_steps=1)
+        model.eval()
+        Decoder(model, eos_ids=[2], pad_id=1, device=CUDA)([[5]], Sampling(4), seeds=[[0]])
+        return [
+            torch.cuda.get_device_name(),
+            dtype,
+            "scaled" if engine.loss_scaler is not None else "as it is",
+            "variable-length kernel" if one_call else "dense mask",
+            "fused" if engine.adam.defaults["fused"] else "plain",
+            "CUDA graphs" if watch.graphs else "single operations",
+        ]
 
 
 def stage(script, options, card="h200"):
