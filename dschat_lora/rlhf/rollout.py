@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,16 +79,14 @@ class Generator:
         """
         self._engine, self._rollout, self._batch_size = engine, rollout.eval(), batch_size
         self._eos_ids, self._keeps_memory = frozenset(eos_ids), keeps_memory
-        self._whole, self._sharded = (
-            Decoder(
-                model,
-                eos_ids=eos_ids,
-                pad_id=pad_id,
-                device=engine.device,
-                largest=(batch_size, max_length),
-                merged=merged,
-            )
-            for model in (rollout, sharded)
+        self._sharded, self._decoders = sharded, dict[int, Decoder]()
+        self._make_decoder = partial(
+            Decoder,
+            eos_ids=eos_ids,
+            pad_id=pad_id,
+            device=engine.device,
+            largest=(batch_size, max_length),
+            merged=merged,
         )
 
     def __call__(
@@ -164,19 +163,24 @@ class Generator:
         """What to decode with, and where ranks must run as many passes, ``keep_going``."""
         try:
             if self._engine.zero_stage < 3:
-                yield self._whole, None
+                yield self._decoder(self._rollout), None
                 return
             parameters: list[Any] = list(self._rollout.parameters())
             if not self._fits(parameters):
                 self._engine.eval()
-                yield self._sharded, lambda done: max_over_ranks(float(not done)) > 0
+                decoder = self._decoder(self._sharded)
+                yield decoder, lambda done: max_over_ranks(float(not done)) > 0
                 return
             with gathered(parameters):
-                yield self._whole, None
+                yield self._decoder(self._rollout), None
         finally:
-            if not self._keeps_memory or self._engine.zero_stage == 3:
-                self._whole.release()
-                self._sharded.release()
+            if not self._keeps_memory:
+                self._decoders.clear()
+
+    def _decoder(self, model: PreTrainedModel) -> Decoder:
+        if id(model) not in self._decoders:
+            self._decoders[id(model)] = self._make_decoder(model)
+        return self._decoders[id(model)]
 
     def _fits(self, parameters: list[Any]) -> bool:
         """Whether the free memory of every rank holds the whole weights."""

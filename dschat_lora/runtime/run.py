@@ -71,8 +71,8 @@ def open_run(
     """
     with ended_in_words() as ending:
         init_distributed()
-        peers.set_timeout(config.run.distributed_timeout)
         config = _resolved(config, check)
+        peers.set_timeout(config.run.distributed_timeout)
         form_grid(config.parallel.tensor_parallel_size)
         torch.manual_seed(stream_seed("build", config.run.seed))
         earlier = goes_on_in_place(config)
