@@ -16,7 +16,8 @@ from dschat_lora.generation.batch_state import (
     in_shards,
     takes_cache,
 )
-from dschat_lora.generation.fast_kernels import FastLinears, fast_attention
+from dschat_lora.generation.fast_attention import fast_attention
+from dschat_lora.generation.fast_linears import FastLinears
 from dschat_lora.generation.sampling import Responses, Sampling
 from dschat_lora.lora.layers import LoraLinear
 from dschat_lora.lora.parallel import group_of, whole_sequences
@@ -176,6 +177,7 @@ class Decoder:
             if not in_shards(self._model):
                 if self._linears is None:
                     self._linears = FastLinears(self._model, merged=self._merged)
+                    self._weights = _weights_of(self._model)  # some may have been moved
                 stack.enter_context(self._linears.in_use())
             if takes_cache(self._model):
                 stack.enter_context(fast_attention(self._model))

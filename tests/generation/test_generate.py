@@ -18,10 +18,12 @@ from transformers import (
 
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.generation.batch_state import CachedRows, takes_cache
-from dschat_lora.generation.fast_kernels import FastLinears, fast_attention, fast_linears
+from dschat_lora.generation.fast_attention import fast_attention
+from dschat_lora.generation.fast_linears import FastLinears, fast_linears
 from dschat_lora.generation.generate import Decoder, decode
 from dschat_lora.generation.sampling import Responses, Sampling, choose, keep_top, uniforms
 from dschat_lora.lora.model import adapter_layers, adapters_disabled, apply_lora
+from dschat_lora.models.views import share_parameters
 from helpers.tiny import KINDS, VOCAB, tiny_model
 
 CPU = torch.device("cpu")
@@ -196,7 +198,7 @@ def test_adapters_that_are_switched_off_have_no_say(kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("products", [0, 2**40], ids=["oneDNN", "plain"])
 def test_quick_linear_layers_compute_what_they_did(kind, products, monkeypatch):
-    monkeypatch.setattr("dschat_lora.generation.fast_kernels.MIN_PACKED_PRODUCTS", products)
+    monkeypatch.setattr("dschat_lora.generation.fast_linears.MIN_PACKED_PRODUCTS", products)
     model = adapted(kind)
     layer = next(iter(adapter_layers(model).values()))
     if layer.bias is not None:
@@ -471,19 +473,39 @@ def test_steps_of_fixed_shapes_repeated_from_a_recording_equal_plain_ones(make, 
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["opt", "llama"])
-def test_layers_that_read_one_input_share_the_product_with_it(kind):
+@pytest.mark.parametrize("kind", ["opt", "llama", "qwen2"])
+def test_two_products_compute_all_layers_that_read_one_input(kind):
     model = adapted(kind)
     ids = torch.tensor([PROMPTS[0]])
-    expected, plain = model(ids).logits, Count()
-    with plain, fast_linears(model):
-        model(ids)
-    shared = Count()
-    with shared, FastLinears(model, share_inputs=True).in_use():
-        found = model(ids).logits
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    layers = model.config.num_hidden_layers
-    assert plain.products - shared.products == layers * {"opt": 2, "llama": 3}[kind]
+    linears, before = FastLinears(model, stacked=True), model(ids).logits
+    for scale in (1.0, 1.5):  # the second time as after a step
+        for layer in adapter_layers(model).values():
+            layer.lora_B.mul_(scale)
+        expected = model(ids).logits
+        with Count() as count, linears.in_use():
+            torch.testing.assert_close(model(ids).logits, expected, rtol=1e-5, atol=1e-5)
+        # q, k and v; output; one or two up; down. Then the head.
+        assert count.products == model.config.num_hidden_layers * 4 * 2 + 1
+    assert torch.equal(before, adapted(kind)(ids).logits), "moved weights are as they were"
+
+
+@torch.no_grad()
+def test_models_of_one_base_share_the_places_of_its_weights():
+    base = adapted("opt")
+    twin = share_parameters(base)
+    ids, weight = torch.tensor([PROMPTS[0]]), base.model.decoder.layers[0].fc1.weight
+    for layer in adapter_layers(twin).values():
+        layer.lora_A = torch.nn.Parameter(torch.randn(layer.r, layer.in_features))
+    expected = [model(ids).logits for model in (base, twin)]
+    assert not torch.equal(*expected)
+    linears = [FastLinears(model, stacked=True) for model in (base, twin)]
+    place = weight.data_ptr()
+    for number in (0, 1, 0):
+        with linears[number].in_use():
+            found = (base, twin)[number](ids).logits
+        torch.testing.assert_close(found, expected[number], rtol=1e-5, atol=1e-5)
+    FastLinears(base, stacked=True)
+    assert weight.data_ptr() == place
 
 
 @torch.no_grad()
@@ -493,7 +515,7 @@ def test_merged_copies_give_what_layers_with_adapters_give(kind, share):
     model = adapted(kind)
     ids, before = torch.tensor([PROMPTS[0]]), model.state_dict()
     before = {name: tensor.clone() for name, tensor in before.items()}
-    linears = FastLinears(model, share_inputs=share, merged=True)
+    linears = FastLinears(model, stacked=share, merged=True)
     for scale in (1.0, 1.5):  # the second time as after a step
         for layer in adapter_layers(model).values():
             layer.lora_B.mul_(scale)
@@ -516,7 +538,7 @@ def test_a_layer_that_is_given_another_input_reads_its_own():
     layers = [attention.q_proj, attention.k_proj, attention.v_proj]
     inputs = [(x, y, x), (x, x, y), (y, x, x)]
     expected = [[f(z) for f, z in zip(layers, each, strict=True)] for each in inputs]
-    with FastLinears(model, share_inputs=True).in_use():
+    with FastLinears(model, stacked=True).in_use():
         found = [[f(z) for f, z in zip(layers, each, strict=True)] for each in inputs]
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 

@@ -13,7 +13,8 @@ from dschat_lora.config.options import parse_config
 from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import form_grid, rank
-from dschat_lora.generation.fast_kernels import fast_attention, fast_linears
+from dschat_lora.generation.fast_attention import fast_attention
+from dschat_lora.generation.fast_linears import fast_linears
 from dschat_lora.generation.generate import Decoder
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.lora.model import adapter_parameters, apply_lora

@@ -11,7 +11,7 @@ from torch import nn
 from toy import Conv1D, call_merged, randomise
 
 from dschat_lora.config.groups import LoraConfig
-from dschat_lora.generation.fast_kernels import fast_linears
+from dschat_lora.generation.fast_linears import fast_linears
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.groups import Groups, PackedLoraLinear, groups_of_parts, parts_of
 from dschat_lora.lora.matmul import draw_keep

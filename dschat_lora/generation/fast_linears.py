@@ -1,0 +1,249 @@
+"""Linear layers and their adapters in fewer operations, for decoding."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeGuard
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dschat_lora.generation.stacked import StackedLinears, stack_weights
+from dschat_lora.lora.layers import LoraLinear, active_bias, is_conv1d
+from dschat_lora.lora.parallel import ParallelLinear, RowParallel, Split
+
+Forward = Callable[[Tensor], Tensor]
+_READ_ONE_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+# Below so many products of a CPU layer, the call of oneDNN takes longer than the computation.
+MIN_PACKED_PRODUCTS = 2**20
+
+
+@contextmanager
+def fast_linears(model: nn.Module) -> Iterator[None]:
+    """Within, linear layers and their adapters compute as :class:`FastLinears` does."""
+    with FastLinears(model).in_use():
+        yield
+
+
+class FastLinears:
+    """Forwards of linear layers and unmerged adapters that take fewer operations.
+
+    Adapters are cast once, and added in the accumulator of their last product. On a GPU, frozen
+    weights are moved to where the first factors of their adapters follow them, those of layers
+    that read one input (q, k and v) together: two products then make the outputs of all. On a
+    CPU, float32 weights are copied into the layout of oneDNN. No value of a parameter is changed.
+    Weights must be whole, not sharded, and keep their values, but for those of adapters, which
+    :meth:`in_use` reads again.
+
+    Args:
+        model: with or without adapters.
+        stacked: whether weights are moved so; by default on a GPU.
+        merged: add adapters to copies of the weights that they adapt, which are rounded anew.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, stacked: bool | None = None, merged: bool = False
+    ) -> None:
+        self._copies: list[Tensor] = []
+        self._sources: list[Callable[[], Tensor]] = []  # of what each is a copy
+        self._forwards: dict[nn.Module, Forward] = {}
+        for layers in _adapted_groups(model):
+            stacks = layers[0].weight.is_cuda if stacked is None else stacked
+            if merged:
+                for group in [layers] if stacks else [[layer] for layer in layers]:
+                    self._use(group, self._merge(group))
+            elif stacks and all(map(_can_move, layers)):
+                self._use(layers, self._stack(layers))
+        for module in model.modules():
+            if "forward" not in vars(module) and module not in self._forwards:
+                forward = self._forward_of(module)
+                if forward is not None:
+                    self._forwards[module] = forward
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Within, the layers compute so, with the values that adapters have now."""
+        for copy, source in zip(self._copies, self._sources, strict=True):
+            copy.copy_(source())  # one by one: merged weights in fp32 take memory
+        try:
+            for module, forward in self._forwards.items():
+                module.forward = forward
+            yield
+        finally:
+            for module in self._forwards:
+                del module.forward
+
+    def _forward_of(self, module: nn.Module) -> Forward | None:
+        """A faster forward of ``module``; None where it is no linear layer of a known kind."""
+        if type(module) is nn.Linear:
+            return _linear(module.weight, module.bias)
+        if isinstance(module, ParallelLinear) or _is_disabled(module):
+            product = _linear(_stored(module), _inner_bias(module, module.bias))
+            return _around(module, product, module.bias)
+        if is_conv1d(module):
+            return _linear(module.get_parameter("weight").T, module._parameters.get("bias"))
+        if not isinstance(module, LoraLinear):
+            return None
+        weight, bias = _stored(module), self._active_bias(module)
+        down = self._cast(partial(_factor, module, 0), weight.dtype)
+        up = self._cast(partial(_factor, module, 1), weight.dtype)
+        product = _linear(weight, _inner_bias(module, bias))
+        return _around(module, _adapted(product, down, up.T, module.scaling), bias)
+
+    def _use(self, layers: Sequence[LoraLinear], products: StackedLinears) -> None:
+        for number, layer in enumerate(layers):
+            forward = partial(products.read, number)
+            self._forwards[layer] = _around(layer, forward, self._active_bias(layer))
+
+    def _merge(self, layers: Sequence[LoraLinear]) -> StackedLinears:
+        """The layers with their adapters in one copy of their weights."""
+        shapes = [_stored(layer).shape for layer in layers]
+        sizes = [shape[0] for shape in shapes]
+        stack = layers[0].weight.new_empty(sum(sizes), shapes[0][1])
+        for layer, part in zip(layers, torch.split(stack, sizes), strict=True):
+            self._refresh(part, partial(_merged_weight, layer))
+        return StackedLinears(stack, self._bias(layers, sizes, len(stack)), sizes)
+
+    def _stack(self, layers: Sequence[LoraLinear]) -> StackedLinears:
+        """The layers with the first factors of their adapters behind their weights."""
+        sizes = [layer.out_features for layer in layers]
+        ranks = [len(layer.factors()[0]) for layer in layers]
+        stack = stack_weights([layer.weight for layer in layers], spare=sum(ranks))
+        up = stack.new_zeros(len(stack) - sum(sizes), sum(sizes))
+        row = column = 0
+        for layer, size, rank in zip(layers, sizes, ranks, strict=True):
+            down = stack[sum(sizes) + row :][:rank]
+            self._refresh(down, partial(_factor, layer, 0))
+            block = up[row : row + rank, column : column + size]
+            self._refresh(block.T, partial(_factor, layer, 1))
+            row, column = row + rank, column + size
+        bias = self._bias(layers, sizes, len(stack))
+        return StackedLinears(stack, bias, sizes, up, layers[0].scaling)
+
+    def _bias(self, layers: Sequence[LoraLinear], sizes: list[int], length: int) -> Tensor | None:
+        """(length,) biases of the layers one after another, then 0; None where there are none."""
+        found = [layer for layer in layers if _inner_bias(layer, active_bias(layer)) is not None]
+        if not found:
+            return None
+        stack = layers[0].weight.new_zeros(length)
+        for layer, part in zip(layers, torch.split(stack[: sum(sizes)], sizes), strict=True):
+            if layer in found:
+                self._refresh(part, partial(_bias_of, layer))
+        return stack
+
+    def _active_bias(self, layer: LoraLinear) -> Tensor | None:
+        if layer.trained_bias is None:
+            return layer.bias
+        return self._cast(lambda: layer.trained_bias, layer.weight.dtype)
+
+    def _cast(self, source: Callable[[], Any], dtype: torch.dtype) -> Tensor:
+        """A parameter of this type as it is; of what else it is, a copy that is refreshed."""
+        tensor: Tensor = source()
+        if isinstance(tensor, nn.Parameter) and tensor.dtype == dtype:
+            return tensor
+        copy = torch.empty_like(tensor, dtype=dtype)
+        self._refresh(copy, source)
+        return copy
+
+    def _refresh(self, copy: Tensor, source: Callable[[], Tensor]) -> None:
+        self._copies.append(copy)
+        self._sources.append(source)
+
+
+def _split(module: nn.Module) -> Split | None:
+    return getattr(module, "split", None)
+
+
+def _inner_bias(module: nn.Module, bias: Tensor | None) -> Tensor | None:
+    """What is added in the product itself; a divided row layer adds its bias to the sum."""
+    return None if isinstance(_split(module), RowParallel) else bias
+
+
+def _around(module: nn.Module, product: Forward, bias: Tensor | None) -> Forward:
+    """The layer, given its product with what this rank holds."""
+    split = _split(module)
+    if split is None:
+        return product
+    return lambda x: split.around(x, lambda own, _: product(own), bias)
+
+
+def _linear(weight: Tensor, bias: Tensor | None) -> Forward:
+    """``x -> x W^T + b`` of (out, in) W."""
+    if not _packs(weight):
+        return lambda x: F.linear(x, weight, bias)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
+    fewest = MIN_PACKED_PRODUCTS / len(weight)
+
+    def forward(x: Tensor) -> Tensor:
+        if x.numel() < fewest:
+            return F.linear(x, weight, bias)
+        output: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+        return output
+
+    return forward
+
+
+def _is_disabled(module: nn.Module) -> TypeGuard[LoraLinear]:
+    return isinstance(module, LoraLinear) and not module.enabled
+
+
+def _stored(layer: LoraLinear | ParallelLinear) -> Tensor:
+    """(out, in) weight that this rank holds."""
+    return layer.weight.T if layer.transposed else layer.weight
+
+
+def _factor(layer: LoraLinear, number: int) -> Tensor:
+    return layer.factors()[number]
+
+
+def _merged_weight(layer: LoraLinear) -> Tensor:
+    """(out, in) fp32 of the weight with its update."""
+    weight = layer.weight.float() + layer.delta(layer.lora_A, layer.lora_B)
+    return weight.T if layer.transposed else weight
+
+
+def _bias_of(layer: LoraLinear) -> Tensor:
+    bias = active_bias(layer)
+    assert bias is not None
+    return bias
+
+
+def _can_move(layer: LoraLinear) -> bool:
+    """Whether the weight is frozen, whole and stored (out, in)."""
+    return not (layer.weight.requires_grad or layer.transposed or _split(layer) is not None)
+
+
+def _adapted_groups(model: nn.Module) -> Iterator[list[LoraLinear]]:
+    """Layers with adapters in use, those that as a rule read the same input together."""
+    grouped: set[nn.Module] = set()
+    for module in model.modules():
+        for names in _READ_ONE_INPUT:
+            layers = [child for name in names if (child := module._modules.get(name)) is not None]
+            plain = [each for each in layers if isinstance(each, LoraLinear) and each.enabled]
+            alike = all(_split(each) is None for each in plain)
+            if len(plain) == len(names) and alike and len({e.scaling for e in plain}) == 1:
+                grouped.update(plain)
+                yield plain
+    for module in model.modules():
+        if isinstance(module, LoraLinear) and module.enabled and module not in grouped:
+            yield [module]
+
+
+def _adapted(base: Forward, down: Tensor, up: Tensor, scaling: float) -> Forward:
+    """``x -> base(x) + scaling * x A^T B^T`` of (r, in) down, which is A, and (r, out) up, B^T."""
+
+    def forward(x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        output = base(rows)
+        output.addmm_(F.linear(rows, down), up, alpha=scaling)
+        return output.view(*x.shape[:-1], output.shape[-1])
+
+    return forward
+
+
+def _packs(weight: Tensor) -> bool:
+    """Whether oneDNN has a packed layout for this weight."""
+    known = hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    usable = known and bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+    return usable and weight.device.type == "cpu" and weight.dtype == torch.float32
