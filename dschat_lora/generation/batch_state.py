@@ -87,11 +87,13 @@ class CachedRows:
         self._buckets, self._record = buckets, record
         self.sequences: list[int] = []
         self._filled = 0
-        self._cache = KVCache(self._rounded(*capacity), device=device)
+        rows, columns = self._rounded(*capacity)
+        # One step adds 1 to all: tokens chosen, the cache's column, and each row's position.
+        self._counters = torch.zeros(2 + rows, dtype=torch.int64, device=device)
+        self._chosen, self._positions = self._counters[:1], self._counters[2:, None]
+        self._cache = KVCache((rows, columns), self._counters[1:2])
         self._windows: dict[str, int | None] = attention_windows(model.config) or {}
-        rows = self._cache.capacity[0]
         self._ids = torch.full((rows, 1), pad_id, device=device)
-        self._positions = torch.zeros(rows, 1, dtype=torch.int64, device=device)
         self._sequence = torch.zeros(rows, dtype=torch.int64, device=device)
         self._masks = {kind: self._new_mask(window) for kind, window in self._windows.items()}
         self._responses: Responses | None = None
@@ -123,14 +125,15 @@ class CachedRows:
         logits = self._forward(ids, positions, masks).repeat_interleave(copies, 0)
         width = self._filled
         self._cache.copies = 0
-        self._cache.column.fill_(width)
+        self._counters.zero_()
+        self._cache.column.fill_(width - 1)  # the last one in use
         self._sequence[:count] = torch.arange(count, device=ids.device)
-        self._positions.zero_()
         self._positions[:count] = positions[:, -1:].repeat_interleave(copies, 0)
         for kind, window in self._windows.items():
             last = masks[kind][:, :, -1:].repeat_interleave(copies, 0)
             self._masks[kind][:count, :, :, window or 0 :][..., :width] = last
-        self._ids[:count, 0] = responses.advance(logits, self._sequence[:count], self._group)
+        place = self._sequence[:count], self._chosen
+        self._ids[:count, 0] = responses.advance(logits, *place, self._group)
 
     def step(self) -> None:
         """Choose the next token of every row."""
@@ -158,11 +161,11 @@ class CachedRows:
         assert self._responses is not None
         cache = self._cache
         rows = cache.rows
-        self._positions += 1
+        self._counters += 1
         masks = {kind: self._open_column(kind, w) for kind, w in self._windows.items()}
         logits = self._forward(self._ids[:rows], self._positions[:rows], masks)
-        cache.column += 1
-        self._ids[:rows, 0] = self._responses.advance(logits, self._sequence[:rows], self._group)
+        place = self._sequence[:rows], self._chosen
+        self._ids[:rows, 0] = self._responses.advance(logits, *place, self._group)
 
     def keep(self, alive: Sequence[bool]) -> None:
         """Move unfinished rows into the places of finished ones, and use the first rows alone.
@@ -216,7 +219,8 @@ class CachedRows:
     def _open_column(self, kind: str, window: int | None) -> Tensor:
         """The mask of a step: shows the new token, and hides what its window has left."""
         mask, cache = self._masks[kind], self._cache
-        mask.index_fill_(3, cache.column + (window or 0), 0.0)
+        column = cache.column if window is None else cache.column + window
+        mask.index_fill_(3, column, 0.0)
         if window is not None:
             mask.index_fill_(3, cache.column, torch.finfo(mask.dtype).min)
         return mask[: cache.rows, :, :, window or 0 :][..., : cache.columns]
@@ -269,6 +273,7 @@ class RecomputedRows:
         self._model, self._pad_id, self._device = model, pad_id, device
         self._group = group_of(model)
         self._texts: list[list[int]] = []
+        self._chosen = torch.zeros(1, dtype=torch.int64, device=device)
         self.sequences: list[int] = []
 
     def start(self, prompts: Sequence[Sequence[int]], responses: Responses, *, copies: int) -> None:
@@ -290,7 +295,8 @@ class RecomputedRows:
         rows_of = torch.arange(len(texts), device=self._device)
         sequences = to_device(torch.tensor(self.sequences), self._device)
         logits = output.logits[rows_of, lengths - 1]
-        tokens = self._responses.advance(logits, sequences, self._group)
+        tokens = self._responses.advance(logits, sequences, self._chosen, self._group)
+        self._chosen += 1
         for text, token in zip(texts, tokens.tolist(), strict=True):
             text.append(token)
 

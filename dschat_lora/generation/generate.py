@@ -243,7 +243,7 @@ def _unfinished(rows: Rows, responses: Responses, chosen: int, device: torch.dev
         return None
     if device.type == "cuda" and chosen % GPU_POLL:
         return rows
-    finished = responses.finished.tolist()
+    finished = responses.finished(chosen)
     alive = [not finished[sequence] for sequence in rows.sequences]
     if not any(alive):
         return None

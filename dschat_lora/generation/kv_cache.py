@@ -1,26 +1,26 @@
 """A static key-value cache for decoding, allocated once for all columns."""
 
-import torch
 from torch import Tensor
 
 
 class KVCache:
     """``past_key_values`` of a transformers model; layers are allocated as they are used.
 
-    A layer's keys and values are (rows, heads, columns, D) each, at fixed addresses. They
-    are zeros at first: masked entries must still be finite.
+    A layer's keys and values are (rows, heads, columns, D) each, at fixed addresses, one behind
+    the other where their shapes are equal. They are zeros at first: masked entries must still be
+    finite.
 
     Attributes:
         capacity: (rows, columns) that a layer holds.
         copies: of each row while the prompts are read, 0 afterwards.
         rows, columns: in use.
-        column: (1,) int64, where the next token goes, on the device.
+        column: (1,) int64, where the token of a step goes, on the device; counted by its owner.
     """
 
-    def __init__(self, capacity: tuple[int, int], *, device: torch.device) -> None:
+    def __init__(self, capacity: tuple[int, int], column: Tensor) -> None:
         self.capacity, self.copies = capacity, 0
         self.rows, self.columns = capacity
-        self.column = torch.zeros(1, dtype=torch.int64, device=device)
+        self.column = column
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def start(self, rows: int, copies: int) -> None:
@@ -32,18 +32,28 @@ class KVCache:
     ) -> tuple[Tensor, Tensor]:
         """Store (B, heads, T, D) of new tokens; returns all keys and values, (B, heads, ., D)."""
         if layer_idx not in self._layers:
-            rows, columns = self.capacity
-            shapes = [(rows, x.shape[1], columns, x.shape[3]) for x in (key, value)]
-            self._layers[layer_idx] = (key.new_zeros(shapes[0]), value.new_zeros(shapes[1]))
+            self._layers[layer_idx] = self._allocate(key, value)
         stores = self._layers[layer_idx]
         if self.copies:
             for store, new in zip(stores, (key, value), strict=True):
                 self._store_prompts(store, new)
             return key, value
-        keys, values = (store[: self.rows] for store in stores)
-        keys.index_copy_(2, self.column, key)
-        values.index_copy_(2, self.column, value)
-        return keys[:, :, : self.columns], values[:, :, : self.columns]
+        both, pair = _as_pair(*stores), _as_pair(key, value)
+        if both is not None and pair is not None:
+            both[:, : self.rows].index_copy_(3, self.column, pair)
+        else:
+            for store, new in zip(stores, (key, value), strict=True):
+                store[: self.rows].index_copy_(2, self.column, new)
+        keys, values = (store[: self.rows, :, : self.columns] for store in stores)
+        return keys, values
+
+    def _allocate(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        rows, columns = self.capacity
+        keys, values = ((rows, x.shape[1], columns, x.shape[3]) for x in (key, value))
+        if keys != values:
+            return key.new_zeros(keys), value.new_zeros(values)
+        both = key.new_zeros(2, *keys)
+        return both[0], both[1]
 
     def _store_prompts(self, store: Tensor, new: Tensor) -> None:
         count, heads, width, size = new.shape
@@ -60,3 +70,14 @@ class KVCache:
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns in use; some models call it, but with given positions none depends on it."""
         return self.columns
+
+
+def _as_pair(first: Tensor, second: Tensor) -> Tensor | None:
+    """(2, ...) view of two tensors of one shape that lie in one storage, else None."""
+    storages = (each.untyped_storage().data_ptr() for each in (first, second))
+    distance = second.storage_offset() - first.storage_offset()
+    alike = first.shape == second.shape and first.stride() == second.stride()
+    if next(storages) != next(storages) or not alike or distance <= 0:
+        return None
+    size, stride = (2, *first.shape), (distance, *first.stride())
+    return first.as_strided(size, stride, first.storage_offset())

@@ -52,10 +52,10 @@ def choose(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Tensor:
     """
     if not sampling.do_sample:
         return logits.argmax(-1)
-    scaled = logits.float()
     if sampling.temperature != 1:
-        scaled = scaled / sampling.temperature
-    total = keep_top(scaled, sampling).softmax(-1).double().cumsum(-1)
+        logits = logits.float() / sampling.temperature
+    kept = keep_top(logits, sampling)
+    total = kept.softmax(-1, dtype=torch.float32).cumsum(-1, dtype=torch.float64)
     drawn = torch.searchsorted(total, (uniform * total[:, -1])[:, None])
     return drawn[:, 0]
 
@@ -66,14 +66,14 @@ def keep_top(logits: Tensor, sampling: Sampling) -> Tensor:
     Top-p (arXiv:1904.09751, section 3.1) is over what top-k leaves.
 
     Args:
-        logits: (B, V) float32, divided by the temperature.
+        logits: (B, V), divided by the temperature.
         sampling: the options.
     """
     vocabulary = logits.shape[-1]
     kept = min(sampling.top_k or vocabulary, vocabulary)
     if kept == vocabulary and sampling.top_p == 1:
         return logits
-    best = logits.topk(kept, sorted=True).values
+    best = logits.topk(kept, sorted=True).values.float()
     cutoff = best[:, -1:]
     if sampling.top_p < 1:
         # Of tokens tied with the last of the top k, those beyond k count for top-p as nothing.
@@ -92,7 +92,6 @@ class Responses:
     Attributes:
         capacity: most sequences. limit: most tokens of each.
         size: sequences that :meth:`start` has announced.
-        finished: (capacity + 1,) bool, whether each sequence has ended.
     """
 
     def __init__(
@@ -111,8 +110,6 @@ class Responses:
         self._tokens = torch.zeros(shape, dtype=torch.int64, device=device)
         self._uniforms = torch.ones(shape, dtype=torch.float64, device=device)
         self._logprobs = torch.zeros(shape, device=device) if keep_logprobs else None
-        self.finished = torch.zeros(shape[0], dtype=torch.bool, device=device)
-        self.count = torch.zeros(1, dtype=torch.int64, device=device)  # tokens chosen of each
 
     def start(self, seeds: Sequence[int]) -> None:
         """Begin a sequence for each of the seeds of random numbers."""
@@ -120,37 +117,40 @@ class Responses:
         if self._sampling.do_sample:
             drawn = uniforms(seeds, self.limit)
             self._uniforms[: self.size].copy_(to_device(drawn, self._uniforms.device))
-        self.finished.zero_()
-        self.count.zero_()
 
     def advance(
         self,
         logits: Tensor,
         sequences: Tensor,
+        number: Tensor,
         group: TensorGroup | None = None,
     ) -> Tensor:
         """(B,) next token of each row; those after the end of a sequence are ignored.
 
         ``logits`` are (B, V), after each row's last token; ``sequences`` says which sequence a row
-        holds, (B,) int64. The ranks of ``group``, among which the model is divided, take the first
-        one's tokens: their logits may round to different ones on a GPU.
+        holds, (B,) int64, and ``number`` how many tokens each of them has, (1,) int64. The ranks
+        of ``group``, among which the model is divided, take the first one's tokens: their logits
+        may round to different ones on a GPU.
         """
-        place = (sequences, self.count.expand_as(sequences))
+        place = (sequences, number.expand_as(sequences))
         chosen = choose(logits, self._uniforms[place], self._sampling)
         if group is not None:
             chosen = group.first(chosen)
-        ended = (chosen[:, None] == self._ends).any(-1)
         self._tokens.index_put_(place, chosen)
         if self._logprobs is not None:
             scaled = logits.float() / self._sampling.temperature
             self._logprobs.index_put_(place, token_logprobs(scaled, chosen))
-        self.finished.index_put_((sequences,), self.finished[sequences] | ended)
-        self.count += 1
         return chosen
+
+    def finished(self, chosen: int) -> list[bool]:
+        """Whether each sequence has ended, after ``chosen`` tokens; waits for the device."""
+        ends = torch.isin(self._tokens[: self.size, :chosen], self._ends)
+        found: list[bool] = ends.any(-1).tolist()
+        return found
 
     def tokens(self) -> list[list[int]]:
         """Every sequence's tokens, up to and including its end."""
-        rows = self._tokens[: self.size, : int(self.count)].tolist()
+        rows = self._tokens[: self.size].tolist()
         return [self._until_end(row) for row in rows]
 
     def logprobs(self) -> list[list[float]]:

@@ -441,7 +441,7 @@ def rows_of(model, prompts, sampling, seeds, eos_ids=(), **options):
 def drive(rows, responses, *, look_every=1):
     for step in range(1, responses.limit):
         if step % look_every == 0:
-            finished = responses.finished.tolist()
+            finished = responses.finished(step)
             alive = [not finished[sequence] for sequence in rows.sequences]
             if any(alive):
                 rows.keep(alive)
