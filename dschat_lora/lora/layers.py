@@ -58,8 +58,10 @@ class LoraLinear(nn.Module):
         scaling: factor of the update. enabled: False gives the base.
         transposed: the weight is stored (in, out), as in GPT-2.
         in_features, out_features: of the whole layer, however it is divided.
+        casts: copies of both factors to compute with, see :mod:`dschat_lora.lora.casts`.
     """
 
+    casts: tuple[Tensor, Tensor] | None = None
     lora_A: nn.Parameter  # noqa: N815
     lora_B: nn.Parameter  # noqa: N815
     weight: nn.Parameter
@@ -85,7 +87,14 @@ class LoraLinear(nn.Module):
         scaling, keep = adapter_dropout(x, self.scaling, self.dropout if self.training else 0.0)
         bias, transposed = active_bias(self), self.transposed
         return lora_linear(
-            x, self.weight, bias, *self.factors(), scaling, keep, transposed=transposed
+            x,
+            self.weight,
+            bias,
+            *self.factors(),
+            scaling,
+            keep,
+            transposed=transposed,
+            casts=self.casts,
         )
 
     def factors(self) -> tuple[Tensor, Tensor]:

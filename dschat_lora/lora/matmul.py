@@ -39,6 +39,7 @@ def lora_linear(
     keep: Tensor | None = None,
     *,
     transposed: bool = False,
+    casts: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """``x W^T + b + scaling * ((x * keep) A^T) B^T`` for a frozen W.
 
@@ -54,6 +55,7 @@ def lora_linear(
         scaling: of the update; with dropout it includes the factor ``1 / (1 - p)``.
         keep: (..., in) bool, True where dropout keeps the input of the adapter; None: everywhere.
         transposed: ``weight`` is (in, out), as in GPT-2's layers.
+        casts: ``lora_A`` and ``lora_B`` in the type of the computation; cast here if absent.
 
     Returns:
         (..., out).
@@ -69,6 +71,7 @@ def lora_linear(
         scaling,
         keep,
         transposed,
+        *(casts or (None, None)),
     )
 
 
@@ -102,16 +105,20 @@ class _LoraLinear(torch.autograd.Function):
         scaling: float,
         keep: Tensor | None,
         transposed: bool,
+        down: Tensor | None,
+        up: Tensor | None,
     ) -> Tensor:
+        # The parameters themselves are kept: casts are made again, and shards gathered again.
+        down, up = (lora_A if down is None else down), (lora_B if up is None else up)
         rows = x.reshape(-1, x.shape[-1])
         matrix = weight.t() if transposed else weight
         output = F.linear(rows, matrix, bias)
         adapted = rows if keep is None else rows * keep.reshape(rows.shape)
-        inner = F.linear(adapted, lora_A.to(x.dtype))
-        output.addmm_(inner, lora_B.to(x.dtype).t(), alpha=scaling)
-        # The parameters themselves: casts are made again, and shards gathered again.
-        ctx.save_for_backward(x, weight, lora_A, lora_B, keep, inner)
+        inner = F.linear(adapted, down.to(x.dtype))
+        output.addmm_(inner, up.to(x.dtype).t(), alpha=scaling)
+        ctx.save_for_backward(x, weight, down, up, keep, inner)
         ctx.scaling, ctx.transposed = scaling, transposed
+        ctx.types = lora_A.dtype, lora_B.dtype
         # No view of what nothing else holds: some models write into it (Falcon, OLMo).
         shape = [*x.shape[:-1], output.shape[-1]]
         return torch.ops.aten._unsafe_view(output, shape)
@@ -119,28 +126,28 @@ class _LoraLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, lora_a, lora_b, keep, inner = ctx.saved_tensors
+        x, weight, down, up, keep, inner = ctx.saved_tensors
         wants_x, wants_weight, wants_bias, wants_a, wants_b = ctx.needs_input_grad[:5]
         matrix = weight.t() if ctx.transposed else weight
         rows, grad = x.reshape(-1, x.shape[-1]), grad_output.reshape(-1, grad_output.shape[-1])
         if keep is not None:
             keep = keep.reshape(rows.shape)
-        grad_inner = (grad @ lora_b.to(grad.dtype)).mul_(ctx.scaling)
+        grad_inner = (grad @ up.to(grad.dtype)).mul_(ctx.scaling)
         grad_x = grad_a = grad_b = None
         if wants_x:
             grad_x = grad @ matrix
             if keep is None:
-                grad_x.addmm_(grad_inner, lora_a.to(grad.dtype))
+                grad_x.addmm_(grad_inner, down.to(grad.dtype))
             else:
-                grad_x.add_((grad_inner @ lora_a.to(grad.dtype)).mul_(keep))
+                grad_x.add_((grad_inner @ down.to(grad.dtype)).mul_(keep))
             grad_x = grad_x.view(x.shape)
         if wants_a:
             adapted = rows if keep is None else rows * keep
-            grad_a = (grad_inner.t() @ adapted).to(lora_a.dtype)
+            grad_a = (grad_inner.t() @ adapted).to(ctx.types[0])
         if wants_b:
-            grad_b = (grad.t() @ inner).mul_(ctx.scaling).to(lora_b.dtype)
+            grad_b = (grad.t() @ inner).mul_(ctx.scaling).to(ctx.types[1])
         grad_bias = grad.sum(0) if wants_bias else None
         grad_matrix = grad.t() @ rows if wants_weight else None
         if grad_matrix is not None and ctx.transposed:
             grad_matrix = grad_matrix.t()
-        return grad_x, grad_matrix, grad_bias, grad_a, grad_b, None, None, None
+        return grad_x, grad_matrix, grad_bias, grad_a, grad_b, *[None] * 5

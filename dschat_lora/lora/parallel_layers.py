@@ -48,7 +48,15 @@ class ParallelLoraLinear(LoraLinear):
         if keep is not None:
             keep = self.split.own_input(keep)
         return lora_linear(
-            x, self.weight, bias, lora_a, lora_b, scaling, keep, transposed=self.transposed
+            x,
+            self.weight,
+            bias,
+            lora_a,
+            lora_b,
+            scaling,
+            keep,
+            transposed=self.transposed,
+            casts=self.casts,
         )
 
 

@@ -1,6 +1,7 @@
 """Optimizer steps of actor and critic on an iteration's experience."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
 
 import torch
@@ -11,6 +12,7 @@ from dschat_lora.algos.kl import kl_k3
 from dschat_lora.algos.ppo import policy_loss, value_loss
 from dschat_lora.engine.build import StepOutcome
 from dschat_lora.engine.collectives import max_over_ranks, sum_tensor_
+from dschat_lora.lora.casts import FactorCasts
 from dschat_lora.rlhf.batch import Minibatch, ResponseBatch
 from dschat_lora.rlhf.config import PpoConfig
 from dschat_lora.rlhf.engines import Engines
@@ -97,6 +99,7 @@ class Updater:
         self._engines, self._config = engines, config
         self._estimate_advantages, self._kl_coef = estimate_advantages, kl_coef
         self._pretraining, self._rescale_values = pretraining, rescale_values
+        self._casts = [FactorCasts(engine.module) for engine in engines.trained.values()]
         self.experience = experience  # complete from the first step on
         self.targets: AdvantagesAndReturns | None = None  # None before the first step
 
@@ -123,7 +126,10 @@ class Updater:
                 continue
             self._engines.train()
             learning_rates = self._engines.set_rates(rate_factor(index))
-            sums, ratio_error = self._backward(batches, tokens)
+            with ExitStack() as stack:
+                for casts in self._casts:
+                    stack.enter_context(casts.in_use())
+                sums, ratio_error = self._backward(batches, tokens)
             outcomes = self._engines.step()
             yield self._result(sums, tokens, outcomes, learning_rates, ratio_error)
 

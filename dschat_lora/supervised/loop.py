@@ -15,6 +15,7 @@ from dschat_lora.data.loader import StepLoader, Window
 from dschat_lora.engine.build import StepOutcome, TrainEngine
 from dschat_lora.engine.collectives import gather_over_ranks, sum_over_ranks, sum_with_requests
 from dschat_lora.engine.distributed import data_rank
+from dschat_lora.lora.casts import FactorCasts
 from dschat_lora.perf.flops import Flops
 from dschat_lora.perf.throughput import Meter, StepCounts
 from dschat_lora.report.log import RunLog, train_line
@@ -115,21 +116,23 @@ def train_steps(
     rates, one for each step; ``requests`` are numbers of this rank to be summed over all along with
     the loss.
     """
+    casts = FactorCasts(engine.module)
     for window, factor in zip(windows, rate_factors, strict=False):
         engine.train()
         learning_rates = engine.set_rates(factor)
         counts = count(window)
         divisor = max(1, getattr(counts, objective.mean_over))
         totals = torch.zeros((), device=engine.device, dtype=torch.float64)
-        for index, batch in enumerate(window):
-            last = index == len(window) - 1
-            result = objective.loss(engine, batch.to(engine.device))
-            totals = totals + _sums(result)
-            loss = result.total
-            if last:
-                shared = sum_with_requests(totals, requests())
-                loss = broken_unless_finite(loss, shared[0])
-            engine.backward(loss / divisor, last=last)
+        with casts.in_use():
+            for index, batch in enumerate(window):
+                last = index == len(window) - 1
+                result = objective.loss(engine, batch.to(engine.device))
+                totals = totals + _sums(result)
+                loss = result.total
+                if last:
+                    shared = sum_with_requests(totals, requests())
+                    loss = broken_unless_finite(loss, shared[0])
+                engine.backward(loss / divisor, last=last)
         outcome = engine.step()
         values = iter(shared.tolist())
         mean = next(values) / divisor
