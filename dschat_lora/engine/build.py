@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dschat_lora.engine.adamw import SteppedAdamW, Update
 from dschat_lora.engine.distributed import data_world_size, destroy_at_shutdown, device, grid
-from dschat_lora.engine.ds_config import engine_config, loss_scaling
+from dschat_lora.engine.ds_config import engine_config, loss_scaling, zero_options
 
 NetworkT = TypeVar("NetworkT", bound=nn.Module, covariant=True)
 
@@ -243,6 +243,16 @@ class EngineSettings:
     @property
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
+
+    def gathering(self, zero_stage: int) -> dict[str, int]:
+        """What decides how much ZeRO 3 holds whole, in elements; none at other stages."""
+        if zero_stage < 3:
+            return {}
+        zero = zero_options(self.deepspeed_json, zero_stage, offload=self.offload)
+        return {
+            "reuse_distance": int(zero["stage3_max_reuse_distance"]),
+            "bucket_size": int(zero["reduce_bucket_size"]),
+        }
 
     def optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         if self.update is not None:

@@ -180,9 +180,7 @@ def engine_config(
     every trained tensor is fp32 already. ``shares_weights`` tells that another engine trains on
     the same base weights.
     """
-    stated = _without_auto(content.get("zero_optimization", {}))
-    # A file that states one of the two kinds of offloading states both.
-    zero = default_zero(zero_stage, offload and "offload_optimizer" not in stated) | stated
+    zero = zero_options(content, zero_stage, offload=offload)
     if zero_stage == 3 and shares_weights:
         # Weights that one engine prefetches are in flight when the other one gathers them.
         zero["stage3_prefetch_bucket_size"] = 0
@@ -205,6 +203,13 @@ def engine_config(
         "fp16": scaling | {"enabled": native_dtype == "fp16"},
         "steps_per_print": 2**31,
     }
+
+
+def zero_options(content: Mapping[str, Any], stage: int, *, offload: bool) -> dict[str, Any]:
+    """The ``zero_optimization`` section: that of the JSON over our defaults."""
+    stated = _without_auto(content.get("zero_optimization", {}))
+    # A file that states one of the two kinds of offloading states both.
+    return default_zero(stage, offload and "offload_optimizer" not in stated) | stated
 
 
 def loss_scaling(content: Mapping[str, Any]) -> dict[str, int]:
@@ -232,6 +237,7 @@ def default_zero(stage: int, offload: bool) -> dict[str, Any]:
             "stage3_param_persistence_threshold": 10_000,
             "stage3_max_live_parameters": 30_000_000,
             "stage3_prefetch_bucket_size": 30_000_000,
+            "stage3_max_reuse_distance": 1_000_000_000,
         }
     if offload and stage >= 1:
         section["offload_optimizer"] = {"device": "cpu"}

@@ -21,7 +21,7 @@ from dschat_lora.perf.shape import BlockShape, LinearShape, ModelShape, describe
 # Tensors as wide as the MLP that its activation keeps, besides its own result.
 _KEPT_BY_ACTIVATION = {"relu": 0, "gelu_new": 4, "gelu_fast": 4}
 MAX_CHUNK_LOGITS = 2**25  # of the loss, on a GPU
-# Elements; DeepSpeed's stage3_max_reuse_distance, and the reduce_bucket_size of our defaults.
+# Elements; stage3_max_reuse_distance and reduce_bucket_size of our defaults for DeepSpeed.
 REUSE_DISTANCE = 1_000_000_000
 BUCKET_SIZE = 50_000_000
 USABLE = 0.9  # of a device's memory; the rest is for temporaries and fragmentation

@@ -63,6 +63,7 @@ class TrainedModel:
             gradient_checkpointing=gradient_checkpointing,
             zero_stage=zero_stage,
             world_size=data_world_size(),
+            **self.settings.gathering(zero_stage),
         )
 
 
@@ -73,7 +74,7 @@ class MemoryPlan:
     weights: int  # of all models, each shared tensor once
     separate_weights: int  # what models would take that share no tensors
     training: int  # gradients and optimizer state, and a moving average
-    update: int  # activations and a chunk of logits, for full rows
+    update: int  # activations and a chunk of logits, for full rows; what ZeRO 3 gathers
     cache: int  # keys and values of responses decoded at a time; at ZeRO 3 whole weights too
     keeps_cache: bool = False  # while weights are updated
 
@@ -138,7 +139,9 @@ def plan_memory(
         weights=parameter_bytes(nn.ModuleList(models).parameters()) // ranks,
         separate_weights=sum(parameter_bytes(each.parameters()) for each in models) // ranks,
         training=averaged // ranks + sum(e.gradients for e in estimates) + optimizer,
-        update=sum(e.activations + e.loss for e in estimates),
+        # Models that share their base gather the same weights.
+        update=sum(e.activations + e.loss for e in estimates)
+        + (max if trained[0].settings.shares_weights else sum)(e.gathered for e in estimates),
         cache=cache,
     )
 
