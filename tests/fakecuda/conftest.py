@@ -21,7 +21,7 @@ class FakeDevice:
     def __init__(self, library, directory):
         self._library, self._directory, self._calls, self._process = library, directory, 0, None
 
-    def run(self, function, *, timeout=300, **arguments):
+    def run(self, function, *, timeout=900, **arguments):
         """What the function returned; fails with its traceback if it raised."""
         if self._process is None:
             self._start()

@@ -144,10 +144,10 @@ def chosen(card):
         ]
 
 
-def stage(script, options, card="h200"):
-    """A stage script, whose files are read and written for real."""
+def stage(script, options, card="h200", number=0):
+    """A stage script, whose files are read and written for real; what it reads is ``number``."""
     with fake_cuda(card) as watch, contextlib.ExitStack() as stack:
-        watch.number = 0.0
+        watch.number = number
         stack.callback(setattr, sys, "argv", sys.argv)
         sys.argv = [script, *options]
         error = None
