@@ -39,6 +39,7 @@ class Tokenized:
     truncated: bool = False
     doubled_bos: bool = False  # its text brought a second beginning-of-sequence
     identical: bool = False  # a pair that was dropped because nothing tells its answers apart
+    ended: bool = False  # by a token of the chat template's own
 
 
 def tokenize(records: Sequence[TextRecord], encoder: Encoder, rule: TokenRule) -> list[Tokenized]:
@@ -93,7 +94,7 @@ def _tokenize_sample(
     for number, span in enumerate(record.spans[:-1]):
         if rule.eos_after_prompt and not span.target:
             pieces[number] = ended(pieces[number], rule.eos_id)
-    if record.spans[-1].target:
+    if record.spans[-1].target and record.end == "eos":
         pieces[-1] = ended(pieces[-1], rule.eos_id)
     length = sum(map(len, pieces))
     if length > rule.max_seq_len and rule.overlong != "truncate":
@@ -102,7 +103,10 @@ def _tokenize_sample(
     sample = _to_sample(record.spans, pieces, rule)
     learns = bool((sample.labels != IGNORE_INDEX).any())
     truncated = length > rule.max_seq_len
-    return Tokenized(sample if learns else None, length, truncated and learns, doubled)
+    is_ended = record.end == "template" and not truncated
+    return Tokenized(
+        sample if learns else None, length, truncated and learns, doubled, ended=is_ended
+    )
 
 
 def _tokenize_pair(
@@ -114,7 +118,9 @@ def _tokenize_pair(
     prompt = [token for piece in context for token in piece]
     answer = Span(record.rejected or "", target=True)
     *_, rejected = _pieces((*record.spans[:-1], answer), [*prefixes[:-1], with_rejected], encoder)
-    sequences = [[*prompt, *ended(ids, rule.eos_id)] for ids in (chosen, rejected)]
+    if record.end == "eos":
+        chosen, rejected = ended(chosen, rule.eos_id), ended(rejected, rule.eos_id)
+    sequences = [[*prompt, *ids] for ids in (chosen, rejected)]
     length = max(map(len, sequences))
     if length > rule.max_seq_len and rule.overlong != "truncate":
         _refuse_overlong(record, length, rule)
@@ -131,7 +137,9 @@ def _tokenize_pair(
         chosen_length=len(chosen) - shared,
         margin=record.margin or 0.0,
     )
-    return Tokenized(sample, length, truncated=length > rule.max_seq_len, doubled_bos=doubled)
+    truncated = length > rule.max_seq_len
+    is_ended = record.end == "template" and not truncated
+    return Tokenized(sample, length, truncated, doubled, ended=is_ended)
 
 
 def _tokenize_prompt(

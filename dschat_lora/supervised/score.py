@@ -17,7 +17,7 @@ from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.chat import Chat, Span
 from dschat_lora.data.encoder import make_encoder
 from dschat_lora.data.readers import iter_rows
-from dschat_lora.data.records import TextRecord, to_record
+from dschat_lora.data.records import TextRecord, to_records
 from dschat_lora.data.rows import parse_row, require_usable
 from dschat_lora.data.samples import Sample
 from dschat_lora.data.sources import find_source
@@ -140,7 +140,7 @@ def _chunks(
     records: list[list[TextRecord]] = []
     for entry in config.data_path:
         for raw in iter_rows(find_source("data_path", entry)):
-            record = to_record(require_usable(parse_row(raw), "samples"), chat)
+            *_, record = to_records(require_usable(parse_row(raw), "samples"), chat)
             rows.append(raw.values)
             records.append(_answers(record))
             if len(rows) == ROWS_AT_A_TIME:

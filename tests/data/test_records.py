@@ -3,7 +3,7 @@ from hand_tokenizers import build_byte_tokenizer
 
 from dschat_lora.data.chat import Chat
 from dschat_lora.data.readers import RawRow, RowError
-from dschat_lora.data.records import TextRecord, to_record
+from dschat_lora.data.records import TextRecord, to_records
 from dschat_lora.data.rows import parse_row
 
 USER = {"role": "user", "content": "q"}
@@ -17,7 +17,8 @@ CHATML = (
 
 def record(values, chat_template=None) -> TextRecord:
     chat = Chat(build_byte_tokenizer(chat_template=chat_template), "</s>")
-    return to_record(parse_row(RawRow("f:1", values)), chat)
+    (only,) = to_records(parse_row(RawRow("f:1", values)), chat)
+    return only
 
 
 def spans(values, chat_template=None):
