@@ -9,39 +9,10 @@ from typing import Any, TypeVar
 
 from dschat_lora.config.groups import parse_variables
 from dschat_lora.data.encoder import Tokenizer
-from dschat_lora.data.messages import Message, content_text
+from dschat_lora.data.messages import Message
+from dschat_lora.data.template_probe import TemplateFacts, fit_messages, probe_template
+from dschat_lora.data.templates import BUILT_IN_TEMPLATE
 
-HUMAN = "\n\nHuman:"
-ASSISTANT = "\n\nAssistant:"
-# Turns headed Human and Assistant, end-of-sequence after each answer.
-BUILT_IN_TEMPLATE = r"""
-{%- if tools -%}
-  {{- raise_exception("the built-in chat format has no place for tools") -}}
-{%- endif -%}
-{%- for message in messages -%}
-  {%- if message.role not in ("system", "user", "assistant") -%}
-    {{- raise_exception("role '" ~ message.role ~ "' has no place in the built-in chat format; use "
-        "system, user or assistant, or a tokenizer with a chat template") -}}
-  {%- elif message.tool_calls -%}
-    {{- raise_exception("the built-in chat format has no place for tool calls") -}}
-  {%- elif message.role == "system" -%}
-    {{- message.content -}}
-  {%- elif message.role == "user" -%}
-    {{- "\n\nHuman: " ~ message.content -}}
-  {%- else -%}
-    {{- "\n\nAssistant: " ~ message.content ~ eos_token -}}
-  {%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-  {{- "\n\nAssistant:" -}}
-{%- endif -%}
-"""
-# A letter for private use: no template knows it, none trims it.
-PROBE = "\ue0ff"
-_ANSWER: Message = {"role": "assistant", "content": PROBE}
-_ASKED: tuple[Message, ...] = ({"role": "user", "content": "?"},)
-_CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}
-_CALLING: Message = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 T = TypeVar("T")
 
@@ -52,16 +23,6 @@ class Span:
 
     text: str
     target: bool
-
-
-@dataclass(frozen=True)
-class TemplateFacts:
-    """How a template treats content and the end of an answer, found by rendering a probe."""
-
-    takes_text: bool = True
-    takes_parts: bool = False
-    turn_end: str = ""  # what follows an answer wherever it stands
-    closing: str = ""  # what follows after that where it is the last message
 
 
 @dataclass(frozen=True)
@@ -95,7 +56,7 @@ class Chat:
         Raises:
             ValueError: if the template refuses them, or for a role that the format lacks.
         """
-        return self._render(self._fitted(messages), add_generation_prompt)
+        return self._render(fit_messages(messages, self.facts), add_generation_prompt)
 
     def render_marked(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
         """Text of messages and the (start, end) of each ``{% generation %}`` block in it."""
@@ -103,7 +64,7 @@ class Chat:
 
         texts, marks = self._refusing(
             lambda: render_jinja_template(
-                conversations=[self._fitted(messages)],
+                conversations=[fit_messages(messages, self.facts)],
                 tools=self.tools,
                 chat_template=self.template,
                 return_assistant_tokens_mask=True,
@@ -129,17 +90,26 @@ class Chat:
         """What rendering a probe tells of the template."""
         key = json.dumps([self.template, self.variables], sort_keys=True, default=str)
         if key not in self._facts:
-            self._facts[key] = _probe(self)
+            self._facts[key] = probe_template(lambda messages: self._render(messages, False))
         return self._facts[key]
 
-    @cached_property
+    @property
+    def closing(self) -> str:
+        """What the template adds behind an answer only where it is the last message.
+
+        Empty where it adds nothing, and where nothing else would end an earlier answer.
+        """
+        last = self.facts.after_answer
+        stays = self.whole_tokens(last, common_prefix(last, self.facts.after_earlier))
+        return last[stays:] if last[:stays].strip() else ""
+
+    @property
     def end_tokens(self) -> tuple[str, ...]:
         """Special tokens that end an answer in this template, beside end-of-sequence."""
-        behind = self.facts.turn_end + self.facts.closing
-        calling = _tried(lambda: self.render([*_ASKED, _CALLING], add_generation_prompt=False))
-        found = [match.group() for match in self._added.finditer(behind)]
-        found += [token for token in self._special if (calling or "").rstrip().endswith(token)]
-        return tuple(dict.fromkeys(t for t in found if t != self.eos_text and t in self._special))
+        texts = self.facts.after_answer, self.facts.after_call
+        found = (match.group() for text in texts for match in self._added.finditer(text))
+        ends = dict.fromkeys(token for token in found if token in self._special)
+        return tuple(token for token in ends if token != self.eos_text)
 
     def is_ended(self, text: str) -> bool:
         """Whether a token other than end-of-sequence, white space aside, ends an answer's text."""
@@ -179,13 +149,6 @@ class Chat:
                 f"the tokenizer's chat template refuses the messages: {error}"
             ) from error
 
-    def _fitted(self, messages: Sequence[Message]) -> list[Message]:
-        """Messages without empty keys, their content in the form that the template takes."""
-        kept = ({k: v for k, v in m.items() if v is not None and v != []} for m in messages)
-        return [
-            {**m, "content": _fit(self.facts, m["content"])} if "content" in m else m for m in kept
-        ]
-
     @cached_property
     def _special(self) -> tuple[str, ...]:
         """Text of each special token."""
@@ -217,6 +180,12 @@ def common_prefix(left: str, right: str) -> int:
     return low
 
 
+def end_tokens(tokenizer: Tokenizer) -> tuple[str, ...]:
+    """Special tokens that end an answer in the tokenizer's chat template, beside its own end."""
+    assert tokenizer.eos_token_id is not None
+    return Chat(tokenizer, tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id)).end_tokens
+
+
 def _is_object(value: object) -> bool:
     return isinstance(value, dict) and all(isinstance(key, str) for key in value)
 
@@ -229,34 +198,3 @@ def _from_json(value: object) -> object:
         return json.loads(value)
     except json.JSONDecodeError:
         return value
-
-
-def _probe(chat: Chat) -> TemplateFacts:
-    def renders(content: object) -> bool:
-        message = {"role": "user", "content": content}
-        return PROBE in (_tried(lambda: chat._render([message], False)) or "")
-
-    takes_text, takes_parts = renders(PROBE), renders([{"type": "text", "text": PROBE}])
-    facts = TemplateFacts(takes_text, takes_parts)
-    asked, answer = ({**m, "content": _fit(facts, m["content"])} for m in (_ASKED[0], _ANSWER))
-    last = _tried(lambda: chat._render([asked, answer], False))
-    earlier = _tried(lambda: chat._render([asked, answer, asked], False))
-    if last is None or earlier is None or not (PROBE in last and PROBE in earlier):
-        return facts
-    last, earlier = (text[text.rindex(PROBE) + len(PROBE) :] for text in (last, earlier))
-    stays = chat.whole_tokens(last, common_prefix(last, earlier))
-    return replace(facts, turn_end=last[:stays], closing=last[stays:])
-
-
-def _fit(facts: TemplateFacts, content: str | list[dict[str, Any]]) -> Any:
-    if isinstance(content, str):
-        text_alone = facts.takes_text or not facts.takes_parts
-        return content if text_alone else [{"type": "text", "text": content}]
-    return content if facts.takes_parts else content_text(content)
-
-
-def _tried(render: Callable[[], str]) -> str | None:
-    try:
-        return render()
-    except ValueError:
-        return None

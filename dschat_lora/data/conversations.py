@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from dschat_lora.data.chat import PROBE, Chat, Span, common_prefix
+from dschat_lora.data.chat import Chat, Span, common_prefix
 from dschat_lora.data.messages import Message, called_function, content_text
+from dschat_lora.data.template_probe import PROBE
 
 # How the assistant's text is found: by the template's own marks, turn by turn in one rendering, or
 # answer by answer, each in a rendering of its own.
@@ -114,7 +115,7 @@ def _turn_by_turn(
         if not (before.startswith(rendered) and after.startswith(before)):
             return None
         if index != answers[-1]:
-            after = _continued(after, chat)
+            after = after.removesuffix(chat.closing)
         turn = after[len(before) :]
         _check_said(messages, index, turn)
         spans.append(Span(before[used:], target=False))
@@ -122,14 +123,6 @@ def _turn_by_turn(
         spans.append(Span(after[len(before) : used], target=True))
         rendered = after
     return tuple(spans)
-
-
-def _continued(text: str, chat: Chat) -> str:
-    """``text`` without what the template adds behind the last answer alone."""
-    facts = chat.facts
-    if facts.closing and text.endswith(facts.turn_end + facts.closing) and facts.turn_end.strip():
-        return text.removesuffix(facts.closing)
-    return text
 
 
 def _by_marks(
@@ -169,7 +162,8 @@ def _check_said(messages: Sequence[Message], index: int, text: str) -> None:
         raise ValueError(
             f"the chat template leaves out the call of {what!r} in message {index + 1}"
         )
-    if not names and content.strip() not in text:
+    is_there = content.strip() in text or "".join(content.split()) in "".join(text.split())
+    if not (names or is_there):
         raise ValueError(f"the chat template leaves out the content of message {index + 1}")
 
 

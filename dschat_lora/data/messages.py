@@ -52,18 +52,19 @@ def _check_content(location: str, name: str, content: object) -> None:
         raise RowError(location, f"{name}: 'content' must be text, found {kind}")
     for number, part in enumerate(content, start=1):
         if not (isinstance(part, dict) and isinstance(part.get("text"), str)):
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            found = repr(part.get("type")) if isinstance(part, dict) else type(part).__name__
+            form = '{"type": "text", "text": ...}'
             raise RowError(
-                location,
-                f"{name}: part {number} of 'content' must be "
-                f'{{"type": "text", "text": ...}}, found {kind!r}',
+                location, f"{name}: part {number} of 'content' must be {form}, found {found}"
             )
 
 
 def _check_calls(location: str, name: str, calls: object) -> None:
-    valid = isinstance(calls, list) and all(isinstance(call, dict) for call in calls)
-    named = valid and all(isinstance(called_function(call).get("name"), str) for call in calls)
-    if not named:
+    valid = isinstance(calls, list) and all(
+        isinstance(call, dict) and isinstance(called_function(call).get("name"), str)
+        for call in calls
+    )
+    if not valid:
         form = '{"type": "function", "function": {"name": ..., "arguments": ...}}'
         raise RowError(
             location, f"{name}: 'tool_calls' must be a list of {form}, found {calls!s:.200}"

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dschat_lora.data.chat import ASSISTANT, Chat, Span
+from dschat_lora.data.chat import Chat, Span
 from dschat_lora.data.conversations import Method, answer_spans, prompt_spans, supervise
 from dschat_lora.data.messages import Message
 from dschat_lora.data.readers import RowError
 from dschat_lora.data.rows import DataKind, ParsedRow, RowType
+from dschat_lora.data.templates import ASSISTANT
 
 MAX_MARGIN = 1e30  # far within float32, which margins are kept in
 # What ends the last answer: an end-of-sequence to be added, a token that the chat template wrote,

@@ -9,6 +9,7 @@ from dschat_lora.checkpoint.adapter_config import verify_adapter
 from dschat_lora.config.groups import DataConfig
 from dschat_lora.config.stages import DpoStageConfig, ScoreConfig, SupervisedConfig
 from dschat_lora.data.rows import DataKind, check_sources
+from dschat_lora.data.templates import read_chat_template
 from dschat_lora.engine.ds_config import reconcile
 from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.models.tensor_parallel_checks import check_processes, check_training
@@ -193,7 +194,9 @@ def check_budget(config: SupervisedConfig, inputs: SupervisedInputs) -> None:
 
 
 def check_data(config: SupervisedConfig, inputs: SupervisedInputs) -> None:
-    """Refuse data that cannot be read as the stage reads it."""
+    """Refuse data that cannot be read as the stage reads it, or a chat template that is none."""
+    if config.model.chat_template is not None:
+        read_chat_template(config.model.chat_template)
     check_sources(config.data, inputs.rules.kind)
 
 

@@ -19,7 +19,11 @@ _WORDS = "|".join(
         *("[gMASK]", "<sop>", "[INST]", "[/INST]"),
     )
 )
-EOS = {"phi3": "<|endoftext|>", "deepseek": "<\uff5cend\u2581of\u2581sentence\uff5c>", "llava": "</s>"}
+EOS = {
+    "phi3": "<|endoftext|>",
+    "deepseek": "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    "llava": "</s>",
+}
 
 
 def template_text(name):
