@@ -34,6 +34,7 @@ class TextRecord:
     margin: float | None = None  # by how much the chosen answer is better, if given
     columns: str = ""  # the row as JSON, for a reward function
     end: End = "eos"
+    goes_on: bool = False  # an earlier sample of the row holds the beginning of its prompt
     method: Method | None = None  # by which the answers of a conversation were found
 
     @property
@@ -113,8 +114,9 @@ def _rendered(row: ParsedRow, chat: Chat, kind: DataKind) -> tuple[TextRecord, .
             spans,
             end=_end(spans[-1].text, chat, found.method),
             method=found.method,
+            goes_on=number > 0,
         )
-        for spans in found.samples
+        for number, spans in enumerate(found.samples)
     )
 
 

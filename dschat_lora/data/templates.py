@@ -40,18 +40,21 @@ def read_chat_template(path: str) -> str:
         ValueError: in one line, if it cannot be read or is no template.
     """
     from jinja2 import TemplateSyntaxError
+    from jinja2.meta import find_undeclared_variables
 
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--chat_template {path} cannot be read: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--chat_template {path} is not UTF-8 text") from error
+    except OSError as error:
+        raise ValueError(f"--chat_template {path} cannot be read: {error.strerror}") from error
     try:
-        _environment().parse(text)
+        variables = find_undeclared_variables(_environment().parse(text))
     except TemplateSyntaxError as error:
         reason = f"line {error.lineno}: {error.message}"
         raise ValueError(f"--chat_template {path} is no Jinja template: {reason}") from error
-    if "messages" not in text:
-        raise ValueError(f"--chat_template {path} renders no messages: it never names `messages`")
+    if "messages" not in variables:
+        raise ValueError(f"--chat_template {path} must be a Jinja template that renders `messages`")
     return text
 
 

@@ -100,7 +100,7 @@ def _tokenize_sample(
     if length > rule.max_seq_len and rule.overlong != "truncate":
         _refuse_overlong(record, length, rule)
         return Tokenized(None, length, doubled_bos=doubled)
-    sample = _to_sample(record.spans, pieces, rule)
+    sample = _to_sample(record, pieces, rule)
     learns = bool((sample.labels != IGNORE_INDEX).any())
     truncated = length > rule.max_seq_len
     is_ended = record.end == "template" and not truncated
@@ -183,11 +183,13 @@ def _refuse_overlong(
         )
 
 
-def _to_sample(spans: Sequence[Span], pieces: Sequence[list[int]], rule: TokenRule) -> Sample:
+def _to_sample(record: TextRecord, pieces: Sequence[list[int]], rule: TokenRule) -> Sample:
     """The first tokens of the pieces, without end-of-sequence if any were cut."""
+    # What several samples of a row begin with is learnt in the first.
+    on_prompt = rule.train_on_prompt and not record.goes_on
     input_ids = np.array([token for piece in pieces for token in piece], dtype=np.int32)
     target = np.repeat(
-        [span.target or rule.train_on_prompt for span in spans], [len(p) for p in pieces]
+        [span.target or on_prompt for span in record.spans], [len(p) for p in pieces]
     )
     target[:1] = False
     labels = np.where(target, input_ids, np.int32(IGNORE_INDEX))

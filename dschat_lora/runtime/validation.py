@@ -99,6 +99,8 @@ def check_score(config: ScoreConfig) -> None:
         verify_adapter(source.adapter)
     check_task(source, ("SEQ_CLS",))
     fitting_length(config.max_seq_len, source, frozenset({"max_seq_len"}))
+    if config.chat_template is not None:
+        read_chat_template(config.chat_template)
     check_sources(DataConfig(data_path=config.data_path))
     if config.output_path is not None:
         check_can_be_made(Path(config.output_path).expanduser().parent, option="output_path")

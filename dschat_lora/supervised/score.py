@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 import torch
 
-from dschat_lora.config.groups import LoraConfig
+from dschat_lora.config.groups import LoraConfig, parse_variables
 from dschat_lora.config.stages import ScoreConfig
 from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.chat import Chat, Span
@@ -135,7 +135,8 @@ def _chunks(
     config: ScoreConfig, tokenizer: Any
 ) -> Iterator[tuple[list[dict[str, Any]], list[list[TextRecord]]]]:
     """Rows as read, and for each the one or two answers to score."""
-    chat = Chat(tokenizer, tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id))
+    eos_text = tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id)
+    chat = Chat(tokenizer, eos_text, parse_variables(config.chat_template_kwargs))
     rows: list[dict[str, Any]] = []
     records: list[list[TextRecord]] = []
     for entry in config.data_path:
