@@ -11,7 +11,7 @@ from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.model import adapter_parameters, apply_lora
 from dschat_lora.lora.targets import is_inside
-from dschat_lora.models.causal_lm import Tokenizer, end_ids, load_causal_lm, load_config, stop_at
+from dschat_lora.models.causal_lm import Tokenizer, load_causal_lm, load_config
 from dschat_lora.models.reward_model import HEAD, load_reward_model
 from dschat_lora.models.source import ModelSource
 from dschat_lora.models.views import share_parameters
@@ -61,7 +61,6 @@ def build_causal_lm(
     adapted = _adapt(model, source, tokenizer, config, lora, seed=seed, task="CAUSAL_LM")
     if config.add_eot_token:
         model.generation_config.eos_token_id = tokenizer.eos_token_id
-    stop_at(model, end_ids(tokenizer))
     return adapted
 
 

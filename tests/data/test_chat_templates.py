@@ -85,7 +85,10 @@ ATEM_CALL = (
     ' to=add<|message|><atem:function_calls>\n<atem:invoke name="add">\n'
     '<atem:parameter name="a">2</atem:parameter>\n</atem:invoke>\n</atem:function_calls><|eot|>'
 )
-GLM_CALL = "\n<think></think>\n<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>2</arg_value>\n</tool_call>"
+GLM_CALL = (
+    "\n<think></think>\n<tool_call>add\n<arg_key>a</arg_key>\n"
+    "<arg_value>2</arg_value>\n</tool_call>"
+)
 # Written by hand from each family's format. By template: an answer, one with a thought, a call
 # (None: the template has none), and whether several turns are one sample.
 PLAIN = "{content}<|im_end|>"
@@ -175,9 +178,13 @@ def is_run(name):
     return known and (ALL or name.removesuffix("_training") not in REVISIONS)
 
 
-MARKED = sorted(
-    p.stem for p in TEMPLATES.glob("*.jinja") if "endgeneration" in p.read_text("utf-8")
-)
+FILES = sorted(TEMPLATES.glob("*.jinja"))
+MARKED = [path.stem for path in FILES if "endgeneration" in path.read_text(encoding="utf-8")]
+# Marked templates without a place for tools, or for a system prompt.
+NO_TOOLS = ("cohere", "cohere2", "deepseek_r1_distill", "gemma", "gemma3", "idefics3", "lfm2")
+NO_TOOLS += ("llama3", "llava_next", "phi3", "phi3_5", "qwen2_5_vl", "smolvlm")
+SUPPORTED = {f"{name}_training": tuple(CASES)[:-1] for name in NO_TOOLS}
+SUPPORTED["gemma_training"] = ("1 turn", "3 turns", "thinking")
 tokenizer_of = cache(build_chat_tokenizer)
 
 
@@ -231,11 +238,9 @@ def test_marked_text_is_supervised_token_for_token_as_transformers_masks_it(name
     tokenizer = tokenizer_of(name)
     for case, (messages, _) in CASES.items():
         row = row_of(case)
-        try:
-            records = to_records(row, chat_of(name))
-        except RowError as error:
-            assert case in ("tools", "system"), error
+        if case not in SUPPORTED.get(name, CASES):
             continue
+        records = to_records(row, chat_of(name))
         if name.startswith(("llava", "smolvlm", "idefics")):  # these take parts alone
             messages = [
                 {**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from chat_tokenizers import TEMPLATES, build_chat_tokenizer
+from chat_tokenizers import build_chat_tokenizer
 from hand_tokenizers import build_byte_tokenizer
 
 from dschat_lora.config.groups import DataConfig
@@ -102,9 +102,8 @@ def test_an_answer_that_changes_what_precedes_it_follows_the_prompt_that_the_mod
     tool = {"role": "tool", "content": "5"}
     found = texts({"messages": [USER, call, tool, {**ANSWER, "thinking": "ah"}]}, "gptoss")
     prompt, answer = found[1]
-    said = (
-        '<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{"x": "y"}<|call|>'
-    )
+    said = "<|start|>assistant to=functions.f<|channel|>commentary json<|message|>"
+    said += '{"x": "y"}<|call|>'
     thought = "<|start|>assistant<|channel|>analysis<|message|>hm<|end|>"
     result = '<|start|>functions.f to=assistant<|channel|>commentary<|message|>"5"<|end|>'
     assert prompt.endswith(f"{thought}{said}{result}<|start|>assistant")
@@ -154,10 +153,8 @@ def test_content_may_be_text_or_its_parts_whichever_the_template_takes(name):
 def test_marks_split_at_a_prompt_leave_its_answers_untrained():
     tokenizer = build_byte_tokenizer(chat_template=MARKED)
     (record,) = records({"prompt": TURNS[:3], "completion": TURNS[3:]}, tokenizer)
-    assert record.spans == (
-        Span("<user>q<assistant>a</s><user>r<assistant>", False),
-        Span("b</s>", True),
-    )
+    read = "<user>q<assistant>a</s><user>r<assistant>"
+    assert record.spans == (Span(read, False), Span("b</s>", True))
     (whole,) = records({"messages": TURNS}, tokenizer)
     assert [span.text for span in whole.spans if span.target] == ["a</s>", "b</s>"]
     assert (whole.method, whole.end) == ("marks", "none")
@@ -299,17 +296,17 @@ def test_samples_of_a_row_are_held_out_together_and_counted(tmp_path, jsonl):
         "answers      17 rows are 34 samples, one for each answer: the chat template renders "
         "earlier turns differently once later ones follow" in audit.lines()
     )
-    # The held-out rows are those of a template that leaves turns as they are.
+    # A template that leaves turns as they are holds out the same rows.
     plain = prepared(tmp_path, path, "qwen2_5", eval_ratio=0.2)
-    assert plain.audit.eval_samples == 4
-    held = [data.eval[i].input_ids for i in range(8)]
-    decode = build_chat_tokenizer("qwen3").decode
-    last = {decode(ids).split("<|im_start|>")[-2] for ids in held if "r" in decode(ids)}
-    whole = {
-        build_chat_tokenizer("qwen2_5").decode(plain.eval[i].input_ids).split("<|im_start|>")[-2]
-        for i in range(4)
+    rows = {
+        name: {
+            build_chat_tokenizer(name).decode(each.eval[i].input_ids).split("b")[-1].split("<")[0]
+            for i in range(len(each.eval))
+        }
+        for name, each in (("qwen3", data), ("qwen2_5", plain))
     }
-    assert last >= whole
+    assert plain.audit.eval_samples == 4
+    assert rows["qwen2_5"] <= rows["qwen3"]
 
 
 def test_weights_use_all_samples_of_a_row_as_often(tmp_path, jsonl):
@@ -334,7 +331,3 @@ def test_a_marked_template_that_never_ends_an_answer_is_warned_about_not_refused
     audit.check()
     assert "answers may not stop" in " ".join(audit.warnings())
     assert "answers      6 rows by the chat template's generation marks" in audit.lines()
-
-
-def test_templates_are_there():
-    assert (TEMPLATES / "qwen3.jinja").is_file()

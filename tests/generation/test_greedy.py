@@ -46,6 +46,16 @@ def test_answers_of_a_padded_batch_are_those_of_each_prompt_alone(name):
     assert raise_together == [greedy(model, prompt, 8) for prompt in prompts]
 
 
+@pytest.mark.parametrize(("ends", "expected"), [([EOS], [7] * 4), ([EOS, 7], [7])])
+def test_any_end_token_ends_an_answer(ends, expected):
+    model = tiny("llama")
+    torch.nn.init.zeros_(model.lm_head.weight)
+    model.lm_head.bias = torch.nn.Parameter(torch.eye(40)[7] * 9.0)
+    device = torch.device("cpu")
+    found = answer(model, TOKENIZER, [[5, 6]], eos_ids=ends, max_new_tokens=4, device=device)
+    assert found == [expected]
+
+
 def test_answer_ends_with_its_first_end_of_sequence():
     model = tiny("llama")
     # A head that says EOS always: the answer is EOS alone, whatever follows it in the batch.
