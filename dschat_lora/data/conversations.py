@@ -21,20 +21,23 @@ class Conversation:
     samples: tuple[tuple[Span, ...], ...]
 
 
-def supervise(messages: Sequence[Message], chat: Chat, *, first_target: int = 0) -> Conversation:
+def supervise(
+    messages: Sequence[Message], chat: Chat, *, first_target: int = 0, by_marks: bool = True
+) -> Conversation:
     """Text of a conversation up to its last answer; what the assistant says is the target.
 
     A template with ``{% generation %}`` marks says itself what that is. Else a turn is what
     rendering it adds to the rendering of all before it, up to and including its end token; where
     the template then renders earlier turns otherwise, each answer is a sample of its own, as the
     model sees it when it speaks. Answers before message ``first_target`` are read, not trained on.
-    Each answer is the target of exactly one sample.
+    Each answer is the target of exactly one sample. Without ``by_marks`` marks are passed over, and
+    each answer ends in its end token.
 
     Raises:
         ValueError: if there is no answer to train on, or the template leaves out what it says.
     """
     answers = _answers(messages, first_target)
-    if chat.has_marks:
+    if by_marks and chat.has_marks:
         return Conversation("marks", (_by_marks(messages, answers, chat, first_target),))
     spans = _turn_by_turn(messages, answers, chat)
     if spans is not None:

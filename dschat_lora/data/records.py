@@ -71,7 +71,8 @@ def row_digest(records: Sequence[TextRecord], kind: DataKind = "samples") -> byt
 def to_records(row: ParsedRow, chat: Chat, kind: DataKind = "samples") -> tuple[TextRecord, ...]:
     """The record of a row, or one for each answer where a chat template rewrites the history.
 
-    Of ``prompts`` there is one, whose context is the prompt as the model sees it.
+    Of ``prompts`` there is one, whose context is the prompt as the model sees it. Answers to score,
+    ``pairs``, end in their end token whatever the template marks.
 
     Raises:
         RowError: if its messages cannot be rendered or its pair has no shared prompt.
@@ -106,7 +107,8 @@ def _rendered(row: ParsedRow, chat: Chat, kind: DataKind) -> tuple[TextRecord, .
     if kind == "prompts":
         spans = prompt_spans(messages, chat, first_target=len(prompt))
         return (TextRecord(row.location, row.kind, spans),)
-    found = supervise(messages, chat, first_target=len(prompt))
+    by_marks = kind == "samples"
+    found = supervise(messages, chat, first_target=len(prompt), by_marks=by_marks)
     return tuple(
         TextRecord(
             row.location,

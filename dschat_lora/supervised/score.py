@@ -141,7 +141,7 @@ def _chunks(
     records: list[list[TextRecord]] = []
     for entry in config.data_path:
         for raw in iter_rows(find_source("data_path", entry)):
-            *_, record = to_records(require_usable(parse_row(raw), "samples"), chat)
+            *_, record = to_records(require_usable(parse_row(raw), "samples"), chat, "pairs")
             rows.append(raw.values)
             records.append(_answers(record))
             if len(rows) == ROWS_AT_A_TIME:

@@ -110,6 +110,13 @@ FORMATS = {
         GEMMA_CALL("<|tool_response>"),
         "without thoughts",
     ),
+    "diffusion_gemma": (
+        "{content}<turn|>",
+        "<|channel>thought\n{thought}\n<channel|>{content}<turn|>",
+        GEMMA_CALL("<|tool_response>"),
+        "without thoughts",
+    ),
+    "smolvlm": (" {content}<end_of_utterance>", None, None, True),
     "glm4moe": (
         "\n<think></think>\n{content}",
         "\n<think>{thought}</think>\n{content}",
@@ -216,6 +223,8 @@ def expected(name, case):
     ]
     if name.startswith("phi3"):
         said[-1] += "\n<|endoftext|>"  # which ends the conversation
+    if (name, case) == ("diffusion_gemma", "tools"):
+        said[1] = "<|turn>model\n" + said[1]  # its generation prompt has no header after a tool
     return said
 
 

@@ -331,3 +331,10 @@ def test_a_marked_template_that_never_ends_an_answer_is_warned_about_not_refused
     audit.check()
     assert "answers may not stop" in " ".join(audit.warnings())
     assert "answers      6 rows by the chat template's generation marks" in audit.lines()
+
+
+def test_an_answer_to_score_ends_in_its_end_token_whatever_is_marked():
+    template = MARKED.replace("{% endgeneration %}", "\n{% endgeneration %}")
+    tokenizer = build_byte_tokenizer(chat_template=template)
+    *_, record = records({"messages": TURNS}, tokenizer, kind="pairs")
+    assert record.completion == "b</s>"
