@@ -37,7 +37,9 @@ FLOORS = [
     },
     {
         "data": Room(
-            "algos config", "datasets jinja2 numpy pyarrow torch", "nlg readers rows sources"
+            "algos config",
+            "datasets jinja2 numpy pyarrow torch transformers",
+            "messages nlg readers rows sources templates",
         ),
         "engine": Room("algos config", "deepspeed psutil torch", "ds_config meeting peers"),
         "lora": Room("config", "regex torch"),
@@ -52,7 +54,7 @@ FLOORS = [
     },
     {
         "models": Room(
-            "algos assets checkpoint config lora",
+            "algos assets checkpoint config data lora",
             "safetensors torch transformers",
             "source tensor_parallel_checks",
         ),
@@ -107,7 +109,7 @@ OWNERS = {
     "argparse": {"config", "__main__"},
     "datasets": {"data", "experiments.glue"},
     "deepspeed": {"engine"},
-    "transformers": {"checkpoint", "experiments.glue", "generation", "models", "runtime"},
+    "transformers": {"checkpoint", "data", "experiments.glue", "generation", "models", "runtime"},
 }
 # What runs before a mistake in an option is reported loads none of these.
 HEAVY = ("torch", "transformers", "deepspeed", "datasets", "numpy", "pyarrow", "peft")

@@ -16,7 +16,7 @@ from dschat_lora.data.encoder import make_encoder
 from dschat_lora.data.loader import StepLoader
 from dschat_lora.data.packing import make_rows
 from dschat_lora.data.readers import iter_file
-from dschat_lora.data.records import to_record
+from dschat_lora.data.records import to_records
 from dschat_lora.data.rows import parse_row
 from dschat_lora.data.samples import Sample
 from dschat_lora.data.tokenize import TokenRule, tokenize
@@ -143,7 +143,7 @@ def _samples(tokenizer: Any, size: DataSize) -> list[Sample]:
     eos_id = int(tokenizer.eos_token_id)
     chat = Chat(tokenizer, tokenizer.convert_ids_to_tokens(eos_id))
     rows = islice(iter_file(BUNDLED_DATA["train"]), size.num_samples)
-    records = [to_record(parse_row(row), chat) for row in rows]
+    records = [each for row in rows for each in to_records(parse_row(row), chat)]
     rule = TokenRule(eos_id, size.max_seq_len, "drop", train_on_prompt=False)
     tokenized = tokenize(records, make_encoder(tokenizer), rule)
     return [result.sample for result in tokenized if result.sample is not None]

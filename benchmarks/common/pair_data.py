@@ -14,7 +14,7 @@ from dschat_lora.algos.seeds import permutation
 from dschat_lora.data.chat import Chat
 from dschat_lora.data.encoder import make_encoder
 from dschat_lora.data.readers import iter_file
-from dschat_lora.data.records import to_record
+from dschat_lora.data.records import to_records
 from dschat_lora.data.rows import DataKind, parse_row
 from dschat_lora.data.samples import PairSample, Sample
 from dschat_lora.data.tokenize import TokenRule, tokenize
@@ -61,7 +61,9 @@ def _read(path: Path, vocab_size: int, max_seq_len: int, kind: DataKind) -> tupl
     tokenizer = load_tokenizer(_train(texts, vocab_size).to_str())
     chat = Chat(tokenizer, SPECIAL[EOS_ID])
     rule = TokenRule(EOS_ID, max_seq_len, "drop", train_on_prompt=False, kind=kind)
-    results = tokenize([to_record(row, chat) for row in rows], make_encoder(tokenizer), rule)
+    results = tokenize(
+        [record for row in rows for record in to_records(row, chat)], make_encoder(tokenizer), rule
+    )
     samples = [result.sample for result in results if result.sample is not None]
     order = permutation(len(samples), "benchmark", SEED)
     return [samples[number] for number in order], tokenizer.backend_tokenizer.to_str()

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -58,7 +59,7 @@ def save_adapter(
             layout=adapter_layout(model),
             base_model_name_or_path=base,
             task_type=task_type,
-            write_more=lambda staging: _write_tokenizer_and_card(staging, tokenizer, card),
+            write_more=lambda staging: _write_beside(staging, model, tokenizer, card),
         )
     )
 
@@ -177,9 +178,15 @@ def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None
         raise OSError(f"{directory}: the tokenizer cannot be written: {error}") from error
 
 
-def _write_tokenizer_and_card(
-    staging: Path, tokenizer: PreTrainedTokenizerBase, card: Mapping[str, Any]
+def _write_beside(
+    staging: Path, model: nn.Module, tokenizer: PreTrainedTokenizerBase, card: Mapping[str, Any]
 ) -> None:
+    """Write tokenizer and model card, and the end tokens where there are several."""
     _save_tokenizer(tokenizer, staging)
+    ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    if isinstance(ends, list):
+        GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id).save_pretrained(
+            staging
+        )
     text = model_card(read_adapter_config(staging), **card)
     (staging / "README.md").write_text(text, encoding="utf-8")

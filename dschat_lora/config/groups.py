@@ -1,10 +1,11 @@
 """Groups of options, by the part of the package that uses them, and their validation."""
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from dschat_lora.config.options import hidden, option
 
@@ -60,6 +61,11 @@ class LoadConfig:
         False, help="add --eot_token to the tokenizer and end every completion with it"
     )
     eot_token: str = option("<|endoftext|>", help="end-of-text token of --add_eot_token")
+    chat_template: str | None = option(
+        None,
+        help="Jinja file that renders messages, in place of the tokenizer's own; saved with the "
+        "result",
+    )
     compile: bool = option(
         False, help="compile the model's blocks (torch.compile): slow to start, faster from then on"
     )
@@ -172,6 +178,11 @@ class SourceConfig:
         "stop", help="what happens at a row that cannot be used"
     )
     preprocessing_num_workers: int = option(1, help="processes that tokenise")
+    chat_template_kwargs: str | None = option(
+        None,
+        help="JSON object of variables for the chat template, such as "
+        """'{"enable_thinking": false}'; a row's column of this name comes first""",
+    )
 
     def __post_init__(self) -> None:
         require_numbers(self, "in [0, 1)", "eval_ratio")
@@ -182,6 +193,7 @@ class SourceConfig:
         require(fits, "data_weights", weights, allowed)
         if self.data_split is not None:
             parse_data_split(self.data_split)
+        parse_variables(self.chat_template_kwargs)
 
 
 @dataclass(frozen=True)
@@ -203,6 +215,37 @@ class DataConfig(SourceConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.max_seq_len >= 2, "max_seq_len", self.max_seq_len, ">= 2 tokens")
+
+
+# Arguments of ``apply_chat_template`` that are no variables of a template.
+_NO_VARIABLES = frozenset(
+    {
+        *("messages", "conversation", "conversations", "tools", "chat_template", "tokenize"),
+        *("add_generation_prompt", "continue_final_message", "padding", "truncation"),
+        *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+        *("tokenizer_kwargs", "sanitize_control_tokens"),
+    }
+)
+
+
+def parse_variables(text: object, name: str = "--chat_template_kwargs") -> dict[str, Any]:
+    """Variables of a chat template, from a JSON object or its text; none where it is None.
+
+    Raises:
+        ValueError: naming ``name``, unless it is one, and of nothing that is set by the package.
+    """
+    variables: object = {} if text is None else text
+    if isinstance(text, str):
+        try:
+            variables = json.loads(text)
+        except json.JSONDecodeError:
+            variables = text
+    if not isinstance(variables, dict):
+        example = '{"enable_thinking": false}'
+        raise ValueError(f"{name} must be a JSON object such as {example}, got {text!s:.200}")
+    if taken := sorted(_NO_VARIABLES & variables.keys()):
+        raise ValueError(f"{name} has {taken[0]!r}, which is no variable of a chat template")
+    return variables
 
 
 def parse_data_split(text: str) -> tuple[float, float, float]:

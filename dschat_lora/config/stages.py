@@ -14,6 +14,7 @@ from dschat_lora.config.groups import (
     ParallelConfig,
     RunConfig,
     ScheduleConfig,
+    parse_variables,
     require,
     require_numbers,
 )
@@ -170,6 +171,12 @@ class ScoreConfig:
         "sdpa", help="attention kernel of transformers"
     )
     trust_remote_code: bool = option(False, help="run model code that comes with a hub repository")
+    chat_template: str | None = option(
+        None, help="Jinja file that renders messages, in place of the tokenizer's own"
+    )
+    chat_template_kwargs: str | None = option(
+        None, help="JSON object of variables for the chat template, as in training"
+    )
     output_path: str | None = option(None, help="JSONL file to write; default: standard output")
     max_seq_len: int = option(
         0, help="longer sequences get no score; 0: as many tokens as the model has positions"
@@ -180,6 +187,7 @@ class ScoreConfig:
         require(bool(self.data_path), "data_path", "nothing", "a file or more to score")
         require_numbers(self, ">= 0", "max_seq_len")
         require_numbers(self, ">= 1", "per_device_eval_batch_size")
+        parse_variables(self.chat_template_kwargs)
 
     @property
     def model(self) -> ModelConfig:
@@ -189,4 +197,5 @@ class ScoreConfig:
             dtype=self.dtype,
             attn_implementation=self.attn_implementation,
             trust_remote_code=self.trust_remote_code,
+            chat_template=self.chat_template,
         )

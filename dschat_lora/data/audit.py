@@ -1,5 +1,6 @@
 """What the data is, counted before training: the figures, their table, and when to stop."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -46,6 +47,10 @@ class Audit:
     eos_samples: int  # training samples whose last supervised token is end-of-sequence
     max_seq_len: int
     kind: str
+    # Training rows of messages by how their answers are found, and the samples of those that
+    # become one for each answer.
+    chat_rows: dict[str, int] = field(default_factory=dict)
+    answer_samples: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready fields."""
@@ -94,7 +99,8 @@ class Audit:
                 f"--max_seq_len {self.max_seq_len} (longest row: {self.length_quantiles['max']} "
                 "tokens); raise it"
             )
-        if self.eos_samples == 0:
+        # Of marked text a template's author answers for the end.
+        if self.eos_samples == 0 and not self.chat_rows.get("marks"):
             raise ValueError(
                 f"none of the {self.train_samples} training samples ends in end-of-sequence, so "
                 "nothing would be learnt of where answers end; raise --max_seq_len "
@@ -109,7 +115,7 @@ class Audit:
             f"only {self.eos_share:.0%} of the samples end in end-of-sequence; answers may "
             "not stop": self.kind != "prompts" and self.train_samples > 0 and self.eos_share < 0.5,
             f"{cut} of {self.train_rows} training rows are longer than --{option} "
-            f"{self.max_seq_len}": cut > 0.1 * self.train_rows,
+            f"{self.max_seq_len}": self._share_of_samples(cut) > 0.1,
             f"{self.overlap_rows} training rows are in --eval_data_path too; the evaluation "
             "will look too good": self.overlap_rows > 0 and not self.overlap_removed,
             f"the prompts of {self.shared_prompt_rows} of {self.eval_rows} held-out pairs are in "
@@ -126,7 +132,7 @@ class Audit:
         types = ", ".join(f"{count:,} {kind}" for kind, count in self.rows_by_type.items())
         quantiles = ", ".join(f"{name} {n:,}" for name, n in self.length_quantiles.items())
         fate = "kept out of training" if self.overlap_removed else "still trained on"
-        too_long = (self.dropped_rows + self.truncated_rows) / max(1, self.train_rows)
+        too_long = self._share_of_samples(self.dropped_rows + self.truncated_rows)
         supervised = self.supervised_tokens / max(1, self.tokens)
         table = {
             "rows": f"{types or 'none'}; {self.bad_rows:,} bad ({self.empty_rows:,} empty)",
@@ -148,9 +154,28 @@ class Audit:
                 f"{self.identical_rows:,} pairs of equal answers left out; eval "
                 f"{self.eval_identical_rows:,}"
             )
+        if conversations := self._conversations():
+            table["answers"] = conversations
         lines = [f"{name:<12} {text}" for name, text in table.items()]
         lines += [f"bad row      {example}" for example in self.bad_row_examples]
         return lines + [f"warning      {text}" for text in self.warnings()]
+
+    def _share_of_samples(self, count: int) -> float:
+        """Share of the samples that training rows become before the length limit."""
+        more = self.answer_samples - self.chat_rows.get("answers", 0)
+        return count / max(1, self.train_rows + more)
+
+    def _conversations(self) -> str:
+        """How answers are told from what they answer, unless turn by turn alone."""
+        rows, several = self.chat_rows, self.answer_samples
+        marks, answers = rows.get("marks", 0), rows.get("answers", 0)
+        words = [f"{marks:,} rows by the chat template's generation marks"] * (marks > 0)
+        if several > answers:
+            words.append(
+                f"{answers:,} rows are {several:,} samples, one for each answer: the chat template "
+                "renders earlier turns differently once later ones follow"
+            )
+        return "; ".join(words)
 
 
 @dataclass
@@ -180,7 +205,7 @@ class Tally:
         self.samples += times
         self.tokens += times * len(tokenized.sample.input_ids)
         self.supervised += times * tokenized.sample.num_supervised
-        self.eos += times * tokenized.sample.ends_in(self.eos_id)
+        self.eos += times * (tokenized.ended or tokenized.sample.ends_in(self.eos_id))
 
 
 def make_audit(config: DataConfig, rows: Collected, train: Tally, held_out: Tally) -> Audit:
@@ -195,6 +220,8 @@ def make_audit(config: DataConfig, rows: Collected, train: Tally, held_out: Tall
         shared_prompt_rows=rows.shared_prompts,
         overlap_removed=not config.eval_data_path,
         train_rows=len(rows.train),
+        chat_rows=dict(Counter(row[0].method for row in rows.train if row[0].method)),
+        answer_samples=sum(len(row) for row in rows.train if row[0].method == "answers"),
         eval_rows=len(rows.eval),
         dropped_rows=train.dropped,
         truncated_rows=train.truncated,

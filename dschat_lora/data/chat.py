@@ -1,12 +1,20 @@
 """Chat templates: messages as text, by the tokenizer's or a built-in Human / Assistant format."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, TypeVar
 
-from dschat_lora.data.encoder import Message, Tokenizer
+from dschat_lora.config.groups import parse_variables
+from dschat_lora.data.encoder import Tokenizer
+from dschat_lora.data.messages import Message
+from dschat_lora.data.template_probe import TemplateFacts, fit_messages, probe_template
+from dschat_lora.data.templates import BUILT_IN_TEMPLATE
 
-HUMAN = "\n\nHuman:"
-ASSISTANT = "\n\nAssistant:"
+_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -23,6 +31,24 @@ class Chat:
 
     tokenizer: Tokenizer
     eos_text: str  # of the run's end-of-sequence token
+    variables: Mapping[str, Any] = field(default_factory=dict)  # further ones of the template
+    tools: Sequence[Any] | None = None  # JSON schemas that the messages come with
+    _facts: dict[str, TemplateFacts] = field(default_factory=dict, compare=False, repr=False)
+
+    def with_columns(self, values: Mapping[str, Any]) -> "Chat":
+        """With a row's ``tools`` and ``chat_template_kwargs``, which win over the option's.
+
+        Raises:
+            ValueError: if one is not a list of objects, or an object.
+        """
+        if not values.keys() & {"tools", "chat_template_kwargs"}:
+            return self
+        tools = _from_json(values.get("tools"))
+        if not (tools is None or (isinstance(tools, list) and all(map(_is_object, tools)))):
+            raise ValueError(f"`tools` must be a list of JSON schemas, found {tools!s:.200}")
+        own = parse_variables(values.get("chat_template_kwargs"), "`chat_template_kwargs`")
+        own = {name: value for name, value in own.items() if value is not None}
+        return replace(self, variables={**self.variables, **own}, tools=tools or None)
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
         """Text of messages; with ``add_generation_prompt``, up to the assistant's turn.
@@ -30,74 +56,145 @@ class Chat:
         Raises:
             ValueError: if the template refuses them, or for a role that the format lacks.
         """
+        return self._render(fit_messages(messages, self.facts), add_generation_prompt)
+
+    def render_marked(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
+        """Text of messages and the (start, end) of each ``{% generation %}`` block in it."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        texts, marks = self._refusing(
+            lambda: render_jinja_template(
+                conversations=[fit_messages(messages, self.facts)],
+                tools=self.tools,
+                chat_template=self.template,
+                return_assistant_tokens_mask=True,
+                **{**self.tokenizer.special_tokens_map, **self.variables},
+            )
+        )
+        return texts[0], [(start, end) for start, end in marks[0] if end > start]
+
+    @property
+    def template(self) -> str:
+        """The Jinja template that renders these messages."""
         if self.tokenizer.chat_template is None:
-            turn = ASSISTANT if add_generation_prompt else ""
-            return _built_in(messages, self.eos_text) + turn
+            return BUILT_IN_TEMPLATE
+        return self.tokenizer.get_chat_template(tools=self.tools)
+
+    @property
+    def has_marks(self) -> bool:
+        """Whether the template marks what the assistant generates."""
+        return _MARK.search(self.template) is not None
+
+    @cached_property
+    def facts(self) -> TemplateFacts:
+        """What rendering a probe tells of the template."""
+        key = json.dumps([self.template, self.variables], sort_keys=True, default=str)
+        if key not in self._facts:
+            self._facts[key] = probe_template(lambda messages: self._render(messages, False))
+        return self._facts[key]
+
+    @property
+    def closing(self) -> str:
+        """What the template adds behind an answer only where it is the last message.
+
+        Empty where it adds nothing, and where nothing else would end an earlier answer.
+        """
+        last = self.facts.after_answer
+        stays = self.whole_tokens(last, common_prefix(last, self.facts.after_earlier))
+        return last[stays:] if last[:stays].strip() else ""
+
+    @property
+    def end_tokens(self) -> tuple[str, ...]:
+        """Special tokens that end an answer in this template, beside end-of-sequence."""
+        texts = self.facts.after_answer, self.facts.after_call
+        found = (match.group() for text in texts for match in self._added.finditer(text))
+        ends = dict.fromkeys(token for token in found if token in self._special)
+        return tuple(token for token in ends if token != self.eos_text)
+
+    def is_ended(self, text: str) -> bool:
+        """Whether a token other than end-of-sequence, white space aside, ends an answer's text."""
+        text = text.rstrip()
+        return text.endswith(self._special) and not (self.eos_text and text.endswith(self.eos_text))
+
+    def whole_tokens(self, text: str, length: int) -> int:
+        """``length``, or less if it would cut through an added token of ``text``."""
+        start = max(0, length - self._longest)
+        for match in self._added.finditer(text, start, length + self._longest):
+            if match.start() < length < match.end():
+                return match.start()
+        return length
+
+    def _render(self, messages: list[Message], add_generation_prompt: bool) -> str:
+        return self._refusing(
+            lambda: self.tokenizer.apply_chat_template(
+                messages,
+                tools=self.tools,
+                chat_template=self.template,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **self.variables,
+            )
+        )
+
+    def _refusing(self, render: Callable[[], T]) -> T:
         from jinja2 import TemplateError
 
         try:
-            return self.tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
-            )
-        except TemplateError as error:
+            return render()
+        # Jinja lets through what the template's own operations raise.
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            if self.template == BUILT_IN_TEMPLATE:
+                raise ValueError(str(error)) from error
             raise ValueError(
                 f"the tokenizer's chat template refuses the messages: {error}"
             ) from error
 
+    @cached_property
+    def _special(self) -> tuple[str, ...]:
+        """Text of each special token."""
+        added = self.tokenizer.added_tokens_decoder.values()
+        return tuple(token.content for token in added if token.special)
 
-def _built_in(messages: Sequence[Message], eos_text: str) -> str:
-    """Turns headed Human and Assistant, end-of-sequence after each answer."""
-    forms = {"system": "{}", "user": HUMAN + " {}", "assistant": ASSISTANT + " {}" + eos_text}
-    text = ""
-    for message in messages:
-        role, content = message["role"], message["content"]
-        if role not in forms:
-            raise ValueError(
-                f"role {role!r} has no place in the built-in chat format; use system, user or "
-                "assistant, or a tokenizer with a chat template"
-            )
-        text += forms[role].replace("{}", content)
-    return text
+    @cached_property
+    def _added(self) -> re.Pattern[str]:
+        """Any token that the tokenizer finds before all others."""
+        added = (token.content for token in self.tokenizer.added_tokens_decoder.values())
+        longest_first = sorted(filter(str.strip, added), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
-
-def conversation_spans(
-    messages: Sequence[Message], chat: Chat, *, first_target: int = 0
-) -> tuple[Span, ...]:
-    """Text of a conversation up to its last answer; the assistant's turns are targets.
-
-    A turn is what rendering it adds to the rendering of all before it, up to and including
-    its end-of-sequence where the template writes one. Answers before message ``first_target``
-    are read, not trained on.
-
-    Raises:
-        ValueError: if there is no answer to train on, or the template does not render
-            earlier messages the same once later ones follow.
-    """
-    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    answers = [index for index in answers if index >= first_target]
-    if not answers:
-        raise ValueError("no message of role 'assistant' to train on")
-    if answers[0] == 0:
-        raise ValueError("the first message is the assistant's; it answers nothing")
-    spans: list[Span] = []
-    rendered, used = "", 0  # text up to the previous answer, and how much of it spans cover
-    for index in answers:
-        before = chat.render(messages[:index], add_generation_prompt=True)
-        after = chat.render(messages[: index + 1], add_generation_prompt=False)
-        if not (before.startswith(rendered) and after.startswith(before)):
-            raise ValueError(
-                f"the chat template renders what precedes message {index + 1} differently once "
-                "that message follows, so its tokens cannot be told apart; give such rows as "
-                "`prompt`, `completion`"
-            )
-        spans.append(Span(before[used:], target=False))
-        used = len(before) + _answer_length(after[len(before) :], chat.eos_text)
-        spans.append(Span(after[len(before) : used], target=True))
-        rendered = after
-    return tuple(spans)
+    @cached_property
+    def _longest(self) -> int:
+        added = self.tokenizer.added_tokens_decoder.values()
+        return max((len(token.content) for token in added), default=1)
 
 
-def _answer_length(turn: str, eos_text: str) -> int:
-    """Characters of a turn without the white space that a template adds after the end token."""
-    end = turn.rfind(eos_text) + len(eos_text) if eos_text and eos_text in turn else 0
-    return end if end and not turn[end:].strip() else len(turn)
+def common_prefix(left: str, right: str) -> int:
+    """Number of leading characters that are equal."""
+    low, high = 0, min(len(left), len(right))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if left.startswith(right[:middle]):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def end_tokens(tokenizer: Tokenizer) -> tuple[str, ...]:
+    """Special tokens that end an answer in the tokenizer's chat template, beside its own end."""
+    assert tokenizer.eos_token_id is not None
+    return Chat(tokenizer, tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id)).end_tokens
+
+
+def _is_object(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(key, str) for key in value)
+
+
+def _from_json(value: object) -> object:
+    """A column's value, which some files hold as JSON text; text that is none stays as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError:
+        return value

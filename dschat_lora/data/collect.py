@@ -8,20 +8,23 @@ from dataclasses import dataclass, field, replace
 from dschat_lora.config.groups import DataConfig, parse_data_split
 from dschat_lora.data.chat import Chat
 from dschat_lora.data.readers import RowError, iter_rows
-from dschat_lora.data.records import TextRecord, to_record
+from dschat_lora.data.records import TextRecord, row_digest, to_records
 from dschat_lora.data.rows import DataKind, EmptyRowError, parse_row, require_usable
 from dschat_lora.data.sources import Source
 from dschat_lora.data.split import Parts, repeats, split_rows
 
+# The records that one row becomes: one, or one for each answer of a conversation.
+RowRecords = tuple[TextRecord, ...]
+
 
 @dataclass
 class Collected:
-    """Training and held-out records of all sources, with counts of what was read."""
+    """Training and held-out rows of all sources, with counts of what was read."""
 
     kind: DataKind
-    train: list[TextRecord] = field(default_factory=list)
+    train: list[RowRecords] = field(default_factory=list)
     train_repeats: list[int] = field(default_factory=list)
-    eval: list[TextRecord] = field(default_factory=list)
+    eval: list[RowRecords] = field(default_factory=list)
     by_type: Counter[str] = field(default_factory=Counter)
     bad: list[RowError] = field(default_factory=list)
     seen: set[bytes] = field(default_factory=set)  # digests of rows of the training sources
@@ -68,15 +71,15 @@ def collect(
         _assign(rows, records, parts, weight=weight, seed=seed, number=number)
     _count_overlap(rows, remove=not config.eval_data_path)
     if kind == "pairs":
-        trained = {record.prompt for record in rows.train}
-        rows.shared_prompts = sum(record.prompt in trained for record in rows.eval)
+        trained = {records[-1].prompt for records in rows.train}
+        rows.shared_prompts = sum(records[-1].prompt in trained for records in rows.eval)
     return rows
 
 
 def _records(
     config: DataConfig, source: Source, chat: Chat, rows: Collected, prompts: list[Hashable]
-) -> Iterator[TextRecord | None]:
-    """Records of a source; None, and an entry in ``rows.bad``, for a row that cannot be used.
+) -> Iterator[RowRecords | None]:
+    """Records of each row of a source; None, and an entry in ``rows.bad``, for an unusable row.
 
     ``prompts`` grows by one entry a row, equal for rows of one prompt whatever the stage makes
     of them, so that every stage holds out the same rows.
@@ -87,16 +90,16 @@ def _records(
         prompts.append(len(prompts))
         try:
             row = parse_row(raw)
-            record = to_record(row, chat)
-            prompts[-1] = record.prompt or prompts[-1]
+            records = to_records(row, chat, rows.kind)
+            prompts[-1] = records[-1].prompt or prompts[-1]
             require_usable(row, rows.kind)
             if rows.kind == "prompts":
-                if not record.prompt:
+                if not records[-1].prompt:
                     raise EmptyRowError(row.location, "there is nothing before the answer")
                 # What JSON has no form for, such as a date, becomes text.
                 columns = json.dumps(raw.values, ensure_ascii=False, default=str)
-                record = replace(record, columns=columns)
-            yield record
+                records = tuple(replace(record, columns=columns) for record in records)
+            yield records
         except RowError as error:
             if config.bad_rows == "stop":
                 raise
@@ -108,7 +111,7 @@ def _records(
 
 def _assign(
     rows: Collected,
-    records: Sequence[TextRecord | None],
+    records: Sequence[RowRecords | None],
     parts: Parts,
     *,
     weight: float,
@@ -116,22 +119,22 @@ def _assign(
     number: int,
 ) -> None:
     """Add one source's records to the parts they belong to."""
-    for record in records:
-        if record is not None:
-            digest = record.digest(rows.kind)
-            rows.by_type[record.kind] += 1
+    for row in records:
+        if row is not None:
+            digest = row_digest(row, rows.kind)
+            rows.by_type[row[0].kind] += 1
             rows.duplicates += digest in rows.seen
             rows.seen.add(digest)
-    rows.eval += [record for i in parts.eval if (record := records[i]) is not None]
-    train = [record for i in parts.train if (record := records[i]) is not None]
+    rows.eval += [row for i in parts.eval if (row := records[i]) is not None]
+    train = [row for i in parts.train if (row := records[i]) is not None]
     times = repeats(len(train), weight, seed=seed, source=number)
-    rows.train += [record for record, n in zip(train, times, strict=True) if n > 0]
+    rows.train += [row for row, n in zip(train, times, strict=True) if n > 0]
     rows.train_repeats += [int(n) for n in times if n > 0]
 
 
 def _count_overlap(rows: Collected, *, remove: bool) -> None:
-    held_out = {record.digest(rows.kind) for record in rows.eval}
-    kept = [index for index, r in enumerate(rows.train) if r.digest(rows.kind) not in held_out]
+    held_out = {row_digest(row, rows.kind) for row in rows.eval}
+    kept = [i for i, row in enumerate(rows.train) if row_digest(row, rows.kind) not in held_out]
     rows.overlap = len(rows.train) - len(kept)
     if remove:
         rows.train = [rows.train[index] for index in kept]

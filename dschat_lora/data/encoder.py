@@ -7,9 +7,6 @@ from typing import Any, Protocol
 PROBES = ("a", "1", "\u4e2d")  # a vocabulary may lack some scripts
 
 
-Message = dict[str, Any]
-
-
 class Tokenizer(Protocol):
     """The part of a ``transformers`` tokenizer that preparation uses."""
 
@@ -19,7 +16,15 @@ class Tokenizer(Protocol):
 
     def get_vocab(self) -> dict[str, int]: ...
 
-    def apply_chat_template(self, conversation: list[Message], **options: bool) -> str: ...
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, Any]: ...
+
+    @property
+    def special_tokens_map(self) -> Mapping[str, Any]: ...
+
+    def get_chat_template(self, *, tools: Any = None) -> str: ...
+
+    def apply_chat_template(self, conversation: list[dict[str, Any]], **options: Any) -> str: ...
 
     def convert_ids_to_tokens(self, ids: int) -> str: ...
 

@@ -30,6 +30,7 @@ OPTIONS = (
     "data_split",
     "data_weights",
     "eval_ratio",
+    "chat_template_kwargs",
 )
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dschat_lora.config.groups import DataConfig
+from dschat_lora.config.groups import DataConfig, parse_variables
 from dschat_lora.data.audit import Audit, Tally, make_audit
 from dschat_lora.data.chat import Chat
 from dschat_lora.data.collect import collect
@@ -61,15 +61,18 @@ def prepare(
     )
 
     def build(directory: Path) -> dict[str, Any]:
-        chat = Chat(tokenizer, tokenizer.convert_ids_to_tokens(eos_id))
+        eos_text = tokenizer.convert_ids_to_tokens(eos_id)
+        chat = Chat(tokenizer, eos_text, parse_variables(config.chat_template_kwargs))
         rows = collect(config, sources, chat, phase=phase, seed=seed, kind=kind)
         encoder = make_encoder(tokenizer)
         tallies = []
         workers = config.preprocessing_num_workers
-        for name, records, times in (
+        for name, part, repeats in (
             ("train", rows.train, rows.train_repeats),
             ("eval", rows.eval, [1] * len(rows.eval)),
         ):
+            records = [record for row in part for record in row]
+            times = [n for row, n in zip(part, repeats, strict=True) for _ in row]
             tokenized = tokenize_all(records, encoder, rule, workers=workers)
             tallies.append(_write(directory / f"{name}.arrow", tokenized, times, rule))
         return make_audit(config, rows, *tallies).to_dict()

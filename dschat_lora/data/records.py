@@ -4,21 +4,27 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from dschat_lora.data.chat import ASSISTANT, Chat, Span, conversation_spans
-from dschat_lora.data.encoder import Message
+from dschat_lora.data.chat import Chat, Span
+from dschat_lora.data.conversations import Method, answer_spans, prompt_spans, supervise
+from dschat_lora.data.messages import Message
 from dschat_lora.data.readers import RowError
 from dschat_lora.data.rows import DataKind, ParsedRow, RowType
+from dschat_lora.data.templates import ASSISTANT
 
 MAX_MARGIN = 1e30  # far within float32, which margins are kept in
+# What ends the last answer: an end-of-sequence to be added, a token that the chat template wrote,
+# or, behind what its marks leave unsaid, nothing.
+End = Literal["eos", "template", "none"]
 
 
 @dataclass(frozen=True)
 class TextRecord:
-    """A row as text: spans of context and answer in turn, and a preference's rejected answer.
+    """A row as text, or one answer of it: spans of context and answer in turn.
 
-    A language-modelling row is one target span, a prompt alone one span that is not a target.
+    A preference has its rejected answer beside them. A language-modelling row is one target
+    span, a prompt alone one span that is not a target.
     """
 
     location: str
@@ -27,6 +33,9 @@ class TextRecord:
     rejected: str | None = None  # follows ``prompt`` in place of ``completion``
     margin: float | None = None  # by how much the chosen answer is better, if given
     columns: str = ""  # the row as JSON, for a reward function
+    end: End = "eos"
+    goes_on: bool = False  # an earlier sample of the row holds the beginning of its prompt
+    method: Method | None = None  # by which the answers of a conversation were found
 
     @property
     def context(self) -> tuple[Span, ...]:
@@ -51,46 +60,91 @@ class TextRecord:
         return hashlib.blake2b(repr(texts).encode(), digest_size=16).digest()
 
 
-def to_record(row: ParsedRow, chat: Chat) -> TextRecord:
-    """The record of a row.
+def row_digest(records: Sequence[TextRecord], kind: DataKind = "samples") -> bytes:
+    """16 bytes of the records of one row, equal where all of theirs are."""
+    digests = [record.digest(kind) for record in records]
+    if len(digests) == 1:
+        return digests[0]
+    return hashlib.blake2b(b"".join(digests), digest_size=16).digest()
+
+
+def to_records(row: ParsedRow, chat: Chat, kind: DataKind = "samples") -> tuple[TextRecord, ...]:
+    """The record of a row, or one for each answer where a chat template rewrites the history.
+
+    Of ``prompts`` there is one, whose context is the prompt as the model sees it. Answers to score,
+    ``pairs``, end in their end token whatever the template marks.
 
     Raises:
         RowError: if its messages cannot be rendered or its pair has no shared prompt.
     """
     try:
-        if row.kind == "preference":
-            return _preference(row, chat)
-        return TextRecord(row.location, row.kind, _spans(row, chat))
+        if row.kind == "text":
+            spans: tuple[Span, ...] = (Span(row.values["text"], target=True),)
+        elif row.kind == "preference":
+            return (_preference(row, chat, kind),)
+        elif isinstance(row.values.get("prompt"), str):
+            spans = _plain(row.values)
+        else:
+            return _rendered(row, chat.with_columns(row.values), kind)
+        return (TextRecord(row.location, row.kind, spans),)
     except ValueError as error:
         raise RowError(row.location, str(error)) from error
 
 
-def _spans(row: ParsedRow, chat: Chat) -> tuple[Span, ...]:
-    values = row.values
-    if row.kind == "text":
-        return (Span(values["text"], target=True),)
-    if row.kind == "conversation":
-        return conversation_spans(values["messages"], chat)
-    prompt = values["prompt"]
+def _plain(values: dict[str, Any]) -> tuple[Span, ...]:
+    if "completion" in values:
+        return _pair(values["prompt"], values["completion"])
+    return (Span(values["prompt"], target=False),)
+
+
+def _rendered(row: ParsedRow, chat: Chat, kind: DataKind) -> tuple[TextRecord, ...]:
+    """Records of a row of messages."""
+    prompt = row.values["prompt"] if row.kind != "conversation" else []
     if row.kind == "prompt":
-        if not isinstance(prompt, str):
-            prompt = chat.render(prompt, add_generation_prompt=True)
-        return (Span(prompt, target=False),)
-    if isinstance(prompt, str):
-        return _pair(prompt, values["completion"])
-    messages = [*prompt, *values["completion"]]
-    return conversation_spans(messages, chat, first_target=len(prompt))
+        text = chat.render(prompt, add_generation_prompt=True)
+        return (TextRecord(row.location, row.kind, (Span(text, target=False),)),)
+    messages = [*prompt, *row.values["messages" if row.kind == "conversation" else "completion"]]
+    if kind == "prompts":
+        spans = prompt_spans(messages, chat, first_target=len(prompt))
+        return (TextRecord(row.location, row.kind, spans),)
+    by_marks = kind == "samples"
+    found = supervise(messages, chat, first_target=len(prompt), by_marks=by_marks)
+    return tuple(
+        TextRecord(
+            row.location,
+            row.kind,
+            spans,
+            end=_end(spans[-1].text, chat, found.method),
+            method=found.method,
+            goes_on=number > 0,
+        )
+        for number, spans in enumerate(found.samples)
+    )
 
 
-def _preference(row: ParsedRow, chat: Chat) -> TextRecord:
+def _end(text: str, chat: Chat, method: Method) -> End:
+    if chat.is_ended(text):
+        return "template"
+    return "none" if method == "marks" else "eos"
+
+
+def _preference(row: ParsedRow, chat: Chat, kind: DataKind) -> TextRecord:
     prompt, chosen, rejected = _split_preference(row.values)
+    margin = _margin(row.values)
     if isinstance(prompt, str):
-        spans = _pair(prompt, chosen)
-        rejected_text: str = rejected
-    else:
-        spans = _answer_spans("chosen", prompt, chosen, chat)
-        rejected_text = _answer_spans("rejected", prompt, rejected, chat)[-1].text
-    return TextRecord(row.location, row.kind, spans, rejected_text, _margin(row.values))
+        return TextRecord(row.location, row.kind, _pair(prompt, chosen), rejected, margin)
+    chat = chat.with_columns(row.values)
+    pair = [
+        answer_spans(_with_answer(name, prompt, answer), len(prompt), chat)
+        for name, answer in (("chosen", chosen), ("rejected", rejected))
+    ]
+    # What a template opens an answer with may depend on it: both follow the shorter prompt.
+    shared = min((context.text for context, _ in pair), key=len)
+    texts = [context.text[len(shared) :] + answer.text for context, answer in pair]
+    if kind == "prompts":
+        shared = chat.render(prompt, add_generation_prompt=True)
+    end: End = "template" if all(map(chat.is_ended, texts)) else "eos"
+    return TextRecord(row.location, row.kind, _pair(shared, texts[0]), texts[1], margin, end=end)
 
 
 def _split_preference(values: dict[str, Any]) -> tuple[Any, Any, Any]:
@@ -125,13 +179,15 @@ def shared_length(left: Sequence[Any], right: Sequence[Any]) -> int:
     return next((i for i in range(shorter) if left[i] != right[i]), shorter)
 
 
-def _answer_spans(
-    name: str, prompt: Sequence[Message], answer: Sequence[Message], chat: Chat
-) -> tuple[Span, ...]:
+def _with_answer(
+    name: str, prompt: Sequence[Message], answer: Sequence[Message]
+) -> Sequence[Message]:
     roles = [message["role"] for message in answer]
     if roles != ["assistant"]:
         raise ValueError(f"`{name}` must add one assistant message to the prompt, it adds {roles}")
-    return conversation_spans([*prompt, *answer], chat, first_target=len(prompt))
+    if not prompt:
+        raise ValueError("the first message is the assistant's; it answers nothing")
+    return [*prompt, *answer]
 
 
 def _pair(prompt: str, completion: str) -> tuple[Span, ...]:

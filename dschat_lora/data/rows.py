@@ -5,6 +5,7 @@ from itertools import islice
 from typing import Any, Literal
 
 from dschat_lora.config.groups import DataConfig
+from dschat_lora.data.messages import EmptyRowError, check_message
 from dschat_lora.data.readers import RawRow, RowError, iter_file
 from dschat_lora.data.sources import Source, find_source
 
@@ -18,10 +19,6 @@ KNOWN_TYPES = (
 )
 # Bytes of a file that start-up checks read whole, in less than a second.
 SMALL_FILE = 16 * 2**20
-
-
-class EmptyRowError(RowError):
-    """A row whose text is there but empty."""
 
 
 @dataclass(frozen=True)
@@ -138,16 +135,4 @@ def _check_field(location: str, name: str, value: object, *, text_only: bool) ->
     if not value:
         raise EmptyRowError(location, f"`{name}` is empty")
     for number, message in enumerate(value, start=1):
-        _check_message(location, f"`{name}` item {number}", message)
-
-
-def _check_message(location: str, name: str, message: object) -> None:
-    if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-        found = sorted(message) if isinstance(message, dict) else type(message).__name__
-        raise RowError(location, f"{name} must have 'role' and 'content', found {found}")
-    for key in ("role", "content"):
-        if not isinstance(message[key], str):
-            kind = type(message[key]).__name__
-            raise RowError(location, f"{name}: {key!r} must be text, found {kind}")
-    if message["role"] == "assistant" and not message["content"].strip():
-        raise EmptyRowError(location, f"{name}: the assistant's 'content' is empty")
+        check_message(location, f"`{name}` item {number}", message)

@@ -39,6 +39,7 @@ class Tokenized:
     truncated: bool = False
     doubled_bos: bool = False  # its text brought a second beginning-of-sequence
     identical: bool = False  # a pair that was dropped because nothing tells its answers apart
+    ended: bool = False  # by a token of the chat template's own
 
 
 def tokenize(records: Sequence[TextRecord], encoder: Encoder, rule: TokenRule) -> list[Tokenized]:
@@ -93,16 +94,19 @@ def _tokenize_sample(
     for number, span in enumerate(record.spans[:-1]):
         if rule.eos_after_prompt and not span.target:
             pieces[number] = ended(pieces[number], rule.eos_id)
-    if record.spans[-1].target:
+    if record.spans[-1].target and record.end == "eos":
         pieces[-1] = ended(pieces[-1], rule.eos_id)
     length = sum(map(len, pieces))
     if length > rule.max_seq_len and rule.overlong != "truncate":
         _refuse_overlong(record, length, rule)
         return Tokenized(None, length, doubled_bos=doubled)
-    sample = _to_sample(record.spans, pieces, rule)
+    sample = _to_sample(record, pieces, rule)
     learns = bool((sample.labels != IGNORE_INDEX).any())
     truncated = length > rule.max_seq_len
-    return Tokenized(sample if learns else None, length, truncated and learns, doubled)
+    is_ended = record.end == "template" and not truncated
+    return Tokenized(
+        sample if learns else None, length, truncated and learns, doubled, ended=is_ended
+    )
 
 
 def _tokenize_pair(
@@ -114,7 +118,9 @@ def _tokenize_pair(
     prompt = [token for piece in context for token in piece]
     answer = Span(record.rejected or "", target=True)
     *_, rejected = _pieces((*record.spans[:-1], answer), [*prefixes[:-1], with_rejected], encoder)
-    sequences = [[*prompt, *ended(ids, rule.eos_id)] for ids in (chosen, rejected)]
+    if record.end == "eos":
+        chosen, rejected = ended(chosen, rule.eos_id), ended(rejected, rule.eos_id)
+    sequences = [[*prompt, *ids] for ids in (chosen, rejected)]
     length = max(map(len, sequences))
     if length > rule.max_seq_len and rule.overlong != "truncate":
         _refuse_overlong(record, length, rule)
@@ -131,7 +137,9 @@ def _tokenize_pair(
         chosen_length=len(chosen) - shared,
         margin=record.margin or 0.0,
     )
-    return Tokenized(sample, length, truncated=length > rule.max_seq_len, doubled_bos=doubled)
+    truncated = length > rule.max_seq_len
+    is_ended = record.end == "template" and not truncated
+    return Tokenized(sample, length, truncated, doubled, ended=is_ended)
 
 
 def _tokenize_prompt(
@@ -175,11 +183,13 @@ def _refuse_overlong(
         )
 
 
-def _to_sample(spans: Sequence[Span], pieces: Sequence[list[int]], rule: TokenRule) -> Sample:
+def _to_sample(record: TextRecord, pieces: Sequence[list[int]], rule: TokenRule) -> Sample:
     """The first tokens of the pieces, without end-of-sequence if any were cut."""
+    # What several samples of a row begin with is learnt in the first.
+    on_prompt = rule.train_on_prompt and not record.goes_on
     input_ids = np.array([token for piece in pieces for token in piece], dtype=np.int32)
     target = np.repeat(
-        [span.target or rule.train_on_prompt for span in spans], [len(p) for p in pieces]
+        [span.target or on_prompt for span in record.spans], [len(p) for p in pieces]
     )
     target[:1] = False
     labels = np.where(target, input_ids, np.int32(IGNORE_INDEX))

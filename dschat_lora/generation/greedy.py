@@ -1,6 +1,6 @@
 """Greedy answers to prompts, by transformers' own generation."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from transformers import PreTrainedModel
@@ -16,11 +16,12 @@ def answer(
     tokenizer: Tokenizer,
     prompts: Sequence[Sequence[int]],
     *,
+    eos_ids: Collection[int],
     max_new_tokens: int,
     device: torch.device,
     synced: bool = False,
 ) -> list[list[int]]:
-    """Greedy continuations of tokenised prompts, up to and including end-of-sequence.
+    """Greedy continuations of tokenised prompts, up to and including one of ``eos_ids``.
 
     The model is in evaluation mode. Long prompts are cut on the left to what its positions allow.
     If ``synced``, every rank goes on until all are done, as sharded weights need it.
@@ -40,13 +41,14 @@ def answer(
             do_sample=False,
             num_beams=1,
             pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id,
+            eos_token_id=list(eos_ids),
             use_cache=True,
             synced_gpus=synced,
         )
     answers = output[:, ids.shape[1] :].tolist()
-    return [_until(each, tokenizer.eos_token_id) for each in answers]
+    return [_until(each, eos_ids) for each in answers]
 
 
-def _until(ids: list[int], eos_id: int) -> list[int]:
-    return ids[: ids.index(eos_id) + 1] if eos_id in ids else ids
+def _until(ids: list[int], eos_ids: Collection[int]) -> list[int]:
+    end = next((i for i, token in enumerate(ids, start=1) if token in eos_ids), len(ids))
+    return ids[:end]

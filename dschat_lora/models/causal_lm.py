@@ -1,6 +1,6 @@
 """Pretrained causal language models, their tokenizers, and the loss without full logits."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -24,6 +24,8 @@ from dschat_lora.algos.segments import Spans
 from dschat_lora.algos.sft import MAX_CHUNK_LOGITS, linear_cross_entropy
 from dschat_lora.algos.vocabulary import VocabularyPart
 from dschat_lora.config.groups import ModelConfig
+from dschat_lora.data.chat import end_tokens
+from dschat_lora.data.templates import BUILT_IN_TEMPLATE, read_chat_template
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.parallel import ParallelLinear, Shard, Split
 from dschat_lora.models.backbone import BackboneModel
@@ -40,6 +42,9 @@ _DROPOUT_NAMES = ("dropout", "drop", "pdrop", "layerdrop")
 def load_tokenizer(path: str, config: ModelConfig) -> Tokenizer:
     """The model's tokenizer, right-padding, with EOS standing in where it has no pad token.
 
+    It has a chat template, of ``--chat_template``, its own or the built-in one, and is saved with
+    it.
+
     Raises:
         ValueError: if there is none at ``path``, or it knows no end of sequence.
     """
@@ -55,7 +60,25 @@ def load_tokenizer(path: str, config: ModelConfig) -> Tokenizer:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "right"
+    if config.chat_template is not None:
+        tokenizer.chat_template = read_chat_template(config.chat_template)
+    elif tokenizer.chat_template is None:
+        tokenizer.chat_template = BUILT_IN_TEMPLATE
     return tokenizer
+
+
+def end_ids(tokenizer: Tokenizer) -> list[int]:
+    """End-of-sequence, and the special tokens with which the chat template ends an answer."""
+    ends = tokenizer.convert_tokens_to_ids(list(end_tokens(tokenizer)))
+    return [int(tokenizer.eos_token_id), *ends]
+
+
+def stop_at(model: PreTrainedModel, ids: Sequence[int]) -> None:
+    """Add end tokens to the model's generation config, which is saved with it."""
+    known = model.generation_config.eos_token_id
+    ends = list(known) if isinstance(known, list | tuple) else [] if known is None else [known]
+    if len(ids) > 1 and not set(ids) <= set(ends):
+        model.generation_config.eos_token_id = list(dict.fromkeys([*ends, *ids]))
 
 
 def load_config(path: str, config: ModelConfig) -> PretrainedConfig:

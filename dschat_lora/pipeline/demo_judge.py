@@ -19,7 +19,7 @@ from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.chat import Chat
 from dschat_lora.data.encoder import make_encoder
 from dschat_lora.data.readers import iter_file
-from dschat_lora.data.records import to_record
+from dschat_lora.data.records import to_records
 from dschat_lora.data.rows import parse_row
 from dschat_lora.data.samples import Sample
 from dschat_lora.data.tokenize import TokenRule, tokenize
@@ -118,7 +118,8 @@ def rule_scores(
 def perplexity(model: PreTrainedModel, tokenizer: Tokenizer) -> float:
     """Perplexity of the chosen answers of the test rows, per token."""
     chat = Chat(tokenizer, tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id))
-    records = [to_record(parse_row(raw), chat) for raw in iter_file(BUNDLED_DATA["test"])]
+    rows = map(parse_row, iter_file(BUNDLED_DATA["test"]))
+    records = [record for row in rows for record in to_records(row, chat)]
     rule = TokenRule(int(tokenizer.eos_token_id), MAX_SEQ_LEN, "error", False)
     tokenized = tokenize(records, make_encoder(tokenizer), rule)
     samples = [each.sample for each in tokenized if isinstance(each.sample, Sample)]

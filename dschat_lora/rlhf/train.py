@@ -6,6 +6,7 @@ from typing import Any
 
 from dschat_lora.engine.collectives import sum_over_processes
 from dschat_lora.engine.state import EngineState
+from dschat_lora.models.causal_lm import end_ids
 from dschat_lora.rlhf.diagnostics import Diagnostics
 from dschat_lora.rlhf.ema import MovingAverage
 from dschat_lora.rlhf.engines import Engines
@@ -90,7 +91,7 @@ def make_generator(setup: RlhfSetup, engines: Engines) -> Generator:
         engines.actor,
         setup.roles.rollout,
         engines.actor.module.policy("actor").model,
-        eos_ids=[int(setup.tokenizer.eos_token_id)],
+        eos_ids=end_ids(setup.tokenizer),
         pad_id=int(setup.tokenizer.pad_token_id),
         batch_size=setup.config.batch.per_device_generation_batch_size,
         max_length=setup.config.data.max_seq_len,

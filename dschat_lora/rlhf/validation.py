@@ -6,6 +6,7 @@ from typing import Any
 from dschat_lora.assets import BUNDLED_DATA
 from dschat_lora.config.groups import BatchConfig, DataConfig, ModelConfig, OptimConfig
 from dschat_lora.data.rows import check_sources
+from dschat_lora.data.templates import read_chat_template
 from dschat_lora.engine.ds_config import reconcile
 from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.models.tensor_parallel_checks import check_processes, check_training
@@ -114,6 +115,7 @@ def text_data(config: RlhfConfig) -> DataConfig | None:
         preprocessing_num_workers=config.data.preprocessing_num_workers,
         max_seq_len=config.data.max_seq_len,
         train_on_prompt=True,
+        chat_template_kwargs=config.data.chat_template_kwargs,
     )
 
 
@@ -215,6 +217,8 @@ def check_num_generations(config: RlhfConfig, inputs: RlhfInputs) -> None:
 
 def check_data(config: RlhfConfig, inputs: RlhfInputs) -> None:
     """Refuse prompts or pretraining text that cannot be read."""
+    if config.load.chat_template is not None:
+        read_chat_template(config.load.chat_template)
     check_sources(config.data.data, "prompts")
     data = text_data(config)
     if data is not None:

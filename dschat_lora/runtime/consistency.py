@@ -17,7 +17,16 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 # Hosts may keep what they read, and what they write, where they like.
-_PLACES = ("_path", "_dir", "_file", "_config", "_dataset_name", "_checkpoint", "local_rank")
+_PLACES = (
+    "_path",
+    "chat_template",
+    "_dir",
+    "_file",
+    "_config",
+    "_dataset_name",
+    "_checkpoint",
+    "local_rank",
+)
 
 
 def check_same_options(config: "DataclassInstance") -> None:

@@ -13,7 +13,7 @@ from dschat_lora.config.stages import StageConfig
 from dschat_lora.data.store import TokenSet
 from dschat_lora.lora.merge import MergeReport
 from dschat_lora.models.build import AdaptedModel
-from dschat_lora.models.causal_lm import Tokenizer, stored_dropouts
+from dschat_lora.models.causal_lm import Tokenizer, end_ids, stop_at, stored_dropouts
 from dschat_lora.models.source import ModelSource
 from dschat_lora.report.record import package_versions
 from dschat_lora.runtime.run import Run
@@ -43,6 +43,8 @@ def export_trained(
         How far the written model differs, on rank 0; None where none was written.
     """
     options = run.config.run
+    if adapted.task == "CAUSAL_LM":
+        stop_at(adapted.model, end_ids(tokenizer))
     adapter_alone = adapted.lora.lora_dim > 0 and adapted.lora.only_optimize_lora
     if adapter_alone:
         save_adapter(

@@ -9,6 +9,7 @@ from dschat_lora.checkpoint.adapter_config import verify_adapter
 from dschat_lora.config.groups import DataConfig
 from dschat_lora.config.stages import DpoStageConfig, ScoreConfig, SupervisedConfig
 from dschat_lora.data.rows import DataKind, check_sources
+from dschat_lora.data.templates import read_chat_template
 from dschat_lora.engine.ds_config import reconcile
 from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.models.tensor_parallel_checks import check_processes, check_training
@@ -98,6 +99,8 @@ def check_score(config: ScoreConfig) -> None:
         verify_adapter(source.adapter)
     check_task(source, ("SEQ_CLS",))
     fitting_length(config.max_seq_len, source, frozenset({"max_seq_len"}))
+    if config.chat_template is not None:
+        read_chat_template(config.chat_template)
     check_sources(DataConfig(data_path=config.data_path))
     if config.output_path is not None:
         check_can_be_made(Path(config.output_path).expanduser().parent, option="output_path")
@@ -193,7 +196,9 @@ def check_budget(config: SupervisedConfig, inputs: SupervisedInputs) -> None:
 
 
 def check_data(config: SupervisedConfig, inputs: SupervisedInputs) -> None:
-    """Refuse data that cannot be read as the stage reads it."""
+    """Refuse data that cannot be read as the stage reads it, or a chat template that is none."""
+    if config.model.chat_template is not None:
+        read_chat_template(config.model.chat_template)
     check_sources(config.data, inputs.rules.kind)
 
 

@@ -11,6 +11,7 @@ from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import data_rank, data_world_size, world_size
 from dschat_lora.generation.greedy import answer
 from dschat_lora.models.backbone import BackboneModel
+from dschat_lora.models.causal_lm import end_ids
 from dschat_lora.report.log import eval_line
 from dschat_lora.runtime.evaluation import AnswerLog, EvalResults
 from dschat_lora.supervised.batching import BatchLayout, rows_of
@@ -88,6 +89,7 @@ class SampleAnswers:
             self.engine.module.model,
             self.answers.tokenizer,
             self.prompts,
+            eos_ids=end_ids(self.answers.tokenizer),
             max_new_tokens=MAX_ANSWER_TOKENS,
             device=self.engine.device,
             synced=self.engine.zero_stage == 3 and world_size() > 1,

@@ -11,13 +11,13 @@ from typing import Any, TextIO
 
 import torch
 
-from dschat_lora.config.groups import LoraConfig
+from dschat_lora.config.groups import LoraConfig, parse_variables
 from dschat_lora.config.stages import ScoreConfig
 from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.chat import Chat, Span
 from dschat_lora.data.encoder import make_encoder
 from dschat_lora.data.readers import iter_rows
-from dschat_lora.data.records import TextRecord, to_record
+from dschat_lora.data.records import TextRecord, to_records
 from dschat_lora.data.rows import parse_row, require_usable
 from dschat_lora.data.samples import Sample
 from dschat_lora.data.sources import find_source
@@ -135,12 +135,13 @@ def _chunks(
     config: ScoreConfig, tokenizer: Any
 ) -> Iterator[tuple[list[dict[str, Any]], list[list[TextRecord]]]]:
     """Rows as read, and for each the one or two answers to score."""
-    chat = Chat(tokenizer, tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id))
+    eos_text = tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id)
+    chat = Chat(tokenizer, eos_text, parse_variables(config.chat_template_kwargs))
     rows: list[dict[str, Any]] = []
     records: list[list[TextRecord]] = []
     for entry in config.data_path:
         for raw in iter_rows(find_source("data_path", entry)):
-            record = to_record(require_usable(parse_row(raw), "samples"), chat)
+            *_, record = to_records(require_usable(parse_row(raw), "samples"), chat, "pairs")
             rows.append(raw.values)
             records.append(_answers(record))
             if len(rows) == ROWS_AT_A_TIME:

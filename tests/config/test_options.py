@@ -24,13 +24,13 @@ from helpers.step1 import parsed
 # What users' scripts rely on. A flag may be added here, never taken away or renamed.
 STEP1_FLAGS = """
     model_name_or_path dtype gradient_checkpointing dropout attn_implementation trust_remote_code
-    add_eot_token eot_token compile compute_fp32_loss
+    add_eot_token eot_token chat_template compile compute_fp32_loss
     lora_dim lora_alpha lora_dropout use_rslora target_modules lora_module_name train_bias
     modules_to_save enable_lora only_optimize_lora
     resume_from_checkpoint save_interval save_minutes save_total_limit
     data_path data_weights sft_only_data_path eval_data_path eval_ratio data_split
     data_output_path max_seq_len overlong bad_rows train_on_prompt packing
-    preprocessing_num_workers
+    preprocessing_num_workers chat_template_kwargs
     per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps
     tokens_per_device
     learning_rate lora_learning_rate lora_lr_multiplier loraplus_lr_ratio weight_decay adam_beta1

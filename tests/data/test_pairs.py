@@ -17,7 +17,7 @@ from dschat_lora.data.chat import Chat, Span
 from dschat_lora.data.encoder import make_encoder
 from dschat_lora.data.prepare import prepare
 from dschat_lora.data.readers import RawRow, RowError
-from dschat_lora.data.records import TextRecord, to_record
+from dschat_lora.data.records import TextRecord, to_records
 from dschat_lora.data.rows import check_sources, parse_row, require_usable
 from dschat_lora.data.samples import PairSample
 from dschat_lora.data.store import TokenSet, write_samples
@@ -119,10 +119,10 @@ def test_messages_whose_format_ends_itself_have_one_end_and_the_prompt_of_traini
         for role, content in (("user", "q"), ("assistant", "a"), ("assistant", "bc"))
     )
     row = {"chosen": [user, answers[0]], "rejected": [user, answers[1]]}
-    record = to_record(parse_row(RawRow("f:7", row)), chat)
+    (record,) = to_records(parse_row(RawRow("f:7", row)), chat)
     pair = run(record, tokenizer).sample
     for sequence, answer in zip((pair.chosen, pair.rejected), answers, strict=True):
-        training = to_record(parse_row(RawRow("f:7", {"messages": [user, answer]})), chat)
+        (training,) = to_records(parse_row(RawRow("f:7", {"messages": [user, answer]})), chat)
         (own,) = tokenize([training], make_encoder(tokenizer), TokenRule(EOS, 100, "drop", False))
         assert sequence.tolist() == own.sample.input_ids.tolist()
         assert pair.prompt.tolist() == own.sample.prompt.tolist()
@@ -410,7 +410,7 @@ def test_a_row_with_one_of_two_answers_is_refused_with_its_place(prepared, missi
 
 def record_of(values):
     row = require_usable(parse_row(RawRow("f:7", values)), "pairs")
-    return to_record(row, Chat(None, ""))
+    return to_records(row, Chat(None, ""))[0]
 
 
 @pytest.mark.parametrize(

@@ -373,6 +373,8 @@ def test_the_audit_counts_by_hand(run, jsonl):
         "eos_samples": 4,
         "max_seq_len": 8,
         "kind": "samples",
+        "chat_rows": {},
+        "answer_samples": 0,
     }
     json.dumps(audit.to_dict())
 

@@ -1,9 +1,9 @@
 import pytest
 from hand_tokenizers import build_byte_tokenizer
 
-from dschat_lora.data.chat import Chat
+from dschat_lora.data.chat import Chat, Span
 from dschat_lora.data.readers import RawRow, RowError
-from dschat_lora.data.records import TextRecord, to_record
+from dschat_lora.data.records import TextRecord, to_records
 from dschat_lora.data.rows import parse_row
 
 USER = {"role": "user", "content": "q"}
@@ -15,9 +15,14 @@ CHATML = (
 )
 
 
-def record(values, chat_template=None) -> TextRecord:
+def records(values, chat_template=None, kind="samples"):
     chat = Chat(build_byte_tokenizer(chat_template=chat_template), "</s>")
-    return to_record(parse_row(RawRow("f:1", values)), chat)
+    return to_records(parse_row(RawRow("f:1", values)), chat, kind)
+
+
+def record(values, chat_template=None, kind="samples") -> TextRecord:
+    (only,) = records(values, chat_template, kind)
+    return only
 
 
 def spans(values, chat_template=None):
@@ -158,14 +163,34 @@ def test_an_end_token_inside_an_answer_does_not_shorten_it():
     assert spans({"messages": [USER, said]}, template)[1] == ("x</s>y<end>\n", True)
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused():
+def test_answers_of_a_template_that_rewrites_earlier_turns_are_samples_of_their_own():
+    """Each follows the prompt that the model sees when it speaks."""
     template = "{{ messages | length }}" + CHATML
-    assert "renders what precedes message 2 differently" in reason(
-        {"messages": [USER, ANSWER]}, template
+    first, second = records({"messages": [USER, ANSWER, USER, ANSWER]}, template)
+    assert first.spans == (Span("1<user>q\n<assistant>", False), Span("a</s>", True))
+    assert second.spans == (
+        Span("3<user>q\n<assistant>a</s>\n<user>q\n<assistant>", False),
+        Span("a</s>", True),
     )
+    assert (first.goes_on, second.goes_on) == (False, True)
     later = "{% if messages | length > 2 %}long{% endif %}" + CHATML
-    assert "renders what precedes message 4 differently" in reason(
-        {"messages": [USER, ANSWER, USER, ANSWER]}, later
+    prompts = [each.prompt[:4] for each in records({"messages": [USER, ANSWER] * 2}, later)]
+    assert prompts == ["<use", "long"]
+
+
+def test_a_template_that_hides_where_an_answer_begins_is_refused():
+    template = "{{ messages | length }}" + CHATML.replace("add_generation_prompt", "false")
+    assert reason({"messages": [USER, ANSWER]}, template) == (
+        "f:1: the chat template renders what precedes message 2 differently once that message "
+        "follows, so its tokens cannot be told apart; give such rows as `prompt`, `completion`"
+    )
+
+
+def test_an_answer_that_the_template_leaves_out_is_refused():
+    template = CHATML.replace("{{ m.content }}", "{{ m.content if m.role == 'user' }}")
+    said = {"role": "assistant", "content": "No."}
+    assert reason({"messages": [USER, said]}, template) == (
+        "f:1: the chat template leaves out the content of message 2"
     )
 
 

@@ -35,8 +35,25 @@ def greedy(model, prompt, steps):
 def test_answers_of_a_padded_batch_are_those_of_each_prompt_alone(name):
     model = tiny(name)
     prompts = [[5, 6, 7, 8, 9], [10, 11], [12, 13, 14]]
-    raise_together = answer(model, TOKENIZER, prompts, max_new_tokens=8, device=torch.device("cpu"))
+    raise_together = answer(
+        model,
+        TOKENIZER,
+        prompts,
+        eos_ids=[TOKENIZER.eos_token_id],
+        max_new_tokens=8,
+        device=torch.device("cpu"),
+    )
     assert raise_together == [greedy(model, prompt, 8) for prompt in prompts]
+
+
+@pytest.mark.parametrize(("ends", "expected"), [([EOS], [7] * 4), ([EOS, 7], [7])])
+def test_any_end_token_ends_an_answer(ends, expected):
+    model = tiny("llama")
+    torch.nn.init.zeros_(model.lm_head.weight)
+    model.lm_head.bias = torch.nn.Parameter(torch.eye(40)[7] * 9.0)
+    device = torch.device("cpu")
+    found = answer(model, TOKENIZER, [[5, 6]], eos_ids=ends, max_new_tokens=4, device=device)
+    assert found == [expected]
 
 
 def test_answer_ends_with_its_first_end_of_sequence():
@@ -46,7 +63,14 @@ def test_answer_ends_with_its_first_end_of_sequence():
     model.lm_head.bias = torch.nn.Parameter(
         torch.nn.functional.one_hot(torch.tensor(EOS), 40) * 9.0
     )
-    answers = answer(model, TOKENIZER, [[5, 6], [7]], max_new_tokens=4, device=torch.device("cpu"))
+    answers = answer(
+        model,
+        TOKENIZER,
+        [[5, 6], [7]],
+        eos_ids=[TOKENIZER.eos_token_id],
+        max_new_tokens=4,
+        device=torch.device("cpu"),
+    )
     assert answers == [[EOS], [EOS]]
 
 
@@ -58,5 +82,12 @@ def test_prompt_without_room_for_an_answer_keeps_its_end(name):
         table = model.model.decoder.embed_positions
         table.weight = torch.nn.Parameter(table.weight[: limit + 2])
     prompt = [3 + (7 * i) % 31 for i in range(40)]
-    (found,) = answer(model, TOKENIZER, [prompt], max_new_tokens=6, device=torch.device("cpu"))
+    (found,) = answer(
+        model,
+        TOKENIZER,
+        [prompt],
+        eos_ids=[TOKENIZER.eos_token_id],
+        max_new_tokens=6,
+        device=torch.device("cpu"),
+    )
     assert found == greedy(model, prompt[-10:], 6)

@@ -9,7 +9,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from dschat_lora.assets import BUNDLED_MODEL
 from helpers.step1 import ROOT, deepspeed, metrics, python, run, write_jsonl
@@ -29,6 +29,13 @@ MORE_FIELDS = {"train": ["loss_scale", "skipped"], "eval": ["samples"]}
 RUN_FIELDS = """
     stage status command started versions git_commit platform world_size config data parameters
 """.split()
+# It ends answers in a token that the bundled tokenizer has, and rewrites all but the last.
+CHAT_TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]"
+    "{{ '...' if m.role == 'assistant' and not loop.last else tone ~ m.content }}"
+    "{{ '<|unk|>' if m.role == 'assistant' }}\n{% endfor %}"
+    "{{ '[assistant]' if add_generation_prompt }}"
+)
 # Keeps a run short: a few evaluation batches, no sample answers.
 SHORT = ["--eval_iters", "1", "--sample_generations", "0"]
 
@@ -73,13 +80,15 @@ def own_data(home):
     write_jsonl(home / "pairs.jsonl", rows)
     write_jsonl(home / "text.jsonl", [{"text": f"Number {i} is a number."} for i in range(20)])
     chat = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Hello!"}]
-    write_jsonl(home / "chat.jsonl", [{"messages": chat}] * 3 + [{"text": "and a text"}])
+    write_jsonl(home / "chat.jsonl", [{"messages": chat * 2}] * 3 + [{"text": "and a text"}])
+    (home / "chat.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
     preference = {"prompt": "Sum: 1 + 1 =", "chosen": " 2", "rejected": " 3"}
     write_jsonl(home / "preference.jsonl", [preference, {"text": ""}])
     done = run(
         python(
             *["--data_path", "pairs.jsonl", "text.jsonl", "chat.jsonl", "preference.jsonl"],
             *["--eval_ratio", "0.2", "--max_seq_len", "64", "--bad_rows", "skip"],
+            *["--chat_template", "chat.jinja", "--chat_template_kwargs", '{"tone": "!"}'],
             *["--lora_dim", "4", "--lora_learning_rate", "5e-3", "--max_steps", "3"],
             *["--per_device_train_batch_size", "2", "--num_train_epochs", "2"],
             *["--output_dir", "own/run", "--merge_adapter", "--enable_tensorboard", *SHORT],
@@ -162,6 +171,14 @@ def test_adapter_directory_is_complete_and_loads_in_peft(title, home):
     assert all(p.abs().max() > 0 for p in factors.values())
 
 
+def test_the_built_in_chat_format_is_saved_as_a_template(title, home):
+    tokenizer = AutoTokenizer.from_pretrained(home / "output" / "sft" / "adapter")
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == (
+        "\n\nHuman: q\n\nAssistant: a<|end|>"
+    )
+
+
 def test_output_directory_holds_nothing_else(title, home):
     names = {path.name for path in (home / "output" / "sft").iterdir()}
     assert names == {"run.json", "metrics.jsonl", "adapter", "checkpoints"}
@@ -183,6 +200,22 @@ def test_rows_of_several_types_are_trained_on_and_bad_ones_counted(own_data, hom
     assert own_data.out.splitlines()[0].startswith(
         "model: the bundled tiny model; data: pairs.jsonl"
     )
+
+
+def test_answers_of_a_template_that_rewrites_them_are_counted_as_samples(own_data, home):
+    audit = json_of(home / "own" / "run" / "run.json")["data"]["audit"]
+    rows = audit["chat_rows"]["answers"]
+    assert rows > 0
+    assert audit["answer_samples"] == 2 * rows
+    assert f"answers      {rows} rows are {2 * rows} samples" in own_data.out
+
+
+@pytest.mark.parametrize("part", ["adapter", "model"])
+def test_the_chat_template_that_trained_is_saved_with_its_end_tokens(own_data, home, part):
+    tokenizer = AutoTokenizer.from_pretrained(home / "own" / "run" / part)
+    ends = GenerationConfig.from_pretrained(home / "own" / "run" / part).eos_token_id
+    assert tokenizer.chat_template == CHAT_TEMPLATE
+    assert tokenizer.convert_ids_to_tokens(ends) == ["<|end|>", "<|unk|>"]
 
 
 def test_max_steps_ends_the_run(own_data, home):

@@ -1,0 +1,179 @@
+"""Samples of a conversation: which text the model reads, and what of it the assistant said."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from dschat_lora.data.chat import Chat, Span, common_prefix
+from dschat_lora.data.messages import Message, called_function, content_text
+from dschat_lora.data.template_probe import PROBE
+
+# How the assistant's text is found: by the template's own marks, turn by turn in one rendering, or
+# answer by answer, each in a rendering of its own.
+Method = Literal["marks", "turns", "answers"]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Spans of each sample that a conversation becomes, in order."""
+
+    method: Method
+    samples: tuple[tuple[Span, ...], ...]
+
+
+def supervise(
+    messages: Sequence[Message], chat: Chat, *, first_target: int = 0, by_marks: bool = True
+) -> Conversation:
+    """Text of a conversation up to its last answer; what the assistant says is the target.
+
+    A template with ``{% generation %}`` marks says itself what that is. Else a turn is what
+    rendering it adds to the rendering of all before it, up to and including its end token; where
+    the template then renders earlier turns otherwise, each answer is a sample of its own, as the
+    model sees it when it speaks. Answers before message ``first_target`` are read, not trained on.
+    Each answer is the target of exactly one sample. Without ``by_marks`` marks are passed over, and
+    each answer ends in its end token.
+
+    Raises:
+        ValueError: if there is no answer to train on, or the template leaves out what it says.
+    """
+    answers = _answers(messages, first_target)
+    if by_marks and chat.has_marks:
+        return Conversation("marks", (_by_marks(messages, answers, chat, first_target),))
+    spans = _turn_by_turn(messages, answers, chat)
+    if spans is not None:
+        return Conversation("turns", (spans,))
+    return Conversation("answers", tuple(answer_spans(messages, i, chat) for i in answers))
+
+
+def prompt_spans(
+    messages: Sequence[Message], chat: Chat, *, first_target: int = 0
+) -> tuple[Span, ...]:
+    """All before the last answer, as the model sees it when it speaks."""
+    answers = _answers(messages, first_target)
+    spans = None if chat.has_marks else _turn_by_turn(messages, answers, chat)
+    if spans is not None:
+        return spans[:-1]
+    return (Span(chat.render(messages[: answers[-1]], add_generation_prompt=True), target=False),)
+
+
+def _answers(messages: Sequence[Message], first_target: int) -> list[int]:
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    answers = [index for index in answers if index >= first_target]
+    if not answers:
+        raise ValueError("no message of role 'assistant' to train on")
+    if answers[0] == 0:
+        raise ValueError("the first message is the assistant's; it answers nothing")
+    return answers
+
+
+def answer_spans(messages: Sequence[Message], index: int, chat: Chat) -> tuple[Span, Span]:
+    """What the model reads before it says message ``index``, and what it then says.
+
+    Raises:
+        ValueError: if the template does not tell the two apart.
+    """
+    before = chat.render(messages[:index], add_generation_prompt=True)
+    after = chat.render(messages[: index + 1], add_generation_prompt=False)
+    if not after.startswith(before):
+        before, after = _realigned(messages, index, chat, before, after)
+    turn = after[len(before) :]
+    _check_said(messages, index, turn)
+    return Span(before, target=False), Span(turn[: _answer_length(turn, chat)], target=True)
+
+
+def _realigned(
+    messages: Sequence[Message], index: int, chat: Chat, before: str, after: str
+) -> tuple[str, str]:
+    """(prompt, prompt and answer) where the answer's rendering does not begin with the prompt's."""
+    other = [*messages[:index], {"role": "assistant", "content": PROBE}]
+    # Text before anything that the answer itself says.
+    header = common_prefix(after, chat.render(other, add_generation_prompt=False))
+    shared = chat.whole_tokens(before, min(header, common_prefix(before, after)))
+    asked = chat.render(messages[:index], add_generation_prompt=False)
+    end = chat.whole_tokens(before, common_prefix(before, asked))
+    if shared >= end:
+        # The prompt for an answer of this kind ends sooner: without the opening of a thought.
+        return before[:shared], after
+    # The answer changes how what precedes it is rendered.
+    opening = before[end:]
+    start = after.rfind(opening, 0, header) if opening else -1
+    if start < 0:
+        raise ValueError(
+            f"the chat template renders what precedes message {index + 1} differently once that "
+            "message follows, so its tokens cannot be told apart; give such rows as `prompt`, "
+            "`completion`"
+        )
+    return before, before + after[start + len(opening) :]
+
+
+def _turn_by_turn(
+    messages: Sequence[Message], answers: Sequence[int], chat: Chat
+) -> tuple[Span, ...] | None:
+    """One sample with every answer; None where earlier turns do not stay as they are."""
+    spans: list[Span] = []
+    rendered, used = "", 0  # text up to the previous answer, and how much of it spans cover
+    for index in answers:
+        before = chat.render(messages[:index], add_generation_prompt=True)
+        after = chat.render(messages[: index + 1], add_generation_prompt=False)
+        if not (before.startswith(rendered) and after.startswith(before)):
+            return None
+        if index != answers[-1]:
+            after = after.removesuffix(chat.closing)
+        turn = after[len(before) :]
+        _check_said(messages, index, turn)
+        spans.append(Span(before[used:], target=False))
+        used = len(before) + _answer_length(turn, chat)
+        spans.append(Span(after[len(before) : used], target=True))
+        rendered = after
+    return tuple(spans)
+
+
+def _by_marks(
+    messages: Sequence[Message], answers: Sequence[int], chat: Chat, first_target: int
+) -> tuple[Span, ...]:
+    text, marks = chat.render_marked(messages)
+    start = 0
+    if first_target:
+        prompt = chat.render(messages[:first_target], add_generation_prompt=True)
+        start = common_prefix(prompt, text)
+    spans: list[Span] = []
+    used = 0
+    for begin, end in marks:
+        begin = max(begin, start)
+        if end <= begin:
+            continue
+        if begin > used:
+            spans.append(Span(text[used:begin], target=False))
+        elif spans:
+            begin = used - len(spans.pop().text)
+        spans.append(Span(text[begin:end], target=True))
+        used = end
+    said = "".join(span.text for span in spans if span.target)
+    for index in answers:
+        _check_said(messages, index, said)
+    return tuple(spans)
+
+
+def _check_said(messages: Sequence[Message], index: int, text: str) -> None:
+    """Refuse a rendering that lacks what the message says; thoughts are the template's choice."""
+    message = messages[index]
+    # Templates cut thoughts out of content.
+    content = content_text(message.get("content")).rpartition("</think>")[2]
+    names = [called_function(call)["name"] for call in message.get("tool_calls") or []]
+    what = next((name for name in names if name not in text), None)
+    if what is not None:
+        raise ValueError(
+            f"the chat template leaves out the call of {what!r} in message {index + 1}"
+        )
+    is_there = content.strip() in text or "".join(content.split()) in "".join(text.split())
+    if not (names or is_there):
+        raise ValueError(f"the chat template leaves out the content of message {index + 1}")
+
+
+def _answer_length(turn: str, chat: Chat) -> int:
+    """Characters of a turn without the white space that a template adds after the end token."""
+    eos_text = chat.eos_text
+    end = turn.rfind(eos_text) + len(eos_text) if eos_text and eos_text in turn else 0
+    if end and not turn[end:].strip():
+        return end
+    return len(turn.rstrip()) if chat.is_ended(turn) else len(turn)

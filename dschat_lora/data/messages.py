@@ -1,0 +1,77 @@
+"""Checks of messages: their role, content and tool calls."""
+
+from typing import Any
+
+from dschat_lora.data.readers import RowError
+
+Message = dict[str, Any]
+
+
+class EmptyRowError(RowError):
+    """A row whose text is there but empty."""
+
+
+def check_message(location: str, name: str, message: object) -> None:
+    """Refuse what is no message; ``name`` is the field and the number of the message in it.
+
+    ``content`` is text or a list of text parts, and may be absent beside ``tool_calls``. Keys
+    other than these and ``role`` are for the chat template.
+
+    Raises:
+        RowError: with what was found and what a message has.
+    """
+    calls = message.get("tool_calls") if isinstance(message, dict) else None
+    required = {"role"} if calls else {"role", "content"}
+    if not isinstance(message, dict) or not required <= message.keys():
+        found = sorted(message) if isinstance(message, dict) else type(message).__name__
+        raise RowError(location, f"{name} must have 'role' and 'content', found {found}")
+    if not isinstance(message["role"], str):
+        kind = type(message["role"]).__name__
+        raise RowError(location, f"{name}: 'role' must be text, found {kind}")
+    if calls is not None:
+        _check_calls(location, name, calls)
+    if not (calls and message.get("content") is None):
+        _check_content(location, name, message["content"])
+        said = content_text(message["content"])
+        if message["role"] == "assistant" and not (calls or said.strip()):
+            raise EmptyRowError(location, f"{name}: the assistant's 'content' is empty")
+
+
+def content_text(content: str | list[dict[str, Any]] | None) -> str:
+    """The text of a message's checked content, its parts one after another."""
+    if isinstance(content, list):
+        return "".join(part["text"] for part in content)
+    return content or ""
+
+
+def _check_content(location: str, name: str, content: object) -> None:
+    if isinstance(content, str):
+        return
+    if not isinstance(content, list):
+        kind = type(content).__name__
+        raise RowError(location, f"{name}: 'content' must be text, found {kind}")
+    for number, part in enumerate(content, start=1):
+        if not (isinstance(part, dict) and isinstance(part.get("text"), str)):
+            found = repr(part.get("type")) if isinstance(part, dict) else type(part).__name__
+            form = '{"type": "text", "text": ...}'
+            raise RowError(
+                location, f"{name}: part {number} of 'content' must be {form}, found {found}"
+            )
+
+
+def _check_calls(location: str, name: str, calls: object) -> None:
+    valid = isinstance(calls, list) and all(
+        isinstance(call, dict) and isinstance(called_function(call).get("name"), str)
+        for call in calls
+    )
+    if not valid:
+        form = '{"type": "function", "function": {"name": ..., "arguments": ...}}'
+        raise RowError(
+            location, f"{name}: 'tool_calls' must be a list of {form}, found {calls!s:.200}"
+        )
+
+
+def called_function(call: dict[str, Any]) -> dict[str, Any]:
+    """Name and arguments of a tool call, which may stand in it or in its ``function``."""
+    function = call.get("function")
+    return function if isinstance(function, dict) else call

@@ -1,0 +1,74 @@
+"""Chat templates as text: the built-in one, and files that the user names."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+HUMAN = "\n\nHuman:"
+ASSISTANT = "\n\nAssistant:"
+# Turns headed Human and Assistant, end-of-sequence after each answer.
+BUILT_IN_TEMPLATE = r"""
+{%- if tools -%}
+  {{- raise_exception("the built-in chat format has no place for tools") -}}
+{%- endif -%}
+{%- for message in messages -%}
+  {%- if message.role not in ("system", "user", "assistant") -%}
+    {{- raise_exception("role '" ~ message.role ~ "' has no place in the built-in chat format; use "
+        "system, user or assistant, or a tokenizer with a chat template") -}}
+  {%- elif message.tool_calls -%}
+    {{- raise_exception("the built-in chat format has no place for tool calls") -}}
+  {%- elif message.role == "system" -%}
+    {{- message.content -}}
+  {%- elif message.role == "user" -%}
+    {{- "\n\nHuman: " ~ message.content -}}
+  {%- else -%}
+    {{- "\n\nAssistant: " ~ message.content ~ eos_token -}}
+  {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+  {{- "\n\nAssistant:" -}}
+{%- endif -%}
+"""
+
+
+def read_chat_template(path: str) -> str:
+    """The text of the Jinja file that ``--chat_template`` names.
+
+    Raises:
+        ValueError: in one line, if it cannot be read or is no template.
+    """
+    from jinja2 import TemplateSyntaxError
+    from jinja2.meta import find_undeclared_variables
+
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--chat_template {path} is not UTF-8 text") from error
+    except OSError as error:
+        raise ValueError(f"--chat_template {path} cannot be read: {error.strerror}") from error
+    try:
+        variables = find_undeclared_variables(_environment().parse(text))
+    except TemplateSyntaxError as error:
+        reason = f"line {error.lineno}: {error.message}"
+        raise ValueError(f"--chat_template {path} is no Jinja template: {reason}") from error
+    if "messages" not in variables:
+        raise ValueError(f"--chat_template {path} must be a Jinja template that renders `messages`")
+    return text
+
+
+def _environment() -> "Environment":
+    """One that knows the tags of transformers: loop controls and generation marks."""
+    from jinja2 import Environment, nodes
+    from jinja2.ext import Extension
+    from jinja2.parser import Parser
+
+    class Generation(Extension):
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    return Environment(extensions=[Generation, "jinja2.ext.loopcontrols"])
