@@ -37,7 +37,9 @@ FLOORS = [
     },
     {
         "data": Room(
-            "algos config", "datasets jinja2 numpy pyarrow torch", "nlg readers rows sources"
+            "algos config",
+            "datasets jinja2 numpy pyarrow torch",
+            "directories layouts nlg readers rows sources suffixes",
         ),
         "engine": Room("algos config", "deepspeed psutil torch", "ds_config meeting peers"),
         "lora": Room("config", "regex torch"),

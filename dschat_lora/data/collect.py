@@ -9,7 +9,14 @@ from dschat_lora.config.groups import DataConfig, parse_data_split
 from dschat_lora.data.chat import Chat
 from dschat_lora.data.readers import RowError, iter_rows
 from dschat_lora.data.records import TextRecord, to_record
-from dschat_lora.data.rows import DataKind, EmptyRowError, parse_row, require_usable
+from dschat_lora.data.rows import (
+    DataKind,
+    EmptyRowError,
+    is_learnt,
+    parse_row,
+    require_usable,
+    row_options,
+)
 from dschat_lora.data.sources import Source
 from dschat_lora.data.split import Parts, repeats, split_rows
 
@@ -81,21 +88,27 @@ def _records(
     ``prompts`` grows by one entry a row, equal for rows of one prompt whatever the stage makes
     of them, so that every stage holds out the same rows.
     """
-    empty = True
+    empty, options = True, row_options(config)
+    types: Counter[str] = Counter() if source.option == "eval_data_path" else rows.by_type
     for raw in iter_rows(source):
         empty = False
         prompts.append(len(prompts))
         try:
-            row = parse_row(raw)
+            row = parse_row(raw, options)
             record = to_record(row, chat)
             prompts[-1] = record.prompt or prompts[-1]
-            require_usable(row, rows.kind)
+            require_usable(row, rows.kind, options)
+            if not is_learnt(row, rows.kind):
+                types[f"{row.described} with label false left out"] += 1
+                yield None
+                continue
             if rows.kind == "prompts":
                 if not record.prompt:
                     raise EmptyRowError(row.location, "there is nothing before the answer")
                 # What JSON has no form for, such as a date, becomes text.
                 columns = json.dumps(raw.values, ensure_ascii=False, default=str)
                 record = replace(record, columns=columns)
+            types[row.described] += 1
             yield record
         except RowError as error:
             if config.bad_rows == "stop":
@@ -119,7 +132,6 @@ def _assign(
     for record in records:
         if record is not None:
             digest = record.digest(rows.kind)
-            rows.by_type[record.kind] += 1
             rows.duplicates += digest in rows.seen
             rows.seen.add(digest)
     rows.eval += [record for i in parts.eval if (record := records[i]) is not None]

@@ -106,7 +106,7 @@ def text_data(config: RlhfConfig) -> DataConfig | None:
     if name is None:
         return None
     return DataConfig(
-        data_path=(f"{name}:{more}" if more else name,),
+        data_path=(f"{name}:{more}:train" if more else name,),
         eval_ratio=0.0,
         data_output_path=config.data.data_output_path,
         overlong="truncate",

@@ -48,7 +48,7 @@ _FIXED = (
     *("train_bias", "modules_to_save", "enable_lora", "only_optimize_lora"),
     *("add_eot_token", "eot_token"),
     *("max_seq_len", "overlong", "bad_rows", "train_on_prompt", "packing", "data_split"),
-    *("data_weights", "eval_ratio", "seed", "tokens_per_device"),
+    *("data_weights", "columns", "unpaired_rows", "eval_ratio", "seed", "tokens_per_device"),
     *("label_smooth", "correct_bias", "decay_after_update", "scheduler_counts_micro_steps"),
     *("reward_loss", "center_rewards_coefficient", "share_prompt"),
     *("beta", "loss_type", "label_smoothing", "length_normalization", "rpo_alpha"),

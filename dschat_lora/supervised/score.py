@@ -11,14 +11,14 @@ from typing import Any, TextIO
 
 import torch
 
-from dschat_lora.config.groups import LoraConfig
+from dschat_lora.config.groups import LoraConfig, parse_columns
 from dschat_lora.config.stages import ScoreConfig
 from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.chat import Chat, Span
 from dschat_lora.data.encoder import make_encoder
 from dschat_lora.data.readers import iter_rows
 from dschat_lora.data.records import TextRecord, to_record
-from dschat_lora.data.rows import parse_row, require_usable
+from dschat_lora.data.rows import RowOptions, parse_row, require_usable
 from dschat_lora.data.samples import Sample
 from dschat_lora.data.sources import find_source
 from dschat_lora.data.tokenize import TokenRule, tokenize
@@ -138,9 +138,11 @@ def _chunks(
     chat = Chat(tokenizer, tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id))
     rows: list[dict[str, Any]] = []
     records: list[list[TextRecord]] = []
+    options = RowOptions(parse_columns(config.columns), unpaired="all")
     for entry in config.data_path:
         for raw in iter_rows(find_source("data_path", entry)):
-            record = to_record(require_usable(parse_row(raw), "samples"), chat)
+            row = require_usable(parse_row(raw, options), "samples", options)
+            record = to_record(row, chat)
             rows.append(raw.values)
             records.append(_answers(record))
             if len(rows) == ROWS_AT_A_TIME:

@@ -1,0 +1,300 @@
+"""Layouts of published data sets, such as Alpaca and ShareGPT, as the columns of the row types."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+Columns = dict[str, Any]
+Messages = list[dict[str, Any]]
+
+# Columns that hold what is learnt, those of the richest row type first.
+LEARNT = (
+    {"chosen", "rejected"},
+    {"messages", "conversations"},
+    {"completion"},
+    {"output"},
+    {"answer"},
+    {"text"},
+)
+ASKED = {"prompt", "instruction", "question"}
+HUMAN = "\n\nHuman:"  # begins answers that hold their prompt, as Anthropic's HH does
+LABELS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
+# What a question is about: without it, its answer would be another task's.
+BESIDE_A_QUESTION = {"context", "choices", "options"}
+# ShareGPT's names of the speakers, and the roles of chat templates.
+ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "assistant", "function_call"), "assistant"),
+    "system": "system",
+    **dict.fromkeys(("tool", "observation"), "tool"),
+}
+
+
+class EmptyTextError(ValueError):
+    """A text that a layout needs is there but empty."""
+
+
+def rename(values: Columns, names: Mapping[str, str]) -> Columns:
+    """A row's columns as ``--columns`` names them: ``{"prompt": "question"}`` reads ``question``.
+
+    A column that is read loses its own name. Left out are the row's own columns of a name that is
+    given, and those of a richer row type than the one that ``names`` describe.
+
+    Raises:
+        ValueError: if the row lacks a column.
+    """
+    for name, column in names.items():
+        if column not in values:
+            raise ValueError(
+                f"row lacks {column!r} of --columns {name}={column}; it has {sorted(values)}"
+            )
+    hidden = {*names, *names.values()}
+    if names.keys() & ASKED:
+        hidden |= ASKED | LEARNT[1]
+    named = [place for place, columns in enumerate(LEARNT) if names.keys() & columns]
+    hidden.update(*LEARNT[: named[0] if named else 0])
+    own = {name: value for name, value in values.items() if name not in hidden}
+    return own | {name: values[column] for name, column in names.items()}
+
+
+def to_canonical(values: Columns) -> tuple[Columns, str]:
+    """A row with the columns of the row types, and the layout it was found in ("": theirs).
+
+    Args:
+        values: the row's columns without absent (null) ones.
+
+    Raises:
+        EmptyTextError: if a text that the layout needs is empty.
+        ValueError: if the row is of a layout but for something else.
+    """
+    if values.keys() & {"chosen", "rejected"}:
+        return _preference(values)
+    values, layout = _conversational(values)
+    return (_unpaired(values) if is_good(values.get("label")) is not None else values), layout
+
+
+def is_good(label: object) -> bool | None:
+    """What a ``label`` says: true or false, 1 or 0, or a text of these; None for any other."""
+    is_scalar = isinstance(label, bool | int | float | str)
+    return LABELS.get(str(label).strip().lower()) if is_scalar else None
+
+
+def _conversational(values: Columns) -> tuple[Columns, str]:
+    values, layout = _message_lists(values, ("messages", "prompt", "completion"))
+    if "messages" in values:
+        return (_with_system(values) if layout else values), layout
+    if {"prompt", "completion"} <= values.keys():
+        return _in_one_form(values, ["completion"]), layout
+    if "conversations" in values:
+        messages = _conversation(values, "conversations")
+        return _with_system({**values, "messages": messages}), "sharegpt"
+    if "prompt" in values:
+        return values, layout
+    if {"instruction", "output"} <= values.keys():
+        return _answered(values, _alpaca_prompt(values), "output"), "alpaca"
+    if {"message_id", "message_tree_id"} <= values.keys():
+        raise ValueError(
+            "row is one message of a tree, as in OASST; make rows with `messages` of its threads"
+        )
+    others = {"text", *BESIDE_A_QUESTION}
+    if {"question", "answer"} <= values.keys() and not values.keys() & others:
+        return _answered(values, _question_prompt(values), "answer"), "question-answer"
+    return values, ""
+
+
+def _unpaired(values: Columns) -> Columns:
+    """A row with a label, its conversation as the prompt and the last answer, which it is about."""
+    messages = values.get("messages")
+    if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
+        return values
+    answers = [at for at, each in enumerate(messages) if each.get("role") == "assistant"]
+    if not answers or answers[-1] == 0:
+        return values
+    rest = {name: value for name, value in values.items() if name != "messages"}
+    return {**rest, "prompt": messages[: answers[-1]], "completion": [messages[answers[-1]]]}
+
+
+def _preference(values: Columns) -> tuple[Columns, str]:
+    """Chosen and rejected after a prompt of the same form, or holding it."""
+    names = [name for name in ("chosen", "rejected") if name in values]
+    values, layout = _message_lists(values, ["prompt", *names])
+    begins = all(_begins_with_answer(values[name]) for name in names)
+    for column, (read, name) in PROMPTS.items():
+        if begins and "prompt" not in values and column in values:
+            values, layout = {**values, "prompt": read(values)}, name
+    if "prompt" not in values:
+        return values, layout
+    if all(isinstance(values[name], list) for name in names) and not begins:
+        return _without_held_prompt(values, names), layout or "ultrafeedback"
+    return _in_one_form(values, names), layout
+
+
+def _without_held_prompt(values: Columns, names: Sequence[str]) -> Columns:
+    """The row without a prompt that its message lists hold themselves."""
+    prompt = values["prompt"]
+    for name in names:
+        if isinstance(prompt, str):
+            contents = [each.get("content") for each in values[name] if isinstance(each, dict)]
+            held = any(isinstance(c, str) and c.strip() == prompt.strip() for c in contents)
+        else:
+            held = values[name][: len(prompt)] == prompt
+        if not held:
+            raise ValueError(
+                f"`{name}` must be the answer to `prompt`, or begin with it; it does neither"
+            )
+    return {name: value for name, value in values.items() if name != "prompt"}
+
+
+def _in_one_form(values: Columns, names: Sequence[str]) -> Columns:
+    """A text beside message lists as a message: the user's prompt, or the assistant's answers."""
+    prompt, answers = values["prompt"], [values[name] for name in names]
+    if isinstance(prompt, str) and all(isinstance(answer, list) for answer in answers):
+        for name in names:
+            if not _begins_with_answer(values[name]):
+                raise ValueError(f"`{name}` must begin with the assistant where `prompt` is text")
+        return {**values, "prompt": [_message("user", _text(values, "prompt"))]}
+    if isinstance(prompt, list) and all(isinstance(answer, str) for answer in answers):
+        own = {name: [_message("assistant", _text(values, name))] for name in names}
+        return {**values, **own}
+    return values
+
+
+def _begins_with_answer(value: object) -> bool:
+    """Whether no prompt precedes the answer; true of what is no answer, which is refused later."""
+    if isinstance(value, str):
+        return not value.startswith(HUMAN)
+    first = value[0] if isinstance(value, list) and value else None
+    return not isinstance(first, dict) or first.get("role", "assistant") == "assistant"
+
+
+def _message_lists(values: Columns, names: Sequence[str]) -> tuple[Columns, str]:
+    """The row with ShareGPT's messages in these columns as messages, and a single one as a list."""
+    layout = ""
+    for name in names:
+        value = values.get(name)
+        if isinstance(value, dict) and name != "prompt":
+            value = [value]
+            values = {**values, name: value}
+        first = value[0] if isinstance(value, list) and value else None
+        if isinstance(first, dict) and {"from", "value"} <= first.keys():
+            layout = "sharegpt"
+            values = {**values, name: _conversation(values, name)}
+    return values, layout
+
+
+def _conversation(values: Columns, column: str) -> Messages:
+    """The messages of a ShareGPT column."""
+    items = values[column]
+    if not isinstance(items, list):
+        raise ValueError(f"`{column}` must be a message list, found {type(items).__name__}")
+    if not items:
+        raise EmptyTextError(f"`{column}` is empty")
+    return [_sharegpt_message(f"`{column}` item {n}", item) for n, item in enumerate(items, 1)]
+
+
+def _sharegpt_message(where: str, item: object) -> dict[str, Any]:
+    keys = item.keys() if isinstance(item, dict) else set()
+    if not isinstance(item, dict) or not ({"from", "value"} <= keys or {"role", "content"} <= keys):
+        found = sorted(item) if isinstance(item, dict) else type(item).__name__
+        raise ValueError(f"{where} must have 'from' and 'value', found {found}")
+    speaker = item.get("from") or item.get("role")
+    if speaker not in ROLES:
+        raise ValueError(f"{where}: {speaker!r} is no speaker; use one of {', '.join(ROLES)}")
+    if "from" not in item:
+        return {**item, "role": ROLES[speaker]}
+    content = item["value"]
+    if not isinstance(content, str):
+        raise ValueError(f"{where}: 'value' must be text, found {type(content).__name__}")
+    if speaker == "function_call":
+        return {"role": "assistant", "content": None, "tool_calls": _tool_calls(where, content)}
+    if ROLES[speaker] == "assistant" and not content.strip():
+        raise EmptyTextError(f"{where}: the answer is empty")
+    return _message(ROLES[speaker], content)
+
+
+def _tool_calls(where: str, text: str) -> list[dict[str, Any]]:
+    """The call, or list of calls, that is written as JSON."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = None
+    calls = value if isinstance(value, list) else [value]
+    if not all(isinstance(call, dict) and {"name", "arguments"} <= call.keys() for call in calls):
+        raise ValueError(f"{where}: a function call must be JSON with 'name' and 'arguments'")
+    return [
+        {"type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}}
+        for call in calls
+    ]
+
+
+def _with_system(values: Columns) -> Columns:
+    """Messages headed by the text of a ``system`` column, and ``tools`` read from their JSON."""
+    messages, tools = values["messages"], values.get("tools")
+    if isinstance(tools, str):
+        try:
+            values = {**values, "tools": json.loads(tools or "[]")}
+        except json.JSONDecodeError as error:
+            raise ValueError(f"`tools` is not valid JSON ({error.msg})") from error
+    if messages[0].get("role") == "system":
+        return values
+    return {**values, "messages": [*_system(values), *messages]}
+
+
+def _alpaca_prompt(values: Columns) -> Messages:
+    """System, earlier turns of ``history``, and instruction and input on lines of their own."""
+    parts = [_text(values, name, required=False) for name in ("instruction", "input")]
+    text = "\n".join(part for part in parts if part.strip())
+    if not text:
+        raise EmptyTextError("`instruction` is empty")
+    history = values.get("history") or []
+    if not isinstance(history, list) or not all(_is_turn(turn) for turn in history):
+        raise ValueError("`history` must be a list of pairs of texts, a question and its answer")
+    earlier = [message for turn in history for message in _turn(*turn)]
+    return [*_system(values), *earlier, _message("user", text)]
+
+
+def _turn(question: str, answer: str) -> Messages:
+    return [_message("user", question), _message("assistant", answer)]
+
+
+def _is_turn(turn: object) -> bool:
+    return isinstance(turn, list) and len(turn) == 2 and all(isinstance(t, str) for t in turn)
+
+
+def _question_prompt(values: Columns) -> Messages:
+    return [*_system(values), _message("user", _text(values, "question"))]
+
+
+def _conversation_prompt(values: Columns) -> Messages:
+    messages = _conversation(values, "conversations")
+    return list(_with_system({**values, "messages": messages})["messages"])
+
+
+# Columns that a preference's prompt may be in, and the layout that it shows.
+PROMPTS: Mapping[str, tuple[Callable[[Columns], Messages], str]] = {
+    "conversations": (_conversation_prompt, "sharegpt"),
+    "instruction": (_alpaca_prompt, "alpaca"),
+    "question": (_question_prompt, "question-answer"),
+}
+
+
+def _answered(values: Columns, prompt: Messages, column: str) -> Columns:
+    return {**values, "messages": [*prompt, _message("assistant", _text(values, column))]}
+
+
+def _system(values: Columns) -> Messages:
+    text = _text(values, "system", required=False)
+    return [_message("system", text)] if text.strip() else []
+
+
+def _message(role: str, content: str) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def _text(values: Columns, column: str, *, required: bool = True) -> str:
+    value = values.get(column, "")
+    if not isinstance(value, str):
+        raise ValueError(f"`{column}` must be text, found {type(value).__name__}")
+    if required and not value.strip():
+        raise EmptyTextError(f"`{column}` is empty")
+    return value
