@@ -155,7 +155,7 @@ class SourceConfig:
 
     data_path: tuple[str, ...] = option(
         (),
-        help="files (.jsonl .json .csv .parquet .arrow .txt), directories of them, patterns such as "
+        help="files (.jsonl .json .csv .parquet .arrow .txt), directories, patterns such as "
         "'data/*.jsonl', or hub data sets org/name[[:config]:split]; the bundled data when absent",
     )
     data_split_name: tuple[str, ...] = option(

@@ -11,8 +11,8 @@ from dschat_lora.data.encoder import Tokenizer, call
 from dschat_lora.data.readers import load_hub
 from dschat_lora.data.rows import DataKind
 from dschat_lora.data.sources import Source
-from dschat_lora.data.suffixes import data_suffix
 from dschat_lora.data.store import file_digest
+from dschat_lora.data.suffixes import data_suffix
 
 # Spaces, digits, line ends, other scripts and a joiner: options of tokenizers act on these.
 PROBES = [

@@ -17,6 +17,9 @@ LEARNT = (
     {"text"},
 )
 ASKED = {"prompt", "instruction", "question"}
+OF_LAYOUTS = frozenset(
+    ("chosen", "rejected", "messages", "conversations", "instruction", "question", "label")
+) | {"message_id"}
 HUMAN = "\n\nHuman:"  # begins answers that hold their prompt, as Anthropic's HH does
 LABELS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
 # What a question is about: without it, its answer would be another task's.
@@ -67,10 +70,14 @@ def to_canonical(values: Columns) -> tuple[Columns, str]:
         EmptyTextError: if a text that the layout needs is empty.
         ValueError: if the row is of a layout but for something else.
     """
+    texts = (values.get("prompt", ""), values.get("completion", ""))
+    if OF_LAYOUTS.isdisjoint(values) and isinstance(texts[0], str) and isinstance(texts[1], str):
+        return values, ""  # as most rows are, so that they cost little
     if values.keys() & {"chosen", "rejected"}:
         return _preference(values)
     values, layout = _conversational(values)
-    return (_unpaired(values) if is_good(values.get("label")) is not None else values), layout
+    has_label = "label" in values and is_good(values["label"]) is not None
+    return (_unpaired(values) if has_label else values), layout
 
 
 def is_good(label: object) -> bool | None:

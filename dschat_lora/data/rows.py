@@ -131,7 +131,7 @@ def parse_row(raw: RawRow, options: RowOptions = DEFAULT_OPTIONS) -> ParsedRow:
         _check_field(raw.location, name, values[name], text_only=kind == "text")
     if len({isinstance(values[name], str) for name in present}) > 1:
         raise RowError(raw.location, f"{present} must be all texts or all message lists")
-    if (good := is_good(values.get("label"))) is not None:
+    if "label" in values and (good := is_good(values["label"])) is not None:
         values = {**values, "label": good}
     return ParsedRow(raw.location, kind, values, layout)
 

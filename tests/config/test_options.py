@@ -29,8 +29,8 @@ STEP1_FLAGS = """
     modules_to_save enable_lora only_optimize_lora
     resume_from_checkpoint save_interval save_minutes save_total_limit
     data_path data_weights data_split_name columns unpaired_rows sft_only_data_path
-    eval_data_path eval_ratio data_split data_output_path max_seq_len overlong bad_rows train_on_prompt packing
-    preprocessing_num_workers
+    eval_data_path eval_ratio data_split data_output_path max_seq_len overlong bad_rows
+    train_on_prompt packing preprocessing_num_workers
     per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps
     tokens_per_device
     learning_rate lora_learning_rate lora_lr_multiplier loraplus_lr_ratio weight_decay adam_beta1
