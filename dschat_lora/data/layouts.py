@@ -73,8 +73,8 @@ def to_canonical(values: Columns) -> tuple[Columns, str]:
     texts = (values.get("prompt", ""), values.get("completion", ""))
     if OF_LAYOUTS.isdisjoint(values) and isinstance(texts[0], str) and isinstance(texts[1], str):
         return values, ""  # as most rows are, so that they cost little
-    if values.keys() & {"chosen", "rejected"}:
-        return _preference(values)
+    if answers := values.keys() & {"chosen", "rejected"}:
+        return _preference(values) if len(answers) == 2 else (values, "")
     values, layout = _conversational(values)
     has_label = "label" in values and is_good(values["label"]) is not None
     return (_unpaired(values) if has_label else values), layout
@@ -87,17 +87,24 @@ def is_good(label: object) -> bool | None:
 
 
 def _conversational(values: Columns) -> tuple[Columns, str]:
-    values, layout = _message_lists(values, ("messages", "prompt", "completion"))
     if "messages" in values:
+        values, layout = _message_lists(values, ("messages",))
         return (_with_system(values) if layout else values), layout
+    values, layout = _message_lists(values, ("prompt", "completion"))
     if {"prompt", "completion"} <= values.keys():
         return _in_one_form(values, ["completion"]), layout
-    if "conversations" in values:
-        messages = _conversation(values, "conversations")
-        return _with_system({**values, "messages": messages}), "sharegpt"
     if "prompt" in values:
         return values, layout
-    if {"instruction", "output"} <= values.keys():
+    # Of a row with a `text` too these are more, unless they are something else of that name.
+    alone, turns, task = (
+        "text" not in values,
+        values.get("conversations"),
+        values.get("instruction"),
+    )
+    if "conversations" in values and (alone or (turns and isinstance(turns, list))):
+        messages = _conversation(values, "conversations")
+        return _with_system({**values, "messages": messages}), "sharegpt"
+    if {"instruction", "output"} <= values.keys() and (alone or isinstance(task, str)):
         return _answered(values, _alpaca_prompt(values), "output"), "alpaca"
     if {"message_id", "message_tree_id"} <= values.keys():
         raise ValueError(
@@ -123,13 +130,13 @@ def _unpaired(values: Columns) -> Columns:
 
 def _preference(values: Columns) -> tuple[Columns, str]:
     """Chosen and rejected after a prompt of the same form, or holding it."""
-    names = [name for name in ("chosen", "rejected") if name in values]
-    values, layout = _message_lists(values, ["prompt", *names])
+    names = ("chosen", "rejected")
+    values, layout = _message_lists(values, ("prompt", *names))
     begins = all(_begins_with_answer(values[name]) for name in names)
     for column, (read, name) in PROMPTS.items():
         if begins and "prompt" not in values and column in values:
             values, layout = {**values, "prompt": read(values)}, name
-    if "prompt" not in values:
+    if not isinstance(values.get("prompt"), str | list):
         return values, layout
     if all(isinstance(values[name], list) for name in names) and not begins:
         return _without_held_prompt(values, names), layout or "ultrafeedback"
@@ -140,11 +147,13 @@ def _without_held_prompt(values: Columns, names: Sequence[str]) -> Columns:
     """The row without a prompt that its message lists hold themselves."""
     prompt = values["prompt"]
     for name in names:
-        if isinstance(prompt, str):
+        if isinstance(prompt, list):
+            held = values[name][: len(prompt)] == prompt
+        else:
             contents = [each.get("content") for each in values[name] if isinstance(each, dict)]
             held = any(isinstance(c, str) and c.strip() == prompt.strip() for c in contents)
-        else:
-            held = values[name][: len(prompt)] == prompt
+        if not held and isinstance(prompt, list):
+            return values  # refused where the answers are counted
         if not held:
             raise ValueError(
                 f"`{name}` must be the answer to `prompt`, or begin with it; it does neither"
@@ -179,7 +188,7 @@ def _message_lists(values: Columns, names: Sequence[str]) -> tuple[Columns, str]
     layout = ""
     for name in names:
         value = values.get(name)
-        if isinstance(value, dict) and name != "prompt":
+        if isinstance(value, dict) and name in ("chosen", "rejected"):
             value = [value]
             values = {**values, name: value}
         first = value[0] if isinstance(value, list) and value else None

@@ -111,6 +111,7 @@ def text_data(config: RlhfConfig) -> DataConfig | None:
         data_output_path=config.data.data_output_path,
         overlong="truncate",
         bad_rows=config.data.bad_rows,
+        unpaired_rows=config.data.unpaired_rows,
         preprocessing_num_workers=config.data.preprocessing_num_workers,
         max_seq_len=config.data.max_seq_len,
         train_on_prompt=True,

@@ -44,6 +44,64 @@ def reason(values, *columns, kind=None, unpaired="refuse"):
     return str(error.value)
 
 
+# ---------------------------------------------------------------------------- the types themselves
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"text": "t"},
+        {"prompt": "p"},
+        {"prompt": [U]},
+        {"prompt": "p", "completion": "c"},
+        {"prompt": [S, U], "completion": [A]},
+        {"messages": [S, U, A]},
+        {"chosen": "pa", "rejected": "pb", "margin": 1},
+        {"chosen": [U, A], "rejected": [U, A2]},
+        {"prompt": "p", "chosen": "a", "rejected": "b"},
+        {"prompt": [U, A, U], "chosen": [A], "rejected": [A2]},
+    ],
+)
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"id": 7, "score": 0.5, "system": "s", "input": "i", "output": "o", "answer": "a"},
+        {"context": "c", "options": ["a"], "tools": [], "history": []},
+    ],
+)
+def test_rows_of_the_types_themselves_are_taken_as_they_are(row, more):
+    values, layout = to_canonical(row | more)
+    assert (values, layout) == (row | more, "")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"conversations": [turn("human", "u"), turn("gpt", "a")]},
+        {"instruction": "i", "output": "o"},
+        {"question": "q", "answer": "a"},
+    ],
+)
+@pytest.mark.parametrize("row", [{"prompt": "p"}, {"prompt": "p", "completion": "c"}])
+def test_a_prompt_is_not_passed_over_for_a_layout(row, more):
+    assert to_canonical(row | more) == (row | more, "")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"conversations": "a table of them"},
+        {"conversations": []},
+        {"instruction": 3, "output": "o"},
+        {"question": "q", "answer": "a"},
+        {"instruction": "i"},
+    ],
+)
+def test_a_text_beside_what_is_no_layout_is_a_text(more):
+    assert to_canonical({"text": "t"} | more) == ({"text": "t"} | more, "")
+
+
 # ---------------------------------------------------------------------------- conversations
 
 

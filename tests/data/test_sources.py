@@ -8,9 +8,12 @@ import pyarrow.parquet
 import pytest
 
 from dschat_lora.config.groups import DataConfig
-from dschat_lora.data.readers import RowError, iter_file, iter_rows
+from dschat_lora.config.options import parse_config
+from dschat_lora.data.readers import iter_file, iter_rows
 from dschat_lora.data.rows import check_sources, config_sources, parse_row
 from dschat_lora.data.sources import find_source
+from dschat_lora.rlhf.config import RlhfConfig
+from dschat_lora.rlhf.validation import text_data
 
 
 @pytest.fixture(autouse=True)
@@ -306,7 +309,9 @@ def test_split_names_are_those_of_the_training_sources_in_their_order(tmp_path):
         read("a", "b", "c")
 
 
-def test_a_misnamed_line_of_e2e_is_told_that_the_first_has_bars(tmp_path):
-    (tmp_path / "rows.txt").write_text("a||b\nc\n")
-    with pytest.raises(RowError, match=r"rows\.txt:2: line has no \|\|"):
-        [parse_row(raw) for raw in iter_file(tmp_path / "rows.txt")]
+def test_the_configuration_of_pretraining_text_is_one_of_its_split_train():
+    names = ["--unsupervised_dataset_name", "org/name", "--unsupervised_dataset_config_name", "c"]
+    data = text_data(parse_config(RlhfConfig, names))
+    assert data is not None
+    (source,) = config_sources(data)
+    assert source.hub_parts == ("org/name", "c", "train")
