@@ -39,7 +39,7 @@ FLOORS = [
         "data": Room(
             "algos config",
             "datasets jinja2 numpy pyarrow torch",
-            "directories layouts nlg readers rows sources suffixes",
+            "columns directories layouts nlg readers rows sharegpt sources suffixes",
         ),
         "engine": Room("algos config", "deepspeed psutil torch", "ds_config meeting peers"),
         "lora": Room("config", "regex torch"),

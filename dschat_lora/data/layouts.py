@@ -2,21 +2,10 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
-Columns = dict[str, Any]
-Messages = list[dict[str, Any]]
+from dschat_lora.data.columns import Columns, EmptyTextError, Messages, message, text_of
+from dschat_lora.data.sharegpt import conversation_of
 
-# Columns that hold what is learnt, those of the richest row type first.
-LEARNT = (
-    {"chosen", "rejected"},
-    {"messages", "conversations"},
-    {"completion"},
-    {"output"},
-    {"answer"},
-    {"text"},
-)
-ASKED = {"prompt", "instruction", "question"}
 OF_LAYOUTS = frozenset(
     ("chosen", "rejected", "messages", "conversations", "instruction", "question", "label")
 ) | {"message_id"}
@@ -24,40 +13,6 @@ HUMAN = "\n\nHuman:"  # begins answers that hold their prompt, as Anthropic's HH
 LABELS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
 # What a question is about: without it, its answer would be another task's.
 BESIDE_A_QUESTION = {"context", "choices", "options"}
-# ShareGPT's names of the speakers, and the roles of chat templates.
-ROLES = {
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "assistant", "function_call"), "assistant"),
-    "system": "system",
-    **dict.fromkeys(("tool", "observation"), "tool"),
-}
-
-
-class EmptyTextError(ValueError):
-    """A text that a layout needs is there but empty."""
-
-
-def rename(values: Columns, names: Mapping[str, str]) -> Columns:
-    """A row's columns as ``--columns`` names them: ``{"prompt": "question"}`` reads ``question``.
-
-    A column that is read loses its own name. Left out are the row's own columns of a name that is
-    given, and those of a richer row type than the one that ``names`` describe.
-
-    Raises:
-        ValueError: if the row lacks a column.
-    """
-    for name, column in names.items():
-        if column not in values:
-            raise ValueError(
-                f"row lacks {column!r} of --columns {name}={column}; it has {sorted(values)}"
-            )
-    hidden = {*names, *names.values()}
-    if names.keys() & ASKED:
-        hidden |= ASKED | LEARNT[1]
-    named = [place for place, columns in enumerate(LEARNT) if names.keys() & columns]
-    hidden.update(*LEARNT[: named[0] if named else 0])
-    own = {name: value for name, value in values.items() if name not in hidden}
-    return own | {name: values[column] for name, column in names.items()}
 
 
 def to_canonical(values: Columns) -> tuple[Columns, str]:
@@ -89,22 +44,20 @@ def is_good(label: object) -> bool | None:
 def _conversational(values: Columns) -> tuple[Columns, str]:
     if "messages" in values:
         values, layout = _message_lists(values, ("messages",))
-        return (_with_system(values) if layout else values), layout
+        if layout:
+            values = _with_tools({**values, "messages": _headed(values, values["messages"])})
+        return values, layout
     values, layout = _message_lists(values, ("prompt", "completion"))
     if {"prompt", "completion"} <= values.keys():
         return _in_one_form(values, ["completion"]), layout
     if "prompt" in values:
         return values, layout
-    # Of a row with a `text` too these are more, unless they are something else of that name.
-    alone, turns, task = (
-        "text" not in values,
-        values.get("conversations"),
-        values.get("instruction"),
-    )
+    # Beside a `text` these are more, unless they are something else of that name.
+    alone, turns = "text" not in values, values.get("conversations")
     if "conversations" in values and (alone or (turns and isinstance(turns, list))):
-        messages = _conversation(values, "conversations")
-        return _with_system({**values, "messages": messages}), "sharegpt"
-    if {"instruction", "output"} <= values.keys() and (alone or isinstance(task, str)):
+        return _with_tools({**values, "messages": _conversation_prompt(values)}), "sharegpt"
+    is_alpaca = {"instruction", "output"} <= values.keys()
+    if is_alpaca and (alone or isinstance(values["instruction"], str)):
         return _answered(values, _alpaca_prompt(values), "output"), "alpaca"
     if {"message_id", "message_tree_id"} <= values.keys():
         raise ValueError(
@@ -168,9 +121,9 @@ def _in_one_form(values: Columns, names: Sequence[str]) -> Columns:
         for name in names:
             if not _begins_with_answer(values[name]):
                 raise ValueError(f"`{name}` must begin with the assistant where `prompt` is text")
-        return {**values, "prompt": [_message("user", _text(values, "prompt"))]}
+        return {**values, "prompt": [message("user", text_of(values, "prompt"))]}
     if isinstance(prompt, list) and all(isinstance(answer, str) for answer in answers):
-        own = {name: [_message("assistant", _text(values, name))] for name in names}
+        own = {name: [message("assistant", text_of(values, name))] for name in names}
         return {**values, **own}
     return values
 
@@ -194,83 +147,40 @@ def _message_lists(values: Columns, names: Sequence[str]) -> tuple[Columns, str]
         first = value[0] if isinstance(value, list) and value else None
         if isinstance(first, dict) and {"from", "value"} <= first.keys():
             layout = "sharegpt"
-            values = {**values, name: _conversation(values, name)}
+            values = {**values, name: conversation_of(values, name)}
     return values, layout
 
 
-def _conversation(values: Columns, column: str) -> Messages:
-    """The messages of a ShareGPT column."""
-    items = values[column]
-    if not isinstance(items, list):
-        raise ValueError(f"`{column}` must be a message list, found {type(items).__name__}")
-    if not items:
-        raise EmptyTextError(f"`{column}` is empty")
-    return [_sharegpt_message(f"`{column}` item {n}", item) for n, item in enumerate(items, 1)]
-
-
-def _sharegpt_message(where: str, item: object) -> dict[str, Any]:
-    keys = item.keys() if isinstance(item, dict) else set()
-    if not isinstance(item, dict) or not ({"from", "value"} <= keys or {"role", "content"} <= keys):
-        found = sorted(item) if isinstance(item, dict) else type(item).__name__
-        raise ValueError(f"{where} must have 'from' and 'value', found {found}")
-    speaker = item.get("from") or item.get("role")
-    if speaker not in ROLES:
-        raise ValueError(f"{where}: {speaker!r} is no speaker; use one of {', '.join(ROLES)}")
-    if "from" not in item:
-        return {**item, "role": ROLES[speaker]}
-    content = item["value"]
-    if not isinstance(content, str):
-        raise ValueError(f"{where}: 'value' must be text, found {type(content).__name__}")
-    if speaker == "function_call":
-        return {"role": "assistant", "content": None, "tool_calls": _tool_calls(where, content)}
-    if ROLES[speaker] == "assistant" and not content.strip():
-        raise EmptyTextError(f"{where}: the answer is empty")
-    return _message(ROLES[speaker], content)
-
-
-def _tool_calls(where: str, text: str) -> list[dict[str, Any]]:
-    """The call, or list of calls, that is written as JSON."""
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
-        value = None
-    calls = value if isinstance(value, list) else [value]
-    if not all(isinstance(call, dict) and {"name", "arguments"} <= call.keys() for call in calls):
-        raise ValueError(f"{where}: a function call must be JSON with 'name' and 'arguments'")
-    return [
-        {"type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}}
-        for call in calls
-    ]
-
-
-def _with_system(values: Columns) -> Columns:
-    """Messages headed by the text of a ``system`` column, and ``tools`` read from their JSON."""
-    messages, tools = values["messages"], values.get("tools")
-    if isinstance(tools, str):
-        try:
-            values = {**values, "tools": json.loads(tools or "[]")}
-        except json.JSONDecodeError as error:
-            raise ValueError(f"`tools` is not valid JSON ({error.msg})") from error
-    if messages[0].get("role") == "system":
+def _with_tools(values: Columns) -> Columns:
+    """The row with a text in ``tools`` read as the JSON that it is."""
+    if not isinstance(values.get("tools"), str):
         return values
-    return {**values, "messages": [*_system(values), *messages]}
+    try:
+        return {**values, "tools": json.loads(values["tools"] or "[]")}
+    except json.JSONDecodeError as error:
+        raise ValueError(f"`tools` is not valid JSON ({error.msg})") from error
+
+
+def _headed(values: Columns, messages: Messages) -> Messages:
+    """Messages after the text of a ``system`` column, unless they begin with one of their own."""
+    return messages if messages[0].get("role") == "system" else [*_system(values), *messages]
 
 
 def _alpaca_prompt(values: Columns) -> Messages:
     """System, earlier turns of ``history``, and instruction and input on lines of their own."""
-    parts = [_text(values, name, required=False) for name in ("instruction", "input")]
+    parts = [text_of(values, name, required=False) for name in ("instruction", "input")]
     text = "\n".join(part for part in parts if part.strip())
     if not text:
         raise EmptyTextError("`instruction` is empty")
     history = values.get("history") or []
     if not isinstance(history, list) or not all(_is_turn(turn) for turn in history):
         raise ValueError("`history` must be a list of pairs of texts, a question and its answer")
-    earlier = [message for turn in history for message in _turn(*turn)]
-    return [*_system(values), *earlier, _message("user", text)]
+    earlier = [each for turn in history for each in _turn(*turn)]
+    return [*_system(values), *earlier, message("user", text)]
 
 
 def _turn(question: str, answer: str) -> Messages:
-    return [_message("user", question), _message("assistant", answer)]
+    return [message("user", question), message("assistant", answer)]
 
 
 def _is_turn(turn: object) -> bool:
@@ -278,12 +188,11 @@ def _is_turn(turn: object) -> bool:
 
 
 def _question_prompt(values: Columns) -> Messages:
-    return [*_system(values), _message("user", _text(values, "question"))]
+    return [*_system(values), message("user", text_of(values, "question"))]
 
 
 def _conversation_prompt(values: Columns) -> Messages:
-    messages = _conversation(values, "conversations")
-    return list(_with_system({**values, "messages": messages})["messages"])
+    return _headed(values, conversation_of(values, "conversations"))
 
 
 # Columns that a preference's prompt may be in, and the layout that it shows.
@@ -295,22 +204,9 @@ PROMPTS: Mapping[str, tuple[Callable[[Columns], Messages], str]] = {
 
 
 def _answered(values: Columns, prompt: Messages, column: str) -> Columns:
-    return {**values, "messages": [*prompt, _message("assistant", _text(values, column))]}
+    return {**values, "messages": [*prompt, message("assistant", text_of(values, column))]}
 
 
 def _system(values: Columns) -> Messages:
-    text = _text(values, "system", required=False)
-    return [_message("system", text)] if text.strip() else []
-
-
-def _message(role: str, content: str) -> dict[str, Any]:
-    return {"role": role, "content": content}
-
-
-def _text(values: Columns, column: str, *, required: bool = True) -> str:
-    value = values.get(column, "")
-    if not isinstance(value, str):
-        raise ValueError(f"`{column}` must be text, found {type(value).__name__}")
-    if required and not value.strip():
-        raise EmptyTextError(f"`{column}` is empty")
-    return value
+    text = text_of(values, "system", required=False)
+    return [message("system", text)] if text.strip() else []

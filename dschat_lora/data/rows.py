@@ -6,7 +6,8 @@ from itertools import islice
 from typing import Any, Literal
 
 from dschat_lora.config.groups import DataConfig, UnpairedRows, parse_columns
-from dschat_lora.data.layouts import EmptyTextError, is_good, rename, to_canonical
+from dschat_lora.data.columns import EmptyTextError, rename
+from dschat_lora.data.layouts import is_good, to_canonical
 from dschat_lora.data.readers import RawRow, RowError, iter_file
 from dschat_lora.data.sources import Source, find_source
 
@@ -110,7 +111,8 @@ def parse_row(raw: RawRow, options: RowOptions = DEFAULT_OPTIONS) -> ParsedRow:
         values = rename(raw.values, options.columns) if options.columns else raw.values
         # Files with rows of several types have null in the columns of the other types.
         values = {name: value for name, value in values.items() if value is not None}
-        if options.unpaired == "all":
+        # A cell of a CSV file that is empty is text.
+        if options.unpaired == "all" or values.get("label") == "":
             values.pop("label", None)
         values, layout = to_canonical(values)
     except EmptyTextError as error:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dschat_lora.data.directories import files_of_directory
-from dschat_lora.data.suffixes import DATA_FILES, NOTES, data_files, data_suffix
+from dschat_lora.data.suffixes import DATA_FILES, data_files, data_suffix, is_note
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.+-]+){0,2}")
 
@@ -63,7 +63,7 @@ def find_source(option: str, entry: str, split: str | None = None) -> Source:
 
 
 def _checked_file(label: str, path: Path, split: str | None) -> Path:
-    if path.name in NOTES and any((path.parent / note).is_file() for note in NOTES[1:]):
+    if is_note(path):
         raise ValueError(f"{label} describes a data set; give its directory, {path.parent}")
     if data_suffix(path) is None:
         raise ValueError(

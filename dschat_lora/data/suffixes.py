@@ -8,7 +8,7 @@ SUFFIXES = (*(text + packed for text in _TEXT for packed in _PACKED), ".parquet"
 # In words, for messages.
 DATA_FILES = ".jsonl .json .csv .txt (each also .gz or .zst) .parquet .arrow"
 # What `datasets` and the hub write beside the rows.
-NOTES = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+NOTES = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json")
 
 
 def data_suffix(path: Path) -> str | None:
@@ -22,7 +22,13 @@ def kind_of_file(path: Path) -> str:
     return (data_suffix(path) or "").removesuffix(".gz").removesuffix(".zst")
 
 
+def is_note(path: Path) -> bool:
+    """Whether ``datasets`` or the hub wrote a file to describe the rows beside it."""
+    saved = path.name == "state.json" and path.with_name("dataset_info.json").is_file()
+    return saved or path.name in NOTES
+
+
 def data_files(paths: Sequence[Path]) -> tuple[Path, ...]:
     """The data files of ``paths``. Beside other data, text files are notes and left out."""
-    files = tuple(p for p in paths if data_suffix(p) and p.name not in NOTES and p.is_file())
+    files = tuple(p for p in paths if data_suffix(p) and not is_note(p) and p.is_file())
     return tuple(p for p in files if kind_of_file(p) != ".txt") or files

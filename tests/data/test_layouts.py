@@ -154,6 +154,16 @@ def test_a_system_column_heads_a_conversation_that_has_none():
     assert parsed({"conversations": own, "system": "other"})[2] == {"messages": [S, U, A]}
 
 
+def test_messages_of_either_form_may_have_the_nulls_of_the_other():
+    nulls = {"from": None, "value": None, "role": None, "content": None}
+    mixed = [nulls | turn("human", "u"), nulls | A]
+    row = {"conversations": mixed}
+    assert [(each["role"], each["content"]) for each in parsed(row)[2]["messages"]] == [
+        ("user", "u"),
+        ("assistant", "a"),
+    ]
+
+
 def test_a_function_call_is_a_tool_call_and_tools_are_read():
     call = '{"name": "add", "arguments": {"a": 1}}'
     values, layout = to_canonical(
@@ -182,6 +192,9 @@ def test_a_function_call_is_a_tool_call_and_tools_are_read():
         ),
         ({"dialogue": [turn("human", "u"), turn("gpt", "a")]}, ["conversations=dialogue"], [U, A]),
         ({"dialogue": [U, A]}, ["messages=dialogue"], [U, A]),
+        ({"dialogue": [U, A], "prompt": "own"}, ["conversations=dialogue"], [U, A]),
+        ({"instruction": "u", "response": "a", "prompt": "own"}, ["output=response"], [U, A]),
+        ({"question": "u", "reply": "a", "prompt": "own"}, ["answer=reply"], [U, A]),
         ({"instruction": "u", "response": "a"}, ["output=response"], [U, A]),
         ({"q": "u", "a": "a", "sys": "s"}, ["question=q", "answer=a", "system=sys"], [S, U, A]),
     ],
@@ -310,6 +323,7 @@ def test_the_label_of_a_conversation_is_of_its_last_answer():
     [
         ({"prompt": "p", "completion": "c", "score": 1, "rating": 0}, "prompt-completion"),
         ({"prompt": "p", "completion": "c", "label": None}, "prompt-completion"),
+        ({"prompt": "p", "completion": "c", "label": ""}, "prompt-completion"),
         ({"messages": [U, A], "label": 3}, "conversation"),
         ({"messages": [U, A], "label": "sports"}, "conversation"),
         ({"text": "t", "label": 1}, "text"),
@@ -438,6 +452,11 @@ def test_wrong_names_are_one_line_that_says_what_is_allowed(columns, message):
             {"conversations": [turn("human", "u"), turn("alien", "a")]},
             "`conversations` item 2: 'alien' is no speaker; use one of human, user, gpt, chatgpt, "
             "bing, bard, assistant, function_call, system, tool, observation",
+        ),
+        (
+            {"conversations": [turn(["human"], "u")]},
+            "`conversations` item 1: ['human'] is no speaker; use one of human, user, gpt, "
+            "chatgpt, bing, bard, assistant, function_call, system, tool, observation",
         ),
         (
             {"conversations": [turn("human", "u"), {"text": "a"}]},
