@@ -7,8 +7,8 @@ from dschat_lora.data.columns import Columns, EmptyTextError, Messages, message,
 from dschat_lora.data.sharegpt import conversation_of
 
 OF_LAYOUTS = frozenset(
-    ("chosen", "rejected", "messages", "conversations", "instruction", "question", "label")
-) | {"message_id"}
+    ("chosen", "rejected", "messages", "conversations", "instruction", "question", "message_id")
+)
 HUMAN = "\n\nHuman:"  # begins answers that hold their prompt, as Anthropic's HH does
 LABELS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
 # What a question is about: without it, its answer would be another task's.

@@ -237,6 +237,12 @@ def test_a_question_about_something_is_not_learnt_without_it(column):
             "ultrafeedback",
             {"chosen": [U, A], "rejected": [U, A2]},
         ),
+        # held by neither, which is refused where the answers are counted
+        (
+            {"prompt": [U2], "chosen": [U, A], "rejected": [U, A2]},
+            "ultrafeedback",
+            {"prompt": [U2], "chosen": [U, A], "rejected": [U, A2]},
+        ),
         # text on one side, messages on the other
         (
             {"prompt": "u", "chosen": [A], "rejected": [A2]},
@@ -371,6 +377,8 @@ def test_answers_with_a_label_are_not_quietly_learnt():
             "preference",
             {"prompt": "q", "chosen": "a", "rejected": "b"},
         ),
+        # the column loses its own name
+        ({"completion": "p"}, ["prompt=completion"], "prompt", {"prompt": "p"}),
         # its own column of that name goes
         (
             {"prompt": "own", "question": "q", "completion": "c"},

@@ -213,6 +213,7 @@ def test_columns_are_those_of_all_sources(run, jsonl):
     )
     assert texts(prepared.train) == ["train 0: 0</s>", "more 0: 0</s>"]
     assert texts(prepared.eval) == ["held out 0: 0</s>"]
+    assert prepared.audit.rows_by_type == {"prompt-completion": 2}  # those to train on
 
 
 def test_the_audit_names_the_layout_of_rows(run, jsonl):
