@@ -196,6 +196,11 @@ def test_a_function_call_is_a_tool_call_and_tools_are_read():
         ({"instruction": "u", "response": "a", "prompt": "own"}, ["output=response"], [U, A]),
         ({"question": "u", "reply": "a", "prompt": "own"}, ["answer=reply"], [U, A]),
         ({"instruction": "u", "response": "a"}, ["output=response"], [U, A]),
+        (
+            {"context": "c", "question": "q", "answer": "a"},
+            ["instruction=context", "input=question", "output=answer"],
+            [said("user", "c\nq"), A],
+        ),
         ({"q": "u", "a": "a", "sys": "s"}, ["question=q", "answer=a", "system=sys"], [S, U, A]),
     ],
 )
