@@ -39,7 +39,8 @@ FLOORS = [
         "data": Room(
             "algos config",
             "datasets jinja2 numpy pyarrow torch transformers",
-            "messages nlg readers rows sources templates",
+            "columns directories layouts messages nlg readers rows sharegpt sources suffixes "
+            "templates",
         ),
         "engine": Room("algos config", "deepspeed psutil torch", "ds_config meeting peers"),
         "lora": Room("config", "regex torch"),

@@ -1,14 +1,22 @@
 """Groups of options, by the part of the package that uses them, and their validation."""
 
+import difflib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from dschat_lora.config.options import hidden, option
 
+UnpairedRows = Literal["refuse", "good_only", "all"]
+# Columns that rows are read from, under these names or others given by --columns.
+COLUMNS = (
+    *("prompt", "completion", "messages", "chosen", "rejected", "text", "margin", "label", "tools"),
+    *("conversations", "instruction", "input", "output", "system", "history"),
+    *("question", "answer"),
+)
 Dtype = Literal["auto", "fp32", "bf16", "fp16"]
 Switch = bool | Literal["auto"]
 Scheduler = Literal[
@@ -153,8 +161,18 @@ class SourceConfig:
 
     data_path: tuple[str, ...] = option(
         (),
-        help="files (.jsonl .json .csv .parquet, or E2E's .txt), directories of them, or hub data "
-        "sets; the bundled data when absent",
+        help="files (.jsonl .json .csv .parquet .arrow .txt), directories, patterns such as "
+        "'data/*.jsonl', or hub data sets org/name[[:config]:split]; the bundled data when absent",
+    )
+    data_split_name: tuple[str, ...] = option(
+        (),
+        help="split of each --data_path that is a hub data set or a directory with splits, or one "
+        "for all; train when absent",
+    )
+    columns: tuple[str, ...] = option(
+        (),
+        help="names of columns in all data, as in prompt=question completion=answer: the prompt is "
+        "read from the column question",
     )
     data_weights: tuple[float, ...] = option(
         (), help="times each --data_path is used per epoch, in its order; 1 each when absent"
@@ -177,6 +195,11 @@ class SourceConfig:
     bad_rows: Literal["stop", "skip"] = option(
         "stop", help="what happens at a row that cannot be used"
     )
+    unpaired_rows: UnpairedRows = option(
+        "refuse",
+        help="what is learnt of answers with a `label` (rows for KTO): nothing (the run stops), "
+        "those with label true, or all, whatever the label",
+    )
     preprocessing_num_workers: int = option(1, help="processes that tokenise")
     chat_template_kwargs: str | None = option(
         None,
@@ -191,6 +214,10 @@ class SourceConfig:
         fits = not weights or (len(weights) == count and all(weight > 0 for weight in weights))
         allowed = f"one positive number for each of the {count} --data_path"
         require(fits, "data_weights", weights, allowed)
+        splits = self.data_split_name
+        allowed = f"one name, or one for each of the {count} --data_path"
+        require(len(splits) in (0, 1, count), "data_split_name", " ".join(splits), allowed)
+        parse_columns(self.columns)
         if self.data_split is not None:
             parse_data_split(self.data_split)
         parse_variables(self.chat_template_kwargs)
@@ -246,6 +273,28 @@ def parse_variables(text: object, name: str = "--chat_template_kwargs") -> dict[
     if taken := sorted(_NO_VARIABLES & variables.keys()):
         raise ValueError(f"{name} has {taken[0]!r}, which is no variable of a chat template")
     return variables
+
+
+def parse_columns(items: Sequence[str]) -> dict[str, str]:
+    """``{"prompt": "question"}`` from ``["prompt=question"]``.
+
+    Raises:
+        ValueError: at the first that is not of this form, names no column of ``COLUMNS``, or
+            names one a second time.
+    """
+    columns: dict[str, str] = {}
+    for item in items:
+        name, equals, column = item.partition("=")
+        if not (name and equals and column):
+            raise ValueError(f"--columns must be NAME=COLUMN, as in prompt=question, got {item!r}")
+        if name not in COLUMNS:
+            close = difflib.get_close_matches(name, COLUMNS, 1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ValueError(f"--columns {item}: {name!r} is none of {', '.join(COLUMNS)}{hint}")
+        if name in columns:
+            raise ValueError(f"--columns names {name} twice: {columns[name]} and {column}")
+        columns[name] = column
+    return columns
 
 
 def parse_data_split(text: str) -> tuple[float, float, float]:

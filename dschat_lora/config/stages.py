@@ -14,6 +14,7 @@ from dschat_lora.config.groups import (
     ParallelConfig,
     RunConfig,
     ScheduleConfig,
+    parse_columns,
     parse_variables,
     require,
     require_numbers,
@@ -164,7 +165,10 @@ class ScoreConfig:
         help="output directory of a reward model's training, its adapter/ or model/, or a hub name"
     )
     data_path: tuple[str, ...] = option(
-        help="files (.jsonl .json .csv .parquet), directories of them, or hub data sets"
+        help="files (.jsonl .json .csv .parquet .arrow), directories of them, or hub data sets"
+    )
+    columns: tuple[str, ...] = option(
+        (), help="names of columns, as in prompt=question completion=answer"
     )
     dtype: Dtype = option("auto", help="compute type; auto: as in training")
     attn_implementation: Literal["sdpa", "eager"] = option(
@@ -185,6 +189,7 @@ class ScoreConfig:
 
     def __post_init__(self) -> None:
         require(bool(self.data_path), "data_path", "nothing", "a file or more to score")
+        parse_columns(self.columns)
         require_numbers(self, ">= 0", "max_seq_len")
         require_numbers(self, ">= 1", "per_device_eval_batch_size")
         parse_variables(self.chat_template_kwargs)

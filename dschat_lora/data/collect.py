@@ -9,7 +9,14 @@ from dschat_lora.config.groups import DataConfig, parse_data_split
 from dschat_lora.data.chat import Chat
 from dschat_lora.data.readers import RowError, iter_rows
 from dschat_lora.data.records import TextRecord, row_digest, to_records
-from dschat_lora.data.rows import DataKind, EmptyRowError, parse_row, require_usable
+from dschat_lora.data.rows import (
+    DataKind,
+    EmptyRowError,
+    is_learnt,
+    parse_row,
+    require_usable,
+    row_options,
+)
 from dschat_lora.data.sources import Source
 from dschat_lora.data.split import Parts, repeats, split_rows
 
@@ -84,21 +91,27 @@ def _records(
     ``prompts`` grows by one entry a row, equal for rows of one prompt whatever the stage makes
     of them, so that every stage holds out the same rows.
     """
-    empty = True
+    empty, options = True, row_options(config)
+    types: Counter[str] = Counter() if source.option == "eval_data_path" else rows.by_type
     for raw in iter_rows(source):
         empty = False
         prompts.append(len(prompts))
         try:
-            row = parse_row(raw)
+            row = parse_row(raw, options)
             records = to_records(row, chat, rows.kind)
             prompts[-1] = records[-1].prompt or prompts[-1]
-            require_usable(row, rows.kind)
+            require_usable(row, rows.kind, options)
+            if not is_learnt(row, rows.kind):
+                types[f"{row.described} with label false left out"] += 1
+                yield None
+                continue
             if rows.kind == "prompts":
                 if not records[-1].prompt:
                     raise EmptyRowError(row.location, "there is nothing before the answer")
                 # What JSON has no form for, such as a date, becomes text.
                 columns = json.dumps(raw.values, ensure_ascii=False, default=str)
                 records = tuple(replace(record, columns=columns) for record in records)
+            types[row.described] += 1
             yield records
         except RowError as error:
             if config.bad_rows == "stop":
@@ -122,7 +135,6 @@ def _assign(
     for row in records:
         if row is not None:
             digest = row_digest(row, rows.kind)
-            rows.by_type[row[0].kind] += 1
             rows.duplicates += digest in rows.seen
             rows.seen.add(digest)
     rows.eval += [row for i in parts.eval if (row := records[i]) is not None]

@@ -10,8 +10,9 @@ from dschat_lora.config.groups import DataConfig
 from dschat_lora.data.encoder import Tokenizer, call
 from dschat_lora.data.readers import load_hub
 from dschat_lora.data.rows import DataKind
-from dschat_lora.data.sources import Source, data_suffix
+from dschat_lora.data.sources import Source
 from dschat_lora.data.store import file_digest
+from dschat_lora.data.suffixes import data_suffix
 
 # Spaces, digits, line ends, other scripts and a joiner: options of tokenizers act on these.
 PROBES = [
@@ -25,6 +26,8 @@ OPTIONS = (
     "max_seq_len",
     "overlong",
     "bad_rows",
+    "columns",
+    "unpaired_rows",
     "train_on_prompt",
     "eos_after_prompt",
     "data_split",

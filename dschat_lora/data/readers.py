@@ -2,22 +2,27 @@
 
 import csv
 import gzip
+import io
 import json
 import re
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from dschat_lora.data.nlg import dart_rows, e2e_row, is_dart_set, is_webnlg_entry, webnlg_rows
-from dschat_lora.data.sources import Source, data_suffix
+from dschat_lora.data.sources import Source
+from dschat_lora.data.suffixes import kind_of_file
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 # csv refuses cells longer than this; its own default, 128 KiB, is less than a long document.
 MAX_CSV_CELL = 2**30
+ROWS_AT_A_TIME = 1000
+ARROW_FILE = b"ARROW1"  # begins an Arrow file; a stream begins otherwise
 # A list of rows, or of WebNLG's entries.
 JSON_LIST = re.compile(r'\s*(\{\s*"entries"\s*:\s*)?\[')
 
@@ -60,30 +65,29 @@ def iter_file(path: Path) -> Iterator[RawRow]:
     """Rows of one file. A line that cannot be read becomes a row with a ``problem``."""
     readers = {
         ".jsonl": _iter_jsonl,
-        ".jsonl.gz": _iter_jsonl,
         ".json": _iter_json,
-        ".txt": _iter_e2e,
-        ".txt.gz": _iter_e2e,
+        ".txt": _iter_txt,
         ".csv": _iter_csv,
         ".parquet": _iter_parquet,
+        ".arrow": _iter_arrow,
     }
     try:
-        yield from readers[data_suffix(path) or ""](path)
+        yield from readers[kind_of_file(path)](path)
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
 
 
 def load_hub(source: Source) -> "Dataset":
-    """The ``datasets.Dataset`` of a hub name; ``org/name`` means its split ``train``.
+    """The ``datasets.Dataset`` of a hub name, of its split ``train`` by default.
 
     Raises:
         ValueError: in one line, if it cannot be loaded.
     """
     from datasets import load_dataset
 
-    name, _, split = source.entry.partition(":")
+    name, config, split = source.hub_parts
     try:
-        return load_dataset(name, split=split or "train")
+        return load_dataset(name, *([config] if config else []), split=split)
     except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).strip().split("\n")[0]
         raise ValueError(
@@ -96,14 +100,44 @@ def _iter_jsonl(path: Path) -> Iterator[RawRow]:
     return _iter_lines(path, lambda location, line: _object_row(location, json.loads(line)))
 
 
-def _iter_e2e(path: Path) -> Iterator[RawRow]:
-    return _iter_lines(path, lambda location, line: RawRow(location, e2e_row(line)))
+def _iter_txt(path: Path) -> Iterator[RawRow]:
+    """The lines of E2E, whose first has a ``||``, or the file's one document."""
+    with _open(path) as file:
+        first = next((line for line in file if line.strip()), b"")
+    if b"||" in first:
+        return _iter_lines(path, lambda location, line: RawRow(location, e2e_row(line)))
+    return _iter_document(path)
+
+
+def _iter_document(path: Path) -> Iterator[RawRow]:
+    with _open(path) as file:
+        data = file.read()
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        yield RawRow(f"{path}:1", {}, f"not UTF-8 (byte {error.start + 1} of the file)")
+        return
+    if text.strip():
+        yield RawRow(f"{path}:1", {"text": text})
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[IO[bytes]]:
+    """The bytes of a file, unpacked."""
+    name = path.name.lower()
+    if name.endswith(".zst"):
+        import pyarrow
+
+        with pyarrow.input_stream(str(path), compression="zstd") as stream:
+            yield io.BufferedReader(stream)
+        return
+    with gzip.GzipFile(path) if name.endswith(".gz") else path.open("rb") as file:
+        yield cast(IO[bytes], file)
 
 
 def _iter_lines(path: Path, parse: Callable[[str, str], RawRow]) -> Iterator[RawRow]:
-    is_packed = path.name.lower().endswith(".gz")
     # Decoded line by line, so that bytes that are not UTF-8 spoil, and name, one line only.
-    with gzip.GzipFile(path) if is_packed else path.open("rb") as lines:
+    with _open(path) as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 yield _parse_line(f"{path}:{number}", line, parse)
@@ -131,7 +165,8 @@ def _object_row(location: str, value: object) -> RawRow:
 def _iter_json(path: Path) -> Iterator[RawRow]:
     """Rows of a JSON list, or of objects one after another, each with the line it begins on."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        with _open(path) as file:
+            text = io.TextIOWrapper(file, encoding="utf-8-sig").read()
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 (byte {error.start + 1})") from error
     try:
@@ -185,8 +220,8 @@ def _skip_space(text: str, at: int) -> int:
 
 def _iter_csv(path: Path) -> Iterator[RawRow]:
     csv.field_size_limit(MAX_CSV_CELL)
-    with path.open(encoding="utf-8-sig", newline="") as lines:
-        reader = csv.reader(lines)
+    with _open(path) as file:
+        reader = csv.reader(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""))
         try:
             header = next(reader, None)
             if header is None:
@@ -208,14 +243,40 @@ def _csv_row(location: str, header: list[str], cells: list[str]) -> RawRow:
 
 
 def _iter_parquet(path: Path) -> Iterator[RawRow]:
-    import pyarrow
     import pyarrow.parquet
+
+    def batches() -> Iterator[Any]:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            yield from file.iter_batches(batch_size=ROWS_AT_A_TIME)
+
+    return _iter_batches(path, batches())
+
+
+def _iter_arrow(path: Path) -> Iterator[RawRow]:
+    """Rows of an Arrow stream, which ``datasets`` writes, or of an Arrow file."""
+    import pyarrow
+
+    def batches() -> Iterator[Any]:
+        with pyarrow.memory_map(str(path)) as memory:
+            if memory.read(len(ARROW_FILE)) == ARROW_FILE:
+                file = pyarrow.ipc.open_file(memory)
+                yield from (file.get_batch(i) for i in range(file.num_record_batches))
+            else:
+                memory.seek(0)
+                yield from pyarrow.ipc.open_stream(memory)
+
+    return _iter_batches(path, batches())
+
+
+def _iter_batches(path: Path, batches: Iterator[Any]) -> Iterator[RawRow]:
+    """Rows of Arrow's record batches."""
+    import pyarrow
 
     number = 0
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=1000):
-                for values in batch.to_pylist():
+        for batch in batches:
+            for start in range(0, batch.num_rows, ROWS_AT_A_TIME):
+                for values in batch.slice(start, ROWS_AT_A_TIME).to_pylist():
                     number += 1
                     yield RawRow(f"{path}:{number}", values)
     except pyarrow.ArrowException as error:

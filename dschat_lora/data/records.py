@@ -1,4 +1,4 @@
-"""Text records: one form for all five row types, before tokenization."""
+"""Text records: one form for all row types, before tokenization."""
 
 import hashlib
 import math

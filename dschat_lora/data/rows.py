@@ -1,21 +1,27 @@
-"""Row types: checks that a raw row is one of the five, and usable for a stage."""
+"""Row types: checks that a raw row is one of the six, and usable for a stage."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Literal
 
-from dschat_lora.config.groups import DataConfig
+from dschat_lora.config.groups import DataConfig, UnpairedRows, parse_columns
+from dschat_lora.data.columns import EmptyTextError, rename
+from dschat_lora.data.layouts import is_good, to_canonical
 from dschat_lora.data.messages import EmptyRowError, check_message
 from dschat_lora.data.readers import RawRow, RowError, iter_file
 from dschat_lora.data.sources import Source, find_source
 
-RowType = Literal["text", "prompt-completion", "conversation", "preference", "prompt"]
+RowType = Literal[
+    "text", "prompt-completion", "conversation", "preference", "unpaired preference", "prompt"
+]
 # What a stage makes of rows: texts to learn, two answers to compare, or prompts to answer.
 DataKind = Literal["samples", "pairs", "prompts"]
 
 KNOWN_TYPES = (
     "`text`; `prompt`, `completion`; `messages`; `chosen`, `rejected` with or without `prompt`; "
-    "or `prompt`"
+    "or `prompt`; or as published `conversations`; `instruction`, `output`; `question`, `answer`; "
+    "name other columns by --columns, as in --columns prompt=COLUMN completion=COLUMN"
 )
 # Bytes of a file that start-up checks read whole, in less than a second.
 SMALL_FILE = 16 * 2**20
@@ -27,7 +33,30 @@ class ParsedRow:
 
     location: str
     kind: RowType
-    values: dict[str, Any]  # without absent (null) columns
+    values: dict[str, Any]  # of the row type's columns and others, without absent (null) ones
+    layout: str = ""  # the layout it was found in, "" for the row type's own columns
+
+    @property
+    def described(self) -> str:
+        """Its type, and the layout it was found in."""
+        return f"{self.kind} ({self.layout})" if self.layout else self.kind
+
+
+@dataclass(frozen=True)
+class RowOptions:
+    """Options of reading rows."""
+
+    # the file's column by the one that it stands for
+    columns: Mapping[str, str] = field(default_factory=dict)
+    unpaired: UnpairedRows = "refuse"  # what is learnt of answers with a label
+
+
+DEFAULT_OPTIONS = RowOptions()
+
+
+def row_options(config: DataConfig) -> RowOptions:
+    """The options as typed, parsed."""
+    return RowOptions(parse_columns(config.columns), config.unpaired_rows)
 
 
 def check_sources(config: DataConfig, kind: DataKind = "samples") -> None:
@@ -38,6 +67,7 @@ def check_sources(config: DataConfig, kind: DataKind = "samples") -> None:
     Raises:
         ValueError: naming the option and path, or the file and line.
     """
+    options = row_options(config)
     for source in config_sources(config):
         wanted: DataKind = "samples" if source.option == "sft_only_data_path" else kind
         for file in source.files:
@@ -46,20 +76,27 @@ def check_sources(config: DataConfig, kind: DataKind = "samples") -> None:
             for raw in islice(iter_file(file), seen):
                 rows += 1
                 if config.bad_rows == "stop":
-                    require_usable(parse_row(raw), wanted)
+                    require_usable(parse_row(raw, options), wanted, options)
             if not rows:
                 raise ValueError(f"--{source.option} {source.entry}: {file} has no rows")
 
 
 def config_sources(config: DataConfig) -> tuple[Source, ...]:
     """Every source that the options name, training data first."""
-    options = ("data_path", "sft_only_data_path", "eval_data_path")
-    return tuple(
-        find_source(option, entry) for option in options for entry in getattr(config, option)
+    splits: tuple[str | None, ...] = config.data_split_name or (None,)
+    if len(splits) == 1:
+        splits *= len(config.data_path)
+    options = ("sft_only_data_path", "eval_data_path")
+    return (
+        *(
+            find_source("data_path", entry, split)
+            for entry, split in zip(config.data_path, splits, strict=True)
+        ),
+        *(find_source(option, entry) for option in options for entry in getattr(config, option)),
     )
 
 
-def parse_row(raw: RawRow) -> ParsedRow:
+def parse_row(raw: RawRow, options: RowOptions = DEFAULT_OPTIONS) -> ParsedRow:
     """The type of a row, its fields checked.
 
     Raises:
@@ -67,13 +104,24 @@ def parse_row(raw: RawRow) -> ParsedRow:
     """
     if raw.problem is not None:
         raise RowError(raw.location, raw.problem)
-    # Files with rows of several types have null in the columns of the other types.
-    values = {name: value for name, value in raw.values.items() if value is not None}
+    try:
+        values = rename(raw.values, options.columns) if options.columns else raw.values
+        # Files with rows of several types have null in the columns of the other types.
+        values = {name: value for name, value in values.items() if value is not None}
+        # A cell of a CSV file that is empty is text.
+        if options.unpaired == "all" or values.get("label") == "":
+            values.pop("label", None)
+        values, layout = to_canonical(values)
+    except EmptyTextError as error:
+        raise EmptyRowError(raw.location, str(error)) from error
+    except ValueError as error:
+        raise RowError(raw.location, str(error)) from error
     kind = classify(values, raw.location)
     fields = {
         "text": ("text",),
         "conversation": ("messages",),
         "prompt-completion": ("prompt", "completion"),
+        "unpaired preference": ("prompt", "completion"),
         "preference": ("prompt", "chosen", "rejected"),
         "prompt": ("prompt",),
     }
@@ -82,7 +130,9 @@ def parse_row(raw: RawRow) -> ParsedRow:
         _check_field(raw.location, name, values[name], text_only=kind == "text")
     if len({isinstance(values[name], str) for name in present}) > 1:
         raise RowError(raw.location, f"{present} must be all texts or all message lists")
-    return ParsedRow(raw.location, kind, values)
+    if "label" in values and (good := is_good(values["label"])) is not None:
+        values = {**values, "label": good}
+    return ParsedRow(raw.location, kind, values, layout)
 
 
 def classify(values: dict[str, Any], location: str) -> RowType:
@@ -95,7 +145,7 @@ def classify(values: dict[str, Any], location: str) -> RowType:
     if "messages" in has:
         return "conversation"
     if "prompt" in has and "completion" in has:
-        return "prompt-completion"
+        return "unpaired preference" if "label" in has else "prompt-completion"
     if "text" in has:
         return "text"
     if "prompt" in has:
@@ -105,7 +155,9 @@ def classify(values: dict[str, Any], location: str) -> RowType:
     raise RowError(location, f"row has {sorted(has)}; a row has {KNOWN_TYPES}")
 
 
-def require_usable(row: ParsedRow, kind: DataKind) -> ParsedRow:
+def require_usable(
+    row: ParsedRow, kind: DataKind, options: RowOptions = DEFAULT_OPTIONS
+) -> ParsedRow:
     """The row itself if ``kind`` can be made of it; two answers are one to learn as well."""
     if kind == "pairs" and row.kind != "preference":
         lacks = "'chosen' and 'rejected'"
@@ -114,10 +166,37 @@ def require_usable(row: ParsedRow, kind: DataKind) -> ParsedRow:
         lacks, reason = "'prompt'", "this stage answers prompts"
     elif kind == "samples" and row.kind == "prompt":
         lacks = "'completion'"
-        reason = "name the text to learn 'completion': a prompt alone has no answer"
+        reason = (
+            "name the text to learn 'completion': a prompt alone has no answer "
+            "(--columns completion=COLUMN)"
+        )
     else:
+        if kind == "samples" and row.kind == "unpaired preference":
+            _check_label(row, options)
         return row
     raise RowError(row.location, f"row lacks {lacks}; it has {sorted(row.values)}; {reason}")
+
+
+def is_learnt(row: ParsedRow, kind: DataKind) -> bool:
+    """False for an answer that its label calls bad, where answers are learnt."""
+    unpaired = row.kind == "unpaired preference" and kind == "samples"
+    return not (unpaired and row.values["label"] is False)
+
+
+def _check_label(row: ParsedRow, options: RowOptions) -> None:
+    label = row.values["label"]
+    if not isinstance(label, bool):
+        raise RowError(
+            row.location,
+            f"`label` of an answer must be true or false, 1 or 0, found {label!r}; "
+            "--unpaired_rows all ignores it",
+        )
+    if options.unpaired == "refuse":
+        raise RowError(
+            row.location,
+            "row has a `label`, so its answer may be a bad one; --unpaired_rows good_only learns "
+            "those with label true, all learns every answer",
+        )
 
 
 def _check_field(location: str, name: str, value: object, *, text_only: bool) -> None:

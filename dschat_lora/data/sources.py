@@ -1,13 +1,14 @@
-"""Sources of data sets: local files, directories of them, or a hub name."""
+"""Sources of data sets: local files, directories and patterns of them, or a hub name."""
 
+import glob
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
-SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet", ".txt", ".txt.gz")
-# Read where they are named; in a directory with other data they are notes.
-NAMED_ONLY = (".txt", ".txt.gz")
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.+-]+)?")
+from dschat_lora.data.directories import files_of_directory
+from dschat_lora.data.suffixes import DATA_FILES, data_files, data_suffix, is_note
+
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.+-]+){0,2}")
 
 
 @dataclass(frozen=True)
@@ -17,54 +18,83 @@ class Source:
     option: str  # the flag it was given to, without dashes
     entry: str  # as the user wrote it
     files: tuple[Path, ...]  # empty for a hub name
+    split: str | None = None  # of a hub name, where ``entry`` does not say it
 
     @property
     def hub_name(self) -> str | None:
         return None if self.files else self.entry
 
+    @property
+    def hub_parts(self) -> tuple[str, str | None, str]:
+        """Name, configuration and split of ``org/name``, ``org/name:split`` or with both."""
+        name, *rest = self.entry.split(":")
+        split = rest[-1] if rest else self.split or "train"
+        return name, rest[0] if len(rest) == 2 else None, split
 
-def find_source(option: str, entry: str) -> Source:
-    """The files behind ``entry``, or ``entry`` as a hub name (``org/name`` or ``org/name:split``).
+
+def find_source(option: str, entry: str, split: str | None = None) -> Source:
+    """The files behind ``entry``, or ``entry`` as a hub name.
+
+    A hub name is ``org/name``, ``org/name:split`` or ``org/name:config:split``. ``split`` is that
+    of a hub data set or a directory of which ``entry`` does not name one.
 
     Raises:
         ValueError: naming the option, if the path is missing or holds no data file.
     """
-    path = Path(entry).expanduser()
+    path, label = Path(entry).expanduser(), f"--{option} {entry}"
+    before, colon, own = entry.rpartition(":")
+    if colon and not path.exists() and Path(before).expanduser().is_dir():
+        _check_one_split(label, own, split)
+        files = files_of_directory(label, Path(before).expanduser(), own)
+        return Source(option, entry, files)
     if path.is_dir():
-        return Source(option, entry, _files_of_directory(option, entry, path))
+        return Source(option, entry, files_of_directory(label, path, split))
     if path.is_file():
-        if data_suffix(path) is None:
-            raise ValueError(
-                f"--{option} {entry} is a file of another kind; use {' '.join(SUFFIXES)}, "
-                "a directory of such files, or a hub name"
-            )
-        return Source(option, entry, (path,))
+        return Source(option, entry, (_checked_file(label, path, split),))
+    if any(sign in entry for sign in "*?["):
+        return Source(option, entry, _files_of_pattern(label, path, split))
     if data_suffix(path) is None and HUB_NAME.fullmatch(entry) and not _is_near_a_path(path):
-        return Source(option, entry, ())
+        _check_one_split(label, own if colon else None, split)
+        return Source(option, entry, (), split)
     raise ValueError(
-        f"--{option} {entry} does not exist{_neighbours(path)}; give a {' '.join(SUFFIXES)} file, "
-        "a directory of them, or a hub name such as org/name"
+        f"{label} does not exist{_neighbours(path)}; give a file ({DATA_FILES}), a directory of "
+        "them, a pattern such as 'data/*.jsonl', or a hub name such as org/name"
     )
 
 
-def data_suffix(path: Path) -> str | None:
-    """The one of ``SUFFIXES`` that ``path`` ends in, lower-cased, or None."""
-    name = path.name.lower()
-    return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), None)
-
-
-def _files_of_directory(option: str, entry: str, directory: Path) -> tuple[Path, ...]:
-    names = sorted(path for path in directory.iterdir() if not path.name.startswith("."))
-    files = tuple(
-        path for path in names if path.is_file() and data_suffix(path) not in (None, *NAMED_ONLY)
-    )
-    if not files:
-        found = ", ".join(path.name for path in names[:5]) or "nothing"
+def _checked_file(label: str, path: Path, split: str | None) -> Path:
+    if is_note(path):
+        raise ValueError(f"{label} describes a data set; give its directory, {path.parent}")
+    if data_suffix(path) is None:
         raise ValueError(
-            f"--{option} {entry} is a directory without a data file; it holds {found}; "
-            f"files may be {' '.join(s for s in SUFFIXES if s not in NAMED_ONLY)}"
+            f"{label} is a file of another kind; use {DATA_FILES}, a directory of such files, or "
+            "a hub name"
         )
+    _check_no_split(label, "a file", split)
+    return path
+
+
+def _files_of_pattern(label: str, pattern: Path, split: str | None) -> tuple[Path, ...]:
+    _check_no_split(label, "a pattern", split)
+    found = sorted(Path(name) for name in glob.glob(str(pattern), recursive=True))
+    files = data_files(found)
+    if not files:
+        what = ", ".join(path.name for path in found[:5]) or "nothing"
+        raise ValueError(f"{label} matches no data file ({DATA_FILES}), but {what}")
     return files
+
+
+def _check_no_split(label: str, kind: str, split: str | None) -> None:
+    if split is not None:
+        raise ValueError(
+            f"--data_split_name {split}: {label} is {kind}; directories and hub data sets have "
+            "splits"
+        )
+
+
+def _check_one_split(label: str, own: str | None, split: str | None) -> None:
+    if own is not None and split not in (None, own):
+        raise ValueError(f"--data_split_name {split} and {label} name different splits")
 
 
 def _is_near_a_path(path: Path) -> bool:

@@ -107,11 +107,12 @@ def text_data(config: RlhfConfig) -> DataConfig | None:
     if name is None:
         return None
     return DataConfig(
-        data_path=(f"{name}:{more}" if more else name,),
+        data_path=(f"{name}:{more}:train" if more else name,),
         eval_ratio=0.0,
         data_output_path=config.data.data_output_path,
         overlong="truncate",
         bad_rows=config.data.bad_rows,
+        unpaired_rows=config.data.unpaired_rows,
         preprocessing_num_workers=config.data.preprocessing_num_workers,
         max_seq_len=config.data.max_seq_len,
         train_on_prompt=True,

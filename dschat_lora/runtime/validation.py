@@ -69,9 +69,9 @@ REWARD = StageRules(
     "reward",
     "pairs",
     ("CAUSAL_LM", "SEQ_CLS"),
-    ("train_on_prompt", "sft_only_data_path", "sample_generations"),
+    ("train_on_prompt", "sft_only_data_path", "unpaired_rows", "sample_generations"),
 )
-DPO = StageRules("dpo", "pairs", unused=("train_on_prompt", "sft_only_data_path"))
+DPO = StageRules("dpo", "pairs", unused=("train_on_prompt", "sft_only_data_path", "unpaired_rows"))
 
 
 def check_supervised(config: ConfigT, *, rules: StageRules = SFT) -> ConfigT:
@@ -101,7 +101,9 @@ def check_score(config: ScoreConfig) -> None:
     fitting_length(config.max_seq_len, source, frozenset({"max_seq_len"}))
     if config.chat_template is not None:
         read_chat_template(config.chat_template)
-    check_sources(DataConfig(data_path=config.data_path))
+    check_sources(
+        DataConfig(data_path=config.data_path, columns=config.columns, unpaired_rows="all")
+    )
     if config.output_path is not None:
         check_can_be_made(Path(config.output_path).expanduser().parent, option="output_path")
 

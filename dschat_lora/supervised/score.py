@@ -11,14 +11,14 @@ from typing import Any, TextIO
 
 import torch
 
-from dschat_lora.config.groups import LoraConfig, parse_variables
+from dschat_lora.config.groups import LoraConfig, parse_columns, parse_variables
 from dschat_lora.config.stages import ScoreConfig
 from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.chat import Chat, Span
 from dschat_lora.data.encoder import make_encoder
 from dschat_lora.data.readers import iter_rows
 from dschat_lora.data.records import TextRecord, to_records
-from dschat_lora.data.rows import parse_row, require_usable
+from dschat_lora.data.rows import RowOptions, parse_row, require_usable
 from dschat_lora.data.samples import Sample
 from dschat_lora.data.sources import find_source
 from dschat_lora.data.tokenize import TokenRule, tokenize
@@ -139,9 +139,11 @@ def _chunks(
     chat = Chat(tokenizer, eos_text, parse_variables(config.chat_template_kwargs))
     rows: list[dict[str, Any]] = []
     records: list[list[TextRecord]] = []
+    options = RowOptions(parse_columns(config.columns), unpaired="all")
     for entry in config.data_path:
         for raw in iter_rows(find_source("data_path", entry)):
-            *_, record = to_records(require_usable(parse_row(raw), "samples"), chat, "pairs")
+            row = require_usable(parse_row(raw, options), "samples", options)
+            *_, record = to_records(row, chat, "pairs")
             rows.append(raw.values)
             records.append(_answers(record))
             if len(rows) == ROWS_AT_A_TIME:

@@ -28,9 +28,9 @@ STEP1_FLAGS = """
     lora_dim lora_alpha lora_dropout use_rslora target_modules lora_module_name train_bias
     modules_to_save enable_lora only_optimize_lora
     resume_from_checkpoint save_interval save_minutes save_total_limit
-    data_path data_weights sft_only_data_path eval_data_path eval_ratio data_split
-    data_output_path max_seq_len overlong bad_rows train_on_prompt packing
-    preprocessing_num_workers chat_template_kwargs
+    data_path data_weights data_split_name columns unpaired_rows sft_only_data_path
+    eval_data_path eval_ratio data_split data_output_path max_seq_len overlong bad_rows
+    train_on_prompt packing preprocessing_num_workers chat_template_kwargs
     per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps
     tokens_per_device
     learning_rate lora_learning_rate lora_lr_multiplier loraplus_lr_ratio weight_decay adam_beta1

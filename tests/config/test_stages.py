@@ -23,6 +23,8 @@ from helpers.step1 import parsed
         ("--preprocessing_num_workers 0", "--preprocessing_num_workers must be >= 1, got 0"),
         ("--data_path a b --data_weights 1", "one positive number for each of the 2 --data_path"),
         ("--data_path a --data_weights 0", "one positive number for each of the 1 --data_path"),
+        ("--data_path a b c --data_split_name d e", "one name, or one for each of the 3 --data_p"),
+        ("--columns promt=a", "did you mean prompt?"),
         ("--data_split 2,4", "--data_split must be three numbers >= 0 such as 2,4,4, got '2,4'"),
         ("--data_split 0,0,0", "--data_split must be three numbers >= 0"),
         ("--data_split a,b,c", "--data_split must be three numbers >= 0"),

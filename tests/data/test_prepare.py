@@ -12,6 +12,7 @@ import dschat_lora
 from dschat_lora.config.groups import DataConfig
 from dschat_lora.data import fingerprint as fingerprint_module
 from dschat_lora.data.prepare import prepare
+from dschat_lora.data.rows import KNOWN_TYPES
 
 EOS = 2
 
@@ -156,7 +157,7 @@ def test_a_bad_row_stops_the_run_and_names_its_place(run, jsonl, tmp_path):
         run(path)
     assert str(error.value) == (
         f"{path}:3: row lacks 'completion'; it has ['answer', 'prompt']; name the text "
-        "to learn 'completion': a prompt alone has no answer"
+        "to learn 'completion': a prompt alone has no answer (--columns completion=COLUMN)"
     )
     assert not list((tmp_path / "cache").iterdir())
 
@@ -179,6 +180,57 @@ def test_bad_rows_of_an_evaluation_file_count_too(run, jsonl):
     bad = jsonl([*pairs(1, "eval"), "{"], "eval.jsonl")
     prepared = run(jsonl(pairs(2)), eval_data_path=(str(bad),), bad_rows="skip")
     assert (len(prepared.eval), prepared.audit.bad_rows) == (1, 1)
+
+
+def test_answers_that_their_label_calls_bad_are_left_out_and_counted(run, jsonl):
+    rows = [
+        {**row, "label": label} for row, label in zip(pairs(4), (True, 0, "false", 1), strict=True)
+    ]
+    prepared = run(jsonl(rows), unpaired_rows="good_only")
+    assert texts(prepared.train) == ["row 0: 0</s>", "row 3: 3</s>"]
+    assert (prepared.audit.bad_rows, prepared.audit.rows_by_type) == (
+        0,
+        {
+            "unpaired preference": 2,
+            "unpaired preference with label false left out": 2,
+        },
+    )
+    assert len(run(jsonl(rows), unpaired_rows="all").train) == 4
+    with pytest.raises(ValueError, match=r":1: row has a `label`, so its answer may be a bad one"):
+        run(jsonl(rows))
+
+
+def test_columns_are_those_of_all_sources(run, jsonl):
+    def source(tag):
+        rows = [{"q": f"{row['prompt']}", "a": row["completion"]} for row in pairs(1, tag)]
+        return jsonl(rows, f"{tag}.jsonl")
+
+    prepared = run(
+        source("train"),
+        sft_only_data_path=(str(source("more")),),
+        eval_data_path=(str(source("held out")),),
+        columns=("prompt=q", "completion=a"),
+    )
+    assert texts(prepared.train) == ["train 0: 0</s>", "more 0: 0</s>"]
+    assert texts(prepared.eval) == ["held out 0: 0</s>"]
+    assert prepared.audit.rows_by_type == {"prompt-completion": 2}  # those to train on
+
+
+def test_the_audit_names_the_layout_of_rows(run, jsonl):
+    rows = [
+        {"instruction": "i", "output": "o"},
+        {"conversations": [{"from": "human", "value": "h"}, {"from": "gpt", "value": "g"}]},
+        {"text": "t"},
+    ]
+    prepared = run(jsonl(rows))
+    assert prepared.audit.lines()[0] == (
+        "rows         1 conversation (alpaca), 1 conversation (sharegpt), 1 text; 0 bad (0 empty)"
+    )
+    assert texts(prepared.train) == [
+        "\n\nHuman: i\n\nAssistant: o</s>",
+        "\n\nHuman: h\n\nAssistant: g</s>",
+        "t</s>",
+    ]
 
 
 def test_a_source_without_rows_is_an_error_even_when_bad_rows_are_skipped(run, jsonl):
@@ -223,6 +275,8 @@ CHANGES = {
     "policy": {"overlong": "truncate"},
     "bad rows": {"bad_rows": "skip"},
     "prompt": {"train_on_prompt": True},
+    "columns": {"columns": ("margin=prompt", "prompt=prompt")},
+    "unpaired rows": {"unpaired_rows": "all"},
     "split": {"data_split": "2,4,4"},
     "weights": {"data_weights": (2.0,)},
     "eval share": {"eval_ratio": 0.5},
@@ -350,8 +404,7 @@ def test_the_audit_counts_by_hand(run, jsonl):
         "empty_rows": 1,
         "bad_row_examples": (
             f"{path}:7: `completion` is empty",
-            f"{path}:8: row has ['answer']; a row has `text`; `prompt`, `completion`; "
-            "`messages`; `chosen`, `rejected` with or without `prompt`; or `prompt`",
+            f"{path}:8: row has ['answer']; a row has {KNOWN_TYPES}",
         ),
         "duplicate_rows": 1,
         "overlap_rows": 0,

@@ -51,9 +51,11 @@ def test_a_row_is_classified_by_the_columns_it_has(jsonl, row, kind):
     ("row", "reason"),
     [
         (
-            {"question": "q", "answer": "a"},
-            "row has ['answer', 'question']; a row has `text`; `prompt`, `completion`; "
-            "`messages`; `chosen`, `rejected` with or without `prompt`; or `prompt`",
+            {"query": "q", "answer": "a"},
+            "row has ['answer', 'query']; a row has `text`; `prompt`, `completion`; `messages`; "
+            "`chosen`, `rejected` with or without `prompt`; or `prompt`; or as published "
+            "`conversations`; `instruction`, `output`; `question`, `answer`; name other columns "
+            "by --columns, as in --columns prompt=COLUMN completion=COLUMN",
         ),
         ({"completion": "c"}, "row lacks 'prompt'; it has ['completion']"),
         (
@@ -70,8 +72,8 @@ def test_a_row_is_classified_by_the_columns_it_has(jsonl, row, kind):
         ({"text": ["a"]}, "`text` must be text, found list"),
         ({"messages": "hi"}, "`messages` must be a message list, found str"),
         (
-            {"prompt": "p", "completion": TURNS[1:]},
-            "['prompt', 'completion'] must be all texts or all message lists",
+            {"prompt": "p", "chosen": "c", "rejected": TURNS[1:]},
+            "['prompt', 'chosen', 'rejected'] must be all texts or all message lists",
         ),
         (
             {"messages": [TURNS[0], {"from": "gpt"}]},
@@ -206,25 +208,25 @@ def test_a_name_that_is_no_path_is_a_hub_name(tmp_path, monkeypatch):
     [
         (
             "trian.jsonl",
-            "--data_path trian.jsonl does not exist (in .: train.jsonl); give a .jsonl .jsonl.gz "
-            ".json .csv .parquet .txt .txt.gz file, a directory of them, or a hub name such as "
-            "org/name",
+            "--data_path trian.jsonl does not exist (in .: train.jsonl); give a file (.jsonl .json "
+            ".csv .txt (each also .gz or .zst) .parquet .arrow), a directory of them, a pattern "
+            "such as 'data/*.jsonl', or a hub name such as org/name",
         ),
         (
             "data/train.jsonl",
             "--data_path data/train.jsonl does not exist (nor does the directory data); give a "
-            ".jsonl .jsonl.gz .json .csv .parquet .txt .txt.gz file, a directory of them, or a hub "
-            "name such as org/name",
+            "file (.jsonl .json .csv .txt (each also .gz or .zst) .parquet .arrow), a directory of "
+            "them, a pattern such as 'data/*.jsonl', or a hub name such as org/name",
         ),
         (
             "notes.md",
-            "--data_path notes.md is a file of another kind; use .jsonl .jsonl.gz .json .csv "
-            ".parquet .txt .txt.gz, a directory of such files, or a hub name",
+            "--data_path notes.md is a file of another kind; use .jsonl .json .csv .txt (each also "
+            ".gz or .zst) .parquet .arrow, a directory of such files, or a hub name",
         ),
         (
             "bare",
-            "--data_path bare is a directory without a data file; it holds other.txt; files may "
-            "be .jsonl .jsonl.gz .json .csv .parquet",
+            "--data_path bare is a directory without a data file; it holds other.md; files may "
+            "be .jsonl .json .csv .txt (each also .gz or .zst) .parquet .arrow",
         ),
     ],
 )
@@ -235,7 +237,7 @@ def test_what_cannot_be_found_is_named_with_what_was_found(
     jsonl([PAIR])
     jsonl([], "notes.md")
     (tmp_path / "bare").mkdir()
-    (tmp_path / "bare" / "other.txt").write_text("")
+    (tmp_path / "bare" / "other.md").write_text("")
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole text is compared
         check_sources(DataConfig(data_path=(entry,)))
     assert str(error.value) == message
@@ -247,7 +249,7 @@ def test_the_check_names_a_first_row_that_supervised_training_cannot_use(jsonl):
         check_sources(DataConfig(eval_data_path=(str(path),)))
     assert str(error.value) == (
         f"{path}:1: row lacks 'completion'; it has ['answer', 'prompt']; name the text "
-        "to learn 'completion': a prompt alone has no answer"
+        "to learn 'completion': a prompt alone has no answer (--columns completion=COLUMN)"
     )
     check_sources(DataConfig(eval_data_path=(str(path),), bad_rows="skip"))
 

@@ -68,5 +68,4 @@ def test_the_estimate_of_all_roles_is_the_peak(fake_device, tmp_path, rank, reco
     )
     assert found["error"] is None, fake_device.log()
     record = json.loads((tmp_path / "out" / "run.json").read_text())
-    print(json.dumps(found["alive_at_peak"], indent=1), record["memory"])
     assert found["peak"] == pytest.approx(record["memory"]["peak"], rel=0.1)

@@ -34,14 +34,20 @@ def workplace(tmp_path, monkeypatch):
     (tmp_path / "notes.md").write_text("a")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "notes.txt").write_text("a")
+    (tmp_path / "code" / "sub").mkdir(parents=True)
+    (tmp_path / "code" / "sub" / "main.py").write_text("a")
+    (tmp_path / "splits").mkdir()
+    for split in ("dev", "test"):
+        (tmp_path / "splits" / f"{split}-00000-of-00001.jsonl").write_text('{"text": "a"}')
     for name, row in {
-        "columns": {"question": "a", "answer": "b"},
+        "columns": {"query": "a", "answer": "b"},
+        "label": {"prompt": "a", "completion": "b", "label": True},
         "prompt": {"prompt": "a"},
         "half": {"chosen": "a"},
         "number": {"text": 5},
         "void": {"text": " "},
         "message": {"messages": [{"role": "user"}]},
-        "mixed": {"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]},
+        "mixed": {"prompt": "a", "chosen": "b", "rejected": [{"role": "user", "content": "b"}]},
     }.items():
         write_jsonl(tmp_path / f"{name}.jsonl", [row])
     (tmp_path / "list.jsonl").write_text("[1]\n")
@@ -97,7 +103,11 @@ CASES = [
     ("--eval_data_path none.jsonl", ["--eval_data_path", "none.jsonl"]),
     ("--sft_only_data_path none.jsonl", ["--sft_only_data_path", "none.jsonl"]),
     ("--data_path notes.md", ["--data_path", "notes.md", ".jsonl"]),
-    ("--data_path folder", ["--data_path", "folder", "notes.txt", ".jsonl"]),
+    ("--data_path code", ["--data_path", "code", "sub", ".jsonl"]),
+    ("--data_path splits", ["--data_path", "splits", "dev, test", "splits:dev"]),
+    ("--data_path splits --data_split_name x", ["--data_path", "splits", "'x'", "dev, test"]),
+    ("--data_path good.jsonl --data_split_name x", ["--data_split_name x", "good.jsonl", "a file"]),
+    ("--data_path *.parq", ["--data_path", "*.parq", "matches no data file"]),
     ("--data_path empty.jsonl", ["--data_path", "empty.jsonl", "no rows"]),
     ("--data_path blank.jsonl", ["--data_path", "blank.jsonl", "no rows"]),
     ("--data_path header.csv", ["--data_path", "header.csv", "no rows"]),
@@ -109,6 +119,10 @@ CASES = [
     ("--data_path truncated.parquet", ["truncated.parquet", "cannot be read"]),
     ("--data_path list.jsonl", ["list.jsonl:1", "not a JSON object"]),
     ("--data_path columns.jsonl", ["columns.jsonl:1", "'answer'", "`completion`"]),
+    ("--data_path columns.jsonl --columns promt=query", ["--columns", "did you mean prompt?"]),
+    ("--data_path columns.jsonl --columns prompt=q", ["columns.jsonl:1", "--columns prompt=q"]),
+    ("--data_path label.jsonl", ["label.jsonl:1", "`label`", "--unpaired_rows good_only"]),
+    ("--data_path label.jsonl --unpaired_rows good", ["--unpaired_rows", "refuse, good_only, all"]),
     ("--data_path prompt.jsonl", ["prompt.jsonl:1", "'completion'"]),
     ("--data_path half.jsonl", ["half.jsonl:1", "'rejected'"]),
     ("--data_path number.jsonl", ["number.jsonl:1", "`text`", "int"]),

@@ -15,7 +15,7 @@ from dschat_lora.config.groups import LoraConfig
 from dschat_lora.config.options import fail
 from dschat_lora.data.encoder import make_encoder
 from dschat_lora.data.readers import RowError, iter_rows
-from dschat_lora.data.rows import parse_row, require_usable
+from dschat_lora.data.rows import RowOptions, parse_row, require_usable
 from dschat_lora.data.sources import find_source
 from dschat_lora.data.tokenize import ended
 from dschat_lora.engine.build import DTYPES, resolve_dtype
@@ -95,7 +95,7 @@ def read_meanings(paths: Sequence[str]) -> list[Meaning]:
     meanings: dict[str, Meaning] = {}
     for entry in paths:
         for raw in iter_rows(find_source("data_path", entry)):
-            row = require_usable(parse_row(raw), "prompts")
+            row = require_usable(parse_row(raw, RowOptions(unpaired="all")), "prompts")
             prompt = row.values.get("prompt")
             if row.kind not in ("prompt", "prompt-completion") or not isinstance(prompt, str):
                 raise RowError(row.location, "decode takes a `prompt` of text, its `completion`")

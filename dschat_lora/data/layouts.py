@@ -1,0 +1,212 @@
+"""Layouts of published data sets, such as Alpaca and ShareGPT, as the columns of the row types."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+
+from dschat_lora.data.columns import Columns, EmptyTextError, Messages, message, text_of
+from dschat_lora.data.sharegpt import conversation_of
+
+OF_LAYOUTS = frozenset(
+    ("chosen", "rejected", "messages", "conversations", "instruction", "question", "message_id")
+)
+HUMAN = "\n\nHuman:"  # begins answers that hold their prompt, as Anthropic's HH does
+LABELS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
+# What a question is about: without it, its answer would be another task's.
+BESIDE_A_QUESTION = {"context", "choices", "options"}
+
+
+def to_canonical(values: Columns) -> tuple[Columns, str]:
+    """A row with the columns of the row types, and the layout it was found in ("": theirs).
+
+    Args:
+        values: the row's columns without absent (null) ones.
+
+    Raises:
+        EmptyTextError: if a text that the layout needs is empty.
+        ValueError: if the row is of a layout but for something else.
+    """
+    texts = (values.get("prompt", ""), values.get("completion", ""))
+    if OF_LAYOUTS.isdisjoint(values) and isinstance(texts[0], str) and isinstance(texts[1], str):
+        return values, ""  # as most rows are, so that they cost little
+    if answers := values.keys() & {"chosen", "rejected"}:
+        return _preference(values) if len(answers) == 2 else (values, "")
+    values, layout = _conversational(values)
+    has_label = "label" in values and is_good(values["label"]) is not None
+    return (_unpaired(values) if has_label else values), layout
+
+
+def is_good(label: object) -> bool | None:
+    """What a ``label`` says: true or false, 1 or 0, or a text of these; None for any other."""
+    is_scalar = isinstance(label, bool | int | float | str)
+    return LABELS.get(str(label).strip().lower()) if is_scalar else None
+
+
+def _conversational(values: Columns) -> tuple[Columns, str]:
+    if "messages" in values:
+        values, layout = _message_lists(values, ("messages",))
+        if layout:
+            values = _with_tools({**values, "messages": _headed(values, values["messages"])})
+        return values, layout
+    values, layout = _message_lists(values, ("prompt", "completion"))
+    if {"prompt", "completion"} <= values.keys():
+        return _in_one_form(values, ["completion"]), layout
+    if "prompt" in values:
+        return values, layout
+    # Beside a `text` these are more, unless they are something else of that name.
+    alone, turns = "text" not in values, values.get("conversations")
+    if "conversations" in values and (alone or (turns and isinstance(turns, list))):
+        return _with_tools({**values, "messages": _conversation_prompt(values)}), "sharegpt"
+    is_alpaca = {"instruction", "output"} <= values.keys()
+    if is_alpaca and (alone or isinstance(values["instruction"], str)):
+        return _answered(values, _alpaca_prompt(values), "output"), "alpaca"
+    if {"message_id", "message_tree_id"} <= values.keys():
+        raise ValueError(
+            "row is one message of a tree, as in OASST; make rows with `messages` of its threads"
+        )
+    others = {"text", *BESIDE_A_QUESTION}
+    if {"question", "answer"} <= values.keys() and not values.keys() & others:
+        return _answered(values, _question_prompt(values), "answer"), "question-answer"
+    return values, ""
+
+
+def _unpaired(values: Columns) -> Columns:
+    """A row with a label, its conversation as the prompt and the last answer, which it is about."""
+    messages = values.get("messages")
+    if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
+        return values
+    answers = [at for at, each in enumerate(messages) if each.get("role") == "assistant"]
+    if not answers or answers[-1] == 0:
+        return values
+    rest = {name: value for name, value in values.items() if name != "messages"}
+    return {**rest, "prompt": messages[: answers[-1]], "completion": [messages[answers[-1]]]}
+
+
+def _preference(values: Columns) -> tuple[Columns, str]:
+    """Chosen and rejected after a prompt of the same form, or holding it."""
+    names = ("chosen", "rejected")
+    values, layout = _message_lists(values, ("prompt", *names))
+    begins = all(_begins_with_answer(values[name]) for name in names)
+    for column, (read, name) in PROMPTS.items():
+        if begins and "prompt" not in values and column in values:
+            values, layout = {**values, "prompt": read(values)}, name
+    if not isinstance(values.get("prompt"), str | list):
+        return values, layout
+    if all(isinstance(values[name], list) for name in names) and not begins:
+        return _without_held_prompt(values, names), layout or "ultrafeedback"
+    return _in_one_form(values, names), layout
+
+
+def _without_held_prompt(values: Columns, names: Sequence[str]) -> Columns:
+    """The row without a prompt that its message lists hold themselves."""
+    prompt = values["prompt"]
+    for name in names:
+        if isinstance(prompt, list):
+            held = values[name][: len(prompt)] == prompt
+        else:
+            contents = [each.get("content") for each in values[name] if isinstance(each, dict)]
+            held = any(isinstance(c, str) and c.strip() == prompt.strip() for c in contents)
+        if not held and isinstance(prompt, list):
+            return values  # refused where the answers are counted
+        if not held:
+            raise ValueError(
+                f"`{name}` must be the answer to `prompt`, or begin with it; it does neither"
+            )
+    return {name: value for name, value in values.items() if name != "prompt"}
+
+
+def _in_one_form(values: Columns, names: Sequence[str]) -> Columns:
+    """A text beside message lists as a message: the user's prompt, or the assistant's answers."""
+    prompt, answers = values["prompt"], [values[name] for name in names]
+    if isinstance(prompt, str) and all(isinstance(answer, list) for answer in answers):
+        for name in names:
+            if not _begins_with_answer(values[name]):
+                raise ValueError(f"`{name}` must begin with the assistant where `prompt` is text")
+        return {**values, "prompt": [message("user", text_of(values, "prompt"))]}
+    if isinstance(prompt, list) and all(isinstance(answer, str) for answer in answers):
+        own = {name: [message("assistant", text_of(values, name))] for name in names}
+        return {**values, **own}
+    return values
+
+
+def _begins_with_answer(value: object) -> bool:
+    """Whether no prompt precedes the answer; true of what is no answer, which is refused later."""
+    if isinstance(value, str):
+        return not value.startswith(HUMAN)
+    first = value[0] if isinstance(value, list) and value else None
+    return not isinstance(first, dict) or first.get("role", "assistant") == "assistant"
+
+
+def _message_lists(values: Columns, names: Sequence[str]) -> tuple[Columns, str]:
+    """The row with ShareGPT's messages in these columns as messages, and a single one as a list."""
+    layout = ""
+    for name in names:
+        value = values.get(name)
+        if isinstance(value, dict) and name in ("chosen", "rejected"):
+            value = [value]
+            values = {**values, name: value}
+        first = value[0] if isinstance(value, list) and value else None
+        if isinstance(first, dict) and {"from", "value"} <= first.keys():
+            layout = "sharegpt"
+            values = {**values, name: conversation_of(values, name)}
+    return values, layout
+
+
+def _with_tools(values: Columns) -> Columns:
+    """The row with a text in ``tools`` read as the JSON that it is."""
+    if not isinstance(values.get("tools"), str):
+        return values
+    try:
+        return {**values, "tools": json.loads(values["tools"] or "[]")}
+    except json.JSONDecodeError as error:
+        raise ValueError(f"`tools` is not valid JSON ({error.msg})") from error
+
+
+def _headed(values: Columns, messages: Messages) -> Messages:
+    """Messages after the text of a ``system`` column, unless they begin with one of their own."""
+    return messages if messages[0].get("role") == "system" else [*_system(values), *messages]
+
+
+def _alpaca_prompt(values: Columns) -> Messages:
+    """System, earlier turns of ``history``, and instruction and input on lines of their own."""
+    parts = [text_of(values, name, required=False) for name in ("instruction", "input")]
+    text = "\n".join(part for part in parts if part.strip())
+    if not text:
+        raise EmptyTextError("`instruction` is empty")
+    history = values.get("history") or []
+    if not isinstance(history, list) or not all(_is_turn(turn) for turn in history):
+        raise ValueError("`history` must be a list of pairs of texts, a question and its answer")
+    earlier = [each for turn in history for each in _turn(*turn)]
+    return [*_system(values), *earlier, message("user", text)]
+
+
+def _turn(question: str, answer: str) -> Messages:
+    return [message("user", question), message("assistant", answer)]
+
+
+def _is_turn(turn: object) -> bool:
+    return isinstance(turn, list) and len(turn) == 2 and all(isinstance(t, str) for t in turn)
+
+
+def _question_prompt(values: Columns) -> Messages:
+    return [*_system(values), message("user", text_of(values, "question"))]
+
+
+def _conversation_prompt(values: Columns) -> Messages:
+    return _headed(values, conversation_of(values, "conversations"))
+
+
+# Columns that a preference's prompt may be in, and the layout that it shows.
+PROMPTS: Mapping[str, tuple[Callable[[Columns], Messages], str]] = {
+    "conversations": (_conversation_prompt, "sharegpt"),
+    "instruction": (_alpaca_prompt, "alpaca"),
+    "question": (_question_prompt, "question-answer"),
+}
+
+
+def _answered(values: Columns, prompt: Messages, column: str) -> Columns:
+    return {**values, "messages": [*prompt, message("assistant", text_of(values, column))]}
+
+
+def _system(values: Columns) -> Messages:
+    text = text_of(values, "system", required=False)
+    return [message("system", text)] if text.strip() else []
