@@ -82,7 +82,7 @@ def to_records(row: ParsedRow, chat: Chat, kind: DataKind = "samples") -> tuple[
             spans: tuple[Span, ...] = (Span(row.values["text"], target=True),)
         elif row.kind == "preference":
             return (_preference(row, chat, kind),)
-        elif isinstance(row.values.get("prompt"), str):
+        elif row.kind != "conversation" and isinstance(row.values["prompt"], str):
             spans = _plain(row.values)
         else:
             return _rendered(row, chat.with_columns(row.values), kind)

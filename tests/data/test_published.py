@@ -11,7 +11,7 @@ from dschat_lora.config.options import parse_config
 from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.data.chat import Chat
 from dschat_lora.data.readers import RawRow
-from dschat_lora.data.records import to_record
+from dschat_lora.data.records import to_records
 from dschat_lora.data.rows import config_sources, parse_row, require_usable, row_options
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "data_formats.md"
@@ -121,7 +121,7 @@ def test_the_options_of_the_docs_read_the_published_row(
     assert row.described == described.split(";")[0]
     kind = "pairs" if row.kind == "preference" else "samples"
     assert require_usable(require_usable(row, kind, reading), "samples", reading) is row
-    record = to_record(row, Chat(build_byte_tokenizer(), "</s>"))
+    *_, record = to_records(row, Chat(build_byte_tokenizer(), "</s>"))
     assert record.prompt == before
     if row.kind != "text":
         assert record.completion.strip().removesuffix("</s>") == "a"
