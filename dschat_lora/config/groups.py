@@ -19,6 +19,7 @@ COLUMNS = (
 )
 Dtype = Literal["auto", "fp32", "bf16", "fp16"]
 Switch = bool | Literal["auto"]
+Overlong = Literal["split", "drop", "truncate", "error"]
 Scheduler = Literal[
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"
 ]
@@ -189,8 +190,10 @@ class SourceConfig:
     data_output_path: str | None = option(
         None, help="cache of tokenised data; default ~/.cache/dschat_lora"
     )
-    overlong: Literal["drop", "truncate", "error"] = option(
-        "drop", help="what happens to samples longer than --max_seq_len"
+    overlong: Overlong = option(
+        "split",
+        help="what happens to samples longer than --max_seq_len: split cuts rows of `text` into "
+        "pieces and drops others, drop drops all",
     )
     bad_rows: Literal["stop", "skip"] = option(
         "stop", help="what happens at a row that cannot be used"

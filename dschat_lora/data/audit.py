@@ -51,6 +51,9 @@ class Audit:
     # become one for each answer.
     chat_rows: dict[str, int] = field(default_factory=dict)
     answer_samples: int = 0
+    split_rows: int = 0  # training rows of text that were cut into several samples
+    text_samples: int = 0  # training samples of plain text
+    text_eos_samples: int = 0  # of these, those that end in end-of-sequence
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready fields."""
@@ -65,6 +68,12 @@ class Audit:
     def eos_share(self) -> float:
         """Share of the training samples that teach the model to stop."""
         return self.eos_samples / max(1, self.train_samples)
+
+    @property
+    def _ended_answers(self) -> float:
+        """The same of samples that are no plain text; 1 where there are none."""
+        answers = 0 if self.kind == "prompts" else self.train_samples - self.text_samples
+        return (self.eos_samples - self.text_eos_samples) / answers if answers else 1.0
 
     def check(self) -> None:
         """Stop a run that could not learn to answer, or to stop answering.
@@ -100,7 +109,7 @@ class Audit:
                 "tokens); raise it"
             )
         # Of marked text a template's author answers for the end.
-        if self.eos_samples == 0 and not self.chat_rows.get("marks"):
+        if self._ended_answers == 0 and not self.chat_rows.get("marks"):
             raise ValueError(
                 f"none of the {self.train_samples} training samples ends in end-of-sequence, so "
                 "nothing would be learnt of where answers end; raise --max_seq_len "
@@ -112,8 +121,8 @@ class Audit:
         cut = self.dropped_rows + self.truncated_rows
         option = "max_prompt_seq_len" if self.kind == "prompts" else "max_seq_len"
         doubts = {
-            f"only {self.eos_share:.0%} of the samples end in end-of-sequence; answers may "
-            "not stop": self.kind != "prompts" and self.train_samples > 0 and self.eos_share < 0.5,
+            f"only {self._ended_answers:.0%} of the samples end in end-of-sequence; answers may "
+            "not stop": self._ended_answers < 0.5,
             f"{cut} of {self.train_rows} training rows are longer than --{option} "
             f"{self.max_seq_len}": self._share_of_samples(cut) > 0.1,
             f"{self.overlap_rows} training rows are in --eval_data_path too; the evaluation "
@@ -143,7 +152,8 @@ class Audit:
             "eval": f"{self.eval_rows:,} rows, {self.eval_samples:,} samples",
             "length": f"{quantiles} tokens",
             "too long": f"{self.dropped_rows:,} dropped, {self.truncated_rows:,} truncated "
-            f"({too_long:.1%} of the rows); eval {self.eval_dropped_rows:,} dropped",
+            f"{self._split_rows}({too_long:.1%} of the rows); eval {self.eval_dropped_rows:,} "
+            "dropped",
             "supervised": f"{self.supervised_tokens:,} tokens ({supervised:.1%})",
             "ends in EOS": f"{self.eos_samples:,} samples ({self.eos_share:.1%})",
         }
@@ -159,6 +169,10 @@ class Audit:
         lines = [f"{name:<12} {text}" for name, text in table.items()]
         lines += [f"bad row      {example}" for example in self.bad_row_examples]
         return lines + [f"warning      {text}" for text in self.warnings()]
+
+    @property
+    def _split_rows(self) -> str:
+        return f"and {self.split_rows:,} cut into pieces " if self.split_rows else ""
 
     def _share_of_samples(self, count: int) -> float:
         """Share of the samples that training rows become before the length limit."""
@@ -187,11 +201,14 @@ class Tally:
     dropped: int = 0
     identical: int = 0
     truncated: int = 0
+    split: int = 0
     doubled_bos: int = 0
     samples: int = 0
     tokens: int = 0
     supervised: int = 0
     eos: int = 0
+    texts: int = 0  # samples of plain text
+    text_eos: int = 0
 
     def add(self, tokenized: Tokenized, times: int) -> None:
         """Count one row that is used ``times`` times."""
@@ -199,13 +216,17 @@ class Tally:
         self.truncated += tokenized.truncated
         self.doubled_bos += tokenized.doubled_bos
         self.identical += tokenized.identical
-        if tokenized.sample is None:
-            self.dropped += not tokenized.identical
-            return
-        self.samples += times
-        self.tokens += times * len(tokenized.sample.input_ids)
-        self.supervised += times * tokenized.sample.num_supervised
-        self.eos += times * (tokenized.ended or tokenized.sample.ends_in(self.eos_id))
+        samples = tokenized.samples
+        self.dropped += not (samples or tokenized.identical)
+        self.split += bool(tokenized.rest)
+        self.samples += times * len(samples)
+        self.texts += times * len(samples) * tokenized.is_text
+        for sample in samples:
+            ends = times * (tokenized.ended or sample.ends_in(self.eos_id))
+            self.tokens += times * len(sample.input_ids)
+            self.supervised += times * sample.num_supervised
+            self.eos += ends
+            self.text_eos += ends * tokenized.is_text
 
 
 def make_audit(config: DataConfig, rows: Collected, train: Tally, held_out: Tally) -> Audit:
@@ -235,6 +256,9 @@ def make_audit(config: DataConfig, rows: Collected, train: Tally, held_out: Tall
         tokens=train.tokens,
         supervised_tokens=train.supervised,
         eos_samples=train.eos,
+        split_rows=train.split,
+        text_samples=train.texts,
+        text_eos_samples=train.text_eos,
         max_seq_len=config.max_seq_len,
         kind=rows.kind,
     )

@@ -93,8 +93,7 @@ def _write(
     def samples() -> Iterator[AnySample]:
         for result, repeat in zip(tokenized, times, strict=True):
             tally.add(result, repeat)
-            if result.sample is not None:
-                yield from [result.sample] * repeat
+            yield from result.samples * repeat
 
     write_samples(path, samples(), rule.kind)
     return tally

@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from dschat_lora.algos.sft import IGNORE_INDEX
+from dschat_lora.config.groups import Overlong
 from dschat_lora.data.chat import Span
 from dschat_lora.data.encoder import Encoder
 from dschat_lora.data.records import TextRecord, shared_length
@@ -24,7 +25,7 @@ class TokenRule:
 
     eos_id: int
     max_seq_len: int
-    overlong: Literal["drop", "truncate", "error"]
+    overlong: Overlong
     train_on_prompt: bool
     kind: DataKind = "samples"
     eos_after_prompt: bool = False
@@ -40,6 +41,13 @@ class Tokenized:
     doubled_bos: bool = False  # its text brought a second beginning-of-sequence
     identical: bool = False  # a pair that was dropped because nothing tells its answers apart
     ended: bool = False  # by a token of the chat template's own
+    is_text: bool = False  # plain text, which answers nothing
+    rest: tuple[Sample, ...] = ()  # further pieces of a text longer than a row
+
+    @property
+    def samples(self) -> tuple[AnySample, ...]:
+        """All samples of the record."""
+        return () if self.sample is None else (self.sample, *self.rest)
 
 
 def tokenize(records: Sequence[TextRecord], encoder: Encoder, rule: TokenRule) -> list[Tokenized]:
@@ -96,7 +104,10 @@ def _tokenize_sample(
             pieces[number] = ended(pieces[number], rule.eos_id)
     if record.spans[-1].target and record.end == "eos":
         pieces[-1] = ended(pieces[-1], rule.eos_id)
-    length = sum(map(len, pieces))
+    length, is_text = sum(map(len, pieces)), record.kind == "text"
+    if length > rule.max_seq_len and is_text and rule.overlong == "split":
+        first, *rest = split_text([token for piece in pieces for token in piece], rule.max_seq_len)
+        return Tokenized(first, length, doubled_bos=doubled, is_text=True, rest=tuple(rest))
     if length > rule.max_seq_len and rule.overlong != "truncate":
         _refuse_overlong(record, length, rule)
         return Tokenized(None, length, doubled_bos=doubled)
@@ -105,7 +116,12 @@ def _tokenize_sample(
     truncated = length > rule.max_seq_len
     is_ended = record.end == "template" and not truncated
     return Tokenized(
-        sample if learns else None, length, truncated and learns, doubled, ended=is_ended
+        sample if learns else None,
+        length,
+        truncated and learns,
+        doubled,
+        ended=is_ended,
+        is_text=is_text,
     )
 
 
@@ -179,7 +195,7 @@ def _refuse_overlong(
     if rule.overlong == "error":
         raise ValueError(
             f"{record.location}: {length} tokens are more than --{option} "
-            f"{rule.max_seq_len}; raise it, or choose --overlong drop or truncate"
+            f"{rule.max_seq_len}; raise it, or choose --overlong split, drop or truncate"
         )
 
 
@@ -194,6 +210,16 @@ def _to_sample(record: TextRecord, pieces: Sequence[list[int]], rule: TokenRule)
     target[:1] = False
     labels = np.where(target, input_ids, np.int32(IGNORE_INDEX))
     return Sample(input_ids[: rule.max_seq_len], labels[: rule.max_seq_len])
+
+
+def split_text(tokens: Sequence[int], size: int) -> list[Sample]:
+    """Pieces of up to ``size`` tokens, of which every token but the first is learnt once.
+
+    Each piece after the first begins with the last token of the one before it, as context.
+    """
+    starts = range(0, len(tokens) - 1, size - 1)
+    pieces = (np.array(tokens[start : start + size], dtype=np.int32) for start in starts)
+    return [Sample(ids, np.where(np.arange(len(ids)) > 0, ids, IGNORE_INDEX)) for ids in pieces]
 
 
 RECORDS_PER_CHUNK = 512

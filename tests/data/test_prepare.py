@@ -428,6 +428,9 @@ def test_the_audit_counts_by_hand(run, jsonl):
         "kind": "samples",
         "chat_rows": {},
         "answer_samples": 0,
+        "split_rows": 0,
+        "text_samples": 1,
+        "text_eos_samples": 1,
     }
     json.dumps(audit.to_dict())
 
@@ -439,9 +442,22 @@ def test_samples_that_are_used_twice_count_twice_and_their_rows_once(run, jsonl)
     assert (audit.tokens, audit.supervised_tokens, audit.eos_samples) == (6 * 9, 6 * 3, 6)
 
 
+def test_long_texts_are_cut_by_default_and_need_no_end(run, jsonl):
+    prepared = run(jsonl([{"text": "x" * 30}, {"text": "abcdef"}]), max_seq_len=8)
+    audit = prepared.audit
+    # 31 tokens with the end: 8 and, each with one of the piece before, 7 + 1, 7 + 1, 7 + 1, 2 + 1
+    assert (audit.train_samples, audit.split_rows, audit.dropped_rows) == (6, 1, 0)
+    assert (audit.tokens, audit.supervised_tokens) == (8 + 8 + 8 + 8 + 3 + 7, 30 + 6)
+    assert (audit.text_samples, audit.eos_samples, audit.text_eos_samples) == (6, 2, 2)
+    audit.check()
+    assert "0 truncated and 1 cut into pieces (0.0% of the rows)" in "\n".join(audit.lines())
+    assert not any("may not stop" in warning for warning in audit.warnings())
+
+
 def test_dropped_evaluation_rows_are_counted(run, jsonl):
     held_out = jsonl([*pairs(2), {"text": "x" * 80}], "eval.jsonl")
-    audit = run(jsonl(pairs(3, "t")), eval_data_path=(str(held_out),)).audit
+    options = {"eval_data_path": (str(held_out),), "overlong": "drop"}
+    audit = run(jsonl(pairs(3, "t")), **options).audit
     assert (audit.eval_rows, audit.eval_samples, audit.eval_dropped_rows) == (3, 2, 1)
 
 

@@ -1,3 +1,6 @@
+from itertools import pairwise
+from random import Random
+
 import pytest
 from hand_tokenizers import build_byte_tokenizer, build_metaspace_tokenizer
 
@@ -164,7 +167,7 @@ def test_an_overlong_row_is_an_error_if_asked_for():
         run(make_record("ab", "cd"), build_byte_tokenizer(), max_seq_len=4, overlong="error")
     assert str(error.value) == (
         "f.jsonl:3: 5 tokens are more than --max_seq_len 4; raise it, or choose "
-        "--overlong drop or truncate"
+        "--overlong split, drop or truncate"
     )
 
 
@@ -194,3 +197,26 @@ def test_what_a_tokenizer_adds_is_found_without_latin_letters():
 def test_a_tokenizer_without_vocabulary_is_an_error():
     with pytest.raises(ValueError, match=r"finds no token in any of .*; is its vocabulary empty"):
         make_encoder(build_byte_tokenizer(letters=""))
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
+def test_a_long_text_is_cut_into_pieces_that_teach_each_token_once(size):
+    tokenizer, texts = build_byte_tokenizer(), Random(size)
+    for _ in range(30):
+        text = "".join(texts.choices("abcdefgh ", k=texts.randint(1, 40)))
+        record = TextRecord("f.txt:1", "text", (Span(text, target=True),))
+        whole = run(record, tokenizer).sample.input_ids.tolist()
+        samples = run(record, tokenizer, max_seq_len=size, overlong="split").samples
+        assert all(2 <= len(sample.input_ids) <= size for sample in samples)
+        learnt = [
+            (sample.input_ids[: place + 1].tolist()[-2:])
+            for sample in samples
+            for place, label in enumerate(sample.labels)
+            if label != IGNORED
+        ]
+        assert learnt == [list(pair) for pair in pairwise(whole)], "each after the one before it"
+
+
+def test_what_is_no_plain_text_is_not_cut_into_pieces():
+    result = run(make_record("ab", "cdef"), build_byte_tokenizer(), max_seq_len=4, overlong="split")
+    assert (result.samples, result.length) == ((), 7)

@@ -79,7 +79,7 @@ CASES = [
     ("--dtype fp8", ["--dtype", "'fp8'", "auto, fp32, bf16, fp16"]),
     ("--zero_stage 4", ["--zero_stage", "'4'", "0, 1, 2, 3"]),
     ("--lr_scheduler_type cos", ["--lr_scheduler_type", "'cos'", "linear, cosine"]),
-    ("--overlong cut", ["--overlong", "'cut'", "drop, truncate, error"]),
+    ("--overlong cut", ["--overlong", "'cut'", "split, drop, truncate, error"]),
     ("--report_to wandb", ["--report_to", "'wandb'", "none, tensorboard"]),
     ("--max_seq_len 99999", ["--max_seq_len", "99999", "512 positions"]),
     ("--data_split 2,4", ["--data_split", "'2,4'", "2,4,4"]),
