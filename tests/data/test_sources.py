@@ -196,6 +196,7 @@ def test_files_directly_in_a_directory_are_all_read_but_where_a_split_is_named(t
     write(tmp_path / "flat" / "below" / "train.jsonl", "left out")
     assert texts("flat") == ["a", "b"]
     assert (texts("flat", "train"), texts("flat:validation")) == (["a"], ["b"])
+    assert texts("flat", "valid") == ["b"]
 
 
 def test_a_tree_without_splits_is_read_whole(tmp_path):
