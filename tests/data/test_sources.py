@@ -72,7 +72,7 @@ def test_packed_files_read_as_those_inside(tmp_path, name, content, packed):
 
 
 def test_a_text_file_is_one_document(tmp_path):
-    document = "\ufeffA title\n\nIts text | with bars,\nto the end.\n"
+    document = "\ufeffA title | a bar\n\nIts text || with bars,\nto the end.\n"
     (tmp_path / "book.txt").write_text(document, encoding="utf-8")
     (row,) = (parse_row(raw) for raw in iter_file(tmp_path / "book.txt"))
     assert (row.kind, row.values) == ("text", {"text": document[1:]})
@@ -196,6 +196,7 @@ def test_files_directly_in_a_directory_are_all_read_but_where_a_split_is_named(t
     write(tmp_path / "flat" / "below" / "train.jsonl", "left out")
     assert texts("flat") == ["a", "b"]
     assert (texts("flat", "train"), texts("flat:validation")) == (["a"], ["b"])
+    assert texts("flat", "valid") == ["b"]
 
 
 def test_a_tree_without_splits_is_read_whole(tmp_path):
