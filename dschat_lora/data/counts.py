@@ -30,6 +30,7 @@ class SampleCounts:
     targets: Integers  # supervised predictions
     attended: Integers  # (query, key) pairs of causal attention
     positions: Integers  # of rows for this sample alone, padding included
+    chosen_targets: Integers  # predictions of a pair's chosen answer, else 0
 
 
 def count_samples(collate: object, samples: Samples, size: int) -> SampleCounts:
@@ -40,7 +41,8 @@ def count_samples(collate: object, samples: Samples, size: int) -> SampleCounts:
     if isinstance(collate, PairCollator):
         return _count_pairs(collate, samples, size)
     tokens = _lengths(samples, size)
-    return SampleCounts(tokens, _targets(samples, size), causal_pairs(tokens), tokens)
+    none = np.zeros_like(tokens)
+    return SampleCounts(tokens, _targets(samples, size), causal_pairs(tokens), tokens, none)
 
 
 def _count_pairs(collate: PairCollator, pairs: Samples, size: int) -> SampleCounts:
@@ -51,12 +53,13 @@ def _count_pairs(collate: PairCollator, pairs: Samples, size: int) -> SampleCoun
     chosen, rejected = shared + first, tree - first
     # Nothing predicts the first token of a sequence.
     unanswered = np.maximum(1, prompt)
-    targets = np.maximum(0, chosen - unanswered) + np.maximum(0, rejected - unanswered)
+    answered = np.maximum(0, chosen - unanswered)
+    targets = answered + np.maximum(0, rejected - unanswered)
     attended = causal_pairs(chosen) + causal_pairs(rejected)
     if collate.layout == "shared":
-        return SampleCounts(tree, targets, attended - causal_pairs(shared), tree)
+        return SampleCounts(tree, targets, attended - causal_pairs(shared), tree, answered)
     positions = 2 * np.maximum(chosen, rejected) if collate.layout == "alone" else tokens
-    return SampleCounts(tokens, targets, attended, positions)
+    return SampleCounts(tokens, targets, attended, positions, answered)
 
 
 def count_step(
@@ -76,6 +79,7 @@ def count_step(
         "num_attended": int(counts.attended[samples].sum()),
         "num_positions": sum(height * width for height, width in shapes),
         "num_scored_pairs": sum(height * width**2 for height, width in shapes),
+        "num_chosen_targets": int(counts.chosen_targets[samples].sum()),
     }
 
 

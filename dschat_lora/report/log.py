@@ -251,6 +251,8 @@ def eval_line(step: int, metrics: Mapping[str, Any]) -> str:
         f"loss {metrics['loss']:.4f} over {metrics['samples']:,} pairs",
         f"chosen {metrics['chosen_score']:.3f}, rejected {metrics['rejected_score']:.3f}",
     ]
+    if "nll_loss" in metrics:
+        details.append(f"cross-entropy of chosen answers {metrics['nll_loss']:.4f}")
     if "calibration_error" in metrics:
         details.append(f"calibration error {metrics['calibration_error']:.3f}")
     if metrics.get("length_correlation") is not None:

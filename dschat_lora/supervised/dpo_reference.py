@@ -173,8 +173,13 @@ def make_reference(
     batch_layout: BatchLayout,
     dpo: DpoConfig,
 ) -> Reference:
-    """The model as it is, before anything is trained or restored; call on every rank."""
+    """The model as it is, before anything is trained or restored; call on every rank.
+
+    A loss without a reference gets its objective alone.
+    """
     data, config = setup.data, setup.config
+    if not dpo.has_reference:
+        return Reference(dpo_objective(dpo), data.train, data.eval)
     if not dpo.precompute_ref_log_probs:
         trained = [p for p in setup.adapted.model.parameters() if p.requires_grad]
         return Reference(

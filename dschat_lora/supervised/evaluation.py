@@ -56,6 +56,7 @@ class SupervisedEvaluator:
             "loss": result.loss,
             "tokens": result.counts.num_targets,
             "samples": result.counts.num_samples,
+            **result.means,
             **{name: mean_of(column) for name, column in result.columns.items()},
             **self._objective.describe(result.loss, result.columns),
         }

@@ -11,6 +11,7 @@ from torch import Tensor
 from dschat_lora.algos.dpo import dpo_loss
 from dschat_lora.algos.logprobs import sequence_sums
 from dschat_lora.algos.preference import accuracy, correlation, reliability
+from dschat_lora.algos.reference_free import odds_ratio_loss, simpo_loss
 from dschat_lora.algos.reward import bradley_terry_loss, per_token_loss
 from dschat_lora.config.stages import DpoConfig, RewardConfig
 from dschat_lora.data.batch import Batch, PairBatch
@@ -27,6 +28,13 @@ class BatchLoss:
 
     total: Tensor  # scalar with gradient
     columns: Columns = field(default_factory=dict)  # what is known of each pair, without gradient
+    # scalar with gradient, of the chosen answers' tokens: a step adds its mean over all of these
+    chosen_nll: Tensor | None = None
+
+    @property
+    def sums(self) -> list[Tensor]:
+        """The parts of the loss, each divided by a count of its own."""
+        return [self.total] if self.chosen_nll is None else [self.total, self.chosen_nll]
 
 
 # Log-ratios of the untrained policy differ by rounding alone.
@@ -153,13 +161,18 @@ def describe_lengths(loss: float, columns: Columns) -> dict[str, Any]:
     }
 
 
-def dpo_objective(config: DpoConfig, reference: Callable[[PairBatch], Tensor]) -> Objective:
+def dpo_objective(
+    config: DpoConfig, reference: Callable[[PairBatch], Tensor] | None = None
+) -> Objective:
     """Learn which answer is better as a policy; the engine is over a ``CausalLMLogprobs``.
 
-    ``reference`` gives the (2 P,) log-probabilities of a batch's answers under the reference.
+    ``reference`` gives the (2 P,) log-probabilities of a batch's answers under the reference,
+    where the loss has one.
     """
 
     def loss(engine: Network, batch: PairBatch) -> BatchLoss:
+        if reference is None:
+            return reference_free_batch_loss(answer_logprobs(engine, batch), batch, config)
         with torch.no_grad():
             expected = reference(batch)
         return dpo_batch_loss(answer_logprobs(engine, batch), expected, batch, config)
@@ -188,6 +201,7 @@ def dpo_batch_loss(
 
     ``logprobs`` and ``reference`` are (2 P,), of the answers under the policy and the reference.
     """
+    assert config.loss_type in ("sigmoid", "ipo", "hinge"), "a loss with a reference"
     lengths = batch.answer_lengths.clamp(min=1)
     logratios = logprobs - reference
     by_length = config.length_normalization or config.loss_type == "ipo"
@@ -203,21 +217,57 @@ def dpo_batch_loss(
         # Of each chosen answer the mean over its tokens (eq. 2 of arXiv:2404.19733).
         losses = losses - config.rpo_alpha * (logprobs / lengths).chunk(2)[0]
     rewards = config.beta * logratios.detach()
-    chosen_rewards, rejected_rewards = rewards.chunk(2)
-    columns = score_columns(
-        chosen_rewards, rejected_rewards, batch, tolerance=config.beta * SAME_NATS
-    )
-    chosen_logprobs, rejected_logprobs = logprobs.detach().chunk(2)
+    # Log-ratios of the untrained policy differ by rounding alone.
     return BatchLoss(
-        losses.sum(),
-        columns
-        | {
-            # TRL's names
-            "rewards/chosen": columns["chosen_score"],
-            "rewards/rejected": columns["rejected_score"],
-            "rewards/accuracies": (columns["margin"] > 0).float(),
-            "rewards/margins": columns["margin"],
-            "logps/chosen": chosen_logprobs,
-            "logps/rejected": rejected_logprobs,
-        },
+        losses.sum(), _policy_columns(rewards, logprobs, batch, tolerance=config.beta * SAME_NATS)
     )
+
+
+def reference_free_batch_loss(logprobs: Tensor, batch: PairBatch, config: DpoConfig) -> BatchLoss:
+    """ORPO's or SimPO's loss summed over the pairs.
+
+    ``logprobs`` are (2 P,), of the answers; both losses are of their means over tokens. ORPO's
+    cross-entropy is a sum of its own, over the tokens of the chosen answers; SimPO's is
+    ``--rpo_alpha`` times a mean for each answer, as DPO's.
+    """
+    means = logprobs / batch.answer_lengths.clamp(min=1)
+    chosen, rejected = means.chunk(2)
+    columns = _policy_columns(config.beta * means.detach(), means, batch)
+    if config.loss_type == "orpo":
+        losses, log_odds = odds_ratio_loss(chosen, rejected)
+        columns |= {
+            "log_odds": log_odds.detach(),
+            # TRL's names
+            "log_odds_chosen": log_odds.detach(),
+            "log_odds_ratio": -losses.detach(),
+        }
+        nll = -logprobs.chunk(2)[0].sum()
+        return BatchLoss(config.beta * losses.sum(), columns, chosen_nll=nll)
+    losses = simpo_loss(
+        chosen,
+        rejected,
+        beta=config.beta,
+        gamma=config.simpo_gamma,
+        label_smoothing=config.label_smoothing,
+    )
+    if config.rpo_alpha:
+        losses = losses - config.rpo_alpha * chosen
+    return BatchLoss(losses.sum(), columns)
+
+
+def _policy_columns(
+    rewards: Tensor, logprobs: Tensor, batch: PairBatch, *, tolerance: float = 0.0
+) -> dict[str, Tensor]:
+    """What is reported of each pair, from (2 P,) rewards and log-probabilities of its answers."""
+    chosen, rejected = rewards.chunk(2)
+    columns = score_columns(chosen, rejected, batch, tolerance=tolerance)
+    chosen_logprobs, rejected_logprobs = logprobs.detach().chunk(2)
+    return columns | {
+        # TRL's names
+        "rewards/chosen": columns["chosen_score"],
+        "rewards/rejected": columns["rejected_score"],
+        "rewards/accuracies": (columns["margin"] > 0).float(),
+        "rewards/margins": columns["margin"],
+        "logps/chosen": chosen_logprobs,
+        "logps/rejected": rejected_logprobs,
+    }

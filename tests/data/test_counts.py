@@ -57,6 +57,14 @@ def case(request):
     return make(), collate
 
 
+def chosen_targets(batch):
+    """Predictions that the first half of a batch's sequences own."""
+    owner = getattr(batch, "owner", None)
+    found = 0 if owner is None else int((owner < batch.num_samples).sum())
+    assert batch.num_chosen_targets == found
+    return found
+
+
 def summed(windows):
     """Counts of the batches themselves."""
     batches = [batch for window in windows for batch in window]
@@ -65,6 +73,7 @@ def summed(windows):
     return {name: sum(getattr(batch, name) for batch in batches) for name in names} | {
         "num_positions": sum(rows * width for rows, width in shapes),
         "num_scored_pairs": sum(rows * width**2 for rows, width in shapes),
+        "num_chosen_targets": sum(map(chosen_targets, batches)),
     }
 
 

@@ -30,6 +30,8 @@ KINDS = {
     "per_token": {"task": "reward", "options": {"reward_loss": "per_token"}},
     "dpo": {"task": "dpo", "options": {"beta": 0.3, "rpo_alpha": 0.1}},
     "dpo on the fly": {"task": "dpo", "options": {"beta": 0.3}, "on_the_fly": True},
+    # Its two parts are means over two counts, of unlike shares in each micro-batch.
+    "orpo": {"task": "dpo", "options": {"loss_type": "orpo", "beta": 0.7}, "referenced": False},
 }
 
 
@@ -143,7 +145,18 @@ def plain_dpo_alone(model, pair, reference):
     return plain_dpo(model, pair, reference, rpo_alpha=0.0)
 
 
+def plain_orpo(model, pair, reference):
+    answers = [
+        answer_logprob(model, ids, pair.prompt_length) for ids in (pair.chosen, pair.rejected)
+    ]
+    better, worse = (total / max(1, count) for total, count in answers)
+    # an answer without a token is certain: odds without end
+    odds = [mean.exp() / (1 - mean.exp().clamp(max=1 - 1e-7)) for mean in (better, worse)]
+    return 0.7 * torch.log1p(odds[1] / odds[0]), (0.7 * better, 0.7 * worse), answers[0]
+
+
 PLAIN = {
+    "orpo": plain_orpo,
     "bradley_terry": plain_bradley_terry,
     "per_token": plain_per_token,
     "dpo": plain_dpo,
@@ -166,11 +179,14 @@ def plain_run(kind, path, full):
         windows(ragged_pairs(PAIRS), STEPS), rate_factors(STEPS), strict=True
     ):
         results = [PLAIN[kind](model, pair, reference) for pair in window]
-        mean = torch.stack([loss for loss, _ in results]).mean()
+        mean = torch.stack([loss for loss, *_ in results]).mean()
+        if kind == "orpo":
+            chosen = [answer for *_, answer in results]
+            mean = mean - sum(total for total, _ in chosen) / sum(count for _, count in chosen)
         mean.backward()
         if "gradient" not in report:
             report["gradient"] = {n: p.grad.clone() for n, p in trained.items()}
-        scores = torch.stack([torch.stack(each).detach() for _, each in results])
+        scores = torch.stack([torch.stack(each).detach() for _, each, *_ in results])
         difference = scores[:, 0] - scores[:, 1]
         report["losses"].append(mean.item())
         report["accuracy"].append(((difference.sign() + 1) / 2).mean().item())
@@ -211,7 +227,7 @@ def runs(ranks, model_directory):
 
 def architecture(kind, full=False):
     # OPT's biases of keys have no gradient but rounding, of which Adam makes whole steps.
-    return "opt" if kind in ("per_token", "dpo") and not full else "llama"
+    return "opt" if kind in ("per_token", "dpo", "orpo") and not full else "llama"
 
 
 CASES = [(kind, False) for kind in KINDS] + [("bradley_terry", True), ("dpo", True)]

@@ -155,6 +155,7 @@ def train_pairs(
     layout="shared",
     packing=False,
     on_the_fly=False,
+    referenced=True,
     deepspeed_json=None,
     offload=False,
 ):
@@ -170,11 +171,13 @@ def train_pairs(
     model, engine = build_pair_engine(path, task, lora, settings)
     before = gather_to_cpu(_base_parameters(model)) if lora["lora_dim"] else {}
     objective = objective_of(task, options or {}, model, engine, on_the_fly=on_the_fly)
+    if not referenced:
+        objective = dpo_objective(DpoConfig(**options))
     collate = PairCollator(0, layout)
     with tempfile.TemporaryDirectory() as directory:
         samples = token_set(ragged_pairs(pairs), directory)
         lengths, source = collate.lengths(samples), samples
-        if task == "dpo" and not on_the_fly:
+        if task == "dpo" and referenced and not on_the_fly:
             source = WithReference(samples, _reference(engine, samples, collate, directory))
         loader = pair_loader(
             source, lengths, collate, micro=micro, accumulation=accumulation, packing=packing
