@@ -51,17 +51,21 @@ class RewardConfig:
             )
 
 
-LossType = Literal["sigmoid", "ipo", "hinge", "orpo", "simpo"]
-WITH_REFERENCE: tuple[LossType, ...] = ("sigmoid", "ipo", "hinge")
+LossType = Literal["sigmoid", "ipo", "hinge", "orpo", "simpo", "kto"]
+_DPO: tuple[LossType, ...] = ("sigmoid", "ipo", "hinge")
+_WITH_REFERENCE: tuple[LossType, ...] = (*_DPO, "kto")
 SIMPO_BETA = 2.0
 # Losses that an option is for, where it is not for all of them.
 LOSSES_OF_OPTION: Mapping[str, tuple[LossType, ...]] = {
     "label_smoothing": ("sigmoid", "simpo"),
-    "length_normalization": WITH_REFERENCE,
-    "rpo_alpha": (*WITH_REFERENCE, "simpo"),
+    "length_normalization": _DPO,
+    "rpo_alpha": (*_DPO, "simpo"),
     "simpo_gamma": ("simpo",),
-    "precompute_ref_log_probs": WITH_REFERENCE,
-    "offload_reference_model": WITH_REFERENCE,
+    "desirable_weight": ("kto",),
+    "undesirable_weight": ("kto",),
+    "share_prompt": (*_DPO, "orpo", "simpo"),
+    "precompute_ref_log_probs": _WITH_REFERENCE,
+    "offload_reference_model": _WITH_REFERENCE,
 }
 
 
@@ -74,7 +78,8 @@ class DpoConfig:
     )
     loss_type: LossType = option(
         "sigmoid",
-        help="DPO's own loss, IPO's squared one or SLiC's hinge; without a reference orpo or simpo",
+        help="of pairs: DPO's own loss, IPO's squared one or SLiC's hinge, or orpo or simpo, which "
+        "have no reference; of single answers that are good or bad: kto",
     )
     label_smoothing: float = option(
         0.0, help="share of labels taken to be wrong (conservative DPO, simpo), in [0, 0.5)"
@@ -82,6 +87,8 @@ class DpoConfig:
     simpo_gamma: float = option(
         0.5, help="simpo: by how much the chosen answer's reward is to be the larger one"
     )
+    desirable_weight: float = option(1.0, help="kto: weight of the loss of good answers")
+    undesirable_weight: float = option(1.0, help="kto: weight of the loss of bad answers")
     length_normalization: bool = option(
         False,
         help="compare log-ratios per token instead of per answer; ipo, orpo and simpo always do",
@@ -100,13 +107,19 @@ class DpoConfig:
     def __post_init__(self) -> None:
         require_numbers(self, "> 0", "beta")
         require_numbers(self, ">= 0", "rpo_alpha", "simpo_gamma")
+        require_numbers(self, ">= 0", "desirable_weight", "undesirable_weight")
         smoothing = self.label_smoothing
         require(0 <= smoothing < 0.5, "label_smoothing", smoothing, "in [0, 0.5)")
 
     @property
     def has_reference(self) -> bool:
         """Whether the loss compares the policy with the model before training."""
-        return self.loss_type in WITH_REFERENCE
+        return self.loss_type in _WITH_REFERENCE
+
+    @property
+    def is_unpaired(self) -> bool:
+        """Whether the loss is of single answers, and not of pairs."""
+        return self.loss_type == "kto"
 
 
 @dataclass(frozen=True)
@@ -157,6 +170,8 @@ class SupervisedConfig(StageConfig):
     def max_row_tokens(self) -> int:
         """Most tokens of a row: of one sample, or of both sequences of a pair."""
         pairs = isinstance(self, RewardStageConfig | DpoStageConfig)
+        if isinstance(self, DpoStageConfig) and self.dpo.is_unpaired:
+            pairs = False
         return self.data.max_seq_len * (2 if pairs else 1)
 
 

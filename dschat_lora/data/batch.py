@@ -296,6 +296,6 @@ def batch_to_device(batch: BatchT, device: torch.device | str) -> BatchT:
         value = getattr(batch, field.name)
         if isinstance(value, Tensor):
             moved[field.name] = to_device(value, device)
-        elif isinstance(value, Spans):
+        elif hasattr(value, "to"):  # spans, and batches within this one
             moved[field.name] = value.to(device)
     return replace(batch, **moved)

@@ -27,6 +27,8 @@ class TextRecord:
     rejected: str | None = None  # follows ``prompt`` in place of ``completion``
     margin: float | None = None  # by how much the chosen answer is better, if given
     columns: str = ""  # the row as JSON, for a reward function
+    label: bool | None = None  # whether the answer is a good one, if the row says so
+    mismatched: str | None = None  # an answer to another prompt
 
     @property
     def context(self) -> tuple[Span, ...]:
@@ -48,6 +50,8 @@ class TextRecord:
         texts = [self.prompt, "" if kind == "prompts" else self.completion or ""]
         if kind == "pairs":
             texts.append(self.rejected or "")
+        if kind == "unpaired":
+            texts += [self.rejected or "", str(self.label)]
         return hashlib.blake2b(repr(texts).encode(), digest_size=16).digest()
 
 
@@ -60,7 +64,8 @@ def to_record(row: ParsedRow, chat: Chat) -> TextRecord:
     try:
         if row.kind == "preference":
             return _preference(row, chat)
-        return TextRecord(row.location, row.kind, _spans(row, chat))
+        label = row.values["label"] if row.kind == "unpaired preference" else None
+        return TextRecord(row.location, row.kind, _spans(row, chat), label=label)
     except ValueError as error:
         raise RowError(row.location, str(error)) from error
 

@@ -8,9 +8,12 @@ from dschat_lora.config.groups import DataConfig
 from dschat_lora.data.readers import RawRow, RowError, iter_file
 from dschat_lora.data.sources import Source, find_source
 
-RowType = Literal["text", "prompt-completion", "conversation", "preference", "prompt"]
-# What a stage makes of rows: texts to learn, two answers to compare, or prompts to answer.
-DataKind = Literal["samples", "pairs", "prompts"]
+RowType = Literal[
+    "text", "prompt-completion", "conversation", "preference", "unpaired preference", "prompt"
+]
+# What a stage makes of rows: texts to learn, two answers to compare, answers that are good or bad,
+# or prompts to answer.
+DataKind = Literal["samples", "pairs", "unpaired", "prompts"]
 
 KNOWN_TYPES = (
     "`text`; `prompt`, `completion`; `messages`; `chosen`, `rejected` with or without `prompt`; "
@@ -77,6 +80,7 @@ def parse_row(raw: RawRow) -> ParsedRow:
         "text": ("text",),
         "conversation": ("messages",),
         "prompt-completion": ("prompt", "completion"),
+        "unpaired preference": ("prompt", "completion"),
         "preference": ("prompt", "chosen", "rejected"),
         "prompt": ("prompt",),
     }
@@ -98,7 +102,9 @@ def classify(values: dict[str, Any], location: str) -> RowType:
     if "messages" in has:
         return "conversation"
     if "prompt" in has and "completion" in has:
-        return "prompt-completion"
+        return (
+            "unpaired preference" if isinstance(values.get("label"), bool) else "prompt-completion"
+        )
     if "text" in has:
         return "text"
     if "prompt" in has:
@@ -113,6 +119,9 @@ def require_usable(row: ParsedRow, kind: DataKind) -> ParsedRow:
     if kind == "pairs" and row.kind != "preference":
         lacks = "'chosen' and 'rejected'"
         reason = "this stage compares a better and a worse answer"
+    elif kind == "unpaired" and row.kind not in ("preference", "unpaired preference"):
+        lacks = "'label', or 'chosen' and 'rejected'"
+        reason = "this loss needs answers that are said to be good or bad"
     elif kind == "prompts" and row.kind == "text":
         lacks, reason = "'prompt'", "this stage answers prompts"
     elif kind == "samples" and row.kind == "prompt":

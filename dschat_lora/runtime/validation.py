@@ -223,7 +223,8 @@ def check_budget(config: SupervisedConfig, inputs: SupervisedInputs) -> None:
 
 def check_data(config: SupervisedConfig, inputs: SupervisedInputs) -> None:
     """Refuse data that cannot be read as the stage reads it."""
-    check_sources(config.data, inputs.rules.kind)
+    unpaired = isinstance(config, DpoStageConfig) and config.dpo.is_unpaired
+    check_sources(config.data, "unpaired" if unpaired else inputs.rules.kind)
 
 
 def with_deepspeed_json(config: ConfigT, inputs: SupervisedInputs) -> ConfigT:

@@ -26,7 +26,7 @@ from dschat_lora.runtime.loop import (
     run_loop,
 )
 from dschat_lora.runtime.lr_schedule import rate_metrics
-from dschat_lora.supervised.objectives import BatchLoss, Objective
+from dschat_lora.supervised.objectives import BatchLoss, Means, Objective
 
 ValueT = TypeVar("ValueT", float, Tensor)
 
@@ -54,7 +54,7 @@ class TrainStep:
     outcome: StepOutcome
     learning_rates: dict[str, float]  # learning rate of each parameter group
     requests: list[float] = field(default_factory=list)  # summed over ranks
-    means: dict[str, float] = field(default_factory=dict)  # over pairs, of the loss's columns
+    means: Means = field(default_factory=dict)  # over pairs, of the loss's columns
 
 
 @dataclass
@@ -124,9 +124,10 @@ def train_steps(
         learning_rates = engine.set_rates(factor)
         counts = count(window)
         totals = torch.zeros((), device=engine.device, dtype=torch.float64)
+        loss_of = objective.loss_of(engine, window)
         for index, batch in enumerate(window):
             last = index == len(window) - 1
-            result = objective.loss(engine, batch.to(engine.device))
+            result = loss_of(engine, batch.to(engine.device))
             totals = totals + _sums(result)
             loss = _mean_loss(result.sums, counts, objective)
             if last:
@@ -137,8 +138,8 @@ def train_steps(
         values = iter(shared.tolist())
         sums = list(islice(values, len(result.sums)))
         mean = _mean_loss(sums, counts, objective)
-        means = {name: next(values) / max(1, counts.num_samples) for name in result.columns}
-        means |= _nll_mean(sums, counts)
+        means: Means = {n: next(values) / max(1, counts.num_samples) for n in result.columns}
+        means = objective.combine(means) | _nll_mean(sums, counts)
         yield TrainStep(mean, counts, outcome, learning_rates, list(values), means)
 
 
@@ -150,7 +151,7 @@ def _mean_loss(sums: Sequence[ValueT], counts: StepCounts, objective: Objective)
     return loss
 
 
-def _nll_mean(sums: Sequence[float], counts: StepCounts) -> dict[str, float]:
+def _nll_mean(sums: Sequence[float], counts: StepCounts) -> Means:
     """The metric of chosen answers' cross-entropy, where that is a part of the loss."""
     if len(sums) == 1:
         return {}
@@ -170,7 +171,7 @@ class Evaluation:
     loss: float  # nats per supervised token or pair
     counts: StepCounts
     columns: dict[str, Tensor]  # of all pairs, on CPU, rank after rank
-    means: dict[str, float] = field(default_factory=dict)  # further parts of the loss
+    means: Means = field(default_factory=dict)  # further parts of the loss
 
 
 @torch.no_grad()
@@ -179,13 +180,15 @@ def evaluate(
 ) -> Evaluation:
     """Mean loss over every supervised token or pair of ``batches``; call on every rank.
 
-    Every rank must bring the same number of batches.
+    Every rank must bring the same number of batches. They are gone through twice where a loss
+    depends on them all.
     """
     engine.eval()
     totals, own = torch.zeros((), device=engine.device, dtype=torch.float64), StepCounts()
     columns: dict[str, list[Tensor]] = {}
+    loss_of = objective.loss_of(engine, batches)
     for batch in batches:
-        result = objective.loss(engine, batch.to(engine.device))
+        result = loss_of(engine, batch.to(engine.device))
         totals = totals + torch.stack([part.double() for part in result.sums])
         own += _own_counts(batch)
         for name, column in result.columns.items():

@@ -1,7 +1,7 @@
 """What a stage descends, and what it tells of it: from batches to pure maths and back."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -15,11 +15,14 @@ from dschat_lora.algos.reference_free import odds_ratio_loss, simpo_loss
 from dschat_lora.algos.reward import bradley_terry_loss, per_token_loss
 from dschat_lora.config.stages import DpoConfig, RewardConfig
 from dschat_lora.data.batch import Batch, PairBatch
+from dschat_lora.data.unpaired_batch import AnswerBatch
 
 # An engine or module, called as the stage's network is.
 Network = Callable[..., Any]
 # (P,) tensors, one value for each pair of a batch or of a whole evaluation.
 Columns = Mapping[str, Tensor]
+# Metrics, None where there is nothing to take one of.
+Means = dict[str, float | None]
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,15 @@ class Objective:
     # further metrics of an evaluation, from its mean loss and whole columns
     describe: Callable[[float, Columns], dict[str, Any]]
     headline: str  # the metric of an evaluation that says how good the model is
+    # the loss of each batch of an optimizer step or an evaluation, where it depends on them all:
+    # from the engine and those of this rank; called on every rank
+    prepare: Callable[[Any, Iterable[Any]], Callable[[Any, Any], BatchLoss]] | None = None
+    # metrics from the means of the columns, where these are not the metrics themselves
+    combine: Callable[[Means], Means] = lambda means: means
+
+    def loss_of(self, engine: Any, batches: Iterable[Any]) -> Callable[[Any, Any], BatchLoss]:
+        """The loss of each of a step's or an evaluation's batches; call on every rank."""
+        return self.loss if self.prepare is None else self.prepare(engine, batches)
 
 
 def causal_lm_loss(engine: Network, batch: Batch) -> BatchLoss:
@@ -180,8 +192,8 @@ def dpo_objective(
     return Objective(loss, "num_samples", describe_lengths, "accuracy")
 
 
-def answer_logprobs(engine: Network, batch: PairBatch) -> Tensor:
-    """(2 P,) log-probabilities in nats of a batch's answers, summed over their tokens."""
+def answer_logprobs(engine: Network, batch: PairBatch | AnswerBatch) -> Tensor:
+    """Log-probabilities in nats of a batch's answers, (2 P,) of pairs, summed over their tokens."""
     logprobs: Tensor = engine(
         input_ids=batch.input_ids,
         position_ids=batch.position_ids,
@@ -191,7 +203,7 @@ def answer_logprobs(engine: Network, batch: PairBatch) -> Tensor:
         target_ids=batch.target_ids,
         spans=batch.spans,
     )
-    return sequence_sums(logprobs, batch.owner, 2 * batch.num_samples)
+    return sequence_sums(logprobs, batch.owner, len(batch.answer_lengths))
 
 
 def dpo_batch_loss(
