@@ -38,8 +38,8 @@ def kto_loss(
         )
     signs = torch.where(labels, 1.0, -1.0)
     weights = torch.where(labels, desirable_weight, undesirable_weight)
-    # 1 - sigmoid(x), without its rounding where that is near 0
-    return weights * torch.sigmoid(-beta * signs * (logratios - kl.detach()))
+    # sigmoid(-x), for 1 - sigmoid(x) loses what is small
+    return weights * torch.sigmoid(-beta * (signs * (logratios - kl.detach())))
 
 
 def clamped_kl(total: Tensor, count: Tensor) -> Tensor:

@@ -172,7 +172,7 @@ def plain_orpo(model, pair, reference):
 
 
 def plain_kto(model, window, reference):
-    """(loss, accuracy, margin) of a step, whose mismatched answers say how far the policy is."""
+    """What :func:`plain_step` gives; mismatched answers say how far the policy has gone."""
 
     def logratio(ids, prompt_length):
         ours = answer_logprob(model, ids, prompt_length)[0]
@@ -180,22 +180,23 @@ def plain_kto(model, window, reference):
             theirs = answer_logprob(reference, ids, prompt_length)[0]
         return ours - theirs
 
-    far = [float(logratio(each.mismatched, each.prompt_length)) for each in window]
+    far = [logratio(each.mismatched, each.prompt_length).item() for each in window]
     kl = max(0.0, sum(far) / len(far))
     losses, rewards, right = [], {0: [], 1: []}, []
     for each in window:
         ratio = logratio(each.input_ids, each.prompt_length)
         lead = ratio - kl if each.label else kl - ratio
         losses.append((1.0 if each.label else 1.4) * (1 - torch.sigmoid(0.5 * lead)))
-        rewards[each.label].append(0.5 * float(ratio))
-        right.append(float(lead > 0))
+        rewards[each.label].append(0.5 * ratio.item())
+        right.append(lead.item() > 0)
     good, bad = (sum(each) / len(each) if each else None for each in (rewards[1], rewards[0]))
     margin = None if good is None or bad is None else good - bad
-    return sum(losses) / len(losses), sum(right) / len(right), margin
+    metrics = {"accuracy": sum(right) / len(right), "margin": margin, "kl": kl}
+    return sum(losses) / len(losses), metrics
 
 
 def plain_step(kind, model, window, reference):
-    """(loss, accuracy, margin) of a step."""
+    """(loss, metrics) of a step."""
     if kind.startswith("kto"):
         return plain_kto(model, window, reference)
     results = [PLAIN[kind](model, pair, reference) for pair in window]
@@ -205,7 +206,8 @@ def plain_step(kind, model, window, reference):
         mean = mean - sum(total for total, _ in chosen) / sum(count for _, count in chosen)
     scores = torch.stack([torch.stack(each).detach() for _, each, *_ in results])
     difference = scores[:, 0] - scores[:, 1]
-    return mean, ((difference.sign() + 1) / 2).mean().item(), difference.mean().item()
+    right = ((difference.sign() + 1) / 2).mean().item()
+    return mean, {"accuracy": right, "margin": difference.mean().item()}
 
 
 PLAIN = {
@@ -227,19 +229,19 @@ def plain_run(kind, path, full):
     reference = copy.deepcopy(model)
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(trained.values(), betas=(0.9, 0.95), eps=1e-8, weight_decay=0)
-    report = {"losses": [], "norms": [], "accuracy": [], "margin": [], "name_of": name_of}
+    report = {"losses": [], "norms": [], "accuracy": [], "margin": [], "kl": [], "name_of": name_of}
     pairs = ragged_pairs(PAIRS)
     unpaired = dict(zip(map(id, pairs), ragged_unpaired(PAIRS), strict=True))
     for window, factor in zip(windows(pairs, STEPS), rate_factors(STEPS), strict=True):
         if kind.startswith("kto"):
             window = [unpaired[id(pair)] for pair in window]
-        mean, accuracy, margin = plain_step(kind, model, window, reference)
+        mean, metrics = plain_step(kind, model, window, reference)
         mean.backward()
         if "gradient" not in report:
             report["gradient"] = {n: p.grad.clone() for n, p in trained.items()}
         report["losses"].append(mean.item())
-        report["accuracy"].append(accuracy)
-        report["margin"].append(margin)
+        for name, value in metrics.items():
+            report[name].append(value)
         report["norms"].append(float(torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)))
         optimizer.param_groups[0]["lr"] = RATE * factor
         optimizer.step()
@@ -318,10 +320,12 @@ def test_first_gradient_and_last_tensors_are_those_of_a_plain_loop(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_accuracy_and_margin_of_a_step_are_those_over_all_its_pairs(runs, model_directory, kind):
+def test_metrics_of_a_step_are_those_over_all_its_pairs(runs, model_directory, kind):
     expected = plain_run(kind, model_directory(architecture(kind)), False)
+    # An estimate below 0 would say nothing of how it is made.
+    assert max(expected["kl"], default=1.0) > 1e-3
     for report in runs(kind, False).values():
-        for name in ("accuracy", "margin"):
+        for name in ("accuracy", "margin", *(["kl"] if "kto" in kind else [])):
             found = [means[name] for means in report["means"]]
             # before its first step DPO compares the policy with itself
             start = 1 if name == "accuracy" and ("dpo" in kind or "kto" in kind) else 0

@@ -4,6 +4,7 @@ import functools
 import math
 from dataclasses import fields
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,12 +16,16 @@ from transformers import (
     OPTConfig,
 )
 
+from dschat_lora.algos.kto import clamped_kl
 from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.config.stages import DpoConfig
 from dschat_lora.data.batch import PairCollator
+from dschat_lora.data.samples import UnpairedSample
+from dschat_lora.data.unpaired_batch import UnpairedCollator
 from dschat_lora.lora.model import adapter_parameters, apply_lora
 from dschat_lora.models.causal_lm import CausalLMLogprobs
+from dschat_lora.supervised.kto import kto_batch_loss, means_by_label
 from dschat_lora.supervised.objectives import answer_logprobs, dpo_objective
 from helpers.pairs import Answers
 
@@ -332,3 +337,90 @@ def test_published_defaults_are_trls():
 
     assert DpoConfig(loss_type="orpo").beta == default_of(ORPOConfig, "beta")
     assert DpoConfig().simpo_gamma == default_of(CPOConfig, "simpo_gamma")
+
+
+# ---------------------------------------------------------------------------- unpaired
+
+LABELLED = [
+    {"prompt": "Who is there?", "completion": " A friend of yours.", "label": True},
+    {"prompt": "Say one", "completion": " one and two and three", "label": False},
+    {"prompt": "The sea is", "completion": " wide", "label": False},
+    {"prompt": "2 + 2 =", "completion": " 4", "label": True},
+    {"prompt": "Sing", "completion": " la la", "label": True},
+]
+
+
+def kto_trainer(kind, directory, **options):
+    config = trl.KTOConfig(
+        output_dir=str(directory),
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        per_device_train_batch_size=len(LABELLED),
+        gradient_checkpointing=False,
+        disable_tqdm=True,
+        **options,
+    )
+    trainer = trl.KTOTrainer(
+        model=tiny(kind),
+        args=config,
+        train_dataset=Dataset.from_list(LABELLED),
+        processing_class=tokenizer(),
+        peft_config=peft.LoraConfig(r=R, lora_alpha=ALPHA, target_modules="all-linear"),
+    )
+    move_away(trainer.model)
+    return trainer
+
+
+def unpaired_of(batch):
+    """TRL's collated batch as samples."""
+
+    def rows(prefix):
+        for ids, real, answer in zip(
+            *(batch[f"{prefix}{k}"] for k in ("input_ids", "attention_mask", "completion_mask")),
+            strict=True,
+        ):
+            yield ids[real == 1].tolist(), int((real - answer).sum())
+
+    for own, other, label in zip(rows(""), rows("KL_"), batch["label"], strict=True):
+        assert own[0][: own[1]] == other[0][: other[1]]
+        ids, others = np.array(own[0], np.int32), np.array(other[0][other[1] :], np.int32)
+        yield UnpairedSample(ids, others, own[1], int(label))
+
+
+@pytest.mark.parametrize(("kind", "packed"), [("opt", True), ("llama", False)])
+def test_kto_is_trls(kind, packed, tmp_path):
+    weights = {"desirable_weight": 1.2, "undesirable_weight": 0.7}
+    trainer = kto_trainer(kind, tmp_path, beta=0.6, **weights)
+    examples = [trainer.train_dataset[i] for i in range(len(LABELLED))]
+    theirs = trainer.data_collator(examples)
+    loss = trainer._compute_loss(trainer.model, dict(theirs), False)
+    loss.backward()
+
+    model, names = our_policy(trainer, kind, True)
+    base = CausalLMLogprobs(tiny(kind))
+    samples = list(unpaired_of(theirs))
+    batch = UnpairedCollator(0)([samples] if packed else [[each] for each in samples])
+    network, config = CausalLMLogprobs(model), DpoConfig(loss_type="kto", beta=0.6, **weights)
+    with torch.no_grad():
+        reference = answer_logprobs(base, batch.answers)
+        far = answer_logprobs(network, batch.mismatched) - answer_logprobs(base, batch.mismatched)
+    kl = clamped_kl(far.sum(), torch.tensor(len(far)))
+    logprobs = answer_logprobs(network, batch.answers)
+    result = kto_batch_loss(logprobs, reference, batch, kl, config)
+    ours = result.total / batch.num_samples
+    torch.testing.assert_close(ours, loss.detach(), rtol=1e-5, atol=1e-5)
+    ours.backward()
+    same_gradients(model, names, trainer.model)
+    metrics = trainer._metrics["eval"]
+    assert metrics["kl"][0] > 1e-2
+    found = means_by_label({n: c.double().mean().item() for n, c in result.columns.items()})
+    shared = [name for name in metrics if name.startswith(("rewards/", "logps/", "kl"))]
+    assert len(shared) == 6
+    for name in shared:
+        assert found[name] == pytest.approx(metrics[name][0], rel=1e-5, abs=1e-5), name
+
+
+def test_published_defaults_of_kto_are_trls():
+    for name in ("beta", "desirable_weight", "undesirable_weight"):
+        assert getattr(DpoConfig(loss_type="kto"), name) == default_of(trl.KTOConfig, name)
