@@ -45,8 +45,8 @@ def with_mismatched(
 ) -> list[TextRecord]:
     """Each record with the answer of another one, which has another prompt.
 
-    In an order drawn from ``seed`` it is that of the next such record. Where KTO's authors rotate
-    the answers within each micro-batch, the answer of a record is thus the same in every epoch and
+    In an order drawn from ``seed`` it is that of the next such record. Where KTO's paper rotates
+    the answers within a batch, the answer of a record is thus the same in every epoch and
     whatever its batch. Where all records have one prompt, ``others`` lend their answers.
 
     Raises:
