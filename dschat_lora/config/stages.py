@@ -53,17 +53,47 @@ class RewardConfig:
             )
 
 
+LossType = Literal["sigmoid", "ipo", "hinge", "orpo", "simpo", "kto"]
+_DPO: tuple[LossType, ...] = ("sigmoid", "ipo", "hinge")
+_WITH_REFERENCE: tuple[LossType, ...] = (*_DPO, "kto")
+SIMPO_BETA = 2.0
+# Losses that an option is for, where it is not for all of them.
+LOSSES_OF_OPTION: Mapping[str, tuple[LossType, ...]] = {
+    "label_smoothing": ("sigmoid", "simpo"),
+    "length_normalization": _DPO,
+    "rpo_alpha": (*_DPO, "simpo"),
+    "simpo_gamma": ("simpo",),
+    "desirable_weight": ("kto",),
+    "undesirable_weight": ("kto",),
+    "share_prompt": (*_DPO, "orpo", "simpo"),
+    "precompute_ref_log_probs": _WITH_REFERENCE,
+    "offload_reference_model": _WITH_REFERENCE,
+}
+
+
 @dataclass(frozen=True)
 class DpoConfig:
-    beta: float = option(0.1, help="how strongly the policy stays with the reference")
-    loss_type: Literal["sigmoid", "ipo", "hinge"] = option(
-        "sigmoid", help="DPO's own loss, IPO's squared one or SLiC's hinge"
+    beta: float = option(
+        0.1,
+        help="how strongly the policy stays with the reference; orpo: weight of the odds ratio; "
+        f"simpo: scale of the rewards, {SIMPO_BETA:g} unless it is given",
+    )
+    loss_type: LossType = option(
+        "sigmoid",
+        help="of pairs: DPO's own loss, IPO's squared one or SLiC's hinge, or orpo or simpo, which "
+        "have no reference; of single answers that are good or bad: kto",
     )
     label_smoothing: float = option(
-        0.0, help="share of labels taken to be wrong (conservative DPO), in [0, 0.5)"
+        0.0, help="share of labels taken to be wrong (conservative DPO, simpo), in [0, 0.5)"
     )
+    simpo_gamma: float = option(
+        0.5, help="simpo: by how much the chosen answer's reward is to be the larger one"
+    )
+    desirable_weight: float = option(1.0, help="kto: weight of the loss of good answers")
+    undesirable_weight: float = option(1.0, help="kto: weight of the loss of bad answers")
     length_normalization: bool = option(
-        False, help="compare log-ratios per token instead of per answer; ipo always does"
+        False,
+        help="compare log-ratios per token instead of per answer; ipo, orpo and simpo always do",
     )
     rpo_alpha: float = option(
         0.0, help="weight of the chosen answer's own loss per token, added to that of the pair"
@@ -78,13 +108,20 @@ class DpoConfig:
 
     def __post_init__(self) -> None:
         require_numbers(self, "> 0", "beta")
-        require_numbers(self, ">= 0", "rpo_alpha")
+        require_numbers(self, ">= 0", "rpo_alpha", "simpo_gamma")
+        require_numbers(self, ">= 0", "desirable_weight", "undesirable_weight")
         smoothing = self.label_smoothing
         require(0 <= smoothing < 0.5, "label_smoothing", smoothing, "in [0, 0.5)")
-        if smoothing and self.loss_type != "sigmoid":
-            raise ValueError(
-                f"--label_smoothing {smoothing:g} is for --loss_type sigmoid, not {self.loss_type}"
-            )
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss compares the policy with the model before training."""
+        return self.loss_type in _WITH_REFERENCE
+
+    @property
+    def is_unpaired(self) -> bool:
+        """Whether the loss is of single answers, and not of pairs."""
+        return self.loss_type == "kto"
 
 
 @dataclass(frozen=True)
@@ -135,6 +172,8 @@ class SupervisedConfig(StageConfig):
     def max_row_tokens(self) -> int:
         """Most tokens of a row: of one sample, or of both sequences of a pair."""
         pairs = isinstance(self, RewardStageConfig | DpoStageConfig)
+        if isinstance(self, DpoStageConfig) and self.dpo.is_unpaired:
+            pairs = False
         return self.data.max_seq_len * (2 if pairs else 1)
 
 

@@ -38,6 +38,7 @@ class Batch:
     num_tokens: int  # without padding
     num_samples: int
     num_attended: int  # (query, key) pairs of causal attention within samples
+    num_chosen_targets: int = 0  # of samples there are none
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same batch on ``device``."""
@@ -70,6 +71,7 @@ class PairBatch:
     num_tokens: int
     num_samples: int  # P
     num_attended: int
+    num_chosen_targets: int  # of the chosen answers
 
     def to(self, device: torch.device | str) -> "PairBatch":
         """The same batch on ``device``."""
@@ -273,6 +275,7 @@ def _pair_batch(
         num_tokens=sum(len(ids) for ids, *_ in pieces),
         num_samples=len(pairs),
         num_attended=sum(_tree_pairs(len(ids), shared, first) for ids, shared, first in pieces),
+        num_chosen_targets=sum(map(len, steps[: len(pairs)])),
     )
 
 
@@ -293,6 +296,6 @@ def batch_to_device(batch: BatchT, device: torch.device | str) -> BatchT:
         value = getattr(batch, field.name)
         if isinstance(value, Tensor):
             moved[field.name] = to_device(value, device)
-        elif isinstance(value, Spans):
+        elif hasattr(value, "to"):  # spans, and batches within this one
             moved[field.name] = value.to(device)
     return replace(batch, **moved)

@@ -12,6 +12,7 @@ from dschat_lora.algos.sft import IGNORE_INDEX
 from dschat_lora.data.batch import PairCollator, SampleCollator
 from dschat_lora.data.packing import PackedRow, first_fit, round_up
 from dschat_lora.data.store import TokenSet
+from dschat_lora.data.unpaired_batch import UnpairedCollator, longest_of
 
 Integers = NDArray[np.int64]
 
@@ -30,17 +31,21 @@ class SampleCounts:
     targets: Integers  # supervised predictions
     attended: Integers  # (query, key) pairs of causal attention
     positions: Integers  # of rows for this sample alone, padding included
+    chosen_targets: Integers  # predictions of a pair's chosen answer, else 0
 
 
 def count_samples(collate: object, samples: Samples, size: int) -> SampleCounts:
-    """Counts of the first ``size`` samples in the rows of a ``SampleCollator`` or ``PairCollator``.
+    """Counts of the first ``size`` samples in the rows of a collator.
 
     A ``TokenSet`` is counted column by column, others one by one.
     """
     if isinstance(collate, PairCollator):
         return _count_pairs(collate, samples, size)
+    if isinstance(collate, UnpairedCollator):
+        return _count_unpaired(samples, size)
     tokens = _lengths(samples, size)
-    return SampleCounts(tokens, _targets(samples, size), causal_pairs(tokens), tokens)
+    none = np.zeros_like(tokens)
+    return SampleCounts(tokens, _targets(samples, size), causal_pairs(tokens), tokens, none)
 
 
 def _count_pairs(collate: PairCollator, pairs: Samples, size: int) -> SampleCounts:
@@ -51,12 +56,25 @@ def _count_pairs(collate: PairCollator, pairs: Samples, size: int) -> SampleCoun
     chosen, rejected = shared + first, tree - first
     # Nothing predicts the first token of a sequence.
     unanswered = np.maximum(1, prompt)
-    targets = np.maximum(0, chosen - unanswered) + np.maximum(0, rejected - unanswered)
+    answered = np.maximum(0, chosen - unanswered)
+    targets = answered + np.maximum(0, rejected - unanswered)
     attended = causal_pairs(chosen) + causal_pairs(rejected)
     if collate.layout == "shared":
-        return SampleCounts(tree, targets, attended - causal_pairs(shared), tree)
+        return SampleCounts(tree, targets, attended - causal_pairs(shared), tree, answered)
     positions = 2 * np.maximum(chosen, rejected) if collate.layout == "alone" else tokens
-    return SampleCounts(tokens, targets, attended, positions)
+    return SampleCounts(tokens, targets, attended, positions, answered)
+
+
+def _count_unpaired(samples: Samples, size: int) -> SampleCounts:
+    """Counts of the prompts with their own answers; positions are those of the longer answer."""
+    tokens, prompt = _lengths(samples, size), _column(samples, "prompt_length", size)
+    if isinstance(samples, TokenSet):
+        longest = longest_of(samples)[:size]
+    else:
+        others = [len(samples[index].mismatched_ids) for index in range(size)]
+        longest = np.maximum(tokens, prompt + np.array(others, dtype=np.int64))
+    targets = np.maximum(0, tokens - np.maximum(1, prompt))
+    return SampleCounts(tokens, targets, causal_pairs(tokens), longest, np.zeros_like(tokens))
 
 
 def count_step(
@@ -76,6 +94,7 @@ def count_step(
         "num_attended": int(counts.attended[samples].sum()),
         "num_positions": sum(height * width for height, width in shapes),
         "num_scored_pairs": sum(height * width**2 for height, width in shapes),
+        "num_chosen_targets": int(counts.chosen_targets[samples].sum()),
     }
 
 
@@ -83,7 +102,7 @@ def _shape(collate: object, counts: SampleCounts, rows: Sequence[PackedRow]) -> 
     """(B, T) of a batch."""
     if not rows:
         return 1, 1
-    assert isinstance(collate, SampleCollator | PairCollator)
+    assert isinstance(collate, SampleCollator | PairCollator | UnpairedCollator)
     lengths = [int(counts.positions[list(row)].sum()) for row in rows]
     height, width = len(rows), max(lengths)
     if isinstance(collate, PairCollator) and collate.layout == "alone":

@@ -15,6 +15,7 @@ from dschat_lora.data.rows import DataKind, config_sources
 from dschat_lora.data.samples import AnySample
 from dschat_lora.data.store import TokenSet, load_or_build, write_samples
 from dschat_lora.data.tokenize import Tokenized, TokenRule, tokenize_all
+from dschat_lora.data.unpaired import unpair
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ def prepare(
         eos_text = tokenizer.convert_ids_to_tokens(eos_id)
         chat = Chat(tokenizer, eos_text, parse_variables(config.chat_template_kwargs))
         rows = collect(config, sources, chat, phase=phase, seed=seed, kind=kind)
+        if kind == "unpaired":
+            rows = unpair(rows, seed=seed)
         encoder = make_encoder(tokenizer)
         tallies = []
         workers = config.preprocessing_num_workers

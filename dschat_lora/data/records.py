@@ -36,6 +36,8 @@ class TextRecord:
     end: End = "eos"
     goes_on: bool = False  # an earlier sample of the row holds the beginning of its prompt
     method: Method | None = None  # by which the answers of a conversation were found
+    label: bool | None = None  # whether the answer is a good one, if the row says so
+    mismatched: str | None = None  # an answer to another prompt
 
     @property
     def context(self) -> tuple[Span, ...]:
@@ -57,6 +59,8 @@ class TextRecord:
         texts = [self.prompt, "" if kind == "prompts" else self.completion or ""]
         if kind == "pairs":
             texts.append(self.rejected or "")
+        if kind == "unpaired":
+            texts += [self.rejected or "", str(self.label)]
         return hashlib.blake2b(repr(texts).encode(), digest_size=16).digest()
 
 
@@ -86,9 +90,13 @@ def to_records(row: ParsedRow, chat: Chat, kind: DataKind = "samples") -> tuple[
             spans = _plain(row.values)
         else:
             return _rendered(row, chat.with_columns(row.values), kind)
-        return (TextRecord(row.location, row.kind, spans),)
+        return (TextRecord(row.location, row.kind, spans, label=_label(row)),)
     except ValueError as error:
         raise RowError(row.location, str(error)) from error
+
+
+def _label(row: ParsedRow) -> bool | None:
+    return row.values["label"] if row.kind == "unpaired preference" else None
 
 
 def _plain(values: dict[str, Any]) -> tuple[Span, ...]:
@@ -114,6 +122,7 @@ def _rendered(row: ParsedRow, chat: Chat, kind: DataKind) -> tuple[TextRecord, .
             row.location,
             row.kind,
             spans,
+            label=_label(row),
             end=_end(spans[-1].text, chat, found.method),
             method=found.method,
             goes_on=number > 0,

@@ -15,8 +15,9 @@ from dschat_lora.data.sources import Source, find_source
 RowType = Literal[
     "text", "prompt-completion", "conversation", "preference", "unpaired preference", "prompt"
 ]
-# What a stage makes of rows: texts to learn, two answers to compare, or prompts to answer.
-DataKind = Literal["samples", "pairs", "prompts"]
+# What a stage makes of rows: texts to learn, two answers to compare, answers that are good or bad,
+# or prompts to answer.
+DataKind = Literal["samples", "pairs", "unpaired", "prompts"]
 
 KNOWN_TYPES = (
     "`text`; `prompt`, `completion`; `messages`; `chosen`, `rejected` with or without `prompt`; "
@@ -162,6 +163,9 @@ def require_usable(
     if kind == "pairs" and row.kind != "preference":
         lacks = "'chosen' and 'rejected'"
         reason = "this stage compares a better and a worse answer"
+    elif kind == "unpaired" and row.kind not in ("preference", "unpaired preference"):
+        lacks = "'label', or 'chosen' and 'rejected'"
+        reason = "this loss needs answers that are said to be good or bad"
     elif kind == "prompts" and row.kind == "text":
         lacks, reason = "'prompt'", "this stage answers prompts"
     elif kind == "samples" and row.kind == "prompt":
@@ -171,8 +175,8 @@ def require_usable(
             "(--columns completion=COLUMN)"
         )
     else:
-        if kind == "samples" and row.kind == "unpaired preference":
-            _check_label(row, options)
+        if kind in ("samples", "unpaired") and row.kind == "unpaired preference":
+            _check_label(row, kind, options)
         return row
     raise RowError(row.location, f"row lacks {lacks}; it has {sorted(row.values)}; {reason}")
 
@@ -183,7 +187,7 @@ def is_learnt(row: ParsedRow, kind: DataKind) -> bool:
     return not (unpaired and row.values["label"] is False)
 
 
-def _check_label(row: ParsedRow, options: RowOptions) -> None:
+def _check_label(row: ParsedRow, kind: DataKind, options: RowOptions) -> None:
     label = row.values["label"]
     if not isinstance(label, bool):
         raise RowError(
@@ -191,7 +195,7 @@ def _check_label(row: ParsedRow, options: RowOptions) -> None:
             f"`label` of an answer must be true or false, 1 or 0, found {label!r}; "
             "--unpaired_rows all ignores it",
         )
-    if options.unpaired == "refuse":
+    if kind == "samples" and options.unpaired == "refuse":
         raise RowError(
             row.location,
             "row has a `label`, so its answer may be a bad one; --unpaired_rows good_only learns "

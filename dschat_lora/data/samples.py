@@ -97,4 +97,35 @@ class PromptSample:
         return False
 
 
-AnySample = Sample | PairSample | PromptSample
+@dataclass(frozen=True, eq=False)
+class UnpairedSample:
+    """A prompt with an answer that is good or bad, and an answer to another prompt."""
+
+    input_ids: Tokens  # (n,) the prompt and its answer
+    mismatched_ids: Tokens  # (m,) the other prompt's answer, cut where prompt and it are too long
+    prompt_length: int
+    label: int  # 1 where the answer is desirable, 0 where it is not
+    # log-probabilities of the answer and the mismatched one under a reference, in nats
+    reference: tuple[float, float] = (math.nan, math.nan)
+
+    @property
+    def prompt(self) -> Tokens:
+        """Tokens of the prompt."""
+        return self.input_ids[: self.prompt_length]
+
+    @property
+    def mismatched(self) -> Tokens:
+        """(prompt_length + m,) the prompt and the mismatched answer."""
+        return np.concatenate([self.prompt, self.mismatched_ids])
+
+    @property
+    def num_supervised(self) -> int:
+        """Tokens of the answer."""
+        return len(self.input_ids) - self.prompt_length
+
+    def ends_in(self, token: int) -> bool:
+        """Whether ``token`` ends the answer."""
+        return bool(self.input_ids[-1] == token)
+
+
+AnySample = Sample | PairSample | UnpairedSample | PromptSample

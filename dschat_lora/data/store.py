@@ -18,11 +18,16 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from dschat_lora.data.rows import DataKind
-from dschat_lora.data.samples import AnySample, PairSample, PromptSample, Sample
+from dschat_lora.data.samples import AnySample, PairSample, PromptSample, Sample, UnpairedSample
 
 LIST = pa.large_list(pa.int32())  # 64-bit offsets: more than 2**31 tokens fit
 TEXT = pa.large_binary()
-CLASSES: dict[DataKind, type] = {"samples": Sample, "pairs": PairSample, "prompts": PromptSample}
+CLASSES: dict[DataKind, type] = {
+    "samples": Sample,
+    "pairs": PairSample,
+    "unpaired": UnpairedSample,
+    "prompts": PromptSample,
+}
 # Fields of the classes, as they are stored.
 COLUMNS = {
     "samples": {"input_ids": LIST, "labels": LIST},
@@ -32,6 +37,12 @@ COLUMNS = {
         "shared_length": pa.int32(),
         "chosen_length": pa.int32(),
         "margin": pa.float32(),
+    },
+    "unpaired": {
+        "input_ids": LIST,
+        "mismatched_ids": LIST,
+        "prompt_length": pa.int32(),
+        "label": pa.int32(),
     },
     "prompts": {"input_ids": LIST, "columns": TEXT},
 }

@@ -16,7 +16,7 @@ from dschat_lora.data.chat import Span
 from dschat_lora.data.encoder import Encoder
 from dschat_lora.data.records import TextRecord, shared_length
 from dschat_lora.data.rows import DataKind
-from dschat_lora.data.samples import AnySample, PairSample, PromptSample, Sample
+from dschat_lora.data.samples import AnySample, PairSample, PromptSample, Sample, UnpairedSample
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ def tokenize(records: Sequence[TextRecord], encoder: Encoder, rule: TokenRule) -
     tokenize_one = {
         "samples": _tokenize_sample,
         "pairs": _tokenize_pair,
+        "unpaired": _tokenize_unpaired,
         "prompts": _tokenize_prompt,
     }[rule.kind]
     texts = [_texts(record, rule.kind) for record in records]
@@ -75,13 +76,16 @@ def tokenize(records: Sequence[TextRecord], encoder: Encoder, rule: TokenRule) -
 
 
 def _texts(record: TextRecord, kind: DataKind) -> list[str]:
-    """The texts to encode: up to each span's end, and to that of the rejected answer."""
+    """The texts to encode: up to each span's end, and to that of another answer."""
     if kind == "prompts":
         return _prefixes(record.context)
     texts = _prefixes(record.spans)
     if kind == "pairs":
         assert record.rejected is not None, "rows without two answers were refused"
         texts.append(record.prompt + record.rejected)
+    if kind == "unpaired":
+        assert record.mismatched is not None, "every record was given one"
+        texts.append(record.prompt + record.mismatched)
     return texts
 
 
@@ -156,6 +160,35 @@ def _tokenize_pair(
     truncated = length > rule.max_seq_len
     is_ended = record.end == "template" and not truncated
     return Tokenized(sample, length, truncated, doubled, ended=is_ended)
+
+
+def _tokenize_unpaired(
+    record: TextRecord, encoded: list[list[int]], encoder: Encoder, rule: TokenRule
+) -> Tokenized:
+    doubled = encoder.begins_twice(encoded[-2])
+    *prefixes, with_other = (encoder.begin_once(ids) for ids in encoded)
+    *context, answer = _pieces(record.spans, prefixes, encoder)
+    prompt = [token for piece in context for token in piece]
+    other = Span(record.mismatched or "", target=True)
+    *_, mismatched = _pieces((*record.spans[:-1], other), [*prefixes[:-1], with_other], encoder)
+    if record.end == "eos":
+        answer, mismatched = ended(answer, rule.eos_id), ended(mismatched, rule.eos_id)
+    ids = [*prompt, *answer]
+    if len(ids) > rule.max_seq_len and rule.overlong != "truncate":
+        _refuse_overlong(record, len(ids), rule)
+        return Tokenized(None, len(ids), doubled_bos=doubled)
+    room = rule.max_seq_len - len(prompt)
+    if room <= 0:
+        return Tokenized(None, len(ids), doubled_bos=doubled)
+    sample = UnpairedSample(
+        np.array(ids[: rule.max_seq_len], dtype=np.int32),
+        np.array(mismatched[:room], dtype=np.int32),
+        prompt_length=len(prompt),
+        label=int(bool(record.label)),
+    )
+    truncated = len(ids) > rule.max_seq_len
+    is_ended = record.end == "template" and not truncated
+    return Tokenized(sample, len(ids), truncated, doubled, ended=is_ended)
 
 
 def _tokenize_prompt(

@@ -25,6 +25,7 @@ class StepCounts:
     num_attended: int = 0  # sum over samples of n (n + 1) / 2
     num_positions: int = 0  # B T of each micro-batch
     num_scored_pairs: int = 0  # B T^2 of each micro-batch: what a dense mask makes attention do
+    num_chosen_targets: int = 0  # predictions of chosen answers, of pairs
 
     def __add__(self, other: "StepCounts") -> "StepCounts":
         return StepCounts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))

@@ -240,6 +240,10 @@ def train_line(step: int, total: int, metrics: Mapping[str, Any]) -> str:
     return "  ".join(parts)
 
 
+def _score(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
 def eval_line(step: int, metrics: Mapping[str, Any]) -> str:
     """An evaluation as a terminal line."""
     if "accuracy" not in metrics:
@@ -248,9 +252,14 @@ def eval_line(step: int, metrics: Mapping[str, Any]) -> str:
             f"(loss {metrics['loss']:.4f} over {metrics['tokens']:,} tokens)"
         )
     details = [
-        f"loss {metrics['loss']:.4f} over {metrics['samples']:,} pairs",
-        f"chosen {metrics['chosen_score']:.3f}, rejected {metrics['rejected_score']:.3f}",
+        f"loss {metrics['loss']:.4f} over {metrics['samples']:,} "
+        f"{'answers' if 'kl' in metrics else 'pairs'}",
+        f"chosen {_score(metrics['chosen_score'])}, rejected {_score(metrics['rejected_score'])}",
     ]
+    if "kl" in metrics:
+        details.append(f"KL {metrics['kl']:.3f}")
+    if "nll_loss" in metrics:
+        details.append(f"cross-entropy of chosen answers {metrics['nll_loss']:.4f}")
     if "calibration_error" in metrics:
         details.append(f"calibration error {metrics['calibration_error']:.3f}")
     if metrics.get("length_correlation") is not None:

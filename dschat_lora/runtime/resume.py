@@ -53,6 +53,7 @@ _FIXED = (
     *("label_smooth", "correct_bias", "decay_after_update", "scheduler_counts_micro_steps"),
     *("reward_loss", "center_rewards_coefficient", "share_prompt"),
     *("beta", "loss_type", "label_smoothing", "length_normalization", "rpo_alpha"),
+    *("simpo_gamma", "desirable_weight", "undesirable_weight"),
     *(
         f"{role}_{name}"
         for role in ("actor", "critic")

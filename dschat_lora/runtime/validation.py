@@ -7,7 +7,14 @@ from typing import Any, TypeVar
 from dschat_lora.assets import BUNDLED_DATA
 from dschat_lora.checkpoint.adapter_config import verify_adapter
 from dschat_lora.config.groups import DataConfig
-from dschat_lora.config.stages import DpoStageConfig, ScoreConfig, SupervisedConfig
+from dschat_lora.config.options import command_line, flatten
+from dschat_lora.config.stages import (
+    LOSSES_OF_OPTION,
+    SIMPO_BETA,
+    DpoStageConfig,
+    ScoreConfig,
+    SupervisedConfig,
+)
 from dschat_lora.data.rows import DataKind, check_sources
 from dschat_lora.data.templates import read_chat_template
 from dschat_lora.engine.ds_config import reconcile
@@ -152,6 +159,28 @@ def check_tensor_parallel(config: SupervisedConfig, inputs: SupervisedInputs) ->
     check_divided(inputs.source, config.parallel)
 
 
+def check_loss_options(config: SupervisedConfig, inputs: SupervisedInputs) -> None:
+    """Refuse options of DPO's stage that the chosen loss has no use for."""
+    if not isinstance(config, DpoStageConfig):
+        return
+    values, loss = flatten(config), config.dpo.loss_type
+    for name, losses in LOSSES_OF_OPTION.items():
+        is_off = values[name] == 0 and not isinstance(values[name], bool)
+        if name in config.given and loss not in losses and not is_off:
+            typed = " ".join(command_line({name: values[name]}))
+            allowed = " or ".join([", ".join(losses[:-1])] * (len(losses) > 1) + [losses[-1]])
+            raise ValueError(f"{typed} is for --loss_type {allowed}, not {loss}")
+
+
+def with_default_beta(config: ConfigT, inputs: SupervisedInputs) -> ConfigT:
+    """With the published beta of SimPO where the user gives none."""
+    if not isinstance(config, DpoStageConfig) or "beta" in config.given:
+        return config
+    if config.dpo.loss_type != "simpo":
+        return config
+    return replace(config, dpo=replace(config.dpo, beta=SIMPO_BETA))
+
+
 def check_reference(config: SupervisedConfig, inputs: SupervisedInputs) -> None:
     """Refuse a reference of DPO that would have to be a second model."""
     if not isinstance(config, DpoStageConfig) or config.dpo.precompute_ref_log_probs:
@@ -201,7 +230,8 @@ def check_data(config: SupervisedConfig, inputs: SupervisedInputs) -> None:
     """Refuse data that cannot be read as the stage reads it, or a chat template that is none."""
     if config.model.chat_template is not None:
         read_chat_template(config.model.chat_template)
-    check_sources(config.data, inputs.rules.kind)
+    unpaired = isinstance(config, DpoStageConfig) and config.dpo.is_unpaired
+    check_sources(config.data, "unpaired" if unpaired else inputs.rules.kind)
 
 
 def with_deepspeed_json(config: ConfigT, inputs: SupervisedInputs) -> ConfigT:
@@ -264,6 +294,8 @@ SUPERVISED_CHECKS: tuple[Check[Any, SupervisedInputs], ...] = (
     with_continued_lora,
     check_lora,
     check_tensor_parallel,
+    check_loss_options,
+    with_default_beta,
     check_reference,
     with_fitting_length,
     check_budget,

@@ -9,6 +9,7 @@ from dschat_lora.data.counts import count_samples
 from dschat_lora.data.loader import Collator, Samples, StepLoader
 from dschat_lora.data.packing import PackedRow, fill, make_rows
 from dschat_lora.data.store import TokenSet
+from dschat_lora.data.unpaired_batch import UnpairedCollator
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import data_rank, data_world_size
 from dschat_lora.models.architecture_checks import ArchitectureReport, check_architecture
@@ -53,6 +54,14 @@ def make_pair_layout(
     # Packing is about what a step counts: pairs share rows without it too.
     row_tokens = _row_tokens(setup, engine) if layout != "alone" else None
     return BatchLayout(collate, packing, row_tokens)
+
+
+def make_unpaired_layout(setup: SupervisedSetup, engine: TrainEngine[BackboneModel]) -> BatchLayout:
+    """Of unpaired answers, after the same look; call on every rank."""
+    tokenizer, wanted = setup.tokenizer, setup.config.data.packing
+    packing = resolve_packing(engine, wanted, len(tokenizer), setup.run)
+    collate = UnpairedCollator(int(tokenizer.pad_token_id))
+    return BatchLayout(collate, packing, _row_tokens(setup, engine) if packing else None)
 
 
 def _row_tokens(setup: SupervisedSetup, engine: TrainEngine[BackboneModel]) -> int:

@@ -18,6 +18,7 @@ from dschat_lora.data.batch import PairBatch
 from dschat_lora.data.loader import Collator, Samples, eval_batches
 from dschat_lora.data.packing import PackedRow
 from dschat_lora.data.store import TokenSet, load_or_build, read_content
+from dschat_lora.data.unpaired_batch import AnswerBatch, UnpairedBatch
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.collectives import broadcast_, on_rank_zero, sum_tensor_
 from dschat_lora.engine.distributed import data_rank, data_world_size, rank
@@ -28,7 +29,8 @@ from dschat_lora.perf.shape import describe as describe_shape
 from dschat_lora.perf.throughput import StepCounts
 from dschat_lora.runtime.setup import cache_directory
 from dschat_lora.supervised.batching import BatchLayout, rows_of
-from dschat_lora.supervised.objectives import Objective, answer_logprobs, dpo_objective
+from dschat_lora.supervised.kto import kto_objective
+from dschat_lora.supervised.objectives import Network, Objective, answer_logprobs, dpo_objective
 from dschat_lora.supervised.setup import SupervisedSetup
 
 _FILE = "logprobs.npy"
@@ -56,28 +58,30 @@ def reference_logprobs(
     cache: Path,
     identity: Any,
     say: Callable[[str], None] = lambda line: None,
+    unit: str = "pairs",
 ) -> NDArray[np.float32]:
     """(len(pairs), 2) log-probabilities in nats of chosen and rejected answers, from the cache.
 
     What is not there is computed with ``engine``, over a ``CausalLMLogprobs``, as it is: so before
     anything is trained or restored. ``rows`` are of pair numbers, each of which is in one row.
-    ``identity`` is what the results depend on, JSON-ready; complete on rank 0. Call on every rank.
+    ``identity`` is what the results depend on, JSON-ready; complete on rank 0. ``unit`` is what
+    messages call a sample. Call on every rank.
     """
     text = json.dumps([identity, pairs.digest], sort_keys=True)
     key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
     directory = cache / f"reference-{key}"
     known = on_rank_zero(lambda: _read(directory, len(pairs)))
     if rank() == 0 and known is not None:
-        say(f"  reference    log-probabilities of {len(pairs):,} pairs read from {directory}")
+        say(f"  reference    log-probabilities of {len(pairs):,} {unit} read from {directory}")
     elif rank() == 0:
-        say(f"  reference    log-probabilities of {len(pairs):,} pairs are computed ...")
+        say(f"  reference    log-probabilities of {len(pairs):,} {unit} are computed ...")
     found = torch.tensor(float(known is not None), device=engine.device)
     if not broadcast_(found):
         known = _compute(engine, pairs, rows, collate, batch_size)
         if broken := int((~np.isfinite(known)).any(1).sum()):
             raise ValueError(
-                f"the reference's log-probabilities of {broken:,} of {len(pairs):,} pairs are not "
-                "finite; try --dtype bf16 or fp32"
+                f"the reference's log-probabilities of {broken:,} of {len(pairs):,} {unit} are "
+                "not finite; try --dtype bf16 or fp32"
             )
         on_rank_zero(lambda: load_or_build(directory, lambda path: _write(path, known)))
     values = torch.zeros(len(pairs), 2, device=engine.device)
@@ -105,11 +109,18 @@ def _compute(
     values = torch.zeros(len(pairs), 2, device=engine.device)
     numbered = shared(_Numbers(), collate=_Numbers())
     for numbers, batch in zip(numbered, shared(pairs, collate=collate), strict=True):
-        logprobs = answer_logprobs(engine, batch.to(engine.device))
+        logprobs = _both_logprobs(engine, batch.to(engine.device))
         values[numbers] = torch.stack(logprobs.chunk(2), dim=1)
     # Each pair was on one rank, so the sum is a collection.
     collected: NDArray[np.float32] = sum_tensor_(values).cpu().numpy()
     return collected
+
+
+def _both_logprobs(engine: Network, batch: PairBatch | UnpairedBatch) -> Tensor:
+    """(2 P,) of the two answers of each sample."""
+    if isinstance(batch, PairBatch):
+        return answer_logprobs(engine, batch)
+    return torch.cat([answer_logprobs(engine, each) for each in (batch.answers, batch.mismatched)])
 
 
 class _Numbers:
@@ -143,8 +154,10 @@ def _write(directory: Path, values: NDArray[np.float32] | None) -> dict[str, Any
 
 
 @torch.no_grad()
-def logprobs_at(snapshot: Snapshot, engine: TrainEngine[BackboneModel], batch: PairBatch) -> Tensor:
-    """(2 P,) log-probabilities of a batch's answers as they were then; call on every rank.
+def logprobs_at(
+    snapshot: Snapshot, engine: TrainEngine[BackboneModel], batch: PairBatch | AnswerBatch
+) -> Tensor:
+    """Log-probabilities of a batch's answers as they were then, (2 P,) of pairs; on every rank.
 
     Dropout is off, whatever the engine's mode.
     """
@@ -173,15 +186,23 @@ def make_reference(
     batch_layout: BatchLayout,
     dpo: DpoConfig,
 ) -> Reference:
-    """The model as it is, before anything is trained or restored; call on every rank."""
+    """The model as it is, before anything is trained or restored; call on every rank.
+
+    A loss without a reference gets its objective alone.
+    """
     data, config = setup.data, setup.config
+    if not dpo.has_reference:
+        return Reference(dpo_objective(dpo), data.train, data.eval)
+    make_objective = kto_objective if dpo.is_unpaired else dpo_objective
+    # KTO's divergence takes a forward pass of its own.
+    passes = int(dpo.is_unpaired)
     if not dpo.precompute_ref_log_probs:
         trained = [p for p in setup.adapted.model.parameters() if p.requires_grad]
         return Reference(
-            dpo_objective(dpo, partial(logprobs_at, Snapshot(trained), engine)),
+            make_objective(dpo, partial(logprobs_at, Snapshot(trained), engine)),
             data.train,
             data.eval,
-            partial(_forward_flops, engine),
+            partial(_forward_flops, engine, passes=1 + 2 * passes),
         )
     known = partial(
         reference_logprobs,
@@ -190,6 +211,7 @@ def make_reference(
         batch_size=config.batch.per_device_eval_batch_size,
         cache=cache_directory(config.data),
         say=setup.run.log.say,
+        unit="answers" if dpo.is_unpaired else "pairs",
         identity=[setup.identity.get(name) for name in ("model", "start", "adapter", "dtype")],
     )
     # Training pairs are not looked at by a run that only evaluates.
@@ -199,18 +221,22 @@ def make_reference(
         for pairs in sets
     )
     train = trained[0] if trained else data.train
-    return Reference(dpo_objective(dpo, lambda batch: batch.reference), train, held_out)
+    extra = partial(_forward_flops, engine, passes=passes) if passes else None
+    return Reference(make_objective(dpo, lambda batch: batch.reference), train, held_out, extra)
 
 
-def _forward_flops(engine: TrainEngine[BackboneModel], counts: StepCounts) -> Flops:
-    """FLOPs of one more forward pass; none where the architecture is not understood."""
+def _forward_flops(engine: TrainEngine[BackboneModel], counts: StepCounts, *, passes: int) -> Flops:
+    """FLOPs of so many more forward passes; none where the architecture is not understood.
+
+    Mismatched answers are taken to be as long as a step's own: over all steps they are.
+    """
     network = engine.module
     try:
         shape = describe_shape(network.model)
     except ValueError:
         return Flops()
     dense = not network.backbone.skips_padding(engine.device)
-    return forward_flops(
+    once = forward_flops(
         shape,
         num_tokens=counts.num_tokens,
         num_attended=counts.num_attended,
@@ -218,3 +244,4 @@ def _forward_flops(engine: TrainEngine[BackboneModel], counts: StepCounts) -> Fl
         num_positions=counts.num_positions if dense else None,
         num_scored_pairs=counts.num_scored_pairs if dense else None,
     )
+    return sum([once] * passes, Flops())

@@ -1,6 +1,6 @@
 """Evaluation on held-out rows before, during and after training: metrics, and sample answers."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -43,6 +43,19 @@ class SupervisedEvaluator:
         """Evaluate after ``step`` optimizer steps, unless that was done; call on every rank."""
         if step in self.results or not self._rows:
             return
+        result = evaluate(self._engine, self, self._objective)
+        metrics = {
+            "loss": result.loss,
+            "tokens": result.counts.num_targets,
+            "samples": result.counts.num_samples,
+            **result.means,
+            **self._objective.combine({n: mean_of(c) for n, c in result.columns.items()}),
+            **self._objective.describe(result.loss, result.columns),
+        }
+        self.results.add(step, metrics)
+
+    def __iter__(self) -> Iterator[Any]:
+        """This rank's batches, each time anew."""
         batches = eval_batches(
             self._samples,
             rows=self._rows,
@@ -51,19 +64,7 @@ class SupervisedEvaluator:
             world_size=data_world_size(),
             collate=self._collate,
         )
-        limited = islice(batches, self._config.run.eval_iters or None)
-        result = evaluate(self._engine, self._interruptible(limited), self._objective)
-        metrics = {
-            "loss": result.loss,
-            "tokens": result.counts.num_targets,
-            "samples": result.counts.num_samples,
-            **{name: mean_of(column) for name, column in result.columns.items()},
-            **self._objective.describe(result.loss, result.columns),
-        }
-        self.results.add(step, metrics)
-
-    def _interruptible(self, batches: Iterable[Any]) -> Iterator[Any]:
-        for batch in batches:
+        for batch in islice(batches, self._config.run.eval_iters or None):
             self._interrupts.check()
             yield batch
 

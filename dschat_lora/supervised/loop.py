@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, field
 from itertools import count as count_from
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,9 @@ from dschat_lora.runtime.loop import (
     run_loop,
 )
 from dschat_lora.runtime.lr_schedule import rate_metrics
-from dschat_lora.supervised.objectives import BatchLoss, Objective
+from dschat_lora.supervised.objectives import BatchLoss, Means, Objective
+
+ValueT = TypeVar("ValueT", float, Tensor)
 
 
 class CountedBatch(Protocol):
@@ -37,6 +39,7 @@ class CountedBatch(Protocol):
     num_tokens: int
     num_samples: int
     num_attended: int
+    num_chosen_targets: int
     input_ids: Tensor
 
     def to(self, device: torch.device) -> Any:
@@ -52,7 +55,7 @@ class TrainStep:
     outcome: StepOutcome
     learning_rates: dict[str, float]  # learning rate of each parameter group
     requests: list[float] = field(default_factory=list)  # summed over ranks
-    means: dict[str, float] = field(default_factory=dict)  # over pairs, of the loss's columns
+    means: Means = field(default_factory=dict)  # over pairs, of the loss's columns
 
 
 @dataclass
@@ -94,6 +97,7 @@ def _own_counts(batch: CountedBatch) -> StepCounts:
         num_attended=batch.num_attended,
         num_positions=rows * length,
         num_scored_pairs=rows * length**2,
+        num_chosen_targets=batch.num_chosen_targets,
     )
 
 
@@ -121,29 +125,46 @@ def train_steps(
         engine.train()
         learning_rates = engine.set_rates(factor)
         counts = count(window)
-        divisor = max(1, getattr(counts, objective.mean_over))
         totals = torch.zeros((), device=engine.device, dtype=torch.float64)
         with casts.in_use():
+            loss_of = objective.loss_of(engine, window)
             for index, batch in enumerate(window):
                 last = index == len(window) - 1
-                result = objective.loss(engine, batch.to(engine.device))
+                result = loss_of(engine, batch.to(engine.device))
                 totals = totals + _sums(result)
-                loss = result.total
+                loss = _mean_loss(result.sums, counts, objective)
                 if last:
                     shared = sum_with_requests(totals, requests())
-                    loss = broken_unless_finite(loss, shared[0])
-                engine.backward(loss / divisor, last=last)
+                    loss = broken_unless_finite(loss, shared[: len(result.sums)].sum())
+                engine.backward(loss, last=last)
         outcome = engine.step()
         values = iter(shared.tolist())
-        mean = next(values) / divisor
-        means = {name: next(values) / max(1, counts.num_samples) for name in result.columns}
+        sums = list(islice(values, len(result.sums)))
+        mean = _mean_loss(sums, counts, objective)
+        means: Means = {n: next(values) / max(1, counts.num_samples) for n in result.columns}
+        means = objective.combine(means) | _nll_mean(sums, counts)
         yield TrainStep(mean, counts, outcome, learning_rates, list(values), means)
 
 
+def _mean_loss(sums: Sequence[ValueT], counts: StepCounts, objective: Objective) -> ValueT:
+    """The loss of a step or evaluation, from sums over some or all of it."""
+    loss = sums[0] / max(1, getattr(counts, objective.mean_over))
+    for nll in sums[1:]:
+        loss = loss + nll / max(1, counts.num_chosen_targets)
+    return loss
+
+
+def _nll_mean(sums: Sequence[float], counts: StepCounts) -> Means:
+    """The metric of chosen answers' cross-entropy, where that is a part of the loss."""
+    if len(sums) == 1:
+        return {}
+    return {"nll_loss": sums[1] / max(1, counts.num_chosen_targets)}
+
+
 def _sums(result: BatchLoss) -> Tensor:
-    """(1 + columns,) float64: the loss and the sum of each column."""
-    parts = [result.total.detach(), *(column.sum() for column in result.columns.values())]
-    return torch.stack([part.double() for part in parts])
+    """(sums + columns,) float64: those of the loss, and the sum of each column."""
+    columns = [column.sum() for column in result.columns.values()]
+    return torch.stack([part.detach().double() for part in [*result.sums, *columns]])
 
 
 @dataclass(frozen=True)
@@ -153,6 +174,7 @@ class Evaluation:
     loss: float  # nats per supervised token or pair
     counts: StepCounts
     columns: dict[str, Tensor]  # of all pairs, on CPU, rank after rank
+    means: Means = field(default_factory=dict)  # further parts of the loss
 
 
 @torch.no_grad()
@@ -161,24 +183,26 @@ def evaluate(
 ) -> Evaluation:
     """Mean loss over every supervised token or pair of ``batches``; call on every rank.
 
-    Every rank must bring the same number of batches.
+    Every rank must bring the same number of batches. They are gone through twice where a loss
+    depends on them all.
     """
     engine.eval()
-    total, own = torch.zeros((), device=engine.device, dtype=torch.float64), StepCounts()
+    totals, own = torch.zeros((), device=engine.device, dtype=torch.float64), StepCounts()
     columns: dict[str, list[Tensor]] = {}
+    loss_of = objective.loss_of(engine, batches)
     for batch in batches:
-        result = objective.loss(engine, batch.to(engine.device))
-        total += result.total
+        result = loss_of(engine, batch.to(engine.device))
+        totals = totals + torch.stack([part.double() for part in result.sums])
         own += _own_counts(batch)
         for name, column in result.columns.items():
             columns.setdefault(name, []).append(column)
     counts = _over_ranks(own)
-    (summed,) = sum_over_ranks([float(total)])
+    sums = sum_over_ranks(totals.reshape(-1).tolist())
     whole: dict[str, Tensor] = {}
     if columns:
         table = torch.stack([torch.cat(parts) for parts in columns.values()], dim=1)
         whole = dict(zip(columns, gather_over_ranks(table).cpu().unbind(1), strict=True))
-    return Evaluation(summed / max(1, getattr(counts, objective.mean_over)), counts, whole)
+    return Evaluation(_mean_loss(sums, counts, objective), counts, whole, _nll_mean(sums, counts))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What a stage descends, and what it tells of it: from batches to pure maths and back."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -11,14 +11,18 @@ from torch import Tensor
 from dschat_lora.algos.dpo import dpo_loss
 from dschat_lora.algos.logprobs import sequence_sums
 from dschat_lora.algos.preference import accuracy, correlation, reliability
+from dschat_lora.algos.reference_free import odds_ratio_loss, simpo_loss
 from dschat_lora.algos.reward import bradley_terry_loss, per_token_loss
 from dschat_lora.config.stages import DpoConfig, RewardConfig
 from dschat_lora.data.batch import Batch, PairBatch
+from dschat_lora.data.unpaired_batch import AnswerBatch
 
 # An engine or module, called as the stage's network is.
 Network = Callable[..., Any]
 # (P,) tensors, one value for each pair of a batch or of a whole evaluation.
 Columns = Mapping[str, Tensor]
+# Metrics, None where there is nothing to take one of.
+Means = dict[str, float | None]
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,13 @@ class BatchLoss:
 
     total: Tensor  # scalar with gradient
     columns: Columns = field(default_factory=dict)  # what is known of each pair, without gradient
+    # scalar with gradient, of the chosen answers' tokens: a step adds its mean over all of these
+    chosen_nll: Tensor | None = None
+
+    @property
+    def sums(self) -> list[Tensor]:
+        """The parts of the loss, each divided by a count of its own."""
+        return [self.total] if self.chosen_nll is None else [self.total, self.chosen_nll]
 
 
 # Log-ratios of the untrained policy differ by rounding alone.
@@ -42,6 +53,15 @@ class Objective:
     # further metrics of an evaluation, from its mean loss and whole columns
     describe: Callable[[float, Columns], dict[str, Any]]
     headline: str  # the metric of an evaluation that says how good the model is
+    # the loss of each batch of an optimizer step or an evaluation, where it depends on them all:
+    # from the engine and those of this rank; called on every rank
+    prepare: Callable[[Any, Iterable[Any]], Callable[[Any, Any], BatchLoss]] | None = None
+    # metrics from the means of the columns, where these are not the metrics themselves
+    combine: Callable[[Means], Means] = lambda means: means
+
+    def loss_of(self, engine: Any, batches: Iterable[Any]) -> Callable[[Any, Any], BatchLoss]:
+        """The loss of each of a step's or an evaluation's batches; call on every rank."""
+        return self.loss if self.prepare is None else self.prepare(engine, batches)
 
 
 def causal_lm_loss(engine: Network, batch: Batch) -> BatchLoss:
@@ -153,13 +173,18 @@ def describe_lengths(loss: float, columns: Columns) -> dict[str, Any]:
     }
 
 
-def dpo_objective(config: DpoConfig, reference: Callable[[PairBatch], Tensor]) -> Objective:
+def dpo_objective(
+    config: DpoConfig, reference: Callable[[PairBatch], Tensor] | None = None
+) -> Objective:
     """Learn which answer is better as a policy; the engine is over a ``CausalLMLogprobs``.
 
-    ``reference`` gives the (2 P,) log-probabilities of a batch's answers under the reference.
+    ``reference`` gives the (2 P,) log-probabilities of a batch's answers under the reference,
+    where the loss has one.
     """
 
     def loss(engine: Network, batch: PairBatch) -> BatchLoss:
+        if reference is None:
+            return reference_free_batch_loss(answer_logprobs(engine, batch), batch, config)
         with torch.no_grad():
             expected = reference(batch)
         return dpo_batch_loss(answer_logprobs(engine, batch), expected, batch, config)
@@ -167,8 +192,8 @@ def dpo_objective(config: DpoConfig, reference: Callable[[PairBatch], Tensor]) -
     return Objective(loss, "num_samples", describe_lengths, "accuracy")
 
 
-def answer_logprobs(engine: Network, batch: PairBatch) -> Tensor:
-    """(2 P,) log-probabilities in nats of a batch's answers, summed over their tokens."""
+def answer_logprobs(engine: Network, batch: PairBatch | AnswerBatch) -> Tensor:
+    """Log-probabilities in nats of a batch's answers, (2 P,) of pairs, summed over their tokens."""
     logprobs: Tensor = engine(
         input_ids=batch.input_ids,
         position_ids=batch.position_ids,
@@ -178,7 +203,7 @@ def answer_logprobs(engine: Network, batch: PairBatch) -> Tensor:
         target_ids=batch.target_ids,
         spans=batch.spans,
     )
-    return sequence_sums(logprobs, batch.owner, 2 * batch.num_samples)
+    return sequence_sums(logprobs, batch.owner, len(batch.answer_lengths))
 
 
 def dpo_batch_loss(
@@ -188,6 +213,7 @@ def dpo_batch_loss(
 
     ``logprobs`` and ``reference`` are (2 P,), of the answers under the policy and the reference.
     """
+    assert config.loss_type in ("sigmoid", "ipo", "hinge"), "a loss with a reference"
     lengths = batch.answer_lengths.clamp(min=1)
     logratios = logprobs - reference
     by_length = config.length_normalization or config.loss_type == "ipo"
@@ -203,21 +229,57 @@ def dpo_batch_loss(
         # Of each chosen answer the mean over its tokens (eq. 2 of arXiv:2404.19733).
         losses = losses - config.rpo_alpha * (logprobs / lengths).chunk(2)[0]
     rewards = config.beta * logratios.detach()
-    chosen_rewards, rejected_rewards = rewards.chunk(2)
-    columns = score_columns(
-        chosen_rewards, rejected_rewards, batch, tolerance=config.beta * SAME_NATS
-    )
-    chosen_logprobs, rejected_logprobs = logprobs.detach().chunk(2)
+    # Log-ratios of the untrained policy differ by rounding alone.
     return BatchLoss(
-        losses.sum(),
-        columns
-        | {
-            # TRL's names
-            "rewards/chosen": columns["chosen_score"],
-            "rewards/rejected": columns["rejected_score"],
-            "rewards/accuracies": (columns["margin"] > 0).float(),
-            "rewards/margins": columns["margin"],
-            "logps/chosen": chosen_logprobs,
-            "logps/rejected": rejected_logprobs,
-        },
+        losses.sum(), _policy_columns(rewards, logprobs, batch, tolerance=config.beta * SAME_NATS)
     )
+
+
+def reference_free_batch_loss(logprobs: Tensor, batch: PairBatch, config: DpoConfig) -> BatchLoss:
+    """ORPO's or SimPO's loss summed over the pairs.
+
+    ``logprobs`` are (2 P,), of the answers; both losses are of their means over tokens. ORPO's
+    cross-entropy is a sum of its own, over the tokens of the chosen answers; SimPO's is
+    ``--rpo_alpha`` times a mean for each answer, as DPO's.
+    """
+    means = logprobs / batch.answer_lengths.clamp(min=1)
+    chosen, rejected = means.chunk(2)
+    columns = _policy_columns(config.beta * means.detach(), means, batch)
+    if config.loss_type == "orpo":
+        losses, log_odds = odds_ratio_loss(chosen, rejected)
+        columns |= {
+            "log_odds": log_odds.detach(),
+            # TRL's names
+            "log_odds_chosen": log_odds.detach(),
+            "log_odds_ratio": -losses.detach(),
+        }
+        nll = -logprobs.chunk(2)[0].sum()
+        return BatchLoss(config.beta * losses.sum(), columns, chosen_nll=nll)
+    losses = simpo_loss(
+        chosen,
+        rejected,
+        beta=config.beta,
+        gamma=config.simpo_gamma,
+        label_smoothing=config.label_smoothing,
+    )
+    if config.rpo_alpha:
+        losses = losses - config.rpo_alpha * chosen
+    return BatchLoss(losses.sum(), columns)
+
+
+def _policy_columns(
+    rewards: Tensor, logprobs: Tensor, batch: PairBatch, *, tolerance: float = 0.0
+) -> dict[str, Tensor]:
+    """What is reported of each pair, from (2 P,) rewards and log-probabilities of its answers."""
+    chosen, rejected = rewards.chunk(2)
+    columns = score_columns(chosen, rejected, batch, tolerance=tolerance)
+    chosen_logprobs, rejected_logprobs = logprobs.detach().chunk(2)
+    return columns | {
+        # TRL's names
+        "rewards/chosen": columns["chosen_score"],
+        "rewards/rejected": columns["rejected_score"],
+        "rewards/accuracies": (columns["margin"] > 0).float(),
+        "rewards/margins": columns["margin"],
+        "logps/chosen": chosen_logprobs,
+        "logps/rejected": rejected_logprobs,
+    }

@@ -46,7 +46,8 @@ REWARD_FLAGS = """
 """.split()
 DPO_FLAGS = """
     share_prompt num_padding_at_beginning beta loss_type label_smoothing length_normalization
-    rpo_alpha precompute_ref_log_probs offload_reference_model
+    simpo_gamma desirable_weight undesirable_weight rpo_alpha precompute_ref_log_probs
+    offload_reference_model
 """.split()
 
 # Flags of DeepSpeed-Chat's step 1 with a value its scripts use; None: a switch.

@@ -17,7 +17,7 @@ LAYOUTS = [TOKENS, LONGEST, None]  # one row, several, one of each sample
 
 def counts_of(lengths):
     lengths = np.array(lengths, dtype=np.int64)
-    return SampleCounts(lengths, lengths - 1, lengths * (lengths + 1) // 2, lengths)
+    return SampleCounts(lengths, lengths - 1, lengths * (lengths + 1) // 2, lengths, 0 * lengths)
 
 
 class Samples:

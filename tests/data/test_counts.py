@@ -11,8 +11,9 @@ from dschat_lora.data.budget import TokenBudget
 from dschat_lora.data.counts import SampleCounts, count_samples
 from dschat_lora.data.loader import StepLoader
 from dschat_lora.data.packing import make_rows
-from dschat_lora.data.samples import PairSample, Sample
+from dschat_lora.data.samples import PairSample, Sample, UnpairedSample
 from dschat_lora.data.store import TokenSet, write_samples
+from dschat_lora.data.unpaired_batch import UnpairedCollator
 
 CAPACITY = 30
 SIZE = 23
@@ -40,7 +41,15 @@ def pairs():
     return made
 
 
+def unpaired():
+    return [
+        UnpairedSample(pair.chosen, pair.rejected[pair.prompt_length :], pair.prompt_length, 1)
+        for pair in pairs()
+    ]
+
+
 CASES = {
+    "unpaired": (unpaired, UnpairedCollator(0, 4)),
     "samples": (samples, SampleCollator(0)),
     "samples, rounded": (samples, SampleCollator(0, multiple_of=4)),
     **{
@@ -57,6 +66,14 @@ def case(request):
     return make(), collate
 
 
+def chosen_targets(batch):
+    """Predictions that the first half of a batch's sequences own."""
+    owner = getattr(batch, "owner", None)
+    found = 0 if owner is None else int((owner < batch.num_samples).sum())
+    assert batch.num_chosen_targets == found
+    return found
+
+
 def summed(windows):
     """Counts of the batches themselves."""
     batches = [batch for window in windows for batch in window]
@@ -65,6 +82,7 @@ def summed(windows):
     return {name: sum(getattr(batch, name) for batch in batches) for name in names} | {
         "num_positions": sum(rows * width for rows, width in shapes),
         "num_scored_pairs": sum(rows * width**2 for rows, width in shapes),
+        "num_chosen_targets": sum(map(chosen_targets, batches)),
     }
 
 
@@ -111,7 +129,8 @@ def test_a_window_counts_the_batches_of_all_ranks(case, world_size, kind):
 def test_a_stored_set_is_counted_as_its_samples_are(case, tmp_path, size):
     data, collate = case
     data = (data * (size // SIZE + 1))[:size]  # more than one part of a file
-    kind = "pairs" if isinstance(collate, PairCollator) else "samples"
+    kinds = {PairCollator: "pairs", UnpairedCollator: "unpaired", SampleCollator: "samples"}
+    kind = kinds[type(collate)]
     write_samples(tmp_path / "set.arrow", data, kind)
     stored = count_samples(collate, TokenSet(tmp_path / "set.arrow", kind), size)
     each = count_samples(collate, data, size)

@@ -11,7 +11,14 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.model import adapter_parameters, lora_layers
-from helpers.pair_runs import Keeping, load_policy, load_reward, pair_loader, ragged_pairs
+from helpers.pair_runs import (
+    Keeping,
+    load_policy,
+    load_reward,
+    pair_loader,
+    ragged_pairs,
+    ragged_unpaired,
+)
 from helpers.plain import peft_copy_of
 from helpers.runs import LORA, RATE, rate_factors
 from helpers.spread import ALL, pairwise
@@ -30,6 +37,17 @@ KINDS = {
     "per_token": {"task": "reward", "options": {"reward_loss": "per_token"}},
     "dpo": {"task": "dpo", "options": {"beta": 0.3, "rpo_alpha": 0.1}},
     "dpo on the fly": {"task": "dpo", "options": {"beta": 0.3}, "on_the_fly": True},
+    # Its two parts are means over two counts, of unlike shares in each micro-batch.
+    "orpo": {"task": "dpo", "options": {"loss_type": "orpo", "beta": 0.7}},
+    "kto": {
+        "task": "dpo",
+        "options": {"loss_type": "kto", "beta": 0.5, "undesirable_weight": 1.4},
+    },
+    "kto on the fly": {
+        "task": "dpo",
+        "options": {"loss_type": "kto", "beta": 0.5, "undesirable_weight": 1.4},
+        "on_the_fly": True,
+    },
 }
 
 
@@ -143,7 +161,57 @@ def plain_dpo_alone(model, pair, reference):
     return plain_dpo(model, pair, reference, rpo_alpha=0.0)
 
 
+def plain_orpo(model, pair, reference):
+    answers = [
+        answer_logprob(model, ids, pair.prompt_length) for ids in (pair.chosen, pair.rejected)
+    ]
+    better, worse = (total / max(1, count) for total, count in answers)
+    # an answer without a token is certain: odds without end
+    odds = [mean.exp() / (1 - mean.exp().clamp(max=1 - 1e-7)) for mean in (better, worse)]
+    return 0.7 * torch.log1p(odds[1] / odds[0]), (0.7 * better, 0.7 * worse), answers[0]
+
+
+def plain_kto(model, window, reference):
+    """What :func:`plain_step` gives; mismatched answers say how far the policy has gone."""
+
+    def logratio(ids, prompt_length):
+        ours = answer_logprob(model, ids, prompt_length)[0]
+        with torch.no_grad():
+            theirs = answer_logprob(reference, ids, prompt_length)[0]
+        return ours - theirs
+
+    far = [logratio(each.mismatched, each.prompt_length).item() for each in window]
+    kl = max(0.0, sum(far) / len(far))
+    losses, rewards, right = [], {0: [], 1: []}, []
+    for each in window:
+        ratio = logratio(each.input_ids, each.prompt_length)
+        lead = ratio - kl if each.label else kl - ratio
+        losses.append((1.0 if each.label else 1.4) * (1 - torch.sigmoid(0.5 * lead)))
+        rewards[each.label].append(0.5 * ratio.item())
+        right.append(lead.item() > 0)
+    good, bad = (sum(each) / len(each) if each else None for each in (rewards[1], rewards[0]))
+    margin = None if good is None or bad is None else good - bad
+    metrics = {"accuracy": sum(right) / len(right), "margin": margin, "kl": kl}
+    return sum(losses) / len(losses), metrics
+
+
+def plain_step(kind, model, window, reference):
+    """(loss, metrics) of a step."""
+    if kind.startswith("kto"):
+        return plain_kto(model, window, reference)
+    results = [PLAIN[kind](model, pair, reference) for pair in window]
+    mean = torch.stack([loss for loss, *_ in results]).mean()
+    if kind == "orpo":
+        chosen = [answer for *_, answer in results]
+        mean = mean - sum(total for total, _ in chosen) / sum(count for _, count in chosen)
+    scores = torch.stack([torch.stack(each).detach() for _, each, *_ in results])
+    difference = scores[:, 0] - scores[:, 1]
+    right = ((difference.sign() + 1) / 2).mean().item()
+    return mean, {"accuracy": right, "margin": difference.mean().item()}
+
+
 PLAIN = {
+    "orpo": plain_orpo,
     "bradley_terry": plain_bradley_terry,
     "per_token": plain_per_token,
     "dpo": plain_dpo,
@@ -161,20 +229,19 @@ def plain_run(kind, path, full):
     reference = copy.deepcopy(model)
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(trained.values(), betas=(0.9, 0.95), eps=1e-8, weight_decay=0)
-    report = {"losses": [], "norms": [], "accuracy": [], "margin": [], "name_of": name_of}
-    for window, factor in zip(
-        windows(ragged_pairs(PAIRS), STEPS), rate_factors(STEPS), strict=True
-    ):
-        results = [PLAIN[kind](model, pair, reference) for pair in window]
-        mean = torch.stack([loss for loss, _ in results]).mean()
+    report = {"losses": [], "norms": [], "accuracy": [], "margin": [], "kl": [], "name_of": name_of}
+    pairs = ragged_pairs(PAIRS)
+    unpaired = dict(zip(map(id, pairs), ragged_unpaired(PAIRS), strict=True))
+    for window, factor in zip(windows(pairs, STEPS), rate_factors(STEPS), strict=True):
+        if kind.startswith("kto"):
+            window = [unpaired[id(pair)] for pair in window]
+        mean, metrics = plain_step(kind, model, window, reference)
         mean.backward()
         if "gradient" not in report:
             report["gradient"] = {n: p.grad.clone() for n, p in trained.items()}
-        scores = torch.stack([torch.stack(each).detach() for _, each in results])
-        difference = scores[:, 0] - scores[:, 1]
         report["losses"].append(mean.item())
-        report["accuracy"].append(((difference.sign() + 1) / 2).mean().item())
-        report["margin"].append(difference.mean().item())
+        for name, value in metrics.items():
+            report[name].append(value)
         report["norms"].append(float(torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)))
         optimizer.param_groups[0]["lr"] = RATE * factor
         optimizer.step()
@@ -211,7 +278,7 @@ def runs(ranks, model_directory):
 
 def architecture(kind, full=False):
     # OPT's biases of keys have no gradient but rounding, of which Adam makes whole steps.
-    return "opt" if kind in ("per_token", "dpo") and not full else "llama"
+    return "opt" if kind in ("per_token", "dpo", "orpo", "kto") and not full else "llama"
 
 
 CASES = [(kind, False) for kind in KINDS] + [("bradley_terry", True), ("dpo", True)]
@@ -253,13 +320,15 @@ def test_first_gradient_and_last_tensors_are_those_of_a_plain_loop(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_accuracy_and_margin_of_a_step_are_those_over_all_its_pairs(runs, model_directory, kind):
+def test_metrics_of_a_step_are_those_over_all_its_pairs(runs, model_directory, kind):
     expected = plain_run(kind, model_directory(architecture(kind)), False)
+    # An estimate below 0 would say nothing of how it is made.
+    assert max(expected["kl"], default=1.0) > 1e-3
     for report in runs(kind, False).values():
-        for name in ("accuracy", "margin"):
+        for name in ("accuracy", "margin", *(["kl"] if "kto" in kind else [])):
             found = [means[name] for means in report["means"]]
             # before its first step DPO compares the policy with itself
-            start = 1 if name == "accuracy" and "dpo" in kind else 0
+            start = 1 if name == "accuracy" and ("dpo" in kind or "kto" in kind) else 0
             assert found[start:] == pytest.approx(expected[name][start:], abs=1e-5)
 
 

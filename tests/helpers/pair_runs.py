@@ -12,8 +12,9 @@ from dschat_lora.config.stages import DpoConfig, RewardConfig
 from dschat_lora.data.batch import PairCollator
 from dschat_lora.data.loader import StepLoader, eval_batches
 from dschat_lora.data.packing import make_rows
-from dschat_lora.data.samples import PairSample
+from dschat_lora.data.samples import PairSample, UnpairedSample
 from dschat_lora.data.store import TokenSet, write_samples
+from dschat_lora.data.unpaired_batch import UnpairedCollator
 from dschat_lora.engine.build import DTYPES, TrainEngine
 from dschat_lora.engine.distributed import rank, world_size
 from dschat_lora.engine.state import EngineState
@@ -24,6 +25,7 @@ from dschat_lora.models.causal_lm import CausalLMLogprobs, load_config
 from dschat_lora.models.reward_model import RewardModel, load_reward_model
 from dschat_lora.runtime.setup import shard_model
 from dschat_lora.supervised.dpo_reference import WithReference, logprobs_at, reference_logprobs
+from dschat_lora.supervised.kto import kto_objective
 from dschat_lora.supervised.loop import evaluate, train_steps
 from dschat_lora.supervised.objectives import answer_logprobs, dpo_objective, reward_objective
 from helpers.runs import (
@@ -69,11 +71,19 @@ def ragged_pairs(count, *, seed=0):
     return pairs
 
 
-def token_set(pairs, directory):
+def ragged_unpaired(count):
+    """Good and bad answers of all kinds of lengths, each with another one to its prompt."""
+    return [
+        UnpairedSample(pair.chosen, pair.rejected[pair.prompt_length :], pair.prompt_length, label)
+        for pair, label in zip(ragged_pairs(count), [1, 1, 0] * count, strict=False)
+    ]
+
+
+def token_set(pairs, directory, kind="pairs"):
     """The pairs as a stage has them, on disk."""
     path = Path(directory) / f"pairs-{rank()}.arrow"
-    write_samples(path, pairs, "pairs")
-    return TokenSet(path, "pairs")
+    write_samples(path, pairs, kind)
+    return TokenSet(path, kind)
 
 
 def strong(model):
@@ -124,7 +134,10 @@ def objective_of(task, options, model, engine, *, on_the_fly):
     reference = lambda batch: batch.reference  # noqa: E731
     if on_the_fly:
         reference = partial(logprobs_at, Snapshot(list(trained_of(model).values())), engine)
-    return dpo_objective(DpoConfig(**options), reference)
+    config = DpoConfig(**options)
+    if not config.has_reference:
+        return dpo_objective(config)
+    return (kto_objective if config.is_unpaired else dpo_objective)(config, reference)
 
 
 def pair_loader(samples, lengths, collate, *, micro, accumulation, packing=False):
@@ -170,11 +183,15 @@ def train_pairs(
     model, engine = build_pair_engine(path, task, lora, settings)
     before = gather_to_cpu(_base_parameters(model)) if lora["lora_dim"] else {}
     objective = objective_of(task, options or {}, model, engine, on_the_fly=on_the_fly)
-    collate = PairCollator(0, layout)
+    collate, loss_type = PairCollator(0, layout), (options or {}).get("loss_type")
     with tempfile.TemporaryDirectory() as directory:
-        samples = token_set(ragged_pairs(pairs), directory)
+        if loss_type == "kto":
+            collate = UnpairedCollator(0)
+            samples = token_set(ragged_unpaired(pairs), directory, "unpaired")
+        else:
+            samples = token_set(ragged_pairs(pairs), directory)
         lengths, source = collate.lengths(samples), samples
-        if task == "dpo" and not on_the_fly:
+        if task == "dpo" and loss_type not in ("orpo", "simpo") and not on_the_fly:
             source = WithReference(samples, _reference(engine, samples, collate, directory))
         loader = pair_loader(
             source, lengths, collate, micro=micro, accumulation=accumulation, packing=packing

@@ -2,9 +2,12 @@
 
 import functools
 import math
+from dataclasses import fields
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from datasets import Dataset
 from transformers import (
     AutoModelForCausalLM,
@@ -13,12 +16,16 @@ from transformers import (
     OPTConfig,
 )
 
+from dschat_lora.algos.kto import clamped_kl
 from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.config.stages import DpoConfig
 from dschat_lora.data.batch import PairCollator
+from dschat_lora.data.samples import UnpairedSample
+from dschat_lora.data.unpaired_batch import UnpairedCollator
 from dschat_lora.lora.model import adapter_parameters, apply_lora
 from dschat_lora.models.causal_lm import CausalLMLogprobs
+from dschat_lora.supervised.kto import kto_batch_loss, means_by_label
 from dschat_lora.supervised.objectives import answer_logprobs, dpo_objective
 from helpers.pairs import Answers
 
@@ -85,13 +92,18 @@ def trainer_of(kind, directory, *, adapted, rows=ROWS, **options):
         processing_class=tokenizer(),
         peft_config=lora if adapted else None,
     )
+    move_away(trainer.model)
+    return trainer
+
+
+def move_away(model):
+    """Move what trains, so that the model is not what it was."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in trainer.model.parameters():
+        for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.add_(0.03 * torch.randn(parameter.shape, generator=generator))
-    trainer.model.eval()
-    return trainer
+    model.eval()
 
 
 def pairs_of(batch, reference):
@@ -149,13 +161,7 @@ def compare(kind, directory, config, *, adapted, layout="packed", rows=ROWS, **o
     ours = result.total / batch.num_samples
     torch.testing.assert_close(ours, loss.detach(), rtol=1e-5, atol=1e-5)
     ours.backward()
-    expected = dict(trainer.model.named_parameters())
-    whole = torch.cat([expected[name].grad.flatten() for name in names.values()]).norm()
-    assert whole > 1e-3
-    for name, parameter in model.named_parameters():
-        if name in names:
-            wanted = expected[names[name]].grad
-            assert (parameter.grad - wanted).norm() <= 1e-5 * max(wanted.norm(), 0.05 * whole)
+    same_gradients(model, names, trainer.model)
     metrics = trainer._metrics["eval"]
     shared = [name for name in metrics if name.startswith(("rewards/", "logps/"))]
     assert len(shared) == 6
@@ -164,6 +170,20 @@ def compare(kind, directory, config, *, adapted, layout="packed", rows=ROWS, **o
             metrics[name][0], rel=1e-5, abs=1e-5
         ), name
     assert 0 < abs(metrics["rewards/margins"][0]) < 10
+
+
+def same_gradients(model, names, theirs):
+    expected = dict(theirs.named_parameters())
+    whole = torch.cat([expected[name].grad.flatten() for name in names.values()]).norm()
+    assert whole > 1e-3
+    for name, parameter in model.named_parameters():
+        if name in names:
+            wanted = expected[names[name]].grad
+            assert (parameter.grad - wanted).norm() <= 1e-5 * max(wanted.norm(), 0.05 * whole)
+
+
+def default_of(config_class, name):
+    return {field.name: field.default for field in fields(config_class)}[name]
 
 
 VARIANTS = {
@@ -195,3 +215,212 @@ def test_loss_of_a_pair_with_the_chosen_answers_own_is_trls(row, tmp_path):
     options = {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.7]}
     config = DpoConfig(beta=BETA, rpo_alpha=0.7)
     compare("llama", tmp_path, config, adapted=True, rows=ROWS[row : row + 1], **options)
+
+
+# ---------------------------------------------------------------------------- without a reference
+
+
+def reference_free_trainer(kind, directory, name, rows=ROWS, **options):
+    """TRL's trainer of ORPO or SimPO over the tiny model with an adapter."""
+    import trl.experimental.cpo
+    import trl.experimental.orpo
+
+    known = {
+        "orpo": (trl.experimental.orpo.ORPOTrainer, trl.experimental.orpo.ORPOConfig),
+        "simpo": (trl.experimental.cpo.CPOTrainer, trl.experimental.cpo.CPOConfig),
+    }
+    trainer_class, config_class = known[name]
+    config = config_class(
+        output_dir=str(directory),
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        per_device_train_batch_size=len(rows),
+        gradient_checkpointing=False,
+        disable_tqdm=True,
+        max_length=64,
+        **options,
+    )
+    trainer = trainer_class(
+        model=tiny(kind),
+        args=config,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer(),
+        peft_config=peft.LoraConfig(r=R, lora_alpha=ALPHA, target_modules="all-linear"),
+    )
+    move_away(trainer.model)
+    return trainer
+
+
+def answers_of(batch):
+    """Its collated batch as pairs."""
+    pairs = []
+    for row in range(len(batch["chosen_labels"])):
+        answers, prompts = [], []
+        for name in ("chosen", "rejected"):
+            ids, labels, real = (
+                batch[f"{name}_{part}"][row] for part in ("input_ids", "labels", "attention_mask")
+            )
+            answers.append(ids[(real == 1) & (labels != -100)].tolist())
+            prompts.append(ids[(real == 1) & (labels == -100)].tolist())
+        assert prompts[0] == prompts[1]
+        pairs.append(Answers(prompts[0], *answers))
+    return pairs
+
+
+def chosen_cross_entropy(trainer, batch):
+    """The mean over the tokens of all chosen answers, from TRL's logits.
+
+    Its ORPO takes that over the prompts too, as the published code does unless told not to.
+    """
+    logits = trainer.concatenated_forward(trainer.model, batch)[2]
+    labels = batch["chosen_labels"]
+    width = min(labels.shape[1] - 1, logits.shape[1])
+    return F.cross_entropy(
+        logits[:, :width].flatten(0, 1), labels[:, 1 : width + 1].flatten(), ignore_index=-100
+    )
+
+
+def compare_reference_free(kind, directory, config, *, layout="packed", rows=ROWS, **options):
+    trainer = reference_free_trainer(kind, directory, config.loss_type, rows, **options)
+    batch = trainer.data_collator([trainer.train_dataset[i] for i in range(len(rows))])
+    loss, metrics = trainer.get_batch_loss_metrics(trainer.model, batch)
+    if config.loss_type == "orpo":
+        own = chosen_cross_entropy(trainer, batch)
+        chosen, rejected = trainer.concatenated_forward(trainer.model, batch)[:2]
+        losses = trainer.odds_ratio_loss(chosen, rejected)[0]
+        assert loss.item() == pytest.approx(metrics["nll_loss"] - losses.mean().item(), abs=1e-6)
+        loss, metrics["nll_loss"] = own - losses.mean(), own.item()
+    loss.backward()
+
+    model, names = our_policy(trainer, kind, True)
+    ours = collate(answers_of(batch), layout)
+    result = dpo_objective(config).loss(CausalLMLogprobs(model), ours)
+    mean = result.total / ours.num_samples
+    if result.chosen_nll is not None:
+        nll = result.chosen_nll / ours.num_chosen_targets
+        assert nll.item() == pytest.approx(metrics["nll_loss"], abs=1e-5)
+        mean = mean + nll
+    torch.testing.assert_close(mean, loss.detach(), rtol=1e-5, atol=1e-5)
+    mean.backward()
+    same_gradients(model, names, trainer.model)
+    shared = [name for name in metrics if name.startswith(("rewards/", "logps/", "log_odds"))]
+    assert len(shared) == (8 if config.loss_type == "orpo" else 6)
+    for name in shared:
+        assert result.columns[name].mean().item() == pytest.approx(
+            metrics[name], rel=1e-5, abs=1e-5
+        ), name
+
+
+@pytest.mark.parametrize(("kind", "layout"), [("opt", "packed"), ("llama", "alone")])
+def test_orpo_is_trls_but_for_the_prompts_cross_entropy(kind, layout, tmp_path):
+    config = DpoConfig(loss_type="orpo", beta=0.7)
+    compare_reference_free(kind, tmp_path, config, layout=layout, beta=0.7)
+
+
+@pytest.mark.parametrize(("kind", "layout"), [("opt", "separate"), ("llama", "packed")])
+def test_simpo_is_trls(kind, layout, tmp_path):
+    config = DpoConfig(loss_type="simpo", beta=2.0, simpo_gamma=0.9, label_smoothing=0.1)
+    options = {"loss_type": "simpo", "simpo_gamma": 0.9, "cpo_alpha": 0.0, "label_smoothing": 0.1}
+    compare_reference_free(kind, tmp_path, config, layout=layout, beta=2.0, **options)
+
+
+def test_simpo_with_the_chosen_answers_own_loss_is_trls_of_a_pair(tmp_path):
+    config = DpoConfig(loss_type="simpo", beta=2.0, rpo_alpha=0.7)
+    options = {"loss_type": "simpo", "cpo_alpha": 0.7}
+    compare_reference_free("opt", tmp_path, config, rows=ROWS[1:2], beta=2.0, **options)
+
+
+def test_published_defaults_are_trls():
+    from trl.experimental.cpo import CPOConfig
+    from trl.experimental.orpo import ORPOConfig
+
+    assert DpoConfig(loss_type="orpo").beta == default_of(ORPOConfig, "beta")
+    assert DpoConfig().simpo_gamma == default_of(CPOConfig, "simpo_gamma")
+
+
+# ---------------------------------------------------------------------------- unpaired
+
+LABELLED = [
+    {"prompt": "Who is there?", "completion": " A friend of yours.", "label": True},
+    {"prompt": "Say one", "completion": " one and two and three", "label": False},
+    {"prompt": "The sea is", "completion": " wide", "label": False},
+    {"prompt": "2 + 2 =", "completion": " 4", "label": True},
+    {"prompt": "Sing", "completion": " la la", "label": True},
+]
+
+
+def kto_trainer(kind, directory, **options):
+    config = trl.KTOConfig(
+        output_dir=str(directory),
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        per_device_train_batch_size=len(LABELLED),
+        gradient_checkpointing=False,
+        disable_tqdm=True,
+        **options,
+    )
+    trainer = trl.KTOTrainer(
+        model=tiny(kind),
+        args=config,
+        train_dataset=Dataset.from_list(LABELLED),
+        processing_class=tokenizer(),
+        peft_config=peft.LoraConfig(r=R, lora_alpha=ALPHA, target_modules="all-linear"),
+    )
+    move_away(trainer.model)
+    return trainer
+
+
+def unpaired_of(batch):
+    """TRL's collated batch as samples."""
+
+    def rows(prefix):
+        for ids, real, answer in zip(
+            *(batch[f"{prefix}{k}"] for k in ("input_ids", "attention_mask", "completion_mask")),
+            strict=True,
+        ):
+            yield ids[real == 1].tolist(), int((real - answer).sum())
+
+    for own, other, label in zip(rows(""), rows("KL_"), batch["label"], strict=True):
+        assert own[0][: own[1]] == other[0][: other[1]]
+        ids, others = np.array(own[0], np.int32), np.array(other[0][other[1] :], np.int32)
+        yield UnpairedSample(ids, others, own[1], int(label))
+
+
+@pytest.mark.parametrize(("kind", "packed"), [("opt", True), ("llama", False)])
+def test_kto_is_trls(kind, packed, tmp_path):
+    weights = {"desirable_weight": 1.2, "undesirable_weight": 0.7}
+    trainer = kto_trainer(kind, tmp_path, beta=0.6, **weights)
+    examples = [trainer.train_dataset[i] for i in range(len(LABELLED))]
+    theirs = trainer.data_collator(examples)
+    loss = trainer._compute_loss(trainer.model, dict(theirs), False)
+    loss.backward()
+
+    model, names = our_policy(trainer, kind, True)
+    base = CausalLMLogprobs(tiny(kind))
+    samples = list(unpaired_of(theirs))
+    batch = UnpairedCollator(0)([samples] if packed else [[each] for each in samples])
+    network, config = CausalLMLogprobs(model), DpoConfig(loss_type="kto", beta=0.6, **weights)
+    with torch.no_grad():
+        reference = answer_logprobs(base, batch.answers)
+        far = answer_logprobs(network, batch.mismatched) - answer_logprobs(base, batch.mismatched)
+    kl = clamped_kl(far.sum(), torch.tensor(len(far)))
+    logprobs = answer_logprobs(network, batch.answers)
+    result = kto_batch_loss(logprobs, reference, batch, kl, config)
+    ours = result.total / batch.num_samples
+    torch.testing.assert_close(ours, loss.detach(), rtol=1e-5, atol=1e-5)
+    ours.backward()
+    same_gradients(model, names, trainer.model)
+    metrics = trainer._metrics["eval"]
+    assert metrics["kl"][0] > 1e-2
+    found = means_by_label({n: c.double().mean().item() for n, c in result.columns.items()})
+    shared = [name for name in metrics if name.startswith(("rewards/", "logps/", "kl"))]
+    assert len(shared) == 6
+    for name in shared:
+        assert found[name] == pytest.approx(metrics[name][0], rel=1e-5, abs=1e-5), name
+
+
+def test_published_defaults_of_kto_are_trls():
+    for name in ("beta", "desirable_weight", "undesirable_weight"):
+        assert getattr(DpoConfig(loss_type="kto"), name) == default_of(trl.KTOConfig, name)

@@ -273,6 +273,43 @@ def test_tensorboard_shows_the_numbers_and_passes_over_what_is_none(request, nam
     assert seen == pytest.approx([line["accuracy"] for line in metrics(directory, "eval")])
 
 
+@stage_test
+def test_orpo_trains_without_a_reference_and_adds_its_two_means(home, command):
+    options = ["--loss_type", "orpo", "--max_steps", 2, "--data_output_path", "orpo-cache"]
+    ended = command("dpo", *LORA, *options, "--output_dir", "orpo")
+    assert "  reference " not in ended.out
+    assert not list((home / "orpo-cache").glob("reference-*"))
+    for line in metrics(home / "orpo"):
+        parts = line["nll_loss"] - 0.1 * line["log_odds_ratio"]
+        assert line["loss"] == pytest.approx(parts, abs=1e-5)
+        assert line["log_odds"] == line["log_odds_chosen"]
+        assert -line["nll_loss"] == pytest.approx(10 * line["chosen_score"], rel=0.5)
+    first, last = metrics(home / "orpo", "eval")
+    assert last["loss"] < first["loss"]
+    assert f"cross-entropy of chosen answers {last['nll_loss']:.4f}" in ended.out
+
+
+@stage_test
+def test_kto_trains_on_labels_and_on_the_answers_of_pairs(home, command):
+    pairs = rows_of("train", 12)
+    rows = [
+        {"prompt": row["prompt"], "completion": row["chosen"], "label": True} for row in pairs[:8]
+    ]
+    write_jsonl(home / "labelled.jsonl", rows + pairs[8:])
+    options = ["--data_path", "labelled.jsonl", "--loss_type", "kto", "--beta", 0.5]
+    options += ["--max_steps", 3, "--undesirable_weight", 2.5, "--gradient_accumulation_steps", 2]
+    ended = command("dpo", *LORA, *options, "--zero_stage", 2, "--output_dir", "kto", ranks=2)
+    assert "labels       12 desirable, 4 undesirable answers" in ended.out
+    assert "warning      desirable answers weigh 1.2" not in ended.out
+    first, *_, last = metrics(home / "kto", "eval")
+    assert first["loss"] == pytest.approx((1 + 2.5) / 4, abs=1e-5)
+    assert (first["accuracy"], first["samples"], first["desirable"]) == (0.5, 28, 0.5)
+    assert last["loss"] < first["loss"]
+    assert last["margin"] == pytest.approx(last["chosen_score"] - last["rejected_score"])
+    assert all(line["kl"] >= 0 for line in metrics(home / "kto"))
+    assert [line["samples"] for line in metrics(home / "kto", "train")] == [16] * 3
+
+
 # ---------------------------------------------------------------------------- what they begin with
 
 
@@ -496,7 +533,24 @@ MISTAKES = [
     ("dpo", "--beta 0", ["--beta", "> 0", "0.0"]),
     ("dpo", "--label_smoothing 0.7", ["--label_smoothing", "[0, 0.5)", "0.7"]),
     ("dpo", "--label_smoothing 0.1 --loss_type ipo", ["--label_smoothing 0.1", "sigmoid", "ipo"]),
-    ("dpo", "--loss_type kto", ["--loss_type", "'kto'", "sigmoid, ipo, hinge"]),
+    ("dpo", "--loss_type dpo", ["--loss_type", "'dpo'", "sigmoid, ipo, hinge, orpo, simpo, kto"]),
+    ("dpo", "--desirable_weight 2", ["--desirable_weight 2.0 is for --loss_type kto, not sigmoid"]),
+    ("dpo", "--loss_type kto --no-share_prompt", ["--no-share_prompt is for", "not kto"]),
+    ("dpo", "--loss_type kto --rpo_alpha 1", ["--rpo_alpha 1.0 is for", "not kto"]),
+    (
+        "dpo",
+        "--loss_type kto --data_path completion.jsonl",
+        ["completion.jsonl:1", "lacks 'label', or 'chosen' and 'rejected'"],
+    ),
+    ("dpo", "--simpo_gamma -1", ["--simpo_gamma", ">= 0"]),
+    ("dpo", "--simpo_gamma 1", ["--simpo_gamma 1.0 is for --loss_type simpo, not sigmoid"]),
+    (
+        "dpo",
+        "--loss_type orpo --no-precompute_ref_log_probs",
+        ["--no-precompute_ref_log_probs is for", "sigmoid, ipo, hinge or kto, not orpo"],
+    ),
+    ("dpo", "--loss_type simpo --offload_reference_model", ["--offload_reference_model", "simpo"]),
+    ("dpo", "--loss_type orpo --rpo_alpha 0.5", ["--rpo_alpha 0.5", "or simpo, not orpo"]),
     ("dpo", "--rpo_alpha -1", ["--rpo_alpha", ">= 0"]),
     ("dpo", "--bta 0.1", ["--bta", "did you mean --beta?"]),
     ("dpo", "--no-precompute_ref_log_probs", ["--no-precompute_ref_log_probs", "--precompute"]),

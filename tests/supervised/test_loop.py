@@ -194,7 +194,7 @@ def test_infinite_loss_of_finite_gradient_on_one_rank_skips_the_step_on_all(
 def test_what_a_loader_knows_of_a_step_is_not_asked_of_the_ranks(monkeypatch):
     batches = [SampleCollator(0)([[sample]]) for sample in ragged_samples(3)]
     known = {"num_samples": 30, "num_tokens": 200, "num_targets": 150, "num_attended": 900}
-    known |= {"num_positions": 256, "num_scored_pairs": 4096}
+    known |= {"num_positions": 256, "num_scored_pairs": 4096, "num_chosen_targets": 0}
     monkeypatch.setattr(trainer, "sum_over_ranks", lambda values: [10 * v for v in values])
     assert trainer.count(batches).num_samples == 30
     monkeypatch.setattr(trainer, "sum_over_ranks", None)

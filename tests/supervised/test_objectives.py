@@ -1,6 +1,7 @@
 """What stages report of pairs: columns, calibration, TRL's names; and sums of losses."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -154,6 +155,48 @@ def test_the_chosen_answers_own_loss_is_a_mean_over_its_tokens_without_reference
     assert with_it - without == pytest.approx(0.5 * (1.8 / 3 + 1.0 / 1), rel=1e-5)
 
 
+# means over tokens: -1.8 / 3, -1.0 / 1; -1.3 / 2, -2.3 / 2
+CHOSEN_MEANS, REJECTED_MEANS = (-0.6, -1.0), (-0.65, -1.15)
+
+
+def test_orpo_is_beta_times_the_odds_ratio_beside_the_chosen_tokens_cross_entropy():
+    network = Scripted(tenth_of_token)
+    result = dpo_objective(DpoConfig(loss_type="orpo", beta=0.2)).loss(network, BATCH)
+    assert len(network.asked) == 1
+    odds = [[p / (1 - p) for p in map(math.exp, each)] for each in (CHOSEN_MEANS, REJECTED_MEANS)]
+    ratios = [chosen / rejected for chosen, rejected in zip(*odds, strict=True)]
+    losses = [math.log(1 + 1 / ratio) for ratio in ratios]
+    assert result.total.item() == pytest.approx(0.2 * sum(losses), rel=1e-5)
+    assert result.chosen_nll.item() == pytest.approx(1.8 + 1.0)
+    for name, values in {
+        "log_odds": [math.log(ratio) for ratio in ratios],
+        "log_odds_chosen": [math.log(ratio) for ratio in ratios],
+        "log_odds_ratio": [-loss for loss in losses],
+        "rewards/chosen": [0.2 * value for value in CHOSEN_MEANS],
+        "chosen_score": [0.2 * value for value in CHOSEN_MEANS],
+        "rejected_score": [0.2 * value for value in REJECTED_MEANS],
+        "logps/chosen": CHOSEN_MEANS,
+        "logps/rejected": REJECTED_MEANS,
+        "accuracy": [1.0, 1.0],
+    }.items():
+        assert result.columns[name].tolist() == pytest.approx(values, rel=1e-5), name
+        assert not result.columns[name].requires_grad
+
+
+def test_simpo_compares_means_over_tokens_and_may_add_the_chosen_answers_own():
+    network = Scripted(tenth_of_token)
+    config = DpoConfig(loss_type="simpo", beta=2.0, simpo_gamma=0.5)
+    result = dpo_objective(config).loss(network, BATCH)
+    assert len(network.asked) == 1
+    assert result.chosen_nll is None
+    leads = [2 * (c - r) - 0.5 for c, r in zip(CHOSEN_MEANS, REJECTED_MEANS, strict=True)]
+    expected = sum(math.log1p(math.exp(-lead)) for lead in leads)
+    assert result.total.item() == pytest.approx(expected, rel=1e-5)
+    assert result.columns["margin"].tolist() == pytest.approx([0.1, 0.3], rel=1e-5)
+    added = dpo_objective(replace(config, rpo_alpha=0.7)).loss(network, BATCH)
+    assert (added.total - result.total).item() == pytest.approx(0.7 * (0.6 + 1.0), rel=1e-5)
+
+
 def test_the_reference_gets_the_batch_and_no_gradient():
     seen = []
 
@@ -180,6 +223,7 @@ def test_objectives_are_means_over_pairs_and_led_by_accuracy():
         reward_objective(RewardConfig()),
         reward_objective(RewardConfig(reward_loss="per_token")),
         dpo_objective(DpoConfig(), lambda batch: batch.reference),
+        dpo_objective(DpoConfig(loss_type="orpo")),
     ):
         assert (objective.mean_over, objective.headline) == ("num_samples", "accuracy")
 

@@ -2,8 +2,9 @@
 
     deepspeed training/step2_dpo/main.py --model_name_or_path output/sft --lora_dim 16
 
-The reference is the model as it is before training. Rows have a prompt, a chosen and a rejected
-answer. Without --model_name_or_path and --data_path the bundled tiny model and data are used.
+The reference, where the loss has one, is the model as it is before training. Rows have a prompt, a
+chosen and a rejected answer; for --loss_type kto also a prompt, a completion and a label. Without
+--model_name_or_path and --data_path the bundled tiny model and data are used.
 """
 
 from functools import partial
@@ -14,6 +15,7 @@ from dschat_lora.runtime.stage_main import run_main
 from dschat_lora.runtime.validation import DPO, check_supervised
 
 if TYPE_CHECKING:
+    from dschat_lora.data.rows import DataKind
     from dschat_lora.runtime.run import Run
 
 check = partial(check_supervised, rules=DPO)
@@ -31,19 +33,32 @@ def main(config: DpoStageConfig) -> None:
 def train_dpo(run: "Run[DpoStageConfig]") -> None:
     """Train, evaluate and save; call on every rank."""
     from dschat_lora.models.causal_lm import CausalLMLogprobs
-    from dschat_lora.supervised.batching import make_pair_layout, resolve_head
+    from dschat_lora.supervised.batching import (
+        make_pair_layout,
+        make_unpaired_layout,
+        resolve_head,
+    )
     from dschat_lora.supervised.dpo_reference import make_reference
+    from dschat_lora.supervised.kto import say_balance
     from dschat_lora.supervised.setup import build_engine, note_unused_margins, set_up
     from dschat_lora.supervised.train import make_answers, train
 
-    setup = set_up(run, phase=2, kind="pairs", task="CAUSAL_LM")
+    dpo = run.config.dpo
+    kind: DataKind = "unpaired" if dpo.is_unpaired else "pairs"
+    setup = set_up(run, phase=2, kind=kind, task="CAUSAL_LM")
     if run.directory is None:
         return  # a dry run
-    note_unused_margins(setup)
+    if dpo.is_unpaired:
+        say_balance(setup, dpo)
+    else:
+        note_unused_margins(setup)
     engine = build_engine(setup, CausalLMLogprobs(setup.adapted.model))
     resolve_head(engine, len(setup.tokenizer), run)
-    layout = make_pair_layout(setup, engine, run.config.pairs)
-    reference = make_reference(setup, engine, layout, run.config.dpo)
+    if dpo.is_unpaired:
+        layout = make_unpaired_layout(setup, engine)
+    else:
+        layout = make_pair_layout(setup, engine, run.config.pairs)
+    reference = make_reference(setup, engine, layout, dpo)
     train(
         setup,
         engine,

@@ -1,0 +1,135 @@
+"""Batches of unpaired answers: prompts with their own answers, and with mismatched ones."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dschat_lora.algos.segments import Spans
+from dschat_lora.algos.sft import IGNORE_INDEX
+from dschat_lora.data.batch import Batch, SampleCollator, batch_to_device
+from dschat_lora.data.packing import round_up
+from dschat_lora.data.samples import Sample, Tokens, UnpairedSample
+from dschat_lora.data.store import TokenSet
+
+
+@dataclass(frozen=True)
+class AnswerBatch:
+    """Rows of P prompts with an answer each; the fields are those of ``PairBatch``."""
+
+    input_ids: Tensor  # (B, T) int64
+    position_ids: Tensor  # (B, T) int64
+    segment_ids: Tensor  # (B, T) int64
+    branch_ids: Tensor  # (B, T) int64, 0
+    logit_positions: Tensor  # (N,) int64
+    target_ids: Tensor  # (N,) int64
+    owner: Tensor  # (N,) int64 in [0, P)
+    answer_lengths: Tensor  # (P,) int64 predicted tokens of each answer
+    reference: Tensor  # (P,) float32 reference log-probabilities; NaN where not known
+    spans: Spans
+
+    def to(self, device: torch.device | str) -> "AnswerBatch":
+        """The same batch on ``device``."""
+        return batch_to_device(self, device)
+
+
+@dataclass(frozen=True)
+class UnpairedBatch:
+    """P samples; counts are of the prompts with their own answers."""
+
+    answers: AnswerBatch
+    mismatched: AnswerBatch  # each prompt with an answer to another one
+    labels: Tensor  # (P,) bool, True where the answer is desirable
+    num_targets: int
+    num_tokens: int
+    num_samples: int  # P
+    num_attended: int
+    num_chosen_targets: int = 0  # there are no pairs
+
+    @property
+    def input_ids(self) -> Tensor:
+        """(B, T) of the prompts with their own answers."""
+        return self.answers.input_ids
+
+    def to(self, device: torch.device | str) -> "UnpairedBatch":
+        """The same batch on ``device``."""
+        return batch_to_device(self, device)
+
+
+@dataclass(frozen=True)
+class UnpairedCollator:
+    """Batches of unpaired samples, one after another in their rows."""
+
+    pad_id: int
+    multiple_of: int = 1  # width is rounded up to it
+
+    def __call__(self, rows: Sequence[Sequence[UnpairedSample]]) -> UnpairedBatch:
+        """One row per element of ``rows``, in both batches, which are equally wide."""
+        longest = max(sum(max(map(len, _sequences(each))) for each in row) for row in rows)
+        # No row is longer than this width, so it is what a batch is rounded up to.
+        collate = SampleCollator(self.pad_id, round_up(longest, self.multiple_of))
+        own, other = (
+            collate([[_sample(each, side) for each in row] for row in rows]) for side in (0, 1)
+        )
+        samples = [sample for row in rows for sample in row]
+        return UnpairedBatch(
+            _answers(own, samples, side=0),
+            _answers(other, samples, side=1),
+            torch.tensor([bool(sample.label) for sample in samples]),
+            num_targets=own.num_targets,
+            num_tokens=own.num_tokens,
+            num_samples=own.num_samples,
+            num_attended=own.num_attended,
+        )
+
+    def lengths(self, samples: TokenSet) -> NDArray[np.int64]:
+        """(len(samples),) tokens of each prompt with the longer one of its two answers."""
+        return longest_of(samples)
+
+    def empty(self) -> UnpairedBatch:
+        """One row of one padding token, and no sample."""
+        nothing = SampleCollator(self.pad_id).empty()
+        own, other = (_answers(nothing, [], side=side) for side in (0, 1))
+        return UnpairedBatch(own, other, torch.zeros(0, dtype=torch.bool), 0, 0, 0, 0)
+
+
+def longest_of(samples: TokenSet) -> NDArray[np.int64]:
+    """(len(samples),) tokens of each prompt with the longer one of its two answers."""
+    parts = [np.diff(offsets) for offsets, _ in samples.lists("mismatched_ids")]
+    others = np.concatenate([np.zeros(0, np.int64), *parts])
+    return np.maximum(samples.lengths, samples.column("prompt_length").astype(np.int64) + others)
+
+
+def _sequences(sample: UnpairedSample) -> tuple[Tokens, Tokens]:
+    """The prompt with its own answer and with the mismatched one."""
+    return sample.input_ids, sample.mismatched
+
+
+def _sample(sample: UnpairedSample, side: int) -> Sample:
+    """One of the two sequences, its answer supervised."""
+    ids = _sequences(sample)[side]
+    is_answer = np.arange(len(ids)) >= sample.prompt_length
+    return Sample(ids, np.where(is_answer, ids, np.int32(IGNORE_INDEX)))
+
+
+def _answers(batch: Batch, samples: Sequence[UnpairedSample], *, side: int) -> AnswerBatch:
+    """The batch with its tokens' owners; nothing predicts a sequence's first token."""
+    lengths = torch.tensor(
+        [len(_sequences(s)[side]) - max(1, s.prompt_length) for s in samples], dtype=torch.int64
+    )
+    reference = [sample.reference[side] for sample in samples]
+    return AnswerBatch(
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        segment_ids=batch.segment_ids,
+        branch_ids=torch.zeros_like(batch.segment_ids),
+        logit_positions=batch.logit_positions,
+        target_ids=batch.target_ids,
+        owner=torch.repeat_interleave(torch.arange(len(samples)), lengths),
+        answer_lengths=lengths,
+        reference=torch.tensor(reference, dtype=torch.float32),
+        spans=batch.spans,
+    )
