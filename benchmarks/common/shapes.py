@@ -78,11 +78,16 @@ def random_base(
     shape: Shape, *, dtype: torch.dtype, device: torch.device, group: TensorGroup | None = None
 ) -> Any:
     """The model without an adapter."""
-    model: Any = load_causal_lm(
-        "random", _config(shape), ModelConfig(), dtype=dtype, meta=True, group=group
-    )
+    model = meta_base(shape, dtype=dtype, group=group)
     draw_weights_(model, device)
     return model
+
+
+def meta_base(shape: Shape, *, dtype: torch.dtype, group: TensorGroup | None = None) -> Any:
+    """The shape of the model alone, on the meta device."""
+    return load_causal_lm(
+        "random", _config(shape), ModelConfig(), dtype=dtype, meta=True, group=group
+    )
 
 
 def _config(shape: Shape) -> PretrainedConfig:
