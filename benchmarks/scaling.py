@@ -11,11 +11,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from benchmarks.common.shapes import SHAPES, meta_base
+from benchmarks.common.shapes import SHAPES, Shape, meta_base
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.layers import LoraLinear
 from dschat_lora.lora.model import apply_lora
@@ -63,23 +64,7 @@ class Model:
 def model_of(name: str) -> Model:
     """The model of that name, with its adapter; no weight is made."""
     options = replace(SHAPES[MODELS[name]], lora_dim=LORA_DIM)
-    model = meta_base(options, dtype=torch.bfloat16)
-    apply_lora(model, LoraConfig(lora_dim=LORA_DIM), seed=0)
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    adapted = sum(isinstance(module, LoraLinear) for module in model.modules())
-    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    head = model.get_output_embeddings().weight
-    tied = any(each.weight is head for each in embeddings)
-    size = ModelSize(
-        frozen=sum(p.numel() for p in model.parameters()) - trained,
-        trained=trained,
-        embedding=sum(each.weight.numel() for each in embeddings),
-        head=0 if tied else head.numel(),
-        layers=options.num_layers,
-        hidden=options.hidden_size,
-        linears=adapted // options.num_layers,
-        rank=LORA_DIM,
-    )
+    model = adapted(options)
     memory = estimate_memory(
         model,
         rows=ROWS,
@@ -89,7 +74,33 @@ def model_of(name: str) -> Model:
         zero_stage=0,
         world_size=1,
     )
-    return Model(size, describe(model), memory, cached_token_bytes(model))
+    return Model(size_of(model, options), describe(model), memory, cached_token_bytes(model))
+
+
+def adapted(options: Shape) -> Any:
+    """The model on the meta device, with its adapter."""
+    model = meta_base(options, dtype=torch.bfloat16)
+    apply_lora(model, LoraConfig(lora_dim=options.lora_dim), seed=0)
+    return model
+
+
+def size_of(model: Any, options: Shape) -> ModelSize:
+    """What processes exchange of a model of :func:`adapted`."""
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    layers = sum(isinstance(module, LoraLinear) for module in model.modules())
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    head = model.get_output_embeddings().weight
+    tied = any(each.weight is head for each in embeddings)
+    return ModelSize(
+        frozen=sum(p.numel() for p in model.parameters()) - trained,
+        trained=trained,
+        embedding=sum(each.weight.numel() for each in embeddings),
+        head=0 if tied else head.numel(),
+        layers=options.num_layers,
+        hidden=options.hidden_size,
+        linears=layers // options.num_layers,
+        rank=options.lora_dim,
+    )
 
 
 def cut(
@@ -164,7 +175,7 @@ def tensor_seconds(model: Model, tensor: int, ranks: int, cluster: Cluster) -> f
     """
     _, again = cut(model, "SFT", tensor=tensor)
     exchanges = _tensor_exchanges(model, tensor, recomputes=again)
-    part = replace(model.size, trained=tensor_trained(model.size, tensor))
+    part = replace(model.size, trained=model.size.trained_on(tensor))
     columns = data_exchanges(part, zero_stage=0, ranks=ranks // tensor)
     return (
         compute_seconds(model, "SFT", cluster, recomputes=again)
@@ -172,12 +183,6 @@ def tensor_seconds(model: Model, tensor: int, ranks: int, cluster: Cluster) -> f
         + sum(cluster.exchange_seconds(each, apart=tensor) for each in columns)
         + ROW_SECONDS * ROWS * ranks
     )
-
-
-def tensor_trained(size: ModelSize, tensor: int) -> int:
-    """Adapter elements of a tensor-parallel rank: the factor next to the hidden size is whole."""
-    whole = size.layers * size.linears * size.rank * size.hidden
-    return whole + (size.trained - whole) // tensor
 
 
 def exchanged() -> list[list[str]]:
@@ -249,7 +254,7 @@ def experience() -> list[list[str]]:
     rows = [["GPUs", "responses", "all_gather", "on the device", "on the host", "host's time"]]
     for ranks in (8, 64, 512):
         count = ROWS * ranks
-        on_device = experience_bytes(count, new_tokens=NEW_TOKENS)
+        on_device = experience_bytes(count, longest=NEW_TOKENS)
         on_host = count * (LENGTH * TOKEN_BYTES + NEW_TOKENS * LOGPROB_BYTES)
         gathered = sum(each.bytes for each in _experience(ranks))
         cells = [*map(_bytes, (gathered, on_device, on_host)), _seconds(RESPONSE_SECONDS * count)]
@@ -293,7 +298,9 @@ def _tensor_exchanges(
 
 
 def _experience(ranks: int) -> list[Exchange]:
-    return experience_exchanges(ROWS * ranks, new_tokens=NEW_TOKENS, ranks=ranks)
+    return experience_exchanges(
+        ROWS * ranks, new_tokens=NEW_TOKENS, longest=NEW_TOKENS, ranks=ranks
+    )
 
 
 def _words(exchanges: Iterable[Exchange]) -> str:

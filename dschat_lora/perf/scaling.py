@@ -1,6 +1,6 @@
 """What processes exchange in an optimizer step, by kind and bytes, and the time that takes.
 
-Formulas of what the engine, DeepSpeed and the layers do; :mod:`tests.fakecuda.test_scaling` counts
+Formulas of what the engine, DeepSpeed and the layers do; ``tests/fakecuda/test_scaling.py`` counts
 the same on real shapes. Bytes are of whole tensors: of what is summed, or of what the ranks' parts
 make. Only exchanges that grow with the model or the batch are here; losses, norms and requests are
 a few numbers a step, at any number of ranks.
@@ -67,6 +67,15 @@ class ModelSize:
     def bytes(self) -> int:
         """Of all weights."""
         return self.frozen * self.width + self.trained * FACTOR
+
+    @property
+    def whole_factors(self) -> int:
+        """Elements of the factors next to the hidden size, which tensor parallelism leaves whole."""
+        return self.layers * self.linears * self.rank * self.hidden
+
+    def trained_on(self, tensor_ranks: int) -> int:
+        """Elements that one of so many tensor-parallel ranks trains."""
+        return self.whole_factors + (self.trained - self.whole_factors) // tensor_ranks
 
 
 @dataclass(frozen=True)
@@ -182,32 +191,32 @@ def tensor_exchanges(
     if ranks == 1:
         return []
     activations = positions * size.hidden * size.width
-    factors = size.layers * size.linears * size.rank * size.hidden * FACTOR
     loss = targets * (size.hidden * size.width + 3 * FACTOR)
     sums = (6 if recomputes else 4) * size.layers
     times = sums + size.layers * size.linears + 4
-    total = sums * activations + factors + loss
+    total = sums * activations + size.whole_factors * FACTOR + loss
     return [Exchange("all_reduce", ranks, micro_batches * total, micro_batches * times)]
 
 
 def experience_exchanges(
-    responses: int, *, new_tokens: int, ranks: int, old_outputs: int = 2
+    responses: int, *, new_tokens: int, longest: int, ranks: int, old_outputs: int = 2
 ) -> list[Exchange]:
     """Of step 3's iteration, by which every rank gets the experience of all.
 
-    Tokens and log-probabilities of ``responses``, of all ranks, and then their scores and
-    log-probabilities of the reference and of ``old_outputs`` (actor, critic), all in fp64.
+    Tokens and log-probabilities of ``responses``, of all ranks, with room for ``new_tokens`` each;
+    then their scores, and for the tokens of the ``longest`` log-probabilities of the reference and
+    ``old_outputs`` (actor, critic). All in fp64.
     """
     if ranks == 1:
         return []
     drawn = responses * (3 + 2 * new_tokens) * NUMBER
-    scored = responses * (2 + (1 + old_outputs) * new_tokens) * NUMBER
+    scored = responses * (2 + (1 + old_outputs) * longest) * NUMBER
     return [Exchange("all_gather", ranks, drawn + scored, 2)]
 
 
-def experience_bytes(responses: int, *, new_tokens: int) -> int:
-    """What every rank keeps on its device of an iteration: mask, and six tables in fp32 at most.
+def experience_bytes(responses: int, *, longest: int) -> int:
+    """What every rank keeps on its device of an iteration: a mask, and six tables in fp32.
 
     Log-probabilities of actor and reference, values, rewards, advantages and returns.
     """
-    return responses * new_tokens * (1 + 6 * FACTOR)
+    return responses * longest * (1 + 6 * FACTOR)
