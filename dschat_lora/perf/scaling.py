@@ -70,7 +70,7 @@ class ModelSize:
 
     @property
     def whole_factors(self) -> int:
-        """Elements of the factors next to the hidden size, which tensor parallelism leaves whole."""
+        """Elements of the factors beside the hidden size: tensor parallelism leaves them whole."""
         return self.layers * self.linears * self.rank * self.hidden
 
     def trained_on(self, tensor_ranks: int) -> int:
@@ -117,9 +117,7 @@ class Cluster:
         hosts = exchange.ranks * apart > self.gpus
         rate = min(self.inside, self.between / apart) if hosts else self.inside
         doublings = math.log2(max(2, exchange.ranks))
-        return (
-            exchange.sent / (rate * self.link_share) + exchange.times * self.latency * doublings
-        )
+        return exchange.sent / (rate * self.link_share) + exchange.times * self.latency * doublings
 
 
 def data_exchanges(
@@ -183,16 +181,16 @@ def tensor_exchanges(
     """Between the ranks that hold one model, in a step on a frozen base.
 
     A micro-batch has ``positions``, padding included, and ``targets`` predictions. Each block sums
-    its activations twice forward and twice backward, and twice more if it ``recomputes``; the first
-    one needs no gradient of its input, and the embedding sums instead. The factor of each adapter that every rank holds gets the sum
-    of its gradients. With sequence parallelism a sum of activations is a scattered sum and a
-    gathering, which send as much.
+    its activations twice forward and twice backward, and once more if it ``recomputes``, which
+    stops short of its last sum; the first one needs no gradient of its input, and the embedding
+    sums instead. The factor of each adapter that every rank holds gets the sum of its gradients. With sequence parallelism a sum of
+    activations is a scattered sum and a gathering, which send as much.
     """
     if ranks == 1:
         return []
     activations = positions * size.hidden * size.width
     loss = targets * (size.hidden * size.width + 3 * FACTOR)
-    sums = (6 if recomputes else 4) * size.layers
+    sums = (5 if recomputes else 4) * size.layers
     times = sums + size.layers * size.linears + 4
     total = sums * activations + size.whole_factors * FACTOR + loss
     return [Exchange("all_reduce", ranks, micro_batches * total, micro_batches * times)]

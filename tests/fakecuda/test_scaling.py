@@ -70,9 +70,7 @@ def check_step(fake_device, shape, *, layers=None, ranks, zero_stage, tensor=1, 
 
 
 def test_64_ranks_of_which_8_hold_a_model_between_them(fake_device):
-    check_step(
-        fake_device, "opt-1.3b", layers=2, ranks=64, tensor=8, zero_stage=2, micro_batches=2
-    )
+    check_step(fake_device, "opt-1.3b", layers=2, ranks=64, tensor=8, zero_stage=2, micro_batches=2)
 
 
 CASES = [
@@ -115,7 +113,13 @@ def test_a_second_step_of_a_stage_exchanges_gradients_and_experience(
 ):
     moved, out = [], tmp_path / "2"
     for steps in (1, 2):
-        options = [*STAGES[stage], "--max_steps", f"{steps}", "--output_dir", f"{tmp_path / str(steps)}"]
+        options = [
+            *STAGES[stage],
+            "--max_steps",
+            f"{steps}",
+            "--output_dir",
+            f"{tmp_path / str(steps)}",
+        ]
         found = fake_device.run(
             "fakecuda.programs:stage",
             script=f"training/{stage}/main.py",
