@@ -183,8 +183,9 @@ def tensor_exchanges(
     A micro-batch has ``positions``, padding included, and ``targets`` predictions. Each block sums
     its activations twice forward and twice backward, and once more if it ``recomputes``, which
     stops short of its last sum; the first one needs no gradient of its input, and the embedding
-    sums instead. The factor of each adapter that every rank holds gets the sum of its gradients. With sequence parallelism a sum of
-    activations is a scattered sum and a gathering, which send as much.
+    sums instead. The factor of each adapter that every rank holds gets the sum of its gradients.
+    With sequence parallelism a sum of activations is a scattered sum and a gathering, which send
+    as much.
     """
     if ranks == 1:
         return []
