@@ -182,8 +182,8 @@ def tensor_exchanges(
 
     A micro-batch has ``positions``, padding included, and ``targets`` predictions. Each block sums
     its activations twice forward and twice backward, and once more if it ``recomputes``, which
-    stops short of its last sum; the first one needs no gradient of its input, and the embedding
-    sums instead. The factor of each adapter that every rank holds gets the sum of its gradients.
+    stops short of its last sum. The first block needs a gradient of its input then alone; the
+    embedding sums once. The factor of each adapter that every rank holds gets the sum of its gradients.
     With sequence parallelism a sum of activations is a scattered sum and a gathering, which send
     as much.
     """
@@ -191,7 +191,7 @@ def tensor_exchanges(
         return []
     activations = positions * size.hidden * size.width
     loss = targets * (size.hidden * size.width + 3 * FACTOR)
-    sums = (5 if recomputes else 4) * size.layers
+    sums = 5 * size.layers + 1 if recomputes else 4 * size.layers
     times = sums + size.layers * size.linears + 4
     total = sums * activations + size.whole_factors * FACTOR + loss
     return [Exchange("all_reduce", ranks, micro_batches * total, micro_batches * times)]
