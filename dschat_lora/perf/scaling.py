@@ -183,9 +183,9 @@ def tensor_exchanges(
     A micro-batch has ``positions``, padding included, and ``targets`` predictions. Each block sums
     its activations twice forward and twice backward, and once more if it ``recomputes``, which
     stops short of its last sum. The first block needs a gradient of its input then alone; the
-    embedding sums once. The factor of each adapter that every rank holds gets the sum of its gradients.
-    With sequence parallelism a sum of activations is a scattered sum and a gathering, which send
-    as much.
+    embedding sums once. The factor of each adapter that every rank holds gets the sum of its
+    gradients. With sequence parallelism a sum of activations is a scattered sum and a gathering,
+    which send as much.
     """
     if ranks == 1:
         return []
