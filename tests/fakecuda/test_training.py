@@ -85,4 +85,5 @@ def test_memory_of_one_of_eight_processes(fake_device, shape, options):
     stage, again = options["zero_stage"], options.get("recompute", False)
     if shape in ("opt-1.3b", "opt-6.7b", "llama-2-7b"):
         check_exchanges(found, shape, ranks=8, zero_stage=stage, recomputes=again)
-    assert sum(found["waits"].values()) <= 3
+    # DeepSpeed's step and its norm, and the loss.
+    assert sum(found["waits"].values()) <= 5
