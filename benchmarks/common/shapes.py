@@ -14,6 +14,7 @@ from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.data.batch import Batch, SampleCollator
 from dschat_lora.data.packing import PackedRow, make_rows
 from dschat_lora.data.samples import Sample
+from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.model import apply_lora
 from dschat_lora.models.causal_lm import load_causal_lm
 
@@ -50,6 +51,7 @@ SHAPES = {
     "opt-1.3b": Shape(2048, 24, 32, 8192, 50272, 2048, 128, 8, 2048, 512),
     "opt-6.7b": Shape(4096, 32, 32, 16384, 50272, 2048, 128, 8, 2048, 512),
     "llama-2-7b": Shape(4096, 32, 32, 11008, 32000, 4096, 16, 8, 2048, 512, "llama"),
+    "llama-2-13b": Shape(5120, 40, 40, 13824, 32000, 4096, 16, 8, 2048, 512, "llama"),
     "llama-3-8b": Shape(4096, 32, 32, 14336, 128256, 8192, 16, 8, 2048, 512, "llama", 8),
     "qwen3-4b": Shape(2560, 36, 32, 9728, 151936, 40960, 16, 8, 2048, 512, "qwen3", 8, 128),
 }
@@ -60,18 +62,32 @@ TINY = {
 }
 
 
-def random_model(shape: Shape, *, dtype: torch.dtype, device: torch.device) -> Any:
-    """The model with its adapter on ``device``, weights drawn there; no file is touched."""
-    model = random_base(shape, dtype=dtype, device=device)
+def random_model(
+    shape: Shape, *, dtype: torch.dtype, device: torch.device, group: TensorGroup | None = None
+) -> Any:
+    """The model with its adapter on ``device``, weights drawn there; no file is touched.
+
+    Of a ``group`` of ranks that hold it between them, this one's part.
+    """
+    model = random_base(shape, dtype=dtype, device=device, group=group)
     apply_lora(model, LoraConfig(lora_dim=shape.lora_dim), seed=SEED)
     return model
 
 
-def random_base(shape: Shape, *, dtype: torch.dtype, device: torch.device) -> Any:
+def random_base(
+    shape: Shape, *, dtype: torch.dtype, device: torch.device, group: TensorGroup | None = None
+) -> Any:
     """The model without an adapter."""
-    model: Any = load_causal_lm("random", _config(shape), ModelConfig(), dtype=dtype, meta=True)
+    model = meta_base(shape, dtype=dtype, group=group)
     draw_weights_(model, device)
     return model
+
+
+def meta_base(shape: Shape, *, dtype: torch.dtype, group: TensorGroup | None = None) -> Any:
+    """The shape of the model alone, on the meta device."""
+    return load_causal_lm(
+        "random", _config(shape), ModelConfig(), dtype=dtype, meta=True, group=group
+    )
 
 
 def _config(shape: Shape) -> PretrainedConfig:

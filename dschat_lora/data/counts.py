@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -84,9 +85,10 @@ def count_step(
 
     ``counts`` are those of every sample for this collator; a batch may have no rows.
     """
-    indices = [index for rows in batches for row in rows for index in row]
-    samples = np.array(indices, dtype=np.int64)
-    shapes = [_shape(collate, counts, rows) for rows in batches]
+    step = list(chain.from_iterable(batches))
+    samples = np.fromiter(chain.from_iterable(step), dtype=np.int64)
+    lengths = iter(row_lengths(counts, step).tolist())
+    shapes = [_shape(collate, list(islice(lengths, len(rows)))) for rows in batches]
     return {
         "num_samples": len(samples),
         "num_tokens": int(counts.tokens[samples].sum()),
@@ -98,13 +100,20 @@ def count_step(
     }
 
 
-def _shape(collate: object, counts: SampleCounts, rows: Sequence[PackedRow]) -> tuple[int, int]:
-    """(B, T) of a batch."""
-    if not rows:
+def row_lengths(counts: SampleCounts, rows: Sequence[PackedRow]) -> Integers:
+    """(len(rows),) positions of each row; all at once, as every rank counts those of all ranks."""
+    ends = np.cumsum([len(row) for row in rows], dtype=np.int64)
+    samples = np.fromiter(chain.from_iterable(rows), dtype=np.int64)
+    up_to = np.concatenate([[0], np.cumsum(counts.positions[samples])])
+    return np.diff(up_to[ends], prepend=0)
+
+
+def _shape(collate: object, lengths: Sequence[int]) -> tuple[int, int]:
+    """(B, T) of a batch of rows of these lengths."""
+    if not lengths:
         return 1, 1
     assert isinstance(collate, SampleCollator | PairCollator | UnpairedCollator)
-    lengths = [int(counts.positions[list(row)].sum()) for row in rows]
-    height, width = len(rows), max(lengths)
+    height, width = len(lengths), max(lengths)
     if isinstance(collate, PairCollator) and collate.layout == "alone":
         height, width = 2 * height, width // 2
     elif isinstance(collate, PairCollator) and collate.tight:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from dschat_lora.algos.seeds import permutation
 from dschat_lora.data.budget import TokenBudget
-from dschat_lora.data.counts import SampleCounts, Samples, count_samples, count_step
+from dschat_lora.data.counts import SampleCounts, Samples, count_samples, count_step, row_lengths
 from dschat_lora.data.packing import PackedRow
 from dschat_lora.data.store import TokenSet
 
@@ -113,7 +113,8 @@ class StepLoader:
             return self._budget.assign_to_ranks(rows, self._counts, world_size=self._world_size)
         # Rows of similar length share a micro-batch: little padding, and ranks wait little for
         # each other. Within a step the order has no effect on the gradient's sum.
-        rows = sorted(rows, key=lambda row: -int(self._counts.positions[list(row)].sum()))
+        order = np.argsort(-row_lengths(self._counts, rows), kind="stable")
+        rows = [rows[index] for index in order]
         return assign_to_ranks(rows, batch_size=self._micro_batch_size, world_size=self._world_size)
 
 

@@ -38,6 +38,18 @@ CARDS = {  # name, compute capability, memory in GB
 VALUE_SHAPED = {
     *("nonzero", "masked_select", "unique_dim", "_unique2", "unique_consecutive", "equal"),
 }
+COLLECTIVES = {
+    "allreduce_": "all_reduce",
+    **dict.fromkeys(
+        ("allgather_", "_allgather_base_", "allgather_into_tensor_coalesced_"), "all_gather"
+    ),
+    **dict.fromkeys(
+        ("reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"),
+        "reduce_scatter",
+    ),
+    "broadcast_": "broadcast",
+    "reduce_": "reduce",
+}
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addbmm"}
 NO_KERNEL = {"empty", "empty_like", "new_empty", "_unsafe_view", "empty_strided"}
 # Where the package's own code is, for labels.
@@ -69,14 +81,15 @@ class Watch(TorchDispatchMode):
         products: (matrix product, type) -> times.
         graphs: the operations of each that was captured. replays: of all of them.
         live, peak: bytes of the device's storages.
-        moved: (collective) -> bytes given to it.
+        moved: (collective, ranks) -> bytes of the whole tensors: what is summed or spread, or
+            what the ranks' parts make. collectives: the same -> times.
     """
 
     def __init__(self):
         super().__init__()
         self.truth, self.number = True, 1.0
         self.waits, self.products, self.moved = Counter(), Counter(), Counter()
-        self.operations = Counter()
+        self.operations, self.collectives = Counter(), Counter()
         self.launches = self.replays = self.live = self.peak = 0
         self.graphs: list[Counter] = []
         self.capturing = False
@@ -109,7 +122,16 @@ class Watch(TorchDispatchMode):
                 return result
         result = func(*args, **kwargs)
         self._note(func, name, tensors, result)
+        if name.startswith("c10d::") and tensors:
+            self._exchanged(name.removeprefix("c10d::"), args)
         return result
+
+    def _exchanged(self, name, args):
+        group = next(each for each in args if isinstance(each, torch.ScriptObject))
+        key = COLLECTIVES[name], dist.ProcessGroup.unbox(group).size()
+        given = [[x for x in tree_leaves(each) if isinstance(x, torch.Tensor)] for each in args]
+        self.moved[key] += max(sum(x.nbytes for x in each) for each in given)
+        self.collectives[key] += 1
 
     def wait(self, what):
         """Note that the host waits; while a graph is captured CUDA refuses."""
@@ -121,7 +143,8 @@ class Watch(TorchDispatchMode):
 
     def start(self):
         """Count from here on: all that is counted, and the peak from what is live now."""
-        for counter in (self.waits, self.products, self.moved, self.operations):
+        counters = (self.waits, self.products, self.moved, self.collectives, self.operations)
+        for counter in counters:
             counter.clear()
         self.launches = self.replays = 0
         self.graphs.clear()
@@ -178,8 +201,6 @@ class Watch(TorchDispatchMode):
                 self.graphs[-1][name] += 1
         if name in PRODUCTS:
             self.products[name, str(tensors[-1].dtype).removeprefix("torch.")] += 1
-        if name.startswith("c10d::"):
-            self.moved[name.removeprefix("c10d::")] += sum(x.nbytes for x in tensors)
         for each in made:
             self._hold(each.untyped_storage(), name)
 

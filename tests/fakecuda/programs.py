@@ -15,6 +15,7 @@ from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: F401 - compiles 
 
 from benchmarks.common import shapes
 from benchmarks.common.bundled import make_engine
+from benchmarks.parts.tensor_memory import divided_among
 from dschat_lora.engine.build import DTYPES, resolve_dtype
 from dschat_lora.generation.generate import Decoder
 from dschat_lora.generation.sampling import Sampling
@@ -33,7 +34,7 @@ def noted(watch):
     return {
         "waits": {f"{what}  {line}": n for (what, line), n in watch.waits.most_common()},
         "products": {f"{name} {dtype}": n for (name, dtype), n in watch.products.items()},
-        "moved": dict(watch.moved),
+        "moved": [[*key, watch.collectives[key], count] for key, count in watch.moved.items()],
         "launches": watch.launches,
         "operations": dict(watch.operations),
         "graphs": len(watch.graphs),
@@ -58,20 +59,27 @@ def train(
     zero_stage=0,
     world_size=1,
     recompute=False,
+    tensor_parallel=1,
+    sequence_parallel=False,
+    accumulation=1,
 ):
     """The second of two optimizer steps of the engine and the loop, and the estimate of memory."""
     size = replace(
         shapes.SHAPES[shape],
         num_layers=layers or shapes.SHAPES[shape].num_layers,
         lora_dim=lora_dim,
-        rows=rows,
+        rows=rows * accumulation,
         row_length=length,
         max_sample=min(length, 512),
     )
     samples = shapes.mixed_rows(size) if packed else shapes.full_rows(size)
     batches = shapes.micro_batches(samples, rows * length)
-    with fake_cuda(card, world_size=world_size) as watch:
-        model = shapes.random_model(size, dtype=DTYPES[dtype], device=CUDA)
+    with (
+        fake_cuda(card, world_size=world_size) as watch,
+        divided_among(tensor_parallel, sequence_parallel=sequence_parallel) as group,
+    ):
+        watch.truth = False  # no norm is infinite, or DeepSpeed would skip the step
+        model = shapes.random_model(size, dtype=DTYPES[dtype], device=CUDA, group=group)
         if recompute:
             recompute_blocks(model)
         model.train()
@@ -93,7 +101,7 @@ def train(
             compute_dtype=DTYPES[dtype],
             gradient_checkpointing=recompute,
             zero_stage=zero_stage,
-            world_size=world_size,
+            world_size=world_size // tensor_parallel,
         )
         return noted(watch) | {"estimate": vars(estimate), "estimated": estimate.total}
 
@@ -144,9 +152,9 @@ def chosen(card):
         ]
 
 
-def stage(script, options, card="h200", number=0):
+def stage(script, options, card="h200", number=0, world_size=1):
     """A stage script, whose files are read and written for real; what it reads is ``number``."""
-    with fake_cuda(card) as watch, contextlib.ExitStack() as stack:
+    with fake_cuda(card, world_size=world_size) as watch, contextlib.ExitStack() as stack:
         watch.number = number
         stack.callback(setattr, sys, "argv", sys.argv)
         sys.argv = [script, *options]

@@ -17,13 +17,23 @@ shim.load(sys.argv[1])
 
 import torch  # noqa: E402
 
-from dschat_lora.engine import collectives, peers  # noqa: E402
+from dschat_lora.engine import collectives, distributed, peers  # noqa: E402
 
 # Imagined ranks bring nothing; their numbers would come by way of the device, which has none.
-for _name in ("sum_over_ranks", "sum_over_processes", "gather_over_ranks", "max_over_ranks"):
+for _name in ("sum_over_ranks", "sum_over_processes", "max_over_ranks"):
     setattr(collectives, _name, lambda values: values)
 collectives.broadcast_string = lambda text: text
 peers.join = lambda: None
+
+
+def _gather_as_many(values):
+    """Rows of all ranks, each of which brings as many."""
+    parts = [torch.empty_like(values) for _ in range(distributed.data_world_size())]
+    torch.distributed.all_gather(parts, values, group=distributed.data_group())
+    return torch.cat(parts)
+
+
+collectives.gather_over_ranks = _gather_as_many
 
 
 def main():
