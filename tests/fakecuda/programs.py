@@ -152,10 +152,10 @@ def chosen(card):
         ]
 
 
-def stage(script, options, card="h200", number=0, world_size=1):
-    """A stage script, whose files are read and written for real; what it reads is ``number``."""
+def stage(script, options, card="h200", world_size=1):
+    """A stage script, whose files are read and written for real."""
     with fake_cuda(card, world_size=world_size) as watch, contextlib.ExitStack() as stack:
-        watch.number = number
+        watch.number = 0.0
         stack.callback(setattr, sys, "argv", sys.argv)
         sys.argv = [script, *options]
         error = None
@@ -167,8 +167,3 @@ def stage(script, options, card="h200", number=0, world_size=1):
             error = traceback.format_exc()
         allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
         return noted(watch) | {"error": error, "allocator": allocator}
-
-
-def no_reward(prompts, responses, ended):
-    """A reward function to which all responses are equal."""
-    return [0.0] * len(responses)
