@@ -106,9 +106,11 @@ class Chat:
     @property
     def end_tokens(self) -> tuple[str, ...]:
         """Special tokens that end an answer in this template, beside end-of-sequence."""
-        texts = self.facts.after_answer, self.facts.after_call
-        found = (match.group() for text in texts for match in self._added.finditer(text))
-        ends = dict.fromkeys(token for token in found if token in self._special)
+        last, call = self.facts.after_answer, self.facts.after_call
+        ends = {}
+        # Of the tokens in a row the last: those before it close parts of an answer.
+        for text in (last.removesuffix(self.closing), last, call):
+            ends |= dict.fromkeys([t for t in self._added.findall(text) if t in self._special][-1:])
         return tuple(token for token in ends if token != self.eos_text)
 
     def is_ended(self, text: str) -> bool:

@@ -172,13 +172,18 @@ def test_marks_that_leave_out_the_end_are_followed_to_the_letter():
 @pytest.mark.parametrize("name", ["qwen3_5_nothink", "nemotron_3_nano", "qwen2_5"])
 def test_both_answers_of_a_pair_follow_one_prompt(name):
     """Even where a thought in one of them changes how the template opens an answer."""
-    pair = {"prompt": TURNS[:3], "chosen": [THOUGHT], "rejected": [ANSWER]}
+    pair = {"prompt": TURNS[:3], "chosen": [THOUGHT], "rejected": TURNS[3:]}
     (record,) = records(pair, build_chat_tokenizer(name), kind="pairs")
     ((prompt, chosen),) = texts({"prompt": TURNS[:3], "completion": [THOUGHT]}, name)
-    ((other, rejected),) = texts({"prompt": TURNS[:3], "completion": [ANSWER]}, name)
+    ((other, rejected),) = texts({"prompt": TURNS[:3], "completion": TURNS[3:]}, name)
     assert record.prompt + record.completion == prompt + chosen
     assert record.prompt + record.rejected == other + rejected
-    assert record.end == "template"
+    tokenizer = build_chat_tokenizer(name)
+    rule = TokenRule(tokenizer.eos_token_id, 10**6, "drop", False, "pairs")
+    (result,) = tokenize([record], make_encoder(tokenizer), rule)
+    assert tokenizer.decode(result.sample.chosen) == prompt + chosen
+    assert tokenizer.decode(result.sample.rejected) == other + rejected
+    assert result.ended
 
 
 @pytest.mark.parametrize("name", ["deepseekv3", "nemotron_3_nano", "qwen3", "gptoss", "glm4moe"])
@@ -224,14 +229,15 @@ def test_columns_that_no_template_can_use_are_refused(row, message):
         ("phi3", ("<|end|>",)),
         ("gptoss", ("<|return|>", "<|call|>")),
         ("gemma4_v5", ("<turn|>", "<|tool_response>")),
+        ("cohere2", ("<|END_OF_TURN_TOKEN|>",)),
+        ("glm4moe_training", ("<|user|>", "<|observation|>")),
         ("deepseekv3", ()),
         ("llava_next", ()),
+        ("glm4moe", ()),
     ],
 )
 def test_end_tokens_are_those_that_a_template_ends_answers_and_calls_with(name, ends):
-    found = end_tokens(build_chat_tokenizer(name))
-    assert set(ends) <= set(found)
-    assert not {"<|user|>", "<|im_start|>", "<|start|>", "<|turn>"} & set(found)
+    assert end_tokens(build_chat_tokenizer(name)) == ends
 
 
 def test_the_built_in_format_saved_as_a_template_renders_the_text_that_trained(tmp_path):
@@ -331,6 +337,13 @@ def test_a_marked_template_that_never_ends_an_answer_is_warned_about_not_refused
     audit.check()
     assert "answers may not stop" in " ".join(audit.warnings())
     assert "answers      6 rows by the chat template's generation marks" in audit.lines()
+
+
+def test_marks_side_by_side_are_one_answer():
+    """Phi-3's ends in two: the turn's end, and that of the conversation."""
+    (record,) = records({"messages": TURNS}, build_chat_tokenizer("phi3_training"))
+    assert record.completion == "b<|end|>\n<|endoftext|>"
+    assert record.prompt.endswith("r<|end|>\n<|assistant|>\n")
 
 
 def test_an_answer_to_score_ends_in_its_end_token_whatever_is_marked():
