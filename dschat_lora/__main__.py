@@ -1,14 +1,15 @@
 """Verbs of the ``dschat-lora`` command."""
 
 import argparse
+from itertools import takewhile
 from typing import Any
 
 from dschat_lora import __version__
 from dschat_lora.checkpoint.adapter_config import accept_adapter
 from dschat_lora.config.options import Parser, fail, parse_config, unknown_option
-from dschat_lora.config.stages import ScoreConfig
+from dschat_lora.config.stages import AuditConfig, ScoreConfig
 from dschat_lora.report.terminal import error_message, log_once, silence_stdout
-from dschat_lora.runtime.validation import check_score
+from dschat_lora.runtime.validation import check_audit, check_score
 
 
 def main() -> None:
@@ -21,11 +22,12 @@ def main() -> None:
     demo.add_argument("--seed", type=int, default=1234, help="of all stages (default: 1234)")
     accept = verbs.add_parser("accept", help="vouch for an adapter that was changed on purpose")
     accept.add_argument("adapter", help="its directory, whose manifest is written anew")
+    verbs.add_parser("audit", help="show what a stage would learn of data", add_help=False)
     verbs.add_parser("score", help="score answers by a reward model", add_help=False)
     verbs.add_parser("extract", help="LoRA and head of a full checkpoint to PEFT", add_help=False)
     verbs.add_parser("pipeline", help="run all stages of a YAML file, or go on", add_help=False)
     arguments, rest = parser.parse_known_args()
-    own_parsers = {"score": _score, "extract": _extract, "pipeline": _pipeline}
+    own_parsers = {"audit": _audit, "score": _score, "extract": _extract, "pipeline": _pipeline}
     if arguments.verb in own_parsers:
         own_parsers[arguments.verb](rest)
     elif rest:
@@ -44,6 +46,26 @@ def _accept(directory: str) -> None:
     except (ValueError, OSError) as error:
         fail(str(error))
     log_once(f"{directory}: its files are the ones its manifest says")
+
+
+def _audit(argv: list[str]) -> None:
+    paths = list(takewhile(lambda word: not word.startswith("-"), argv))
+    options = [*(["--data_path", *paths] if paths else []), *argv[len(paths) :]]
+    try:
+        config = parse_config(
+            AuditConfig, options, description=AuditConfig.__doc__, program="dschat-lora audit DATA"
+        )
+        config = check_audit(config)
+
+        from dschat_lora.runtime.data_audit import audit_data  # heavy
+
+        taken = audit_data(config)
+    except BrokenPipeError:
+        return silence_stdout()  # whoever reads has read enough
+    except (ValueError, OSError) as error:
+        fail(error_message(error), code=1 if isinstance(error, OSError) else 2)
+    if not taken:
+        raise SystemExit(1)
 
 
 def _score(argv: list[str]) -> None:

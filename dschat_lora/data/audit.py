@@ -12,7 +12,9 @@ from dschat_lora.data.collect import Collected
 from dschat_lora.data.rows import EmptyRowError
 from dschat_lora.data.tokenize import Tokenized
 
-MAX_EXAMPLES = 5  # bad rows quoted in the table
+MAX_EXAMPLES = 100  # bad rows that are kept, and ...
+MAX_SHOWN = 5  # ... those quoted in the table
+LENGTHS = tuple(2**power for power in range(6, 18))  # of the histogram, in tokens
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Audit:
     eval_identical_rows: int
     doubled_bos_rows: int  # rows that brought a second beginning-of-sequence (kept once)
     length_quantiles: dict[str, int]  # tokens of training rows before any was cut
+    longer_rows: dict[str, int]  # number of training rows of more than so many tokens
     train_samples: int
     eval_samples: int
     tokens: int  # of the training samples
@@ -167,7 +170,7 @@ class Audit:
         if conversations := self._conversations():
             table["answers"] = conversations
         lines = [f"{name:<12} {text}" for name, text in table.items()]
-        lines += [f"bad row      {example}" for example in self.bad_row_examples]
+        lines += [f"bad row      {example}" for example in self.bad_row_examples[:MAX_SHOWN]]
         return lines + [f"warning      {text}" for text in self.warnings()]
 
     @property
@@ -251,6 +254,7 @@ def make_audit(config: DataConfig, rows: Collected, train: Tally, held_out: Tall
         eval_identical_rows=held_out.identical,
         doubled_bos_rows=train.doubled_bos,
         length_quantiles=_quantiles(train.lengths),
+        longer_rows=_longer(train.lengths),
         train_samples=train.samples,
         eval_samples=held_out.samples,
         tokens=train.tokens,
@@ -273,3 +277,10 @@ def _quantiles(lengths: Sequence[int]) -> dict[str, int]:
         name: int(np.quantile(lengths, share, method="inverted_cdf"))
         for name, share in shares.items()
     }
+
+
+def _longer(lengths: Sequence[int]) -> dict[str, int]:
+    """Number of rows above each of ``LENGTHS``, up to the first that no row exceeds."""
+    above = {str(limit): int(np.sum(np.array(lengths) > limit)) for limit in LENGTHS}
+    last = next((index for index, number in enumerate(above.values()) if not number), len(above))
+    return dict(list(above.items())[: last + 1])

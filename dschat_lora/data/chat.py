@@ -107,7 +107,7 @@ class Chat:
     def end_tokens(self) -> tuple[str, ...]:
         """Special tokens that end an answer in this template, beside end-of-sequence."""
         last, call = self.facts.after_answer, self.facts.after_call
-        ends = {}
+        ends: dict[str, None] = {}
         # Of the tokens in a row the last: those before it close parts of an answer.
         for text in (last.removesuffix(self.closing), last, call):
             ends |= dict.fromkeys([t for t in self._added.findall(text) if t in self._special][-1:])

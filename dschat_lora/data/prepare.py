@@ -52,18 +52,10 @@ def prepare(
     """
     sources = config_sources(config)
     key = fingerprint(config, sources, tokenizer, phase=phase, seed=seed, eos_id=eos_id, kind=kind)
-    rule = TokenRule(
-        eos_id,
-        config.max_seq_len,
-        config.overlong,
-        config.train_on_prompt,
-        kind,
-        config.eos_after_prompt,
-    )
+    rule = token_rule(config, eos_id, kind)
 
     def build(directory: Path) -> dict[str, Any]:
-        eos_text = tokenizer.convert_ids_to_tokens(eos_id)
-        chat = Chat(tokenizer, eos_text, parse_variables(config.chat_template_kwargs))
+        chat = make_chat(config, tokenizer, eos_id)
         rows = collect(config, sources, chat, phase=phase, seed=seed, kind=kind)
         if kind == "unpaired":
             rows = unpair(rows, seed=seed)
@@ -85,6 +77,24 @@ def prepare(
         TokenSet(cache_dir / key / f"{name}.arrow", kind) for name in ("train", "eval")
     )
     return Prepared(train, held_out, Audit.from_dict(content), key, from_cache)
+
+
+def token_rule(config: DataConfig, eos_id: int, kind: DataKind) -> TokenRule:
+    """How records become samples, by the options."""
+    return TokenRule(
+        eos_id,
+        config.max_seq_len,
+        config.overlong,
+        config.train_on_prompt,
+        kind,
+        config.eos_after_prompt,
+    )
+
+
+def make_chat(config: DataConfig, tokenizer: Tokenizer, eos_id: int) -> Chat:
+    """How messages become text, by the tokenizer and the options."""
+    eos_text = tokenizer.convert_ids_to_tokens(eos_id)
+    return Chat(tokenizer, eos_text, parse_variables(config.chat_template_kwargs))
 
 
 def _write(

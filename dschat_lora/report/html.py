@@ -104,14 +104,20 @@ def render_report(title: str, stages: Sequence[StageStory], tables: Mapping[str,
         *(_stage(story, key=f"stage-{i}") for i, story in enumerate(stages)),
         time_section(stages),
     ]
+    return page(title, items, "".join(sections))
+
+
+def page(title: str, items: str, body: str) -> str:
+    """An HTML document; ``items`` of the navigation and ``body`` are markup, the title is text."""
+    sections = f'<nav aria-label="Sections"><ul>{items}</ul></nav>' if items else ""
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
         f"<title>{safe(title)}</title><style>{charts.STYLE}{STYLE}</style></head>\n"
-        f'<body><header><h1 dir="auto">{safe(title)}</h1><nav aria-label="Sections">'
-        f"<ul>{items}</ul></nav></header>\n<main>{''.join(sections)}</main></body></html>\n"
+        f'<body><header><h1 dir="auto">{safe(title)}</h1>{sections}</header>\n'
+        f"<main>{body}</main></body></html>\n"
     )
 
 

@@ -34,6 +34,8 @@ figure { margin: 0; min-width: 0; } figcaption { font-weight: 600; }
 .warnings { border-left: 4px solid var(--warning); padding: .4rem 1rem; background: var(--panel); }
 .warnings h3 { margin-top: .3rem; }
 .warnings li::marker { content: "\\26A0\\FE0E  "; color: var(--warning); }
+.tokens mark { background: #2a78d640; color: inherit; border-bottom: 2px solid #2a78d6; }
+.tokens { white-space: pre-wrap; font-family: ui-monospace, monospace; line-height: 1.8; }
 .sample { background: var(--panel); border-radius: 6px; padding: .8rem 1rem; margin: .8rem 0; }
 .answers { display: grid; gap: .5rem 1.5rem; margin-top: .6rem;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 16rem), 1fr)); }

@@ -20,6 +20,11 @@ def log_once(text: str) -> None:
         sys.stdout.flush()
 
 
+def is_terminal() -> bool:
+    """Whether a person reads the standard output, in colour."""
+    return sys.stdout.isatty() and "NO_COLOR" not in os.environ
+
+
 def note(text: str) -> None:
     """Print a line to the standard error."""
     sys.stderr.write(text + "\n")

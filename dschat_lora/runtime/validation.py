@@ -11,6 +11,7 @@ from dschat_lora.config.options import command_line, flatten
 from dschat_lora.config.stages import (
     LOSSES_OF_OPTION,
     SIMPO_BETA,
+    AuditConfig,
     DpoStageConfig,
     ScoreConfig,
     SupervisedConfig,
@@ -113,6 +114,20 @@ def check_score(config: ScoreConfig) -> None:
     )
     if config.output_path is not None:
         check_can_be_made(Path(config.output_path).expanduser().parent, option="output_path")
+
+
+def check_audit(config: AuditConfig) -> AuditConfig:
+    """The config with the bundled data where no data is named; refuses what cannot be found."""
+    find_model(config.model_name_or_path)
+    if config.chat_template is not None:
+        read_chat_template(config.chat_template)
+    if config.html is not None:
+        check_can_be_made(Path(config.html).expanduser().parent, option="html")
+    data = config.data
+    if not (data.data_path or data.sft_only_data_path):
+        data = replace(data, data_path=(str(BUNDLED_DATA["train"]),))
+    check_sources(replace(data, bad_rows="skip"))
+    return replace(config, data=data)
 
 
 def check_model(config: SupervisedConfig, inputs: SupervisedInputs) -> None:

@@ -20,6 +20,7 @@ SOUND = {
     "eval_identical_rows": 0,
     "doubled_bos_rows": 0,
     "length_quantiles": {"min": 3, "p50": 40, "max": 1200},
+    "longer_rows": {},
     "train_samples": 96,
     "eval_samples": 9,
     "tokens": 4000,

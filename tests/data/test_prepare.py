@@ -419,6 +419,7 @@ def test_the_audit_counts_by_hand(run, jsonl):
         "eval_identical_rows": 0,
         "doubled_bos_rows": 1,
         "length_quantiles": {"min": 4, "p50": 6, "p90": 11, "p99": 11, "max": 11},
+        "longer_rows": {"64": 0},
         "train_samples": 5,
         "eval_samples": 0,
         "tokens": 6 + 6 + 4 + 5 + 8,

@@ -1,0 +1,151 @@
+"""The audit of data by itself: counts, lengths and samples of what a stage would learn."""
+
+import json
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from dschat_lora.config.stages import AuditConfig
+from dschat_lora.data.audit import MAX_SHOWN, Audit
+from dschat_lora.data.prepare import prepare
+from dschat_lora.data.preview import ShownSample, preview
+from dschat_lora.data.rows import DataKind
+from dschat_lora.models.causal_lm import Tokenizer, load_tokenizer
+from dschat_lora.models.source import find_model
+from dschat_lora.report.html import page
+from dschat_lora.report.markup import safe
+from dschat_lora.report.samples import histogram, sample_html, sample_text
+from dschat_lora.report.terminal import is_terminal, log_once
+
+# By stage: which --data_split, and what is made of rows.
+STAGES: dict[str, tuple[int, DataKind]] = {
+    "sft": (1, "samples"),
+    "reward": (2, "pairs"),
+    "dpo": (2, "pairs"),
+    "rlhf": (3, "prompts"),
+}
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What the audit of data found."""
+
+    audit: Audit
+    samples: list[ShownSample]
+    refusal: str | None  # why a run would stop
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON of counts and samples; of a pair, the chosen answer comes first."""
+        audit = self.audit
+        counts = {
+            "rows": sum(audit.rows_by_type.values()),
+            "by_type": audit.rows_by_type,
+            "samples": audit.train_samples,
+            "eval_samples": audit.eval_samples,
+            "tokens": audit.tokens,
+            "supervised_tokens": audit.supervised_tokens,
+            "bad": audit.bad_rows,
+            "too_long": audit.dropped_rows,
+            "truncated": audit.truncated_rows,
+            "split": audit.split_rows,
+            "duplicates": audit.duplicate_rows,
+            "overlap": audit.overlap_rows,
+        }
+        return {
+            "counts": counts,
+            "audit": audit.to_dict(),
+            "warnings": list(audit.warnings()),
+            "refusal": self.refusal,
+            "samples": [_sample_dict(sample) for sample in self.samples],
+        }
+
+
+def audit_data(config: AuditConfig) -> bool:
+    """Show the audit; returns whether a run would take the data.
+
+    Raises:
+        ValueError: if the data cannot be read at all.
+    """
+    source = find_model(config.model_name_or_path)
+    tokenizer = load_tokenizer(source.tokenizer, config.model)
+    found = _find(config, tokenizer)
+    if config.json:
+        log_once(json.dumps(found.to_dict(), ensure_ascii=False))
+    else:
+        for line in _lines(found, tokenizer, colour=is_terminal()):
+            log_once(line)
+    if config.html is not None:
+        Path(config.html).expanduser().write_text(_page(found, tokenizer), encoding="utf-8")
+    return found.refusal is None
+
+
+def _find(config: AuditConfig, tokenizer: Tokenizer) -> Findings:
+    """Prepare as a run would, but for bad rows, all of which are to be known."""
+    data, eos_id = replace(config.data, bad_rows="skip"), int(tokenizer.eos_token_id)
+    phase, kind = STAGES[config.stage]
+    with TemporaryDirectory() as cache:
+        audit = prepare(
+            data,
+            tokenizer,
+            phase=phase,
+            seed=config.seed,
+            eos_id=eos_id,
+            cache_dir=Path(cache),
+            kind=kind,
+        ).audit
+    samples = preview(data, tokenizer, eos_id=eos_id, kind=kind)
+    refusal = _refusal(audit, stops=config.data.bad_rows == "stop")
+    return Findings(audit, list(islice(samples, config.show)), refusal)
+
+
+def _refusal(audit: Audit, *, stops: bool) -> str | None:
+    if audit.bad_rows and stops:
+        return f"{audit.bad_rows:,} rows cannot be used; --bad_rows skip goes on without them"
+    try:
+        audit.check()
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _lines(found: Findings, tokenizer: Tokenizer, *, colour: bool) -> list[str]:
+    audit = found.audit
+    lines = audit.lines()
+    lines += [f"bad row      {text}" for text in audit.bad_row_examples[MAX_SHOWN:]]
+    lines += ["lengths of training rows", *histogram(audit.longer_rows, audit.train_rows)]
+    for sample in found.samples:
+        for name, (ids, supervised) in sample.sequences.items():
+            lines.append("")
+            lines.append(_headline(sample.row, name, supervised))
+            lines.append(sample_text(_tokens(tokenizer, ids), supervised, colour=colour))
+    if found.refusal is not None:
+        lines += ["", f"refused      {found.refusal}"]
+    return lines
+
+
+def _page(found: Findings, tokenizer: Tokenizer) -> str:
+    table = "\n".join(_lines(replace(found, samples=[]), tokenizer, colour=False))
+    parts = [f"<pre>{safe(table)}</pre>"]
+    for sample in found.samples:
+        for name, (ids, supervised) in sample.sequences.items():
+            parts.append(f"<h3>{safe(_headline(sample.row, name, supervised))}</h3>")
+            parts.append(sample_html(_tokens(tokenizer, ids), supervised))
+    return page("Audit of data", "", "".join(parts))
+
+
+def _headline(row: str, name: str, supervised: list[int]) -> str:
+    return f"{row}  {name}: {len(supervised):,} tokens, {sum(supervised):,} supervised"
+
+
+def _tokens(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    return [tokenizer.decode([each]) for each in ids]
+
+
+def _sample_dict(sample: ShownSample) -> dict[str, Any]:
+    first, *others = (
+        {"input_ids": ids, "supervised": supervised}
+        for ids, supervised in sample.sequences.values()
+    )
+    return {**first, **({"rejected": others[0]} if others else {}), "row": sample.row}
