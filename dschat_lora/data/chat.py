@@ -11,7 +11,7 @@ from dschat_lora.config.groups import parse_variables
 from dschat_lora.data.encoder import Tokenizer
 from dschat_lora.data.messages import Message
 from dschat_lora.data.template_probe import TemplateFacts, fit_messages, probe_template
-from dschat_lora.data.templates import BUILT_IN_TEMPLATE
+from dschat_lora.data.templates import BUILT_IN_TEMPLATE, render_built_in
 
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 T = TypeVar("T")
@@ -56,6 +56,11 @@ class Chat:
         Raises:
             ValueError: if the template refuses them, or for a role that the format lacks.
         """
+        if self.template == BUILT_IN_TEMPLATE and not self.tools:
+            ask = add_generation_prompt
+            text = render_built_in(messages, self.eos_text, add_generation_prompt=ask)
+            if text is not None:
+                return text
         return self._render(fit_messages(messages, self.facts), add_generation_prompt)
 
     def render_marked(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
@@ -73,14 +78,14 @@ class Chat:
         )
         return texts[0], [(start, end) for start, end in marks[0] if end > start]
 
-    @property
+    @cached_property
     def template(self) -> str:
         """The Jinja template that renders these messages."""
         if self.tokenizer.chat_template is None:
             return BUILT_IN_TEMPLATE
         return self.tokenizer.get_chat_template(tools=self.tools)
 
-    @property
+    @cached_property
     def has_marks(self) -> bool:
         """Whether the template marks what the assistant generates."""
         return _MARK.search(self.template) is not None
@@ -93,7 +98,7 @@ class Chat:
             self._facts[key] = probe_template(lambda messages: self._render(messages, False))
         return self._facts[key]
 
-    @property
+    @cached_property
     def closing(self) -> str:
         """What the template adds behind an answer only where it is the last message.
 

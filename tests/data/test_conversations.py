@@ -253,6 +253,8 @@ def test_the_built_in_format_saved_as_a_template_renders_the_text_that_trained(t
         "Be {kind}.\n\nHuman: q\n\nAssistant: a</s>\n\nHuman: r\n\nAssistant: b</s>"
     )
     text = "".join(span.text for span in record.spans)
+    parts = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in TURNS]
+    assert records({"messages": parts}, tokenizer) == records({"messages": TURNS}, tokenizer)
     assert stock.apply_chat_template([system, *TURNS], tokenize=False) == text
     prompt = stock.apply_chat_template(TURNS[:1], tokenize=False, add_generation_prompt=True)
     assert prompt == "\n\nHuman: q\n\nAssistant:"

@@ -1,0 +1,62 @@
+"""Messages that are taken, and the one line about those that are not."""
+
+import pytest
+
+from dschat_lora.data.messages import EmptyRowError, check_message
+from dschat_lora.data.readers import RowError
+
+CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+PART = {"type": "text", "text": "a"}
+FORM = '{"type": "text", "text": ...}'
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "assistant", "content": "a", "reasoning_content": "hm", "tool_calls": None},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}}]},
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "assistant", "content": [PART, PART]},
+        {"role": "tool", "content": "5", "tool_call_id": "c1"},
+        {"role": "user", "content": ""},
+    ],
+)
+def test_messages_of_today_are_taken(message):
+    check_message("f:1", "`messages` item 2", message)
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ("hi", "must have 'role' and 'content', found str"),
+        ({"role": "user"}, "must have 'role' and 'content', found ['role']"),
+        ({"role": 1, "content": "a"}, ": 'role' must be text, found int"),
+        ({"role": "user", "content": None}, ": 'content' must be text, found NoneType"),
+        (
+            {"role": "assistant", "content": None, "tool_calls": []},
+            ": 'content' must be text, found NoneType",
+        ),
+        (
+            {"role": "user", "content": [PART, {"type": "image", "url": "x"}]},
+            f": part 2 of 'content' must be {FORM}, found 'image'",
+        ),
+        ({"role": "user", "content": ["a"]}, f": part 1 of 'content' must be {FORM}, found str"),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {}}]},
+            ': \'tool_calls\' must be a list of {"type": "function", "function": '
+            '{"name": ..., "arguments": ...}}, found [{\'function\': {}}]',
+        ),
+    ],
+)
+def test_others_are_named_with_what_they_should_be(message, reason):
+    with pytest.raises(RowError) as error:
+        check_message("f:1", "`messages` item 2", message)
+    separator = "" if reason.startswith(":") else " "
+    assert str(error.value) == f"f:1: `messages` item 2{separator}{reason}"
+
+
+@pytest.mark.parametrize("content", [" ", [], [{"type": "text", "text": "\n"}]])
+def test_an_answer_that_says_nothing_is_empty(content):
+    with pytest.raises(EmptyRowError, match="the assistant's 'content' is empty"):
+        check_message("f:1", "`messages` item 2", {"role": "assistant", "content": content})
