@@ -13,6 +13,7 @@ from dschat_lora.data.rows import DataKind
 from dschat_lora.data.sources import Source
 from dschat_lora.data.store import file_digest
 from dschat_lora.data.suffixes import data_suffix
+from dschat_lora.data.templates import BUILT_IN_TEMPLATE
 
 # Spaces, digits, line ends, other scripts and a joiner: options of tokenizers act on these.
 PROBES = [
@@ -73,12 +74,14 @@ def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
         rules = json.dumps(tokenizer.get_vocab(), sort_keys=True)
     else:
         rules = backend.to_str()
+    template = tokenizer.chat_template
     return {
         "class": type(tokenizer).__name__,
         "probes": probes,
         "rules": hashlib.blake2b(rules.encode(), digest_size=16).hexdigest(),
         "special": [tokenizer.bos_token_id, tokenizer.eos_token_id],
-        "chat_template": tokenizer.chat_template,
+        # That of the package stands where the tokenizer has none.
+        "chat_template": None if template == BUILT_IN_TEMPLATE else template,
     }
 
 

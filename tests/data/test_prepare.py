@@ -13,6 +13,7 @@ from dschat_lora.config.groups import DataConfig
 from dschat_lora.data import fingerprint as fingerprint_module
 from dschat_lora.data.prepare import prepare
 from dschat_lora.data.rows import KNOWN_TYPES
+from dschat_lora.data.templates import BUILT_IN_TEMPLATE
 
 EOS = 2
 
@@ -473,3 +474,12 @@ def test_rows_without_a_prompt_are_no_group(run, jsonl):
     texts_alone = [{"text": f"text {i}"} for i in range(12)]
     prepared = run(jsonl(texts_alone + pairs(8)), eval_ratio=0.5)
     assert len(prepared.eval) == 10
+
+
+def test_the_packages_own_chat_template_is_none_of_the_tokenizers():
+    described = fingerprint_module.describe_tokenizer(build_byte_tokenizer())
+    saved = build_byte_tokenizer()
+    saved.chat_template = BUILT_IN_TEMPLATE
+    assert fingerprint_module.describe_tokenizer(saved) == described
+    saved.chat_template = BUILT_IN_TEMPLATE + " "
+    assert fingerprint_module.describe_tokenizer(saved) != described
