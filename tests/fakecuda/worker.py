@@ -28,6 +28,8 @@ peers.join = lambda: None
 
 def _gather_as_many(values):
     """Rows of all ranks, each of which brings as many."""
+    if distributed.data_world_size() == 1:
+        return values
     parts = [torch.empty_like(values) for _ in range(distributed.data_world_size())]
     torch.distributed.all_gather(parts, values, group=distributed.data_group())
     return torch.cat(parts)
