@@ -32,7 +32,7 @@ FLOORS = [
     {
         "algos": Room(libraries="numpy torch", light="schedules"),
         "assets": Room(light="__init__ toy_world"),
-        "config": Room(libraries="yaml", light="groups options stages values"),
+        "config": Room(libraries="yaml", light="data groups options stages values"),
         "report": Room("", "torch tqdm", "charts costs directory html markup story style terminal"),
     },
     {

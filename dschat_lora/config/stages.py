@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from dschat_lora.config.data import DataConfig, parse_columns, parse_variables
 from dschat_lora.config.groups import (
     BatchConfig,
-    DataConfig,
     Dtype,
     LoraConfig,
     ModelConfig,
@@ -14,8 +14,6 @@ from dschat_lora.config.groups import (
     ParallelConfig,
     RunConfig,
     ScheduleConfig,
-    parse_columns,
-    parse_variables,
     require,
     require_numbers,
 )

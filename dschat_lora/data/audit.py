@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dschat_lora.config.groups import DataConfig
+from dschat_lora.config.data import DataConfig
 from dschat_lora.data.collect import Collected
 from dschat_lora.data.rows import EmptyRowError
 from dschat_lora.data.tokenize import Tokenized

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
-from dschat_lora.config.groups import parse_variables
+from dschat_lora.config.data import parse_variables
 from dschat_lora.data.encoder import Tokenizer
 from dschat_lora.data.messages import Message
 from dschat_lora.data.template_probe import TemplateFacts, fit_messages, probe_template

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from dschat_lora.config.groups import DataConfig, parse_data_split
+from dschat_lora.config.data import DataConfig, parse_data_split
 from dschat_lora.data.chat import Chat
 from dschat_lora.data.readers import RowError, iter_rows
 from dschat_lora.data.records import TextRecord, row_digest, to_records

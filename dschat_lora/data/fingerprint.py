@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
-from dschat_lora.config.groups import DataConfig
+from dschat_lora.config.data import DataConfig
 from dschat_lora.data.encoder import Tokenizer, call
 from dschat_lora.data.readers import load_hub
 from dschat_lora.data.rows import DataKind

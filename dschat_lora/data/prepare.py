@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dschat_lora.config.groups import DataConfig, parse_variables
+from dschat_lora.config.data import DataConfig, parse_variables
 from dschat_lora.data.audit import Audit, Tally, make_audit
 from dschat_lora.data.chat import Chat
 from dschat_lora.data.collect import collect

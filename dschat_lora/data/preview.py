@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dschat_lora.algos.sft import IGNORE_INDEX
-from dschat_lora.config.groups import DataConfig
+from dschat_lora.config.data import DataConfig
 from dschat_lora.data.encoder import Tokenizer, make_encoder
 from dschat_lora.data.prepare import make_chat, token_rule
 from dschat_lora.data.readers import RowError, iter_rows

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Literal
 
-from dschat_lora.config.groups import DataConfig, UnpairedRows, parse_columns
+from dschat_lora.config.data import DataConfig, UnpairedRows, parse_columns
 from dschat_lora.data.columns import EmptyTextError, rename
 from dschat_lora.data.layouts import is_good, to_canonical
 from dschat_lora.data.messages import EmptyRowError, check_message

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from dschat_lora.algos.sft import IGNORE_INDEX
-from dschat_lora.config.groups import Overlong
+from dschat_lora.config.data import Overlong
 from dschat_lora.data.chat import Span
 from dschat_lora.data.encoder import Encoder
 from dschat_lora.data.records import TextRecord, shared_length

@@ -6,14 +6,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
+from dschat_lora.config.data import DataConfig, SourceConfig
 from dschat_lora.config.groups import (
-    DataConfig,
     LoadConfig,
     LoraConfig,
     ModelConfig,
     OptimConfig,
     ScheduleConfig,
-    SourceConfig,
     Switch,
     require,
     require_numbers,

@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dschat_lora.assets import BUNDLED_DATA
-from dschat_lora.config.groups import BatchConfig, DataConfig, ModelConfig, OptimConfig
+from dschat_lora.config.data import DataConfig
+from dschat_lora.config.groups import BatchConfig, ModelConfig, OptimConfig
 from dschat_lora.data.rows import check_sources
 from dschat_lora.data.templates import read_chat_template
 from dschat_lora.engine.ds_config import reconcile

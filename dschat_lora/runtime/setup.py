@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from dschat_lora.algos.adamw import adamw_
-from dschat_lora.config.groups import DataConfig, ParallelConfig, RunConfig, ScheduleConfig
+from dschat_lora.config.data import DataConfig
+from dschat_lora.config.groups import ParallelConfig, RunConfig, ScheduleConfig
 from dschat_lora.config.options import flatten
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.data.prepare import Prepared, prepare

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from dschat_lora.assets import BUNDLED_DATA
 from dschat_lora.checkpoint.adapter_config import verify_adapter
-from dschat_lora.config.groups import DataConfig
+from dschat_lora.config.data import DataConfig
 from dschat_lora.config.options import command_line, flatten
 from dschat_lora.config.stages import (
     LOSSES_OF_OPTION,

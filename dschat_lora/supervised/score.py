@@ -11,7 +11,8 @@ from typing import Any, TextIO
 
 import torch
 
-from dschat_lora.config.groups import LoraConfig, parse_columns, parse_variables
+from dschat_lora.config.data import parse_columns, parse_variables
+from dschat_lora.config.groups import LoraConfig
 from dschat_lora.config.stages import ScoreConfig
 from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.chat import Chat, Span

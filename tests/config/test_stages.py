@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from dschat_lora.config.groups import DataConfig, LoraConfig, OptimConfig, parse_data_split
+from dschat_lora.config.data import DataConfig, parse_data_split
+from dschat_lora.config.groups import LoraConfig, OptimConfig
 from helpers.step1 import parsed
 
 

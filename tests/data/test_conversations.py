@@ -6,7 +6,7 @@ import pytest
 from chat_tokenizers import build_chat_tokenizer
 from hand_tokenizers import build_byte_tokenizer
 
-from dschat_lora.config.groups import DataConfig
+from dschat_lora.config.data import DataConfig
 from dschat_lora.data.chat import Chat, Span, end_tokens
 from dschat_lora.data.encoder import make_encoder
 from dschat_lora.data.prepare import prepare

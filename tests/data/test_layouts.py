@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from dschat_lora.config.groups import COLUMNS, parse_columns
+from dschat_lora.config.data import COLUMNS, parse_columns
 from dschat_lora.data.layouts import to_canonical
 from dschat_lora.data.readers import RawRow, RowError
 from dschat_lora.data.rows import EmptyRowError, RowOptions, parse_row, require_usable

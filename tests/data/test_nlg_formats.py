@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from dschat_lora.config.groups import DataConfig
+from dschat_lora.config.data import DataConfig
 from dschat_lora.data.readers import RowError, iter_file
 from dschat_lora.data.rows import check_sources, parse_row
 from dschat_lora.data.sources import find_source

@@ -10,7 +10,7 @@ import torch
 from hand_tokenizers import build_byte_tokenizer, build_metaspace_tokenizer
 
 from dschat_lora.algos.segments import block_causal_mask
-from dschat_lora.config.groups import DataConfig
+from dschat_lora.config.data import DataConfig
 from dschat_lora.data import store
 from dschat_lora.data.batch import PairCollator
 from dschat_lora.data.chat import Chat, Span

@@ -9,7 +9,7 @@ import pytest
 from hand_tokenizers import build_byte_tokenizer
 
 import dschat_lora
-from dschat_lora.config.groups import DataConfig
+from dschat_lora.config.data import DataConfig
 from dschat_lora.data import fingerprint as fingerprint_module
 from dschat_lora.data.prepare import prepare
 from dschat_lora.data.rows import KNOWN_TYPES

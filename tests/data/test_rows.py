@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from dschat_lora.config.groups import DataConfig
+from dschat_lora.config.data import DataConfig
 from dschat_lora.data.readers import RowError, iter_file, iter_rows
 from dschat_lora.data.rows import EmptyRowError, check_sources, parse_row
 from dschat_lora.data.sources import find_source

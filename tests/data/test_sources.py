@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from dschat_lora.config.groups import DataConfig
+from dschat_lora.config.data import DataConfig
 from dschat_lora.config.options import parse_config
 from dschat_lora.data.readers import iter_file, iter_rows
 from dschat_lora.data.rows import check_sources, config_sources, parse_row

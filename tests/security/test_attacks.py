@@ -17,7 +17,8 @@ from dschat_lora.checkpoint.adapter import read_adapter
 from dschat_lora.checkpoint.history import step_directory
 from dschat_lora.checkpoint.lora_only import read_lora_only
 from dschat_lora.checkpoint.manifest import write_manifest
-from dschat_lora.config.groups import DataConfig, LoraConfig, ModelConfig
+from dschat_lora.config.data import DataConfig
+from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.config.options import flatten, parse_config
 from dschat_lora.data.prepare import prepare
 from dschat_lora.data.store import file_digest

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeVar
 
 from dschat_lora.algos.schedules import cycle
+from dschat_lora.config.data import DataConfig
 from dschat_lora.config.groups import (
     BatchConfig,
-    DataConfig,
     Dtype,
     LoraConfig,
     ModelConfig,

@@ -10,7 +10,7 @@ from typing import Any
 
 from dschat_lora.algos.schedules import constant, cosine, cycle, linear
 from dschat_lora.checkpoint.adapter_config import verify_adapter
-from dschat_lora.config.groups import DataConfig
+from dschat_lora.config.data import DataConfig
 from dschat_lora.data.rows import check_sources
 from dschat_lora.experiments.nlg.config import (
     DecodeConfig,

@@ -1,0 +1,182 @@
+"""Options of data: where rows come from, how they are read, and what becomes of them."""
+
+import difflib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from dschat_lora.config.groups import require, require_numbers
+from dschat_lora.config.options import hidden, option
+
+UnpairedRows = Literal["refuse", "good_only", "all"]
+# Columns that rows are read from, under these names or others given by --columns.
+COLUMNS = (
+    *("prompt", "completion", "messages", "chosen", "rejected", "text", "margin", "label", "tools"),
+    *("conversations", "instruction", "input", "output", "system", "history"),
+    *("question", "answer"),
+)
+Overlong = Literal["split", "drop", "truncate", "error"]
+
+
+@dataclass(frozen=True)
+class SourceConfig:
+    """Sources of rows, and how they are read."""
+
+    data_path: tuple[str, ...] = option(
+        (),
+        help="files (.jsonl .json .csv .parquet .arrow .txt), directories, patterns such as "
+        "'data/*.jsonl', or hub data sets org/name[[:config]:split]; the bundled data when absent",
+    )
+    data_split_name: tuple[str, ...] = option(
+        (),
+        help="split of each --data_path that is a hub data set or a directory with splits, or one "
+        "for all; train when absent",
+    )
+    columns: tuple[str, ...] = option(
+        (),
+        help="names of columns in all data, as in prompt=question completion=answer: the prompt is "
+        "read from the column question",
+    )
+    data_weights: tuple[float, ...] = option(
+        (), help="times each --data_path is used per epoch, in its order; 1 each when absent"
+    )
+    eval_data_path: tuple[str, ...] = option((), help="held-out data, never trained on")
+    eval_ratio: float = option(
+        0.05, help="held-out share of the rows where no --eval_data_path is given, in [0, 1)"
+    )
+    data_split: str | None = option(
+        None,
+        help="shares of the rows for steps 1, 2 and 3, such as 2,4,4; every step uses all "
+        "rows when absent",
+    )
+    data_output_path: str | None = option(
+        None, help="cache of tokenised data; default ~/.cache/dschat_lora"
+    )
+    overlong: Overlong = option(
+        "split",
+        help="what happens to samples longer than --max_seq_len: split cuts rows of `text` into "
+        "pieces and drops others, drop drops all",
+    )
+    bad_rows: Literal["stop", "skip"] = option(
+        "stop", help="what happens at a row that cannot be used"
+    )
+    unpaired_rows: UnpairedRows = option(
+        "refuse",
+        help="what is learnt of answers with a `label` (rows for KTO): nothing (the run stops), "
+        "those with label true, or all, whatever the label",
+    )
+    preprocessing_num_workers: int = option(1, help="processes that tokenise")
+    chat_template_kwargs: str | None = option(
+        None,
+        help="JSON object of variables for the chat template, such as "
+        """'{"enable_thinking": false}'; a row's column of this name comes first""",
+    )
+
+    def __post_init__(self) -> None:
+        require_numbers(self, "in [0, 1)", "eval_ratio")
+        require_numbers(self, ">= 1", "preprocessing_num_workers")
+        weights, count = self.data_weights, len(self.data_path)
+        fits = not weights or (len(weights) == count and all(weight > 0 for weight in weights))
+        allowed = f"one positive number for each of the {count} --data_path"
+        require(fits, "data_weights", weights, allowed)
+        splits = self.data_split_name
+        allowed = f"one name, or one for each of the {count} --data_path"
+        require(len(splits) in (0, 1, count), "data_split_name", " ".join(splits), allowed)
+        parse_columns(self.columns)
+        if self.data_split is not None:
+            parse_data_split(self.data_split)
+        parse_variables(self.chat_template_kwargs)
+
+
+@dataclass(frozen=True)
+class DataConfig(SourceConfig):
+    """Rows as sequences to train on."""
+
+    sft_only_data_path: tuple[str, ...] = option(
+        (), help="further data used whole in step 1 and in no other step"
+    )
+    max_seq_len: int = option(512, help="tokens per row, prompt and completion together")
+    train_on_prompt: bool = option(
+        False, help="take the loss on the prompt too (DeepSpeed-Chat's behaviour)"
+    )
+    packing: bool = option(
+        True, help="fill rows of --max_seq_len with several samples, kept apart by the mask"
+    )
+    eos_after_prompt: bool = hidden(False)  # the sign between the two of GPT-2 on tables of data
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.max_seq_len >= 2, "max_seq_len", self.max_seq_len, ">= 2 tokens")
+
+
+# Arguments of ``apply_chat_template`` that are no variables of a template.
+_NO_VARIABLES = frozenset(
+    {
+        *("messages", "conversation", "conversations", "tools", "chat_template", "tokenize"),
+        *("add_generation_prompt", "continue_final_message", "padding", "truncation"),
+        *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+        *("tokenizer_kwargs", "sanitize_control_tokens"),
+    }
+)
+
+
+def parse_variables(text: object, name: str = "--chat_template_kwargs") -> dict[str, Any]:
+    """Variables of a chat template, from a JSON object or its text; none where it is None.
+
+    Raises:
+        ValueError: naming ``name``, unless it is one, and of nothing that is set by the package.
+    """
+    variables: object = {} if text is None else text
+    if isinstance(text, str):
+        try:
+            variables = json.loads(text)
+        except json.JSONDecodeError:
+            variables = text
+    if not isinstance(variables, dict):
+        example = '{"enable_thinking": false}'
+        raise ValueError(f"{name} must be a JSON object such as {example}, got {text!s:.200}")
+    if taken := sorted(_NO_VARIABLES & variables.keys()):
+        raise ValueError(f"{name} has {taken[0]!r}, which is no variable of a chat template")
+    return variables
+
+
+def parse_columns(items: Sequence[str]) -> dict[str, str]:
+    """``{"prompt": "question"}`` from ``["prompt=question"]``.
+
+    Raises:
+        ValueError: at the first that is not of this form, names no column of ``COLUMNS``, or
+            names one a second time.
+    """
+    columns: dict[str, str] = {}
+    for item in items:
+        name, equals, column = item.partition("=")
+        if not (name and equals and column):
+            raise ValueError(f"--columns must be NAME=COLUMN, as in prompt=question, got {item!r}")
+        if name not in COLUMNS:
+            close = difflib.get_close_matches(name, COLUMNS, 1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ValueError(f"--columns {item}: {name!r} is none of {', '.join(COLUMNS)}{hint}")
+        if name in columns:
+            raise ValueError(f"--columns names {name} twice: {columns[name]} and {column}")
+        columns[name] = column
+    return columns
+
+
+def parse_data_split(text: str) -> tuple[float, float, float]:
+    """Shares of steps 1, 2 and 3, summing to 1, from ``"2,4,4"``.
+
+    Raises:
+        ValueError: unless the text is three numbers >= 0, not all 0.
+    """
+    parts = text.split(",")
+    try:
+        numbers = [float(part) for part in parts]
+    except ValueError:
+        numbers = []
+    usable = all(number >= 0 and math.isfinite(number) for number in numbers)
+    valid = len(numbers) == 3 and usable and sum(numbers) > 0
+    require(valid, "data_split", text, "three numbers >= 0 such as 2,4,4")
+    first, second, third = (number / sum(numbers) for number in numbers)
+    return first, second, third
