@@ -12,6 +12,7 @@ from dschat_lora.engine.ds_config import (
     read_deepspeed_json,
     reconcile,
 )
+from helpers.runs import engine_settings
 from helpers.step1 import ROOT
 
 CONFIGS = ROOT / "configs" / "ds"
@@ -321,3 +322,11 @@ def test_engines_on_one_base_fetch_nothing_ahead_of_each_other(said):
     assert two["zero_optimization"].get("stage3_prefetch_bucket_size") == said.get(
         "stage3_prefetch_bucket_size"
     )
+
+
+def test_the_memory_estimate_knows_what_the_json_has_zero_3_gather():
+    said = {"stage3_max_reuse_distance": 3_000, "reduce_bucket_size": "auto"}
+    settings = engine_settings(stage=3, deepspeed_json={"zero_optimization": said})
+    default = default_zero(3, False)["reduce_bucket_size"]
+    assert settings.gathering(3) == {"reuse_distance": 3_000, "bucket_size": default}
+    assert settings.gathering(2) == {}

@@ -56,7 +56,7 @@ def weights_held(formula):
     return len(read), held, norm
 
 
-def written_out(x, weight, bias, a, b, scaling, keep=None, *, transposed=False):
+def written_out(x, weight, bias, a, b, scaling, keep=None, **_):
     return lora_linear_reference(x, weight, bias, a, b, scaling, keep)
 
 

@@ -156,9 +156,12 @@ def test_the_memory_estimate_is_that_of_the_budget(monkeypatch):
     monkeypatch.setattr(memory, "describe", lambda model: None)
     monkeypatch.setattr(memory, "estimate_memory", lambda model, **options: asked.append(options))
     config = checked("--tokens_per_device", 1300, "--max_seq_len", 512)
-    adapted, settings = SimpleNamespace(model=None), SimpleNamespace(torch_dtype=None)
+    said = {"reuse_distance": 7, "bucket_size": 5}
+    settings = SimpleNamespace(torch_dtype=None, gathering=lambda zero_stage: said)
+    adapted = SimpleNamespace(model=None)
     stored = {"gradient_checkpointing": False, "zero_stage": 0}
     memory.make_estimator(adapted, config, settings)(rows=1, length=512, **stored)
     assert (asked[0]["rows"], asked[0]["length"]) == (3, 433)
+    assert said.items() <= asked[0].items()
     memory.make_estimator(adapted, checked(), settings)(rows=16, length=128, **stored)
     assert (asked[1]["rows"], asked[1]["length"]) == (16, 128)
