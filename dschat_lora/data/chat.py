@@ -25,6 +25,32 @@ class Span:
     target: bool
 
 
+class AddedTokens:
+    """The tokens that a tokenizer finds in a text before all others, collected when asked for."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    @cached_property
+    def special(self) -> tuple[str, ...]:
+        """Text of each special token."""
+        added = self._tokenizer.added_tokens_decoder.values()
+        return tuple(token.content for token in added if token.special)
+
+    @cached_property
+    def pattern(self) -> re.Pattern[str]:
+        """Any of the tokens."""
+        added = (token.content for token in self._tokenizer.added_tokens_decoder.values())
+        longest_first = sorted(filter(str.strip, added), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+    @cached_property
+    def longest(self) -> int:
+        """Characters of the longest token."""
+        added = self._tokenizer.added_tokens_decoder.values()
+        return max((len(token.content) for token in added), default=1)
+
+
 @dataclass(frozen=True)
 class Chat:
     """The tokenizer's chat template if it has one, else the built-in format."""
@@ -33,7 +59,13 @@ class Chat:
     eos_text: str  # of the run's end-of-sequence token
     variables: Mapping[str, Any] = field(default_factory=dict)  # further ones of the template
     tools: Sequence[Any] | None = None  # JSON schemas that the messages come with
+    # Shared with the copies for rows that bring columns of their own.
     _facts: dict[str, TemplateFacts] = field(default_factory=dict, compare=False, repr=False)
+    _shared_tokens: AddedTokens | None = field(default=None, compare=False, repr=False)
+
+    @cached_property
+    def _tokens(self) -> AddedTokens:
+        return self._shared_tokens or AddedTokens(self.tokenizer)
 
     def with_columns(self, values: Mapping[str, Any]) -> "Chat":
         """With a row's ``tools`` and ``chat_template_kwargs``, which win over the option's.
@@ -48,7 +80,8 @@ class Chat:
             raise ValueError(f"`tools` must be a list of JSON schemas, found {tools!s:.200}")
         own = parse_variables(values.get("chat_template_kwargs"), "`chat_template_kwargs`")
         own = {name: value for name, value in own.items() if value is not None}
-        return replace(self, variables={**self.variables, **own}, tools=tools or None)
+        variables = {**self.variables, **own}
+        return replace(self, variables=variables, tools=tools or None, _shared_tokens=self._tokens)
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
         """Text of messages; with ``add_generation_prompt``, up to the assistant's turn.
@@ -115,18 +148,22 @@ class Chat:
         ends: dict[str, None] = {}
         # Of the tokens in a row the last: those before it close parts of an answer.
         for text in (last.removesuffix(self.closing), last, call):
-            ends |= dict.fromkeys([t for t in self._added.findall(text) if t in self._special][-1:])
+            ends |= dict.fromkeys(
+                [t for t in self._tokens.pattern.findall(text) if t in self._tokens.special][-1:]
+            )
         return tuple(token for token in ends if token != self.eos_text)
 
     def is_ended(self, text: str) -> bool:
         """Whether a token other than end-of-sequence, white space aside, ends an answer's text."""
         text = text.rstrip()
-        return text.endswith(self._special) and not (self.eos_text and text.endswith(self.eos_text))
+        return text.endswith(self._tokens.special) and not (
+            self.eos_text and text.endswith(self.eos_text)
+        )
 
     def whole_tokens(self, text: str, length: int) -> int:
         """``length``, or less if it would cut through an added token of ``text``."""
-        start = max(0, length - self._longest)
-        for match in self._added.finditer(text, start, length + self._longest):
+        start = max(0, length - self._tokens.longest)
+        for match in self._tokens.pattern.finditer(text, start, length + self._tokens.longest):
             if match.start() < length < match.end():
                 return match.start()
         return length
@@ -155,24 +192,6 @@ class Chat:
             raise ValueError(
                 f"the tokenizer's chat template refuses the messages: {error}"
             ) from error
-
-    @cached_property
-    def _special(self) -> tuple[str, ...]:
-        """Text of each special token."""
-        added = self.tokenizer.added_tokens_decoder.values()
-        return tuple(token.content for token in added if token.special)
-
-    @cached_property
-    def _added(self) -> re.Pattern[str]:
-        """Any token that the tokenizer finds before all others."""
-        added = (token.content for token in self.tokenizer.added_tokens_decoder.values())
-        longest_first = sorted(filter(str.strip, added), key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-
-    @cached_property
-    def _longest(self) -> int:
-        added = self.tokenizer.added_tokens_decoder.values()
-        return max((len(token.content) for token in added), default=1)
 
 
 def common_prefix(left: str, right: str) -> int:

@@ -1,6 +1,6 @@
 """Samples of a conversation: which text the model reads, and what of it the assistant said."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -39,10 +39,12 @@ def supervise(
     answers = _answers(messages, first_target)
     if by_marks and chat.has_marks:
         return Conversation("marks", (_by_marks(messages, answers, chat, first_target),))
-    spans = _turn_by_turn(messages, answers, chat)
+    renderings = [_render_around(messages, index, chat) for index in answers]
+    spans = _turn_by_turn(messages, answers, renderings, chat)
     if spans is not None:
         return Conversation("turns", (spans,))
-    return Conversation("answers", tuple(answer_spans(messages, i, chat) for i in answers))
+    pairs = zip(answers, renderings, strict=True)
+    return Conversation("answers", tuple(_alone(messages, i, *texts, chat) for i, texts in pairs))
 
 
 def prompt_spans(
@@ -50,7 +52,8 @@ def prompt_spans(
 ) -> tuple[Span, ...]:
     """All before the last answer, as the model sees it when it speaks."""
     answers = _answers(messages, first_target)
-    spans = None if chat.has_marks else _turn_by_turn(messages, answers, chat)
+    renderings = (_render_around(messages, index, chat) for index in answers)
+    spans = None if chat.has_marks else _turn_by_turn(messages, answers, renderings, chat)
     if spans is not None:
         return spans[:-1]
     return (Span(chat.render(messages[: answers[-1]], add_generation_prompt=True), target=False),)
@@ -72,8 +75,19 @@ def answer_spans(messages: Sequence[Message], index: int, chat: Chat) -> tuple[S
     Raises:
         ValueError: if the template does not tell the two apart.
     """
+    return _alone(messages, index, *_render_around(messages, index, chat), chat)
+
+
+def _render_around(messages: Sequence[Message], index: int, chat: Chat) -> tuple[str, str]:
+    """Text up to where the model says message ``index``, and up to its end."""
     before = chat.render(messages[:index], add_generation_prompt=True)
-    after = chat.render(messages[: index + 1], add_generation_prompt=False)
+    return before, chat.render(messages[: index + 1], add_generation_prompt=False)
+
+
+def _alone(
+    messages: Sequence[Message], index: int, before: str, after: str, chat: Chat
+) -> tuple[Span, Span]:
+    """:func:`answer_spans` from the renderings around the message."""
     if not after.startswith(before):
         before, after = _realigned(messages, index, chat, before, after)
     turn = after[len(before) :]
@@ -107,14 +121,15 @@ def _realigned(
 
 
 def _turn_by_turn(
-    messages: Sequence[Message], answers: Sequence[int], chat: Chat
+    messages: Sequence[Message],
+    answers: Sequence[int],
+    renderings: Iterable[tuple[str, str]],
+    chat: Chat,
 ) -> tuple[Span, ...] | None:
     """One sample with every answer; None where earlier turns do not stay as they are."""
     spans: list[Span] = []
     rendered, used = "", 0  # text up to the previous answer, and how much of it spans cover
-    for index in answers:
-        before = chat.render(messages[:index], add_generation_prompt=True)
-        after = chat.render(messages[: index + 1], add_generation_prompt=False)
+    for index, (before, after) in zip(answers, renderings, strict=True):
         if not (before.startswith(rendered) and after.startswith(before)):
             return None
         if index != answers[-1]:
