@@ -13,7 +13,7 @@ from dschat_lora.algos.sft import IGNORE_INDEX
 from dschat_lora.data.batch import PairCollator, SampleCollator
 from dschat_lora.data.packing import PackedRow, first_fit, round_up
 from dschat_lora.data.store import TokenSet
-from dschat_lora.data.unpaired_batch import UnpairedCollator, longest_of
+from dschat_lora.data.unpaired_batch import UnpairedCollator
 
 Integers = NDArray[np.int64]
 
@@ -43,7 +43,7 @@ def count_samples(collate: object, samples: Samples, size: int) -> SampleCounts:
     if isinstance(collate, PairCollator):
         return _count_pairs(collate, samples, size)
     if isinstance(collate, UnpairedCollator):
-        return _count_unpaired(samples, size)
+        return _count_unpaired(collate, samples, size)
     tokens = _lengths(samples, size)
     none = np.zeros_like(tokens)
     return SampleCounts(tokens, _targets(samples, size), causal_pairs(tokens), tokens, none)
@@ -66,11 +66,11 @@ def _count_pairs(collate: PairCollator, pairs: Samples, size: int) -> SampleCoun
     return SampleCounts(tokens, targets, attended, positions, answered)
 
 
-def _count_unpaired(samples: Samples, size: int) -> SampleCounts:
+def _count_unpaired(collate: UnpairedCollator, samples: Samples, size: int) -> SampleCounts:
     """Counts of the prompts with their own answers; positions are those of the longer answer."""
     tokens, prompt = _lengths(samples, size), _column(samples, "prompt_length", size)
     if isinstance(samples, TokenSet):
-        longest = longest_of(samples)[:size]
+        longest = collate.lengths(samples)[:size]
     else:
         others = [len(samples[index].mismatched_ids) for index in range(size)]
         longest = np.maximum(tokens, prompt + np.array(others, dtype=np.int64))

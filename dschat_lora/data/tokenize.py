@@ -133,13 +133,7 @@ def _tokenize_pair(
     record: TextRecord, encoded: list[list[int]], encoder: Encoder, rule: TokenRule
 ) -> Tokenized:
     doubled = encoder.begins_twice(encoded[-1])
-    *prefixes, with_rejected = (encoder.begin_once(ids) for ids in encoded)
-    *context, chosen = _pieces(record.spans, prefixes, encoder)
-    prompt = [token for piece in context for token in piece]
-    answer = Span(record.rejected or "", target=True)
-    *_, rejected = _pieces((*record.spans[:-1], answer), [*prefixes[:-1], with_rejected], encoder)
-    if record.end == "eos":
-        chosen, rejected = ended(chosen, rule.eos_id), ended(rejected, rule.eos_id)
+    prompt, chosen, rejected = _two_answers(record, record.rejected or "", encoded, encoder, rule)
     sequences = [[*prompt, *ids] for ids in (chosen, rejected)]
     length = max(map(len, sequences))
     if length > rule.max_seq_len and rule.overlong != "truncate":
@@ -166,13 +160,9 @@ def _tokenize_unpaired(
     record: TextRecord, encoded: list[list[int]], encoder: Encoder, rule: TokenRule
 ) -> Tokenized:
     doubled = encoder.begins_twice(encoded[-2])
-    *prefixes, with_other = (encoder.begin_once(ids) for ids in encoded)
-    *context, answer = _pieces(record.spans, prefixes, encoder)
-    prompt = [token for piece in context for token in piece]
-    other = Span(record.mismatched or "", target=True)
-    *_, mismatched = _pieces((*record.spans[:-1], other), [*prefixes[:-1], with_other], encoder)
-    if record.end == "eos":
-        answer, mismatched = ended(answer, rule.eos_id), ended(mismatched, rule.eos_id)
+    prompt, answer, mismatched = _two_answers(
+        record, record.mismatched or "", encoded, encoder, rule
+    )
     ids = [*prompt, *answer]
     if len(ids) > rule.max_seq_len and rule.overlong != "truncate":
         _refuse_overlong(record, len(ids), rule)
@@ -204,6 +194,19 @@ def _tokenize_prompt(
     kept = np.array(ids[-rule.max_seq_len :], dtype=np.int32)
     sample = PromptSample(kept, record.columns.encode())
     return Tokenized(sample, len(ids), truncated=len(ids) > len(kept), doubled_bos=doubled)
+
+
+def _two_answers(
+    record: TextRecord, other: str, encoded: list[list[int]], encoder: Encoder, rule: TokenRule
+) -> tuple[list[int], list[int], list[int]]:
+    """Tokens of the prompt, of its answer and of another one, ``other``, both with their end."""
+    *prefixes, with_other = (encoder.begin_once(ids) for ids in encoded)
+    *context, own = _pieces(record.spans, prefixes, encoder)
+    spans = (*record.spans[:-1], Span(other, target=True))
+    *_, another = _pieces(spans, [*prefixes[:-1], with_other], encoder)
+    if record.end == "eos":
+        own, another = ended(own, rule.eos_id), ended(another, rule.eos_id)
+    return [token for piece in context for token in piece], own, another
 
 
 def ended(ids: list[int], eos_id: int) -> list[int]:

@@ -87,20 +87,16 @@ class UnpairedCollator:
 
     def lengths(self, samples: TokenSet) -> NDArray[np.int64]:
         """(len(samples),) tokens of each prompt with the longer one of its two answers."""
-        return longest_of(samples)
+        parts = [np.diff(offsets) for offsets, _ in samples.lists("mismatched_ids")]
+        others = np.concatenate([np.zeros(0, np.int64), *parts])
+        prompts = samples.column("prompt_length").astype(np.int64)
+        return np.maximum(samples.lengths, prompts + others)
 
     def empty(self) -> UnpairedBatch:
         """One row of one padding token, and no sample."""
         nothing = SampleCollator(self.pad_id).empty()
         own, other = (_answers(nothing, [], side=side) for side in (0, 1))
         return UnpairedBatch(own, other, torch.zeros(0, dtype=torch.bool), 0, 0, 0, 0)
-
-
-def longest_of(samples: TokenSet) -> NDArray[np.int64]:
-    """(len(samples),) tokens of each prompt with the longer one of its two answers."""
-    parts = [np.diff(offsets) for offsets, _ in samples.lists("mismatched_ids")]
-    others = np.concatenate([np.zeros(0, np.int64), *parts])
-    return np.maximum(samples.lengths, samples.column("prompt_length").astype(np.int64) + others)
 
 
 def _sequences(sample: UnpairedSample) -> tuple[Tokens, Tokens]:
