@@ -9,7 +9,14 @@ from dschat_lora.data.encoder import Tokenizer, make_encoder
 from dschat_lora.data.prepare import make_chat, token_rule
 from dschat_lora.data.readers import RowError, iter_rows
 from dschat_lora.data.records import to_records
-from dschat_lora.data.rows import DataKind, config_sources, parse_row, require_usable, row_options
+from dschat_lora.data.rows import (
+    DataKind,
+    config_sources,
+    is_learnt,
+    parse_row,
+    require_usable,
+    row_options,
+)
 from dschat_lora.data.samples import AnySample, PairSample, Sample, Tokens
 from dschat_lora.data.tokenize import tokenize
 
@@ -38,6 +45,8 @@ def preview(
                 row = require_usable(parse_row(raw, options), kind, options)
                 records = to_records(row, chat, kind)
             except RowError:
+                continue
+            if not is_learnt(row, kind):
                 continue
             for record, result in zip(records, tokenize(records, encoder, rule), strict=True):
                 for sample in result.samples:

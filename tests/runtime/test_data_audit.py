@@ -84,6 +84,16 @@ def test_pairs_show_both_answers_and_prompts_nothing_that_is_supervised(audit, t
     assert (tokenizer.decode(prompt["input_ids"]), sum(prompt["supervised"])) == ("a ", 0)
 
 
+def test_answers_that_are_left_out_are_not_shown(audit, tmp_path):
+    path = tmp_path / "kto.jsonl"
+    rows = [{"prompt": "a", "completion": f" {good}", "label": good} for good in (False, True)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _, out, _ = audit(path, "--unpaired_rows", "good_only", "--show", 5, "--json")
+    found = json.loads(out)
+    assert [sample["row"] for sample in found["samples"]] == [f"{path}:2"]
+    assert found["counts"]["samples"] == 1
+
+
 def test_a_path_that_is_not_there_is_one_line(audit):
     code, out, err = audit("no/such/file.jsonl")
     assert (code, out) == (2, "")
