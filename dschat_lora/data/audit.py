@@ -281,6 +281,7 @@ def _quantiles(lengths: Sequence[int]) -> dict[str, int]:
 
 def _longer(lengths: Sequence[int]) -> dict[str, int]:
     """Number of rows above each of ``LENGTHS``, up to the first that no row exceeds."""
-    above = {str(limit): int(np.sum(np.array(lengths) > limit)) for limit in LENGTHS}
+    sizes = np.array(lengths)
+    above = {str(limit): int(np.sum(sizes > limit)) for limit in LENGTHS}
     last = next((index for index, number in enumerate(above.values()) if not number), len(above))
     return dict(list(above.items())[: last + 1])

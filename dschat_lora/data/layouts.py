@@ -5,11 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 from dschat_lora.data.columns import Columns, EmptyTextError, Messages, message, text_of
 from dschat_lora.data.sharegpt import conversation_of
+from dschat_lora.data.templates import HUMAN
 
 OF_LAYOUTS = frozenset(
     ("chosen", "rejected", "messages", "conversations", "instruction", "question", "message_id")
 )
-HUMAN = "\n\nHuman:"  # begins answers that hold their prompt, as Anthropic's HH does
 LABELS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
 # What a question is about: without it, its answer would be another task's.
 BESIDE_A_QUESTION = {"context", "choices", "options"}
@@ -131,7 +131,7 @@ def _in_one_form(values: Columns, names: Sequence[str]) -> Columns:
 def _begins_with_answer(value: object) -> bool:
     """Whether no prompt precedes the answer; true of what is no answer, which is refused later."""
     if isinstance(value, str):
-        return not value.startswith(HUMAN)
+        return not value.startswith(HUMAN)  # as answers of Anthropic's HH, which hold their prompt
     first = value[0] if isinstance(value, list) and value else None
     return not isinstance(first, dict) or first.get("role", "assistant") == "assistant"
 

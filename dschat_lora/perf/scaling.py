@@ -10,11 +10,13 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from dschat_lora.perf.memory import REUSE_DISTANCE
+
 Kind = Literal["all_reduce", "reduce_scatter", "all_gather"]
 FACTOR = 4  # bytes of an element of an adapter, of its gradient and of each of AdamW's tensors
 NUMBER = 8  # bytes of an element in the tables of step 3
 BUCKET = 100_000_000  # elements that are summed at once at ZeRO 0
-REUSE = 500_000_000  # elements that ZeRO 3 keeps from the forward to the backward pass
+REUSE = REUSE_DISTANCE // 2  # elements that ZeRO 3 keeps from the forward to the backward pass
 
 
 @dataclass(frozen=True)
