@@ -21,7 +21,8 @@ class KVCache:
         self.capacity, self.copies = capacity, 0
         self.rows, self.columns = capacity
         self.column = column
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        # Keys and values: (2, rows, heads, columns, D), or one of each where their shapes differ.
+        self._layers: dict[int, Tensor | tuple[Tensor, Tensor]] = {}
 
     def start(self, rows: int, copies: int) -> None:
         """Take the prompts of another batch; what masks do not hide is written anew."""
@@ -38,22 +39,21 @@ class KVCache:
             for store, new in zip(stores, (key, value), strict=True):
                 self._store_prompts(store, new)
             return key, value
-        both, pair = _as_pair(*stores), _as_pair(key, value)
-        if both is not None and pair is not None:
-            both[:, : self.rows].index_copy_(3, self.column, pair)
+        pair = _as_pair(key, value) if isinstance(stores, Tensor) else None
+        if isinstance(stores, Tensor) and pair is not None:
+            stores[:, : self.rows].index_copy_(3, self.column, pair)
         else:
             for store, new in zip(stores, (key, value), strict=True):
                 store[: self.rows].index_copy_(2, self.column, new)
         keys, values = (store[: self.rows, :, : self.columns] for store in stores)
         return keys, values
 
-    def _allocate(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def _allocate(self, key: Tensor, value: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         rows, columns = self.capacity
         keys, values = ((rows, x.shape[1], columns, x.shape[3]) for x in (key, value))
         if keys != values:
             return key.new_zeros(keys), value.new_zeros(values)
-        both = key.new_zeros(2, *keys)
-        return both[0], both[1]
+        return key.new_zeros(2, *keys)
 
     def _store_prompts(self, store: Tensor, new: Tensor) -> None:
         count, heads, width, size = new.shape

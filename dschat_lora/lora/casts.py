@@ -17,9 +17,9 @@ class FactorCasts:
     layer. Factors that ZeRO 3 shards are left out, as they are whole only while a layer uses them.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, *models: nn.Module) -> None:
         kinds = (LoraLinear, ParallelLoraLinear)  # others make their factors of what they hold
-        found = [module for module in model.modules() if type(module) in kinds]
+        found = [each for model in models for each in model.modules() if type(each) in kinds]
         self._layers = [layer for layer in found if isinstance(layer, LoraLinear) and _casts(layer)]
         self._copies: list[Tensor] = []
 

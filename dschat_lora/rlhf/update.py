@@ -1,7 +1,6 @@
 """Optimizer steps of actor and critic on an iteration's experience."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, fields
 
 import torch
@@ -99,7 +98,7 @@ class Updater:
         self._engines, self._config = engines, config
         self._estimate_advantages, self._kl_coef = estimate_advantages, kl_coef
         self._pretraining, self._rescale_values = pretraining, rescale_values
-        self._casts = [FactorCasts(engine.module) for engine in engines.trained.values()]
+        self._casts = FactorCasts(*(engine.module for engine in engines.trained.values()))
         self.experience = experience  # complete from the first step on
         self.targets: AdvantagesAndReturns | None = None  # None before the first step
 
@@ -126,9 +125,7 @@ class Updater:
                 continue
             self._engines.train()
             learning_rates = self._engines.set_rates(rate_factor(index))
-            with ExitStack() as stack:
-                for casts in self._casts:
-                    stack.enter_context(casts.in_use())
+            with self._casts.in_use():
                 sums, ratio_error = self._backward(batches, tokens)
             outcomes = self._engines.step()
             yield self._result(sums, tokens, outcomes, learning_rates, ratio_error)
