@@ -67,7 +67,9 @@ class SourceConfig:
         help="what is learnt of answers with a `label` (rows for KTO): nothing (the run stops), "
         "those with label true, or all, whatever the label",
     )
-    preprocessing_num_workers: int = option(1, help="processes that tokenise")
+    preprocessing_num_workers: int = option(
+        0, help="processes that read and tokenise rows; 0: one for each core, at most 16"
+    )
     chat_template_kwargs: str | None = option(
         None,
         help="JSON object of variables for the chat template, such as "
@@ -76,7 +78,7 @@ class SourceConfig:
 
     def __post_init__(self) -> None:
         require_numbers(self, "in [0, 1)", "eval_ratio")
-        require_numbers(self, ">= 1", "preprocessing_num_workers")
+        require_numbers(self, ">= 0", "preprocessing_num_workers")
         weights, count = self.data_weights, len(self.data_path)
         fits = not weights or (len(weights) == count and all(weight > 0 for weight in weights))
         allowed = f"one positive number for each of the {count} --data_path"

@@ -1,6 +1,5 @@
 """What the data is, counted before training: the figures, their table, and when to stop."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -9,11 +8,9 @@ import numpy as np
 
 from dschat_lora.config.data import DataConfig
 from dschat_lora.data.collect import Collected
-from dschat_lora.data.rows import EmptyRowError
-from dschat_lora.data.tokenize import Tokenized
+from dschat_lora.data.tally import Tally
 
-MAX_EXAMPLES = 100  # bad rows that are kept, and ...
-MAX_SHOWN = 5  # ... those quoted in the table
+MAX_SHOWN = 5  # bad rows that are quoted in the table
 LENGTHS = tuple(2**power for power in range(6, 18))  # of the histogram, in tokens
 
 
@@ -195,57 +192,20 @@ class Audit:
         return "; ".join(words)
 
 
-@dataclass
-class Tally:
-    """Counts of one token set while it is written."""
-
-    eos_id: int
-    lengths: list[int] = field(default_factory=list)  # of every row, before any was cut
-    dropped: int = 0
-    identical: int = 0
-    truncated: int = 0
-    split: int = 0
-    doubled_bos: int = 0
-    samples: int = 0
-    tokens: int = 0
-    supervised: int = 0
-    eos: int = 0
-    texts: int = 0  # samples of plain text
-    text_eos: int = 0
-
-    def add(self, tokenized: Tokenized, times: int) -> None:
-        """Count one row that is used ``times`` times."""
-        self.lengths.append(tokenized.length)
-        self.truncated += tokenized.truncated
-        self.doubled_bos += tokenized.doubled_bos
-        self.identical += tokenized.identical
-        samples = tokenized.samples
-        self.dropped += not (samples or tokenized.identical)
-        self.split += bool(tokenized.rest)
-        self.samples += times * len(samples)
-        self.texts += times * len(samples) * tokenized.is_text
-        for sample in samples:
-            ends = times * (tokenized.ended or sample.ends_in(self.eos_id))
-            self.tokens += times * len(sample.input_ids)
-            self.supervised += times * sample.num_supervised
-            self.eos += ends
-            self.text_eos += ends * tokenized.is_text
-
-
 def make_audit(config: DataConfig, rows: Collected, train: Tally, held_out: Tally) -> Audit:
     """The audit of what was read and what was written."""
     return Audit(
-        rows_by_type=dict(rows.by_type),
-        bad_rows=len(rows.bad),
-        empty_rows=sum(isinstance(error, EmptyRowError) for error in rows.bad),
-        bad_row_examples=tuple(str(error) for error in rows.bad[:MAX_EXAMPLES]),
+        rows_by_type=dict(rows.counts.by_type),
+        bad_rows=rows.counts.bad,
+        empty_rows=rows.counts.empty,
+        bad_row_examples=tuple(rows.counts.examples),
         duplicate_rows=rows.duplicates,
         overlap_rows=rows.overlap,
         shared_prompt_rows=rows.shared_prompts,
         overlap_removed=not config.eval_data_path,
         train_rows=len(rows.train),
-        chat_rows=dict(Counter(row[0].method for row in rows.train if row[0].method)),
-        answer_samples=sum(len(row) for row in rows.train if row[0].method == "answers"),
+        chat_rows=dict(train.chat_rows),
+        answer_samples=train.answer_samples,
         eval_rows=len(rows.eval),
         dropped_rows=train.dropped,
         truncated_rows=train.truncated,

@@ -7,11 +7,11 @@ from importlib.resources import files
 from typing import Any
 
 from dschat_lora.config.data import DataConfig
+from dschat_lora.data.cache import file_digest
 from dschat_lora.data.encoder import Tokenizer, call
 from dschat_lora.data.readers import load_hub
 from dschat_lora.data.rows import DataKind
 from dschat_lora.data.sources import Source
-from dschat_lora.data.store import file_digest
 from dschat_lora.data.suffixes import data_suffix
 from dschat_lora.data.templates import BUILT_IN_TEMPLATE
 

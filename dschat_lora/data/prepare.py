@@ -1,21 +1,34 @@
 """Preparation of data: rows to cached token sets, with an audit."""
 
-from collections.abc import Iterable, Iterator, Sequence
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from tqdm import tqdm
+
 from dschat_lora.config.data import DataConfig, parse_variables
-from dschat_lora.data.audit import Audit, Tally, make_audit
+from dschat_lora.data.audit import Audit, make_audit
+from dschat_lora.data.cache import load_or_build
 from dschat_lora.data.chat import Chat
-from dschat_lora.data.collect import collect
+from dschat_lora.data.collect import Collected, Indices, collect
 from dschat_lora.data.encoder import Tokenizer, make_encoder
 from dschat_lora.data.fingerprint import fingerprint
+from dschat_lora.data.readers import count_rows
 from dschat_lora.data.rows import DataKind, config_sources
-from dschat_lora.data.samples import AnySample
-from dschat_lora.data.store import TokenSet, load_or_build, write_samples
-from dschat_lora.data.tokenize import Tokenized, TokenRule, tokenize_all
-from dschat_lora.data.unpaired import unpair
+from dschat_lora.data.sources import Source
+from dschat_lora.data.store import TokenSet, join
+from dschat_lora.data.tally import add_up
+from dschat_lora.data.token_writer import TokenTask, TokenWriter, read_tally, token_tasks
+from dschat_lora.data.tokenize import TokenRule
+from dschat_lora.data.unpaired import mismatched
+from dschat_lora.data.workers import map_in_order
+
+MAX_WORKERS = 16  # processes that prepare data, unless the user says how many
 
 
 @dataclass(frozen=True)
@@ -55,28 +68,68 @@ def prepare(
     rule = token_rule(config, eos_id, kind)
 
     def build(directory: Path) -> dict[str, Any]:
-        chat = make_chat(config, tokenizer, eos_id)
-        rows = collect(config, sources, chat, phase=phase, seed=seed, kind=kind)
-        if kind == "unpaired":
-            rows = unpair(rows, seed=seed)
-        encoder = make_encoder(tokenizer)
-        tallies = []
-        workers = config.preprocessing_num_workers
-        for name, part, repeats in (
-            ("train", rows.train, rows.train_repeats),
-            ("eval", rows.eval, [1] * len(rows.eval)),
-        ):
-            records = [record for row in part for record in row]
-            times = [n for row, n in zip(part, repeats, strict=True) for _ in row]
-            tokenized = tokenize_all(records, encoder, rule, workers=workers)
-            tallies.append(_write(directory / f"{name}.arrow", tokenized, times, rule))
-        return make_audit(config, rows, *tallies).to_dict()
+        return _build(
+            config, sources, tokenizer, rule, directory, phase=phase, seed=seed, eos_id=eos_id
+        )
 
     content, from_cache = load_or_build(cache_dir / key, build)
     train, held_out = (
-        TokenSet(cache_dir / key / f"{name}.arrow", kind) for name in ("train", "eval")
+        TokenSet(cache_dir / key / f"{name}.arrow", kind, digest=content["digests"][name])
+        for name in ("train", "eval")
     )
-    return Prepared(train, held_out, Audit.from_dict(content), key, from_cache)
+    return Prepared(train, held_out, Audit.from_dict(content["audit"]), key, from_cache)
+
+
+def _build(
+    config: DataConfig,
+    sources: Sequence[Source],
+    tokenizer: Tokenizer,
+    rule: TokenRule,
+    directory: Path,
+    *,
+    phase: int,
+    seed: int,
+    eos_id: int,
+) -> dict[str, Any]:
+    """Write both token sets; returns their digests and audit.
+
+    Files of some thousand rows are written first: of records, then of tokens. A process that is
+    killed leaves them to the next one. Nothing else grows with the number of rows but a few bytes
+    for each.
+    """
+    parts, kind = directory / "parts", rule.kind
+    parts.mkdir(exist_ok=True)
+    workers = config.preprocessing_num_workers or min(MAX_WORKERS, len(os.sched_getaffinity(0)))
+    chat, encoder = make_chat(config, tokenizer, eos_id), make_encoder(tokenizer)
+    with _progress("reading", lambda: _count(sources)) as bar:
+        rows = collect(
+            config,
+            sources,
+            chat,
+            parts,
+            phase=phase,
+            seed=seed,
+            kind=kind,
+            workers=workers,
+            on_rows=bar.update,
+        )
+    tasks = {
+        "train": _tasks(rows, "train", rows.train, rows.train_repeats, parts, seed),
+        "eval": _tasks(rows, "eval", rows.eval, np.ones_like(rows.eval), parts, seed),
+    }
+    writer = TokenWriter(rows.rows, encoder, rule)
+    digests, tallies = {}, []
+    with _progress("tokenising", lambda: len(rows.train) + len(rows.eval)) as bar:
+        for name, own in tasks.items():
+            paths, counted = [], []
+            for path in map_in_order(writer, own, workers=workers):
+                paths.append(path)
+                counted.append(read_tally(path))
+                bar.update(counted[-1].rows)
+            digests[name] = join(paths, directory / f"{name}.arrow", kind)
+            tallies.append(add_up(counted))
+    shutil.rmtree(parts)
+    return {"audit": make_audit(config, rows, *tallies).to_dict(), "digests": digests}
 
 
 def token_rule(config: DataConfig, eos_id: int, kind: DataKind) -> TokenRule:
@@ -97,16 +150,48 @@ def make_chat(config: DataConfig, tokenizer: Tokenizer, eos_id: int) -> Chat:
     return Chat(tokenizer, eos_text, parse_variables(config.chat_template_kwargs))
 
 
-def _write(
-    path: Path, tokenized: Iterable[Tokenized], times: Sequence[int], rule: TokenRule
-) -> Tally:
-    """Write the sample of each record as often as it is used, and count."""
-    tally = Tally(rule.eos_id)
+def _tasks(
+    rows: Collected, name: str, numbers: Indices, repeats: Indices, directory: Path, seed: int
+) -> Iterator[TokenTask]:
+    mismatched = _mismatched(rows, numbers, seed) if rows.kind == "unpaired" else None
+    return token_tasks(directory, name, rows.rows, numbers, repeats, mismatched)
 
-    def samples() -> Iterator[AnySample]:
-        for result, repeat in zip(tokenized, times, strict=True):
-            tally.add(result, repeat)
-            yield from result.samples * repeat
 
-    write_samples(path, samples(), rule.kind)
-    return tally
+def _mismatched(rows: Collected, numbers: Indices, seed: int) -> Indices:
+    """For each record of these rows that of an answer to another prompt.
+
+    Where all of them have one prompt, training rows lend their answers.
+
+    Raises:
+        ValueError: if these have no other prompt either.
+    """
+    files = rows.rows
+    own = files.record_numbers(numbers)
+    pool = own
+    if len(np.unique(files.prompts[own])) == 1:
+        pool = np.concatenate([own, files.record_numbers(rows.train)])
+    found = mismatched(files.prompts[pool], seed=seed)[: len(own)]
+    if (found < 0).any():
+        raise ValueError(
+            f"{files.record(int(own[0])).location}: --loss_type kto needs answers to two prompts "
+            "or more, to estimate the KL divergence from those to other prompts; all rows have "
+            "this one"
+        )
+    return pool[found]
+
+
+def _progress(what: str, count: Callable[[], int | None]) -> "tqdm[Any]":
+    """A bar with rate and remaining time, where someone watches and it takes seconds."""
+    shown = sys.stderr.isatty()
+    total = count() if shown else None
+    return tqdm(desc=f"{what} rows", total=total, unit="rows", delay=2, disable=not shown)
+
+
+def _count(sources: Sequence[Source]) -> int | None:
+    total = 0
+    for source in sources:
+        rows = count_rows(source)
+        if rows is None:
+            return None
+        total += rows
+    return total

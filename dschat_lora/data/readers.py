@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
@@ -47,6 +48,24 @@ class RawRow:
     values: dict[str, Any]
     problem: str | None = None
 
+    def read(self) -> "RawRow":
+        """The row itself."""
+        return self
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a file that is not parsed yet, so that another process may do it."""
+
+    location: str
+    text: bytes
+    parse: Callable[[str, str], RawRow]
+
+    def read(self) -> RawRow:
+        """The row, with a ``problem`` if the line cannot be read."""
+        # Decoded line by line, so that bytes that are not UTF-8 spoil, and name, one line only.
+        return _parse_line(self.location, self.text, self.parse)
+
 
 def iter_rows(source: Source) -> Iterator[RawRow]:
     """Rows of all files of a source, or of a hub data set, in order.
@@ -54,16 +73,44 @@ def iter_rows(source: Source) -> Iterator[RawRow]:
     Raises:
         ValueError: if a file or hub data set cannot be read at all.
     """
+    return (row.read() for row in iter_unread(source))
+
+
+def iter_unread(source: Source) -> Iterator[RawRow | Line]:
+    """As :func:`iter_rows`, but lines are not parsed."""
     if source.hub_name is not None:
         for number, values in enumerate(load_hub(source), start=1):
             yield RawRow(f"{source.hub_name}:{number}", values)
     for file in source.files:
-        yield from iter_file(file)
+        yield from _iter_unread_file(file)
 
 
 def iter_file(path: Path) -> Iterator[RawRow]:
     """Rows of one file. A line that cannot be read becomes a row with a ``problem``."""
-    readers = {
+    return (row.read() for row in _iter_unread_file(path))
+
+
+def count_rows(source: Source) -> int | None:
+    """Rows of a source, or None where to count them takes as long as to read them."""
+    if source.hub_name is not None:
+        return len(load_hub(source))
+    total = 0
+    for path in source.files:
+        kind = kind_of_file(path)
+        if kind == ".parquet":
+            import pyarrow.parquet
+
+            total += pyarrow.parquet.read_metadata(path).num_rows
+        elif kind == ".jsonl":
+            with _open(path) as file:
+                total += sum(block.count(b"\n") for block in iter(partial(file.read, 2**20), b""))
+        else:
+            return None
+    return total
+
+
+def _iter_unread_file(path: Path) -> Iterator[RawRow | Line]:
+    readers: dict[str, Callable[[Path], Iterator[RawRow | Line]]] = {
         ".jsonl": _iter_jsonl,
         ".json": _iter_json,
         ".txt": _iter_txt,
@@ -96,16 +143,24 @@ def load_hub(source: Source) -> "Dataset":
         ) from error
 
 
-def _iter_jsonl(path: Path) -> Iterator[RawRow]:
-    return _iter_lines(path, lambda location, line: _object_row(location, json.loads(line)))
+def _iter_jsonl(path: Path) -> Iterator[Line]:
+    return _iter_lines(path, _json_row)
 
 
-def _iter_txt(path: Path) -> Iterator[RawRow]:
+def _json_row(location: str, line: str) -> RawRow:
+    return _object_row(location, json.loads(line))
+
+
+def _e2e_row(location: str, line: str) -> RawRow:
+    return RawRow(location, e2e_row(line))
+
+
+def _iter_txt(path: Path) -> Iterator[RawRow | Line]:
     """The lines of E2E, whose first has a ``||``, or the file's one document."""
     with _open(path) as file:
         first = next((line for line in file if line.strip()), b"")
     if b"||" in first:
-        return _iter_lines(path, lambda location, line: RawRow(location, e2e_row(line)))
+        return _iter_lines(path, _e2e_row)
     return _iter_document(path)
 
 
@@ -135,12 +190,11 @@ def _open(path: Path) -> Iterator[IO[bytes]]:
         yield cast(IO[bytes], file)
 
 
-def _iter_lines(path: Path, parse: Callable[[str, str], RawRow]) -> Iterator[RawRow]:
-    # Decoded line by line, so that bytes that are not UTF-8 spoil, and name, one line only.
+def _iter_lines(path: Path, parse: Callable[[str, str], RawRow]) -> Iterator[Line]:
     with _open(path) as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                yield _parse_line(f"{path}:{number}", line, parse)
+                yield Line(f"{path}:{number}", line, parse)
 
 
 def _parse_line(location: str, line: bytes, parse: Callable[[str, str], RawRow]) -> RawRow:

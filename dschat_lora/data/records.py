@@ -64,6 +64,11 @@ class TextRecord:
         return hashlib.blake2b(repr(texts).encode(), digest_size=16).digest()
 
 
+def text_digest(text: str) -> bytes:
+    """16 bytes, equal for equal texts."""
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
 def row_digest(records: Sequence[TextRecord], kind: DataKind = "samples") -> bytes:
     """16 bytes of the records of one row, equal where all of theirs are."""
     digests = [record.digest(kind) for record in records]

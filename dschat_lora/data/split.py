@@ -1,6 +1,6 @@
 """Split of a source's rows into a held-out part and one part for each training step."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,7 +27,7 @@ def split_rows(
     eval_ratio: float,
     seed: int,
     source: int,
-    groups: Sequence[Hashable] | None = None,
+    groups: NDArray[np.generic] | Sequence[str] | None = None,
 ) -> Parts:
     """Split row numbers so that phases and held-out rows are disjoint for equal seeds.
 
@@ -38,20 +38,18 @@ def split_rows(
     ``groups`` are held out together or not at all, if there is a group of no more than half of
     the rows. The order depends on ``seed`` and the number ``source``.
     """
-    members: dict[Hashable, list[int]] = {}
-    for row, group in enumerate(range(size) if groups is None else groups):
-        members.setdefault(group, []).append(row)
-    together = list(members.values())
-    shuffled = [together[i] for i in permutation(len(together), "split", seed, source)]
+    group = _numbered(np.arange(size) if groups is None else np.asarray(groups))
+    sizes = np.bincount(group)
+    drawn = permutation(len(sizes), "split", seed, source)
     wanted = 0
     if eval_ratio > 0 and size >= 2:
         wanted = min(max(1, _round(eval_ratio * size)), size - 1)
-    chosen = _choose(shuffled, wanted, size)
-    first = [row for i in sorted(chosen) for row in shuffled[i]]
-    others = [row for i, rows in enumerate(shuffled) if i not in chosen for row in rows]
-    order = np.array(first + others, dtype=np.int64)
+    chosen = np.zeros(len(sizes), dtype=bool)
+    chosen[drawn[_choose(sizes[drawn], wanted, size)]] = True
+    places = np.argsort(drawn)  # of each group in the order drawn
+    order = np.lexsort((places[group], ~chosen[group]))
     # Without a group small enough, rows are held out whatever their group.
-    held_out = len(first) or wanted
+    held_out = int(sizes[chosen].sum()) or wanted
     rest = order[held_out:]
     if shares is not None:
         borders = [_round(sum(shares[:step]) * len(rest)) for step in (phase - 1, phase)]
@@ -59,21 +57,29 @@ def split_rows(
     return Parts(train=np.sort(rest), eval=np.sort(order[:held_out]))
 
 
-def _choose(groups: Sequence[Sequence[int]], wanted: int, size: int) -> set[int]:
-    """The first groups that together have no more than ``wanted`` rows.
+def _numbered(groups: NDArray[np.generic]) -> Indices:
+    """(n,) the group of each row, numbered in the order of their first rows."""
+    _, first, number = np.unique(groups, return_index=True, return_inverse=True)
+    return np.argsort(np.argsort(first))[number]
+
+
+def _choose(sizes: Indices, wanted: int, size: int) -> list[int]:
+    """The first groups that together have no more than ``wanted`` of ``size`` rows.
 
     Where all are larger, the smallest if it leaves half of the rows, else none.
     """
-    chosen: set[int] = set()
+    chosen: list[int] = []
     count = 0
-    for index, rows in enumerate(groups):
-        if count + len(rows) <= wanted:
-            chosen.add(index)
-            count += len(rows)
+    for index, rows in enumerate(sizes.tolist()):
+        if count == wanted:
+            break
+        if count + rows <= wanted:
+            chosen.append(index)
+            count += rows
     if wanted and not chosen:
-        smallest = min(range(len(groups)), key=lambda index: len(groups[index]))
-        if len(groups[smallest]) <= size // 2:
-            return {smallest}
+        smallest = int(sizes.argmin())
+        if sizes[smallest] <= size // 2:
+            return [smallest]
     return chosen
 
 

@@ -1,12 +1,7 @@
-"""Token sets on disk: memory-mapped Arrow files in cache directories that appear complete."""
+"""Token sets on disk: memory-mapped Arrow files."""
 
-import fcntl
 import hashlib
-import json
-import os
-import secrets
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -48,20 +43,17 @@ COLUMNS = {
 }
 _DTYPES = {pa.int32(): np.int32, pa.float32(): np.float32}
 SAMPLES_PER_BATCH = 4096
-MANIFEST = "manifest.json"
 
 
 class TokenSet:
     """``token_set[i]`` is sample or pair ``i`` of an Arrow file, its arrays views of the file."""
 
-    def __init__(self, path: Path, kind: DataKind = "samples") -> None:
-        with pa.memory_map(str(path)) as file:
-            table = pa.ipc.open_file(file).read_all()
-        self._class = CLASSES[kind]
-        self._chunks: list[dict[str, Any]] = [
-            {name: _column(table.column(name).chunk(number)) for name in COLUMNS[kind]}
-            for number in range(table.column(0).num_chunks)
-        ]
+    def __init__(
+        self, path: Path, kind: DataKind = "samples", *, digest: str | None = None
+    ) -> None:
+        """With the ``digest`` that :func:`join` returned, if it is known."""
+        self._class, self._digest = CLASSES[kind], digest
+        self._chunks: list[dict[str, Any]] = read_table(path).batches
         self._starts = np.cumsum([0, *(len(chunk["input_ids"]) for chunk in self._chunks)])
         #: (len,) int64, tokens of each sample
         self.lengths: NDArray[np.int64] = np.concatenate(
@@ -84,10 +76,11 @@ class TokenSet:
     @cached_property
     def digest(self) -> str:
         """32 hex digits of every field of every sample, in order."""
-        digest = hashlib.blake2b(self.lengths.tobytes(), digest_size=16)
+        if self._digest is not None:
+            return self._digest
+        digest = _Digest()
         for chunk in self._chunks:
-            for column in chunk.values():
-                digest.update(column.values.data)
+            digest.update(chunk)
         return digest.hexdigest()
 
     def __getitem__(self, index: int) -> Any:
@@ -98,51 +91,99 @@ class TokenSet:
         return self._class(**{name: c[row] for name, c in self._chunks[chunk].items()})
 
 
-def write_samples(path: Path, samples: Iterable[AnySample], kind: DataKind = "samples") -> None:
+@dataclass(frozen=True)
+class Table:
+    """An Arrow file, memory-mapped."""
+
+    batches: list[dict[str, Any]]  # columns by name
+    notes: Mapping[bytes, bytes]  # what was written beside them
+
+
+def write_samples(
+    path: Path,
+    samples: Iterable[AnySample],
+    kind: DataKind = "samples",
+    notes: Mapping[str, bytes] | None = None,
+) -> None:
     """Write samples to an Arrow file, a few thousand in memory at a time."""
-    types, rest = COLUMNS[kind], iter(samples)
-    schema = pa.schema([pa.field(name, stored) for name, stored in types.items()])
+    rest, types = iter(samples), COLUMNS[kind]
+    groups = iter(lambda: list(islice(rest, SAMPLES_PER_BATCH)), [])
+    batches = ({name: [getattr(s, name) for s in group] for name in types} for group in groups)
+    write_table(path, batches, types, notes)
+
+
+def write_table(
+    path: Path,
+    batches: Iterable[Mapping[str, Sequence[Any]]],
+    types: Mapping[str, pa.DataType],
+    notes: Mapping[str, bytes] | None = None,
+) -> None:
+    """Write rows of columns to an Arrow file, a batch in memory at a time."""
+    schema = pa.schema([pa.field(*field) for field in types.items()], metadata=notes)
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, schema) as writer:
-        while group := list(islice(rest, SAMPLES_PER_BATCH)):
-            columns = [
-                _arrow([getattr(sample, name) for sample in group], stored)
-                for name, stored in types.items()
-            ]
+        for batch in batches:
+            columns = [_arrow(batch[name], stored) for name, stored in types.items()]
             writer.write_batch(pa.record_batch(columns, schema=schema))
 
 
-def load_or_build(
-    directory: Path, build: Callable[[Path], dict[str, Any]]
-) -> tuple[dict[str, Any], bool]:
-    """Content of a cache directory, built first unless a complete and sound one is there.
+def read_table(path: Path) -> Table:
+    """What :func:`write_table` wrote.
 
-    ``build`` writes files into a temporary directory next to it and returns the content to keep
-    with them; the directory is then renamed. Several processes may do so at once, and one that is
-    killed leaves nothing that could be taken for a result. The directory's name identifies the
-    content. Returns that, and True if it was read from the cache.
+    Raises:
+        ValueError: if the file is not whole.
+        OSError: if it cannot be read.
     """
-    content = read_content(directory)
-    if content is not None:
-        return content, True
-    temporary = _make_temporary(directory)
+    batches = list(_batches(path))
+    with pa.memory_map(str(path)) as file:
+        notes = pa.ipc.open_file(file).schema.metadata
+    names = [] if not batches else batches[0].schema.names
+    columns = [{name: _column(batch.column(name)) for name in names} for batch in batches]
+    return Table(columns, notes or {})
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a file is there and was written to its end."""
     try:
-        content = build(temporary)
-        files = {path.name: file_digest(path) for path in sorted(temporary.iterdir())}
-        manifest = {"name": directory.name, "files": files, "content": content}
-        (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-        _put_in_place(temporary, directory)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return content, False
+        read_table(path)
+    except (OSError, ValueError):
+        return False
+    return True
 
 
-def file_digest(path: Path) -> str:
-    """Hash of a file's content."""
-    digest = hashlib.blake2b(digest_size=16)
-    with path.open("rb") as file:
-        while block := file.read(2**20):
-            digest.update(block)
+def join(parts: Iterable[Path], path: Path, kind: DataKind) -> str:
+    """Write the samples of several files to one, and return the digest of all."""
+    schema = pa.schema([pa.field(*field) for field in COLUMNS[kind].items()])
+    digest = _Digest()
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, schema) as writer:
+        for part in parts:
+            for batch in _batches(part):
+                writer.write_batch(batch.replace_schema_metadata(None))
+                digest.update({name: _column(batch.column(name)) for name in COLUMNS[kind]})
     return digest.hexdigest()
+
+
+def _batches(path: Path) -> Iterator[pa.RecordBatch]:
+    with pa.memory_map(str(path)) as file:
+        reader = pa.ipc.open_file(file)
+        for number in range(reader.num_record_batches):
+            yield reader.get_batch(number)
+
+
+class _Digest:
+    """Hash of every field of samples, whatever the batches that they are written in."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, Any] = {}
+
+    def update(self, batch: Mapping[str, Any]) -> None:
+        lengths = np.diff(batch["input_ids"].offsets)
+        for name, values in {"": lengths, **{n: c.values for n, c in batch.items()}}.items():
+            part = self._parts.setdefault(name, hashlib.blake2b(digest_size=16))
+            part.update(np.ascontiguousarray(values).data)
+
+    def hexdigest(self) -> str:
+        parts = b"".join(part.digest() for part in self._parts.values())
+        return hashlib.blake2b(parts, digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -200,52 +241,6 @@ def _arrow(rows: Sequence[Any], stored: pa.DataType) -> pa.Array:
     ends = pa.py_buffer(np.cumsum([0, *map(len, rows)], dtype=np.int64))
     if stored == TEXT:
         return pa.Array.from_buffers(TEXT, len(rows), [None, ends, pa.py_buffer(b"".join(rows))])
-    values = np.ascontiguousarray(np.concatenate(rows), dtype=np.int32)
+    values = np.concatenate([np.zeros(0, np.int32), *rows], dtype=np.int32)
     flat = pa.Array.from_buffers(pa.int32(), len(values), [None, pa.py_buffer(values)])
     return pa.Array.from_buffers(LIST, len(rows), [None, ends], children=[flat])
-
-
-def read_content(directory: Path) -> dict[str, Any] | None:
-    """The content of a cache directory, None if a file is not as it was written."""
-    try:
-        manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
-        if manifest["name"] != directory.name:
-            return None
-        for name, digest in manifest["files"].items():
-            if Path(name).name != name or file_digest(directory / name) != digest:
-                return None
-        content: dict[str, Any] = manifest["content"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-    return content
-
-
-def _make_temporary(directory: Path) -> Path:
-    """A new sibling of ``directory``, readable by all who may read the cache."""
-    temporary = directory.parent / f".building-{os.getpid()}-{secrets.token_hex(4)}"
-    try:
-        temporary.mkdir(parents=True)
-    except OSError as error:
-        raise ValueError(
-            f"--data_output_path {directory.parent} cannot be written ({error.strerror}); "
-            "name a directory that can"
-        ) from error
-    return temporary
-
-
-def _put_in_place(temporary: Path, directory: Path) -> None:
-    """Move a finished directory to its name unless a sound one is there already."""
-    with (directory.parent / ".lock").open("w") as lock:
-        # Without the lock, a process that found an unsound directory could move away the
-        # sound one by which another has just replaced it.
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if read_content(directory) is not None:
-            return
-        if os.path.lexists(directory):
-            unsound = temporary.with_name(temporary.name + "-unsound")
-            directory.rename(unsound)
-            if unsound.is_dir() and not unsound.is_symlink():
-                shutil.rmtree(unsound)
-            else:
-                unsound.unlink()
-        temporary.rename(directory)

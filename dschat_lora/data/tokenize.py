@@ -1,12 +1,7 @@
 """Tokenization of records: token ids and labels for training, evaluation and rollouts."""
 
-import multiprocessing
-import os
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -256,58 +251,3 @@ def split_text(tokens: Sequence[int], size: int) -> list[Sample]:
     starts = range(0, len(tokens) - 1, size - 1)
     pieces = (np.array(tokens[start : start + size], dtype=np.int32) for start in starts)
     return [Sample(ids, np.where(np.arange(len(ids)) > 0, ids, IGNORE_INDEX)) for ids in pieces]
-
-
-RECORDS_PER_CHUNK = 512
-
-
-def tokenize_all(
-    records: Sequence[TextRecord], encoder: Encoder, rule: TokenRule, *, workers: int
-) -> Iterator[Tokenized]:
-    """:func:`tokenize` in chunks, over ``workers`` processes, in order."""
-    starts = range(0, len(records), RECORDS_PER_CHUNK)
-    chunks = [records[start : start + RECORDS_PER_CHUNK] for start in starts]
-    workers = min(workers, len(chunks))
-    if workers <= 1:
-        for chunk in chunks:
-            yield from tokenize(chunk, encoder, rule)
-        return
-    # A forked worker has the tokenizer already and imports nothing.
-    method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
-    with (
-        _single_threaded_tokenizers(),
-        ProcessPoolExecutor(
-            workers,
-            multiprocessing.get_context(method),
-            initializer=_set_worker,
-            initargs=(encoder, rule),
-        ) as pool,
-    ):
-        for results in pool.map(_tokenize_chunk, chunks):
-            yield from results
-
-
-_worker: dict[str, Any] = {}  # of a worker process: arguments of all its chunks
-
-
-def _set_worker(encoder: Encoder, rule: TokenRule) -> None:
-    _worker.update(encoder=encoder, rule=rule)
-
-
-def _tokenize_chunk(records: Sequence[TextRecord]) -> list[Tokenized]:
-    return tokenize(records, **_worker)
-
-
-@contextmanager
-def _single_threaded_tokenizers() -> Iterator[None]:
-    """Keep tokenizers from starting threads, which do not survive a fork."""
-    name = "TOKENIZERS_PARALLELISM"
-    before = os.environ.get(name)
-    os.environ[name] = "false"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before

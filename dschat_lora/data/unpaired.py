@@ -1,32 +1,13 @@
 """Unpaired answers for KTO: each with its label, and with an answer to another prompt."""
 
-from collections.abc import Sequence
 from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
 
 from dschat_lora.algos.seeds import permutation
 from dschat_lora.data.chat import Span
-from dschat_lora.data.collect import Collected
 from dschat_lora.data.records import TextRecord
-
-
-def unpair(rows: Collected, *, seed: int) -> Collected:
-    """The same rows as single answers, those of a pair one by one, with mismatched answers.
-
-    Raises:
-        ValueError: if all rows have one prompt, to which no answer is mismatched.
-    """
-    train, times = [], []
-    for row, repeat in zip(rows.train, rows.train_repeats, strict=True):
-        answers = [answer for record in row for answer in answers_of(record)]
-        train += answers
-        times += [repeat] * len(answers)
-    held_out = [each for row in rows.eval for record in row for each in answers_of(record)]
-    return replace(
-        rows,
-        train=[(record,) for record in with_mismatched(train, train, seed=seed)],
-        train_repeats=times,
-        eval=[(record,) for record in with_mismatched(held_out, train, seed=seed)],
-    )
 
 
 def answers_of(record: TextRecord) -> list[TextRecord]:
@@ -40,36 +21,19 @@ def answers_of(record: TextRecord) -> list[TextRecord]:
     ]
 
 
-def with_mismatched(
-    records: Sequence[TextRecord], others: Sequence[TextRecord], *, seed: int
-) -> list[TextRecord]:
-    """Each record with the answer of another one, which has another prompt.
+def mismatched(prompts: NDArray[np.generic], *, seed: int) -> NDArray[np.int64]:
+    """For each of n answers, the number of one to another prompt, or -1 where all are to one.
 
-    In an order drawn from ``seed`` it is that of the next such record. Where KTO's paper rotates
-    the answers within a batch, the answer of a record is thus the same in every epoch and
-    whatever its batch. Where all records have one prompt, ``others`` lend their answers.
-
-    Raises:
-        ValueError: if these have no other prompt either.
+    ``prompts`` (n,) are equal for answers to the same prompt. In an order drawn from ``seed``, it
+    is the next such answer. Where KTO's paper rotates the answers within a batch, the answer of a
+    record is thus the same in every epoch and whatever its batch.
     """
-    if not records:
-        return []
-    pool = list(records)
-    if len({record.prompt for record in pool}) == 1:
-        pool += others
-    order = permutation(len(pool), "mismatched", seed).tolist()
-    found: dict[int, str | None] = {}
-    following: TextRecord | None = None  # the next with another prompt than ...
-    last: TextRecord | None = None  # ... the next
-    for index in [*order, *order][::-1]:  # a second lap, for the last ones' next is the first
-        record = pool[index]
-        if last is not None and last.prompt != record.prompt:
-            following = last
-        found[index] = following.completion if following is not None else None
-        last = record
-    if found[0] is None:
-        raise ValueError(
-            f"{records[0].location}: --loss_type kto needs answers to two prompts or more, to "
-            "estimate the KL divergence from those to other prompts; all rows have this one"
-        )
-    return [replace(record, mismatched=found[i]) for i, record in enumerate(records)]
+    order = permutation(len(prompts), "mismatched", seed)
+    # A second lap, for the last ones' next is the first.
+    lap = np.concatenate([order, order])
+    changes = np.flatnonzero(prompts[lap[1:]] != prompts[lap[:-1]]) + 1
+    found = np.full(len(prompts), -1)
+    if len(changes):
+        following = np.searchsorted(changes, np.arange(len(order)), side="right")
+        found[order] = lap[changes[following]]
+    return found

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from dschat_lora.data import store
+from dschat_lora.data.cache import load_or_build
 from dschat_lora.data.samples import Sample
-from dschat_lora.data.store import TokenSet, load_or_build, write_samples
+from dschat_lora.data.store import TokenSet, write_samples
 
 
 def make_samples(count):

@@ -20,8 +20,8 @@ from dschat_lora.checkpoint.manifest import write_manifest
 from dschat_lora.config.data import DataConfig
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.config.options import flatten, parse_config
+from dschat_lora.data.cache import file_digest
 from dschat_lora.data.prepare import prepare
-from dschat_lora.data.store import file_digest
 from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.experiments.glue.resume import settle as settle_glue
 from dschat_lora.experiments.glue.train import check_pickles

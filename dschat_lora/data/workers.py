@@ -1,0 +1,73 @@
+"""Work on many tasks by several processes, with the results in order."""
+
+import multiprocessing
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from itertools import chain, islice
+from typing import Any, TypeVar
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+TASKS_PER_WORKER = 3  # that wait or are worked on, so that memory does not grow with their number
+
+
+def map_in_order(
+    function: Callable[[Task], Result], tasks: Iterable[Task], *, workers: int
+) -> Iterator[Result]:
+    """``function(task)`` of each task, in order; a single task needs no other process.
+
+    What ``function`` raises is raised here, that of the first task before that of later ones.
+    """
+    rest = iter(tasks)
+    first = list(islice(rest, 2))
+    if workers <= 1 or len(first) < 2:
+        yield from map(function, chain(first, rest))
+        return
+    # A forked worker has the tokenizer already and imports nothing.
+    method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
+    context = multiprocessing.get_context(method)
+    with (
+        _single_threaded_tokenizers(),
+        ProcessPoolExecutor(
+            workers, context, initializer=_set_function, initargs=(function,)
+        ) as pool,
+    ):
+        waiting: deque[Future[Result]] = deque()
+        try:
+            for task in chain(first, rest):
+                waiting.append(pool.submit(_call, task))
+                if len(waiting) >= TASKS_PER_WORKER * workers:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+_worker: dict[str, Callable[[Any], Any]] = {}  # of a worker process: the function of all its tasks
+
+
+def _set_function(function: Callable[[Any], Any]) -> None:
+    _worker["function"] = function
+
+
+def _call(task: Any) -> Any:
+    return _worker["function"](task)
+
+
+@contextmanager
+def _single_threaded_tokenizers() -> Iterator[None]:
+    """Keep tokenizers from starting threads, which do not survive a fork."""
+    name = "TOKENIZERS_PARALLELISM"
+    before = os.environ.get(name)
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
