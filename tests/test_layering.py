@@ -37,10 +37,10 @@ FLOORS = [
     },
     {
         "data": Room(
-            "algos config",
+            "algos config report",
             "datasets jinja2 numpy pyarrow torch transformers",
-            "columns directories layouts messages nlg readers rows sharegpt sources suffixes "
-            "templates",
+            "columns directories json_stream layouts messages nlg readers rows sharegpt sources "
+            "suffixes templates",
         ),
         "engine": Room("algos config", "deepspeed psutil torch", "ds_config meeting peers"),
         "lora": Room("config", "regex torch"),

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from dschat_lora.config.data import parse_variables
 from dschat_lora.data.encoder import Tokenizer
@@ -17,8 +17,7 @@ _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """A stretch of text that is trained on (``target``) or only read."""
 
     text: str

@@ -2,14 +2,12 @@
 
 import os
 import shutil
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from dschat_lora.config.data import DataConfig, parse_variables
 from dschat_lora.data.audit import Audit, make_audit
@@ -25,8 +23,9 @@ from dschat_lora.data.store import TokenSet, join
 from dschat_lora.data.tally import add_up
 from dschat_lora.data.token_writer import TokenTask, TokenWriter, read_tally, token_tasks
 from dschat_lora.data.tokenize import TokenRule
-from dschat_lora.data.unpaired import mismatched
+from dschat_lora.data.unpaired import mismatched_records
 from dschat_lora.data.workers import map_in_order
+from dschat_lora.report.terminal import progress
 
 MAX_WORKERS = 16  # processes that prepare data, unless the user says how many
 
@@ -101,7 +100,7 @@ def _build(
     parts.mkdir(exist_ok=True)
     workers = config.preprocessing_num_workers or min(MAX_WORKERS, len(os.sched_getaffinity(0)))
     chat, encoder = make_chat(config, tokenizer, eos_id), make_encoder(tokenizer)
-    with _progress("reading", lambda: _count(sources)) as bar:
+    with progress("reading rows", lambda: _count(sources)) as bar:
         rows = collect(
             config,
             sources,
@@ -119,7 +118,7 @@ def _build(
     }
     writer = TokenWriter(rows.rows, encoder, rule)
     digests, tallies = {}, []
-    with _progress("tokenising", lambda: len(rows.train) + len(rows.eval)) as bar:
+    with progress("tokenising rows", lambda: len(rows.train) + len(rows.eval)) as bar:
         for name, own in tasks.items():
             paths, counted = [], []
             for path in map_in_order(writer, own, workers=workers):
@@ -153,38 +152,10 @@ def make_chat(config: DataConfig, tokenizer: Tokenizer, eos_id: int) -> Chat:
 def _tasks(
     rows: Collected, name: str, numbers: Indices, repeats: Indices, directory: Path, seed: int
 ) -> Iterator[TokenTask]:
-    mismatched = _mismatched(rows, numbers, seed) if rows.kind == "unpaired" else None
-    return token_tasks(directory, name, rows.rows, numbers, repeats, mismatched)
-
-
-def _mismatched(rows: Collected, numbers: Indices, seed: int) -> Indices:
-    """For each record of these rows that of an answer to another prompt.
-
-    Where all of them have one prompt, training rows lend their answers.
-
-    Raises:
-        ValueError: if these have no other prompt either.
-    """
-    files = rows.rows
-    own = files.record_numbers(numbers)
-    pool = own
-    if len(np.unique(files.prompts[own])) == 1:
-        pool = np.concatenate([own, files.record_numbers(rows.train)])
-    found = mismatched(files.prompts[pool], seed=seed)[: len(own)]
-    if (found < 0).any():
-        raise ValueError(
-            f"{files.record(int(own[0])).location}: --loss_type kto needs answers to two prompts "
-            "or more, to estimate the KL divergence from those to other prompts; all rows have "
-            "this one"
-        )
-    return pool[found]
-
-
-def _progress(what: str, count: Callable[[], int | None]) -> "tqdm[Any]":
-    """A bar with rate and remaining time, where someone watches and it takes seconds."""
-    shown = sys.stderr.isatty()
-    total = count() if shown else None
-    return tqdm(desc=f"{what} rows", total=total, unit="rows", delay=2, disable=not shown)
+    others = None
+    if rows.kind == "unpaired":
+        others = mismatched_records(rows.rows, numbers, rows.train, seed=seed)
+    return token_tasks(directory, name, rows.rows, numbers, repeats, others)
 
 
 def _count(sources: Sequence[Source]) -> int | None:

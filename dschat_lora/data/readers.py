@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
+from dschat_lora.data.json_stream import JsonError, JsonStream
 from dschat_lora.data.nlg import dart_rows, e2e_row, is_dart_set, is_webnlg_entry, webnlg_rows
 from dschat_lora.data.sources import Source
 from dschat_lora.data.suffixes import kind_of_file
@@ -220,35 +221,28 @@ def _iter_json(path: Path) -> Iterator[RawRow]:
     """Rows of a JSON list, or of objects one after another, each with the line it begins on."""
     try:
         with _open(path) as file:
-            text = io.TextIOWrapper(file, encoding="utf-8-sig").read()
+            yield from _iter_json_text(path, JsonStream(io.TextIOWrapper(file, "utf-8-sig")))
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 (byte {error.start + 1})") from error
-    try:
-        yield from _iter_json_text(path, text)
-    except json.JSONDecodeError as error:
-        raise RowError(
-            f"{path}:{error.lineno}", f"not valid JSON ({error.msg}, column {error.colno})"
-        ) from error
+        raise ValueError(f"{path} is not UTF-8") from error
+    except JsonError as error:
+        reason = f"not valid JSON ({error.message}, column {error.column})"
+        raise RowError(f"{path}:{error.line}", reason) from error
 
 
-def _iter_json_text(path: Path, text: str) -> Iterator[RawRow]:
-    decode = json.JSONDecoder().raw_decode
-    opening = JSON_LIST.match(text)
+def _iter_json_text(path: Path, text: JsonStream) -> Iterator[RawRow]:
+    opening = text.skip_match(JSON_LIST)
     in_list, entries = opening is not None, opening is not None and opening[1] is not None
-    at = _skip_space(text, opening.end() if opening else 0)
-    line, counted = 1, 0
-    while at < len(text) and not (in_list and text[at] == "]"):
-        line, counted = line + text.count("\n", counted, at), at
-        value, at = decode(text, at)
-        yield from _json_rows(f"{path}:{line}", value, webnlg=entries)
-        at = _skip_space(text, at)
-        if in_list and text.startswith(",", at):
-            at = _skip_space(text, at + 1)
-        elif in_list and not text.startswith("]", at):
-            raise json.JSONDecodeError("Expecting ',' or ']'", text, at)
-    if in_list and "".join(text[at:].split()) != ("]}" if entries else "]"):
+    while (character := text.next()) and not (in_list and character == "]"):
+        location = f"{path}:{text.line}"
+        yield from _json_rows(location, text.value(), webnlg=entries)
+        if in_list and not text.skip(",") and text.next() != "]":
+            raise text.error("Expecting ',' or ']'")
+    if in_list:
         what = "WebNLG's file to end after its entries" if entries else "one list of objects"
-        raise json.JSONDecodeError(f"Expecting {what}", text, at)
+        error = text.error(f"Expecting {what}")
+        ends = text.skip("]") and (not entries or text.skip("}")) and not text.next()
+        if not ends:
+            raise error
 
 
 def _json_rows(location: str, value: object, *, webnlg: bool) -> Iterator[RawRow]:
@@ -264,12 +258,6 @@ def _json_rows(location: str, value: object, *, webnlg: bool) -> Iterator[RawRow
             yield _object_row(location, value)
     except ValueError as error:
         yield RawRow(location, {}, str(error))
-
-
-def _skip_space(text: str, at: int) -> int:
-    while at < len(text) and text[at] in " \t\r\n":
-        at += 1
-    return at
 
 
 def _iter_csv(path: Path) -> Iterator[RawRow]:

@@ -3,8 +3,7 @@
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from dschat_lora.data.chat import Chat, Span
 from dschat_lora.data.conversations import Method, answer_spans, prompt_spans, supervise
@@ -19,8 +18,7 @@ MAX_MARGIN = 1e30  # far within float32, which margins are kept in
 End = Literal["eos", "template", "none"]
 
 
-@dataclass(frozen=True)
-class TextRecord:
+class TextRecord(NamedTuple):
     """A row as text, or one answer of it: spans of context and answer in turn.
 
     A preference has its rejected answer beside them. A language-modelling row is one target

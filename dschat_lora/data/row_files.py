@@ -2,8 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ def write_rows(
         "groups": np.array(groups, "S16").tobytes(),
         "counts": json.dumps(counts).encode(),
     }
-    stored = [json.dumps([_to_list(record) for record in row]).encode() for row in rows]
+    stored = [json.dumps(row).encode() for row in rows]
     temporary = path.with_suffix(".tmp")
     write_table(temporary, [{"records": stored}] if rows else [], {"records": TEXT}, notes)
     temporary.rename(path)
@@ -58,6 +57,7 @@ class RowFiles:
     def __init__(self, paths: Sequence[Path]) -> None:
         notes = [read_table(path).notes for path in paths]
         self._paths = paths
+        self._mapped: dict[int, Any] = {}
         self.counts: list[dict[str, Any]] = [json.loads(each[b"counts"]) for each in notes]
         self.digests, self.groups, self.prompts = (
             np.frombuffer(b"".join(each[name] for each in notes), "S16")
@@ -66,15 +66,25 @@ class RowFiles:
         self.sizes = np.frombuffer(b"".join(each[b"sizes"] for each in notes), np.int64)
         self._starts = np.cumsum([0, *(len(each[b"sizes"]) // 8 for each in notes)])
 
-    def __getitem__(self, number: int) -> RowRecords:
-        file = int(np.searchsorted(self._starts, number, side="right")) - 1
-        text = _records(self._paths[file])[int(number - self._starts[file])]
-        return tuple(_from_list(values) for values in json.loads(text))
+    def of_one_file(self, numbers: NDArray[np.int64]) -> list[RowRecords]:
+        """The records of n >= 1 rows that are in one file."""
+        file = int(np.searchsorted(self._starts, numbers[0], side="right")) - 1
+        stored = self._records(file)
+        texts = [stored[number] for number in (numbers - self._starts[file]).tolist()]
+        rows = json.loads(b"[" + b",".join(texts) + b"]")
+        return [tuple(map(_from_list, row)) for row in rows]
 
     def by_file(self, numbers: NDArray[np.int64]) -> Iterator[slice]:
         """Slices of sorted row numbers that are in one file each."""
         borders = np.searchsorted(numbers, self._starts)
         yield from (slice(a, b) for a, b in pairwise(borders) if b > a)
+
+    def _records(self, file: int) -> Any:
+        """The column of records of a file, which stays mapped."""
+        if file not in self._mapped:
+            (batch,) = read_table(self._paths[file]).batches
+            self._mapped[file] = batch["records"]
+        return self._mapped[file]
 
     @cached_property
     def first_records(self) -> NDArray[np.int64]:
@@ -90,24 +100,14 @@ class RowFiles:
     def record(self, number: int) -> TextRecord:
         """A record by its number among those of all rows."""
         row = int(np.searchsorted(self.first_records, number, side="right")) - 1
-        return self[row][int(number - self.first_records[row])]
-
-
-@lru_cache(maxsize=4096)
-def _records(path: Path) -> Any:
-    (batch,) = read_table(path).batches
-    return batch["records"]
+        (records,) = self.of_one_file(np.array([row]))
+        return records[int(number - self.first_records[row])]
 
 
 def _prompt_digest(record: TextRecord) -> bytes:
     return text_digest(record.prompt) if record.prompt else b""
 
 
-def _to_list(record: TextRecord) -> list[Any]:
-    values = {field.name: getattr(record, field.name) for field in fields(record)}
-    return [*(values | {"spans": [[span.text, span.target] for span in record.spans]}).values()]
-
-
 def _from_list(values: list[Any]) -> TextRecord:
     location, kind, spans, *rest = values
-    return TextRecord(location, kind, tuple(Span(*span) for span in spans), *rest)
+    return TextRecord(location, kind, tuple(map(Span._make, spans)), *rest)

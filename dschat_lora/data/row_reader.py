@@ -135,7 +135,7 @@ class RowReader:
                     raise EmptyRowError(row.location, "there is nothing before the answer")
                 # What JSON has no form for, such as a date, becomes text.
                 columns = json.dumps(raw.values, ensure_ascii=False, default=str)
-                records = tuple(replace(record, columns=columns) for record in records)
+                records = tuple(record._replace(columns=columns) for record in records)
             counts.by_type[row.described] += 1
             return records, group
         except RowError as error:

@@ -26,11 +26,14 @@ class Sample:
     @property
     def num_supervised(self) -> int:
         """Supervised tokens."""
-        return int((self.labels != IGNORE_INDEX).sum())
+        return int(np.count_nonzero(self.labels != IGNORE_INDEX))
 
     def ends_in(self, token: int) -> bool:
         """Whether the last supervised token is ``token``."""
-        return bool(self.labels[self.labels != IGNORE_INDEX][-1] == token)
+        last = self.labels[-1]
+        if last == IGNORE_INDEX:
+            last = self.labels[self.labels != IGNORE_INDEX][-1]
+        return bool(last == token)
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -63,13 +63,13 @@ class TokenWriter:
         if is_whole(task.path):
             return task.path
         tally = Tally()
-        rows = [self.files[int(number)] for number in task.rows]
+        rows = self.files.of_one_file(task.rows)
         for row in rows:
             tally.add_row(row)
         records = [record for row in rows for record in row]
         if task.mismatched is not None:
             others = [self.files.record(int(number)).completion for number in task.mismatched]
-            records = [replace(r, mismatched=o) for r, o in zip(records, others, strict=True)]
+            records = [r._replace(mismatched=o) for r, o in zip(records, others, strict=True)]
         times = np.repeat(task.repeats, [len(row) for row in rows]).tolist()
         samples: list[AnySample] = []
         for result, n in zip(tokenize(records, self.encoder, self.rule), times, strict=True):

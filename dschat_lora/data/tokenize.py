@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -111,7 +112,7 @@ def _tokenize_sample(
         _refuse_overlong(record, length, rule)
         return Tokenized(None, length, doubled_bos=doubled)
     sample = _to_sample(record, pieces, rule)
-    learns = bool((sample.labels != IGNORE_INDEX).any())
+    learns = sample.num_supervised > 0
     truncated = length > rule.max_seq_len
     is_ended = record.end == "template" and not truncated
     return Tokenized(
@@ -234,12 +235,13 @@ def _to_sample(record: TextRecord, pieces: Sequence[list[int]], rule: TokenRule)
     """The first tokens of the pieces, without end-of-sequence if any were cut."""
     # What several samples of a row begin with is learnt in the first.
     on_prompt = rule.train_on_prompt and not record.goes_on
-    input_ids = np.array([token for piece in pieces for token in piece], dtype=np.int32)
-    target = np.repeat(
-        [span.target or on_prompt for span in record.spans], [len(p) for p in pieces]
-    )
-    target[:1] = False
-    labels = np.where(target, input_ids, np.int32(IGNORE_INDEX))
+    input_ids = np.array(list(chain.from_iterable(pieces)), dtype=np.int32)
+    labels, end = input_ids.copy(), 0
+    labels[:1] = IGNORE_INDEX
+    for span, piece in zip(record.spans, pieces, strict=True):
+        start, end = end, end + len(piece)
+        if not (span.target or on_prompt):
+            labels[start:end] = IGNORE_INDEX
     return Sample(input_ids[: rule.max_seq_len], labels[: rule.max_seq_len])
 
 

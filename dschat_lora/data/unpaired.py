@@ -1,13 +1,12 @@
 """Unpaired answers for KTO: each with its label, and with an answer to another prompt."""
 
-from dataclasses import replace
-
 import numpy as np
 from numpy.typing import NDArray
 
 from dschat_lora.algos.seeds import permutation
 from dschat_lora.data.chat import Span
 from dschat_lora.data.records import TextRecord
+from dschat_lora.data.row_files import RowFiles
 
 
 def answers_of(record: TextRecord) -> list[TextRecord]:
@@ -16,9 +15,32 @@ def answers_of(record: TextRecord) -> list[TextRecord]:
         return [record]
     spans = (*record.spans[:-1], Span(record.rejected, target=True))
     return [
-        replace(record, rejected=None, label=True),
-        replace(record, spans=spans, rejected=None, label=False),
+        record._replace(rejected=None, label=True),
+        record._replace(spans=spans, rejected=None, label=False),
     ]
+
+
+def mismatched_records(
+    files: RowFiles, rows: NDArray[np.int64], train: NDArray[np.int64], *, seed: int
+) -> NDArray[np.int64]:
+    """For each record of these rows, the number of one with an answer to another prompt.
+
+    Where all of them have one prompt, training rows lend their answers.
+
+    Raises:
+        ValueError: if these have no other prompt either.
+    """
+    own = pool = files.record_numbers(rows)
+    if len(np.unique(files.prompts[own])) == 1:
+        pool = np.concatenate([own, files.record_numbers(train)])
+    found = mismatched(files.prompts[pool], seed=seed)[: len(own)]
+    if (found < 0).any():
+        raise ValueError(
+            f"{files.record(int(own[0])).location}: --loss_type kto needs answers to two prompts "
+            "or more, to estimate the KL divergence from those to other prompts; all rows have "
+            "this one"
+        )
+    return pool[found]
 
 
 def mismatched(prompts: NDArray[np.generic], *, seed: int) -> NDArray[np.int64]:

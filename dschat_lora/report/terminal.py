@@ -2,8 +2,12 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 
 def silence_stdout() -> None:
@@ -23,6 +27,18 @@ def log_once(text: str) -> None:
 def is_terminal() -> bool:
     """Whether a person reads the standard output, in colour."""
     return sys.stdout.isatty() and "NO_COLOR" not in os.environ
+
+
+def progress(what: str, count: Callable[[], int | None]) -> "tqdm[Any]":
+    """A bar with rate and remaining time, for what takes seconds while someone watches.
+
+    ``count`` tells how many there are, or None if that is not known.
+    """
+    from tqdm import tqdm
+
+    shown = sys.stderr.isatty()
+    total = count() if shown else None
+    return tqdm(desc=what, total=total, delay=2, dynamic_ncols=True, disable=not shown)
 
 
 def note(text: str) -> None:

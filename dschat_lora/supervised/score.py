@@ -5,7 +5,6 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -159,7 +158,7 @@ def _answers(record: TextRecord) -> list[TextRecord]:
     if record.rejected is None:
         return [record]
     other = (*record.spans[:-1], Span(record.rejected, target=True))
-    return [replace(record, rejected=None), replace(record, spans=other, rejected=None)]
+    return [record._replace(rejected=None), record._replace(spans=other, rejected=None)]
 
 
 @contextmanager

@@ -1,7 +1,11 @@
 import json
+import multiprocessing
 import os
 import shutil
+import signal
 from collections import Counter
+from functools import partial
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet
@@ -13,6 +17,7 @@ from dschat_lora.config.data import DataConfig
 from dschat_lora.data import fingerprint as fingerprint_module
 from dschat_lora.data.prepare import prepare
 from dschat_lora.data.rows import KNOWN_TYPES
+from dschat_lora.data.store import TokenSet
 from dschat_lora.data.templates import BUILT_IN_TEMPLATE
 
 EOS = 2
@@ -241,13 +246,95 @@ def test_a_source_without_rows_is_an_error_even_when_bad_rows_are_skipped(run, j
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_processes_change_nothing_but_the_time(run, jsonl, monkeypatch, workers, tmp_path):
-    monkeypatch.setattr("dschat_lora.data.tokenize.RECORDS_PER_CHUNK", 3)
+    monkeypatch.setattr("dschat_lora.data.row_reader.ROWS_PER_FILE", 3)
     monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
     prepared = run(jsonl(pairs(20)), preprocessing_num_workers=workers)
     assert texts(prepared.train) == [f"row {i}: {i}</s>" for i in range(20)]
     assert "TOKENIZERS_PARALLELISM" not in os.environ
     with pytest.raises(ValueError, match=r"train\.jsonl:1: 9 tokens are more than --max_seq_len"):
         run(jsonl(pairs(9)), preprocessing_num_workers=workers, max_seq_len=8, overlong="error")
+
+
+def conversations(count):
+    turn = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    last = [{"role": "user", "content": "r"}, {"role": "assistant", "content": "b"}]
+    return [{"messages": [*turn * number, *last]} for number in range(count)]
+
+
+@pytest.mark.parametrize("kind", ["samples", "pairs", "unpaired", "prompts"])
+def test_how_rows_lie_in_files_changes_nothing(jsonl, tmp_path, monkeypatch, byte_tokenizer, kind):
+    answers = [{"prompt": f"{i % 7}", "chosen": f"a{i}", "rejected": f"b{i}"} for i in range(23)]
+    rows = [{"oops": 1}, *answers, answers[0], *(conversations(5) if kind != "pairs" else [])]
+    if kind == "unpaired":
+        rows = [*answers, *(row | {"completion": "c", "label": True} for row in pairs(9))]
+    config = DataConfig(
+        data_path=(str(jsonl(rows)), str(jsonl(answers[:5], "b.jsonl"))),
+        data_weights=(1.0, 2.5),
+        data_split="2,4,4",
+        bad_rows="skip",
+        max_seq_len=64,
+        eval_ratio=0.2,
+    )
+    found = []
+    for size in (1, 4, 1000):
+        monkeypatch.setattr("dschat_lora.data.row_reader.ROWS_PER_FILE", size)
+        cache = tmp_path / f"{size}"
+        options = {"phase": 2, "seed": 0, "eos_id": EOS, "cache_dir": cache, "kind": kind}
+        prepared = prepare(config, byte_tokenizer, **options)
+        found.append((prepared.audit, prepared.train.digest, prepared.eval.digest))
+        assert len(prepared.train) == prepared.audit.train_samples > 0 < len(prepared.eval)
+    assert found[0] == found[1] == found[2]
+
+
+def test_a_digest_that_is_read_from_the_cache_is_that_of_the_samples(run, jsonl, tmp_path):
+    prepared = run(jsonl(pairs(20)), eval_ratio=0.2)
+    for name, part in (("train", prepared.train), ("eval", prepared.eval)):
+        file = tmp_path / "cache" / prepared.fingerprint / f"{name}.arrow"
+        assert TokenSet(file).digest == part.digest
+
+
+def kill_after(files, work):
+    """Work in a process that is killed when it has written so many files."""
+
+    def work_and_die():
+        written = []
+        rename = Path.rename
+
+        def count(self, target):
+            rename(self, target)
+            written.append(target)
+            if len(written) == files:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        Path.rename = count
+        work()
+
+    process = multiprocessing.get_context("fork").Process(target=work_and_die)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("files", [1, 4, 7, 10])
+def test_what_a_killed_preparation_wrote_is_not_made_again(run, jsonl, tmp_path, files):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dschat_lora.data.row_reader.ROWS_PER_FILE", 4)
+        path = jsonl(pairs(20))  # five files of records, then five of tokens
+        kill_after(files, partial(run, path, preprocessing_num_workers=1))
+        (left,) = (tmp_path / "cache").glob(".building-*")
+        kept = {file.name for file in left.glob("parts/*.arrow")}
+        assert len(kept) == files
+        spoilt = max(left.glob("parts/*.arrow"))
+        spoilt.write_bytes(spoilt.read_bytes()[:-9])
+        made, rename = [], Path.rename
+        patch.setattr(Path, "rename", lambda self, to: (made.append(to.name), rename(self, to)))
+        prepared = run(path, preprocessing_num_workers=1)
+    names = [f"{what}-{number:06}.arrow" for what in ("rows", "train") for number in range(5)]
+    assert made[:-1] == [name for name in names if name not in kept - {spoilt.name}]
+    assert texts(prepared.train) == [f"row {i}: {i}</s>" for i in range(20)]
+    assert not left.exists()
+    shutil.rmtree(tmp_path / "cache")
+    assert run(path).train.digest == prepared.train.digest
 
 
 def test_the_cache_is_hit_by_equal_content_under_another_name(run, jsonl, tmp_path):

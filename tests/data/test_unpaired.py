@@ -1,5 +1,6 @@
 """Unpaired answers: rows with a label or pairs, mismatched answers, samples and batches."""
 
+import json
 import random
 
 import numpy as np
@@ -7,15 +8,17 @@ import pytest
 import torch
 from hand_tokenizers import build_byte_tokenizer
 
+from dschat_lora.algos.seeds import permutation
+from dschat_lora.config.data import DataConfig
 from dschat_lora.data.chat import Chat, Span
-from dschat_lora.data.collect import Collected
 from dschat_lora.data.encoder import make_encoder
+from dschat_lora.data.prepare import prepare
 from dschat_lora.data.readers import RawRow, RowError
 from dschat_lora.data.records import TextRecord, to_records
 from dschat_lora.data.rows import parse_row, require_usable
 from dschat_lora.data.samples import UnpairedSample
 from dschat_lora.data.tokenize import TokenRule, tokenize
-from dschat_lora.data.unpaired import answers_of, unpair, with_mismatched
+from dschat_lora.data.unpaired import answers_of, mismatched
 from dschat_lora.data.unpaired_batch import UnpairedCollator
 
 EOS = 2
@@ -69,52 +72,82 @@ def test_answers_differ_where_prompt_answer_or_label_do():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_every_answer_is_shown_with_an_answer_to_another_prompt(seed):
+def test_every_answer_is_shown_with_the_next_one_to_another_prompt(seed):
     draw = random.Random(seed)
-    records = [answer(f"prompt {draw.randrange(1, 8) if n % 3 else 0}", f"{n}") for n in range(60)]
-    prompt_of = {record.completion: record.prompt for record in records}
-    found = with_mismatched(records, [], seed=seed)
-    for record, other in zip(records, found, strict=True):
-        assert (other.prompt, other.completion) == (record.prompt, record.completion)
-        assert prompt_of[other.mismatched] != record.prompt
-    again = with_mismatched(records, [], seed=seed)
-    assert [each.mismatched for each in again] == [each.mismatched for each in found]
+    prompts = [f"prompt {draw.randrange(1, 8) if n % 3 else 0}" for n in range(60)]
+    order = permutation(60, "mismatched", seed).tolist()
+    found = mismatched(np.array(prompts), seed=seed).tolist()
+    for place, number in enumerate(order):
+        following = (order[(place + step) % 60] for step in range(1, 60))
+        assert found[number] == next(n for n in following if prompts[n] != prompts[number])
 
 
 def test_answers_to_unlike_prompts_are_each_shown_to_one_other():
-    records = [answer(f"prompt {n}", f"{n}") for n in range(20)]
-    found = with_mismatched(records, [], seed=1)
-    assert sorted(each.mismatched for each in found) == sorted(each.completion for each in records)
-    assert [each.mismatched for each in found] != [each.completion for each in records[1:]] + ["0"]
+    found = mismatched(np.array([f"prompt {n}" for n in range(20)]), seed=1).tolist()
+    assert sorted(found) == list(range(20))
+    assert found != [*range(1, 20), 0]
 
 
-def test_one_held_out_prompt_borrows_answers_and_one_prompt_of_all_is_refused():
-    (found,) = with_mismatched([answer("p", "a")], [answer("q", "b"), answer("p", "c")], seed=0)
-    assert found.mismatched == "b"
-    assert with_mismatched([], [], seed=0) == []
-    with pytest.raises(ValueError, match=r"f:1: --loss_type kto needs answers to two prompts"):
-        with_mismatched([answer("p", "a"), answer("p", "b")], [answer("p", "c")], seed=0)
+@pytest.fixture
+def run(tmp_path, jsonl):
+    """Token sets of answers, and whole texts of each sample: own, mismatched."""
+
+    def call(rows, **options):
+        tokenizer = build_byte_tokenizer()
+        config = DataConfig(
+            data_path=(str(jsonl(rows)),), **{"max_seq_len": 64, "eval_ratio": 0.0} | options
+        )
+        prepared = prepare(
+            config,
+            tokenizer,
+            phase=2,
+            seed=0,
+            eos_id=EOS,
+            cache_dir=tmp_path / "cache",
+            kind="unpaired",
+        )
+        return [
+            [
+                (tokenizer.decode(s.input_ids), tokenizer.decode(s.mismatched), s.label)
+                for s in (part[i] for i in range(len(part)))
+            ]
+            for part in (prepared.train, prepared.eval)
+        ]
+
+    return call
 
 
-def test_repeats_are_of_every_answer_of_a_row():
-    rows = Collected(
-        "unpaired",
-        train=[(answer("p", "a"),), (pair("q", "b", "c"),), (answer("r", "d", label=False),)],
-        train_repeats=[1, 3, 2],
-        eval=[(pair("s", "e", "f"),)],
-    )
-    found = unpair(rows, seed=0)
-    held_out = [each for (each,) in found.eval]
-    assert [each.completion for (each,) in found.train] == ["a", "b", "c", "d"]
-    assert found.train_repeats == [1, 3, 3, 2]
-    assert [(each.completion, each.label) for each in held_out] == [("e", True), ("f", False)]
-    assert {each.mismatched for each in held_out} <= {"a", "b", "c", "d"}
+def labelled(prompt, completion, label=True):
+    return {"prompt": prompt, "completion": completion, "label": label}
+
+
+def test_one_held_out_prompt_borrows_answers_and_one_prompt_of_all_is_refused(run, tmp_path):
+    held_out = tmp_path / "eval.jsonl"
+    held_out.write_text(json.dumps(labelled("p", "a")))
+    rows = [labelled("q", "b"), labelled("p", "c")]
+    _, ((own, other, _),) = run(rows, eval_data_path=(str(held_out),))
+    assert (own, other) == ("pa</s>", "pb</s>")
+    with pytest.raises(
+        ValueError, match=r"train.jsonl:1: --loss_type kto needs answers to two prompts"
+    ):
+        run([labelled("p", "a"), labelled("p", "b")])
+
+
+def test_repeats_are_of_every_answer_of_a_row(run):
+    pair = {"prompt": "q", "chosen": "b", "rejected": "c"}
+    train, _ = run([labelled("p", "a"), pair, labelled("r", "d", False)], data_weights=(2.0,))
+    answers = [("pa</s>", 1), ("qb</s>", 1), ("qc</s>", 0), ("rd</s>", 0)]
+    assert [(own, label) for own, _, label in train] == [each for each in answers for _ in "12"]
+    assert all(own[0] == other[0] for own, other, _ in train)
+    assert {(own[0], other[1]) for own, other, _ in train} <= {
+        (mine, theirs) for mine in "pqr" for theirs in {"p": "bcd", "q": "ad", "r": "abc"}[mine]
+    }
 
 
 # ---------------------------------------------------------------------------- samples
 
 
-def run(prompt, text, mismatched, *, max_seq_len=100, overlong="drop", label=True):
+def sample_of(prompt, text, mismatched, *, max_seq_len=100, overlong="drop", label=True):
     tokenizer = build_byte_tokenizer()
     spans = (Span(prompt, target=False), Span(text, target=True))
     record = TextRecord("f:7", "unpaired preference", spans, label=label, mismatched=mismatched)
@@ -129,7 +162,7 @@ def letters(text):
 
 @pytest.mark.parametrize("label", [True, False])
 def test_both_answers_follow_the_prompt_and_end(label):
-    sample = run("ab", "cd", "efg", label=label).sample
+    sample = sample_of("ab", "cd", "efg", label=label).sample
     assert sample.prompt.tolist() == letters("ab")
     assert sample.input_ids.tolist() == [*letters("abcd"), EOS]
     assert sample.mismatched.tolist() == [*letters("abefg"), EOS]
@@ -137,7 +170,7 @@ def test_both_answers_follow_the_prompt_and_end(label):
 
 
 def test_a_mismatched_answer_is_cut_and_makes_no_row_too_long():
-    result = run("ab", "c", "defghij", max_seq_len=5)
+    result = sample_of("ab", "c", "defghij", max_seq_len=5)
     assert (result.length, result.truncated) == (4, False)
     assert result.sample.input_ids.tolist() == [*letters("abc"), EOS]
     assert result.sample.mismatched.tolist() == letters("abdef")
@@ -146,8 +179,8 @@ def test_a_mismatched_answer_is_cut_and_makes_no_row_too_long():
 @pytest.mark.parametrize("text", ["cdefgh", "c"])
 def test_too_long_answers_are_dropped_or_cut_as_in_supervised_training(text):
     prompt = "ab" if len(text) > 1 else "abcdefg"
-    assert run(prompt, text, "x", max_seq_len=5).sample is None
-    cut = run(prompt, text, "x", max_seq_len=5, overlong="truncate")
+    assert sample_of(prompt, text, "x", max_seq_len=5).sample is None
+    cut = sample_of(prompt, text, "x", max_seq_len=5, overlong="truncate")
     if text == "c":  # nothing is left of the answer
         assert cut.sample is None
     else:
@@ -155,7 +188,7 @@ def test_too_long_answers_are_dropped_or_cut_as_in_supervised_training(text):
         assert cut.sample.input_ids.tolist() == letters("abcde")
         assert not cut.sample.ends_in(EOS)
     with pytest.raises(ValueError, match=r"f:7: \d tokens are more than --max_seq_len 5"):
-        run(prompt, text, "x", max_seq_len=5, overlong="error")
+        sample_of(prompt, text, "x", max_seq_len=5, overlong="error")
 
 
 # ---------------------------------------------------------------------------- batches
