@@ -12,7 +12,8 @@ from transformers import LlamaConfig, OPTConfig, PretrainedConfig, Qwen3Config
 from dschat_lora.algos.sft import IGNORE_INDEX
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.data.batch import Batch, SampleCollator
-from dschat_lora.data.packing import PackedRow, make_rows
+from dschat_lora.data.packed_rows import PackedRows
+from dschat_lora.data.packing import make_rows
 from dschat_lora.data.samples import Sample
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.model import apply_lora
@@ -154,7 +155,7 @@ def mixed_rows(shape: Shape) -> list[list[Sample]]:
     ]
 
 
-def _packed(lengths: NDArray[np.int64], shape: Shape) -> list[PackedRow]:
+def _packed(lengths: NDArray[np.int64], shape: Shape) -> PackedRows:
     return make_rows(lengths, max_seq_len=shape.row_length, packing=True, seed=SEED)
 
 

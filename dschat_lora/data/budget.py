@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from dschat_lora.algos.seeds import permutation
 from dschat_lora.data.counts import SampleCounts
-from dschat_lora.data.packing import PackedRow, fill, make_rows, round_up
+from dschat_lora.data.packed_rows import PackedRow, PackedRows
+from dschat_lora.data.packing import fill, make_rows, round_up
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class TokenBudget:
         """Number of :meth:`groups` that a step takes."""
         return self.micro_batches if self.row_tokens is not None else 1
 
-    def groups(self, counts: SampleCounts, *, seed: int) -> list[PackedRow]:
+    def groups(self, counts: SampleCounts, *, seed: int) -> PackedRows:
         """Samples in groups that are made once a run: epochs permute the groups.
 
         A group fills a micro-batch. Where padding counts it fills a whole step, as the samples of
@@ -52,7 +53,7 @@ class TokenBudget:
             end = bisect_left(range(most), True, lo=start + 1, key=is_too_much) - 1
             groups.append(tuple(order[start:end].tolist()))
             start = end
-        return groups
+        return PackedRows.of(groups)
 
     def fill(self, groups: Sequence[PackedRow], counts: SampleCounts) -> float:
         """Share of the budget that holds tokens, in (0, 1]; 0 without groups."""

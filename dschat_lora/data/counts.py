@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from dschat_lora.algos.segments import causal_pairs
 from dschat_lora.algos.sft import IGNORE_INDEX
 from dschat_lora.data.batch import PairCollator, SampleCollator
-from dschat_lora.data.packing import PackedRow, first_fit, round_up
+from dschat_lora.data.packed_rows import PackedRow
+from dschat_lora.data.packing import first_fit, round_up
 from dschat_lora.data.store import TokenSet
 from dschat_lora.data.unpaired_batch import UnpairedCollator
 

@@ -58,7 +58,7 @@ def fingerprint(
         "options": {name: getattr(config, name) for name in OPTIONS},
         "run": [phase, seed, eos_id, kind],
         "tokenizer": describe_tokenizer(tokenizer),
-        "code": _code_digest(),
+        "code": code_digest(),
     }
     text = json.dumps(parts, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -92,7 +92,7 @@ def _describe_source(source: Source) -> list[Any]:
     return [source.option, *([data_suffix(file), file_digest(file)] for file in source.files)]
 
 
-def _code_digest() -> str:
+def code_digest() -> str:
     """Hash of the modules that decide what is prepared: this package's, and the shuffling's."""
     digest, root = hashlib.blake2b(digest_size=16), files("dschat_lora")
     modules = [item for item in (root / "data").iterdir() if item.name.endswith(".py")]

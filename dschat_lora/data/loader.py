@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from dschat_lora.algos.seeds import permutation
 from dschat_lora.data.budget import TokenBudget
 from dschat_lora.data.counts import SampleCounts, Samples, count_samples, count_step, row_lengths
-from dschat_lora.data.packing import PackedRow
+from dschat_lora.data.packed_rows import PackedRow, PackedRows
 from dschat_lora.data.store import TokenSet
 
 
@@ -77,13 +77,14 @@ class StepLoader:
         assert 0 <= rank < world_size
         assert min(micro_batch_size, gradient_accumulation_steps) >= 1
         assert budget is None or micro_batch_size == 1
-        size = 1 + max((max(row) for row in rows), default=-1)
+        rows = PackedRows.of(rows)
+        size = 1 + int(rows.samples.max(initial=-1))
         self._counts = counts or count_samples(collate, samples, size)
         self._samples, self._rows, self._collate, self._budget = samples, rows, collate, budget
         self._micro_batch_size, self._seed = micro_batch_size, seed
         self._rank, self._world_size = rank, world_size
         self.num_rows = len(rows)
-        several = any(len(row) > 1 for row in rows)
+        several = bool((rows.sizes > 1).any())
         self.packs = several if budget is None else budget.row_tokens is not None
         self.rows_per_step = micro_batch_size * gradient_accumulation_steps * world_size
         assert budget is None or budget.micro_batches == self.rows_per_step

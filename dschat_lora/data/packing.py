@@ -6,23 +6,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dschat_lora.algos.seeds import permutation
-
-PackedRow = tuple[int, ...]  # sample indices
+from dschat_lora.data.packed_rows import PackedRow, PackedRows
 
 
 def make_rows(
     lengths: NDArray[np.int64], *, max_seq_len: int, packing: bool, seed: int
-) -> list[PackedRow]:
+) -> PackedRows:
     """Rows of sample indices, made once a run: every epoch permutes the same rows.
 
     ``lengths`` are (n,) tokens of each sample, at most ``max_seq_len``. Without ``packing`` each
     sample is a row; with it, samples are packed first-fit in a seeded order.
     """
     if not packing:
-        return [(index,) for index in range(len(lengths))]
+        return PackedRows(np.arange(len(lengths)), np.arange(1, len(lengths) + 1))
     order = permutation(len(lengths), "packing", seed)
-    packed = first_fit(lengths[order].tolist(), max_seq_len)
-    return [tuple(int(order[position]) for position in row) for row in packed]
+    packed = PackedRows.of(first_fit(lengths[order].tolist(), max_seq_len))
+    return PackedRows(order[packed.samples], packed.ends)
 
 
 def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -50,8 +49,8 @@ def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 def fill(rows: Sequence[PackedRow], lengths: NDArray[np.int64], capacity: int) -> float:
     """Share of the rows' capacity that holds tokens, in (0, 1]; 0 without rows."""
-    tokens = sum(int(lengths[index]) for row in rows for index in row)
-    return tokens / (len(rows) * capacity) if rows else 0.0
+    tokens = int(lengths[PackedRows.of(rows).samples].sum())
+    return tokens / (len(rows) * capacity) if len(rows) else 0.0
 
 
 def round_up(size: int, multiple_of: int) -> int:

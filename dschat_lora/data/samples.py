@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +24,7 @@ class Sample:
         """Tokens before the first supervised one."""
         return self.input_ids[: int((self.labels != IGNORE_INDEX).argmax())]
 
-    @property
+    @cached_property
     def num_supervised(self) -> int:
         """Supervised tokens."""
         return int(np.count_nonzero(self.labels != IGNORE_INDEX))

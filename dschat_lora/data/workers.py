@@ -1,5 +1,6 @@
 """Work on many tasks by several processes, with the results in order."""
 
+import gc
 import multiprocessing
 import os
 from collections import deque
@@ -52,6 +53,8 @@ _worker: dict[str, Callable[[Any], Any]] = {}  # of a worker process: the functi
 
 def _set_function(function: Callable[[Any], Any]) -> None:
     _worker["function"] = function
+    # What was imported is neither searched for garbage nor, by that, copied.
+    gc.freeze()
 
 
 def _call(task: Any) -> Any:

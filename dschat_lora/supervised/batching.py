@@ -1,23 +1,34 @@
 """How samples and pairs lie in rows, and whether the model at hand keeps them apart there."""
 
+import dataclasses
+import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from dschat_lora.config.stages import PairConfig, SupervisedConfig
 from dschat_lora.data.batch import PairCollator, PairLayout, SampleCollator
 from dschat_lora.data.budget import TokenBudget
 from dschat_lora.data.counts import count_samples
 from dschat_lora.data.loader import Collator, Samples, StepLoader
-from dschat_lora.data.packing import PackedRow, fill, make_rows
+from dschat_lora.data.packed_rows import PackedRows, keep_rows
+from dschat_lora.data.packing import fill, make_rows
 from dschat_lora.data.store import TokenSet
 from dschat_lora.data.unpaired_batch import UnpairedCollator
 from dschat_lora.engine.build import TrainEngine
+from dschat_lora.engine.collectives import local_rank_first
 from dschat_lora.engine.distributed import data_rank, data_world_size
 from dschat_lora.models.architecture_checks import ArchitectureReport, check_architecture
 from dschat_lora.models.backbone import Backbone, BackboneModel
 from dschat_lora.models.causal_lm import LMHeadModel
 from dschat_lora.runtime.run import Run
-from dschat_lora.runtime.setup import resolve_logits
+from dschat_lora.runtime.setup import cache_directory, resolve_logits
 from dschat_lora.supervised.setup import SupervisedSetup
+
+# Samples from which on their rows are kept in the cache: to pack more takes seconds.
+KEPT_FROM = 100_000
 
 
 @dataclass(frozen=True)
@@ -143,16 +154,29 @@ def _check_architecture(
     return backbone, report
 
 
-def rows_of(
-    setup: SupervisedSetup, samples: TokenSet, batch_layout: BatchLayout
-) -> list[PackedRow]:
-    """Rows of sample numbers, several samples a row if they are to be packed."""
-    return make_rows(
-        batch_layout.collate.lengths(samples),
-        max_seq_len=setup.config.max_row_tokens,
-        packing=batch_layout.packing,
-        seed=setup.config.run.seed,
-    )
+def rows_of(setup: SupervisedSetup, samples: TokenSet, batch_layout: BatchLayout) -> PackedRows:
+    """Rows of sample numbers, several samples a row if they are to be packed. On every rank."""
+    lengths, packing = batch_layout.collate.lengths(samples), batch_layout.packing
+    size, seed = setup.config.max_row_tokens, setup.config.run.seed
+
+    def make() -> PackedRows:
+        return make_rows(lengths, max_seq_len=size, packing=packing, seed=seed)
+
+    return _kept(setup, [size, seed], lengths, make) if packing else make()
+
+
+def _kept(
+    setup: SupervisedSetup,
+    options: list[int | None],
+    lengths: NDArray[np.int64],
+    make: Callable[[], PackedRows],
+) -> PackedRows:
+    """Rows of samples of these lengths, which one process of a node makes if they are many."""
+    if lengths.shape[-1] < KEPT_FROM:
+        return make()
+    digest = hashlib.blake2b(lengths.tobytes(), digest_size=16).hexdigest()
+    cache = cache_directory(setup.config.data)
+    return local_rank_first(lambda: keep_rows(cache, [*options, digest], make))
 
 
 def train_loader(setup: SupervisedSetup, samples: Samples, batch_layout: BatchLayout) -> StepLoader:
@@ -165,7 +189,9 @@ def train_loader(setup: SupervisedSetup, samples: Samples, batch_layout: BatchLa
             batch.gradient_accumulation_steps * data_world_size(),
             batch_layout.row_tokens,
         )
-        rows = budget.groups(counts, seed=config.run.seed)
+        options = [*dataclasses.astuple(budget), config.run.seed]
+        lengths = np.stack([counts.tokens, counts.positions])
+        rows = _kept(setup, options, lengths, lambda: budget.groups(counts, seed=config.run.seed))
     else:
         budget, rows = None, rows_of(setup, setup.data.train, batch_layout)
     loader = StepLoader(

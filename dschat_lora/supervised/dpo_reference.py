@@ -17,7 +17,7 @@ from dschat_lora.config.stages import DpoConfig
 from dschat_lora.data.batch import PairBatch
 from dschat_lora.data.cache import load_or_build, read_content
 from dschat_lora.data.loader import Collator, Samples, eval_batches
-from dschat_lora.data.packing import PackedRow
+from dschat_lora.data.packed_rows import PackedRow
 from dschat_lora.data.store import TokenSet
 from dschat_lora.data.unpaired_batch import AnswerBatch, UnpairedBatch
 from dschat_lora.engine.build import TrainEngine

@@ -399,21 +399,21 @@ def test_the_cache_is_missed_when_the_code_or_the_place_of_a_file_changes(
         run(path, sft_only_data_path=(str(other),)).fingerprint,
         run(renamed, other).fingerprint,
     ]
-    monkeypatch.setattr(fingerprint_module, "_code_digest", lambda: "another version")
+    monkeypatch.setattr(fingerprint_module, "code_digest", lambda: "another version")
     prints.append(run(path, other).fingerprint)
     assert len(set(prints)) == 6
 
 
-def test_the_code_digest_follows_the_text_of_the_code(monkeypatch, tmp_path):
-    before = fingerprint_module._code_digest()
+def test_thecode_digest_follows_the_text_of_the_code(monkeypatch, tmp_path):
+    before = fingerprint_module.code_digest()
     copy = tmp_path / "copy"
     shutil.copytree(os.path.dirname(dschat_lora.__file__), copy)
     monkeypatch.setattr(fingerprint_module, "files", lambda _: copy)
-    digests = [fingerprint_module._code_digest()]
+    digests = [fingerprint_module.code_digest()]
     assert digests == [before]
     for changed in ("data/split.py", "algos/seeds.py"):
         (copy / changed).write_text((copy / changed).read_text() + "\n")
-        digests.append(fingerprint_module._code_digest())
+        digests.append(fingerprint_module.code_digest())
     assert len(set(digests)) == 3
 
 
