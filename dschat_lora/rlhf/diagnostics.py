@@ -12,7 +12,7 @@ RATIO_TOLERANCE = {"fp32": 1e-6, "bf16": 0.05, "fp16": 0.01}
 SAMPLER_TOLERANCE = {"fp32": 1e-4, "bf16": 0.05, "fp16": 0.02}
 _METRICS = (
     *("kl", "kl_standard_error", "eos_rate", "entropy", "explained_variance", "reward_std"),
-    *("ratio_error", "score_clip_fraction", "sampler_error"),
+    *("ratio_error", "score_clip_fraction", "sampler_error", "reward", "dropped", "samples"),
 )
 
 
@@ -37,7 +37,11 @@ class Diagnostics:
         if len(self.first) < WINDOW:
             self.first.append(row)
         self.latest = [*self.latest, row][-WINDOW:]
-        found = {"ratio": self._ratio(row), "sampler": self._sampler(row)}
+        found = {
+            "ratio": self._ratio(row),
+            "sampler": self._sampler(row),
+            "dropped": self._dropped(row),
+        }
         if len(self.latest) == WINDOW:
             found |= {
                 "kl": self._negative_kl(),
@@ -142,9 +146,30 @@ class Diagnostics:
         spread = self._mean(self.latest, "reward_std")
         if spread is None or spread > 0:
             return None
+        value, before = (self._mean(rows, "reward") for rows in (self.latest, self.first))
+        assert value is not None
+        assert before is not None
+        varied = any(row["reward_std"] > 0 for row in self.first)
+        if value > before:
+            why = f"it rose to that from {before:.3g}, so the task is solved"
+        elif value < before:
+            why = f"it fell to that from {before:.3g}: nothing passes any more"
+        elif varied or value <= 0:
+            why = "nothing passes: the reward is impossible to get from here"
+        else:
+            why = "it was never another: the task was solved before, or nothing passes"
         return (
-            "all responses of the last iterations got the same reward: there is nothing to learn "
-            "from (a rule that nothing passes, or --clip_reward_value that everything exceeds?)"
+            f"all responses of the last iterations got the same reward, {value:.3g}, and there is "
+            f"nothing to learn from; {why}"
+        )
+
+    def _dropped(self, row: dict[str, float]) -> str | None:
+        dropped, samples = row.get("dropped", 0.0), row.get("samples", 0.0)
+        if not dropped:
+            return None
+        return (
+            f"{dropped:.0f} of {samples:.0f} responses ({dropped / samples:.0%}) do not count: a "
+            "reward function returned None for them"
         )
 
     def _clipped(self) -> str | None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dschat_lora.algos.advantages import explained_variance, response_sums
+from dschat_lora.algos.advantages import equal_groups, explained_variance, response_sums
 from dschat_lora.algos.kl import kl_k3
 from dschat_lora.algos.preference import correlation
 from dschat_lora.rlhf.experience import AdvantagesAndReturns, Experience
@@ -62,6 +62,7 @@ def response_metrics(
 ) -> dict[str, float | int | None]:
     """Scores, KL, lengths and ends of the responses, and how well the critic predicts returns."""
     responses, mask = experience.responses, experience.mask
+    groups = [each.group for each in responses]
     assert experience.logprobs is not None
     k3 = kl_k3(experience.logprobs, experience.ref_logprobs)
     columns = [experience.scores, response_sums(experience.kl(), mask), response_sums(k3, mask)]
@@ -78,6 +79,7 @@ def response_metrics(
         **sampler_errors(experience),
         "reward": float(scores.mean()),
         "reward_std": float(scores.std(correction=0)),
+        **rewards_by_name(experience),
         "scaled_reward": float(scaled.mean()),
         "kl": float(kl.mean()),
         "kl_k3": float(k3.mean()),
@@ -88,10 +90,21 @@ def response_metrics(
         "eos_rate": eos_rate,
         "truncated_fraction": 1 - eos_rate,
         "dropped": len(responses) - len(kept),
+        "equal_prompts": len(equal_groups(experience.scores.tolist(), groups)),
         "samples": len(responses),
         "tokens": sum(map(len, responses)),
         "supervised_tokens": sum(len(r.tokens) for r in responses),
     }
+
+
+def rewards_by_name(experience: Experience) -> dict[str, float]:
+    """Mean and standard deviation of what each function scored, over responses that count."""
+    found = {}
+    for name, scores in experience.rewards.items():
+        counted = scores[experience.counts].double()
+        found[f"reward/{name}"] = float(counted.mean())
+        found[f"reward/{name}_std"] = float(counted.std(correction=0))
+    return found
 
 
 def sampler_errors(experience: Experience) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """Training of step 3: an iteration after another, with evaluations and checkpoints on the way."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from dschat_lora.rlhf.engines import Engines
 from dschat_lora.rlhf.evaluation import RlhfEvaluator
 from dschat_lora.rlhf.iteration import Iterations
 from dschat_lora.rlhf.pretraining import make_pretraining
+from dschat_lora.rlhf.rewards import RewardError
 from dschat_lora.rlhf.rollout import Generator
 from dschat_lora.rlhf.schedule import RlhfProgress, RlhfSchedule, make_rlhf_schedule
 from dschat_lora.rlhf.setup import RlhfSetup
@@ -63,7 +65,7 @@ def train(setup: RlhfSetup, engines: Engines) -> TrainResult:
             requests = sum_over_processes(checkpointer.requests())
             yield IterationOutcome(requests, skipped, scales_loss)
 
-    with run.interrupts.deferred():
+    with _failures_saved(checkpointer, progress), run.interrupts.deferred():
         run_loop(
             iterations(),
             schedule,
@@ -73,7 +75,34 @@ def train(setup: RlhfSetup, engines: Engines) -> TrainResult:
             checkpointer=checkpointer,
             log=run.log,
         )
+    _check_learnt(progress)
     return TrainResult(evaluator.before_and_after(), progress, average)
+
+
+@contextmanager
+def _failures_saved(checkpointer: Checkpointer, progress: RlhfProgress) -> Iterator[None]:
+    """Where a reward function fails in the block, save the last whole iteration, then raise.
+
+    Responses are scored before any of their steps is taken: no iteration is saved in part.
+    """
+    try:
+        yield
+        return
+    except RewardError as error:
+        cause = error.__cause__
+    checkpointer.save_rest(progress.step, "stopped by a reward function that failed")
+    assert cause is not None
+    raise cause
+
+
+def _check_learnt(progress: RlhfProgress) -> None:
+    """Refuse to pass off as finished a run of which no response ever counted."""
+    if progress.responses and not progress.step:
+        raise ValueError(
+            f"none of the {progress.responses:,} responses of {progress.iteration} iterations "
+            "counted: nothing was learnt, and no adapter was written; look at what the reward "
+            "function returns (None leaves a response out)"
+        )
 
 
 def _announce(schedule: RlhfSchedule, say: Callable[[str], None]) -> None:

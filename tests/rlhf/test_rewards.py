@@ -11,7 +11,8 @@ import torch.distributed as dist
 from dschat_lora.algos.advantages import RunningMoments
 from dschat_lora.rlhf.batch import Response
 from dschat_lora.rlhf.config import RewardsConfig
-from dschat_lora.rlhf.rewards import RewardFunction, load_function, rescale_values, shaped_rewards
+from dschat_lora.rlhf.reward_shaping import rescale_values, shaped_rewards
+from dschat_lora.rlhf.rewards import RewardFunction, load_function
 from helpers.roles import Words
 
 CPU = torch.device("cpu")
