@@ -1,5 +1,6 @@
 """Diagnostics of known failures of step 3, from the metrics of iterations and evaluations."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -147,17 +148,16 @@ class Diagnostics:
         if spread is None or spread > 0:
             return None
         value, before = (self._mean(rows, "reward") for rows in (self.latest, self.first))
-        assert value is not None
-        assert before is not None
-        varied = any(row["reward_std"] > 0 for row in self.first)
+        if value is None or before is None:
+            value = before = math.nan
         if value > before:
-            why = f"it rose to that from {before:.3g}, so the task is solved"
+            why = f"it rose to that from {before:.3g}: the task is solved"
         elif value < before:
             why = f"it fell to that from {before:.3g}: nothing passes any more"
-        elif varied or value <= 0:
-            why = "nothing passes: the reward is impossible to get from here"
+        elif value <= 0:
+            why = "impossible: no response of the actor is worth more"
         else:
-            why = "it was never another: the task was solved before, or nothing passes"
+            why = "so it was from the start: solved if that is the best score, else impossible"
         return (
             f"all responses of the last iterations got the same reward, {value:.3g}, and there is "
             f"nothing to learn from; {why}"

@@ -62,7 +62,6 @@ def response_metrics(
 ) -> dict[str, float | int | None]:
     """Scores, KL, lengths and ends of the responses, and how well the critic predicts returns."""
     responses, mask = experience.responses, experience.mask
-    groups = [each.group for each in responses]
     assert experience.logprobs is not None
     k3 = kl_k3(experience.logprobs, experience.ref_logprobs)
     columns = [experience.scores, response_sums(experience.kl(), mask), response_sums(k3, mask)]
@@ -80,6 +79,7 @@ def response_metrics(
         "reward": float(scores.mean()),
         "reward_std": float(scores.std(correction=0)),
         **rewards_by_name(experience),
+        **_equal_prompts(experience),
         "scaled_reward": float(scaled.mean()),
         "kl": float(kl.mean()),
         "kl_k3": float(k3.mean()),
@@ -90,7 +90,6 @@ def response_metrics(
         "eos_rate": eos_rate,
         "truncated_fraction": 1 - eos_rate,
         "dropped": len(responses) - len(kept),
-        "equal_prompts": len(equal_groups(experience.scores.tolist(), groups)),
         "samples": len(responses),
         "tokens": sum(map(len, responses)),
         "supervised_tokens": sum(len(r.tokens) for r in responses),
@@ -105,6 +104,14 @@ def rewards_by_name(experience: Experience) -> dict[str, float]:
         found[f"reward/{name}"] = float(counted.mean())
         found[f"reward/{name}_std"] = float(counted.std(correction=0))
     return found
+
+
+def _equal_prompts(experience: Experience) -> dict[str, int]:
+    """Prompts of which no two responses have different scores, where they have several."""
+    groups = [each.group for each in experience.responses]
+    if len(set(groups)) == len(groups):
+        return {}
+    return {"equal_prompts": len(equal_groups(experience.scores.tolist(), groups))}
 
 
 def sampler_errors(experience: Experience) -> dict[str, float]:

@@ -182,13 +182,10 @@ class Checkpointer:
         if step > self._last_step:
             self.save(step)
         on_rank_zero(self._finish_writing)
-        typed = {
-            name: v for name, v in flatten(self._run.config).items() if v and name in RUNS_CODE
-        }
-        where = " ".join(
-            [f"go on with: --output_dir {self._directory} --resume_from_checkpoint latest"]
-            + command_line(typed)
-        )
+        flat = flatten(self._run.config)
+        code = command_line({name: flat[name] for name in RUNS_CODE if flat.get(name)})
+        resumed = ("--output_dir", str(self._directory), "--resume_from_checkpoint", "latest")
+        where = f"go on with: {' '.join([*resumed, *code])}"
         self._run.log.say(
             f"{why} after step {step}; " + (where if step else "nothing was learnt yet")
         )
