@@ -371,6 +371,9 @@ class ClassicConfig:
         False, help="keep a moving average of the actor, written to actor_ema/"
     )
     ema_decay: float = option(0.992, help="share of the average that stays at a step")
+    log_rollouts: int = option(
+        128, help="responses of an iteration that are kept in rollouts.jsonl.gz; 0: none"
+    )
     print_answers: bool = option(False, help="show a response at every iteration")
     print_answers_interval: int = option(10, help="iterations between shown responses; 0: never")
     enable_test_mode: bool = option(False, help="stop after --test_stop_step optimizer steps")
@@ -412,7 +415,7 @@ class ClassicConfig:
 
     def __post_init__(self) -> None:
         require_numbers(self, "in [0, 1)", "ema_decay")
-        require_numbers(self, ">= 0", "print_answers_interval", "test_stop_step")
+        require_numbers(self, ">= 0", "log_rollouts", "print_answers_interval", "test_stop_step")
         if self.enable_test_mode and not self.test_stop_step:
             raise ValueError("--enable_test_mode stops after --test_stop_step steps: give it")
 

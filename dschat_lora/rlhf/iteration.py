@@ -18,11 +18,12 @@ from dschat_lora.algos.devices import to_device
 from dschat_lora.algos.kl import adapted_kl_coef
 from dschat_lora.algos.seeds import permutation
 from dschat_lora.engine.collectives import sum_over_ranks
-from dschat_lora.engine.distributed import data_rank, data_world_size, device
+from dschat_lora.engine.distributed import data_rank, data_world_size, device, rank
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.perf.peak import device_peak
 from dschat_lora.perf.throughput import StepCounts
 from dschat_lora.report.log import rlhf_line
+from dschat_lora.report.rollouts import RolloutLog
 from dschat_lora.rlhf.batch import (
     Minibatch,
     Response,
@@ -42,7 +43,7 @@ from dschat_lora.rlhf.experience import (
     score_responses,
     scores_alone,
 )
-from dschat_lora.rlhf.metrics import response_metrics, update_metrics
+from dschat_lora.rlhf.metrics import response_metrics, rollout_rows, update_metrics
 from dschat_lora.rlhf.pretraining import Pretraining
 from dschat_lora.rlhf.reward_shaping import clipped_rewards, rescale_values, shaped_rewards
 from dschat_lora.rlhf.rollout import Generator
@@ -68,6 +69,7 @@ class Iterations:
     diagnostics: Diagnostics
     pretraining: Pretraining | None
     average: MovingAverage | None
+    rollouts: RolloutLog
 
     def __post_init__(self) -> None:
         self.config, self.timer = self.setup.config, PhaseTimer(device())
@@ -106,6 +108,7 @@ class Iterations:
             updater = self._updater(experience, rewards)
             results = self._update(updater, minibatches, make_batch, batches)
         self._advance(updater.experience, results)
+        self._keep_rollouts(updater)
         if not results:
             self.timer.take()
             self._report.nothing_counts(self.progress, experience)
@@ -269,6 +272,20 @@ class Iterations:
                 horizon=config.kl_horizon,
                 num_samples=len(responses),
             )
+
+    def _keep_rollouts(self, updater: Updater) -> None:
+        most = self.config.classic.log_rollouts
+        if not most or rank() != 0:
+            return
+        self.rollouts.write(
+            rollout_rows(
+                updater.experience,
+                updater.targets,
+                self.setup.tokenizer.decode,
+                iteration=self.progress.iteration,
+                most=most,
+            )
+        )
 
     def _throughput(
         self,

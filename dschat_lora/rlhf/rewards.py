@@ -144,7 +144,14 @@ class RewardFunction:
         calls = calls_of(self.function, responses, self.tokenizer)
         found = [self.function(**call) for call in calls]
         if any(inspect.isawaitable(each) for each in found):
-            found = asyncio.run(_all_of(found))
+
+            async def all_found() -> list[Any]:
+                return list(await asyncio.gather(*found))
+
+            return self._one_or_all(asyncio.run(all_found()))
+        return self._one_or_all(found)
+
+    def _one_or_all(self, found: list[Any]) -> Any:
         return found if is_singular(self.function) else found[0]
 
     def _listed(self, found: Any, count: int) -> Sequence[object]:
@@ -173,10 +180,6 @@ class RewardFunction:
                 "are finite numbers, or None for a response that is not to count"
             )
         return number
-
-
-async def _all_of(found: Sequence[Any]) -> list[Any]:
-    return list(await asyncio.gather(*found))
 
 
 def _shortened(text: str, most: int = 200) -> str:

@@ -3,11 +3,15 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from dschat_lora.engine.collectives import sum_over_processes
+from dschat_lora.engine.distributed import rank
 from dschat_lora.engine.state import EngineState
 from dschat_lora.models.causal_lm import end_ids
+from dschat_lora.report.rollouts import RolloutLog
+from dschat_lora.rlhf.config import RlhfConfig
 from dschat_lora.rlhf.diagnostics import Diagnostics
 from dschat_lora.rlhf.ema import MovingAverage
 from dschat_lora.rlhf.engines import Engines
@@ -20,6 +24,8 @@ from dschat_lora.rlhf.schedule import RlhfProgress, RlhfSchedule, make_rlhf_sche
 from dschat_lora.rlhf.setup import RlhfSetup
 from dschat_lora.runtime.checkpointer import Checkpointer, Part
 from dschat_lora.runtime.loop import IterationOutcome, run_loop
+from dschat_lora.runtime.resume import goes_on_in_place, run_of
+from dschat_lora.runtime.run import Run
 
 
 @dataclass(frozen=True)
@@ -47,15 +53,19 @@ def train(setup: RlhfSetup, engines: Engines) -> TrainResult:
     plain = config.batch.do_sample and config.batch.top_p == 1 and config.batch.top_k == 0
     diagnostics = Diagnostics(setup.settings["actor"].dtype, samples_tokens=plain)
     evaluator = RlhfEvaluator(setup, engines, generator, diagnostics)
+    rollouts = _make_rollout_log(run)
     parts: dict[str, Part] = {"progress": progress, "watch": diagnostics, "evaluation": evaluator}
+    parts["rollouts"] = rollouts
     if pretraining is not None:
         parts["pretraining"] = pretraining
-    checkpointer = _make_checkpointer(setup, engines, schedule, parts, average)
+    checkpointer = _make_checkpointer(
+        setup, engines, schedule, parts, average, on_checkpoint=rollouts.sync
+    )
     checkpointer.restore(num_steps=schedule.num_steps)
     if progress.kl_start != config.ppo.kl_coef:  # another one from here on
         progress.kl_coef = progress.kl_start = config.ppo.kl_coef
     iterate = Iterations(
-        setup, engines, schedule, generator, progress, diagnostics, pretraining, average
+        setup, engines, schedule, generator, progress, diagnostics, pretraining, average, rollouts
     )
 
     def iterations() -> Iterator[IterationOutcome]:
@@ -129,12 +139,22 @@ def make_generator(setup: RlhfSetup, engines: Engines) -> Generator:
     )
 
 
+def _make_rollout_log(run: Run[RlhfConfig]) -> RolloutLog:
+    """The file of responses; of a run that goes on elsewhere, with those of the earlier run."""
+    assert run.directory is not None, "a dry run keeps nothing"
+    source = None
+    if run.config.checkpoint and not goes_on_in_place(run.config):
+        source = run_of(Path(run.config.checkpoint))
+    return RolloutLog(run.directory, run.log, active=rank() == 0, source=source)
+
+
 def _make_checkpointer(
     setup: RlhfSetup,
     engines: Engines,
     schedule: RlhfSchedule,
     parts: dict[str, Part],
     average: MovingAverage | None,
+    on_checkpoint: Callable[[int], None],
 ) -> Checkpointer:
     states: dict[str, Any] = {
         name: EngineState(engine, setup.roles.models[name].model)
@@ -152,4 +172,5 @@ def _make_checkpointer(
             "rows_per_step": schedule.rows_per_step,
             "responses": schedule.order.per_iteration * schedule.num_generations,
         },
+        on_checkpoint=on_checkpoint,
     )

@@ -115,7 +115,10 @@ class Updater:
         if config.mask_truncated_completions:
             self._mask = self._mask & experience.ended[:, None]
         self._weights = token_weights(
-            self._mask, config.loss_normalization, max_length=max_length, dtype=experience.scores.dtype
+            self._mask,
+            config.loss_normalization,
+            max_length=max_length,
+            dtype=experience.scores.dtype,
         )
         self.experience = experience  # complete from the first step on
         self.targets: AdvantagesAndReturns | None = None  # None before the first step

@@ -103,7 +103,8 @@ class Checkpointer:
         for name, engine in self._engines.items():
             engine.load(state["engines"][name], _reader(checkpoint, name))
         for name, part in self._parts.items():
-            part.restore(state["parts"][name])
+            if name in state["parts"]:  # an earlier version may have kept fewer
+                part.restore(state["parts"][name])
         self._first_step = self._last_step = state["step"]
         self._begun = self._last_time = time.monotonic()
         self._resumed_from = checkpoint
