@@ -159,6 +159,12 @@ class RolloutConfig:
     temperature: float = option(1.0, help="of sampling and of all log-probabilities")
     top_p: float = option(1.0, help="sample from the likeliest tokens of this probability mass")
     top_k: int = option(0, help="sample from this many likeliest tokens; 0: all")
+    stop_tokens: tuple[str, ...] = option(
+        (), help="tokens that end a response, beside those of tokenizer, template and model"
+    )
+    stop_strings: tuple[str, ...] = option(
+        (), help="texts that end a response with the token that completes them"
+    )
 
     def __post_init__(self) -> None:
         rollout = ("per_device_generation_batch_size", "generation_batches", "num_generations")
@@ -170,6 +176,8 @@ class RolloutConfig:
         )
         require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
         require_numbers(self, ">= 0", "top_k")
+        for name in ("stop_tokens", "stop_strings"):
+            require(all(getattr(self, name)), name, "", "texts that are not empty")
         at_a_time = self.per_device_generation_batch_size
         if self.num_generations > at_a_time:
             raise ValueError(

@@ -3,13 +3,13 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dschat_lora.engine.collectives import sum_over_processes
 from dschat_lora.engine.distributed import rank
 from dschat_lora.engine.state import EngineState
-from dschat_lora.models.causal_lm import end_ids
 from dschat_lora.report.rollouts import RolloutLog
 from dschat_lora.rlhf.config import RlhfConfig
 from dschat_lora.rlhf.diagnostics import Diagnostics
@@ -22,6 +22,7 @@ from dschat_lora.rlhf.rewards import RewardError
 from dschat_lora.rlhf.rollout import Generator
 from dschat_lora.rlhf.schedule import RlhfProgress, RlhfSchedule, make_rlhf_schedule
 from dschat_lora.rlhf.setup import RlhfSetup
+from dschat_lora.rlhf.stops import end_of_text, stop_ids
 from dschat_lora.runtime.checkpointer import Checkpointer, Part
 from dschat_lora.runtime.loop import IterationOutcome, run_loop
 from dschat_lora.runtime.resume import goes_on_in_place, run_of
@@ -125,17 +126,23 @@ def _announce(schedule: RlhfSchedule, say: Callable[[str], None]) -> None:
 
 
 def make_generator(setup: RlhfSetup, engines: Engines) -> Generator:
-    """The generator of the actor's responses."""
+    """The generator of the actor's responses.
+
+    Raises:
+        ValueError: if one of ``--stop_tokens`` is not one token.
+    """
+    batch, decode = setup.config.batch, setup.tokenizer.decode
     return Generator(
         engines.actor,
         setup.roles.rollout,
         engines.actor.module.policy("actor").model,
-        eos_ids=end_ids(setup.tokenizer),
+        eos_ids=stop_ids(setup.tokenizer, setup.roles.actor.model, batch.stop_tokens),
         pad_id=int(setup.tokenizer.pad_token_id),
-        batch_size=setup.config.batch.per_device_generation_batch_size,
+        batch_size=batch.per_device_generation_batch_size,
         max_length=setup.config.data.max_seq_len,
         keeps_memory=setup.keeps_cache,
-        merged=setup.config.batch.merge_for_rollouts,
+        merged=batch.merge_for_rollouts,
+        find_end=partial(end_of_text, stop_strings=batch.stop_strings, decode=decode),
     )
 
 
