@@ -53,10 +53,17 @@ def select_rollouts(rows: Sequence[Rollout], query: RolloutQuery) -> dict[str, l
         found["changed"] = _changed(counted, query.changed)
     if query.prompt is not None:
         own = [row for row in rows if query.prompt in row["prompt"]]
-        found["prompt"] = sorted(own, key=lambda row: row["iteration"])[: query.limit]
+        found["prompt"] = _spread(sorted(own, key=lambda row: row["iteration"]), query.limit)
     if text is not None and not found:
         found["contains"] = list(rows[: query.limit])
     return found
+
+
+def _spread(rows: Sequence[Rollout], count: int) -> list[Rollout]:
+    """``count`` of the rows at even distances, the first and the last among them."""
+    if len(rows) <= count:
+        return list(rows)
+    return [rows[n * (len(rows) - 1) // max(1, count - 1)] for n in range(count)]
 
 
 def _changed(rows: Sequence[Rollout], count: int) -> list[Rollout]:

@@ -175,6 +175,8 @@ def test_text_filters_every_selection(looked, run):
 def test_a_prompt_is_shown_in_the_order_of_iterations(looked, run):
     found = json.loads(looked(run, "--prompt", "1 + 1", "--json"))
     assert named(found["prompt"]) == ["two 1", "two 2", "two 3"]
+    found = json.loads(looked(run, "--prompt", "1 + 1", "--limit", 2, "--json"))
+    assert named(found["prompt"]) == ["two 1", "two 3"]
 
 
 def test_best_and_worst_are_shown_where_nothing_is_asked_for(looked, run):
