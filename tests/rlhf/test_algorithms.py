@@ -204,6 +204,11 @@ CASES = {
         {"low": 0.05, "high": 0.05, "mean": "sequence"}
         | {"beta": 0.3, "kl": "k3", "where": "reward"},
     ),
+    "reinforce_pp with k2 in the loss": (
+        {"algorithm": "reinforce_pp", "kl_in": "loss", "kl_estimator": "k2"},
+        ("returns", "clip"),
+        {**CLIP, "mean": "token", "beta": 0.1, "kl": "k2"},
+    ),
     "dapo with a divergence": (
         {"algorithm": "dapo", "kl_coef": 0.2},
         ("grpo", "clip"),
