@@ -2,12 +2,14 @@
 
 import argparse
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 from dschat_lora import __version__
 from dschat_lora.checkpoint.adapter_config import accept_adapter
 from dschat_lora.config.options import Parser, fail, parse_config, unknown_option
 from dschat_lora.config.stages import AuditConfig, ScoreConfig
+from dschat_lora.report.rollout_words import show_rollouts
 from dschat_lora.report.terminal import error_message, log_once, silence_stdout
 from dschat_lora.runtime.validation import check_audit, check_score
 
@@ -26,8 +28,12 @@ def main() -> None:
     verbs.add_parser("score", help="score answers by a reward model", add_help=False)
     verbs.add_parser("extract", help="LoRA and head of a full checkpoint to PEFT", add_help=False)
     verbs.add_parser("pipeline", help="run all stages of a YAML file, or go on", add_help=False)
+    verbs.add_parser("rollouts", help="look through a run's responses of step 3", add_help=False)
     arguments, rest = parser.parse_known_args()
-    own_parsers = {"audit": _audit, "score": _score, "extract": _extract, "pipeline": _pipeline}
+    own_parsers = {
+        **{"audit": _audit, "score": _score, "extract": _extract, "pipeline": _pipeline},
+        "rollouts": _rollouts,
+    }
     if arguments.verb in own_parsers:
         own_parsers[arguments.verb](rest)
     elif rest:
@@ -89,6 +95,43 @@ def _score(argv: list[str]) -> None:
         if type(error).__name__ != "OutOfMemoryError":  # torch's own, which is not imported here
             raise
         fail("the GPU is full: lower --per_device_eval_batch_size or --max_seq_len", code=1)
+
+
+def _rollouts(argv: list[str]) -> None:
+    parser = Parser(
+        "dschat-lora rollouts",
+        "Look through the responses that a run of step 3 kept: by default the best and the worst.",
+    )
+    parser.add_argument("run", metavar="OUT", help="output directory of the run")
+    for name, what in (
+        ("best", "responses of the highest reward"),
+        ("worst", "responses of the lowest reward"),
+        (
+            "changed",
+            "prompts whose mean reward changed most, by the best response before and after",
+        ),
+    ):
+        parser.add_argument(f"--{name}", metavar="N", type=int, default=0, help=f"show N {what}")
+    parser.add_argument("--contains", metavar="TEXT", help="only where prompt or response has TEXT")
+    parser.add_argument(
+        "--prompt", metavar="TEXT", help="responses to prompts with TEXT, over time"
+    )
+    parser.add_argument(
+        "--limit", metavar="N", type=int, default=20, help="most of these two (default: 20)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    try:
+        chosen = vars(parser.parse_args(argv))
+        for name in ("best", "worst", "changed", "limit"):
+            if chosen[name] < 0:
+                raise ValueError(f"--{name} must be >= 0, got {chosen[name]}")
+        if not any(chosen[n] for n in ("best", "worst", "changed", "contains", "prompt")):
+            chosen |= {"best": 3, "worst": 3}
+        show_rollouts(Path(chosen.pop("run")), **chosen)
+    except BrokenPipeError:
+        silence_stdout()  # whoever reads has read enough
+    except (ValueError, OSError) as error:
+        fail(error_message(error), code=1 if isinstance(error, OSError) else 2)
 
 
 def _extract(argv: list[str]) -> None:

@@ -33,7 +33,11 @@ FLOORS = [
         "algos": Room(libraries="numpy torch", light="schedules"),
         "assets": Room(light="__init__ toy_world"),
         "config": Room(libraries="yaml", light="data groups options stages values"),
-        "report": Room("", "torch tqdm", "charts costs directory html markup story style terminal"),
+        "report": Room(
+            "",
+            "torch tqdm",
+            "charts costs directory html markup rollout_file rollout_words story style terminal",
+        ),
     },
     {
         "data": Room(
@@ -72,7 +76,7 @@ FLOORS = [
         "rlhf": Room(
             "algos assets checkpoint config data engine generation lora models perf report runtime",
             "numpy torch",
-            "config diagnostics validation",
+            "algorithms builtin_rewards config diagnostics validation",
         ),
         "supervised": Room(
             "algos checkpoint config data engine generation lora models perf report runtime",

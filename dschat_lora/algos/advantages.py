@@ -1,10 +1,12 @@
-"""Rewards, advantages and returns: GAE, RLOO, GRPO, whitening, running moments.
+"""Rewards, advantages and returns: GAE, RLOO, GRPO and Dr. GRPO, whitening, running moments.
 
 N responses are right-padded to R tokens; their mask is (N, R) bool, True on the tokens of the
 response up to and including the end of sequence. Padding may hold anything, NaN included.
 Tensors whose shapes do not fit are a ValueError.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -125,6 +127,52 @@ def grpo_advantages(rewards: Tensor, groups: Tensor) -> Tensor:
     squares, _ = _of_groups(deviations.square(), groups)
     advantages = deviations / ((squares / (sizes - 1)).sqrt() + GRPO_EPS)
     return torch.where(sizes > 1, advantages, 0).to(rewards.dtype)
+
+
+@torch.no_grad()
+def dr_grpo_advantages(rewards: Tensor, groups: Tensor) -> Tensor:
+    """``r - mean`` within the responses to each prompt: section 3.2 of arXiv:2503.20783.
+
+    The mean counts the response itself, and no deviation divides. Arguments and result are as for
+    :func:`rloo_advantages`.
+    """
+    check_same_shape(rewards=rewards, groups=groups)
+    exact = rewards.double()
+    totals, sizes = _of_groups(exact, groups)
+    return torch.where(sizes > 1, exact - totals / sizes, 0).to(rewards.dtype)
+
+
+@torch.no_grad()
+def discounted_returns(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
+    """``sum over l of gamma^l r_{t+l}``: what REINFORCE++ standardises (arXiv:2501.03262).
+
+    ``rewards`` are (N, R) of each response token, KL penalty included; the result is (N, R)
+    without gradient, 0 where the mask is False.
+    """
+    return gae(rewards, torch.zeros_like(rewards), mask, gamma=gamma, lam=1.0)[0]
+
+
+def equal_groups(rewards: Sequence[float], groups: Sequence[int]) -> list[int]:
+    """Groups of which no two responses have different rewards, in ascending order.
+
+    They have no advantage, and DAPO's dynamic sampling replaces them (section 3.2 of
+    arXiv:2503.14476). NaN is the reward of a response that does not count. ``groups`` say which
+    prompt each of the rewards belongs to.
+    """
+    found: dict[int, set[float]] = {group: set() for group in groups}
+    for reward, group in zip(rewards, groups, strict=True):
+        if not math.isnan(reward):
+            found[group].add(reward)
+    return sorted(group for group, values in found.items() if len(values) < 2)
+
+
+def soft_overlong_punishment(lengths: Tensor, *, max_length: int, cache: int) -> Tensor:
+    """0 for short responses, falling to -1 over the last ``cache`` of ``max_length`` tokens.
+
+    Eq. 13 of arXiv:2503.14476: ``((max_length - cache) - length) / cache`` between 0 and -1.
+    ``lengths`` are (N,) numbers of tokens; ``cache`` is at least 1; the result is (N,) fp64.
+    """
+    return ((max_length - cache - lengths).double() / cache).clamp(-1, 0)
 
 
 def to_tokens(advantages: Tensor, mask: Tensor) -> Tensor:

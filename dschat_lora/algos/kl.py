@@ -1,4 +1,4 @@
-"""KL estimators k1 and k3, and the adaptive KL coefficient."""
+"""KL estimators k1, k2 and k3, and the adaptive KL coefficient."""
 
 import torch
 from torch import Tensor
@@ -16,6 +16,16 @@ def kl_k1(logprobs: Tensor, reference: Tensor) -> Tensor:
     return logprobs - reference
 
 
+def kl_k2(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """``(log p - log q)^2 / 2`` at each token: KL(p || q) to second order, and never negative.
+
+    k2 of http://joschu.net/blog/kl-approx.html. Its gradient ``(log p - log q) grad log p`` has
+    over tokens drawn from p the mean of KL(p || q)'s; that of k3 has the mean of KL(q || p)'s, and
+    that of k1 the mean 0. Arguments and result are as for :func:`kl_k1`.
+    """
+    return (logprobs - reference).square() / 2
+
+
 def kl_k3(logprobs: Tensor, reference: Tensor) -> Tensor:
     """``q/p - 1 - log(q/p)`` at each token: unbiased for KL(p || q) like k1, and never negative.
 
@@ -25,6 +35,9 @@ def kl_k3(logprobs: Tensor, reference: Tensor) -> Tensor:
     """
     log_ratio = reference - logprobs
     return torch.expm1(log_ratio) - log_ratio
+
+
+KL_ESTIMATORS = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
 
 
 def adapted_kl_coef(

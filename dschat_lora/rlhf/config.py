@@ -1,5 +1,6 @@
 """Options of step 3: two trained roles, rollouts, rewards and the update."""
 
+import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,16 @@ from dschat_lora.config.groups import (
 )
 from dschat_lora.config.options import group, hidden, option
 from dschat_lora.config.stages import StageConfig
+from dschat_lora.rlhf.algorithms import (
+    ALGORITHMS,
+    Algorithm,
+    AlgorithmName,
+    KlEstimator,
+    KlPlace,
+    LossNormalization,
+    by_algorithm,
+)
+from dschat_lora.rlhf.builtin_rewards import builtin_function, is_builtin
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
@@ -135,7 +146,9 @@ class RolloutConfig:
         "instead of so many responses; 0: by responses",
     )
     num_generations: int = option(
-        1, help="responses to each prompt; rloo and grpo compare them, and need 2 or more"
+        1,
+        help="responses to each prompt; 2 or more but for ppo and reinforce_pp, which do not "
+        "compare them",
     )
     merge_for_rollouts: bool = option(
         False,
@@ -146,6 +159,12 @@ class RolloutConfig:
     temperature: float = option(1.0, help="of sampling and of all log-probabilities")
     top_p: float = option(1.0, help="sample from the likeliest tokens of this probability mass")
     top_k: int = option(0, help="sample from this many likeliest tokens; 0: all")
+    stop_tokens: tuple[str, ...] = option(
+        (), help="tokens that end a response, beside those of tokenizer, template and model"
+    )
+    stop_strings: tuple[str, ...] = option(
+        (), help="texts that end a response with the token that completes them"
+    )
 
     def __post_init__(self) -> None:
         rollout = ("per_device_generation_batch_size", "generation_batches", "num_generations")
@@ -157,6 +176,8 @@ class RolloutConfig:
         )
         require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
         require_numbers(self, ">= 0", "top_k")
+        for name in ("stop_tokens", "stop_strings"):
+            require(all(getattr(self, name)), name, "", "texts that are not empty")
         at_a_time = self.per_device_generation_batch_size
         if self.num_generations > at_a_time:
             raise ValueError(
@@ -175,10 +196,23 @@ class RolloutConfig:
 class RewardsConfig:
     """Rewards of responses, and their scale."""
 
-    reward_function: str | None = option(
-        None,
-        help="module:function that scores responses, instead of the reward model or added to it; "
-        "called as function(prompts=[...], responses=[...])",
+    reward_function: tuple[str, ...] = option(
+        (),
+        help="module:function that scores responses, one or several, instead of the reward model "
+        "or added to it; builtin:NAME for one that comes along",
+    )
+    reward_weights: tuple[float, ...] = option(
+        (),
+        help="weight of each reward function in the sum of scores, and last that of the reward "
+        "model, if there is one; 1 each by default",
+    )
+    reward_batch: Literal["all", "group"] = option(
+        "all",
+        help="responses of a call: all that a process has, or those to one prompt",
+    )
+    reward_retries: int = option(0, help="further calls of a reward function that failed")
+    reward_timeout: float = option(
+        0.0, help="seconds that a call of a reward function may take; 0: as many as it likes"
     )
     clip_reward_value: float = option(
         5.0, help="scores are clipped to this absolute value once they are scaled; 0: never"
@@ -196,31 +230,78 @@ class RewardsConfig:
     missing_eos_penalty: float = option(
         0.0, help="subtracted from the score of a response that was cut off"
     )
+    soft_overlong_tokens: int = option(
+        0,
+        help="scores fall by up to 1 over this many last tokens of --max_answer_seq_len (DAPO's "
+        "soft overlong punishment; dapo: a fifth of them); 0: never",
+    )
 
     def __post_init__(self) -> None:
         require_numbers(self, ">= 0", "clip_reward_value", "missing_eos_penalty")
-        for name in ("reward_function", "judge_function"):
-            function = getattr(self, name)
-            usable = function is None or _FUNCTION.fullmatch(function) is not None
-            require(usable, name, function, "module:function such as my_rewards:is_right")
+        require_numbers(self, ">= 0", "soft_overlong_tokens")
+        require_numbers(self, ">= 0", "reward_retries", "reward_timeout")
+        if isinstance(self.reward_function, str):
+            object.__setattr__(self, "reward_function", (self.reward_function,))
+        judges = () if self.judge_function is None else (self.judge_function,)
+        self._check_names("reward_function", self.reward_function)
+        self._check_names("judge_function", judges)
+        count, weights = len(self.reward_function), self.reward_weights
+        if weights and len(weights) not in (count, count + 1):
+            raise ValueError(
+                f"--reward_weights has {len(weights)} weights for {count} functions of "
+                "--reward_function: give one for each, and last one for the reward model, if any"
+            )
+        require(all(map(math.isfinite, weights)), "reward_weights", weights, "finite numbers")
+
+    def _check_names(self, option: str, names: tuple[str, ...]) -> None:
+        for name in names:
+            if is_builtin(name):
+                builtin_function(name)
+                continue
+            usable = _FUNCTION.fullmatch(name) is not None
+            require(usable, option, name, "module:function such as my_rewards:is_right")
 
 
 @dataclass(frozen=True)
 class PpoConfig:
-    """The update: PPO, RLOO or GRPO."""
+    """The update: PPO, RLOO, GRPO and what came after them."""
 
-    algorithm: Literal["ppo", "rloo", "grpo"] = option(
-        "ppo", help="ppo has a critic; rloo and grpo compare the responses to a prompt instead"
+    algorithm: AlgorithmName = option(
+        "ppo",
+        help="ppo has a critic; reinforce_pp has none; the others compare the responses to a "
+        "prompt",
     )
     ppo_epochs: int = option(1, help="passes over the responses of an iteration")
-    kl_coef: float = option(0.1, help="weight of the divergence from the reference")
+    kl_coef: float = by_algorithm("weight of the divergence from the reference (0.1 or 0)")
+    kl_estimator: KlEstimator = by_algorithm("estimator of the divergence at a token")
+    kl_in: KlPlace = by_algorithm(
+        "where the divergence is paid: in the reward of each token, or in the loss"
+    )
     adaptive_kl_target: float = option(
         0.0, help="nats per response that kl_coef is steered towards; 0: kl_coef stays"
     )
     kl_horizon: int = option(10000, help="responses over which kl_coef adapts")
     gamma: float = option(1.0, help="discount of later rewards, in [0, 1]")
     lam: float = option(0.95, help="bias and variance of advantages (GAE), in [0, 1]")
-    cliprange: float = option(0.2, help="bound on the change of a token's probability ratio")
+    cliprange: float = by_algorithm(
+        "bound on the change of a token's probability ratio, fall and rise alike (0.2)"
+    )
+    cliprange_low: float = by_algorithm("bound on the fall of the ratio, if not --cliprange")
+    cliprange_high: float = by_algorithm("bound on the rise of the ratio, if not --cliprange")
+    dual_clip: float = option(
+        0.0, help="bound on the loss of a token with negative advantage A, -A times this; 0: none"
+    )
+    loss_normalization: LossNormalization = by_algorithm(
+        "token: every token weighs alike; sequence: every response does; constant: divide by "
+        "--max_answer_seq_len"
+    )
+    mask_truncated_completions: bool = by_algorithm(
+        "leave responses that were cut off out of the loss (DAPO's overlong filter)"
+    )
+    dynamic_sampling: int = by_algorithm(
+        "replace prompts whose responses all got one reward by further prompts, at most so many "
+        "times an iteration; 0: never"
+    )
     cliprange_value: float = option(0.2, help="bound on the change of a value")
     whiten_advantages: bool = option(
         True, help="advantages of an iteration get mean 0 and standard deviation 1"
@@ -233,13 +314,37 @@ class PpoConfig:
     )
 
     def __post_init__(self) -> None:
+        defaults = dict(vars(self.rules))
+        if self.cliprange is not None:
+            defaults |= {"cliprange_low": self.cliprange, "cliprange_high": self.cliprange}
+        for name, field in type(self).__dataclass_fields__.items():
+            if field.default is None and getattr(self, name) is None:
+                object.__setattr__(self, name, defaults[name])
         require_numbers(self, ">= 1", "ppo_epochs")
         require_numbers(self, ">= 0", "kl_coef", "adaptive_kl_target", "entropy_coef", "target_kl")
+        require_numbers(self, ">= 0", "dynamic_sampling")
         require_numbers(self, ">= 1", "kl_horizon")
         require_numbers(self, "in [0, 1]", "gamma", "lam")
-        require_numbers(self, "> 0", "cliprange", "cliprange_value")
+        clips = ("cliprange", "cliprange_low", "cliprange_high", "cliprange_value")
+        require_numbers(self, "> 0", *clips)
+        require(not 0 < self.dual_clip <= 1, "dual_clip", self.dual_clip, "> 1, or 0 for none")
+        if self.dual_clip and self.rules.loss == "cispo":
+            raise ValueError(
+                f"--dual_clip {self.dual_clip:g} is not of --algorithm cispo, which bounds every "
+                "ratio by --cliprange_high"
+            )
+        if self.dynamic_sampling and not self.rules.compares:
+            raise ValueError(
+                f"--dynamic_sampling {self.dynamic_sampling} compares the responses to a prompt, "
+                f"--algorithm {self.algorithm} does not: leave it out, or use dapo"
+            )
         if self.adaptive_kl_target and not self.kl_coef:
             raise ValueError("--adaptive_kl_target scales --kl_coef, which is 0: give it a start")
+
+    @property
+    def rules(self) -> Algorithm:
+        """What the algorithm is by its paper."""
+        return ALGORITHMS[self.algorithm]
 
 
 @dataclass(frozen=True)
@@ -274,6 +379,9 @@ class ClassicConfig:
         False, help="keep a moving average of the actor, written to actor_ema/"
     )
     ema_decay: float = option(0.992, help="share of the average that stays at a step")
+    log_rollouts: int = option(
+        128, help="responses of an iteration that are kept in rollouts.jsonl.gz; 0: none"
+    )
     print_answers: bool = option(False, help="show a response at every iteration")
     print_answers_interval: int = option(10, help="iterations between shown responses; 0: never")
     enable_test_mode: bool = option(False, help="stop after --test_stop_step optimizer steps")
@@ -315,7 +423,7 @@ class ClassicConfig:
 
     def __post_init__(self) -> None:
         require_numbers(self, "in [0, 1)", "ema_decay")
-        require_numbers(self, ">= 0", "print_answers_interval", "test_stop_step")
+        require_numbers(self, ">= 0", "log_rollouts", "print_answers_interval", "test_stop_step")
         if self.enable_test_mode and not self.test_stop_step:
             raise ValueError("--enable_test_mode stops after --test_stop_step steps: give it")
 
@@ -365,7 +473,7 @@ class RlhfConfig(StageConfig):
     @property
     def has_critic(self) -> bool:
         """Whether a critic estimates values."""
-        return self.ppo.algorithm == "ppo"
+        return self.ppo.rules.advantage == "gae"
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Diagnostics of known failures of step 3, from the metrics of iterations and evaluations."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,7 @@ RATIO_TOLERANCE = {"fp32": 1e-6, "bf16": 0.05, "fp16": 0.01}
 SAMPLER_TOLERANCE = {"fp32": 1e-4, "bf16": 0.05, "fp16": 0.02}
 _METRICS = (
     *("kl", "kl_standard_error", "eos_rate", "entropy", "explained_variance", "reward_std"),
-    *("ratio_error", "score_clip_fraction", "sampler_error"),
+    *("ratio_error", "score_clip_fraction", "sampler_error", "reward", "dropped", "samples"),
 )
 
 
@@ -37,7 +38,11 @@ class Diagnostics:
         if len(self.first) < WINDOW:
             self.first.append(row)
         self.latest = [*self.latest, row][-WINDOW:]
-        found = {"ratio": self._ratio(row), "sampler": self._sampler(row)}
+        found = {
+            "ratio": self._ratio(row),
+            "sampler": self._sampler(row),
+            "dropped": self._dropped(row),
+        }
         if len(self.latest) == WINDOW:
             found |= {
                 "kl": self._negative_kl(),
@@ -142,9 +147,29 @@ class Diagnostics:
         spread = self._mean(self.latest, "reward_std")
         if spread is None or spread > 0:
             return None
+        value, before = (self._mean(rows, "reward") for rows in (self.latest, self.first))
+        if value is None or before is None:
+            value = before = math.nan
+        if value > before:
+            why = f"it rose to that from {before:.3g}: the task is solved"
+        elif value < before:
+            why = f"it fell to that from {before:.3g}: nothing passes any more"
+        elif value <= 0:
+            why = "impossible: no response of the actor is worth more"
+        else:
+            why = "so it was from the start: solved if that is the best score, else impossible"
         return (
-            "all responses of the last iterations got the same reward: there is nothing to learn "
-            "from (a rule that nothing passes, or --clip_reward_value that everything exceeds?)"
+            f"all responses of the last iterations got the same reward, {value:.3g}, and there is "
+            f"nothing to learn from; {why}"
+        )
+
+    def _dropped(self, row: dict[str, float]) -> str | None:
+        dropped, samples = row.get("dropped", 0.0), row.get("samples", 0.0)
+        if not dropped:
+            return None
+        return (
+            f"{dropped:.0f} of {samples:.0f} responses ({dropped / samples:.0%}) do not count: a "
+            "reward function returned None for them"
         )
 
     def _clipped(self) -> str | None:

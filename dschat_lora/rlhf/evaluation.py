@@ -15,6 +15,8 @@ from dschat_lora.rlhf.batch import Response, collate
 from dschat_lora.rlhf.diagnostics import Diagnostics
 from dschat_lora.rlhf.engines import Engines
 from dschat_lora.rlhf.experience import score_responses
+from dschat_lora.rlhf.metrics import rewards_by_name
+from dschat_lora.rlhf.rewards import RewardFunctions
 from dschat_lora.rlhf.rollout import Generator
 from dschat_lora.rlhf.setup import RlhfSetup
 from dschat_lora.runtime.evaluation import AnswerLog, EvalResults
@@ -101,7 +103,7 @@ class RlhfEvaluator:
             self.engines,
             responses,
             [collate(responses, mine[start : start + size], int(pad_id)) for start in starts],
-            reward_function=setup.function,
+            scorer=setup.scorer,
             with_old=True,
         )
         counts = experience.counts
@@ -109,12 +111,13 @@ class RlhfEvaluator:
         found = {
             "reward": _mean(experience.scores[counts]),
             "reward_standard_error": _standard_error(experience.scores[counts]),
+            **(rewards_by_name(experience) if counts.any() else {}),
             "kl": _mean(kl),
             "response_length": _mean(torch.tensor([float(len(r.tokens)) for r in responses])),
             "eos_rate": sum(r.ended for r in responses) / len(responses),
         }
         if setup.judge is not None:
-            judged = setup.judge(responses, device())
+            (judged,) = RewardFunctions((setup.judge,), (1.0,))(responses, device()).values()
             judged = judged[~judged.isnan()]
             found["judge"] = _mean(judged)
             found["judge_standard_error"] = _standard_error(judged)

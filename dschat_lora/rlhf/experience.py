@@ -1,12 +1,15 @@
 """Experience: responses with log-probabilities, values and scores, and their advantages."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from dschat_lora.algos.advantages import (
+    discounted_returns,
+    dr_grpo_advantages,
     gae,
     grpo_advantages,
     response_sums,
@@ -16,7 +19,7 @@ from dschat_lora.algos.advantages import (
     whiten,
 )
 from dschat_lora.algos.devices import to_device
-from dschat_lora.algos.kl import kl_k1
+from dschat_lora.algos.kl import KL_ESTIMATORS, kl_k1
 from dschat_lora.engine.collectives import gather_over_ranks
 from dschat_lora.rlhf.batch import Response, ResponseBatch, response_mask
 from dschat_lora.rlhf.config import PpoConfig
@@ -37,16 +40,31 @@ class Experience:
     scores: Tensor  # (N,) unscaled; NaN: the response does not count
     logprobs: Tensor | None  # (N, R) old ones of the actor; None: not computed yet
     values: Tensor | None  # (N, R) old ones of the critic; None: not computed yet, or no critic
+    rewards: Mapping[str, Tensor] = field(default_factory=dict)  # (N,) by what scored, unweighted
 
     @property
     def counts(self) -> Tensor:
         """(N,) bool, whether the response counts."""
         return ~self.scores.isnan()
 
-    def kl(self) -> Tensor:
-        """(N, R) log-ratio of actor to reference at each token (k1), in nats."""
+    @property
+    def ended(self) -> Tensor:
+        """(N,) bool, whether the response ended by itself."""
+        ended = torch.tensor([each.ended for each in self.responses])
+        return to_device(ended, self.scores.device)
+
+    @property
+    def groups(self) -> Tensor:
+        """(N,) int64 of the prompt responded to; a response that does not count is alone."""
+        groups = torch.tensor([each.group for each in self.responses])
+        groups = to_device(groups, self.scores.device)
+        alone = len(groups) + torch.arange(len(groups), device=groups.device)
+        return torch.where(self.counts, groups, alone)
+
+    def kl(self, estimate: Callable[[Tensor, Tensor], Tensor] = kl_k1) -> Tensor:
+        """(N, R) divergence of the actor from the reference at each token, in nats."""
         assert self.logprobs is not None
-        return torch.where(self.mask, kl_k1(self.logprobs, self.ref_logprobs), 0)
+        return torch.where(self.mask, estimate(self.logprobs, self.ref_logprobs), 0)
 
 
 @dataclass(frozen=True)
@@ -57,39 +75,94 @@ class AdvantagesAndReturns:
     returns: Tensor | None  # (N, R); None without a critic
 
 
+class Scorer(Protocol):
+    """Reward functions, such as :class:`dschat_lora.rlhf.rewards.RewardFunctions`."""
+
+    def __call__(self, responses: Sequence[Response], device: torch.device) -> dict[str, Tensor]:
+        """(N,) scores by name."""
+
+    def total(self, rewards: dict[str, Tensor], model: Tensor) -> Tensor:
+        """(N,) sum of them and the scores of the reward model."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores of N responses, on every rank."""
+
+    total: Tensor  # (N,); NaN: the response does not count
+    by_name: Mapping[str, Tensor]  # (N,) of each function, and of the reward model beside them
+
+
 def score_responses(
     engines: Engines,
     responses: Sequence[Response],
     batches: Sequence[ResponseBatch],
     *,
-    reward_function: Callable[[Sequence[Response], torch.device], Tensor] | None,
+    scorer: Scorer | None,
     with_old: bool,
+    known: Scores | None = None,
 ) -> Experience:
     """The experience of all ranks' responses; call on every rank, with as many batches on each.
 
-    The scores of ``reward_function``, (N,), are added to those of the reward model. ``with_old``
-    computes old log-probabilities and values too.
+    The scores of ``scorer`` are added to those of the reward model, unless they are ``known``.
+    ``with_old`` computes old log-probabilities and values too.
     """
     engines.eval()
     device = engines.actor.device
     mask = response_mask(responses, device)
-    table = _outputs(engines, batches, mask.shape[1], with_old=with_old)
+    table = _outputs(engines, batches, mask.shape[1], with_old=with_old, with_scores=known is None)
     scores, tables = table[:, 0], list(torch.split(table[:, 1:], mask.shape[1], dim=1))
-    if reward_function is not None:
-        scores = scores + reward_function(responses, device)
+    if known is None:
+        known = _added(engines, responses, scorer, scores)
     return Experience(
         responses,
-        mask & ~scores.isnan()[:, None],
+        mask & ~known.total.isnan()[:, None],
         ref_logprobs=tables.pop(0),
-        scores=scores,
+        scores=known.total,
         logprobs=tables.pop(0) if with_old else None,
         values=tables.pop(0) if tables else None,
+        rewards=known.by_name,
     )
 
 
 @torch.no_grad()
+def scores_alone(
+    engines: Engines,
+    responses: Sequence[Response],
+    batches: Sequence[ResponseBatch],
+    *,
+    scorer: Scorer | None,
+) -> Scores:
+    """The scores of :func:`score_responses` without the rest; call on every rank."""
+    engines.eval()
+    device = engines.actor.device
+    scores = torch.zeros(len(responses), device=device)
+    if engines.reward is not None:
+        rows = torch.cat([engines.scores(batch.to(device)) for batch in batches])
+        numbers = [n for batch in batches for n in batch.numbers]
+        scores = _gather_rows(numbers, rows[:, None])[:, 0]
+    return _added(engines, responses, scorer, scores)
+
+
+def _added(
+    engines: Engines, responses: Sequence[Response], scorer: Scorer | None, model: Tensor
+) -> Scores:
+    """The scores of functions and of the reward model, and their sum."""
+    if scorer is None:
+        return Scores(model, {})
+    rewards = scorer(responses, model.device)
+    total = scorer.total(rewards, model)
+    return Scores(total, rewards | ({} if engines.reward is None else {"reward_model": model}))
+
+
+@torch.no_grad()
 def _outputs(
-    engines: Engines, batches: Sequence[ResponseBatch], width: int, *, with_old: bool
+    engines: Engines,
+    batches: Sequence[ResponseBatch],
+    width: int,
+    *,
+    with_old: bool,
+    with_scores: bool,
 ) -> Tensor:
     """(N, 1 + k R) score, reference log-probabilities and, with_old, the actor's and critic's."""
     rows = []
@@ -101,7 +174,7 @@ def _outputs(
             if engines.critic is not None:
                 parts.append(engines.values(batch, width))
         scores = parts[0].new_zeros(len(batch.numbers))
-        if engines.reward is not None:
+        if with_scores and engines.reward is not None:
             scores = engines.scores(batch)
         rows.append(torch.cat([scores[:, None], *parts], dim=1))
     return _gather_rows([n for batch in batches for n in batch.numbers], torch.cat(rows))
@@ -132,26 +205,34 @@ def advantages_and_returns(
 ) -> AdvantagesAndReturns:
     """Advantages and returns of an iteration, without gradient.
 
-    PPO takes the KL penalty from each token's reward, RLOO from the response's, GRPO leaves it
-    to the loss. The experience has old log-probabilities, and values for PPO. ``rewards`` are
-    (N,) shaped scores, 0 for responses that do not count.
+    The KL penalty, unless the loss has it, is taken from each token's reward, or from the
+    response's where responses are compared. The experience has old log-probabilities, and values
+    for PPO. ``rewards`` are (N,) shaped scores, 0 for responses that do not count.
     """
-    mask = experience.mask
-    if config.algorithm == "ppo":
-        assert experience.values is not None
-        per_token = token_rewards(rewards, experience.kl(), mask, kl_coef=kl_coef)
-        advantages, returns = gae(
-            per_token, experience.values, mask, gamma=config.gamma, lam=config.lam
-        )
-        if config.whiten_advantages:
-            advantages = whiten(advantages, mask)
-        return AdvantagesAndReturns(advantages, returns)
-    groups = to_device(torch.tensor([each.group for each in experience.responses]), mask.device)
-    # A response that does not count is alone in a group of its own, and so has no advantage.
-    alone = len(groups) + torch.arange(len(groups), device=mask.device)
-    groups = torch.where(experience.counts, groups, alone)
-    estimate = grpo_advantages
-    if config.algorithm == "rloo":
-        estimate = rloo_advantages
-        rewards = rewards - kl_coef * response_sums(experience.kl(), mask)
-    return AdvantagesAndReturns(to_tokens(estimate(rewards, groups), mask), None)
+    mask, rules = experience.mask, config.rules
+    kl = experience.kl(KL_ESTIMATORS[config.kl_estimator])
+    if config.kl_in == "loss":
+        kl_coef = 0.0
+    if rules.compares:
+        if config.kl_in == "reward":
+            rewards = rewards - kl_coef * response_sums(kl, mask)
+        advantages = _COMPARED[rules.advantage](rewards, experience.groups)
+        return AdvantagesAndReturns(to_tokens(advantages, mask), None)
+    per_token = token_rewards(rewards, kl, mask, kl_coef=kl_coef)
+    if rules.advantage == "returns":
+        returns = discounted_returns(per_token, mask, gamma=config.gamma)
+        return AdvantagesAndReturns(whiten(returns, mask), None)
+    assert experience.values is not None
+    advantages, returns = gae(
+        per_token, experience.values, mask, gamma=config.gamma, lam=config.lam
+    )
+    if config.whiten_advantages:
+        advantages = whiten(advantages, mask)
+    return AdvantagesAndReturns(advantages, returns)
+
+
+_COMPARED = {
+    "rloo": rloo_advantages,
+    "grpo": grpo_advantages,
+    "dr_grpo": dr_grpo_advantages,
+}

@@ -9,15 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dschat_lora.algos.advantages import RunningMoments, response_sums
+from dschat_lora.algos.advantages import (
+    RunningMoments,
+    response_sums,
+    soft_overlong_punishment,
+)
 from dschat_lora.algos.devices import to_device
 from dschat_lora.algos.kl import adapted_kl_coef
+from dschat_lora.algos.seeds import permutation
 from dschat_lora.engine.collectives import sum_over_ranks
-from dschat_lora.engine.distributed import data_rank, data_world_size, device
+from dschat_lora.engine.distributed import data_rank, data_world_size, device, rank
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.perf.peak import device_peak
 from dschat_lora.perf.throughput import StepCounts
 from dschat_lora.report.log import rlhf_line
+from dschat_lora.report.rollouts import RolloutLog
 from dschat_lora.rlhf.batch import (
     Minibatch,
     Response,
@@ -27,12 +33,19 @@ from dschat_lora.rlhf.batch import (
     step_counts,
 )
 from dschat_lora.rlhf.diagnostics import Diagnostics
+from dschat_lora.rlhf.dynamic_sampling import Resampled, resample
 from dschat_lora.rlhf.ema import MovingAverage
 from dschat_lora.rlhf.engines import Engines
-from dschat_lora.rlhf.experience import Experience, advantages_and_returns, score_responses
-from dschat_lora.rlhf.metrics import response_metrics, update_metrics
+from dschat_lora.rlhf.experience import (
+    Experience,
+    Scores,
+    advantages_and_returns,
+    score_responses,
+    scores_alone,
+)
+from dschat_lora.rlhf.metrics import response_metrics, rollout_rows, update_metrics
 from dschat_lora.rlhf.pretraining import Pretraining
-from dschat_lora.rlhf.rewards import clipped_rewards, rescale_values, shaped_rewards
+from dschat_lora.rlhf.reward_shaping import clipped_rewards, rescale_values, shaped_rewards
 from dschat_lora.rlhf.rollout import Generator
 from dschat_lora.rlhf.schedule import RlhfProgress, RlhfSchedule
 from dschat_lora.rlhf.setup import RlhfSetup
@@ -56,6 +69,7 @@ class Iterations:
     diagnostics: Diagnostics
     pretraining: Pretraining | None
     average: MovingAverage | None
+    rollouts: RolloutLog
 
     def __post_init__(self) -> None:
         self.config, self.timer = self.setup.config, PhaseTimer(device())
@@ -66,9 +80,16 @@ class Iterations:
     def __call__(self) -> bool:
         """Generate, score, update and report; whether the last optimizer step was skipped."""
         with self.timer.phase("generation"):
-            responses = self._generate()
+            responses = self._generate(self.schedule.order(self.progress.iteration))
+        resampled = self._resample(responses)
+        if resampled is not None:
+            responses = resampled.responses
         with self.timer.phase("scoring"):
-            minibatches = self._minibatches(responses)
+            minibatches = self._minibatches(
+                responses,
+                rows_per_step=self.schedule.rows_per_step,
+                passes=self.config.ppo.ppo_epochs,
+            )
             make_batch = partial(collate, responses, pad_id=self._pad_id)
             first_pass = minibatches[: len(minibatches) // self.config.ppo.ppo_epochs]
             batches = [make_batch(rows) for each in first_pass for rows in each.micro_batches]
@@ -78,14 +99,16 @@ class Iterations:
                 self.engines,
                 responses,
                 batches,
-                reward_function=self.setup.function,
+                scorer=self.setup.scorer,
                 with_old=extra_forward,
+                known=None if resampled is None else resampled.scores,
             )
             rewards, clip_fraction = self._shape_rewards(experience)
         with self.timer.phase("training"):
             updater = self._updater(experience, rewards)
             results = self._update(updater, minibatches, make_batch, batches)
         self._advance(updater.experience, results)
+        self._keep_rollouts(updater)
         if not results:
             self.timer.take()
             self._report.nothing_counts(self.progress, experience)
@@ -99,16 +122,17 @@ class Iterations:
             "score_clip_fraction": clip_fraction,
             "kl_coef": self.progress.kl_coef,
             "updates": len(results),
+            **({} if resampled is None else resampled.metrics),
             **self._throughput(responses, batches, passes=passes, extra_forward=extra_forward),
         }
         self._report(self.progress, metrics, experience)
         return results[-1].skipped
 
-    def _generate(self) -> list[Response]:
-        batch, iteration = self.config.batch, self.progress.iteration
-        prompts = self.setup.prompts.train
+    def _generate(self, numbers: Sequence[int], *more: int | str) -> list[Response]:
+        """Responses to the prompts of these numbers; ``more`` is of the key of random numbers."""
+        batch, prompts = self.config.batch, self.setup.prompts.train
         return self.generator(
-            [prompts[number] for number in self.schedule.order(iteration)],
+            [prompts[number] for number in numbers],
             Sampling(
                 max_new_tokens=self.config.data.max_answer_seq_len,
                 do_sample=batch.do_sample,
@@ -117,19 +141,43 @@ class Iterations:
                 top_k=batch.top_k,
             ),
             num_generations=self.schedule.num_generations,
-            key=(self.config.run.seed, iteration),
+            key=(self.config.run.seed, self.progress.iteration, *more),
             keep_logprobs=True,
         )
 
-    def _minibatches(self, responses: Sequence[Response]) -> list[Minibatch]:
+    def _resample(self, responses: list[Response]) -> Resampled | None:
+        """The responses by dynamic sampling, with their scores; None where that is off."""
+        tries, iteration = self.config.ppo.dynamic_sampling, self.progress.iteration
+        if not tries:
+            return None
+
+        def generate(numbers: Sequence[int], number: int) -> list[Response]:
+            with self.timer.phase("generation"):
+                return self._generate(numbers, "further", number)
+
+        def score(found: Sequence[Response]) -> Scores:
+            with self.timer.phase("scoring"):
+                (whole,) = self._minibatches(found, rows_per_step=len(found), passes=1)
+                batches = [collate(found, rows, self._pad_id) for rows in whole.micro_batches]
+                return scores_alone(self.engines, found, batches, scorer=self.setup.scorer)
+
+        first = set(self.schedule.order(iteration))
+        key = ("further prompts", self.config.run.seed, iteration)
+        order = permutation(self.schedule.order.num_prompts, *key)
+        further = [int(number) for number in order if int(number) not in first]
+        return resample(responses, further=further, tries=tries, generate=generate, score=score)
+
+    def _minibatches(
+        self, responses: Sequence[Response], *, rows_per_step: int, passes: int
+    ) -> list[Minibatch]:
         """The minibatches of all passes over the responses."""
         lengths = [len(each) for each in responses]
         return [
             minibatch
-            for number in range(self.config.ppo.ppo_epochs)
+            for number in range(passes)
             for minibatch in make_minibatches(
                 lengths,
-                rows_per_step=self.schedule.rows_per_step,
+                rows_per_step=rows_per_step,
                 micro_batch_size=self.config.batch.per_device_training_batch_size,
                 rank=data_rank(),
                 world_size=data_world_size(),
@@ -141,12 +189,19 @@ class Iterations:
     def _shape_rewards(self, experience: Experience) -> tuple[Tensor, float]:
         """(N,) shaped scores, 0 for responses that do not count; the share that was clipped."""
         scores, progress, config = experience.scores, self.progress, self.config.rewards
-        ended = torch.tensor([each.ended for each in experience.responses])
-        ended = to_device(ended, scores.device)
+        ended = experience.ended
         moments = RunningMoments(**progress.moments)
         rewards, moments = shaped_rewards(scores, ended, moments, config)
         progress.moments = asdict(moments)
         clip_fraction = float(clipped_rewards(rewards, ended, config).double().mean())
+        if config.soft_overlong_tokens:
+            lengths = torch.tensor([len(each.tokens) for each in experience.responses])
+            punishment = soft_overlong_punishment(
+                lengths,
+                max_length=self.config.data.max_answer_seq_len,
+                cache=config.soft_overlong_tokens,
+            )
+            rewards = rewards + to_device(punishment.float(), rewards.device)
         return torch.where(scores.isnan(), 0, rewards), clip_fraction
 
     def _rescale(self, values: Tensor) -> Tensor:
@@ -172,6 +227,7 @@ class Iterations:
             kl_coef=kl_coef,
             pretraining=self.pretraining,
             rescale_values=self._rescale,
+            max_length=self.config.data.max_answer_seq_len,
         )
 
     def _update(
@@ -216,6 +272,20 @@ class Iterations:
                 horizon=config.kl_horizon,
                 num_samples=len(responses),
             )
+
+    def _keep_rollouts(self, updater: Updater) -> None:
+        most = self.config.classic.log_rollouts
+        if not most or rank() != 0:
+            return
+        self.rollouts.write(
+            rollout_rows(
+                updater.experience,
+                updater.targets,
+                self.setup.tokenizer.decode,
+                iteration=self.progress.iteration,
+                most=most,
+            )
+        )
 
     def _throughput(
         self,
@@ -289,7 +359,8 @@ class IterationReport:
             "empty_batch",
             progress,
             f"none of the {len(experience.responses)} responses of iteration "
-            f"{progress.iteration} counts: no score came for any of them; nothing was learnt",
+            f"{progress.iteration} counts: no score came for any of them, or "
+            "--mask_truncated_completions left them out; nothing was learnt",
         )
 
     def _warn(self, event: str, progress: RlhfProgress, message: str) -> None:

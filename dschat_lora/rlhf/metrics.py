@@ -1,12 +1,13 @@
 """Metrics of an iteration: of its responses and of its update."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dschat_lora.algos.advantages import explained_variance, response_sums
+from dschat_lora.algos.advantages import equal_groups, explained_variance, response_sums
 from dschat_lora.algos.kl import kl_k3
 from dschat_lora.algos.preference import correlation
 from dschat_lora.rlhf.experience import AdvantagesAndReturns, Experience
@@ -78,6 +79,8 @@ def response_metrics(
         **sampler_errors(experience),
         "reward": float(scores.mean()),
         "reward_std": float(scores.std(correction=0)),
+        **rewards_by_name(experience),
+        **_equal_prompts(experience),
         "scaled_reward": float(scaled.mean()),
         "kl": float(kl.mean()),
         "kl_k3": float(k3.mean()),
@@ -92,6 +95,67 @@ def response_metrics(
         "tokens": sum(map(len, responses)),
         "supervised_tokens": sum(len(r.tokens) for r in responses),
     }
+
+
+def rollout_rows(
+    experience: Experience,
+    targets: AdvantagesAndReturns | None,
+    decode: Callable[..., str],
+    *,
+    iteration: int,
+    most: int,
+) -> list[dict[str, Any]]:
+    """The first ``most`` responses for :class:`dschat_lora.report.rollouts.RolloutLog`.
+
+    The advantage is the mean over a response's tokens. What is not known, such as the reward of a
+    response that does not count, is None.
+    """
+    count = min(most, len(experience.responses))
+    lengths = experience.mask.sum(1).clamp(min=1)
+    names = dict(experience.rewards) or {"reward_model": experience.scores}
+    columns = {f"rewards/{name}": scores for name, scores in names.items()}
+    columns["reward"] = experience.scores
+    if targets is not None:
+        columns["advantage"] = response_sums(targets.advantages, experience.mask) / lengths
+    if experience.logprobs is not None:
+        columns["kl"] = response_sums(experience.kl(), experience.mask)
+    table = torch.stack([column[:count].double() for column in columns.values()], dim=1).tolist()
+    rows = []
+    for response, numbers in zip(experience.responses[:count], table, strict=True):
+        known = {n: None if math.isnan(x) else x for n, x in zip(columns, numbers, strict=True)}
+        counts = known["reward"] is not None
+        rows.append(
+            {
+                "iteration": iteration,
+                "prompt": decode(response.prompt),
+                "response": decode(response.tokens, skip_special_tokens=True),
+                "ended": response.ended,
+                "rewards": {name: known[f"rewards/{name}"] for name in names},
+                "reward": known["reward"],
+                "advantage": known.get("advantage") if counts else None,
+                "kl": known.get("kl") if counts else None,
+                "length": len(response.tokens),
+            }
+        )
+    return rows
+
+
+def rewards_by_name(experience: Experience) -> dict[str, float]:
+    """Mean and standard deviation of what each function scored, over responses that count."""
+    found = {}
+    for name, scores in experience.rewards.items():
+        counted = scores[experience.counts].double()
+        found[f"reward/{name}"] = float(counted.mean())
+        found[f"reward/{name}_std"] = float(counted.std(correction=0))
+    return found
+
+
+def _equal_prompts(experience: Experience) -> dict[str, int]:
+    """Prompts of which no two responses have different scores, where they have several."""
+    groups = [each.group for each in experience.responses]
+    if len(set(groups)) == len(groups):
+        return {}
+    return {"equal_prompts": len(equal_groups(experience.scores.tolist(), groups))}
 
 
 def sampler_errors(experience: Experience) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """Rollouts: the actor's responses to prompts, the same for any number of processes."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -69,17 +69,20 @@ class Generator:
         max_length: int = 0,
         keeps_memory: bool = False,
         merged: bool = False,
+        find_end: Callable[[Sequence[int]], int | None] = lambda tokens: None,
     ) -> None:
         """Prepare to decode ``batch_size`` responses at a time, of ``max_length`` with the prompt.
 
         What a GPU needs for that stays in its memory between calls if ``keeps_memory``. With
         ``merged``, adapters are added to copies of the weights.
+        ``find_end`` says after how many tokens the text of a response ends, if it does.
         ``rollout`` is the actor's model in modules without the engine's hooks, ``sharded`` in the
         engine's modules, which gather their weights.
         """
         self._engine, self._rollout, self._batch_size = engine, rollout.eval(), batch_size
         self._eos_ids, self._keeps_memory = frozenset(eos_ids), keeps_memory
         self._sharded, self._decoders = sharded, dict[int, Decoder]()
+        self._find_end = find_end
         self._make_decoder = partial(
             Decoder,
             eos_ids=eos_ids,
@@ -138,6 +141,9 @@ class Generator:
     ) -> Response:
         ended = bool(tokens) and tokens[-1] in self._eos_ids
         ids = tuple(prompt.input_ids.tolist())
+        # What was drawn after it changes nothing: a token depends on those before it alone.
+        if (end := self._find_end(tokens)) is not None:
+            tokens, logprobs, ended = tokens[:end], logprobs[:end], True
         return Response(ids, tuple(tokens), ended, group, prompt.columns, tuple(logprobs))
 
     def _share(

@@ -17,7 +17,12 @@ from dschat_lora.models.causal_lm import Tokenizer, load_tokenizer
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
 from dschat_lora.rlhf.config import RlhfConfig, option_errors_for
 from dschat_lora.rlhf.memory import explaining_memory, keeping_cache, memory_plan
-from dschat_lora.rlhf.rewards import RewardFunction, load_function
+from dschat_lora.rlhf.rewards import (
+    RewardFunction,
+    RewardFunctions,
+    load_function,
+    load_functions,
+)
 from dschat_lora.rlhf.roles import Roles, build_roles
 from dschat_lora.rlhf.throughput import FlopCounter
 from dschat_lora.rlhf.validation import Sources, find_sources, shares_base, text_data
@@ -53,7 +58,7 @@ class RlhfSetup:
     roles: Roles
     settings: dict[str, EngineSettings]  # by trained role
     counter: FlopCounter | None  # None for an architecture that is not understood
-    function: RewardFunction | None
+    scorer: RewardFunctions | None  # None: the reward model alone scores
     judge: RewardFunction | None
     identity: dict[str, Any]
     keeps_cache: bool  # of decoding, while weights are updated
@@ -72,14 +77,12 @@ def set_up(run: Run[RlhfConfig]) -> RlhfSetup:
     sources = find_sources(config)
     check_same_models(sources.actor, sources.critic)
     tokenizer = _load_tokenizer(config, sources)
-    function, judge = (
-        None if name is None else load_function(option, name, tokenizer)
-        for option, name in (
-            ("reward_function", config.rewards.reward_function),
-            ("judge_function", config.rewards.judge_function),
-        )
-    )
+    scorer = load_functions(config.rewards, tokenizer) if config.rewards.reward_function else None
+    name = config.rewards.judge_function
+    judge = None if name is None else load_function("judge_function", name, tokenizer)
     prompts = read_training_data(config.data.data, tokenizer, run, phase=3, kind="prompts")
+    for each in (*(scorer.functions if scorer else ()), *(() if judge is None else (judge,))):
+        each.check_columns(json.loads(prompts.train[0].columns or b"{}"))
     text = _read_text(config, tokenizer, run)
     settings = _settings(config)
     free = free_memory()
@@ -112,7 +115,7 @@ def set_up(run: Run[RlhfConfig]) -> RlhfSetup:
         roles,
         settings,
         counter,
-        function,
+        scorer,
         judge,
         identity,
         plan is not None and plan.keeps_cache,

@@ -1,23 +1,32 @@
 """Training of step 3: an iteration after another, with evaluations and checkpoints on the way."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from dschat_lora.engine.collectives import sum_over_processes
+from dschat_lora.engine.distributed import rank
 from dschat_lora.engine.state import EngineState
-from dschat_lora.models.causal_lm import end_ids
+from dschat_lora.report.rollouts import RolloutLog
+from dschat_lora.rlhf.config import RlhfConfig
 from dschat_lora.rlhf.diagnostics import Diagnostics
 from dschat_lora.rlhf.ema import MovingAverage
 from dschat_lora.rlhf.engines import Engines
 from dschat_lora.rlhf.evaluation import RlhfEvaluator
 from dschat_lora.rlhf.iteration import Iterations
 from dschat_lora.rlhf.pretraining import make_pretraining
+from dschat_lora.rlhf.rewards import RewardError
 from dschat_lora.rlhf.rollout import Generator
 from dschat_lora.rlhf.schedule import RlhfProgress, RlhfSchedule, make_rlhf_schedule
 from dschat_lora.rlhf.setup import RlhfSetup
+from dschat_lora.rlhf.stops import end_of_text, stop_ids
 from dschat_lora.runtime.checkpointer import Checkpointer, Part
 from dschat_lora.runtime.loop import IterationOutcome, run_loop
+from dschat_lora.runtime.resume import goes_on_in_place, run_of
+from dschat_lora.runtime.run import Run
 
 
 @dataclass(frozen=True)
@@ -45,15 +54,19 @@ def train(setup: RlhfSetup, engines: Engines) -> TrainResult:
     plain = config.batch.do_sample and config.batch.top_p == 1 and config.batch.top_k == 0
     diagnostics = Diagnostics(setup.settings["actor"].dtype, samples_tokens=plain)
     evaluator = RlhfEvaluator(setup, engines, generator, diagnostics)
+    rollouts = _make_rollout_log(run)
     parts: dict[str, Part] = {"progress": progress, "watch": diagnostics, "evaluation": evaluator}
+    parts["rollouts"] = rollouts
     if pretraining is not None:
         parts["pretraining"] = pretraining
-    checkpointer = _make_checkpointer(setup, engines, schedule, parts, average)
+    checkpointer = _make_checkpointer(
+        setup, engines, schedule, parts, average, on_checkpoint=rollouts.sync
+    )
     checkpointer.restore(num_steps=schedule.num_steps)
     if progress.kl_start != config.ppo.kl_coef:  # another one from here on
         progress.kl_coef = progress.kl_start = config.ppo.kl_coef
     iterate = Iterations(
-        setup, engines, schedule, generator, progress, diagnostics, pretraining, average
+        setup, engines, schedule, generator, progress, diagnostics, pretraining, average, rollouts
     )
 
     def iterations() -> Iterator[IterationOutcome]:
@@ -63,7 +76,7 @@ def train(setup: RlhfSetup, engines: Engines) -> TrainResult:
             requests = sum_over_processes(checkpointer.requests())
             yield IterationOutcome(requests, skipped, scales_loss)
 
-    with run.interrupts.deferred():
+    with _failures_saved(checkpointer, progress), run.interrupts.deferred():
         run_loop(
             iterations(),
             schedule,
@@ -73,7 +86,34 @@ def train(setup: RlhfSetup, engines: Engines) -> TrainResult:
             checkpointer=checkpointer,
             log=run.log,
         )
+    _check_learnt(progress)
     return TrainResult(evaluator.before_and_after(), progress, average)
+
+
+@contextmanager
+def _failures_saved(checkpointer: Checkpointer, progress: RlhfProgress) -> Iterator[None]:
+    """Where a reward function fails in the block, save the last whole iteration, then raise.
+
+    Responses are scored before any of their steps is taken: no iteration is saved in part.
+    """
+    try:
+        yield
+        return
+    except RewardError as error:
+        cause = error.__cause__
+    checkpointer.save_rest(progress.step, "stopped by a reward function that failed")
+    assert cause is not None
+    raise cause
+
+
+def _check_learnt(progress: RlhfProgress) -> None:
+    """Refuse to pass off as finished a run of which no response ever counted."""
+    if progress.responses and not progress.step:
+        raise ValueError(
+            f"none of the {progress.responses:,} responses of {progress.iteration} iterations "
+            "counted: nothing was learnt, and no adapter was written; look at what the reward "
+            "function returns (None leaves a response out)"
+        )
 
 
 def _announce(schedule: RlhfSchedule, say: Callable[[str], None]) -> None:
@@ -86,18 +126,33 @@ def _announce(schedule: RlhfSchedule, say: Callable[[str], None]) -> None:
 
 
 def make_generator(setup: RlhfSetup, engines: Engines) -> Generator:
-    """The generator of the actor's responses."""
+    """The generator of the actor's responses.
+
+    Raises:
+        ValueError: if one of ``--stop_tokens`` is not one token.
+    """
+    batch, decode = setup.config.batch, setup.tokenizer.decode
     return Generator(
         engines.actor,
         setup.roles.rollout,
         engines.actor.module.policy("actor").model,
-        eos_ids=end_ids(setup.tokenizer),
+        eos_ids=stop_ids(setup.tokenizer, setup.roles.actor.model, batch.stop_tokens),
         pad_id=int(setup.tokenizer.pad_token_id),
-        batch_size=setup.config.batch.per_device_generation_batch_size,
+        batch_size=batch.per_device_generation_batch_size,
         max_length=setup.config.data.max_seq_len,
         keeps_memory=setup.keeps_cache,
-        merged=setup.config.batch.merge_for_rollouts,
+        merged=batch.merge_for_rollouts,
+        find_end=partial(end_of_text, stop_strings=batch.stop_strings, decode=decode),
     )
+
+
+def _make_rollout_log(run: Run[RlhfConfig]) -> RolloutLog:
+    """The file of responses; of a run that goes on elsewhere, with those of the earlier run."""
+    assert run.directory is not None, "a dry run keeps nothing"
+    source = None
+    if run.config.checkpoint and not goes_on_in_place(run.config):
+        source = run_of(Path(run.config.checkpoint))
+    return RolloutLog(run.directory, run.log, active=rank() == 0, source=source)
 
 
 def _make_checkpointer(
@@ -106,6 +161,7 @@ def _make_checkpointer(
     schedule: RlhfSchedule,
     parts: dict[str, Part],
     average: MovingAverage | None,
+    on_checkpoint: Callable[[int], None],
 ) -> Checkpointer:
     states: dict[str, Any] = {
         name: EngineState(engine, setup.roles.models[name].model)
@@ -123,4 +179,5 @@ def _make_checkpointer(
             "rows_per_step": schedule.rows_per_step,
             "responses": schedule.order.per_iteration * schedule.num_generations,
         },
+        on_checkpoint=on_checkpoint,
     )

@@ -1,14 +1,23 @@
 """Optimizer steps of actor and critic on an iteration's experience."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from dschat_lora.algos.devices import to_device
-from dschat_lora.algos.kl import kl_k3
-from dschat_lora.algos.ppo import policy_loss, value_loss
+from dschat_lora.algos.kl import KL_ESTIMATORS
+from dschat_lora.algos.ppo import (
+    PolicyLoss,
+    cispo_loss,
+    gspo_loss,
+    loss_divisor,
+    policy_loss,
+    token_weights,
+    value_loss,
+)
 from dschat_lora.engine.build import StepOutcome
 from dschat_lora.engine.collectives import max_over_ranks, sum_tensor_
 from dschat_lora.lora.casts import FactorCasts
@@ -24,7 +33,7 @@ from dschat_lora.runtime.loop import broken_unless_finite
 class StepResult:
     """One optimizer step of actor and critic; figures are means over its tokens, of all ranks."""
 
-    policy_loss: float
+    policy_loss: float  # as ``loss_normalization`` divides it
     value_loss: float | None
     text_loss: float | None  # of pretraining text, nats per token
     entropy: float  # nats per token
@@ -89,16 +98,28 @@ class Updater:
         kl_coef: float,
         pretraining: Pretraining | None,
         rescale_values: Callable[[Tensor], Tensor] = lambda values: values,
+        max_length: int = 1,
     ) -> None:
         """Prepare an iteration.
 
         ``estimate_advantages`` takes a complete experience. ``kl_coef`` weighs the KL penalty where
         the loss has it; ``rescale_values`` brings the critic's values to the units of rewards.
+        ``max_length`` is the most tokens of a response, which a constant normalisation divides by.
         """
         self._engines, self._config = engines, config
         self._estimate_advantages, self._kl_coef = estimate_advantages, kl_coef
         self._pretraining, self._rescale_values = pretraining, rescale_values
         self._casts = FactorCasts(*(engine.module for engine in engines.trained.values()))
+        # Of tokens that the losses count.
+        self._mask = experience.mask
+        if config.mask_truncated_completions:
+            self._mask = self._mask & experience.ended[:, None]
+        self._weights = token_weights(
+            self._mask,
+            config.loss_normalization,
+            max_length=max_length,
+            dtype=experience.scores.dtype,
+        )
         self.experience = experience  # complete from the first step on
         self.targets: AdvantagesAndReturns | None = None  # None before the first step
 
@@ -116,24 +137,31 @@ class Updater:
         learning rates at each step. ``first_batches`` are those of the first pass, made already;
         ``make_batch`` makes the others from numbers of responses.
         """
-        ready, sizes = list(first_batches), self.experience.mask.sum(1).tolist()
+        ready, sizes = list(first_batches), self._mask.sum(1).tolist()
         for index, minibatch in enumerate(minibatches):
             own = [ready.pop(0) if ready else make_batch(rows) for rows in minibatch.micro_batches]
             batches = [batch.to(self._engines.actor.device) for batch in own]
-            tokens = sum(sizes[number] for number in minibatch.numbers)
-            if tokens == 0:
+            lengths = [sizes[number] for number in minibatch.numbers]
+            if sum(lengths) == 0:
                 continue
+            divisors = {
+                "actor": loss_divisor(lengths, self._config.loss_normalization),
+                "critic": sum(lengths),
+            }
             self._engines.train()
             learning_rates = self._engines.set_rates(rate_factor(index))
             with self._casts.in_use():
-                sums, ratio_error = self._backward(batches, tokens)
+                sums, ratio_error = self._backward(batches, divisors)
             outcomes = self._engines.step()
-            yield self._result(sums, tokens, outcomes, learning_rates, ratio_error)
+            yield self._result(sums, divisors, outcomes, learning_rates, ratio_error)
 
     def _backward(
-        self, batches: Sequence[ResponseBatch], tokens: int
+        self, batches: Sequence[ResponseBatch], divisors: Mapping[str, int]
     ) -> tuple[_Sums, float | None]:
-        """Backward passes of a step; the largest |ratio - 1| too at the first one."""
+        """Backward passes of a step; the largest |ratio - 1| too at the first one.
+
+        ``divisors`` are those of each role's sums.
+        """
         engines, width = self._engines, self.experience.mask.shape[1]
         first = self.targets is None
         sums = _Sums.zero(engines.actor.device)
@@ -162,7 +190,7 @@ class Updater:
                 if last:
                     loss = broken_unless_finite(loss, sums.policy + sums.value)
                 ends = last and (texts is None or role == "critic")
-                engines.trained[role].backward(loss / tokens, last=ends)
+                engines.trained[role].backward(loss / divisors[role], last=ends)
         if texts is not None:
             sums.text = self._backward_texts(texts)
         return sums, max_over_ranks(float(largest)) if first else None
@@ -171,26 +199,36 @@ class Updater:
         self, rows: Tensor, logprobs: Tensor, entropy: Tensor, sums: _Sums
     ) -> tuple[Tensor, Tensor]:
         """The actor's loss summed over the tokens of ``rows``, and the largest |ratio - 1|."""
-        config, experience, targets = self._config, self.experience, self.targets
-        assert experience.logprobs is not None
-        assert targets is not None
-        mask = experience.mask[rows]
-        parts = policy_loss(
-            logprobs,
-            experience.logprobs[rows],
-            targets.advantages[rows],
-            mask,
-            cliprange=config.cliprange,
-        )
-        total_entropy = torch.where(mask, entropy, 0).sum()
-        loss = parts.total - config.entropy_coef * total_entropy
-        if config.algorithm == "grpo":
-            kl = kl_k3(logprobs, experience.ref_logprobs[rows])
-            loss = loss + self._kl_coef * torch.where(mask, kl, 0).sum()
+        config, mask, weights = self._config, self._mask[rows], self._weights[rows]
+        parts = self._surrogate(rows, logprobs)
+        entropy = torch.where(mask, entropy, 0)
+        loss = parts.total - config.entropy_coef * (weights * entropy).sum()
+        if config.kl_in == "loss" and self._kl_coef:
+            kl = KL_ESTIMATORS[config.kl_estimator](logprobs, self.experience.ref_logprobs[rows])
+            loss = loss + self._kl_coef * (weights * torch.where(mask, kl, 0)).sum()
         sums.add(
-            policy=loss, clipped=parts.clipped, approx_kl=parts.approx_kl, entropy=total_entropy
+            policy=loss, clipped=parts.clipped, approx_kl=parts.approx_kl, entropy=entropy.sum()
         )
         return loss, parts.ratio_error
+
+    def _surrogate(self, rows: Tensor, logprobs: Tensor) -> PolicyLoss:
+        config, old, targets = self._config, self.experience.logprobs, self.targets
+        assert old is not None
+        assert targets is not None
+        # The losses are linear in the size of advantages: there stand the weights of tokens.
+        advantages = targets.advantages[rows] * self._weights[rows]
+        loss: Callable[..., PolicyLoss] = cispo_loss
+        if config.rules.loss != "cispo":
+            loss = gspo_loss if config.rules.loss == "gspo" else policy_loss
+            loss = partial(loss, dual_clip=config.dual_clip)
+        return loss(
+            logprobs,
+            old[rows],
+            advantages,
+            self._mask[rows],
+            cliprange=config.cliprange_low,
+            cliprange_high=config.cliprange_high,
+        )
 
     def _value_loss(self, rows: Tensor, values: Tensor, sums: _Sums) -> Tensor:
         """The critic's loss summed over the tokens of ``rows``."""
@@ -202,7 +240,7 @@ class Updater:
             values,
             experience.values[rows],
             targets.returns[rows],
-            experience.mask[rows],
+            self._mask[rows],
             cliprange_value=self._config.cliprange_value,
         )
         sums.add(value=parts.total, value_clipped=parts.clipped)
@@ -222,14 +260,15 @@ class Updater:
     def _result(
         self,
         sums: _Sums,
-        tokens: int,
+        divisors: Mapping[str, int],
         outcomes: dict[str, StepOutcome],
         learning_rates: dict[str, dict[str, float]],
         ratio_error: float | None,
     ) -> StepResult:
         has_critic, found = self._engines.critic is not None, sums.numbers()
+        tokens = divisors["critic"]
         return StepResult(
-            policy_loss=found["policy"] / tokens,
+            policy_loss=found["policy"] / divisors["actor"],
             value_loss=found["value"] / tokens if has_critic else None,
             text_loss=found["text"] if self._pretraining is not None else None,
             entropy=found["entropy"] / tokens,

@@ -12,6 +12,7 @@ from dschat_lora.engine.ds_config import reconcile
 from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.models.tensor_parallel_checks import check_processes, check_training
 from dschat_lora.report.terminal import log_once
+from dschat_lora.rlhf.builtin_rewards import is_builtin
 from dschat_lora.rlhf.config import RlhfConfig, RoleConfig, option_errors_for
 from dschat_lora.runtime.checks import (
     Check,
@@ -134,7 +135,7 @@ def with_bundled_prompts(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
     )
     rewards = config.rewards
     if config.actor.model_name_or_path is None and not _scores(config):
-        rewards = replace(rewards, reward_function=BUNDLED_REWARD)
+        rewards = replace(rewards, reward_function=(BUNDLED_REWARD,))
     return replace(config, data=data, rewards=rewards)
 
 
@@ -149,10 +150,32 @@ def check_rewards(config: RlhfConfig, inputs: RlhfInputs) -> None:
             "--critic_model_name_or_path must name a reward model (the output of step 2), or "
             "--reward_function a function that scores: nothing tells what a response is worth"
         )
-    for option in ("reward_function", "judge_function"):
-        name = getattr(config.rewards, option)
-        if name is not None:
-            check_function(option, name)
+    rewards = config.rewards
+    judges = () if rewards.judge_function is None else (rewards.judge_function,)
+    for option, names in (("reward_function", rewards.reward_function), ("judge_function", judges)):
+        for name in names:
+            if not is_builtin(name):
+                check_function(option, name)
+    count, weights = len(rewards.reward_function), rewards.reward_weights
+    if len(weights) > count and config.critic.model_name_or_path is None:
+        raise ValueError(
+            f"--reward_weights has {len(weights)} weights for {count} functions of "
+            "--reward_function, and there is no reward model for the last one"
+        )
+
+
+def with_overlong_punishment(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
+    """With DAPO's share of the longest answer where that is not typed; one too long is refused."""
+    longest, rewards = config.data.max_answer_seq_len, config.rewards
+    if "soft_overlong_tokens" not in config.given:
+        share = config.ppo.rules.soft_overlong_share
+        rewards = replace(rewards, soft_overlong_tokens=int(share * longest))
+    if rewards.soft_overlong_tokens > longest:
+        raise ValueError(
+            f"--soft_overlong_tokens {rewards.soft_overlong_tokens} is more than an answer may "
+            f"have: --max_answer_seq_len {longest}"
+        )
+    return replace(config, rewards=rewards)
 
 
 def with_continued_lora(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
@@ -210,7 +233,7 @@ def check_tensor_parallel(config: RlhfConfig, inputs: RlhfInputs) -> None:
 def check_num_generations(config: RlhfConfig, inputs: RlhfInputs) -> None:
     """Refuse to compare one response to a prompt with itself."""
     algorithm, k = config.ppo.algorithm, config.batch.num_generations
-    if algorithm != "ppo" and k < 2:
+    if config.ppo.rules.compares and k < 2:
         raise ValueError(
             f"--algorithm {algorithm} compares the responses to a prompt: --num_generations must "
             f"be 2 or more, got {k}"
@@ -344,10 +367,10 @@ def check_sources_are_kept(config: RlhfConfig, inputs: RlhfInputs) -> None:
 
 def announce(config: RlhfConfig, inputs: RlhfInputs) -> None:
     """Log the models, the reward and the data on the first line; the first rank alone."""
-    function = config.rewards.reward_function
+    functions = config.rewards.reward_function
     actor, critic = inputs.sources.actor, inputs.sources.critic
     by = [model_name(critic)] if critic is not None else []
-    by += [f"the function {function}"] if function else []
+    by += [f"the function {function}" for function in functions]
     bundled = config.data.data_path != inputs.asked
     data = "the bundled prompts" if bundled else " ".join(config.data.data_path)
     log_once(f"actor: {model_name(actor)}; reward: {' and '.join(by)}; data: {data}")
@@ -360,7 +383,9 @@ def note_without_effect(config: RlhfConfig, inputs: RlhfInputs) -> None:
     notes += parallel_without_effect(config.parallel)
     if not config.has_critic:
         unused = sorted(n for n in given if n.startswith("critic_") and "model" not in n)
-        unused += sorted({"cliprange_value", "gamma", "lam", "whiten_advantages"} & given)
+        of_gae = {"cliprange_value", "lam", "whiten_advantages"}
+        of_gae |= {"gamma"} if config.ppo.rules.compares else set()
+        unused += sorted(of_gae & given)
         notes += [f"--{name} has no effect without a critic" for name in unused]
     for role in ("actor", "critic"):
         options: RoleConfig = getattr(config, role)
@@ -372,6 +397,11 @@ def note_without_effect(config: RlhfConfig, inputs: RlhfInputs) -> None:
             )
         if not options.lora_dim and f"{role}_lora_learning_rate" in given:
             notes.append(f"--{role}_lora_learning_rate has no effect without --{role}_lora_dim")
+    if (config.ppo.kl_in, config.ppo.kl_estimator) == ("loss", "k1") and config.ppo.kl_coef:
+        notes.append(
+            "--kl_estimator k1 in the loss holds the actor nowhere, as its gradient is 0 on "
+            "average: use k2 or k3, or --kl_in reward"
+        )
     if not config.batch.do_sample:
         unused = sorted({"top_p", "top_k"} & given)
         notes += [f"--{name} has no effect with --no-do_sample" for name in unused]
@@ -385,6 +415,7 @@ RLHF_CHECKS: tuple[Check[RlhfConfig, RlhfInputs], ...] = (
     check_rewards,
     with_continued_lora,
     with_fitting_lengths,
+    with_overlong_punishment,
     check_tensor_parallel,
     check_num_generations,
     check_data,

@@ -13,7 +13,7 @@ from dschat_lora.checkpoint.manifest import read_manifest
 from dschat_lora.checkpoint.saver import Saver
 from dschat_lora.checkpoint.tensors import TensorFiles
 from dschat_lora.config.groups import RunConfig
-from dschat_lora.config.options import flatten
+from dschat_lora.config.options import command_line, flatten
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.engine.collectives import broadcast_string, max_over_ranks, on_rank_zero
 from dschat_lora.engine.distributed import rank
@@ -21,6 +21,7 @@ from dschat_lora.engine.state import EngineState
 from dschat_lora.report.log import jsonable
 from dschat_lora.report.terminal import error_message
 from dschat_lora.runtime.resume import (
+    RUNS_CODE,
     check_identity,
     goes_on_in_place,
     options_to_keep,
@@ -102,7 +103,8 @@ class Checkpointer:
         for name, engine in self._engines.items():
             engine.load(state["engines"][name], _reader(checkpoint, name))
         for name, part in self._parts.items():
-            part.restore(state["parts"][name])
+            if name in state["parts"]:  # an earlier version may have kept fewer
+                part.restore(state["parts"][name])
         self._first_step = self._last_step = state["step"]
         self._begun = self._last_time = time.monotonic()
         self._resumed_from = checkpoint
@@ -172,16 +174,22 @@ class Checkpointer:
             Stopped: with the exit code of the signal, when the checkpoint is complete.
         """
         number = int(max_over_ranks(float(self._run.interrupts.received)))
+        self.save_rest(step, f"stopped by {name_of(number)}")
+        self._run.record.update({"status": f"interrupted by {name_of(number)} at step {step}"})
+        raise Stopped(128 + number)
+
+    def save_rest(self, step: int, why: str) -> None:
+        """Save the steps since the last checkpoint, and say ``why`` and how to go on."""
         if step > self._last_step:
             self.save(step)
         on_rank_zero(self._finish_writing)
-        where = f"go on with: --output_dir {self._directory} --resume_from_checkpoint latest"
+        flat = flatten(self._run.config)
+        code = command_line({name: flat[name] for name in RUNS_CODE if flat.get(name)})
+        resumed = ("--output_dir", str(self._directory), "--resume_from_checkpoint", "latest")
+        where = f"go on with: {' '.join([*resumed, *code])}"
         self._run.log.say(
-            f"stopped by {name_of(number)} after step {step}; "
-            + (where if step else "nothing was learnt yet")
+            f"{why} after step {step}; " + (where if step else "nothing was learnt yet")
         )
-        self._run.record.update({"status": f"interrupted by {name_of(number)} at step {step}"})
-        raise Stopped(128 + number)
 
     def last_good(self) -> str:
         """The newest checkpoint, as a sentence."""

@@ -11,7 +11,7 @@ from dschat_lora.rlhf.config import RewardsConfig
 from dschat_lora.rlhf.experience import Experience
 from dschat_lora.rlhf.metrics import sampler_errors
 from dschat_lora.rlhf.pretraining import Pretraining
-from dschat_lora.rlhf.rewards import clipped_rewards
+from dschat_lora.rlhf.reward_shaping import clipped_rewards
 
 
 def test_sampler_error_is_over_the_tokens_that_count():

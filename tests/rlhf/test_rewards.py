@@ -11,7 +11,8 @@ import torch.distributed as dist
 from dschat_lora.algos.advantages import RunningMoments
 from dschat_lora.rlhf.batch import Response
 from dschat_lora.rlhf.config import RewardsConfig
-from dschat_lora.rlhf.rewards import RewardFunction, load_function, rescale_values, shaped_rewards
+from dschat_lora.rlhf.reward_shaping import rescale_values, shaped_rewards
+from dschat_lora.rlhf.rewards import RewardFunction, load_function
 from helpers.roles import Words
 
 CPU = torch.device("cpu")
@@ -65,7 +66,8 @@ def test_a_function_gets_nothing_it_does_not_ask_for():
         return [0.0] * len(prompts)
 
     def greedy(**everything):
-        assert set(everything) == {"prompts", "responses", "ended", "rows", "token_ids"}
+        own = {"prompts", "responses", "ended", "rows", "token_ids"}
+        assert set(everything) == own | {"completions", "completion_ids", "answer"}
         return (0.5,) * 3
 
     assert scored(score).tolist() == [0.0] * 3
@@ -75,8 +77,8 @@ def test_a_function_gets_nothing_it_does_not_ask_for():
 @alone
 @pytest.mark.parametrize(
     "found",
-    [[1, None, 2.0], (True, None, "2"), torch.tensor([1.0, math.nan, 2.0]), [1, math.nan, 2]],
-    ids=["list", "tuple", "tensor", "NaN"],
+    [[1, None, 2.0], (True, None, "2")],
+    ids=["list", "tuple"],
 )
 def test_none_is_a_response_that_does_not_count(found):
     scores = scored(lambda prompts, responses: found)
@@ -102,12 +104,20 @@ def test_a_column_of_scores_is_as_good_as_a_row():
         (torch.tensor(1.0), "returned a Tensor for 3 responses"),
         ({1: 2, 3: 4, 5: 6}, "returned a dict for 3 responses"),
         ("abc", "returned a str for 3 responses"),
-        ([1.0, math.inf, 0.0], "returned inf; scores are finite numbers, or None"),
-        ([1.0, -math.inf, 0.0], "returned -inf; scores are finite"),
-        ([1.0, "good", 0.0], "returned 'good'; scores are finite"),
-        ([1.0, [1, 2], 0.0], r"returned \[1, 2\]; scores are finite"),
+        (
+            [1.0, math.inf, 0.0],
+            "returned inf for the prompt '5'; scores are finite numbers, or None",
+        ),
+        ([1.0, -math.inf, 0.0], "returned -inf for the prompt '5'; scores are finite"),
+        ([1, math.nan, 2], "returned nan for the prompt '5'; scores are finite numbers, or None"),
+        (torch.tensor([1.0, math.nan, 2.0]), r"returned tensor\(nan\) for the prompt '5'"),
+        ([1.0, "good", 0.0], "returned 'good' for the prompt '5'; scores are finite"),
+        ([1.0, [1, 2], 0.0], r"returned \[1, 2\] for the prompt '5'; scores are finite"),
         ([1.0, 10**400, 0.0], "returned 10000000000.*; scores are finite"),
-        (torch.ones(3, 2), r"returned tensor\(\[1., 1.\]\); scores are finite"),
+        (
+            torch.ones(3, 2),
+            r"returned tensor\(\[1., 1.\]\) for the prompt '5 6'; scores are finite",
+        ),
     ],
 )
 def test_what_is_no_score_is_refused_by_name(found, words):
@@ -151,7 +161,7 @@ def optional(prompts, responses, weight=2.0):
     return []
 
 
-def texts_alone(responses):
+def prompts_alone(prompts):
     return []
 
 
@@ -192,14 +202,21 @@ def test_a_function_is_found_beside_the_user(module, name):
     [
         ("nothing", "t1_my_rewards has no function nothing"),
         ("number", "t1_my_rewards has no function number"),
-        ("texts_alone", r"must take prompts and responses .* it takes \(responses\)"),
-        ("asks_for_more", r"may take ended, rows, token_ids\), it takes \(prompts, responses, ans"),
-        ("asks_for_more_by_name", r"it takes \(prompts, responses, \*, answers, \*\*others\)"),
+        ("prompts_alone", r"must take responses or completions .* it takes \(prompts\)"),
     ],
 )
 def test_a_function_that_cannot_be_called_is_refused(module, name, words):
     with pytest.raises(ValueError, match=f"--judge_function {module}:{name}.*{words}"):
         load_function("judge_function", f"{module}:{name}", Words())
+
+
+@pytest.mark.parametrize("name", ["asks_for_more", "asks_for_more_by_name"])
+def test_a_column_that_the_data_lacks_is_refused_by_name(module, name):
+    function = load_function("judge_function", f"{module}:{name}", Words())
+    function.check_columns(["answers", "prompt"])
+    words = f"--judge_function {module}:{name} asks for answers; .* data: answer, prompt"
+    with pytest.raises(ValueError, match=words):
+        function.check_columns(["prompt", "answer"])
 
 
 def test_a_module_that_is_not_there_is_refused():

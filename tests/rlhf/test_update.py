@@ -370,7 +370,7 @@ def test_what_is_done_to_the_engines_is_done_to_both(both):
 def test_a_look_has_every_response_at_its_number(asks, critic):
     roles = Roles(critic=critic, logprob=-0.7, value=0.2)
     batches = [collate(RESPONSES, rows, 0) for rows in ([4, 2], [0, 5, 1], [3], [])]
-    found = score_responses(roles, RESPONSES, batches, reward_function=None, with_old=asks)
+    found = score_responses(roles, RESPONSES, batches, scorer=None, with_old=asks)
     logprobs, values = found.logprobs, found.values
     assert roles.modes == ["eval"]
     steps = torch.arange(MASK.shape[1]) + 1.0

@@ -148,7 +148,8 @@ stage_test = pytest.mark.stage
 def test_directory_holds_what_the_stage_writes_and_nothing_else(finished):
     directory, ended = finished
     assert {path.name for path in directory.iterdir()} == {
-        *("run.json", "metrics.jsonl", "checkpoints", "actor", "critic", "actor_ema")
+        *("run.json", "metrics.jsonl", "rollouts.jsonl.gz", "checkpoints"),
+        *("actor", "critic", "actor_ema"),
     }
     for role in ("actor", "critic", "actor_ema"):
         assert {path.name for path in (directory / role).iterdir()} == {"adapter", "model"}
@@ -379,11 +380,14 @@ def test_iteration_of_which_nothing_counts_is_an_event_and_the_run_goes_on(home,
 
 
 @stage_test
-def test_run_in_which_nothing_ever_counts_ends_well_and_learns_nothing(home, command):
-    command(*FUNCTION, "my_rewards:nothing", "--output_dir", "never", "--save_interval", 1)
+def test_run_in_which_nothing_ever_counts_is_a_failure_that_says_so(home, command):
+    argv = [*FUNCTION, "my_rewards:nothing", "--output_dir", "never", "--save_interval", 1]
+    ended = command(*argv, code=2)
+    assert ended.err.startswith("error: none of the 8 responses of 2 iterations counted: nothing")
+    assert "no adapter was written" in ended.err
     assert metrics(home / "never", "train") == []
     assert [name for name, _ in events(home / "never")] == ["empty_batch"] * 2
-    assert json_of(home / "never" / "run.json")["status"] == "finished"
+    assert json_of(home / "never" / "run.json")["status"].startswith("failed: ValueError: none of")
     assert not (home / "never" / "actor").exists()
 
 

@@ -1,0 +1,158 @@
+"""Reward functions that ``--reward_function builtin:NAME`` names; each scores one response."""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+PREFIX = "builtin:"
+_NUMBER = re.compile(r"-?\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?")
+
+
+@dataclass(frozen=True)
+class BuiltinReward:
+    """A built-in score of one response, as a reward function of one at a time."""
+
+    score: Callable[[str, Any, Sequence[int]], float]  # of text, wanted and token ids
+    column: str | None = None  # of the data, which has what is wanted
+
+    def __call__(self, response: str, row: Mapping[str, Any], token_ids: Sequence[int]) -> float:
+        """The score."""
+        wanted = None if self.column is None else row.get(self.column)
+        return self.score(response, wanted, token_ids)
+
+
+def is_builtin(name: str) -> bool:
+    """Whether ``name`` is one of ``builtin:...``."""
+    return name.startswith(PREFIX)
+
+
+def builtin_function(name: str) -> BuiltinReward:
+    """The function of ``builtin:NAME`` or ``builtin:NAME=ARGUMENT``.
+
+    Raises:
+        ValueError: if there is none of this name, or its argument will not do.
+    """
+    kind, _, argument = name.removeprefix(PREFIX).partition("=")
+    if kind not in BUILTINS:
+        raise ValueError(
+            f"--reward_function {name}: there is no such built-in reward; there are "
+            + ", ".join(PREFIX + each for each in BUILTINS)
+        )
+    try:
+        return BUILTINS[kind](argument)
+    except (ValueError, re.error) as error:
+        raise ValueError(f"--reward_function {name}: {error}") from error
+
+
+def exact_match(argument: str) -> BuiltinReward:
+    """1 where the response is the column ``answer`` (or another) but for space around, else 0."""
+
+    def score(text: str, wanted: Any, ids: Sequence[int]) -> float:
+        return float(text.strip() == str(wanted).strip())
+
+    return BuiltinReward(score, argument or "answer")
+
+
+def regex(argument: str) -> BuiltinReward:
+    """1 where the regular expression is found in the response, else 0."""
+    if not argument:
+        raise ValueError("give a regular expression, as in builtin:regex=^Yes")
+    pattern = re.compile(argument, re.DOTALL)
+    return BuiltinReward(lambda text, wanted, ids: float(pattern.search(text) is not None))
+
+
+def number_equals(argument: str) -> BuiltinReward:
+    """1 where the response's last number is that of the column ``answer`` (or another), else 0."""
+
+    def score(text: str, wanted: Any, ids: Sequence[int]) -> float:
+        found, right = _last_number(text), _last_number(str(wanted))
+        return float(found is not None and found == right)
+
+    return BuiltinReward(score, argument or "answer")
+
+
+def _last_number(text: str) -> float | None:
+    found = _NUMBER.findall(text)
+    return float(found[-1].replace(",", "")) if found else None
+
+
+def length(argument: str) -> BuiltinReward:
+    """1 for a response of so many tokens, falling to 0 at none and at twice as many."""
+    wanted = _whole("a number of tokens, as in builtin:length=40", argument)[0]
+    return BuiltinReward(lambda text, _, ids: max(0.0, 1 - abs(len(ids) - wanted) / wanted))
+
+
+def json_valid(argument: str) -> BuiltinReward:
+    """1 where the response is JSON, else 0."""
+
+    def score(text: str, wanted: Any, ids: Sequence[int]) -> float:
+        try:
+            json.loads(text)
+        except (ValueError, RecursionError):
+            return 0.0
+        return 1.0
+
+    return BuiltinReward(score)
+
+
+def format_tags(argument: str) -> BuiltinReward:
+    """1 where the response is ``<think>...</think><answer>...</answer>``, or tags of other names.
+
+    The tags stand once each, in this order, with nothing but space around them.
+    """
+    names = (argument or "think,answer").split(",")
+    tags = [f"<{slash}{name}>" for name in names for slash in ("", "/")]
+    parts = (f"<{re.escape(name)}>.*?</{re.escape(name)}>" for name in names)
+    pattern = re.compile(r"\s*" + r"\s*".join(parts) + r"\s*", re.DOTALL)
+
+    def score(text: str, wanted: Any, ids: Sequence[int]) -> float:
+        once = all(text.count(tag) == 1 for tag in tags)
+        return float(once and pattern.fullmatch(text) is not None)
+
+    return BuiltinReward(score)
+
+
+def repetition_penalty(argument: str) -> BuiltinReward:
+    """Minus the share of the response's word trigrams (or other n-grams) that came before."""
+    size = _whole("a number of words", argument or "3")[0]
+
+    def score(text: str, wanted: Any, ids: Sequence[int]) -> float:
+        words = text.lower().split()
+        grams = [tuple(words[i : i + size]) for i in range(len(words) - size + 1)]
+        return len(set(grams)) / len(grams) - 1 if grams else 0.0
+
+    return BuiltinReward(score)
+
+
+def soft_overlong(argument: str) -> BuiltinReward:
+    """DAPO's soft overlong punishment of responses near so many tokens, over the last so many."""
+    numbers = _whole("most tokens and those that are punished, as in 256,64", argument)
+    if len(numbers) != 2 or numbers[1] > numbers[0]:
+        raise ValueError("give most tokens and those that are punished, as in 256,64")
+    longest, cache = numbers
+
+    def score(text: str, wanted: Any, ids: Sequence[int]) -> float:
+        return min(0.0, max(-1.0, (longest - cache - len(ids)) / cache))
+
+    return BuiltinReward(score)
+
+
+def _whole(what: str, argument: str) -> list[int]:
+    try:
+        numbers = [int(word) for word in argument.split(",")]
+    except ValueError:
+        numbers = [0]
+    if min(numbers) < 1:
+        raise ValueError(f"give {what}")
+    return numbers
+
+
+BUILTINS: Mapping[str, Callable[[str], BuiltinReward]] = {
+    each.__name__: each
+    for each in (
+        *(exact_match, regex, number_equals, length),
+        *(json_valid, format_tags, repetition_penalty, soft_overlong),
+    )
+}

@@ -1,0 +1,42 @@
+"""Scaling, clipping and penalties that shape the scores of responses."""
+
+import torch
+from torch import Tensor
+
+from dschat_lora.algos.advantages import RunningMoments
+from dschat_lora.rlhf.config import RewardsConfig
+
+
+def shaped_rewards(
+    scores: Tensor, ended: Tensor, moments: RunningMoments, config: RewardsConfig
+) -> tuple[Tensor, RunningMoments]:
+    """Rewards from scores, and the moments with these scores counted.
+
+    Scaled, then clipped, then lowered where the response was cut off. Scaling by the scores of
+    the first iteration is that of arXiv:1909.08593, section 2.2: mean 0 and variance 1 under the
+    policy before it is trained. ``scores`` are (N,) unscaled ones, NaN for a response that does
+    not count, ``ended`` (N,) bool, and ``moments`` of all scores before, or of the first ones.
+    """
+    if config.reward_scaling == "running" or (
+        config.reward_scaling == "initial" and not moments.count
+    ):
+        moments = moments.updated(scores[~scores.isnan()])
+    if config.reward_scaling == "initial":
+        scores = rescale_values(moments, scores)
+    elif config.reward_scaling == "running":
+        scores = scores / moments.std
+    if config.clip_reward_value:
+        limit = config.clip_reward_value
+        scores = scores.clamp(-limit, limit)
+    return scores - config.missing_eos_penalty * ~ended, moments
+
+
+def rescale_values(moments: RunningMoments, values: Tensor) -> Tensor:
+    return (values - moments.mean) / moments.std
+
+
+def clipped_rewards(rewards: Tensor, ended: Tensor, config: RewardsConfig) -> Tensor:
+    """(N,) bool, which of :func:`shaped_rewards` are at a bound of the clip."""
+    before = rewards + config.missing_eos_penalty * ~ended
+    limit = config.clip_reward_value
+    return before.abs() >= limit if limit else torch.zeros_like(ended)
