@@ -1,11 +1,11 @@
 """Preparation of much data: its rate against tokenizers' own, its memory, and a second start.
 
-``python -m benchmarks.preparation [ROWS] [DIRECTORY] [words]`` writes rows of made-up words of about 600
-bytes, a prompt and its completion, and a byte-level BPE of 32,000 tokens, or with ``words`` a
-tokenizer by white space, with which memory and a second start are soon measured. It prepares them with all
-cores, then again from the cache, and 1,000 of them. Rates are per CPU second of all processes too,
-which other work on the machine changes little. Memory is what belongs to the processes alone,
-without mapped files, above what they have after imports.
+``python -m benchmarks.preparation [ROWS] [DIRECTORY] [words]`` writes rows of made-up words of
+about 600 bytes, a prompt and its completion. It learns a byte-level BPE of 32,000 tokens, or with
+``words`` a tokenizer by white space, with which memory and a second start are soon measured. It
+prepares the rows with all cores, then again from the cache, and 1,000 of them. Rates are per CPU
+second of all processes too, which other work on the machine changes little. Memory is what belongs
+to the processes alone, without mapped files, above what they have after imports.
 """
 
 import json
