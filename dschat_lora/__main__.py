@@ -10,6 +10,7 @@ from dschat_lora.config.options import Parser, fail, parse_config, unknown_optio
 from dschat_lora.config.stages import AuditConfig, ScoreConfig
 from dschat_lora.report.terminal import error_message, log_once, silence_stdout
 from dschat_lora.runtime.validation import check_audit, check_score
+from dschat_lora.serving.verbs import chat, serve
 
 
 def main() -> None:
@@ -26,8 +27,11 @@ def main() -> None:
     verbs.add_parser("score", help="score answers by a reward model", add_help=False)
     verbs.add_parser("extract", help="LoRA and head of a full checkpoint to PEFT", add_help=False)
     verbs.add_parser("pipeline", help="run all stages of a YAML file, or go on", add_help=False)
+    verbs.add_parser("chat", help="chat with models in the terminal", add_help=False)
+    verbs.add_parser("serve", help="serve models over HTTP, and a page to compare", add_help=False)
     arguments, rest = parser.parse_known_args()
     own_parsers = {"audit": _audit, "score": _score, "extract": _extract, "pipeline": _pipeline}
+    own_parsers |= {"chat": chat, "serve": serve}
     if arguments.verb in own_parsers:
         own_parsers[arguments.verb](rest)
     elif rest:

@@ -1,10 +1,13 @@
 """Terminal output: lines, tables and error messages, where there is no run to log to."""
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+# What a terminal may take for a command; tabs and ends of lines are none.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 def silence_stdout() -> None:
     """Discard all further output to the standard streams, as nobody reads them any more."""
@@ -18,6 +21,12 @@ def log_once(text: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
+
+
+def write_text(text: str) -> None:
+    """Write text to the standard output at once, its control characters made harmless."""
+    sys.stdout.write(_CONTROL.sub(lambda match: ascii(match[0])[1:-1], text))
+    sys.stdout.flush()
 
 
 def is_terminal() -> bool:
