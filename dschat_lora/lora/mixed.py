@@ -150,16 +150,16 @@ def mix_adapters(base: nn.Module, adapted: Sequence[nn.Module], *, rows: Adapter
         module = base.get_submodule(name)
         if isinstance(module, ParallelLinear):
             raise ValueError(f"{name} is divided among processes; load the model in one")
-        linear = {n: layer for n, layer in layers.items() if _is_plain(layer)}
+        linear = {
+            n: layer
+            for n, layer in layers.items()
+            if isinstance(layer, LoraLinear) and layer.trained_bias is None
+        }
         if len(linear) == len(layers):
             mixed: nn.Module = MixedLinear(module, linear, count=len(adapted), rows=rows)
         else:
             mixed = MixedModule(module, layers, rows=rows)
         replace_part(base, name, mixed)
-
-
-def _is_plain(layer: AdapterLayer) -> bool:
-    return isinstance(layer, LoraLinear) and layer.trained_bias is None
 
 
 def _rows_of(value: object, own: Tensor, count: int) -> object:

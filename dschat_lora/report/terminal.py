@@ -9,6 +9,7 @@ from pathlib import Path
 # What a terminal may take for a command; tabs and ends of lines are none.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
+
 def silence_stdout() -> None:
     """Discard all further output to the standard streams, as nobody reads them any more."""
     with open(os.devnull, "w", encoding="utf-8") as nowhere:

@@ -74,7 +74,9 @@ class RunningAnswers:
         if piece.error is not None:
             self.leave()
             stopped = "stop" in piece.error
-            raise ApiError(503 if stopped else 500, piece.error, code="stopped" if stopped else None)
+            raise ApiError(
+                503 if stopped else 500, piece.error, code="stopped" if stopped else None
+            )
         self._open -= piece.is_last
         return index, piece
 
@@ -106,7 +108,9 @@ class AnswerResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answers."""
         try:
-            whole = self._stream(send) if self._request.stream else self._whole(scope, receive, send)
+            whole = (
+                self._stream(send) if self._request.stream else self._whole(scope, receive, send)
+            )
             await _unless_left(receive, whole)
         finally:
             self._answers.leave()

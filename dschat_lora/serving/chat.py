@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 from dschat_lora.data.messages import Message
 from dschat_lora.generation.sampling import Sampling
@@ -117,7 +118,7 @@ class ChatSession:
             raise ValueError(f"/set {name}: give one of {', '.join(_NUMBERS)}, system, and a value")
         kind = _NUMBERS[name]
         try:
-            number = kind(value)
+            number: Any = kind(value)
         except ValueError as error:
             what = "a whole number" if kind is int else "a number"
             raise ValueError(f"/set {name} {value}: give {what}") from error

@@ -90,7 +90,8 @@ class Answer:
     def push(self, token: int) -> bool:
         """Take the next token; returns whether it was the last one."""
         self._count, self.last_token = self._count + 1, token
-        text, finish = "", None
+        text = ""
+        finish: Finish | None = None
         if token in self.model.end_ids:
             finish = "stop"
         else:
@@ -119,7 +120,9 @@ class Decoder:
         max_queue: answers that may wait.
     """
 
-    def __init__(self, batches: Iterable[BaseBatch], *, max_batch_size: int, max_queue: int) -> None:
+    def __init__(
+        self, batches: Iterable[BaseBatch], *, max_batch_size: int, max_queue: int
+    ) -> None:
         self._running: dict[BaseBatch, list[Answer]] = {batch: [] for batch in batches}
         self._waiting: deque[Answer] = deque()
         self._max_batch_size, self._max_queue = max_batch_size, max_queue
@@ -253,9 +256,7 @@ class Decoder:
                 running.pop()
 
 
-def fitting(
-    model: ServedModel, prompt: Sequence[int], options: AnswerOptions
-) -> AnswerOptions:
+def fitting(model: ServedModel, prompt: Sequence[int], options: AnswerOptions) -> AnswerOptions:
     """The options, with no more tokens than the model has room for.
 
     Raises:
