@@ -156,6 +156,11 @@ class Decoder:
             self._changed.notify()
         return answer
 
+    @property
+    def load(self) -> tuple[int, int]:
+        """Number of answers that run, and that wait."""
+        return sum(map(len, self._running.values())), len(self._waiting)
+
     def leave(self, answer: Answer) -> None:
         """Stop decoding an answer that nobody reads; nothing more of it is emitted."""
         answer.left = True

@@ -21,9 +21,10 @@ PATIENCE = 5.0
 class Server(uvicorn.Server):
     """Ends running answers before it waits for their connections."""
 
-    def __init__(self, config: uvicorn.Config, decoder: Decoder) -> None:
-        super().__init__(config)
-        self._decoder = decoder
+    def __init__(self, service: Service) -> None:
+        app, quiet = make_app(service), {"log_level": "warning", "access_log": False}
+        super().__init__(uvicorn.Config(app, server_header=False, **quiet))
+        self._decoder = service.decoder
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Refuse new requests; a second signal ends running answers at once."""
@@ -38,28 +39,34 @@ def run_server(config: ServeConfig, votes: Path) -> None:
         ValueError: if a model cannot be loaded, or the address is not to be had.
     """
     with listen(config.host, config.port) as listening:  # before models are loaded
-        models = open_models(config, with_base=True)
-        scorer = AnswerScorer(config, models.values()) if config.reward is not None else None
-        decoder = Decoder(
-            {model.batch for model in models.values()},
-            max_batch_size=config.max_batch_size,
-            max_queue=config.max_queue,
-        )
-        decoder.start()
-        service = Service(models, decoder, config, VoteFile(votes), scorer)
-        options = uvicorn.Config(
-            make_app(service), log_level="warning", access_log=False, server_header=False
-        )
-        address = address_of(listening)
-        log_once(f"{', '.join(models)} at {address} (a page) and {address}/v1 (OpenAI's interface)")
+        service = make_service(config, votes)
+        address, names = address_of(listening), ", ".join(service.models)
+        log_once(f"{names} at {address} (a page) and {address}/v1 (OpenAI's interface)")
         log_once(f"votes go to {votes}; Ctrl-C ends")
+        service.decoder.start()
         try:
-            Server(options, decoder).run(sockets=[listening])
+            Server(service).run(sockets=[listening])
         except KeyboardInterrupt:
             log_once("stopped")
         finally:
-            decoder.close()
-            decoder.join()
+            service.decoder.close()
+            service.decoder.join()
+
+
+def make_service(config: ServeConfig, votes: Path) -> Service:
+    """The service with its models, its decoder not started.
+
+    Raises:
+        ValueError: if a model cannot be loaded.
+    """
+    models = open_models(config, with_base=True)
+    scorer = AnswerScorer(config, models.values()) if config.reward is not None else None
+    decoder = Decoder(
+        {model.batch for model in models.values()},
+        max_batch_size=config.max_batch_size,
+        max_queue=config.max_queue,
+    )
+    return Service(models, decoder, config, VoteFile(votes), scorer)
 
 
 def listen(host: str, port: int) -> socket.socket:
