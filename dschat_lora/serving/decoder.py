@@ -148,10 +148,11 @@ class Decoder:
         with self._changed:
             if self._deadline is not None or not self._thread.is_alive():
                 raise StoppedError("the server is stopping")
-            running = len(self._running[model.batch])
-            free = max(0, self._max_batch_size - running)
-            if len(self._waiting) >= self._max_queue + free:
-                raise BusyError(f"{len(self._waiting)} requests are waiting; try again later")
+            # Those that have left make room when the next token comes.
+            running = sum(not other.left for other in self._running[model.batch])
+            waiting = sum(not other.left for other in self._waiting)
+            if waiting >= self._max_queue + max(0, self._max_batch_size - running):
+                raise BusyError(f"{waiting} requests are waiting; try again later")
             self._waiting.append(answer)
             self._changed.notify()
         return answer

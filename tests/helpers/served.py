@@ -21,7 +21,11 @@ from dschat_lora.models.views import share_parameters
 from dschat_lora.serving.models import BaseBatch
 
 CARD = {"data": {"training data": "random"}, "metrics": {}, "versions": {}}
-QUESTIONS = ("What is the opposite of hot?", "What is 2 plus 3?", "I am Gina. Name a fruit, please.")
+QUESTIONS = (
+    "What is the opposite of hot?",
+    "What is 2 plus 3?",
+    "I am Gina. Name a fruit, please.",
+)
 
 
 def write_run(directory, *, seed, reward=False):
@@ -30,9 +34,7 @@ def write_run(directory, *, seed, reward=False):
     tokenizer = load_tokenizer(source.tokenizer, options)
     lora = LoraConfig(lora_dim=4)
     build = build_reward_model if reward else build_causal_lm
-    adapted = build(
-        source, tokenizer, options, lora, dtype=torch.float32, seed=seed, meta=False
-    )
+    adapted = build(source, tokenizer, options, lora, dtype=torch.float32, seed=seed, meta=False)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in adapted.model.named_parameters():

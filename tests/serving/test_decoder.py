@@ -98,7 +98,8 @@ def test_the_same_seed_gives_the_same_answer_whoever_else_is_answered(models, de
             other = AnswerOptions(Sampling(1, temperature=0.5), 5, seed=number)
             decoder.submit(models["b"], ids, other, queue.put)
         decoder.submit(model, ids, options, queues[0].put)
-        answers.append(["".join(p.text for p in pieces_of(queue)) for queue in queues][0])
+        texts = ["".join(piece.text for piece in pieces_of(queue)) for queue in queues]
+        answers.append(texts[0])
     assert answers[0] == answers[1]
 
 
@@ -128,7 +129,11 @@ def test_who_leaves_makes_room(slow):
 @pytest.mark.parametrize(
     ("prompt", "options", "message"),
     [
-        ([5] * 512, AnswerOptions(LONG.sampling, 5, cut=True), "the prompt has 512 and asks for an"),
+        (
+            [5] * 512,
+            AnswerOptions(LONG.sampling, 5, cut=True),
+            "the prompt has 512 and asks for an",
+        ),
         ([5] * 500, AnswerOptions(LONG.sampling, 13), "has 500 and asks for 13 of the answer"),
         ([], LONG, "the prompt is empty"),
     ],

@@ -24,7 +24,9 @@ def streamed(tokenizer, ids, stop=(), *, strip=False):
     return [*pieces, stream.finish()]
 
 
-@pytest.mark.parametrize("text", ["Hello Gina, the sum is 12.", "caf\u00e9 \u4e2d\u6587 \U0001f600!", " a  b"])
+@pytest.mark.parametrize(
+    "text", ["Hello Gina, the sum is 12.", "caf\u00e9 \u4e2d\u6587 \U0001f600!", " a  b"]
+)
 def test_pieces_are_the_whole_text_and_cut_no_character(tokenizer, text):
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     pieces = streamed(tokenizer, ids)
