@@ -127,7 +127,8 @@ class SlotRows:
         self._cache = SlotCache()
         self._lengths: list[int] = []  # tokens of each row in the cache
         self._numbers: list[int] = []  # adapter of each row
-        self._linears = FastLinears(model)
+        # Not stacked: several adapters have the same weight, which can lie in one stack alone.
+        self._linears = FastLinears(model, stacked=False)
 
     def __len__(self) -> int:
         """Rows in use."""
