@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dschat_lora.checkpoint.adapter_config import verify_adapter
+from dschat_lora.checkpoint.history import CHECKPOINTS
 from dschat_lora.data.templates import read_chat_template
 from dschat_lora.models.source import ModelSource, find_model
-from dschat_lora.runtime.checks import check_can_be_made, check_task
+from dschat_lora.runtime.checks import check_adapter_files, check_can_be_made, check_task
 from dschat_lora.serving.config import AnswerConfig, ServeConfig
 
 BASE = "base"
@@ -51,6 +51,8 @@ def model_name(word: str) -> str:
     path = path.resolve()
     while path.name in _INNER and path.parent.name:
         path = path.parent
+    if path.parent.name == CHECKPOINTS:
+        return f"{path.parents[1].name}-{path.name}"
     return path.name
 
 
@@ -62,10 +64,9 @@ def check_answering(config: AnswerConfig) -> None:
     """
     find_models(config.models, with_base=True)
     if config.reward is not None:
-        reward = find_model(config.reward)
-        if reward.adapter is not None:
-            verify_adapter(reward.adapter)
         try:
+            reward = find_model(config.reward)
+            check_adapter_files(reward)
             check_task(reward, ("SEQ_CLS",))
         except ValueError as error:
             raise ValueError(str(error).replace("--model_name_or_path", "--reward")) from error
@@ -94,8 +95,7 @@ def _find(word: str) -> ModelSource:
     path = Path(word).expanduser()
     try:
         source = find_model(str(path / "actor") if (path / "actor").is_dir() else word)
-        if source.adapter is not None:
-            verify_adapter(source.adapter)
+        check_adapter_files(source)
         check_task(source, ("CAUSAL_LM",))
     except ValueError as error:
         raise ValueError(str(error).replace("--model_name_or_path", "OUT")) from error

@@ -164,7 +164,7 @@ def test_wrong_command_lines_are_told_in_one_line(refused, runs, tmp_path, verb)
     assert "OUT output/none does not exist" in refused(verb, "output/none")
     assert "holds neither config.json nor adapter_config.json" in refused(verb, tmp_path)
     assert "is of kind SEQ_CLS, and this takes CAUSAL_LM" in refused(verb, reward)
-    assert "--reward" in refused(verb, "base", "--reward", runs["a"])
+    assert "--reward output/none does not" in refused(verb, "base", "--reward", "output/none")
     assert "of kind CAUSAL_LM" in refused(verb, "base", "--reward", runs["a"])
     assert "--temperature must be >= 0, got -1" in refused(verb, "base", "--temperature", "-1")
     assert "did you mean --top_p?" in refused(verb, "base", "--topp", "1")
@@ -190,7 +190,7 @@ def test_serve_without_its_libraries_names_the_extra(refused, monkeypatch):
 
 
 def test_runs_of_one_name_are_numbered_and_their_parts_have_the_name_of_the_run(runs, tmp_path):
-    from dschat_lora.serving.sources import find_models
+    from dschat_lora.serving.sources import find_models, model_name
 
     other = write_run(tmp_path / "a", seed=3)
     words = [str(runs["a"] / "adapter"), str(other), str(runs["b"])]
@@ -198,6 +198,9 @@ def test_runs_of_one_name_are_numbered_and_their_parts_have_the_name_of_the_run(
     actor = write_run(tmp_path / "rlhf" / "actor", seed=3)
     (found,) = find_models([str(actor.parent)], with_base=False)
     assert (found.name, found.source.adapter) == ("rlhf", (actor / "adapter").resolve())
+    checkpoint = tmp_path / "sft" / "checkpoints" / "step-00000100"
+    checkpoint.mkdir(parents=True)
+    assert model_name(str(checkpoint)) == "sft-step-00000100"
 
 
 def test_votes_go_beside_the_first_run(runs, tmp_path, monkeypatch):
