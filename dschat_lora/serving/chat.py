@@ -11,7 +11,7 @@ from dschat_lora.data.messages import Message
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.report.terminal import is_terminal, log_once, note, write_text
 from dschat_lora.serving.config import ChatConfig
-from dschat_lora.serving.decoder import AnswerOptions, Decoder, Piece, TooLongError
+from dschat_lora.serving.decoder import Answer, AnswerOptions, Decoder, Piece, TooLongError
 from dschat_lora.serving.models import ServedModel, open_models
 from dschat_lora.serving.reward import AnswerScorer
 
@@ -80,6 +80,8 @@ class ChatSession:
                     self.ask(line)
             except (ValueError, OSError) as error:
                 note(f"error: {error}")
+            except KeyboardInterrupt:
+                log_once("\n(stopped)")
 
     def obey(self, line: str) -> None:
         """Do what a line that begins with a slash says.
@@ -151,6 +153,7 @@ class ChatSession:
         Raises:
             ValueError: if the conversation is too long for a model.
         """
+        self._forget_question()  # one whose answer was stopped before it began
         for each in self._conversations:
             each.messages.append({"role": "user", "content": text})
         self._answer()
@@ -169,54 +172,49 @@ class ChatSession:
         self._answer()
 
     def _answer(self) -> None:
-        asked = []
+        asked: list[tuple[Conversation, Answer, SimpleQueue[Piece]]] = []
         try:
             for each in self._conversations:
                 pieces: SimpleQueue[Piece] = SimpleQueue()
                 prompt = each.model.chat_ids(self._messages(each))
                 answer = self._decoder.submit(each.model, prompt, self._options(), pieces.put)
                 asked.append((each, answer, pieces))
-        except ValueError as error:
+            for each, _, pieces in asked:
+                self._show(each, pieces)
+                self._show_reward(each)
+        except TooLongError as error:
+            self._forget_question()
+            raise ValueError(f"{error}; /reset begins anew") from error
+        except ValueError:
+            self._forget_question()
+            raise
+        finally:
             for _, answer, _ in asked:
                 self._decoder.leave(answer)
-            self._forget_question()
-            hint = "; /reset begins anew" if isinstance(error, TooLongError) else ""
-            raise ValueError(f"{error}{hint}") from error
-        stopped = False
-        for each, answer, pieces in asked:
-            said = self._show(each, pieces) if not stopped else None
-            stopped = said is None
-            if said is None:
-                self._decoder.leave(answer)
 
-    def _show(self, conversation: Conversation, pieces: "SimpleQueue[Piece]") -> str | None:
-        """Write an answer as it comes and remember it; None where Ctrl-C has stopped it."""
+    def _show(self, conversation: Conversation, pieces: "SimpleQueue[Piece]") -> None:
+        """Write an answer as it comes, and remember it, also where Ctrl-C stops it."""
         if len(self._conversations) > 1:
             write_text(f"{conversation.model.name}: ")
-        text, stopped = "", False
+        text = ""
         try:
             while True:
                 piece = pieces.get()
-                write_text(piece.text)
                 text += piece.text
+                write_text(piece.text)
                 if piece.is_last:
                     break
-        except KeyboardInterrupt:
-            stopped = True
+        finally:
+            # A turn without an answer is no conversation.
+            if text.strip():
+                conversation.messages.append({"role": "assistant", "content": text})
         write_text("\n")
-        if stopped:
-            log_once("(stopped)")
-        elif piece.error is not None:
+        if piece.error is not None:
             note(f"error: {piece.error}")
-        # A turn without an answer is no conversation.
-        if text.strip():
-            conversation.messages.append({"role": "assistant", "content": text})
-            if not stopped:
-                self._show_reward(conversation)
-        return None if stopped else text
 
     def _show_reward(self, conversation: Conversation) -> None:
-        if self._scorer is None:
+        is_answered = conversation.messages and conversation.messages[-1]["role"] == "assistant"
+        if self._scorer is None or not is_answered:
             return
         score = self._scorer.score(self._messages(conversation))
         log_once("(reward: too long)" if score is None else f"(reward {score:.3f})")

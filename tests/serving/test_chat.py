@@ -126,15 +126,35 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(say, runs, monkeypatch):
 
     def interrupted(text):
         write(text)
-        if text.strip() and not left:
+        if text.strip() and text != "base: " and not left:
             left.append(text)
             raise KeyboardInterrupt
 
     monkeypatch.setattr(chat_module, "write_text", interrupted)
-    out, _ = say([QUESTIONS[0], "/reset", QUESTIONS[0]], runs["a"])
-    whole = peft_greedy(runs["a"], prompt_of(QUESTIONS[0]), 24).lstrip()
-    assert out == f"{left[0]}\n(stopped)\n{whole}\n"
-    assert whole.startswith(left[0])
+    lines = [QUESTIONS[0], "/regenerate", "/reset", QUESTIONS[0]]
+    out, _ = say(lines, "base", runs["a"])
+    base, tuned = (
+        peft_greedy(run, prompt_of(QUESTIONS[0]), 24).lstrip() for run in (None, runs["a"])
+    )
+    # The second model has not begun its answer: its question is asked again, not doubled.
+    both = f"base: {base}\na: {tuned}\n"
+    assert out == f"base: {left[0]}\n(stopped)\n{both}{both}"
+    assert base.startswith(left[0])
+
+
+def test_a_question_without_an_answer_is_not_part_of_the_conversation(say, runs, monkeypatch):
+    stopped = []
+
+    def stop(*_):
+        if not stopped:
+            stopped.append(True)
+            raise KeyboardInterrupt
+
+    show = chat_module.ChatSession._show
+    monkeypatch.setattr(chat_module.ChatSession, "_show", lambda *a: (stop(), show(*a)))
+    out, _ = say([QUESTIONS[1], QUESTIONS[0]], runs["a"])
+    answer = peft_greedy(runs["a"], prompt_of(QUESTIONS[0]), 24).lstrip()
+    assert out == f"\n(stopped)\n{answer}\n"
 
 
 def test_what_a_terminal_takes_for_commands_is_shown_as_text(capsys):
