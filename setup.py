@@ -22,7 +22,7 @@ TEST = [
     *GLUE,
     *NLG,
     *SERVE,
-    "openai>=2,<4",
+    "openai>=3,<4",
     "loralib>=0.1.2,<0.2",
     "pytest>=8,<10",
     "pytest-cov>=5,<8",

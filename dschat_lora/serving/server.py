@@ -22,8 +22,10 @@ class Server(uvicorn.Server):
     """Ends running answers before it waits for their connections."""
 
     def __init__(self, service: Service) -> None:
-        app, quiet = make_app(service), {"log_level": "warning", "access_log": False}
-        super().__init__(uvicorn.Config(app, server_header=False, **quiet))
+        app = make_app(service)
+        super().__init__(
+            uvicorn.Config(app, log_level="warning", access_log=False, server_header=False)
+        )
         self._decoder = service.decoder
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
