@@ -12,6 +12,8 @@ GLUE = ["accelerate>=1.1,<2", "scikit-learn>=1.4,<2", "scipy>=1.11,<2"]
 NLG = ["nltk>=3.9,<4", "sacrebleu>=2.4,<3"]
 # METEOR 1.5, which runs on Java: 100 MB.
 METEOR = ["pycocoevalcap>=1.2,<2"]
+# dschat-lora serve.
+SERVE = ["starlette>=1,<2", "uvicorn>=0.35,<1"]
 # What the benchmark compares with.
 BENCH = ["peft>=0.18,<1", "trl>=1.16,<2"]
 TEST = [
@@ -19,6 +21,8 @@ TEST = [
     *BENCH,
     *GLUE,
     *NLG,
+    *SERVE,
+    "openai>=3,<4",
     "loralib>=0.1.2,<0.2",
     "pytest>=8,<10",
     "pytest-cov>=5,<8",
@@ -34,7 +38,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["dschat_lora", "dschat_lora.*"]),
-    package_data={"dschat_lora": ["assets/**/*", "assets/*.md", "py.typed"]},
+    package_data={"dschat_lora": ["assets/**/*", "assets/*.md", "serving/page/*", "py.typed"]},
     install_requires=[
         "torch>=2.6,<3",
         "deepspeed>=0.19,<0.20",
@@ -55,6 +59,7 @@ setup(
         "glue": GLUE,
         "meteor": METEOR,
         "nlg": NLG,
+        "serve": SERVE,
         "tensorboard": TENSORBOARD,
         "test": TEST,
         "dev": [*TEST, "mypy>=1.13,<3", "ruff>=0.8,<1"],

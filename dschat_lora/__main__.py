@@ -12,6 +12,7 @@ from dschat_lora.config.stages import AuditConfig, ScoreConfig
 from dschat_lora.report.rollout_words import show_rollouts
 from dschat_lora.report.terminal import error_message, log_once, silence_stdout
 from dschat_lora.runtime.validation import check_audit, check_score
+from dschat_lora.serving.verbs import chat, serve
 
 
 def main() -> None:
@@ -29,10 +30,12 @@ def main() -> None:
     verbs.add_parser("extract", help="LoRA and head of a full checkpoint to PEFT", add_help=False)
     verbs.add_parser("pipeline", help="run all stages of a YAML file, or go on", add_help=False)
     verbs.add_parser("rollouts", help="look through a run's responses of step 3", add_help=False)
+    verbs.add_parser("chat", help="chat with models in the terminal", add_help=False)
+    verbs.add_parser("serve", help="serve models over HTTP, and a page to compare", add_help=False)
     arguments, rest = parser.parse_known_args()
     own_parsers = {
         **{"audit": _audit, "score": _score, "extract": _extract, "pipeline": _pipeline},
-        "rollouts": _rollouts,
+        **{"rollouts": _rollouts, "chat": chat, "serve": serve},
     }
     if arguments.verb in own_parsers:
         own_parsers[arguments.verb](rest)

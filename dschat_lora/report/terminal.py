@@ -1,6 +1,7 @@
 """Terminal output: lines, tables and error messages, where there is no run to log to."""
 
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -8,6 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tqdm import tqdm
+
+# What a terminal may take for a command; tabs and ends of lines are none.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def silence_stdout() -> None:
@@ -22,6 +26,12 @@ def log_once(text: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
+
+
+def write_text(text: str) -> None:
+    """Write text to the standard output at once, its control characters made harmless."""
+    sys.stdout.write(_CONTROL.sub(lambda match: ascii(match[0])[1:-1], text))
+    sys.stdout.flush()
 
 
 def is_terminal() -> bool:

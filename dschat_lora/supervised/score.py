@@ -3,15 +3,16 @@
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TextIO
 
 import torch
 
 from dschat_lora.config.data import parse_columns, parse_variables
-from dschat_lora.config.groups import LoraConfig
+from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.config.stages import ScoreConfig
 from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.chat import Chat, Span
@@ -26,7 +27,7 @@ from dschat_lora.engine.build import DTYPES, resolve_dtype
 from dschat_lora.engine.distributed import device
 from dschat_lora.models.architecture_checks import check_architecture
 from dschat_lora.models.build import build_reward_model
-from dschat_lora.models.causal_lm import load_tokenizer
+from dschat_lora.models.causal_lm import PreTrainedModel, load_tokenizer
 from dschat_lora.models.reward_model import RewardModel
 from dschat_lora.models.source import find_model
 from dschat_lora.report.log import jsonable
@@ -36,26 +37,41 @@ ROWS_AT_A_TIME = 4096  # held in memory, sorted by length
 
 
 class Scorer:
-    """A reward model on this machine's device, for sequences of up to ``max_seq_len`` tokens."""
+    """A reward model on this machine's device.
 
-    def __init__(self, config: ScoreConfig) -> None:
+    Args:
+        config: says which one, and how it is loaded.
+        batch_size: sequences scored at a time.
+        max_seq_len: longest sequence that gets a score; 0: as the model has positions.
+        bases: models that are loaded already, by their path; one that fits lends its weights.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        batch_size: int = 16,
+        max_seq_len: int = 0,
+        bases: Mapping[str, PreTrainedModel] = MappingProxyType({}),
+    ) -> None:
         source = find_model(config.model_name_or_path)
-        self.tokenizer = load_tokenizer(source.tokenizer, config.model)
+        self.tokenizer = load_tokenizer(source.tokenizer, config)
         adapted = build_reward_model(
             source,
             self.tokenizer,
-            config.model,
+            config,
             LoraConfig(),
-            dtype=DTYPES[resolve_dtype(config.model.dtype)],
+            dtype=DTYPES[resolve_dtype(config.dtype)],
             seed=0,
             meta=False,
             new_head=False,
+            base=bases.get(source.base) if source.adapter is not None else None,
         )
         self._network = RewardModel(adapted.model).to(device()).eval()
-        self._batch_size = config.per_device_eval_batch_size
+        self._batch_size = batch_size
         self._collate = SampleCollator(int(self.tokenizer.pad_token_id))
         limit = getattr(adapted.model.config, "max_position_embeddings", None)
-        self.max_seq_len = config.max_seq_len or limit or sys.maxsize
+        self.max_seq_len = max_seq_len or limit or sys.maxsize
         report = check_architecture(
             self._network.backbone, vocab_size=len(self.tokenizer), device=device()
         )
@@ -98,7 +114,11 @@ def score_files(config: ScoreConfig) -> None:
         ValueError: for a model without head, or a row that has no answer.
         OSError: if the output cannot be written.
     """
-    scorer = Scorer(config)
+    scorer = Scorer(
+        config.model,
+        batch_size=config.per_device_eval_batch_size,
+        max_seq_len=config.max_seq_len,
+    )
     count = too_long = pairs = 0
     right = 0.0
     with _output(config.output_path) as file:

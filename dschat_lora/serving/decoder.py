@@ -1,0 +1,288 @@
+"""Answers to requests of many clients, decoded by one thread in one batch for each base."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Literal
+
+import torch
+
+from dschat_lora.generation.sampling import Sampling
+from dschat_lora.generation.slots import choose_each
+from dschat_lora.serving.models import BaseBatch, ServedModel
+from dschat_lora.serving.text_stream import TextStream
+
+# Tokens, padding included, of prompts that are read between two steps of the running rows.
+PROMPT_TOKENS = 8192
+Finish = Literal["stop", "length"]
+
+
+class BusyError(Exception):
+    """No room for another request."""
+
+
+class StoppedError(Exception):
+    """The decoder takes no further requests."""
+
+
+class TooLongError(ValueError):
+    """Prompt and answer do not fit the model."""
+
+
+@dataclass(frozen=True)
+class AnswerOptions:
+    """How a request wants its answer."""
+
+    sampling: Sampling  # its ``max_new_tokens`` has no effect
+    max_new_tokens: int
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    strip: bool = False  # leave out white space in front
+    cut: bool = False  # take fewer tokens where the model has no room for ``max_new_tokens``
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text of an answer as it comes; the last one says how it ended."""
+
+    text: str
+    tokens: int  # of the answer so far, the end token included
+    finish: Finish | None = None
+    error: str | None = None  # why there will be no more
+
+    @property
+    def is_last(self) -> bool:
+        """Whether nothing follows."""
+        return self.finish is not None or self.error is not None
+
+
+Emit = Callable[[Piece], None]
+
+
+class Answer:
+    """One answer that is decoded; pieces of it are given to ``emit`` on the decoder's thread.
+
+    Attributes:
+        left: the client wants no more of it.
+    """
+
+    def __init__(
+        self, model: ServedModel, prompt: Sequence[int], options: AnswerOptions, emit: Emit
+    ) -> None:
+        self.model, self.prompt, self.options = model, prompt, options
+        self.left = False
+        # Options that differ in length alone are drawn together.
+        self.sampling = replace(options.sampling, max_new_tokens=1)
+        self._emit = emit
+        self._random = Random(options.seed)  # of the system's entropy where there is none
+        self._text = TextStream(model.tokenizer, options.stop, strip=options.strip)
+        self._count = 0
+        self.last_token = -1
+
+    def uniform(self) -> float:
+        """The next number in (0, 1] to draw a token by."""
+        return 1.0 - self._random.random() if self.sampling.do_sample else 1.0
+
+    def push(self, token: int) -> bool:
+        """Take the next token; returns whether it was the last one."""
+        self._count, self.last_token = self._count + 1, token
+        text = ""
+        finish: Finish | None = None
+        if token in self.model.end_ids:
+            finish = "stop"
+        else:
+            text = self._text.add(token)
+            if self._text.stopped:
+                finish = "stop"
+            elif self._count == self.options.max_new_tokens:
+                finish = "length"
+        if finish is not None:
+            text += self._text.finish()
+        if text or finish is not None:
+            self._emit(Piece(text, self._count, "stop" if self._text.stopped else finish))
+        return finish is not None
+
+    def fail(self, reason: str) -> None:
+        """End it with an error."""
+        self._emit(Piece("", self._count, error=reason))
+
+
+class Decoder:
+    """Decodes answers on a thread of its own, from :meth:`start` until :meth:`close`.
+
+    Args:
+        batches: the bases of the models that will be asked.
+        max_batch_size: answers of one base at a time.
+        max_queue: answers that may wait.
+    """
+
+    def __init__(
+        self, batches: Iterable[BaseBatch], *, max_batch_size: int, max_queue: int
+    ) -> None:
+        self._running: dict[BaseBatch, list[Answer]] = {batch: [] for batch in batches}
+        self._waiting: deque[Answer] = deque()
+        self._max_batch_size, self._max_queue = max_batch_size, max_queue
+        self._changed = threading.Condition()
+        self._deadline: float | None = None  # of the answers that run when it is closed
+        self._thread = threading.Thread(target=self._work, name="decoder", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def submit(
+        self, model: ServedModel, prompt: Sequence[int], options: AnswerOptions, emit: Emit
+    ) -> Answer:
+        """Have a prompt of tokens answered.
+
+        Raises:
+            TooLongError: if the model has no room for it and its answer.
+            BusyError: if too many wait.
+            StoppedError: after :meth:`close`.
+        """
+        answer = Answer(model, prompt, fitting(model, prompt, options), emit)
+        with self._changed:
+            if self._deadline is not None or not self._thread.is_alive():
+                raise StoppedError("the server is stopping")
+            # Those that have left make room when the next token comes.
+            running = sum(not other.left for other in self._running[model.batch])
+            waiting = sum(not other.left for other in self._waiting)
+            if waiting >= self._max_queue + max(0, self._max_batch_size - running):
+                raise BusyError(f"{waiting} requests are waiting; try again later")
+            self._waiting.append(answer)
+            self._changed.notify()
+        return answer
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """Number of answers that run, and that wait."""
+        return sum(map(len, self._running.values())), len(self._waiting)
+
+    def leave(self, answer: Answer) -> None:
+        """Stop decoding an answer that nobody reads; nothing more of it is emitted."""
+        answer.left = True
+
+    def close(self, patience: float = 0.0) -> None:
+        """Refuse new requests and those that wait; end running ones after ``patience`` seconds."""
+        with self._changed:
+            self._deadline = min(self._deadline or float("inf"), time.monotonic() + patience)
+            self._changed.notify()
+
+    def join(self) -> None:
+        """Wait for the end after :meth:`close`."""
+        self._thread.join()
+
+    def _work(self) -> None:
+        try:
+            with torch.inference_mode(), ExitStack() as stack:
+                for batch in self._running:
+                    stack.enter_context(batch.rows.kernels())
+                while self._has_work():
+                    for batch, running in self._running.items():
+                        self._advance(batch, running)
+        finally:
+            with self._changed:
+                self._deadline = time.monotonic()
+            self._end(self._taken_from_queue(), "the server is stopping")
+            for running in self._running.values():
+                self._end(running, "the server was stopped")
+
+    def _has_work(self) -> bool:
+        """Wait for something to do; False after the end."""
+        with self._changed:
+            while not (self._waiting or any(self._running.values())):
+                if self._deadline is not None:
+                    return False
+                self._changed.wait()
+            if self._deadline is None:
+                return True
+        self._end(self._taken_from_queue(), "the server is stopping")
+        return any(self._running.values()) and time.monotonic() < self._deadline
+
+    def _taken_from_queue(self) -> list[Answer]:
+        with self._changed:
+            answers = list(self._waiting)
+            self._waiting.clear()
+        return answers
+
+    def _end(self, answers: list[Answer], reason: str) -> None:
+        for answer in answers:
+            if not answer.left:
+                answer.fail(reason)
+        answers.clear()
+
+    def _advance(self, batch: BaseBatch, running: list[Answer]) -> None:
+        """One token for each running answer, after new ones have joined."""
+        try:
+            self._drop(batch, running, [answer.left for answer in running])
+            joining = self._joining(batch, len(running))
+            if joining:
+                running += joining
+                prompts = [answer.prompt for answer in joining]
+                logits = batch.rows.join(prompts, [a.model.adapter for a in joining])
+                first = len(running) - len(joining)
+                ended = [False] * first + _push(joining, logits)
+                self._drop(batch, running, ended)
+            if running:
+                logits = batch.rows.step([answer.last_token for answer in running])
+                self._drop(batch, running, _push(running, logits))
+        except RuntimeError as error:  # of torch, a full GPU among them
+            batch.rows.clear()
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            self._end(running, f"the model failed: {reason}")
+
+    def _joining(self, batch: BaseBatch, running: int) -> list[Answer]:
+        """Take the answers from the queue that can join a batch."""
+        joining: list[Answer] = []
+        with self._changed:
+            longest = 0
+            for answer in list(self._waiting):
+                if answer.left:
+                    self._waiting.remove(answer)
+                elif answer.model.batch is batch:
+                    longest = max(longest, len(answer.prompt))
+                    if joining and longest * (len(joining) + 1) > PROMPT_TOKENS:
+                        break
+                    if running + len(joining) == self._max_batch_size:
+                        break
+                    joining.append(answer)
+                    self._waiting.remove(answer)
+        return joining
+
+    def _drop(self, batch: BaseBatch, running: list[Answer], ended: Sequence[bool]) -> None:
+        """Drop rows; as in the batch, the last one takes the place of each."""
+        for row in reversed(range(len(running))):
+            if ended[row]:
+                batch.rows.leave(row)
+                running[row] = running[-1]
+                running.pop()
+
+
+def fitting(model: ServedModel, prompt: Sequence[int], options: AnswerOptions) -> AnswerOptions:
+    """The options, with no more tokens than the model has room for.
+
+    Raises:
+        TooLongError: naming the numbers, if there is no room.
+    """
+    limit = model.batch.limit
+    room = limit - len(prompt)
+    if not prompt:
+        raise TooLongError("the prompt is empty; an answer needs a token to follow")
+    if room < 1 or (room < options.max_new_tokens and not options.cut):
+        answer = "an answer" if options.cut else f"{options.max_new_tokens} of the answer"
+        raise TooLongError(
+            f"{model.name} has room for {limit} tokens, the prompt has {len(prompt)} and asks for "
+            f"{answer} too"
+        )
+    return replace(options, max_new_tokens=min(room, options.max_new_tokens))
+
+
+def _push(answers: Sequence[Answer], logits: torch.Tensor) -> list[bool]:
+    """Choose the next token of each answer; returns which ended with it."""
+    samplings = [answer.sampling for answer in answers]
+    tokens = choose_each(logits, samplings, [answer.uniform() for answer in answers])
+    return [answer.push(token) for answer, token in zip(answers, tokens, strict=True)]

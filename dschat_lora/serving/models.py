@@ -1,0 +1,164 @@
+"""Models that answer together: the adapters of one base unmerged in one batch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dschat_lora.config.data import parse_variables
+from dschat_lora.config.groups import LoraConfig, ModelConfig
+from dschat_lora.data.chat import Chat
+from dschat_lora.data.encoder import Encoder, make_encoder
+from dschat_lora.data.messages import Message
+from dschat_lora.engine.build import DTYPES, resolve_dtype
+from dschat_lora.engine.distributed import device
+from dschat_lora.generation.slots import SlotRows
+from dschat_lora.lora.mixed import AdapterRows, mix_adapters
+from dschat_lora.models.build import build_causal_lm
+from dschat_lora.models.causal_lm import (
+    PreTrainedModel,
+    Tokenizer,
+    end_ids,
+    load_causal_lm,
+    load_config,
+    load_tokenizer,
+)
+from dschat_lora.models.views import share_parameters
+from dschat_lora.serving.config import AnswerConfig
+from dschat_lora.serving.sources import NamedSource, find_models
+
+NO_LIMIT = 2**31
+
+
+@dataclass(frozen=True, eq=False)
+class BaseBatch:
+    """A base whose requests, with whichever of its adapters, are decoded in one batch."""
+
+    base: PreTrainedModel  # without adapters
+    rows: SlotRows
+    limit: int  # most tokens of prompt and answer
+
+
+@dataclass(frozen=True, eq=False)
+class ServedModel:
+    """A model as requests name it."""
+
+    name: str
+    base_path: str  # hub name or directory
+    batch: BaseBatch
+    adapter: int  # its number in the batch; 0 is the base
+    tokenizer: Tokenizer
+    chat: Chat
+    encoder: Encoder
+    end_ids: frozenset[int]
+
+    def prompt_ids(self, prompt: str) -> list[int]:
+        """Tokens of a prompt as a text, with beginning-of-sequence where the tokenizer adds one."""
+        return self.encoder.encode([prompt])[0]
+
+    def chat_ids(self, messages: Sequence[Message]) -> list[int]:
+        """Tokens of messages up to the assistant's turn.
+
+        Raises:
+            ValueError: if the chat template refuses them.
+        """
+        return self.prompt_ids(self.chat.render(messages, add_generation_prompt=True))
+
+
+@torch.no_grad()
+def open_models(config: AnswerConfig, *, with_base: bool) -> dict[str, ServedModel]:
+    """Load each base once, and the models of the command line on them, by name.
+
+    Raises:
+        ValueError: if something cannot be loaded or does not fit.
+    """
+    named = find_models(config.models, with_base=with_base)
+    by_base: dict[str, list[NamedSource]] = {}
+    for each in named:
+        by_base.setdefault(each.source.base, []).append(each)
+    served: dict[str, ServedModel] = {}
+    for base, sources in by_base.items():
+        served |= _open_base(base, sources, config)
+    return {each.name: served[each.name] for each in named}
+
+
+def _open_base(
+    base: str, named: Sequence[NamedSource], config: AnswerConfig
+) -> dict[str, ServedModel]:
+    options = config.model
+    model = _load_base(base, options)
+    tokenizers = {each.name: load_tokenizer(each.source.tokenizer, options) for each in named}
+    adapted = [each for each in named if each.source.adapter is not None]
+    numbers = {each.name: number for number, each in enumerate(adapted, start=1)}
+    mixed, rows = model, None
+    if adapted:
+        trees = [_adapted(each, model, tokenizers[each.name], options) for each in adapted]
+        mixed, rows = share_parameters(model), AdapterRows(model.device)
+        mix_adapters(mixed, trees, rows=rows)
+    pad_id = int(tokenizers[named[0].name].pad_token_id)
+    batch = BaseBatch(
+        model, SlotRows(mixed.eval(), rows, pad_id=pad_id), _limit(model, config.max_seq_len)
+    )
+    variables = parse_variables(config.chat_template_kwargs)
+    return {
+        each.name: _served(each, batch, numbers.get(each.name, 0), tokenizers[each.name], variables)
+        for each in named
+    }
+
+
+def _load_base(base: str, options: ModelConfig) -> PreTrainedModel:
+    dtype = DTYPES[resolve_dtype(options.dtype)]
+    model = load_causal_lm(base, load_config(base, options), options, dtype=dtype, meta=False)
+    return model.requires_grad_(False).to(device()).eval()
+
+
+def _adapted(
+    named: NamedSource, base: PreTrainedModel, tokenizer: Tokenizer, options: ModelConfig
+) -> PreTrainedModel:
+    """The model of an adapter, on the parameters of ``base``."""
+    embeddings = base.get_input_embeddings().num_embeddings
+    if len(tokenizer) > embeddings:
+        raise ValueError(
+            f"{named.name}: its tokenizer has {len(tokenizer)} tokens, the base {embeddings}; "
+            "merge the adapter and name the merged model instead"
+        )
+    adapted = build_causal_lm(
+        named.source,
+        tokenizer,
+        options,
+        LoraConfig(),
+        dtype=base.dtype,
+        seed=0,
+        meta=False,
+        base=base,
+    )
+    return adapted.model.requires_grad_(False).eval()
+
+
+def _served(
+    named: NamedSource,
+    batch: BaseBatch,
+    adapter: int,
+    tokenizer: Tokenizer,
+    variables: Mapping[str, object],
+) -> ServedModel:
+    eos_text = tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id)
+    return ServedModel(
+        named.name,
+        named.source.base,
+        batch,
+        adapter,
+        tokenizer,
+        Chat(tokenizer, eos_text, variables),
+        make_encoder(tokenizer),
+        frozenset(end_ids(tokenizer)),
+    )
+
+
+def _limit(model: PreTrainedModel, asked: int) -> int:
+    positions = getattr(model.config, "max_position_embeddings", None) or NO_LIMIT
+    if asked > positions:
+        raise ValueError(
+            f"--max_seq_len {asked} is more than the {positions} positions of the model"
+        )
+    return asked or positions

@@ -1,0 +1,152 @@
+"""Rows that join and leave a running batch, against transformers' own generation."""
+
+import pytest
+import torch
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, MistralConfig, MistralForCausalLM
+
+from dschat_lora.config.groups import LoraConfig
+from dschat_lora.generation.generate import decode
+from dschat_lora.generation.sampling import Sampling, uniforms
+from dschat_lora.generation.slots import SlotRows, choose_each
+from dschat_lora.lora.mixed import AdapterRows, mix_adapters
+from dschat_lora.lora.model import apply_lora
+from dschat_lora.models.views import share_parameters
+from helpers.tiny import KINDS, VOCAB, tiny_model
+
+CPU = torch.device("cpu")
+GREEDY = Sampling(1, do_sample=False)
+PROMPTS = [[5, 6, 7, 8, 9], [10, 11], [12, 13, 14], list(range(3, 20)), [21], [30, 31, 32, 33]]
+NUMBERS = [1, 0, 2, 1, 2, 0]
+# When each request comes, and how many tokens it wants: batches grow, shrink and grow again.
+COMES = [0, 0, 2, 3, 3, 7]
+WANTS = [12, 3, 9, 6, 14, 5]
+
+
+def adapted(base, seed):
+    model = share_parameters(base)
+    apply_lora(model, LoraConfig(lora_dim=4), seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora_B"):
+                parameter.normal_(std=0.3, generator=generator)
+    return model.eval()
+
+
+def transformers_greedy(model, prompt, count):
+    ids = torch.tensor([prompt])
+    found = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=count,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return found[0, len(prompt) :].tolist()
+
+
+@torch.inference_mode()
+def continuous(rows, samplings, numbers=NUMBERS, *, draws=None):
+    """The tokens of each of ``PROMPTS``, which come and go as the lists above say."""
+    said = [[] for _ in PROMPTS]
+    running = []
+
+    def push(requests, logits):
+        uniform = [1.0 if draws is None else float(draws[r, len(said[r])]) for r in requests]
+        chosen = choose_each(logits, [samplings[r] for r in requests], uniform)
+        for request, token in zip(requests, chosen, strict=True):
+            said[request].append(token)
+
+    with rows.kernels():
+        for time in range(40):
+            new = [r for r, comes in enumerate(COMES) if comes == time]
+            if new:
+                push(new, rows.join([PROMPTS[r] for r in new], [numbers[r] for r in new]))
+                running += new
+            if running:
+                push(running, rows.step([said[r][-1] for r in running]))
+            for row in reversed(range(len(running))):
+                if len(said[running[row]]) >= WANTS[running[row]]:
+                    rows.leave(row)
+                    running[row] = running[-1]
+                    running.pop()
+    return said
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_come_and_go_with_their_adapters_say_what_transformers_generates(kind):
+    base = tiny_model(kind)
+    models = [adapted(base, seed) for seed in range(2)]
+    model, chosen = share_parameters(base), AdapterRows(CPU)
+    mix_adapters(model, models, rows=chosen)
+    said = continuous(SlotRows(model.eval(), chosen, pad_id=0), [GREEDY] * len(PROMPTS))
+    for prompt, number, count, tokens in zip(PROMPTS, NUMBERS, WANTS, said, strict=True):
+        assert tokens == transformers_greedy([base, *models][number], prompt, count)
+
+
+SLIDING = {
+    "mistral": lambda: MistralForCausalLM(MistralConfig(sliding_window=4, **_SMALL)),
+    "gemma3": lambda: Gemma3ForCausalLM(
+        Gemma3TextConfig(
+            sliding_window=4,
+            layer_types=["sliding_attention", "full_attention"],
+            head_dim=8,
+            **_SMALL,
+        )
+    ),
+}
+_SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "initializer_range": 0.3,
+}
+
+
+@pytest.mark.parametrize("kind", SLIDING)
+def test_sliding_windows_move_with_each_row(kind):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = SLIDING[kind]().eval()
+    said = continuous(SlotRows(model, pad_id=0), [GREEDY] * len(PROMPTS))
+    for prompt, count, tokens in zip(PROMPTS, WANTS, said, strict=True):
+        assert tokens == transformers_greedy(model, prompt, count)
+
+
+def test_each_row_draws_by_its_own_options_and_seed_as_when_decoded_alone():
+    model = tiny_model("llama")
+    options = [
+        {"do_sample": False},
+        {"temperature": 0.7},
+        {"temperature": 1.5, "top_k": 5},
+        {"top_p": 0.6},
+        {"temperature": 0.7},
+        {},
+    ]
+    samplings = [Sampling(1, **each) for each in options]
+    seeds = [11, 12, 13, 14, 15, 16]
+    said = continuous(SlotRows(model, pad_id=0), samplings, draws=uniforms(seeds, 40))
+    for row, prompt in enumerate(PROMPTS):
+        alone = decode(
+            model,
+            [prompt],
+            Sampling(WANTS[row], **options[row]),
+            seeds=[[seeds[row]]],
+            eos_ids=(),
+            pad_id=0,
+            device=CPU,
+        )
+        assert said[row] == alone[0][0]
+
+
+def test_a_model_without_cached_attention_of_ours_is_refused():
+    model = tiny_model("llama")
+    model.config._attn_implementation = "flex_attention"
+    with pytest.raises(ValueError, match="LlamaForCausalLM cannot decode several requests"):
+        SlotRows(model, pad_id=0)

@@ -1,0 +1,92 @@
+"""Runs on the bundled model that say different things, and servers of them in this process."""
+
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dschat_lora.assets import BUNDLED_MODEL
+from dschat_lora.checkpoint.export import save_adapter
+from dschat_lora.config.groups import LoraConfig, ModelConfig
+from dschat_lora.generation.slots import SlotRows
+from dschat_lora.models.build import build_causal_lm, build_reward_model
+from dschat_lora.models.causal_lm import load_tokenizer
+from dschat_lora.models.source import find_model
+from dschat_lora.models.views import share_parameters
+from dschat_lora.serving.models import BaseBatch
+
+CARD = {"data": {"training data": "random"}, "metrics": {}, "versions": {}}
+QUESTIONS = (
+    "What is the opposite of hot?",
+    "What is 2 plus 3?",
+    "I am Gina. Name a fruit, please.",
+)
+
+
+def write_run(directory, *, seed, reward=False):
+    """An output directory whose adapter changes what the bundled model says; returns it."""
+    source, options = find_model(None), ModelConfig()
+    tokenizer = load_tokenizer(source.tokenizer, options)
+    lora = LoraConfig(lora_dim=4)
+    build = build_reward_model if reward else build_causal_lm
+    adapted = build(source, tokenizer, options, lora, dtype=torch.float32, seed=seed, meta=False)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in adapted.model.named_parameters():
+            if name.endswith("lora_B"):
+                parameter.normal_(std=0.02, generator=generator)
+    save_adapter(
+        Path(directory) / "adapter",
+        adapted.model,
+        adapted.lora,
+        base=source.base,
+        tokenizer=tokenizer,
+        card=CARD,
+        task_type=adapted.task,
+    )
+    return Path(directory)
+
+
+def peft_greedy(run, prompt, count):
+    """What stock PEFT and transformers generate after a text; ``run`` None is the base."""
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
+    model = AutoModelForCausalLM.from_pretrained(BUNDLED_MODEL).eval()
+    if run is not None:
+        model = PeftModel.from_pretrained(model, Path(run) / "adapter").eval()
+    inputs = tokenizer(prompt, return_tensors="pt")
+    ids = model.generate(**inputs, max_new_tokens=count, do_sample=False)
+    return tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def endless(model):
+    """The base, alone in a batch of its own, which no token ends."""
+    base = model.batch.base
+    rows = SlotRows(share_parameters(base), pad_id=int(model.tokenizer.pad_token_id))
+    batch = BaseBatch(base, rows, model.batch.limit)
+    return replace(model, name="endless", batch=batch, adapter=0, end_ids=frozenset())
+
+
+@contextmanager
+def running_server(service):
+    """Within, a server of the service; gives its address."""
+    from dschat_lora.serving.server import Server, address_of, listen
+
+    with listen("127.0.0.1", 0) as listening:
+        server = Server(service)
+        service.decoder.start()
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        try:
+            while not server.started:
+                time.sleep(0.01)
+            yield address_of(listening)
+        finally:
+            service.decoder.close()
+            server.should_exit = True
+            thread.join()
+            service.decoder.join()

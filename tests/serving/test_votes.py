@@ -1,0 +1,76 @@
+"""Votes as rows that step 2 reads."""
+
+import json
+import threading
+
+import pytest
+
+from dschat_lora.data.readers import iter_file
+from dschat_lora.data.rows import parse_row, require_usable
+from dschat_lora.serving.errors import ApiError
+from dschat_lora.serving.votes import VoteFile
+
+PROMPT = [{"role": "user", "content": "Name a fruit."}]
+
+
+def vote(chosen="A pear.", *others):
+    return {
+        "prompt": PROMPT,
+        "chosen": {"model": "sft", "content": chosen},
+        "rejected": [{"model": f"m{i}", "content": text} for i, text in enumerate(others)],
+    }
+
+
+def test_a_vote_is_a_preference_over_each_other_answer_that_step_2_reads(tmp_path):
+    file = VoteFile(tmp_path / "new" / "votes.jsonl")
+    assert file.append(vote("A pear.", "A car.", "A pear. ", "", "Caf\u00e9.")) == 2
+    rows = [require_usable(parse_row(raw), "pairs") for raw in iter_file(file.path)]
+    assert [row.kind for row in rows] == ["preference"] * 2
+    assert [row.values["prompt"] for row in rows] == [PROMPT] * 2
+    assert [row.values["chosen"] for row in rows] == [
+        [{"role": "assistant", "content": "A pear."}]
+    ] * 2
+    assert [row.values["rejected"][0]["content"] for row in rows] == ["A car.", "Caf\u00e9."]
+    assert [row.values["rejected_model"] for row in rows] == ["m0", "m3"]
+
+
+def test_earlier_votes_stay_also_behind_a_line_that_was_cut_off(tmp_path):
+    path = tmp_path / "votes.jsonl"
+    path.write_text('{"prompt": "a", "chosen"')
+    VoteFile(path).append(vote("A pear.", "A car."))
+    VoteFile(path).append(vote("An apple.", "A bus."))
+    first, *lines = path.read_text().splitlines()
+    assert first == '{"prompt": "a", "chosen"'
+    assert [json.loads(line)["chosen"][0]["content"] for line in lines] == ["A pear.", "An apple."]
+
+
+def test_votes_at_one_time_do_not_mix(tmp_path):
+    file = VoteFile(tmp_path / "votes.jsonl")
+    long = "b" * 20_000
+    bodies = [vote(f"{number} {long}", "x", "y") for number in range(16)]
+    threads = [threading.Thread(target=file.append, args=(body,)) for body in bodies]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert len([json.loads(line) for line in file.path.read_text().splitlines()]) == 32
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt": []}, "prompt must be a list of one message or more"),
+        ({"prompt": "text"}, "prompt must be a list of messages, found 'text'"),
+        ({"chosen": None}, 'chosen must be {"model": TEXT, "content": TEXT}'),
+        ({"chosen": {"model": "a", "content": " "}}, "an empty answer cannot be chosen"),
+        ({"rejected": [{"content": "a"}]}, 'rejected must be {"model": TEXT, "content": TEXT}'),
+        ({"rejected": [{"model": "a", "content": "A pear."}]}, "no other answer to compare"),
+        ({"more": 1}, "more is no known field"),
+    ],
+)
+def test_what_is_no_vote_is_refused_and_writes_nothing(tmp_path, change, message):
+    file = VoteFile(tmp_path / "votes.jsonl")
+    with pytest.raises(ApiError) as raised:
+        file.append({**vote("A pear.", "A car."), **change})
+    assert message in raised.value.message
+    assert not file.path.exists()
