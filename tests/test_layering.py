@@ -32,7 +32,7 @@ FLOORS = [
     {
         "algos": Room(libraries="numpy torch", light="schedules"),
         "assets": Room(light="__init__ toy_world"),
-        "config": Room(libraries="yaml", light="data groups options stages values"),
+        "config": Room(libraries="yaml", light="data groups options recipes stages values"),
         "report": Room("", "torch tqdm", "charts costs directory html markup story style terminal"),
     },
     {
@@ -98,7 +98,11 @@ FLOORS = [
         ),
     },
     {
-        "__main__": Room("checkpoint config pipeline report runtime supervised", light="__main__"),
+        "__main__": Room(
+            "checkpoint config experiments.glue experiments.nlg pipeline report rlhf runtime"
+            " supervised",
+            light="__main__",
+        ),
     },
 ]
 # The package itself holds the version, which every module may read.
@@ -165,6 +169,9 @@ def imports(path):
             assert node.level == 0, f"{path}:{node.lineno}: imports are absolute"
             modules = [f"{node.module}.{alias.name}" for alias in node.names]
             found += [(node.lineno, m if module_exists(m) else node.module) for m in modules]
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "late":
+            # late("room.module:function") imports when it is called
+            found += [(node.lineno, f"dschat_lora.{node.args[0].value.partition(':')[0]}")]
     return sorted(set(found))
 
 

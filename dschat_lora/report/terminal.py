@@ -1,5 +1,6 @@
 """Terminal output: lines, tables and error messages, where there is no run to log to."""
 
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,11 @@ def log_once(text: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
+
+
+def to_json(value: object) -> str:
+    """A value as the JSON that ``--json`` prints; what JSON lacks, such as a path, as text."""
+    return json.dumps(value, indent=1, ensure_ascii=False, default=str)
 
 
 def is_terminal() -> bool:
