@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from dschat_lora import __version__
 from dschat_lora.checkpoint.adapter_config import accept_adapter
@@ -19,6 +19,14 @@ from dschat_lora.config.options import (
 )
 from dschat_lora.config.recipes import recipes
 from dschat_lora.config.stages import AuditConfig, ScoreConfig
+from dschat_lora.config.verbs import (
+    EvalConfig,
+    ExportConfig,
+    GenerateConfig,
+    InspectConfig,
+    MergeConfig,
+    PushConfig,
+)
 from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.experiments.glue.validation import check_glue
 from dschat_lora.experiments.nlg.config import DecodeConfig, EvaluateConfig, NlgConfig
@@ -28,8 +36,14 @@ from dschat_lora.pipeline.recipe import options_of_stage
 from dschat_lora.pipeline.stages import STAGES
 from dschat_lora.pipeline.validation import check_stage
 from dschat_lora.report.terminal import log_once, to_json
+from dschat_lora.runtime import describe, gguf
 from dschat_lora.runtime.stage_main import ended_in_one_line, run_main
-from dschat_lora.runtime.validation import check_audit, check_score
+from dschat_lora.runtime.validation import check_audit, check_eval, check_generate, check_score
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+ConfigT = TypeVar("ConfigT", bound="DataclassInstance")
 
 
 class Verb(NamedTuple):
@@ -98,6 +112,31 @@ _EXAMPLES = {
   dschat-lora rlhf --actor_model_name_or_path output/sft \\
     --critic_model_name_or_path output/reward""",
 }
+_EXAMPLES |= {
+    "merge": """examples:
+  dschat-lora merge output/sft                          writes output/sft/model in 16 bits
+  dschat-lora merge output/sft/checkpoints/step-00000500 --output_dir merged --dtype fp16
+  dschat-lora merge output/rlhf/actor --json""",
+    "generate": """examples:
+  dschat-lora generate output/sft --chat "What is 2 plus 3?" "Name a fruit."
+  dschat-lora generate output/sft --data_path prompts.jsonl --output_path answers.jsonl
+  dschat-lora generate output/sft "Once upon a time" --do_sample --top_p 0.9""",
+    "eval": """examples:
+  dschat-lora eval output/sft held_out.jsonl            perplexity; of pairs accuracy too
+  dschat-lora eval output/reward pairs.jsonl --json     accuracy, margin, scores
+  dschat-lora eval output/sft prompts.jsonl --reward_model output/reward""",
+    "score": """examples:
+  dschat-lora score output/reward pairs.jsonl --output_path scores.jsonl""",
+    "inspect": """examples:
+  dschat-lora inspect output/sft
+  dschat-lora inspect output/sft/adapter --json""",
+    "push": """examples:
+  dschat-lora push output/sft me/my-adapter --dry_run
+  dschat-lora push output/sft/model me/my-model --private""",
+    "export": """examples:
+  dschat-lora export output/sft --llama_cpp ~/llama.cpp
+  dschat-lora export output/sft/model --outtype q8_0 --output_path model.gguf""",
+}
 _PROCESSES = """
 
 One process runs, unless --num_gpus N, --include HOST:GPU, --hostfile FILE or --master_port PORT
@@ -134,7 +173,7 @@ def _stage(name: str, argv: list[str]) -> None:
         run_stage(name, description=about, argv=rest, program=program, examples=examples)
         return
     read_file = partial(options_of_stage, name)
-    config = parse_config(STAGES[name].config, rest, program=program, read_file=read_file)
+    config: Any = parse_config(STAGES[name].config, rest, program=program, read_file=read_file)
     check_stage(name, typed_options(config), launcher.processes)
     launch_stage(name, launcher, rest)
 
@@ -221,14 +260,52 @@ def _audit(argv: list[str]) -> None:
         raise SystemExit(1)
 
 
-def _score(argv: list[str]) -> None:
-    config = parse_config(
-        ScoreConfig,
+def _merge(argv: list[str]) -> None:
+    late("runtime.merge:merge_model")(_parsed_config("merge RUN", MergeConfig, argv))
+
+
+def _generate(argv: list[str]) -> None:
+    config = _parsed_config("generate RUN [PROMPT ...]", GenerateConfig, argv, "prompts")
+    check_generate(config)
+    late("supervised.generate:generate_answers")(config)
+
+
+def _eval(argv: list[str]) -> None:
+    config = _parsed_config("eval RUN [DATA ...]", EvalConfig, argv, "data_path")
+    late("supervised.measure:evaluate_model")(config, scores=check_eval(config))
+
+
+def _inspect(argv: list[str]) -> None:
+    if not describe.inspect_directory(_parsed_config("inspect DIRECTORY", InspectConfig, argv)):
+        raise SystemExit(1)
+
+
+def _push(argv: list[str]) -> None:
+    config = _parsed_config("push RUN REPO", PushConfig, argv, "repo")
+    late("runtime.push:push_directory")(config)
+
+
+def _export(argv: list[str]) -> None:
+    if not gguf.export_gguf(_parsed_config("export RUN", ExportConfig, argv)):
+        raise SystemExit(1)
+
+
+def _parsed_config(usage: str, config_class: type[ConfigT], argv: list[str], *more: str) -> ConfigT:
+    """The options of a verb that reads a directory, whose name may stand first."""
+    verb = usage.partition(" ")[0]
+    first = next(iter(config_class.__dataclass_fields__))
+    return parse_config(
+        config_class,
         argv,
-        description=ScoreConfig.__doc__,
-        program="dschat-lora score MODEL",
-        positionals=("model_name_or_path",),
+        description=config_class.__doc__,
+        program=f"dschat-lora {usage}",
+        examples=_EXAMPLES[verb],
+        positionals=(first, *more),
     )
+
+
+def _score(argv: list[str]) -> None:
+    config = _parsed_config("score RUN [DATA ...]", ScoreConfig, argv, "data_path")
     check_score(config)
     with ended_in_one_line(stopped="stopped; --output_path was not written"):
         late("supervised.score:score_files")(config)
@@ -319,14 +396,20 @@ VERBS = {
     "demo": Verb("train on the bundled model and data, show what changed", _demo),
     "recipes": Verb("list the recipes that come with the package", _recipes),
     "audit": Verb("show what a stage would learn of data", _audit),
+    "inspect": Verb("say what a directory is, and how it came about", _inspect),
+    "merge": Verb("base and adapter as one transformers directory", _merge),
+    "generate": Verb("answer prompts", _generate),
+    "eval": Verb("perplexity, preferences or rewards on rows of data", _eval),
     "score": Verb("score answers by a reward model", _score),
+    "push": Verb("upload an adapter or a model to the hub", _push),
+    "export": Verb("convert an adapter or a model to GGUF", _export),
     "extract": Verb("LoRA and head of a full checkpoint to PEFT", _extract),
     "accept": Verb("vouch for an adapter that was changed on purpose", _accept),
 }
 GROUPS = {
     "train": ("sft", "reward", "dpo", "rlhf", "pipeline", "demo", "nlg", "glue"),
-    "look": ("recipes", "audit"),
-    "use": ("score", "extract", "accept"),
+    "look": ("recipes", "audit", "inspect"),
+    "use": ("merge", "generate", "eval", "score", "push", "export", "extract", "accept"),
 }
 
 

@@ -32,7 +32,7 @@ FLOORS = [
     {
         "algos": Room(libraries="numpy torch", light="schedules"),
         "assets": Room(light="__init__ toy_world"),
-        "config": Room(libraries="yaml", light="data groups options recipes stages values"),
+        "config": Room(libraries="yaml", light="data groups options recipes stages values verbs"),
         "report": Room("", "torch tqdm", "charts costs directory html markup story style terminal"),
     },
     {
@@ -49,7 +49,7 @@ FLOORS = [
         "checkpoint": Room(
             "config engine lora",
             "safetensors torch transformers",
-            "adapter_config history manifest staging",
+            "adapter_config checkpoint_adapter history manifest staging",
         ),
         "perf": Room("lora", "torch"),
     },
@@ -64,8 +64,8 @@ FLOORS = [
         "generation": Room("algos lora models", "torch transformers"),
         "runtime": Room(
             "algos assets checkpoint config data engine lora models perf report",
-            "psutil safetensors torch transformers",
-            "checks resume stage_main validation",
+            "huggingface_hub psutil safetensors torch transformers",
+            "checks describe gguf resume saved stage_main validation",
         ),
     },
     {

@@ -148,7 +148,8 @@ def parse_config(
     if unknown:
         switches = [f"no-{name}" for name, (_, kind) in fields.items() if is_switch(kind)]
         known = [*fields, *option_aliases(config_class), "config", *switches]
-        raise ValueError(unknown_option(unknown[0], known))
+        first = next((word for word in unknown if word.startswith("-")), unknown[0])
+        raise ValueError(unknown_option(first, known))
     values = {k: v for k, v in vars(namespace).items() if k in fields}
     if namespace.config is not None:
         if read_file is None:
