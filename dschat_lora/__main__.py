@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
+from logging import ERROR, LogRecord, getLogger
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from dschat_lora import __version__
@@ -35,6 +37,8 @@ from dschat_lora.pipeline.launch import launch_stage, split_launcher_options
 from dschat_lora.pipeline.recipe import options_of_stage
 from dschat_lora.pipeline.stages import STAGES
 from dschat_lora.pipeline.validation import check_stage
+from dschat_lora.report.html import render_report, write_report
+from dschat_lora.report.story import read_story
 from dschat_lora.report.terminal import log_once, to_json
 from dschat_lora.runtime import describe, gguf
 from dschat_lora.runtime.stage_main import ended_in_one_line, run_main
@@ -70,6 +74,8 @@ def main() -> None:
     """Run the verb given on the command line."""
     verb, argv = chosen_verb(sys.argv[1:], ("", *VERBS))
     if verb:
+        # It writes to the standard output, which results go to.
+        getLogger("DeepSpeed").addFilter(_is_error)
         with ended_in_one_line():
             VERBS[verb].run(argv)
     elif argv in (["-h"], ["--help"]):
@@ -82,6 +88,10 @@ def main() -> None:
         close = get_close_matches(argv[0], VERBS, 1)
         meant = f"did you mean {close[0]}?" if close else "dschat-lora --help lists them"
         fail(f"{argv[0]} is no verb; {meant}")
+
+
+def _is_error(record: LogRecord) -> bool:
+    return record.levelno >= ERROR
 
 
 def _show_help() -> None:
@@ -280,6 +290,27 @@ def _inspect(argv: list[str]) -> None:
         raise SystemExit(1)
 
 
+def _report(argv: list[str]) -> None:
+    parser = Parser(
+        "dschat-lora report",
+        "Write one page about runs: curves, results, time, settings.",
+        "examples:\n  dschat-lora report output/sft output/reward output/rlhf",
+    )
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="output directory of a run")
+    parser.add_argument(
+        "--output_path", metavar="FILE", help="default: report.html in the first directory"
+    )
+    chosen = _parsed(parser, argv, ["output_path"])
+    homes = [Path(run).expanduser() for run in chosen["runs"]]
+    for home in homes:
+        if not (home / "run.json").is_file():
+            raise ValueError(f"{home} holds no run.json: it is not the output directory of a run")
+    path = Path(chosen["output_path"] or homes[0] / "report.html").expanduser()
+    title = ", ".join(home.resolve().name for home in homes)
+    write_report(path, render_report(title, [read_story(home) for home in homes], {}))
+    log_once(f"report: {path}")
+
+
 def _push(argv: list[str]) -> None:
     config = _parsed_config("push RUN REPO", PushConfig, argv, "repo")
     late("runtime.push:push_directory")(config)
@@ -396,6 +427,7 @@ VERBS = {
     "demo": Verb("train on the bundled model and data, show what changed", _demo),
     "recipes": Verb("list the recipes that come with the package", _recipes),
     "audit": Verb("show what a stage would learn of data", _audit),
+    "report": Verb("one page about runs: curves, results, time, settings", _report),
     "inspect": Verb("say what a directory is, and how it came about", _inspect),
     "merge": Verb("base and adapter as one transformers directory", _merge),
     "generate": Verb("answer prompts", _generate),
@@ -408,7 +440,7 @@ VERBS = {
 }
 GROUPS = {
     "train": ("sft", "reward", "dpo", "rlhf", "pipeline", "demo", "nlg", "glue"),
-    "look": ("recipes", "audit", "inspect"),
+    "look": ("recipes", "audit", "inspect", "report"),
     "use": ("merge", "generate", "eval", "score", "push", "export", "extract", "accept"),
 }
 

@@ -96,9 +96,8 @@ def written_dtype(given: str, stored: torch.dtype) -> torch.dtype:
 def probe_ids(tokenizer: Tokenizer, positions: int | None) -> torch.Tensor:
     """(1, T) token ids of bundled texts, T at most 256 and the model's positions."""
     with BUNDLED_DATA["eval"].open(encoding="utf-8") as file:
-        text = "".join(islice(file, 8))
-    limit = min(PROBE_TOKENS, positions or PROBE_TOKENS)
-    return torch.tensor([tokenizer(text)["input_ids"][:limit]])
+        ids = [token for line in islice(file, 8) for token in tokenizer(line)["input_ids"]]
+    return torch.tensor([ids[: min(PROBE_TOKENS, positions or PROBE_TOKENS)]])
 
 
 def _build(
