@@ -51,7 +51,6 @@ class ReadingConfig:
     columns: tuple[str, ...] = option(
         (), help="names of columns, as in prompt=question completion=answer"
     )
-    output_path: str | None = option(None, help="JSONL file to write; default: standard output")
     json: bool = option(False, help="JSON on standard output")
     max_seq_len: int = option(
         0, help="longest sequence in tokens; 0: as many as the model has positions"
@@ -94,6 +93,7 @@ class GenerateConfig(ReadingConfig):
     prompts: tuple[str, ...] = option(
         (), help="texts to go on from; they may stand after the model, without the option"
     )
+    output_path: str | None = option(None, help="JSONL file to write; default: standard output")
     chat: bool = option(
         False, help="--prompts are a user's messages, rendered by the chat template"
     )

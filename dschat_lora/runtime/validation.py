@@ -149,7 +149,7 @@ def check_reading(config: ScoreConfig | ReadingConfig, tasks: tuple[str, ...]) -
         check_sources(
             DataConfig(data_path=config.data_path, columns=config.columns, unpaired_rows="all")
         )
-    if config.output_path is not None:
+    if isinstance(config, ScoreConfig | GenerateConfig) and config.output_path is not None:
         check_can_be_made(Path(config.output_path).expanduser().parent, option="output_path")
     return source
 

@@ -183,6 +183,8 @@ def scoring(config: EvalConfig, reward_model: str) -> ScoreConfig:
         dtype=config.dtype,
         attn_implementation=config.attn_implementation,
         trust_remote_code=config.trust_remote_code,
+        chat_template=config.chat_template,
+        chat_template_kwargs=config.chat_template_kwargs,
         max_seq_len=config.max_seq_len,
         per_device_eval_batch_size=config.per_device_eval_batch_size,
     )
