@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.checkpoint.adapter import read_adapter
 from dschat_lora.models.source import find_model
 from helpers.launcher import ROOT
@@ -112,7 +113,7 @@ def test_checkpoint_is_read_as_the_adapter_that_the_run_wrote(trained, monkeypat
     for field in ("r", "lora_alpha", "use_rslora", "bias", "task_type", "modules_to_save"):
         assert getattr(ours.config, field) == getattr(theirs.config, field)
     source = find_model("sft/checkpoints/step-00000002")
-    assert (source.base, source.adapter) == (find_model("sft").base, checkpoint.resolve())
+    assert (source.base, source.adapter) == (str(BUNDLED_MODEL), checkpoint.resolve())
     assert source.tokenizer == str(home / "adapter")
 
 
