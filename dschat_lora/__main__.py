@@ -22,6 +22,7 @@ from dschat_lora.config.options import (
 from dschat_lora.config.recipes import recipes
 from dschat_lora.config.stages import AuditConfig, ScoreConfig
 from dschat_lora.config.verbs import (
+    EXAMPLES,
     EvalConfig,
     ExportConfig,
     GenerateConfig,
@@ -110,43 +111,6 @@ _RUNS = {
     "dpo": late("supervised.stages:run_dpo"),
     "rlhf": late("rlhf.stage:run_rlhf"),
 }
-_EXAMPLES = {
-    "sft": """examples:
-  dschat-lora sft --model_name_or_path facebook/opt-1.3b --data_path mine.jsonl --lora_dim 16
-  dschat-lora sft --config opt-1.3b --num_gpus 8 --deepspeed_config zero2""",
-    "reward": """examples:
-  dschat-lora reward --model_name_or_path output/sft --data_path pairs.jsonl""",
-    "dpo": """examples:
-  dschat-lora dpo --model_name_or_path output/sft --data_path pairs.jsonl""",
-    "rlhf": """examples:
-  dschat-lora rlhf --actor_model_name_or_path output/sft \\
-    --critic_model_name_or_path output/reward""",
-}
-_EXAMPLES |= {
-    "merge": """examples:
-  dschat-lora merge output/sft                          writes output/sft/model in 16 bits
-  dschat-lora merge output/sft/checkpoints/step-00000500 --output_dir merged --dtype fp16
-  dschat-lora merge output/rlhf/actor --json""",
-    "generate": """examples:
-  dschat-lora generate output/sft --chat "What is 2 plus 3?" "Name a fruit."
-  dschat-lora generate output/sft --data_path prompts.jsonl --output_path answers.jsonl
-  dschat-lora generate output/sft "Once upon a time" --do_sample --top_p 0.9""",
-    "eval": """examples:
-  dschat-lora eval output/sft held_out.jsonl            perplexity; of pairs accuracy too
-  dschat-lora eval output/reward pairs.jsonl --json     accuracy, margin, scores
-  dschat-lora eval output/sft prompts.jsonl --reward_model output/reward""",
-    "score": """examples:
-  dschat-lora score output/reward pairs.jsonl --output_path scores.jsonl""",
-    "inspect": """examples:
-  dschat-lora inspect output/sft
-  dschat-lora inspect output/sft/adapter --json""",
-    "push": """examples:
-  dschat-lora push output/sft me/my-adapter --dry_run
-  dschat-lora push output/sft/model me/my-model --private""",
-    "export": """examples:
-  dschat-lora export output/sft --llama_cpp ~/llama.cpp
-  dschat-lora export output/sft/model --outtype q8_0 --output_path model.gguf""",
-}
 _PROCESSES = """
 
 One process runs, unless --num_gpus N, --include HOST:GPU, --hostfile FILE or --master_port PORT
@@ -179,7 +143,7 @@ def _stage(name: str, argv: list[str]) -> None:
     launcher, rest = split_launcher_options(argv)
     program = f"dschat-lora {name}"
     if launcher is None:
-        about, examples = f"{VERBS[name].help}.", _EXAMPLES[name] + _PROCESSES
+        about, examples = f"{VERBS[name].help}.", EXAMPLES[name] + _PROCESSES
         run_stage(name, description=about, argv=rest, program=program, examples=examples)
         return
     read_file = partial(options_of_stage, name)
@@ -330,7 +294,7 @@ def _parsed_config(usage: str, config_class: type[ConfigT], argv: list[str], *mo
         argv,
         description=config_class.__doc__,
         program=f"dschat-lora {usage}",
-        examples=_EXAMPLES[verb],
+        examples=EXAMPLES[verb],
         positionals=(first, *more),
     )
 

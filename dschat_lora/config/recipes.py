@@ -29,7 +29,7 @@ class ShippedRecipe:
             if not line.startswith("#") or line == "#":
                 break
             lines.append(line.removeprefix("#").strip())
-        return re.split(r"[.,:](?:\s|$)", " ".join(lines), maxsplit=1)[0]
+        return re.split(r"[.:](?:\s|$)", " ".join(lines), maxsplit=1)[0]
 
     @property
     def command(self) -> str:

@@ -1,5 +1,6 @@
 """Options of the verbs that read what a run left: merge, generate, eval, inspect, push, export."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -184,3 +185,41 @@ class ExportConfig:
         None, help="checkout of llama.cpp, where its converters are not on PATH"
     )
     json: bool = option(False, help="one JSON object on standard output")
+
+
+# What the help of a verb ends with.
+EXAMPLES: Mapping[str, str] = {
+    "sft": """examples:
+  dschat-lora sft --model_name_or_path facebook/opt-1.3b --data_path mine.jsonl --lora_dim 16
+  dschat-lora sft --config opt-1.3b --num_gpus 8 --deepspeed_config zero2""",
+    "reward": """examples:
+  dschat-lora reward --model_name_or_path output/sft --data_path pairs.jsonl""",
+    "dpo": """examples:
+  dschat-lora dpo --model_name_or_path output/sft --data_path pairs.jsonl""",
+    "rlhf": """examples:
+  dschat-lora rlhf --actor_model_name_or_path output/sft \\
+    --critic_model_name_or_path output/reward""",
+    "merge": """examples:
+  dschat-lora merge output/sft                          writes output/sft/model in 16 bits
+  dschat-lora merge output/sft/checkpoints/step-00000500 --output_dir merged --dtype fp16
+  dschat-lora merge output/rlhf/actor --json""",
+    "generate": """examples:
+  dschat-lora generate output/sft --chat "What is 2 plus 3?" "Name a fruit."
+  dschat-lora generate output/sft --data_path prompts.jsonl --output_path answers.jsonl
+  dschat-lora generate output/sft "Once upon a time" --do_sample --top_p 0.9""",
+    "eval": """examples:
+  dschat-lora eval output/sft held_out.jsonl            perplexity; of pairs accuracy too
+  dschat-lora eval output/reward pairs.jsonl --json     accuracy, margin, scores
+  dschat-lora eval output/sft prompts.jsonl --reward_model output/reward""",
+    "score": """examples:
+  dschat-lora score output/reward pairs.jsonl --output_path scores.jsonl""",
+    "inspect": """examples:
+  dschat-lora inspect output/sft
+  dschat-lora inspect output/sft/adapter --json""",
+    "push": """examples:
+  dschat-lora push output/sft me/my-adapter --dry_run
+  dschat-lora push output/sft/model me/my-model --private""",
+    "export": """examples:
+  dschat-lora export output/sft --llama_cpp ~/llama.cpp
+  dschat-lora export output/sft/model --outtype q8_0 --output_path model.gguf""",
+}

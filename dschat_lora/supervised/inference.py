@@ -6,7 +6,6 @@ from itertools import islice
 from typing import Any, Protocol
 
 import torch
-from transformers import PreTrainedModel
 
 from dschat_lora.config.data import parse_columns, parse_variables
 from dschat_lora.config.groups import LoraConfig, ModelConfig
@@ -21,7 +20,12 @@ from dschat_lora.engine.build import DTYPES, resolve_dtype
 from dschat_lora.engine.distributed import device
 from dschat_lora.models.architecture_checks import check_architecture, head_is_linear
 from dschat_lora.models.build import build_causal_lm
-from dschat_lora.models.causal_lm import CausalLMLogprobs, Tokenizer, load_tokenizer
+from dschat_lora.models.causal_lm import (
+    CausalLMLogprobs,
+    PreTrainedModel,
+    Tokenizer,
+    load_tokenizer,
+)
 from dschat_lora.models.source import ModelSource, find_model
 
 

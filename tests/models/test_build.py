@@ -48,7 +48,7 @@ def test_larger_tokenizer_is_not_blamed_on_an_end_of_text_token_that_nobody_name
                 SOURCE,
                 tokenizer,
                 own,
-                LoraConfig(lora_dim=2),
+                lora,
                 dtype=torch.float32,
                 seed=0,
                 meta=True,
