@@ -38,7 +38,13 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["dschat_lora", "dschat_lora.*"]),
-    package_data={"dschat_lora": ["assets/**/*", "assets/*.md", "serving/page/*", "py.typed"]},
+    # configs, a link to the one of the checkout, is a directory of its own in a wheel.
+    package_data={
+        "dschat_lora": [
+            *("assets/**/*", "assets/*.md", "configs/**/*", "configs/*/*"),
+            *("serving/page/*", "py.typed"),
+        ]
+    },
     install_requires=[
         "torch>=2.6,<3",
         "deepspeed>=0.19,<0.20",

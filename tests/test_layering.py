@@ -32,7 +32,7 @@ FLOORS = [
     {
         "algos": Room(libraries="numpy torch", light="schedules"),
         "assets": Room(light="__init__ toy_world"),
-        "config": Room(libraries="yaml", light="data groups options stages values"),
+        "config": Room(libraries="yaml", light="data groups options recipes stages values verbs"),
         "report": Room(
             "",
             "torch tqdm",
@@ -53,7 +53,7 @@ FLOORS = [
         "checkpoint": Room(
             "config engine lora",
             "safetensors torch transformers",
-            "adapter_config history manifest staging",
+            "adapter_config checkpoint_adapter history manifest staging",
         ),
         "perf": Room("lora", "torch"),
     },
@@ -68,8 +68,8 @@ FLOORS = [
         "generation": Room("algos lora models", "torch transformers"),
         "runtime": Room(
             "algos assets checkpoint config data engine lora models perf report",
-            "psutil safetensors torch transformers",
-            "checks resume stage_main validation",
+            "huggingface_hub psutil safetensors torch transformers",
+            "checks describe gguf resume saved stage_main validation",
         ),
     },
     {
@@ -108,7 +108,9 @@ FLOORS = [
     },
     {
         "__main__": Room(
-            "checkpoint config pipeline report runtime serving supervised", light="__main__"
+            "checkpoint config experiments.glue experiments.nlg pipeline report rlhf runtime"
+            " serving supervised",
+            light="__main__",
         ),
     },
 ]
@@ -176,6 +178,9 @@ def imports(path):
             assert node.level == 0, f"{path}:{node.lineno}: imports are absolute"
             modules = [f"{node.module}.{alias.name}" for alias in node.names]
             found += [(node.lineno, m if module_exists(m) else node.module) for m in modules]
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "late":
+            # late("room.module:function") imports when it is called
+            found += [(node.lineno, f"dschat_lora.{node.args[0].value.partition(':')[0]}")]
     return sorted(set(found))
 
 

@@ -22,10 +22,12 @@ from dschat_lora.checkpoint.adapter_config import (
     read_adapter_config,
     verify_adapter,
 )
+from dschat_lora.checkpoint.checkpoint_adapter import WEIGHT, describe_checkpoint
+from dschat_lora.checkpoint.history import is_checkpoint
 from dschat_lora.checkpoint.manifest import write_manifest
 from dschat_lora.checkpoint.peft_names import file_name, our_name
 from dschat_lora.checkpoint.staging import staged_directory
-from dschat_lora.checkpoint.tensors import save_weights
+from dschat_lora.checkpoint.tensors import TensorFiles, save_weights
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.groups import PARTS
 from dschat_lora.lora.layers import full_shape
@@ -103,14 +105,15 @@ def write_adapter(
 
 
 def read_adapter(directory: str | Path) -> Adapter:
-    """An adapter written here or by PEFT, checked to be complete.
+    """An adapter written here or by PEFT, or that of a checkpoint, checked to be complete.
 
     Raises:
         ValueError: if files are missing, damaged or other than the manifest says, or hold
             anything but LoRA factors of the stated rank; the message names file and tensor.
     """
     verify_adapter(directory)
-    return _load(Path(directory))
+    directory = Path(directory)
+    return _load_checkpoint(directory) if is_checkpoint(directory) else _load(directory)
 
 
 def lora_config_of(directory: str | Path) -> LoraConfig:
@@ -227,6 +230,14 @@ def _load(directory: Path) -> Adapter:
                 raise ValueError(f"{path}: {name}: {error}") from None
     check_tensors(tensors, config.r, where=str(path), groups=groups)
     return Adapter(config, tensors, base_tensors)
+
+
+def _load_checkpoint(directory: Path) -> Adapter:
+    described = describe_checkpoint(directory)
+    files = TensorFiles([directory / name for name in sorted(set(described.files.values()))])
+    tensors = {name: files.read(f"{WEIGHT}{name}") for name in described.files}
+    check_tensors(tensors, described.config.r, where=str(directory))
+    return Adapter(described.config, tensors, {})
 
 
 def _verify_written(staging: Path, config: AdapterConfig, tensors: Mapping[str, Tensor]) -> None:

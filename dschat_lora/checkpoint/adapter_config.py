@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dschat_lora.checkpoint.history import is_checkpoint
 from dschat_lora.checkpoint.manifest import (
     MANIFEST,
     DamagedError,
@@ -102,12 +103,15 @@ def read_adapter_config(directory: str | Path) -> AdapterConfig:
 def verify_adapter(directory: str | Path) -> None:
     """Check an adapter against the manifest it was written with; the model card may be edited.
 
-    An adapter of stock PEFT has no manifest and passes.
+    An adapter of stock PEFT has no manifest and passes. A checkpoint is checked as one.
 
     Raises:
         ValueError: naming the first file that is missing or differs, and what to do.
     """
     directory = Path(directory)
+    if is_checkpoint(directory):
+        verify(directory, kind="checkpoint")
+        return
     weights = directory / WEIGHTS_FILE
     try:
         if os.path.lexists(directory / MANIFEST):

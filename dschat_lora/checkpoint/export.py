@@ -73,6 +73,7 @@ def save_merged(
     max_kl: float,
     dropouts: Mapping[str, float],
     tensors: Mapping[str, Tensor] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> MergeReport | None:
     """Write base and adapter as one transformers directory; call on every rank.
 
@@ -81,25 +82,26 @@ def save_merged(
     padding, before it takes its name. Without adapters this is the trained model itself.
 
     ``dropouts`` are those of the base's configuration, which training changed. ``tensors``, whole,
-    on rank 0, are written in place of the model's own values. Returns the measured deviation, on
-    rank 0, with that of ``tensors`` from the model's values.
+    on rank 0, are written in place of the model's own values. The weights are written in ``dtype``,
+    by default the model's own. Returns the measured deviation, on rank 0, with that of ``tensors``
+    from the model's values.
 
     Raises:
         ValueError: if it exceeds ``max_kl`` nats per token; nothing is written then.
     """
-    unmerged = _logits(model, probe_ids)
+    unmerged, kept = _logits(model, probe_ids), dtype or model.dtype
     whole = gather_to_cpu(dict(model.named_parameters()))
     for name, tensor in (tensors or {}).items():
         whole[name] = tensor.to(whole[name].dtype)
 
     def write() -> MergeReport:
-        merged = _merged_model(model, whole)
+        merged = _merged_model(model, whole, kept)
         for name, value in dropouts.items():
             setattr(merged.config, name, value)
         with staged_directory(directory) as staging:
             merged.save_pretrained(staging)
             _save_tokenizer(tokenizer, staging)
-            written = _auto_class(model).from_pretrained(staging, dtype=model.dtype)
+            written = _auto_class(model).from_pretrained(staging, dtype=kept)
             after = _logits(written.to(_device_with_room(written)).eval(), probe_ids)
             before = unmerged
             if _is_reward_model(model):
@@ -113,16 +115,20 @@ def save_merged(
     return on_rank_zero(write)
 
 
-def _merged_model(model: PreTrainedModel, tensors: dict[str, Tensor]) -> PreTrainedModel:
-    """A plain transformers model of the merged weights, on CPU."""
+def _merged_model(
+    model: PreTrainedModel, tensors: dict[str, Tensor], dtype: torch.dtype
+) -> PreTrainedModel:
+    """A plain transformers model of the merged weights, on CPU, in ``dtype``."""
     stored = model.state_dict().keys()
     buffers = {name: b.detach().cpu() for name, b in model.named_buffers() if name in stored}
     state = merged_state_dict(model, tensors | buffers)
     for name, tensor in state.items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise ValueError(f"the model is not saved: {name} holds values that are not finite")
+        if tensor.dtype == model.dtype:
+            state[name] = tensor.to(dtype)
     with torch.device("meta"):
-        merged = _auto_class(model).from_config(model.config, dtype=model.dtype)
+        merged = _auto_class(model).from_config(model.config, dtype=dtype)
     if untied_by_merge(model):
         merged.config.tie_word_embeddings = False
     # Not strict: of tied weights the state may have one.

@@ -31,6 +31,11 @@ class Choice:
     rejected: tuple[Rejected, ...]
 
 
+def is_checkpoint(path: str | Path) -> bool:
+    """Whether ``path`` is a directory that holds the state of a run."""
+    return (Path(path) / STATE_FILE).is_file()
+
+
 def step_directory(run: Path, step: int) -> Path:
     """Where a run keeps the checkpoint taken after ``step`` optimizer steps."""
     return run / CHECKPOINTS / f"step-{step:08d}"

@@ -1,7 +1,9 @@
 """Model card: the README.md of an adapter directory."""
 
 import json
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from dschat_lora.checkpoint.adapter_config import AdapterConfig
@@ -14,9 +16,15 @@ def model_card(
     data: Mapping[str, Any],
     metrics: Mapping[str, Any],
     versions: Mapping[str, str | None],
+    training: Mapping[str, Any] | None = None,
 ) -> str:
-    """A model card in Markdown: front matter, how to load, settings, data, metrics, versions."""
-    base = config.base_model_name_or_path or "the base model"
+    """A model card in Markdown: front matter, how to load, settings, data, metrics, versions.
+
+    ``training`` are rates, lengths and sizes of the run. A directory is named by
+    :func:`public_name`.
+    """
+    stored = config.base_model_name_or_path
+    base = "the base model" if stored is None else public_name(stored)
     targets = config.target_modules
     settings = {
         "rank": config.r,
@@ -29,11 +37,16 @@ def model_card(
         "modules stored in full": ", ".join(config.modules_to_save) or "none",
     }
     front = ["---", "library_name: peft", "tags:", "- lora", "---"]
-    if config.base_model_name_or_path is not None:
-        # A JSON string is a valid YAML string, whatever the name holds.
-        front.insert(1, f"base_model: {json.dumps(config.base_model_name_or_path)}")
-    sections = [("LoRA", settings), ("Data", data), ("Metrics", metrics), ("Versions", versions)]
     reward = config.task_type == "SEQ_CLS"
+    if not reward:
+        front.insert(2, "pipeline_tag: text-generation")
+    if stored is not None:
+        # A JSON string is a valid YAML string, whatever the name holds.
+        front.insert(1, f"base_model: {json.dumps(base)}")
+        if (licence := license_of(stored)) is not None:
+            front.insert(2, f"license: {licence}")
+    sections = [("LoRA", settings), *([("Training", training)] if training is not None else [])]
+    sections += [("Data", data), ("Metrics", metrics), ("Versions", versions)]
     auto = "AutoModelForSequenceClassification" if reward else "AutoModelForCausalLM"
     labels = ", num_labels=1" if reward else ""
     lines = [*front, "", f"# {title}", "", f"LoRA adapter for `{base}`, in the layout of PEFT:", ""]
@@ -46,13 +59,54 @@ def model_card(
         _LOAD_LINE,
         "```",
     ]
-    if reward:
-        lines += ["", _SCORE_NOTE]
+    lines += ["", _SCORE_NOTE] if reward else ["", "A chat with it:", "", *_CHAT]
     for heading, rows in sections:
         lines += ["", f"## {heading}", "", *_table(rows)]
     return "\n".join(lines) + "\n"
 
 
+def public_name(path: str) -> str:
+    """A hub name as it is; a directory by the hub name it was fetched by, or by a relative path.
+
+    A directory beyond the working directory is called by its own name alone.
+    """
+    fetched = re.search(r"models--([^/]+?)--([^/]+)/snapshots/", path)
+    if fetched:
+        return f"{fetched[1]}/{fetched[2]}"
+    if not Path(path).is_absolute():
+        return path
+    here = Path.cwd()
+    return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else Path(path).name
+
+
+def license_of(base: str) -> str | None:
+    """The licence that a local model's card or configuration states; None where neither does."""
+    card, config = Path(base) / "README.md", Path(base) / "config.json"
+    if card.is_file():
+        front = re.match(r"---\n(.*?)\n---", card.read_text("utf-8", errors="replace"), re.DOTALL)
+        stated = front and re.search(r"^license:[ \t]*([\w.-]+)[ \t]*$", front[1], re.MULTILINE)
+        if stated:
+            return stated[1]
+    if config.is_file():
+        stated_there = json.loads(config.read_text("utf-8")).get("license")
+        if isinstance(stated_there, str) and re.fullmatch(r"[\w.-]+", stated_there):
+            return stated_there
+    return None
+
+
+_CHAT = [
+    "```python",
+    "from transformers import AutoTokenizer",
+    "",
+    'tokenizer = AutoTokenizer.from_pretrained("path/of/this/directory")',
+    'messages = [{"role": "user", "content": "What is 2 plus 3?"}]',
+    "inputs = tokenizer.apply_chat_template(",
+    '    messages, add_generation_prompt=True, return_tensors="pt", return_dict=True',
+    ")",
+    "answer = model.generate(**inputs, max_new_tokens=64)",
+    'print(tokenizer.decode(answer[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))',
+    "```",
+]
 _SCORE_NOTE = (
     "A reward model: it scores a prompt and answer that end in the end-of-sequence token, at that "
     "token. transformers finds it before the padding, so in a batch the base's `pad_token_id` must "

@@ -14,10 +14,11 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, overload
 
+from dschat_lora.config.recipes import find_recipe
 from dschat_lora.config.values import (
     converter,
     from_yaml,
@@ -42,6 +43,8 @@ ValueT = TypeVar("ValueT")
 
 # Set by launchers; DeepSpeed's own names that carry no setting of ours.
 _LAUNCHER_FLAGS = ("local_rank", "deepscale", "deepscale_config")
+# What the examples at the end of a help begin with.
+_EXAMPLES = "examples:"
 
 
 @overload
@@ -78,11 +81,28 @@ def hidden(default: ValueT) -> ValueT:
     return field
 
 
+class _Formatter(argparse.HelpFormatter):
+    """Leaves the lines of examples as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if not text.startswith(_EXAMPLES):
+            return super()._fill_text(text, width, indent)
+        return "".join(f"{indent}{line}\n" for line in text.splitlines()).rstrip()
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises instead of printing usage: a mistake is one line."""
 
-    def __init__(self, prog: str, description: str | None) -> None:
-        super().__init__(prog=prog, description=description, allow_abbrev=False)
+    def __init__(
+        self, prog: str, description: str | None = None, examples: str | None = None
+    ) -> None:
+        super().__init__(
+            prog=prog,
+            description=description,
+            epilog=examples,
+            allow_abbrev=False,
+            formatter_class=_Formatter,
+        )
         # By default -1e-4 is taken for an option.
         self._negative_number_matcher = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
 
@@ -96,33 +116,66 @@ def parse_config(
     *,
     description: str | None = None,
     program: str | None = None,
+    examples: str | None = None,
+    positionals: Sequence[str] = (),
+    read_file: Callable[[str], Mapping[str, object]] | None = None,
 ) -> ConfigT:
     """An instance of ``config_class`` from ``argv`` (default: ``sys.argv[1:]``).
 
-    A YAML file given with ``--config`` sets the same fields; the command line wins.
+    A YAML file given with ``--config`` sets the same fields; the command line wins. ``read_file``
+    gives the values that it has, where they are not simply its lines. Words that belong to no
+    option are the values of ``positionals`` in turn, the last of which takes several if it can.
+    ``examples`` are the lines that the help ends with.
 
     Raises:
         ValueError: naming an option that is unknown, or its value and what is allowed.
     """
     fields = dict(_option_fields(config_class))
-    parser = Parser(program or Path(sys.argv[0]).name, description)
-    parser.add_argument("--config", metavar="FILE", help="YAML file of these options")
+    parser = Parser(program or Path(sys.argv[0]).name, description, examples)
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML file of these options, or the name of a recipe"
+    )
     for name in _LAUNCHER_FLAGS:
         parser.add_argument(f"--{name}", nargs="?", help=argparse.SUPPRESS)
     for name, (field, annotation) in fields.items():
         also = [old for old, new in option_aliases(config_class).items() if new == name]
         _add_option(parser, [name, *also], field, annotation)
     namespace, unknown = parser.parse_known_args(argv)
+    if positionals and not any(word.startswith("-") for word in unknown):
+        given = {name for name in positionals if hasattr(namespace, name)}
+        taken, unknown = _by_position(unknown, positionals, fields, given)
+        vars(namespace).update(taken)
     if unknown:
         switches = [f"no-{name}" for name, (_, kind) in fields.items() if is_switch(kind)]
         known = [*fields, *option_aliases(config_class), "config", *switches]
-        raise ValueError(unknown_option(unknown[0], known))
+        first = next((word for word in unknown if word.startswith("-")), unknown[0])
+        raise ValueError(unknown_option(first, known))
     values = {k: v for k, v in vars(namespace).items() if k in fields}
     if namespace.config is not None:
-        label = f"--config {namespace.config}"
-        content = read_mapping(namespace.config, label=label)
-        values = options_of(config_class, content, label=label) | values
+        if read_file is None:
+            label = f"--config {namespace.config}"
+            content = read_mapping(namespace.config, label=label)
+            values = options_of(config_class, content, label=label) | values
+        else:
+            values = {**read_file(namespace.config), **values}
     return build_config(config_class, values)
+
+
+def _by_position(
+    words: Sequence[str],
+    positionals: Sequence[str],
+    fields: Mapping[str, tuple[dataclasses.Field[object], object]],
+    given: Collection[str],
+) -> tuple[dict[str, object], list[str]]:
+    """Values by option of words that belong to none, and the words that are left over."""
+    values: dict[str, object] = {}
+    left = list(words)
+    for name in positionals:
+        if not left or name in given:
+            continue
+        _, _, many = value_shape(fields[name][1])
+        values[name], left = (left, []) if many else (left[0], left[1:])
+    return values, left
 
 
 def build_config(
@@ -155,15 +208,16 @@ def typed_options(config: "StageOptions") -> dict[str, Any]:
 
 
 def read_mapping(path: str, *, label: str) -> dict[str, Any]:
-    """The content of a YAML file of ``name: value`` lines.
+    """The content of a YAML file of ``name: value`` lines, by its path or a recipe's name.
 
     Raises:
         ValueError: if it cannot be read or holds something else; ``label`` begins the message.
     """
     import yaml  # only where a file is given
 
+    file = find_recipe(path, label=label)
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"{label} cannot be read: {error}") from error
     if not isinstance(content, dict):
@@ -246,7 +300,7 @@ def chosen_verb(argv: Sequence[str], verbs: Sequence[str]) -> tuple[str, list[st
     Arguments that a launcher puts in front of it are kept.
     """
     launched = tuple(f"--{name}" for name in _LAUNCHER_FLAGS)
-    start = next((i for i, text in enumerate(argv) if not text.startswith(launched)), 0)
+    start = next((i for i, text in enumerate(argv) if not text.startswith(launched)), len(argv))
     if argv[start : start + 1] and argv[start] in verbs:
         return argv[start], [*argv[:start], *argv[start + 1 :]]
     return verbs[0], list(argv)

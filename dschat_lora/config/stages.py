@@ -199,7 +199,8 @@ class ScoreConfig:
     """Score the answers of data files by a reward model, one JSON line for each row."""
 
     model_name_or_path: str = option(
-        help="output directory of a reward model's training, its adapter/ or model/, or a hub name"
+        help="output directory of a reward model's training, its adapter/ or model/, a checkpoint, "
+        "or a hub name; it may stand first, without the option"
     )
     data_path: tuple[str, ...] = option(
         help="files (.jsonl .json .csv .parquet .arrow), directories of them, or hub data sets"

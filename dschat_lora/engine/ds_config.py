@@ -8,10 +8,10 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from dschat_lora.config.groups import BatchConfig, ModelConfig, OptimConfig, ParallelConfig
+from dschat_lora.config.recipes import find_deepspeed_json
 
 AUTO = "auto"
 # JSON field -> the option that sets the same thing.
@@ -54,15 +54,16 @@ _LOSS_SCALING = {
 
 
 def read_deepspeed_json(path: str | None) -> dict[str, Any]:
-    """The JSON object in ``path``; empty without one.
+    """The JSON object in the file ``path``, or the package's of that name; empty without one.
 
     Raises:
         ValueError: if the file cannot be read or is no JSON object.
     """
     if path is None:
         return {}
+    file = find_deepspeed_json(path)
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"--deepspeed_config {path} cannot be read: {error}") from error
     if not isinstance(content, dict):

@@ -182,7 +182,7 @@ def _adapt(
     task: Task,
 ) -> AdaptedModel:
     """Put the adapter in and set what trains."""
-    _fit_vocabulary(model, tokenizer, lora)
+    _fit_vocabulary(model, tokenizer, config, lora)
     new_parts: tuple[str, ...] = ()
     if source.adapter is not None:
         stored = lora_config_of(source.adapter)
@@ -215,14 +215,24 @@ def _new_parts(source: ModelSource, stored: LoraConfig, task: Task) -> tuple[str
     return (HEAD,)
 
 
-def _fit_vocabulary(model: PreTrainedModel, tokenizer: Tokenizer, lora: LoraConfig) -> None:
+def _fit_vocabulary(
+    model: PreTrainedModel, tokenizer: Tokenizer, config: ModelConfig, lora: LoraConfig
+) -> None:
     """Make room for tokens added to the tokenizer, where their embeddings will be trained."""
     rows = model.get_input_embeddings().num_embeddings
     if len(tokenizer) <= rows:
         return
     if lora.lora_dim > 0:
+        found = f"the tokenizer has {len(tokenizer)} tokens, the model {rows}"
+        if config.add_eot_token and int(tokenizer.eos_token_id) >= rows:
+            raise ValueError(
+                f"{found}: a new --eot_token has no trained embedding, and LoRA would leave it so; "
+                "use a token the model knows"
+            )
         raise ValueError(
-            f"the tokenizer has {len(tokenizer)} tokens, the model {rows}: a new --eot_token has "
-            "no trained embedding, and LoRA would leave it so; use a token the model knows"
+            f"{found}: the tokenizer's tokens from {rows} on "
+            f"({tokenizer.convert_ids_to_tokens(rows)!r}, ...) have no embedding, and LoRA would "
+            "not train one; use the tokenizer that belongs to the model, or resize the model's "
+            "embedding to it and train every weight (--lora_dim 0)"
         )
     model.resize_token_embeddings(len(tokenizer))

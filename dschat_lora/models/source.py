@@ -1,4 +1,4 @@
-"""What ``--model_name_or_path`` names: a base model, or an adapter on one.
+"""What ``--model_name_or_path`` names: a base model, or an adapter on one, also in a checkpoint.
 
 Imports no model library, so that a wrong path is reported at once.
 """
@@ -14,6 +14,8 @@ from dschat_lora.checkpoint.adapter_config import (
     is_adapter_directory,
     read_adapter_config,
 )
+from dschat_lora.checkpoint.checkpoint_adapter import describe_checkpoint
+from dschat_lora.checkpoint.history import is_checkpoint, newest_valid
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
@@ -25,10 +27,13 @@ class ModelSource:
     base: str  # hub name or absolute directory
     adapter: Path | None = None
     adapter_config: AdapterConfig | None = None
+    tokenizer_of_run: str | None = None  # of a checkpoint, which has none itself
 
     @property
     def tokenizer(self) -> str:
         """Where the tokenizer comes from: beside the adapter if it was saved there."""
+        if self.tokenizer_of_run is not None:
+            return self.tokenizer_of_run
         if self.adapter is not None and (self.adapter / "tokenizer_config.json").is_file():
             return str(self.adapter)
         return self.base
@@ -42,8 +47,9 @@ class ModelSource:
 def find_model(name: str | None) -> ModelSource:
     """The base model (and adapter) behind ``name``; the bundled model for None.
 
-    ``name`` may be a hub name, a transformers directory, an adapter directory, or a stage's
-    output directory holding ``adapter/`` or ``model/``.
+    ``name`` may be a hub name, a transformers directory, an adapter directory, a checkpoint, or a
+    stage's output directory: its ``adapter/`` or ``model/``, those of step 3's actor or, before
+    there are any, its newest sound checkpoint.
 
     Raises:
         ValueError: if nothing usable is there; the message names the option and what was found.
@@ -67,16 +73,41 @@ def find_model(name: str | None) -> ModelSource:
 
 
 def _in_directory(name: str, path: Path) -> ModelSource:
-    for candidate in (path, path / "adapter", path / "model"):
+    if is_checkpoint(path):
+        return _from_checkpoint(path)
+    actor = path / "actor"
+    for candidate in (path, path / "adapter", path / "model", actor / "adapter", actor / "model"):
         if is_adapter_directory(candidate):
             return _from_adapter(candidate)
         if (candidate / "config.json").is_file():
             return ModelSource(str(candidate.resolve()))
+    if newest := newest_valid(path).path:
+        return _from_checkpoint(newest)
     found = ", ".join(sorted(child.name for child in path.iterdir())[:6]) or "nothing"
     raise ValueError(
         f"--model_name_or_path {name} holds neither config.json nor adapter_config.json, nor an "
         f"adapter/ or model/ with one; it holds {found}"
     )
+
+
+def _from_checkpoint(path: Path) -> ModelSource:
+    described = describe_checkpoint(path)
+    name, run = described.trained_from, path.resolve().parents[1]
+    try:
+        origin = find_model(name)
+    except ValueError as error:
+        raise ValueError(
+            f"the checkpoint {path} is of a run from the model {name}, which is not found here; "
+            f"work in the directory that the run was started in ({error})"
+        ) from None
+    saved = [home for home in (run / "adapter", run / "actor" / "adapter") if home.is_dir()]
+    if described.changes_tokenizer and not saved:
+        raise ValueError(
+            f"the checkpoint {path} is of a run with a tokenizer of its own (--add_eot_token, "
+            "--chat_template); let the run end, and take its adapter/"
+        )
+    tokenizer = str(saved[0]) if saved else origin.tokenizer
+    return ModelSource(origin.base, path.resolve(), described.config, tokenizer)
 
 
 def _from_adapter(path: Path) -> ModelSource:

@@ -1,6 +1,7 @@
 """Demo: all stages on the bundled model and data, with a table of results."""
 
 import json
+import shlex
 import subprocess
 import time
 from collections.abc import Mapping
@@ -8,10 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from dschat_lora.assets import BUNDLED_DATA
-from dschat_lora.config.options import fail
+from dschat_lora.config.options import command_line, fail
 from dschat_lora.pipeline.demo_judge import Judgement, accuracy_by_flaw, evaluate_by_rule
-from dschat_lora.pipeline.launch import launcher_command
-from dschat_lora.pipeline.stages import SCRIPTS, STAGES
+from dschat_lora.pipeline.launch import (
+    LauncherConfig,
+    launch_command,
+    launcher_command,
+    typed_command,
+)
 from dschat_lora.report.directory import leftovers
 from dschat_lora.report.html import render_report, write_report
 from dschat_lora.report.story import read_story
@@ -57,8 +62,6 @@ def run_demo(output_dir: str | None, *, seed: int = 1234) -> None:
 
     Without ``output_dir`` it is the first free of output/demo, -2, -3, ...
     """
-    if not STAGES["sft"].script.is_file():
-        fail(f"the demo runs from a checkout of the repository: {SCRIPTS} has no step1_sft/main.py")
     if output_dir is not None and any(leftovers(Path(output_dir) / name) for name in NAMES):
         fail(f"--output_dir {output_dir} holds an earlier demo; choose another directory")
     directory = RunDirectory.claim(output_dir, name="demo").path
@@ -66,7 +69,7 @@ def run_demo(output_dir: str | None, *, seed: int = 1234) -> None:
     seconds = {}
     for name, options in stage_options(stages).items():
         start = time.monotonic()
-        _run_stage(STAGES[name].script, options | {"seed": seed})
+        _run_stage(name, options | {"seed": seed})
         seconds[name] = time.monotonic() - start
     log_once("judging answers to test prompts by the rule, and the reward model on test pairs ...")
     tables = _tables(stages, seconds)
@@ -103,14 +106,14 @@ def stage_options(stages: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _run_stage(script: Path, options: dict[str, Any]) -> None:
-    flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-    # More would make other steps of other sizes.
-    command = [launcher_command(), "--num_gpus", "1", str(script), *flags]
-    log_once("$ " + " ".join(["deepspeed", *command[1:]]))
+def _run_stage(name: str, options: dict[str, Any]) -> None:
+    launcher = LauncherConfig(num_gpus=1)  # more would make other steps of other sizes
+    log_once(f"$ {shlex.join(typed_command(name, launcher, options))}")
+    argv = command_line(options)
+    command = launch_command(name, launcher, argv, program=launcher_command())
     result = subprocess.run(command, check=False)
     if result.returncode != 0:
-        fail(f"{script} ended with exit code {result.returncode}")
+        fail(f"the stage {name} ended with exit code {result.returncode}")
 
 
 def _tables(

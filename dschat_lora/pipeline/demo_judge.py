@@ -8,14 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 
-import torch
-
 from dschat_lora.algos.seeds import stream_seed
 from dschat_lora.assets import BUNDLED_DATA
 from dschat_lora.assets.toy_world import judge
-from dschat_lora.config.groups import LoraConfig, ModelConfig
+from dschat_lora.config.groups import ModelConfig
 from dschat_lora.config.stages import ScoreConfig
-from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.chat import Chat
 from dschat_lora.data.encoder import make_encoder
 from dschat_lora.data.readers import iter_file
@@ -27,9 +24,8 @@ from dschat_lora.engine.distributed import device
 from dschat_lora.generation.generate import decode
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.lora.model import adapters_disabled
-from dschat_lora.models.build import build_causal_lm
-from dschat_lora.models.causal_lm import CausalLMLoss, PreTrainedModel, Tokenizer, load_tokenizer
-from dschat_lora.models.source import find_model
+from dschat_lora.models.causal_lm import PreTrainedModel, Tokenizer
+from dschat_lora.supervised.inference import LossMeter, load_policy
 from dschat_lora.supervised.score import score_files
 
 MAX_NEW_TOKENS = 48
@@ -114,7 +110,6 @@ def rule_scores(
     return {name: _share(values) for name, values in marks.items()}
 
 
-@torch.no_grad()
 def perplexity(model: PreTrainedModel, tokenizer: Tokenizer) -> float:
     """Perplexity of the chosen answers of the test rows, per token."""
     chat = Chat(tokenizer, tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id))
@@ -123,19 +118,10 @@ def perplexity(model: PreTrainedModel, tokenizer: Tokenizer) -> float:
     rule = TokenRule(int(tokenizer.eos_token_id), MAX_SEQ_LEN, "error", False)
     tokenized = tokenize(records, make_encoder(tokenizer), rule)
     samples = [each.sample for each in tokenized if isinstance(each.sample, Sample)]
-    network, collate = CausalLMLoss(model).eval(), SampleCollator(int(tokenizer.pad_token_id))
-    total = count = 0.0
+    meter, total, count = LossMeter(model, tokenizer), 0.0, 0
     for first in range(0, len(samples), BATCH_SIZE):
-        batch = collate([[sample] for sample in samples[first : first + BATCH_SIZE]]).to(device())
-        loss = network(
-            batch.input_ids,
-            batch.position_ids,
-            batch.segment_ids,
-            batch.logit_positions,
-            batch.target_ids,
-            batch.spans,
-        )
-        total, count = total + float(loss), count + batch.num_targets
+        for loss, targets in meter.losses(samples[first : first + BATCH_SIZE]):
+            total, count = total + loss, count + targets
     return math.exp(total / count)
 
 
@@ -157,13 +143,9 @@ def accuracy_by_flaw(directory: Path) -> dict[str, float]:
 
 
 def _load(directory: Path) -> tuple[PreTrainedModel, Tokenizer]:
-    """(model with the adapter there, tokenizer)."""
-    source, config = find_model(str(directory)), ModelConfig()
-    tokenizer = load_tokenizer(source.tokenizer, config)
-    adapted = build_causal_lm(
-        source, tokenizer, config, LoraConfig(), dtype=torch.float32, seed=0, meta=False
-    )
-    return adapted.model.eval().to(device()), tokenizer
+    """(model with the adapter there, tokenizer), in fp32."""
+    policy = load_policy(ModelConfig(model_name_or_path=str(directory), dtype="fp32"))
+    return policy.model, policy.tokenizer
 
 
 def _share(values: Sequence[float]) -> Share:

@@ -1,23 +1,94 @@
-"""Launch of a stage by the deepspeed launcher, with signals forwarded to its processes."""
+"""Launch of a stage by DeepSpeed's launcher, with signals forwarded to its processes."""
 
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from itertools import pairwise
+from dataclasses import asdict, dataclass
+from itertools import islice, pairwise
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 import psutil
 
+from dschat_lora.config.groups import require
+from dschat_lora.config.options import command_line, option, option_names, parse_config
+
+PACKAGE = "dschat_lora"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class LauncherConfig:
+    """Arguments of the deepspeed launcher."""
+
+    num_gpus: int | None = option(None, help="processes on a machine, one for each GPU")
+    master_port: int | None = option(None, help="port at which processes meet")
+    include: str | None = option(None, help="machines and GPUs to use, such as host:0,1")
+    hostfile: str | None = option(None, help="file of machines and their number of GPUs")
+
+    def __post_init__(self) -> None:
+        require(self.num_gpus is None or self.num_gpus >= 1, "num_gpus", self.num_gpus, ">= 1")
+        port = self.master_port
+        require(port is None or 0 < port < 2**16, "master_port", port, "in 1 to 65535")
+
+    @property
+    def processes(self) -> int | None:
+        """Of a stage; None where the launcher decides."""
+        return None if self.include or self.hostfile else self.num_gpus
 
 
 def launcher_command() -> str:
     """The launcher that belongs to this interpreter."""
     return str(Path(sys.executable).with_name("deepspeed"))
+
+
+def launch_command(
+    stage: str, launcher: LauncherConfig, argv: Sequence[str], *, program: str
+) -> list[str]:
+    """The command that starts a stage in the launcher's processes: ``dschat-lora STAGE`` in each.
+
+    ``program`` is the path of the launcher.
+    """
+    return [program, *command_line(asdict(launcher)), "--module", PACKAGE, stage, *argv]
+
+
+def typed_command(stage: str, launcher: LauncherConfig, options: Mapping[str, object]) -> list[str]:
+    """The command that a user types for the same."""
+    return ["dschat-lora", stage, *command_line({**asdict(launcher), **options})]
+
+
+def launch_stage(stage: str, launcher: LauncherConfig, argv: Sequence[str]) -> NoReturn:
+    """Run a stage in the launcher's processes, and end this one with their exit code.
+
+    They get the signals that this process gets.
+    """
+    relay = Relay()
+    with relay.listening():
+        code = relay.run(launch_command(stage, launcher, argv, program=launcher_command()))
+    raise SystemExit(128 + relay.received if relay.received else code)
+
+
+def split_launcher_options(argv: Sequence[str]) -> tuple[LauncherConfig | None, list[str]]:
+    """The launcher's options on a command line, None where there are none, and all others.
+
+    Raises:
+        ValueError: naming the option, its value and what is allowed.
+    """
+    names = option_names(LauncherConfig)
+    own: list[str] = []
+    others: list[str] = []
+    words = iter(argv)
+    for word in words:
+        flag, equals, _ = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or flag not in names:
+            others.append(word)
+            continue
+        own += [word] if equals else [word, *islice(words, 1)]
+    return (parse_config(LauncherConfig, own) if own else None), others
 
 
 class Relay:
@@ -82,13 +153,13 @@ def training_processes(launcher: int) -> list[psutil.Process]:
 
 
 def _is_rank(process: psutil.Process) -> bool:
-    """Whether it was started as ``python -u SCRIPT --local_rank=N ...``."""
+    """Whether it was started as ``python -u -m dschat_lora --local_rank=N ...``."""
     try:
         words = process.cmdline()
     except psutil.Error:
         return False
     return any(
-        word.endswith("main.py") and following.startswith("--local_rank=")
+        word == PACKAGE and following.startswith("--local_rank=")
         for word, following in pairwise(words)
     )
 

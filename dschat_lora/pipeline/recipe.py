@@ -6,42 +6,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dschat_lora.config.groups import require
 from dschat_lora.config.options import (
     build_config,
-    option,
     option_names,
     options_of,
     read_mapping,
     typed_options,
     unknown_option,
 )
+from dschat_lora.pipeline.launch import LauncherConfig
 from dschat_lora.pipeline.stages import STAGES
 
 _PARTS = ("output_dir", "launcher", "common", "stages")
 # Options that the pipeline itself sets.
 _OWN = ("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "dry_run")
 _OVERRIDE = re.compile(r"(\w+)\.([\w-]+)=(.*)", re.DOTALL)
-
-
-@dataclass(frozen=True)
-class LauncherConfig:
-    """Arguments of the deepspeed launcher."""
-
-    num_gpus: int | None = option(None, help="processes on a machine, one for each GPU")
-    master_port: int | None = option(None, help="port at which processes meet")
-    include: str | None = option(None, help="machines and GPUs to use, such as host:0,1")
-    hostfile: str | None = option(None, help="file of machines and their number of GPUs")
-
-    def __post_init__(self) -> None:
-        require(self.num_gpus is None or self.num_gpus >= 1, "num_gpus", self.num_gpus, ">= 1")
-        port = self.master_port
-        require(port is None or 0 < port < 2**16, "master_port", port, "in 1 to 65535")
-
-    @property
-    def processes(self) -> int | None:
-        """Of a stage; None where the launcher decides."""
-        return None if self.include or self.hostfile else self.num_gpus
 
 
 @dataclass(frozen=True)
@@ -103,6 +82,24 @@ def read_recipe(
         raise ValueError(f"{file}: launcher: {error}") from error
     options = _stage_options(file, content, overrides)
     return Recipe(file, home, launcher, _with_inputs(file, home, options))
+
+
+def options_of_stage(name: str, file: str) -> dict[str, Any]:
+    """Options of one stage in a file of its options, or in one of a pipeline's stages.
+
+    The latter has the outputs of earlier stages as models, and writes where the pipeline would.
+
+    Raises:
+        ValueError: at the first thing that is unknown or cannot be used.
+    """
+    label = f"--config {file}"
+    content = read_mapping(file, label=label)
+    if "stages" not in content:
+        return options_of(STAGES[name].config, content, label=label)
+    recipe = read_recipe(file)
+    if name not in recipe.stages:
+        raise ValueError(f"{label} has the stages {', '.join(recipe.stages)}, and no {name}")
+    return {**recipe.stages[name], "output_dir": str(recipe.directory / name)}
 
 
 def _stage_options(

@@ -3,14 +3,12 @@
 import shlex
 import signal
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from dschat_lora.config.options import command_line, fail
-from dschat_lora.pipeline.launch import Relay, launcher_command
+from dschat_lora.pipeline.launch import Relay, launch_command, launcher_command, typed_command
 from dschat_lora.pipeline.recipe import Recipe, read_recipe
-from dschat_lora.pipeline.stages import STAGES, check_scripts
 from dschat_lora.pipeline.state import PipelineRecord, StageStep, alone, make_state, run_facts
 from dschat_lora.pipeline.validation import check_stages
 from dschat_lora.report.html import render_report, write_report
@@ -51,7 +49,6 @@ def run_pipeline(
     relay = Relay()
     try:
         recipe = read_recipe(file, output_dir=output_dir, num_gpus=num_gpus, overrides=overrides)
-        check_scripts()
         steps = make_state(recipe, PipelineRecord(recipe.directory), redo_from=redo_from)
         check_stages(recipe, done=[step.stage for step in steps if step.how == "skip"])
         for step in steps:
@@ -59,7 +56,7 @@ def run_pipeline(
         if dry_run:
             for step in steps:
                 if step.how != "skip":
-                    log_once(f"$ {shlex.join(_command(recipe, step, launcher='deepspeed'))}")
+                    log_once(f"$ {shlex.join(_typed(recipe, step))}")
             log_once("dry run: nothing was started or written")
             return
         with alone(recipe.directory), relay.listening():
@@ -82,10 +79,12 @@ def _run_stages(recipe: Recipe, steps: Sequence[StageStep], relay: Relay, *, aga
         if step.how == "skip":
             record.finish(step.stage)
             continue
-        command = _command(recipe, step, launcher=launcher_command())
         record.update(step.stage, options=dict(recipe.stages[step.stage]), status="running")
-        log_once(f"\n$ {shlex.join(['deepspeed', *command[1:]])}")
-        code = relay.run(command)
+        log_once(f"\n$ {shlex.join(_typed(recipe, step))}")
+        argv = command_line(_options(recipe, step))
+        code = relay.run(
+            launch_command(step.stage, recipe.launcher, argv, program=launcher_command())
+        )
         status = str(run_facts(recipe.directory / step.stage).get("status"))
         finished = code == 0 and status == "finished"
         if finished:
@@ -109,16 +108,14 @@ def _end_if(stage: str, code: int, *, finished: bool, received: int, again: str)
         )
 
 
-def _command(recipe: Recipe, step: StageStep, *, launcher: str) -> list[str]:
-    """The command line of a stage: launcher, script and options."""
-    launching = {f.name: getattr(recipe.launcher, f.name) for f in fields(recipe.launcher)}
-    options: dict[str, Any] = {
-        **recipe.stages[step.stage],
-        "output_dir": str(recipe.directory / step.stage),
-        **step.options,
-    }
-    script = str(STAGES[step.stage].script)
-    return [launcher, *command_line(launching), script, *command_line(options)]
+def _options(recipe: Recipe, step: StageStep) -> dict[str, Any]:
+    """The options of a stage, with where it writes and how it begins."""
+    home = str(recipe.directory / step.stage)
+    return {**recipe.stages[step.stage], "output_dir": home, **step.options}
+
+
+def _typed(recipe: Recipe, step: StageStep) -> list[str]:
+    return typed_command(step.stage, recipe.launcher, _options(recipe, step))
 
 
 def _show_results(recipe: Recipe) -> None:

@@ -51,7 +51,7 @@ def check_stages(recipe: Recipe, *, done: Collection[str] = ()) -> dict[str, Any
                 path = str(Path(values[option_name]).expanduser())
                 values[option_name] = path.replace(home, homes.get(home, home), 1)
             try:
-                found[name] = _checked(name, values, recipe.launcher.processes)
+                found[name] = check_stage(name, values, recipe.launcher.processes)
             except (ValueError, OSError) as error:
                 message = str(error)
                 for home, stand_in in homes.items():
@@ -62,8 +62,14 @@ def check_stages(recipe: Recipe, *, done: Collection[str] = ()) -> dict[str, Any
     return found
 
 
-def _checked(name: str, values: Mapping[str, Any], processes: int | None) -> Any:
-    """The stage's config after its own check, whose output is discarded."""
+def check_stage(name: str, values: Mapping[str, Any], processes: int | None) -> Any:
+    """The stage's config after its own check, whose output is discarded.
+
+    ``processes`` is how many the launcher will start; None where it decides.
+
+    Raises:
+        ValueError: as the stage would.
+    """
     stage = STAGES[name]
     if processes is None and "deepspeed_config" in values:
         values = {k: v for k, v in values.items() if k not in _OF_PROCESSES}

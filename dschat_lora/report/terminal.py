@@ -1,5 +1,6 @@
 """Terminal output: lines, tables and error messages, where there is no run to log to."""
 
+import json
 import os
 import re
 import sys
@@ -32,6 +33,11 @@ def write_text(text: str) -> None:
     """Write text to the standard output at once, its control characters made harmless."""
     sys.stdout.write(_CONTROL.sub(lambda match: ascii(match[0])[1:-1], text))
     sys.stdout.flush()
+
+
+def to_json(value: object) -> str:
+    """A value as the JSON that ``--json`` prints; what JSON lacks, such as a path, as text."""
+    return json.dumps(value, indent=1, ensure_ascii=False, default=str)
 
 
 def is_terminal() -> bool:

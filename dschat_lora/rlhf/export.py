@@ -12,6 +12,7 @@ from dschat_lora.rlhf.setup import RlhfSetup
 from dschat_lora.rlhf.throughput import PHASES
 from dschat_lora.rlhf.train import TrainResult
 from dschat_lora.runtime.export import export_trained, first_ids
+from dschat_lora.runtime.next_steps import say_next_steps
 
 
 def finish(setup: RlhfSetup, engines: Engines, result: TrainResult) -> None:
@@ -21,15 +22,17 @@ def finish(setup: RlhfSetup, engines: Engines, result: TrainResult) -> None:
         name: {"seconds": progress.seconds[name], "flops": progress.flops[name]} for name in PHASES
     }
     setup.run.record.update({"results": result.metrics, "phases": phases})
-    if not progress.step:
+    if not progress.step and not setup.config.run.merge_adapter:
         return
-    setup.run.log.say(_summary_line(progress))
+    if progress.step:
+        setup.run.log.say(_summary_line(progress))
     engines.eval()
     for role, adapted in roles.trained.items():
         _export(setup, role, adapted, result.metrics)
     if result.average is not None:
         tensors = dict(result.average.tensors())
         _export(setup, "actor_ema", roles.actor, result.metrics, tensors=tensors)
+    say_next_steps(setup.run)
 
 
 def _summary_line(progress: RlhfProgress) -> str:

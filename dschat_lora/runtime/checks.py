@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dschat_lora.checkpoint.adapter_config import WEIGHTS_FILE, verify_adapter
-from dschat_lora.checkpoint.history import checkpoints_of
+from dschat_lora.checkpoint.history import checkpoints_of, is_checkpoint
 from dschat_lora.checkpoint.manifest import safetensors_header
 from dschat_lora.config.groups import LoadConfig, LoraConfig, ParallelConfig, RunConfig
 from dschat_lora.config.stages import StageConfig
@@ -84,15 +84,19 @@ def check_adapter_files(source: ModelSource) -> None:
         verify_adapter(source.adapter)
 
 
+def task_of(source: ModelSource) -> str | None:
+    """PEFT's name of the kind of model: that of its adapter, SEQ_CLS of scores; None if unknown."""
+    if source.adapter_config is not None:
+        return source.adapter_config.task_type
+    architectures = map(str, model_fields(source).get("architectures") or [])
+    is_scored = any(name.endswith("ForSequenceClassification") for name in architectures)
+    return "SEQ_CLS" if is_scored else None
+
+
 def check_task(source: ModelSource, tasks: tuple[str, ...]) -> None:
     """Refuse a language model where a reward model is wanted and the other way round."""
-    found, adapter = None, source.adapter_config
-    architectures = map(str, model_fields(source).get("architectures") or [])
-    if adapter is not None:
-        found = adapter.task_type
-    elif any(name.endswith("ForSequenceClassification") for name in architectures):
-        found = "SEQ_CLS"
-    elif tasks == ("SEQ_CLS",) and Path(source.base).is_dir():
+    found = task_of(source)
+    if found is None and tasks == ("SEQ_CLS",) and Path(source.base).is_dir():
         found = "CAUSAL_LM"
     name = source.adapter or source.base
     if found is not None and found not in tasks:
@@ -101,7 +105,7 @@ def check_task(source: ModelSource, tasks: tuple[str, ...]) -> None:
             f"--model_name_or_path {name} is of kind {found}, and this takes {kinds} "
             "(SEQ_CLS is a reward model, CAUSAL_LM a language model)"
         )
-    if found == "SEQ_CLS" and source.adapter is not None:
+    if found == "SEQ_CLS" and source.adapter is not None and not is_checkpoint(source.adapter):
         tensors = safetensors_header(source.adapter / WEIGHTS_FILE)
         if not any(".score." in name for name in tensors):
             raise ValueError(

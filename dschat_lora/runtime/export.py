@@ -8,10 +8,14 @@ from typing import Any
 from torch import Tensor
 
 from dschat_lora.checkpoint.export import save_adapter, save_merged
-from dschat_lora.config.groups import ModelConfig
+from dschat_lora.checkpoint.model_card import public_name
+from dschat_lora.config.groups import ModelConfig, OptimConfig
+from dschat_lora.config.options import flatten
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.data.store import TokenSet
+from dschat_lora.engine.distributed import world_size
 from dschat_lora.lora.merge import MergeReport
+from dschat_lora.lora.rates import adapter_learning_rate
 from dschat_lora.models.build import AdaptedModel
 from dschat_lora.models.causal_lm import Tokenizer, end_ids, stop_at, stored_dropouts
 from dschat_lora.models.source import ModelSource
@@ -54,7 +58,8 @@ def export_trained(
             base=source.base,
             tokenizer=tokenizer,
             card={
-                "data": {"training data": " ".join(data_path)},
+                "data": {"training data": " ".join(map(public_name, data_path))},
+                "training": card_settings(run.config, prefix=_prefix_of(label)),
                 "metrics": metrics,
                 "versions": package_versions(),
             },
@@ -75,6 +80,32 @@ def export_trained(
         dropouts=stored_dropouts(source.base, model),
         tensors=tensors,
     )
+
+
+# Of a run's options: those that a model card states.
+_ON_CARD = (
+    *("learning_rate", "lora_learning_rate", "weight_decay", "lr_scheduler_type"),
+    *("num_warmup_steps", "num_train_epochs", "max_steps", "per_device_train_batch_size"),
+    *("per_device_training_batch_size", "gradient_accumulation_steps", "max_seq_len"),
+    *("loss_type", "beta", "algorithm", "kl_coef", "seed"),
+)
+
+
+def card_settings(config: StageConfig, *, prefix: str = "") -> dict[str, Any]:
+    """How a run trained one of its models, whose own options begin with ``prefix``."""
+    values = flatten(config)
+    stated = {name: values.get(prefix + name, values.get(name)) for name in _ON_CARD}
+    optim = config.optim
+    if isinstance(optim, OptimConfig):
+        stated["lora_learning_rate"] = adapter_learning_rate(optim)
+        stated["learning_rate"] = None  # the base's, which does not train
+    stated["processes"] = world_size()
+    return {name.replace("_", " "): value for name, value in stated.items() if value is not None}
+
+
+def _prefix_of(label: str) -> str:
+    """The prefix of a role's options, from what the log calls it."""
+    return "critic_" if label.startswith("critic") else "actor_" if label else ""
 
 
 def first_ids(samples: TokenSet, count: int, *, max_length: int) -> list[int]:

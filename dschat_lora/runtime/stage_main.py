@@ -1,10 +1,12 @@
 """The main function of a stage script: its processes meet, its options are checked, and it runs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 from dschat_lora.config.options import fail, parse_config
 from dschat_lora.engine import peers
+from dschat_lora.report.terminal import error_message, silence_stdout
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -20,18 +22,53 @@ def run_main(
     description: str | None = None,
     argv: Sequence[str] | None = None,
     program: str | None = None,
+    examples: str | None = None,
+    read_file: Callable[[str], Mapping[str, object]] | None = None,
 ) -> None:
     """Parse, check, run; a user's mistake ends as one line on stderr and exit code 2.
 
-    ``check`` finds mistakes before anything heavy is imported, and returns the resolved config.
+    The last five arguments are those of :func:`dschat_lora.config.options.parse_config`. ``check``
+    finds mistakes before anything heavy is imported, and returns the resolved config.
     The processes of a launch go on together, once all have found their options in order.
     """
     try:
         peers.join()
-        config = check(parse_config(config_class, argv, description=description, program=program))
+        config = parse_config(
+            config_class,
+            argv,
+            description=description,
+            program=program,
+            examples=examples,
+            read_file=read_file,
+        )
+        config = check(config)
     except (ValueError, OSError) as error:
         fail(str(error))
     except RecursionError:
         fail("a file that was named holds lists or objects nested too deeply")
     peers.wait_until_all_are_ready()
     main(config)
+
+
+@contextmanager
+def ended_in_one_line(*, stopped: str = "stopped") -> Iterator[None]:
+    """End the process in one line on stderr where something expected ends the block.
+
+    A user's mistake has exit code 2, an error of the disk or a full GPU 1, Ctrl-C 130 with the
+    words ``stopped``. A reader of the standard output who has read enough is no error.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        silence_stdout()
+    except KeyboardInterrupt:
+        fail(stopped, code=130)
+    except (ValueError, OSError) as error:
+        fail(error_message(error), code=1 if isinstance(error, OSError) else 2)
+    except Exception as error:
+        # Types of libraries that are not imported here.
+        if type(error).__name__ == "OutOfMemoryError":
+            fail("the GPU is full: lower --per_device_eval_batch_size or the lengths", code=1)
+        if type(error).__name__ == "SafetensorError":
+            fail(f"a file of weights is damaged: {error}", code=1)
+        raise

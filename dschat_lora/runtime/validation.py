@@ -16,7 +16,9 @@ from dschat_lora.config.stages import (
     ScoreConfig,
     SupervisedConfig,
 )
+from dschat_lora.config.verbs import EvalConfig, GenerateConfig, ReadingConfig
 from dschat_lora.data.rows import DataKind, check_sources
+from dschat_lora.data.sources import find_source
 from dschat_lora.data.templates import read_chat_template
 from dschat_lora.engine.ds_config import reconcile
 from dschat_lora.models.source import ModelSource, find_model
@@ -37,6 +39,7 @@ from dschat_lora.runtime.checks import (
     model_name,
     parallel_without_effect,
     resolve_stage,
+    task_of,
     with_tensorboard,
 )
 from dschat_lora.runtime.resume import launched_processes
@@ -102,18 +105,53 @@ def check_supervised(config: ConfigT, *, rules: StageRules = SFT) -> ConfigT:
 
 def check_score(config: ScoreConfig) -> None:
     """Refuse what is no reward model, or files that cannot be scored, before torch is imported."""
+    check_reading(config, ("SEQ_CLS",))
+
+
+def check_generate(config: GenerateConfig) -> None:
+    """Refuse what is no language model, or files without prompts."""
+    check_reading(config, ("CAUSAL_LM",))
+
+
+def check_eval(config: EvalConfig) -> bool:
+    """Whether the model is a reward model; refuses what cannot be evaluated."""
+    source = check_reading(config, ("CAUSAL_LM", "SEQ_CLS"))
+    if config.reward_model is None:
+        return task_of(source) == "SEQ_CLS"
+    if task_of(source) == "SEQ_CLS":
+        raise ValueError(
+            f"--reward_model {config.reward_model} scores a language model's answers, and "
+            f"--model_name_or_path {config.model_name_or_path} is a reward model itself"
+        )
+    try:
+        judge = find_model(config.reward_model)
+        check_adapter_files(judge)
+        check_task(judge, ("SEQ_CLS",))
+    except ValueError as error:
+        words = str(error).replace("--model_name_or_path", "--reward_model", 1)
+        raise ValueError(words) from error
+    return False
+
+
+def check_reading(config: ScoreConfig | ReadingConfig, tasks: tuple[str, ...]) -> ModelSource:
+    """The model's source; refuses one of another kind, and files that cannot be read."""
     source = find_model(config.model_name_or_path)
     if source.adapter is not None:
         verify_adapter(source.adapter)
-    check_task(source, ("SEQ_CLS",))
+    check_task(source, tasks)
     fitting_length(config.max_seq_len, source, frozenset({"max_seq_len"}))
     if config.chat_template is not None:
         read_chat_template(config.chat_template)
-    check_sources(
-        DataConfig(data_path=config.data_path, columns=config.columns, unpaired_rows="all")
-    )
-    if config.output_path is not None:
+    if isinstance(config, GenerateConfig):
+        for entry in config.data_path:
+            find_source("data_path", entry)  # of any kind: each row has a prompt
+    else:
+        check_sources(
+            DataConfig(data_path=config.data_path, columns=config.columns, unpaired_rows="all")
+        )
+    if isinstance(config, ScoreConfig | GenerateConfig) and config.output_path is not None:
         check_can_be_made(Path(config.output_path).expanduser().parent, option="output_path")
+    return source
 
 
 def check_audit(config: AuditConfig) -> AuditConfig:

@@ -1,27 +1,36 @@
 """The command lines of ``dschat-lora chat`` and ``dschat-lora serve``."""
 
 from collections.abc import Sequence
-from itertools import takewhile
 
 from dschat_lora.config.options import fail, parse_config
 from dschat_lora.report.terminal import error_message, silence_stdout
 from dschat_lora.serving.config import ChatConfig, ServeConfig
 from dschat_lora.serving.sources import check_answering, votes_path
 
-_CHAT = """Chat with a model in the terminal; of several each answers in turn.
-Examples: `dschat-lora chat output/sft`, `dschat-lora chat base output/sft output/rlhf --reward
-output/reward`, `dschat-lora chat output/sft --temperature 0 --system "Answer in one word."`"""
+_CHAT_EXAMPLES = """examples:
+  dschat-lora chat output/sft
+  dschat-lora chat base output/sft output/rlhf --reward output/reward
+  dschat-lora chat output/sft --temperature 0 --system "Answer in one word."
+"""
 _SERVE = """Serve models over HTTP on this machine: OpenAI's interface under /v1, and a page at /
-where base and models answer side by side. Examples: `dschat-lora serve output/sft`,
-`dschat-lora serve output/sft output/dpo output/rlhf --reward output/reward --votes votes.jsonl`,
-`dschat-lora serve output/sft --host 0.0.0.0 --token SECRET`"""
+where base and models answer side by side."""
+_SERVE_EXAMPLES = """examples:
+  dschat-lora serve output/sft
+  dschat-lora serve output/sft output/dpo output/rlhf --reward output/reward --votes votes.jsonl
+  dschat-lora serve output/sft --host 0.0.0.0 --token SECRET
+"""
 
 
 def chat(argv: Sequence[str]) -> None:
     """Run ``dschat-lora chat``."""
     try:
         config = parse_config(
-            ChatConfig, _with_models(argv), description=_CHAT, program="dschat-lora chat OUT ..."
+            ChatConfig,
+            argv,
+            description="Chat with a model in the terminal; of several each answers in turn.",
+            program="dschat-lora chat OUT [OUT2 ...]",
+            examples=_CHAT_EXAMPLES,
+            positionals=("models",),
         )
         check_answering(config)
 
@@ -40,7 +49,12 @@ def serve(argv: Sequence[str]) -> None:
     """Run ``dschat-lora serve``."""
     try:
         config = parse_config(
-            ServeConfig, _with_models(argv), description=_SERVE, program="dschat-lora serve OUT ..."
+            ServeConfig,
+            argv,
+            description=_SERVE,
+            program="dschat-lora serve OUT [OUT2 ...]",
+            examples=_SERVE_EXAMPLES,
+            positionals=("models",),
         )
         check_answering(config)
         votes = votes_path(config)
@@ -53,12 +67,6 @@ def serve(argv: Sequence[str]) -> None:
         fail("stopped", code=130)
     except (ValueError, OSError) as error:
         _fail(error)
-
-
-def _with_models(argv: Sequence[str]) -> list[str]:
-    """The arguments, the words in front as those of an option."""
-    words = list(takewhile(lambda word: not word.startswith("-"), argv))
-    return [*(["--models", *words] if words else []), *argv[len(words) :]]
 
 
 def _require_server() -> None:

@@ -11,17 +11,13 @@ from typing import Any, TextIO
 
 import torch
 
-from dschat_lora.config.data import parse_columns, parse_variables
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.config.stages import ScoreConfig
 from dschat_lora.data.batch import SampleCollator
-from dschat_lora.data.chat import Chat, Span
+from dschat_lora.data.chat import Span
 from dschat_lora.data.encoder import make_encoder
-from dschat_lora.data.readers import iter_rows
-from dschat_lora.data.records import TextRecord, to_records
-from dschat_lora.data.rows import RowOptions, parse_row, require_usable
+from dschat_lora.data.records import TextRecord
 from dschat_lora.data.samples import Sample
-from dschat_lora.data.sources import find_source
 from dschat_lora.data.tokenize import TokenRule, tokenize
 from dschat_lora.engine.build import DTYPES, resolve_dtype
 from dschat_lora.engine.distributed import device
@@ -32,6 +28,7 @@ from dschat_lora.models.reward_model import RewardModel
 from dschat_lora.models.source import find_model
 from dschat_lora.report.log import jsonable
 from dschat_lora.report.terminal import note
+from dschat_lora.supervised.inference import chat_of, last_record, read_rows
 
 ROWS_AT_A_TIME = 4096  # held in memory, sorted by length
 
@@ -121,7 +118,7 @@ def score_files(config: ScoreConfig) -> None:
     )
     count = too_long = pairs = 0
     right = 0.0
-    with _output(config.output_path) as file:
+    with output_file(config.output_path) as file:
         for rows, records in _chunks(config, scorer.tokenizer):
             values = iter(scorer.scores([each for own in records for each in own]))
             for row, own in zip(rows, records, strict=True):
@@ -155,25 +152,20 @@ def _chunks(
     config: ScoreConfig, tokenizer: Any
 ) -> Iterator[tuple[list[dict[str, Any]], list[list[TextRecord]]]]:
     """Rows as read, and for each the one or two answers to score."""
-    eos_text = tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id)
-    chat = Chat(tokenizer, eos_text, parse_variables(config.chat_template_kwargs))
+    chat = chat_of(config, tokenizer)
     rows: list[dict[str, Any]] = []
     records: list[list[TextRecord]] = []
-    options = RowOptions(parse_columns(config.columns), unpaired="all")
-    for entry in config.data_path:
-        for raw in iter_rows(find_source("data_path", entry)):
-            row = require_usable(parse_row(raw, options), "samples", options)
-            *_, record = to_records(row, chat, "pairs")
-            rows.append(raw.values)
-            records.append(_answers(record))
-            if len(rows) == ROWS_AT_A_TIME:
-                yield rows, records
-                rows, records = [], []
+    for values, row in read_rows(config, kind="samples"):
+        rows.append(values)
+        records.append(answers_of(last_record(row, chat, "pairs")))
+        if len(rows) == ROWS_AT_A_TIME:
+            yield rows, records
+            rows, records = [], []
     if rows:
         yield rows, records
 
 
-def _answers(record: TextRecord) -> list[TextRecord]:
+def answers_of(record: TextRecord) -> list[TextRecord]:
     """The record itself; of a pair, one for each answer."""
     if record.rejected is None:
         return [record]
@@ -182,7 +174,7 @@ def _answers(record: TextRecord) -> list[TextRecord]:
 
 
 @contextmanager
-def _output(path: str | None) -> Iterator[TextIO]:
+def output_file(path: str | None) -> Iterator[TextIO]:
     """Standard output, or a file that takes its name when it is complete."""
     if path is None:
         yield sys.stdout

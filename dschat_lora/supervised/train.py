@@ -22,6 +22,7 @@ from dschat_lora.runtime.checkpointer import Checkpointer, Part
 from dschat_lora.runtime.evaluation import AnswerLog
 from dschat_lora.runtime.export import export_trained, first_ids
 from dschat_lora.runtime.lr_schedule import RateFactor, standard_schedule
+from dschat_lora.runtime.next_steps import say_next_steps
 from dschat_lora.supervised.batching import BatchLayout, train_loader
 from dschat_lora.supervised.evaluation import SampleAnswers, SupervisedEvaluator, first_prompts
 from dschat_lora.supervised.loop import TrainProgress, fit, make_train_schedule
@@ -85,9 +86,10 @@ def train(
             checkpointer=checkpointer,
             extra_flops=extra_flops,
         )
-    if schedule.num_steps:
-        if answers is not None:
-            answers.show("after")
+    if schedule.num_steps and answers is not None:
+        answers.show("after")
+    # Without a step there is nothing to save, unless base and adapter are to become one model.
+    if schedule.num_steps or config.run.merge_adapter:
         finish(setup, engine, results=evaluator.before_and_after(), meter=meter)
 
 
@@ -172,6 +174,7 @@ def finish(
             f"difference {report.max_abs_logit:.2g}, KL {report.kl_nats_per_token:.2g} nats per "
             "token"
         )
+    say_next_steps(run)
 
 
 def probe_batch(samples: TokenSet, tokenizer: Tokenizer, *, max_length: int) -> torch.Tensor:

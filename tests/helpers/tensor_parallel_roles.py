@@ -1,7 +1,6 @@
 """Reward models, DPO, step 3 and decoding, by processes that may hold one model between them."""
 
 import json
-import runpy
 from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
@@ -10,7 +9,6 @@ import torch
 
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.config.options import parse_config
-from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import form_grid, rank
 from dschat_lora.generation.fast_attention import fast_attention
@@ -20,14 +18,16 @@ from dschat_lora.generation.sampling import Sampling
 from dschat_lora.lora.model import adapter_parameters, apply_lora
 from dschat_lora.lora.parallel import own_part, whole_sequences
 from dschat_lora.models.causal_lm import load_causal_lm, load_config
+from dschat_lora.pipeline.stages import STAGES
 from dschat_lora.rlhf.rollout import Generator
+from dschat_lora.supervised.stages import run_dpo, run_reward
 from helpers.rlhf_course import LETTERS, train_rlhf, vowels
 from helpers.runs import release
-from helpers.step1 import ROOT, metrics, write_jsonl
+from helpers.step1 import metrics, write_jsonl
 from helpers.tensor_parallel import divided, replicas_differ
 
 CPU = torch.device("cpu")
-CONFIGS = {"step2_reward": RewardStageConfig, "step2_dpo": DpoStageConfig}
+RUNS = {"step2_reward": ("reward", run_reward), "step2_dpo": ("dpo", run_dpo)}
 
 
 def write_pairs(path, count, *, seed=0):
@@ -80,8 +80,8 @@ def train_pairs_many(runs):
 
 def train_pairs(stage, argv):
     """A stage of step 2 as its script runs it, in the processes at hand: its log and replicas."""
-    script = runpy.run_path(str(ROOT / "training" / stage / "main.py"))
-    config = script["check"](parse_config(CONFIGS[stage], [str(each) for each in argv]))
+    name, run_stage = RUNS[stage]
+    config = STAGES[name].check(parse_config(STAGES[name].config, [str(each) for each in argv]))
     try:
         with (
             # The process group is the tests'.
@@ -89,7 +89,7 @@ def train_pairs(stage, argv):
             mock.patch("dschat_lora.runtime.run.shutdown"),
             watched_replicas() as (unlike, stepped),
         ):
-            script["main"](config)
+            run_stage(config)
         for engine in set(stepped):
             release(engine)
     finally:

@@ -35,6 +35,29 @@ def test_new_token_is_refused_where_its_embedding_would_not_train():
         build(config)
 
 
+def test_larger_tokenizer_is_not_blamed_on_an_end_of_text_token_that_nobody_named():
+    """A tokenizer with tokens of its own beyond the model's was blamed on --eot_token."""
+    config = ModelConfig()
+    tokenizer = load_tokenizer(SOURCE.tokenizer, config)
+    rows = len(tokenizer)
+    tokenizer.add_tokens(["<tool>", "<call>"])
+    lora = LoraConfig(lora_dim=2)
+    for own in (config, ModelConfig(add_eot_token=True, eot_token="?")):
+        with pytest.raises(ValueError, match="tokenizer has") as refused:
+            build_causal_lm(
+                SOURCE,
+                tokenizer,
+                own,
+                lora,
+                dtype=torch.float32,
+                seed=0,
+                meta=True,
+            )
+        words = str(refused.value)
+        assert f"tokens from {rows} on ('<tool>', ...) have no embedding" in words
+        assert "eot_token" not in words
+
+
 def test_new_token_gets_an_embedding_where_all_weights_train():
     config = ModelConfig(add_eot_token=True, eot_token="<brand-new>")
     tokenizer, model = build(config, LoraConfig())

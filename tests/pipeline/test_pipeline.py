@@ -20,6 +20,7 @@ from dschat_lora.pipeline.launch import Relay
 from dschat_lora.pipeline.recipe import read_recipe
 from dschat_lora.pipeline.validation import check_stages
 from dschat_lora.report.story import StageStory
+from helpers.step1 import ROOT
 
 ALL = "stages: {sft: {lora_dim: 8}, reward: {}, rlhf: {}}"
 
@@ -272,7 +273,7 @@ def test_mistake_ends_the_command_at_once_in_one_line(start):
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "PYTHONPATH": str(course.STAGES["sft"].script.parents[2])},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert time.monotonic() - begun < 5
     assert ended.returncode == 2
@@ -341,9 +342,8 @@ def test_stages_run_in_order_and_a_second_run_skips_them(run):
     code, said, commands = run(text="launcher: {num_gpus: 1, master_port: 30001}\n" + ALL)
     assert code == 0
     assert [stage_of(command) for command in commands] == ["sft", "reward", "rlhf"]
-    script = str(course.STAGES["sft"].script)
     assert commands[0] == [
-        *("--num_gpus", "1", "--master_port", "30001", script),
+        *("--num_gpus", "1", "--master_port", "30001", "--module", "dschat_lora", "sft"),
         *("--lora_dim", "8", "--output_dir", "out/sft"),
     ]
     assert "sft: out/sft/adapter" in said
@@ -456,13 +456,6 @@ def test_second_pipeline_is_kept_out(run):
     assert run()[0] == 0
 
 
-def test_scripts_that_are_missing_are_named(run, monkeypatch, tmp_path):
-    monkeypatch.setattr("dschat_lora.pipeline.stages.SCRIPTS", tmp_path / "training")
-    code, said, _ = run()
-    assert code == 2
-    assert f"{tmp_path}/training/step1_sft/main.py does not exist; install" in said
-
-
 def test_results_before_and_after_share_a_row():
     story = StageStory(
         "rlhf",
@@ -481,7 +474,7 @@ def test_results_before_and_after_share_a_row():
 # As the launcher: two ranks, one with a worker of its own, and the code of the first that fails.
 TREE = """
 import subprocess, sys
-argv = [sys.executable, "main.py"]
+argv = [sys.executable, "dschat_lora"]
 ranks = [subprocess.Popen([*argv, f"--local_rank={i}"]) for i in range(2)]
 sys.exit([rank.wait() for rank in ranks][0])
 """
@@ -515,7 +508,7 @@ def send_when_ready(number, *names):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signal_reaches_every_rank_once_and_neither_launcher_nor_workers(number):
     Path("tree.py").write_text(TREE)
-    Path("main.py").write_text(RANK)
+    Path("dschat_lora").write_text(RANK)
     relay = Relay()
     if signal.getsignal(number) == signal.SIG_IGN:  # as under nohup
         signal.signal(number, signal.SIG_DFL)

@@ -20,8 +20,8 @@ STAGES = ("sft", "reward", "rlhf")
 # what they need. The real one is in the way of the signal, where it matters.
 LAUNCHER = f"""#!{sys.executable}
 import os, sys
-script = next(i for i, word in enumerate(sys.argv) if word.endswith("main.py"))
-words = [sys.executable, "-u", sys.argv[script], "--local_rank=0", *sys.argv[script + 1 :]]
+stage = sys.argv.index("dschat_lora") + 1
+words = [sys.executable, "-u", "-m", "dschat_lora", "--local_rank=0", *sys.argv[stage:]]
 os.execv(sys.executable, words)
 """
 

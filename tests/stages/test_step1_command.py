@@ -280,6 +280,20 @@ def test_no_epochs_evaluate_the_continued_adapter_in_the_next_free_directory(tit
     assert json_of(out / "run.json")["status"] == "finished"
 
 
+def test_no_epochs_and_merge_adapter_write_the_model_that_is_the_adapter_on_its_base(
+    title, home, launcher
+):
+    options = ["--model_name_or_path", "output/sft", "--num_train_epochs", 0, "--merge_adapter"]
+    running = launcher.start([*options, "--output_dir", "merged", *SHORT], home)
+    assert running.wait() == [0], running.output()
+    assert "model written to merged/model: against the trained one" in running.out()
+    base = AutoModelForCausalLM.from_pretrained(BUNDLED_MODEL)
+    adapted = peft.PeftModel.from_pretrained(base, home / "output" / "sft" / "adapter")
+    merged = AutoModelForCausalLM.from_pretrained(home / "merged" / "model")
+    ids = torch.tensor([[5, 6, 7, 8]])
+    torch.testing.assert_close(merged(ids).logits, adapted(ids).logits, rtol=1e-4, atol=1e-4)
+
+
 def test_two_processes_at_zero_3_continue_the_adapter_with_a_busy_port(title, home):
     if torch.cuda.is_available() and torch.cuda.device_count() < 2:
         pytest.skip("needs two devices where there is one")

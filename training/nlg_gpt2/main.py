@@ -9,39 +9,7 @@ Without a verb it trains. The loss is taken on the text and its end-of-sequence 
 
 import sys
 
-from dschat_lora.config.options import chosen_verb
-from dschat_lora.experiments.nlg.config import DecodeConfig, EvaluateConfig, NlgConfig
-from dschat_lora.experiments.nlg.validation import check_decode, check_evaluate, check_training
-from dschat_lora.runtime.stage_main import run_main
-
-
-def train(config: NlgConfig) -> None:
-    """Train, evaluate and save, from a checked config."""
-    # Imported here, so that a wrong option is reported without waiting for torch.
-    from dschat_lora.experiments.nlg.train import run_training
-
-    run_training(config)
-
-
-def decode(config: DecodeConfig) -> None:
-    """Write a text to every meaning, from a checked config."""
-    from dschat_lora.experiments.nlg.decode import run_decode
-
-    run_decode(config)
-
-
-def evaluate(config: EvaluateConfig) -> None:
-    """Compare texts with their references, from a checked config."""
-    from dschat_lora.experiments.nlg.evaluate import run_evaluate
-
-    run_evaluate(config)
-
+from dschat_lora.__main__ import run_nlg
 
 if __name__ == "__main__":
-    verb, argv = chosen_verb(sys.argv[1:], ("train", "decode", "evaluate"))
-    if verb == "train":
-        run_main(NlgConfig, check_training, train, description=__doc__, argv=argv)
-    elif verb == "decode":
-        run_main(DecodeConfig, check_decode, decode, description=__doc__, argv=argv)
-    else:
-        run_main(EvaluateConfig, check_evaluate, evaluate, description=__doc__, argv=argv)
+    run_nlg(sys.argv[1:], description=__doc__)

@@ -7,22 +7,9 @@ Rows come from the hub, or from local files (--data_dir, --train_file). What is 
 LoRA factors and the head; without --apply_lora every weight.
 """
 
-from dschat_lora.experiments.glue.config import GlueConfig
-from dschat_lora.experiments.glue.validation import check_glue, describe_plan, fix_environment
-from dschat_lora.runtime.stage_main import run_main
+import sys
 
-
-def main(config: GlueConfig) -> None:
-    """Train, evaluate and save, from a checked config."""
-    if config.dry_run:
-        describe_plan(config)
-        return
-    fix_environment(config.seed)
-    # Imported here, so that a wrong option is reported without waiting for torch.
-    from dschat_lora.experiments.glue.train import run_glue
-
-    run_glue(config)
-
+from dschat_lora.__main__ import run_glue
 
 if __name__ == "__main__":
-    run_main(GlueConfig, check_glue, main, description=__doc__)
+    run_glue(sys.argv[1:], description=__doc__)

@@ -25,6 +25,7 @@ from transformers import (
 from dschat_lora.checkpoint.extract import empty_classifier, write_trained
 from dschat_lora.checkpoint.lora_only import LoraOnly
 from dschat_lora.checkpoint.staging import write_whole
+from dschat_lora.config.recipes import find_deepspeed_json
 from dschat_lora.engine import peers
 from dschat_lora.engine.collectives import check_same, raise_together
 from dschat_lora.engine.distributed import init_distributed
@@ -140,7 +141,7 @@ def training_arguments(config: GlueConfig) -> TrainingArguments:
         optim="adamw_torch",
         # Every trainable parameter takes part in every step.
         ddp_find_unused_parameters=False,
-        deepspeed=None if config.deepspeed is None else deepspeed_settings(Path(config.deepspeed)),
+        deepspeed=None if config.deepspeed is None else deepspeed_settings(config.deepspeed),
         # Without this word the Trainer leaves out the processes of a launcher.
         use_cpu=not torch.accelerator.is_available(),
         dataloader_pin_memory=torch.accelerator.is_available(),
@@ -152,12 +153,13 @@ def training_arguments(config: GlueConfig) -> TrainingArguments:
     return settings
 
 
-def deepspeed_settings(path: Path) -> dict[str, Any]:
+def deepspeed_settings(path: str) -> dict[str, Any]:
     """A DeepSpeed JSON for the Trainer, which fills its ``"auto"`` fields.
 
     Those of the loss scale it does not know; without them DeepSpeed takes its own defaults.
     """
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    file = find_deepspeed_json(path, option="deepspeed")
+    content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     scale = content.get("fp16", {})
     content["fp16"] = {n: v for n, v in scale.items() if v != "auto" or n == "enabled"}
     return content

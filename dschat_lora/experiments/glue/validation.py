@@ -14,6 +14,7 @@ from dschat_lora.checkpoint.adapter_config import (
     verify_adapter,
 )
 from dschat_lora.config.options import flatten
+from dschat_lora.config.recipes import find_deepspeed_json
 from dschat_lora.data.rows import SMALL_FILE
 from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.experiments.glue.data import find_files, read_split
@@ -143,8 +144,9 @@ def check_deepspeed(config: GlueConfig, source: ModelSource) -> None:
     path = config.deepspeed
     if path is None:
         return
+    file = find_deepspeed_json(path, option="deepspeed")
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"--deepspeed {path} cannot be read: {error}") from error
     if not isinstance(content, dict):

@@ -1,0 +1,225 @@
+"""Options of the verbs that read what a run left: merge, generate, eval, inspect, push, export."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from dschat_lora.config.data import parse_columns, parse_variables
+from dschat_lora.config.groups import Dtype, ModelConfig, require, require_numbers
+from dschat_lora.config.options import option
+
+_TRAINED = (
+    "output directory of a run, its adapter/ or model/, a checkpoint, or a hub name; it may stand "
+    "first, without the option"
+)
+
+
+@dataclass(frozen=True)
+class MergeConfig:
+    """Write base and adapter as one transformers directory, and measure what rounding changes."""
+
+    model_name_or_path: str = option(help=_TRAINED)
+    output_dir: str | None = option(None, help="default: model/ beside the adapter")
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = option(
+        "auto", help="type of the weights written; auto: the base's where it has 16 bits, else bf16"
+    )
+    merge_max_kl: float = option(
+        0.01, help="refuse a merge that moves the distribution by more (nats per token)"
+    )
+    overwrite_output_dir: bool = option(False, help="replace a model in the output directory")
+    trust_remote_code: bool = option(False, help="run model code that comes with a hub repository")
+    json: bool = option(False, help="one JSON object on standard output")
+
+    def __post_init__(self) -> None:
+        require_numbers(self, ">= 0", "merge_max_kl")
+
+    @property
+    def model(self) -> ModelConfig:
+        """Options of loading the model."""
+        return ModelConfig(
+            model_name_or_path=self.model_name_or_path, trust_remote_code=self.trust_remote_code
+        )
+
+
+@dataclass(frozen=True)
+class ReadingConfig:
+    """A trained model, and rows to try it on."""
+
+    model_name_or_path: str = option(help=_TRAINED)
+    data_path: tuple[str, ...] = option(
+        (), help="files (.jsonl .json .csv .parquet .arrow .txt), directories, or hub data sets"
+    )
+    columns: tuple[str, ...] = option(
+        (), help="names of columns, as in prompt=question completion=answer"
+    )
+    json: bool = option(False, help="JSON on standard output")
+    max_seq_len: int = option(
+        0, help="longest sequence in tokens; 0: as many as the model has positions"
+    )
+    per_device_eval_batch_size: int = option(16, help="sequences at a time")
+    dtype: Dtype = option("auto", help="compute type; auto: as in training")
+    attn_implementation: Literal["sdpa", "eager"] = option(
+        "sdpa", help="attention kernel of transformers"
+    )
+    trust_remote_code: bool = option(False, help="run model code that comes with a hub repository")
+    chat_template: str | None = option(
+        None, help="Jinja file that renders messages, in place of the tokenizer's own"
+    )
+    chat_template_kwargs: str | None = option(
+        None, help="JSON object of variables for the chat template, as in training"
+    )
+
+    def __post_init__(self) -> None:
+        parse_columns(self.columns)
+        parse_variables(self.chat_template_kwargs)
+        require_numbers(self, ">= 0", "max_seq_len")
+        require_numbers(self, ">= 1", "per_device_eval_batch_size")
+
+    @property
+    def model(self) -> ModelConfig:
+        """Options of loading the model."""
+        return ModelConfig(
+            model_name_or_path=self.model_name_or_path,
+            dtype=self.dtype,
+            attn_implementation=self.attn_implementation,
+            trust_remote_code=self.trust_remote_code,
+            chat_template=self.chat_template,
+        )
+
+
+@dataclass(frozen=True)
+class GenerateConfig(ReadingConfig):
+    """Answer prompts, those on the line or the rows of files; greedily unless told otherwise."""
+
+    prompts: tuple[str, ...] = option(
+        (), help="texts to go on from; they may stand after the model, without the option"
+    )
+    output_path: str | None = option(None, help="JSONL file to write; default: standard output")
+    chat: bool = option(
+        False, help="--prompts are a user's messages, rendered by the chat template"
+    )
+    max_new_tokens: int = option(128, help="tokens of an answer at most")
+    do_sample: bool = option(False, help="draw tokens instead of taking the most probable one")
+    temperature: float = option(1.0, help="divides the logits, with --do_sample")
+    top_p: float = option(1.0, help="draw from the most probable tokens up to this sum")
+    top_k: int = option(0, help="draw from so many of the most probable tokens; 0: all")
+    num_return_sequences: int = option(1, help="answers to each prompt, with --do_sample")
+    seed: int = option(1234, help="of the draws")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = bool(self.prompts) or bool(self.data_path)
+        require(given, "prompts", "nothing", "texts, or --data_path a file of prompts")
+        require_numbers(self, ">= 1", "max_new_tokens", "num_return_sequences")
+        require_numbers(self, "> 0", "temperature")
+        require_numbers(self, ">= 0", "top_k")
+        require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
+        if not self.do_sample and self.num_return_sequences > 1:
+            raise ValueError(
+                f"--num_return_sequences {self.num_return_sequences} needs --do_sample: greedy "
+                "answers are all the same"
+            )
+
+
+@dataclass(frozen=True)
+class EvalConfig(ReadingConfig):
+    """Measure a model on rows of data.
+
+    Of a language model the perplexity of the answers and, of pairs, how often the chosen answer is
+    the more probable one; of a reward model its scores and how often it prefers the chosen one.
+    With --reward_model also the scores of the answers that the model itself gives.
+    """
+
+    reward_model: str | None = option(
+        None, help="reward model that scores the model's own greedy answers to the prompts"
+    )
+    max_new_tokens: int = option(128, help="tokens of such an answer at most")
+    limit: int = option(0, help="rows to take at most, the first ones; 0: all")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(bool(self.data_path), "data_path", "nothing", "a file or more to evaluate on")
+        require_numbers(self, ">= 1", "max_new_tokens")
+        require_numbers(self, ">= 0", "limit")
+
+
+@dataclass(frozen=True)
+class InspectConfig:
+    """Say what a directory is: an adapter, a checkpoint, a run or a model, and how it came about.
+
+    Weights are not loaded. Exit code 1 where its files are not those of its manifest.
+    """
+
+    path: str = option(help="the directory; it may stand first, without the option")
+    json: bool = option(False, help="one JSON object on standard output")
+
+
+@dataclass(frozen=True)
+class PushConfig:
+    """Upload an adapter or a model, with its card, to the Hugging Face Hub.
+
+    Where HF_HUB_OFFLINE is set, and with --dry_run, it says what it would upload.
+    """
+
+    path: str = option(help="output directory of a run, its adapter/ or model/; it may stand first")
+    repo: str = option(help="name on the hub, such as me/my-adapter; it may stand second")
+    private: bool = option(False, help="make the repository a private one, where it is new")
+    dry_run: bool = option(False, help="say what would be uploaded, and stop")
+    json: bool = option(False, help="one JSON object on standard output")
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """Convert an adapter or a model for llama.cpp, by llama.cpp's own converter.
+
+    Where that is not found, the commands to type are printed, and the exit code is 1.
+    """
+
+    path: str = option(help="output directory of a run, its adapter/ or model/; it may stand first")
+    format: Literal["gguf"] = option("gguf", help="file format")
+    outtype: Literal["f32", "f16", "bf16", "q8_0", "auto"] = option(
+        "f16", help="type of the weights written"
+    )
+    output_path: str | None = option(None, help="default: DIRECTORY.gguf beside the directory")
+    llama_cpp: str | None = option(
+        None, help="checkout of llama.cpp, where its converters are not on PATH"
+    )
+    json: bool = option(False, help="one JSON object on standard output")
+
+
+# What the help of a verb ends with.
+EXAMPLES: Mapping[str, str] = {
+    "sft": """examples:
+  dschat-lora sft --model_name_or_path facebook/opt-1.3b --data_path mine.jsonl --lora_dim 16
+  dschat-lora sft --config opt-1.3b --num_gpus 8 --deepspeed_config zero2""",
+    "reward": """examples:
+  dschat-lora reward --model_name_or_path output/sft --data_path pairs.jsonl""",
+    "dpo": """examples:
+  dschat-lora dpo --model_name_or_path output/sft --data_path pairs.jsonl""",
+    "rlhf": """examples:
+  dschat-lora rlhf --actor_model_name_or_path output/sft \\
+    --critic_model_name_or_path output/reward""",
+    "merge": """examples:
+  dschat-lora merge output/sft                          writes output/sft/model in 16 bits
+  dschat-lora merge output/sft/checkpoints/step-00000500 --output_dir merged --dtype fp16
+  dschat-lora merge output/rlhf/actor --json""",
+    "generate": """examples:
+  dschat-lora generate output/sft --chat "What is 2 plus 3?" "Name a fruit."
+  dschat-lora generate output/sft --data_path prompts.jsonl --output_path answers.jsonl
+  dschat-lora generate output/sft "Once upon a time" --do_sample --top_p 0.9""",
+    "eval": """examples:
+  dschat-lora eval output/sft held_out.jsonl            perplexity; of pairs accuracy too
+  dschat-lora eval output/reward pairs.jsonl --json     accuracy, margin, scores
+  dschat-lora eval output/sft prompts.jsonl --reward_model output/reward""",
+    "score": """examples:
+  dschat-lora score output/reward pairs.jsonl --output_path scores.jsonl""",
+    "inspect": """examples:
+  dschat-lora inspect output/sft
+  dschat-lora inspect output/sft/adapter --json""",
+    "push": """examples:
+  dschat-lora push output/sft me/my-adapter --dry_run
+  dschat-lora push output/sft/model me/my-model --private""",
+    "export": """examples:
+  dschat-lora export output/sft --llama_cpp ~/llama.cpp
+  dschat-lora export output/sft/model --outtype q8_0 --output_path model.gguf""",
+}

@@ -1,0 +1,25 @@
+"""The program of step 3, from a checked config to the saved result."""
+
+from dschat_lora.rlhf.config import RlhfConfig
+from dschat_lora.rlhf.engines import build_engines
+from dschat_lora.rlhf.export import finish
+from dschat_lora.rlhf.setup import set_up
+from dschat_lora.rlhf.train import train
+from dschat_lora.rlhf.validation import NAME, check_rlhf
+from dschat_lora.runtime.run import Run, open_run
+
+
+def run_rlhf(config: RlhfConfig) -> None:
+    """Step 3, RLHF of an actor on its own responses."""
+    with open_run(config, name=NAME, check=check_rlhf) as run:
+        train_rlhf(run)  # a function of its own: its engine must not outlive the run
+
+
+def train_rlhf(run: Run[RlhfConfig]) -> None:
+    """Train, evaluate and save; call on every rank."""
+    setup = set_up(run)
+    if run.directory is None:
+        return  # a dry run
+    engines = build_engines(setup)
+    result = train(setup, engines)
+    finish(setup, engines, result)

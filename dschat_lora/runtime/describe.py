@@ -1,0 +1,193 @@
+"""What a directory is: a run, an adapter, a checkpoint or a model, said without loading weights."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dschat_lora.checkpoint.adapter_config import (
+    WEIGHTS_FILE,
+    AdapterConfig,
+    is_adapter_directory,
+    read_adapter_config,
+    verify_adapter,
+)
+from dschat_lora.checkpoint.checkpoint_adapter import describe_checkpoint
+from dschat_lora.checkpoint.history import checkpoints_of, is_checkpoint
+from dschat_lora.checkpoint.manifest import read_manifest, safetensors_header, verify
+from dschat_lora.config.verbs import InspectConfig
+from dschat_lora.report.directory import read_object
+from dschat_lora.report.terminal import log_once, to_json
+from dschat_lora.runtime.resume import read_state
+
+_PARTS = ("adapter", "model", "actor", "critic", "actor_ema")
+# Of run.json: what tells how a model was trained.
+_TRAINING = (
+    *("model_name_or_path", "actor_model_name_or_path", "critic_model_name_or_path", "data_path"),
+    *("learning_rate", "lora_learning_rate", "num_train_epochs", "max_steps", "max_seq_len"),
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "loss_type", "algorithm"),
+)
+
+
+def inspect_directory(config: InspectConfig) -> bool:
+    """Print what the directory is; returns whether its files are sound.
+
+    Raises:
+        ValueError: if it is none of the four.
+    """
+    path = Path(config.path).expanduser()
+    if not path.is_dir():
+        found = "is a file" if path.exists() else "does not exist"
+        raise ValueError(f"--path {path} {found}; give a run, an adapter, a checkpoint or a model")
+    facts = describe(path)
+    damage = facts.pop("damage", None)
+    if config.json:
+        log_once(to_json({**facts, "damage": damage}))
+    else:
+        for line in _lines(facts):
+            log_once(line)
+        log_once(f"{'damage':<30}{damage or 'none found'}")
+    return damage is None
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """The facts of a directory, JSON-ready; ``damage`` says what is wrong with it, if anything.
+
+    Raises:
+        ValueError: if nothing is known of it.
+    """
+    if is_adapter_directory(path):
+        return _adapter(path)
+    if is_checkpoint(path):
+        return _checkpoint(path)
+    if (path / "config.json").is_file():
+        return _model(path)
+    if (path / "run.json").is_file() or any((path / part).is_dir() for part in _PARTS):
+        return _run(path)
+    found = ", ".join(sorted(child.name for child in path.iterdir())[:6]) or "nothing"
+    raise ValueError(
+        f"--path {path} is neither a run, an adapter, a checkpoint nor a model; it holds {found}"
+    )
+
+
+def _adapter(path: Path) -> dict[str, Any]:
+    facts = {"kind": "adapter", "path": str(path), **_settings(read_adapter_config(path))}
+    if (path / WEIGHTS_FILE).is_file():
+        header = safetensors_header(path / WEIGHTS_FILE)
+        header.pop("__metadata__", None)
+        facts |= _tensors(header)
+    return facts | _damage(lambda: verify_adapter(path))
+
+
+def _checkpoint(path: Path) -> dict[str, Any]:
+    facts: dict[str, Any] = {"kind": "checkpoint", "path": str(path)}
+    try:
+        state, manifest = read_state(path), read_manifest(path, kind="checkpoint")
+    except ValueError as error:
+        return {**facts, "damage": str(error)}
+    facts |= {"stage": state["identity"]["stage"], "step": state["step"]}
+    try:
+        facts |= _settings(describe_checkpoint(path).config)
+    except ValueError as error:
+        facts["adapter"] = f"none: {error}"
+    weights = {
+        key: entry
+        for file in manifest["files"].values()
+        for key, entry in file.get("tensors", {}).items()
+        if key.startswith("weight:")
+    }
+    facts |= _tensors(weights) | _training(state["config"])
+    return facts | _damage(lambda: verify(path, kind="checkpoint"))
+
+
+def _model(path: Path) -> dict[str, Any]:
+    fields = read_object(path / "config.json")
+    facts = {
+        "kind": "model",
+        "path": str(path),
+        "architecture": ", ".join(fields.get("architectures") or []) or None,
+        "dtype": fields.get("dtype") or fields.get("torch_dtype"),
+    }
+    tensors: dict[str, Any] = {}
+    try:
+        for file in sorted(path.glob("*.safetensors")):
+            header = safetensors_header(file)
+            header.pop("__metadata__", None)
+            tensors |= header
+    except ValueError as error:
+        return {**facts, "damage": str(error)}
+    return facts | _tensors(tensors)
+
+
+def _run(path: Path) -> dict[str, Any]:
+    record = read_object(path / "run.json")
+    facts: dict[str, Any] = {"kind": "run", "path": str(path)}
+    facts |= {name: record.get(name) for name in ("stage", "status", "started", "world_size")}
+    facts |= {name: record[name] for name in ("parameters", "results") if record.get(name)}
+    facts |= _training(record.get("config") or {})
+    inside = [describe(path / part) for part in _PARTS if (path / part).is_dir()]
+    facts["holds"] = [f"{each['kind']} {each['path']}" for each in inside]
+    facts["checkpoints"] = [each.name for each in checkpoints_of(path)]
+    damage = next((each["damage"] for each in inside if each.get("damage")), None)
+    return facts if damage is None else facts | {"damage": damage}
+
+
+def _settings(config: AdapterConfig) -> dict[str, Any]:
+    task = {"SEQ_CLS": "reward model", "CAUSAL_LM": "language model"}
+    targets = config.target_modules
+    return {
+        "base": config.base_model_name_or_path or "the bundled tiny model",
+        "task": task.get(config.task_type or "", config.task_type),
+        "rank": config.r,
+        "alpha": config.lora_alpha,
+        "rslora": config.use_rslora,
+        "layers": [targets]
+        if isinstance(targets, str)
+        else sorted({name.rpartition(".")[2] for name in targets}),
+        "stored_in_full": list(config.modules_to_save),
+    }
+
+
+def _tensors(entries: Mapping[str, Any]) -> dict[str, Any]:
+    shapes = [tuple(entry["shape"]) for entry in entries.values()]
+    counted: dict[str, int] = {}
+    for shape in shapes:
+        text = " x ".join(map(str, shape)) or "scalar"
+        counted[text] = counted.get(text, 0) + 1
+    return {
+        "tensors": len(shapes),
+        "parameters": sum(map(math.prod, shapes)),
+        "stored_as": sorted({str(entry["dtype"]) for entry in entries.values()}),
+        "shapes": [f"{count} of {text}" for text, count in counted.items()],
+    }
+
+
+def _training(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: options[name] for name in _TRAINING if options.get(name) not in (None, [], 0)}
+
+
+def _damage(check: Any) -> dict[str, str]:
+    try:
+        check()
+    except ValueError as error:
+        return {"damage": str(error)}
+    return {}
+
+
+def _lines(facts: Mapping[str, Any]) -> list[str]:
+    lines = []
+    for name, value in facts.items():
+        if isinstance(value, dict):
+            value = [f"{key} {short_text(each)}" for key, each in value.items()]
+        text = ", ".join(map(short_text, value)) if isinstance(value, list) else short_text(value)
+        lines.append(f"{name.replace('_', ' '):<30}{text or '-'}")
+    return lines
+
+
+def short_text(value: object) -> str:
+    """A fact as text for a person."""
+    if isinstance(value, bool) or value is None:
+        return {None: "-", True: "yes", False: "no"}[value]
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,120 @@
+"""Merging of an adapter into its base outside of a run, with the deviation that rounding makes."""
+
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dschat_lora.assets import BUNDLED_DATA
+from dschat_lora.checkpoint.export import save_merged
+from dschat_lora.checkpoint.history import is_checkpoint
+from dschat_lora.config.groups import LoraConfig
+from dschat_lora.config.verbs import MergeConfig
+from dschat_lora.engine.build import DTYPES
+from dschat_lora.engine.distributed import device
+from dschat_lora.models.build import build_causal_lm, build_reward_model
+from dschat_lora.models.causal_lm import Tokenizer, load_config, load_tokenizer, stored_dropouts
+from dschat_lora.models.source import ModelSource, find_model
+from dschat_lora.report.terminal import log_once, to_json
+
+# Tokens on which the merged model is compared with the unmerged one, at most.
+PROBE_TOKENS = 256
+
+
+def merge_model(config: MergeConfig) -> None:
+    """Write base and adapter as one model, and print how far it differs.
+
+    The base is loaded in the type it is stored in, the update is added in fp32, and the sum is
+    rounded once if that is fp32.
+
+    Raises:
+        ValueError: if there is no adapter, or the merge moves the model by too much.
+    """
+    source = find_model(config.model_name_or_path)
+    directory = merged_directory(config, source)
+    tokenizer = load_tokenizer(source.tokenizer, config.model)
+    stored = getattr(load_config(source.base, config.model), "dtype", None) or torch.float32
+    written = written_dtype(config.dtype, stored)
+    adapted = _build(config, source, tokenizer, stored if stored in DTYPES.values() else written)
+    model = adapted.model.eval().to(device())
+    report = save_merged(
+        directory,
+        model,
+        tokenizer=tokenizer,
+        probe_ids=probe_ids(tokenizer, getattr(model.config, "max_position_embeddings", None)),
+        max_kl=config.merge_max_kl,
+        dropouts=stored_dropouts(source.base, config.model),
+        dtype=written,
+    )
+    assert report is not None, "there is one process"
+    if config.json:
+        name = next(each for each, dtype in DTYPES.items() if dtype == written)
+        log_once(to_json({"directory": str(directory), "dtype": name, **asdict(report)}))
+        return
+    log_once(
+        f"model written to {directory} in {str(written).removeprefix('torch.')}: against the "
+        f"adapter on its base, largest logit difference {report.max_abs_logit:.2g}, KL "
+        f"{report.kl_nats_per_token:.2g} nats per token"
+    )
+
+
+def merged_directory(config: MergeConfig, source: ModelSource) -> Path:
+    """Where the model is written.
+
+    Raises:
+        ValueError: if there is nothing to merge, or something is there already.
+    """
+    if source.adapter is None:
+        raise ValueError(
+            f"--model_name_or_path {config.model_name_or_path} is a whole model without an "
+            "adapter: there is nothing to merge"
+        )
+    if config.output_dir is None and is_checkpoint(source.adapter):
+        raise ValueError(
+            f"{source.adapter} is a checkpoint: --output_dir must say where the model goes"
+        )
+    given = Path(config.output_dir or source.adapter.parent / "model").expanduser()
+    taken = given.is_file() or (given.is_dir() and any(given.iterdir()))
+    is_model = (given / "config.json").is_file()
+    if taken and not (config.overwrite_output_dir and is_model):
+        hint = "--overwrite_output_dir replaces it" if is_model else "it holds no model"
+        raise ValueError(f"--output_dir {given} is not empty ({hint}); choose another directory")
+    if Path(source.base).resolve() == given.resolve():
+        raise ValueError(f"--output_dir {given} is the base of the adapter; choose another")
+    return given
+
+
+def written_dtype(given: str, stored: torch.dtype) -> torch.dtype:
+    """The type of the weights written: that asked for, else 16 bits."""
+    if given != "auto":
+        return DTYPES[given]
+    return stored if stored in (torch.bfloat16, torch.float16) else torch.bfloat16
+
+
+def probe_ids(tokenizer: Tokenizer, positions: int | None) -> torch.Tensor:
+    """(1, T) token ids of bundled texts, T at most 256 and the model's positions."""
+    with BUNDLED_DATA["eval"].open(encoding="utf-8") as file:
+        ids = [token for line in islice(file, 8) for token in tokenizer(line)["input_ids"]]
+    return torch.tensor([ids[: min(PROBE_TOKENS, positions or PROBE_TOKENS)]])
+
+
+def _build(
+    config: MergeConfig, source: ModelSource, tokenizer: Tokenizer, dtype: torch.dtype
+) -> Any:
+    assert source.adapter_config is not None
+    if source.adapter_config.task_type != "SEQ_CLS":
+        return build_causal_lm(
+            source, tokenizer, config.model, LoraConfig(), dtype=dtype, seed=0, meta=False
+        )
+    return build_reward_model(
+        source,
+        tokenizer,
+        config.model,
+        LoraConfig(),
+        dtype=dtype,
+        seed=0,
+        meta=False,
+        new_head=False,
+    )

@@ -1,0 +1,181 @@
+"""Answers to prompts by a trained model, one JSON line or one text for each."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dschat_lora.algos.seeds import stream_seed
+from dschat_lora.config.verbs import GenerateConfig
+from dschat_lora.data.chat import Chat, Span
+from dschat_lora.data.encoder import make_encoder
+from dschat_lora.data.records import TextRecord
+from dschat_lora.data.samples import PromptSample
+from dschat_lora.data.tokenize import TokenRule, tokenize
+from dschat_lora.engine.distributed import device
+from dschat_lora.generation.generate import Decoder
+from dschat_lora.generation.sampling import Sampling
+from dschat_lora.models.causal_lm import end_ids
+from dschat_lora.report.log import jsonable
+from dschat_lora.report.terminal import note
+from dschat_lora.supervised.inference import (
+    Policy,
+    RowsConfig,
+    chat_of,
+    last_record,
+    load_policy,
+    read_rows,
+)
+from dschat_lora.supervised.score import output_file
+
+# Rows held in memory, sorted by length.
+BATCHES_AT_A_TIME = 64
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A continuation of a prompt."""
+
+    text: str  # without special tokens
+    tokens: list[int]  # its end token included, if it has one
+    ended: bool  # by an end token, and not by the limit
+
+
+class Generator:
+    """Answers tokenised prompts in batches of like length, on this machine's device."""
+
+    def __init__(self, policy: Policy, sampling: Sampling, *, batch_size: int) -> None:
+        self._tokenizer, self._sampling, self._batch_size = policy.tokenizer, sampling, batch_size
+        self._ends = end_ids(policy.tokenizer)
+        pad = int(policy.tokenizer.pad_token_id)
+        self._decoder = Decoder(policy.model, eos_ids=self._ends, pad_id=pad, device=device())
+
+    def __call__(
+        self, prompts: Sequence[Sequence[int]], *, seeds: Sequence[Sequence[int]]
+    ) -> list[list[Answer]]:
+        """As many answers to each prompt as it has seeds, in the order of the prompts."""
+        found: list[list[Answer]] = [[] for _ in prompts]
+        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+        for first in range(0, len(order), self._batch_size):
+            chunk = order[first : first + self._batch_size]
+            copies = len(seeds[chunk[0]])
+            flat = self._decoder(
+                [prompts[i] for i in chunk], self._sampling, seeds=[seeds[i] for i in chunk]
+            ).tokens()
+            for place, i in enumerate(chunk):
+                found[i] = [self._answer(ids) for ids in flat[place * copies :][:copies]]
+        return found
+
+    def _answer(self, ids: list[int]) -> Answer:
+        text = self._tokenizer.decode(ids, skip_special_tokens=True)
+        return Answer(text, ids, bool(ids) and ids[-1] in self._ends)
+
+
+def generate_answers(config: GenerateConfig) -> None:
+    """Write an answer, or several, to each prompt.
+
+    Raises:
+        ValueError: for a row that has no prompt, or lengths that the model has no positions for.
+        OSError: if the output cannot be written.
+    """
+    policy = load_policy(config.model)
+    room = room_for_prompts(policy, config.max_new_tokens, config.max_seq_len)
+    sampling = Sampling(
+        config.max_new_tokens,
+        do_sample=config.do_sample,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+    )
+    generate = Generator(policy, sampling, batch_size=config.per_device_eval_batch_size)
+    in_json = config.json or config.output_path is not None
+    count = too_long = 0
+    with output_file(config.output_path) as file:
+        for records in _chunks(config, policy, config.per_device_eval_batch_size):
+            prompts = prompt_ids(records, policy, room)
+            kept = [i for i, ids in enumerate(prompts) if ids is not None]
+            seeds = [
+                [stream_seed("generate", config.seed, count + i, n) for n in range(_copies(config))]
+                for i in kept
+            ]
+            answered = dict(
+                zip(kept, generate([prompts[i] or [] for i in kept], seeds=seeds), strict=True)
+            )
+            for i, record in enumerate(records):
+                for answer in answered.get(i, [None]):
+                    file.write(_line(record, answer, in_json=in_json) + "\n")
+            file.flush()
+            count, too_long = count + len(records), too_long + len(records) - len(kept)
+    if too_long:
+        note(f"{too_long:,} prompts are longer than {room:,} tokens: they have no answer")
+    if config.output_path is not None:
+        note(f"{count:,} prompts answered to {config.output_path}")
+
+
+def room_for_prompts(policy: Policy, max_new_tokens: int, max_seq_len: int) -> int:
+    """Tokens that a prompt may have so that an answer fits behind it.
+
+    Raises:
+        ValueError: if there is no room for a prompt.
+    """
+    limit = min(each for each in (policy.positions, max_seq_len, 2**31) if each)
+    if max_new_tokens >= limit:
+        raise ValueError(
+            f"--max_new_tokens {max_new_tokens} leaves no room for a prompt within {limit} tokens"
+        )
+    return limit - max_new_tokens
+
+
+def prompt_ids(records: Sequence[TextRecord], policy: Policy, room: int) -> list[list[int] | None]:
+    """Token ids of prompts as step 3 has them; None for those of more than ``room`` tokens."""
+    rule = TokenRule(int(policy.tokenizer.eos_token_id), room, "drop", False, kind="prompts")
+    tokenized = tokenize(records, make_encoder(policy.tokenizer), rule)
+    samples = [each.sample for each in tokenized]
+    return [s.input_ids.tolist() if isinstance(s, PromptSample) else None for s in samples]
+
+
+def _chunks(config: GenerateConfig, policy: Policy, size: int) -> Iterator[list[TextRecord]]:
+    """Prompts of the line, then of the files."""
+    chat, records = chat_of(config, policy.tokenizer), []
+    for record in _records(config, chat):
+        records.append(record)
+        if len(records) == size * BATCHES_AT_A_TIME:
+            yield records
+            records = []
+    if records:
+        yield records
+
+
+def _records(config: GenerateConfig, chat: Chat) -> Iterator[TextRecord]:
+    for number, text in enumerate(config.prompts, start=1):
+        if config.chat:
+            messages = [{"role": "user", "content": text}]
+            text = chat.render(messages, add_generation_prompt=True)
+        yield _plain_prompt(f"--prompts {number}", text)
+    yield from row_prompts(config, chat)
+
+
+def row_prompts(config: RowsConfig, chat: Chat, *, limit: int = 0) -> Iterator[TextRecord]:
+    """The prompt of each row; of a row of ``text``, all of it."""
+    for values, row in read_rows(config, kind=None, limit=limit):
+        if row.kind == "text":
+            yield _plain_prompt(row.location, values["text"])
+        else:
+            yield last_record(row, chat, "prompts")
+
+
+def _plain_prompt(location: str, text: str) -> TextRecord:
+    return TextRecord(location, "prompt", (Span(text, target=False),))
+
+
+def _copies(config: GenerateConfig) -> int:
+    return config.num_return_sequences
+
+
+def _line(record: TextRecord, answer: Answer | None, *, in_json: bool) -> str:
+    if not in_json:
+        return "(too long)" if answer is None else answer.text
+    fields: dict[str, Any] = {"prompt": record.prompt, "response": None}
+    if answer is not None:
+        fields |= {"response": answer.text, "tokens": answer.tokens, "ended": answer.ended}
+    return json.dumps(jsonable(fields), ensure_ascii=False)

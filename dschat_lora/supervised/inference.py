@@ -1,0 +1,129 @@
+"""Trained models and rows of data, for verbs that train nothing."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Protocol
+
+import torch
+
+from dschat_lora.config.data import parse_columns, parse_variables
+from dschat_lora.config.groups import LoraConfig, ModelConfig
+from dschat_lora.data.batch import SampleCollator
+from dschat_lora.data.chat import Chat
+from dschat_lora.data.readers import iter_rows
+from dschat_lora.data.records import TextRecord, to_records
+from dschat_lora.data.rows import DataKind, ParsedRow, RowOptions, parse_row, require_usable
+from dschat_lora.data.samples import Sample
+from dschat_lora.data.sources import find_source
+from dschat_lora.engine.build import DTYPES, resolve_dtype
+from dschat_lora.engine.distributed import device
+from dschat_lora.models.architecture_checks import check_architecture, head_is_linear
+from dschat_lora.models.build import build_causal_lm
+from dschat_lora.models.causal_lm import (
+    CausalLMLogprobs,
+    PreTrainedModel,
+    Tokenizer,
+    load_tokenizer,
+)
+from dschat_lora.models.source import ModelSource, find_model
+
+
+class RowsConfig(Protocol):
+    """Options of reading rows."""
+
+    @property
+    def data_path(self) -> tuple[str, ...]: ...
+    @property
+    def columns(self) -> tuple[str, ...]: ...
+    @property
+    def chat_template_kwargs(self) -> str | None: ...
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A language model on this machine's device, in evaluation mode, with its adapter if any."""
+
+    source: ModelSource
+    model: PreTrainedModel
+    tokenizer: Tokenizer
+
+    @property
+    def positions(self) -> int | None:
+        """Tokens of the longest sequence; None where the model sets no limit."""
+        limit: int | None = getattr(self.model.config, "max_position_embeddings", None)
+        return limit
+
+
+def load_policy(config: ModelConfig) -> Policy:
+    """The language model that ``--model_name_or_path`` names.
+
+    Raises:
+        ValueError: if it cannot be loaded, or its adapter does not fit.
+    """
+    source = find_model(config.model_name_or_path)
+    tokenizer = load_tokenizer(source.tokenizer, config)
+    dtype = DTYPES[resolve_dtype(config.dtype)]
+    adapted = build_causal_lm(
+        source, tokenizer, config, LoraConfig(), dtype=dtype, seed=0, meta=False
+    )
+    return Policy(source, adapted.model.eval().to(device()), tokenizer)
+
+
+def chat_of(config: RowsConfig, tokenizer: Tokenizer) -> Chat:
+    """The renderer of messages, as in training."""
+    eos_text = tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id)
+    return Chat(tokenizer, eos_text, parse_variables(config.chat_template_kwargs))
+
+
+def read_rows(
+    config: RowsConfig, *, kind: DataKind | None, limit: int = 0
+) -> Iterator[tuple[dict[str, Any], ParsedRow]]:
+    """Each row as read and as parsed, of ``limit`` at most (0: all).
+
+    Raises:
+        ValueError: at the first row that cannot be used as ``kind``, if any is given.
+    """
+    options = RowOptions(parse_columns(config.columns), unpaired="all")
+    rows = (raw for each in config.data_path for raw in iter_rows(find_source("data_path", each)))
+    for raw in islice(rows, limit or None):
+        row = parse_row(raw, options)
+        yield raw.values, row if kind is None else require_usable(row, kind, options)
+
+
+def last_record(row: ParsedRow, chat: Chat, kind: DataKind) -> TextRecord:
+    """The record of a row, up to its last answer or prompt."""
+    *_, record = to_records(row, chat, kind)
+    return record
+
+
+class LossMeter:
+    """Losses of samples under a language model."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Tokenizer) -> None:
+        self._network = CausalLMLogprobs(model).eval()
+        self._collate = SampleCollator(int(tokenizer.pad_token_id))
+        vocab_size = len(tokenizer)
+        report = check_architecture(self._network.backbone, vocab_size=vocab_size, device=device())
+        self._network.backbone.own_mask |= not report.packing_is_exact
+        linear = head_is_linear(model, vocab_size=vocab_size, device=device())
+        self._network.full_logits |= not linear
+
+    @torch.no_grad()
+    def losses(self, samples: Sequence[Sample]) -> list[tuple[float, int]]:
+        """Of each sample the sum of -log p of its supervised tokens in nats, and their number."""
+        batch = self._collate([[sample] for sample in samples]).to(device())
+        logprobs = self._network(
+            batch.input_ids,
+            batch.position_ids,
+            batch.segment_ids,
+            torch.zeros_like(batch.segment_ids),
+            batch.logit_positions,
+            batch.target_ids,
+            batch.spans,
+        )
+        rows, width = batch.input_ids.shape
+        owner = batch.logit_positions // width
+        sums = logprobs.new_zeros(rows, dtype=torch.float64).index_add_(0, owner, logprobs.double())
+        counts = owner.bincount(minlength=rows)
+        return list(zip((-sums).tolist(), counts.tolist(), strict=True))

@@ -1,0 +1,200 @@
+"""Measures of a trained model on rows of data: perplexity, preferences, rewards."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from statistics import fmean
+from typing import TypeVar
+
+from dschat_lora.config.stages import ScoreConfig
+from dschat_lora.config.verbs import EvalConfig
+from dschat_lora.data.chat import Span
+from dschat_lora.data.encoder import make_encoder
+from dschat_lora.data.records import TextRecord
+from dschat_lora.data.samples import Sample
+from dschat_lora.data.tokenize import TokenRule, tokenize
+from dschat_lora.generation.sampling import Sampling
+from dschat_lora.report.terminal import log_once, to_json
+from dschat_lora.supervised.generate import Generator, prompt_ids, room_for_prompts, row_prompts
+from dschat_lora.supervised.inference import (
+    LossMeter,
+    Policy,
+    chat_of,
+    last_record,
+    load_policy,
+    read_rows,
+)
+from dschat_lora.supervised.score import Scorer, answers_of
+
+ROWS_AT_A_TIME = 1024
+T = TypeVar("T")
+
+
+@dataclass
+class Pairs:
+    """Comparison of the chosen with the rejected answer of pairs, by one number for each."""
+
+    chosen: list[float] = field(default_factory=list)
+    rejected: list[float] = field(default_factory=list)
+
+    def summary(self, name: str) -> dict[str, float]:
+        """Accuracy, ties counting half, the mean margin, and both means under ``name``."""
+        if not self.chosen:
+            return {}
+        both = list(zip(self.chosen, self.rejected, strict=True))
+        return {
+            "pairs": len(both),
+            "accuracy": fmean((c > r) + 0.5 * (c == r) for c, r in both),
+            "margin": fmean(c - r for c, r in both),
+            f"chosen_{name}": fmean(self.chosen),
+            f"rejected_{name}": fmean(self.rejected),
+        }
+
+
+def evaluate_model(config: EvalConfig, *, scores: bool) -> None:
+    """Print the measures; ``scores`` says whether the model is a reward model.
+
+    Raises:
+        ValueError: if rows have no answer, or none fits the model.
+    """
+    found = score_rows(config) if scores else measure_policy(config)
+    if config.json:
+        log_once(to_json(found))
+        return
+    for name, value in found.items():
+        text = f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
+        log_once(f"{name.replace('_', ' '):<24}{text}")
+
+
+def score_rows(config: EvalConfig) -> dict[str, float]:
+    """Means of a reward model's scores, and how often it prefers the chosen answer."""
+    scorer = scorer_of(config, config.model_name_or_path)
+    chat = chat_of(config, scorer.tokenizer)
+    pairs, single, count, too_long = Pairs(), list[float](), 0, 0
+    rows = read_rows(config, kind="samples", limit=config.limit)
+    for chunk in chunks((answers_of(last_record(row, chat, "pairs")) for _, row in rows)):
+        values = iter(scorer.scores([each for own in chunk for each in own]))
+        for own in chunk:
+            scores = [next(values) for _ in own]
+            known = [score for score in scores if score is not None]
+            count, too_long = count + 1, too_long + (len(known) < len(scores))
+            if len(known) == 2:
+                pairs.chosen.append(known[0])
+                pairs.rejected.append(known[1])
+            elif len(scores) == 1:
+                single += known
+    found: dict[str, float] = {"rows": count, "too_long": too_long}
+    if single:
+        found |= {"answers": len(single), "score": fmean(single)}
+    return found | pairs.summary("score")
+
+
+def measure_policy(config: EvalConfig) -> dict[str, float]:
+    """Perplexity of the answers, preferences by log-probability, rewards of own answers."""
+    policy = load_policy(config.model)
+    chat = chat_of(config, policy.tokenizer)
+    limit = min(each for each in (policy.positions, config.max_seq_len, 2**31) if each)
+    meter, pairs = LossMeter(policy.model, policy.tokenizer), Pairs()
+    loss, tokens, rows, too_long = 0.0, 0, 0, 0
+    read = read_rows(config, kind="samples", limit=config.limit)
+    for chunk in chunks(last_record(row, chat, "samples") for _, row in read):
+        firsts = sample_losses(chunk, policy, meter, limit, config.per_device_eval_batch_size)
+        paired = [i for i, record in enumerate(chunk) if record.rejected is not None]
+        seconds = dict(
+            zip(
+                paired,
+                sample_losses(
+                    [_rejected(chunk[i]) for i in paired],
+                    policy,
+                    meter,
+                    limit,
+                    config.per_device_eval_batch_size,
+                ),
+                strict=True,
+            )
+        )
+        for i, first in enumerate(firsts):
+            second = seconds.get(i)
+            rows, too_long = rows + 1, too_long + (first is None)
+            if first is not None:
+                loss, tokens = loss + first[0], tokens + first[1]
+            if first is not None and second is not None:
+                pairs.chosen.append(-first[0])
+                pairs.rejected.append(-second[0])
+    if not tokens:
+        data = " ".join(config.data_path)
+        raise ValueError(f"--data_path {data} has no row with an answer within {limit} tokens")
+    found: dict[str, float] = {"rows": rows, "too_long": too_long, "tokens": tokens}
+    found |= {"loss": loss / tokens, "perplexity": math.exp(loss / tokens)}
+    return found | pairs.summary("logprob") | own_rewards(config, policy)
+
+
+def sample_losses(
+    records: Sequence[TextRecord], policy: Policy, meter: LossMeter, limit: int, batch_size: int
+) -> list[tuple[float, int] | None]:
+    """Loss in nats and supervised tokens of each record; None for those that are too long."""
+    rule = TokenRule(int(policy.tokenizer.eos_token_id), limit, "drop", False)
+    tokenized = tokenize(records, make_encoder(policy.tokenizer), rule)
+    samples = {i: t.sample for i, t in enumerate(tokenized) if isinstance(t.sample, Sample)}
+    found: list[tuple[float, int] | None] = [None] * len(records)
+    order = sorted(samples, key=lambda i: len(samples[i].input_ids))
+    for first in range(0, len(order), batch_size):
+        chunk = order[first : first + batch_size]
+        for i, loss in zip(chunk, meter.losses([samples[i] for i in chunk]), strict=True):
+            found[i] = loss
+    return found
+
+
+def own_rewards(config: EvalConfig, policy: Policy) -> dict[str, float]:
+    """Scores of the model's own greedy answers by ``--reward_model``; empty without one."""
+    if config.reward_model is None:
+        return {}
+    scorer = scorer_of(config, config.reward_model)
+    chat = chat_of(config, policy.tokenizer)
+    room = room_for_prompts(policy, config.max_new_tokens, config.max_seq_len)
+    generate = Generator(
+        policy,
+        Sampling(config.max_new_tokens, do_sample=False),
+        batch_size=config.per_device_eval_batch_size,
+    )
+    rewards, ended = list[float](), list[bool]()
+    for chunk in chunks(row_prompts(config, chat, limit=config.limit)):
+        ids = prompt_ids(chunk, policy, room)
+        kept = [i for i, each in enumerate(ids) if each is not None]
+        answers = generate([ids[i] or [] for i in kept], seeds=[[0]] * len(kept))
+        records = [
+            chunk[i]._replace(spans=(*chunk[i].context, Span(own[0].text, target=True)))
+            for i, own in zip(kept, answers, strict=True)
+        ]
+        rewards += [score for score in scorer.scores(records) if score is not None]
+        ended += [own[0].ended for own in answers]
+    if not rewards:
+        return {}
+    return {"answers": len(rewards), "reward": fmean(rewards), "eos_rate": fmean(ended)}
+
+
+def scorer_of(config: EvalConfig, reward_model: str) -> Scorer:
+    """The reward model, loaded as the model that is evaluated."""
+    model = ScoreConfig(
+        model_name_or_path=reward_model,
+        dtype=config.dtype,
+        attn_implementation=config.attn_implementation,
+        trust_remote_code=config.trust_remote_code,
+        chat_template=config.chat_template,
+    ).model
+    size = config.per_device_eval_batch_size
+    return Scorer(model, batch_size=size, max_seq_len=config.max_seq_len)
+
+
+def chunks(items: Iterator[T], size: int = ROWS_AT_A_TIME) -> Iterator[list[T]]:
+    """Lists of ``size`` items, the last perhaps shorter."""
+    while chunk := list(islice(items, size)):
+        yield chunk
+
+
+def _rejected(record: TextRecord) -> TextRecord:
+    """The record with its rejected answer in place of the chosen one."""
+    assert record.rejected is not None
+    answer = Span(record.rejected, target=True)
+    return record._replace(spans=(*record.context, answer), rejected=None)

@@ -1,0 +1,91 @@
+"""The programs of steps 1 and 2 and of DPO, each from a checked config to the saved result."""
+
+from functools import partial
+
+from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, SupervisedConfig
+from dschat_lora.data.rows import DataKind
+from dschat_lora.models.causal_lm import CausalLMLogprobs, CausalLMLoss
+from dschat_lora.models.reward_model import RewardModel
+from dschat_lora.runtime.run import Run, open_run
+from dschat_lora.runtime.validation import DPO, REWARD, check_supervised
+from dschat_lora.supervised.batching import (
+    make_pair_layout,
+    make_sample_layout,
+    make_unpaired_layout,
+    resolve_head,
+)
+from dschat_lora.supervised.dpo_reference import make_reference
+from dschat_lora.supervised.kto import say_balance
+from dschat_lora.supervised.objectives import SUPERVISED, reward_objective
+from dschat_lora.supervised.setup import build_engine, note_unused_margins, set_up
+from dschat_lora.supervised.train import make_answers, train
+
+
+def run_sft(config: SupervisedConfig) -> None:
+    """Step 1, supervised fine-tuning."""
+    with open_run(config, name="sft", check=check_supervised) as run:
+        train_sft(run)  # a function of its own: its engine must not outlive the run
+
+
+def run_reward(config: RewardStageConfig) -> None:
+    """Step 2, a reward model from pairs of answers."""
+    with open_run(config, name="reward", check=partial(check_supervised, rules=REWARD)) as run:
+        train_reward(run)
+
+
+def run_dpo(config: DpoStageConfig) -> None:
+    """Direct preference optimisation, and the losses related to it."""
+    with open_run(config, name="dpo", check=partial(check_supervised, rules=DPO)) as run:
+        train_dpo(run)
+
+
+def train_sft(run: Run[SupervisedConfig]) -> None:
+    """Train, evaluate and save; call on every rank."""
+    setup = set_up(run, phase=1, kind="samples", task="CAUSAL_LM")
+    if run.directory is None:
+        return  # a dry run
+    engine = build_engine(setup, CausalLMLoss(setup.adapted.model))
+    resolve_head(engine, len(setup.tokenizer), run)
+    layout, answers = make_sample_layout(setup, engine), make_answers(setup, engine)
+    train(setup, engine, setup.data, layout, SUPERVISED, answers=answers)
+
+
+def train_reward(run: Run[RewardStageConfig]) -> None:
+    """Train, evaluate and save; call on every rank."""
+    setup = set_up(run, phase=2, kind="pairs", task="SEQ_CLS")
+    if run.directory is None:
+        return  # a dry run
+    if run.config.reward.reward_loss != "bradley_terry":
+        note_unused_margins(setup)
+    engine = build_engine(setup, RewardModel(setup.adapted.model))
+    layout = make_pair_layout(setup, engine, run.config.pairs)
+    train(setup, engine, setup.data, layout, reward_objective(run.config.reward))
+
+
+def train_dpo(run: Run[DpoStageConfig]) -> None:
+    """Train, evaluate and save; call on every rank."""
+    dpo = run.config.dpo
+    kind: DataKind = "unpaired" if dpo.is_unpaired else "pairs"
+    setup = set_up(run, phase=2, kind=kind, task="CAUSAL_LM")
+    if run.directory is None:
+        return  # a dry run
+    if dpo.is_unpaired:
+        say_balance(setup, dpo)
+    else:
+        note_unused_margins(setup)
+    engine = build_engine(setup, CausalLMLogprobs(setup.adapted.model))
+    resolve_head(engine, len(setup.tokenizer), run)
+    if dpo.is_unpaired:
+        layout = make_unpaired_layout(setup, engine)
+    else:
+        layout = make_pair_layout(setup, engine, run.config.pairs)
+    reference = make_reference(setup, engine, layout, dpo)
+    train(
+        setup,
+        engine,
+        reference,
+        layout,
+        reference.objective,
+        answers=make_answers(setup, engine),
+        extra_flops=reference.extra_flops,
+    )

@@ -1,0 +1,227 @@
+"""Recipes and DeepSpeed JSONs by name, words without an option, and the verbs' one-line errors."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from dschat_lora import __main__ as command
+from dschat_lora.config.options import parse_config
+from dschat_lora.config.recipes import CONFIGS, find_deepspeed_json, find_recipe, recipes
+from dschat_lora.config.stages import SupervisedConfig
+from dschat_lora.config.verbs import GenerateConfig
+from dschat_lora.engine.ds_config import read_deepspeed_json
+from dschat_lora.experiments.glue.config import GlueConfig
+from dschat_lora.pipeline.launch import LauncherConfig, launch_command, split_launcher_options
+from dschat_lora.pipeline.recipe import options_of_stage, read_recipe
+from helpers.step1 import ROOT, write_adapter_config, write_jsonl
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def verb(monkeypatch, capsys):
+    """``verb(*argv)``: exit code, output and error output of ``dschat-lora``."""
+
+    def run(*argv):
+        monkeypatch.setattr("sys.argv", ["dschat-lora", *map(str, argv)])
+        capsys.readouterr()
+        try:
+            command.main()
+            code = 0
+        except SystemExit as end:
+            code = end.code
+        return code, *capsys.readouterr()
+
+    return run
+
+
+# ---------------------------------------------------------------------------- by name
+
+
+def test_package_has_the_very_files_of_the_checkout():
+    assert CONFIGS.resolve() == (ROOT / "configs").resolve()
+
+
+@pytest.mark.parametrize(
+    ("given", "file"),
+    [
+        ("bundled", "bundled"),
+        ("opt-1.3b", "opt-1.3b_opt-350m"),
+        ("opt-1.3b_opt-350m.yaml", "opt-1.3b_opt-350m"),
+        ("configs/recipes/llama-2-7b.yaml", "llama-2-7b"),
+        ("glue/roberta-base_cola", "glue/roberta-base_cola"),
+        ("gpt2-medium_e2e", "nlg/gpt2-medium_e2e"),
+    ],
+)
+def test_recipe_is_found_by_its_name_and_by_its_path_in_the_checkout(given, file):
+    assert find_recipe(given, label="--config") == CONFIGS / "recipes" / f"{file}.yaml"
+
+
+def test_file_of_the_user_comes_before_a_recipe_of_that_name():
+    Path("bundled").write_text("lora_dim: 3\n")
+    assert parse_config(SupervisedConfig, ["--config", "bundled"]).lora.lora_dim == 3
+
+
+def test_beginning_of_several_names_is_refused_with_them():
+    with pytest.raises(ValueError, match="several names: opt-1.3b_opt-350m, opt-6.7b_opt-350m$"):
+        find_recipe("opt", label="--config opt")
+
+
+def test_deepspeed_json_is_found_by_name():
+    content = json.loads((ROOT / "configs" / "ds" / "zero2.json").read_text())
+    assert read_deepspeed_json("zero2") == content
+    assert find_deepspeed_json("configs/ds/zero2.json") == CONFIGS / "ds" / "zero2.json"
+    with pytest.raises(ValueError, match="--deepspeed_config zero7 .*did you mean zero"):
+        find_deepspeed_json("zero7")
+
+
+def test_stage_takes_its_part_of_a_pipeline_as_the_pipeline_would_run_it():
+    recipe = read_recipe("bundled")
+    options = options_of_stage("rlhf", "bundled")
+    assert options == {**recipe.stages["rlhf"], "output_dir": "output/bundled/rlhf"}
+    assert options["actor_model_name_or_path"] == "output/bundled/sft"
+    assert options["max_steps"] == 3
+    with pytest.raises(ValueError, match="--config bundled has the stages sft, reward, rlhf, and"):
+        options_of_stage("dpo", "bundled")
+
+
+def test_experiments_take_their_recipes_by_name():
+    config = parse_config(GlueConfig, ["--config", "roberta-base_cola", "--seed", "7"])
+    assert (config.task_name, config.seed) == ("cola", 7)
+
+
+def test_every_recipe_is_listed_with_a_line_and_the_verb_that_takes_it(verb):
+    code, out, _ = verb("recipes")
+    assert code == 0
+    for each in recipes():
+        assert re.search(rf"^{re.escape(each.name)} +\w.*$", out, re.MULTILINE)
+    code, out, _ = verb("recipes", "--json")
+    listed = json.loads(out)
+    files = [*(ROOT / "configs" / "recipes").rglob("*.yaml")]
+    assert {Path(each["path"]).resolve() for each in listed} == {file.resolve() for file in files}
+    for each in listed:
+        assert 10 < len(each["summary"]) < 140
+        program, name, *_ = shlex.split(each["command"])
+        assert (program, name in command.VERBS) == ("dschat-lora", True)
+
+
+# ---------------------------------------------------------------------------- command lines
+
+
+def test_words_without_an_option_are_the_model_and_then_the_prompts():
+    names = ("model_name_or_path", "prompts")
+    argv = ["run", "--top_k", "3", "one", "two"]
+    config = parse_config(GenerateConfig, argv, positionals=names)
+    assert (config.model_name_or_path, config.prompts) == ("run", ("one", "two"))
+    typed = parse_config(GenerateConfig, ["--model_name_or_path", "run", "one"], positionals=names)
+    assert (typed.model_name_or_path, typed.prompts) == ("run", ("one",))
+
+
+def test_options_of_the_launcher_are_told_from_those_of_the_stage():
+    argv = ["--lora_dim", "8", "--num_gpus", "2", "--data_path", "a", "b", "--hostfile=hosts"]
+    launcher, rest = split_launcher_options(argv)
+    assert launcher == LauncherConfig(num_gpus=2, hostfile="hosts")
+    assert rest == ["--lora_dim", "8", "--data_path", "a", "b"]
+    assert split_launcher_options(rest) == (None, rest)
+    assert launch_command("sft", launcher, rest, program="deepspeed") == [
+        *("deepspeed", "--num_gpus", "2", "--hostfile", "hosts"),
+        *("--module", "dschat_lora", "sft", *rest),
+    ]
+
+
+def test_ranks_of_a_launcher_find_their_verb_behind_its_arguments(monkeypatch):
+    seen = []
+    monkeypatch.setitem(command.VERBS, "sft", command.Verb("", seen.append))
+    monkeypatch.setattr("sys.argv", ["dschat-lora", "--local_rank=1", "sft", "--lora_dim", "8"])
+    command.main()
+    assert seen == [["--local_rank=1", "--lora_dim", "8"]]
+
+
+def test_help_names_every_verb_and_each_has_its_own(verb):
+    code, out, _ = verb("--help")
+    assert code == 0
+    shown = re.findall(r"^  (\w+) ", out, re.MULTILINE)
+    assert sorted(shown) == sorted(command.VERBS)
+    for name in ("merge", "generate", "eval", "score", "inspect", "push", "export"):
+        code, out, _ = verb(name, "--help")
+        assert code == 0
+        examples = out.partition("examples:\n")[2].splitlines()
+        assert examples
+        assert all(line.startswith(f"  dschat-lora {name} ") for line in examples)
+        assert name == "score" or "--json" in out  # which prints nothing else
+
+
+# line -> what the one line must say
+WRONG = [
+    ("", ["no verb"]),
+    ("stf", ["stf", "did you mean sft?"]),
+    ("--lora_dim 8", ["--lora_dim is no verb"]),
+    ("recipes --jsn", ["--jsn", "did you mean --json?"]),
+    ("demo --seed x", ["--seed", "'x'"]),
+    ("accept", ["adapter"]),
+    ("accept nowhere", ["nowhere"]),
+    ("pipeline", ["FILE"]),
+    ("pipeline none.yaml", ["none.yaml", "recipes"]),
+    ("sft --lora_dm 8", ["--lora_dm", "did you mean --lora_dim?"]),
+    ("sft --num_gpus 0", ["--num_gpus", "0", ">= 1"]),
+    ("sft --num_gpus two", ["--num_gpus", "'two'", "whole number"]),
+    ("sft --num_gpus 2 --lora_dm 8", ["--lora_dm", "did you mean --lora_dim?"]),
+    ("sft --num_gpus 2 --data_path none.jsonl", ["--data_path", "none.jsonl"]),
+    ("sft --config optt", ["--config optt", "dschat-lora recipes"]),
+    ("sft --config bundeld", ["--config bundeld", "did you mean bundled?"]),
+    ("sft --deepspeed_config zero9", ["--deepspeed_config zero9", "did you mean zero"]),
+    ("rlhf --config bundled", ["--actor_model_name_or_path", "output/bundled/sft"]),
+    ("dpo --config bundled", ["stages sft, reward, rlhf"]),
+    ("merge", ["--model_name_or_path is required"]),
+    ("merge nowhere/at", ["nowhere/at"]),
+    ("merge adapter --dtyp fp16", ["--dtyp", "did you mean --dtype?"]),
+    ("merge adapter --dtype int8", ["--dtype", "'int8'", "bf16"]),
+    ("merge adapter --merge_max_kl -1", ["--merge_max_kl", "-1", ">= 0"]),
+    ("merge adapter extra", ["'extra'"]),
+    ("generate adapter", ["--prompts", "--data_path"]),
+    ("generate adapter a --temperature 0", ["--temperature", "0", "> 0"]),
+    ("generate adapter a --top_p 2", ["--top_p", "2", "(0, 1]"]),
+    ("generate adapter a --num_return_sequences 3", ["--num_return_sequences 3", "--do_sample"]),
+    ("generate adapter --data_path none.jsonl", ["--data_path", "none.jsonl"]),
+    ("generate reward a", ["reward", "SEQ_CLS", "CAUSAL_LM"]),
+    ("eval adapter", ["--data_path"]),
+    ("eval adapter prompt.jsonl", ["prompt.jsonl:1", "'completion'"]),
+    ("eval adapter good.jsonl --reward_model adapter", ["--reward_model", "CAUSAL_LM"]),
+    ("eval adapter good.jsonl --max_seq_len 9999", ["--max_seq_len", "9999", "512"]),
+    ("generate adapter a --output_path good.jsonl/x", ["--output_path", "good.jsonl"]),
+    ("score adapter good.jsonl", ["adapter", "SEQ_CLS"]),
+    ("inspect", ["--path is required"]),
+    ("inspect nowhere", ["nowhere", "does not exist"]),
+    ("inspect folder", ["folder", "neither a run", "notes.txt"]),
+    ("push adapter", ["--repo is required"]),
+    ("push folder me/x", ["folder", "adapter_config.json"]),
+    ("push state me/x", ["state", "checkpoint", "dschat-lora merge"]),
+    ("export adapter --format onnx", ["--format", "'onnx'", "gguf"]),
+    ("export adapter --llama_cpp folder", ["--llama_cpp folder", "convert_lora_to_gguf.py"]),
+    ("export folder", ["folder", "config.json"]),
+    ("report folder", ["folder", "run.json"]),
+]
+
+
+@pytest.mark.parametrize(("line", "parts"), WRONG, ids=[line or "nothing" for line, _ in WRONG])
+def test_wrong_call_of_a_verb_is_one_line_with_code_2(verb, tmp_path, line, parts):
+    write_jsonl(tmp_path / "good.jsonl", [{"prompt": "a", "completion": " b"}])
+    write_jsonl(tmp_path / "prompt.jsonl", [{"prompt": "a"}])
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "notes.txt").write_text("a")
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "state.json").write_text("{}")
+    write_adapter_config(tmp_path / "adapter")
+    write_adapter_config(tmp_path / "reward", task_type="SEQ_CLS")
+    code, out, err = verb(*line.split())
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1, err
+    missing = [part for part in parts if part not in err]
+    assert not missing, err
