@@ -21,7 +21,7 @@ from helpers.step1 import parsed
         ("--target_modules", "--target_modules must be one name or more"),
         ("--eval_ratio 1", r"--eval_ratio must be in \[0, 1\), got 1.0"),
         ("--max_seq_len 1", "--max_seq_len must be >= 2 tokens, got 1"),
-        ("--preprocessing_num_workers 0", "--preprocessing_num_workers must be >= 1, got 0"),
+        ("--preprocessing_num_workers -1", "--preprocessing_num_workers must be >= 0, got -1"),
         ("--data_path a b --data_weights 1", "one positive number for each of the 2 --data_path"),
         ("--data_path a --data_weights 0", "one positive number for each of the 1 --data_path"),
         ("--data_path a b c --data_split_name d e", "one name, or one for each of the 3 --data_p"),
