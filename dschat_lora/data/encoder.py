@@ -46,7 +46,7 @@ class Encoder:
     def encode_raw(self, texts: Sequence[str]) -> list[list[int]]:
         """As :meth:`encode`, but a text with a beginning-of-sequence of its own has it twice."""
         encoded = call(self.tokenizer, texts, add_special_tokens=True)
-        return [ids[: len(ids) - self.suffix] for ids in encoded]
+        return [ids[: -self.suffix] for ids in encoded] if self.suffix else encoded
 
     def encode_alone(self, text: str) -> list[int]:
         """Tokens of a text that continues a sequence."""
