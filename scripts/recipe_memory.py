@@ -27,8 +27,9 @@ from dschat_lora.models.views import share_parameters
 from dschat_lora.pipeline.recipe import Recipe, read_recipe
 from dschat_lora.pipeline.stages import STAGES
 from dschat_lora.pipeline.validation import check_stages
-from dschat_lora.rlhf.config import RlhfConfig, RoleConfig
+from dschat_lora.rlhf.config import RlhfConfig
 from dschat_lora.rlhf.memory import memory_plan
+from dschat_lora.rlhf.role_config import RoleConfig
 from dschat_lora.rlhf.roles import Roles, frozen
 from dschat_lora.runtime.memory import estimate_memory_of
 

@@ -109,6 +109,13 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ValueError(message.replace("argument ", "", 1))
 
+    def values(self, argv: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
+        """Values of the arguments; an option that is none of ``names`` is a ValueError."""
+        chosen, unknown = self.parse_known_args(argv)
+        if unknown:
+            raise ValueError(unknown_option(unknown[0], names))
+        return vars(chosen)
+
 
 def parse_config(
     config_class: type[ConfigT],

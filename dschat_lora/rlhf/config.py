@@ -1,108 +1,19 @@
-"""Options of step 3: two trained roles, rollouts, rewards and the update."""
+"""Options of step 3: prompts, rollouts, rewards, and all groups together."""
 
 import math
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
 from dschat_lora.config.data import DataConfig, SourceConfig
-from dschat_lora.config.groups import (
-    LoadConfig,
-    LoraConfig,
-    ModelConfig,
-    OptimConfig,
-    ScheduleConfig,
-    Switch,
-    require,
-    require_numbers,
-)
-from dschat_lora.config.options import group, hidden, option
+from dschat_lora.config.groups import LoadConfig, ScheduleConfig, require, require_numbers
+from dschat_lora.config.options import group, option
 from dschat_lora.config.stages import StageConfig
-from dschat_lora.rlhf.algorithms import (
-    ALGORITHMS,
-    Algorithm,
-    AlgorithmName,
-    KlEstimator,
-    KlPlace,
-    LossNormalization,
-    by_algorithm,
-)
 from dschat_lora.rlhf.builtin_rewards import builtin_function, is_builtin
+from dschat_lora.rlhf.role_config import RoleConfig
+from dschat_lora.rlhf.update_config import PpoConfig, PretrainingConfig
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-
-
-@dataclass(frozen=True)
-class RoleConfig:
-    """A model that trains: the actor or the critic."""
-
-    role: str = hidden("actor")
-    model_name_or_path: str | None = option(
-        None,
-        help="the actor: output of SFT, a model directory or hub name; the critic: output of the "
-        "reward model's training, which scores answers and is where the critic starts",
-    )
-    lora_dim: int = option(
-        0, help="rank of a new adapter; an adapter that is there is continued; 0 trains all weights"
-    )
-    lora_alpha: float = option(32.0, help="the update is scaled by lora_alpha / lora_dim")
-    use_rslora: bool = option(False, help="scale by lora_alpha / sqrt(lora_dim)")
-    target_modules: tuple[str, ...] = option(
-        ("all-linear",),
-        help="layers to adapt: all-linear, name endings, or one regular expression",
-    )
-    lora_module_name: str | None = option(
-        None, help="adapt the linear layers whose name contains this (DeepSpeed-Chat's rule)"
-    )
-    learning_rate: float = option(9.65e-6, help="peak rate of base weights, where they train")
-    lora_learning_rate: float = option(5e-4, help="peak rate of the adapter")
-    weight_decay: float = option(0.0, help="decoupled weight decay; biases and norms exempt")
-    zero_stage: Literal[0, 1, 2, 3] | None = option(
-        None, help="ZeRO stage of this role; default: --zero_stage"
-    )
-    gradient_checkpointing: Switch = option(
-        "auto",
-        help="recompute activations in the backward pass instead of keeping them; without a value "
-        "on, auto: where they would not fit the memory by estimate",
-    )
-    dropout: float = option(
-        0.0, help="accepted from DeepSpeed-Chat; old and new log-probabilities need one network"
-    )
-
-    def __post_init__(self) -> None:
-        role = self.role
-        require(self.lora_dim >= 0, f"{role}_lora_dim", self.lora_dim, ">= 0 (0 disables LoRA)")
-        require(bool(self.target_modules), f"{role}_target_modules", (), "one name or more")
-        rates = ("learning_rate", "lora_learning_rate")
-        require_numbers(self, "> 0", "lora_alpha", *rates, prefix=f"{role}_")
-        require_numbers(self, ">= 0", "weight_decay", prefix=f"{role}_")
-        require_numbers(self, "in [0, 1)", "dropout", prefix=f"{role}_")
-
-    def lora(self, only_optimize_lora: bool) -> LoraConfig:
-        """Its adapter, without dropout: old and new log-probabilities need one network."""
-        return LoraConfig(
-            lora_dim=self.lora_dim,
-            lora_alpha=self.lora_alpha,
-            use_rslora=self.use_rslora,
-            target_modules=self.target_modules,
-            lora_module_name=self.lora_module_name,
-            only_optimize_lora=only_optimize_lora,
-        )
-
-    def model(self, load: LoadConfig) -> ModelConfig:
-        """Options of loading its model, without dropout."""
-        return ModelConfig(**vars(load), model_name_or_path=self.model_name_or_path)
-
-    def optim(self, schedule: ScheduleConfig) -> OptimConfig:
-        """Options of its optimizer."""
-        return OptimConfig(
-            **vars(schedule),
-            learning_rate=self.learning_rate,
-            lora_learning_rate=self.lora_learning_rate,
-            weight_decay=self.weight_decay,
-        )
 
 
 @dataclass(frozen=True)
@@ -263,112 +174,6 @@ class RewardsConfig:
 
 
 @dataclass(frozen=True)
-class PpoConfig:
-    """The update: PPO, RLOO, GRPO and what came after them."""
-
-    algorithm: AlgorithmName = option(
-        "ppo",
-        help="ppo has a critic; reinforce_pp has none; the others compare the responses to a "
-        "prompt",
-    )
-    ppo_epochs: int = option(1, help="passes over the responses of an iteration")
-    kl_coef: float = by_algorithm("weight of the divergence from the reference (0.1 or 0)")
-    kl_estimator: KlEstimator = by_algorithm("estimator of the divergence at a token")
-    kl_in: KlPlace = by_algorithm(
-        "where the divergence is paid: in the reward of each token, or in the loss"
-    )
-    adaptive_kl_target: float = option(
-        0.0, help="nats per response that kl_coef is steered towards; 0: kl_coef stays"
-    )
-    kl_horizon: int = option(10000, help="responses over which kl_coef adapts")
-    gamma: float = option(1.0, help="discount of later rewards, in [0, 1]")
-    lam: float = option(0.95, help="bias and variance of advantages (GAE), in [0, 1]")
-    cliprange: float = by_algorithm(
-        "bound on the change of a token's probability ratio, fall and rise alike (0.2)"
-    )
-    cliprange_low: float = by_algorithm("bound on the fall of the ratio, if not --cliprange")
-    cliprange_high: float = by_algorithm("bound on the rise of the ratio, if not --cliprange")
-    dual_clip: float = option(
-        0.0, help="bound on the loss of a token with negative advantage A, -A times this; 0: none"
-    )
-    loss_normalization: LossNormalization = by_algorithm(
-        "token: every token weighs alike; sequence: every response does; constant: divide by "
-        "--max_answer_seq_len"
-    )
-    mask_truncated_completions: bool = by_algorithm(
-        "leave responses that were cut off out of the loss (DAPO's overlong filter)"
-    )
-    dynamic_sampling: int = by_algorithm(
-        "replace prompts whose responses all got one reward by further prompts, at most so many "
-        "times an iteration; 0: never"
-    )
-    cliprange_value: float = option(0.2, help="bound on the change of a value")
-    whiten_advantages: bool = option(
-        True, help="advantages of an iteration get mean 0 and standard deviation 1"
-    )
-    entropy_coef: float = option(0.0, help="weight of the entropy bonus")
-    target_kl: float = option(
-        0.0,
-        help="end an iteration's updates when the policy has moved this far from where it began "
-        "(mean nats per token); 0: never",
-    )
-
-    def __post_init__(self) -> None:
-        defaults = dict(vars(self.rules))
-        if self.cliprange is not None:
-            defaults |= {"cliprange_low": self.cliprange, "cliprange_high": self.cliprange}
-        for name, field in type(self).__dataclass_fields__.items():
-            if field.default is None and getattr(self, name) is None:
-                object.__setattr__(self, name, defaults[name])
-        require_numbers(self, ">= 1", "ppo_epochs")
-        require_numbers(self, ">= 0", "kl_coef", "adaptive_kl_target", "entropy_coef", "target_kl")
-        require_numbers(self, ">= 0", "dynamic_sampling")
-        require_numbers(self, ">= 1", "kl_horizon")
-        require_numbers(self, "in [0, 1]", "gamma", "lam")
-        clips = ("cliprange", "cliprange_low", "cliprange_high", "cliprange_value")
-        require_numbers(self, "> 0", *clips)
-        require(not 0 < self.dual_clip <= 1, "dual_clip", self.dual_clip, "> 1, or 0 for none")
-        if self.dual_clip and self.rules.loss == "cispo":
-            raise ValueError(
-                f"--dual_clip {self.dual_clip:g} is not of --algorithm cispo, which bounds every "
-                "ratio by --cliprange_high"
-            )
-        if self.dynamic_sampling and not self.rules.compares:
-            raise ValueError(
-                f"--dynamic_sampling {self.dynamic_sampling} compares the responses to a prompt, "
-                f"--algorithm {self.algorithm} does not: leave it out, or use dapo"
-            )
-        if self.adaptive_kl_target and not self.kl_coef:
-            raise ValueError("--adaptive_kl_target scales --kl_coef, which is 0: give it a start")
-
-    @property
-    def rules(self) -> Algorithm:
-        """What the algorithm is by its paper."""
-        return ALGORITHMS[self.algorithm]
-
-
-@dataclass(frozen=True)
-class PretrainingConfig:
-    """Pretraining text mixed into the update (PTX)."""
-
-    unsupervised_dataset_name: str | None = option(
-        None, help="text to mix in: files, a directory or a hub data set (name:configuration)"
-    )
-    unsupervised_dataset_config_name: str | None = option(
-        None, help="configuration of a hub data set, as in name:configuration"
-    )
-    unsup_coef: float = option(27.8, help="weight of its loss per token beside the policy's")
-
-    def __post_init__(self) -> None:
-        require_numbers(self, "> 0", "unsup_coef")
-        if self.unsupervised_dataset_config_name and not self.unsupervised_dataset_name:
-            raise ValueError(
-                f"--unsupervised_dataset_config_name {self.unsupervised_dataset_config_name} is "
-                "of a data set: give its --unsupervised_dataset_name"
-            )
-
-
-@dataclass(frozen=True)
 class ClassicConfig:
     """Further options of DeepSpeed-Chat, and of the log."""
 
@@ -474,15 +279,3 @@ class RlhfConfig(StageConfig):
     def has_critic(self) -> bool:
         """Whether a critic estimates values."""
         return self.ppo.rules.advantage == "gae"
-
-
-@contextmanager
-def option_errors_for(role: str) -> Iterator[None]:
-    """Name the options of this role in ValueErrors of the block, such as --actor_lora_dim."""
-    try:
-        yield
-    except ValueError as error:
-        words = str(error)
-        for name in RoleConfig.__dataclass_fields__:
-            words = re.sub(rf"--{name}\b", f"--{role}_{name}", words)
-        raise ValueError(words) from error

@@ -14,7 +14,8 @@ from dschat_lora.models.compile import compile_blocks
 from dschat_lora.models.policy import Policy
 from dschat_lora.models.reward_model import RewardModel
 from dschat_lora.rlhf.batch import ResponseBatch
-from dschat_lora.rlhf.config import RlhfConfig, RoleConfig
+from dschat_lora.rlhf.config import RlhfConfig
+from dschat_lora.rlhf.role_config import RoleConfig
 from dschat_lora.rlhf.roles import Network
 from dschat_lora.rlhf.setup import RlhfSetup
 from dschat_lora.runtime.run import Run

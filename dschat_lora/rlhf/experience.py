@@ -22,8 +22,8 @@ from dschat_lora.algos.devices import to_device
 from dschat_lora.algos.kl import KL_ESTIMATORS, kl_k1
 from dschat_lora.engine.collectives import gather_over_ranks
 from dschat_lora.rlhf.batch import Response, ResponseBatch, response_mask
-from dschat_lora.rlhf.config import PpoConfig
 from dschat_lora.rlhf.engines import Engines
+from dschat_lora.rlhf.update_config import PpoConfig
 
 
 @dataclass(frozen=True)

@@ -4,25 +4,16 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from dschat_lora.algos.advantages import (
-    RunningMoments,
-    response_sums,
-    soft_overlong_punishment,
-)
-from dschat_lora.algos.devices import to_device
+from dschat_lora.algos.advantages import RunningMoments, response_sums
 from dschat_lora.algos.kl import adapted_kl_coef
 from dschat_lora.algos.seeds import permutation
-from dschat_lora.engine.collectives import sum_over_ranks
 from dschat_lora.engine.distributed import data_rank, data_world_size, device, rank
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.perf.peak import device_peak
-from dschat_lora.perf.throughput import StepCounts
-from dschat_lora.report.log import rlhf_line
 from dschat_lora.report.rollouts import RolloutLog
 from dschat_lora.rlhf.batch import (
     Minibatch,
@@ -30,7 +21,6 @@ from dschat_lora.rlhf.batch import (
     ResponseBatch,
     collate,
     make_minibatches,
-    step_counts,
 )
 from dschat_lora.rlhf.diagnostics import Diagnostics
 from dschat_lora.rlhf.dynamic_sampling import Resampled, resample
@@ -43,13 +33,19 @@ from dschat_lora.rlhf.experience import (
     score_responses,
     scores_alone,
 )
+from dschat_lora.rlhf.iteration_report import IterationReport
 from dschat_lora.rlhf.metrics import response_metrics, rollout_rows, update_metrics
 from dschat_lora.rlhf.pretraining import Pretraining
-from dschat_lora.rlhf.reward_shaping import clipped_rewards, rescale_values, shaped_rewards
+from dschat_lora.rlhf.reward_shaping import (
+    clipped_rewards,
+    punish_overlong,
+    rescale_values,
+    shaped_rewards,
+)
 from dschat_lora.rlhf.rollout import Generator
 from dschat_lora.rlhf.schedule import RlhfProgress, RlhfSchedule
 from dschat_lora.rlhf.setup import RlhfSetup
-from dschat_lora.rlhf.throughput import PHASES, PhaseTimer, throughput_metrics
+from dschat_lora.rlhf.throughput import PHASES, PhaseTimer, padded_counts, throughput_metrics
 from dschat_lora.rlhf.update import StepResult, Updater
 from dschat_lora.runtime.lr_schedule import standard_schedule
 
@@ -195,13 +191,9 @@ class Iterations:
         progress.moments = asdict(moments)
         clip_fraction = float(clipped_rewards(rewards, ended, config).double().mean())
         if config.soft_overlong_tokens:
-            lengths = torch.tensor([len(each.tokens) for each in experience.responses])
-            punishment = soft_overlong_punishment(
-                lengths,
-                max_length=self.config.data.max_answer_seq_len,
-                cache=config.soft_overlong_tokens,
-            )
-            rewards = rewards + to_device(punishment.float(), rewards.device)
+            lengths = [len(each.tokens) for each in experience.responses]
+            longest = self.config.data.max_answer_seq_len
+            rewards = punish_overlong(rewards, lengths, longest=longest, config=config)
         return torch.where(scores.isnan(), 0, rewards), clip_fraction
 
     def _rescale(self, values: Tensor) -> Tensor:
@@ -297,11 +289,12 @@ class Iterations:
     ) -> dict[str, float | None]:
         progress, seconds, work = self.progress, self.timer.take(), None
         if self.setup.counter is not None:
+            backbone = self.engines.actor.module.policy("actor").backbone
             work = self.setup.counter(
                 responses,
                 passes=passes,
                 extra_forward=extra_forward,
-                padded=self._padded_counts(batches),
+                padded=None if backbone.skips_padding(device()) else padded_counts(batches),
                 text=None if self.pretraining is None else self.pretraining.take_counts(),
             )
         for name in PHASES:
@@ -315,55 +308,3 @@ class Iterations:
             peak_tflops=device_peak(device(), self.setup.settings["actor"].torch_dtype),
             device=device(),
         )
-
-    def _padded_counts(self, batches: Sequence[ResponseBatch]) -> StepCounts | None:
-        """Positions and pairs of all ranks' batches; None where padding is not computed."""
-        if self.engines.actor.module.policy("actor").backbone.skips_padding(device()):
-            return None
-        own = step_counts(batches)
-        positions, pairs = sum_over_ranks([own.num_positions, own.num_scored_pairs])
-        return StepCounts(num_positions=round(positions), num_scored_pairs=round(pairs))
-
-
-@dataclass(frozen=True)
-class IterationReport:
-    """Writes an iteration's metrics, progress line, warnings and sample to the log."""
-
-    setup: RlhfSetup
-    num_iterations: int
-    diagnostics: Diagnostics
-
-    def __call__(
-        self, progress: RlhfProgress, metrics: dict[str, Any], experience: Experience
-    ) -> None:
-        """Report an iteration; every rank knows all, so all of them get the same warnings."""
-        config, log = self.setup.config, self.setup.run.log
-        iteration, total = progress.iteration, self.num_iterations
-        log.write("train", progress.step, metrics)
-        log.advance()
-        if iteration % config.run.logging_steps == 0 or iteration == total:
-            log.say(rlhf_line(iteration, total, metrics))
-        for message in self.diagnostics.iteration(metrics):
-            self._warn("warning", progress, message)
-        interval = 1 if config.classic.print_answers else config.classic.print_answers_interval
-        if interval and (iteration - 1) % interval == 0:
-            response, decode = experience.responses[0], self.setup.tokenizer.decode
-            log.say(
-                f"  sample       {decode(response.prompt)!r} -> {decode(response.tokens)!r} "
-                f"(score {float(experience.scores[0]):.3g})"
-            )
-
-    def nothing_counts(self, progress: RlhfProgress, experience: Experience) -> None:
-        """Report an iteration without an optimizer step."""
-        self._warn(
-            "empty_batch",
-            progress,
-            f"none of the {len(experience.responses)} responses of iteration "
-            f"{progress.iteration} counts: no score came for any of them, or "
-            "--mask_truncated_completions left them out; nothing was learnt",
-        )
-
-    def _warn(self, event: str, progress: RlhfProgress, message: str) -> None:
-        log = self.setup.run.log
-        log.write("event", progress.step, {"event": event, "message": message})
-        log.say(f"  warning      {message}")

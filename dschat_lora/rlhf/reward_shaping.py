@@ -1,9 +1,12 @@
 """Scaling, clipping and penalties that shape the scores of responses."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from dschat_lora.algos.advantages import RunningMoments
+from dschat_lora.algos.advantages import RunningMoments, soft_overlong_punishment
+from dschat_lora.algos.devices import to_device
 from dschat_lora.rlhf.config import RewardsConfig
 
 
@@ -40,3 +43,13 @@ def clipped_rewards(rewards: Tensor, ended: Tensor, config: RewardsConfig) -> Te
     before = rewards + config.missing_eos_penalty * ~ended
     limit = config.clip_reward_value
     return before.abs() >= limit if limit else torch.zeros_like(ended)
+
+
+def punish_overlong(
+    rewards: Tensor, lengths: Sequence[int], *, longest: int, config: RewardsConfig
+) -> Tensor:
+    """(N,) rewards, lowered for responses of ``lengths`` tokens that come near the ``longest``."""
+    punishment = soft_overlong_punishment(
+        torch.tensor(lengths), max_length=longest, cache=config.soft_overlong_tokens
+    )
+    return rewards + to_device(punishment.float(), rewards.device)

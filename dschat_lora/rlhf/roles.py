@@ -14,8 +14,9 @@ from dschat_lora.models.policy import Policy
 from dschat_lora.models.reward_model import RewardModel, load_reward_model
 from dschat_lora.models.source import ModelSource
 from dschat_lora.models.views import share_parameters
-from dschat_lora.rlhf.config import RlhfConfig, RoleConfig, option_errors_for
-from dschat_lora.rlhf.validation import Sources
+from dschat_lora.rlhf.config import RlhfConfig
+from dschat_lora.rlhf.role_config import RoleConfig, option_errors_for
+from dschat_lora.rlhf.sources import Sources
 
 
 @dataclass(frozen=True)

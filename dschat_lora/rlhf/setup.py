@@ -15,7 +15,7 @@ from dschat_lora.engine.distributed import data_rank, device
 from dschat_lora.models.build import recompute_blocks
 from dschat_lora.models.causal_lm import Tokenizer, load_tokenizer
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
-from dschat_lora.rlhf.config import RlhfConfig, option_errors_for
+from dschat_lora.rlhf.config import RlhfConfig
 from dschat_lora.rlhf.memory import explaining_memory, keeping_cache, memory_plan
 from dschat_lora.rlhf.rewards import (
     RewardFunction,
@@ -23,9 +23,10 @@ from dschat_lora.rlhf.rewards import (
     load_function,
     load_functions,
 )
+from dschat_lora.rlhf.role_config import option_errors_for
 from dschat_lora.rlhf.roles import Roles, build_roles
+from dschat_lora.rlhf.sources import Sources, find_sources, shares_base, text_data
 from dschat_lora.rlhf.throughput import FlopCounter
-from dschat_lora.rlhf.validation import Sources, find_sources, shares_base, text_data
 from dschat_lora.runtime.consistency import check_same_models
 from dschat_lora.runtime.memory import MemoryPlan, free_memory
 from dschat_lora.runtime.run import Run

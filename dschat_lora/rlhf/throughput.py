@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from dschat_lora.algos.segments import causal_pairs
+from dschat_lora.engine.collectives import sum_over_ranks
 from dschat_lora.engine.distributed import world_size
 from dschat_lora.lora.parallel import group_of
 from dschat_lora.perf.flops import Flops, deepspeed_chat_flops, forward_flops, step_flops
@@ -15,7 +16,7 @@ from dschat_lora.perf.memory import cached_token_bytes
 from dschat_lora.perf.peak import synchronize
 from dschat_lora.perf.shape import describe
 from dschat_lora.perf.throughput import StepCounts, peak_memory_bytes
-from dschat_lora.rlhf.batch import Response
+from dschat_lora.rlhf.batch import Response, ResponseBatch, step_counts
 from dschat_lora.rlhf.roles import Roles
 
 PHASES = ("generation", "scoring", "training")
@@ -170,6 +171,13 @@ class FlopCounter:
             rank = self._shapes[role].lora_dim
             training += passes * flops(role, lora_dim=rank, checkpointed=checkpointed)
         return training + flops("actor", lora_dim=0, checkpointed=False) / 3
+
+
+def padded_counts(batches: Sequence[ResponseBatch]) -> StepCounts:
+    """Positions and pairs of all ranks' batches, padding included; call on every rank."""
+    own = step_counts(batches)
+    positions, pairs = sum_over_ranks([own.num_positions, own.num_scored_pairs])
+    return StepCounts(num_positions=round(positions), num_scored_pairs=round(pairs))
 
 
 def throughput_metrics(

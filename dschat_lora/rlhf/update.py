@@ -22,10 +22,10 @@ from dschat_lora.engine.build import StepOutcome
 from dschat_lora.engine.collectives import max_over_ranks, sum_tensor_
 from dschat_lora.lora.casts import FactorCasts
 from dschat_lora.rlhf.batch import Minibatch, ResponseBatch
-from dschat_lora.rlhf.config import PpoConfig
 from dschat_lora.rlhf.engines import Engines
 from dschat_lora.rlhf.experience import AdvantagesAndReturns, Experience, add_old_outputs
 from dschat_lora.rlhf.pretraining import Pretraining, TextWindow
+from dschat_lora.rlhf.update_config import PpoConfig
 from dschat_lora.runtime.loop import broken_unless_finite
 
 

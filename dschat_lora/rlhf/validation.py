@@ -1,33 +1,31 @@
 """Validation of step 3: its checks in their order, before anything heavy is imported."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from dschat_lora.assets import BUNDLED_DATA
-from dschat_lora.config.data import DataConfig
 from dschat_lora.config.groups import BatchConfig, ModelConfig, OptimConfig
 from dschat_lora.data.rows import check_sources
 from dschat_lora.data.templates import read_chat_template
 from dschat_lora.engine.ds_config import reconcile
-from dschat_lora.models.source import ModelSource, find_model
+from dschat_lora.models.source import ModelSource
 from dschat_lora.models.tensor_parallel_checks import check_processes, check_training
 from dschat_lora.report.terminal import log_once
 from dschat_lora.rlhf.builtin_rewards import is_builtin
-from dschat_lora.rlhf.config import RlhfConfig, RoleConfig, option_errors_for
+from dschat_lora.rlhf.config import RlhfConfig
+from dschat_lora.rlhf.notes import announce, note_without_effect
+from dschat_lora.rlhf.role_config import RoleConfig, option_errors_for
+from dschat_lora.rlhf.sources import RlhfInputs, find_sources, shares_base, text_data
 from dschat_lora.runtime.checks import (
     Check,
     apply_checks,
-    check_adapter_files,
     check_compile,
     check_divided,
     check_function,
     check_output_dir,
     check_source_is_kept,
-    check_task,
     continued_lora,
     model_fields,
-    model_name,
-    parallel_without_effect,
     resolve_stage,
     with_tensorboard,
 )
@@ -36,34 +34,6 @@ from dschat_lora.runtime.resume import launched_processes
 NAME = "rlhf"
 BUNDLED_LENGTHS = {"max_prompt_seq_len": 64, "max_answer_seq_len": 48}
 BUNDLED_REWARD = "dschat_lora.world:reward"
-# Options of DeepSpeed-Chat that need nothing here.
-_UNUSED = (
-    *("actor_dropout", "critic_dropout", "num_padding_at_beginning", "align_overflow"),
-    *("offload_reference_model", "offload_reward_model", "enable_hybrid_engine"),
-    *("unpin_actor_parameters", "tp_gather_partition_size"),
-    *("enable_mixed_precision_lora", "eval_iters", "print_loss"),
-)
-
-
-@dataclass(frozen=True)
-class Sources:
-    """Pretrained models and adapters of the roles."""
-
-    actor: ModelSource
-    critic: ModelSource | None  # None: values start from the actor, and a function scores
-
-    @property
-    def by_role(self) -> dict[str, ModelSource]:
-        """Those that are there."""
-        return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
-
-
-@dataclass(frozen=True)
-class RlhfInputs:
-    """Inputs of the checks besides the config: the models found, and the data as typed."""
-
-    sources: Sources
-    asked: tuple[str, ...]
 
 
 def check_rlhf(config: RlhfConfig) -> RlhfConfig:
@@ -80,46 +50,6 @@ def check_rlhf(config: RlhfConfig) -> RlhfConfig:
         return apply_checks(config, inputs, RLHF_CHECKS)
 
     return resolve_stage(config, check, stage=NAME)
-
-
-def find_sources(config: RlhfConfig) -> Sources:
-    """Actor and critic.
-
-    Raises:
-        ValueError: naming the role's option.
-    """
-    actor = _find("actor", config.actor.model_name_or_path, "CAUSAL_LM")
-    if config.critic.model_name_or_path is None:
-        return Sources(actor, None)
-    return Sources(actor, _find("critic", config.critic.model_name_or_path, "SEQ_CLS"))
-
-
-def _find(role: str, name: str | None, task: str) -> ModelSource:
-    with option_errors_for(role):
-        source = find_model(name)
-        check_adapter_files(source)
-        check_task(source, (task,))
-    return source
-
-
-def text_data(config: RlhfConfig) -> DataConfig | None:
-    """The pretraining text as data to train on, if any is to be mixed in."""
-    name = config.pretraining.unsupervised_dataset_name
-    more = config.pretraining.unsupervised_dataset_config_name
-    if name is None:
-        return None
-    return DataConfig(
-        data_path=(f"{name}:{more}:train" if more else name,),
-        eval_ratio=0.0,
-        data_output_path=config.data.data_output_path,
-        overlong="truncate",
-        bad_rows=config.data.bad_rows,
-        unpaired_rows=config.data.unpaired_rows,
-        preprocessing_num_workers=config.data.preprocessing_num_workers,
-        max_seq_len=config.data.max_seq_len,
-        train_on_prompt=True,
-        chat_template_kwargs=config.data.chat_template_kwargs,
-    )
 
 
 def with_bundled_prompts(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
@@ -347,66 +277,11 @@ def check_zero_stages(config: RlhfConfig, inputs: RlhfInputs) -> None:
     check_compile(config.load, actor, critic)
 
 
-def shares_base(config: RlhfConfig) -> bool:
-    """Whether actor and critic share the frozen weights of one base."""
-    if not config.classic.only_optimize_lora:
-        return False
-    if not (config.actor.lora_dim and config.critic.lora_dim):
-        return False
-    sources = find_sources(config)
-    critic = sources.critic
-    return critic is None or (critic.adapter is not None and critic.base == sources.actor.base)
-
-
 def check_sources_are_kept(config: RlhfConfig, inputs: RlhfInputs) -> None:
     """Refuse to overwrite a directory that a model comes from."""
     for role, source in inputs.sources.by_role.items():
         with option_errors_for(role):
             check_source_is_kept(config.run, source)
-
-
-def announce(config: RlhfConfig, inputs: RlhfInputs) -> None:
-    """Log the models, the reward and the data on the first line; the first rank alone."""
-    functions = config.rewards.reward_function
-    actor, critic = inputs.sources.actor, inputs.sources.critic
-    by = [model_name(critic)] if critic is not None else []
-    by += [f"the function {function}" for function in functions]
-    bundled = config.data.data_path != inputs.asked
-    data = "the bundled prompts" if bundled else " ".join(config.data.data_path)
-    log_once(f"actor: {model_name(actor)}; reward: {' and '.join(by)}; data: {data}")
-
-
-def note_without_effect(config: RlhfConfig, inputs: RlhfInputs) -> None:
-    """Log a note on each option that was given and changes nothing."""
-    given = config.given
-    notes = [f"--{name} has no effect here: see --help" for name in _UNUSED if name in given]
-    notes += parallel_without_effect(config.parallel)
-    if not config.has_critic:
-        unused = sorted(n for n in given if n.startswith("critic_") and "model" not in n)
-        of_gae = {"cliprange_value", "lam", "whiten_advantages"}
-        of_gae |= {"gamma"} if config.ppo.rules.compares else set()
-        unused += sorted(of_gae & given)
-        notes += [f"--{name} has no effect without a critic" for name in unused]
-    for role in ("actor", "critic"):
-        options: RoleConfig = getattr(config, role)
-        frozen = options.lora_dim > 0 and config.classic.only_optimize_lora
-        if frozen and f"{role}_learning_rate" in given:
-            notes.append(
-                f"--{role}_learning_rate has no effect: the adapter alone trains, at "
-                f"--{role}_lora_learning_rate"
-            )
-        if not options.lora_dim and f"{role}_lora_learning_rate" in given:
-            notes.append(f"--{role}_lora_learning_rate has no effect without --{role}_lora_dim")
-    if (config.ppo.kl_in, config.ppo.kl_estimator) == ("loss", "k1") and config.ppo.kl_coef:
-        notes.append(
-            "--kl_estimator k1 in the loss holds the actor nowhere, as its gradient is 0 on "
-            "average: use k2 or k3, or --kl_in reward"
-        )
-    if not config.batch.do_sample:
-        unused = sorted({"top_p", "top_k"} & given)
-        notes += [f"--{name} has no effect with --no-do_sample" for name in unused]
-    for note in notes:
-        log_once(f"  note         {note}")
 
 
 # In this order: the first that fails is the one a user reads.

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dschat_lora.config.options import fail, parse_config
 from dschat_lora.engine import peers
@@ -12,6 +13,19 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 ConfigT = TypeVar("ConfigT", bound="DataclassInstance")
+
+
+def late(path: str) -> Callable[..., Any]:
+    """The function ``MODULE:NAME`` of the package, whose module is imported when it is called.
+
+    What runs a verb is heavy; so a wrong option is reported at once.
+    """
+
+    def call(*values: Any, **named: Any) -> Any:
+        module, _, name = path.partition(":")
+        return getattr(import_module(f"dschat_lora.{module}"), name)(*values, **named)
+
+    return call
 
 
 def run_main(

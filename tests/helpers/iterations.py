@@ -16,13 +16,13 @@ from dschat_lora.engine.zero import gather_to_cpu
 from dschat_lora.lora.model import adapter_parameters
 from dschat_lora.lora.rates import parameter_groups
 from dschat_lora.rlhf.batch import Minibatch, Response, collate, make_minibatches
-from dschat_lora.rlhf.config import PpoConfig
 from dschat_lora.rlhf.ema import MovingAverage
 from dschat_lora.rlhf.engines import Engines
 from dschat_lora.rlhf.experience import advantages_and_returns, score_responses
 from dschat_lora.rlhf.pretraining import Pretraining
 from dschat_lora.rlhf.rewards import RewardFunction
 from dschat_lora.rlhf.update import Updater
+from dschat_lora.rlhf.update_config import PpoConfig
 from dschat_lora.runtime.setup import shard_model
 from helpers.roles import Words, config_of, networks_of, roles_of
 from helpers.runs import engine_settings, release

@@ -13,7 +13,7 @@ from dschat_lora.models.source import find_model
 from dschat_lora.rlhf.config import RlhfConfig
 from dschat_lora.rlhf.engines import Engines
 from dschat_lora.rlhf.roles import Network, build_roles
-from dschat_lora.rlhf.validation import Sources
+from dschat_lora.rlhf.sources import Sources
 from helpers.tiny import VOCAB
 
 # Every linear layer of a block, as each architecture calls them.

@@ -11,9 +11,9 @@ from torch import nn
 
 from dschat_lora.engine.build import StepOutcome
 from dschat_lora.rlhf.batch import Minibatch, Response, collate, response_mask
-from dschat_lora.rlhf.config import PpoConfig
 from dschat_lora.rlhf.experience import Experience, advantages_and_returns
 from dschat_lora.rlhf.update import Updater
+from dschat_lora.rlhf.update_config import PpoConfig
 from helpers.iterations import ragged_responses
 
 CPU, LONGEST = torch.device("cpu"), 12

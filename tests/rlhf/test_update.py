@@ -10,7 +10,6 @@ from torch import nn
 
 from dschat_lora.engine.build import StepOutcome
 from dschat_lora.rlhf.batch import Minibatch, Response, collate, response_mask, step_counts
-from dschat_lora.rlhf.config import PpoConfig
 from dschat_lora.rlhf.engines import Engines
 from dschat_lora.rlhf.experience import (
     AdvantagesAndReturns,
@@ -21,6 +20,7 @@ from dschat_lora.rlhf.experience import (
 )
 from dschat_lora.rlhf.pretraining import Pretraining
 from dschat_lora.rlhf.update import StepResult, Updater
+from dschat_lora.rlhf.update_config import PpoConfig
 from helpers.iterations import ragged_responses, ragged_texts, text_loader
 
 CPU = torch.device("cpu")

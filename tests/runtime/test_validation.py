@@ -9,6 +9,7 @@ import pytest
 from dschat_lora.assets import BUNDLED_DATA, BUNDLED_MODEL
 from dschat_lora.experiments.glue import validation as glue
 from dschat_lora.experiments.nlg import validation as nlg
+from dschat_lora.rlhf import notes as rlhf_notes
 from dschat_lora.rlhf import validation as rlhf
 from dschat_lora.runtime import validation as supervised
 from dschat_lora.runtime.checks import apply_checks
@@ -321,17 +322,18 @@ def test_checks_resolve_in_turn_and_the_first_mistake_is_told():
 
 
 @pytest.mark.parametrize(
-    ("module", "checks"),
+    ("modules", "checks"),
     [
-        (supervised, supervised.SUPERVISED_CHECKS),
-        (rlhf, rlhf.RLHF_CHECKS),
-        (glue, glue.GLUE_CHECKS),
-        (nlg, nlg.NLG_CHECKS),
+        ([supervised], supervised.SUPERVISED_CHECKS),
+        ([rlhf, rlhf_notes], rlhf.RLHF_CHECKS),
+        ([glue], glue.GLUE_CHECKS),
+        ([nlg], nlg.NLG_CHECKS),
     ],
 )
-def test_every_check_of_a_stage_is_in_its_list_once(module, checks):
+def test_every_check_of_a_stage_is_in_its_list_once(modules, checks):
     own = {
         each
+        for module in modules
         for each in vars(module).values()
         if inspect.isfunction(each)
         and each.__module__ == module.__name__

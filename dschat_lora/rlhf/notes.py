@@ -1,0 +1,59 @@
+"""First lines of a run of step 3: models, reward and data, and options without effect."""
+
+from dschat_lora.report.terminal import log_once
+from dschat_lora.rlhf.config import RlhfConfig
+from dschat_lora.rlhf.role_config import RoleConfig
+from dschat_lora.rlhf.sources import RlhfInputs
+from dschat_lora.runtime.checks import model_name, parallel_without_effect
+
+# Options of DeepSpeed-Chat that need nothing here.
+_UNUSED = (
+    *("actor_dropout", "critic_dropout", "num_padding_at_beginning", "align_overflow"),
+    *("offload_reference_model", "offload_reward_model", "enable_hybrid_engine"),
+    *("unpin_actor_parameters", "tp_gather_partition_size"),
+    *("enable_mixed_precision_lora", "eval_iters", "print_loss"),
+)
+
+
+def announce(config: RlhfConfig, inputs: RlhfInputs) -> None:
+    """Log the models, the reward and the data on the first line; the first rank alone."""
+    functions = config.rewards.reward_function
+    actor, critic = inputs.sources.actor, inputs.sources.critic
+    by = [model_name(critic)] if critic is not None else []
+    by += [f"the function {function}" for function in functions]
+    bundled = config.data.data_path != inputs.asked
+    data = "the bundled prompts" if bundled else " ".join(config.data.data_path)
+    log_once(f"actor: {model_name(actor)}; reward: {' and '.join(by)}; data: {data}")
+
+
+def note_without_effect(config: RlhfConfig, inputs: RlhfInputs) -> None:
+    """Log a note on each option that was given and changes nothing."""
+    given = config.given
+    notes = [f"--{name} has no effect here: see --help" for name in _UNUSED if name in given]
+    notes += parallel_without_effect(config.parallel)
+    if not config.has_critic:
+        unused = sorted(n for n in given if n.startswith("critic_") and "model" not in n)
+        of_gae = {"cliprange_value", "lam", "whiten_advantages"}
+        of_gae |= {"gamma"} if config.ppo.rules.compares else set()
+        unused += sorted(of_gae & given)
+        notes += [f"--{name} has no effect without a critic" for name in unused]
+    for role in ("actor", "critic"):
+        options: RoleConfig = getattr(config, role)
+        frozen = options.lora_dim > 0 and config.classic.only_optimize_lora
+        if frozen and f"{role}_learning_rate" in given:
+            notes.append(
+                f"--{role}_learning_rate has no effect: the adapter alone trains, at "
+                f"--{role}_lora_learning_rate"
+            )
+        if not options.lora_dim and f"{role}_lora_learning_rate" in given:
+            notes.append(f"--{role}_lora_learning_rate has no effect without --{role}_lora_dim")
+    if (config.ppo.kl_in, config.ppo.kl_estimator) == ("loss", "k1") and config.ppo.kl_coef:
+        notes.append(
+            "--kl_estimator k1 in the loss holds the actor nowhere, as its gradient is 0 on "
+            "average: use k2 or k3, or --kl_in reward"
+        )
+    if not config.batch.do_sample:
+        unused = sorted({"top_p", "top_k"} & given)
+        notes += [f"--{name} has no effect with --no-do_sample" for name in unused]
+    for note in notes:
+        log_once(f"  note         {note}")

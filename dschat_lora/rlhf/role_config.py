@@ -1,0 +1,102 @@
+"""Options of a model that step 3 trains, and errors that name them."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+from dschat_lora.config.groups import (
+    LoadConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimConfig,
+    ScheduleConfig,
+    Switch,
+    require,
+    require_numbers,
+)
+from dschat_lora.config.options import hidden, option
+
+
+@dataclass(frozen=True)
+class RoleConfig:
+    """A model that trains: the actor or the critic."""
+
+    role: str = hidden("actor")
+    model_name_or_path: str | None = option(
+        None,
+        help="the actor: output of SFT, a model directory or hub name; the critic: output of the "
+        "reward model's training, which scores answers and is where the critic starts",
+    )
+    lora_dim: int = option(
+        0, help="rank of a new adapter; an adapter that is there is continued; 0 trains all weights"
+    )
+    lora_alpha: float = option(32.0, help="the update is scaled by lora_alpha / lora_dim")
+    use_rslora: bool = option(False, help="scale by lora_alpha / sqrt(lora_dim)")
+    target_modules: tuple[str, ...] = option(
+        ("all-linear",),
+        help="layers to adapt: all-linear, name endings, or one regular expression",
+    )
+    lora_module_name: str | None = option(
+        None, help="adapt the linear layers whose name contains this (DeepSpeed-Chat's rule)"
+    )
+    learning_rate: float = option(9.65e-6, help="peak rate of base weights, where they train")
+    lora_learning_rate: float = option(5e-4, help="peak rate of the adapter")
+    weight_decay: float = option(0.0, help="decoupled weight decay; biases and norms exempt")
+    zero_stage: Literal[0, 1, 2, 3] | None = option(
+        None, help="ZeRO stage of this role; default: --zero_stage"
+    )
+    gradient_checkpointing: Switch = option(
+        "auto",
+        help="recompute activations in the backward pass instead of keeping them; without a value "
+        "on, auto: where they would not fit the memory by estimate",
+    )
+    dropout: float = option(
+        0.0, help="accepted from DeepSpeed-Chat; old and new log-probabilities need one network"
+    )
+
+    def __post_init__(self) -> None:
+        role = self.role
+        require(self.lora_dim >= 0, f"{role}_lora_dim", self.lora_dim, ">= 0 (0 disables LoRA)")
+        require(bool(self.target_modules), f"{role}_target_modules", (), "one name or more")
+        rates = ("learning_rate", "lora_learning_rate")
+        require_numbers(self, "> 0", "lora_alpha", *rates, prefix=f"{role}_")
+        require_numbers(self, ">= 0", "weight_decay", prefix=f"{role}_")
+        require_numbers(self, "in [0, 1)", "dropout", prefix=f"{role}_")
+
+    def lora(self, only_optimize_lora: bool) -> LoraConfig:
+        """Its adapter, without dropout: old and new log-probabilities need one network."""
+        return LoraConfig(
+            lora_dim=self.lora_dim,
+            lora_alpha=self.lora_alpha,
+            use_rslora=self.use_rslora,
+            target_modules=self.target_modules,
+            lora_module_name=self.lora_module_name,
+            only_optimize_lora=only_optimize_lora,
+        )
+
+    def model(self, load: LoadConfig) -> ModelConfig:
+        """Options of loading its model, without dropout."""
+        return ModelConfig(**vars(load), model_name_or_path=self.model_name_or_path)
+
+    def optim(self, schedule: ScheduleConfig) -> OptimConfig:
+        """Options of its optimizer."""
+        return OptimConfig(
+            **vars(schedule),
+            learning_rate=self.learning_rate,
+            lora_learning_rate=self.lora_learning_rate,
+            weight_decay=self.weight_decay,
+        )
+
+
+@contextmanager
+def option_errors_for(role: str) -> Iterator[None]:
+    """Name the options of this role in ValueErrors of the block, such as --actor_lora_dim."""
+    try:
+        yield
+    except ValueError as error:
+        words = str(error)
+        for name in RoleConfig.__dataclass_fields__:
+            words = re.sub(rf"--{name}\b", f"--{role}_{name}", words)
+        raise ValueError(words) from error
