@@ -50,7 +50,8 @@ class RowCounts:
         """Count a row that cannot be used."""
         self.bad += 1
         self.empty += isinstance(error, EmptyRowError)
-        self.examples.append(str(error))
+        if len(self.examples) < MAX_EXAMPLES:
+            self.examples.append(str(error))
 
     def merge(self, other: "RowCounts") -> None:
         """Add other counts; the first ``MAX_EXAMPLES`` bad rows are kept."""
