@@ -35,6 +35,8 @@ def load_or_build(
         return content, True
     _remove_abandoned(directory.parent)
     with _building(directory) as temporary:
+        # Of a process that was killed before it renamed the directory.
+        (temporary / MANIFEST).unlink(missing_ok=True)
         content = build(temporary)
         files = {path.name: file_digest(path) for path in sorted(temporary.iterdir())}
         manifest = {"name": directory.name, "files": files, "content": content}
@@ -78,24 +80,29 @@ def _block_digest(path: Path, start: int) -> bytes:
 def _building(directory: Path) -> Iterator[Path]:
     """A sibling of ``directory`` to build in; it outlives a process that is killed.
 
-    It is the one that such a process has left, or a new one where another process builds there.
+    It is the one that such a process of this user has left, or a new one where another process
+    builds there or it cannot be trusted. It also outlives one of whose processes one is killed.
     """
     left = directory.parent / f".building-{directory.name}"
-    _make(left)
-    lock = os.open(left, os.O_RDONLY)
-    temporary = left
+    with suppress(OSError):
+        left.mkdir(parents=True, exist_ok=True)
+    claimed, temporary = _claim(left), left
+    if claimed is None:
+        temporary = left.with_name(f"{left.name}-{os.getpid()}-{secrets.token_hex(4)}")
+        _make(temporary)
     try:
-        if not _is_own(lock, left):
-            temporary = left.with_name(f"{left.name}-{os.getpid()}-{secrets.token_hex(4)}")
-            _make(temporary)
         yield temporary
-    except Exception:
-        shutil.rmtree(temporary, ignore_errors=True)
+    except BaseException as error:
+        if claimed is None or not isinstance(error, ChildProcessError | KeyboardInterrupt):
+            shutil.rmtree(temporary, ignore_errors=True)
         raise
     else:
-        shutil.rmtree(temporary, ignore_errors=True)
+        # Under the name of one that was moved, another process may build by now.
+        if claimed is None or _is_at(claimed, temporary):
+            shutil.rmtree(temporary, ignore_errors=True)
     finally:
-        os.close(lock)
+        if claimed is not None:
+            os.close(claimed)
 
 
 def _make(path: Path) -> None:
@@ -109,11 +116,27 @@ def _make(path: Path) -> None:
         ) from error
 
 
-def _is_own(lock: int, path: Path) -> bool:
-    """Whether this process holds the directory, and it still has its name."""
+def _claim(path: Path) -> int | None:
+    """A descriptor that holds a directory until it is closed; None where it cannot be held.
+
+    It can be if it is this user's, no link, and no other process holds it.
+    """
     try:
+        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    with suppress(OSError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return os.fstat(lock).st_ino == path.stat().st_ino
+        if os.fstat(lock).st_uid == os.geteuid() and _is_at(lock, path):
+            return lock
+    os.close(lock)
+    return None
+
+
+def _is_at(lock: int, path: Path) -> bool:
+    """Whether a path is still that of an open directory."""
+    try:
+        return os.path.samestat(os.fstat(lock), path.lstat())
     except OSError:
         return False
 
@@ -122,19 +145,22 @@ def _remove_abandoned(cache: Path) -> None:
     """Remove what processes that were killed long ago have left."""
     for path in cache.glob(".building-*"):
         with suppress(OSError):
-            if time.time() - path.stat().st_mtime > ABANDONED:
-                lock = os.open(path, os.O_RDONLY)
-                if _is_own(lock, path):
+            if time.time() - path.lstat().st_mtime > ABANDONED:
+                lock = _claim(path)
+                if lock is not None:
                     shutil.rmtree(path, ignore_errors=True)
-                os.close(lock)
+                    os.close(lock)
 
 
 def _put_in_place(temporary: Path, directory: Path) -> None:
     """Move a finished directory to its name unless a sound one is there already."""
-    with (directory.parent / ".lock").open("w") as lock:
+    # Another user may have made the file, who alone may write to it.
+    lock = os.open(directory.parent / ".lock", os.O_RDONLY | os.O_CREAT, 0o666)
+    try:
         # Without the lock, a process that found an unsound directory could move away the
         # sound one by which another has just replaced it.
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        with suppress(OSError):  # of a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
         if read_content(directory) is not None:
             return
         if os.path.lexists(directory):
@@ -145,3 +171,5 @@ def _put_in_place(temporary: Path, directory: Path) -> None:
             else:
                 unsound.unlink()
         temporary.rename(directory)
+    finally:
+        os.close(lock)

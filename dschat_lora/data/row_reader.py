@@ -50,7 +50,8 @@ class RowCounts:
         """Count a row that cannot be used."""
         self.bad += 1
         self.empty += isinstance(error, EmptyRowError)
-        self.examples.append(str(error))
+        if len(self.examples) < MAX_EXAMPLES:
+            self.examples.append(str(error))
 
     def merge(self, other: "RowCounts") -> None:
         """Add other counts; the first ``MAX_EXAMPLES`` bad rows are kept."""
@@ -136,6 +137,7 @@ class RowReader:
                 # What JSON has no form for, such as a date, becomes text.
                 columns = json.dumps(raw.values, ensure_ascii=False, default=str)
                 records = tuple(record._replace(columns=columns) for record in records)
+            _require_unicode(row.location, records)
             counts.by_type[row.described] += 1
             return records, group
         except RowError as error:
@@ -143,3 +145,14 @@ class RowReader:
                 raise
             counts.add_bad(error)
             return (), group
+
+
+def _require_unicode(location: str, records: RowRecords) -> None:
+    """Refuse half a surrogate pair, which JSON can hold and no tokenizer reads."""
+    for record in records:
+        texts = (*(span.text for span in record.spans), record.rejected or "", record.columns)
+        try:
+            "".join(texts).encode()
+        except UnicodeEncodeError as error:
+            half = error.object[error.start]
+            raise RowError(location, f"{half!a} is half a character (a lone surrogate)") from error

@@ -60,6 +60,9 @@ def add_up(parts: Sequence[Tally]) -> Tally:
     """The counts of all parts."""
     total = Tally()
     for part in parts:
+        total.lengths.extend(part.lengths)
+        total.chat_rows.update(part.chat_rows)
         for each in fields(Tally):
-            setattr(total, each.name, getattr(total, each.name) + getattr(part, each.name))
+            if each.type is int:
+                setattr(total, each.name, getattr(total, each.name) + getattr(part, each.name))
     return total

@@ -3,11 +3,15 @@
 import gc
 import multiprocessing
 import os
+import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from itertools import chain, islice
+from multiprocessing.connection import wait
 from typing import Any, TypeVar
 
 Task = TypeVar("Task")
@@ -20,7 +24,11 @@ def map_in_order(
 ) -> Iterator[Result]:
     """``function(task)`` of each task, in order; a single task needs no other process.
 
-    What ``function`` raises is raised here, that of the first task before that of later ones.
+    What ``function`` raises is raised here, that of the first task before that of later ones. The
+    other processes end with this one, however that ends.
+
+    Raises:
+        ChildProcessError: if one of the processes is killed.
     """
     rest = iter(tasks)
     first = list(islice(rest, 2))
@@ -44,6 +52,11 @@ def map_in_order(
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()
+        except BrokenProcessPool as error:
+            raise ChildProcessError(
+                "a process that prepares data was killed, perhaps for lack of memory; "
+                f"--preprocessing_num_workers {max(1, workers // 2)} needs less of it"
+            ) from error
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -52,9 +65,20 @@ _worker: dict[str, Callable[[Any], Any]] = {}  # of a worker process: the functi
 
 
 def _set_function(function: Callable[[Any], Any]) -> None:
+    # Ctrl-C reaches every process of a terminal; the first one ends the others.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _worker["function"] = function
     # What was imported is neither searched for garbage nor, by that, copied.
     gc.freeze()
+
+
+def _end_with_parent() -> None:
+    """End this process when its parent is gone, which no queue would tell it."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
 
 
 def _call(task: Any) -> Any:

@@ -182,6 +182,13 @@ def test_skipped_bad_rows_are_counted_and_quoted_also_from_the_cache(run, jsonl)
         assert lines[1] == "f:4: `text` is empty"
 
 
+def test_half_a_character_is_a_bad_row(run, jsonl):
+    path = jsonl([*pairs(2), {"prompt": "p", "completion": "\ud800"}])
+    with pytest.raises(ValueError, match=r":3: '\\ud800' is half a character"):
+        run(path)
+    assert run(path, bad_rows="skip").audit.bad_rows == 1
+
+
 def test_bad_rows_of_an_evaluation_file_count_too(run, jsonl):
     bad = jsonl([*pairs(1, "eval"), "{"], "eval.jsonl")
     prepared = run(jsonl(pairs(2)), eval_data_path=(str(bad),), bad_rows="skip")

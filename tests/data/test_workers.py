@@ -1,5 +1,8 @@
+import multiprocessing
 import os
+import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -47,3 +50,57 @@ def test_only_a_few_tasks_wait_at_a_time():
     next(results)
     assert len(taken) < 10
     results.close()
+
+
+def refuse_to_live(number):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_worker_is_one_line():
+    with pytest.raises(ChildProcessError, match="killed, perhaps for lack of memory; --prepro"):
+        list(map_in_order(refuse_to_live, range(4), workers=2))
+
+
+def wait_long(number):
+    time.sleep(60)
+
+
+def first_of_many(connection):
+    def tasks():
+        yield from range(3)
+        connection.send([child.pid for child in multiprocessing.active_children()])
+        yield 3
+
+    list(map_in_order(wait_long, tasks(), workers=2))
+
+
+def test_workers_end_with_a_process_that_is_killed():
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    parent = context.Process(target=first_of_many, args=(sender,))
+    parent.start()
+    workers = receiver.recv()
+    parent.kill()
+    parent.join()
+    deadline = time.monotonic() + 10
+    while any(map(is_running, workers)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(workers) == 2
+    assert not any(map(is_running, workers))
+
+
+def is_running(process):
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def handler(number):
+    time.sleep(0.05)  # so that each worker has a task
+    return signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+
+
+def test_ctrl_c_is_left_to_the_first_process():
+    assert all(map_in_order(handler, range(3), workers=2))

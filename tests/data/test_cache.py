@@ -1,0 +1,104 @@
+import errno
+import fcntl
+import json
+import os
+
+import pytest
+
+from dschat_lora.data import cache
+from dschat_lora.data.cache import load_or_build
+
+
+def build(directory):
+    """Content of one file; what it is called again with is in ``seen``."""
+    (directory / "data").write_text("data")
+    return {"seen": sorted(path.name for path in directory.iterdir())}
+
+
+@pytest.fixture
+def left(tmp_path):
+    """Where a process that was killed leaves what it builds of ``tmp_path/key``."""
+    return tmp_path / ".building-key"
+
+
+def check(tmp_path):
+    """Build, and find the result sound, with nothing left beside it."""
+    content, from_cache = load_or_build(tmp_path / "key", build)
+    assert not from_cache
+    assert load_or_build(tmp_path / "key", build) == (content, True)
+    assert not (tmp_path / "key").is_symlink()
+    return content["seen"]
+
+
+def test_what_a_process_left_between_its_manifest_and_the_renaming_is_built_whole(tmp_path, left):
+    left.mkdir()
+    (left / "manifest.json").write_text(json.dumps({"name": "key"}))
+    assert check(tmp_path) == ["data"]
+    assert not left.exists()
+
+
+def test_files_of_a_killed_process_are_used_unless_another_user_left_them(
+    tmp_path, left, monkeypatch
+):
+    left.mkdir()
+    (left / "part").write_text("part")
+    user = os.geteuid()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: user + 1)
+        assert check(tmp_path) == ["data"]
+    assert (left / "part").exists()
+    (tmp_path / "key" / "data").unlink()
+    assert check(tmp_path) == ["data", "part"]
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "pipe"])
+def test_what_is_no_directory_is_not_built_in(tmp_path, left, kind):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    if kind == "file":
+        left.write_text("")
+    elif kind == "link":
+        left.symlink_to(elsewhere)
+    else:
+        os.mkfifo(left)
+    os.utime(left, (0, 0), follow_symlinks=False)  # abandoned long ago
+    assert check(tmp_path) == ["data"]
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_a_file_system_without_locks_has_a_cache(tmp_path, left, monkeypatch):
+    def flock(lock, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert check(tmp_path) == ["data"]
+
+
+@pytest.mark.parametrize(
+    ("error", "stays"), [(ChildProcessError, True), (KeyboardInterrupt, True), (ValueError, False)]
+)
+def test_an_interruption_leaves_what_is_done_and_bad_data_leave_nothing(
+    tmp_path, left, error, stays
+):
+    def interrupted(directory):
+        build(directory)
+        raise error
+
+    with pytest.raises(error):
+        load_or_build(tmp_path / "key", interrupted)
+    assert left.exists() == stays
+
+
+def test_what_another_process_builds_under_the_name_that_was_free_stays(
+    tmp_path, left, monkeypatch
+):
+    put_in_place = cache._put_in_place
+
+    def and_another_begins(temporary, directory):
+        put_in_place(temporary, directory)
+        left.mkdir()
+        (left / "part").write_text("part")
+
+    monkeypatch.setattr(cache, "_put_in_place", and_another_begins)
+    load_or_build(tmp_path / "key", build)
+    assert (left / "part").exists()
