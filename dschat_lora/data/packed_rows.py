@@ -74,7 +74,10 @@ def keep_rows(cache: Path, key: object, make: Callable[[], PackedRows]) -> Packe
             np.save(directory / f"{name}.npy", getattr(rows, name))
         return {"rows": len(rows)}
 
-    load_or_build(directory, build)
+    try:
+        load_or_build(directory, build)
+    except (OSError, ValueError):  # of a cache that cannot be written, or of ``make`` itself
+        return make()
     return PackedRows(
         *(np.load(directory / f"{name}.npy", mmap_mode="r") for name in ("samples", "ends"))
     )

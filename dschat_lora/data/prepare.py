@@ -98,7 +98,7 @@ def _build(
     """
     parts, kind = directory / "parts", rule.kind
     parts.mkdir(exist_ok=True)
-    workers = config.preprocessing_num_workers or min(MAX_WORKERS, len(os.sched_getaffinity(0)))
+    workers = config.preprocessing_num_workers or default_workers()
     chat, encoder = make_chat(config, tokenizer, eos_id), make_encoder(tokenizer)
     with progress("reading rows", lambda: _count(sources)) as bar:
         rows = collect(
@@ -129,6 +129,13 @@ def _build(
             tallies.append(add_up(counted))
     shutil.rmtree(parts)
     return {"audit": make_audit(config, rows, *tallies).to_dict(), "digests": digests}
+
+
+def default_workers() -> int:
+    """One for each core that this process may use, up to ``MAX_WORKERS``."""
+    if hasattr(os, "sched_getaffinity"):
+        return min(MAX_WORKERS, len(os.sched_getaffinity(0)))
+    return min(MAX_WORKERS, os.cpu_count() or 1)
 
 
 def token_rule(config: DataConfig, eos_id: int, kind: DataKind) -> TokenRule:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 # csv refuses cells longer than this; its own default, 128 KiB, is less than a long document.
 MAX_CSV_CELL = 2**30
 ROWS_AT_A_TIME = 1000
+BYTES_AT_A_TIME = 4 * 2**20  # of these rows, about
 ARROW_FILE = b"ARROW1"  # begins an Arrow file; a stream begins otherwise
 # A list of rows, or of WebNLG's entries.
 JSON_LIST = re.compile(r'\s*(\{\s*"entries"\s*:\s*)?\[')
@@ -317,8 +318,11 @@ def _iter_batches(path: Path, batches: Iterator[Any]) -> Iterator[RawRow]:
     number = 0
     try:
         for batch in batches:
-            for start in range(0, batch.num_rows, ROWS_AT_A_TIME):
-                for values in batch.slice(start, ROWS_AT_A_TIME).to_pylist():
+            size = max(
+                1, min(ROWS_AT_A_TIME, BYTES_AT_A_TIME * batch.num_rows // (batch.nbytes + 1))
+            )
+            for start in range(0, batch.num_rows, size):
+                for values in batch.slice(start, size).to_pylist():
                     number += 1
                     yield RawRow(f"{path}:{number}", values)
     except pyarrow.ArrowException as error:

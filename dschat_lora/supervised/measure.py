@@ -2,12 +2,11 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from statistics import fmean
 from typing import TypeVar
 
-from dschat_lora.config.stages import ScoreConfig
 from dschat_lora.config.verbs import EvalConfig
 from dschat_lora.data.chat import Span
 from dschat_lora.data.encoder import make_encoder
@@ -176,13 +175,7 @@ def own_rewards(config: EvalConfig, policy: Policy) -> dict[str, float]:
 
 def scorer_of(config: EvalConfig, reward_model: str) -> Scorer:
     """The reward model, loaded as the model that is evaluated."""
-    model = ScoreConfig(
-        model_name_or_path=reward_model,
-        dtype=config.dtype,
-        attn_implementation=config.attn_implementation,
-        trust_remote_code=config.trust_remote_code,
-        chat_template=config.chat_template,
-    ).model
+    model = replace(config.model, model_name_or_path=reward_model)
     size = config.per_device_eval_batch_size
     return Scorer(model, batch_size=size, max_seq_len=config.max_seq_len)
 

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from dschat_lora.data.packed_rows import PackedRows, keep_rows
 from dschat_lora.data.packing import fill, first_fit, make_rows
 
 
@@ -62,3 +63,26 @@ def test_without_packing_each_sample_is_a_row():
 def test_fill_is_the_share_of_tokens():
     assert fill([(0, 1), (2,)], np.array([4, 5, 3]), 10) == 0.6
     assert fill([], np.array([]), 10) == 0
+
+
+def test_rows_are_kept_for_equal_keys(tmp_path):
+    lengths = np.random.default_rng(0).integers(1, 60, 300)
+    made = []
+
+    def make():
+        made.append(make_rows(lengths, max_seq_len=64, packing=True, seed=0))
+        return made[-1]
+
+    rows = [keep_rows(tmp_path, [64, key], make) for key in ("a", "a", "b")]
+    assert len(made) == 2
+    assert rows[0] == rows[1] == rows[2] == made[0]
+    assert rows[1][3:5] == [rows[1][3], rows[1][4]]
+    assert rows[1][-1] == made[0][len(made[0]) - 1]
+    with pytest.raises(IndexError):
+        rows[1][len(rows[1])]
+
+
+def test_a_cache_that_cannot_be_written_costs_no_more_than_time(tmp_path):
+    (tmp_path / "file").write_text("")
+    rows = PackedRows.of([(0, 2), (1,)])
+    assert keep_rows(tmp_path / "file", [1], lambda: rows) is rows

@@ -344,6 +344,23 @@ def test_what_a_killed_preparation_wrote_is_not_made_again(run, jsonl, tmp_path,
     assert run(path).train.digest == prepared.train.digest
 
 
+@pytest.mark.parametrize("name", ["big.jsonl", "big.json", "big.parquet"])
+def test_long_texts_are_read_a_few_at_a_time(run, tmp_path, monkeypatch, name):
+    monkeypatch.setattr("dschat_lora.data.row_reader.BYTES_PER_FILE", 1000)
+    texts_of_rows, sizes = [f"{number} " * 300 for number in range(10)], []
+    path = tmp_path / name
+    if name.endswith("parquet"):
+        pa.parquet.write_table(pa.table({"text": texts_of_rows}), path)
+    else:
+        path.write_text("\n".join(json.dumps({"text": text}) for text in texts_of_rows))
+    monkeypatch.setattr(
+        "dschat_lora.data.collect.map_in_order",
+        lambda work, tasks, workers: (sizes.append(task.size) or work(task) for task in tasks),
+    )
+    run(path, overlong="truncate")
+    assert sizes == [2, 2, 2, 2, 2]
+
+
 def test_the_cache_is_hit_by_equal_content_under_another_name(run, jsonl, tmp_path):
     path = jsonl(pairs(5))
     first = run(path)
