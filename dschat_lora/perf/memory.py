@@ -52,6 +52,7 @@ def estimate_memory(
     gradient_checkpointing: bool,
     zero_stage: int,
     world_size: int,
+    offload: bool = False,
     reuse_distance: int = REUSE_DISTANCE,
     bucket_size: int = BUCKET_SIZE,
 ) -> MemoryEstimate:

@@ -21,6 +21,7 @@ from dschat_lora.generation.generate import Decoder
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.models.backbone import Backbone
 from dschat_lora.models.build import recompute_blocks
+from dschat_lora.models.compile import compile_blocks
 from dschat_lora.perf.memory import estimate_memory
 from dschat_lora.supervised.loop import train_steps
 from dschat_lora.supervised.objectives import SUPERVISED
@@ -62,6 +63,9 @@ def train(
     tensor_parallel=1,
     sequence_parallel=False,
     accumulation=1,
+    offload=False,
+    attention="sdpa",
+    compiled=False,
 ):
     """The second of two optimizer steps of the engine and the loop, and the estimate of memory."""
     size = replace(
@@ -82,6 +86,7 @@ def train(
         model = shapes.random_model(size, dtype=DTYPES[dtype], device=CUDA, group=group)
         if recompute:
             recompute_blocks(model)
+        model.set_attn_implementation(attention)
         model.train()
         engine = make_engine(
             model,
@@ -89,7 +94,10 @@ def train(
             zero_stage=zero_stage,
             rows=rows,
             accumulation_steps=len(batches),
+            offload=offload,
         )
+        if compiled:
+            compile_blocks(model)
         for _ in range(2):  # the first makes the optimizer's state
             watch.start()
             next(train_steps(engine, [batches], SUPERVISED, [1.0]))
@@ -102,6 +110,7 @@ def train(
             gradient_checkpointing=recompute,
             zero_stage=zero_stage,
             world_size=world_size // tensor_parallel,
+            offload=offload,
         )
         return noted(watch) | {"estimate": vars(estimate), "estimated": estimate.total}
 
