@@ -61,8 +61,9 @@ def estimate_memory(
     ZeRO divides optimizer state (stage 1 on), gradients (2 on) and weights (3) by ``world_size``,
     the number of data-parallel processes. A micro-batch is ``rows`` of ``length`` positions. With
     ``gradient_checkpointing`` each block's input is kept, and one block's inside at a time; of
-    logits, one chunk. Of a tensor-parallel model the rank's part counts. ``reuse_distance`` and
-    ``bucket_size`` are DeepSpeed's, in elements.
+    logits, one chunk. Of a tensor-parallel model the rank's part counts. ``offload`` leaves
+    optimizer state to the host, and at ZeRO 3 weights too. ``reuse_distance`` and ``bucket_size``
+    are DeepSpeed's, in elements.
 
     Raises:
         ValueError: for a model that :func:`dschat_lora.perf.shape.describe` does not understand.
@@ -74,6 +75,8 @@ def estimate_memory(
     sharded = zero_stage == 3 or (zero_stage > 0 and world_size > 1)
     copied = sharded or any(p.dtype != torch.float32 for p in trained)
     optimizer = sum(_numel(p) for p in trained) * (12 if copied else 8)
+    if offload:
+        optimizer = 0
     positions = rows * length
     activations = activation_bytes(
         model,
@@ -82,8 +85,9 @@ def estimate_memory(
         compute_dtype=compute_dtype,
         gradient_checkpointing=gradient_checkpointing,
     )
+    weights = parameter_bytes(parameters) // (world_size if zero_stage >= 3 else 1)
     return MemoryEstimate(
-        weights=parameter_bytes(parameters) // (world_size if zero_stage >= 3 else 1),
+        weights=0 if offload and zero_stage >= 3 else weights,
         gradients=parameter_bytes(trained) // (world_size if zero_stage >= 2 else 1),
         optimizer=optimizer // (world_size if zero_stage >= 1 else 1),
         activations=activations * positions,

@@ -74,6 +74,7 @@ class Watch(TorchDispatchMode):
         products: (matrix product, type) -> times.
         graphs: the operations of each that was captured. replays: of all of them.
         live, peak: bytes of the device's storages.
+        copied: "cuda->cpu" or "cpu->cuda" -> bytes.
         moved: (collective, ranks) -> bytes of the whole tensors: what is summed or spread, or
             what the ranks' parts make. collectives: the same -> times.
     """
@@ -84,7 +85,7 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.truth, self.number = True, 1.0
         self.waits, self.products, self.moved = Counter(), Counter(), Counter()
-        self.operations, self.collectives = Counter(), Counter()
+        self.operations, self.collectives, self.copied = Counter(), Counter(), Counter()
         self.launches = self.replays = self.live = self.peak = 0
         self.graphs: list[Counter] = []
         self.capturing = False
@@ -144,7 +145,7 @@ class Watch(TorchDispatchMode):
     def start(self):
         """Count from here on: all that is counted, and the peak from what is live now."""
         counters = (self.waits, self.products, self.moved, self.collectives, self.operations)
-        for counter in counters:
+        for counter in (*counters, self.copied):
             counter.clear()
         self.launches = self.replays = 0
         self.graphs.clear()
@@ -178,9 +179,10 @@ class Watch(TorchDispatchMode):
         if source.device.type == to.type:
             return False, None
         way = f"{source.device.type}->{to.type}"
+        self.copied[way] += source.numel() * dtype.itemsize
         if not (kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2])):
             self.wait(f"copy {way}")
-        elif to.type == "cuda" and not getattr(source, "pinned", False):
+        elif to.type == "cuda" and not _is_pinned(source):
             self.wait(f"unpinned non_blocking {way}")  # staged by the host
         if to.type == "cpu":
             with unset_fake_temporarily():
@@ -333,7 +335,11 @@ def _data_of(plain):
     def set_data(tensor, value):
         if isinstance(value, FakeTensor) and not isinstance(tensor, FakeTensor):
             is_parameter = isinstance(tensor, torch.nn.Parameter)
-            new = torch.nn.Parameter(value, tensor.requires_grad) if is_parameter else value.view_as(value)
+            new = (
+                torch.nn.Parameter(value, tensor.requires_grad)
+                if is_parameter
+                else value.view_as(value)
+            )
             _become(tensor, new)
         else:
             plain.__set__(tensor, value)
@@ -481,9 +487,16 @@ def _address_of(plain):
     return data_ptr
 
 
+_PINNED = weakref.WeakSet()  # storages
+
+
 def _pin(tensor, *_):
-    tensor.pinned = True
+    _PINNED.add(tensor.untyped_storage())
     return tensor
+
+
+def _is_pinned(tensor, *_):
+    return tensor.untyped_storage() in _PINNED
 
 
 def _traced(_, graph, inputs):
@@ -520,7 +533,7 @@ def fake_cuda(card="h200", *, world_size=1, rank=0):
         stand_in(torch.Tensor, "data_ptr", _address_of(torch.Tensor.data_ptr))
         stand_in(torch.Tensor, "data", _data_of(torch.Tensor.data))
         stand_in(torch.Tensor, "pin_memory", _pin)
-        stand_in(torch.Tensor, "is_pinned", lambda tensor, *_: getattr(tensor, "pinned", False))
+        stand_in(torch.Tensor, "is_pinned", _is_pinned)
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
         stack.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
         _stub_comparisons(stand_in)

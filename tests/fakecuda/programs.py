@@ -36,6 +36,7 @@ def noted(watch):
         "waits": {f"{what}  {line}": n for (what, line), n in watch.waits.most_common()},
         "products": {f"{name} {dtype}": n for (name, dtype), n in watch.products.items()},
         "moved": [[*key, watch.collectives[key], count] for key, count in watch.moved.items()],
+        "copied": dict(watch.copied),
         "launches": watch.launches,
         "operations": dict(watch.operations),
         "graphs": len(watch.graphs),
@@ -118,6 +119,7 @@ def train(
 def decode(
     shape,
     *,
+    layers=None,
     lora_dim=16,
     rows=8,
     length=256,
@@ -127,7 +129,8 @@ def decode(
     merged=False,
 ):
     """Each of two calls of the decoder."""
-    size = replace(shapes.SHAPES[shape], lora_dim=lora_dim)
+    size = shapes.SHAPES[shape]
+    size = replace(size, lora_dim=lora_dim, num_layers=layers or size.num_layers)
     with fake_cuda(card) as watch:
         model = shapes.random_model(size, dtype=DTYPES[dtype], device=CUDA).eval()
         watch.truth = False  # no sequence ends

@@ -131,3 +131,11 @@ def test_an_estimate_needs_no_weights():
     with torch.device("meta"):
         meta = build("llama", "LoRA everywhere", torch.float32)
     assert estimate(meta) == estimate(build("llama", "LoRA everywhere", torch.float32))
+
+
+def test_offload_leaves_optimizer_state_to_the_host_and_at_zero_3_weights_too():
+    model = build("opt", "full", torch.float32, attn="sdpa")
+    for stage in (1, 2, 3):
+        kept, offloaded = (estimate(model, zero_stage=stage, offload=on) for on in (False, True))
+        weights = 0 if stage == 3 else kept.weights
+        assert vars(offloaded) == vars(kept) | {"optimizer": 0, "weights": weights}
