@@ -61,9 +61,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("shape", "rank", "recompute"), ROWS if ALL else [ROWS[0], ROWS[5], ROWS[9]]
-)
+@pytest.mark.parametrize(("shape", "rank", "recompute"), ROWS if ALL else [ROWS[0], ROWS[9]])
 def test_memory_is_what_the_readme_says(fake_device, shape, rank, recompute):
     check_estimate(train(fake_device, shape, layers=LAYERS, lora_dim=rank, recompute=recompute))
 
@@ -99,7 +97,7 @@ def test_memory_of_one_of_eight_processes(fake_device, shape, options):
     assert sum(found["waits"].values()) <= 5
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [2, 3] if ALL else [3])
 def test_offload_copies_gradients_and_updates_and_at_zero_3_weights(fake_device, stage):
     found = train(fake_device, "opt-1.3b", layers=4, rows=4, zero_stage=stage, offload=True)
     check_estimate(found)
@@ -114,6 +112,7 @@ def test_offload_copies_gradients_and_updates_and_at_zero_3_weights(fake_device,
     }
 
 
+@pytest.mark.skipif(not ALL, reason="40 s of CPU time; DSCHAT_LORA_TESTS=all runs it")
 def test_compiled_blocks_run_on_the_device_and_wait_for_nothing(fake_device):
     found = train(fake_device, "opt-1.3b", layers=2, rows=4, compiled=True)
     assert waits_of(found) == {"outcome": "item", "train_steps": "tolist"}
