@@ -169,7 +169,9 @@ class Watch(TorchDispatchMode):
         return [(size, label) for label, size in highest.most_common(most)]
 
     def _made_up(self, dtype):
-        return self.truth if dtype == torch.bool else self.number if dtype.is_floating_point else 1
+        if dtype in (torch.bool, torch.uint8):  # DeepSpeed's flags are bytes
+            return self.truth if dtype == torch.bool else int(self.truth)
+        return self.number if dtype.is_floating_point else 1
 
     def _copy(self, name, args, kwargs, tensors):
         """(whether it is done, result) of a copy between host and device."""
