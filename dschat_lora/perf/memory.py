@@ -36,6 +36,7 @@ class MemoryEstimate:
     optimizer: int  # AdamW: mean, square, and the fp32 copy it updates
     activations: int  # kept by the forward pass for the backward pass
     loss: int  # one chunk of logits and its gradient
+    update: int = 0  # beyond activations and loss, which are gone: gradients of 16-bit weights anew
     gathered: int = 0  # at ZeRO 3, whole weights around the end of the forward pass, and a buffer
 
     @property
@@ -85,13 +86,19 @@ def estimate_memory(
         compute_dtype=compute_dtype,
         gradient_checkpointing=gradient_checkpointing,
     )
+    loss = _loss_bytes(shape, positions, width, _vocabulary_ranks(model))
+    # DeepSpeed's step of 16-bit weights joins their gradients, and copies them in fp32.
+    narrow = [p for p in trained if p.dtype != torch.float32]
+    update = sum(_numel(p) * (p.element_size() + 4) for p in narrow)
+    update = 0 if offload else update // (world_size if zero_stage >= 1 else 1)
     weights = parameter_bytes(parameters) // (world_size if zero_stage >= 3 else 1)
     return MemoryEstimate(
         weights=0 if offload and zero_stage >= 3 else weights,
         gradients=parameter_bytes(trained) // (world_size if zero_stage >= 2 else 1),
         optimizer=optimizer // (world_size if zero_stage >= 1 else 1),
         activations=activations * positions,
-        loss=_loss_bytes(shape, positions, width, _vocabulary_ranks(model)),
+        loss=loss,
+        update=max(0, update - activations * positions - loss),
         gathered=0
         if zero_stage < 3
         else width * (_gathered_elements(parameters, reuse_distance) + bucket_size),

@@ -143,7 +143,7 @@ def plan_memory(
         separate_weights=sum(stored(each.parameters()) for each in models),
         training=averaged // ranks + sum(e.gradients + e.optimizer for e in estimates),
         # Models that share their base gather the same weights.
-        update=sum(e.activations + e.loss for e in estimates)
+        update=sum(e.activations + e.loss + e.update for e in estimates)
         + (max if first.shares_weights else sum)(e.gathered for e in estimates),
         cache=cache,
     )

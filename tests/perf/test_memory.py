@@ -139,3 +139,11 @@ def test_offload_leaves_optimizer_state_to_the_host_and_at_zero_3_weights_too():
         kept, offloaded = (estimate(model, zero_stage=stage, offload=on) for on in (False, True))
         weights = 0 if stage == 3 else kept.weights
         assert vars(offloaded) == vars(kept) | {"optimizer": 0, "weights": weights}
+
+
+def test_the_update_of_16_bit_weights_makes_their_gradients_anew_once_activations_are_gone():
+    model = build("opt", "full", torch.bfloat16, attn="sdpa")
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    found = estimate(model, rows=1, length=1, zero_stage=1)
+    assert found.activations + found.loss + found.update == trained * (2 + 4)
+    assert estimate(model, rows=10**6, zero_stage=1).update == 0
