@@ -101,6 +101,7 @@ def make_engine(
     zero_stage: int,
     rows: int,
     accumulation_steps: int,
+    offload: bool = False,
     deepspeed_json: Mapping[str, Any] | None = None,
 ) -> TrainEngine:
     """An engine with the stages' defaults over a transformers model with adapters."""
@@ -108,7 +109,7 @@ def make_engine(
     settings = EngineSettings(
         dtype=dtype,
         zero_stage=zero_stage,
-        offload=False,
+        offload=offload,
         micro_batch_size=rows,
         accumulation_steps=accumulation_steps,
         max_grad_norm=optim.max_grad_norm,

@@ -97,7 +97,7 @@ def _in_rows(model: Any, kind: RowKind, attention: str) -> Tensor:
     is_tree = hasattr(batch, "branch_ids")
     network: Any = (CausalLMLogprobs if is_tree else CausalLMLoss)(model)
     network.backbone.by_spans = attention == BY_SEQUENCE
-    names = ["input_ids", "position_ids", "segment_ids", "predicted_from", "predicted", "spans"]
+    names = ["input_ids", "position_ids", "segment_ids", "logit_positions", "target_ids", "spans"]
     names += ["branch_ids"] if is_tree else []
     found: Tensor = network(**{name: getattr(batch, name) for name in names})
     return (-found.sum() if is_tree else found) / len(batch.target_ids)

@@ -72,8 +72,9 @@ def run(report: PartReport, *, tiny: bool) -> None:
     report.check("the formula makes more", min(plain["forward"], plain["backward"]) > 1)
 
 
-def _formula(*operands: Any, transposed: bool) -> Tensor:
+def _formula(*operands: Any, transposed: bool, casts: object) -> Tensor:
     assert not transposed
+    assert casts is None
     return lora_linear_reference(*operands)
 
 

@@ -119,13 +119,13 @@ def _resident(estimate: Estimator, options: MemoryOptions, built: MemoryOptions)
         if not options.trains_base:
             memory = replace(memory, weights=memory.weights // 2)
     if built.trains_base and not options.trains_base:
-        memory = replace(memory, gradients=0, optimizer=0)
+        memory = replace(memory, gradients=0, optimizer=0, update=0)
     if options.engine_stage < 3:
         # At stage 3 they are over all processes already. Of activations only some are divided.
         parts = options.tensor_parallel_size // built.tensor_parallel_size
         memory = replace(memory, weights=memory.weights // parts)
     if options.offload:
-        memory = replace(memory, optimizer=0)
+        memory = replace(memory, optimizer=0, update=0)
     if options.offload and options.zero_stage == 3:
         memory = replace(memory, weights=0)
     return memory

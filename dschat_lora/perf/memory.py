@@ -36,6 +36,7 @@ class MemoryEstimate:
     optimizer: int  # AdamW: mean, square, and the fp32 copy it updates
     activations: int  # kept by the forward pass for the backward pass
     loss: int  # one chunk of logits and its gradient
+    update: int = 0  # beyond activations and loss, which are gone: gradients of 16-bit weights anew
     gathered: int = 0  # at ZeRO 3, whole weights around the end of the forward pass, and a buffer
 
     @property
@@ -52,6 +53,7 @@ def estimate_memory(
     gradient_checkpointing: bool,
     zero_stage: int,
     world_size: int,
+    offload: bool = False,
     reuse_distance: int = REUSE_DISTANCE,
     bucket_size: int = BUCKET_SIZE,
 ) -> MemoryEstimate:
@@ -60,8 +62,9 @@ def estimate_memory(
     ZeRO divides optimizer state (stage 1 on), gradients (2 on) and weights (3) by ``world_size``,
     the number of data-parallel processes. A micro-batch is ``rows`` of ``length`` positions. With
     ``gradient_checkpointing`` each block's input is kept, and one block's inside at a time; of
-    logits, one chunk. Of a tensor-parallel model the rank's part counts. ``reuse_distance`` and
-    ``bucket_size`` are DeepSpeed's, in elements.
+    logits, one chunk. Of a tensor-parallel model the rank's part counts. ``offload`` leaves
+    optimizer state to the host, and at ZeRO 3 weights too. ``reuse_distance`` and ``bucket_size``
+    are DeepSpeed's, in elements.
 
     Raises:
         ValueError: for a model that :func:`dschat_lora.perf.shape.describe` does not understand.
@@ -73,6 +76,8 @@ def estimate_memory(
     sharded = zero_stage == 3 or (zero_stage > 0 and world_size > 1)
     copied = sharded or any(p.dtype != torch.float32 for p in trained)
     optimizer = sum(_numel(p) for p in trained) * (12 if copied else 8)
+    if offload:
+        optimizer = 0
     positions = rows * length
     activations = activation_bytes(
         model,
@@ -81,12 +86,19 @@ def estimate_memory(
         compute_dtype=compute_dtype,
         gradient_checkpointing=gradient_checkpointing,
     )
+    loss = _loss_bytes(shape, positions, width, _vocabulary_ranks(model))
+    # DeepSpeed's step of 16-bit weights joins their gradients, and copies them in fp32.
+    narrow = [p for p in trained if p.dtype != torch.float32]
+    update = sum(_numel(p) * (p.element_size() + 4) for p in narrow)
+    update = 0 if offload else update // (world_size if zero_stage >= 1 else 1)
+    weights = parameter_bytes(parameters) // (world_size if zero_stage >= 3 else 1)
     return MemoryEstimate(
-        weights=parameter_bytes(parameters) // (world_size if zero_stage >= 3 else 1),
+        weights=0 if offload and zero_stage >= 3 else weights,
         gradients=parameter_bytes(trained) // (world_size if zero_stage >= 2 else 1),
         optimizer=optimizer // (world_size if zero_stage >= 1 else 1),
         activations=activations * positions,
-        loss=_loss_bytes(shape, positions, width, _vocabulary_ranks(model)),
+        loss=loss,
+        update=max(0, update - activations * positions - loss),
         gathered=0
         if zero_stage < 3
         else width * (_gathered_elements(parameters, reuse_distance) + bucket_size),

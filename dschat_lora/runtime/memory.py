@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import combinations
@@ -63,6 +63,7 @@ class TrainedModel:
             gradient_checkpointing=gradient_checkpointing,
             zero_stage=zero_stage,
             world_size=data_world_size(),
+            offload=self.settings.offload,
             **self.settings.gathering(zero_stage),
         )
 
@@ -130,18 +131,20 @@ def plan_memory(
     except ValueError:
         return None
     models = models or [each.model for each in trained]
-    ranks = data_world_size() if trained[0].settings.zero_stage == 3 else 1
-    optimizer = sum(
-        0 if each.settings.offload else estimate.optimizer
-        for each, estimate in zip(trained, estimates, strict=True)
-    )
+    first = trained[0].settings
+    ranks = data_world_size() if first.zero_stage == 3 else 1
+
+    def stored(parameters: Iterable[nn.Parameter]) -> int:
+        on_host = first.zero_stage == 3 and first.offload
+        return 0 if on_host else parameter_bytes(parameters) // ranks
+
     return MemoryPlan(
-        weights=parameter_bytes(nn.ModuleList(models).parameters()) // ranks,
-        separate_weights=sum(parameter_bytes(each.parameters()) for each in models) // ranks,
-        training=averaged // ranks + sum(e.gradients for e in estimates) + optimizer,
+        weights=stored(nn.ModuleList(models).parameters()),
+        separate_weights=sum(stored(each.parameters()) for each in models),
+        training=averaged // ranks + sum(e.gradients + e.optimizer for e in estimates),
         # Models that share their base gather the same weights.
-        update=sum(e.activations + e.loss for e in estimates)
-        + (max if trained[0].settings.shares_weights else sum)(e.gathered for e in estimates),
+        update=sum(e.activations + e.loss + e.update for e in estimates)
+        + (max if first.shares_weights else sum)(e.gathered for e in estimates),
         cache=cache,
     )
 

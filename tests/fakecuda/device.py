@@ -10,6 +10,7 @@ fragmentation and times are not found this way.
 """
 
 import contextlib
+import functools
 import os
 import sys
 import weakref
@@ -63,14 +64,6 @@ def _is_cuda(x):
     return (x if isinstance(x, torch.device) else x.device).type == "cuda"
 
 
-class _FakeMode(FakeTensorMode):
-    """FakeTensors that do not touch a device, although ``torch.cuda.is_available()``."""
-
-    @property
-    def avoid_device_init(self):
-        return True
-
-
 class Watch(TorchDispatchMode):
     """What is done on the fake device.
 
@@ -81,15 +74,18 @@ class Watch(TorchDispatchMode):
         products: (matrix product, type) -> times.
         graphs: the operations of each that was captured. replays: of all of them.
         live, peak: bytes of the device's storages.
+        copied: "cuda->cpu" or "cpu->cuda" -> bytes.
         moved: (collective, ranks) -> bytes of the whole tensors: what is summed or spread, or
             what the ranks' parts make. collectives: the same -> times.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self):
         super().__init__()
         self.truth, self.number = True, 1.0
         self.waits, self.products, self.moved = Counter(), Counter(), Counter()
-        self.operations, self.collectives = Counter(), Counter()
+        self.operations, self.collectives, self.copied = Counter(), Counter(), Counter()
         self.launches = self.replays = self.live = self.peak = 0
         self.graphs: list[Counter] = []
         self.capturing = False
@@ -98,7 +94,7 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        name = func._schema.name.removeprefix("aten::")
+        name = func.name().split(".")[0].removeprefix("aten::")
         inputs = [
             x
             for x in tree_leaves((args, kwargs))
@@ -126,6 +122,11 @@ class Watch(TorchDispatchMode):
             self._exchanged(name.removeprefix("c10d::"), args)
         return result
 
+    @classmethod
+    def ignore_compile_internals(cls):
+        """Dynamo may trace under this mode, which sees what is then run."""
+        return True
+
     def _exchanged(self, name, args):
         group = next(each for each in args if isinstance(each, torch.ScriptObject))
         key = COLLECTIVES[name], dist.ProcessGroup.unbox(group).size()
@@ -144,7 +145,7 @@ class Watch(TorchDispatchMode):
     def start(self):
         """Count from here on: all that is counted, and the peak from what is live now."""
         counters = (self.waits, self.products, self.moved, self.collectives, self.operations)
-        for counter in counters:
+        for counter in (*counters, self.copied):
             counter.clear()
         self.launches = self.replays = 0
         self.graphs.clear()
@@ -168,7 +169,9 @@ class Watch(TorchDispatchMode):
         return [(size, label) for label, size in highest.most_common(most)]
 
     def _made_up(self, dtype):
-        return self.truth if dtype == torch.bool else self.number if dtype.is_floating_point else 1
+        if dtype in (torch.bool, torch.uint8):  # DeepSpeed's flags are bytes
+            return self.truth if dtype == torch.bool else int(self.truth)
+        return self.number if dtype.is_floating_point else 1
 
     def _copy(self, name, args, kwargs, tensors):
         """(whether it is done, result) of a copy between host and device."""
@@ -178,9 +181,10 @@ class Watch(TorchDispatchMode):
         if source.device.type == to.type:
             return False, None
         way = f"{source.device.type}->{to.type}"
+        self.copied[way] += source.numel() * dtype.itemsize
         if not (kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2])):
             self.wait(f"copy {way}")
-        elif to.type == "cuda" and not getattr(source, "pinned", False):
+        elif to.type == "cuda" and not _is_pinned(source):
             self.wait(f"unpinned non_blocking {way}")  # staged by the host
         if to.type == "cpu":
             with unset_fake_temporarily():
@@ -194,7 +198,7 @@ class Watch(TorchDispatchMode):
 
     def _note(self, func, name, tensors, result):
         made = [x for x in tree_leaves(result) if isinstance(x, FakeTensor) and _is_cuda(x)]
-        if made and not func.is_view and name not in NO_KERNEL:
+        if made and not getattr(func, "is_view", False) and name not in NO_KERNEL:
             self.launches += 1
             self.operations[name] += 1
             if self.capturing:
@@ -316,10 +320,33 @@ def _place(store, key, old, new, moved):
         store[key] = moved.setdefault(id(old), new)
     elif isinstance(new, FakeTensor) == isinstance(old, FakeTensor):
         old.data = new
-    elif id(old) not in moved:  # from the host: the object stays, as optimizers know it
+    elif id(old) not in moved:
         moved[id(old)] = old
-        with mock.patch.object(weakref, "getweakrefs", return_value=[]):
-            torch.utils.swap_tensors(old, new)
+        _become(old, new)
+
+
+def _become(old, new):
+    """From the host to the device: the object stays, as optimizers know it."""
+    with mock.patch.object(weakref, "getweakrefs", return_value=[]):
+        torch.utils.swap_tensors(old, new)
+
+
+def _data_of(plain):
+    """``tensor.data``, which may be set from the host to the device."""
+
+    def set_data(tensor, value):
+        if isinstance(value, FakeTensor) and not isinstance(tensor, FakeTensor):
+            is_parameter = isinstance(tensor, torch.nn.Parameter)
+            new = (
+                torch.nn.Parameter(value, tensor.requires_grad)
+                if is_parameter
+                else value.view_as(value)
+            )
+            _become(tensor, new)
+        else:
+            plain.__set__(tensor, value)
+
+    return property(plain.__get__, set_data)
 
 
 class Stream:
@@ -390,6 +417,11 @@ def _nothing(*_, **__):
     return None
 
 
+def _each(names, function):
+    """name -> a function of its own: torch.compile tells them apart by what they are."""
+    return {name: functools.partial(function) for name in names.split()}
+
+
 def card_module(card, watch):
     """What of ``torch.cuda`` is asked of a card: name -> what stands in for it."""
     name, capability, gigabytes = CARDS[card]
@@ -409,9 +441,9 @@ def card_module(card, watch):
     def is_bf16_supported(including_emulation=True):
         return including_emulation or capability >= (8, 0)
 
-    silent = "set_device init _lazy_init empty_cache manual_seed manual_seed_all".split()
+    silent = "set_device init _lazy_init empty_cache manual_seed manual_seed_all set_rng_state"
     return {
-        **dict.fromkeys(silent, _nothing),
+        **_each(silent, _nothing),
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "device_count": lambda: 1,
@@ -419,10 +451,11 @@ def card_module(card, watch):
         "get_device_name": lambda *_: name,
         "get_device_capability": lambda *_: capability,
         "get_device_properties": lambda *_: properties,
+        "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
         "is_bf16_supported": is_bf16_supported,
         "mem_get_info": lambda *_: (properties.total_memory - watch.live, properties.total_memory),
-        **dict.fromkeys(("memory_allocated", "memory_reserved"), lambda *_: watch.live),
-        **dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), lambda *_: watch.peak),
+        **_each("memory_allocated memory_reserved", lambda *_: watch.live),
+        **_each("max_memory_allocated max_memory_reserved", lambda *_: watch.peak),
         "reset_peak_memory_stats": lambda *_: watch.reset_peak(),
         "memory_stats": lambda *_: {},
         "synchronize": lambda *_: watch.wait("synchronize"),
@@ -456,9 +489,21 @@ def _address_of(plain):
     return data_ptr
 
 
+_PINNED = weakref.WeakSet()  # storages
+
+
 def _pin(tensor, *_):
-    tensor.pinned = True
+    _PINNED.add(tensor.untyped_storage())
     return tensor
+
+
+def _is_pinned(tensor, *_):
+    return tensor.untyped_storage() in _PINNED
+
+
+def _traced(_, graph, inputs):
+    """In place of Inductor, which has no code for this device: traced and differentiated."""
+    return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
 
 @contextlib.contextmanager
@@ -484,15 +529,19 @@ def fake_cuda(card="h200", *, world_size=1, rank=0):
         stand_in(torch.nn.functional, "scaled_dot_product_attention", attention_of(capability))
         flash = capability >= (8, 0)
         stand_in(torch.backends.cuda, "is_flash_attention_available", lambda: flash)
+        stand_in(torch._TorchCompileInductorWrapper, "__call__", _traced)
         stand_in(FakeTensor, "tolist", _tolist_of(watch))
         stand_in(torch.Tensor, "record_stream", _nothing)
         stand_in(torch.Tensor, "data_ptr", _address_of(torch.Tensor.data_ptr))
+        stand_in(torch.Tensor, "data", _data_of(torch.Tensor.data))
         stand_in(torch.Tensor, "pin_memory", _pin)
-        stand_in(torch.Tensor, "is_pinned", lambda tensor, *_: getattr(tensor, "pinned", False))
+        stand_in(torch.Tensor, "is_pinned", _is_pinned)
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
         stack.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
         _stub_comparisons(stand_in)
-        stack.enter_context(_FakeMode(allow_non_fake_inputs=True))
+        # It would touch the device, as torch.cuda.is_available().
+        stand_in(FakeTensorMode, "avoid_device_init", True)
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(watch)
         yield watch
 

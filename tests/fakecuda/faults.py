@@ -41,4 +41,4 @@ def train_with(fault):
     """As :func:`fakecuda.programs.train` on a small step, with the fault; "none" for without."""
     forward = globals().get(fault.replace(" ", "_"), PLAIN)
     with mock.patch.object(LoraLinear, "forward", forward):
-        return programs.train("opt-1.3b", layers=6, rows=8)
+        return programs.train("opt-1.3b", layers=2, rows=4)

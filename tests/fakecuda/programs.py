@@ -21,6 +21,7 @@ from dschat_lora.generation.generate import Decoder
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.models.backbone import Backbone
 from dschat_lora.models.build import recompute_blocks
+from dschat_lora.models.compile import compile_blocks
 from dschat_lora.perf.memory import estimate_memory
 from dschat_lora.supervised.loop import train_steps
 from dschat_lora.supervised.objectives import SUPERVISED
@@ -35,6 +36,7 @@ def noted(watch):
         "waits": {f"{what}  {line}": n for (what, line), n in watch.waits.most_common()},
         "products": {f"{name} {dtype}": n for (name, dtype), n in watch.products.items()},
         "moved": [[*key, watch.collectives[key], count] for key, count in watch.moved.items()],
+        "copied": dict(watch.copied),
         "launches": watch.launches,
         "operations": dict(watch.operations),
         "graphs": len(watch.graphs),
@@ -62,6 +64,9 @@ def train(
     tensor_parallel=1,
     sequence_parallel=False,
     accumulation=1,
+    offload=False,
+    attention="sdpa",
+    compiled=False,
 ):
     """The second of two optimizer steps of the engine and the loop, and the estimate of memory."""
     size = replace(
@@ -82,6 +87,7 @@ def train(
         model = shapes.random_model(size, dtype=DTYPES[dtype], device=CUDA, group=group)
         if recompute:
             recompute_blocks(model)
+        model.set_attn_implementation(attention)
         model.train()
         engine = make_engine(
             model,
@@ -89,7 +95,10 @@ def train(
             zero_stage=zero_stage,
             rows=rows,
             accumulation_steps=len(batches),
+            offload=offload,
         )
+        if compiled:
+            compile_blocks(model)
         for _ in range(2):  # the first makes the optimizer's state
             watch.start()
             next(train_steps(engine, [batches], SUPERVISED, [1.0]))
@@ -102,6 +111,7 @@ def train(
             gradient_checkpointing=recompute,
             zero_stage=zero_stage,
             world_size=world_size // tensor_parallel,
+            offload=offload,
         )
         return noted(watch) | {"estimate": vars(estimate), "estimated": estimate.total}
 
@@ -109,6 +119,7 @@ def train(
 def decode(
     shape,
     *,
+    layers=None,
     lora_dim=16,
     rows=8,
     length=256,
@@ -118,7 +129,8 @@ def decode(
     merged=False,
 ):
     """Each of two calls of the decoder."""
-    size = replace(shapes.SHAPES[shape], lora_dim=lora_dim)
+    size = shapes.SHAPES[shape]
+    size = replace(size, lora_dim=lora_dim, num_layers=layers or size.num_layers)
     with fake_cuda(card) as watch:
         model = shapes.random_model(size, dtype=DTYPES[dtype], device=CUDA).eval()
         watch.truth = False  # no sequence ends

@@ -1,9 +1,11 @@
 """Whole stage scripts on a fake GPU, reading and writing files, on the bundled model and data."""
 
 import json
+from itertools import islice
 
 import pytest
 
+from dschat_lora.assets import BUNDLED_DATA
 from helpers.spread import ALL
 
 pytestmark = pytest.mark.stage
@@ -13,15 +15,29 @@ STAGES = {
     "step1_sft": (*ADAPTERS, "--sample_generations", "0"),
     "step2_reward": ADAPTERS,
     "step2_dpo": ADAPTERS,
-    "step3_rlhf": ("--actor_lora_dim", "8", "--critic_lora_dim", "8"),
+    "step3_rlhf": (
+        *("--actor_lora_dim", "8", "--critic_lora_dim", "8"),
+        *("--reward_function", "fakecuda.programs:no_reward"),
+    ),
 }
-CASES = [(stage, card) for card in ("h200", "t4") for stage in STAGES]
+OFFLOAD = ("--offload", "--zero_stage", "3")
+CASES = [(stage, card, ()) for card in ("h200", "t4") for stage in STAGES]
+CASES += [(stage, "h200", OFFLOAD) for stage in STAGES]
+CASES += [(stage, "h200", ("--compile",)) for stage in STAGES]
+FLEX = ("--attn_implementation", "flex_attention")
+CASES += [(stage, "h200", FLEX) for stage in list(STAGES)[:3]]
 
 
-@pytest.mark.parametrize(("stage", "card"), CASES if ALL else [CASES[0], CASES[3], CASES[6]])
-def test_a_stage_runs_to_its_end(fake_device, tmp_path, stage, card):
+@pytest.mark.parametrize(
+    ("stage", "card", "extra"), CASES if ALL else [CASES[0], CASES[3], CASES[6]]
+)
+def test_a_stage_runs_to_its_end(fake_device, tmp_path, stage, card, extra):
     out = tmp_path / "out"
+    data = tmp_path / "data.jsonl"
+    with open(BUNDLED_DATA["train"], encoding="utf-8") as file:
+        data.write_text("".join(islice(file, 160)), encoding="utf-8")
     options = [*STAGES[stage], "--max_steps", "2", "--output_dir", str(out)]
+    options += ["--data_path", str(data), *extra]
     found = fake_device.run(
         "fakecuda.programs:stage",
         script=f"training/{stage}/main.py",
@@ -37,4 +53,4 @@ def test_a_stage_runs_to_its_end(fake_device, tmp_path, stage, card):
     assert narrow > 0.95 * sum(found["products"].values()), found["products"]
     if stage == "step3_rlhf":
         assert found["graphs"] <= 6
-        assert found["replays"] > 100
+        assert found["replays"] > 10 * found["graphs"]

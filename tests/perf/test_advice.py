@@ -124,7 +124,8 @@ def total_of(case):
     )
     if not case["offload"]:
         return memory.total
-    return memory.total - memory.optimizer - (memory.weights if case["zero_stage"] == 3 else 0)
+    weights = memory.weights if case["zero_stage"] == 3 else 0
+    return memory.total - memory.optimizer - memory.update - weights
 
 
 AXES = {

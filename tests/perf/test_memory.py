@@ -131,3 +131,19 @@ def test_an_estimate_needs_no_weights():
     with torch.device("meta"):
         meta = build("llama", "LoRA everywhere", torch.float32)
     assert estimate(meta) == estimate(build("llama", "LoRA everywhere", torch.float32))
+
+
+def test_offload_leaves_optimizer_state_to_the_host_and_at_zero_3_weights_too():
+    model = build("opt", "full", torch.float32, attn="sdpa")
+    for stage in (1, 2, 3):
+        kept, offloaded = (estimate(model, zero_stage=stage, offload=on) for on in (False, True))
+        weights = 0 if stage == 3 else kept.weights
+        assert vars(offloaded) == vars(kept) | {"optimizer": 0, "weights": weights}
+
+
+def test_the_update_of_16_bit_weights_makes_their_gradients_anew_once_activations_are_gone():
+    model = build("opt", "full", torch.bfloat16, attn="sdpa")
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    found = estimate(model, rows=1, length=1, zero_stage=1)
+    assert found.activations + found.loss + found.update == trained * (2 + 4)
+    assert estimate(model, rows=10**6, zero_stage=1).update == 0
