@@ -318,9 +318,8 @@ def _iter_batches(path: Path, batches: Iterator[Any]) -> Iterator[RawRow]:
     number = 0
     try:
         for batch in batches:
-            size = max(
-                1, min(ROWS_AT_A_TIME, BYTES_AT_A_TIME * batch.num_rows // (batch.nbytes + 1))
-            )
+            fit = BYTES_AT_A_TIME * batch.num_rows // (batch.nbytes + 1)
+            size = max(1, min(ROWS_AT_A_TIME, fit))
             for start in range(0, batch.num_rows, size):
                 for values in batch.slice(start, size).to_pylist():
                     number += 1
