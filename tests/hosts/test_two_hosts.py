@@ -224,6 +224,26 @@ def test_torchrun_starts_again_what_lost_a_process(hosts, rendezvous, unbroken):
     assert losses(hosts, name) == unbroken
 
 
+@pytest.mark.skipif(not ALL, reason="of make test-all")
+def test_a_full_disk_ends_both_hosts_and_the_last_checkpoint_goes_on(hosts, unbroken):
+    a, where = hosts.hosts["A"], hosts.view / "full"
+    kept = where / "checkpoints" / "step-00000002"
+    a.run("mkdir", where)
+    a.run("mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", where)
+    argv = [*arguments(hosts, "full", "--max_steps", 8), "--resume_from_checkpoint", "auto"]
+    runs = hosts.start(argv)
+    a.run("sh", "-c", f"while [ ! -e {kept} ]; do sleep 0.1; done")
+    a.run("sh", "-c", f"cat /dev/zero > {where}/filler || true")
+    assert ended(runs, 60) == [[1], [1]], runs[0].output() + runs[1].output()
+    (line,) = errors(runs[0])
+    assert "No space left on device" in line
+    a.run("rm", where / "filler")
+    assert ended(hosts.start(argv), 120) == [[0], [0]]
+    a.run("cp", "-r", where, f"{where}-copy")
+    a.run("umount", where)
+    assert losses(hosts, "full-copy") == unbroken
+
+
 FAULTS = ("kill", "stop", "cut", "kill the first", "slow link")
 NUM_FAULTS = int(os.environ.get("DSCHAT_LORA_FAULTS", "20"))
 
