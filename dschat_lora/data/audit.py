@@ -194,6 +194,7 @@ class Audit:
 
 def make_audit(config: DataConfig, rows: Collected, train: Tally, held_out: Tally) -> Audit:
     """The audit of what was read and what was written."""
+    by_answers = rows.kind == "unpaired"  # of which a row may have two
     return Audit(
         rows_by_type=dict(rows.counts.by_type),
         bad_rows=rows.counts.bad,
@@ -203,10 +204,10 @@ def make_audit(config: DataConfig, rows: Collected, train: Tally, held_out: Tall
         overlap_rows=rows.overlap,
         shared_prompt_rows=rows.shared_prompts,
         overlap_removed=not config.eval_data_path,
-        train_rows=len(rows.train),
+        train_rows=len(train.lengths) if by_answers else len(rows.train),
         chat_rows=dict(train.chat_rows),
         answer_samples=train.answer_samples,
-        eval_rows=len(rows.eval),
+        eval_rows=len(held_out.lengths) if by_answers else len(rows.eval),
         dropped_rows=train.dropped,
         truncated_rows=train.truncated,
         eval_dropped_rows=held_out.dropped,
