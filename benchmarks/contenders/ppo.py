@@ -35,6 +35,7 @@ from dschat_lora.config.options import parse_config
 from dschat_lora.engine.build import DTYPES
 from dschat_lora.engine.distributed import device
 from dschat_lora.generation import sampling
+from dschat_lora.report.rollouts import RolloutLog
 from dschat_lora.rlhf import iteration
 from dschat_lora.rlhf.config import RlhfConfig
 from dschat_lora.rlhf.diagnostics import Diagnostics
@@ -126,6 +127,7 @@ class Ours:
         run = self._closing.enter_context(open_run(config, name=NAME, check=check_rlhf))
         assert run.directory is not None
         self._setup, self._metrics = set_up(run), run.directory / "metrics.jsonl"
+        self._rollouts = RolloutLog(run.directory, run.log, active=False, source=None)
         stored = self._setup.prompts.train
         found = [stored[number].input_ids.tolist() for number in range(len(stored))]
         assert found == task.prompts, "prompts are tokenised as they were drawn"
@@ -147,6 +149,7 @@ class Ours:
             Diagnostics(setup.settings["actor"].dtype, samples_tokens=True),
             pretraining=None,
             average=None,
+            rollouts=self._rollouts,
         )
         iterations.timer = self._clock
         return iterations
