@@ -195,6 +195,36 @@ class DpoStageConfig(SupervisedConfig):
 
 
 @dataclass(frozen=True)
+class InferenceConfig:
+    """Loading of trained models that are not trained further, and their chat template."""
+
+    dtype: Dtype = option("auto", help="compute type; auto: as in training")
+    attn_implementation: Literal["sdpa", "eager"] = option(
+        "sdpa", help="attention kernel of transformers"
+    )
+    trust_remote_code: bool = option(False, help="run model code that comes with a hub repository")
+    chat_template: str | None = option(
+        None, help="Jinja file that renders messages, in place of the tokenizer's own"
+    )
+    chat_template_kwargs: str | None = option(
+        None, help="JSON object of variables for the chat template, as in training"
+    )
+
+    def __post_init__(self) -> None:
+        parse_variables(self.chat_template_kwargs)
+
+    def model(self, model_name_or_path: str | None = None) -> ModelConfig:
+        """Options of loading this model."""
+        return ModelConfig(
+            model_name_or_path=model_name_or_path,
+            dtype=self.dtype,
+            attn_implementation=self.attn_implementation,
+            trust_remote_code=self.trust_remote_code,
+            chat_template=self.chat_template,
+        )
+
+
+@dataclass(frozen=True)
 class ScoreConfig:
     """Score the answers of data files by a reward model, one JSON line for each row."""
 
@@ -208,17 +238,7 @@ class ScoreConfig:
     columns: tuple[str, ...] = option(
         (), help="names of columns, as in prompt=question completion=answer"
     )
-    dtype: Dtype = option("auto", help="compute type; auto: as in training")
-    attn_implementation: Literal["sdpa", "eager"] = option(
-        "sdpa", help="attention kernel of transformers"
-    )
-    trust_remote_code: bool = option(False, help="run model code that comes with a hub repository")
-    chat_template: str | None = option(
-        None, help="Jinja file that renders messages, in place of the tokenizer's own"
-    )
-    chat_template_kwargs: str | None = option(
-        None, help="JSON object of variables for the chat template, as in training"
-    )
+    loading: InferenceConfig = group(InferenceConfig)
     output_path: str | None = option(None, help="JSONL file to write; default: standard output")
     max_seq_len: int = option(
         0, help="longer sequences get no score; 0: as many tokens as the model has positions"
@@ -230,18 +250,11 @@ class ScoreConfig:
         parse_columns(self.columns)
         require_numbers(self, ">= 0", "max_seq_len")
         require_numbers(self, ">= 1", "per_device_eval_batch_size")
-        parse_variables(self.chat_template_kwargs)
 
     @property
     def model(self) -> ModelConfig:
         """Options of loading the model."""
-        return ModelConfig(
-            model_name_or_path=self.model_name_or_path,
-            dtype=self.dtype,
-            attn_implementation=self.attn_implementation,
-            trust_remote_code=self.trust_remote_code,
-            chat_template=self.chat_template,
-        )
+        return self.loading.model(self.model_name_or_path)
 
 
 @dataclass(frozen=True)

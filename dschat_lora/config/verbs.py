@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from dschat_lora.config.data import parse_columns, parse_variables
-from dschat_lora.config.groups import Dtype, ModelConfig, require, require_numbers
-from dschat_lora.config.options import option
+from dschat_lora.config.data import parse_columns
+from dschat_lora.config.groups import ModelConfig, require, require_numbers
+from dschat_lora.config.options import group, option
+from dschat_lora.config.stages import InferenceConfig
 
 _TRAINED = (
     "output directory of a run, its adapter/ or model/, a checkpoint, or a hub name; it may stand "
@@ -57,34 +58,17 @@ class ReadingConfig:
         0, help="longest sequence in tokens; 0: as many as the model has positions"
     )
     per_device_eval_batch_size: int = option(16, help="sequences at a time")
-    dtype: Dtype = option("auto", help="compute type; auto: as in training")
-    attn_implementation: Literal["sdpa", "eager"] = option(
-        "sdpa", help="attention kernel of transformers"
-    )
-    trust_remote_code: bool = option(False, help="run model code that comes with a hub repository")
-    chat_template: str | None = option(
-        None, help="Jinja file that renders messages, in place of the tokenizer's own"
-    )
-    chat_template_kwargs: str | None = option(
-        None, help="JSON object of variables for the chat template, as in training"
-    )
+    loading: InferenceConfig = group(InferenceConfig)
 
     def __post_init__(self) -> None:
         parse_columns(self.columns)
-        parse_variables(self.chat_template_kwargs)
         require_numbers(self, ">= 0", "max_seq_len")
         require_numbers(self, ">= 1", "per_device_eval_batch_size")
 
     @property
     def model(self) -> ModelConfig:
         """Options of loading the model."""
-        return ModelConfig(
-            model_name_or_path=self.model_name_or_path,
-            dtype=self.dtype,
-            attn_implementation=self.attn_implementation,
-            trust_remote_code=self.trust_remote_code,
-            chat_template=self.chat_template,
-        )
+        return self.loading.model(self.model_name_or_path)
 
 
 @dataclass(frozen=True)

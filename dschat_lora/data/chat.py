@@ -205,10 +205,23 @@ def common_prefix(left: str, right: str) -> int:
     return low
 
 
+def make_chat(
+    tokenizer: Tokenizer, chat_template_kwargs: str | None = None, *, eos_id: int | None = None
+) -> Chat:
+    """How messages become text; ``eos_id`` ends an answer, by default the tokenizer's own token.
+
+    Raises:
+        ValueError: if ``chat_template_kwargs`` is no JSON object.
+    """
+    end = tokenizer.eos_token_id if eos_id is None else eos_id
+    assert end is not None
+    variables = parse_variables(chat_template_kwargs)
+    return Chat(tokenizer, tokenizer.convert_ids_to_tokens(end), variables)
+
+
 def end_tokens(tokenizer: Tokenizer) -> tuple[str, ...]:
     """Special tokens that end an answer in the tokenizer's chat template, beside its own end."""
-    assert tokenizer.eos_token_id is not None
-    return Chat(tokenizer, tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id)).end_tokens
+    return make_chat(tokenizer).end_tokens
 
 
 def _is_object(value: object) -> bool:

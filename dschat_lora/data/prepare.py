@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from dschat_lora.config.data import DataConfig, parse_variables
+from dschat_lora.config.data import DataConfig
 from dschat_lora.data.audit import Audit, make_audit
 from dschat_lora.data.cache import load_or_build
-from dschat_lora.data.chat import Chat
+from dschat_lora.data.chat import make_chat
 from dschat_lora.data.collect import Collected, Indices, collect
 from dschat_lora.data.encoder import Tokenizer, make_encoder
 from dschat_lora.data.fingerprint import fingerprint
@@ -99,7 +99,8 @@ def _build(
     parts, kind = directory / "parts", rule.kind
     parts.mkdir(exist_ok=True)
     workers = config.preprocessing_num_workers or default_workers()
-    chat, encoder = make_chat(config, tokenizer, eos_id), make_encoder(tokenizer)
+    chat = make_chat(tokenizer, config.chat_template_kwargs, eos_id=eos_id)
+    encoder = make_encoder(tokenizer)
     with progress("reading rows", lambda: _count(sources)) as bar:
         rows = collect(
             config,
@@ -148,12 +149,6 @@ def token_rule(config: DataConfig, eos_id: int, kind: DataKind) -> TokenRule:
         kind,
         config.eos_after_prompt,
     )
-
-
-def make_chat(config: DataConfig, tokenizer: Tokenizer, eos_id: int) -> Chat:
-    """How messages become text, by the tokenizer and the options."""
-    eos_text = tokenizer.convert_ids_to_tokens(eos_id)
-    return Chat(tokenizer, eos_text, parse_variables(config.chat_template_kwargs))
 
 
 def _tasks(

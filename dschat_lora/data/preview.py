@@ -5,18 +5,12 @@ from dataclasses import dataclass
 
 from dschat_lora.algos.sft import IGNORE_INDEX
 from dschat_lora.config.data import DataConfig
+from dschat_lora.data.chat import make_chat
 from dschat_lora.data.encoder import Tokenizer, make_encoder
-from dschat_lora.data.prepare import make_chat, token_rule
-from dschat_lora.data.readers import RowError, iter_rows
-from dschat_lora.data.records import to_records
-from dschat_lora.data.rows import (
-    DataKind,
-    config_sources,
-    is_learnt,
-    parse_row,
-    require_usable,
-    row_options,
-)
+from dschat_lora.data.prepare import token_rule
+from dschat_lora.data.readers import iter_rows
+from dschat_lora.data.row_reader import RowCounts, RowReader
+from dschat_lora.data.rows import DataKind, config_sources, row_options
 from dschat_lora.data.samples import AnySample, PairSample, Sample, Tokens
 from dschat_lora.data.tokenize import tokenize
 
@@ -37,17 +31,12 @@ def preview(
     Raises:
         ValueError: if a file cannot be read.
     """
-    chat, encoder = make_chat(config, tokenizer, eos_id), make_encoder(tokenizer)
-    rule, options = token_rule(config, eos_id, kind), row_options(config)
+    chat = make_chat(tokenizer, config.chat_template_kwargs, eos_id=eos_id)
+    reader = RowReader(row_options(config), chat, kind, skips=True)
+    rule, encoder = token_rule(config, eos_id, kind), make_encoder(tokenizer)
     for source in config_sources(config):
         for raw in iter_rows(source):
-            try:
-                row = require_usable(parse_row(raw, options), kind, options)
-                records = to_records(row, chat, kind)
-            except RowError:
-                continue
-            if not is_learnt(row, kind):
-                continue
+            records, _ = reader.records(raw, RowCounts())
             for record, result in zip(records, tokenize(records, encoder, rule), strict=True):
                 for sample in result.samples:
                     yield ShownSample(record.location, _sequences(sample))

@@ -112,7 +112,7 @@ class RowReader:
         if task.rows:
             counts, rows, digests, groups = RowCounts(), [], [], []
             for unread in task.rows:
-                records, group = self._records(unread.read(), counts)
+                records, group = self.records(unread.read(), counts)
                 # Of rows that are not used nothing but the prompt is known.
                 digests.append(row_digest(records, self.kind) if records else b"")
                 if self.kind == "unpaired":
@@ -124,7 +124,7 @@ class RowReader:
             write_rows(task.path, rows, digests=digests, groups=groups, counts=vars(counts))
         return replace(task, rows=[])
 
-    def _records(self, raw: RawRow, counts: RowCounts) -> tuple[RowRecords, bytes]:
+    def records(self, raw: RawRow, counts: RowCounts) -> tuple[RowRecords, bytes]:
         """Records of a row, none if it is not used, and the digest of its prompt, if it has one.
 
         The prompt is that of the row whatever the stage makes of it, so that every stage holds out

@@ -13,7 +13,7 @@ from dschat_lora.assets import BUNDLED_DATA
 from dschat_lora.assets.toy_world import judge
 from dschat_lora.config.groups import ModelConfig
 from dschat_lora.config.stages import ScoreConfig
-from dschat_lora.data.chat import Chat
+from dschat_lora.data.chat import make_chat
 from dschat_lora.data.encoder import make_encoder
 from dschat_lora.data.readers import iter_file
 from dschat_lora.data.records import to_records
@@ -112,7 +112,7 @@ def rule_scores(
 
 def perplexity(model: PreTrainedModel, tokenizer: Tokenizer) -> float:
     """Perplexity of the chosen answers of the test rows, per token."""
-    chat = Chat(tokenizer, tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id))
+    chat = make_chat(tokenizer)
     rows = map(parse_row, iter_file(BUNDLED_DATA["test"]))
     records = [record for row in rows for record in to_records(row, chat)]
     rule = TokenRule(int(tokenizer.eos_token_id), MAX_SEQ_LEN, "error", False)

@@ -140,8 +140,8 @@ def check_reading(config: ScoreConfig | ReadingConfig, tasks: tuple[str, ...]) -
         verify_adapter(source.adapter)
     check_task(source, tasks)
     fitting_length(config.max_seq_len, source, frozenset({"max_seq_len"}))
-    if config.chat_template is not None:
-        read_chat_template(config.chat_template)
+    if config.loading.chat_template is not None:
+        read_chat_template(config.loading.chat_template)
     if isinstance(config, GenerateConfig):
         for entry in config.data_path:
             find_source("data_path", entry)  # of any kind: each row has a prompt

@@ -1,11 +1,10 @@
 """Options of ``dschat-lora chat`` and ``dschat-lora serve``."""
 
 from dataclasses import dataclass
-from typing import Literal
 
-from dschat_lora.config.data import parse_variables
-from dschat_lora.config.groups import Dtype, ModelConfig, require, require_numbers
-from dschat_lora.config.options import option
+from dschat_lora.config.groups import require, require_numbers
+from dschat_lora.config.options import group, option
+from dschat_lora.config.stages import InferenceConfig
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
@@ -26,34 +25,13 @@ class AnswerConfig:
     max_seq_len: int = option(
         0, help="most tokens of prompt and answer; 0: as many as the model has positions"
     )
-    dtype: Dtype = option("auto", help="compute type; auto: as in training")
-    attn_implementation: Literal["sdpa", "eager"] = option(
-        "sdpa", help="attention kernel of transformers"
-    )
-    trust_remote_code: bool = option(False, help="run model code that comes with a hub repository")
-    chat_template: str | None = option(
-        None, help="Jinja file that renders messages, in place of the tokenizer's own"
-    )
-    chat_template_kwargs: str | None = option(
-        None, help="JSON object of variables for the chat template, as in training"
-    )
+    loading: InferenceConfig = group(InferenceConfig)
 
     def __post_init__(self) -> None:
         require(bool(self.models), "models", "nothing", "an output directory or more")
         require_numbers(self, ">= 0", "temperature", "top_k", "max_seq_len")
         require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
         require_numbers(self, ">= 1", "max_new_tokens")
-        parse_variables(self.chat_template_kwargs)
-
-    @property
-    def model(self) -> ModelConfig:
-        """Options of loading a model."""
-        return ModelConfig(
-            dtype=self.dtype,
-            attn_implementation=self.attn_implementation,
-            trust_remote_code=self.trust_remote_code,
-            chat_template=self.chat_template,
-        )
 
 
 @dataclass(frozen=True)

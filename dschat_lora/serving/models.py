@@ -1,13 +1,12 @@
 """Models that answer together: the adapters of one base unmerged in one batch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from dschat_lora.config.data import parse_variables
 from dschat_lora.config.groups import LoraConfig, ModelConfig
-from dschat_lora.data.chat import Chat
+from dschat_lora.data.chat import Chat, make_chat
 from dschat_lora.data.encoder import Encoder, make_encoder
 from dschat_lora.data.messages import Message
 from dschat_lora.engine.build import DTYPES, resolve_dtype
@@ -85,7 +84,7 @@ def open_models(config: AnswerConfig, *, with_base: bool) -> dict[str, ServedMod
 def _open_base(
     base: str, named: Sequence[NamedSource], config: AnswerConfig
 ) -> dict[str, ServedModel]:
-    options = config.model
+    options = config.loading.model()
     model = _load_base(base, options)
     tokenizers = {each.name: load_tokenizer(each.source.tokenizer, options) for each in named}
     adapted = [each for each in named if each.source.adapter is not None]
@@ -99,9 +98,8 @@ def _open_base(
     batch = BaseBatch(
         model, SlotRows(mixed.eval(), rows, pad_id=pad_id), _limit(model, config.max_seq_len)
     )
-    variables = parse_variables(config.chat_template_kwargs)
     return {
-        each.name: _served(each, batch, numbers.get(each.name, 0), tokenizers[each.name], variables)
+        each.name: _served(each, batch, numbers.get(each.name, 0), tokenizers[each.name], config)
         for each in named
     }
 
@@ -140,16 +138,15 @@ def _served(
     batch: BaseBatch,
     adapter: int,
     tokenizer: Tokenizer,
-    variables: Mapping[str, object],
+    config: AnswerConfig,
 ) -> ServedModel:
-    eos_text = tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id)
     return ServedModel(
         named.name,
         named.source.base,
         batch,
         adapter,
         tokenizer,
-        Chat(tokenizer, eos_text, variables),
+        make_chat(tokenizer, config.loading.chat_template_kwargs),
         make_encoder(tokenizer),
         frozenset(end_ids(tokenizer)),
     )

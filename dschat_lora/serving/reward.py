@@ -2,10 +2,8 @@
 
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
-from dschat_lora.config.data import parse_variables
-from dschat_lora.data.chat import Chat
+from dschat_lora.data.chat import make_chat
 from dschat_lora.data.messages import Message
 from dschat_lora.data.readers import RawRow
 from dschat_lora.data.records import to_records
@@ -20,11 +18,9 @@ class AnswerScorer:
 
     def __init__(self, config: AnswerConfig, served: Iterable[ServedModel]) -> None:
         bases = {model.base_path: model.batch.base for model in served}
-        options = replace(config.model, model_name_or_path=config.reward)
+        options = config.loading.model(config.reward)
         self._scorer = Scorer(options, bases=bases)
-        tokenizer = self._scorer.tokenizer
-        eos_text = tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id)
-        self._chat = Chat(tokenizer, eos_text, parse_variables(config.chat_template_kwargs))
+        self._chat = make_chat(self._scorer.tokenizer, config.loading.chat_template_kwargs)
         self._lock = threading.Lock()
 
     def score(self, messages: Sequence[Message]) -> float | None:

@@ -70,8 +70,8 @@ def check_answering(config: AnswerConfig) -> None:
             check_task(reward, ("SEQ_CLS",))
         except ValueError as error:
             raise ValueError(str(error).replace("--model_name_or_path", "--reward")) from error
-    if config.chat_template is not None:
-        read_chat_template(config.chat_template)
+    if config.loading.chat_template is not None:
+        read_chat_template(config.loading.chat_template)
 
 
 def votes_path(config: ServeConfig) -> Path:

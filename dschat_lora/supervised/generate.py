@@ -7,7 +7,7 @@ from typing import Any
 
 from dschat_lora.algos.seeds import stream_seed
 from dschat_lora.config.verbs import GenerateConfig
-from dschat_lora.data.chat import Chat, Span
+from dschat_lora.data.chat import Chat, Span, make_chat
 from dschat_lora.data.encoder import make_encoder
 from dschat_lora.data.records import TextRecord
 from dschat_lora.data.samples import PromptSample
@@ -21,7 +21,6 @@ from dschat_lora.report.terminal import note
 from dschat_lora.supervised.inference import (
     Policy,
     RowsConfig,
-    chat_of,
     last_record,
     load_policy,
     read_rows,
@@ -136,7 +135,7 @@ def prompt_ids(records: Sequence[TextRecord], policy: Policy, room: int) -> list
 
 def _chunks(config: GenerateConfig, policy: Policy, size: int) -> Iterator[list[TextRecord]]:
     """Prompts of the line, then of the files."""
-    chat, records = chat_of(config, policy.tokenizer), []
+    chat, records = make_chat(policy.tokenizer, config.loading.chat_template_kwargs), []
     for record in _records(config, chat):
         records.append(record)
         if len(records) == size * BATCHES_AT_A_TIME:

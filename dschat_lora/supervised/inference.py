@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from dschat_lora.config.data import parse_columns, parse_variables
+from dschat_lora.config.data import parse_columns
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.chat import Chat
@@ -36,8 +36,6 @@ class RowsConfig(Protocol):
     def data_path(self) -> tuple[str, ...]: ...
     @property
     def columns(self) -> tuple[str, ...]: ...
-    @property
-    def chat_template_kwargs(self) -> str | None: ...
 
 
 @dataclass(frozen=True)
@@ -68,12 +66,6 @@ def load_policy(config: ModelConfig) -> Policy:
         source, tokenizer, config, LoraConfig(), dtype=dtype, seed=0, meta=False
     )
     return Policy(source, adapted.model.eval().to(device()), tokenizer)
-
-
-def chat_of(config: RowsConfig, tokenizer: Tokenizer) -> Chat:
-    """The renderer of messages, as in training."""
-    eos_text = tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id)
-    return Chat(tokenizer, eos_text, parse_variables(config.chat_template_kwargs))
 
 
 def read_rows(

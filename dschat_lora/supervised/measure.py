@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import TypeVar
 
 from dschat_lora.config.verbs import EvalConfig
-from dschat_lora.data.chat import Span
+from dschat_lora.data.chat import Span, make_chat
 from dschat_lora.data.encoder import make_encoder
 from dschat_lora.data.records import TextRecord
 from dschat_lora.data.samples import Sample
@@ -19,7 +19,6 @@ from dschat_lora.supervised.generate import Generator, prompt_ids, room_for_prom
 from dschat_lora.supervised.inference import (
     LossMeter,
     Policy,
-    chat_of,
     last_record,
     load_policy,
     read_rows,
@@ -69,7 +68,7 @@ def evaluate_model(config: EvalConfig, *, scores: bool) -> None:
 def score_rows(config: EvalConfig) -> dict[str, float]:
     """Means of a reward model's scores, and how often it prefers the chosen answer."""
     scorer = scorer_of(config, config.model_name_or_path)
-    chat = chat_of(config, scorer.tokenizer)
+    chat = make_chat(scorer.tokenizer, config.loading.chat_template_kwargs)
     pairs, single, count, too_long = Pairs(), list[float](), 0, 0
     rows = read_rows(config, kind="samples", limit=config.limit)
     for chunk in chunks((answers_of(last_record(row, chat, "pairs")) for _, row in rows)):
@@ -92,7 +91,7 @@ def score_rows(config: EvalConfig) -> dict[str, float]:
 def measure_policy(config: EvalConfig) -> dict[str, float]:
     """Perplexity of the answers, preferences by log-probability, rewards of own answers."""
     policy = load_policy(config.model)
-    chat = chat_of(config, policy.tokenizer)
+    chat = make_chat(policy.tokenizer, config.loading.chat_template_kwargs)
     limit = min(each for each in (policy.positions, config.max_seq_len, 2**31) if each)
     meter, pairs = LossMeter(policy.model, policy.tokenizer), Pairs()
     loss, tokens, rows, too_long = 0.0, 0, 0, 0
@@ -150,7 +149,7 @@ def own_rewards(config: EvalConfig, policy: Policy) -> dict[str, float]:
     if config.reward_model is None:
         return {}
     scorer = scorer_of(config, config.reward_model)
-    chat = chat_of(config, policy.tokenizer)
+    chat = make_chat(policy.tokenizer, config.loading.chat_template_kwargs)
     room = room_for_prompts(policy, config.max_new_tokens, config.max_seq_len)
     generate = Generator(
         policy,

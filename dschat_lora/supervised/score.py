@@ -14,7 +14,7 @@ import torch
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.config.stages import ScoreConfig
 from dschat_lora.data.batch import SampleCollator
-from dschat_lora.data.chat import Span
+from dschat_lora.data.chat import Span, make_chat
 from dschat_lora.data.encoder import make_encoder
 from dschat_lora.data.records import TextRecord
 from dschat_lora.data.samples import Sample
@@ -28,7 +28,7 @@ from dschat_lora.models.reward_model import RewardModel
 from dschat_lora.models.source import find_model
 from dschat_lora.report.log import jsonable
 from dschat_lora.report.terminal import note
-from dschat_lora.supervised.inference import chat_of, last_record, read_rows
+from dschat_lora.supervised.inference import last_record, read_rows
 
 ROWS_AT_A_TIME = 4096  # held in memory, sorted by length
 
@@ -152,7 +152,7 @@ def _chunks(
     config: ScoreConfig, tokenizer: Any
 ) -> Iterator[tuple[list[dict[str, Any]], list[list[TextRecord]]]]:
     """Rows as read, and for each the one or two answers to score."""
-    chat = chat_of(config, tokenizer)
+    chat = make_chat(tokenizer, config.loading.chat_template_kwargs)
     rows: list[dict[str, Any]] = []
     records: list[list[TextRecord]] = []
     for values, row in read_rows(config, kind="samples"):
