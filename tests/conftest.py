@@ -24,6 +24,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 import psutil  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 
 from helpers.launcher import Launcher  # noqa: E402
 from helpers.ranks import Ranks  # noqa: E402
@@ -35,6 +36,14 @@ def pytest_collection_finish(session):
     # What imports left stays for good; else each full collection walks through all of it.
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def one_rank():
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 def cpu_seconds():

@@ -1,6 +1,5 @@
 """Preparation of data: rows to cached token sets, with an audit."""
 
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from dschat_lora.data.tally import add_up
 from dschat_lora.data.token_writer import TokenTask, TokenWriter, read_tally, token_tasks
 from dschat_lora.data.tokenize import TokenRule
 from dschat_lora.data.unpaired import mismatched_records
-from dschat_lora.data.workers import map_in_order
+from dschat_lora.data.workers import map_in_order, usable_cores
 from dschat_lora.report.terminal import progress
 
 MAX_WORKERS = 16  # processes that prepare data, unless the user says how many
@@ -98,7 +97,7 @@ def _build(
     """
     parts, kind = directory / "parts", rule.kind
     parts.mkdir(exist_ok=True)
-    workers = config.preprocessing_num_workers or default_workers()
+    workers = config.preprocessing_num_workers or min(MAX_WORKERS, usable_cores())
     chat = make_chat(tokenizer, config.chat_template_kwargs, eos_id=eos_id)
     encoder = make_encoder(tokenizer)
     with progress("reading rows", lambda: _count(sources)) as bar:
@@ -130,13 +129,6 @@ def _build(
             tallies.append(add_up(counted))
     shutil.rmtree(parts)
     return {"audit": make_audit(config, rows, *tallies).to_dict(), "digests": digests}
-
-
-def default_workers() -> int:
-    """One for each core that this process may use, up to ``MAX_WORKERS``."""
-    if hasattr(os, "sched_getaffinity"):
-        return min(MAX_WORKERS, len(os.sched_getaffinity(0)))
-    return min(MAX_WORKERS, os.cpu_count() or 1)
 
 
 def token_rule(config: DataConfig, eos_id: int, kind: DataKind) -> TokenRule:

@@ -133,11 +133,10 @@ def read_table(path: Path) -> Table:
         ValueError: if the file is not whole.
         OSError: if it cannot be read.
     """
-    batches = list(_batches(path))
     with pa.memory_map(str(path)) as file:
-        notes = pa.ipc.open_file(file).schema.metadata
-    names = [] if not batches else batches[0].schema.names
-    columns = [{name: _column(batch.column(name)) for name in names} for batch in batches]
+        reader = pa.ipc.open_file(file)
+        notes, batches = reader.schema.metadata, list(_batches(reader))
+    columns = [{name: _column(b.column(name)) for name in b.schema.names} for b in batches]
     return Table(columns, notes or {})
 
 
@@ -156,17 +155,15 @@ def join(parts: Iterable[Path], path: Path, kind: DataKind) -> str:
     digest = _Digest()
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, schema) as writer:
         for part in parts:
-            for batch in _batches(part):
-                writer.write_batch(batch.replace_schema_metadata(None))
-                digest.update({name: _column(batch.column(name)) for name in COLUMNS[kind]})
+            with pa.memory_map(str(part)) as source:
+                for batch in _batches(pa.ipc.open_file(source)):
+                    writer.write_batch(batch.replace_schema_metadata(None))
+                    digest.update({name: _column(batch.column(name)) for name in COLUMNS[kind]})
     return digest.hexdigest()
 
 
-def _batches(path: Path) -> Iterator[pa.RecordBatch]:
-    with pa.memory_map(str(path)) as file:
-        reader = pa.ipc.open_file(file)
-        for number in range(reader.num_record_batches):
-            yield reader.get_batch(number)
+def _batches(reader: pa.ipc.RecordBatchFileReader) -> Iterator[pa.RecordBatch]:
+    return map(reader.get_batch, range(reader.num_record_batches))
 
 
 class _Digest:

@@ -19,6 +19,13 @@ Result = TypeVar("Result")
 TASKS_PER_WORKER = 3  # that wait or are worked on, so that memory does not grow with their number
 
 
+def usable_cores() -> int:
+    """Number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def map_in_order(
     function: Callable[[Task], Result], tasks: Iterable[Task], *, workers: int
 ) -> Iterator[Result]:

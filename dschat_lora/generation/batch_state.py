@@ -122,7 +122,8 @@ class CachedRows:
             kind: block_causal_mask(segments, self._model.dtype, window=window)
             for kind, window in self._windows.items()
         }
-        logits = self._forward(ids, positions, masks).repeat_interleave(copies, 0)
+        logits = next_logits(self._model, ids, positions, masks, self._cache)
+        logits = logits.repeat_interleave(copies, 0)
         width = self._filled
         self._cache.copies = 0
         self._counters.zero_()
@@ -163,7 +164,7 @@ class CachedRows:
         rows = cache.rows
         self._counters += 1
         masks = {kind: self._open_column(kind, w) for kind, w in self._windows.items()}
-        logits = self._forward(self._ids[:rows], self._positions[:rows], masks)
+        logits = next_logits(self._model, self._ids[:rows], self._positions[:rows], masks, cache)
         place = self._sequence[:rows], self._chosen
         self._ids[:rows, 0] = self._responses.advance(logits, *place, self._group)
 
@@ -192,18 +193,6 @@ class CachedRows:
             state.index_copy_(0, target, state.index_select(0, source))
         for source_row, target_row in zip(sources, targets, strict=True):
             self.sequences[target_row] = self.sequences[source_row]
-
-    def _forward(self, ids: Tensor, positions: Tensor, masks: dict[str, Tensor]) -> Tensor:
-        """(B, V) logits after the last column."""
-        logits: Tensor = self._model(
-            input_ids=ids,
-            position_ids=positions,
-            attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits
-        return logits[:, -1]
 
     def _new_mask(self, window: int | None) -> Tensor:
         """(rows, 1, 1, window + columns) that hides everything.
@@ -251,6 +240,24 @@ def cuda_graphs() -> Callable[[DecodeStep], DecodeStep]:
         return replay
 
     return record
+
+
+def next_logits(
+    model: PreTrainedModel, ids: Tensor, positions: Tensor, masks: dict[str, Tensor], cache: object
+) -> Tensor:
+    """(B, V) logits after the last column of ``ids``, whose keys and values ``cache`` takes.
+
+    ``masks`` are by kind of attention layer, of which most models have one.
+    """
+    logits: Tensor = model(
+        input_ids=ids,
+        position_ids=positions,
+        attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    ).logits
+    return logits[:, -1]
 
 
 def padded_left(

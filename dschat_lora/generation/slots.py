@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from dschat_lora.algos.devices import to_device
 from dschat_lora.algos.segments import block_causal_mask
-from dschat_lora.generation.batch_state import padded_left, takes_cache
+from dschat_lora.generation.batch_state import next_logits, padded_left, takes_cache
 from dschat_lora.generation.fast_attention import fast_attention
 from dschat_lora.generation.fast_linears import FastLinears
 from dschat_lora.generation.sampling import Sampling, choose
@@ -197,15 +197,7 @@ class SlotRows:
     ) -> Tensor:
         if self._adapters is not None:
             self._adapters.choose(adapters, ids.shape[1])
-        logits: Tensor = self._model(
-            input_ids=ids,
-            position_ids=positions,
-            attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits
-        return logits[:, -1]
+        return next_logits(self._model, ids, positions, masks, self._cache)
 
 
 def choose_each(

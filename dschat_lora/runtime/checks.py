@@ -20,7 +20,7 @@ from dschat_lora.checkpoint.history import checkpoints_of, is_checkpoint
 from dschat_lora.checkpoint.manifest import safetensors_header
 from dschat_lora.config.groups import LoadConfig, LoraConfig, ParallelConfig, RunConfig
 from dschat_lora.config.stages import StageConfig
-from dschat_lora.models.source import ModelSource
+from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.models.tensor_parallel_checks import check_divides, check_files
 from dschat_lora.report.directory import check_idle, is_unfinished, leftovers
 from dschat_lora.runtime.resume import goes_on_in_place, settle
@@ -76,6 +76,21 @@ def model_name(source: ModelSource) -> str:
     """The model and its adapter, for the first line of a run."""
     base = "the bundled tiny model" if source.bundled else source.base
     return base + (f" with the adapter {source.adapter}" if source.adapter else "")
+
+
+def find_of_kind(name: str | None, tasks: tuple[str, ...], *, option: str) -> ModelSource:
+    """The model that an option names, of a kind that it takes, with the adapter as it was written.
+
+    Raises:
+        ValueError: naming ``option`` in front of what it was given.
+    """
+    try:
+        source = find_model(name)
+        check_adapter_files(source)
+        check_task(source, tasks)
+    except ValueError as error:
+        raise ValueError(str(error).replace("--model_name_or_path", option)) from error
+    return source
 
 
 def check_adapter_files(source: ModelSource) -> None:

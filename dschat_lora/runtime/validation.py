@@ -35,6 +35,7 @@ from dschat_lora.runtime.checks import (
     check_source_is_kept,
     check_task,
     continued_lora,
+    find_of_kind,
     model_fields,
     model_name,
     parallel_without_effect,
@@ -123,13 +124,7 @@ def check_eval(config: EvalConfig) -> bool:
             f"--reward_model {config.reward_model} scores a language model's answers, and "
             f"--model_name_or_path {config.model_name_or_path} is a reward model itself"
         )
-    try:
-        judge = find_model(config.reward_model)
-        check_adapter_files(judge)
-        check_task(judge, ("SEQ_CLS",))
-    except ValueError as error:
-        words = str(error).replace("--model_name_or_path", "--reward_model", 1)
-        raise ValueError(words) from error
+    find_of_kind(config.reward_model, ("SEQ_CLS",), option="--reward_model")
     return False
 
 

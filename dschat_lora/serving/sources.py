@@ -7,7 +7,7 @@ from pathlib import Path
 from dschat_lora.checkpoint.history import CHECKPOINTS
 from dschat_lora.data.templates import read_chat_template
 from dschat_lora.models.source import ModelSource, find_model
-from dschat_lora.runtime.checks import check_adapter_files, check_can_be_made, check_task
+from dschat_lora.runtime.checks import check_can_be_made, find_of_kind
 from dschat_lora.serving.config import AnswerConfig, ServeConfig
 
 BASE = "base"
@@ -64,12 +64,7 @@ def check_answering(config: AnswerConfig) -> None:
     """
     find_models(config.models, with_base=True)
     if config.reward is not None:
-        try:
-            reward = find_model(config.reward)
-            check_adapter_files(reward)
-            check_task(reward, ("SEQ_CLS",))
-        except ValueError as error:
-            raise ValueError(str(error).replace("--model_name_or_path", "--reward")) from error
+        find_of_kind(config.reward, ("SEQ_CLS",), option="--reward")
     if config.loading.chat_template is not None:
         read_chat_template(config.loading.chat_template)
 
@@ -93,10 +88,5 @@ def votes_path(config: ServeConfig) -> Path:
 
 def _find(word: str) -> ModelSource:
     path = Path(word).expanduser()
-    try:
-        source = find_model(str(path / "actor") if (path / "actor").is_dir() else word)
-        check_adapter_files(source)
-        check_task(source, ("CAUSAL_LM",))
-    except ValueError as error:
-        raise ValueError(str(error).replace("--model_name_or_path", "OUT")) from error
-    return source
+    inner = str(path / "actor") if (path / "actor").is_dir() else word
+    return find_of_kind(inner, ("CAUSAL_LM",), option="OUT")

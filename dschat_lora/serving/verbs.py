@@ -1,12 +1,14 @@
 """The command lines of ``dschat-lora chat`` and ``dschat-lora serve``."""
 
 from collections.abc import Sequence
+from typing import TypeVar
 
-from dschat_lora.config.options import fail, parse_config
-from dschat_lora.report.terminal import error_message, silence_stdout
-from dschat_lora.serving.config import ChatConfig, ServeConfig
+from dschat_lora.config.options import parse_config
+from dschat_lora.runtime.stage_main import late
+from dschat_lora.serving.config import AnswerConfig, ChatConfig, ServeConfig
 from dschat_lora.serving.sources import check_answering, votes_path
 
+ConfigT = TypeVar("ConfigT", bound=AnswerConfig)
 _CHAT_EXAMPLES = """examples:
   dschat-lora chat output/sft
   dschat-lora chat base output/sft output/rlhf --reward output/reward
@@ -23,50 +25,52 @@ _SERVE_EXAMPLES = """examples:
 
 def chat(argv: Sequence[str]) -> None:
     """Run ``dschat-lora chat``."""
-    try:
-        config = parse_config(
-            ChatConfig,
-            argv,
-            description="Chat with a model in the terminal; of several each answers in turn.",
-            program="dschat-lora chat OUT [OUT2 ...]",
-            examples=_CHAT_EXAMPLES,
-            positionals=("models",),
-        )
-        check_answering(config)
-
-        from dschat_lora.serving.chat import run_chat  # heavy
-
-        run_chat(config)
-    except BrokenPipeError:
-        silence_stdout()
-    except KeyboardInterrupt:
-        fail("stopped", code=130)
-    except (ValueError, OSError) as error:
-        _fail(error)
+    config = _checked(
+        ChatConfig,
+        argv,
+        description="Chat with a model in the terminal; of several each answers in turn.",
+        program="dschat-lora chat OUT [OUT2 ...]",
+        examples=_CHAT_EXAMPLES,
+    )
+    late("serving.chat:run_chat")(config)
 
 
 def serve(argv: Sequence[str]) -> None:
     """Run ``dschat-lora serve``."""
+    config = _checked(
+        ServeConfig,
+        argv,
+        description=_SERVE,
+        program="dschat-lora serve OUT [OUT2 ...]",
+        examples=_SERVE_EXAMPLES,
+    )
+    votes = votes_path(config)
+    _require_server()
+    late("serving.server:run_server")(config, votes)
+
+
+def _checked(
+    config_class: type[ConfigT],
+    argv: Sequence[str],
+    *,
+    description: str,
+    program: str,
+    examples: str,
+) -> ConfigT:
     try:
         config = parse_config(
-            ServeConfig,
+            config_class,
             argv,
-            description=_SERVE,
-            program="dschat-lora serve OUT [OUT2 ...]",
-            examples=_SERVE_EXAMPLES,
+            description=description,
+            program=program,
+            examples=examples,
             positionals=("models",),
         )
-        check_answering(config)
-        votes = votes_path(config)
-        _require_server()
-
-        from dschat_lora.serving.server import run_server  # heavy
-
-        run_server(config, votes)
-    except KeyboardInterrupt:
-        fail("stopped", code=130)
-    except (ValueError, OSError) as error:
-        _fail(error)
+    except ValueError as error:
+        message = str(error).replace("--models is required", "OUT is missing: name a run")
+        raise ValueError(message) from error
+    check_answering(config)
+    return config
 
 
 def _require_server() -> None:
@@ -77,8 +81,3 @@ def _require_server() -> None:
         raise ValueError(
             f"dschat-lora serve needs {' and '.join(lacking)}: pip install 'dschat_lora[serve]'"
         )
-
-
-def _fail(error: ValueError | OSError) -> None:
-    message = error_message(error).replace("--models is required", "OUT is missing: name a run")
-    fail(message, code=1 if isinstance(error, OSError) else 2)

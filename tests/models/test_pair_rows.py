@@ -8,7 +8,6 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
@@ -543,14 +542,6 @@ class PadTokenizer(NoTokenizer):
 
 
 CARD = {"data": {}, "metrics": {}, "versions": {}}
-
-
-@pytest.fixture
-def one_rank():
-    """A process group of this process alone, which saving asks for."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 saves = pytest.mark.usefixtures("one_rank")

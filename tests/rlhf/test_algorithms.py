@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from dschat_lora.engine.build import StepOutcome
@@ -26,12 +25,7 @@ RESPONSES = [
 MASK = response_mask(RESPONSES, CPU)
 
 
-@pytest.fixture(autouse=True)
-def _one_rank():
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 class Actor:

@@ -7,7 +7,6 @@ import time
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from dschat_lora.rlhf.batch import Response
 from dschat_lora.rlhf.builtin_rewards import BUILTINS, builtin_function
@@ -31,12 +30,7 @@ RESPONSES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _one_rank():
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def made(function, name="mine:score", **options):

@@ -6,7 +6,6 @@ import statistics
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from dschat_lora.algos.advantages import RunningMoments
 from dschat_lora.rlhf.batch import Response
@@ -23,15 +22,7 @@ RESPONSES = [
 ]
 
 
-@pytest.fixture
-def _one_rank():
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-alone = pytest.mark.usefixtures("_one_rank")
+alone = pytest.mark.usefixtures("one_rank")
 
 
 def scored(function, responses=RESPONSES, option="reward_function"):

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from dschat_lora.runtime.stage_main import ended_in_one_line
 from dschat_lora.serving import chat as chat_module
 from dschat_lora.serving.verbs import chat, serve
 from helpers.served import QUESTIONS, peft_greedy, write_run
@@ -168,7 +169,7 @@ def test_what_a_terminal_takes_for_commands_is_shown_as_text(capsys):
 @pytest.fixture
 def refused(capsys):
     def call(verb, *argv):
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as ended, ended_in_one_line():
             verb(list(map(str, argv)))
         out, err = capsys.readouterr()
         assert (ended.value.code, out, err.count("\n")) == (2, "", 1)

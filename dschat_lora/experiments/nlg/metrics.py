@@ -6,7 +6,6 @@ E2E challenge published its scores with.
 """
 
 import math
-import os
 import re
 import shutil
 from collections import Counter
@@ -25,6 +24,8 @@ from nltk.stem.porter import PorterStemmer
 from nltk.translate.meteor_score import meteor_score
 from sacrebleu.metrics import BLEU, CHRF, TER
 from sacrebleu.tokenizers.tokenizer_13a import Tokenizer13a
+
+from dschat_lora.data.workers import usable_cores
 
 Texts = Sequence[str]
 References = Sequence[Sequence[str]]
@@ -85,7 +86,7 @@ def ter(hypotheses: Texts, references: References) -> Score:
         (hypotheses[i : i + TER_TEXTS], references[i : i + TER_TEXTS])
         for i in range(0, len(hypotheses), TER_TEXTS)
     ]
-    workers = min(len(parts), len(os.sched_getaffinity(0)))
+    workers = min(len(parts), usable_cores())
     if workers > 1:
         with ProcessPoolExecutor(workers) as pool:
             counts = list(pool.map(_edits, parts))
