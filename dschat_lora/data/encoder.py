@@ -88,14 +88,40 @@ def make_encoder(tokenizer: Tokenizer) -> Encoder:
     raise ValueError(f"the tokenizer finds no token in any of {PROBES}; is its vocabulary empty?")
 
 
-def call(tokenizer: Tokenizer, texts: Sequence[str], **options: bool) -> list[list[int]]:
+def call(
+    tokenizer: Tokenizer, texts: Sequence[str], *, add_special_tokens: bool
+) -> list[list[int]]:
     """Token ids of each text."""
     if not texts:
         return []
+    backend = _plain_backend(tokenizer)
+    if backend is not None:  # without the position of each token in the text
+        encode = backend.encode_batch_fast
+        return [each.ids for each in encode(list(texts), add_special_tokens=add_special_tokens)]
     return tokenizer(
         list(texts),
+        add_special_tokens=add_special_tokens,
         return_attention_mask=False,
         return_token_type_ids=False,
         verbose=False,  # no warning of long texts: --overlong handles them
-        **options,
     )["input_ids"]
+
+
+def _plain_backend(tokenizer: Tokenizer) -> Any:
+    """The tokenizer of ``tokenizers`` if calling ``tokenizer`` gives the token ids of that alone.
+
+    None where its class calls it in a way of its own, or where padding, truncation or the reading
+    of special tokens are set otherwise; a call of ``tokenizer`` sets them right.
+    """
+    from transformers import PreTrainedTokenizerFast as Fast  # heavy
+
+    own = type(tokenizer)
+    if not isinstance(tokenizer, Fast) or any(
+        getattr(own, name, None) is not getattr(Fast, name, None)
+        for name in ("__call__", "_encode_plus", "_batch_encode_plus", "backend_tokenizer")
+    ):
+        return None
+    backend = tokenizer.backend_tokenizer
+    cuts_or_pads = backend.truncation is not None or backend.padding is not None
+    splits = backend.encode_special_tokens != tokenizer.split_special_tokens
+    return None if cuts_or_pads or splits else backend

@@ -45,7 +45,7 @@ class TextRecord(NamedTuple):
     @property
     def prompt(self) -> str:
         """All text before the last answer."""
-        return "".join(span.text for span in self.context)
+        return "".join([span.text for span in self.context])
 
     @property
     def completion(self) -> str | None:

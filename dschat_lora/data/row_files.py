@@ -105,7 +105,8 @@ class RowFiles:
 
 
 def _prompt_digest(record: TextRecord) -> bytes:
-    return text_digest(record.prompt) if record.prompt else b""
+    prompt = record.prompt
+    return text_digest(prompt) if prompt else b""
 
 
 def _from_list(values: list[Any]) -> TextRecord:

@@ -134,14 +134,15 @@ class RowReader:
         try:
             row = parse_row(raw, self.options)
             records = to_records(row, self.chat, self.kind)
-            if records[-1].prompt:
-                group = text_digest(records[-1].prompt)
+            prompt = records[-1].prompt
+            if prompt:
+                group = text_digest(prompt)
             require_usable(row, self.kind, self.options)
             if not is_learnt(row, self.kind):
                 counts.by_type[f"{row.described} with label false left out"] += 1
                 return (), group
             if self.kind == "prompts":
-                if not records[-1].prompt:
+                if not prompt:
                     raise EmptyRowError(row.location, "there is nothing before the answer")
                 # What JSON has no form for, such as a date, becomes text.
                 columns = json.dumps(raw.values, ensure_ascii=False, default=str)

@@ -3,9 +3,10 @@ from random import Random
 
 import pytest
 from hand_tokenizers import build_byte_tokenizer, build_metaspace_tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from dschat_lora.data.chat import Span
-from dschat_lora.data.encoder import make_encoder
+from dschat_lora.data.encoder import call, make_encoder
 from dschat_lora.data.records import TextRecord
 from dschat_lora.data.tokenize import TokenRule, tokenize
 
@@ -192,6 +193,48 @@ def test_what_a_tokenizer_adds_is_found_without_latin_letters():
     assert tokenizer("a").input_ids == [BOS, EOS]
     encoder = make_encoder(tokenizer)
     assert (encoder.bos, encoder.suffix) == ((BOS,), 1)
+
+
+class LowerCase(PreTrainedTokenizerFast):
+    """Reads a text in a way of its own."""
+
+    def _encode_plus(self, text, *args, **options):
+        return super()._encode_plus([each.lower() for each in text], *args, **options)
+
+
+def read_by_transformers(tokenizer, texts, special):
+    return tokenizer(texts, add_special_tokens=special)["input_ids"]
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        build_byte_tokenizer(bos=True, eos=True, merges=[("a", "b")]),
+        build_byte_tokenizer(bos=True),
+        build_metaspace_tokenizer(),
+        LowerCase(tokenizer_object=build_byte_tokenizer().backend_tokenizer),
+    ],
+)
+def test_tokens_are_those_that_transformers_gives(tokenizer, special):
+    texts = ["ab ba A", "", "<s> ab</s>  c", "\u4e2d\U0001f600 e\u0301"]
+    expected = read_by_transformers(tokenizer, texts, special)
+    assert call(tokenizer, texts, add_special_tokens=special) == expected
+
+
+def test_what_a_tokenizer_file_says_of_cutting_and_padding_cuts_and_pads_nothing():
+    tokenizer = build_byte_tokenizer()
+    expected = read_by_transformers(tokenizer, ["abcdef", "a"], True)
+    tokenizer.backend_tokenizer.enable_truncation(2)
+    tokenizer.backend_tokenizer.enable_padding(length=8)
+    assert call(tokenizer, ["abcdef", "a"], add_special_tokens=True) == expected
+
+
+def test_special_tokens_are_read_as_text_where_the_tokenizer_does_so():
+    tokenizer = build_byte_tokenizer()
+    tokenizer.split_special_tokens = True
+    (ids,) = call(tokenizer, ["a</s>"], add_special_tokens=True)
+    assert tokenizer.convert_ids_to_tokens(ids) == list("a</s>")
 
 
 def test_a_tokenizer_without_vocabulary_is_an_error():
