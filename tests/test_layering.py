@@ -36,7 +36,8 @@ FLOORS = [
         "report": Room(
             "",
             "torch tqdm",
-            "charts costs directory html markup rollout_file rollout_words story style terminal",
+            "answers charts costs directory html markup rollout_file rollout_view story style"
+            " terminal",
         ),
     },
     {

@@ -17,7 +17,7 @@ from dschat_lora.config.verbs import (
     PushConfig,
 )
 from dschat_lora.report.html import render_report, write_report
-from dschat_lora.report.rollout_words import show_rollouts
+from dschat_lora.report.rollout_view import show_rollouts
 from dschat_lora.report.story import read_story
 from dschat_lora.report.terminal import log_once, to_json
 from dschat_lora.runtime import describe, gguf

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dschat_lora.report import charts
+from dschat_lora.report.answers import answers_section, rollouts_section
 from dschat_lora.report.charts import Curve, line_chart
 from dschat_lora.report.costs import time_section
 from dschat_lora.report.markup import amount, duration, html_table, number, safe, short, value_text
@@ -66,7 +67,6 @@ MATTERS = (
     *("scheduler", "warmup", "zero_stage", "kl_coef", "cliprange", "gamma", "lam", "temperature"),
     *("top_p", "top_k", "answer", "reward_loss", "packing"),
 )
-MOST_SAMPLES = 20
 MOST_REMARKS = 50
 
 Table = tuple[list[str], list[list[str]]]  # header and rows
@@ -181,7 +181,8 @@ def _change(story: StageStory) -> str:
 def _stage(story: StageStory, *, key: str) -> str:
     return (
         f'<section id="{key}"><h2 dir="auto">{safe(TITLES.get(story.name, story.name))}</h2>'
-        f"{_remarks(story)}{_charts(story, key)}{_samples(story)}{_settings(story)}</section>\n"
+        f"{_remarks(story)}{_charts(story, key)}{answers_section(story)}"
+        f"{rollouts_section(story)}{_settings(story)}</section>\n"
     )
 
 
@@ -236,30 +237,6 @@ def _points(
         if name is not None and line.get(name) is not None
     ]
     return sorted((p for p in points if not math.isnan(p[0])), key=lambda point: point[0])
-
-
-def _samples(story: StageStory) -> str:
-    """Answers to each prompt in columns."""
-    prompts: dict[str, list[tuple[str, str]]] = {}
-    for each in story.answers:
-        when, prompt, answer = (str(each.get(k, "")) for k in ("when", "prompt", "answer"))
-        prompts.setdefault(prompt, []).append((when, answer))
-    if not prompts:
-        return ""
-    parts = ["<h3>Answers to held-out prompts</h3>"]
-    for prompt, answers in list(prompts.items())[:MOST_SAMPLES]:
-        columns = "".join(
-            f'<div><div class="when">{safe(when)}</div>'
-            f'<div class="text" dir="auto">{safe(answer.strip() or "(empty)")}</div></div>'
-            for when, answer in answers
-        )
-        parts.append(
-            f'<div class="sample"><div class="text" dir="auto">{safe(prompt.strip())}</div>'
-            f'<div class="answers">{columns}</div></div>'
-        )
-    if len(prompts) > MOST_SAMPLES:
-        parts.append(f"<p>and {len(prompts) - MOST_SAMPLES:,} more in run.json</p>")
-    return "".join(parts)
 
 
 def _settings(story: StageStory) -> str:

@@ -26,9 +26,25 @@ def read_rollouts(directory: Path) -> list[dict[str, Any]]:
         rows = [json.loads(line) for line in text.splitlines()]
     except ValueError as error:
         raise ValueError(f"{path} holds no responses of a run: {error}") from error
-    if not all(isinstance(row, dict) and "prompt" in row for row in rows):
+    if not all(map(_is_rollout, rows)):
         raise ValueError(f"{path} holds no responses of a run")
     return rows
+
+
+def _is_rollout(row: object) -> bool:
+    """Whether a row has what every response has; a number may be null, or "nan" and the like."""
+    if not isinstance(row, dict):
+        return False
+    named = isinstance(row.get("rewards"), dict) and type(row.get("iteration")) is int
+    texts = [row.get(name) for name in ("prompt", "response")]
+    numbers = [row.get(name) for name in ("reward", "advantage", "kl", "length")]
+    if not named or not all(isinstance(text, str) for text in texts):
+        return False
+    try:
+        [float(n) for n in (*numbers, *row["rewards"].values()) if n is not None]
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def end_of_members(content: bytes) -> int:

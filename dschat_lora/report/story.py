@@ -7,17 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from dschat_lora.report.markup import amount
+from dschat_lora.report.rollout_file import FILE, read_rollouts
 
 
 @dataclass(frozen=True)
 class StageStory:
-    """The content of a stage's run.json and metrics.jsonl."""
+    """The content of a stage's run.json and metrics.jsonl, and its responses in step 3."""
 
     name: str
     facts: Mapping[str, Any] = field(default_factory=dict)  # all of run.json
     train: Sequence[Mapping[str, Any]] = ()
     evals: Sequence[Mapping[str, Any]] = ()
     events: Sequence[Mapping[str, Any]] = ()
+    rollouts: Sequence[Mapping[str, Any]] = ()  # responses of step 3
     notes: Sequence[str] = ()  # on files and lines that cannot be read
 
     def part(self, name: str) -> Mapping[str, Any]:
@@ -58,7 +60,13 @@ def read_story(directory: Path) -> StageStory:
         for kind in ("train", "eval", "event")
     )
     name = str(facts.get("stage") or directory.name)
-    return StageStory(name, facts, train, evals, events, (*notes, *more))
+    rollouts: Sequence[Mapping[str, Any]] = ()
+    if (directory / FILE).is_file():
+        try:
+            rollouts = read_rollouts(directory)
+        except (ValueError, OSError) as error:
+            more = [*more, str(error)]
+    return StageStory(name, facts, train, evals, events, rollouts, (*notes, *more))
 
 
 def _read_record(path: Path) -> tuple[dict[str, Any], list[str]]:

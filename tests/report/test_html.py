@@ -1,6 +1,7 @@
 """The HTML report: data never becomes markup, nothing is fetched, odd runs are drawn too."""
 
 import errno
+import gzip
 import json
 import math
 import re
@@ -109,7 +110,26 @@ def rlhf_run(text="x"):
         {"kind": "event", "step": 9, "event": "warning", "message": text},
         {"kind": "event", "step": text, "event": text},
     ]
-    return StageStory(text, facts, train, evals, events, notes=[text])
+    return StageStory(text, facts, train, evals, events, rollouts_of(text), notes=[text])
+
+
+def rollouts_of(*prompts):
+    """Two iterations of responses to each prompt; that of number n has a reward of n."""
+    numbers = enumerate((i, prompt) for i in (1, 2) for prompt in prompts for _ in range(2))
+    return [
+        {
+            "iteration": iteration,
+            "prompt": prompt,
+            "response": f"{n}: {prompt}",
+            "ended": bool(n % 2),
+            "rewards": {"rule": n / 2, prompt: n / 2},
+            "reward": n,
+            "advantage": -n,
+            "kl": None,
+            "length": n,
+        }
+        for n, (iteration, prompt) in numbers
+    ]
 
 
 def report_with(text):
@@ -468,6 +488,32 @@ def test_answers_to_one_prompt_stand_side_by_side():
     assert texts[0] == ["one", "before one", "after one"]
     assert texts[1] == ["two", "before two", "after two"]
     assert texts[2] == ["three", "(empty)"]
+
+
+def test_the_best_worst_and_most_changed_responses_of_training_are_shown():
+    rows = rollouts_of(*(f"p{n}" for n in range(6)))
+    html, document = report_of(StageStory("rlhf", rollouts=rows))
+    assert "24 responses to 6 prompts in 2 iterations" in document.text
+    assert "mean reward 5.5 in the first, 17.5 in the last" in document.text
+    best, worst, changed = (
+        re.findall(r'<div class="text" dir="auto">(\d+): (\w+)</div>', part)
+        for part in html.split("<details><summary>")[1:4]
+    )
+    assert [int(n) for n, _ in best] == [23, 22, 21, 20, 19]
+    assert [int(n) for n, _ in worst] == [0, 1, 2, 3, 4]
+    # The best of the first and of the last iteration; all changed by 12.
+    assert changed == [(str(2 * n + 1 + 12 * i), f"p{n}") for n in range(5) for i in (0, 1)]
+    assert "iteration 2  reward 23 (rule 11.5, p5 11.5)" in document.text
+
+
+@pytest.mark.parametrize(
+    "broken", ["[]", "{}", '{"prompt": 1}', json.dumps({**rollouts_of("p")[0], "reward": "much"})]
+)
+def test_responses_that_cannot_be_read_are_noted(tmp_path, broken):
+    run = write_run(tmp_path / "run", {"stage": "rlhf"}, [])
+    (run / "rollouts.jsonl.gz").write_bytes(gzip.compress(broken.encode()))
+    _, document = report_of(read_story(run))
+    assert "rollouts.jsonl.gz holds no responses of a run" in document.text
 
 
 def test_settings_that_matter_come_first_and_the_others_are_folded_again():

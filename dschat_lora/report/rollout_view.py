@@ -104,29 +104,37 @@ def rollouts_json(rows: Sequence[Rollout], query: RolloutQuery) -> str:
 
 def rollouts_text(rows: Sequence[Rollout], query: RolloutQuery) -> list[str]:
     """Summary and selections as lines for a terminal."""
-    summary = rollout_summary(rows)
-    lines = [
-        f"{summary['responses']:,} responses to {summary['prompts']:,} prompts in "
-        f"{summary['iterations']:,} iterations; mean reward {_number(summary['first_reward'])} in "
-        f"the first, {_number(summary['last_reward'])} in the last"
-    ]
+    lines = [summary_text(rows)]
     for name, chosen in select_rollouts(rows, query).items():
-        lines += [f"{name}:"] + [line for row in chosen for line in _rollout_lines(row)]
+        lines += [f"{name}:"] + [line for row in chosen for line in _lines(row)]
         if not chosen:
             lines.append("  none")
     return lines
 
 
-def _rollout_lines(row: Rollout) -> list[str]:
+def _lines(row: Rollout) -> list[str]:
+    return [f"  {rollout_words(row)}", f"    {row['prompt']!r}", f"    -> {row['response']!r}"]
+
+
+def summary_text(rows: Sequence[Rollout]) -> str:
+    """:func:`rollout_summary` in a sentence."""
+    summary = rollout_summary(rows)
+    return (
+        f"{summary['responses']:,} responses to {summary['prompts']:,} prompts in "
+        f"{summary['iterations']:,} iterations; mean reward {_number(summary['first_reward'])} in "
+        f"the first, {_number(summary['last_reward'])} in the last"
+    )
+
+
+def rollout_words(row: Rollout) -> str:
+    """What is known of a response, in a line."""
     parts = [f"{name} {_number(value)}" for name, value in row["rewards"].items()]
     more = f" ({', '.join(parts)})" if len(parts) > 1 else ""
-    ended = "" if row["ended"] else ", cut off"
-    return [
-        f"  iteration {row['iteration']}  reward {_number(row['reward'])}{more}  advantage "
-        f"{_number(row['advantage'])}  kl {_number(row['kl'])}  {row['length']} tokens{ended}",
-        f"    {row['prompt']!r}",
-        f"    -> {row['response']!r}",
-    ]
+    ended = "" if row.get("ended") else ", cut off"
+    return (
+        f"iteration {row['iteration']}  reward {_number(row['reward'])}{more}  advantage "
+        f"{_number(row['advantage'])}  kl {_number(row['kl'])}  {row['length']} tokens{ended}"
+    )
 
 
 def _score(row: Rollout) -> float | None:
