@@ -7,10 +7,11 @@ Its optimizers, without DeepSpeed's engines around them, cost less than the orig
 import io
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -39,16 +40,16 @@ from dschat_lora.report.rollouts import RolloutLog
 from dschat_lora.rlhf import iteration
 from dschat_lora.rlhf.config import RlhfConfig
 from dschat_lora.rlhf.diagnostics import Diagnostics
-from dschat_lora.rlhf.engines import build_engines
+from dschat_lora.rlhf.engines import Engines, build_engines
 from dschat_lora.rlhf.iteration import Iterations
 from dschat_lora.rlhf.rollout import PromptOrder
 from dschat_lora.rlhf.schedule import RlhfProgress, make_rlhf_schedule
-from dschat_lora.rlhf.setup import set_up
+from dschat_lora.rlhf.setup import RlhfSetup, set_up
 from dschat_lora.rlhf.throughput import PHASES, PhaseTimer
 from dschat_lora.rlhf.train import make_generator
 from dschat_lora.rlhf.update import Updater
 from dschat_lora.rlhf.validation import NAME, check_rlhf
-from dschat_lora.runtime.run import open_run
+from dschat_lora.runtime.run import Run, open_run
 
 SEED = 0
 RATE = 1e-5
@@ -123,33 +124,20 @@ class Ours:
     def __init__(self, task: PpoTask) -> None:
         self._task, self._closing = task, ExitStack()
         self._closing.enter_context(redirect_stdout(io.StringIO()))
-        config = check_rlhf(parse_config(RlhfConfig, _options(task)))
-        run = self._closing.enter_context(open_run(config, name=NAME, check=check_rlhf))
-        assert run.directory is not None
-        self._setup, self._metrics = set_up(run), run.directory / "metrics.jsonl"
-        self._rollouts = RolloutLog(run.directory, run.log, active=False, source=None)
+        self._setup, self._run = _set_up(task, _ppo_options(task), self._closing)
+        assert self._run.directory is not None
+        self._metrics = self._run.directory / "metrics.jsonl"
         stored = self._setup.prompts.train
         found = [stored[number].input_ids.tolist() for number in range(len(stored))]
         assert found == task.prompts, "prompts are tokenised as they were drawn"
         self._engines = build_engines(self._setup)
-        self._progress = RlhfProgress(kl_coef=config.ppo.kl_coef)
+        self._progress = RlhfProgress(kl_coef=self._setup.config.ppo.kl_coef)
         self._clock = PhaseClock(device())
         self._iterations = {name: self._make(task.settings[name]) for name in task.settings}
 
     def _make(self, setting: Setting) -> Iterations:
-        setup, engines = self._setup, self._engines
-        plan = make_rlhf_schedule(setup.config, len(setup.prompts.train))
-        count = len(setting.numbers)
-        iterations = Iterations(
-            setup,
-            engines,
-            replace(plan, order=SamePrompts(count, count, SEED, setting.numbers)),
-            make_generator(setup, engines),
-            self._progress,
-            Diagnostics(setup.settings["actor"].dtype, samples_tokens=True),
-            pretraining=None,
-            average=None,
-            rollouts=self._rollouts,
+        iterations = _make_iterations(
+            self._setup, self._run, self._engines, self._progress, setting.numbers
         )
         iterations.timer = self._clock
         return iterations
@@ -249,30 +237,73 @@ def _throughput(figures: dict[str, Any]) -> dict[str, float | None]:
     return {name: figures[name] for name in [*names, "generation_bytes_per_second"]}
 
 
-def _options(task: PpoTask) -> list[str]:
-    """The command line of step 3."""
-    size, count = task.size, str(task.size.responses)
-    options = {
+def our_iterations(
+    task: PpoTask, options: Mapping[str, str], closing: ExitStack
+) -> tuple[Iterations, Path]:
+    """Iterations of another algorithm on a task's prompts, and the file of their metrics.
+
+    ``options`` are those of step 3 beside the task's own; ``closing`` ends the run.
+    """
+    setup, run = _set_up(task, options, closing)
+    assert run.directory is not None
+    engines = build_engines(setup)
+    progress = RlhfProgress(kl_coef=setup.config.ppo.kl_coef)
+    iterations = _make_iterations(setup, run, engines, progress)
+    return iterations, run.directory / "metrics.jsonl"
+
+
+def _set_up(
+    task: PpoTask, options: Mapping[str, str], closing: ExitStack
+) -> tuple[RlhfSetup, Run[RlhfConfig]]:
+    pairs = (_options(task) | options).items()
+    argv = [word for name, value in pairs for word in (f"--{name}", value) if word]
+    config = check_rlhf(parse_config(RlhfConfig, argv))
+    run = closing.enter_context(open_run(config, name=NAME, check=check_rlhf))
+    return set_up(run), run
+
+
+def _make_iterations(
+    setup: RlhfSetup,
+    run: Run[RlhfConfig],
+    engines: Engines,
+    progress: RlhfProgress,
+    numbers: tuple[int, ...] | None = None,
+) -> Iterations:
+    """Iterations on the prompts of these numbers, or on all in turn."""
+    assert run.directory is not None
+    plan = make_rlhf_schedule(setup.config, len(setup.prompts.train))
+    if numbers is not None:
+        count = len(numbers)
+        plan = replace(plan, order=SamePrompts(count, count, SEED, numbers))
+    return Iterations(
+        setup,
+        engines,
+        plan,
+        make_generator(setup, engines),
+        progress,
+        Diagnostics(setup.settings["actor"].dtype, samples_tokens=True),
+        pretraining=None,
+        average=None,
+        rollouts=RolloutLog(run.directory, run.log, active=False, source=None),
+    )
+
+
+def _options(task: PpoTask) -> dict[str, str]:
+    """Of step 3, whatever the algorithm."""
+    size = task.size
+    return {
         "actor_model_name_or_path": task.path("sft"),
-        "critic_model_name_or_path": task.path("reward"),
         "data_path": task.path("prompts.jsonl"),
         "data_output_path": task.path("cache"),
         "eval_ratio": "0",
         "eval_prompts": "0",
         "max_prompt_seq_len": str(size.max_prompt),
         "max_answer_seq_len": str(size.max_answer),
-        "per_device_generation_batch_size": count,
-        "per_device_training_batch_size": count,
+        "per_device_generation_batch_size": str(size.responses),
+        "per_device_training_batch_size": str(size.responses),
         "actor_lora_learning_rate": str(RATE),
-        "critic_lora_learning_rate": str(RATE),
-        "critic_learning_rate": str(RATE),
         "lr_scheduler_type": "constant",
         "max_steps": "1000",
-        "kl_coef": str(KL_COEF),
-        "lam": str(LAM),
-        "cliprange": str(CLIP),
-        "cliprange_value": str(CLIP_VALUE),
-        "clip_reward_value": str(CLIP_REWARD),
         "reward_scaling": "none",
         "dtype": task.dtype,
         "zero_stage": "0",
@@ -280,9 +311,20 @@ def _options(task: PpoTask) -> list[str]:
         "logging_steps": str(10**6),
         "print_answers_interval": "0",
     }
-    pairs = [word for name, value in options.items() for word in (f"--{name}", value)]
-    # DeepSpeed-Chat's way does not whiten.
-    return [*pairs, "--no-whiten_advantages"]
+
+
+def _ppo_options(task: PpoTask) -> dict[str, str]:
+    return {
+        "critic_model_name_or_path": task.path("reward"),
+        "critic_lora_learning_rate": str(RATE),
+        "critic_learning_rate": str(RATE),
+        "kl_coef": str(KL_COEF),
+        "lam": str(LAM),
+        "cliprange": str(CLIP),
+        "cliprange_value": str(CLIP_VALUE),
+        "clip_reward_value": str(CLIP_REWARD),
+        "no-whiten_advantages": "",  # DeepSpeed-Chat's way does not
+    }
 
 
 # ---------------------------------------------------------------------------- DeepSpeed-Chat's way
