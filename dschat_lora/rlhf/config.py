@@ -216,8 +216,8 @@ class ClassicConfig:
     )
     inference_tp_size: int = option(
         1,
-        help="accepted from DeepSpeed-Chat, for its hybrid engine; 1, or --tensor_parallel_size: "
-        "rollouts run on the processes that hold the model",
+        help="accepted from DeepSpeed-Chat, for its hybrid engine; rollouts run on the processes "
+        "that hold the model (--tensor_parallel_size)",
     )
     tp_gather_partition_size: int = option(
         8, help="accepted from DeepSpeed-Chat, for its hybrid engine"
@@ -228,6 +228,7 @@ class ClassicConfig:
 
     def __post_init__(self) -> None:
         require_numbers(self, "in [0, 1)", "ema_decay")
+        require_numbers(self, ">= 1", "inference_tp_size")
         require_numbers(self, ">= 0", "log_rollouts", "print_answers_interval", "test_stop_step")
         if self.enable_test_mode and not self.test_stop_step:
             raise ValueError("--enable_test_mode stops after --test_stop_step steps: give it")
@@ -253,14 +254,6 @@ class RlhfConfig(StageConfig):
 
     def __post_init__(self) -> None:
         require_numbers(self, ">= 0", "eval_prompts")
-        size, training = self.classic.inference_tp_size, self.parallel.tensor_parallel_size
-        require(
-            size in (1, training),
-            "inference_tp_size",
-            size,
-            f"1 or that of --tensor_parallel_size ({training}): rollouts run on the processes that "
-            "hold the model",
-        )
 
     @property
     def free(self) -> frozenset[str]:
