@@ -92,6 +92,7 @@ class CachedRows:
         self._counters = torch.zeros(2 + rows, dtype=torch.int64, device=device)
         self._chosen, self._positions = self._counters[:1], self._counters[2:, None]
         self._cache = KVCache((rows, columns), self._counters[1:2])
+        self._num_positions: int | None = getattr(model.config, "max_position_embeddings", None)
         self._windows: dict[str, int | None] = attention_windows(model.config) or {}
         self._ids = torch.full((rows, 1), pad_id, device=device)
         self._sequence = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -162,6 +163,9 @@ class CachedRows:
         cache = self._cache
         rows = cache.rows
         self._counters += 1
+        if self._responses.ragged and self._num_positions is not None:
+            # Rows at their limit go on with the others: nothing reads what they choose.
+            self._positions.clamp_(max=self._num_positions - 1)
         masks = {kind: self._open_column(kind, w) for kind, w in self._windows.items()}
         logits = self._forward(self._ids[:rows], self._positions[:rows], masks)
         place = self._sequence[:rows], self._chosen

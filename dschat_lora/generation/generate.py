@@ -84,7 +84,7 @@ class Decoder:
         """Free what is kept."""
         self._rows: CachedRows | None = None
         self._linears: FastLinears | None = None
-        self._responses: dict[tuple[Sampling, bool], Responses] = {}
+        self._responses: dict[tuple[Sampling, bool, bool], Responses] = {}
 
     @torch.no_grad()
     def __call__(
@@ -93,10 +93,14 @@ class Decoder:
         sampling: Sampling,
         *,
         seeds: Sequence[Sequence[int]],
+        limits: Sequence[int] | None = None,
         keep_logprobs: bool = False,
         keep_going: KeepGoing | None = None,
     ) -> Responses:
         """As many responses to each prompt as it has seeds, prompt after prompt.
+
+        ``limits``, one for each prompt, bound the tokens of its responses further than
+        ``sampling`` does.
 
         Each is up to and including its end-of-sequence token, and depends on the model, the
         prompt, its seed and ``sampling`` alone, not on the rest of the batch, up to the rounding
@@ -111,13 +115,14 @@ class Decoder:
             ValueError: if a prompt is empty, or the seeds are not as many for each prompt.
         """
         copies = _copies(prompts, seeds)
-        _check_fits(self._model, prompts, sampling.max_new_tokens)
+        bounds = [min(sampling.max_new_tokens, n) for n in limits or ()]
+        _check_fits(self._model, prompts, bounds or [sampling.max_new_tokens] * len(prompts))
         flat = [seed for each in seeds for seed in each]
-        columns = max(map(len, prompts), default=0) + sampling.max_new_tokens
+        columns = max(map(len, prompts), default=0) + max(bounds, default=sampling.max_new_tokens)
         if not self._is_ready(len(flat), columns):
             self.release()
-        responses = self._responses_for(len(flat), sampling, keep_logprobs)
-        responses.start(flat)
+        responses = self._responses_for(len(flat), sampling, keep_logprobs, limits is not None)
+        responses.start(flat, [n for n in bounds for _ in range(copies)] or None)
         if not prompts and keep_going is None:
             return responses
         rows = self._rows_for(len(flat), columns) if prompts else None
@@ -134,8 +139,10 @@ class Decoder:
         fits = fits and all(each.capacity >= rows for each in self._responses.values())
         return self._keeps and fits and before == self._weights
 
-    def _responses_for(self, size: int, sampling: Sampling, keep_logprobs: bool) -> Responses:
-        key = (sampling, keep_logprobs)
+    def _responses_for(
+        self, size: int, sampling: Sampling, keep_logprobs: bool, ragged: bool
+    ) -> Responses:
+        key = (sampling, keep_logprobs, ragged)
         found = self._responses.get(key)
         if found is None:
             found = self._responses[key] = Responses(
@@ -144,6 +151,7 @@ class Decoder:
                 eos_ids=self._eos_ids,
                 device=self._device,
                 keep_logprobs=keep_logprobs,
+                ragged=ragged,
             )
         return found
 
@@ -220,17 +228,17 @@ def _copies(prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]]) ->
 
 
 def _check_fits(
-    model: PreTrainedModel, prompts: Sequence[Sequence[int]], max_new_tokens: int
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int]
 ) -> None:
     assert not model.training, "responses are decoded in evaluation mode"
     empty = [index for index, prompt in enumerate(prompts) if not len(prompt)]
     if empty:
         raise ValueError(f"prompt {empty[0]} is empty; a response needs a token to follow")
     limit = getattr(model.config, "max_position_embeddings", None)
-    longest = max((len(prompt) for prompt in prompts), default=0)
-    assert limit is None or longest + max_new_tokens <= limit, (
-        f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the model's "
-        f"{limit} positions"
+    pairs = zip(prompts, max_new_tokens, strict=True)
+    longest, new = max(((len(prompt), new) for prompt, new in pairs), key=sum, default=(0, 0))
+    assert limit is None or longest + new <= limit, (
+        f"a prompt of {longest} tokens and {new} new ones exceed the model's {limit} positions"
     )
 
 
@@ -239,7 +247,7 @@ def _unfinished(rows: Rows, responses: Responses, chosen: int, device: torch.dev
 
     On a GPU checked every few steps only, since reading it waits for the device.
     """
-    if chosen == responses.limit:
+    if chosen == max(responses.limits):
         return None
     if device.type == "cuda" and chosen % GPU_POLL:
         return rows

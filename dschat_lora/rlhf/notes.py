@@ -61,5 +61,7 @@ def note_without_effect(config: RlhfConfig, inputs: RlhfInputs) -> None:
     if not config.batch.do_sample:
         unused = sorted({"top_p", "top_k"} & given)
         notes += [f"--{name} has no effect with --no-do_sample" for name in unused]
+    if config.batch.environment is None and "max_turns" in given:
+        notes.append("--max_turns has no effect without --environment")
     for note in notes:
         log_once(f"  note         {note}")
