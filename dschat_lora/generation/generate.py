@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from dschat_lora.generation.batch_state import (
     CachedRows,
     DecodeStep,
+    Kept,
     RecomputedRows,
     Rows,
     cuda_graphs,
@@ -59,6 +60,7 @@ class Decoder:
             columns count prompt and response.
         merged: decode with adapters added to copies of the weights, which takes fewer operations
             and the memory of the copies; 16-bit weights are rounded anew.
+        retains: keep what a call has computed, for the ``prefixes`` of the next one.
         record: see :class:`CachedRows`; by default CUDA graphs on a GPU.
     """
 
@@ -71,11 +73,12 @@ class Decoder:
         device: torch.device,
         largest: tuple[int, int] = (0, 0),
         merged: bool = False,
+        retains: bool = False,
         record: Callable[[DecodeStep], DecodeStep] | None = None,
     ) -> None:
         self._model, self._eos_ids, self._pad_id = model, frozenset(eos_ids), pad_id
         self._device, self._largest, self._merged = device, largest, merged
-        self._record = record
+        self._record, self._retains = record, retains
         self._keeps = device.type == "cuda" or record is not None
         self._weights: object = None
         self.release()
@@ -94,13 +97,16 @@ class Decoder:
         *,
         seeds: Sequence[Sequence[int]],
         limits: Sequence[int] | None = None,
+        prefixes: Sequence[tuple[int, int]] | None = None,
         keep_logprobs: bool = False,
         keep_going: KeepGoing | None = None,
     ) -> Responses:
         """As many responses to each prompt as it has seeds, prompt after prompt.
 
         ``limits``, one for each prompt, bound the tokens of its responses further than
-        ``sampling`` does.
+        ``sampling`` does. ``prefixes`` name, for each, a sequence of the last call, prompt and
+        response, and how many tokens of it the prompt begins with: not its last one, which was
+        not computed. No weight may have changed since.
 
         Each is up to and including its end-of-sequence token, and depends on the model, the
         prompt, its seed and ``sampling`` alone, not on the rest of the batch, up to the rounding
@@ -119,6 +125,7 @@ class Decoder:
         _check_fits(self._model, prompts, bounds or [sampling.max_new_tokens] * len(prompts))
         flat = [seed for each in seeds for seed in each]
         columns = max(map(len, prompts), default=0) + max(bounds, default=sampling.max_new_tokens)
+        before = self._rows if self._retains else None
         if not self._is_ready(len(flat), columns):
             self.release()
         responses = self._responses_for(len(flat), sampling, keep_logprobs, limits is not None)
@@ -128,7 +135,8 @@ class Decoder:
         rows = self._rows_for(len(flat), columns) if prompts else None
         with self._kernels():
             if rows is not None:
-                rows.start(prompts, responses, copies=copies)
+                kept = None if prefixes is None or before is None else Kept(before, prefixes)
+                rows.start(prompts, responses, copies=copies, kept=kept)
             self._run(rows, responses, keep_going)
         return responses
 
@@ -168,6 +176,7 @@ class Decoder:
                 pad_id=self._pad_id,
                 device=self._device,
                 buckets=self._keeps,
+                retains=self._retains,
                 record=self._record or self._cuda_graphs(),
             )
         return self._rows

@@ -43,6 +43,11 @@ class Response:
         return sum(self.actor_mask) if self.actor_mask else len(self.tokens)
 
     @property
+    def last_chosen(self) -> int:
+        """Place of the last token that the actor chose, where an environment's may follow it."""
+        return len(self.tokens) - 1 - self.actor_mask[::-1].index(True)
+
+    @property
     def last_turn(self) -> tuple[int, ...]:
         """The tokens of the actor's last turn."""
         read = self.actor_mask

@@ -79,17 +79,27 @@ class _Turns:
     def next(
         self,
         copies: Sequence[tuple[int, int]],
+        decoded: list[int],
         rows: Sequence[int],
         read: Sequence[Response],
         turn: int,
     ) -> list[Response]:
-        """Responses that go on with a turn, of those of ``rows`` among the ``copies``."""
+        """Responses that go on with a turn, of those of ``rows`` among the ``copies``.
+
+        ``decoded`` are the rows of the turn before, and becomes those of this one.
+        """
         found = self.decode(
             [[*each.prompt, *each.tokens] for each in read],
             seeds=[[stream_seed(*self.key, *copies[row], "turn", turn)] for row in rows],
             limits=[self.max_tokens - len(each.tokens) for each in read],
+            # All but the last token that the actor chose.
+            prefixes=[
+                (decoded.index(row), len(each.prompt) + each.last_chosen)
+                for row, each in zip(rows, read, strict=True)
+            ],
             keep_logprobs=self.keep_logprobs,
         )
+        decoded[:] = rows
         return self._continued(read, found)
 
     def _continued(self, responses: Sequence[Response], found: Responses) -> list[Response]:
@@ -171,6 +181,7 @@ class Generator:
             device=engine.device,
             largest=(batch_size, max_length),
             merged=merged,
+            retains=episodes is not None,
         )
 
     def __call__(
@@ -210,7 +221,7 @@ class Generator:
                 if self._episodes is not None:
                     responses = self._episodes.play(
                         responses,
-                        partial(turns.next, copies),
+                        partial(turns.next, copies, list(range(len(copies)))),
                         max_tokens=sampling.max_new_tokens,
                     )
                 places = (n * num_generations + k for n, k in copies)
