@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from dschat_lora.rlhf.environment import Environment, EnvironmentFailedError, lo
 from dschat_lora.rlhf.episodes import Episodes
 from dschat_lora.rlhf.experience import Experience, advantages_and_returns
 from dschat_lora.rlhf.reward_arguments import calls_of
+from dschat_lora.rlhf.train import _failures_saved
 from dschat_lora.rlhf.turns import TurnTokens
 from dschat_lora.rlhf.update_config import PpoConfig
 from helpers.roles import Words
@@ -303,6 +305,16 @@ def test_an_environment_that_raises_is_tried_again_and_keeps_its_error():
         environment(reply, retries=2).replies([Response((9,), (5, 2), T, 0)])
     assert isinstance(caught.value.__cause__, KeyError)
     assert len(calls) == 3
+
+
+def test_a_failed_environment_saves_the_last_whole_iteration_and_shows_its_own_error():
+    saved = []
+    checkpointer = SimpleNamespace(save_rest=lambda *each: saved.append(each))
+    error = KeyError("the sandbox is gone")
+    with pytest.raises(KeyError) as caught, _failures_saved(checkpointer, SimpleNamespace(step=7)):
+        raise EnvironmentFailedError from error
+    assert caught.value is error
+    assert saved == [(7, "stopped by an environment that failed")]
 
 
 def test_an_environment_must_take_responses():
