@@ -94,6 +94,11 @@ def broadcast_string(fact: str) -> str:
     return _broadcast_text(fact, 0) if dist.is_initialized() else fact
 
 
+def gather_texts(text: str) -> list[str]:
+    """Every process's text, by rank; call on every rank."""
+    return [_broadcast_text(text, source) for source in range(world_size())]
+
+
 def _broadcast_text(text: str, source: int) -> str:
     """The text of the rank ``source``; call on every rank. Bytes, for nobody unpickles a peer's."""
     content = text.encode()

@@ -3,6 +3,7 @@
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -26,8 +27,18 @@ class Rows(Protocol):
 
     sequences: list[int]
 
-    def start(self, prompts: Sequence[Sequence[int]], responses: Responses, *, copies: int) -> None:
-        """Process the prompts, and choose the first token of ``copies`` responses to each."""
+    def start(
+        self,
+        prompts: Sequence[Sequence[int]],
+        responses: Responses,
+        *,
+        copies: int,
+        kept: "Kept | None" = None,
+    ) -> None:
+        """Process the prompts, and choose the first token of ``copies`` responses to each.
+
+        ``kept`` says what of them was computed before.
+        """
 
     def step(self) -> None:
         """Choose the next token of every row."""
@@ -66,6 +77,7 @@ class CachedRows:
         pad_id: any token, since masks hide it.
         device: of the model.
         buckets: round shapes up to a few.
+        retains: keep the keys and values of sequences that have ended, for :class:`Kept`.
         record: turns a step of one shape into its replay, such as :func:`cuda_graphs`; None runs
             every step anew.
 
@@ -81,10 +93,13 @@ class CachedRows:
         pad_id: int,
         device: torch.device,
         buckets: bool = False,
+        retains: bool = False,
         record: Callable[[DecodeStep], DecodeStep] | None = None,
     ) -> None:
         self._model, self._group, self._pad_id = model, group_of(model), pad_id
-        self._buckets, self._record = buckets, record
+        self._buckets, self._retains, self._record = buckets, retains, record
+        self._order: list[int] = []  # which sequence each row holds, in use or ended
+        self._first: list[int] = []  # column that each sequence begins in
         self.sequences: list[int] = []
         self._filled = 0
         rows, columns = self._rounded(*capacity)
@@ -92,6 +107,7 @@ class CachedRows:
         self._counters = torch.zeros(2 + rows, dtype=torch.int64, device=device)
         self._chosen, self._positions = self._counters[:1], self._counters[2:, None]
         self._cache = KVCache((rows, columns), self._counters[1:2])
+        self._num_positions: int | None = getattr(model.config, "max_position_embeddings", None)
         self._windows: dict[str, int | None] = attention_windows(model.config) or {}
         self._ids = torch.full((rows, 1), pad_id, device=device)
         self._sequence = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -107,23 +123,37 @@ class CachedRows:
         rows, columns = self._rounded(rows, columns)
         return rows <= most_rows and columns <= most_columns
 
-    def start(self, prompts: Sequence[Sequence[int]], responses: Responses, *, copies: int) -> None:
+    def start(
+        self,
+        prompts: Sequence[Sequence[int]],
+        responses: Responses,
+        *,
+        copies: int,
+        kept: "Kept | None" = None,
+    ) -> None:
         """Process each prompt once for all its copies, and choose the first tokens."""
         self._responses, count = responses, len(prompts) * copies
-        self.sequences, self._filled = list(range(count)), max(map(len, prompts))
+        lengths, device = torch.tensor([len(prompt) for prompt in prompts]), self._ids.device
+        self._filled = int(lengths.max())
         self._cache.start(self._rounded(count, 0)[0], copies)
         # Rows that are not in use write where nobody reads.
         self._sequence.fill_(responses.capacity)
         for mask in self._masks.values():
             mask.fill_(torch.finfo(mask.dtype).min)
-        ids, segments = padded_left(prompts, self._pad_id, self._ids.device)
+        ids, segments = padded_left(prompts, self._pad_id, device)
         positions = (segments.cumsum(-1) - 1).clamp(min=0)
         masks = {
             kind: block_causal_mask(segments, self._model.dtype, window=window)
             for kind, window in self._windows.items()
         }
-        logits = next_logits(self._model, ids, positions, masks, self._cache)
+        new = self._filled if kept is None else self._take(kept, lengths)
+        of_new = {kind: mask[:, :, -new:] for kind, mask in masks.items()}
+        logits = next_logits(self._model, ids[:, -new:], positions[:, -new:], of_new, self._cache)
         logits = logits.repeat_interleave(copies, 0)
+        self.sequences = list(range(count))
+        self._order = [*self.sequences, *(-1 for _ in range(self._cache.capacity[0] - count))]
+        self._first = [self._filled - len(prompt) for prompt in prompts for _ in range(copies)]
+        self._cache.following = None
         width = self._filled
         self._cache.copies = 0
         self._counters.zero_()
@@ -135,6 +165,22 @@ class CachedRows:
             self._masks[kind][:count, :, :, window or 0 :][..., :width] = last
         place = self._sequence[:count], self._chosen
         self._ids[:count, 0] = responses.advance(logits, *place, self._group)
+
+    def _take(self, kept: "Kept", lengths: Tensor) -> int:
+        """Put what was computed before in place; how many of the last columns are not."""
+        device, source = self._ids.device, kept.rows
+        known = torch.tensor([length for _, length in kept.prefixes])
+        rows = torch.tensor([source._order.index(sequence) for sequence, _ in kept.prefixes])
+        first = torch.tensor([source._first[sequence] for sequence, _ in kept.prefixes])
+        width, new = self._filled, int((lengths - known).max())
+        columns = torch.arange(width) + (first + lengths - width)[:, None]
+        columns = columns.clamp(0, source._cache.capacity[1] - 1)
+        self._cache.take(source._cache, to_device(rows, device), to_device(columns, device))
+        row, step = (torch.arange(new) >= new - (lengths - known)[:, None]).nonzero().unbind(1)
+        following = (row, step, width - new + step)
+        self._cache.following = tuple(to_device(each, device) for each in following)  # type: ignore[assignment]
+        self._cache.copies, self._cache.columns = 0, width
+        return new
 
     def step(self) -> None:
         """Choose the next token of every row."""
@@ -163,6 +209,9 @@ class CachedRows:
         cache = self._cache
         rows = cache.rows
         self._counters += 1
+        if self._responses.ragged and self._num_positions is not None:
+            # Rows at their limit go on with the others: nothing reads what they choose.
+            self._positions.clamp_(max=self._num_positions - 1)
         masks = {kind: self._open_column(kind, w) for kind, w in self._windows.items()}
         logits = next_logits(self._model, self._ids[:rows], self._positions[:rows], masks, cache)
         place = self._sequence[:rows], self._chosen
@@ -188,11 +237,16 @@ class CachedRows:
             return
         device = self._ids.device
         source, target = (to_device(torch.tensor(x), device) for x in (sources, targets))
-        self._cache.move(source, target)
+        if self._retains:
+            self._cache.swap(source, target)
+        else:
+            self._cache.move(source, target)
         for state in (self._ids, self._positions, self._sequence, *self._masks.values()):
             state.index_copy_(0, target, state.index_select(0, source))
         for source_row, target_row in zip(sources, targets, strict=True):
             self.sequences[target_row] = self.sequences[source_row]
+            order = self._order
+            order[source_row], order[target_row] = order[target_row], order[source_row]
 
     def _new_mask(self, window: int | None) -> Tensor:
         """(rows, 1, 1, window + columns) that hides everything.
@@ -222,6 +276,18 @@ class CachedRows:
         fitting = (bucket for bucket in ROW_BUCKETS if bucket >= rows)
         rows = next(fitting, -(-rows // largest) * largest)
         return rows, -(-columns // COLUMN_BUCKET) * COLUMN_BUCKET
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Keys and values of an earlier batch that prompts begin with.
+
+    ``prefixes`` has, for each prompt, a sequence of those ``rows`` and how many tokens of it the
+    prompt begins with; at least one follows.
+    """
+
+    rows: CachedRows
+    prefixes: Sequence[tuple[int, int]]
 
 
 def cuda_graphs() -> Callable[[DecodeStep], DecodeStep]:
@@ -283,8 +349,15 @@ class RecomputedRows:
         self._chosen = torch.zeros(1, dtype=torch.int64, device=device)
         self.sequences: list[int] = []
 
-    def start(self, prompts: Sequence[Sequence[int]], responses: Responses, *, copies: int) -> None:
-        """Choose the first token of each response."""
+    def start(
+        self,
+        prompts: Sequence[Sequence[int]],
+        responses: Responses,
+        *,
+        copies: int,
+        kept: "Kept | None" = None,
+    ) -> None:
+        """Choose the first token of each response; nothing was kept."""
         self._responses = responses
         self._texts = [list(prompt) for prompt in prompts for _ in range(copies)]
         self.sequences = list(range(len(self._texts)))

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from dschat_lora.generation.batch_state import (
     CachedRows,
     DecodeStep,
+    Kept,
     RecomputedRows,
     Rows,
     cuda_graphs,
@@ -59,6 +60,7 @@ class Decoder:
             columns count prompt and response.
         merged: decode with adapters added to copies of the weights, which takes fewer operations
             and the memory of the copies; 16-bit weights are rounded anew.
+        retains: keep what a call has computed, for the ``prefixes`` of the next one.
         record: see :class:`CachedRows`; by default CUDA graphs on a GPU.
     """
 
@@ -71,11 +73,12 @@ class Decoder:
         device: torch.device,
         largest: tuple[int, int] = (0, 0),
         merged: bool = False,
+        retains: bool = False,
         record: Callable[[DecodeStep], DecodeStep] | None = None,
     ) -> None:
         self._model, self._eos_ids, self._pad_id = model, frozenset(eos_ids), pad_id
         self._device, self._largest, self._merged = device, largest, merged
-        self._record = record
+        self._record, self._retains = record, retains
         self._keeps = device.type == "cuda" or record is not None
         self._weights: object = None
         self.release()
@@ -84,7 +87,7 @@ class Decoder:
         """Free what is kept."""
         self._rows: CachedRows | None = None
         self._linears: FastLinears | None = None
-        self._responses: dict[tuple[Sampling, bool], Responses] = {}
+        self._responses: dict[tuple[Sampling, bool, bool], Responses] = {}
 
     @torch.no_grad()
     def __call__(
@@ -93,10 +96,17 @@ class Decoder:
         sampling: Sampling,
         *,
         seeds: Sequence[Sequence[int]],
+        limits: Sequence[int] | None = None,
+        prefixes: Sequence[tuple[int, int]] | None = None,
         keep_logprobs: bool = False,
         keep_going: KeepGoing | None = None,
     ) -> Responses:
         """As many responses to each prompt as it has seeds, prompt after prompt.
+
+        ``limits``, one for each prompt, bound the tokens of its responses further than
+        ``sampling`` does. ``prefixes`` name, for each, a sequence of the last call, prompt and
+        response, and how many tokens of it the prompt begins with: not its last one, which was
+        not computed. No weight may have changed since.
 
         Each is up to and including its end-of-sequence token, and depends on the model, the
         prompt, its seed and ``sampling`` alone, not on the rest of the batch, up to the rounding
@@ -111,19 +121,22 @@ class Decoder:
             ValueError: if a prompt is empty, or the seeds are not as many for each prompt.
         """
         copies = _copies(prompts, seeds)
-        _check_fits(self._model, prompts, sampling.max_new_tokens)
+        bounds = [min(sampling.max_new_tokens, n) for n in limits or ()]
+        _check_fits(self._model, prompts, bounds or [sampling.max_new_tokens] * len(prompts))
         flat = [seed for each in seeds for seed in each]
-        columns = max(map(len, prompts), default=0) + sampling.max_new_tokens
+        columns = max(map(len, prompts), default=0) + max(bounds, default=sampling.max_new_tokens)
+        before = self._rows if self._retains else None
         if not self._is_ready(len(flat), columns):
             self.release()
-        responses = self._responses_for(len(flat), sampling, keep_logprobs)
-        responses.start(flat)
+        responses = self._responses_for(len(flat), sampling, keep_logprobs, limits is not None)
+        responses.start(flat, [n for n in bounds for _ in range(copies)] or None)
         if not prompts and keep_going is None:
             return responses
         rows = self._rows_for(len(flat), columns) if prompts else None
         with self._kernels():
             if rows is not None:
-                rows.start(prompts, responses, copies=copies)
+                kept = None if prefixes is None or before is None else Kept(before, prefixes)
+                rows.start(prompts, responses, copies=copies, kept=kept)
             self._run(rows, responses, keep_going)
         return responses
 
@@ -134,8 +147,10 @@ class Decoder:
         fits = fits and all(each.capacity >= rows for each in self._responses.values())
         return self._keeps and fits and before == self._weights
 
-    def _responses_for(self, size: int, sampling: Sampling, keep_logprobs: bool) -> Responses:
-        key = (sampling, keep_logprobs)
+    def _responses_for(
+        self, size: int, sampling: Sampling, keep_logprobs: bool, ragged: bool
+    ) -> Responses:
+        key = (sampling, keep_logprobs, ragged)
         found = self._responses.get(key)
         if found is None:
             found = self._responses[key] = Responses(
@@ -144,6 +159,7 @@ class Decoder:
                 eos_ids=self._eos_ids,
                 device=self._device,
                 keep_logprobs=keep_logprobs,
+                ragged=ragged,
             )
         return found
 
@@ -160,6 +176,7 @@ class Decoder:
                 pad_id=self._pad_id,
                 device=self._device,
                 buckets=self._keeps,
+                retains=self._retains,
                 record=self._record or self._cuda_graphs(),
             )
         return self._rows
@@ -220,17 +237,17 @@ def _copies(prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]]) ->
 
 
 def _check_fits(
-    model: PreTrainedModel, prompts: Sequence[Sequence[int]], max_new_tokens: int
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int]
 ) -> None:
     assert not model.training, "responses are decoded in evaluation mode"
     empty = [index for index, prompt in enumerate(prompts) if not len(prompt)]
     if empty:
         raise ValueError(f"prompt {empty[0]} is empty; a response needs a token to follow")
     limit = getattr(model.config, "max_position_embeddings", None)
-    longest = max((len(prompt) for prompt in prompts), default=0)
-    assert limit is None or longest + max_new_tokens <= limit, (
-        f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the model's "
-        f"{limit} positions"
+    pairs = zip(prompts, max_new_tokens, strict=True)
+    longest, new = max(((len(prompt), new) for prompt, new in pairs), key=sum, default=(0, 0))
+    assert limit is None or longest + new <= limit, (
+        f"a prompt of {longest} tokens and {new} new ones exceed the model's {limit} positions"
     )
 
 
@@ -239,7 +256,7 @@ def _unfinished(rows: Rows, responses: Responses, chosen: int, device: torch.dev
 
     On a GPU checked every few steps only, since reading it waits for the device.
     """
-    if chosen == responses.limit:
+    if chosen == max(responses.limits):
         return None
     if device.type == "cuda" and chosen % GPU_POLL:
         return rows

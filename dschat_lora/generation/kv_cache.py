@@ -1,5 +1,6 @@
 """A static key-value cache for decoding, allocated once for all columns."""
 
+import torch
 from torch import Tensor
 
 
@@ -21,12 +22,27 @@ class KVCache:
         self.capacity, self.copies = capacity, 0
         self.rows, self.columns = capacity
         self.column = column
+        # Row, step of the input and column of each token that follows rows which were taken.
+        self.following: tuple[Tensor, Tensor, Tensor] | None = None
         # Keys and values: (2, rows, heads, columns, D), or one of each where their shapes differ.
         self._layers: dict[int, Tensor | tuple[Tensor, Tensor]] = {}
 
     def start(self, rows: int, copies: int) -> None:
         """Take the prompts of another batch; what masks do not hide is written anew."""
         self.rows, self.columns, self.copies = rows, self.capacity[1], copies
+
+    def take(self, source: "KVCache", rows: Tensor, columns: Tensor) -> None:
+        """Take what was computed before, from this cache or another.
+
+        Column j of row i becomes column ``columns[i, j]`` of row ``rows[i]`` there: (B, W) and
+        (B,) int64.
+        """
+        for index, stores in source._layers.items():
+            taken = [_gathered(store, rows, columns) for store in stores]
+            if index not in self._layers:
+                self._layers[index] = self._allocate(taken[0], taken[1])
+            for store, new in zip(self._layers[index], taken, strict=True):
+                store[: len(rows), :, : columns.shape[1]] = new
 
     def update(
         self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object
@@ -39,6 +55,12 @@ class KVCache:
             for store, new in zip(stores, (key, value), strict=True):
                 self._store_prompts(store, new)
             return key, value
+        if self.following is not None:
+            rows, steps, columns = self.following
+            for store, new in zip(stores, (key, value), strict=True):
+                store[rows, :, columns] = new[rows, :, steps]
+            keys, values = (store[: len(key), :, : self.columns] for store in stores)
+            return keys, values
         pair = _as_pair(key, value) if isinstance(stores, Tensor) else None
         if isinstance(stores, Tensor) and pair is not None:
             stores[:, : self.rows].index_copy_(3, self.column, pair)
@@ -67,9 +89,19 @@ class KVCache:
                 used = store[:, :, : self.columns]
                 used.index_copy_(0, targets, used.index_select(0, sources))
 
+    def swap(self, first: Tensor, second: Tensor) -> None:
+        """Exchange the used columns of rows ``first`` and of rows ``second``."""
+        self.move(torch.cat([first, second]), torch.cat([second, first]))
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns in use; some models call it, but with given positions none depends on it."""
         return self.columns
+
+
+def _gathered(store: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """(B, heads, W, D) of (., heads, ., D): column ``columns[i, j]`` of row ``rows[i]``."""
+    index = columns[:, None, :, None].expand(-1, store.shape[1], -1, store.shape[3])
+    return store.index_select(0, rows).gather(2, index)
 
 
 def _as_pair(first: Tensor, second: Tensor) -> Tensor | None:

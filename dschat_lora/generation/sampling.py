@@ -90,7 +90,8 @@ class Responses:
     Rows that hold no sequence write to the last entry.
 
     Attributes:
-        capacity: most sequences. limit: most tokens of each.
+        capacity: most sequences.
+        limits: most tokens of each sequence that :meth:`start` has announced.
         size: sequences that :meth:`start` has announced.
     """
 
@@ -102,8 +103,11 @@ class Responses:
         eos_ids: Collection[int],
         device: torch.device,
         keep_logprobs: bool = False,
+        ragged: bool = False,
     ) -> None:
-        self.capacity, self.limit, self.size = capacity, sampling.max_new_tokens, 0
+        """Make room; ``ragged`` sequences have limits of their own."""
+        self.capacity, self.size, self.ragged = capacity, 0, ragged
+        self.limits: list[int] = []
         self._sampling, self._eos_ids = sampling, frozenset(eos_ids)
         self._ends = to_device(torch.tensor(sorted(eos_ids), dtype=torch.int64), device)
         shape = (capacity + 1, sampling.max_new_tokens)
@@ -111,11 +115,15 @@ class Responses:
         self._uniforms = torch.ones(shape, dtype=torch.float64, device=device)
         self._logprobs = torch.zeros(shape, device=device) if keep_logprobs else None
 
-    def start(self, seeds: Sequence[int]) -> None:
-        """Begin a sequence for each of the seeds of random numbers."""
-        self.size = len(seeds)
+    def start(self, seeds: Sequence[int], limits: Sequence[int] | None = None) -> None:
+        """Begin a sequence for each of the seeds of random numbers.
+
+        ``limits`` bound their tokens further than the options of sampling do.
+        """
+        self.size, most = len(seeds), self._sampling.max_new_tokens
+        self.limits = [most] * self.size if limits is None else [min(most, n) for n in limits]
         if self._sampling.do_sample:
-            drawn = uniforms(seeds, self.limit)
+            drawn = uniforms(seeds, most)
             self._uniforms[: self.size].copy_(to_device(drawn, self._uniforms.device))
 
     def advance(
@@ -145,13 +153,13 @@ class Responses:
     def finished(self, chosen: int) -> list[bool]:
         """Whether each sequence has ended, after ``chosen`` tokens; waits for the device."""
         ends = torch.isin(self._tokens[: self.size, :chosen], self._ends)
-        found: list[bool] = ends.any(-1).tolist()
-        return found
+        ended: list[bool] = ends.any(-1).tolist()
+        return [end or chosen >= n for end, n in zip(ended, self.limits, strict=True)]
 
     def tokens(self) -> list[list[int]]:
         """Every sequence's tokens, up to and including its end."""
         rows = self._tokens[: self.size].tolist()
-        return [self._until_end(row) for row in rows]
+        return [self._until_end(row[:n]) for row, n in zip(rows, self.limits, strict=True)]
 
     def logprobs(self) -> list[list[float]]:
         """Log-probability of every sequence's tokens, in nats, before top-k and top-p."""

@@ -19,23 +19,46 @@ from dschat_lora.perf.throughput import StepCounts
 
 @dataclass(frozen=True)
 class Response:
-    """A prompt and the actor's response to it."""
+    """A prompt and the actor's response to it.
+
+    With an environment, its messages stand between turns of the actor: they are read, and nothing
+    is learnt from them.
+    """
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]  # up to and including end-of-sequence, if it came
     ended: bool  # whether it did
     group: int  # number of the prompt within the iteration
     columns: bytes = b""  # the row of data, as JSON
-    logprobs: tuple[float, ...] = ()  # of its tokens in the decode loop, in nats, where kept
+    logprobs: tuple[float, ...] = ()  # of the actor's tokens in the decode loop, in nats, if kept
+    actor_mask: tuple[bool, ...] = ()  # which of the tokens are the actor's; empty: all
+    earlier: bytes = b""  # messages before the last turn, as JSON; empty: there is but one turn
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.tokens)
+
+    @property
+    def num_actor_tokens(self) -> int:
+        """Tokens that the actor chose."""
+        return sum(self.actor_mask) if self.actor_mask else len(self.tokens)
+
+    @property
+    def last_chosen(self) -> int:
+        """Place of the last token that the actor chose, where an environment's may follow it."""
+        return len(self.tokens) - 1 - self.actor_mask[::-1].index(True)
+
+    @property
+    def last_turn(self) -> tuple[int, ...]:
+        """The tokens of the actor's last turn."""
+        read = self.actor_mask
+        return self.tokens[len(read) - read[::-1].index(False) :] if False in read else self.tokens
 
 
 @dataclass(frozen=True)
 class ResponseBatch:
     """Rows of one response each, right-padded; without any, one row of one padding token.
 
+    Response tokens are those that the actor chose; others in a row are read only.
     A place is an index into the flattened (B T) positions.
     """
 
@@ -45,7 +68,7 @@ class ResponseBatch:
     logit_positions: Tensor  # (K,) int64 places where response tokens are predicted
     target_ids: Tensor  # (K,) int64 those tokens
     owner: Tensor  # (K,) int64, row of each
-    step: Tensor  # (K,) int64, its place in the response
+    step: Tensor  # (K,) int64, its place among the actor's tokens of the response
     ends: Tensor  # (n,) int64 place of each response's last token
     spans: Spans  # of the responses
     numbers: tuple[int, ...]  # n numbers of the responses within the iteration
@@ -67,8 +90,11 @@ class ResponseBatch:
 
 
 def response_mask(responses: Sequence[Response], device: torch.device) -> Tensor:
-    """(N, R) bool, True on the tokens of each response; R that of the longest, at least 1."""
-    lengths = torch.tensor([len(each.tokens) for each in responses], dtype=torch.int64)
+    """(N, R) bool, True on the actor's tokens of each response; R of the longest, at least 1.
+
+    What an environment said has no place in it: tables hold the actor's tokens one after another.
+    """
+    lengths = torch.tensor([each.num_actor_tokens for each in responses], dtype=torch.int64)
     width = max(1, int(lengths.max())) if len(lengths) else 1
     return to_device(torch.arange(width) < lengths[:, None], device)
 
@@ -90,9 +116,9 @@ def collate(responses: Sequence[Response], numbers: Sequence[int], pad_id: int) 
     """The batch of some responses of an iteration."""
     make = SampleCollator(pad_id)
     batch = make([[_sample(responses[n])] for n in numbers]) if numbers else make.empty()
-    lengths = [len(responses[n].prompt) for n in numbers] or [0]
-    width = batch.input_ids.shape[1]
-    owner, column = batch.logit_positions // width, batch.logit_positions % width
+    width, owner = batch.input_ids.shape[1], batch.logit_positions // batch.input_ids.shape[1]
+    counts = torch.tensor([responses[n].num_actor_tokens for n in numbers] or [0])
+    before = counts.cumsum(0) - counts  # targets of earlier rows
     rows = torch.arange(len(numbers))
     sizes = torch.tensor([len(responses[n]) for n in numbers], dtype=torch.int64)
     return ResponseBatch(
@@ -102,7 +128,7 @@ def collate(responses: Sequence[Response], numbers: Sequence[int], pad_id: int) 
         logit_positions=batch.logit_positions,
         target_ids=batch.target_ids,
         owner=owner,
-        step=column + 1 - torch.tensor(lengths)[owner],
+        step=torch.arange(len(owner)) - before[owner],
         ends=rows * width + sizes - 1,
         spans=batch.spans,
         numbers=tuple(numbers),
@@ -121,6 +147,8 @@ def _sample(response: Response) -> Sample:
     ids = np.array([*response.prompt, *response.tokens], dtype=np.int32)
     labels = ids.copy()
     labels[: len(response.prompt)] = IGNORE_INDEX
+    if response.actor_mask:
+        labels[len(response.prompt) :][~np.array(response.actor_mask)] = IGNORE_INDEX
     return Sample(ids, labels)
 
 

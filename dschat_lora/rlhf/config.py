@@ -16,6 +16,15 @@ from dschat_lora.rlhf.update_config import PpoConfig, PretrainingConfig
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
+def _check_name(option: str, name: str) -> None:
+    """Refuse what names no function; built-in ones are rewards."""
+    if option != "environment" and is_builtin(name):
+        builtin_function(name)
+        return
+    usable = _FUNCTION.fullmatch(name) is not None
+    require(usable, option, name, "module:function such as my_rewards:is_right")
+
+
 @dataclass(frozen=True)
 class PromptConfig(SourceConfig):
     """Prompts and their length."""
@@ -76,11 +85,19 @@ class RolloutConfig:
     stop_strings: tuple[str, ...] = option(
         (), help="texts that end a response with the token that completes them"
     )
+    environment: str | None = option(
+        None,
+        help="module:function that answers the actor's turns with messages of a user or tool, or "
+        "ends the episode; nothing is learnt from them",
+    )
+    max_turns: int = option(
+        8, help="most turns of the actor in an episode with --environment, of one response's length"
+    )
 
     def __post_init__(self) -> None:
         rollout = ("per_device_generation_batch_size", "generation_batches", "num_generations")
         update = ("per_device_training_batch_size", "gradient_accumulation_steps")
-        require_numbers(self, ">= 1", *rollout, *update)
+        require_numbers(self, ">= 1", *rollout, *update, "max_turns")
         require_numbers(self, ">= 0", "tokens_per_device")
         require(
             self.temperature > 0, "temperature", self.temperature, "> 0 (greedy: --no-do_sample)"
@@ -89,6 +106,8 @@ class RolloutConfig:
         require_numbers(self, ">= 0", "top_k")
         for name in ("stop_tokens", "stop_strings"):
             require(all(getattr(self, name)), name, "", "texts that are not empty")
+        if self.environment is not None:
+            _check_name("environment", self.environment)
         at_a_time = self.per_device_generation_batch_size
         if self.num_generations > at_a_time:
             raise ValueError(
@@ -121,9 +140,13 @@ class RewardsConfig:
         "all",
         help="responses of a call: all that a process has, or those to one prompt",
     )
-    reward_retries: int = option(0, help="further calls of a reward function that failed")
+    reward_retries: int = option(
+        0, help="further calls of a reward function, or an environment, that failed"
+    )
     reward_timeout: float = option(
-        0.0, help="seconds that a call of a reward function may take; 0: as many as it likes"
+        0.0,
+        help="seconds that a call of a reward function, or of an environment, may take; 0: as many "
+        "as it likes",
     )
     clip_reward_value: float = option(
         5.0, help="scores are clipped to this absolute value once they are scaled; 0: never"
@@ -153,9 +176,10 @@ class RewardsConfig:
         require_numbers(self, ">= 0", "reward_retries", "reward_timeout")
         if isinstance(self.reward_function, str):
             object.__setattr__(self, "reward_function", (self.reward_function,))
-        judges = () if self.judge_function is None else (self.judge_function,)
-        self._check_names("reward_function", self.reward_function)
-        self._check_names("judge_function", judges)
+        for name in self.reward_function:
+            _check_name("reward_function", name)
+        if self.judge_function is not None:
+            _check_name("judge_function", self.judge_function)
         count, weights = len(self.reward_function), self.reward_weights
         if weights and len(weights) not in (count, count + 1):
             raise ValueError(
@@ -163,14 +187,6 @@ class RewardsConfig:
                 "--reward_function: give one for each, and last one for the reward model, if any"
             )
         require(all(map(math.isfinite, weights)), "reward_weights", weights, "finite numbers")
-
-    def _check_names(self, option: str, names: tuple[str, ...]) -> None:
-        for name in names:
-            if is_builtin(name):
-                builtin_function(name)
-                continue
-            usable = _FUNCTION.fullmatch(name) is not None
-            require(usable, option, name, "module:function such as my_rewards:is_right")
 
 
 @dataclass(frozen=True)
@@ -216,8 +232,8 @@ class ClassicConfig:
     )
     inference_tp_size: int = option(
         1,
-        help="accepted from DeepSpeed-Chat, for its hybrid engine; 1, or --tensor_parallel_size: "
-        "rollouts run on the processes that hold the model",
+        help="accepted from DeepSpeed-Chat, for its hybrid engine; rollouts run on the processes "
+        "that hold the model (--tensor_parallel_size)",
     )
     tp_gather_partition_size: int = option(
         8, help="accepted from DeepSpeed-Chat, for its hybrid engine"
@@ -228,6 +244,7 @@ class ClassicConfig:
 
     def __post_init__(self) -> None:
         require_numbers(self, "in [0, 1)", "ema_decay")
+        require_numbers(self, ">= 1", "inference_tp_size")
         require_numbers(self, ">= 0", "log_rollouts", "print_answers_interval", "test_stop_step")
         if self.enable_test_mode and not self.test_stop_step:
             raise ValueError("--enable_test_mode stops after --test_stop_step steps: give it")
@@ -253,14 +270,6 @@ class RlhfConfig(StageConfig):
 
     def __post_init__(self) -> None:
         require_numbers(self, ">= 0", "eval_prompts")
-        size, training = self.classic.inference_tp_size, self.parallel.tensor_parallel_size
-        require(
-            size in (1, training),
-            "inference_tp_size",
-            size,
-            f"1 or that of --tensor_parallel_size ({training}): rollouts run on the processes that "
-            "hold the model",
-        )
 
     @property
     def free(self) -> frozenset[str]:

@@ -15,7 +15,7 @@ from dschat_lora.rlhf.batch import Response, collate
 from dschat_lora.rlhf.diagnostics import Diagnostics
 from dschat_lora.rlhf.engines import Engines
 from dschat_lora.rlhf.experience import score_responses
-from dschat_lora.rlhf.metrics import rewards_by_name
+from dschat_lora.rlhf.metrics import rewards_by_name, turn_metrics
 from dschat_lora.rlhf.rewards import RewardFunctions
 from dschat_lora.rlhf.rollout import Generator
 from dschat_lora.rlhf.setup import RlhfSetup
@@ -113,7 +113,8 @@ class RlhfEvaluator:
             "reward_standard_error": _standard_error(experience.scores[counts]),
             **(rewards_by_name(experience) if counts.any() else {}),
             "kl": _mean(kl),
-            "response_length": _mean(torch.tensor([float(len(r.tokens)) for r in responses])),
+            "response_length": _mean(torch.tensor([float(r.num_actor_tokens) for r in responses])),
+            **turn_metrics(responses),
             "eos_rate": sum(r.ended for r in responses) / len(responses),
         }
         if setup.judge is not None:

@@ -1,5 +1,6 @@
 """Metrics of an iteration: of its responses and of its update."""
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor
 from dschat_lora.algos.advantages import equal_groups, explained_variance, response_sums
 from dschat_lora.algos.kl import kl_k3
 from dschat_lora.algos.preference import correlation
+from dschat_lora.rlhf.batch import Response
 from dschat_lora.rlhf.experience import AdvantagesAndReturns, Experience
 from dschat_lora.rlhf.update import StepResult
 from dschat_lora.runtime.lr_schedule import rate_metrics
@@ -70,7 +72,7 @@ def response_metrics(
     counts = ~table[:, 0].isnan()
     kept = [r for r, counted in zip(responses, counts.tolist(), strict=True) if counted]
     scores, kl, k3, scaled = table[counts].unbind(1)
-    lengths = torch.tensor([float(len(r.tokens)) for r in kept], dtype=torch.float64)
+    lengths = torch.tensor([float(r.num_actor_tokens) for r in kept], dtype=torch.float64)
     eos_rate = sum(r.ended for r in kept) / len(kept)
     explained = None
     if targets is not None and targets.returns is not None and experience.values is not None:
@@ -93,8 +95,23 @@ def response_metrics(
         "dropped": len(responses) - len(kept),
         "samples": len(responses),
         "tokens": sum(map(len, responses)),
-        "supervised_tokens": sum(len(r.tokens) for r in responses),
+        "supervised_tokens": sum(r.num_actor_tokens for r in responses),
+        **turn_metrics(kept),
     }
+
+
+def turn_metrics(responses: Sequence[Response]) -> dict[str, float]:
+    """Mean number of the actor's turns and of tokens read from an environment, if any has some."""
+    if not any(each.actor_mask for each in responses):
+        return {}
+    turns = sum(_num_turns(each) for each in responses)
+    read = sum(len(each.tokens) - each.num_actor_tokens for each in responses)
+    return {"turns": turns / len(responses), "environment_tokens": read / len(responses)}
+
+
+def _num_turns(response: Response) -> int:
+    earlier = json.loads(response.earlier or b"[]")
+    return 1 + sum(message["role"] == "assistant" for message in earlier)
 
 
 def rollout_rows(
@@ -134,9 +151,15 @@ def rollout_rows(
                 "reward": known["reward"],
                 "advantage": known.get("advantage") if counts else None,
                 "kl": known.get("kl") if counts else None,
-                "length": len(response.tokens),
+                "length": response.num_actor_tokens,
             }
         )
+        if response.earlier:
+            last = {
+                "role": "assistant",
+                "content": decode(response.last_turn, skip_special_tokens=True),
+            }
+            rows[-1]["messages"] = [*json.loads(response.earlier), last]
     return rows
 
 

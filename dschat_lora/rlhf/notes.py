@@ -31,6 +31,12 @@ def note_without_effect(config: RlhfConfig, inputs: RlhfInputs) -> None:
     given = config.given
     notes = [f"--{name} has no effect here: see --help" for name in _UNUSED if name in given]
     notes += parallel_without_effect(config.parallel)
+    size, training = config.classic.inference_tp_size, config.parallel.tensor_parallel_size
+    if size not in (1, training):
+        notes.append(
+            f"--inference_tp_size {size} has no effect: rollouts run on the processes that hold "
+            f"the model, {training} by --tensor_parallel_size"
+        )
     if not config.has_critic:
         unused = sorted(n for n in given if n.startswith("critic_") and "model" not in n)
         of_gae = {"cliprange_value", "lam", "whiten_advantages"}
@@ -55,5 +61,7 @@ def note_without_effect(config: RlhfConfig, inputs: RlhfInputs) -> None:
     if not config.batch.do_sample:
         unused = sorted({"top_p", "top_k"} & given)
         notes += [f"--{name} has no effect with --no-do_sample" for name in unused]
+    if config.batch.environment is None and "max_turns" in given:
+        notes.append("--max_turns has no effect without --environment")
     for note in notes:
         log_once(f"  note         {note}")

@@ -2,13 +2,13 @@
 
 import inspect
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from dschat_lora.models.causal_lm import Tokenizer
 from dschat_lora.rlhf.batch import Response
 
-OWN = ("prompts", "responses", "ended", "rows", "token_ids")
+OWN = ("prompts", "responses", "messages", "ended", "rows", "token_ids")
 TRL = ("prompts", "completions", "completion_ids")
 # Of a function that is called with one response at a time.
 SINGULAR = {
@@ -26,6 +26,11 @@ def named_parameters(function: Callable[..., object]) -> dict[str, inspect.Param
     """Parameters of the function but ``*more`` and ``**others``."""
     parameters = inspect.signature(function).parameters.values()
     return {p.name: p for p in parameters if p.kind not in _OPEN}
+
+
+def takes_responses(names: Collection[str]) -> bool:
+    """Whether parameters of these names are what a function needs to see responses."""
+    return not {"responses", "completions", "messages", "response", "completion"}.isdisjoint(names)
 
 
 def is_singular(function: Callable[..., object]) -> bool:
@@ -71,26 +76,50 @@ def _offered(
 ) -> dict[str, list[Any]]:
     rows: list[dict[str, Any]] = [json.loads(each.columns or b"{}") for each in responses]
     names = dict.fromkeys(name for row in rows for name in row if name not in _NOT_OFFERED)
-    texts = [tokenizer.decode(list(each.tokens), skip_special_tokens=True) for each in responses]
+    texts = [last_text(each, tokenizer) for each in responses]
     prompts = [tokenizer.decode(each.prompt) for each in responses]
+    found = [_prompt_of(row, text) for row, text in zip(rows, prompts, strict=True)]
+    said = [messages_after_prompt(each, tokenizer) for each in responses]
     ids = [list(each.tokens) for each in responses]
     offered = {name: [row.get(name) for row in rows] for name in names} | {
         "prompts": prompts,
         "responses": texts,
         "completions": texts,
+        "messages": [[*as_messages(p), *m] for p, m in zip(found, said, strict=True)],
         "ended": [each.ended for each in responses],
         "rows": rows,
         "token_ids": ids,
         "completion_ids": ids,
     }
     if like_trl:
-        found = [_prompt_of(row, text) for row, text in zip(rows, prompts, strict=True)]
         offered["prompts"] = found
         offered["completions"] = [
-            text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-            for prompt, text in zip(found, texts, strict=True)
+            text if isinstance(prompt, str) else messages
+            for prompt, text, messages in zip(found, texts, said, strict=True)
         ]
     return offered
+
+
+def last_text(response: Response, tokenizer: Tokenizer) -> str:
+    """Text of the actor's last turn, without special tokens."""
+    return tokenizer.decode(list(response.last_turn), skip_special_tokens=True)
+
+
+def messages_after_prompt(response: Response, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """The actor's turns and what its environment said between them."""
+    last = {"role": "assistant", "content": last_text(response, tokenizer)}
+    return [*json.loads(response.earlier or b"[]"), last]
+
+
+def prompt_messages(response: Response, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """The prompt as messages; a text is one of a user's."""
+    row = json.loads(response.columns or b"{}")
+    return as_messages(_prompt_of(row, tokenizer.decode(response.prompt)))
+
+
+def as_messages(prompt: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The prompt as messages; a text is one of a user's."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
 def _prompt_of(row: dict[str, Any], text: str) -> Any:

@@ -1,23 +1,26 @@
 """Rollouts: the actor's responses to prompts, the same for any number of processes."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dschat_lora.algos.seeds import permutation, stream_seed
 from dschat_lora.data.samples import PromptSample
 from dschat_lora.engine.build import TrainEngine
-from dschat_lora.engine.collectives import gather_over_ranks, max_over_ranks
+from dschat_lora.engine.collectives import gather_over_ranks, gather_texts, max_over_ranks
 from dschat_lora.engine.distributed import data_rank, data_world_size
 from dschat_lora.engine.zero import gathered
 from dschat_lora.generation.generate import Decoder, KeepGoing
-from dschat_lora.generation.sampling import Sampling
+from dschat_lora.generation.sampling import Responses, Sampling
 from dschat_lora.models.causal_lm import PreTrainedModel
 from dschat_lora.rlhf.batch import Response
+from dschat_lora.rlhf.episodes import Episodes
 from dschat_lora.rlhf.roles import Network
 
 # Share of the free memory that the whole weights may take during generation at ZeRO 3.
@@ -50,6 +53,92 @@ class PromptOrder:
         return [int(n) for n in order[first : first + self.per_iteration]]
 
 
+@dataclass(frozen=True)
+class _Turns:
+    """Decodes turns of the actor, each with random numbers of its own."""
+
+    decode: Callable[..., Responses]
+    key: tuple[int | str, ...]
+    max_tokens: int  # of a response
+    keep_logprobs: bool
+    is_end: Callable[[int], bool]
+    find_end: Callable[[Sequence[int]], int | None]
+
+    def first(
+        self, prompts: Sequence[tuple[int, PromptSample]], num_generations: int
+    ) -> list[Response]:
+        """Responses to prompts, with their numbers, prompt after prompt."""
+        copies = range(num_generations)
+        found = self.decode(
+            [prompt.input_ids.tolist() for _, prompt in prompts],
+            seeds=[[stream_seed(*self.key, n, k) for k in copies] for n, _ in prompts],
+            keep_logprobs=self.keep_logprobs,
+        )
+        return self._continued([_unanswered(*each) for each in prompts for _ in copies], found)
+
+    def next(
+        self,
+        copies: Sequence[tuple[int, int]],
+        decoded: list[int],
+        rows: Sequence[int],
+        read: Sequence[Response],
+        turn: int,
+    ) -> list[Response]:
+        """Responses that go on with a turn, of those of ``rows`` among the ``copies``.
+
+        ``decoded`` are the rows of the turn before, and becomes those of this one.
+        """
+        found = self.decode(
+            [[*each.prompt, *each.tokens] for each in read],
+            seeds=[[stream_seed(*self.key, *copies[row], "turn", turn)] for row in rows],
+            limits=[self.max_tokens - len(each.tokens) for each in read],
+            # All but the last token that the actor chose.
+            prefixes=[
+                (decoded.index(row), len(each.prompt) + each.last_chosen)
+                for row, each in zip(rows, read, strict=True)
+            ],
+            keep_logprobs=self.keep_logprobs,
+        )
+        decoded[:] = rows
+        return self._continued(read, found)
+
+    def _continued(self, responses: Sequence[Response], found: Responses) -> list[Response]:
+        texts = found.tokens()
+        drawn = found.logprobs() if self.keep_logprobs else [[] for _ in texts]
+        return [self._with_turn(*each) for each in zip(responses, texts, drawn, strict=True)]
+
+    def _with_turn(self, to: Response, tokens: list[int], logprobs: list[float]) -> Response:
+        ended = bool(tokens) and self.is_end(tokens[-1])
+        # What was drawn after it changes nothing: a token depends on those before it alone.
+        if (end := self.find_end(tokens)) is not None:
+            tokens, logprobs, ended = tokens[:end], logprobs[:end], True
+        return replace(
+            to,
+            tokens=(*to.tokens, *tokens),
+            ended=ended,
+            logprobs=(*to.logprobs, *logprobs),
+            actor_mask=to.actor_mask and (*to.actor_mask, *(True for _ in tokens)),
+        )
+
+
+def _unanswered(group: int, prompt: PromptSample) -> Response:
+    return Response(tuple(prompt.input_ids.tolist()), (), False, group, prompt.columns)
+
+
+def _from_row(row: Tensor, blank: Response, width: int, earlier: str) -> Response:
+    """The response to ``blank``'s prompt of a row of :meth:`Generator._share`."""
+    tokens = row[4 : 4 + int(row[1])].long()
+    is_read = tokens < 0
+    return replace(
+        blank,
+        tokens=tuple(torch.where(is_read, -1 - tokens, tokens).tolist()),
+        ended=bool(row[3]),
+        logprobs=tuple(row[4 + width :][: int(row[2])].tolist()),
+        actor_mask=tuple((~is_read).tolist()) if is_read.any() else (),
+        earlier=earlier.encode(),
+    )
+
+
 class Generator:
     """Generates responses with the actor's present weights; call methods on every rank.
 
@@ -70,19 +159,21 @@ class Generator:
         keeps_memory: bool = False,
         merged: bool = False,
         find_end: Callable[[Sequence[int]], int | None] = lambda tokens: None,
+        episodes: Episodes | None = None,
     ) -> None:
         """Prepare to decode ``batch_size`` responses at a time, of ``max_length`` with the prompt.
 
         What a GPU needs for that stays in its memory between calls if ``keeps_memory``. With
         ``merged``, adapters are added to copies of the weights.
-        ``find_end`` says after how many tokens the text of a response ends, if it does.
+        ``find_end`` says after how many tokens the text of a turn ends, if it does, and
+        ``episodes`` what an environment adds to it.
         ``rollout`` is the actor's model in modules without the engine's hooks, ``sharded`` in the
         engine's modules, which gather their weights.
         """
         self._engine, self._rollout, self._batch_size = engine, rollout.eval(), batch_size
         self._eos_ids, self._keeps_memory = frozenset(eos_ids), keeps_memory
         self._sharded, self._decoders = sharded, dict[int, Decoder]()
-        self._find_end = find_end
+        self._find_end, self._episodes = find_end, episodes
         self._make_decoder = partial(
             Decoder,
             eos_ids=eos_ids,
@@ -90,6 +181,7 @@ class Generator:
             device=engine.device,
             largest=(batch_size, max_length),
             merged=merged,
+            retains=episodes is not None,
         )
 
     def __call__(
@@ -112,56 +204,56 @@ class Generator:
         mine = order[data_rank() :: data_world_size()]
         at_a_time = max(1, self._batch_size // num_generations)
         chunks = -(-len(order[:: data_world_size()]) // at_a_time)
-        rows: list[list[int]] = []
-        drawn: list[list[float]] = []
+        found: dict[int, Response] = {}
         with self._weights() as (decoder, keep_going):
+            turns = _Turns(
+                partial(decoder, sampling=sampling, keep_going=keep_going),
+                ("rollout", *key),
+                sampling.max_new_tokens,
+                keep_logprobs=keep_logprobs,
+                is_end=self._eos_ids.__contains__,
+                find_end=self._find_end,
+            )
             for chunk in range(chunks):
                 numbers = mine[chunk * at_a_time : (chunk + 1) * at_a_time]
-                responses = decoder(
-                    [prompts[n].input_ids.tolist() for n in numbers],
-                    sampling,
-                    seeds=[
-                        [stream_seed("rollout", *key, n, k) for k in range(num_generations)]
-                        for n in numbers
-                    ],
-                    keep_logprobs=keep_logprobs,
-                    keep_going=keep_going,
-                )
-                copies = [n * num_generations + k for n in numbers for k in range(num_generations)]
-                texts = responses.tokens()
-                rows += [[n, *tokens] for n, tokens in zip(copies, texts, strict=True)]
-                drawn += responses.logprobs() if keep_logprobs else [[] for _ in copies]
-        return [
-            self._response(prompts[n // num_generations], n // num_generations, tokens, logprobs)
-            for n, (tokens, logprobs) in enumerate(self._share(rows, drawn, sampling))
-        ]
-
-    def _response(
-        self, prompt: PromptSample, group: int, tokens: list[int], logprobs: list[float]
-    ) -> Response:
-        ended = bool(tokens) and tokens[-1] in self._eos_ids
-        ids = tuple(prompt.input_ids.tolist())
-        # What was drawn after it changes nothing: a token depends on those before it alone.
-        if (end := self._find_end(tokens)) is not None:
-            tokens, logprobs, ended = tokens[:end], logprobs[:end], True
-        return Response(ids, tuple(tokens), ended, group, prompt.columns, tuple(logprobs))
+                copies = [(n, k) for n in numbers for k in range(num_generations)]
+                responses = turns.first([(n, prompts[n]) for n in numbers], num_generations)
+                if self._episodes is not None:
+                    responses = self._episodes.play(
+                        responses,
+                        partial(turns.next, copies, list(range(len(copies)))),
+                        max_tokens=sampling.max_new_tokens,
+                    )
+                places = (n * num_generations + k for n, k in copies)
+                found |= dict(zip(places, responses, strict=True))
+        blank = [_unanswered(n, prompt) for n, prompt in enumerate(prompts)]
+        blank = [each for each in blank for _ in range(num_generations)]
+        return self._share(found, blank, width=sampling.max_new_tokens)
 
     def _share(
-        self, rows: list[list[int]], drawn: list[list[float]], sampling: Sampling
-    ) -> list[tuple[list[int], list[float]]]:
-        """Tokens and log-probabilities of all ranks' responses by number, on every rank."""
-        # Numbers, tokens and fp32 values are exact in fp64.
-        width = sampling.max_new_tokens
-        table = torch.full((len(rows), 3 + 2 * width), -1, dtype=torch.float64)
-        for index, (row, own) in enumerate(zip(rows, drawn, strict=True)):
-            table[index, 0], table[index, 1], table[index, 2] = row[0], len(row) - 1, len(own)
-            table[index, 3 : 2 + len(row)] = torch.tensor(row[1:])
-            table[index, 3 + width : 3 + width + len(own)] = torch.tensor(own)
+        self, own: Mapping[int, Response], blank: Sequence[Response], *, width: int
+    ) -> list[Response]:
+        """All ranks' responses by number, from those of this rank; call on every rank."""
+        # Numbers, tokens and fp32 values are exact in fp64. Tokens that are read are below 0.
+        table = torch.full((len(own), 4 + 2 * width), -1, dtype=torch.float64)
+        for index, (number, each) in enumerate(own.items()):
+            tokens, logprobs = torch.tensor(each.tokens), torch.tensor(each.logprobs)
+            if each.actor_mask:
+                tokens = torch.where(torch.tensor(each.actor_mask), tokens, -1 - tokens)
+            sizes = [number, len(tokens), len(logprobs), each.ended]
+            table[index, :4] = torch.tensor(sizes, dtype=torch.float64)
+            table[index, 4 : 4 + len(tokens)] = tokens
+            table[index, 4 + width : 4 + width + len(logprobs)] = logprobs
         whole = gather_over_ranks(table.to(self._engine.device)).cpu()
         whole = whole[whole[:, 0].argsort()]
+        earlier: dict[str, str] = {}
+        if self._episodes is not None:
+            texts = {str(n): each.earlier.decode() for n, each in own.items() if each.earlier}
+            for text in gather_texts(json.dumps(texts)):
+                earlier |= json.loads(text)
         return [
-            (row[3 : 3 + int(row[1])].long().tolist(), row[3 + width :][: int(row[2])].tolist())
-            for row in whole
+            _from_row(row, each, width, earlier.get(str(number), ""))
+            for number, (row, each) in enumerate(zip(whole, blank, strict=True))
         ]
 
     @contextmanager

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from dschat_lora.config.groups import is_on
+from dschat_lora.data.chat import make_chat
 from dschat_lora.data.fingerprint import describe_tokenizer
 from dschat_lora.data.prepare import Prepared
 from dschat_lora.engine.build import EngineSettings
@@ -16,6 +17,8 @@ from dschat_lora.models.build import recompute_blocks
 from dschat_lora.models.causal_lm import Tokenizer, load_tokenizer
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
 from dschat_lora.rlhf.config import RlhfConfig
+from dschat_lora.rlhf.environment import load_environment
+from dschat_lora.rlhf.episodes import Episodes
 from dschat_lora.rlhf.memory import explaining_memory, keeping_cache, memory_plan
 from dschat_lora.rlhf.rewards import (
     RewardFunction,
@@ -27,6 +30,8 @@ from dschat_lora.rlhf.role_config import option_errors_for
 from dschat_lora.rlhf.roles import Roles, build_roles
 from dschat_lora.rlhf.sources import Sources, find_sources, shares_base, text_data
 from dschat_lora.rlhf.throughput import FlopCounter
+from dschat_lora.rlhf.turns import TurnTokens
+from dschat_lora.rlhf.user_functions import UserFunction
 from dschat_lora.runtime.consistency import check_same_models
 from dschat_lora.runtime.memory import MemoryPlan, free_memory
 from dschat_lora.runtime.run import Run
@@ -61,6 +66,7 @@ class RlhfSetup:
     counter: FlopCounter | None  # None for an architecture that is not understood
     scorer: RewardFunctions | None  # None: the reward model alone scores
     judge: RewardFunction | None
+    episodes: Episodes | None  # None: of one turn
     identity: dict[str, Any]
     keeps_cache: bool  # of decoding, while weights are updated
     run: Run[RlhfConfig]
@@ -81,8 +87,12 @@ def set_up(run: Run[RlhfConfig]) -> RlhfSetup:
     scorer = load_functions(config.rewards, tokenizer) if config.rewards.reward_function else None
     name = config.rewards.judge_function
     judge = None if name is None else load_function("judge_function", name, tokenizer)
+    episodes = _episodes(config, tokenizer)
     prompts = read_training_data(config.data.data, tokenizer, run, phase=3, kind="prompts")
-    for each in (*(scorer.functions if scorer else ()), *(() if judge is None else (judge,))):
+    functions: list[UserFunction] = [*(scorer.functions if scorer else ())]
+    functions += [] if judge is None else [judge]
+    functions += [] if episodes is None else [episodes.environment]
+    for each in functions:
         each.check_columns(json.loads(prompts.train[0].columns or b"{}"))
     text = _read_text(config, tokenizer, run)
     settings = _settings(config)
@@ -118,9 +128,24 @@ def set_up(run: Run[RlhfConfig]) -> RlhfSetup:
         counter,
         scorer,
         judge,
+        episodes,
         identity,
         plan is not None and plan.keeps_cache,
         run,
+    )
+
+
+def _episodes(config: RlhfConfig, tokenizer: Tokenizer) -> Episodes | None:
+    """Episodes with the environment of the options, if there is one."""
+    name, rewards = config.batch.environment, config.rewards
+    if name is None:
+        return None
+    return Episodes(
+        load_environment(
+            name, tokenizer, retries=rewards.reward_retries, timeout=rewards.reward_timeout
+        ),
+        TurnTokens(make_chat(tokenizer, config.data.data.chat_template_kwargs), tokenizer),
+        config.batch.max_turns,
     )
 
 

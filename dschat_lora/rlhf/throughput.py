@@ -101,7 +101,7 @@ class FlopCounter:
         lengths = [len(each) for each in responses]
         counts = StepCounts(
             num_tokens=sum(lengths),
-            num_targets=sum(len(each.tokens) for each in responses),
+            num_targets=sum(each.num_actor_tokens for each in responses),
             num_attended=sum(map(causal_pairs, lengths)),
         )
         forward = _sizes(counts, padded)
@@ -134,7 +134,7 @@ class FlopCounter:
             self._shapes["actor"],
             num_tokens=sum(fed) - saved * sum(prompts),
             num_attended=sum(map(causal_pairs, fed)) - saved * sum(map(causal_pairs, prompts)),
-            num_targets=sum(len(each.tokens) for each in responses),
+            num_targets=sum(each.num_actor_tokens for each in responses),
         )
 
     def _decode_bytes(self, responses: Sequence[Response]) -> float:
@@ -191,12 +191,13 @@ def throughput_metrics(
     """Throughput fields of a train line; without ``work`` or ``peak_tflops`` some are None."""
     step_seconds = max(sum(seconds.values()), 1e-9)
     spent = {name: max(seconds[name], 1e-9) for name in PHASES}
+    generated = sum(each.num_actor_tokens for each in responses)
     metrics: dict[str, float | None] = {
         "step_seconds": step_seconds,
         **{f"{name}_seconds": seconds[name] for name in PHASES},
         "tokens_per_second": sum(map(len, responses)) / step_seconds,
         "samples_per_second": len(responses) / step_seconds,
-        "generation_tokens_per_second": sum(len(r.tokens) for r in responses) / spent["generation"],
+        "generation_tokens_per_second": generated / spent["generation"],
         "tflops_per_device": None,
         "hardware_tflops_per_device": None,
         "tflops_deepspeed_chat": None,

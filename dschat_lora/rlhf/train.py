@@ -18,11 +18,11 @@ from dschat_lora.rlhf.engines import Engines
 from dschat_lora.rlhf.evaluation import RlhfEvaluator
 from dschat_lora.rlhf.iteration import Iterations
 from dschat_lora.rlhf.pretraining import make_pretraining
-from dschat_lora.rlhf.rewards import RewardError
 from dschat_lora.rlhf.rollout import Generator
 from dschat_lora.rlhf.schedule import RlhfProgress, RlhfSchedule, make_rlhf_schedule
 from dschat_lora.rlhf.setup import RlhfSetup
 from dschat_lora.rlhf.stops import end_of_text, stop_ids
+from dschat_lora.rlhf.user_functions import UserFunctionError
 from dschat_lora.runtime.checkpointer import Checkpointer, Part
 from dschat_lora.runtime.loop import IterationOutcome, run_loop
 from dschat_lora.runtime.resume import goes_on_in_place, run_of
@@ -92,16 +92,16 @@ def train(setup: RlhfSetup, engines: Engines) -> TrainResult:
 
 @contextmanager
 def _failures_saved(checkpointer: Checkpointer, progress: RlhfProgress) -> Iterator[None]:
-    """Where a reward function fails in the block, save the last whole iteration, then raise.
+    """Where a user's function fails in the block, save the last whole iteration, then raise.
 
-    Responses are scored before any of their steps is taken: no iteration is saved in part.
+    It sees responses before any of their steps is taken: no iteration is saved in part.
     """
     try:
         yield
         return
-    except RewardError as error:
-        cause = error.__cause__
-    checkpointer.save_rest(progress.step, "stopped by a reward function that failed")
+    except UserFunctionError as error:
+        cause, what = error.__cause__, error.what
+    checkpointer.save_rest(progress.step, f"stopped by {what} that failed")
     assert cause is not None
     raise cause
 
@@ -143,6 +143,7 @@ def make_generator(setup: RlhfSetup, engines: Engines) -> Generator:
         keeps_memory=setup.keeps_cache,
         merged=batch.merge_for_rollouts,
         find_end=partial(end_of_text, stop_strings=batch.stop_strings, decode=decode),
+        episodes=setup.episodes,
     )
 
 

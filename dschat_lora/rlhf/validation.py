@@ -86,6 +86,8 @@ def check_rewards(config: RlhfConfig, inputs: RlhfInputs) -> None:
         for name in names:
             if not is_builtin(name):
                 check_function(option, name)
+    if config.batch.environment is not None:
+        check_function("environment", config.batch.environment)
     count, weights = len(rewards.reward_function), rewards.reward_weights
     if len(weights) > count and config.critic.model_name_or_path is None:
         raise ValueError(

@@ -4,9 +4,10 @@ import re
 from pathlib import Path
 
 import trl
-from hand_tokenizers import ALPHABET
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from data.hand_tokenizers import ALPHABET
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 # As the families' tokenizers have them: one token each, kept when special tokens are skipped.

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from helpers.rlhf_course import save_family, write_prompts, write_texts
+from helpers.rlhf_course import save_family, write_prompts, write_texts, write_turns_template
 from helpers.spread import ALL
 
 pytestmark = pytest.mark.stage
@@ -35,11 +35,15 @@ TWO_PASSES = "--ppo_epochs 2 --kl_coef 0.05 --entropy_coef 0.01"
 MORE = "--unsupervised_dataset_name texts.jsonl --unsup_coef 0.5 --enable_ema --ema_decay 0.8"
 LOOKS = "--eval_prompts 3"
 FUNCTION = "--reward_function helpers.rlhf_course:vowels"
+TURNS = (
+    "--environment helpers.rlhf_course:ask_again --max_turns 3 --max_answer_seq_len 16 "
+    "--chat_template turns.jinja --stop_tokens e i n t"
+)
 # name: (architecture, (processes, stage) of each run, options)
 KINDS = {
     "ppo": ("opt", places((2, 0), (2, 1), (2, 3)), f"{TWO_PASSES} {MORE} {LOOKS}"),
     "ppo of llama": ("llama", places((1, 3), (2, 2)), f"{TWO_PASSES} --reward_scaling running"),
-    "rloo": ("opt", places((2, 1)), "--algorithm rloo --num_generations 2"),
+    "rloo in turns": ("opt", places((2, 3)), f"--algorithm rloo --num_generations 2 {TURNS}"),
     "grpo": ("opt", places((2, 2)), "--algorithm grpo --num_generations 4 --ppo_epochs 2"),
     "an iteration in one step": ("opt", places((2, 3)), "--num_generations 4"),
     "seven prompts": ("opt", places((2, 2)), f"{TWO_PASSES} {FUNCTION}"),
@@ -60,6 +64,7 @@ def home(tmp_path_factory):
     write_prompts(home / "seven.jsonl", 7)
     write_prompts(home / "held.jsonl", 3, seed=1)
     write_texts(home / "texts.jsonl", 9)
+    write_turns_template(home / "turns.jinja")
     # Else DeepSpeed keeps parameters as small as these whole on every rank, or fetches all of
     # them ahead, which it does not of larger models: two engines on one base get in each
     # other's way there.
@@ -116,7 +121,9 @@ def run_many(home, family, ranks):
 
 
 def command_line(name, home, models, size):
-    options = KINDS[name][2].replace("texts.jsonl", str(home / "texts.jsonl"))
+    options = KINDS[name][2]
+    for file in ("texts.jsonl", "turns.jinja"):
+        options = options.replace(file, str(home / file))
     critic = "whole" if name == "every weight of the critic" else "reward"
     one_step = name == "an iteration in one step"
     rows = RESPONSES if one_step else ROWS
@@ -177,7 +184,8 @@ FIGURES = """
     kind step iteration epoch loss policy_loss value_loss text_loss entropy reward reward_std
     scaled_reward kl kl_k3 explained_variance approx_kl response_length eos_rate grad_norm
     critic_grad_norm samples tokens supervised_tokens learning_rate lora_learning_rate
-    critic_lora_learning_rate greedy_reward greedy_kl kl_coef updates dropped
+    critic_lora_learning_rate greedy_reward greedy_kl kl_coef updates dropped turns
+    environment_tokens
 """.split()
 
 
@@ -295,6 +303,15 @@ def test_each_prompt_gets_responses_of_its_own(reports):
         if len(texts) == RESPONSES:
             for group in (texts[:4], texts[4:]):
                 assert len({tuple(tokens) for tokens in group}) > 1
+
+
+def test_an_environment_adds_turns_that_are_read_alone(reports):
+    trains = [r for r in reports("rloo in turns")[1, 0]["lines"] if r["kind"] == "train"]
+    assert all(1 < line["turns"] < 3 for line in trains)
+    for line in trains:
+        read = line["environment_tokens"] * line["samples"]
+        whole = line["tokens"] - line["supervised_tokens"]
+        assert 0 < read < whole  # prompts are read too
 
 
 def test_an_iteration_in_one_step_is_read_once(reports):

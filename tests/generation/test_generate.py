@@ -439,7 +439,7 @@ def rows_of(model, prompts, sampling, seeds, eos_ids=(), **options):
 
 @torch.no_grad()
 def drive(rows, responses, *, look_every=1):
-    for step in range(1, responses.limit):
+    for step in range(1, responses.limits[0]):
         if step % look_every == 0:
             finished = responses.finished(step)
             alive = [not finished[sequence] for sequence in rows.sequences]

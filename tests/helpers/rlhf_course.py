@@ -98,6 +98,26 @@ def vowels(prompts, responses):
     return [sum(c in "aeiou" for c in text) / max(1, len(text)) for text in responses]
 
 
+def write_turns_template(path):
+    """A chat template of few tokens."""
+    turn = "{% if m.role == 'user' %}?{{ m.content }}:{% else %}{{ m.content }}</s>{% endif %}"
+    Path(path).write_text("{% for m in messages %}" + turn + "{% endfor %}", encoding="utf-8")
+
+
+def ask_again(responses, rows):
+    """An environment: two messages where a response is short, one where it is not, or none."""
+    replies = []
+    for text, row in zip(responses, rows, strict=True):
+        more = {"role": "user", "content": "xyz"[len(text) % 3] + row["prompt"][:1]}
+        replies.append([more, more] if len(text) < 2 else more if len(text) % 4 else None)
+    return replies
+
+
+def end_at_once(responses):
+    """An environment that has nothing to say."""
+    return [None for _ in responses]
+
+
 # ---------------------------------------------------------------------------- runs
 
 

@@ -57,7 +57,7 @@ def test_a_function_gets_nothing_it_does_not_ask_for():
         return [0.0] * len(prompts)
 
     def greedy(**everything):
-        own = {"prompts", "responses", "ended", "rows", "token_ids"}
+        own = {"prompts", "responses", "messages", "ended", "rows", "token_ids"}
         assert set(everything) == own | {"completions", "completion_ids", "answer"}
         return (0.5,) * 3
 
@@ -193,7 +193,7 @@ def test_a_function_is_found_beside_the_user(module, name):
     [
         ("nothing", "t1_my_rewards has no function nothing"),
         ("number", "t1_my_rewards has no function number"),
-        ("prompts_alone", r"must take responses or completions .* it takes \(prompts\)"),
+        ("prompts_alone", r"must take responses, completions or messages .* it takes \(prompts\)"),
     ],
 )
 def test_a_function_that_cannot_be_called_is_refused(module, name, words):

@@ -493,7 +493,7 @@ MISTAKES = [
     (f"{GOOD} --gamma 1.1", ["--gamma", "1.1", "[0, 1]"]),
     (f"{GOOD} --ppo_epochs 0", ["--ppo_epochs", ">= 1", "0"]),
     (f"{GOOD} --adaptive_kl_target 1 --kl_coef 0", ["--adaptive_kl_target", "--kl_coef"]),
-    (f"{GOOD} --inference_tp_size 2", ["--inference_tp_size", "2", "1"]),
+    (f"{GOOD} --inference_tp_size 0", ["--inference_tp_size", "0", "1"]),
     (f"{GOOD} --enable_test_mode", ["--enable_test_mode", "--test_stop_step"]),
     (
         f"{GOOD} --unsupervised_dataset_name absent.jsonl",
@@ -563,7 +563,7 @@ CLASSIC = """
     --num_train_epochs 1 --lr_scheduler_type cosine --num_warmup_steps 2
     --gradient_accumulation_steps 1 --output_dir classic --seed 1234
     --preprocessing_num_workers 1 --enable_hybrid_engine --unpin_actor_parameters
-    --release_inference_cache --inference_tp_size 1 --tp_gather_partition_size 8
+    --release_inference_cache --inference_tp_size 8 --tp_gather_partition_size 8
     --offload_reference_model --offload_reward_model --dtype fp32
     --actor_zero_stage 0 --critic_zero_stage 0 --actor_gradient_checkpointing
     --critic_gradient_checkpointing --actor_dropout 0.0 --critic_dropout 0.0
@@ -595,5 +595,6 @@ def test_command_line_of_deepspeed_chat_runs(home, command):
     assert [line["step"] for line in metrics(home / "classic", "train")] == [1]
     for name in ("enable_hybrid_engine", "align_overflow", "offload_reward_model"):
         assert f"--{name} has no effect here" in ended.out
+    assert "--inference_tp_size 8 has no effect: rollouts run on the processes" in ended.out
     assert (home / "board").is_dir()
     assert (home / "classic" / "actor_ema" / "adapter").is_dir()

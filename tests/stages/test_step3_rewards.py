@@ -1,4 +1,4 @@
-"""DAPO with several reward functions: one fails, is mended, and the run is the one that was not."""
+"""DAPO with several reward functions and turns: one fails, is mended, and the run is the same."""
 
 import json
 from types import SimpleNamespace
@@ -7,7 +7,7 @@ import pytest
 
 from dschat_lora.report.rollout_file import FILE, read_rollouts
 from helpers.launcher import ROOT
-from helpers.rlhf_course import save_family, write_prompts
+from helpers.rlhf_course import save_family, write_prompts, write_turns_template
 from helpers.step1 import metrics
 from stages.test_step3_resume import lines_but_times, weights_of
 
@@ -31,18 +31,24 @@ def even(completions, number, **kwargs):
     return [float(len(text) % 2 == n % 2) for text, n in zip(completions, number)]
 
 
+def again(responses):
+    """An environment."""
+    return [{"role": "user", "content": "x"} if len(text) % 3 == 0 else None for text in responses]
+
+
 async def short(response, token_ids):
     await asyncio.sleep(0)
     return -0.125 * (len(token_ids) > 4)
 '''
 ARGV = """
     --actor_model_name_or_path opt/actor --data_path prompts.jsonl --eval_prompts 0
-    --max_prompt_seq_len 14 --max_answer_seq_len 8 --num_generations 2
+    --max_prompt_seq_len 14 --max_answer_seq_len 12 --num_generations 2
+    --environment my_rewards:again --max_turns 3 --chat_template turns.jinja --stop_tokens e i n t
     --per_device_generation_batch_size 8 --per_device_training_batch_size 4
     --actor_lora_learning_rate 5e-3 --algorithm dapo --reward_batch group
     --no-mask_truncated_completions --soft_overlong_tokens 2
     --reward_function my_rewards:even my_rewards:short --reward_weights 1 0.5
-    --num_train_epochs 2 --save_interval 100 --output_dir out
+    --num_train_epochs 2 --save_interval 100 --output_dir out --seed 2
 """.split()
 
 
@@ -61,6 +67,7 @@ def runs(launcher, tmp_path_factory):
         home = tmp_path_factory.mktemp(name)
         (home / "opt").symlink_to(model)
         write_prompts(home / "prompts.jsonl", 16)
+        write_turns_template(home / "turns.jinja")
         (home / "my_rewards.py").write_text(FUNCTIONS, encoding="utf-8")
         if name == "broken":
             (home / "broken").touch()
@@ -109,8 +116,11 @@ def test_kept_responses_are_those_that_the_metrics_are_of(runs):
         assert line["kl"] == pytest.approx(sum(row["kl"] for row in own) / len(own), abs=1e-6)
         pairs = list(zip(own[::2], own[1::2], strict=True))
         assert line["equal_prompts"] == sum(a["reward"] == b["reward"] for a, b in pairs)
+    assert any("messages" in row for row in rows)
     for row in rows:
         assert row["reward"] == row["rewards"]["even"] + 0.5 * row["rewards"]["short"]
-        assert row["rewards"]["short"] == -0.125 * (row["length"] > 4)
-        right = len(row["response"]) % 2 == numbers[row["prompt"]] % 2
+        if "messages" not in row:
+            assert row["rewards"]["short"] == -0.125 * (row["length"] > 4)
+        last = row["messages"][-1]["content"] if "messages" in row else row["response"]
+        right = len(last) % 2 == numbers[row["prompt"]] % 2
         assert row["rewards"]["even"] == float(right)

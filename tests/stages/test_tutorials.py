@@ -1,0 +1,65 @@
+"""The tutorials of step 3: what they write to files, and, where all is asked for, every command."""
+
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from dschat_lora.rlhf.user_functions import find_function
+from helpers.launcher import ROOT
+from helpers.spread import ALL
+
+TUTORIALS = {
+    "grpo_with_a_python_reward.md": ("my_rules:begins_with_the", ["The", "A"], [1.0, 0.0]),
+    "rl_with_tools.md": (
+        "my_tools:calculate",
+        ["<sum>2+40</sum>", "42"],
+        [{"role": "tool", "content": "42"}, None],
+    ),
+}
+SHORT = {
+    "step1_sft": "--max_steps 2 --eval_ratio 0.02",
+    "step3_rlhf": "--max_steps 2 --eval_prompts 2",
+}
+
+
+def blocks(name):
+    text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    return re.findall(r"^```\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def write_files(name, home):
+    """Run the commands of a tutorial that write files."""
+    for block in blocks(name):
+        for command in re.findall(r"^(?:cat|python) .*?^EOT$", block, re.MULTILINE | re.DOTALL):
+            command = re.sub("^python", shlex.quote(sys.executable), command)
+            subprocess.run(["bash", "-c", command], cwd=home, check=True)
+
+
+@pytest.mark.parametrize("name", TUTORIALS)
+def test_functions_of_a_tutorial_do_what_it_says(name, tmp_path, monkeypatch):
+    function_name, texts, expected = TUTORIALS[name]
+    write_files(name, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    function = find_function("reward_function", function_name)
+    assert function(texts) == expected
+
+
+@pytest.mark.stage
+@pytest.mark.skipif(not ALL, reason="minutes")
+@pytest.mark.parametrize("name", TUTORIALS)
+def test_commands_of_a_tutorial_run_one_after_another(name, tmp_path, launcher):
+    write_files(name, tmp_path)
+    lines = [line for block in blocks(name) for line in block.splitlines()]
+    commands = [shlex.split(line) for line in lines if line.startswith("deepspeed training/")]
+    assert commands
+    for _, script, *argv in commands:
+        stage = script.split("/")[1]
+        ended = launcher.start([*argv, *SHORT[stage].split()], tmp_path, script=ROOT / script)
+        assert ended.wait() == [0], ended.err()
+    for line in lines:
+        if line.startswith("dschat-lora "):
+            argv = [sys.executable, "-m", "dschat_lora", *shlex.split(line)[1:]]
+            subprocess.run(argv, cwd=tmp_path, check=True)
