@@ -46,7 +46,11 @@ class RolloutConfig:
     per_device_generation_batch_size: int = option(
         16, help="responses generated at a time on a device"
     )
-    generation_batches: int = option(1, help="generation batches of one iteration")
+    generation_batches: int = option(
+        1,
+        help="generation batches of one iteration; where no size of a batch is typed, as many as "
+        "make 64 responses over all processes",
+    )
     per_device_training_batch_size: int = option(
         16, help="responses per device and micro-batch of the update"
     )

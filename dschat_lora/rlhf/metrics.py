@@ -33,9 +33,10 @@ def update_metrics(results: Sequence[StepResult]) -> dict[str, float | None]:
     if means["text_loss"] is None:
         del means["text_loss"]
     last = results[-1].outcomes
+    actor = last.get("actor")  # None while the critic alone learns
     norms = {
-        "grad_norm": last["actor"].grad_norm,
-        "loss_scale": last["actor"].loss_scale,
+        "grad_norm": None if actor is None else actor.grad_norm,
+        "loss_scale": None if actor is None else actor.loss_scale,
         "skipped": results[-1].skipped,
     }
     if "critic" in last:

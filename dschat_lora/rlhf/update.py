@@ -1,6 +1,6 @@
 """Optimizer steps of actor and critic on an iteration's experience."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 
@@ -99,16 +99,20 @@ class Updater:
         pretraining: Pretraining | None,
         rescale_values: Callable[[Tensor], Tensor] = lambda values: values,
         max_length: int = 1,
+        learning: Collection[str] = ("actor", "critic"),
     ) -> None:
         """Prepare an iteration.
 
         ``estimate_advantages`` takes a complete experience. ``kl_coef`` weighs the KL penalty where
         the loss has it; ``rescale_values`` brings the critic's values to the units of rewards.
         ``max_length`` is the most tokens of a response, which a constant normalisation divides by.
+        Roles that are not ``learning`` stay as they are.
         """
+        self._learning = learning
         self._engines, self._config = engines, config
         self._estimate_advantages, self._kl_coef = estimate_advantages, kl_coef
-        self._pretraining, self._rescale_values = pretraining, rescale_values
+        self._pretraining = pretraining if "actor" in learning else None
+        self._rescale_values = rescale_values
         self._casts = FactorCasts(*(engine.module for engine in engines.trained.values()))
         # Of tokens that the losses count.
         self._mask = experience.mask
@@ -148,11 +152,11 @@ class Updater:
                 "actor": loss_divisor(lengths, self._config.loss_normalization),
                 "critic": sum(lengths),
             }
-            self._engines.train()
+            self._engines.train(self._learning)
             learning_rates = self._engines.set_rates(rate_factor(index))
             with self._casts.in_use():
                 sums, ratio_error = self._backward(batches, divisors)
-            outcomes = self._engines.step()
+            outcomes = self._engines.step(self._learning)
             yield self._result(sums, divisors, outcomes, learning_rates, ratio_error)
 
     def _backward(
@@ -165,11 +169,13 @@ class Updater:
         engines, width = self._engines, self.experience.mask.shape[1]
         first = self.targets is None
         sums = _Sums.zero(engines.actor.device)
+        actor_learns = "actor" in self._learning
         texts = self._pretraining.window() if self._pretraining is not None else None
         largest = torch.zeros((), device=engines.actor.device)
         for batch in batches:
             last = batch is batches[-1]
-            logprobs, entropy = engines.policy(batch, width)
+            with torch.set_grad_enabled(actor_learns):
+                logprobs, entropy = engines.policy(batch, width)
             values = None
             if engines.critic is not None:
                 values = self._rescale_values(engines.values(batch, width))
@@ -180,7 +186,7 @@ class Updater:
                 self.targets = self._estimate_advantages(self.experience)
             rows = to_device(torch.tensor(batch.numbers, dtype=torch.int64), logprobs.device)
             policy, ratio_error = self._policy_loss(rows, logprobs, entropy, sums)
-            losses = {"actor": policy}
+            losses = {"actor": policy} if actor_learns else {}
             if values is not None:
                 losses["critic"] = self._value_loss(rows, values, sums)
             largest = torch.maximum(largest, ratio_error)
