@@ -135,8 +135,8 @@ class RewardsConfig:
     reward_scaling: Literal["none", "running", "initial"] = option(
         "initial",
         help="running: divide scores by their standard deviation so far; initial: by that of the "
-        "first iteration's scores, after subtracting their mean; the critic starts in these units "
-        "(with none and running in those of the reward model)",
+        "first iterations' scores, at least 64, after subtracting their mean; the critic starts in "
+        "these units (with none and running in those of the reward model)",
     )
     judge_function: str | None = option(
         None,

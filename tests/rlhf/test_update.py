@@ -181,7 +181,7 @@ def test_text_ends_the_actors_step_and_the_critic_ends_its_own():
 def test_while_the_critic_warms_up_it_alone_learns_from_the_same_targets():
     roles, both, texts = Roles(), Roles(), ragged_texts(3)
     pretraining = Pretraining(text_loader(texts, micro=1, accumulation=3), coefficient=0.7)
-    found, updater = updated(
+    found, _ = updated(
         roles, experience(), TWO_HALVES, pretraining=pretraining, learning=("critic",)
     )
     expected, _ = updated(both, experience(), TWO_HALVES)
