@@ -27,6 +27,7 @@ class Response:
     group: int  # number of the prompt within the iteration
     columns: bytes = b""  # the row of data, as JSON
     logprobs: tuple[float, ...] = ()  # of its tokens in the decode loop, in nats, where kept
+    sampler_logprobs: tuple[float, ...] = ()  # in the distribution they were drawn from
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.tokens)

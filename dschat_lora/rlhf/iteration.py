@@ -34,7 +34,12 @@ from dschat_lora.rlhf.experience import (
     scores_alone,
 )
 from dschat_lora.rlhf.iteration_report import IterationReport
-from dschat_lora.rlhf.metrics import response_metrics, rollout_rows, update_metrics
+from dschat_lora.rlhf.metrics import (
+    importance_metrics,
+    response_metrics,
+    rollout_rows,
+    update_metrics,
+)
 from dschat_lora.rlhf.pretraining import Pretraining
 from dschat_lora.rlhf.reward_shaping import (
     clipped_rewards,
@@ -123,6 +128,7 @@ class Iterations:
             **update_metrics(results),
             **response_metrics(updater.experience, rewards, updater.targets),
             "score_clip_fraction": clip_fraction,
+            **importance_metrics(updater.experience, self.config.ppo.importance_cap),
             "kl_coef": self.progress.kl_coef,
             "updates": len(results),
             **({} if resampled is None else resampled.metrics),
@@ -141,7 +147,8 @@ class Iterations:
             Sampling(
                 max_new_tokens=self.config.data.max_answer_seq_len,
                 do_sample=batch.do_sample,
-                temperature=batch.temperature,
+                temperature=batch.rollout_temperature or batch.temperature,
+                policy_temperature=batch.temperature,
                 top_p=batch.top_p,
                 top_k=batch.top_k,
             ),

@@ -159,6 +159,15 @@ def _equal_prompts(experience: Experience) -> dict[str, int]:
     return {"equal_prompts": len(equal_groups(experience.scores.tolist(), groups))}
 
 
+def importance_metrics(experience: Experience, cap: float) -> dict[str, float]:
+    """Mean weight of the tokens that count, and the share at the ``cap``; nothing where it is 0."""
+    if not cap:
+        return {}
+    weights = experience.importance(cap)[experience.mask].double()
+    at_cap = (weights >= cap).double().mean()
+    return {"importance_weight": float(weights.mean()), "importance_capped": float(at_cap)}
+
+
 def sampler_errors(experience: Experience) -> dict[str, float]:
     """|decode loop's minus old log-probabilities| over the tokens that count, in nats."""
     table = torch.zeros(experience.mask.shape)

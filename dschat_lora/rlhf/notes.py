@@ -52,8 +52,17 @@ def note_without_effect(config: RlhfConfig, inputs: RlhfInputs) -> None:
             "--kl_estimator k1 in the loss holds the actor nowhere, as its gradient is 0 on "
             "average: use k2 or k3, or --kl_in reward"
         )
+    if (
+        config.batch.do_sample
+        and not config.batch.draws_from_policy
+        and (not config.ppo.importance_cap)
+    ):
+        notes.append(
+            "--top_p, --top_k and --rollout_temperature draw from another distribution than the "
+            "one that learns: --importance_cap 2 weighs tokens for the difference"
+        )
     if not config.batch.do_sample:
-        unused = sorted({"top_p", "top_k"} & given)
+        unused = sorted({"top_p", "top_k", "rollout_temperature"} & given)
         notes += [f"--{name} has no effect with --no-do_sample" for name in unused]
     for note in notes:
         log_once(f"  note         {note}")

@@ -105,7 +105,7 @@ class Generator:
 
         The prompts are the same on every rank; each data rank answers a share of them. ``key`` is
         that of the random numbers, of which each response has its own. ``keep_logprobs`` keeps the
-        log-probabilities that the decode loop drew from.
+        decode loop's log-probabilities, of the policy and of what was drawn from.
         """
         # Prompts of like length are decoded together, and ranks have equal work.
         order = sorted(range(len(prompts)), key=lambda n: -len(prompts[n].input_ids))
@@ -130,7 +130,11 @@ class Generator:
                 copies = [n * num_generations + k for n in numbers for k in range(num_generations)]
                 texts = responses.tokens()
                 rows += [[n, *tokens] for n, tokens in zip(copies, texts, strict=True)]
-                drawn += responses.logprobs() if keep_logprobs else [[] for _ in copies]
+                if keep_logprobs:
+                    pairs = zip(responses.logprobs(), responses.sampler_logprobs(), strict=True)
+                    drawn += [own + of_sampler for own, of_sampler in pairs]
+                else:
+                    drawn += [[] for _ in copies]
         return [
             self._response(prompts[n // num_generations], n // num_generations, tokens, logprobs)
             for n, (tokens, logprobs) in enumerate(self._share(rows, drawn, sampling))
@@ -141,18 +145,21 @@ class Generator:
     ) -> Response:
         ended = bool(tokens) and tokens[-1] in self._eos_ids
         ids = tuple(prompt.input_ids.tolist())
+        own, of_sampler = logprobs[: len(tokens)], logprobs[len(tokens) :]
         # What was drawn after it changes nothing: a token depends on those before it alone.
         if (end := self._find_end(tokens)) is not None:
-            tokens, logprobs, ended = tokens[:end], logprobs[:end], True
-        return Response(ids, tuple(tokens), ended, group, prompt.columns, tuple(logprobs))
+            tokens, own, of_sampler, ended = tokens[:end], own[:end], of_sampler[:end], True
+        return Response(
+            ids, tuple(tokens), ended, group, prompt.columns, tuple(own), tuple(of_sampler)
+        )
 
     def _share(
         self, rows: list[list[int]], drawn: list[list[float]], sampling: Sampling
     ) -> list[tuple[list[int], list[float]]]:
-        """Tokens and log-probabilities of all ranks' responses by number, on every rank."""
+        """Tokens and both log-probabilities of all ranks' responses by number, on every rank."""
         # Numbers, tokens and fp32 values are exact in fp64.
         width = sampling.max_new_tokens
-        table = torch.full((len(rows), 3 + 2 * width), -1, dtype=torch.float64)
+        table = torch.full((len(rows), 3 + 3 * width), -1, dtype=torch.float64)
         for index, (row, own) in enumerate(zip(rows, drawn, strict=True)):
             table[index, 0], table[index, 1], table[index, 2] = row[0], len(row) - 1, len(own)
             table[index, 3 : 2 + len(row)] = torch.tensor(row[1:])

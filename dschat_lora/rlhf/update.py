@@ -124,6 +124,7 @@ class Updater:
             max_length=max_length,
             dtype=experience.scores.dtype,
         )
+        self._importance: Tensor | None = None  # (N, R) weights of tokens; None: all are 1
         self.experience = experience  # complete from the first step on
         self.targets: AdvantagesAndReturns | None = None  # None before the first step
 
@@ -183,7 +184,7 @@ class Updater:
                 assert len(batches) == 1, "responses of other batches have to be known"
                 self.experience = add_old_outputs(self.experience, batch.numbers, logprobs, values)
             if self.targets is None:
-                self.targets = self._estimate_advantages(self.experience)
+                self._find_targets()
             rows = to_device(torch.tensor(batch.numbers, dtype=torch.int64), logprobs.device)
             policy, ratio_error = self._policy_loss(rows, logprobs, entropy, sums)
             losses = {"actor": policy} if actor_learns else {}
@@ -200,6 +201,12 @@ class Updater:
         if texts is not None:
             sums.text = self._backward_texts(texts)
         return sums, max_over_ranks(float(largest)) if first else None
+
+    def _find_targets(self) -> None:
+        """Advantages, returns and importance weights of a complete experience."""
+        self.targets = self._estimate_advantages(self.experience)
+        if self._config.importance_cap:
+            self._importance = self.experience.importance(self._config.importance_cap)
 
     def _policy_loss(
         self, rows: Tensor, logprobs: Tensor, entropy: Tensor, sums: _Sums
@@ -223,6 +230,8 @@ class Updater:
         assert targets is not None
         # The losses are linear in the size of advantages: there stand the weights of tokens.
         advantages = targets.advantages[rows] * self._weights[rows]
+        if self._importance is not None:
+            advantages = advantages * self._importance[rows]
         loss: Callable[..., PolicyLoss] = cispo_loss
         if config.rules.loss != "cispo":
             loss = gspo_loss if config.rules.loss == "gspo" else policy_loss

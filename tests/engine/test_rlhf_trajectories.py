@@ -39,7 +39,11 @@ FUNCTION = "--reward_function helpers.rlhf_course:vowels"
 KINDS = {
     "ppo": ("opt", places((2, 0), (2, 1), (2, 3)), f"{TWO_PASSES} {MORE} {LOOKS}"),
     "ppo of llama": ("llama", places((1, 3), (2, 2)), f"{TWO_PASSES} --reward_scaling running"),
-    "rloo": ("opt", places((2, 1)), "--algorithm rloo --num_generations 2"),
+    "rloo": (
+        "opt",
+        places((2, 1)),
+        "--algorithm rloo --num_generations 2 --top_p 0.9 --importance_cap 2",
+    ),
     "grpo": ("opt", places((2, 2)), "--algorithm grpo --num_generations 4 --ppo_epochs 2"),
     "an iteration in one step": (
         "opt",
