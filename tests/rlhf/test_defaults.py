@@ -1,4 +1,4 @@
-"""Defaults of step 3 that depend on what is typed, on processes, and on the size of a model."""
+"""Defaults of step 3 that depend on what else is typed, on processes, or on a model's size."""
 
 import pytest
 
@@ -57,3 +57,23 @@ def test_the_default_rate_of_a_large_models_adapter_is_warned_of(parameters, dim
     if found:
         assert found.startswith("--critic_lora_learning_rate 0.0005, the default")
         assert "1.3 billion parameters" in found
+
+
+def test_greedy_responses_have_no_importance_weights():
+    words = "--importance_cap 2 weighs by the probability .* --no-do_sample draws none"
+    with pytest.raises(ValueError, match=words):
+        parse_config(RlhfConfig, ["--importance_cap", "2", "--no-do_sample"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "noted"),
+    [
+        (["--top_p", "0.9"], True),
+        (["--rollout_temperature", "0.8"], True),
+        (["--rollout_temperature", "0.8", "--temperature", "0.8"], False),
+        (["--top_k", "9", "--importance_cap", "2"], False),
+    ],
+)
+def test_a_sampler_that_differs_from_the_policy_unweighted_is_noted(batches, capsys, argv, noted):
+    batches(1, *argv)
+    assert ("--importance_cap 2 weighs tokens" in capsys.readouterr().out) == noted
