@@ -21,6 +21,7 @@ class Sampling:
     temperature: float = 1.0  # divides the logits, above 0
     top_p: float = 1.0  # draw from the most probable tokens up to this sum, in (0, 1]
     top_k: int = 0  # draw from so many of the most probable tokens; 0 means all
+    policy_temperature: float | None = None  # of kept log-probabilities; None: temperature
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -30,10 +31,18 @@ class Sampling:
             raise ValueError(
                 f"temperature must be above 0, found {self.temperature}; do_sample False is greedy"
             )
+        if self.policy_temperature is not None and not self.policy_temperature > 0:
+            raise ValueError(f"policy_temperature must be above 0, found {self.policy_temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], found {self.top_p}")
         if self.top_k < 0:
             raise ValueError(f"top_k must be 0 (all) or more, found {self.top_k}")
+
+    @property
+    def draws_from_policy(self) -> bool:
+        """Whether tokens are drawn from the distribution that log-probabilities are kept of."""
+        same = self.policy_temperature in (None, self.temperature)
+        return self.do_sample and same and self.top_p == 1 and self.top_k == 0
 
 
 def uniforms(seeds: Sequence[int], count: int) -> Tensor:
@@ -114,6 +123,8 @@ class Responses:
         self._tokens = torch.zeros(shape, dtype=torch.int64, device=device)
         self._uniforms = torch.ones(shape, dtype=torch.float64, device=device)
         self._logprobs = torch.zeros(shape, device=device) if keep_logprobs else None
+        keeps_both = keep_logprobs and sampling.do_sample and not sampling.draws_from_policy
+        self._drawn = torch.zeros(shape, device=device) if keeps_both else self._logprobs
 
     def start(self, seeds: Sequence[int], limits: Sequence[int] | None = None) -> None:
         """Begin a sequence for each of the seeds of random numbers.
@@ -146,8 +157,12 @@ class Responses:
             chosen = group.first(chosen)
         self._tokens.index_put_(place, chosen)
         if self._logprobs is not None:
-            scaled = logits.float() / self._sampling.temperature
+            sampling = self._sampling
+            scaled = logits.float() / (sampling.policy_temperature or sampling.temperature)
             self._logprobs.index_put_(place, token_logprobs(scaled, chosen))
+            if self._drawn is not None and self._drawn is not self._logprobs:
+                kept = keep_top(logits.float() / sampling.temperature, sampling)
+                self._drawn.index_put_(place, token_logprobs(kept, chosen))
         return chosen
 
     def finished(self, chosen: int) -> list[bool]:
@@ -162,9 +177,22 @@ class Responses:
         return [self._until_end(row[:n]) for row, n in zip(rows, self.limits, strict=True)]
 
     def logprobs(self) -> list[list[float]]:
-        """Log-probability of every sequence's tokens, in nats, before top-k and top-p."""
-        assert self._logprobs is not None, "they were not kept"
-        rows = self._logprobs[: self.size].tolist()
+        """Log-probability of every sequence's tokens, in nats, at the policy's temperature.
+
+        It is that before top-k and top-p.
+        """
+        return self._of_tokens(self._logprobs)
+
+    def sampler_logprobs(self) -> list[list[float]]:
+        """Likewise in the distribution that they were drawn from, after top-k and top-p.
+
+        Where that is the policy's, or tokens are not drawn, the same as :meth:`logprobs`.
+        """
+        return self._of_tokens(self._drawn)
+
+    def _of_tokens(self, table: Tensor | None) -> list[list[float]]:
+        assert table is not None, "they were not kept"
+        rows = table[: self.size].tolist()
         return [row[: len(own)] for row, own in zip(rows, self.tokens(), strict=True)]
 
     def _until_end(self, row: list[int]) -> list[int]:

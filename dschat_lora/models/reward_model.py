@@ -121,6 +121,17 @@ def init_head_(head: nn.Linear, *, seed: int) -> None:
         head.bias.zero_()
 
 
+@torch.no_grad()
+def zero_head_(model: PreTrainedModel) -> None:
+    """Set the head that trains to 0, so that every score is exactly 0.
+
+    A critic that starts as a language model then predicts nothing until its head has learnt: so
+    it is in openai/lm-human-preferences, the code of arXiv:1909.08593.
+    """
+    for parameter in _trained_layer(model.score).parameters():
+        parameter.zero_()
+
+
 class RewardModel(BackboneModel):
     """A model with a scalar head that returns scores at given positions."""
 
@@ -155,7 +166,7 @@ class ScoreHead(nn.Module):
     def __init__(self, head: nn.Module, group: TensorGroup | None = None) -> None:
         super().__init__()
         self._alike = (lambda x: x) if group is None else group.alike
-        layer = head.trained if isinstance(head, TrainedModule) else head
+        layer = _trained_layer(head)
         self.weight = layer.get_parameter("weight")
         self.bias = layer._parameters.get("bias")
 
@@ -164,3 +175,7 @@ class ScoreHead(nn.Module):
         weight = self._alike(self.weight).float()
         bias = None if self.bias is None else self._alike(self.bias).float()
         return nn.functional.linear(hidden.float(), weight, bias).squeeze(-1)
+
+
+def _trained_layer(head: nn.Module) -> nn.Module:
+    return head.trained if isinstance(head, TrainedModule) else head

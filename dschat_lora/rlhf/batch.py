@@ -33,6 +33,7 @@ class Response:
     logprobs: tuple[float, ...] = ()  # of the actor's tokens in the decode loop, in nats, if kept
     actor_mask: tuple[bool, ...] = ()  # which of the tokens are the actor's; empty: all
     earlier: bytes = b""  # messages before the last turn, as JSON; empty: there is but one turn
+    sampler_logprobs: tuple[float, ...] = ()  # in the distribution they were drawn from
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.tokens)

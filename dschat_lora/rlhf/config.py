@@ -55,7 +55,11 @@ class RolloutConfig:
     per_device_generation_batch_size: int = option(
         16, help="responses generated at a time on a device"
     )
-    generation_batches: int = option(1, help="generation batches of one iteration")
+    generation_batches: int = option(
+        1,
+        help="generation batches of one iteration; where no size of a batch is typed, as many as "
+        "make 64 responses over all processes",
+    )
     per_device_training_batch_size: int = option(
         16, help="responses per device and micro-batch of the update"
     )
@@ -77,6 +81,9 @@ class RolloutConfig:
     )
     do_sample: bool = option(True, help="sample responses (no-: the likeliest token, greedy)")
     temperature: float = option(1.0, help="of sampling and of all log-probabilities")
+    rollout_temperature: float | None = option(
+        None, help="of sampling, if not --temperature; --importance_cap weighs for the difference"
+    )
     top_p: float = option(1.0, help="sample from the likeliest tokens of this probability mass")
     top_k: int = option(0, help="sample from this many likeliest tokens; 0: all")
     stop_tokens: tuple[str, ...] = option(
@@ -102,6 +109,7 @@ class RolloutConfig:
         require(
             self.temperature > 0, "temperature", self.temperature, "> 0 (greedy: --no-do_sample)"
         )
+        require_numbers(self, "> 0", "rollout_temperature")
         require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
         require_numbers(self, ">= 0", "top_k")
         for name in ("stop_tokens", "stop_strings"):
@@ -120,6 +128,12 @@ class RolloutConfig:
                 f"--num_generations {self.num_generations} must divide the {own} responses of an "
                 "iteration (--per_device_generation_batch_size x --generation_batches)"
             )
+
+    @property
+    def draws_from_policy(self) -> bool:
+        """Whether responses are drawn from the very distribution that learns."""
+        same = self.rollout_temperature in (None, self.temperature)
+        return self.do_sample and same and self.top_p == 1 and self.top_k == 0
 
 
 @dataclass(frozen=True)
@@ -154,8 +168,8 @@ class RewardsConfig:
     reward_scaling: Literal["none", "running", "initial"] = option(
         "initial",
         help="running: divide scores by their standard deviation so far; initial: by that of the "
-        "first iteration's scores, after subtracting their mean; the critic starts in these units "
-        "(with none and running in those of the reward model)",
+        "first iterations' scores, at least 64, after subtracting their mean; the critic starts in "
+        "these units (with none and running in those of the reward model)",
     )
     judge_function: str | None = option(
         None,
@@ -270,6 +284,11 @@ class RlhfConfig(StageConfig):
 
     def __post_init__(self) -> None:
         require_numbers(self, ">= 0", "eval_prompts")
+        if self.ppo.importance_cap and not self.batch.do_sample:
+            raise ValueError(
+                f"--importance_cap {self.ppo.importance_cap:g} weighs by the probability that a "
+                "token was drawn with, and --no-do_sample draws none: leave one of them out"
+            )
 
     @property
     def free(self) -> frozenset[str]:

@@ -1,6 +1,6 @@
 """The engines of a run, and each role's outputs for a batch of responses."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,18 +41,25 @@ class Engines:
         for engine in self.trained.values():
             engine.eval()
 
-    def train(self) -> None:
-        """Training mode: no role has dropout, so this only allows activation checkpointing."""
-        for engine in self.trained.values():
-            engine.train()
+    def train(self, roles: Collection[str]) -> None:
+        """Training mode of ``roles``, evaluation mode of the others.
+
+        No role has dropout, so this only allows activation checkpointing.
+        """
+        for name, engine in self.trained.items():
+            if name in roles:
+                engine.train()
+            else:
+                engine.eval()
 
     def set_rates(self, factor: float) -> dict[str, dict[str, float]]:
         """Set the learning rates of both; returns them by role and parameter group."""
         return {name: engine.set_rates(factor) for name, engine in self.trained.items()}
 
-    def step(self) -> dict[str, StepOutcome]:
-        """One optimizer step of both, from the gradients so far."""
-        queued = {name: engine.queue_step() for name, engine in self.trained.items()}
+    def step(self, roles: Collection[str]) -> dict[str, StepOutcome]:
+        """One optimizer step of ``roles``, from the gradients so far."""
+        trained = {name: each for name, each in self.trained.items() if name in roles}
+        queued = {name: engine.queue_step() for name, engine in trained.items()}
         return {name: outcome() for name, outcome in queued.items()}
 
     def policy(self, batch: ResponseBatch, width: int) -> tuple[Tensor, Tensor]:

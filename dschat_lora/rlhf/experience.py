@@ -20,6 +20,7 @@ from dschat_lora.algos.advantages import (
 )
 from dschat_lora.algos.devices import to_device
 from dschat_lora.algos.kl import KL_ESTIMATORS, kl_k1
+from dschat_lora.algos.ppo import importance_weights
 from dschat_lora.engine.collectives import gather_over_ranks
 from dschat_lora.rlhf.batch import Response, ResponseBatch, response_mask
 from dschat_lora.rlhf.engines import Engines
@@ -65,6 +66,16 @@ class Experience:
         """(N, R) divergence of the actor from the reference at each token, in nats."""
         assert self.logprobs is not None
         return torch.where(self.mask, estimate(self.logprobs, self.ref_logprobs), 0)
+
+    def importance(self, cap: float) -> Tensor:
+        """(N, R) :func:`importance_weights` of the old policy to what tokens were drawn from."""
+        assert self.logprobs is not None
+        drawn = torch.zeros(self.mask.shape, dtype=self.logprobs.dtype)
+        for row, response in enumerate(self.responses):
+            own = torch.tensor(response.sampler_logprobs, dtype=drawn.dtype)
+            drawn[row, : len(own)] = own
+        drawn = to_device(drawn, self.logprobs.device)
+        return importance_weights(self.logprobs, drawn, self.mask, cap=cap)
 
 
 @dataclass(frozen=True)

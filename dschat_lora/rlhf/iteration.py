@@ -1,7 +1,7 @@
 """An iteration of step 3: generate, score, update, report."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
@@ -34,7 +34,12 @@ from dschat_lora.rlhf.experience import (
     scores_alone,
 )
 from dschat_lora.rlhf.iteration_report import IterationReport
-from dschat_lora.rlhf.metrics import response_metrics, rollout_rows, update_metrics
+from dschat_lora.rlhf.metrics import (
+    importance_metrics,
+    response_metrics,
+    rollout_rows,
+    update_metrics,
+)
 from dschat_lora.rlhf.pretraining import Pretraining
 from dschat_lora.rlhf.reward_shaping import (
     clipped_rewards,
@@ -73,6 +78,12 @@ class Iterations:
         self._rate_factor = standard_schedule(self.config.optim)(self.schedule.num_steps)
         self._report = IterationReport(self.setup, self.schedule.num_iterations, self.diagnostics)
 
+    @property
+    def learning(self) -> tuple[str, ...]:
+        """The roles that learn at this iteration: the critic alone while it warms up."""
+        warms_up = self.progress.iteration < self.config.ppo.critic_warmup_iterations
+        return ("critic",) if warms_up and self.config.has_critic else ("actor", "critic")
+
     def __call__(self) -> bool:
         """Generate, score, update and report; whether the last optimizer step was skipped."""
         with self.timer.phase("generation"):
@@ -103,6 +114,7 @@ class Iterations:
         with self.timer.phase("training"):
             updater = self._updater(experience, rewards)
             results = self._update(updater, minibatches, make_batch, batches)
+        learning = self.learning  # before the iteration is counted
         self._advance(updater.experience, results)
         self._keep_rollouts(updater)
         if not results:
@@ -116,10 +128,13 @@ class Iterations:
             **update_metrics(results),
             **response_metrics(updater.experience, rewards, updater.targets),
             "score_clip_fraction": clip_fraction,
+            **importance_metrics(updater.experience, self.config.ppo.importance_cap),
             "kl_coef": self.progress.kl_coef,
             "updates": len(results),
             **({} if resampled is None else resampled.metrics),
-            **self._throughput(responses, batches, passes=passes, extra_forward=extra_forward),
+            **self._throughput(
+                responses, batches, passes=passes, extra_forward=extra_forward, learning=learning
+            ),
         }
         self._report(self.progress, metrics, experience)
         return results[-1].skipped
@@ -132,7 +147,8 @@ class Iterations:
             Sampling(
                 max_new_tokens=self.config.data.max_answer_seq_len,
                 do_sample=batch.do_sample,
-                temperature=batch.temperature,
+                temperature=batch.rollout_temperature or batch.temperature,
+                policy_temperature=batch.temperature,
                 top_p=batch.top_p,
                 top_k=batch.top_k,
             ),
@@ -220,6 +236,7 @@ class Iterations:
             pretraining=self.pretraining,
             rescale_values=self._rescale,
             max_length=self.config.data.max_answer_seq_len,
+            learning=self.learning,
         )
 
     def _update(
@@ -240,7 +257,8 @@ class Iterations:
         ):
             results.append(result)
             progress.count_step(skipped=result.skipped)
-            if self.average is not None and not result.outcomes["actor"].skipped:
+            actor = result.outcomes.get("actor")
+            if self.average is not None and actor is not None and not actor.skipped:
                 self.average.update()
             if target_kl and result.approx_kl > target_kl:
                 break
@@ -249,6 +267,7 @@ class Iterations:
     def _advance(self, experience: Experience, results: Sequence[StepResult]) -> None:
         """Count the iteration, and adapt the KL coefficient."""
         progress, responses, config = self.progress, experience.responses, self.config.ppo
+        adapts = config.adaptive_kl_target > 0 and "actor" in self.learning
         progress.iteration += 1
         progress.responses += len(responses)
         progress.tokens += sum(map(len, responses))
@@ -256,7 +275,7 @@ class Iterations:
             return
         kl = response_sums(experience.kl(), experience.mask)[experience.counts]
         progress.kl_spent = float(kl.double().mean())
-        if config.adaptive_kl_target and math.isfinite(progress.kl_spent):
+        if adapts and math.isfinite(progress.kl_spent):
             progress.kl_coef = adapted_kl_coef(
                 progress.kl_coef,
                 kl=progress.kl_spent,
@@ -286,6 +305,7 @@ class Iterations:
         *,
         passes: float,
         extra_forward: bool,
+        learning: Collection[str],
     ) -> dict[str, float | None]:
         progress, seconds, work = self.progress, self.timer.take(), None
         if self.setup.counter is not None:
@@ -296,6 +316,7 @@ class Iterations:
                 extra_forward=extra_forward,
                 padded=None if backbone.skips_padding(device()) else padded_counts(batches),
                 text=None if self.pretraining is None else self.pretraining.take_counts(),
+                learning=learning,
             )
         for name in PHASES:
             progress.seconds[name] += seconds[name]

@@ -35,9 +35,10 @@ def update_metrics(results: Sequence[StepResult]) -> dict[str, float | None]:
     if means["text_loss"] is None:
         del means["text_loss"]
     last = results[-1].outcomes
+    actor = last.get("actor")  # None while the critic alone learns
     norms = {
-        "grad_norm": last["actor"].grad_norm,
-        "loss_scale": last["actor"].loss_scale,
+        "grad_norm": None if actor is None else actor.grad_norm,
+        "loss_scale": None if actor is None else actor.loss_scale,
         "skipped": results[-1].skipped,
     }
     if "critic" in last:
@@ -179,6 +180,15 @@ def _equal_prompts(experience: Experience) -> dict[str, int]:
     if len(set(groups)) == len(groups):
         return {}
     return {"equal_prompts": len(equal_groups(experience.scores.tolist(), groups))}
+
+
+def importance_metrics(experience: Experience, cap: float) -> dict[str, float]:
+    """Mean weight of the tokens that count, and the share at the ``cap``; nothing where it is 0."""
+    if not cap:
+        return {}
+    weights = experience.importance(cap)[experience.mask].double()
+    at_cap = (weights >= cap).double().mean()
+    return {"importance_weight": float(weights.mean()), "importance_capped": float(at_cap)}
 
 
 def sampler_errors(experience: Experience) -> dict[str, float]:

@@ -58,10 +58,22 @@ def note_without_effect(config: RlhfConfig, inputs: RlhfInputs) -> None:
             "--kl_estimator k1 in the loss holds the actor nowhere, as its gradient is 0 on "
             "average: use k2 or k3, or --kl_in reward"
         )
-    if not config.batch.do_sample:
-        unused = sorted({"top_p", "top_k"} & given)
-        notes += [f"--{name} has no effect with --no-do_sample" for name in unused]
-    if config.batch.environment is None and "max_turns" in given:
-        notes.append("--max_turns has no effect without --environment")
+    notes += _of_sampling(config)
     for note in notes:
         log_once(f"  note         {note}")
+
+
+def _of_sampling(config: RlhfConfig) -> list[str]:
+    """Notes on how responses are drawn."""
+    batch, given, notes = config.batch, config.given, []
+    if batch.do_sample and not (batch.draws_from_policy or config.ppo.importance_cap):
+        notes.append(
+            "--top_p, --top_k and --rollout_temperature draw from another distribution than the "
+            "one that learns: --importance_cap 2 weighs tokens for the difference"
+        )
+    if not batch.do_sample:
+        unused = sorted({"top_p", "top_k", "rollout_temperature"} & given)
+        notes += [f"--{name} has no effect with --no-do_sample" for name in unused]
+    if batch.environment is None and "max_turns" in given:
+        notes.append("--max_turns has no effect without --environment")
+    return notes

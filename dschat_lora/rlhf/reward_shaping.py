@@ -9,6 +9,10 @@ from dschat_lora.algos.advantages import RunningMoments, soft_overlong_punishmen
 from dschat_lora.algos.devices import to_device
 from dschat_lora.rlhf.config import RewardsConfig
 
+# Scores that the scale of --reward_scaling initial is taken from, at least. The standard error of
+# a deviation from n scores is about 1 / sqrt(2 n) of it: 18 % of 16 scores, 9 % of 64.
+INITIAL_SCORES = 64
+
 
 def shaped_rewards(
     scores: Tensor, ended: Tensor, moments: RunningMoments, config: RewardsConfig
@@ -16,12 +20,13 @@ def shaped_rewards(
     """Rewards from scores, and the moments with these scores counted.
 
     Scaled, then clipped, then lowered where the response was cut off. Scaling by the scores of
-    the first iteration is that of arXiv:1909.08593, section 2.2: mean 0 and variance 1 under the
-    policy before it is trained. ``scores`` are (N,) unscaled ones, NaN for a response that does
-    not count, ``ended`` (N,) bool, and ``moments`` of all scores before, or of the first ones.
+    the first iterations, as many as have ``INITIAL_SCORES``, is that of arXiv:1909.08593, section
+    2.2: mean 0 and variance 1 under the policy before it is trained. ``scores`` are (N,) unscaled
+    ones, NaN for a response that does not count, ``ended`` (N,) bool, and ``moments`` of all
+    scores before, or of the first ones.
     """
     if config.reward_scaling == "running" or (
-        config.reward_scaling == "initial" and not moments.count
+        config.reward_scaling == "initial" and moments.count < INITIAL_SCORES
     ):
         moments = moments.updated(scores[~scores.isnan()])
     if config.reward_scaling == "initial":

@@ -1,7 +1,7 @@
 """Options of a model that step 3 trains, and errors that name them."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -17,6 +17,8 @@ from dschat_lora.config.groups import (
     require_numbers,
 )
 from dschat_lora.config.options import hidden, option
+
+LARGE_MODEL = 1_000_000_000  # parameters from which on the default rate of adapters is doubtful
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,20 @@ class RoleConfig:
         require_numbers(self, "> 0", "lora_alpha", *rates, prefix=f"{role}_")
         require_numbers(self, ">= 0", "weight_decay", prefix=f"{role}_")
         require_numbers(self, "in [0, 1)", "dropout", prefix=f"{role}_")
+
+    def rate_warning(self, parameters: int, *, given: Collection[str]) -> str | None:
+        """A warning where the adapter of a model of so many parameters trains at the default rate.
+
+        ``given`` are the options that were typed.
+        """
+        name = f"{self.role}_lora_learning_rate"
+        if self.lora_dim == 0 or parameters < LARGE_MODEL or name in given:
+            return None
+        return (
+            f"--{name} {self.lora_learning_rate:g}, the default, was chosen on small models; with "
+            f"{parameters / 1e9:.1f} billion parameters start at 1e-4 or below, and raise it as "
+            "long as kl rises slowly"
+        )
 
     def lora(self, only_optimize_lora: bool) -> LoraConfig:
         """Its adapter, without dropout: old and new log-probabilities need one network."""

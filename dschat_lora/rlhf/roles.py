@@ -11,7 +11,7 @@ from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.models.build import AdaptedModel, build_causal_lm, build_reward_model
 from dschat_lora.models.causal_lm import PreTrainedModel, Tokenizer, load_causal_lm, load_config
 from dschat_lora.models.policy import Policy
-from dschat_lora.models.reward_model import RewardModel, load_reward_model
+from dschat_lora.models.reward_model import RewardModel, load_reward_model, zero_head_
 from dschat_lora.models.source import ModelSource
 from dschat_lora.models.views import share_parameters
 from dschat_lora.rlhf.config import RlhfConfig
@@ -81,6 +81,8 @@ def build_roles(
             reward = frozen(build.scorer(start, base=base, trained=False))
         if config.has_critic:
             critic = build.scorer(start, base=base, new_head=new_head)
+            if new_head:
+                zero_head_(critic.model)
     return Roles(actor, reference, critic, reward, share_parameters(actor.model))
 
 

@@ -104,19 +104,24 @@ class _Turns:
 
     def _continued(self, responses: Sequence[Response], found: Responses) -> list[Response]:
         texts = found.tokens()
-        drawn = found.logprobs() if self.keep_logprobs else [[] for _ in texts]
-        return [self._with_turn(*each) for each in zip(responses, texts, drawn, strict=True)]
+        own = drawn = [list[float]() for _ in texts]
+        if self.keep_logprobs:
+            own, drawn = found.logprobs(), found.sampler_logprobs()
+        return [self._with_turn(*each) for each in zip(responses, texts, own, drawn, strict=True)]
 
-    def _with_turn(self, to: Response, tokens: list[int], logprobs: list[float]) -> Response:
+    def _with_turn(
+        self, to: Response, tokens: list[int], own: list[float], drawn: list[float]
+    ) -> Response:
         ended = bool(tokens) and self.is_end(tokens[-1])
         # What was drawn after it changes nothing: a token depends on those before it alone.
         if (end := self.find_end(tokens)) is not None:
-            tokens, logprobs, ended = tokens[:end], logprobs[:end], True
+            tokens, own, drawn, ended = tokens[:end], own[:end], drawn[:end], True
         return replace(
             to,
             tokens=(*to.tokens, *tokens),
             ended=ended,
-            logprobs=(*to.logprobs, *logprobs),
+            logprobs=(*to.logprobs, *own),
+            sampler_logprobs=(*to.sampler_logprobs, *drawn),
             actor_mask=to.actor_mask and (*to.actor_mask, *(True for _ in tokens)),
         )
 
@@ -134,6 +139,7 @@ def _from_row(row: Tensor, blank: Response, width: int, earlier: str) -> Respons
         tokens=tuple(torch.where(is_read, -1 - tokens, tokens).tolist()),
         ended=bool(row[3]),
         logprobs=tuple(row[4 + width :][: int(row[2])].tolist()),
+        sampler_logprobs=tuple(row[4 + 2 * width :][: int(row[2])].tolist()),
         actor_mask=tuple((~is_read).tolist()) if is_read.any() else (),
         earlier=earlier.encode(),
     )
@@ -197,7 +203,7 @@ class Generator:
 
         The prompts are the same on every rank; each data rank answers a share of them. ``key`` is
         that of the random numbers, of which each response has its own. ``keep_logprobs`` keeps the
-        log-probabilities that the decode loop drew from.
+        decode loop's log-probabilities, of the policy and of what was drawn from.
         """
         # Prompts of like length are decoded together, and ranks have equal work.
         order = sorted(range(len(prompts)), key=lambda n: -len(prompts[n].input_ids))
@@ -235,15 +241,17 @@ class Generator:
     ) -> list[Response]:
         """All ranks' responses by number, from those of this rank; call on every rank."""
         # Numbers, tokens and fp32 values are exact in fp64. Tokens that are read are below 0.
-        table = torch.full((len(own), 4 + 2 * width), -1, dtype=torch.float64)
+        table = torch.full((len(own), 4 + 3 * width), -1, dtype=torch.float64)
         for index, (number, each) in enumerate(own.items()):
-            tokens, logprobs = torch.tensor(each.tokens), torch.tensor(each.logprobs)
+            tokens = torch.tensor(each.tokens)
+            drawn = torch.tensor([each.logprobs, each.sampler_logprobs])
             if each.actor_mask:
                 tokens = torch.where(torch.tensor(each.actor_mask), tokens, -1 - tokens)
-            sizes = [number, len(tokens), len(logprobs), each.ended]
+            kept = drawn.shape[1]
+            sizes = [number, len(tokens), kept, each.ended]
             table[index, :4] = torch.tensor(sizes, dtype=torch.float64)
             table[index, 4 : 4 + len(tokens)] = tokens
-            table[index, 4 + width : 4 + width + len(logprobs)] = logprobs
+            table[index, 4 + width :].view(2, width)[:, :kept] = drawn
         whole = gather_over_ranks(table.to(self._engine.device)).cpu()
         whole = whole[whole[:, 0].argsort()]
         earlier: dict[str, str] = {}

@@ -26,7 +26,7 @@ from dschat_lora.rlhf.rewards import (
     load_function,
     load_functions,
 )
-from dschat_lora.rlhf.role_config import option_errors_for
+from dschat_lora.rlhf.role_config import RoleConfig, option_errors_for
 from dschat_lora.rlhf.roles import Roles, build_roles
 from dschat_lora.rlhf.sources import Sources, find_sources, shares_base, text_data
 from dschat_lora.rlhf.throughput import FlopCounter
@@ -295,6 +295,12 @@ def _describe(
         + ", ".join(f"{name} {count:,}" for name, count in trained.items())
         + f"; {engine_words(actor, roles.actor.model)}"
     )
+    for role, model in roles.trained.items():
+        options: RoleConfig = getattr(run.config, role)
+        if warning := options.rate_warning(
+            num_elements(model.model.parameters()), given=run.config.given
+        ):
+            run.log.say(f"  warning      {warning}")
     if plan is not None:
         run.log.say(f"  {plan.line()}")
         run.record.update({"memory": plan.to_dict()})

@@ -1,7 +1,7 @@
 """Time and work of an iteration's phases: generation, scoring, training."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -91,9 +91,11 @@ class FlopCounter:
         extra_forward: bool,
         padded: StepCounts | None,
         text: StepCounts | None = None,
+        learning: Collection[str] = ("actor", "critic"),
     ) -> PhaseWork:
         """Work of one iteration over all processes, whose update made ``passes`` over responses.
 
+        Roles that are not ``learning`` had forward passes alone.
         With ``extra_forward``, actor and critic had a forward pass before the update too.
         ``padded`` are positions and pairs that one pass computes, None where padding is not
         computed, and ``text`` the pretraining text that the actor trained on.
@@ -110,7 +112,11 @@ class FlopCounter:
             if extra_forward or name not in self._checkpointed:
                 scoring += forward_flops(shape, **forward)
         for name, checkpointed in self._checkpointed.items():
-            one = step_flops(self._shapes[name], gradient_checkpointing=checkpointed, **forward)
+            shape = self._shapes[name]
+            if name in learning:
+                one = step_flops(shape, gradient_checkpointing=checkpointed, **forward)
+            else:
+                one = forward_flops(shape, **forward)
             training += Flops(one.model * passes, one.hardware * passes)
         if text is not None:
             training += step_flops(

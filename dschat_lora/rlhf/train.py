@@ -51,7 +51,7 @@ def train(setup: RlhfSetup, engines: Engines) -> TrainResult:
     if config.classic.enable_ema:
         average = MovingAverage(setup.roles.actor.model, config.classic.ema_decay)
     progress = RlhfProgress(kl_coef=config.ppo.kl_coef, kl_start=config.ppo.kl_coef)
-    plain = config.batch.do_sample and config.batch.top_p == 1 and config.batch.top_k == 0
+    plain = config.batch.draws_from_policy
     diagnostics = Diagnostics(setup.settings["actor"].dtype, samples_tokens=plain)
     evaluator = RlhfEvaluator(setup, engines, generator, diagnostics)
     rollouts = _make_rollout_log(run)

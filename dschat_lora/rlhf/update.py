@@ -1,6 +1,6 @@
 """Optimizer steps of actor and critic on an iteration's experience."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 
@@ -99,16 +99,20 @@ class Updater:
         pretraining: Pretraining | None,
         rescale_values: Callable[[Tensor], Tensor] = lambda values: values,
         max_length: int = 1,
+        learning: Collection[str] = ("actor", "critic"),
     ) -> None:
         """Prepare an iteration.
 
         ``estimate_advantages`` takes a complete experience. ``kl_coef`` weighs the KL penalty where
         the loss has it; ``rescale_values`` brings the critic's values to the units of rewards.
         ``max_length`` is the most tokens of a response, which a constant normalisation divides by.
+        Roles that are not ``learning`` stay as they are.
         """
+        self._learning = learning
         self._engines, self._config = engines, config
         self._estimate_advantages, self._kl_coef = estimate_advantages, kl_coef
-        self._pretraining, self._rescale_values = pretraining, rescale_values
+        self._pretraining = pretraining if "actor" in learning else None
+        self._rescale_values = rescale_values
         self._casts = FactorCasts(*(engine.module for engine in engines.trained.values()))
         # Of tokens that the losses count.
         self._mask = experience.mask
@@ -120,6 +124,7 @@ class Updater:
             max_length=max_length,
             dtype=experience.scores.dtype,
         )
+        self._importance: Tensor | None = None  # (N, R) weights of tokens; None: all are 1
         self.experience = experience  # complete from the first step on
         self.targets: AdvantagesAndReturns | None = None  # None before the first step
 
@@ -148,11 +153,11 @@ class Updater:
                 "actor": loss_divisor(lengths, self._config.loss_normalization),
                 "critic": sum(lengths),
             }
-            self._engines.train()
+            self._engines.train(self._learning)
             learning_rates = self._engines.set_rates(rate_factor(index))
             with self._casts.in_use():
                 sums, ratio_error = self._backward(batches, divisors)
-            outcomes = self._engines.step()
+            outcomes = self._engines.step(self._learning)
             yield self._result(sums, divisors, outcomes, learning_rates, ratio_error)
 
     def _backward(
@@ -165,11 +170,13 @@ class Updater:
         engines, width = self._engines, self.experience.mask.shape[1]
         first = self.targets is None
         sums = _Sums.zero(engines.actor.device)
+        actor_learns = "actor" in self._learning
         texts = self._pretraining.window() if self._pretraining is not None else None
         largest = torch.zeros((), device=engines.actor.device)
         for batch in batches:
             last = batch is batches[-1]
-            logprobs, entropy = engines.policy(batch, width)
+            with torch.set_grad_enabled(actor_learns):
+                logprobs, entropy = engines.policy(batch, width)
             values = None
             if engines.critic is not None:
                 values = self._rescale_values(engines.values(batch, width))
@@ -177,10 +184,10 @@ class Updater:
                 assert len(batches) == 1, "responses of other batches have to be known"
                 self.experience = add_old_outputs(self.experience, batch.numbers, logprobs, values)
             if self.targets is None:
-                self.targets = self._estimate_advantages(self.experience)
+                self._find_targets()
             rows = to_device(torch.tensor(batch.numbers, dtype=torch.int64), logprobs.device)
             policy, ratio_error = self._policy_loss(rows, logprobs, entropy, sums)
-            losses = {"actor": policy}
+            losses = {"actor": policy} if actor_learns else {}
             if values is not None:
                 losses["critic"] = self._value_loss(rows, values, sums)
             largest = torch.maximum(largest, ratio_error)
@@ -194,6 +201,12 @@ class Updater:
         if texts is not None:
             sums.text = self._backward_texts(texts)
         return sums, max_over_ranks(float(largest)) if first else None
+
+    def _find_targets(self) -> None:
+        """Advantages, returns and importance weights of a complete experience."""
+        self.targets = self._estimate_advantages(self.experience)
+        if self._config.importance_cap:
+            self._importance = self.experience.importance(self._config.importance_cap)
 
     def _policy_loss(
         self, rows: Tensor, logprobs: Tensor, entropy: Tensor, sums: _Sums
@@ -217,6 +230,8 @@ class Updater:
         assert targets is not None
         # The losses are linear in the size of advantages: there stand the weights of tokens.
         advantages = targets.advantages[rows] * self._weights[rows]
+        if self._importance is not None:
+            advantages = advantages * self._importance[rows]
         loss: Callable[..., PolicyLoss] = cispo_loss
         if config.rules.loss != "cispo":
             loss = gspo_loss if config.rules.loss == "gspo" else policy_loss

@@ -35,7 +35,11 @@ class PpoConfig:
     )
     kl_horizon: int = option(10000, help="responses over which kl_coef adapts")
     gamma: float = option(1.0, help="discount of later rewards, in [0, 1]")
-    lam: float = option(0.95, help="bias and variance of advantages (GAE), in [0, 1]")
+    lam: float = option(
+        1.0,
+        help="bias and variance of advantages (GAE), in [0, 1]; below 1, a score reaches a token t "
+        "tokens before the end only by lam^t, and by the critic's values for the rest",
+    )
     cliprange: float = by_algorithm(
         "bound on the change of a token's probability ratio, fall and rise alike (0.2)"
     )
@@ -59,6 +63,14 @@ class PpoConfig:
     whiten_advantages: bool = option(
         True, help="advantages of an iteration get mean 0 and standard deviation 1"
     )
+    critic_warmup_iterations: int = option(
+        0, help="first iterations at which the critic alone learns, the actor stays as it is"
+    )
+    importance_cap: float = option(
+        0.0,
+        help="largest weight of a token in the policy's loss, weights being its probability in the "
+        "policy by that in what it was drawn from (top-p, top-k, another temperature); 0: all 1",
+    )
     entropy_coef: float = option(0.0, help="weight of the entropy bonus")
     target_kl: float = option(
         0.0,
@@ -75,7 +87,9 @@ class PpoConfig:
                 object.__setattr__(self, name, defaults[name])
         require_numbers(self, ">= 1", "ppo_epochs")
         require_numbers(self, ">= 0", "kl_coef", "adaptive_kl_target", "entropy_coef", "target_kl")
-        require_numbers(self, ">= 0", "dynamic_sampling")
+        require_numbers(
+            self, ">= 0", "dynamic_sampling", "critic_warmup_iterations", "importance_cap"
+        )
         require_numbers(self, ">= 1", "kl_horizon")
         require_numbers(self, "in [0, 1]", "gamma", "lam")
         clips = ("cliprange", "cliprange_low", "cliprange_high", "cliprange_value")

@@ -34,6 +34,8 @@ from dschat_lora.runtime.resume import launched_processes
 NAME = "rlhf"
 BUNDLED_LENGTHS = {"max_prompt_seq_len": 64, "max_answer_seq_len": 48}
 BUNDLED_REWARD = "dschat_lora.world:reward"
+# Of an iteration, over all processes, where no size of a batch is typed.
+DEFAULT_RESPONSES = 64
 
 
 def check_rlhf(config: RlhfConfig) -> RlhfConfig:
@@ -220,6 +222,16 @@ def _with_stage(role: RoleConfig, stage: int) -> RoleConfig:
     return role if role.zero_stage is not None else replace(role, zero_stage=stage)  # type: ignore[arg-type]
 
 
+def with_default_responses(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
+    """With generation batches for 64 responses an iteration where no size of a batch is typed."""
+    batch, shares = config.batch, config.parallel.shares(launched_processes())
+    if config.given & {name for names in config.rows.values() for name in names}:
+        return config
+    at_once = batch.per_device_generation_batch_size * shares
+    times = max(batch.generation_batches, -(-DEFAULT_RESPONSES // at_once))
+    return replace(config, batch=replace(batch, generation_batches=times))
+
+
 def with_whole_steps(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
     """With enough responses in an iteration for a step, and the steps of ``--enable_test_mode``."""
     batch, shares = config.batch, config.parallel.shares(launched_processes())
@@ -297,6 +309,7 @@ RLHF_CHECKS: tuple[Check[RlhfConfig, RlhfInputs], ...] = (
     check_num_generations,
     check_data,
     with_deepspeed_json,
+    with_default_responses,
     with_whole_steps,
     check_kl_horizon,
     check_budget,

@@ -43,9 +43,17 @@ TURNS = (
 KINDS = {
     "ppo": ("opt", places((2, 0), (2, 1), (2, 3)), f"{TWO_PASSES} {MORE} {LOOKS}"),
     "ppo of llama": ("llama", places((1, 3), (2, 2)), f"{TWO_PASSES} --reward_scaling running"),
-    "rloo in turns": ("opt", places((2, 3)), f"--algorithm rloo --num_generations 2 {TURNS}"),
+    "rloo in turns": (
+        "opt",
+        places((2, 3)),
+        f"--algorithm rloo --num_generations 2 --top_p 0.9 --importance_cap 2 {TURNS}",
+    ),
     "grpo": ("opt", places((2, 2)), "--algorithm grpo --num_generations 4 --ppo_epochs 2"),
-    "an iteration in one step": ("opt", places((2, 3)), "--num_generations 4"),
+    "an iteration in one step": (
+        "opt",
+        places((2, 3)),
+        "--num_generations 4 --critic_warmup_iterations 2",
+    ),
     "seven prompts": ("opt", places((2, 2)), f"{TWO_PASSES} {FUNCTION}"),
     # OPT's biases of keys have no gradient but rounding, of which Adam makes whole steps.
     "every weight of the critic": (
@@ -312,6 +320,15 @@ def test_an_environment_adds_turns_that_are_read_alone(reports):
         read = line["environment_tokens"] * line["samples"]
         whole = line["tokens"] - line["supervised_tokens"]
         assert 0 < read < whole  # prompts are read too
+
+
+def test_while_the_critic_warms_up_the_actor_stays(reports):
+    for report in reports("an iteration in one step").values():
+        trains = [line for line in report["lines"] if line["kind"] == "train"]
+        assert [line["grad_norm"] is None for line in trains] == [True, True, False, False, False]
+        assert all(line["critic_grad_norm"] > 0 for line in trains)
+        kl = [abs(line["kl"]) for line in trains]
+        assert max(kl[:3]) < 1e-6 < 1e-3 < min(kl[3:])
 
 
 def test_an_iteration_in_one_step_is_read_once(reports):

@@ -16,7 +16,7 @@ STAGES = {
     "step2_reward": ADAPTERS,
     "step2_dpo": ADAPTERS,
     "step3_rlhf": (
-        *("--actor_lora_dim", "8", "--critic_lora_dim", "8"),
+        *("--actor_lora_dim", "8", "--critic_lora_dim", "8", "--generation_batches", "1"),
         *("--reward_function", "fakecuda.programs:no_reward"),
     ),
 }

@@ -14,6 +14,9 @@ from transformers import (
     Gemma3TextConfig,
     MistralConfig,
     MistralForCausalLM,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
 )
 
 from dschat_lora.config.groups import LoraConfig
@@ -735,6 +738,38 @@ def test_weights_that_are_shards_outside_a_forward_are_not_prepared(whole, here,
 def test_a_model_in_training_mode_is_refused():
     with pytest.raises(AssertionError, match="evaluation mode"):
         run(tiny_model("opt").train(), PROMPTS, GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "warpers"),
+    [
+        (
+            Sampling(9, temperature=0.7, top_k=20),
+            [TemperatureLogitsWarper(0.7), TopKLogitsWarper(20)],
+        ),
+        (Sampling(9, top_p=0.6), [TopPLogitsWarper(0.6)]),
+        (Sampling(9, temperature=1.4, policy_temperature=1.0), [TemperatureLogitsWarper(1.4)]),
+        (Sampling(9, temperature=0.8, policy_temperature=0.8), [TemperatureLogitsWarper(0.8)]),
+    ],
+)
+def test_logprobs_of_the_sampler_are_those_of_what_was_drawn_from(sampling, warpers):
+    model = adapted("opt")
+    decoder = Decoder(model, eos_ids=range(8), pad_id=PAD, device=CPU)
+    seeds = [[n] for n in range(len(PROMPTS))]
+    responses = decoder(PROMPTS, sampling, seeds=seeds, keep_logprobs=True)
+    of_policy, of_sampler = responses.logprobs(), responses.sampler_logprobs()
+    texts = responses.tokens()
+    for prompt, tokens, own, drawn in zip(PROMPTS, texts, of_policy, of_sampler, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + tokens])).logits[0][len(prompt) - 1 : -1]
+        policy = (logits / (sampling.policy_temperature or sampling.temperature)).log_softmax(-1)
+        for warper in warpers:
+            logits = warper(None, logits)
+        sampler = logits.log_softmax(-1)
+        places = range(len(tokens))
+        assert own == pytest.approx(policy[places, tokens].tolist(), abs=1e-5)
+        assert drawn == pytest.approx(sampler[places, tokens].tolist(), abs=1e-5)
+    assert (of_policy == of_sampler) == sampling.draws_from_policy
 
 
 @pytest.mark.parametrize("kind", ["opt", "llama", "gpt2"])

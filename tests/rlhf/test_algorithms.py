@@ -2,12 +2,14 @@
 
 import math
 import statistics
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
+from dschat_lora.algos.ppo import importance_weights
 from dschat_lora.engine.build import StepOutcome
 from dschat_lora.rlhf.batch import Minibatch, Response, collate, response_mask
 from dschat_lora.rlhf.experience import Experience, advantages_and_returns
@@ -57,10 +59,10 @@ class Roles:
     def set_rates(self, factor):
         return {"actor": {"lora": factor}}
 
-    def train(self):
+    def train(self, roles):
         pass
 
-    def step(self):
+    def step(self, roles):
         return {"actor": StepOutcome(1.0, False, 1.0)}
 
 
@@ -71,13 +73,21 @@ def table(seed, scale=0.4):
 
 
 SCORES = torch.tensor([1.0, 0.0, 3.0, 2.0, math.nan, 5.0, -1.0, 0.5, 0.25], dtype=torch.float64)
-OLD, REFERENCE, NEW = table(1), table(2), table(3)
+OLD, REFERENCE, NEW, DRAWN = table(1), table(2), table(3), table(4)
 
 
-def fed(config):
+def drawn_from(logprobs):
+    """The responses as drawn from a distribution with these (N, R) log-probabilities."""
+    return [
+        replace(response, sampler_logprobs=tuple(row[: len(response.tokens)].tolist()))
+        for response, row in zip(RESPONSES, logprobs, strict=True)
+    ]
+
+
+def fed(config, responses=RESPONSES):
     """(loss, gradient of the log-probabilities) of one step on all responses, in two batches."""
     mask = MASK & ~SCORES.isnan()[:, None]
-    experience = Experience(RESPONSES, mask, REFERENCE, SCORES, OLD, None)
+    experience = Experience(responses, mask, REFERENCE, SCORES, OLD, None)
     roles = Roles(NEW.clone())
     targets = partial(
         advantages_and_returns,
@@ -127,7 +137,7 @@ def estimate(name, p, q):
     return {"k1": -ratio, "k2": ratio**2 / 2, "k3": ratio.exp() - 1 - ratio}[name]
 
 
-def slow(kind, loss, *, low, high, mean, kl=None, beta=0.0, where="loss", cut=True):
+def slow(kind, loss, *, low, high, mean, kl=None, beta=0.0, where="loss", cut=True, cap=None):
     """The loss by a loop over responses and tokens."""
     new = NEW.clone().requires_grad_()
     scores = {n: SCORES[n].item() for n in KEPT}
@@ -146,10 +156,12 @@ def slow(kind, loss, *, low, high, mean, kl=None, beta=0.0, where="loss", cut=Tr
         advantages = compared({n: scores[n] - price * sum(paid[n]) for n in KEPT}, kind)
     losses = []
     for n in KEPT if cut else [n for n in KEPT if n not in CUT]:
-        pairs = tokens(n, new, OLD, REFERENCE)
+        pairs, drawn = tokens(n, new, OLD, REFERENCE), [d.item() for (d,) in tokens(n, DRAWN)]
         of_response = sum(p - o for p, o, _ in pairs) / len(pairs)
         own = []
-        for (p, o, q), a in zip(pairs, advantages[n], strict=True):
+        for (p, o, q), a, d in zip(pairs, advantages[n], drawn, strict=True):
+            if cap:
+                a *= min(math.exp(o.item()) / math.exp(d), cap)
             ratio = torch.exp(of_response if loss == "gspo" else p - o)
             near = ratio.clamp(1 - low, 1 + high)
             value = (
@@ -219,6 +231,42 @@ def test_loss_and_gradient_are_those_of_the_paper(name):
     assert total == pytest.approx(expected, abs=1e-10)
     torch.testing.assert_close(gradient, slope, atol=1e-10, rtol=0)
     assert slope.abs().max() > 1e-3
+
+
+WEIGHTED = ("rloo", "grpo", "gspo", "cispo")
+
+
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_tokens_of_another_sampler_weigh_by_their_ratio_of_probabilities(name):
+    _, kinds, rest = CASES[name]
+    config = PpoConfig(algorithm=name, importance_cap=1.5)
+    total, gradient = fed(config, drawn_from(DRAWN))
+    expected, slope = slow(*kinds, **rest, cap=1.5)
+    assert total == pytest.approx(expected, abs=1e-10)
+    torch.testing.assert_close(gradient, slope, atol=1e-10, rtol=0)
+    unweighted, _ = slow(*kinds, **rest)
+    assert abs(unweighted - expected) > 1e-4
+
+
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_where_sampler_and_policy_agree_the_weights_change_no_bit(name):
+    plain = fed(PpoConfig(algorithm=name), drawn_from(OLD))
+    total, gradient = fed(PpoConfig(algorithm=name, importance_cap=1.0), drawn_from(OLD))
+    assert total == plain[0]
+    assert torch.equal(gradient, plain[1])
+
+
+def test_importance_weights_are_ratios_up_to_the_cap_and_0_in_the_padding():
+    drawn = torch.where(MASK, DRAWN, math.nan)
+    found = importance_weights(torch.where(MASK, OLD, -math.inf), drawn, MASK, cap=1.25)
+    for row, response in enumerate(RESPONSES):
+        for place in range(MASK.shape[1]):
+            expected = 0.0
+            if place < len(response.tokens):
+                ratio = math.exp(OLD[row, place].item()) / math.exp(DRAWN[row, place].item())
+                expected = min(ratio, 1.25)
+            assert found[row, place].item() == pytest.approx(expected, abs=1e-12)
+    assert ((found == 1.25).any(), (found[MASK] < 1).any()) == (True, True)
 
 
 def test_options_that_are_typed_come_before_those_of_the_algorithm():

@@ -9,7 +9,7 @@ from dschat_lora.data.loader import Window
 from dschat_lora.rlhf.batch import Response
 from dschat_lora.rlhf.config import RewardsConfig
 from dschat_lora.rlhf.experience import Experience
-from dschat_lora.rlhf.metrics import sampler_errors
+from dschat_lora.rlhf.metrics import importance_metrics, sampler_errors
 from dschat_lora.rlhf.pretraining import Pretraining
 from dschat_lora.rlhf.reward_shaping import clipped_rewards
 
@@ -24,6 +24,20 @@ def test_sampler_error_is_over_the_tokens_that_count():
     found = sampler_errors(Experience(responses, mask, trained_on, scores, trained_on, None))
     assert found["sampler_error"] == pytest.approx((0.25 + 0.0 + 1.0) / 3)
     assert found["sampler_error_max"] == pytest.approx(1.0)
+
+
+def test_importance_weights_are_told_of_the_tokens_that_count():
+    drawn = [(math.log(0.5), math.log(0.8)), (math.log(0.25),), (math.log(0.9),)]
+    responses = [Response((1,), (2,) * len(d), True, 0, sampler_logprobs=d) for d in drawn]
+    mask = torch.tensor([[True, True], [True, False], [False, False]])
+    policy = torch.tensor([[0.25, 0.8], [1.0, 0.3], [0.1, 0.1]]).log()
+    scores = torch.tensor([1.0, 2.0, math.nan])
+    experience = Experience(responses, mask, policy, scores, policy, None)
+    # ratios 1/2, 1 and 4, the last one cut to 2
+    found = importance_metrics(experience, 2.0)
+    assert found["importance_weight"] == pytest.approx((0.5 + 1 + 2) / 3)
+    assert found["importance_capped"] == pytest.approx(1 / 3)
+    assert importance_metrics(experience, 0.0) == {}
 
 
 def test_clipped_scores_are_told_whatever_the_penalty():

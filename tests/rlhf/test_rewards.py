@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 import statistics
 
 import pytest
@@ -254,17 +255,30 @@ def test_running_scale_divides_by_the_deviation_of_all_scores_so_far():
     assert moments.mean == pytest.approx(statistics.mean(every))
 
 
-def test_initial_scale_is_that_of_the_first_scores_for_ever():
-    first, second = [1.0, 4.0, math.nan, 2.0], [10.0, -6.0]
-    mean, spread = statistics.mean([1.0, 4.0, 2.0]), statistics.stdev([1.0, 4.0, 2.0])
-    found, moments = taught(first, reward_scaling="initial")
-    expected = torch.tensor([(x - mean) / spread for x in first])
-    torch.testing.assert_close(found, expected, equal_nan=True)
-    found, after = taught(second, moments=moments, reward_scaling="initial")
-    torch.testing.assert_close(found, torch.tensor([(x - mean) / spread for x in second]))
+def test_initial_scale_takes_in_iterations_until_it_has_64_scores():
+    rng = random.Random(5)
+    iterations = [[rng.gauss(3, 2) for _ in range(n)] for n in (63, 20, 30)]
+    first, second, third = iterations
+    seen, moments = [], RunningMoments()
+    for scores in (first, second):
+        seen += scores
+        found, moments = taught([*scores, math.nan], moments=moments, reward_scaling="initial")
+        mean, spread = statistics.mean(seen), statistics.stdev(seen)
+        expected = torch.tensor([*((x - mean) / spread for x in scores), math.nan])
+        torch.testing.assert_close(found, expected, equal_nan=True)
+    assert moments.count == 83
+    found, after = taught(third, moments=moments, reward_scaling="initial")
+    torch.testing.assert_close(found, torch.tensor([(x - mean) / spread for x in third]))
     assert after == moments
     values = rescale_values(moments, torch.tensor([[7.0, mean]]))
     torch.testing.assert_close(values, torch.tensor([[(7.0 - mean) / spread, 0.0]]))
+
+
+def test_initial_scale_of_64_scores_is_theirs_for_ever():
+    found, moments = taught([0.0, 2.0] * 32, reward_scaling="initial")
+    # mean 1, and 64 squared distances of 1 over 63
+    torch.testing.assert_close(found[:2], torch.tensor([-1.0, 1.0]) * (63 / 64) ** 0.5)
+    assert taught([9.0], moments=moments, reward_scaling="initial")[1] == moments
 
 
 def test_initial_scale_waits_for_a_score():

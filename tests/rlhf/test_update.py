@@ -17,6 +17,7 @@ from dschat_lora.rlhf.experience import (
     advantages_and_returns,
     score_responses,
 )
+from dschat_lora.rlhf.metrics import update_metrics
 from dschat_lora.rlhf.pretraining import Pretraining
 from dschat_lora.rlhf.update import StepResult, Updater
 from dschat_lora.rlhf.update_config import PpoConfig
@@ -69,8 +70,8 @@ class Roles:
         self.factors.append(factor)
         return {"actor": {"lora": factor}}
 
-    def train(self):
-        self.modes.append("train")
+    def train(self, roles):
+        self.modes.append(f"train {' '.join(sorted(self.trained.keys() & roles))}")
 
     def eval(self):
         self.modes.append("eval")
@@ -85,8 +86,8 @@ class Roles:
     def reference(self, batch, width):
         return -2.0 * batch.table(batch.step + 1.0, width)
 
-    def step(self):
-        return {name: StepOutcome(1.0, False, 1.0) for name in self.trained}
+    def step(self, roles):
+        return {name: StepOutcome(1.0, False, 1.0) for name in self.trained if name in roles}
 
 
 def experience(*, unscored=(), known=True, critic=True):
@@ -149,7 +150,7 @@ def test_each_micro_batch_gives_its_share_and_the_last_ends_the_step():
         for own, total, last in zip(shares, totals, (False, True) * 2, strict=True)
     ]
     assert roles.factors == [10.0, 11.0]
-    assert roles.modes == ["train"] * 2
+    assert roles.modes == ["train actor critic"] * 2
     for _, result in found:
         assert result.policy_loss == pytest.approx(-1.0)
         assert result.value_loss == pytest.approx(0.5)
@@ -169,6 +170,24 @@ def test_text_ends_the_actors_step_and_the_critic_ends_its_own():
     )
     assert found[0][1].text_loss == pytest.approx(2.0)
     assert found[0][1].policy_loss == pytest.approx(-1.0)
+
+
+def test_while_the_critic_warms_up_it_alone_learns_from_the_same_targets():
+    roles, both, texts = Roles(), Roles(), ragged_texts(3)
+    pretraining = Pretraining(text_loader(texts, micro=1, accumulation=3), coefficient=0.7)
+    found, _ = updated(
+        roles, experience(), TWO_HALVES, pretraining=pretraining, learning=("critic",)
+    )
+    expected, _ = updated(both, experience(), TWO_HALVES)
+    assert roles.modes == ["train critic"] * 2
+    assert roles.actor.fed == []
+    assert roles.critic.fed == both.critic.fed
+    assert pretraining.state() == {"step": 0}
+    for (_, result), (_, other) in zip(found, expected, strict=True):
+        assert result.outcomes.keys() == {"critic"}
+        assert (result.value_loss, result.policy_loss) == (other.value_loss, other.policy_loss)
+        assert result.text_loss is None
+    assert update_metrics([result for _, result in found])["grad_norm"] is None
 
 
 def test_a_step_in_which_nothing_counts_is_passed_over_with_its_rate_and_text():
@@ -350,10 +369,13 @@ def test_what_is_done_to_the_engines_is_done_to_both(both):
     names = ["actor", "critic"] if both else ["actor"]
     assert engines.set_rates(0.5) == dict.fromkeys(names, "set_rates done")
     engines.eval()
-    engines.train()
-    assert engines.step() == dict.fromkeys(names, "queue_step done")
+    engines.train(names)
+    assert engines.step(names) == dict.fromkeys(names, "queue_step done")
     for each in (actor, critic) if both else (actor,):
         assert each.noted == [("set_rates", 0.5), ("eval",), ("train",), ("queue_step",)]
+    engines.train(["critic"])
+    assert engines.step(["critic"]) == ({"critic": "queue_step done"} if both else {})
+    assert actor.noted[4:] == [("eval",)]
 
 
 # ---------------------------------------------------------------------------- looking

@@ -433,6 +433,7 @@ def test_responses_of_an_iteration_count_processes_of_one_model_once(processes, 
     options = ("--actor_lora_dim", 4, "--tensor_parallel_size", 2)
     step3(*options, "--gradient_accumulation_steps", 2)
     assert "--generation_batches 2: a step of 64 responses needs" in capsys.readouterr().out
+    options += ("--generation_batches", 1)
     horizon = ("--adaptive_kl_target", 1, "--kl_horizon", 7)
     assert step3(*options, *horizon).ppo.kl_horizon == 7  # 5 x 7 is more than 32 responses
     with pytest.raises(ValueError, match="--kl_horizon 6 is too short for 32 responses"):

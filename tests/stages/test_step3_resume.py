@@ -46,7 +46,11 @@ COMMON = f"""
 # name: (ranks, reward model, options)
 RUNS = {
     "1 rank": (1, "reward", ""),
-    "1 rank, ZeRO 3": (1, "reward", f"--zero_stage 3 --max_steps {FEWER}"),
+    "1 rank, ZeRO 3": (
+        1,
+        "reward",
+        f"--zero_stage 3 --max_steps {FEWER} --reward_scaling initial --critic_warmup_iterations 2",
+    ),
     "2 ranks": (2, "reward", f"--zero_stage 2 --max_steps {FEWER}"),
     "2 ranks, ZeRO 3": (2, "reward", f"--zero_stage 3 --max_steps {FEWER}"),
     "every weight of the critic": (1, "whole", "--actor_zero_stage 0 --critic_zero_stage 2"),
