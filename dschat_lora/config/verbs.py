@@ -190,7 +190,8 @@ class ExportConfig:
 # What the help of a verb ends with.
 EXAMPLES: Mapping[str, str] = {
     "sft": """examples:
-  dschat-lora sft --model_name_or_path facebook/opt-1.3b --data_path mine.jsonl --lora_dim 16
+  dschat-lora sft --data_path mine.jsonl --lora_dim 16 \\
+    --model_name_or_path facebook/opt-1.3b
   dschat-lora sft --config opt-1.3b --num_gpus 8 --deepspeed_config zero2""",
     "reward": """examples:
   dschat-lora reward --model_name_or_path output/sft --data_path pairs.jsonl""",
@@ -200,16 +201,16 @@ EXAMPLES: Mapping[str, str] = {
   dschat-lora rlhf --actor_model_name_or_path output/sft \\
     --critic_model_name_or_path output/reward""",
     "merge": """examples:
-  dschat-lora merge output/sft                          writes output/sft/model in 16 bits
-  dschat-lora merge output/sft/checkpoints/step-00000500 --output_dir merged --dtype fp16
+  dschat-lora merge output/sft              writes output/sft/model in 16 bits
+  dschat-lora merge output/sft/checkpoints/step-00000500 --output_dir merged
   dschat-lora merge output/rlhf/actor --json""",
     "generate": """examples:
   dschat-lora generate output/sft --chat "What is 2 plus 3?" "Name a fruit."
-  dschat-lora generate output/sft --data_path prompts.jsonl --output_path answers.jsonl
+  dschat-lora generate output/sft --data_path q.jsonl --output_path a.jsonl
   dschat-lora generate output/sft "Once upon a time" --do_sample --top_p 0.9""",
     "eval": """examples:
-  dschat-lora eval output/sft held_out.jsonl            perplexity; of pairs accuracy too
-  dschat-lora eval output/reward pairs.jsonl --json     accuracy, margin, scores
+  dschat-lora eval output/sft held_out.jsonl   perplexity; of pairs accuracy too
+  dschat-lora eval output/reward pairs.jsonl --json   accuracy, margin, scores
   dschat-lora eval output/sft prompts.jsonl --reward_model output/reward""",
     "score": """examples:
   dschat-lora score output/reward pairs.jsonl --output_path scores.jsonl""",

@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from dschat_lora.checkpoint.adapter_config import accept_adapter
-from dschat_lora.config.options import Parser, parse_config
+from dschat_lora.config.options import parse_config
+from dschat_lora.config.parser import Parser
 from dschat_lora.config.recipes import recipes
 from dschat_lora.config.stages import AuditConfig, ScoreConfig
 from dschat_lora.config.verbs import (

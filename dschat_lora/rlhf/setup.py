@@ -34,6 +34,7 @@ from dschat_lora.runtime.setup import (
     builds_shapes_alone,
     engine_settings,
     engine_words,
+    note_all_weights,
     num_elements,
     prepare_to_compile,
     read_data,
@@ -270,6 +271,9 @@ def _describe(
         + ", ".join(f"{name} {count:,}" for name, count in trained.items())
         + f"; {engine_words(actor, roles.actor.model)}"
     )
+    for name in trained:
+        if getattr(run.config, name).lora_dim == 0:
+            note_all_weights(run, f"{name}_lora_dim")
     if plan is not None:
         run.log.say(f"  {plan.line()}")
         run.record.update({"memory": plan.to_dict()})

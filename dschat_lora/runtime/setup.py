@@ -250,6 +250,14 @@ def engine_words(settings: EngineSettings, model: nn.Module) -> str:
     )
 
 
+def note_all_weights(run: Run[StageConfig], option: str) -> None:
+    """Say that a model without adapter trains every weight, unless the user asked for that."""
+    if option not in run.config.given and run.config.optim.num_train_epochs:
+        run.log.say(
+            f"  note         --{option} is 0: every weight trains; --{option} 16 trains an adapter"
+        )
+
+
 def record_models(
     run: Run[StageConfig],
     settings: EngineSettings,
