@@ -324,7 +324,11 @@ class RunConfig:
         "the first step is over)",
         section=PROCESSES,
     )
-    dry_run: bool = option(False, help="check everything but the weights, print, and stop")
+    dry_run: bool = option(
+        False,
+        help="check everything but the weights, say what the run would do, and stop",
+    )
+    verbose: bool = option(False, help="with --dry_run: list all options")
 
     def __post_init__(self) -> None:
         evaluation = ("eval_interval", "eval_iters", "sample_generations", "merge_max_kl")

@@ -23,7 +23,9 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
     "rollouts": ("num_generations", "per_device_generation_batch_size", "generation_batches"),
     "rewards": ("reward_function", "reward_weights"),
     "algorithm": ("algorithm",),
-    "output and checkpoints": ("output_dir", "resume_from_checkpoint", "overwrite_output_dir"),
+    "output and checkpoints": (
+        *("output_dir", "dry_run", "verbose", "resume_from_checkpoint", "overwrite_output_dir"),
+    ),
     EVALUATION: ("eval_interval",),
     LOGGING: ("report_to", "logging_steps"),
     PROCESSES: ("dtype", "gradient_checkpointing", "zero_stage", "offload"),

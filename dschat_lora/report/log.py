@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from tqdm import tqdm
 
 from dschat_lora.report.directory import open_alone
-from dschat_lora.report.terminal import named, silence_stdout
+from dschat_lora.report.terminal import named, silence_stdout, wrapped
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -35,7 +35,7 @@ class RunLog:
         tensorboard: Path | None = None,
         earlier: bool = False,
     ) -> None:
-        """Open the files of a run; without ``output_dir`` messages are only printed.
+        """Open the files of a run; without ``output_dir`` messages are printed, in 80 columns.
 
         ``active`` says whether this rank writes, ``earlier`` to keep earlier lines for
         :meth:`rewind` instead of emptying the file; ``tensorboard`` is a directory.
@@ -155,6 +155,8 @@ class RunLog:
         """
         if not self._active:
             return
+        if self._file is None:
+            text = wrapped(text)
         try:
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tqdm import tqdm
 
+# Where the text of a log's line begins, after the name of what it tells.
+_TEXT_COLUMN = 15
 # What a terminal may take for a command; tabs and ends of lines are none.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -55,6 +58,12 @@ def progress(what: str, count: Callable[[], int | None]) -> "tqdm[Any]":
     shown = sys.stderr.isatty()
     total = count() if shown else None
     return tqdm(desc=what, total=total, delay=2, dynamic_ncols=True, disable=not shown)
+
+
+def wrapped(text: str, width: int = 80) -> str:
+    """A line of a log in lines of ``width`` columns, the further ones below its text."""
+    indent = " " * _TEXT_COLUMN if text.startswith(" ") else ""
+    return textwrap.fill(text, width, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def note(text: str) -> None:

@@ -265,12 +265,8 @@ def record_models(
     parameters: Mapping[str, int],
     layers: list[str],
 ) -> None:
-    """Record what trains; a dry run shows the options and that it ends here."""
+    """Record what trains."""
     run.record.update({"parameters": parameters, "dtype": settings.dtype, "adapted_layers": layers})
-    if run.directory is None:
-        for name, value in flatten(run.config).items():
-            run.log.say(f"  --{name} {value}")
-        run.log.say("dry run: nothing was trained or saved")
 
 
 def shard_model(model: nn.Module, settings: EngineSettings) -> None:
