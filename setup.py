@@ -6,6 +6,8 @@ from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
 TENSORBOARD = ["tensorboard>=2.15,<3"]
+WANDB = ["wandb>=0.31,<1"]
+TRACKIO = ["trackio>=0.43,<1"]
 # GLUE with transformers' Trainer, and its metrics.
 GLUE = ["accelerate>=1.1,<2", "scikit-learn>=1.4,<2", "scipy>=1.11,<2"]
 # Metrics of generated text.
@@ -67,6 +69,8 @@ setup(
         "nlg": NLG,
         "serve": SERVE,
         "tensorboard": TENSORBOARD,
+        "trackio": TRACKIO,
+        "wandb": WANDB,
         "test": TEST,
         "dev": [*TEST, "mypy>=1.13,<3", "ruff>=0.8,<1"],
     },

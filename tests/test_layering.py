@@ -38,8 +38,9 @@ FLOORS = [
         ),
         "report": Room(
             "",
-            "torch tqdm",
-            "charts costs directory html markup rollout_file rollout_words story style terminal",
+            "torch tqdm trackio wandb",
+            "charts costs directory html markup rollout_file rollout_words story style terminal "
+            "trackers",
         ),
     },
     {

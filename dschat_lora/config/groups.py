@@ -9,6 +9,7 @@ from dschat_lora.config.help import EVALUATION, LOGGING, PROCESSES
 from dschat_lora.config.options import classic, hidden, option
 
 Dtype = Literal["auto", "fp32", "bf16", "fp16"]
+TrackerName = Literal["none", "tensorboard", "wandb", "trackio"]
 Switch = bool | Literal["auto"]
 Scheduler = Literal[
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"
@@ -310,8 +311,11 @@ class RunConfig:
     merge_max_kl: float = option(
         0.01, help="refuse a merge that moves the distribution by more (nats per token)"
     )
-    report_to: Literal["none", "tensorboard"] = option(
-        "none", help="further log format", section=LOGGING
+    report_to: tuple[TrackerName, ...] = option(
+        ("none",),
+        help="trackers that get the numbers of metrics.jsonl too, one or several; their own "
+        "variables, such as WANDB_MODE=offline, apply",
+        section=LOGGING,
     )
     enable_tensorboard: bool = classic(False, help="same as --report_to tensorboard")
     tensorboard_path: str | None = option(
@@ -336,6 +340,8 @@ class RunConfig:
         require_numbers(self, ">= 0", *evaluation, *saving)
         require_numbers(self, ">= 1", "logging_steps")
         require_numbers(self, "> 0", "distributed_timeout")
+        if len(self.report_to) > 1 and "none" in self.report_to:
+            raise ValueError(f"--report_to {' '.join(self.report_to)}: none stands alone")
         require(0 <= self.seed < 2**63, "seed", self.seed, "in [0, 2**63)")
         if self.output_dir is not None and Path(self.output_dir).is_file():
             raise ValueError(f"--output_dir {self.output_dir} is a file, not a directory")

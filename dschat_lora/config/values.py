@@ -38,7 +38,8 @@ def value_shape(annotation: object) -> tuple[type, tuple[Scalar, ...], bool]:
         choices = typing.get_args(annotation)
         return type(choices[0]), choices, False
     if typing.get_origin(annotation) is tuple:
-        return typing.get_args(annotation)[0], (), True
+        element, choices, _ = value_shape(typing.get_args(annotation)[0])
+        return element, choices, True
     assert isinstance(annotation, type), annotation
     return annotation, (), False
 

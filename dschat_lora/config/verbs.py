@@ -127,11 +127,17 @@ class EvalConfig(ReadingConfig):
 
     Of a language model the perplexity of the answers and, of pairs, how often the chosen answer is
     the more probable one; of a reward model its scores and how often it prefers the chosen one.
-    With --reward_model also the scores of the answers that the model itself gives.
+    With --reward_model or --judge_function also the scores of the answers that the model itself
+    gives, their mean and its standard error.
     """
 
     reward_model: str | None = option(
         None, help="reward model that scores the model's own greedy answers to the prompts"
+    )
+    judge_function: str | None = option(
+        None,
+        help="module:function that scores the same answers, as a reward function of step 3 does; "
+        "builtin:NAME for one that comes along",
     )
     max_new_tokens: int = option(128, help="tokens of such an answer at most")
     limit: int = option(0, help="rows to take at most, the first ones; 0: all")
@@ -211,7 +217,8 @@ EXAMPLES: Mapping[str, str] = {
     "eval": """examples:
   dschat-lora eval output/sft held_out.jsonl   perplexity; of pairs accuracy too
   dschat-lora eval output/reward pairs.jsonl --json   accuracy, margin, scores
-  dschat-lora eval output/sft prompts.jsonl --reward_model output/reward""",
+  dschat-lora eval output/sft prompts.jsonl --reward_model output/reward
+  dschat-lora eval output/sft sums.jsonl --judge_function judge:is_right""",
     "score": """examples:
   dschat-lora score output/reward pairs.jsonl --output_path scores.jsonl""",
     "inspect": """examples:

@@ -75,6 +75,14 @@ class RewardFunction:
             scores[number] = value
         return torch.tensor(sum_over_processes(scores), device=device).float()
 
+    def own_scores(self, responses: Sequence[Response]) -> list[float]:
+        """Scores of responses of this process, NaN for None.
+
+        Raises:
+            ValueError: if the function returns something else.
+        """
+        return self._scores(list(responses), by_group=False)
+
     def check_columns(self, columns: Collection[str]) -> None:
         """Refuse a function that asks for columns which the data lacks.
 

@@ -276,7 +276,8 @@ def test_without_arguments_all_is_bundled_and_said_to_be(home, command):
 def test_dry_run_prints_the_options_and_leaves_no_trace(home, command):
     before = files_of(home)
     ended = command(*SHORT, "--dry_run", "--verbose", "--output_dir", "nowhere")
-    for line in ["--algorithm ppo", "--kl_coef 0.1", "--actor_lora_dim 4", "  iterations ", "dry run"]:
+    options = ["--algorithm ppo", "--kl_coef 0.1", "--actor_lora_dim 4"]
+    for line in [*options, "  iterations ", "dry run"]:
         assert line in ended.out
     assert files_of(home) == before
 
