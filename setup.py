@@ -6,8 +6,10 @@ from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
 TENSORBOARD = ["tensorboard>=2.15,<3"]
+WANDB = ["wandb>=0.31,<1"]
+TRACKIO = ["trackio>=0.43,<1"]
 # GLUE with transformers' Trainer, and its metrics.
-GLUE = ["accelerate>=1.1,<2", "scikit-learn>=1.4,<2", "scipy>=1.11,<2"]
+GLUE = ["accelerate>=1.2,<2", "scikit-learn>=1.4,<2", "scipy>=1.11,<2"]
 # Metrics of generated text.
 NLG = ["nltk>=3.9,<4", "sacrebleu>=2.4,<3"]
 # METEOR 1.5, which runs on Java: 100 MB.
@@ -57,7 +59,7 @@ setup(
         "jinja2>=3.1,<4",
         "psutil>=5.9,<8",
         "pyyaml>=6,<7",
-        "tqdm>=4.66,<5",
+        "tqdm>=4.66.3,<5",
         "regex>=2024.4.16",
     ],
     extras_require={
@@ -67,6 +69,8 @@ setup(
         "nlg": NLG,
         "serve": SERVE,
         "tensorboard": TENSORBOARD,
+        "trackio": TRACKIO,
+        "wandb": WANDB,
         "test": TEST,
         "dev": [*TEST, "mypy>=1.13,<3", "ruff>=0.8,<1"],
     },

@@ -32,12 +32,15 @@ FLOORS = [
     {
         "algos": Room(libraries="numpy torch", light="schedules"),
         "assets": Room(light="__init__ toy_world"),
-        "config": Room(libraries="yaml", light="data groups options recipes stages values verbs"),
+        "config": Room(
+            libraries="yaml",
+            light="data groups help hints options parser recipes stages values verbs",
+        ),
         "report": Room(
             "",
-            "torch tqdm",
-            "answers charts costs directory html markup rollout_file rollout_view story style"
-            " terminal",
+            "torch tqdm trackio wandb",
+            "answers charts costs directory html markup rollout_file rollout_view story style "
+            "terminal trackers",
         ),
     },
     {

@@ -24,6 +24,8 @@ Overlong = Literal["split", "drop", "truncate", "error"]
 class SourceConfig:
     """Sources of rows, and how they are read."""
 
+    section = "data"
+
     data_path: tuple[str, ...] = option(
         (),
         help="files (.jsonl .json .csv .parquet .arrow .txt), directories, patterns such as "

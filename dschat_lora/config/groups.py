@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from dschat_lora.config.options import hidden, option
+from dschat_lora.config.help import EVALUATION, LOGGING, PROCESSES
+from dschat_lora.config.options import classic, hidden, option
 
 Dtype = Literal["auto", "fp32", "bf16", "fp16"]
+TrackerName = Literal["none", "tensorboard", "wandb", "trackio"]
 Switch = bool | Literal["auto"]
 Scheduler = Literal[
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"
@@ -45,14 +47,19 @@ def is_on(switch: Switch) -> bool:
 class LoadConfig:
     """Loading of models, and the kernels that compute them."""
 
+    section = "model"
+
     dtype: Dtype = option(
         "auto",
         help="compute type; auto: bf16 where the GPU has it, fp16 on older GPUs, fp32 on CPU",
+        section=PROCESSES,
     )
     attn_implementation: Literal["sdpa", "flex_attention", "eager"] = option(
         "sdpa",
         help="attention kernel; sdpa computes each sequence of a row alone where it can, "
         "flex_attention is for GPUs where it cannot",
+        section=PROCESSES,
+        hint="sdpa runs PyTorch's flash attention where the GPU has it, of packed rows too",
     )
     trust_remote_code: bool = option(False, help="run model code that comes with a hub repository")
     add_eot_token: bool = option(
@@ -65,9 +72,11 @@ class LoadConfig:
         "result",
     )
     compile: bool = option(
-        False, help="compile the model's blocks (torch.compile): slow to start, faster from then on"
+        False,
+        help="compile the model's blocks (torch.compile): slow to start, faster from then on",
+        section=PROCESSES,
     )
-    compute_fp32_loss: bool = option(
+    compute_fp32_loss: bool = classic(
         True, help="accepted from DeepSpeed-Chat; the loss is always computed in fp32"
     )
 
@@ -88,6 +97,7 @@ class ModelConfig(LoadConfig):
         "auto",
         help="recompute activations in the backward pass instead of keeping them; without a value "
         "on, auto: where they would not fit the memory by estimate",
+        section=PROCESSES,
     )
     dropout: float = option(0.0, help="every dropout probability of the base model, in [0, 1)")
 
@@ -98,6 +108,8 @@ class ModelConfig(LoadConfig):
 
 @dataclass(frozen=True)
 class LoraConfig:
+    section = "LoRA"
+
     lora_dim: int = option(0, help="rank r of the update; 0 trains every weight")
     lora_alpha: float = option(32.0, help="the update is scaled by lora_alpha / lora_dim")
     lora_dropout: float = option(0.0, help="dropout on the adapter's input, in [0, 1)")
@@ -107,7 +119,7 @@ class LoraConfig:
     target_modules: tuple[str, ...] = option(
         ("all-linear",), help="layers to adapt: all-linear, name endings, or one regular expression"
     )
-    lora_module_name: str | None = option(
+    lora_module_name: str | None = classic(
         None, help="adapt the linear layers whose name contains this (DeepSpeed-Chat's rule)"
     )
     train_bias: Literal["none", "all", "lora_only"] = option(
@@ -147,13 +159,17 @@ class LoraConfig:
 
 @dataclass(frozen=True)
 class BatchConfig:
+    section = "training"
+
     per_device_train_batch_size: int = option(
         16, help="rows (packed, or single samples) per device and micro-batch"
     )
     tokens_per_device: int = option(
         0, help="tokens per device and micro-batch, instead of a number of rows; 0: by rows"
     )
-    per_device_eval_batch_size: int = option(16, help="rows per device in evaluation")
+    per_device_eval_batch_size: int = option(
+        16, help="rows per device in evaluation", section=EVALUATION
+    )
     gradient_accumulation_steps: int = option(1, help="micro-batches per optimizer step")
 
     def __post_init__(self) -> None:
@@ -166,6 +182,8 @@ class BatchConfig:
 class ScheduleConfig:
     """AdamW, the learning-rate schedule and the length of training."""
 
+    section = "training"
+
     loraplus_lr_ratio: float = option(
         1.0, help="rate of lora_B over that of lora_A (LoRA+); 1 treats them alike"
     )
@@ -175,7 +193,11 @@ class ScheduleConfig:
     max_grad_norm: float = option(1.0, help="gradients are clipped to this norm; 0: never")
     lr_scheduler_type: Scheduler = option("cosine", help="shape of the rate over the steps")
     num_warmup_steps: int = option(0, help="optimizer steps of linear warm-up")
-    num_train_epochs: int = option(1, help="passes over the data; 0 evaluates only")
+    num_train_epochs: int = option(
+        1,
+        help="passes over the data; 0 evaluates only",
+        hint="--max_steps N ends a run within an epoch",
+    )
     max_steps: int = option(
         0, help="train for this many optimizer steps, whatever the epochs; 0: by epochs"
     )
@@ -216,6 +238,8 @@ class OptimConfig(ScheduleConfig):
 
 @dataclass(frozen=True)
 class ParallelConfig:
+    section = PROCESSES
+
     zero_stage: Literal[0, 1, 2, 3] | None = option(
         None,
         help="ZeRO: 1 shards optimizer state over processes, 2 gradients too, 3 weights too; "
@@ -237,7 +261,7 @@ class ParallelConfig:
     deepspeed_config: str | None = option(
         None, help='DeepSpeed JSON such as configs/ds/zero2.json; "auto" fields are filled in'
     )
-    deepspeed: bool = option(False, help="accepted from DeepSpeed; it is always used")
+    deepspeed: bool = classic(False, help="accepted from DeepSpeed; it is always used")
 
     def __post_init__(self) -> None:
         require_numbers(self, ">= 1", "tensor_parallel_size")
@@ -254,6 +278,8 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
+    section = "output and checkpoints"
+
     output_dir: str | None = option(
         None, help="what the run writes; default: the first free of output/STAGE, -2, -3, ..."
     )
@@ -268,31 +294,45 @@ class RunConfig:
     save_interval: int = option(500, help="optimizer steps between checkpoints; 0: by time only")
     save_minutes: float = option(10.0, help="a checkpoint at least this often; 0: by steps only")
     save_total_limit: int = option(3, help="newest checkpoints that are kept; 0: all")
-    seed: int = option(1234, help="seed of initialisation, order and sampling")
-    logging_steps: int = option(1, help="optimizer steps between printed lines")
+    seed: int = option(1234, help="seed of initialisation, order and sampling", section="training")
+    logging_steps: int = option(1, help="optimizer steps between printed lines", section=LOGGING)
     eval_interval: int = option(
-        0, help="optimizer steps between evaluations; 0: at the start, each epoch and the end"
+        0,
+        help="optimizer steps between evaluations; 0: at the start, each epoch and the end",
+        section=EVALUATION,
     )
-    eval_iters: int = option(0, help="evaluation batches per device; 0: all")
-    sample_generations: int = option(2, help="held-out prompts answered before and after training")
+    eval_iters: int = option(0, help="evaluation batches per device; 0: all", section=EVALUATION)
+    sample_generations: int = option(
+        2, help="held-out prompts answered before and after training", section=EVALUATION
+    )
     merge_adapter: bool = option(
         False, help="also write base and adapter merged as a transformers model"
     )
     merge_max_kl: float = option(
         0.01, help="refuse a merge that moves the distribution by more (nats per token)"
     )
-    report_to: Literal["none", "tensorboard"] = option("none", help="further log format")
-    enable_tensorboard: bool = option(False, help="same as --report_to tensorboard")
-    tensorboard_path: str | None = option(
-        None, help="directory of TensorBoard files; default OUTPUT_DIR/tensorboard"
+    report_to: tuple[TrackerName, ...] = option(
+        ("none",),
+        help="trackers that get the numbers of metrics.jsonl too, one or several; their own "
+        "variables, such as WANDB_MODE=offline, apply",
+        section=LOGGING,
     )
-    print_loss: bool = option(False, help="print the loss at every optimizer step")
+    enable_tensorboard: bool = classic(False, help="same as --report_to tensorboard")
+    tensorboard_path: str | None = option(
+        None, help="directory of TensorBoard files; default OUTPUT_DIR/tensorboard", section=LOGGING
+    )
+    print_loss: bool = classic(False, help="print the loss at every optimizer step")
     distributed_timeout: float = option(
         120.0,
         help="seconds after which a process that is not heard of ends the run (300 at least until "
         "the first step is over)",
+        section=PROCESSES,
     )
-    dry_run: bool = option(False, help="check everything but the weights, print, and stop")
+    dry_run: bool = option(
+        False,
+        help="check everything but the weights, say what the run would do, and stop",
+    )
+    verbose: bool = option(False, help="with --dry_run: list all options")
 
     def __post_init__(self) -> None:
         evaluation = ("eval_interval", "eval_iters", "sample_generations", "merge_max_kl")
@@ -300,6 +340,8 @@ class RunConfig:
         require_numbers(self, ">= 0", *evaluation, *saving)
         require_numbers(self, ">= 1", "logging_steps")
         require_numbers(self, "> 0", "distributed_timeout")
+        if len(self.report_to) > 1 and "none" in self.report_to:
+            raise ValueError(f"--report_to {' '.join(self.report_to)}: none stands alone")
         require(0 <= self.seed < 2**63, "seed", self.seed, "in [0, 2**63)")
         if self.output_dir is not None and Path(self.output_dir).is_file():
             raise ValueError(f"--output_dir {self.output_dir} is a file, not a directory")

@@ -4,13 +4,10 @@ A stage declares its options as a dataclass of groups: a field made with ``group
 yields ``--lora_dim``; with ``flat=False`` and the name ``actor`` it yields ``--actor_lora_dim``.
 """
 
-import argparse
 import copy
 import dataclasses
-import difflib
 import functools
 import os
-import re
 import sys
 import types
 import typing
@@ -18,15 +15,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, overload
 
+from dschat_lora.config.help import COMPATIBILITY, by_section, section_of
+from dschat_lora.config.parser import Parser, unknown_option
 from dschat_lora.config.recipes import find_recipe
-from dschat_lora.config.values import (
-    converter,
-    from_yaml,
-    is_switch,
-    switch_converter,
-    switch_words,
-    value_shape,
-)
+from dschat_lora.config.values import from_yaml, is_switch, value_shape
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -43,28 +35,43 @@ ValueT = TypeVar("ValueT")
 
 # Set by launchers; DeepSpeed's own names that carry no setting of ours.
 _LAUNCHER_FLAGS = ("local_rank", "deepscale", "deepscale_config")
-# What the examples at the end of a help begin with.
-_EXAMPLES = "examples:"
 
 
 @overload
-def option(*, help: str) -> Any: ...
+def option(*, help: str, section: str | None = None, hint: str = "") -> Any: ...
 
 
 @overload
-def option(default: ValueT, *, help: str) -> ValueT: ...
+def option(default: ValueT, *, help: str, section: str | None = None, hint: str = "") -> ValueT: ...
 
 
-def option(default: object = dataclasses.MISSING, *, help: str) -> object:
-    """A dataclass field with a help line; every command-line option has one."""
-    return dataclasses.field(default=default, metadata={"help": help})
+def option(
+    default: object = dataclasses.MISSING, *, help: str, section: str | None = None, hint: str = ""
+) -> object:
+    """A dataclass field with a help line; every command-line option has one.
+
+    The help shows it in ``section``, or in that of its class. ``hint`` follows the message about
+    a value that is not allowed.
+    """
+    metadata = {"help": help, "section": section, "hint": hint}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
-def group(config_class: type[ConfigT], *, flat: bool = True, **defaults: object) -> ConfigT:
-    """A nested config, whose own defaults ``defaults`` replace in this stage."""
+def classic(default: ValueT, *, help: str) -> ValueT:
+    """An option that is there for compatibility: ``--help all`` explains it."""
+    return option(default, help=help, section=COMPATIBILITY)
+
+
+def group(
+    config_class: type[ConfigT], *, flat: bool = True, section: str = "", **defaults: object
+) -> ConfigT:
+    """A nested config, whose own defaults ``defaults`` replace in this stage.
+
+    The help shows it in ``section``, or where its class says.
+    """
     field: ConfigT = dataclasses.field(
         default_factory=functools.partial(config_class, **defaults),
-        metadata={"group": config_class, "flat": flat, "defaults": defaults},
+        metadata={"group": config_class, "flat": flat, "in": section, "defaults": defaults},
     )
     return field
 
@@ -79,42 +86,6 @@ def hidden(default: ValueT) -> ValueT:
     """A field that is no option: the code sets it, not the user."""
     field: ValueT = dataclasses.field(default=default, metadata={"hidden": True})
     return field
-
-
-class _Formatter(argparse.HelpFormatter):
-    """Leaves the lines of examples as they are."""
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        if not text.startswith(_EXAMPLES):
-            return super()._fill_text(text, width, indent)
-        return "".join(f"{indent}{line}\n" for line in text.splitlines()).rstrip()
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser that raises instead of printing usage: a mistake is one line."""
-
-    def __init__(
-        self, prog: str, description: str | None = None, examples: str | None = None
-    ) -> None:
-        super().__init__(
-            prog=prog,
-            description=description,
-            epilog=examples,
-            allow_abbrev=False,
-            formatter_class=_Formatter,
-        )
-        # By default -1e-4 is taken for an option.
-        self._negative_number_matcher = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message.replace("argument ", "", 1))
-
-    def values(self, argv: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
-        """Values of the arguments; an option that is none of ``names`` is a ValueError."""
-        chosen, unknown = self.parse_known_args(argv)
-        if unknown:
-            raise ValueError(unknown_option(unknown[0], names))
-        return vars(chosen)
 
 
 def parse_config(
@@ -132,21 +103,20 @@ def parse_config(
     A YAML file given with ``--config`` sets the same fields; the command line wins. ``read_file``
     gives the values that it has, where they are not simply its lines. Words that belong to no
     option are the values of ``positionals`` in turn, the last of which takes several if it can.
-    ``examples`` are the lines that the help ends with.
+    ``examples`` are lines that the help begins with.
 
     Raises:
         ValueError: naming an option that is unknown, or its value and what is allowed.
     """
     fields = dict(_option_fields(config_class))
     parser = Parser(program or Path(sys.argv[0]).name, description, examples)
-    parser.add_argument(
-        "--config", metavar="FILE", help="YAML file of these options, or the name of a recipe"
-    )
-    for name in _LAUNCHER_FLAGS:
-        parser.add_argument(f"--{name}", nargs="?", help=argparse.SUPPRESS)
-    for name, (field, annotation) in fields.items():
-        also = [old for old, new in option_aliases(config_class).items() if new == name]
-        _add_option(parser, [name, *also], field, annotation)
+    sections = by_section((name, field.metadata["section"]) for name, (field, _) in fields.items())
+    for title, names in sections.items():
+        for name in names:
+            also = [old for old, new in option_aliases(config_class).items() if new == name]
+            parser.add_option(title, [name, *also], *fields[name])
+    parser.add_file("config", "YAML file of these options, or the name of a recipe")
+    parser.add_ignored(_LAUNCHER_FLAGS)
     namespace, unknown = parser.parse_known_args(argv)
     if positionals and not any(word.startswith("-") for word in unknown):
         given = {name for name in positionals if hasattr(namespace, name)}
@@ -272,7 +242,9 @@ def options_of(
             raise ValueError(f"{label}: {unknown_option(f'--{name}', [*fields, *more])}")
         if name in values:
             raise ValueError(f"{label}: {given} and another name of --{name}; give one")
-        values[name] = from_yaml(f"{label}: {name}", value, fields[name][1])
+        field, annotation = fields[name]
+        hint = field.metadata.get("hint", "")
+        values[name] = from_yaml(f"{label}: {name}", value, annotation, hint=hint)
     return values
 
 
@@ -358,70 +330,24 @@ def _option_fields(
     config_class: "type[DataclassInstance]",
     prefix: str = "",
     defaults: Mapping[str, object] = types.MappingProxyType({}),
+    section: str = "",
 ) -> Iterator[tuple[str, tuple[dataclasses.Field[object], object]]]:
-    """(name, (field with its default in this stage, annotation)) of every option."""
+    """(name, (field with its default and section in this stage, annotation)) of every option."""
     annotations = typing.get_type_hints(config_class)
     for field in dataclasses.fields(config_class):
         if nested := field.metadata.get("group"):
-            inner = _nested_prefix(prefix, field)
-            yield from _option_fields(nested, inner, field.metadata["defaults"])
+            inner, within = _nested_prefix(prefix, field), field.metadata["in"] or section
+            yield from _option_fields(nested, inner, field.metadata["defaults"], within)
         elif _is_option(field):
             own = copy.copy(field)
             own.default = defaults.get(field.name, field.default)
+            shown = section_of(field, config_class, section)
+            own.metadata = types.MappingProxyType({**field.metadata, "section": shown})
             yield prefix + field.name, (own, annotations[field.name])
 
 
 def _is_option(field: dataclasses.Field[object]) -> bool:
     return not {"given", "hidden"} & field.metadata.keys()
-
-
-def _add_option(
-    parser: argparse.ArgumentParser,
-    names: Sequence[str],
-    field: dataclasses.Field[object],
-    annotation: object,
-) -> None:
-    """Add an option under its name, which comes first, and its other spellings."""
-    name, flags = names[0], [f"--{each}" for each in names]
-    shared: dict[str, Any] = {"default": argparse.SUPPRESS, "help": _help_text(field)}
-    if annotation is bool:
-        parser.add_argument(*flags, action=argparse.BooleanOptionalAction, **shared)
-        return
-    if is_switch(annotation):
-        words = switch_words(annotation)
-        shared |= {"type": switch_converter(words), "metavar": "{" + ",".join(words) + "}"}
-        parser.add_argument(*flags, nargs="?", const=True, **shared)
-        shared = {"default": argparse.SUPPRESS, "help": f"same as --{name} off"}
-        parser.add_argument(f"--no-{name}", dest=name, action="store_const", const=False, **shared)
-        return
-    kind, choices, many = value_shape(annotation)
-    if choices:
-        shared["metavar"] = "{" + ",".join(map(str, choices)) + "}"
-    else:
-        shared["metavar"] = {int: "N", float: "X"}.get(kind, "TEXT")
-    if many:
-        shared["nargs"] = "*"
-    parser.add_argument(*flags, type=converter(kind, choices), **shared)
-
-
-def _help_text(field: dataclasses.Field[object]) -> str:
-    """The help line with the default, unless that is absent, empty or False."""
-    text: str = field.metadata["help"].replace("%", "%%")
-    default = field.default
-    # By identity: 0 == False, and a default of 0 is shown.
-    if default is False or default in (None, (), dataclasses.MISSING):
-        return text
-    return f"{text} (default: {' '.join(default) if isinstance(default, tuple) else default})"
-
-
-def unknown_option(text: str, names: Sequence[str]) -> str:
-    """The message about ``text``, which is none of ``names``."""
-    if not text.startswith("-"):
-        return f"unexpected argument {text!r}; options start with --"
-    given = text.split("=")[0]
-    names = [f"--{name}" for name in names]
-    close = difflib.get_close_matches(given.replace("-", "_").replace("__", "--", 1), names, 1)
-    return f"unknown option {given}" + (f"; did you mean {close[0]}?" if close else "; see --help")
 
 
 def _nested_prefix(prefix: str, field: dataclasses.Field[object]) -> str:

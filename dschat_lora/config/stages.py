@@ -17,12 +17,14 @@ from dschat_lora.config.groups import (
     require,
     require_numbers,
 )
-from dschat_lora.config.options import given_options, group, hidden, option
+from dschat_lora.config.options import classic, given_options, group, hidden, option
 
 
 @dataclass(frozen=True)
 class PairConfig:
-    num_padding_at_beginning: int = option(
+    section = "preferences"
+
+    num_padding_at_beginning: int = classic(
         1, help="accepted from DeepSpeed-Chat; nothing is guessed from padding"
     )
     share_prompt: bool = option(
@@ -33,6 +35,8 @@ class PairConfig:
 
 @dataclass(frozen=True)
 class RewardConfig:
+    section = "preferences"
+
     reward_loss: Literal["bradley_terry", "per_token"] = option(
         "bradley_terry",
         help="bradley_terry compares the scores at the end of two answers; per_token, "
@@ -71,6 +75,8 @@ LOSSES_OF_OPTION: Mapping[str, tuple[LossType, ...]] = {
 
 @dataclass(frozen=True)
 class DpoConfig:
+    section = "preferences"
+
     beta: float = option(
         0.1,
         help="how strongly the policy stays with the reference; orpo: weight of the odds ratio; "
@@ -100,7 +106,7 @@ class DpoConfig:
         True,
         help="compute the reference's log-probabilities once, before training (no-: each time)",
     )
-    offload_reference_model: bool = option(
+    offload_reference_model: bool = classic(
         False, help="accepted from DeepSpeed-Chat; the reference is never a second model"
     )
 

@@ -9,8 +9,10 @@ from collections.abc import Callable, Sequence
 Scalar = int | float | str
 
 
-def converter(kind: type, choices: tuple[Scalar, ...] = ()) -> Callable[[str], Scalar]:
-    """The conversion of one argument; its error names what is allowed."""
+def converter(
+    kind: type, choices: tuple[Scalar, ...] = (), *, hint: str = ""
+) -> Callable[[str], Scalar]:
+    """The conversion of one argument; its error names what is allowed, and ends with ``hint``."""
     wanted = {int: "a whole number", float: "a number"}.get(kind, "text")
     allowed = "one of " + ", ".join(map(str, choices)) if choices else wanted
 
@@ -21,7 +23,8 @@ def converter(kind: type, choices: tuple[Scalar, ...] = ()) -> Callable[[str], S
             value = None
         finite = not isinstance(value, float) or math.isfinite(value)
         if value is None or not finite or (choices and value not in choices):
-            raise argparse.ArgumentTypeError(f"must be {allowed}, got {text!r}")
+            more = f"; {hint}" if hint else ""
+            raise argparse.ArgumentTypeError(f"must be {allowed}, got {text!r}{more}")
         return value
 
     return convert
@@ -35,7 +38,8 @@ def value_shape(annotation: object) -> tuple[type, tuple[Scalar, ...], bool]:
         choices = typing.get_args(annotation)
         return type(choices[0]), choices, False
     if typing.get_origin(annotation) is tuple:
-        return typing.get_args(annotation)[0], (), True
+        element, choices, _ = value_shape(typing.get_args(annotation)[0])
+        return element, choices, True
     assert isinstance(annotation, type), annotation
     return annotation, (), False
 
@@ -57,11 +61,11 @@ def switch_converter(words: Sequence[str]) -> Callable[[str], Scalar]:
     return lambda text: {"on": True, "off": False}.get(text, convert(text))
 
 
-def from_yaml(label: str, value: object, annotation: object) -> object:
+def from_yaml(label: str, value: object, annotation: object, *, hint: str = "") -> object:
     """A value of a YAML file, converted as if typed on the command line.
 
     Raises:
-        ValueError: if it is of another kind; ``label`` begins the message.
+        ValueError: if it is of another kind; ``label`` begins the message, ``hint`` ends it.
     """
     if is_switch(annotation):
         on, off, *words = switch_words(annotation)
@@ -72,7 +76,7 @@ def from_yaml(label: str, value: object, annotation: object) -> object:
             raise ValueError(f"{label} must be {allowed}, got {value!r}")
         return value
     kind, choices, many = value_shape(annotation)
-    convert = converter(kind, choices)
+    convert = converter(kind, choices, hint=hint)
     items = value if many and isinstance(value, list) else [value]
     if value is None and type(None) in typing.get_args(annotation):
         return None

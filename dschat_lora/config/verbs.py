@@ -111,11 +111,17 @@ class EvalConfig(ReadingConfig):
 
     Of a language model the perplexity of the answers and, of pairs, how often the chosen answer is
     the more probable one; of a reward model its scores and how often it prefers the chosen one.
-    With --reward_model also the scores of the answers that the model itself gives.
+    With --reward_model or --judge_function also the scores of the answers that the model itself
+    gives, their mean and its standard error.
     """
 
     reward_model: str | None = option(
         None, help="reward model that scores the model's own greedy answers to the prompts"
+    )
+    judge_function: str | None = option(
+        None,
+        help="module:function that scores the same answers, as a reward function of step 3 does; "
+        "builtin:NAME for one that comes along",
     )
     max_new_tokens: int = option(128, help="tokens of such an answer at most")
     limit: int = option(0, help="rows to take at most, the first ones; 0: all")
@@ -174,7 +180,8 @@ class ExportConfig:
 # What the help of a verb ends with.
 EXAMPLES: Mapping[str, str] = {
     "sft": """examples:
-  dschat-lora sft --model_name_or_path facebook/opt-1.3b --data_path mine.jsonl --lora_dim 16
+  dschat-lora sft --data_path mine.jsonl --lora_dim 16 \\
+    --model_name_or_path facebook/opt-1.3b
   dschat-lora sft --config opt-1.3b --num_gpus 8 --deepspeed_config zero2""",
     "reward": """examples:
   dschat-lora reward --model_name_or_path output/sft --data_path pairs.jsonl""",
@@ -184,17 +191,18 @@ EXAMPLES: Mapping[str, str] = {
   dschat-lora rlhf --actor_model_name_or_path output/sft \\
     --critic_model_name_or_path output/reward""",
     "merge": """examples:
-  dschat-lora merge output/sft                          writes output/sft/model in 16 bits
-  dschat-lora merge output/sft/checkpoints/step-00000500 --output_dir merged --dtype fp16
+  dschat-lora merge output/sft              writes output/sft/model in 16 bits
+  dschat-lora merge output/sft/checkpoints/step-00000500 --output_dir merged
   dschat-lora merge output/rlhf/actor --json""",
     "generate": """examples:
   dschat-lora generate output/sft --chat "What is 2 plus 3?" "Name a fruit."
-  dschat-lora generate output/sft --data_path prompts.jsonl --output_path answers.jsonl
+  dschat-lora generate output/sft --data_path q.jsonl --output_path a.jsonl
   dschat-lora generate output/sft "Once upon a time" --do_sample --top_p 0.9""",
     "eval": """examples:
-  dschat-lora eval output/sft held_out.jsonl            perplexity; of pairs accuracy too
-  dschat-lora eval output/reward pairs.jsonl --json     accuracy, margin, scores
-  dschat-lora eval output/sft prompts.jsonl --reward_model output/reward""",
+  dschat-lora eval output/sft held_out.jsonl   perplexity; of pairs accuracy too
+  dschat-lora eval output/reward pairs.jsonl --json   accuracy, margin, scores
+  dschat-lora eval output/sft prompts.jsonl --reward_model output/reward
+  dschat-lora eval output/sft sums.jsonl --judge_function judge:is_right""",
     "score": """examples:
   dschat-lora score output/reward pairs.jsonl --output_path scores.jsonl""",
     "inspect": """examples:

@@ -79,7 +79,7 @@ class StepLoader:
         assert budget is None or micro_batch_size == 1
         rows = PackedRows.of(rows)
         size = 1 + int(rows.samples.max(initial=-1))
-        self._counts = counts or count_samples(collate, samples, size)
+        self.counts = counts or count_samples(collate, samples, size)
         self._samples, self._rows, self._collate, self._budget = samples, rows, collate, budget
         self._micro_batch_size, self._seed = micro_batch_size, seed
         self._rank, self._world_size = rank, world_size
@@ -105,16 +105,16 @@ class StepLoader:
             own = batches[self._rank :: self._world_size]
             yield Window(
                 [_collated(self._samples, batch, self._collate) for batch in own],
-                count_step(self._collate, self._counts, batches),
+                count_step(self._collate, self.counts, batches),
             )
 
     def _micro_batches(self, rows: list[PackedRow]) -> list[list[PackedRow]]:
         """Rows of each micro-batch of each rank, those of all ranks' first ones first."""
         if self._budget is not None:
-            return self._budget.assign_to_ranks(rows, self._counts, world_size=self._world_size)
+            return self._budget.assign_to_ranks(rows, self.counts, world_size=self._world_size)
         # Rows of similar length share a micro-batch: little padding, and ranks wait little for
         # each other. Within a step the order has no effect on the gradient's sum.
-        order = np.argsort(-row_lengths(self._counts, rows), kind="stable")
+        order = np.argsort(-row_lengths(self.counts, rows), kind="stable")
         rows = [rows[index] for index in order]
         return assign_to_ranks(rows, batch_size=self._micro_batch_size, world_size=self._world_size)
 

@@ -1,10 +1,12 @@
 """The command lines of the verbs that read what a run left, data or recipes."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from dschat_lora.checkpoint.adapter_config import accept_adapter
-from dschat_lora.config.options import Parser, parse_config
+from dschat_lora.config.options import parse_config
+from dschat_lora.config.parser import Parser
 from dschat_lora.config.recipes import recipes
 from dschat_lora.config.stages import AuditConfig, ScoreConfig
 from dschat_lora.config.verbs import (
@@ -20,7 +22,10 @@ from dschat_lora.report.html import render_report, write_report
 from dschat_lora.report.rollout_view import show_rollouts
 from dschat_lora.report.story import read_story
 from dschat_lora.report.terminal import log_once, to_json
+from dschat_lora.rlhf.builtin_rewards import is_builtin
+from dschat_lora.rlhf.config import RewardsConfig
 from dschat_lora.runtime import describe, gguf
+from dschat_lora.runtime.checks import check_function
 from dschat_lora.runtime.stage_main import ended_in_one_line, late
 from dschat_lora.runtime.validation import check_audit, check_eval, check_generate, check_score
 
@@ -132,7 +137,14 @@ def generate(argv: list[str]) -> None:
 def evaluate(argv: list[str]) -> None:
     """Run ``dschat-lora eval``."""
     config = _parsed_config("eval RUN [DATA ...]", EvalConfig, argv, "data_path")
-    late("supervised.measure:evaluate_model")(config, scores=check_eval(config))
+    name, judge = config.judge_function, None
+    if name is not None:
+        RewardsConfig(judge_function=name)  # refuses what names no function
+        if not is_builtin(name):
+            check_function("judge_function", name)
+        judge = partial(late("pipeline.judge:make_judge"), name)
+    scores = check_eval(config)
+    late("supervised.measure:evaluate_model")(config, scores=scores, make_judge=judge)
 
 
 def inspect(argv: list[str]) -> None:

@@ -12,8 +12,8 @@ from dschat_lora.config.options import (
     options_of,
     read_mapping,
     typed_options,
-    unknown_option,
 )
+from dschat_lora.config.parser import unknown_option
 from dschat_lora.pipeline.launch import LauncherConfig
 from dschat_lora.pipeline.stages import STAGES
 

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from dschat_lora.config.options import Parser, parse_config, typed_options
+from dschat_lora.config.options import parse_config, typed_options
+from dschat_lora.config.parser import Parser
 from dschat_lora.config.verbs import EXAMPLES
 from dschat_lora.pipeline.launch import launch_stage, split_launcher_options
 from dschat_lora.pipeline.recipe import options_of_stage

@@ -9,7 +9,15 @@ from typing import Any, TextIO
 # of steps 1 and 2, and of step 3
 _FINISHED = ("adapter", "model", "actor", "critic", "actor_ema")
 _RESULTS = ("metrics.jsonl", *_FINISHED, "checkpoints")
-_EXTRAS = ("run.json", "rollouts.jsonl.gz", "tensorboard", "report.html", "lora")
+_EXTRAS = (
+    "run.json",
+    "rollouts.jsonl.gz",
+    "tensorboard",
+    "wandb",
+    "trackers.json",
+    "report.html",
+    "lora",
+)
 
 
 def leftovers(path: Path) -> list[Path]:

@@ -1,22 +1,19 @@
-"""Log of a run: metrics.jsonl, TensorBoard, and the terminal."""
+"""Log of a run: metrics.jsonl, trackers, and the terminal."""
 
 import json
 import math
 import os
 import sys
-import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
 from dschat_lora.report.directory import open_alone
-from dschat_lora.report.terminal import named, silence_stdout
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+from dschat_lora.report.terminal import RemainingTime, named, silence_stdout, wrapped
+from dschat_lora.report.trackers import Tracker, numbers_of
 
 
 class RunLog:
@@ -32,23 +29,23 @@ class RunLog:
         output_dir: Path | None,
         *,
         active: bool,
-        tensorboard: Path | None = None,
+        trackers: Sequence[Tracker] = (),
         earlier: bool = False,
     ) -> None:
-        """Open the files of a run; without ``output_dir`` messages are only printed.
+        """Open the files of a run; without ``output_dir`` messages are printed, in 80 columns.
 
         ``active`` says whether this rank writes, ``earlier`` to keep earlier lines for
-        :meth:`rewind` instead of emptying the file; ``tensorboard`` is a directory.
+        :meth:`rewind` instead of emptying the file. ``trackers`` get the numbers of every line.
 
         Raises:
-            ValueError: if another process writes to the same directory.
+            ValueError: if another process writes to the same directory, or a tracker cannot begin.
         """
         self._start = time.monotonic()
         self._active = active
         self._file: TextIO | None = None
-        self._board: SummaryWriter | None = None
-        self._board_directory = tensorboard
+        self._trackers = trackers if active else ()
         self._bar: tqdm[Any] | None = None
+        self._remaining: RemainingTime | None = None
         self._num_lines = 0
         #: the first error of the disk, after which nothing more is written
         self.failure: OSError | None = None
@@ -68,7 +65,7 @@ class RunLog:
     ) -> None:
         """Go on after the first ``num_lines`` lines, ``seconds`` into the run, after ``step``.
 
-        TensorBoard discards all after the lines that stay. ``num_lines`` and ``seconds`` are those
+        Trackers go on after the lines that stay. ``num_lines`` and ``seconds`` are those
         of :attr:`position`; ``source`` is a log of another run, from which lines are copied.
         """
         self._start = time.monotonic() - seconds
@@ -85,38 +82,17 @@ class RunLog:
                 f"  note         metrics.jsonl held {self._num_lines} of {num_lines} lines: those "
                 "between are lost"
             )
-        if self._board_directory is not None:
-            self._open_board(lines, first=step if source is None else 0)
-
-    def _open_board(self, lines: list[bytes], *, first: int) -> None:
-        """Begin TensorBoard's file with ``lines`` from step ``first`` on.
-
-        That step's lines are repeated: an evaluation after it may have to be discarded, and
-        TensorBoard discards whole steps only.
-        """
-        from torch.utils.tensorboard import SummaryWriter  # an optional extra
-
-        if self._board is not None:
-            self._board.close()
-        threading.excepthook = _print_unless_disk_error
-        self._board = SummaryWriter(str(self._board_directory), purge_step=first or None)
-        for line in lines:
-            record = json.loads(line)
-            if record["step"] >= first:
-                self._add_scalars(record.pop("kind"), record.pop("step"), record)
-
-    def _add_scalars(self, kind: str, step: int, fields: Mapping[str, Any]) -> None:
-        """Add the numbers of a line to TensorBoard."""
-        if self._board is None or kind == "event":
-            return
-        for name, value in fields.items():
-            if isinstance(value, int | float) and name != "time":
-                self._board.add_scalar(f"{kind}/{name}", value, step)
+        for tracker in self._trackers:
+            tracker.begin(lines, first=step if source is None else 0)
 
     def expect(self, total_steps: int, done: int = 0) -> None:
-        """Show a progress bar over ``total_steps`` on a terminal."""
-        if self._file is not None and total_steps and sys.stderr.isatty():
+        """Show how far the run is: by a bar on a terminal, elsewhere by a line a minute."""
+        if self._file is None or not total_steps:
+            return
+        if sys.stderr.isatty():
             self._bar = tqdm(total=total_steps, initial=done, unit="step", dynamic_ncols=True)
+        else:
+            self._remaining = RemainingTime(total_steps, done)
 
     def write(self, kind: str, step: int, fields: Mapping[str, Any]) -> None:
         """Append one line of ``kind`` train, eval or event."""
@@ -127,7 +103,8 @@ class RunLog:
             self._file.write(json.dumps(jsonable(record)) + "\n")
             self._file.flush()
             self._num_lines += 1
-            self._add_scalars(kind, step, fields)
+            for tracker in self._trackers:
+                tracker.add(step, numbers_of(kind, fields))
         except OSError as error:
             self.failure = named(error, Path(self._file.name))
 
@@ -142,8 +119,8 @@ class RunLog:
         if self._file is None:
             return
         try:
-            if self._board is not None:
-                self._board.flush()
+            for tracker in self._trackers:
+                tracker.flush()
             os.fsync(self._file.fileno())
         except OSError as error:
             raise named(error, Path(self._file.name)) from error
@@ -155,6 +132,8 @@ class RunLog:
         """
         if not self._active:
             return
+        if self._file is None:
+            text = wrapped(text)
         try:
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()
@@ -163,7 +142,9 @@ class RunLog:
             silence_stdout()
 
     def advance(self) -> None:
-        """One optimizer step further on the progress bar."""
+        """One optimizer step, or iteration of step 3, further."""
+        if self._remaining is not None and (line := self._remaining.advance()):
+            self.say(line)
         if self._bar is None:
             return
         try:
@@ -176,8 +157,7 @@ class RunLog:
         """Close files and the bar."""
         if self._bar is not None:
             self._bar.close()
-        threading.excepthook = threading.__excepthook__
-        for closable in (self._board, self._file):
+        for closable in (*self._trackers, self._file):
             try:
                 if closable is not None:
                     closable.close()
@@ -191,12 +171,6 @@ class RunLog:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def _print_unless_disk_error(failed: threading.ExceptHookArgs) -> None:
-    """Keep TensorBoard's thread from printing an error that the next call here will raise."""
-    if not isinstance(failed.exc_value, OSError):
-        threading.__excepthook__(failed)
 
 
 def _truncate(file: TextIO, num_lines: int) -> list[bytes]:

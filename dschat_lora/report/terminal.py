@@ -4,6 +4,8 @@ import json
 import os
 import re
 import sys
+import textwrap
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +13,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tqdm import tqdm
 
+# Of the time that is left.
+SECONDS_BETWEEN_LINES = 60.0
+# Where the text of a log's line begins, after the name of what it tells.
+_TEXT_COLUMN = 15
 # What a terminal may take for a command; tabs and ends of lines are none.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -55,6 +61,38 @@ def progress(what: str, count: Callable[[], int | None]) -> "tqdm[Any]":
     shown = sys.stderr.isatty()
     total = count() if shown else None
     return tqdm(desc=what, total=total, delay=2, dynamic_ncols=True, disable=not shown)
+
+
+def wrapped(text: str, width: int = 80) -> str:
+    """A line of a log in lines of ``width`` columns, the further ones below its text."""
+    indent = " " * _TEXT_COLUMN if text.startswith(" ") else ""
+    return textwrap.fill(text, width, subsequent_indent=indent, break_on_hyphens=False)
+
+
+class RemainingTime:
+    """How long the rest of a run takes, told once a minute, where no terminal shows a bar."""
+
+    def __init__(self, total_steps: int, done: int) -> None:
+        self._total, self._first, self._done = total_steps, done, done
+        self._start = self._told = time.monotonic()
+
+    def advance(self) -> str | None:
+        """A line, if one is due after one more step that is not the last."""
+        self._done += 1
+        now = time.monotonic()
+        if now - self._told < SECONDS_BETWEEN_LINES or self._done >= self._total:
+            return None
+        self._told = now
+        rate = (now - self._start) / (self._done - self._first)
+        return (
+            f"  time         {_clock(now - self._start)} passed, about "
+            f"{_clock(rate * (self._total - self._done))} left: {self._done:,} of {self._total:,}"
+        )
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
 def note(text: str) -> None:

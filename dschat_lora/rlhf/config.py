@@ -7,7 +7,7 @@ from typing import Literal
 
 from dschat_lora.config.data import DataConfig, SourceConfig
 from dschat_lora.config.groups import LoadConfig, ScheduleConfig, require, require_numbers
-from dschat_lora.config.options import group, option
+from dschat_lora.config.options import classic, group, option
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.rlhf.builtin_rewards import builtin_function, is_builtin
 from dschat_lora.rlhf.role_config import RoleConfig
@@ -28,6 +28,8 @@ def _check_name(option: str, name: str) -> None:
 @dataclass(frozen=True)
 class PromptConfig(SourceConfig):
     """Prompts and their length."""
+
+    section = "data"
 
     max_prompt_seq_len: int = option(256, help="longer prompts follow --overlong")
     max_answer_seq_len: int = option(256, help="most tokens of a response")
@@ -52,6 +54,8 @@ class PromptConfig(SourceConfig):
 class RolloutConfig:
     """Number of responses, and sampling."""
 
+    section = "rollouts"
+
     per_device_generation_batch_size: int = option(
         16, help="responses generated at a time on a device"
     )
@@ -61,13 +65,16 @@ class RolloutConfig:
         "make 64 responses over all processes",
     )
     per_device_training_batch_size: int = option(
-        16, help="responses per device and micro-batch of the update"
+        16, help="responses per device and micro-batch of the update", section="training"
     )
-    gradient_accumulation_steps: int = option(1, help="micro-batches per optimizer step")
+    gradient_accumulation_steps: int = option(
+        1, help="micro-batches per optimizer step", section="training"
+    )
     tokens_per_device: int = option(
         0,
         help="cut the responses of a step into micro-batches of up to so many tokens per device, "
         "instead of so many responses; 0: by responses",
+        section="training",
     )
     num_generations: int = option(
         1,
@@ -78,6 +85,7 @@ class RolloutConfig:
         False,
         help="generate with the adapter added to copies of the weights it adapts: faster on a GPU, "
         "in exchange for their memory; sampler_error shows how far rounding moves the policy",
+        section="rollouts",
     )
     do_sample: bool = option(True, help="sample responses (no-: the likeliest token, greedy)")
     temperature: float = option(1.0, help="of sampling and of all log-probabilities")
@@ -140,6 +148,8 @@ class RolloutConfig:
 class RewardsConfig:
     """Rewards of responses, and their scale."""
 
+    section = "rewards"
+
     reward_function: tuple[str, ...] = option(
         (),
         help="module:function that scores responses, one or several, instead of the reward model "
@@ -174,6 +184,7 @@ class RewardsConfig:
     judge_function: str | None = option(
         None,
         help="module:function that judges held-out responses at evaluations; never trained on",
+        section="evaluation",
     )
     missing_eos_penalty: float = option(
         0.0, help="subtracted from the score of a response that was cut off"
@@ -207,52 +218,63 @@ class RewardsConfig:
 class ClassicConfig:
     """Further options of DeepSpeed-Chat, and of the log."""
 
+    section = "rollouts"
+
     only_optimize_lora: bool = option(
-        True, help="freeze base models that have an adapter (no-: train them too)"
+        True, help="freeze base models that have an adapter (no-: train them too)", section="LoRA"
     )
     enable_ema: bool = option(
-        False, help="keep a moving average of the actor, written to actor_ema/"
+        False, help="keep a moving average of the actor, written to actor_ema/", section="training"
     )
-    ema_decay: float = option(0.992, help="share of the average that stays at a step")
+    ema_decay: float = option(
+        0.992, help="share of the average that stays at a step", section="training"
+    )
     log_rollouts: int = option(
-        128, help="responses of an iteration that are kept in rollouts.jsonl.gz; 0: none"
+        128,
+        help="responses of an iteration that are kept in rollouts.jsonl.gz; 0: none",
+        section="logging",
     )
-    print_answers: bool = option(False, help="show a response at every iteration")
-    print_answers_interval: int = option(10, help="iterations between shown responses; 0: never")
-    enable_test_mode: bool = option(False, help="stop after --test_stop_step optimizer steps")
-    test_stop_step: int = option(0, help="optimizer steps of --enable_test_mode")
-    num_padding_at_beginning: int = option(
+    print_answers: bool = option(
+        False, help="show a response at every iteration", section="logging"
+    )
+    print_answers_interval: int = option(
+        10, help="iterations between shown responses; 0: never", section="logging"
+    )
+    enable_test_mode: bool = classic(False, help="stop after --test_stop_step optimizer steps")
+    test_stop_step: int = classic(0, help="optimizer steps of --enable_test_mode")
+    num_padding_at_beginning: int = classic(
         1, help="accepted from DeepSpeed-Chat; nothing is guessed from padding"
     )
-    align_overflow: bool = option(
+    align_overflow: bool = classic(
         False, help="accepted from DeepSpeed-Chat; a loss that is not finite skips both steps"
     )
-    offload_reference_model: bool = option(
+    offload_reference_model: bool = classic(
         False, help="accepted from DeepSpeed-Chat; the reference shares the actor's base"
     )
-    offload_reward_model: bool = option(
+    offload_reward_model: bool = classic(
         False, help="accepted from DeepSpeed-Chat; the reward model shares the critic's base"
     )
-    enable_hybrid_engine: bool = option(
+    enable_hybrid_engine: bool = classic(
         False, help="accepted from DeepSpeed-Chat; rollouts have a decode loop of their own"
     )
-    unpin_actor_parameters: bool = option(
+    unpin_actor_parameters: bool = classic(
         False, help="accepted from DeepSpeed-Chat, for its hybrid engine"
     )
     release_inference_cache: bool = option(
         False,
         help="free the cache of keys and values before each update (by default it is kept on a "
         "GPU that has room for it)",
+        section="memory and processes",
     )
-    inference_tp_size: int = option(
+    inference_tp_size: int = classic(
         1,
         help="accepted from DeepSpeed-Chat, for its hybrid engine; rollouts run on the processes "
         "that hold the model (--tensor_parallel_size)",
     )
-    tp_gather_partition_size: int = option(
+    tp_gather_partition_size: int = classic(
         8, help="accepted from DeepSpeed-Chat, for its hybrid engine"
     )
-    enable_mixed_precision_lora: bool = option(
+    enable_mixed_precision_lora: bool = classic(
         False, help="accepted from DeepSpeed-Chat; --deepspeed_config sets quantised weights"
     )
 
@@ -268,8 +290,14 @@ class ClassicConfig:
 class RlhfConfig(StageConfig):
     """Options of step 3, which trains the actor on its own responses."""
 
-    actor: RoleConfig = group(RoleConfig, flat=False, role="actor")
-    critic: RoleConfig = group(RoleConfig, flat=False, role="critic", learning_rate=5e-6)
+    actor: RoleConfig = group(RoleConfig, flat=False, section="actor", role="actor")
+    critic: RoleConfig = group(
+        RoleConfig,
+        flat=False,
+        section="critic and reward model",
+        role="critic",
+        learning_rate=5e-6,
+    )
     load: LoadConfig = group(LoadConfig)
     data: PromptConfig = group(PromptConfig)
     batch: RolloutConfig = group(RolloutConfig)
@@ -279,7 +307,9 @@ class RlhfConfig(StageConfig):
     classic: ClassicConfig = group(ClassicConfig)
     optim: ScheduleConfig = group(ScheduleConfig, num_warmup_steps=0)
     eval_prompts: int = option(
-        64, help="held-out prompts answered at each evaluation, greedily and by sampling; 0: none"
+        64,
+        help="held-out prompts answered at each evaluation, greedily and by sampling; 0: none",
+        section="evaluation",
     )
 
     def __post_init__(self) -> None:

@@ -60,6 +60,14 @@ class RewardFunction(UserFunction):
             scores[number] = value
         return torch.tensor(sum_over_processes(scores), device=device).float()
 
+    def own_scores(self, responses: Sequence[Response]) -> list[float]:
+        """Scores of responses of this process, NaN for None.
+
+        Raises:
+            ValueError: if the function returns something else.
+        """
+        return self._scores(list(responses), by_group=False)
+
     def _scores(self, responses: list[Response], *, by_group: bool) -> list[float]:
         groups = dict.fromkeys(each.group if by_group else 0 for each in responses)
         scores: dict[int, float] = {}

@@ -16,7 +16,7 @@ from dschat_lora.config.groups import (
     require,
     require_numbers,
 )
-from dschat_lora.config.options import hidden, option
+from dschat_lora.config.options import classic, hidden, option
 
 LARGE_MODEL = 1_000_000_000  # parameters from which on the default rate of adapters is doubtful
 
@@ -40,7 +40,7 @@ class RoleConfig:
         ("all-linear",),
         help="layers to adapt: all-linear, name endings, or one regular expression",
     )
-    lora_module_name: str | None = option(
+    lora_module_name: str | None = classic(
         None, help="adapt the linear layers whose name contains this (DeepSpeed-Chat's rule)"
     )
     learning_rate: float = option(9.65e-6, help="peak rate of base weights, where they train")
@@ -54,7 +54,7 @@ class RoleConfig:
         help="recompute activations in the backward pass instead of keeping them; without a value "
         "on, auto: where they would not fit the memory by estimate",
     )
-    dropout: float = option(
+    dropout: float = classic(
         0.0, help="accepted from DeepSpeed-Chat; old and new log-probabilities need one network"
     )
 

@@ -39,6 +39,7 @@ from dschat_lora.runtime.setup import (
     builds_shapes_alone,
     engine_settings,
     engine_words,
+    note_all_weights,
     num_elements,
     prepare_to_compile,
     read_data,
@@ -297,6 +298,8 @@ def _describe(
     )
     for role, model in roles.trained.items():
         options: RoleConfig = getattr(run.config, role)
+        if options.lora_dim == 0:
+            note_all_weights(run, f"{role}_lora_dim")
         if warning := options.rate_warning(
             num_elements(model.model.parameters()), given=run.config.given
         ):

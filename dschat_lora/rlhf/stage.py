@@ -4,7 +4,7 @@ from dschat_lora.rlhf.config import RlhfConfig
 from dschat_lora.rlhf.engines import build_engines
 from dschat_lora.rlhf.export import finish
 from dschat_lora.rlhf.setup import set_up
-from dschat_lora.rlhf.train import train
+from dschat_lora.rlhf.train import show_plan, train
 from dschat_lora.rlhf.validation import NAME, check_rlhf
 from dschat_lora.runtime.run import Run, open_run
 
@@ -19,7 +19,8 @@ def train_rlhf(run: Run[RlhfConfig]) -> None:
     """Train, evaluate and save; call on every rank."""
     setup = set_up(run)
     if run.directory is None:
-        return  # a dry run
+        show_plan(setup)
+        return
     engines = build_engines(setup)
     result = train(setup, engines)
     finish(setup, engines, result)

@@ -24,6 +24,7 @@ from dschat_lora.rlhf.setup import RlhfSetup
 from dschat_lora.rlhf.stops import end_of_text, stop_ids
 from dschat_lora.rlhf.user_functions import UserFunctionError
 from dschat_lora.runtime.checkpointer import Checkpointer, Part
+from dschat_lora.runtime.dry_run import say_options, say_sample
 from dschat_lora.runtime.loop import IterationOutcome, run_loop
 from dschat_lora.runtime.resume import goes_on_in_place, run_of
 from dschat_lora.runtime.run import Run
@@ -88,6 +89,15 @@ def train(setup: RlhfSetup, engines: Engines) -> TrainResult:
         )
     _check_learnt(progress)
     return TrainResult(evaluator.before_and_after(), progress, average)
+
+
+def show_plan(setup: RlhfSetup) -> None:
+    """Say what the run would do, for a dry run."""
+    config, run = setup.config, setup.run
+    _announce(make_rlhf_schedule(config, len(setup.prompts.train)), run.log.say)
+    run.log.say("  time         as long as responses get: the first iteration tells")
+    say_sample(run, config.data.data, setup.tokenizer, "prompts")
+    say_options(run)
 
 
 @contextmanager

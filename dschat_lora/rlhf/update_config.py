@@ -19,6 +19,8 @@ from dschat_lora.rlhf.algorithms import (
 class PpoConfig:
     """The update: PPO, RLOO, GRPO and what came after them."""
 
+    section = "algorithm"
+
     algorithm: AlgorithmName = option(
         "ppo",
         help="ppo has a critic; reinforce_pp has none; the others compare the responses to a "
@@ -117,6 +119,8 @@ class PpoConfig:
 @dataclass(frozen=True)
 class PretrainingConfig:
     """Pretraining text mixed into the update (PTX)."""
+
+    section = "algorithm"
 
     unsupervised_dataset_name: str | None = option(
         None, help="text to mix in: files, a directory or a hub data set (name:configuration)"

@@ -27,7 +27,7 @@ from dschat_lora.runtime.checks import (
     continued_lora,
     model_fields,
     resolve_stage,
-    with_tensorboard,
+    with_trackers,
 )
 from dschat_lora.runtime.resume import launched_processes
 
@@ -315,7 +315,7 @@ RLHF_CHECKS: tuple[Check[RlhfConfig, RlhfInputs], ...] = (
     check_budget,
     check_attention,
     check_zero_stages,
-    with_tensorboard,
+    with_trackers,
     check_output_dir,
     check_sources_are_kept,
     announce,

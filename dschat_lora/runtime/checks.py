@@ -185,16 +185,22 @@ def check_compile(load: LoadConfig, *zero_stages: int | None) -> None:
         )
 
 
-def with_tensorboard(config: StageT, _: object) -> StageT:
-    """``--report_to`` with its DeepSpeed-Chat spelling folded in; its package must be there."""
+def with_trackers(config: StageT, _: object) -> StageT:
+    """``--report_to`` with DeepSpeed-Chat's spelling folded in; its packages must be there."""
     run = config.run
-    if not (run.enable_tensorboard or run.report_to == "tensorboard" or run.tensorboard_path):
-        return config
-    if importlib.util.find_spec("tensorboard") is None:
-        raise ValueError(
-            "--enable_tensorboard needs a package: pip install 'dschat_lora[tensorboard]'"
-        )
-    return replace(config, run=replace(run, report_to="tensorboard", enable_tensorboard=True))
+    names = dict.fromkeys(name for name in run.report_to if name != "none")
+    if run.enable_tensorboard or run.tensorboard_path:
+        names["tensorboard"] = None
+    for name in names:
+        found = importlib.util.find_spec(name)
+        # Without an origin it is a directory of that name, such as the one wandb writes.
+        if found is None or found.origin is None:
+            typed = f"--report_to {name}" if name in run.report_to else "--enable_tensorboard"
+            raise ValueError(f"{typed} needs a package: pip install 'dschat_lora[{name}]'")
+    board = "tensorboard" in names
+    return replace(
+        config, run=replace(run, report_to=tuple(names) or ("none",), enable_tensorboard=board)
+    )
 
 
 def check_output_dir(config: StageConfig, _: object) -> None:

@@ -13,6 +13,7 @@ from dschat_lora.checkpoint.history import (
     quarantine_checkpoints,
 )
 from dschat_lora.report.directory import check_idle, default_directory, leftovers
+from dschat_lora.report.trackers import TRACKERS_FILE
 
 # Without its run.json nobody would know the directory for that of a run; whoever locks
 # metrics.jsonl empties it.
@@ -93,7 +94,9 @@ def check_links(directory: Path) -> None:
     Raises:
         ValueError: naming the link and where it leads.
     """
-    for path in (directory / name for name in (*_KEPT, "tensorboard", CHECKPOINTS)):
+    for path in (
+        directory / name for name in (*_KEPT, "tensorboard", "wandb", TRACKERS_FILE, CHECKPOINTS)
+    ):
         if path.is_symlink() and not path.resolve().is_relative_to(directory.resolve()):
             raise ValueError(
                 f"{path} is a link to {path.resolve()}; a run writes to its own directory alone: "

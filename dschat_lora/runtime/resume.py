@@ -36,7 +36,7 @@ ConfigT = TypeVar("ConfigT", bound=StageConfig)
 # Options of one process, not of the run: never taken from a checkpoint.
 _OF_THE_PROCESS = (
     *("output_dir", "overwrite_output_dir", "resume_from_checkpoint"),
-    *("dry_run", "deepspeed"),
+    *("dry_run", "verbose", "deepspeed"),
 )
 # What runs code of the user's choice, or writes outside the run: a checkpoint, which may be
 # somebody else's, decides neither.

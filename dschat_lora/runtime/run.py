@@ -4,7 +4,7 @@ import json
 import os
 import shlex
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from dschat_lora.engine.distributed import form_grid, init_distributed, rank, sh
 from dschat_lora.report.log import RunLog
 from dschat_lora.report.record import RunRecord, environment
 from dschat_lora.report.terminal import error_message
+from dschat_lora.report.trackers import Tracker, make_trackers
 from dschat_lora.runtime.consistency import check_same_options
 from dschat_lora.runtime.directory import RunDirectory
 from dschat_lora.runtime.resume import RUNS_CODE, goes_on_in_place
@@ -76,13 +77,17 @@ def open_run(
         form_grid(config.parallel.tensor_parallel_size)
         torch.manual_seed(stream_seed("build", config.run.seed))
         earlier = goes_on_in_place(config)
-        directory = board = None
+        directory, trackers = None, list[Tracker]()
         if not config.run.dry_run:
             directory = claim_together(ending, lambda: _claimed(config.run, name, earlier=earlier))
-            if config.run.report_to == "tensorboard":
-                board = Path(config.run.tensorboard_path or directory / "tensorboard")
+            trackers = make_trackers(
+                config.run.report_to,
+                directory,
+                flatten(config),
+                tensorboard=config.run.tensorboard_path,
+            )
         with open_files(
-            config, directory, ending, name=name, earlier=earlier, tensorboard=board
+            config, directory, ending, name=name, earlier=earlier, trackers=trackers
         ) as run:
             yield run
 
@@ -123,17 +128,17 @@ def open_files(
     *,
     name: str,
     earlier: bool,
-    tensorboard: Path | None = None,
+    trackers: Sequence[Tracker] = (),
 ) -> Iterator[Run[ConfigT]]:
     """Open the log and the record, which says at the end that the run is finished.
 
     A dry run has no directory and writes nothing. If ``earlier``, log and record of an earlier run
-    stay until it goes on. TensorBoard files go to ``tensorboard``. Call on every rank.
+    stay until it goes on. Call on every rank.
     """
     check_same_options(config)
     active = rank() == 0
     opened = on_rank_zero(
-        lambda: RunLog(directory, active=True, tensorboard=tensorboard, earlier=earlier)
+        lambda: RunLog(directory, active=True, trackers=trackers, earlier=earlier)
     )
     with opened or RunLog(None, active=False) as log:
         record = RunRecord(

@@ -250,6 +250,14 @@ def engine_words(settings: EngineSettings, model: nn.Module) -> str:
     )
 
 
+def note_all_weights(run: Run[StageConfig], option: str) -> None:
+    """Say that a model without adapter trains every weight, unless the user asked for that."""
+    if option not in run.config.given and run.config.optim.num_train_epochs:
+        run.log.say(
+            f"  note         --{option} is 0: every weight trains; --{option} 16 trains an adapter"
+        )
+
+
 def record_models(
     run: Run[StageConfig],
     settings: EngineSettings,
@@ -257,12 +265,8 @@ def record_models(
     parameters: Mapping[str, int],
     layers: list[str],
 ) -> None:
-    """Record what trains; a dry run shows the options and that it ends here."""
+    """Record what trains."""
     run.record.update({"parameters": parameters, "dtype": settings.dtype, "adapted_layers": layers})
-    if run.directory is None:
-        for name, value in flatten(run.config).items():
-            run.log.say(f"  --{name} {value}")
-        run.log.say("dry run: nothing was trained or saved")
 
 
 def shard_model(model: nn.Module, settings: EngineSettings) -> None:

@@ -41,7 +41,7 @@ from dschat_lora.runtime.checks import (
     parallel_without_effect,
     resolve_stage,
     task_of,
-    with_tensorboard,
+    with_trackers,
 )
 from dschat_lora.runtime.resume import launched_processes
 
@@ -117,6 +117,11 @@ def check_generate(config: GenerateConfig) -> None:
 def check_eval(config: EvalConfig) -> bool:
     """Whether the model is a reward model; refuses what cannot be evaluated."""
     source = check_reading(config, ("CAUSAL_LM", "SEQ_CLS"))
+    if config.judge_function is not None and task_of(source) == "SEQ_CLS":
+        raise ValueError(
+            f"--judge_function {config.judge_function} scores a language model's answers, and "
+            f"--model_name_or_path {config.model_name_or_path} is a reward model"
+        )
     if config.reward_model is None:
         return task_of(source) == "SEQ_CLS"
     if task_of(source) == "SEQ_CLS":
@@ -141,8 +146,10 @@ def check_reading(config: ScoreConfig | ReadingConfig, tasks: tuple[str, ...]) -
         for entry in config.data_path:
             find_source("data_path", entry)  # of any kind: each row has a prompt
     else:
+        scored = isinstance(config, EvalConfig) and (config.reward_model or config.judge_function)
         check_sources(
-            DataConfig(data_path=config.data_path, columns=config.columns, unpaired_rows="all")
+            DataConfig(data_path=config.data_path, columns=config.columns, unpaired_rows="all"),
+            "prompts" if scored else "samples",  # own answers are scored
         )
     if isinstance(config, ScoreConfig | GenerateConfig) and config.output_path is not None:
         check_can_be_made(Path(config.output_path).expanduser().parent, option="output_path")
@@ -349,7 +356,7 @@ SUPERVISED_CHECKS: tuple[Check[Any, SupervisedInputs], ...] = (
     check_budget,
     check_data,
     with_deepspeed_json,
-    with_tensorboard,
+    with_trackers,
     check_output_dir,
     check_model_is_kept,
     announce,

@@ -18,7 +18,7 @@ _SERVE = """Serve models over HTTP on this machine: OpenAI's interface under /v1
 where base and models answer side by side."""
 _SERVE_EXAMPLES = """examples:
   dschat-lora serve output/sft
-  dschat-lora serve output/sft output/dpo output/rlhf --reward output/reward --votes votes.jsonl
+  dschat-lora serve output/sft output/dpo --reward output/reward --votes v.jsonl
   dschat-lora serve output/sft --host 0.0.0.0 --token SECRET
 """
 

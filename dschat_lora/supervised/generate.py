@@ -158,9 +158,11 @@ def row_prompts(config: RowsConfig, chat: Chat, *, limit: int = 0) -> Iterator[T
     """The prompt of each row; of a row of ``text``, all of it."""
     for values, row in read_rows(config, kind=None, limit=limit):
         if row.kind == "text":
-            yield _plain_prompt(row.location, values["text"])
+            record = _plain_prompt(row.location, values["text"])
         else:
-            yield last_record(row, chat, "prompts")
+            record = last_record(row, chat, "prompts")
+        columns = json.dumps(values, ensure_ascii=False, default=str)
+        yield record._replace(columns=columns)
 
 
 def _plain_prompt(location: str, text: str) -> TextRecord:

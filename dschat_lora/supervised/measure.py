@@ -1,15 +1,15 @@
 """Measures of a trained model on rows of data: perplexity, preferences, rewards."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import TypeVar
 
 from dschat_lora.config.verbs import EvalConfig
 from dschat_lora.data.chat import Span, make_chat
-from dschat_lora.data.encoder import make_encoder
+from dschat_lora.data.encoder import Tokenizer, make_encoder
 from dschat_lora.data.records import TextRecord
 from dschat_lora.data.samples import Sample
 from dschat_lora.data.tokenize import TokenRule, tokenize
@@ -27,6 +27,22 @@ from dschat_lora.supervised.score import Scorer, answers_of
 
 ROWS_AT_A_TIME = 1024
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class OwnAnswer:
+    """The model's own answer to the prompt of a row."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]  # up to and including end-of-sequence, if it came
+    ended: bool  # whether it did
+    columns: bytes  # the row, as JSON
+
+
+# Scores of answers, None for one that is not to count.
+Judge = Callable[[Sequence[OwnAnswer]], Sequence[float | None]]
+# A judge for a tokenizer, and the columns that it may ask for.
+MakeJudge = Callable[[Tokenizer, Sequence[str]], Judge]
 
 
 @dataclass
@@ -50,13 +66,17 @@ class Pairs:
         }
 
 
-def evaluate_model(config: EvalConfig, *, scores: bool) -> None:
+def evaluate_model(
+    config: EvalConfig, *, scores: bool, make_judge: MakeJudge | None = None
+) -> None:
     """Print the measures; ``scores`` says whether the model is a reward model.
+
+    ``make_judge`` makes what ``--judge_function`` names.
 
     Raises:
         ValueError: if rows have no answer, or none fits the model.
     """
-    found = score_rows(config) if scores else measure_policy(config)
+    found = score_rows(config) if scores else measure_policy(config, make_judge)
     if config.json:
         log_once(to_json(found))
         return
@@ -88,9 +108,22 @@ def score_rows(config: EvalConfig) -> dict[str, float]:
     return found | pairs.summary("score")
 
 
-def measure_policy(config: EvalConfig) -> dict[str, float]:
-    """Perplexity of the answers, preferences by log-probability, rewards of own answers."""
+def measure_policy(config: EvalConfig, make_judge: MakeJudge | None = None) -> dict[str, float]:
+    """Perplexity of the answers, preferences by log-probability, scores of own answers.
+
+    Of prompts alone, whose own answers are scored, there is no perplexity.
+    """
     policy = load_policy(config.model)
+    values, row = next(read_rows(config, kind=None, limit=1))
+    judge = None if make_judge is None else make_judge(policy.tokenizer, [*values])
+    scored = own_scores(config, policy, judge)
+    if scored and row.kind == "prompt":
+        return scored
+    return measure_answers(config, policy) | scored
+
+
+def measure_answers(config: EvalConfig, policy: Policy) -> dict[str, float]:
+    """Perplexity of the answers, and preferences by log-probability."""
     chat = make_chat(policy.tokenizer, config.loading.chat_template_kwargs)
     limit = min(each for each in (policy.positions, config.max_seq_len, 2**31) if each)
     meter, pairs = LossMeter(policy.model, policy.tokenizer), Pairs()
@@ -125,7 +158,7 @@ def measure_policy(config: EvalConfig) -> dict[str, float]:
         raise ValueError(f"--data_path {data} has no row with an answer within {limit} tokens")
     found: dict[str, float] = {"rows": rows, "too_long": too_long, "tokens": tokens}
     found |= {"loss": loss / tokens, "perplexity": math.exp(loss / tokens)}
-    return found | pairs.summary("logprob") | own_rewards(config, policy)
+    return found | pairs.summary("logprob")
 
 
 def sample_losses(
@@ -144,11 +177,11 @@ def sample_losses(
     return found
 
 
-def own_rewards(config: EvalConfig, policy: Policy) -> dict[str, float]:
-    """Scores of the model's own greedy answers by ``--reward_model``; empty without one."""
-    if config.reward_model is None:
+def own_scores(config: EvalConfig, policy: Policy, judge: Judge | None) -> dict[str, float]:
+    """Scores of the model's own greedy answers by reward model and judge; empty without either."""
+    if config.reward_model is None and judge is None:
         return {}
-    scorer = scorer_of(config, config.reward_model)
+    scorer = None if config.reward_model is None else scorer_of(config, config.reward_model)
     chat = make_chat(policy.tokenizer, config.loading.chat_template_kwargs)
     room = room_for_prompts(policy, config.max_new_tokens, config.max_seq_len)
     generate = Generator(
@@ -156,20 +189,40 @@ def own_rewards(config: EvalConfig, policy: Policy) -> dict[str, float]:
         Sampling(config.max_new_tokens, do_sample=False),
         batch_size=config.per_device_eval_batch_size,
     )
-    rewards, ended = list[float](), list[bool]()
+    rewards, judged, ended = list[float](), list[float](), list[bool]()
     for chunk in chunks(row_prompts(config, chat, limit=config.limit)):
         ids = prompt_ids(chunk, policy, room)
-        kept = [i for i, each in enumerate(ids) if each is not None]
-        answers = generate([ids[i] or [] for i in kept], seeds=[[0]] * len(kept))
-        records = [
-            chunk[i]._replace(spans=(*chunk[i].context, Span(own[0].text, target=True)))
-            for i, own in zip(kept, answers, strict=True)
-        ]
-        rewards += [score for score in scorer.scores(records) if score is not None]
+        kept = [(record, each) for record, each in zip(chunk, ids, strict=True) if each is not None]
+        answers = generate([prompt for _, prompt in kept], seeds=[[0]] * len(kept))
+        if scorer is not None:
+            records = [
+                record._replace(spans=(*record.context, Span(own[0].text, target=True)))
+                for (record, _), own in zip(kept, answers, strict=True)
+            ]
+            rewards += [score for score in scorer.scores(records) if score is not None]
+        if judge is not None:
+            shown = [
+                OwnAnswer(
+                    tuple(prompt), tuple(own[0].tokens), own[0].ended, record.columns.encode()
+                )
+                for (record, prompt), own in zip(kept, answers, strict=True)
+            ]
+            judged += [score for score in judge(shown) if score is not None]
         ended += [own[0].ended for own in answers]
-    if not rewards:
+    if not rewards and not judged:
         return {}
-    return {"answers": len(rewards), "reward": fmean(rewards), "eos_rate": fmean(ended)}
+    found = {"answers": len(rewards or judged), **mean_and_error("reward", rewards)}
+    return found | mean_and_error("judge", judged) | {"eos_rate": fmean(ended)}
+
+
+def mean_and_error(name: str, scores: Sequence[float]) -> dict[str, float]:
+    """The mean and, of two or more, its standard error: the sample deviation over sqrt(n)."""
+    if not scores:
+        return {}
+    found = {name: fmean(scores)}
+    if len(scores) > 1:
+        found[f"{name}_standard_error"] = stdev(scores) / math.sqrt(len(scores))
+    return found
 
 
 def scorer_of(config: EvalConfig, reward_model: str) -> Scorer:

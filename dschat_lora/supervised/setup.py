@@ -29,6 +29,7 @@ from dschat_lora.runtime.setup import (
     builds_shapes_alone,
     engine_settings,
     engine_words,
+    note_all_weights,
     num_elements,
     prepare_to_compile,
     read_training_data,
@@ -152,6 +153,8 @@ def _describe(
         f"  parameters   {total:,}, of which {trained:,} train ({trained / total:.2%}); "
         f"{len(adapted.targets)} adapted layers; {engine_words(settings, adapted.model)}"
     )
+    if config.lora.lora_dim == 0:
+        note_all_weights(run, "lora_dim")
     if warning := rate_warning(config.optim, config.lora):
         run.log.say(f"  warning      {warning}")
     memory = estimate_memory_of(adapted, config, settings)

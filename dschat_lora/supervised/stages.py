@@ -17,6 +17,7 @@ from dschat_lora.supervised.batching import (
 from dschat_lora.supervised.dpo_reference import make_reference
 from dschat_lora.supervised.kto import say_balance
 from dschat_lora.supervised.objectives import SUPERVISED, reward_objective
+from dschat_lora.supervised.plan import show_plan
 from dschat_lora.supervised.setup import build_engine, note_unused_margins, set_up
 from dschat_lora.supervised.train import make_answers, train
 
@@ -43,7 +44,8 @@ def train_sft(run: Run[SupervisedConfig]) -> None:
     """Train, evaluate and save; call on every rank."""
     setup = set_up(run, phase=1, kind="samples", task="CAUSAL_LM")
     if run.directory is None:
-        return  # a dry run
+        show_plan(setup, "samples")
+        return
     engine = build_engine(setup, CausalLMLoss(setup.adapted.model))
     resolve_head(engine, len(setup.tokenizer), run)
     layout, answers = make_sample_layout(setup, engine), make_answers(setup, engine)
@@ -54,7 +56,8 @@ def train_reward(run: Run[RewardStageConfig]) -> None:
     """Train, evaluate and save; call on every rank."""
     setup = set_up(run, phase=2, kind="pairs", task="SEQ_CLS")
     if run.directory is None:
-        return  # a dry run
+        show_plan(setup, "pairs", run.config.pairs)
+        return
     if run.config.reward.reward_loss != "bradley_terry":
         note_unused_margins(setup)
     engine = build_engine(setup, RewardModel(setup.adapted.model))
@@ -68,7 +71,8 @@ def train_dpo(run: Run[DpoStageConfig]) -> None:
     kind: DataKind = "unpaired" if dpo.is_unpaired else "pairs"
     setup = set_up(run, phase=2, kind=kind, task="CAUSAL_LM")
     if run.directory is None:
-        return  # a dry run
+        show_plan(setup, kind, None if dpo.is_unpaired else run.config.pairs)
+        return
     if dpo.is_unpaired:
         say_balance(setup, dpo)
     else:

@@ -39,7 +39,7 @@ STEP1_FLAGS = """
     zero_stage offload tensor_parallel_size sequence_parallel deepspeed_config deepspeed
     output_dir overwrite_output_dir seed logging_steps eval_interval eval_iters
     sample_generations merge_adapter merge_max_kl report_to enable_tensorboard tensorboard_path
-    print_loss distributed_timeout dry_run
+    print_loss distributed_timeout dry_run verbose
 """.split()
 REWARD_FLAGS = """
     share_prompt reward_loss center_rewards_coefficient num_padding_at_beginning

@@ -151,7 +151,7 @@ def test_help_names_every_verb_and_each_has_its_own(verb):
     for name in ("merge", "generate", "eval", "score", "inspect", "push", "export"):
         code, out, _ = verb(name, "--help")
         assert code == 0
-        examples = out.partition("examples:\n")[2].splitlines()
+        examples = out.partition("examples:\n")[2].partition("\n\n")[0].splitlines()
         assert examples
         assert all(line.startswith(f"  dschat-lora {name} ") for line in examples)
         assert name == "score" or "--json" in out  # which prints nothing else

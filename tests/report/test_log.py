@@ -12,6 +12,7 @@ import pytest
 
 from dschat_lora.report import log as log_module
 from dschat_lora.report.log import RunLog, eval_line, jsonable, summary_lines, train_line
+from dschat_lora.report.trackers import TensorBoard
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = {
@@ -101,7 +102,7 @@ def test_error_inside_a_run_closes_the_log_and_goes_on(tmp_path):
 
 
 def test_other_ranks_write_and_say_nothing(tmp_path, capsys):
-    with RunLog(tmp_path, active=False, tensorboard=tmp_path / "tb") as log:
+    with RunLog(tmp_path, active=False, trackers=[TensorBoard(tmp_path / "tb")]) as log:
         log.expect(10)
         log.write("train", 1, {"loss": 1.0})
         log.say("hello")
@@ -122,7 +123,7 @@ def test_tensorboard_gets_the_numbers_of_train_and_eval(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    with RunLog(tmp_path, active=True, tensorboard=tmp_path / "tb") as log:
+    with RunLog(tmp_path, active=True, trackers=[TensorBoard(tmp_path / "tb")]) as log:
         log.write("train", 1, {"loss": 1.5, "mfu": None})
         log.write("train", 2, {"loss": 1.25, "mfu": None})
         log.write("eval", 2, {"perplexity": 4.0})
@@ -258,7 +259,7 @@ def test_source_that_is_gone_leaves_an_empty_log_and_a_note(tmp_path, capsys):
 
 
 def test_other_ranks_rewind_their_clock_alone(tmp_path):
-    with RunLog(tmp_path, active=False, tensorboard=tmp_path / "tb") as log:
+    with RunLog(tmp_path, active=False, trackers=[TensorBoard(tmp_path / "tb")]) as log:
         log.rewind(num_lines=5, seconds=1000.0, step=5, source=tmp_path / "x")
         log.sync()
         assert log.position["seconds"] >= 1000.0
@@ -271,12 +272,14 @@ def test_tensorboard_forgets_the_steps_that_are_done_again(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     board_directory = tmp_path / "tb"
-    with RunLog(tmp_path, active=True, tensorboard=board_directory) as log:
+    with RunLog(tmp_path, active=True, trackers=[TensorBoard(board_directory)]) as log:
         for step in (1, 2, 3):
             log.write("train", step, {"loss": 1.0})
         log.sync()
         assert len(lines_of(tmp_path)) == 3
-    with RunLog(tmp_path, active=True, tensorboard=board_directory, earlier=True) as log:
+    with RunLog(
+        tmp_path, active=True, trackers=[TensorBoard(board_directory)], earlier=True
+    ) as log:
         log.rewind(num_lines=2, seconds=0.0, step=2)
         log.write("train", 3, {"loss": 2.0})
     board = EventAccumulator(str(board_directory))
@@ -293,7 +296,7 @@ def test_tensorboard_of_a_run_that_goes_on_elsewhere_shows_all_its_steps(tmp_pat
     for name in ("source", "fork"):
         (tmp_path / name).mkdir()
     written(tmp_path / "source", [1, 2, 3])
-    with RunLog(tmp_path / "fork", active=True, tensorboard=tmp_path / "tb") as log:
+    with RunLog(tmp_path / "fork", active=True, trackers=[TensorBoard(tmp_path / "tb")]) as log:
         source = tmp_path / "source" / "metrics.jsonl"
         log.rewind(num_lines=2, seconds=0.0, step=2, source=source)
         log.write("train", 3, {"loss": 7.0})

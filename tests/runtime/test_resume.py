@@ -369,7 +369,7 @@ def test_typed_option_does_away_with_the_one_it_stands_in_for(earlier):
     config = resumed("out", "--lora_learning_rate", 1e-3, "--report_to", "none")
     assert config.optim.lora_lr_multiplier is None
     assert config.optim.lora_learning_rate == 1e-3
-    assert config.run.report_to == "none"
+    assert config.run.report_to == ("none",)
     assert config.lora.lora_dim == 8
 
 

@@ -265,7 +265,7 @@ def test_directory_that_the_model_comes_from_is_never_overwritten(adapter):
 def test_each_way_to_ask_for_tensorboard_turns_it_on(argv):
     pytest.importorskip("tensorboard")
     run = checked(*argv).run
-    assert (run.report_to, run.enable_tensorboard) == ("tensorboard", True)
+    assert (run.report_to, run.enable_tensorboard) == (("tensorboard",), True)
 
 
 def test_tensorboard_that_is_not_installed_is_said_at_once(monkeypatch):
@@ -277,7 +277,7 @@ def test_tensorboard_that_is_not_installed_is_said_at_once(monkeypatch):
 
 
 def test_no_log_format_is_asked_for_by_default():
-    assert checked().run.report_to == "none"
+    assert checked().run.report_to == ("none",)
 
 
 def test_adapter_of_another_kind_of_model_is_refused(tmp_path):

@@ -379,12 +379,12 @@ def test_every_weight_trains_without_a_rank_and_the_model_is_written(home, comma
 @pytest.mark.parametrize("name", ["reward", "dpo"])
 def test_dry_run_prints_the_options_and_leaves_no_trace(home, command, name):
     before = sorted(path for path in home.rglob("*"))
-    ended = command(name, *LORA, "--dry_run", "--output_dir", "nowhere")
+    ended = command(name, *LORA, "--dry_run", "--verbose", "--output_dir", "nowhere")
     wanted = {
         "reward": ["--reward_loss bradley_terry", "--share_prompt True"],
         "dpo": ["--beta 0.1", "--loss_type sigmoid", "--learning_rate 1e-06"],
     }[name]
-    for line in [*wanted, "--packing False", "dry run"]:
+    for line in [*wanted, "--packing False", "\n  chosen ", "\n  rejected ", "dry run"]:
         assert line in ended.out
     assert sorted(path for path in home.rglob("*")) == before
 

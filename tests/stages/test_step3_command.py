@@ -275,8 +275,9 @@ def test_without_arguments_all_is_bundled_and_said_to_be(home, command):
 @stage_test
 def test_dry_run_prints_the_options_and_leaves_no_trace(home, command):
     before = files_of(home)
-    ended = command(*SHORT, "--dry_run", "--output_dir", "nowhere")
-    for line in ["--algorithm ppo", "--kl_coef 0.1", "--actor_lora_dim 4", "dry run"]:
+    ended = command(*SHORT, "--dry_run", "--verbose", "--output_dir", "nowhere")
+    options = ["--algorithm ppo", "--kl_coef 0.1", "--actor_lora_dim 4"]
+    for line in [*options, "  iterations ", "dry run"]:
         assert line in ended.out
     assert files_of(home) == before
 

@@ -102,6 +102,21 @@ def verb(home, monkeypatch, capsys):
     return run
 
 
+@pytest.fixture
+def refused_verb(home, monkeypatch, capsys):
+    """``refused_verb(*argv)``: the one line of ``dschat-lora`` that ends with exit code 2."""
+
+    def run(*argv):
+        monkeypatch.chdir(home)
+        monkeypatch.setattr("sys.argv", ["dschat-lora", *map(str, argv)])
+        with pytest.raises(SystemExit, match="2"):
+            command.main()
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    return run
+
+
 def greedy(model, tokenizer, prompt):
     ids = tokenizer(prompt, return_tensors="pt")
     output = model.generate(**ids, max_new_tokens=NEW_TOKENS, do_sample=False)
@@ -195,6 +210,65 @@ def judge(home):
         return float(model(input_ids=torch.tensor([ids])).logits[0, 0])
 
     return score
+
+
+JUDGE = """
+def length(prompts, responses, answer):
+    return [len(text) + len(number) for text, number in zip(responses, answer)]
+
+def some(response, answer):
+    return None if answer == "4" else float(answer)
+
+def text(responses):
+    return ["good"] * len(responses)
+"""
+
+
+@pytest.fixture
+def sums(home):
+    """Prompts alone, each with a column that a judge reads."""
+    (home / "judges.py").write_text(JUDGE)
+    rows = [{"prompt": prompt, "answer": n} for prompt, n in zip(PROMPTS, "475", strict=False)]
+    write_jsonl(home / "sums.jsonl", rows)
+    return rows
+
+
+def test_judge_scores_the_models_own_answers_with_mean_and_standard_error(verb, stock, sums):
+    options = ["--judge_function", "judges:length", "--max_new_tokens", NEW_TOKENS, "--json"]
+    found = json.loads(verb("eval", "sft", "sums.jsonl", *options))
+    model, tokenizer = stock
+    answers = [greedy(model, tokenizer, row["prompt"]) for row in sums]
+    scores = [len(tokenizer.decode(ids, skip_special_tokens=True)) + 1 for ids in answers]
+    mean = sum(scores) / len(scores)
+    spread = sum((each - mean) ** 2 for each in scores) / (len(scores) - 1)
+    assert found["judge"] == pytest.approx(mean)
+    assert found["judge_standard_error"] == pytest.approx((spread / len(scores)) ** 0.5)
+    assert found["answers"] == len(scores)
+    assert "perplexity" not in found
+
+
+def test_answer_that_the_judge_leaves_out_does_not_count(verb, sums):
+    options = ["--judge_function", "judges:some", "--max_new_tokens", 2, "--json"]
+    found = json.loads(verb("eval", "sft", "sums.jsonl", *options))
+    scores = [float(row["answer"]) for row in sums if row["answer"] != "4"]
+    assert found["answers"] == len(scores)
+    assert found["judge"] == pytest.approx(sum(scores) / len(scores))
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ("sft sums.jsonl --judge_function judges", "module:function such as"),
+        ("sft sums.jsonl --judge_function nowhere:f", "there is no module nowhere"),
+        ("sft sums.jsonl --judge_function judges:none", "judges has no function none"),
+        ("sft pairs.jsonl --judge_function judges:length", "judges:length asks for answer"),
+        ("sft sums.jsonl --judge_function judges:text", "returned 'good' for the prompt"),
+        ("sft sums.jsonl --judge_function builtin:none", "none"),
+        ("reward pairs.jsonl --judge_function judges:length", "is a reward model"),
+    ],
+)
+def test_judge_that_cannot_be_used_is_named(refused_verb, sums, argv, words):
+    assert words in refused_verb("eval", *argv.split(), "--max_new_tokens", 2)
 
 
 def test_eval_of_a_reward_model_is_that_of_peft(verb, judge):

@@ -219,6 +219,7 @@ class NlgConfig(SupervisedConfig):
         0.0,
         help="share of each target spread over the vocabulary in training, in [0, 1); at most "
         "1e-4 means none",
+        section="training",
     )
 
     def __post_init__(self) -> None:

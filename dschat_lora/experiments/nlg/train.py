@@ -13,6 +13,7 @@ from dschat_lora.models.causal_lm import CausalLMLoss
 from dschat_lora.runtime.run import Run, open_run
 from dschat_lora.supervised.batching import make_sample_layout, resolve_head
 from dschat_lora.supervised.objectives import SUPERVISED
+from dschat_lora.supervised.plan import show_plan
 from dschat_lora.supervised.setup import SupervisedSetup, build_engine, set_up
 from dschat_lora.supervised.train import make_answers, train
 
@@ -25,11 +26,12 @@ def run_training(config: NlgConfig) -> None:
 
 def _train(run: Run[NlgConfig]) -> None:
     setup = set_up(run, phase=1, kind="samples", task="CAUSAL_LM")
-    directory = run.directory
-    if directory is None:
-        return  # a dry run
     optim = in_optimizer_steps(run.config).optim
     setup = replace(setup, config=replace(setup.config, optim=optim))
+    directory = run.directory
+    if directory is None:
+        show_plan(setup, "samples")
+        return
     network = CausalLMLoss(setup.adapted.model, label_smoothing=run.config.label_smoothing)
     engine = build_engine(setup, network)
     resolve_head(engine, len(setup.tokenizer), run)

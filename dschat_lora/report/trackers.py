@@ -1,0 +1,206 @@
+"""Trackers that get the numbers of metrics.jsonl: TensorBoard, Weights & Biases, Trackio."""
+
+import json
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+from uuid import uuid4
+
+from dschat_lora.report.terminal import note
+
+# Of an output directory: what a tracker calls the run, so that a resumed one goes on in it.
+TRACKERS_FILE = "trackers.json"
+PROJECT = "dschat_lora"
+
+
+class Tracker(Protocol):
+    """Receives the lines of a run as they are written; on the first rank alone."""
+
+    def begin(self, lines: Sequence[bytes], *, first: int) -> None:
+        """Open, or open again, after ``lines`` of metrics.jsonl; steps from ``first`` are redone.
+
+        Raises:
+            ValueError: if the tracker cannot be used.
+        """
+
+    def add(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Add the numbers of a line, by name."""
+
+    def flush(self) -> None:
+        """Have what was added written."""
+
+    def close(self) -> None:
+        """End the run in the tracker."""
+
+
+def numbers_of(kind: str, fields: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a line by their names in trackers, such as ``train/loss``; none of events."""
+    if kind == "event":
+        return {}
+    return {
+        f"{kind}/{name}": value
+        for name, value in fields.items()
+        if isinstance(value, int | float) and name not in ("kind", "step", "time")
+    }
+
+
+def _replay(tracker: Tracker, lines: Sequence[bytes], *, first: int) -> None:
+    """Add the numbers of lines from step ``first`` on."""
+    for line in lines:
+        record = json.loads(line)
+        if record["step"] >= first:
+            tracker.add(record["step"], numbers_of(record["kind"], record))
+
+
+@dataclass
+class TensorBoard:
+    """Event files in a directory.
+
+    Steps that are redone are purged. Those of ``first`` itself are repeated: an evaluation after it
+    may have to be discarded, and TensorBoard discards whole steps only.
+    """
+
+    directory: Path
+    _writer: Any = field(default=None, init=False)
+
+    def begin(self, lines: Sequence[bytes], *, first: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # an optional extra
+
+        if self._writer is not None:
+            self._writer.close()
+        threading.excepthook = _print_unless_disk_error
+        self._writer = SummaryWriter(str(self.directory), purge_step=first or None)
+        _replay(self, lines, first=first)
+
+    def add(self, step: int, numbers: Mapping[str, float]) -> None:
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, step)
+
+    def flush(self) -> None:
+        if self._writer is not None:
+            self._writer.flush()
+
+    def close(self) -> None:
+        threading.excepthook = threading.__excepthook__
+        if self._writer is not None:
+            self._writer.close()
+
+
+def _print_unless_disk_error(failed: threading.ExceptHookArgs) -> None:
+    """Keep TensorBoard's thread from printing an error that the next call here will raise."""
+    if not isinstance(failed.exc_value, OSError):
+        threading.__excepthook__(failed)
+
+
+@dataclass
+class RunTracker:
+    """A library that keeps runs by name: wandb or trackio, with its own environment variables.
+
+    A resumed run goes on in the run of the library that ``TRACKERS_FILE`` names; steps that are
+    redone stand there twice. An error of the library after the start is said once, and ends the
+    tracking, not the training.
+    """
+
+    name: str  # of the library
+    directory: Path  # output directory
+    config: Mapping[str, Any]  # options of the run
+    _run: Any = field(default=None, init=False)
+
+    def begin(self, lines: Sequence[bytes], *, first: int) -> None:
+        if self._run is not None:
+            return  # it goes on
+        known = self._known_runs()
+        identity = known.get(self.name) if first else None
+        start = {"wandb": _start_wandb, "trackio": _start_trackio}[self.name]
+        own = identity or f"{self.directory.name or 'run'}-{uuid4().hex[:8]}"
+        try:
+            self._run = start(own, self.directory, dict(self.config))
+        except Exception as error:
+            raise ValueError(
+                f"--report_to {self.name} cannot begin a run: {' '.join(str(error).split())}"
+                + ("; WANDB_MODE=offline keeps it on the disk" if self.name == "wandb" else "")
+            ) from error
+        path = self.directory / TRACKERS_FILE
+        path.write_text(json.dumps({**known, self.name: own}) + "\n", encoding="utf-8")
+        if identity is None:
+            _replay(self, lines, first=0)
+
+    def add(self, step: int, numbers: Mapping[str, float]) -> None:
+        if not numbers:
+            return
+        self._call(lambda run: _LOG[self.name](run, step, dict(numbers)))
+
+    def flush(self) -> None:
+        """Both libraries write by themselves."""
+
+    def close(self) -> None:
+        self._call(lambda run: run.finish())
+
+    def _call(self, use: Any) -> None:
+        if self._run is None:
+            return
+        try:
+            use(self._run)
+        except Exception as error:  # noqa: BLE001 - whatever a tracker lacks, training goes on
+            self._run = None
+            note(f"--report_to {self.name} failed and gets no more: {error!r}")
+
+    def _known_runs(self) -> dict[str, str]:
+        try:
+            known = json.loads((self.directory / TRACKERS_FILE).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return known if isinstance(known, dict) else {}
+
+
+def _start_wandb(identity: str, directory: Path, config: dict[str, Any]) -> Any:
+    import wandb  # an optional extra
+
+    run = wandb.init(
+        project=os.environ.get("WANDB_PROJECT", PROJECT),
+        id=identity,
+        name=os.environ.get("WANDB_NAME", identity),
+        dir=str(directory),
+        resume="allow",
+        config=config,
+        settings=wandb.Settings(console="off"),
+    )
+    # A resumed run may redo steps, and wandb's own count only rises.
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
+    return run
+
+
+def _start_trackio(identity: str, directory: Path, config: dict[str, Any]) -> Any:
+    import trackio  # an optional extra
+
+    return trackio.init(
+        project=os.environ.get("TRACKIO_PROJECT", PROJECT),
+        name=identity,
+        resume="allow",
+        config=config,
+        embed=False,
+        auto_log_gpu=False,
+        auto_log_cpu=False,
+    )
+
+
+_LOG: dict[str, Any] = {
+    "wandb": lambda run, step, numbers: run.log({**numbers, "step": step}),
+    "trackio": lambda run, step, numbers: run.log(numbers, step=step),
+}
+
+
+def make_trackers(
+    names: Sequence[str], directory: Path, config: Mapping[str, Any], *, tensorboard: str | None
+) -> list[Tracker]:
+    """The trackers of ``--report_to``; TensorBoard's files go to ``tensorboard`` if it is given."""
+    board = Path(tensorboard or directory / "tensorboard")
+    return [
+        TensorBoard(board) if name == "tensorboard" else RunTracker(name, directory, config)
+        for name in names
+        if name != "none"
+    ]

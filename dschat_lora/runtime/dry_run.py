@@ -1,0 +1,90 @@
+"""What a dry run shows on one screen, besides what a run says as it starts."""
+
+from collections.abc import Iterator
+from itertools import islice
+
+import torch
+
+from dschat_lora.config.data import DataConfig
+from dschat_lora.config.options import flatten
+from dschat_lora.config.stages import StageConfig
+from dschat_lora.data.preview import ShownSample, preview
+from dschat_lora.data.rows import DataKind
+from dschat_lora.engine.distributed import rank
+from dschat_lora.models.causal_lm import Tokenizer
+from dschat_lora.perf.peak import device_peak, measured_peak
+from dschat_lora.report.markup import duration, operations
+from dschat_lora.report.samples import sample_text
+from dschat_lora.runtime.run import Run
+
+# Samples among which one is looked for that is short enough to be shown whole.
+_LOOKED_AT = 100
+_MOST_CHARACTERS = 300
+# Said by every dry run, or of no interest in it.
+_UNSHOWN = ("dry_run", "verbose")
+# Said in the first line, where the bundled ones are used.
+_SAID = ("data_path", "eval_data_path")
+
+
+def say_sample(
+    run: Run[StageConfig], data: DataConfig, tokenizer: Tokenizer, kind: DataKind
+) -> None:
+    """Show the first short sample of the data token by token, on the first rank."""
+    if rank() != 0:
+        return
+    samples = preview(data, tokenizer, eos_id=int(tokenizer.eos_token_id), kind=kind)
+    texts = [(sample, _texts(sample, tokenizer)) for sample in islice(samples, _LOOKED_AT)]
+    texts.sort(key=lambda pair: max(map(len, pair[1].values())) > _MOST_CHARACTERS)
+    for sample, shown in texts[:1]:
+        row = sample.row.rpartition("/")[2]
+        marks = "a prompt" if kind == "prompts" else "what is trained on is in brackets"
+        run.log.say(f"  sample       {row}: {marks}")
+        for name, text in shown.items():
+            run.log.say(f"  {name if len(shown) > 1 else '':<12} {_middle_cut(text)}")
+
+
+def _texts(sample: ShownSample, tokenizer: Tokenizer) -> dict[str, str]:
+    return {
+        name: sample_text([tokenizer.decode([each]) for each in ids], supervised, colour=False)
+        for name, (ids, supervised) in sample.sequences.items()
+    }
+
+
+def _middle_cut(text: str) -> str:
+    half = _MOST_CHARACTERS // 2
+    return text if len(text) <= 2 * half else f"{text[:half]} ... {text[-half:]}"
+
+
+def say_time(
+    run: Run[StageConfig], *, steps: int, flops: float, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Say how long ``steps`` optimizer steps take at best, of ``flops`` operations a device."""
+    size, rounds = (4096, 10) if device.type == "cuda" else (1024, 3)
+    peak = device_peak(device, dtype)
+    rate = peak or measured_peak(device, dtype, size=size, rounds=rounds)
+    run.log.say(
+        f"  time         {duration(flops / rate / 1e12)} or more for {steps:,} steps: "
+        f"{operations(flops)} per device at {rate:.3g} TFLOP/s, the "
+        f"{'data sheet' if peak else 'measured'} rate of matrix products"
+    )
+
+
+def say_options(run: Run[StageConfig]) -> None:
+    """List all options with ``--verbose``, or those that were typed or are not the defaults."""
+    values = {k: v for k, v in flatten(run.config).items() if k not in _UNSHOWN}
+    if run.config.run.verbose:
+        for name, value in values.items():
+            run.log.say(f"  --{name} {value}")
+    else:
+        usual, given = flatten(type(run.config)()), run.config.given
+        chosen = {
+            k: v for k, v in values.items() if k in given or (v != usual[k] and k not in _SAID)
+        }
+        run.log.say(f"  options      {' '.join(_typed(chosen))} (all: --verbose)")
+    run.log.say("dry run: nothing was trained or saved")
+
+
+def _typed(values: dict[str, object]) -> Iterator[str]:
+    for name, value in values.items():
+        text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+        yield f"--{name} {text}"
