@@ -64,6 +64,7 @@ class TrainedModel:
             zero_stage=zero_stage,
             world_size=data_world_size(),
             offload=self.settings.offload,
+            accumulates=self.settings.accumulation_steps > 1,
             **self.settings.gathering(zero_stage),
         )
 
