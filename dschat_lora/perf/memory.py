@@ -64,9 +64,10 @@ def estimate_memory(
     the number of data-parallel processes. A micro-batch is ``rows`` of ``length`` positions. With
     ``gradient_checkpointing`` each block's input is kept, and one block's inside at a time; of
     logits, one chunk. Of a tensor-parallel model the rank's part counts. ``offload`` leaves
-    optimizer state to the host, and at ZeRO 3 weights too. Where a step ``accumulates`` gradients of
-    several micro-batches, they lie beside the next one's activations; else those of 16-bit weights
-    come as activations go. ``reuse_distance`` and ``bucket_size`` are DeepSpeed's, in elements.
+    optimizer state to the host, and at ZeRO 3 weights too. Where a step ``accumulates`` gradients
+    of several micro-batches, they lie beside the next one's activations; else those of 16-bit
+    weights come as activations go. ``reuse_distance`` and ``bucket_size`` are DeepSpeed's, in
+    elements.
 
     Raises:
         ValueError: for a model that :func:`dschat_lora.perf.shape.describe` does not understand.
@@ -242,14 +243,17 @@ def _input_bytes(linears: list[LinearShape], features: int, width: int) -> int:
 
 
 def _loss_bytes(shape: ModelShape, positions: int, width: int, ranks: int) -> int:
-    """One chunk: logits, their fp32 copy, the fp32 error, its copy; and gradients to keep."""
+    """One chunk: logits, their fp32 copy, the fp32 error, its copy; and gradients to keep.
+
+    The gradient of a head is summed in fp32, to which a chunk's is added.
+    """
     if shape.head is None:
         return 0
     chunk = min(positions * -(-shape.vocab_size // ranks), MAX_CHUNK_LOGITS)
     per_logit = 8 if width == 4 else 2 * width + 8
     gradients = positions * shape.hidden_size * width
     if shape.head.trained:
-        gradients += 4 * shape.vocab_size * shape.hidden_size
+        gradients += (4 + width) * shape.vocab_size * shape.hidden_size
     return chunk * per_logit + gradients
 
 
