@@ -6,6 +6,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from benchmarks.common.report import PartReport, print_table
 
@@ -36,7 +37,7 @@ CASES = {
 def run(report: PartReport, *, tiny: bool) -> None:
     """Run each case as a user would; store, print and check. The model is tiny in any case."""
     del tiny
-    results = []
+    results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as directory:
         for name, (script, *options) in CASES.items():
             results.append(_run(name, script, options, Path(directory) / str(len(results))))

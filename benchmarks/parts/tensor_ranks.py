@@ -53,7 +53,7 @@ def losses(member: Member, *, dtype: str, steps: int, tiny: bool) -> dict[str, A
             with counted(counts):
                 found.append(next(results).loss)
             alike = alike and replicas_alike(model, group)
-        results.close()
+        results.close()  # type: ignore[attr-defined]  # a generator
         engine._engine.destroy()
     per_step = {name: count / steps for name, count in counts.items()}
     return {"losses": found, "replicas_alike": alike, "collectives": per_step}

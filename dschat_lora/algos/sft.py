@@ -127,7 +127,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight_dtype, bias_dtype = ctx.dtypes
         return (
             None if grad_hidden is None else grad_hidden * grad_loss,
-            None if grad_weight is None else (grad_weight * grad_loss).to(weight_dtype),
+            # In place: of a large vocabulary a second one in fp32 would be gigabytes.
+            None if grad_weight is None else grad_weight.mul_(grad_loss).to(weight_dtype),
             None if grad_bias is None else (grad_bias * grad_loss).to(bias_dtype),
             *(None,) * 4,
         )

@@ -31,6 +31,8 @@ class FactorCasts:
             dtypes = (layer.weight.dtype for layer in self._layers for _ in range(2))
             pairs = zip(factors, dtypes, strict=True)
             self._copies = [torch.empty_like(factor, dtype=dtype) for factor, dtype in pairs]
+            for copy in self._copies:  # a size that varies, to compiled blocks, is one of tokens
+                torch._dynamo.mark_static(copy)
         if factors:
             torch._foreach_copy_(self._copies, [factor.detach() for factor in factors])
         try:

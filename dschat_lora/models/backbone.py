@@ -166,9 +166,10 @@ def _longer(values: Tensor, extra: int) -> Tensor:
 
 
 def _real(values: Tensor, spans: Spans) -> Tensor:
-    """(1, N) of (B, T): those that are no padding."""
-    flat = values.flatten()
-    return (flat if spans.places is None else flat.index_select(0, spans.places))[None]
+    """(1, N) of (B, T): those that are no padding. A copy, as compiled blocks tell views apart."""
+    if spans.places is None:
+        return values.reshape(1, -1).clone()
+    return values.flatten()[spans.places[None]]
 
 
 def attention_windows(config: PretrainedConfig) -> dict[str, int | None] | None:

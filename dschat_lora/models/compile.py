@@ -51,6 +51,8 @@ def compile_blocks(model: nn.Module, *, backend: str | Callable[..., Any] = "ind
         )
     limit = torch._dynamo.config.recompile_limit
     torch._dynamo.config.recompile_limit = max(limit, _MOST_VARIANTS)
+    # Or as many tokens as the model is wide, once, would be taken for a rule.
+    torch.fx.experimental._config.use_duck_shape = False
     for block in blocks:
         block.compile(dynamic=True, backend=backend)
         _dispatch(block, recompute=bool(block.gradient_checkpointing))

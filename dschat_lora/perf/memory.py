@@ -32,7 +32,7 @@ class MemoryEstimate:
     """Bytes on one device, by what they hold."""
 
     weights: int  # frozen and trained, as stored
-    gradients: int  # of trained parameters
+    gradients: int  # of trained parameters, beyond what goes as they come (see estimate_memory)
     optimizer: int  # AdamW: mean, square, and the fp32 copy it updates
     activations: int  # kept by the forward pass for the backward pass
     loss: int  # one chunk of logits and its gradient
@@ -54,6 +54,7 @@ def estimate_memory(
     zero_stage: int,
     world_size: int,
     offload: bool = False,
+    accumulates: bool = True,
     reuse_distance: int = REUSE_DISTANCE,
     bucket_size: int = BUCKET_SIZE,
 ) -> MemoryEstimate:
@@ -63,8 +64,10 @@ def estimate_memory(
     the number of data-parallel processes. A micro-batch is ``rows`` of ``length`` positions. With
     ``gradient_checkpointing`` each block's input is kept, and one block's inside at a time; of
     logits, one chunk. Of a tensor-parallel model the rank's part counts. ``offload`` leaves
-    optimizer state to the host, and at ZeRO 3 weights too. ``reuse_distance`` and ``bucket_size``
-    are DeepSpeed's, in elements.
+    optimizer state to the host, and at ZeRO 3 weights too. Where a step ``accumulates`` gradients
+    of several micro-batches, they lie beside the next one's activations; else those of 16-bit
+    weights come as activations go. ``reuse_distance`` and ``bucket_size`` are DeepSpeed's, in
+    elements.
 
     Raises:
         ValueError: for a model that :func:`dschat_lora.perf.shape.describe` does not understand.
@@ -73,8 +76,11 @@ def estimate_memory(
     width = compute_dtype.itemsize
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
+    narrow = [p for p in trained if p.dtype != torch.float32]
+    if narrow:
+        zero_stage = max(zero_stage, 1)  # engines keep their fp32 copies so
     sharded = zero_stage == 3 or (zero_stage > 0 and world_size > 1)
-    copied = sharded or any(p.dtype != torch.float32 for p in trained)
+    copied = sharded or bool(narrow)
     optimizer = sum(_numel(p) for p in trained) * (12 if copied else 8)
     if offload:
         optimizer = 0
@@ -88,17 +94,20 @@ def estimate_memory(
     )
     loss = _loss_bytes(shape, positions, width, _vocabulary_ranks(model))
     # DeepSpeed's step of 16-bit weights joins their gradients, and copies them in fp32.
-    narrow = [p for p in trained if p.dtype != torch.float32]
     update = sum(_numel(p) * (p.element_size() + 4) for p in narrow)
     update = 0 if offload else update // (world_size if zero_stage >= 1 else 1)
     weights = parameter_bytes(parameters) // (world_size if zero_stage >= 3 else 1)
+    gradients = parameter_bytes(trained) // (world_size if zero_stage >= 2 else 1)
+    going = activations * positions + loss
+    if narrow and not accumulates:
+        gradients, going = max(0, gradients - going), max(0, going - gradients)
     return MemoryEstimate(
         weights=0 if offload and zero_stage >= 3 else weights,
-        gradients=parameter_bytes(trained) // (world_size if zero_stage >= 2 else 1),
+        gradients=gradients,
         optimizer=optimizer // (world_size if zero_stage >= 1 else 1),
         activations=activations * positions,
         loss=loss,
-        update=max(0, update - activations * positions - loss),
+        update=max(0, update - going),
         gathered=0
         if zero_stage < 3
         else width * (_gathered_elements(parameters, reuse_distance) + bucket_size),
@@ -234,14 +243,17 @@ def _input_bytes(linears: list[LinearShape], features: int, width: int) -> int:
 
 
 def _loss_bytes(shape: ModelShape, positions: int, width: int, ranks: int) -> int:
-    """One chunk: logits, their fp32 copy, the fp32 error, its copy; and gradients to keep."""
+    """One chunk: logits, their fp32 copy, the fp32 error, its copy; and gradients to keep.
+
+    The gradient of a head is summed in fp32, to which a chunk's is added.
+    """
     if shape.head is None:
         return 0
     chunk = min(positions * -(-shape.vocab_size // ranks), MAX_CHUNK_LOGITS)
     per_logit = 8 if width == 4 else 2 * width + 8
     gradients = positions * shape.hidden_size * width
     if shape.head.trained:
-        gradients += 4 * shape.vocab_size * shape.hidden_size
+        gradients += (4 + width) * shape.vocab_size * shape.hidden_size
     return chunk * per_logit + gradients
 
 

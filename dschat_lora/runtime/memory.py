@@ -51,7 +51,10 @@ class TrainedModel:
     def estimate(
         self, *, rows: int, length: int, gradient_checkpointing: bool, zero_stage: int
     ) -> MemoryEstimate:
-        """Bytes per device at these settings; see :func:`estimate_memory`."""
+        """Bytes per device at these settings; see :func:`estimate_memory`.
+
+        A step on fewer ``rows`` at a time has more micro-batches.
+        """
         length *= self.sequences
         if self.tokens:
             rows, length = rows_of(self.tokens, length)
@@ -64,6 +67,7 @@ class TrainedModel:
             zero_stage=zero_stage,
             world_size=data_world_size(),
             offload=self.settings.offload,
+            accumulates=self.settings.accumulation_steps > 1 or rows < self.rows,
             **self.settings.gathering(zero_stage),
         )
 

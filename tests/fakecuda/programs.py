@@ -112,6 +112,7 @@ def train(
             zero_stage=zero_stage,
             world_size=world_size // tensor_parallel,
             offload=offload,
+            accumulates=len(batches) > 1,
         )
         return noted(watch) | {"estimate": vars(estimate), "estimated": estimate.total}
 

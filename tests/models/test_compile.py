@@ -30,12 +30,12 @@ class Counted:
         return run
 
 
-def tiny():
+def tiny(layers=1):
     config = OPTConfig(
         hidden_size=16,
         word_embed_proj_dim=16,
         ffn_dim=32,
-        num_hidden_layers=1,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         vocab_size=32,
         max_position_embeddings=64,
@@ -81,21 +81,26 @@ def counted():
 
 
 @pytest.mark.stage
-def test_compiled_blocks_train_alike_and_lengths_are_not_compiled_again(counted):
-    models = [tiny(), tiny()]
+def test_compiled_blocks_train_alike_and_neither_lengths_nor_layers_are_compiled_again(counted):
+    models = [tiny(layers=4), tiny(layers=4)]
     for model in models:
         recompute_blocks(model)
     plain, network = (CausalLMLoss(model).train() for model in models)
     compile_blocks(models[1], backend=counted)
-    # With padding and without is what is compiled for.
-    for rows in (batch([5, 7], [9]), batch([11])):
-        torch.testing.assert_close(gradient(network, rows), gradient(plain, rows))
+    blocks = [model.model.decoder.layers for model in models]
+    # As many tokens as the model is wide, and two layers: the first one's input has no gradient.
+    wide = batch([5, 4], [7])
+    for model, layers in zip(models, blocks, strict=True):
+        model.model.decoder.layers = layers[:2]
+    torch.testing.assert_close(gradient(network, wide), gradient(plain, wide))
     graphs, runs = counted.graphs, counted.runs
-    for rows in (batch([6, 3], [13]), batch([17]), batch([2, 2, 2, 9], [14, 1], [7])):
+    for model, layers in zip(models, blocks, strict=True):
+        model.model.decoder.layers = layers
+    for rows in (wide, batch([6, 3], [13]), batch([17]), batch([9, 3], [12])):
         torch.testing.assert_close(gradient(network, rows), gradient(plain, rows))
     assert counted.graphs == graphs > 0
     # Twice for each batch, in the forward pass and again in the backward pass.
-    assert (counted.runs - runs) % 6 == 0
+    assert (counted.runs - runs) % 8 == 0
     assert counted.runs > runs
 
 

@@ -118,8 +118,9 @@ def test_loss_holds_one_chunk_of_logits_and_the_gradient_of_the_hidden_states(mo
     assert estimate(model).loss == positions * VOCAB * 8 + positions * 32 * 4
     monkeypatch.setattr("dschat_lora.perf.memory.MAX_CHUNK_LOGITS", 1000)
     assert estimate(model).loss == 1000 * 8 + positions * 32 * 4
+    # The sum of chunks' gradients, and the one that is added to it.
     trained_head = estimate(opt()).loss
-    assert trained_head == 1000 * 8 + positions * 32 * 4 + VOCAB * 32 * 4
+    assert trained_head == 1000 * 8 + positions * 32 * 4 + 2 * VOCAB * 32 * 4
 
 
 def test_total_is_the_sum_of_its_parts():
@@ -147,3 +148,22 @@ def test_the_update_of_16_bit_weights_makes_their_gradients_anew_once_activation
     found = estimate(model, rows=1, length=1, zero_stage=1)
     assert found.activations + found.loss + found.update == trained * (2 + 4)
     assert estimate(model, rows=10**6, zero_stage=1).update == 0
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_gradients_of_a_single_micro_batch_come_as_its_activations_go(stage):
+    model = build("opt", "full", torch.bfloat16, attn="sdpa")
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    shared, here = trained // 4, trained // 4 if stage == 2 else trained
+    for rows in (1, 8, 10**6):
+        found = estimate(model, rows=rows, zero_stage=stage, world_size=4, accumulates=False)
+        many = estimate(model, rows=rows, zero_stage=stage, world_size=4)
+        kept = found.weights + 12 * shared
+        passing = found.activations + found.loss
+        assert found.total == kept + max(passing, 2 * here + 6 * shared)
+        assert many.total == kept + 2 * here + max(passing, 6 * shared)
+
+
+def test_16_bit_weights_share_their_optimizer_state_at_stage_0_as_at_1():
+    model = build("opt", "full", torch.bfloat16, attn="sdpa")
+    assert estimate(model, world_size=8) == estimate(model, world_size=8, zero_stage=1)

@@ -157,7 +157,9 @@ def test_the_memory_estimate_is_that_of_the_budget(monkeypatch):
     monkeypatch.setattr(memory, "estimate_memory", lambda model, **options: asked.append(options))
     config = checked("--tokens_per_device", 1300, "--max_seq_len", 512)
     said = {"reuse_distance": 7, "bucket_size": 5}
-    settings = SimpleNamespace(torch_dtype=None, offload=False, gathering=lambda _: said)
+    settings = SimpleNamespace(
+        torch_dtype=None, offload=False, accumulation_steps=1, gathering=lambda _: said
+    )
     adapted = SimpleNamespace(model=None)
     stored = {"gradient_checkpointing": False, "zero_stage": 0}
     memory.make_estimator(adapted, config, settings)(rows=1, length=512, **stored)
