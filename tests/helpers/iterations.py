@@ -24,6 +24,7 @@ from dschat_lora.rlhf.rewards import RewardFunction
 from dschat_lora.rlhf.update import Updater
 from dschat_lora.rlhf.update_config import PpoConfig
 from dschat_lora.runtime.setup import shard_model
+from helpers.plain_ppo import LONGEST
 from helpers.roles import Words, config_of, networks_of, roles_of
 from helpers.runs import engine_settings, release
 from helpers.tiny import VOCAB
@@ -118,7 +119,7 @@ def iterate(
 
     Args:
         base, actor, reward: directories.
-        algorithm: ppo, rloo or grpo.
+        algorithm: of step 3.
         options: of PpoConfig, with ``temperature``.
         iterations: [responses, bonus to the score of each] of each.
         rows_per_step: responses of an optimizer step.
@@ -266,6 +267,7 @@ def _iteration(
         ),
         kl_coef=ppo.kl_coef,
         pretraining=pretraining,
+        max_length=LONGEST,
     )
     results = []
     for result in updater.steps(steps, make, factor_of, first_batches=batches):

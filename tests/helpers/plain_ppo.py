@@ -45,12 +45,22 @@ def score_of(model, prompt, tokens):
     return model(input_ids=torch.tensor([[*prompt, *tokens]])).logits[0, 0]
 
 
+LONGEST = 9  # tokens of a response, which Dr. GRPO divides by
+# What the losses of responses are divided by: the tokens of all, or the responses.
+NORMALIZED = {
+    **dict.fromkeys(("ppo", "rloo", "grpo", "dapo", "cispo", "reinforce_pp"), "token"),
+    "gspo": "sequence",
+    "dr_grpo": "constant",
+}
+ALONE = ("ppo", "reinforce_pp")  # responses are not compared
+
+
 class PlainRun:
     """Several iterations; every number is a Python float.
 
     Args:
         base, actor, reward: directories of the base, the actor's adapter and the reward model's.
-        algorithm: ppo, rloo or grpo.
+        algorithm: of those in :data:`NORMALIZED`.
         options: of PPO by their names in the command line, with ``temperature``.
         rate: of both optimizers.
         max_grad_norm: of both.
@@ -98,7 +108,9 @@ class PlainRun:
         kept = [each for each in seen if not math.isnan(each["score"])]
         for each in kept:
             each["advantages"] = self._advantages(each, kept)
-        if self.algorithm == "ppo" and self.o["whiten_advantages"]:
+        if self.algorithm == "reinforce_pp" or (
+            self.algorithm == "ppo" and self.o["whiten_advantages"]
+        ):
             every = [a for each in kept for a in each["advantages"]]
             mean = sum(every) / len(every)
             variance = sum((a - mean) ** 2 for a in every) / len(every)
@@ -120,6 +132,14 @@ class PlainRun:
             ]
             each["returns"] = [a + v for a, v in zip(found, values[:-1], strict=True)]
             return found
+        if self.algorithm == "reinforce_pp":
+            rewards = [-beta * kl for kl in each["kl"]]
+            rewards[-1] += each["score"]
+            discount = self.o["gamma"]
+            return [
+                sum(discount ** (k - t) * rewards[k] for k in range(t, length))
+                for t in range(length)
+            ]
         pull = beta if self.algorithm == "rloo" else 0.0
         family = [other for other in kept if other["group"] == each["group"]]
         worth = {id(other): other["score"] - pull * sum(other["kl"]) for other in family}
@@ -130,6 +150,8 @@ class PlainRun:
             others = [value for key, value in worth.items() if key != id(each)]
             return [own - sum(others) / len(others)] * length
         mean = sum(worth.values()) / len(family)
+        if self.algorithm == "dr_grpo":
+            return [own - mean] * length
         deviation = math.sqrt(sum((w - mean) ** 2 for w in worth.values()) / (len(family) - 1))
         return [(own - mean) / (deviation + 1e-4)] * length
 
@@ -139,6 +161,7 @@ class PlainRun:
         tokens = sum(len(seen[n]["old"]) for n in numbers)
         if not tokens:
             return None
+        divisor = tokens if NORMALIZED[self.algorithm] == "token" else len(numbers)
         sums = dict.fromkeys(
             ("policy_loss", "value_loss", "entropy", "clip_fraction", "value_clip_fraction"), 0.0
         )
@@ -147,11 +170,12 @@ class PlainRun:
         for n in numbers:
             prompt, answer, _ = responses[n]
             loss, worst = self._policy_terms(prompt, answer, seen[n], sums)
-            (loss / tokens).backward()
+            (loss / divisor).backward()
             error = max(error, worst)
             if self.critic is not None:
                 (self._value_terms(prompt, answer, seen[n], sums) / tokens).backward()
         report = {name: value / tokens for name, value in sums.items()}
+        report["policy_loss"] = sums["policy_loss"] / divisor
         if texts is not None:
             report["text_loss"] = self._text(next(texts))
         report |= {"num_tokens": tokens, "ratio_error": error}
@@ -171,24 +195,35 @@ class PlainRun:
 
     def _policy_terms(self, prompt, answer, seen, sums):
         logprobs, entropies = said_of(self.actor, prompt, answer, self.o["temperature"])
-        total, worst, clip = 0.0, 0.0, self.o["cliprange"]
-        for t in range(len(answer)):
-            ratio, advantage = torch.exp(logprobs[t] - seen["old"][t]), seen["advantages"][t]
-            near = min(max(ratio.item(), 1 - clip), 1 + clip)
-            held = near * advantage < ratio.item() * advantage
-            # held back, the objective is a constant of the parameters
-            loss = torch.tensor(-near * advantage) if held else -ratio * advantage
+        total, worst, length = 0.0, 0.0, len(answer)
+        weight = {"token": 1, "sequence": 1 / length, "constant": 1 / LONGEST}
+        gaps = [logprobs[t] - seen["old"][t] for t in range(length)]
+        for t in range(length):
+            ratio, advantage = torch.exp(gaps[t]), seen["advantages"][t]
+            whole = torch.exp(sum(gaps) / length) if self.algorithm == "gspo" else ratio
+            loss, held = self._surrogate(whole, advantage, logprobs[t])
             sums["clip_fraction"] += held
             loss = loss - self.o["entropy_coef"] * entropies[t]
-            if self.algorithm == "grpo":
+            if self.algorithm not in ("rloo", *ALONE):
                 gap = seen["reference"][t] - logprobs[t]
                 loss = loss + self.o["kl_coef"] * (torch.exp(gap) - gap - 1)
+            loss = weight[NORMALIZED[self.algorithm]] * loss
             total = total + loss
             sums["policy_loss"] += loss.item()
             sums["entropy"] += entropies[t].item()
             sums["approx_kl"] += ratio.item() - 1 - math.log(ratio.item())
             worst = max(worst, abs(ratio.item() - 1))
         return total, worst
+
+    def _surrogate(self, ratio, advantage, logprob):
+        """The loss of a token, and whether its ratio is at a bound."""
+        low, high = (self.o.get(f"cliprange_{at}", self.o["cliprange"]) for at in ("low", "high"))
+        near = min(max(ratio.item(), 1 - low), 1 + high)
+        if self.algorithm == "cispo":
+            return -near * advantage * logprob, near != ratio.item()
+        held = near * advantage < ratio.item() * advantage
+        # held back, the objective is a constant of the parameters
+        return (torch.tensor(-near * advantage) if held else -ratio * advantage), held
 
     def _value_terms(self, prompt, answer, seen, sums):
         values, total, clip = values_of(self.critic, prompt, answer), 0.0, self.o["cliprange_value"]

@@ -9,6 +9,7 @@ import torch
 from helpers.iterations import factor_of, ragged_responses, ragged_texts, steps_of, text_loader
 from helpers.plain_ppo import PlainRun
 from helpers.roles import save_adapters
+from helpers.spread import ALL
 
 pytestmark = [pytest.mark.stage, pytest.mark.filterwarnings("ignore::UserWarning")]
 
@@ -82,6 +83,33 @@ CASES = {
             "options": OPTIONS,
         },
     ),
+    "gspo": (
+        "llama",
+        {
+            "algorithm": "gspo",
+            "iterations": rounds(1, size=9, group_size=3, unscored=(1, 6, 8)),
+            "options": OPTIONS | {"cliprange_low": 0.02, "cliprange_high": 0.03},
+        },
+    ),
+    "reinforce_pp": (
+        "opt",
+        {
+            "algorithm": "reinforce_pp",
+            "iterations": rounds(1, size=9, unscored=(1, 6, 8)),
+            "options": OPTIONS,
+        },
+    ),
+    **{
+        name: (
+            "opt",
+            {
+                "algorithm": name,
+                "iterations": rounds(1, size=9, group_size=3, unscored=(1, 6, 8)),
+                "options": OPTIONS | {"cliprange_high": 0.15},
+            },
+        )
+        for name in ("dr_grpo", "dapo", "cispo") * ALL
+    },
     "one step": (
         "llama",
         {
