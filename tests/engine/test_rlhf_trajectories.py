@@ -55,6 +55,21 @@ KINDS = {
         "--num_generations 4 --critic_warmup_iterations 2",
     ),
     "seven prompts": ("opt", places((2, 2)), f"{TWO_PASSES} {FUNCTION}"),
+    **{
+        f"{name}{more}": (
+            "opt",
+            [(1, 0), (2, 3)],
+            f"--algorithm {name}{more} --num_generations 4 --ppo_epochs 2",
+        )
+        for name, more in (
+            ("dr_grpo", ""),
+            ("dapo", " --no-mask_truncated_completions"),
+            ("gspo", ""),
+            ("cispo", ""),
+            ("reinforce_pp", ""),
+        )
+        * ALL
+    },
     # OPT's biases of keys have no gradient but rounding, of which Adam makes whole steps.
     "every weight of the critic": (
         "llama",
