@@ -1,6 +1,5 @@
-"""Decoding state of a batch: with a key-value cache, or recomputed at every step."""
+"""Decoding state of a batch with a key-value cache."""
 
-import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from transformers import PreTrainedModel
 
 from dschat_lora.algos.devices import to_device
 from dschat_lora.algos.segments import block_causal_mask
+from dschat_lora.generation.forward import next_logits, padded_left
 from dschat_lora.generation.kv_cache import KVCache
 from dschat_lora.generation.sampling import Responses
 from dschat_lora.lora.parallel import group_of
@@ -45,23 +45,6 @@ class Rows(Protocol):
 
     def keep(self, alive: Sequence[bool]) -> None:
         """Drop the sequences that have ended, where that saves work."""
-
-
-def takes_cache(model: PreTrainedModel) -> bool:
-    """Whether the model works with our masks, positions and cache."""
-    accepted = inspect.signature(model.forward).parameters
-    return (
-        {"position_ids", "past_key_values", "logits_to_keep"} <= accepted.keys()
-        and attention_windows(model.config) is not None
-        and model.config._attn_implementation in ("sdpa", "eager")
-        and bool(getattr(model, "_supports_attention_backend", False))
-    )
-
-
-def in_shards(model: PreTrainedModel) -> bool:
-    """Whether ZeRO 3 holds parameters in shards: layers gather them, and nothing else has."""
-    sizes = ((p.numel(), getattr(p, "ds_numel", p.numel())) for p in model.parameters())
-    return any(here != whole for here, whole in sizes)
 
 
 class CachedRows:
@@ -306,81 +289,3 @@ def cuda_graphs() -> Callable[[DecodeStep], DecodeStep]:
         return replay
 
     return record
-
-
-def next_logits(
-    model: PreTrainedModel, ids: Tensor, positions: Tensor, masks: dict[str, Tensor], cache: object
-) -> Tensor:
-    """(B, V) logits after the last column of ``ids``, whose keys and values ``cache`` takes.
-
-    ``masks`` are by kind of attention layer, of which most models have one.
-    """
-    logits: Tensor = model(
-        input_ids=ids,
-        position_ids=positions,
-        attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
-    ).logits
-    return logits[:, -1]
-
-
-def padded_left(
-    prompts: Sequence[Sequence[int]], pad_id: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """(B, T) int64 tokens padded on the left, and their mask: 1 on tokens, 0 on padding."""
-    width = max(len(prompt) for prompt in prompts)
-    ids = [[pad_id] * (width - len(prompt)) + list(prompt) for prompt in prompts]
-    real = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    return to_device(torch.tensor(ids), device), to_device(torch.tensor(real), device)
-
-
-class RecomputedRows:
-    """Rows without a cache: each step recomputes them, slow but right for any causal model.
-
-    Rows are padded on the right, which no token before the padding attends to.
-    """
-
-    def __init__(self, model: PreTrainedModel, *, pad_id: int, device: torch.device) -> None:
-        self._model, self._pad_id, self._device = model, pad_id, device
-        self._group = group_of(model)
-        self._texts: list[list[int]] = []
-        self._chosen = torch.zeros(1, dtype=torch.int64, device=device)
-        self.sequences: list[int] = []
-
-    def start(
-        self,
-        prompts: Sequence[Sequence[int]],
-        responses: Responses,
-        *,
-        copies: int,
-        kept: "Kept | None" = None,
-    ) -> None:
-        """Choose the first token of each response; nothing was kept."""
-        self._responses = responses
-        self._texts = [list(prompt) for prompt in prompts for _ in range(copies)]
-        self.sequences = list(range(len(self._texts)))
-        self.step()
-
-    def step(self) -> None:
-        """Choose the next token of every row."""
-        texts = [self._texts[sequence] for sequence in self.sequences]
-        width = max(len(text) for text in texts)
-        rows = [text + [self._pad_id] * (width - len(text)) for text in texts]
-        lengths = to_device(torch.tensor([len(text) for text in texts]), self._device)
-        real = torch.arange(width, device=self._device) < lengths[:, None]
-        ids = to_device(torch.tensor(rows), self._device)
-        output = self._model(input_ids=ids, attention_mask=real.long(), use_cache=False)
-        rows_of = torch.arange(len(texts), device=self._device)
-        sequences = to_device(torch.tensor(self.sequences), self._device)
-        logits = output.logits[rows_of, lengths - 1]
-        tokens = self._responses.advance(logits, sequences, self._chosen, self._group)
-        self._chosen += 1
-        for text, token in zip(texts, tokens.tolist(), strict=True):
-            text.append(token)
-
-    def keep(self, alive: Sequence[bool]) -> None:
-        """Drop the sequences that have ended."""
-        pairs = zip(self.sequences, alive, strict=True)
-        self.sequences = [sequence for sequence, lives in pairs if lives]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from dschat_lora.generation.batch_state import padded_left
+from dschat_lora.generation.forward import padded_left
 
 
 @dataclass(frozen=True)

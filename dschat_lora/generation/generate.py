@@ -7,18 +7,11 @@ from itertools import count
 import torch
 from transformers import PreTrainedModel
 
-from dschat_lora.generation.batch_state import (
-    CachedRows,
-    DecodeStep,
-    Kept,
-    RecomputedRows,
-    Rows,
-    cuda_graphs,
-    in_shards,
-    takes_cache,
-)
+from dschat_lora.generation.batch_state import CachedRows, DecodeStep, Kept, Rows, cuda_graphs
 from dschat_lora.generation.fast_attention import fast_attention
 from dschat_lora.generation.fast_linears import FastLinears
+from dschat_lora.generation.forward import in_shards, takes_cache
+from dschat_lora.generation.recomputed_rows import RecomputedRows
 from dschat_lora.generation.sampling import Responses, Sampling
 from dschat_lora.lora.layers import LoraLinear
 from dschat_lora.lora.parallel import group_of, whole_sequences

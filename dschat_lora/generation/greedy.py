@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 import torch
 from transformers import PreTrainedModel
 
-from dschat_lora.generation.batch_state import padded_left
+from dschat_lora.generation.forward import padded_left
 from dschat_lora.lora.parallel import whole_sequences
 from dschat_lora.models.causal_lm import Tokenizer
 

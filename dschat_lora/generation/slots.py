@@ -9,9 +9,9 @@ from transformers import PreTrainedModel
 
 from dschat_lora.algos.devices import to_device
 from dschat_lora.algos.segments import block_causal_mask
-from dschat_lora.generation.batch_state import next_logits, padded_left, takes_cache
 from dschat_lora.generation.fast_attention import fast_attention
 from dschat_lora.generation.fast_linears import FastLinears
+from dschat_lora.generation.forward import next_logits, padded_left, takes_cache
 from dschat_lora.generation.sampling import Sampling, choose
 from dschat_lora.lora.mixed import AdapterRows
 from dschat_lora.models.backbone import attention_windows

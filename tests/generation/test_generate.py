@@ -20,9 +20,10 @@ from transformers import (
 )
 
 from dschat_lora.config.groups import LoraConfig
-from dschat_lora.generation.batch_state import CachedRows, takes_cache
+from dschat_lora.generation.batch_state import CachedRows
 from dschat_lora.generation.fast_attention import fast_attention
 from dschat_lora.generation.fast_linears import FastLinears, fast_linears
+from dschat_lora.generation.forward import takes_cache
 from dschat_lora.generation.generate import Decoder, decode
 from dschat_lora.generation.sampling import Responses, Sampling, choose, keep_top, uniforms
 from dschat_lora.lora.model import adapter_layers, adapters_disabled, apply_lora
