@@ -1,6 +1,7 @@
 """``dschat-lora serve``: load the models and serve them until Ctrl-C."""
 
 import socket
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -47,8 +48,8 @@ def run_server(config: ServeConfig, votes: Path) -> None:
         log_once(f"votes go to {votes}; Ctrl-C ends")
         service.decoder.start()
         try:
-            Server(service).run(sockets=[listening])
-        except KeyboardInterrupt:
+            with suppress(KeyboardInterrupt):  # that uvicorn may raise once it has ended
+                Server(service).run(sockets=[listening])
             log_once("stopped")
         finally:
             service.decoder.close()
