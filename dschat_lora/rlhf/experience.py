@@ -1,6 +1,6 @@
 """Experience: responses with log-probabilities, values and scores, and their advantages."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -67,14 +67,18 @@ class Experience:
         assert self.logprobs is not None
         return torch.where(self.mask, estimate(self.logprobs, self.ref_logprobs), 0)
 
+    def table(self, rows: Iterable[Sequence[float]]) -> Tensor:
+        """(N, R) of a number for each token of the responses, 0 in the padding."""
+        assert self.logprobs is not None
+        found = torch.zeros(self.mask.shape, dtype=self.logprobs.dtype)
+        for row, values in enumerate(rows):
+            found[row, : len(values)] = torch.tensor(values, dtype=found.dtype)
+        return to_device(found, self.logprobs.device)
+
     def importance(self, cap: float) -> Tensor:
         """(N, R) :func:`importance_weights` of the old policy to what tokens were drawn from."""
         assert self.logprobs is not None
-        drawn = torch.zeros(self.mask.shape, dtype=self.logprobs.dtype)
-        for row, response in enumerate(self.responses):
-            own = torch.tensor(response.sampler_logprobs, dtype=drawn.dtype)
-            drawn[row, : len(own)] = own
-        drawn = to_device(drawn, self.logprobs.device)
+        drawn = self.table(response.sampler_logprobs for response in self.responses)
         return importance_weights(self.logprobs, drawn, self.mask, cap=cap)
 
 

@@ -128,7 +128,9 @@ class Iterations:
             **update_metrics(results),
             **response_metrics(updater.experience, rewards, updater.targets),
             "score_clip_fraction": clip_fraction,
-            **importance_metrics(updater.experience, self.config.ppo.importance_cap),
+            **importance_metrics(
+                updater.importance, updater.experience.mask, self.config.ppo.importance_cap
+            ),
             "kl_coef": self.progress.kl_coef,
             "updates": len(results),
             **({} if resampled is None else resampled.metrics),

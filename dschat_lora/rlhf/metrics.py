@@ -182,20 +182,21 @@ def _equal_prompts(experience: Experience) -> dict[str, int]:
     return {"equal_prompts": len(equal_groups(experience.scores.tolist(), groups))}
 
 
-def importance_metrics(experience: Experience, cap: float) -> dict[str, float]:
-    """Mean weight of the tokens that count, and the share at the ``cap``; nothing where it is 0."""
-    if not cap:
+def importance_metrics(importance: Tensor | None, mask: Tensor, cap: float) -> dict[str, float]:
+    """Mean weight of the tokens that count, and the share at the ``cap``; nothing without weights.
+
+    ``importance`` and ``mask`` are (N, R).
+    """
+    if importance is None:
         return {}
-    weights = experience.importance(cap)[experience.mask].double()
+    weights = importance[mask].double()
     at_cap = (weights >= cap).double().mean()
     return {"importance_weight": float(weights.mean()), "importance_capped": float(at_cap)}
 
 
 def sampler_errors(experience: Experience) -> dict[str, float]:
     """|decode loop's minus old log-probabilities| over the tokens that count, in nats."""
-    table = torch.zeros(experience.mask.shape)
-    for row, response in enumerate(experience.responses):
-        table[row, : len(response.logprobs)] = torch.tensor(response.logprobs)
     assert experience.logprobs is not None
-    errors = (table - experience.logprobs.cpu()).abs()[experience.mask.cpu()]
+    table = experience.table(response.logprobs for response in experience.responses)
+    errors = (table - experience.logprobs).abs()[experience.mask]
     return {"sampler_error": float(errors.mean()), "sampler_error_max": float(errors.max())}

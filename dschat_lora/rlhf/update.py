@@ -124,7 +124,7 @@ class Updater:
             max_length=max_length,
             dtype=experience.scores.dtype,
         )
-        self._importance: Tensor | None = None  # (N, R) weights of tokens; None: all are 1
+        self.importance: Tensor | None = None  # (N, R) weights of tokens; None: all are 1
         self.experience = experience  # complete from the first step on
         self.targets: AdvantagesAndReturns | None = None  # None before the first step
 
@@ -206,7 +206,7 @@ class Updater:
         """Advantages, returns and importance weights of a complete experience."""
         self.targets = self._estimate_advantages(self.experience)
         if self._config.importance_cap:
-            self._importance = self.experience.importance(self._config.importance_cap)
+            self.importance = self.experience.importance(self._config.importance_cap)
 
     def _policy_loss(
         self, rows: Tensor, logprobs: Tensor, entropy: Tensor, sums: _Sums
@@ -230,8 +230,8 @@ class Updater:
         assert targets is not None
         # The losses are linear in the size of advantages: there stand the weights of tokens.
         advantages = targets.advantages[rows] * self._weights[rows]
-        if self._importance is not None:
-            advantages = advantages * self._importance[rows]
+        if self.importance is not None:
+            advantages = advantages * self.importance[rows]
         loss: Callable[..., PolicyLoss] = cispo_loss
         if config.rules.loss != "cispo":
             loss = gspo_loss if config.rules.loss == "gspo" else policy_loss

@@ -34,10 +34,10 @@ def test_importance_weights_are_told_of_the_tokens_that_count():
     scores = torch.tensor([1.0, 2.0, math.nan])
     experience = Experience(responses, mask, policy, scores, policy, None)
     # ratios 1/2, 1 and 4, the last one cut to 2
-    found = importance_metrics(experience, 2.0)
+    found = importance_metrics(experience.importance(2.0), experience.mask, 2.0)
     assert found["importance_weight"] == pytest.approx((0.5 + 1 + 2) / 3)
     assert found["importance_capped"] == pytest.approx(1 / 3)
-    assert importance_metrics(experience, 0.0) == {}
+    assert importance_metrics(None, experience.mask, 0.0) == {}
 
 
 def test_clipped_scores_are_told_whatever_the_penalty():
