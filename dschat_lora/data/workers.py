@@ -18,6 +18,8 @@ Task = TypeVar("Task")
 Result = TypeVar("Result")
 TASKS_PER_WORKER = 3  # that wait or are worked on, so that memory does not grow with their number
 
+GARBAGE_THRESHOLD = 100_000  # new objects of a worker between two searches for garbage
+
 
 def usable_cores() -> int:
     """Number of cores that this process may use."""
@@ -76,8 +78,10 @@ def _set_function(function: Callable[[Any], Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _worker["function"] = function
-    # What was imported is neither searched for garbage nor, by that, copied.
+    # What was imported is neither searched for garbage nor, by that, copied; the lists of a task's
+    # rows, of which none is garbage before its end, are seldom searched.
     gc.freeze()
+    gc.set_threshold(GARBAGE_THRESHOLD)
 
 
 def _end_with_parent() -> None:

@@ -15,8 +15,12 @@ class KVCache:
         capacity: (rows, columns) that a layer holds.
         copies: of each row while the prompts are read, 0 afterwards.
         rows, columns: in use.
+        is_compileable: that a mask may be left out where it hides nothing; models of transformers
+            5.0 ask for it.
         column: (1,) int64, where the token of a step goes, on the device; counted by its owner.
     """
+
+    is_compileable = False
 
     def __init__(self, capacity: tuple[int, int], column: Tensor) -> None:
         self.capacity, self.copies = capacity, 0
