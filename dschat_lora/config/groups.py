@@ -248,6 +248,11 @@ class ParallelConfig:
     offload: bool = option(
         False, help="keep optimizer state (and, at stage 3, weights) in host memory"
     )
+    offload_activations: bool = option(
+        False,
+        help="keep the inputs of recomputed blocks in pinned host memory until the backward pass "
+        "wants them; turns --gradient_checkpointing auto on",
+    )
     tensor_parallel_size: int = option(
         1,
         help="processes that hold one model between them, each a part of every layer; they see "
