@@ -52,9 +52,11 @@ def checkpoint_offloaded(
             "first; drop the option"
         )
 
+    # Not the tensor itself: autograd keeps both functions as long as what they return.
+    kind = hidden.shape, hidden.dtype
+
     def keep(tensor: Tensor) -> "Tensor | HostCopy":
-        is_hidden = tensor.shape == hidden.shape and tensor.dtype == hidden.dtype
-        return copies.keep(tensor) if is_hidden else tensor
+        return copies.keep(tensor) if (tensor.shape, tensor.dtype) == kind else tensor
 
     def take(kept: "Tensor | HostCopy") -> Tensor:
         return kept if isinstance(kept, Tensor) else copies.take(kept)
@@ -110,11 +112,11 @@ class HostCopies:
             return copy.host
         if copy.here is None:
             self._fetch(copy)
+        torch.cuda.current_stream().wait_event(copy.done)
+        here, copy.here = copy.here, None
         before = copy.before()
         if before is not None and before.here is None:
             self._fetch(before)
-        torch.cuda.current_stream().wait_event(copy.done)
-        here, copy.here = copy.here, None
         assert here is not None
         return here
 

@@ -65,11 +65,11 @@ def estimate_memory(
     ZeRO divides optimizer state (stage 1 on), gradients (2 on) and weights (3) by ``world_size``,
     the number of data-parallel processes. A micro-batch is ``rows`` of ``length`` positions. With
     ``gradient_checkpointing`` each block's input is kept, and one block's inside at a time; of
-    logits, one chunk. ``offload_activations`` leaves all but two of the inputs to the host. Of a tensor-parallel model the rank's part counts. ``offload`` leaves
-    optimizer state to the host, and at ZeRO 3 weights too. Where a step ``accumulates`` gradients
-    of several micro-batches, they lie beside the next one's activations; else those of 16-bit
-    weights come as activations go. ``reuse_distance`` and ``bucket_size`` are DeepSpeed's, in
-    elements.
+    logits, one chunk. ``offload_activations`` leaves all but two of the inputs to the host. Of a
+    tensor-parallel model the rank's part counts. ``offload`` leaves optimizer state to the host,
+    and at ZeRO 3 weights too. Where a step ``accumulates`` gradients of several micro-batches, they
+    lie beside the next one's activations; else those of 16-bit weights come as activations go.
+    ``reuse_distance`` and ``bucket_size`` are DeepSpeed's, in elements.
 
     Raises:
         ValueError: for a model that :func:`dschat_lora.perf.shape.describe` does not understand.

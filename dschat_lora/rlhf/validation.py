@@ -296,9 +296,7 @@ def with_recomputation(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
     """With blocks recomputed whose inputs are to be on the host."""
     roles = ("actor", "critic") if config.has_critic else ("actor",)
     names = {f"{role}_gradient_checkpointing": role for role in roles}
-    switches = {
-        name: getattr(config, role).gradient_checkpointing for name, role in names.items()
-    }
+    switches = {name: getattr(config, role).gradient_checkpointing for name, role in names.items()}
     changed = {
         names[name]: replace(getattr(config, names[name]), gradient_checkpointing=value)
         for name, value in recomputing(config.parallel, switches).items()

@@ -1,4 +1,4 @@
-"""Inputs of recomputed blocks in host memory: the same bits, copied once, and nothing else moved."""
+"""Inputs of recomputed blocks in host memory: the same bits, and nothing else moved."""
 
 import gc
 import weakref
@@ -112,6 +112,20 @@ def test_a_backward_pass_leaves_no_copy_behind_and_one_may_be_run_twice(kept):
     del loss
     gc.collect()
     assert all(copy() is None for copy, _ in kept)
+
+
+def test_inputs_are_let_go_as_soon_as_they_are_copied(kept):
+    """A block's input is referred to by nothing once the forward pass is over."""
+    model = tiny("opt")
+    offload_inputs(model)
+    inputs = []
+    for block in model.model.decoder.layers:
+        block.register_forward_pre_hook(lambda _, args: inputs.append(weakref.ref(args[0])))
+    ids = torch.arange(12).reshape(2, 6)
+    loss = model(input_ids=ids, labels=ids).loss
+    assert len(inputs) == len(kept) == LAYERS
+    assert [x() is None for x in inputs] == [True] * LAYERS
+    loss.backward()
 
 
 def test_nothing_is_copied_where_nothing_is_recomputed(kept):
