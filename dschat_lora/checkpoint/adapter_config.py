@@ -257,11 +257,12 @@ def _pattern(
     fields: Mapping[str, Any], path: Path, name: str, kind: type | tuple[type, ...]
 ) -> dict[str, Any]:
     """``fields[name]``: by patterns of module names, numbers above 0."""
-    pattern = _field(fields, path, name, dict, {})
+    pattern: dict[str, Any] = _field(fields, path, name, dict, {})
     for key, value in pattern.items():
-        if isinstance(value, bool) or not isinstance(value, kind) or not value > 0:
+        is_number = isinstance(value, kind) and not isinstance(value, bool)
+        if not is_number or not value > 0:
             raise ValueError(f"{path}: {name} of {key!r} must be a number > 0, got {value!r}")
-    return dict(pattern)
+    return pattern
 
 
 def _field(

@@ -28,9 +28,9 @@ def offload_inputs(model: nn.Module) -> None:
     copies = HostCopies()
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", False):
-            module._gradient_checkpointing_func = partial(  # type: ignore[assignment]
-                checkpoint_offloaded, copies, module._gradient_checkpointing_func
-            )
+            checkpoint: Any = module._gradient_checkpointing_func
+            around = partial(checkpoint_offloaded, copies, checkpoint)
+            module._gradient_checkpointing_func = around  # type: ignore[assignment]
 
 
 def checkpoint_offloaded(
@@ -79,7 +79,7 @@ class HostCopy:
         self.device = tensor.device
         self.here = tensor if on_gpu else None
         self.host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
-        self.done = torch.cuda.Event() if on_gpu else None
+        self.done = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
         self.before = (lambda: None) if before is None else weakref.ref(before)
 
 
@@ -128,7 +128,7 @@ class HostCopies:
     def _move(self, copy: HostCopy, target: Tensor, source: Tensor) -> None:
         """Queue a copy behind what is queued on the computing stream."""
         if self._stream is None:
-            self._stream = torch.cuda.Stream()
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         computing = torch.cuda.current_stream()
         self._stream.wait_stream(computing)
         assert copy.done is not None

@@ -190,7 +190,7 @@ def recomputing(parallel: ParallelConfig, switches: Mapping[str, Switch]) -> dic
     """
     if not parallel.offload_activations:
         return dict(switches)
-    found = {name: value if value != "auto" else True for name, value in switches.items()}
+    found: dict[str, Switch] = {n: True if v == "auto" else v for n, v in switches.items()}
     if not any(found.values()):
         typed = " ".join(f"--no-{name}" for name in switches)
         raise ValueError(

@@ -306,9 +306,9 @@ def with_deepspeed_json(config: ConfigT, inputs: SupervisedInputs) -> ConfigT:
 
 def with_recomputation(config: ConfigT, inputs: SupervisedInputs) -> ConfigT:
     """With blocks recomputed whose inputs are to be on the host."""
-    switches = {"gradient_checkpointing": config.model.gradient_checkpointing}
-    model = replace(config.model, **recomputing(config.parallel, switches))
-    return replace(config, model=model)
+    name = "gradient_checkpointing"
+    switch = recomputing(config.parallel, {name: config.model.gradient_checkpointing})[name]
+    return replace(config, model=replace(config.model, gradient_checkpointing=switch))
 
 
 def check_model_is_kept(config: SupervisedConfig, inputs: SupervisedInputs) -> None:
