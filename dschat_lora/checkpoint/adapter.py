@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, cast
 
@@ -11,7 +11,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from dschat_lora.checkpoint.adapter_checks import check_scaling, check_tensors, groups_of
+from dschat_lora.checkpoint.adapter_checks import (
+    check_scaling,
+    check_tensors,
+    groups_of,
+    lora_settings,
+)
 from dschat_lora.checkpoint.adapter_config import (
     CONFIG_FILE,
     WEIGHTS_FILE,
@@ -68,7 +73,7 @@ def write_adapter(
         OSError: if what was read back differs from what was written.
     """
     final = Path(directory)
-    check_tensors(tensors, config.lora_dim, where=str(final), groups=layout.groups)
+    check_tensors(tensors, config, where=str(final), groups=layout.groups)
     described = AdapterConfig(
         base_model_name_or_path=base_model_name_or_path,
         task_type=task_type,
@@ -84,6 +89,8 @@ def write_adapter(
         fan_in_fan_out=layout.fan_in_fan_out,
         enable_lora=tuple(part for part in PARTS if part in config.enable_lora),
         group_sizes=() if layout.groups is None else layout.groups.sizes,
+        rank_pattern={f"^{name}": rank for name, rank in config.ranks},
+        alpha_pattern={f"^{name}": alpha for name, alpha in config.alphas},
     )
     adapted = {name.rpartition(".")[0] for name in tensors if ".lora_" in name}
     stored = {}
@@ -128,15 +135,11 @@ def lora_config_of(directory: str | Path) -> LoraConfig:
     saved = {name.partition(".trained.")[0] for name in names if ".trained." in name}
     has_biases = any(name.endswith(".trained_bias") for name in names)
     bias = cast(Literal["none", "all", "lora_only"], config.bias if has_biases else "none")
-    return LoraConfig(
-        lora_dim=config.r,
-        lora_alpha=config.lora_alpha,
-        lora_dropout=config.lora_dropout,
-        use_rslora=config.use_rslora,
+    return replace(
+        lora_settings(config, names),
         target_modules=tuple(sorted(targets)),
         train_bias=bias,
         modules_to_save=tuple(sorted(saved)),
-        enable_lora=config.enable_lora,
     )
 
 
@@ -184,11 +187,7 @@ def check_fits(
         if tuple(tensor.shape) != shape and name not in new:
             raise ValueError(f"{where}: {name} is {tuple(tensor.shape)}, the model has {shape}")
     config = adapter.config
-    check_scaling(
-        model,
-        LoraConfig(lora_dim=config.r, lora_alpha=config.lora_alpha, use_rslora=config.use_rslora),
-        where=where,
-    )
+    check_scaling(model, lora_settings(config, adapter.tensors), where=where)
     for name, layer in lora_layers(model).items():
         if getattr(layer, "groups", None) != groups_of(config):
             raise ValueError(
@@ -228,7 +227,7 @@ def _load(directory: Path) -> Adapter:
                 tensors[name] = groups.compact(tensors[name])
             except ValueError as error:
                 raise ValueError(f"{path}: {name}: {error}") from None
-    check_tensors(tensors, config.r, where=str(path), groups=groups)
+    check_tensors(tensors, lora_settings(config, tensors), where=str(path), groups=groups)
     return Adapter(config, tensors, base_tensors)
 
 
@@ -236,7 +235,7 @@ def _load_checkpoint(directory: Path) -> Adapter:
     described = describe_checkpoint(directory)
     files = TensorFiles([directory / name for name in sorted(set(described.files.values()))])
     tensors = {name: files.read(f"{WEIGHT}{name}") for name in described.files}
-    check_tensors(tensors, described.config.r, where=str(directory))
+    check_tensors(tensors, lora_settings(described.config, tensors), where=str(directory))
     return Adapter(described.config, tensors, {})
 
 

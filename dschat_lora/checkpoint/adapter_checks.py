@@ -1,6 +1,7 @@
 """Checks of LoRA factors: shapes, rank, scaling and parts of packed layers."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +10,9 @@ from dschat_lora.checkpoint.adapter_config import AdapterConfig
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.groups import Groups, groups_of_parts
 from dschat_lora.lora.model import lora_layers, lora_scaling
+from dschat_lora.lora.targets import matching_key
+
+NumberT = TypeVar("NumberT", int, float)
 
 
 def groups_of(config: AdapterConfig) -> Groups | None:
@@ -21,29 +25,54 @@ def groups_of(config: AdapterConfig) -> Groups | None:
     return groups_of_parts(config.group_sizes, parts) if parts else None
 
 
+def lora_settings(config: AdapterConfig, names: Iterable[str]) -> LoraConfig:
+    """Rank and scale of the factors among ``names`` of parameters, of each module.
+
+    Raises:
+        ValueError: if a pattern of the adapter cannot be read.
+    """
+    modules = sorted({name.rpartition(".")[0] for name in names if ".lora_" in name})
+    return LoraConfig(
+        lora_dim=config.r,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.lora_dropout,
+        use_rslora=config.use_rslora,
+        enable_lora=config.enable_lora,
+        ranks=_own(config.rank_pattern, modules),
+        alphas=_own(config.alpha_pattern, modules),
+    )
+
+
+def _own(pattern: Mapping[str, NumberT], modules: Iterable[str]) -> tuple[tuple[str, NumberT], ...]:
+    """(module, its number) of those that the pattern says one for."""
+    found = ((name, matching_key(pattern, name)) for name in modules) if pattern else ()
+    return tuple((name, pattern[key]) for name, key in found if key is not None)
+
+
 def check_scaling(model: nn.Module, config: LoraConfig, *, where: str) -> None:
     """Refuse factors trained with ``config``, whose scaling differs from that of the layers.
 
     Raises:
         ValueError: naming ``where`` and the first layer that differs.
     """
-    scaling = lora_scaling(config)
     for name, layer in lora_layers(model).items():
+        own = config.of_module(name)
+        scaling = lora_scaling(own)
         if layer.scaling != scaling:
             raise ValueError(
-                f"{where} was trained with scaling {scaling:g} (lora_alpha {config.lora_alpha:g}, "
-                f"r {config.lora_dim}, use_rslora {config.use_rslora}); {name} has "
+                f"{where} was trained with scaling {scaling:g} (lora_alpha {own.lora_alpha:g}, "
+                f"r {own.lora_dim}, use_rslora {own.use_rslora}); {name} has "
                 f"{layer.scaling:g}"
             )
 
 
 def check_tensors(
-    tensors: Mapping[str, Tensor], r: int, *, where: str, groups: Groups | None = None
+    tensors: Mapping[str, Tensor], config: LoraConfig, *, where: str, groups: Groups | None = None
 ) -> None:
-    """Refuse factors that lack their partner, are not of rank ``r``, or are not finite.
+    """Refuse factors that lack their partner, are of another rank, or are not finite.
 
-    ``tensors`` are by the names of :func:`adapter_parameters`; A has ``r`` rows, for each enabled
-    part of packed layers, B as many columns.
+    ``tensors`` are by the names of :func:`adapter_parameters`; A has as many rows as ``config``
+    says of its module, for each enabled part of packed layers, B as many columns.
 
     Raises:
         ValueError: naming ``where``, the directory or file, and the tensor.
@@ -56,6 +85,7 @@ def check_tensors(
             partner = stem + ("B" if factor == "A" else "A")
             if partner not in tensors:
                 raise ValueError(f"{where}: {partner} is missing beside {name}")
+            r = config.of_module(name.rpartition(".")[0]).lora_dim
             rank = r * groups.count if groups is not None and factor == "A" else r
             wanted = f"({rank}, n)" if factor == "A" else f"(n, {rank})"
             rank_axis = 0 if factor == "A" else 1

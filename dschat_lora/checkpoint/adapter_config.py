@@ -5,7 +5,7 @@ import math
 import os
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,9 @@ class AdapterConfig:
     fan_in_fan_out: bool
     enable_lora: tuple[str, ...] = ()
     group_sizes: tuple[int, ...] = ()  # outputs of q, k and v in packed layers
+    # By regular expressions of names or their ends; the first that matches counts.
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)  # in place of r
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)  # in place of lora_alpha
 
 
 def is_adapter_directory(path: str | Path) -> bool:
@@ -68,8 +71,8 @@ def read_adapter_config(directory: str | Path) -> AdapterConfig:
     """The adapter's settings, checked.
 
     Raises:
-        ValueError: if the file is missing, damaged, or describes anything but LoRA factors of
-            one rank on an unchanged base; the message names file and field.
+        ValueError: if the file is missing, damaged, or describes anything but LoRA factors on an
+            unchanged base; the message names file and field.
     """
     path = Path(directory) / CONFIG_FILE
     try:
@@ -96,6 +99,8 @@ def read_adapter_config(directory: str | Path) -> AdapterConfig:
         target_modules=targets if isinstance(targets, str) else tuple(targets),
         modules_to_save=tuple(_field(fields, path, "modules_to_save", list, [])),
         fan_in_fan_out=_field(fields, path, "fan_in_fan_out", bool, False),
+        rank_pattern=_pattern(fields, path, "rank_pattern", int),
+        alpha_pattern=_pattern(fields, path, "alpha_pattern", (int, float)),
     )
     return _as_packed(described, Path(directory) / WEIGHTS_FILE)
 
@@ -136,7 +141,7 @@ def peft_fields(config: AdapterConfig) -> dict[str, Any]:
     """The JSON object that stock PEFT and the tools around it read."""
     alpha = config.lora_alpha * _packed_factor(config)
     return {
-        "alpha_pattern": {},
+        "alpha_pattern": dict(config.alpha_pattern),
         "auto_mapping": None,
         "base_model_name_or_path": config.base_model_name_or_path,
         "bias": config.bias,
@@ -151,7 +156,7 @@ def peft_fields(config: AdapterConfig) -> dict[str, Any]:
         "modules_to_save": list(config.modules_to_save) or None,
         "peft_type": "LORA",
         "r": config.r * max(1, len(config.enable_lora)),
-        "rank_pattern": {},
+        "rank_pattern": dict(config.rank_pattern),
         "revision": None,
         "target_modules": config.target_modules
         if isinstance(config.target_modules, str)
@@ -186,6 +191,11 @@ def _as_packed(config: AdapterConfig, weights: Path) -> AdapterConfig:
         sizes = tuple(int(size) for size in packed["group_sizes"])
     except (ValueError, TypeError, KeyError):
         raise ValueError(f"{weights} is damaged: it notes {note!r} of packed layers") from None
+    if config.rank_pattern or config.alpha_pattern:
+        raise ValueError(
+            f"{weights} holds factors for parts of packed layers, and {CONFIG_FILE} has a "
+            "rank_pattern or alpha_pattern, which mean whole layers"
+        )
     if not parts or config.r % len(parts):
         raise ValueError(
             f"{weights} holds factors for the parts {' '.join(parts)} of packed layers, which r "
@@ -239,8 +249,20 @@ def _check_plain_lora(fields: Mapping[str, Any], path: Path) -> None:
         if is_switch and name not in known:
             raise ValueError(
                 f"{path}: {name} {value!r} is not supported: every adapted layer must have plain "
-                "LoRA factors of one rank and scaling"
+                "LoRA factors"
             )
+
+
+def _pattern(
+    fields: Mapping[str, Any], path: Path, name: str, kind: type | tuple[type, ...]
+) -> dict[str, Any]:
+    """``fields[name]``: by patterns of module names, numbers above 0."""
+    pattern: dict[str, Any] = _field(fields, path, name, dict, {})
+    for key, value in pattern.items():
+        is_number = isinstance(value, kind) and not isinstance(value, bool)
+        if not is_number or not value > 0:
+            raise ValueError(f"{path}: {name} of {key!r} must be a number > 0, got {value!r}")
+    return pattern
 
 
 def _field(

@@ -9,6 +9,7 @@ from typing import Any
 from dschat_lora.checkpoint.adapter_config import AdapterConfig
 from dschat_lora.checkpoint.history import STATE_FILE
 from dschat_lora.checkpoint.manifest import read_manifest
+from dschat_lora.config.groups import OWN_SETTINGS
 
 #: prefix of trained parameters in a checkpoint, beside the moments of AdamW
 WEIGHT = "weight:"
@@ -53,6 +54,11 @@ def describe_checkpoint(directory: str | Path) -> CheckpointAdapter:
         if key.startswith(WEIGHT)
     }
     _check_adapter_alone(directory, options, prefix)
+    if OWN_SETTINGS in str(state["identity"].get("adapter")):
+        raise ValueError(
+            f"{directory} is a checkpoint with {OWN_SETTINGS} (rank_pattern, alpha_pattern), which "
+            "it does not list; let the run end, and take its adapter/"
+        )
     config = _config(options, prefix, where, task="SEQ_CLS" if stage == "reward" else "CAUSAL_LM")
     return CheckpointAdapter(
         config,

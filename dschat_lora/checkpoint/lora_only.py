@@ -20,7 +20,7 @@ from dschat_lora.checkpoint.adapter_checks import check_scaling
 from dschat_lora.checkpoint.manifest import safetensors_header
 from dschat_lora.checkpoint.staging import staged_file
 from dschat_lora.checkpoint.tensors import save_weights
-from dschat_lora.config.groups import LoraConfig
+from dschat_lora.config.groups import OWN_SETTINGS, LoraConfig
 from dschat_lora.lora.groups import PARTS, parts_of
 from dschat_lora.lora.layers import full_shape
 from dschat_lora.lora.model import adapter_parameters, lora_layers
@@ -79,6 +79,8 @@ def write_lora_only(
         for name, tensor in tensors.items()
     }
     rank_of(stored, path)
+    if config.alphas:
+        raise ValueError(f"{path} has one alpha, and the adapter has {OWN_SETTINGS}")
     parts = tuple(part for part in PARTS if part in config.enable_lora)
     settings = asdict(LoraSettings(config.lora_alpha, config.use_rslora, parts, base))
     with staged_file(path) as staging:

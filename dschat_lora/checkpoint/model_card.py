@@ -29,6 +29,7 @@ def model_card(
     settings = {
         "rank": config.r,
         "alpha": config.lora_alpha,
+        **_own_settings(config),
         "rsLoRA": config.use_rslora,
         "dropout": config.lora_dropout,
         "target modules": targets if isinstance(targets, str) else ", ".join(targets),
@@ -63,6 +64,16 @@ def model_card(
     for heading, rows in sections:
         lines += ["", f"## {heading}", "", *_table(rows)]
     return "\n".join(lines) + "\n"
+
+
+def _own_settings(config: AdapterConfig) -> dict[str, str]:
+    """Ranks and alphas that single modules have, by what ends a name."""
+    patterns = {"rank of": config.rank_pattern, "alpha of": config.alpha_pattern}
+    return {
+        f"{word} {key.removeprefix('^')}": f"{value:g}"
+        for word, pattern in patterns.items()
+        for key, value in pattern.items()
+    }
 
 
 def public_name(path: str) -> str:

@@ -28,7 +28,9 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
     ),
     EVALUATION: ("eval_interval",),
     LOGGING: ("report_to", "logging_steps"),
-    PROCESSES: ("dtype", "gradient_checkpointing", "zero_stage", "offload"),
+    PROCESSES: (
+        *("dtype", "gradient_checkpointing", "offload_activations", "zero_stage", "offload"),
+    ),
 }
 # Options without a section, which come last.
 OTHER = "options"

@@ -243,7 +243,14 @@ def default_zero(stage: int, offload: bool) -> dict[str, Any]:
     if offload and stage >= 1:
         section["offload_optimizer"] = {"device": "cpu"}
         if stage == 3:
-            section["offload_param"] = {"device": "cpu"}
+            # Of 30 million elements not one fc1 of OPT-6.7B, 67 million, would be fetched ahead;
+            # a block of a 13B or 14B model has up to 330 million.
+            section |= {
+                "stage3_max_live_parameters": 350_000_000,
+                "stage3_prefetch_bucket_size": 350_000_000,
+                "offload_optimizer": {"device": "cpu", "pin_memory": True},
+                "offload_param": {"device": "cpu", "pin_memory": True},
+            }
     return section
 
 

@@ -81,7 +81,9 @@ def apply_lora(model: nn.Module, config: LoraConfig, *, seed: int) -> list[str]:
     if config.only_optimize_lora:
         model.requires_grad_(False)
     for name in targets:
-        replace_part(model, name, _lora_layer(model.get_submodule(name), config, groups))
+        replace_part(
+            model, name, _lora_layer(model.get_submodule(name), config.of_module(name), groups)
+        )
     for name in saved:
         replace_part(model, name, TrainedModule(model.get_submodule(name)))
     if config.train_bias != "none":

@@ -11,15 +11,18 @@ from dschat_lora.lora.model import adapter_parameters
 
 # The upper end of what published recipes use to train every weight of a language model.
 FULL_FINE_TUNING_RATE = 5e-5
-MAX_MULTIPLIER = 10.0
+# "LoRA Without Regret" (Thinking Machines, 2025, thinkingmachines.ai/blog/lora): the best rate of
+# adapters is about 10 times that of all weights, in runs of about 100 steps up to 15 times, alike
+# for supervised and reinforcement learning, with alpha 32 as here.
+BEST_MULTIPLIER, MAX_MULTIPLIER = 10.0, 15.0
 
 
-def suggested_lora_rate(full_rate: float, multiplier: float = 2.5) -> float:
+def suggested_lora_rate(full_rate: float, multiplier: float = BEST_MULTIPLIER) -> float:
     """A learning rate for adapters: ``multiplier`` times a good one for training every weight.
 
-    Rule of thumb: adapters want a larger rate than full fine-tuning of the same model, since
-    only a low-rank change with B = 0 at the start is trained. Start at 2 to 3 times the full
-    rate and go up, to about 10 times, as long as the loss stays smooth.
+    Adapters want a larger rate than full fine-tuning of the same model, since only a low-rank
+    change with B = 0 at the start is trained. DeepSpeed-Chat's users were told to start at 2 to 3
+    times the full rate; measured since, about 10 times is best.
     """
     return full_rate * multiplier
 
@@ -38,21 +41,21 @@ def rate_warning(optim: OptimConfig, lora: LoraConfig) -> str | None:
     """What is doubtful about the adapters' rate, or None.
 
     Full fine-tuning is taken to use ``--learning_rate``, at most 5e-5. Below twice that,
-    adapters learn too little; above ten times, by multiplier, they tend to diverge.
+    adapters learn too little; above 15 times, by multiplier, none was found to do better.
     """
     if lora.lora_dim == 0:
         return None
     rate, full = adapter_learning_rate(optim), min(optim.learning_rate, FULL_FINE_TUNING_RATE)
     if rate < 2 * full:
         return (
-            f"adapters train at {rate:g}, a rate of full fine-tuning; they usually need 2 to 10 "
-            f"times as much: try --lora_learning_rate {suggested_lora_rate(full):g}"
+            f"adapters train at {rate:g}, a rate of full fine-tuning; about 10 times as much is "
+            f"best as a rule: try --lora_learning_rate {suggested_lora_rate(full):g}"
         )
     multiplier = optim.lora_lr_multiplier
     if multiplier is not None and multiplier > MAX_MULTIPLIER:
         return (
-            f"--lora_lr_multiplier {multiplier:g} is above {MAX_MULTIPLIER:g}, where training "
-            "often diverges; start at 2 to 3"
+            f"--lora_lr_multiplier {multiplier:g} is above {MAX_MULTIPLIER:g}, the most that was "
+            "found to help, in runs of about 100 steps; start at 10"
         )
     return None
 

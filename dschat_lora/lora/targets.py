@@ -167,6 +167,27 @@ def minimal_saved_endings(names: Collection[str], all_names: Iterable[str]) -> l
     return endings
 
 
+def matching_key(keys: Iterable[str], name: str) -> str | None:
+    """The first of PEFT's ``keys`` that module ``name`` has settings by, if there is one.
+
+    A key is a regular expression of a whole name, or of its end after a dot.
+
+    Raises:
+        ValueError: if one is no regular expression, or takes too long.
+    """
+    for key in keys:
+        try:
+            if regex.fullmatch(rf"(.*\.)?({key})", name, timeout=PATTERN_SECONDS):
+                return key
+        except regex.error as error:
+            raise ValueError(f"{key!r} is no regular expression: {error}") from None
+        except TimeoutError:
+            raise ValueError(
+                f"{key!r} takes more than {PATTERN_SECONDS:g} s to match a name"
+            ) from None
+    return None
+
+
 def is_inside(name: str, parents: Iterable[str], *, strictly: bool = False) -> bool:
     """Whether module ``name`` lies below one of ``parents``, or (unless strictly) is one."""
     return any(

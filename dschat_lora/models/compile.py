@@ -1,11 +1,11 @@
 """Blocks compiled by torch, for training and evaluation; decoding runs them as they are."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -68,7 +68,7 @@ def _dispatch(block: GradientCheckpointingLayer, *, recompute: bool) -> None:
         if any(isinstance(value, Cache) for value in (*args, *kwargs.values())):
             return block._call_impl(*args, **kwargs)
         if recompute and block.training:
-            return checkpoint(compiled, *args, use_reentrant=False, **kwargs)
+            return block._gradient_checkpointing_func(partial(compiled, **kwargs), *args)
         return compiled(*args, **kwargs)
 
     block._compiled_call_impl = call

@@ -23,7 +23,7 @@ _RANK = 16  # of the adapter advised instead of training every weight
 # Options that a run can be resumed with at another value.
 _RESUMABLE = {
     *("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing"),
-    *("zero_stage", "offload", "tensor_parallel_size"),
+    *("offload_activations", "zero_stage", "offload", "tensor_parallel_size"),
 }
 _PARTS = {"optimizer": "of optimizer state", "loss": "for the loss"}
 
@@ -32,7 +32,13 @@ class Estimator(Protocol):
     """:func:`dschat_lora.perf.memory.estimate_memory` with all but these arguments given."""
 
     def __call__(
-        self, *, rows: int, length: int, gradient_checkpointing: bool, zero_stage: int
+        self,
+        *,
+        rows: int,
+        length: int,
+        gradient_checkpointing: bool,
+        offload_activations: bool,
+        zero_stage: int,
     ) -> MemoryEstimate:
         """Bytes per device at these settings."""
 
@@ -44,6 +50,7 @@ class MemoryOptions:
     per_device_train_batch_size: int
     gradient_accumulation_steps: int
     gradient_checkpointing: bool
+    offload_activations: bool
     dtype: str
     zero_stage: int
     tensor_parallel_size: int
@@ -111,6 +118,7 @@ def _resident(estimate: Estimator, options: MemoryOptions, built: MemoryOptions)
         rows=options.per_device_train_batch_size,
         length=options.max_seq_len,
         gradient_checkpointing=options.gradient_checkpointing,
+        offload_activations=options.offload_activations,
         zero_stage=options.engine_stage,
     )
     if options.dtype != built.dtype:
@@ -139,7 +147,7 @@ def _remedies(now: MemoryOptions, groups: Sequence[int], *, rows_matter: bool) -
     adapter = {"only_optimize_lora": True} if now.lora_dim else {"lora_dim": _RANK}
     table: list[tuple[bool, str, Sequence[Change]]] = [
         (rows_matter, "compute fewer rows at once", _fewer_rows(now)),
-        (True, "recompute activations", [{"gradient_checkpointing": True}]),
+        (True, *_recomputing(now)),
         (now.dtype == "fp32", "compute in 16 bits", [{"dtype": "auto"}]),
         (now.world_size > 1, "share over the processes", _sharing(now)),
         (True, "divide the model", [{"tensor_parallel_size": size} for size in groups]),
@@ -158,6 +166,15 @@ def _remedies(now: MemoryOptions, groups: Sequence[int], *, rows_matter: bool) -
         if applies
     )
     return [remedy for remedy in remedies if remedy.changes]
+
+
+def _recomputing(now: MemoryOptions) -> tuple[str, list[Change]]:
+    """Recomputation from the inputs of blocks, which may wait in host memory."""
+    words = "recompute activations"
+    if now.gradient_checkpointing:
+        words = "keep inputs of blocks in host memory"
+    again: Change = {"gradient_checkpointing": True}
+    return words, [again, {**again, "offload_activations": True}]
 
 
 def _fewer_rows(now: MemoryOptions) -> list[Change]:

@@ -24,6 +24,7 @@ MAX_CHUNK_LOGITS = 2**25  # of the loss, on a GPU
 # Elements; stage3_max_reuse_distance and reduce_bucket_size of our defaults for DeepSpeed.
 REUSE_DISTANCE = 1_000_000_000
 BUCKET_SIZE = 50_000_000
+INPUTS_ON_DEVICE = 2  # of blocks, where the others are in host memory: in use, and on its way
 USABLE = 0.9  # of a device's memory; the rest is for temporaries and fragmentation
 
 
@@ -54,6 +55,7 @@ def estimate_memory(
     zero_stage: int,
     world_size: int,
     offload: bool = False,
+    offload_activations: bool = False,
     accumulates: bool = True,
     reuse_distance: int = REUSE_DISTANCE,
     bucket_size: int = BUCKET_SIZE,
@@ -63,11 +65,11 @@ def estimate_memory(
     ZeRO divides optimizer state (stage 1 on), gradients (2 on) and weights (3) by ``world_size``,
     the number of data-parallel processes. A micro-batch is ``rows`` of ``length`` positions. With
     ``gradient_checkpointing`` each block's input is kept, and one block's inside at a time; of
-    logits, one chunk. Of a tensor-parallel model the rank's part counts. ``offload`` leaves
-    optimizer state to the host, and at ZeRO 3 weights too. Where a step ``accumulates`` gradients
-    of several micro-batches, they lie beside the next one's activations; else those of 16-bit
-    weights come as activations go. ``reuse_distance`` and ``bucket_size`` are DeepSpeed's, in
-    elements.
+    logits, one chunk. ``offload_activations`` leaves all but two of the inputs to the host. Of a
+    tensor-parallel model the rank's part counts. ``offload`` leaves optimizer state to the host,
+    and at ZeRO 3 weights too. Where a step ``accumulates`` gradients of several micro-batches, they
+    lie beside the next one's activations; else those of 16-bit weights come as activations go.
+    ``reuse_distance`` and ``bucket_size`` are DeepSpeed's, in elements.
 
     Raises:
         ValueError: for a model that :func:`dschat_lora.perf.shape.describe` does not understand.
@@ -91,6 +93,7 @@ def estimate_memory(
         length=length,
         compute_dtype=compute_dtype,
         gradient_checkpointing=gradient_checkpointing,
+        offload_activations=offload_activations,
     )
     loss = _loss_bytes(shape, positions, width, _vocabulary_ranks(model))
     # DeepSpeed's step of 16-bit weights joins their gradients, and copies them in fp32.
@@ -150,21 +153,21 @@ def activation_bytes(
     length: int,
     compute_dtype: torch.dtype,
     gradient_checkpointing: bool,
+    offload_activations: bool = False,
 ) -> int:
     """Bytes per position kept between the forward and the backward pass, without the loss.
 
     ``model``, which ``shape`` describes, names norm and activation in its configuration. Unfused
     attention keeps ``length`` numbers per query and head. With ``gradient_checkpointing`` it is
-    the moment when one block is recomputed.
+    the moment when one block is recomputed, with ``offload_activations`` from its input on the
+    host.
     """
     width = compute_dtype.itemsize
     config: Any = model.config
     group = group_of(model)
     ranks = 1 if group is None else group.size
     per_feature = _norm_bytes(model, width)
-    # Between the layers of the blocks; ranks may share the tokens there.
-    shares_tokens = group is not None and group.sequence_parallel
-    stream = shape.hidden_size // (ranks if shares_tokens else 1)
+    stream = _stream_width(model, shape)
     norm = stream * per_feature
     heads = config.num_attention_heads // ranks
     activation = getattr(config, "hidden_act", getattr(config, "activation_function", ""))
@@ -177,8 +180,26 @@ def activation_bytes(
     outside = shape.hidden_size * per_feature + mask
     outside += sum(_input_bytes([x], x.in_features, width) for x in shape.outside)
     if gradient_checkpointing:
-        return outside + len(inside) * stream * width + max(inside)
+        inputs = min(len(inside), INPUTS_ON_DEVICE) if offload_activations else len(inside)
+        return outside + inputs * stream * width + max(inside)
     return outside + sum(inside)
+
+
+def offloaded_bytes(model: nn.Module, *, positions: int, compute_dtype: torch.dtype) -> int:
+    """Bytes of host memory that the inputs of all blocks take for so many positions.
+
+    torch sets pinned memory aside in powers of two.
+    """
+    shape = describe(model)
+    each = positions * _stream_width(model, shape) * compute_dtype.itemsize
+    return len(shape.blocks) * (1 << max(0, each - 1).bit_length())
+
+
+def _stream_width(model: nn.Module, shape: ModelShape) -> int:
+    """Features of a position between the layers of the blocks; ranks may share the tokens there."""
+    group = group_of(model)
+    shares = 1 if group is None or not group.sequence_parallel else group.size
+    return shape.hidden_size // shares
 
 
 def _vocabulary_ranks(model: Any) -> int:

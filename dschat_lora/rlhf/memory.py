@@ -15,7 +15,7 @@ from dschat_lora.lora.parallel import group_of
 from dschat_lora.perf.memory import USABLE, cached_token_bytes, parameter_bytes
 from dschat_lora.rlhf.config import RlhfConfig
 from dschat_lora.rlhf.roles import Roles
-from dschat_lora.runtime.memory import MemoryPlan, TrainedModel, plan_memory
+from dschat_lora.runtime.memory import MemoryPlan, TrainedModel, offloads_inputs, plan_memory
 
 
 def memory_plan(
@@ -36,6 +36,7 @@ def memory_plan(
                 length=config.data.max_seq_len,
                 recomputes=is_on(getattr(config, name).gradient_checkpointing),
                 tokens=config.batch.tokens_per_device,
+                offloads=offloads_inputs(config),
             )
             for name, each in roles.trained.items()
         ],

@@ -16,6 +16,7 @@ from dschat_lora.engine.distributed import data_rank, device
 from dschat_lora.models.build import recompute_blocks
 from dschat_lora.models.causal_lm import Tokenizer, load_tokenizer
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
+from dschat_lora.models.offload import offload_inputs
 from dschat_lora.rlhf.config import RlhfConfig
 from dschat_lora.rlhf.environment import load_environment
 from dschat_lora.rlhf.episodes import Episodes
@@ -251,6 +252,8 @@ def _resolve_recomputation(
         if getattr(config, role).gradient_checkpointing:
             with option_errors_for(role):
                 recompute_blocks(roles.trained[role].model)
+            if config.parallel.offload_activations:
+                offload_inputs(roles.trained[role].model)
     return config
 
 

@@ -26,6 +26,7 @@ from dschat_lora.runtime.checks import (
     check_source_is_kept,
     continued_lora,
     model_fields,
+    recomputing,
     resolve_stage,
     with_trackers,
 )
@@ -291,6 +292,18 @@ def check_zero_stages(config: RlhfConfig, inputs: RlhfInputs) -> None:
     check_compile(config.load, actor, critic)
 
 
+def with_recomputation(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
+    """With blocks recomputed whose inputs are to be on the host."""
+    roles = ("actor", "critic") if config.has_critic else ("actor",)
+    names = {f"{role}_gradient_checkpointing": role for role in roles}
+    switches = {name: getattr(config, role).gradient_checkpointing for name, role in names.items()}
+    changed = {
+        names[name]: replace(getattr(config, names[name]), gradient_checkpointing=value)
+        for name, value in recomputing(config.parallel, switches).items()
+    }
+    return replace(config, **changed)
+
+
 def check_sources_are_kept(config: RlhfConfig, inputs: RlhfInputs) -> None:
     """Refuse to overwrite a directory that a model comes from."""
     for role, source in inputs.sources.by_role.items():
@@ -315,6 +328,7 @@ RLHF_CHECKS: tuple[Check[RlhfConfig, RlhfInputs], ...] = (
     check_budget,
     check_attention,
     check_zero_stages,
+    with_recomputation,
     with_trackers,
     check_output_dir,
     check_sources_are_kept,

@@ -9,7 +9,7 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,13 @@ from typing import Any, TypeVar
 from dschat_lora.checkpoint.adapter_config import WEIGHTS_FILE, verify_adapter
 from dschat_lora.checkpoint.history import checkpoints_of, is_checkpoint
 from dschat_lora.checkpoint.manifest import safetensors_header
-from dschat_lora.config.groups import LoadConfig, LoraConfig, ParallelConfig, RunConfig
+from dschat_lora.config.groups import (
+    LoadConfig,
+    LoraConfig,
+    ParallelConfig,
+    RunConfig,
+    Switch,
+)
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.models.tensor_parallel_checks import check_divides, check_files
@@ -174,6 +180,24 @@ def check_divided(source: ModelSource, parallel: ParallelConfig) -> None:
     except ValueError as error:
         name = "the bundled tiny model" if source.bundled else f"--model_name_or_path {source.base}"
         raise ValueError(f"{name}: {error}") from error
+
+
+def recomputing(parallel: ParallelConfig, switches: Mapping[str, Switch]) -> dict[str, Switch]:
+    """Whether models recompute, by option: with ``--offload_activations`` auto is on.
+
+    Raises:
+        ValueError: if all are off, so that it finds no input to move.
+    """
+    if not parallel.offload_activations:
+        return dict(switches)
+    found: dict[str, Switch] = {n: True if v == "auto" else v for n, v in switches.items()}
+    if not any(found.values()):
+        typed = " ".join(f"--no-{name}" for name in switches)
+        raise ValueError(
+            "--offload_activations moves the inputs of blocks that are recomputed in the backward "
+            f"pass, and with {typed} none is; drop one of them"
+        )
+    return found
 
 
 def check_compile(load: LoadConfig, *zero_stages: int | None) -> None:

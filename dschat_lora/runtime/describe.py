@@ -140,6 +140,8 @@ def _settings(config: AdapterConfig) -> dict[str, Any]:
         "task": task.get(config.task_type or "", config.task_type),
         "rank": config.r,
         "alpha": config.lora_alpha,
+        **({"rank_pattern": dict(config.rank_pattern)} if config.rank_pattern else {}),
+        **({"alpha_pattern": dict(config.alpha_pattern)} if config.alpha_pattern else {}),
         "rslora": config.use_rslora,
         "layers": [targets]
         if isinstance(targets, str)

@@ -25,6 +25,7 @@ from dschat_lora.perf.memory import (
     USABLE,
     MemoryEstimate,
     estimate_memory,
+    offloaded_bytes,
     parameter_bytes,
     rows_of,
 )
@@ -47,9 +48,16 @@ class TrainedModel:
     recomputes: bool  # its blocks, in the backward pass
     tokens: int = 0  # of a micro-batch, which stand in for rows; 0: by rows
     sequences: int = 1  # of a row
+    offloads: bool = False  # the inputs of its blocks, where they are recomputed
 
     def estimate(
-        self, *, rows: int, length: int, gradient_checkpointing: bool, zero_stage: int
+        self,
+        *,
+        rows: int,
+        length: int,
+        gradient_checkpointing: bool,
+        offload_activations: bool,
+        zero_stage: int,
     ) -> MemoryEstimate:
         """Bytes per device at these settings; see :func:`estimate_memory`.
 
@@ -67,8 +75,20 @@ class TrainedModel:
             zero_stage=zero_stage,
             world_size=data_world_size(),
             offload=self.settings.offload,
+            offload_activations=offload_activations,
             accumulates=self.settings.accumulation_steps > 1 or rows < self.rows,
             **self.settings.gathering(zero_stage),
+        )
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that the inputs of its blocks take."""
+        if not (self.offloads and self.recomputes):
+            return 0
+        length = self.length * self.sequences
+        rows, length = rows_of(self.tokens, length) if self.tokens else (self.rows, length)
+        return offloaded_bytes(
+            self.model, positions=rows * length, compute_dtype=self.settings.torch_dtype
         )
 
 
@@ -82,6 +102,7 @@ class MemoryPlan:
     update: int  # activations and a chunk of logits, for full rows; what ZeRO 3 gathers
     cache: int  # keys and values of responses decoded at a time; at ZeRO 3 whole weights too
     keeps_cache: bool = False  # while weights are updated
+    host: int = 0  # inputs of recomputed blocks, which are on the host
 
     @property
     def peak(self) -> int:
@@ -103,7 +124,13 @@ class MemoryPlan:
             f"{self.weights / GIB:.3g}{shared}, gradients and optimizer "
             f"{self.training / GIB:.3g}, update {self.update / GIB:.3g}, keys and values while "
             f"decoding {self.cache / GIB:.3g}{', kept' if self.keeps_cache else ''}"
+            f"{self.host_words}"
         )
+
+    @property
+    def host_words(self) -> str:
+        """What else is in host memory, for the log; empty where nothing is."""
+        return f"; inputs of blocks {self.host / GIB:.3g} GiB in host memory" if self.host else ""
 
     def to_dict(self) -> dict[str, int]:
         """The plan as JSON."""
@@ -128,6 +155,7 @@ def plan_memory(
                 rows=each.rows,
                 length=each.length,
                 gradient_checkpointing=each.recomputes,
+                offload_activations=each.offloads,
                 zero_stage=each.settings.zero_stage,
             )
             for each in trained
@@ -150,6 +178,7 @@ def plan_memory(
         update=sum(e.activations + e.loss + e.update for e in estimates)
         + (max if first.shares_weights else sum)(e.gathered for e in estimates),
         cache=cache,
+        host=sum(each.host_bytes for each in trained),
     )
 
 
@@ -213,8 +242,15 @@ def estimate_memory_of(
     adapted: AdaptedModel, config: SupervisedConfig, settings: EngineSettings
 ) -> int | None:
     """Bytes one device is expected to need; None for architectures that are not understood."""
-    plan = plan_memory([_trained_model(adapted, config, settings)])
+    plan = memory_plan_of(adapted, config, settings)
     return None if plan is None else plan.peak
+
+
+def memory_plan_of(
+    adapted: AdaptedModel, config: SupervisedConfig, settings: EngineSettings
+) -> MemoryPlan | None:
+    """The plan of a supervised stage; None for architectures that are not understood."""
+    return plan_memory([_trained_model(adapted, config, settings)])
 
 
 def _trained_model(
@@ -232,7 +268,13 @@ def _trained_model(
         recomputes=is_on(config.model.gradient_checkpointing),
         tokens=tokens,
         sequences=config.max_row_tokens // config.data.max_seq_len,
+        offloads=offloads_inputs(config),
     )
+
+
+def offloads_inputs(config: StageConfig) -> bool:
+    """Whether inputs of recomputed blocks leave the device; on a CPU they only change places."""
+    return config.parallel.offload_activations and device().type == "cuda"
 
 
 def make_estimator(
@@ -278,6 +320,7 @@ def explaining_memory(
                 per_device_train_batch_size=now.rows,
                 gradient_accumulation_steps=config.batch.gradient_accumulation_steps,
                 gradient_checkpointing=now.recomputes,
+                offload_activations=now.offloads,
                 dtype=settings.dtype,
                 zero_stage=settings.zero_stage,
                 tensor_parallel_size=config.parallel.tensor_parallel_size,

@@ -182,6 +182,11 @@ def resolve_recomputation(
     on, words = settle_recomputation(run.config, switches, need, free=free)
     if words is not None:
         run.log.say(f"  note         {words}")
+    if run.config.parallel.offload_activations and device().type != "cuda":
+        run.log.say(
+            "  note         --offload_activations saves no memory on a CPU, where activations are "
+            "in host memory anyway"
+        )
     run.record.update(on)
     return with_options([option for option in on if on[option]])
 

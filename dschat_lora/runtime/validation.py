@@ -39,6 +39,7 @@ from dschat_lora.runtime.checks import (
     model_fields,
     model_name,
     parallel_without_effect,
+    recomputing,
     resolve_stage,
     task_of,
     with_trackers,
@@ -303,6 +304,13 @@ def with_deepspeed_json(config: ConfigT, inputs: SupervisedInputs) -> ConfigT:
     return replace(config, model=model, batch=batch, optim=optim, parallel=parallel)
 
 
+def with_recomputation(config: ConfigT, inputs: SupervisedInputs) -> ConfigT:
+    """With blocks recomputed whose inputs are to be on the host."""
+    name = "gradient_checkpointing"
+    switch = recomputing(config.parallel, {name: config.model.gradient_checkpointing})[name]
+    return replace(config, model=replace(config.model, gradient_checkpointing=switch))
+
+
 def check_model_is_kept(config: SupervisedConfig, inputs: SupervisedInputs) -> None:
     """Refuse to overwrite the directory that the model comes from."""
     check_source_is_kept(config.run, inputs.source)
@@ -356,6 +364,7 @@ SUPERVISED_CHECKS: tuple[Check[Any, SupervisedInputs], ...] = (
     check_budget,
     check_data,
     with_deepspeed_json,
+    with_recomputation,
     with_trackers,
     check_output_dir,
     check_model_is_kept,

@@ -20,10 +20,16 @@ from dschat_lora.models.build import (
 )
 from dschat_lora.models.causal_lm import Tokenizer, load_tokenizer
 from dschat_lora.models.compile import compile_blocks
+from dschat_lora.models.offload import offload_inputs
 from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.models.views import ModuleT
 from dschat_lora.runtime.consistency import check_same_models
-from dschat_lora.runtime.memory import estimate_memory_of, explaining_memory, free_memory
+from dschat_lora.runtime.memory import (
+    estimate_memory_of,
+    explaining_memory,
+    free_memory,
+    memory_plan_of,
+)
 from dschat_lora.runtime.run import Run
 from dschat_lora.runtime.setup import (
     builds_shapes_alone,
@@ -137,6 +143,8 @@ def _resolve_recomputation(
     )
     if config.model.gradient_checkpointing:
         recompute_blocks(adapted.model)
+        if config.parallel.offload_activations:
+            offload_inputs(adapted.model)
     return config
 
 
@@ -157,10 +165,11 @@ def _describe(
         note_all_weights(run, "lora_dim")
     if warning := rate_warning(config.optim, config.lora):
         run.log.say(f"  warning      {warning}")
-    memory = estimate_memory_of(adapted, config, settings)
-    if memory is not None:
+    plan = memory_plan_of(adapted, config, settings)
+    if plan is not None:
         run.log.say(
-            f"  memory       up to {memory / 2**30:.3g} GiB per device by estimate, for full rows"
+            f"  memory       up to {plan.peak / 2**30:.3g} GiB per device by estimate, for full "
+            f"rows{plan.host_words}"
         )
     parameters = {"total": total, "trainable": trained}
     record_models(run, settings, parameters=parameters, layers=adapted.targets)

@@ -257,8 +257,6 @@ def test_resized_embedding_in_a_peft_adapter_is_refused(tmp_path):
     ("options", "message"),
     [
         ({"use_dora": True}, "use_dora True is not supported"),
-        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern .* is not supported"),
-        ({"alpha_pattern": {"q_proj": 4}}, "alpha_pattern .* is not supported"),
         ({"lora_bias": True}, "lora_bias True is not supported"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' is not supported"),
         ({"trainable_token_indices": [1, 2]}, "trainable_token_indices"),

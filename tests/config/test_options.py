@@ -36,7 +36,8 @@ STEP1_FLAGS = """
     learning_rate lora_learning_rate lora_lr_multiplier loraplus_lr_ratio weight_decay adam_beta1
     adam_beta2 adam_epsilon max_grad_norm lr_scheduler_type num_warmup_steps num_train_epochs
     max_steps
-    zero_stage offload tensor_parallel_size sequence_parallel deepspeed_config deepspeed
+    zero_stage offload offload_activations tensor_parallel_size sequence_parallel
+    deepspeed_config deepspeed
     output_dir overwrite_output_dir seed logging_steps eval_interval eval_iters
     sample_generations merge_adapter merge_max_kl report_to enable_tensorboard tensorboard_path
     print_loss distributed_timeout dry_run verbose

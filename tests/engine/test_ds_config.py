@@ -289,8 +289,15 @@ def test_loss_scale_of_the_file_reaches_the_engine():
 
 def test_offload_puts_weights_on_the_host_at_stage_3_only():
     assert "offload_param" not in default_zero(2, offload=True)
-    assert default_zero(3, offload=True)["offload_param"] == {"device": "cpu"}
+    assert default_zero(3, offload=True)["offload_param"] == {"device": "cpu", "pin_memory": True}
     assert default_zero(0, offload=True) == {"stage": 0}
+
+
+def test_offloaded_weights_are_fetched_ahead_by_the_block():
+    """Of OPT-13B: q, k, v, o, and the MLP of four times the width."""
+    block = 4 * 5120**2 + 2 * 5120 * 4 * 5120
+    for name in ("stage3_max_live_parameters", "stage3_prefetch_bucket_size"):
+        assert default_zero(3, offload=True)[name] >= block
 
 
 def test_file_is_not_changed_by_use():

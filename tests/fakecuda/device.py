@@ -103,6 +103,8 @@ class Watch(TorchDispatchMode):
         tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
         if not any(isinstance(x, FakeTensor) or _is_cuda(x) for x in inputs):
             with unset_fake_temporarily():  # the host's own work is real
+                if kwargs.pop("pin_memory", False):
+                    return _pin(func(*args, **kwargs))
                 return func(*args, **kwargs)
         if name == "_local_scalar_dense":
             self.wait("item")

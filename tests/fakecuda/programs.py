@@ -22,6 +22,7 @@ from dschat_lora.generation.sampling import Sampling
 from dschat_lora.models.backbone import Backbone
 from dschat_lora.models.build import recompute_blocks
 from dschat_lora.models.compile import compile_blocks
+from dschat_lora.models.offload import offload_inputs
 from dschat_lora.perf.memory import estimate_memory
 from dschat_lora.supervised.loop import train_steps
 from dschat_lora.supervised.objectives import SUPERVISED
@@ -65,6 +66,7 @@ def train(
     sequence_parallel=False,
     accumulation=1,
     offload=False,
+    offload_activations=False,
     attention="sdpa",
     compiled=False,
 ):
@@ -87,6 +89,8 @@ def train(
         model = shapes.random_model(size, dtype=DTYPES[dtype], device=CUDA, group=group)
         if recompute:
             recompute_blocks(model)
+        if offload_activations:
+            offload_inputs(model)
         model.set_attn_implementation(attention)
         model.train()
         engine = make_engine(
@@ -112,6 +116,7 @@ def train(
             zero_stage=zero_stage,
             world_size=world_size // tensor_parallel,
             offload=offload,
+            offload_activations=offload_activations,
             accumulates=len(batches) > 1,
         )
         return noted(watch) | {"estimate": vars(estimate), "estimated": estimate.total}

@@ -20,7 +20,7 @@ STAGES = {
         *("--reward_function", "fakecuda.programs:no_reward"),
     ),
 }
-OFFLOAD = ("--offload", "--zero_stage", "3")
+OFFLOAD = ("--offload", "--zero_stage", "3", "--offload_activations")
 CASES = [(stage, card, ()) for card in ("h200", "t4") for stage in STAGES]
 CASES += [(stage, "h200", OFFLOAD) for stage in STAGES]
 CASES += [(stage, "h200", ("--compile",)) for stage in STAGES]

@@ -114,6 +114,20 @@ def test_offload_copies_gradients_and_updates_and_at_zero_3_weights(fake_device,
     }
 
 
+def test_block_inputs_on_the_host_leave_two_on_the_device_and_no_wait(fake_device):
+    """OPT-1.3B, 6 blocks, 4 x 512 positions: an input of 2,048 numbers takes 8 MiB in bf16."""
+    options = {"layers": 6, "rows": 4, "recompute": True}
+    kept = train(fake_device, "opt-1.3b", **options)
+    moved = train(fake_device, "opt-1.3b", offload_activations=True, **options)
+    check_estimate(moved)
+    each = 4 * 512 * 2048 * 2
+    assert kept["peak"] - moved["peak"] == pytest.approx((6 - 2) * each, abs=each / 2)
+    # The last two are still there when the backward pass begins.
+    assert moved["copied"]["cuda->cpu"] - kept["copied"].get("cuda->cpu", 0) == 6 * each
+    assert moved["copied"]["cpu->cuda"] - kept["copied"].get("cpu->cuda", 0) == (6 - 2) * each
+    assert waits_of(moved) == {"outcome": "item", "train_steps": "tolist"}
+
+
 @pytest.mark.skipif(not ALL, reason="40 s of CPU time; DSCHAT_LORA_TESTS=all runs it")
 def test_compiled_blocks_run_on_the_device_and_wait_for_nothing(fake_device):
     found = train(fake_device, "opt-1.3b", layers=2, rows=4, compiled=True)

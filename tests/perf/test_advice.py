@@ -16,6 +16,7 @@ SETTINGS = {
     "accumulation_steps": 2,
     "max_seq_len": 512,
     "gradient_checkpointing": False,
+    "offload_activations": False,
     "zero_stage": 0,
     "world_size": 1,
     "offload": False,
@@ -59,10 +60,15 @@ def estimate_of(case):
 
 
 def by_hand(*, weights=0, gradients=0, optimizer=0, per_row=0, loss=0, processes=1):
-    """GiB, shared by ``processes``; ``per_row`` of 512 positions, a tenth of it recomputed."""
+    """GiB, shared by ``processes``; ``per_row`` of 512 positions.
 
-    def estimate(*, rows, length, gradient_checkpointing, zero_stage):
-        activations = per_row * rows * length / 512 / (10 if gradient_checkpointing else 1)
+    A tenth of it where activations are recomputed, and a twentieth with inputs on the host.
+    """
+
+    def estimate(*, rows, length, gradient_checkpointing, offload_activations, zero_stage):
+        activations = per_row * rows * length / 512
+        if gradient_checkpointing:
+            activations /= 20 if offload_activations else 10
         shared = {
             "weights": weights / (processes if zero_stage == 3 else 1),
             "gradients": gradients / (processes if zero_stage >= 2 else 1),
@@ -120,6 +126,7 @@ def total_of(case):
         rows=case["micro_batch_size"],
         length=case["max_seq_len"],
         gradient_checkpointing=case["gradient_checkpointing"],
+        offload_activations=case["offload_activations"],
         zero_stage=max(case["zero_stage"], int(masters)),
     )
     if not case["offload"]:
@@ -281,6 +288,15 @@ def test_full_training_shares_gradients_and_optimizer_before_weights():
     assert suggestions(advice(estimate, 12.1, **case))[0] == {"zero_stage": "3"}
 
 
+def test_inputs_of_blocks_go_to_the_host_where_recomputing_is_not_enough():
+    """16 rows of 10 GiB: recomputed 16, from the host 8; 10.8 may be used."""
+    again = {"gradient_checkpointing": "", "offload_activations": ""}
+    case = {"accumulation_steps": 1}
+    assert again in suggestions(advice(by_hand(per_row=10), 12, **case))
+    text = advice(by_hand(per_row=10), 12, gradient_checkpointing=True, **case)
+    assert "keep inputs of blocks in host memory (--offload_activations)" in text
+
+
 def test_full_training_offloads_optimizer_state_or_trains_adapters():
     estimate = by_hand(weights=8, gradients=8, optimizer=16)
     case = {"trains_base": True, "dtype": "fp32"}
@@ -336,8 +352,8 @@ def test_what_cannot_fit_is_said():
     text = advice(by_hand(weights=9, per_row=10, loss=50), 24)
     assert text.endswith(
         "all that helps is not enough (--per_device_train_batch_size 1 "
-        "--gradient_accumulation_steps 32 --gradient_checkpointing --zero_stage 3 --offload: "
-        "the same batch of 32 rows a step, so the run can be resumed): "
+        "--gradient_accumulation_steps 32 --gradient_checkpointing --offload_activations "
+        "--zero_stage 3 --offload: the same batch of 32 rows a step, so the run can be resumed): "
         "take a larger device or a smaller model"
     )
 

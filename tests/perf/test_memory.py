@@ -2,7 +2,7 @@ import pytest
 import torch
 from perf_models import FAMILIES, QUERY_VALUE, VOCAB, add_lora, checkpoint, llama, opt, project_lora
 
-from dschat_lora.perf.memory import activation_bytes, estimate_memory
+from dschat_lora.perf.memory import activation_bytes, estimate_memory, offloaded_bytes
 from dschat_lora.perf.shape import describe
 
 ROWS, LENGTH = 4, 48
@@ -80,6 +80,21 @@ def test_checkpointing_keeps_block_inputs_and_the_inside_of_one_block(family):
     measured = kept_bytes(checkpoint(eight)) + inside_of_one
     estimated = estimate(eight, gradient_checkpointing=True).activations
     assert estimated == pytest.approx(measured, rel=0.1)
+
+
+def test_inputs_on_the_host_leave_two_on_the_device():
+    """8 blocks of 32 fp32 numbers a position; pinned memory comes in powers of two."""
+    eight = build("opt", "full", torch.float32, attn="sdpa", num_hidden_layers=8)
+    kept, moved = (
+        estimate(eight, gradient_checkpointing=True, offload_activations=on).activations
+        for on in (False, True)
+    )
+    positions = ROWS * LENGTH
+    assert kept - moved == 6 * positions * 32 * 4
+    found = [offloaded_bytes(eight, positions=n, compute_dtype=torch.float32) for n in (8, 9, 16)]
+    assert found == [8 * 1024, 8 * 2048, 8 * 2048]
+    plain = (estimate(eight, offload_activations=on) for on in (False, True))
+    assert next(plain) == next(plain)
 
 
 def test_fused_qkv_that_is_rotated_is_at_most_15_percent_low():

@@ -161,7 +161,7 @@ def test_the_memory_estimate_is_that_of_the_budget(monkeypatch):
         torch_dtype=None, offload=False, accumulation_steps=1, gathering=lambda _: said
     )
     adapted = SimpleNamespace(model=None)
-    stored = {"gradient_checkpointing": False, "zero_stage": 0}
+    stored = {"gradient_checkpointing": False, "offload_activations": False, "zero_stage": 0}
     memory.make_estimator(adapted, config, settings)(rows=1, length=512, **stored)
     assert (asked[0]["rows"], asked[0]["length"]) == (3, 433)
     assert said.items() <= asked[0].items()

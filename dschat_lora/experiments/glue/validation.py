@@ -127,6 +127,11 @@ def with_adapter_settings(config: GlueConfig, source: ModelSource) -> GlueConfig
     if not Path(config.lora_path).is_dir():
         return config
     adapter = read_adapter_config(config.lora_path)
+    if adapter.rank_pattern or adapter.alpha_pattern:
+        raise ValueError(
+            f"--lora_path {config.lora_path} has a rank_pattern or alpha_pattern, and here all "
+            "layers have one rank and alpha"
+        )
     found: dict[str, Any] = {"lora_r": adapter.r, "lora_alpha": adapter.lora_alpha}
     return replace(config, **{n: v for n, v in found.items() if n not in config.given})
 

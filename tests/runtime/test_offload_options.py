@@ -1,0 +1,39 @@
+"""--offload_activations beside the options that decide whether blocks are recomputed."""
+
+import pytest
+
+from dschat_lora.config.options import parse_config
+from dschat_lora.config.stages import DpoStageConfig
+from dschat_lora.rlhf.config import RlhfConfig
+from dschat_lora.rlhf.validation import with_recomputation as of_roles
+from dschat_lora.runtime.validation import with_recomputation as of_one
+
+ACTOR, CRITIC = "actor_gradient_checkpointing", "critic_gradient_checkpointing"
+
+
+def one(line):
+    return of_one(parse_config(DpoStageConfig, line.split()), None).model.gradient_checkpointing
+
+
+def roles(line):
+    config = of_roles(parse_config(RlhfConfig, line.split()), None)
+    return config.actor.gradient_checkpointing, config.critic.gradient_checkpointing
+
+
+def test_auto_is_on_where_inputs_are_to_be_on_the_host_and_stays_auto_otherwise():
+    assert one("--offload_activations") is True
+    assert one("") == "auto"
+    assert one("--no-gradient_checkpointing") is False
+    assert roles("--offload_activations") == (True, True)
+    assert roles("") == ("auto", "auto")
+    assert roles(f"--offload_activations --no-{CRITIC}") == (True, False)
+    assert roles(f"--offload_activations --no-{ACTOR}") == (False, True)
+
+
+def test_a_run_without_recomputed_blocks_is_refused():
+    with pytest.raises(ValueError, match="--offload_activations .*--no-gradient_checkpointing"):
+        one("--offload_activations --no-gradient_checkpointing")
+    with pytest.raises(ValueError, match=f"--no-{ACTOR} --no-{CRITIC} none is; drop one"):
+        roles(f"--offload_activations --no-{ACTOR} --no-{CRITIC}")
+    with pytest.raises(ValueError, match=f"with --no-{ACTOR} none is"):
+        roles(f"--offload_activations --algorithm rloo --num_generations 2 --no-{ACTOR}")
