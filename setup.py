@@ -22,6 +22,7 @@ DOCS = [
     "mkdocs-material>=9.6,<10",
     "mkdocstrings>=0.30,<2",
     "mkdocstrings-python>=1.16,<3",
+    "ruff>=0.8,<1",
     "matplotlib>=3.9,<4",
 ]
 # What the benchmark compares with.

@@ -31,6 +31,8 @@ ROOMS = {
     "rlhf": "step 3: roles, rollouts, experience, updates",
     "supervised": "steps 1 and 2: objectives, training loop, evaluation",
 }
+# Material's offline plugin takes this from a server; assets/search_worker.js does the same.
+SHIM = "https://unpkg.com/iframe-worker/shim"
 _LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)]*)?\)")
 
 
@@ -46,7 +48,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         text = (ROOT / source).read_text(encoding="utf-8")
         files.append(File.generated(config, page, content=text))
     for room, about in ROOMS.items():
-        text = f"# dschat_lora.{room}\n\n{about[0].upper()}{about[1:]}.\n"
+        # Search finds guides before functions.
+        text = "---\nsearch:\n  boost: 0.2\n---\n"
+        text += f"# dschat_lora.{room}\n\n{about[0].upper()}{about[1:]}.\n"
         text += "".join(f"\n::: {name}\n" for name in modules_of(room))
         files.append(File.generated(config, f"api/{room}.md", content=text))
     return files
@@ -68,3 +72,19 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"{head}{relpath(inside, dirname(uri) or '.')}{anchor})"
 
     return _LINK.sub(moved, markdown)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Mark names of options, which are not to be broken after their hyphens."""
+    return re.sub(r"<code>(?=--\w+( [\w.]+)?</code>)", '<code class="option">', html)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Let a page ask no server for anything."""
+    local = relpath("assets/search_worker.js", dirname(page.url) or ".")
+    return output.replace(SHIM, local)
+
+
+def on_post_template(output: str, template_name: str, config: MkDocsConfig) -> str:
+    """The same for the page that says that there is none."""
+    return output.replace(SHIM, "/assets/search_worker.js")
