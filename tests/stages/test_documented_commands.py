@@ -4,6 +4,7 @@ Hub models give way to the bundled one, and trainings are cut to two steps. The 
 what others' programs do is left out. With ``DSCHAT_LORA_TESTS=all`` every other document follows.
 """
 
+import json
 import re
 import shlex
 import shutil
@@ -11,6 +12,7 @@ import subprocess
 
 import pytest
 
+from dschat_lora.assets import BUNDLED_DATA
 from helpers.launcher import ROOT
 from helpers.spread import ALL
 
@@ -102,11 +104,15 @@ def test_commands_of_the_quick_start_run_one_after_another(readme, launcher, tmp
         run(launcher, tmp_path, *words, *(["--port", "0"] if words[0] == "serve" else []))
 
 
-# Commands that name what no test has: other data, checkpoints and programs.
+# Commands that name what no test has: other data, longer models, checkpoints and programs.
 ELSEWHERE = re.compile(
-    r"\.\.\.|\b[A-Z]{3,}\b|hostfile|--num_gpus|--include|llama_cpp|extract|glue|nlg|demo|opt-350m|llama-2|"
-    r"org/|me/|[a-zA-Z-]+/[A-Z]|accept|output/rules"
+    r"\.\.\.|\b[A-Z]{3,}\b|hostfile|--num_gpus|--include|llama_cpp|extract|accept|glue|nlg|demo|opt-|"
+    r"llama-|[\w-]+/[A-Z]|[\w-]+-[\w-]+/|[A-Z]\w+/|org/|me/|output/rules|output/mine --resume|"
+    r"_len 2048|step-0|judge:|my_"
 )
+# What documents call files of rows, as the README's or as pairs.
+ROWS = ("data.jsonl", "held_out.jsonl", "prompts.jsonl", "answers.jsonl", "questions.jsonl")
+PAIRS = ("pairs.jsonl", "output/sft/votes.jsonl")
 TUTORIALS = ("grpo_with_a_python_reward.md", "rl_with_tools.md", "quick_start.md")
 
 
@@ -119,7 +125,16 @@ def test_commands_of_a_document_run(document, readme, launcher, tmp_path):
     """Stages as far as ``--dry_run`` goes; what needs other files than those here is left out."""
     home, _ = readme
     shutil.copytree(home / "output", tmp_path / "output")
+    for name in ("mine.jsonl", *ROWS):
+        shutil.copy(home / "mine.jsonl", tmp_path / name)
+    for name in PAIRS:
+        pairs = BUNDLED_DATA["eval"].read_text(encoding="utf-8").splitlines(keepends=True)
+        (tmp_path / name).write_text("".join(pairs[:8]), encoding="utf-8")
+    labelled = [{"prompt": f"{n}?", "completion": " 5.", "label": n % 2} for n in range(8)]
+    rows = "".join(json.dumps(row) + "\n" for row in labelled)
+    (tmp_path / "labelled.jsonl").write_text(rows, encoding="utf-8")
     write_files(f"docs/{document}", tmp_path)
+    more = dict.fromkeys(SHORTENED, "--dry_run") | {"merge": "--overwrite_output_dir"}
     for words in commands(f"docs/{document}"):
         if not ELSEWHERE.search(" ".join(words)):
-            run(launcher, tmp_path, *words, *(["--dry_run"] if words[0] in SHORTENED else []))
+            run(launcher, tmp_path, *words, *more.get(words[0], "").split())
