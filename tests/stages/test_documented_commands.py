@@ -4,7 +4,6 @@ Hub models give way to the bundled one, and trainings are cut to two steps. The 
 what others' programs do is left out. With ``DSCHAT_LORA_TESTS=all`` every other document follows.
 """
 
-import json
 import re
 import shlex
 import shutil
@@ -108,7 +107,7 @@ def test_commands_of_the_quick_start_run_one_after_another(readme, launcher, tmp
 ELSEWHERE = re.compile(
     r"\.\.\.|\b[A-Z]{3,}\b|hostfile|--num_gpus|--include|llama_cpp|extract|accept|glue|nlg|demo|opt-|"
     r"llama-|[\w-]+/[A-Z]|[\w-]+-[\w-]+/|[A-Z]\w+/|org/|me/|output/rules|output/mine --resume|"
-    r"_len 2048|step-0|judge:|my_"
+    r"_len 2048|step-0|judge:|my_|labelled"
 )
 # What documents call files of rows, as the README's or as pairs.
 ROWS = ("data.jsonl", "held_out.jsonl", "prompts.jsonl", "answers.jsonl", "questions.jsonl")
@@ -130,9 +129,6 @@ def test_commands_of_a_document_run(document, readme, launcher, tmp_path):
     for name in PAIRS:
         pairs = BUNDLED_DATA["eval"].read_text(encoding="utf-8").splitlines(keepends=True)
         (tmp_path / name).write_text("".join(pairs[:8]), encoding="utf-8")
-    labelled = [{"prompt": f"{n}?", "completion": " 5.", "label": n % 2} for n in range(8)]
-    rows = "".join(json.dumps(row) + "\n" for row in labelled)
-    (tmp_path / "labelled.jsonl").write_text(rows, encoding="utf-8")
     write_files(f"docs/{document}", tmp_path)
     more = dict.fromkeys(SHORTENED, "--dry_run") | {"merge": "--overwrite_output_dir"}
     for words in commands(f"docs/{document}"):
