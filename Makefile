@@ -2,13 +2,14 @@
 # once installed, both on CPU or the GPU they find. make test-all: everything that make test takes a
 # spread of. make bench: fine-tuning against other ways to do so, on the CPU, in ten minutes at most;
 # make bench-gpu: everything that has to be seen on a GPU.
+# make docs: the site of the documentation in site/, by an environment of its own.
 VENV ?= .venv
 PYTHON ?= python3
 PIP = $(VENV)/bin/python -m pip install --quiet --constraint constraints.txt
 SOURCES = setup.py constraints.txt
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: demo test test-all lint format bench bench-gpu clean
+.PHONY: demo test test-all lint format docs bench bench-gpu clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.run
@@ -30,6 +31,9 @@ lint: $(VENV)/.dev
 format: $(VENV)/.dev
 	ruff check --fix .
 	ruff format .
+
+docs: $(VENV)-docs/.docs
+	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict --quiet
 
 bench: $(VENV)/.bench
 	PYTHON=python BENCH_SFT=1 CUDA_VISIBLE_DEVICES= bash benchmarks/gpu.sh sft
@@ -53,9 +57,15 @@ $(VENV)/.test: $(VENV)/.run
 	$(PIP) --editable '.[test]'
 	touch $@
 
+$(VENV)-docs/.docs: $(SOURCES)
+	$(PYTHON) -m venv $(VENV)-docs
+	$(PYTHON) scripts/extra_requirements.py docs > $(VENV)-docs/requirements.txt
+	$(VENV)-docs/bin/python -m pip install --quiet --constraint constraints.txt --requirement $(VENV)-docs/requirements.txt
+	touch $@
+
 $(VENV)/.dev: $(VENV)/.run
 	$(PIP) --editable '.[dev]'
 	touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-docs site build *.egg-info .pytest_cache .mypy_cache .ruff_cache

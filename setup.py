@@ -16,6 +16,15 @@ NLG = ["nltk>=3.9,<4", "sacrebleu>=2.4,<3"]
 METEOR = ["pycocoevalcap>=1.2,<2"]
 # dschat-lora serve.
 SERVE = ["starlette>=1,<2", "uvicorn>=0.35,<1"]
+# The documentation, which needs nothing of the package itself (make docs), and its pictures.
+DOCS = [
+    "mkdocs>=1.6,<2",
+    "mkdocs-material>=9.6,<10",
+    "mkdocstrings>=0.30,<2",
+    "mkdocstrings-python>=1.16,<3",
+    "ruff>=0.8,<1",
+    "matplotlib>=3.9,<4",
+]
 # What the benchmark compares with.
 BENCH = ["peft>=0.18,<1", "trl>=1.16,<2"]
 TEST = [
@@ -33,7 +42,7 @@ TEST = [
 
 setup(
     name="dschat_lora",
-    version="0.1.0",
+    version="0.2.0",
     description="LoRA RLHF on DeepSpeed: supervised fine-tuning, reward model or DPO, PPO",
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
@@ -64,6 +73,7 @@ setup(
     ],
     extras_require={
         "bench": BENCH,
+        "docs": DOCS,
         "glue": GLUE,
         "meteor": METEOR,
         "nlg": NLG,

@@ -1,3 +1,3 @@
 """LoRA RLHF on DeepSpeed: supervised fine-tuning, reward model or DPO, PPO."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

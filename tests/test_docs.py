@@ -6,11 +6,27 @@ from pathlib import Path
 
 import pytest
 
-from dschat_lora.config.options import chosen_verb, parse_config
-from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, SupervisedConfig
+from dschat_lora import __main__ as command
+from dschat_lora.config.options import chosen_verb, option_names, parse_config
+from dschat_lora.config.stages import (
+    AuditConfig,
+    DpoStageConfig,
+    RewardStageConfig,
+    ScoreConfig,
+    SupervisedConfig,
+)
+from dschat_lora.config.verbs import (
+    EvalConfig,
+    ExportConfig,
+    GenerateConfig,
+    InspectConfig,
+    MergeConfig,
+    PushConfig,
+)
 from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.experiments.nlg.config import DecodeConfig, EvaluateConfig, NlgConfig
 from dschat_lora.rlhf.config import RlhfConfig
+from dschat_lora.serving.config import ChatConfig, ServeConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 # Configuration class of each stage script, by its verb.
@@ -76,3 +92,42 @@ def test_quoted_files_of_the_checkout_exist(name):
         elif quoted.endswith(".py") and "/" not in quoted and quoted != "__init__.py":
             gone += [f"{folder.name}/{quoted}"] * (not (folder / quoted).exists())
     assert not gone
+
+
+VERBS = {
+    **{verb: STAGES[stage][""] for verb, stage in (
+        ("sft", "step1_sft"), ("reward", "step2_reward"), ("dpo", "step2_dpo"),
+        ("rlhf", "step3_rlhf"), ("glue", "nlu_glue"),
+    )},
+    "audit": AuditConfig, "merge": MergeConfig, "generate": GenerateConfig, "eval": EvalConfig,
+    "score": ScoreConfig, "push": PushConfig, "export": ExportConfig, "inspect": InspectConfig,
+    "chat": ChatConfig, "serve": ServeConfig,
+}  # fmt: skip
+# Options of verbs that take their arguments apart themselves, and those of launchers.
+OWN = {
+    "rollouts": {"best", "worst", "prompt", "contains", "changed", "limit", "json"},
+    "pipeline": {"dry_run"},
+    "extract": {"base", "lora_alpha", "enable_lora", "output_dir"},
+}
+LAUNCHER = {"num_gpus", "include", "hostfile", "master_port", "config", "help"}
+
+
+def verb_commands():
+    """(verb, arguments) of each ``dschat-lora`` command, in lines of their own or quoted."""
+    found = {}
+    for path in documents():
+        text = path.read_text(encoding="utf-8").replace("\\\n", " ")
+        for line in text.splitlines():
+            for quoted in [line.strip(), *re.findall(r"`([^`]+)`", line)]:
+                match = re.match(r"(?:\$ )?dschat-lora ([a-z]+)( .*)?$", quoted)
+                if match:
+                    found.setdefault(quoted, pytest.param(*match.groups(""), id=quoted[:70]))
+    return found.values()
+
+
+@pytest.mark.parametrize(("verb", "arguments"), verb_commands())
+def test_options_of_a_quoted_verb_exist(verb, arguments):
+    assert verb in command.VERBS
+    known = set(option_names(VERBS[verb])) if verb in VERBS else OWN.get(verb, set())
+    for name in re.findall(r"(?<!\S)--(\w+)", arguments.split(" #")[0]):
+        assert name in known | LAUNCHER, f"dschat-lora {verb} has no --{name}"

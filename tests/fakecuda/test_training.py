@@ -52,7 +52,7 @@ def test_a_step_reads_its_loss_and_norm_and_waits_for_nothing_else(
         check_estimate(found)
 
 
-# README's table, and what it says of eight GPUs.
+# The table of docs/settings_and_memory.md, and what it says of eight GPUs.
 ROWS = [
     (shape, rank, recompute)
     for shape in ("opt-1.3b", "opt-6.7b", "llama-2-7b")
@@ -62,7 +62,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("shape", "rank", "recompute"), ROWS if ALL else [ROWS[0], ROWS[9]])
-def test_memory_is_what_the_readme_says(fake_device, shape, rank, recompute):
+def test_memory_is_what_the_document_says(fake_device, shape, rank, recompute):
     check_estimate(train(fake_device, shape, layers=LAYERS, lora_dim=rank, recompute=recompute))
 
 

@@ -1,0 +1,90 @@
+"""Hooks of mkdocs.yml: documents from outside of docs/, and pages of the API from docstrings."""
+
+import re
+from pathlib import Path
+from posixpath import dirname, join, normpath, relpath
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[1]
+# Pages of the site by their file in the checkout.
+OUTSIDE = {
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+    "benchmarks/README.md": "benchmarks.md",
+    "configs/ds/README.md": "configs_ds.md",
+    "dschat_lora/assets/README.md": "bundled_assets.md",
+}
+# Rooms whose functions a program may want to call, and what each is about.
+ROOMS = {
+    "algos": "losses, advantages and metrics: pure functions of tensors",
+    "lora": "LoRA layers, which layers to adapt, merging",
+    "data": "rows, tokens, packing and loading",
+    "models": "transformers models with adapters, packed attention, heads",
+    "generation": "decoding: sampling, beam search, KV cache",
+    "checkpoint": "adapters, checkpoints and merged models on disk",
+    "engine": "DeepSpeed engines, their state, and processes",
+    "perf": "FLOPs, peaks and memory",
+    "rlhf": "step 3: roles, rollouts, experience, updates",
+    "supervised": "steps 1 and 2: objectives, training loop, evaluation",
+}
+# Material's offline plugin takes this from a server; assets/search_worker.js does the same.
+SHIM = "https://unpkg.com/iframe-worker/shim"
+_LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)]*)?\)")
+
+
+def modules_of(room: str) -> list[str]:
+    """Dotted names of a room's modules."""
+    files = sorted((ROOT / "dschat_lora" / room).glob("[!_]*.py"))
+    return [f"dschat_lora.{room}.{path.stem}" for path in files]
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the documents from outside and a page for each room."""
+    for source, page in OUTSIDE.items():
+        text = (ROOT / source).read_text(encoding="utf-8")
+        files.append(File.generated(config, page, content=text))
+    for room, about in ROOMS.items():
+        # Search finds guides before functions.
+        text = "---\nsearch:\n  boost: 0.2\n---\n"
+        text += f"# dschat_lora.{room}\n\n{about[0].upper()}{about[1:]}.\n"
+        text += "".join(f"\n::: {name}\n" for name in modules_of(room))
+        files.append(File.generated(config, f"api/{room}.md", content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Let links between documents of the checkout lead to their pages."""
+    uri = page.file.src_uri
+    source = next((key for key, value in OUTSIDE.items() if value == uri), join("docs", uri))
+
+    def moved(match: re.Match[str]) -> str:
+        head, path, anchor = match[1], match[2], match[3] or ""
+        if ":" in path:
+            return match[0]
+        target = normpath(join(dirname(source), path))
+        inside = OUTSIDE.get(target) or target.removeprefix("docs/")
+        if target == inside and not target.startswith("docs/"):
+            return match[0]
+        return f"{head}{relpath(inside, dirname(uri) or '.')}{anchor})"
+
+    return _LINK.sub(moved, markdown)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Mark names of options, which are not to be broken after their hyphens."""
+    return re.sub(r"<code>(?=--\w+( [\w.]+)?</code>)", '<code class="option">', html)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Let a page ask no server for anything."""
+    local = relpath("assets/search_worker.js", dirname(page.url) or ".")
+    return output.replace(SHIM, local)
+
+
+def on_post_template(output: str, template_name: str, config: MkDocsConfig) -> str:
+    """The same for the page that says that there is none."""
+    return output.replace(SHIM, "/assets/search_worker.js")

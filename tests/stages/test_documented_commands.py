@@ -1,0 +1,136 @@
+"""Commands of the README and the quick start run as they stand, on the bundled model and data.
+
+Hub models give way to the bundled one, and trainings are cut to two steps. The installation and
+what others' programs do is left out. With ``DSCHAT_LORA_TESTS=all`` every other document follows.
+"""
+
+import re
+import shlex
+import shutil
+import subprocess
+
+import pytest
+
+from dschat_lora.assets import BUNDLED_DATA
+from helpers.launcher import ROOT
+from helpers.spread import ALL
+
+pytestmark = pytest.mark.stage
+
+MAIN = ROOT / "dschat_lora" / "__main__.py"
+SHORT = "--max_steps 2 --eval_iters 1 --sample_generations 1"
+SHORTENED = {
+    "sft": f"{SHORT} --per_device_train_batch_size 2",
+    "reward": "--max_steps 2 --eval_iters 1 --per_device_train_batch_size 2",
+    "dpo": "--max_steps 2 --eval_iters 1 --per_device_train_batch_size 2 "
+    "--no-precompute_ref_log_probs",
+    "rlhf": "--max_steps 2 --eval_prompts 2 --per_device_generation_batch_size 2 "
+    "--per_device_training_batch_size 2 --max_answer_seq_len 8",
+}
+HUB = re.compile(r"--model_name_or_path (Qwen|facebook)/\S+ ?")
+SCRIPT = re.compile(r"^(?:deepspeed|python) training/step\d_(\w+)/main.py")
+# Typed in chats; a server is stopped once it listens.
+TYPED = "What is 2 plus 3?\n"
+
+
+def blocks(document):
+    """Fenced blocks of a document, those of Python left out."""
+    text = (ROOT / document).read_text(encoding="utf-8")
+    found = re.findall(r"^```\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return [block for block in found if not block.startswith(("import ", "from "))]
+
+
+def commands(document):
+    """Words of each ``dschat-lora`` command of a document; its scripts count as their verbs."""
+    for block in blocks(document):
+        for line in re.sub(r"<<'(\w+)'.*?^\1$", "", block, flags=re.M | re.S).splitlines():
+            line = SCRIPT.sub(r"dschat-lora \1", HUB.sub("", line))
+            if line.startswith("dschat-lora "):
+                yield shlex.split(line, comments=True)[1:]
+
+
+def write_files(document, home):
+    """Write what a document's ``cat`` commands write."""
+    for block in blocks(document):
+        for command in re.findall(r"^cat .*?^EOT$", block, re.MULTILINE | re.DOTALL):
+            subprocess.run(["bash", "-c", command], cwd=home, check=True)
+
+
+def run(launcher, home, verb, *words):
+    """Run a verb, shortened; a chat is asked one question, a server stopped when it listens."""
+    resumes = "--resume_from_checkpoint" in words or "--dry_run" in words
+    words = [*words, *([] if resumes else SHORTENED.get(verb, "").split())]
+    running = launcher.start(
+        [verb, *words], home, script=MAIN, listening=verb == "chat", env={"HF_HUB_OFFLINE": 1}
+    )
+    if verb == "chat":
+        running.inputs[0].write(f"{TYPED}/quit\n")
+    if verb == "serve":
+        while "http://127.0.0.1" not in running.out():
+            assert running.codes() == [None], running.output()
+        running.kill()
+        return running
+    assert running.wait() == [0], f"{verb} {words}\n{running.output()}"
+    return running
+
+
+@pytest.fixture(scope="module")
+def readme(tmp_path_factory, launcher):
+    """The directory in which the README's commands ran, and each command with what it printed."""
+    home = tmp_path_factory.mktemp("readme")
+    write_files("README.md", home)
+    said = [(words, run(launcher, home, *words).out()) for words in commands("README.md")]
+    return home, said
+
+
+def test_commands_of_the_readme_run_one_after_another(readme):
+    home, said = readme
+    verbs = [words[0] for words, _ in said]
+    assert verbs == ["audit", "sft", "chat", "reward", "dpo", "rlhf", "sft"]
+    for left in ("sft/adapter", "reward/adapter", "dpo/adapter", "rlhf/actor/adapter"):
+        assert (home / "output" / left / "adapter_model.safetensors").is_file()
+
+
+def test_commands_of_the_quick_start_run_one_after_another(readme, launcher, tmp_path):
+    """But for those of the README; the demo, which has tests of its own, has written its runs."""
+    home, said = readme
+    shutil.copytree(home / "output", tmp_path / "output" / "demo")
+    write_files("docs/quick_start.md", tmp_path)
+    known = [words for words, _ in said]
+    new = [words for words in commands("docs/quick_start.md") if words not in known]
+    assert [words[0] for words in new] == ["chat", "serve", "sft", "generate", "sft", "sft"]
+    for words in new:
+        run(launcher, tmp_path, *words, *(["--port", "0"] if words[0] == "serve" else []))
+
+
+# Commands that name what no test has: other data, longer models, checkpoints and programs.
+ELSEWHERE = re.compile(
+    r"\.\.\.|\b[A-Z]{3,}\b|hostfile|--num_gpus|--include|llama_cpp|extract|accept|glue|nlg|demo|opt-|"
+    r"llama-|[\w-]+/[A-Z]|[\w-]+-[\w-]+/|[A-Z]\w+/|org/|me/|output/rules|output/mine --resume|"
+    r"_len 2048|step-0|judge:|my_|labelled"
+)
+# What documents call files of rows, as the README's or as pairs.
+ROWS = ("data.jsonl", "held_out.jsonl", "prompts.jsonl", "answers.jsonl", "questions.jsonl")
+PAIRS = ("pairs.jsonl", "output/sft/votes.jsonl")
+TUTORIALS = ("grpo_with_a_python_reward.md", "rl_with_tools.md", "quick_start.md")
+
+
+@pytest.mark.skipif(not ALL, reason="minutes")
+@pytest.mark.parametrize(
+    "document",
+    sorted(path.name for path in (ROOT / "docs").glob("*.md") if path.name not in TUTORIALS),
+)
+def test_commands_of_a_document_run(document, readme, launcher, tmp_path):
+    """Stages as far as ``--dry_run`` goes; what needs other files than those here is left out."""
+    home, _ = readme
+    shutil.copytree(home / "output", tmp_path / "output")
+    for name in ("mine.jsonl", *ROWS):
+        shutil.copy(home / "mine.jsonl", tmp_path / name)
+    for name in PAIRS:
+        pairs = BUNDLED_DATA["eval"].read_text(encoding="utf-8").splitlines(keepends=True)
+        (tmp_path / name).write_text("".join(pairs[:8]), encoding="utf-8")
+    write_files(f"docs/{document}", tmp_path)
+    more = dict.fromkeys(SHORTENED, "--dry_run") | {"merge": "--overwrite_output_dir"}
+    for words in commands(f"docs/{document}"):
+        if not ELSEWHERE.search(" ".join(words)):
+            run(launcher, tmp_path, *words, *more.get(words[0], "").split())

@@ -1,0 +1,122 @@
+"""The documentation as a whole: links, pages of the site, pictures, tables of options."""
+
+import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dschat_lora import __version__
+from dschat_lora.config.options import option_names
+from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, SupervisedConfig
+from dschat_lora.rlhf.config import RlhfConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")),
+    ROOT / "benchmarks" / "README.md",
+    ROOT / "configs" / "ds" / "README.md",
+    *sorted(DOCS.glob("*.md")),
+]
+# Pages that exist in the site alone: scripts/docs_hooks.py makes them from docstrings.
+MADE = re.compile(r"api/\w+\.md")
+
+
+def prose(path):
+    """The text of a document without its fenced blocks."""
+    return re.sub(r"^```.*?^```", "", path.read_text("utf-8"), flags=re.M | re.S)
+
+
+def anchors(path):
+    """What links to headings of a document may name: their words in small letters and hyphens."""
+    found = set()
+    for title in re.findall(r"^#+ (.+)$", prose(path), re.MULTILINE):
+        words = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title).lower()
+        found.add(re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", words).strip()))
+    return found
+
+
+def broken(path):
+    """Links of a document that lead nowhere in the checkout."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(path)):
+        if re.match(r"https?://", target):
+            continue
+        name, _, anchor = target.partition("#")
+        file = path if not name else path.parent / name
+        if path.parent == DOCS and MADE.fullmatch(name):
+            continue
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            yield target
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings_that_exist(path):
+    assert list(broken(path)) == []
+
+
+def test_a_link_to_a_missing_file_or_heading_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# One title\n[a](#one-title) [b](#two) [c](gone.md) [d](page.md#one)\n")
+    assert list(broken(page)) == ["#two", "gone.md", "page.md#one"]
+
+
+def test_readme_is_short_and_names_the_command_that_runs_these_tests():
+    text = (ROOT / "README.md").read_text("utf-8")
+    assert len(text.split()) <= 900
+    assert "`make test`" in text
+    assert re.search(r"^test: ", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+def named_pages(entry):
+    """Files that an entry of the navigation names, at any depth."""
+    if isinstance(entry, str):
+        return [entry]
+    below = entry.values() if isinstance(entry, dict) else entry
+    return [page for each in below for page in named_pages(each)]
+
+
+def test_every_document_has_a_place_in_the_navigation_of_the_site():
+    text = (ROOT / "mkdocs.yml").read_text("utf-8")
+    pages = named_pages(yaml.safe_load(text)["nav"])
+    assert len(pages) == len(set(pages))
+    assert {path.name for path in DOCS.glob("*.md")} <= set(pages)
+
+
+def test_readme_leads_to_every_document():
+    text = (ROOT / "README.md").read_text("utf-8")
+    unnamed = {path.name for path in DOCS.glob("*.md") if f"(docs/{path.name}" not in text}
+    assert unnamed <= {"api.md", "index.md"}
+
+
+def test_pictures_are_small_and_shown():
+    texts = "".join(path.read_text("utf-8") for path in DOCUMENTS)
+    for path in (DOCS / "pictures").iterdir():
+        assert path.stat().st_size < 60_000, path.name
+        assert f"pictures/{path.name})" in texts
+        if path.suffix == ".svg":
+            ElementTree.parse(path)
+
+
+@pytest.mark.parametrize("path", sorted(DOCS.glob("coming_from_*.md")), ids=lambda path: path.stem)
+def test_options_of_ours_beside_another_trainers_exist(path):
+    stages = (SupervisedConfig, RewardStageConfig, DpoStageConfig, RlhfConfig)
+    known = {name for stage in stages for name in option_names(stage)}
+    known |= {"config", "help", "num_gpus", "show", "reward", "resume_from_checkpoint"}
+    for line in prose(path).splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+        if line.startswith("| ") and len(cells) >= 2:
+            column = 0 if "other" in path.stem else 2 if len(cells) >= 4 else 1
+            for name in re.findall(r"`--(\w+)", cells[column]):
+                assert name in known, f"--{name} in {line}"
+
+
+def test_version_is_one_everywhere():
+    for name, pattern in (
+        ("setup.py", 'version="{}"'),
+        ("CITATION.cff", "version: {}"),
+    ):
+        assert pattern.format(__version__) in (ROOT / name).read_text("utf-8")
+    minor = ".".join(__version__.split(".")[:2])
+    assert f"\n## {minor} " in (ROOT / "CHANGELOG.md").read_text("utf-8")
