@@ -11,8 +11,9 @@ from dschat_lora.data.prepare import token_rule
 from dschat_lora.data.readers import iter_rows
 from dschat_lora.data.row_reader import RowCounts, RowReader
 from dschat_lora.data.rows import DataKind, config_sources, row_options
-from dschat_lora.data.samples import AnySample, PairSample, Sample, Tokens
+from dschat_lora.data.samples import AnySample, PairSample, Sample, Tokens, UnpairedSample
 from dschat_lora.data.tokenize import tokenize
+from dschat_lora.data.unpaired import answers_of
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,9 @@ def preview(
     for source in config_sources(config):
         for raw in iter_rows(source):
             records, _ = reader.records(raw, RowCounts())
+            if kind == "unpaired":  # an answer to another prompt is not shown: its own stands for it
+                answers = (each for record in records for each in answers_of(record))
+                records = tuple(each._replace(mismatched=each.completion) for each in answers)
             for record, result in zip(records, tokenize(records, encoder, rule), strict=True):
                 for sample in result.samples:
                     yield ShownSample(record.location, _sequences(sample))
@@ -49,6 +53,9 @@ def _sequences(sample: AnySample) -> dict[str, tuple[list[int], list[int]]]:
     if isinstance(sample, PairSample):
         both = {"chosen": sample.chosen, "rejected": sample.rejected}
         return {name: _answer(ids, sample.prompt_length) for name, ids in both.items()}
+    if isinstance(sample, UnpairedSample):
+        name = "good answer" if sample.label else "bad answer"
+        return {name: _answer(sample.input_ids, sample.prompt_length)}
     return {"prompt": _answer(sample.input_ids, len(sample.input_ids))}
 
 

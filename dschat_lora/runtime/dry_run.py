@@ -40,7 +40,8 @@ def say_sample(
         marks = "a prompt" if kind == "prompts" else "what is trained on is in brackets"
         run.log.say(f"  sample       {row}: {marks}")
         for name, text in shown.items():
-            run.log.say(f"  {name if len(shown) > 1 else '':<12} {_middle_cut(text)}")
+            title = "" if name in ("sample", "prompt") else name
+            run.log.say(f"  {title:<12} {_middle_cut(text)}")
 
 
 def _texts(sample: ShownSample, tokenizer: Tokenizer) -> dict[str, str]:

@@ -13,6 +13,7 @@ from dschat_lora.config.data import DataConfig
 from dschat_lora.data.chat import Chat, Span
 from dschat_lora.data.encoder import make_encoder
 from dschat_lora.data.prepare import prepare
+from dschat_lora.data.preview import preview
 from dschat_lora.data.readers import RawRow, RowError
 from dschat_lora.data.records import TextRecord, to_records
 from dschat_lora.data.rows import parse_row, require_usable
@@ -239,3 +240,25 @@ def test_a_batch_moves_whole():
     batch = UnpairedCollator(0)([SAMPLES]).to("meta")
     moved = [batch.labels, batch.answers.owner, batch.mismatched.input_ids]
     assert {each.device for each in moved} == {torch.device("meta")}
+
+
+def test_what_is_shown_before_a_run_is_each_answer_with_its_own_tokens_in_brackets(tmp_path):
+    rows = [
+        {"prompt": "ab", "completion": "cd", "label": True},
+        {"prompt": "ab", "chosen": "e", "rejected": "fg"},
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = build_byte_tokenizer()
+    config = DataConfig(data_path=(str(path),), max_seq_len=16)
+    shown = preview(config, tokenizer, eos_id=EOS, kind="unpaired")
+    read = [(name, *each) for sample in shown for name, each in sample.sequences.items()]
+
+    def ids(text):
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    expected = [("good answer", "cd"), ("good answer", "e"), ("bad answer", "fg")]
+    for (name, tokens, supervised), (title, answer_text) in zip(read, expected, strict=True):
+        answer_size = len(answer_text) + 1  # and its end
+        assert (name, tokens[-answer_size:]) == (title, [*ids(answer_text), EOS])
+        assert supervised == [0] * (len(tokens) - answer_size) + [1] * answer_size
