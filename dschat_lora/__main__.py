@@ -12,6 +12,8 @@ from dschat_lora.config.options import chosen_verb, fail
 from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.experiments.glue.validation import check_glue
 from dschat_lora.experiments.nlg.config import DecodeConfig, EvaluateConfig, NlgConfig
+from dschat_lora.experiments.nlg.original import scorer_arguments
+from dschat_lora.experiments.nlg.scorer_files import FormatConfig, check_format, run_format
 from dschat_lora.experiments.nlg.validation import check_decode, check_evaluate, check_training
 from dschat_lora.pipeline import file_verbs, stage_verbs
 from dschat_lora.pipeline.launch import launch_stage, split_launcher_options
@@ -62,13 +64,23 @@ def _show_help() -> None:
 def run_nlg(
     argv: Sequence[str], *, description: str | None = None, program: str | None = None
 ) -> None:
-    """The main function of GPT-2 on tables of data: train, decode or evaluate."""
-    verb, argv = chosen_verb(argv, ("train", "decode", "evaluate"))
+    """The main function of GPT-2 on tables of data: train, decode, format or evaluate.
+
+    ``beam`` is another name of decode; decode with ``--sample_file``, as the original's
+    ``gpt2_decode.py`` has it, is format.
+    """
+    verb, argv = chosen_verb(argv, ("train", "decode", "beam", "format", "evaluate"))
+    if verb == "decode" and any(word.startswith("--sample_file") for word in argv):
+        verb = "format"
+    if verb == "evaluate":
+        argv = scorer_arguments(argv)
     run = partial(run_main, description=description, argv=argv, program=program)
     if verb == "train":
         run(NlgConfig, check_training, late("experiments.nlg.train:run_training"))
-    elif verb == "decode":
+    elif verb in ("decode", "beam"):
         run(DecodeConfig, check_decode, late("experiments.nlg.decode:run_decode"))
+    elif verb == "format":
+        run(FormatConfig, check_format, run_format)
     else:
         run(EvaluateConfig, check_evaluate, late("experiments.nlg.evaluate:run_evaluate"))
 
@@ -95,7 +107,7 @@ VERBS = {
         for name, summary in stage_verbs.SUMMARIES.items()
     },
     "nlg": Verb(
-        "GPT-2 puts data into words: train, decode or evaluate",
+        "GPT-2 puts data into words: train, decode, format or evaluate",
         partial(_experiment, "nlg", run_nlg),
     ),
     "glue": Verb("GLUE with RoBERTa or DeBERTa-v2", partial(_experiment, "glue", run_glue)),

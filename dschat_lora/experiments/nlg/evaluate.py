@@ -2,15 +2,17 @@
 
 import json
 import os
-import re
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from dschat_lora.checkpoint.staging import write_whole
 from dschat_lora.config.options import fail
-from dschat_lora.experiments.nlg.config import EvaluateConfig, Profile
-from dschat_lora.experiments.nlg.metrics import METRICS, Score
-from dschat_lora.experiments.nlg.validation import Prediction, chosen_predictions
+from dschat_lora.experiments.nlg.config import EvaluateConfig, MetricName, Profile
+from dschat_lora.experiments.nlg.metrics import chosen
+from dschat_lora.experiments.nlg.predictions import Prediction, chosen_predictions
+from dschat_lora.experiments.nlg.scorer_files import cleaner
+from dschat_lora.experiments.nlg.texts import Score
 from dschat_lora.report.terminal import error_message, log_once, table
 
 # References of a meaning at most, as the published scores were made; 0: all.
@@ -26,6 +28,9 @@ def run_evaluate(config: EvaluateConfig) -> None:
         return
     try:
         predictions = chosen_predictions(config)
+        if config.dry_run:
+            log_once(f"evaluate: {len(predictions):,} texts with references are in order")
+            return
         published, wanted = PUBLISHED_REFERENCES[config.profile], config.ref_num
         limit = published if wanted is None else wanted
         predictions = prepared(predictions, config.profile, limit=limit)
@@ -34,13 +39,13 @@ def run_evaluate(config: EvaluateConfig) -> None:
             f"{len(predictions):,} meanings, {references:,} references, {config.profile}, "
             f"{config.filter}"
         )
-        scores = evaluate(predictions)
+        scores = evaluate(predictions, config.profile, config.metrics)
         rows = [(name, f"{score.value:.4f}", score.signature) for name, score in scores.items()]
         for line in table(("metric", "score", "how"), rows):
             log_once(line)
         if config.output_path is not None:
             report = {
-                "predictions": config.predictions,
+                "predictions": config.predictions or config.hypotheses,
                 "profile": config.profile,
                 "filter": config.filter,
                 "meanings": len(predictions),
@@ -52,16 +57,18 @@ def run_evaluate(config: EvaluateConfig) -> None:
         fail(error_message(error), code=1 if isinstance(error, OSError) else 2)
 
 
-def evaluate(predictions: list[Prediction]) -> dict[str, Score]:
-    """Every metric by its name."""
+def evaluate(
+    predictions: list[Prediction], profile: Profile, names: Sequence[MetricName] = ()
+) -> dict[str, Score]:
+    """The metrics of ``names`` by their titles, see :func:`chosen`."""
     hypotheses = [each.text for each in predictions]
     references = [each.references for each in predictions]
-    return {name: metric(hypotheses, references) for name, metric in METRICS.items()}
+    return {name: metric(hypotheses, references) for name, metric in chosen(profile, names).items()}
 
 
 def prepared(predictions: list[Prediction], profile: Profile, *, limit: int) -> list[Prediction]:
     """The texts as the profile compares them, each with its first ``limit`` references (0: all)."""
-    clean = str if profile == "e2e" else split_lower
+    clean = str if profile == "e2e" else cleaner(tokenize=True, lower=True)
     return [
         Prediction(
             clean(each.text),
@@ -70,8 +77,3 @@ def prepared(predictions: list[Prediction], profile: Profile, *, limit: int) -> 
         )
         for each in predictions
     ]
-
-
-def split_lower(text: str) -> str:
-    """Lower case, every sign that is no letter, digit or underscore apart (microsoft/LoRA)."""
-    return " ".join(" ".join(re.split(r"(\W)", text.lower())).split())
