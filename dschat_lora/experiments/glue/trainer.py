@@ -35,12 +35,16 @@ class GlueTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
         return batches, rows
 
     def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], *arguments: Any, **more: Any
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """The loss of a batch, in training of both its passes where there are two."""
         if model.training and self.doubled is not None:
             inputs = self.doubled(inputs)
-        return super().compute_loss(model, inputs, *arguments, **more)
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def _load_best_model(self) -> None:
         if self.before_best is not None:

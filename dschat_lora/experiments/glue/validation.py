@@ -33,13 +33,8 @@ from dschat_lora.runtime.checks import (
 #: where a run that ends with its best weights keeps the last ones
 LAST = "last"
 _RESULTS = (
-    LAST,
-    "bottleneck_adapter.safetensors",
-    "seeds.json",
-    "all_results.json",
-    "eval_results.json",
-    "train_results.json",
-    "trainer_state.json",
+    *("all_results.json", "eval_results.json", "train_results.json", "trainer_state.json"),
+    *(LAST, "bottleneck_adapter.safetensors", "seeds.json"),
 )
 
 
@@ -126,6 +121,10 @@ def check_options_agree(config: GlueConfig, source: ModelSource) -> None:
     given = [name for name in (*lora_only, "lora_path") if name in config.given]
     if given and not config.apply_lora:
         raise ValueError(f"--{given[0]} has no effect without --apply_lora")
+
+
+def check_methods(config: GlueConfig, source: ModelSource) -> None:
+    """Refuse options of adapters and of two passes that contradict others."""
     if config.apply_lora and config.apply_adapter:
         raise ValueError("--apply_lora and --apply_adapter are two methods; give one")
     of_adapters = ("adapter_type", "adapter_size", "adapter_path")
@@ -146,8 +145,12 @@ def check_options_agree(config: GlueConfig, source: ModelSource) -> None:
 def with_evaluation_alone(config: GlueConfig, source: ModelSource) -> GlueConfig:
     """The original's ``--do_eval`` without ``--do_train`` evaluates and trains nothing."""
     given = config.given
-    alone = "do_eval" in given and config.do_eval and not {"do_train", "config"} & given
-    return replace(config, do_train=False) if alone else config
+    if "do_eval" not in given or "do_train" in given or not config.do_eval:
+        return config
+    if config.resume_from_checkpoint is not None:
+        return config
+    log_once("  note         --do_eval without --do_train: evaluates what is there")
+    return replace(config, do_train=False)
 
 
 def check_best(config: GlueConfig, source: ModelSource) -> None:
@@ -272,6 +275,7 @@ GLUE_CHECKS: tuple[Check[GlueConfig, ModelSource], ...] = (
     check_packages,
     with_evaluation_alone,
     check_options_agree,
+    check_methods,
     check_best,
     check_seeds,
     with_adapter_settings,

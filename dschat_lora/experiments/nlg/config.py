@@ -141,7 +141,9 @@ class DecodeConfig:
 class EvaluateConfig:
     """Compare written texts with their references, by every metric of the field."""
 
-    predictions: str | None = option(None, help="JSONL file that decode wrote")
+    predictions: tuple[str, ...] = option(
+        (), help="JSONL file that decode wrote; of several the median and deviation are shown"
+    )
     references: str | None = option(
         None,
         help="text files in its place: those of a text apart by an empty line, as e2e-metrics "
@@ -171,7 +173,7 @@ class EvaluateConfig:
         require_numbers(self, ">= 0", "ref_num")
         if (self.references is None) != (self.hypotheses is None):
             raise ValueError("--references and --hypotheses go together; give both")
-        if (self.predictions is None) == (self.references is None):
+        if bool(self.predictions) == (self.references is not None):
             raise ValueError("give --predictions, or --references and --hypotheses")
 
 
@@ -231,6 +233,12 @@ class NlgConfig(SupervisedConfig):
         "--epochs all",
         section="output and checkpoints",
     )
+    seeds: int = option(
+        1,
+        help="runs from --seed on, in OUTPUT_DIR/seed-N; seeds.json has the median and the "
+        "deviation of their results",
+        section="training",
+    )
     obj: Literal["clm", "jlm"] = classic("clm", help="jlm: same as --train_on_prompt")
     fp16: bool = classic(False, help="same as --dtype fp16")
     no_decay_bias: bool = classic(False, help="accepted from the original; biases never decay")
@@ -238,6 +246,7 @@ class NlgConfig(SupervisedConfig):
 
     def __post_init__(self) -> None:
         require_numbers(self, "in [0, 1)", "label_smooth")
+        require_numbers(self, ">= 1", "seeds")
 
     @property
     def label_smoothing(self) -> float:

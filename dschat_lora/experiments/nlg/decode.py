@@ -39,6 +39,9 @@ def run_decode(config: DecodeConfig) -> None:
     A mistake that shows only now, an error of the disk and a full GPU end the process as one
     line.
     """
+    if config.dry_run:
+        log_once("decode: options, files and data are in order")
+        return
     try:
         init_distributed()
         torch.manual_seed(config.seed)
@@ -55,9 +58,6 @@ def run_decode(config: DecodeConfig) -> None:
 
 
 def _decode(config: DecodeConfig) -> None:
-    if config.dry_run:
-        log_once("decode: options, files and data are in order")
-        return
     source = find_model(config.model_name_or_path)
     tokenizer = load_tokenizer(source.tokenizer, config.model)
     meanings = read_meanings(config.data_path, tokenizer)

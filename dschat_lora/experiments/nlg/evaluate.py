@@ -5,6 +5,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from dschat_lora.checkpoint.staging import write_whole
 from dschat_lora.config.options import fail
@@ -14,6 +15,7 @@ from dschat_lora.experiments.nlg.predictions import Prediction, chosen_predictio
 from dschat_lora.experiments.nlg.scorer_files import cleaner
 from dschat_lora.experiments.nlg.texts import Score
 from dschat_lora.report.terminal import error_message, log_once, table
+from dschat_lora.runtime.seeds import show_spreads, spreads
 
 # References of a meaning at most, as the published scores were made; 0: all.
 PUBLISHED_REFERENCES: dict[Profile, int] = {"e2e": 0, "webnlg": 6, "dart": 6}
@@ -27,34 +29,48 @@ def run_evaluate(config: EvaluateConfig) -> None:
     if os.environ.get("RANK", "0") != "0":
         return
     try:
-        predictions = chosen_predictions(config)
+        files = chosen_predictions(config)
         if config.dry_run:
-            log_once(f"evaluate: {len(predictions):,} texts with references are in order")
+            count = sum(map(len, files.values()))
+            log_once(f"evaluate: {count:,} texts with references are in order")
             return
-        published, wanted = PUBLISHED_REFERENCES[config.profile], config.ref_num
-        limit = published if wanted is None else wanted
-        predictions = prepared(predictions, config.profile, limit=limit)
-        references = sum(len(each.references) for each in predictions)
-        log_once(
-            f"{len(predictions):,} meanings, {references:,} references, {config.profile}, "
-            f"{config.filter}"
-        )
-        scores = evaluate(predictions, config.profile, config.metrics)
-        rows = [(name, f"{score.value:.4f}", score.signature) for name, score in scores.items()]
-        for line in table(("metric", "score", "how"), rows):
-            log_once(line)
+        reports = [_evaluate_file(config, name, texts) for name, texts in files.items()]
+        report = reports[0]
+        if len(reports) > 1:
+            values = [{n: m["value"] for n, m in each["metrics"].items()} for each in reports]
+            found = spreads(values)
+            show_spreads(found, runs="files in turn")
+            report = {"files": reports, "measures": {n: asdict(s) for n, s in found.items()}}
         if config.output_path is not None:
-            report = {
-                "predictions": config.predictions or config.hypotheses,
-                "profile": config.profile,
-                "filter": config.filter,
-                "meanings": len(predictions),
-                "references": references,
-                "metrics": {name: asdict(score) for name, score in scores.items()},
-            }
             write_whole(Path(config.output_path).expanduser(), json.dumps(report, indent=2) + "\n")
     except (ValueError, OSError) as error:
         fail(error_message(error), code=1 if isinstance(error, OSError) else 2)
+
+
+def _evaluate_file(
+    config: EvaluateConfig, name: str, predictions: list[Prediction]
+) -> dict[str, Any]:
+    """Print the table of one file, and return it JSON-ready."""
+    published, wanted = PUBLISHED_REFERENCES[config.profile], config.ref_num
+    limit = published if wanted is None else wanted
+    predictions = prepared(predictions, config.profile, limit=limit)
+    references = sum(len(each.references) for each in predictions)
+    log_once(
+        f"{len(predictions):,} meanings, {references:,} references, {config.profile}, "
+        f"{config.filter}"
+    )
+    scores = evaluate(predictions, config.profile, config.metrics)
+    rows = [(title, f"{score.value:.4f}", score.signature) for title, score in scores.items()]
+    for line in table(("metric", "score", "how"), rows):
+        log_once(line)
+    return {
+        "predictions": name,
+        "profile": config.profile,
+        "filter": config.filter,
+        "meanings": len(predictions),
+        "references": references,
+        "metrics": {title: asdict(score) for title, score in scores.items()},
+    }
 
 
 def evaluate(

@@ -26,15 +26,15 @@ class Prediction:
     category: str | None
 
 
-def chosen_predictions(config: EvaluateConfig) -> list[Prediction]:
-    """The texts that an evaluation is about.
+def chosen_predictions(config: EvaluateConfig) -> dict[str, list[Prediction]]:
+    """The texts that an evaluation is about, by their file.
 
     Raises:
         ValueError: naming the file and line, or what is empty.
     """
-    if config.predictions is None:
-        return _from_text_files(config)
-    return read_predictions(config.predictions, config.filter)
+    if config.hypotheses is not None:
+        return {config.hypotheses: _from_text_files(config)}
+    return {name: read_predictions(name, config.filter) for name in config.predictions}
 
 
 def read_predictions(name: str, wanted: Filter) -> list[Prediction]:

@@ -25,6 +25,10 @@ class FormatConfig:
     spellings: ClassVar[Mapping[str, str]] = {"sample_file": "predictions", "ref_type": "profile"}
 
     predictions: str = option(help="JSONL file that decode, or the original's gpt2_beam.py, wrote")
+    output_ref_file: str = option(
+        help="references: a file for e2e, else a directory of reference0, reference1, ..."
+    )
+    output_pred_file: str = option(help="written texts, one a line")
     input_file: str | None = option(
         None,
         help="the original's test_formatted.jsonl, whose rows the predictions' `id` counts; they "
@@ -33,10 +37,6 @@ class FormatConfig:
     vocab: str | None = option(
         None, help="directory of the tokenizer, for predictions that are token ids alone"
     )
-    output_ref_file: str = option(
-        help="references: a file for e2e, else a directory of reference0, reference1, ..."
-    )
-    output_pred_file: str = option(help="written texts, one a line")
     profile: Profile = option("e2e", help="e2e: as e2e-metrics; webnlg, dart: as GenerationEval")
     ref_num: int = option(4, help="files of references for webnlg and dart; the first fills gaps")
     tokenize: bool = option(False, help="split at every sign that is no letter or digit")

@@ -1,5 +1,6 @@
 """Validation of data-to-text training, decoding and evaluation, and the learning-rate schedule."""
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
@@ -64,6 +65,19 @@ def check_epochs(config: NlgConfig, source: ModelSource) -> None:
         raise ValueError("--save_epochs keeps LoRA factors, and --lora_dim 0 has none")
 
 
+def check_seeds(config: NlgConfig, source: ModelSource) -> None:
+    """Refuse several runs in the processes of one, and to go on with several."""
+    if config.seeds == 1:
+        return
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ValueError(
+            f"--seeds {config.seeds} starts a launcher for each run: type dschat-lora nlg "
+            f"--num_gpus N --seeds {config.seeds} ... instead of torchrun or deepspeed"
+        )
+    if config.run.resume_from_checkpoint is not None:
+        raise ValueError("--seeds trains anew; go on with one of its runs by its own --output_dir")
+
+
 def check_length(config: NlgConfig, source: ModelSource) -> None:
     """Refuse a run of less than one optimizer step."""
     in_optimizer_steps(config)
@@ -100,6 +114,7 @@ NLG_CHECKS: tuple[Check[NlgConfig, ModelSource], ...] = (
     check_cycle,
     check_length,
     check_epochs,
+    check_seeds,
     check_accumulation,
     with_query_and_value,
 )

@@ -4,8 +4,10 @@ from itertools import combinations, zip_longest
 import pytest
 from sacrebleu.metrics import TER
 
-from dschat_lora.experiments.nlg import metrics
+from dschat_lora.experiments.nlg import meteor, metrics
+from dschat_lora.experiments.nlg.texts import treebank_tokens
 
+METRICS = metrics.chosen("e2e")
 CAT = "the cat sat on the mat"
 SENTENCES = [
     "the old mill serves cheap french food near the river .",
@@ -24,14 +26,14 @@ def tokens(text):
 )
 def test_texts_equal_to_a_reference_score_best(name, best):
     references = [[text] for text in SENTENCES]
-    score = metrics.METRICS[name](SENTENCES, references)
+    score = METRICS[name](SENTENCES, references)
     assert score.value == pytest.approx(best)
 
 
-@pytest.mark.parametrize("name", list(metrics.METRICS))
+@pytest.mark.parametrize("name", list(METRICS))
 def test_numbers_of_references_may_differ(name):
     more = [[SENTENCES[0], "x y z"], [SENTENCES[1]], [SENTENCES[2], SENTENCES[0], "z"]]
-    metric = metrics.METRICS[name]
+    metric = METRICS[name]
     fewer = [["x y z"], [SENTENCES[1]], ["z"]]
     better, worse = metric(SENTENCES, more).value, metric(SENTENCES, fewer).value
     assert better < worse if name == "TER" else better > worse
@@ -176,10 +178,10 @@ def test_cider_agrees_with_its_definition_on_dense_vectors():
 
 
 def test_meteor_of_nltk_by_hand(monkeypatch):
-    monkeypatch.setattr(metrics.shutil, "which", lambda name: None)
+    monkeypatch.setattr(meteor.shutil, "which", lambda name: None)
     # Five words of six agree as they are (cats by its stem), in the chunks "the cat" and
     # "on the mat": P = R = 5/6, penalty 0.5 (2/5)^3.
-    score = metrics.meteor(["the cats lay on the mat"], [[CAT, "nothing of it"]])
+    score = meteor.meteor(["the cats lay on the mat"], [[CAT, "nothing of it"]])
     assert score.value == pytest.approx(100 * 5 / 6 * (1 - 0.5 * (2 / 5) ** 3))
     assert score.signature.startswith("nltk ")
 
@@ -198,14 +200,12 @@ def test_meteor_of_nltk_by_hand(monkeypatch):
     ],
 )
 def test_treebank_tokens(text, expected):
-    assert list(metrics.treebank_tokens(text)) == expected.split()
+    assert list(treebank_tokens(text)) == expected.split()
 
 
 def test_signatures_say_what_was_computed():
     texts, references = SENTENCES, [[text] for text in SENTENCES]
-    signatures = {
-        name: metric(texts, references).signature for name, metric in metrics.METRICS.items()
-    }
+    signatures = {name: metric(texts, references).signature for name, metric in METRICS.items()}
     assert "case:lc" in signatures["BLEU"]
     assert "tok:13a" in signatures["BLEU"]
     assert "smooth:none" in signatures["BLEU"]
