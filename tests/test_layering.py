@@ -399,7 +399,8 @@ def called(node):
 
 def test_packages_are_empty_but_for_their_names():
     spoken = [path for path in PACKAGE.rglob("__init__.py") if path.stat().st_size]
-    assert {name_of(path) for path in spoken} <= {"", "assets"}
+    # The last has the names of another package.
+    assert {name_of(path) for path in spoken} <= {"", "assets", "lora.loralib"}
 
 
 def table():

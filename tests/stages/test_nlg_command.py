@@ -92,9 +92,7 @@ def test_the_rate_follows_the_originals_cosine(trained):
     assert rates == pytest.approx([0, 1e-2, *falling])
 
 
-def test_two_processes_with_accumulation_and_the_originals_files_train_the_same(
-    trained, command, home
-):
+def test_two_processes_and_the_originals_files_train_the_same(trained, command, home):
     as_the_original(home)
     rows = ["--train_data", "train.jsonl", "--valid_data", "held.jsonl"]
     weights = ["--init_checkpoint", "weights.bin", "--model_name_or_path", "base"]
@@ -163,22 +161,18 @@ def texts(trained, command, home):
     decode = ["decode", "--data_path", "held.txt", "--num_beams", "3", "--max_new_tokens", "24"]
     common = [*decode, "--per_device_eval_batch_size", "2"]
     command(*common, "--model_name_or_path", "one", "--output_path", "two.jsonl", ranks=2)
-    best = ["--epochs", "best", "--eval_data_path", "train.txt"]
-    command(*common, "--model_name_or_path", "one", "--output_path", "one.jsonl", *best)
-    factors = ["--model_name_or_path", "base", "--lora_path", "one/lora/step-00000008.safetensors"]
-    command(*common, *factors, "--output_path", "factors.jsonl")
+    command(*common, "--init_checkpoint", "one", "--output_path", "one.jsonl")
+    epochs = ["--model_name_or_path", "one", "--epochs", "all", "--lora_dim", "4"]
+    command(*common, *epochs, "--work_dir", "epochs", "--output_path", "test.jsonl")
     return home
 
 
-def test_the_best_epoch_is_that_of_the_highest_development_bleu(texts):
-    report = json.loads((texts / "one.epochs.json").read_text())
-    assert list(report["bleu"]) == [f"one/lora/epoch-{n}.safetensors" for n in (1, 2)]
-    assert report["best"] == max(report["bleu"], key=report["bleu"].get)
-
-
-def test_one_and_two_processes_and_factors_on_their_base_write_the_same(texts):
-    written = [(texts / f"{name}.jsonl").read_text() for name in ("one", "two", "factors")]
+def test_one_and_two_processes_and_the_last_epochs_factors_write_the_same(texts):
+    written = [
+        (texts / f"{name}.jsonl").read_text() for name in ("one", "two", "epochs/test.epoch-2")
+    ]
     assert written[0] == written[1] == written[2]
+    assert written[0] != (texts / "epochs" / "test.epoch-1.jsonl").read_text()
     rows = [json.loads(line) for line in written[0].splitlines()]
     assert [len(row["references"]) for row in rows] == [2, 2, 2, 2]
     assert len({row["meaning"] for row in rows}) == 4

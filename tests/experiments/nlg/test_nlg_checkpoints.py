@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dschat_lora.checkpoint.gpt2_checkpoint import read_gpt2_checkpoint
-from dschat_lora.config.groups import LoraConfig
+from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.config.options import parse_config
 from dschat_lora.experiments.nlg import decode
 from dschat_lora.experiments.nlg.config import DecodeConfig
@@ -16,6 +16,7 @@ from dschat_lora.experiments.nlg.loading import gpt2_with_weights, load_model
 from dschat_lora.experiments.nlg.meanings import read_meanings
 from dschat_lora.experiments.nlg.validation import check_decode
 from dschat_lora.lora.model import adapter_parameters, apply_lora
+from dschat_lora.models.causal_lm import load_tokenizer
 from dschat_lora.models.source import find_model
 from helpers.restaurants import save_base
 
@@ -51,19 +52,13 @@ def adapted(home):
     plain = {n.removeprefix("transformer."): v for n, v in state.items() if "lora_" not in n}
     torch.save(plain, home / "plain.bin")
     old = {n.replace(".weight", ".w").replace(".bias", ".b"): v for n, v in plain.items()}
-    torch.save({n: v for n, v in old.items()}, home / "openai.bin")
+    torch.save(old, home / "openai.bin")
     return model
 
 
 def loaded(home, *argv):
-    line = [
-        "--data_path",
-        str(home / "data.txt"),
-        "--model_name_or_path",
-        str(home / "base"),
-        *argv,
-    ]
-    config = check_decode(parse_config(DecodeConfig, line))
+    where = ["--data_path", str(home / "data.txt"), "--model_name_or_path", str(home / "base")]
+    config = check_decode(parse_config(DecodeConfig, [*where, *argv]))
     source = find_model(config.model_name_or_path)
     tokenizer = AutoTokenizer.from_pretrained(home / "base")
     return load_model(config, source, tokenizer)
@@ -103,7 +98,7 @@ def test_factors_alone_go_on_the_named_base(home, adapted):
     [
         (
             ["--lora_dim", "8", "--lora_alpha", "32"],
-            "--lora_dim is 8, but .* holds factors of rank 4",
+            "is 8, but .* holds factors of rank 4",
         ),
         ([], "does not say its scaling; give --lora_alpha"),
         (["--lora_alpha", "32", "--enable_lora", "q"], "holds factors for 2 part"),
@@ -162,14 +157,45 @@ def test_rows_of_token_ids_are_their_texts(home, tmp_path):
         texts["context"],
         [texts["completion"].strip()] * 2,
     )
-    path.write_text(json.dumps({**row, "context": [end - 1 if end else 1, 0, 300]}) + "\n")
+    letters = tokenizer.convert_tokens_to_ids([*"name"])  # which the tokenizer joins
+    path.write_text(json.dumps({**row, "context": letters}) + "\n")
     with pytest.raises(ValueError, match=r"rows.jsonl:1: `context` holds token ids that"):
         read_meanings([str(path)], tokenizer)
 
 
 def test_a_meaning_longer_than_seq_len_is_named(home):
-    tokenizer = AutoTokenizer.from_pretrained(home / "base")
+    tokenizer = load_tokenizer(str(home / "base"), ModelConfig())
     config = DecodeConfig(data_path=(str(home / "data.txt"),), seq_len=8, max_new_tokens=4)
     model = AutoModelForCausalLM.from_pretrained(home / "base")
     with pytest.raises(ValueError, match=re.escape("meaning 'name : A' exceed --seq_len 8")):
         decode._search_all(config, tokenizer, model, read_meanings(config.data_path))
+
+
+def test_the_epoch_of_the_highest_development_bleu_is_taken(home, adapted, tmp_path, monkeypatch):
+    """Its factors alone write the texts; of equals the first."""
+    run = tmp_path / "run"
+    (run / "lora").mkdir(parents=True)
+    (run / "config.json").write_bytes((home / "base" / "config.json").read_bytes())
+    for path in (home / "base").glob("tokenizer*"):
+        (run / path.name).write_bytes(path.read_bytes())
+    for epoch in (1, 2, 3, 10):
+        (run / "lora" / f"epoch-{epoch}.safetensors").touch()
+    scores, taken = {"epoch-1": 20.0, "epoch-2": 31.5, "epoch-3": 31.5, "epoch-10": 7.0}, []
+    monkeypatch.setattr(decode, "_development_bleu", lambda *args: scores[args[3].stem])
+    monkeypatch.setattr(decode, "load_model", lambda *args, epoch: taken.append(epoch.stem))
+    monkeypatch.setattr(decode, "_search_all", lambda *args: [[5]])
+    data = str(home / "data.txt")
+    argv = ["--data_path", data, "--model_name_or_path", str(run)]
+    best = [*argv, "--epochs", "best", "--eval_data_path", data]
+    config = check_decode(parse_config(DecodeConfig, [*best, "--work_dir", str(tmp_path)]))
+    decode._decode(config)
+    assert taken == ["epoch-2"]
+    report = json.loads((tmp_path / "predictions.epochs.json").read_text())
+    assert report["best"].endswith("lora/epoch-2.safetensors")
+    assert list(report["bleu"].values()) == [20.0, 31.5, 31.5, 7.0]
+    assert json.loads((tmp_path / "predictions.jsonl").read_text())["predict"] == [5]
+    with pytest.raises(ValueError, match="go together"):
+        parse_config(DecodeConfig, [*argv, "--epochs", "best"])
+    (run / "lora").rename(run / "other")
+    with pytest.raises(ValueError, match="--epochs all needs the output directory of a run with"):
+        check_decode(parse_config(DecodeConfig, [*argv, "--epochs", "all"]))
