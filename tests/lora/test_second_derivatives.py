@@ -1,4 +1,4 @@
-"""Second derivatives and per-sample gradients of every layer, and the names of loralib's modules."""
+"""Second derivatives and per-sample gradients of every layer, and more of loralib's names."""
 
 import copy
 
