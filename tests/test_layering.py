@@ -73,7 +73,7 @@ FLOORS = [
         "runtime": Room(
             "algos assets checkpoint config data engine lora models perf report",
             "huggingface_hub psutil safetensors torch transformers",
-            "checks describe gguf resume saved stage_main validation",
+            "checks describe gguf resume saved seeds stage_main validation",
         ),
     },
     {
@@ -97,7 +97,7 @@ FLOORS = [
         "experiments.nlg": Room(
             "algos checkpoint config data engine generation lora models report runtime supervised",
             "nltk pycocoevalcap sacrebleu torch",
-            "config validation",
+            "config optim_config original predictions scorer_files validation",
         ),
         "pipeline": Room(
             "algos assets checkpoint config data engine generation lora models report rlhf runtime"

@@ -57,12 +57,12 @@ class LoraConv(nn.Module):
         self.train(base.training)
 
     @property
-    def weight(self) -> nn.Parameter:
+    def weight(self) -> Tensor:
         """The kernel."""
         return self.conv.weight
 
     @property
-    def bias(self) -> nn.Parameter | None:
+    def bias(self) -> Tensor | None:
         """The bias."""
         return self.conv.bias
 

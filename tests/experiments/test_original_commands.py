@@ -5,6 +5,8 @@ import shlex
 from itertools import pairwise
 
 import pytest
+from tokenizers import ByteLevelBPETokenizer
+from transformers import GPT2Tokenizer
 
 from dschat_lora.__main__ import run_glue, run_nlg
 
@@ -255,3 +257,26 @@ def test_a_mistake_in_the_originals_options_is_one_line(here, line, message, cap
         run_nlg(line.split())
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def gpt2_vocabulary(directory):
+    """A directory with GPT-2's files, of single bytes alone."""
+    made = ByteLevelBPETokenizer()
+    made.train_from_iterator(["a"], vocab_size=257, special_tokens=["<|endoftext|>"])
+    (directory / "vocab").mkdir()
+    made.save_model(str(directory / "vocab"))
+    return directory / "vocab"
+
+
+def test_token_ids_become_text_by_the_vocabulary_of_gpt2(here, tmp_path, capsys):
+    """As transformers' own tokenizer of these files decodes them."""
+    text = "A caf\u00e9 \u2014 it is\there ."
+    tokenizer = GPT2Tokenizer.from_pretrained(gpt2_vocabulary(tmp_path))
+    here("f.jsonl", {"context": "m", "completion": "x"})
+    here("p.jsonl", {"id": 0, "predict": [*tokenizer.encode(text), tokenizer.eos_token_id, 5]})
+    line = "--sample_file p.jsonl --input_file f.jsonl --output_ref_file r --output_pred_file t"
+    run_nlg(["decode", *line.split(), "--vocab", "vocab"])
+    assert (tmp_path / "t").read_text(encoding="utf-8") == text + "\n"
+    with pytest.raises(SystemExit):
+        run_nlg(["decode", *line.split()])
+    assert "p.jsonl:1: of token ids --vocab, their tokenizer, makes" in capsys.readouterr().err

@@ -3,27 +3,21 @@
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
-
-from dschat_lora.checkpoint.gpt2_checkpoint import (
-    Gpt2Checkpoint,
-    load_base,
-    read_gpt2_checkpoint,
-)
+from dschat_lora.checkpoint.gpt2_checkpoint import read_gpt2_checkpoint
 from dschat_lora.checkpoint.lora_only import (
     LoraOnly,
     load_lora_only,
     lora_config_of_file,
     read_lora_only,
 )
-from dschat_lora.config.groups import LoraConfig, ModelConfig
+from dschat_lora.config.groups import LoraConfig
 from dschat_lora.engine.build import DTYPES, resolve_dtype
 from dschat_lora.engine.distributed import device
 from dschat_lora.experiments.nlg.config import DecodeConfig
 from dschat_lora.experiments.nlg.original import weights_file
 from dschat_lora.models.build import build_causal_lm
-from dschat_lora.models.causal_lm import Tokenizer, load_config, load_options
+from dschat_lora.models.causal_lm import Tokenizer
+from dschat_lora.models.gpt2_weights import gpt2_with_weights
 from dschat_lora.models.source import ModelSource
 from dschat_lora.report.terminal import log_once
 
@@ -54,26 +48,6 @@ def load_model(
     if file is not None:
         load_lora_only(adapted.model, file)
     return adapted.model.to(device()).eval()
-
-
-def gpt2_with_weights(
-    name: str, config: ModelConfig, checkpoint: Gpt2Checkpoint, *, dtype: torch.dtype
-) -> PreTrainedModel:
-    """A model of the architecture of ``name``, a hub name or a directory, with other weights.
-
-    Raises:
-        ValueError: if ``name`` is no GPT-2, or the weights do not fit it.
-    """
-    settings = load_config(name, config)
-    if settings.model_type != "gpt2":
-        raise ValueError(
-            f"--init_checkpoint {checkpoint.path} is a file of GPT-2's weights; {name} is a "
-            f"{settings.model_type} model"
-        )
-    options = load_options(config, dtype)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(settings, **options)
-    load_base(model, checkpoint)
-    return model.eval()
 
 
 def _lora_of(

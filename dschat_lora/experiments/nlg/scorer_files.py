@@ -11,6 +11,7 @@ from dschat_lora.config.groups import require_numbers
 from dschat_lora.config.options import option
 from dschat_lora.experiments.nlg.config import Filter, Profile
 from dschat_lora.experiments.nlg.predictions import Prediction, json_lines, read_predictions
+from dschat_lora.report.directory import read_object
 from dschat_lora.report.terminal import log_once
 from dschat_lora.runtime.checks import check_can_be_made
 
@@ -35,7 +36,9 @@ class FormatConfig:
         "hold their references themselves when absent",
     )
     vocab: str | None = option(
-        None, help="directory of the tokenizer, for predictions that are token ids alone"
+        None,
+        help="directory of GPT-2's encoder.json or vocab.json, for predictions that are token ids "
+        "alone",
     )
     profile: Profile = option("e2e", help="e2e: as e2e-metrics; webnlg, dart: as GenerationEval")
     ref_num: int = option(4, help="files of references for webnlg and dart; the first fills gaps")
@@ -122,24 +125,41 @@ def cleaner(*, tokenize: bool, lower: bool) -> Callable[[str], str]:
 
 def _decoder(config: FormatConfig) -> Callable[[str, dict[str, Any]], str]:
     """The text of a line of predictions, by ``--vocab`` where it holds token ids alone."""
-    tokenizer: Any = None
+    tokens = None if config.vocab is None else _vocabulary(Path(config.vocab).expanduser())
 
     def decode(location: str, values: dict[str, Any]) -> str:
-        nonlocal tokenizer
         text, ids = values.get("prediction"), values.get("predict")
         if isinstance(text, str):
             return text
         if not isinstance(ids, list) or not all(type(token) is int for token in ids):
             raise ValueError(f"{location}: a line has 'predict', a list of token ids")
-        if config.vocab is None:
+        if tokens is None:
             raise ValueError(f"{location}: of token ids --vocab, their tokenizer, makes the text")
-        if tokenizer is None:
-            from transformers import AutoTokenizer  # heavy
-
-            tokenizer = AutoTokenizer.from_pretrained(config.vocab)
-        return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+        if unknown := [token for token in ids if token not in tokens]:
+            raise ValueError(f"{location}: --vocab {config.vocab} has no token {unknown[0]}")
+        return b"".join(tokens[token] for token in ids).decode("utf-8", errors="replace")
 
     return decode
+
+
+def _vocabulary(directory: Path) -> dict[int, bytes]:
+    """The bytes of each token of GPT-2's ``encoder.json`` or ``vocab.json``; none without one.
+
+    Printable bytes stand for themselves there, the others in order for characters from 256 on.
+    """
+    found = (read_object(directory / name) for name in ("encoder.json", "vocab.json"))
+    names = next(filter(None, found), {})
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    byte_of = {chr(byte): byte for byte in printable}
+    byte_of |= {chr(256 + n): byte for n, byte in enumerate(others)}
+    return {
+        int(number): b"".join(
+            bytes([byte_of[character]]) if character in byte_of else character.encode()
+            for character in name
+        )
+        for name, number in names.items()
+    }
 
 
 def _until_end(text: str) -> str:

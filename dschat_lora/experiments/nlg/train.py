@@ -10,7 +10,6 @@ from dschat_lora.checkpoint.lora_only import write_lora_only
 from dschat_lora.engine.collectives import on_rank_zero
 from dschat_lora.engine.zero import gather_to_cpu
 from dschat_lora.experiments.nlg.config import NlgConfig
-from dschat_lora.experiments.nlg.loading import gpt2_with_weights
 from dschat_lora.experiments.nlg.original import weights_file
 from dschat_lora.experiments.nlg.validation import (
     check_training,
@@ -20,6 +19,7 @@ from dschat_lora.experiments.nlg.validation import (
 )
 from dschat_lora.lora.model import adapter_parameters
 from dschat_lora.models.causal_lm import CausalLMLoss, load_tokenizer
+from dschat_lora.models.gpt2_weights import gpt2_with_weights
 from dschat_lora.models.source import find_model
 from dschat_lora.runtime.run import Run, open_run
 from dschat_lora.supervised.batching import make_sample_layout, resolve_head
