@@ -10,6 +10,7 @@ from dschat_lora.config.options import chosen_verb, parse_config
 from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, SupervisedConfig
 from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.experiments.nlg.config import DecodeConfig, EvaluateConfig, NlgConfig
+from dschat_lora.experiments.nlg.scorer_files import FormatConfig
 from dschat_lora.rlhf.config import RlhfConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -19,7 +20,12 @@ STAGES = {
     "step2_reward": {"": RewardStageConfig},
     "step2_dpo": {"": DpoStageConfig},
     "step3_rlhf": {"": RlhfConfig},
-    "nlg_gpt2": {"": NlgConfig, "decode": DecodeConfig, "evaluate": EvaluateConfig},
+    "nlg_gpt2": {
+        "": NlgConfig,
+        "decode": DecodeConfig,
+        "format": FormatConfig,
+        "evaluate": EvaluateConfig,
+    },
     "nlu_glue": {"": GlueConfig},
 }
 _LAUNCHER = r"(?:deepspeed|torchrun|python3?)"
