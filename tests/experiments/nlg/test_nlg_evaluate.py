@@ -81,3 +81,39 @@ def test_the_table_and_the_file_have_every_metric(tmp_path, capsys):
     shown = {each[0]: each[1] for each in (re.split("  +", line.strip()) for line in lines[3:])}
     assert shown == {name: f"{each['value']:.4f}" for name, each in report["metrics"].items()}
     assert [path.name for path in output.parent.iterdir()] == ["metrics.json"]
+
+
+def test_of_several_files_the_median_and_deviation_are_shown(tmp_path, capsys):
+    """BLEU of 100, 0 and 100: median 100, deviation sqrt(2 (100/3)^2 + (200/3)^2) / sqrt(2)."""
+    names = []
+    for number, text in enumerate(["a b c d", "x", "a b c d"]):
+        names.append(str(tmp_path / f"{number}.jsonl"))
+        line = {"prediction": text, "references": ["a b c d"]}
+        (tmp_path / f"{number}.jsonl").write_text(json.dumps(line) + "\n")
+    output = tmp_path / "all.json"
+    run_evaluate(EvaluateConfig(tuple(names), metrics=("bleu",), output_path=str(output)))
+    measure = json.loads(output.read_text())["measures"]["BLEU"]
+    assert measure["values"] == pytest.approx([100, 0, 100])
+    assert measure["median"] == pytest.approx(100)
+    assert measure["deviation"] == pytest.approx(100 / 3**0.5)
+    assert "100.0000 +- 57.7350" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "give --predictions, or --references and --hypotheses"),
+        ({"references": "r"}, "--references and --hypotheses go together"),
+        ({"references": "r", "hypotheses": "h", "filter": "seen"}, "needs categories"),
+        ({"references": "r", "hypotheses": "h"}, "has 2 lines, --references r references of 1"),
+        ({"references": "gone", "hypotheses": "h"}, "gone is no file, nor are gone0, gone1"),
+        ({"references": "n", "hypotheses": "h", "ref_num": 2}, "n1 has other many lines than n0"),
+        ({"references": "n", "hypotheses": "h", "ref_num": 3}, "--references n2 cannot be read"),
+    ],
+)
+def test_text_files_that_do_not_fit_are_named(tmp_path, monkeypatch, options, message):
+    monkeypatch.chdir(tmp_path)
+    for name, text in {"r": "a\nb\n\n", "h": "x\ny\n", "n0": "a\nb\n", "n1": "a\n"}.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_evaluate(EvaluateConfig(**options))

@@ -5,6 +5,7 @@ import pytest
 from sacrebleu.metrics import TER
 
 from dschat_lora.experiments.nlg import meteor, metrics
+from dschat_lora.experiments.nlg.ter import least_edits
 from dschat_lora.experiments.nlg.texts import treebank_tokens
 
 METRICS = metrics.chosen("e2e")
@@ -211,3 +212,47 @@ def test_signatures_say_what_was_computed():
     assert "smooth:none" in signatures["BLEU"]
     assert "norm:yes" in signatures["TER"]
     assert "nc:6|nw:0" in signatures["chrF"]
+
+
+def test_pyters_rate_by_hand():
+    # One shift of "c d" of five words; then two of three words changed, nearer than the other.
+    texts, references = ["c d a b e", "p x y"], [["a b c d e"], ["p q r", "a b c d e f"]]
+    score = metrics.pyter(texts, references)
+    assert score.value == pytest.approx((1 / 5 + 2 / 3) / 2)
+    assert "pyter" in score.signature
+    # Case counts; an empty reference counts 1.
+    assert metrics.pyter(["A"], [["a"]]).value == 1
+    assert metrics.pyter(["a"], [[""]]).value == 1
+
+
+def test_edits_of_far_references_are_not_counted():
+    """Those that cannot be nearer: the words that differ are as many as the least so far."""
+    asked = []
+
+    def edits_of(own, other):
+        asked.append(other)
+        return len(set(own) ^ set(other))
+
+    own, near, far, same = "a b c".split(), "a b d".split(), "x y z w".split(), "c b a".split()
+    assert least_edits(own, [far, near, same], edits_of) == 0
+    assert asked == [same]
+    asked.clear()
+    assert least_edits(own, [far, near], edits_of) == 2
+    assert asked == [near]  # 4 words differ in the other, 2 edits are known
+
+
+def test_meteor_keeps_punctuation_of_triples_alone(monkeypatch):
+    monkeypatch.setattr(meteor.shutil, "which", lambda name: None)
+    seen = []
+    monkeypatch.setattr(meteor, "meteor_score", lambda refs, own, **_: seen.append(own) or 0.5)
+    for profile in ("e2e", "webnlg", "dart"):
+        assert list(metrics.chosen(profile, ["meteor"])) == ["METEOR (nltk)"]
+        metrics.chosen(profile, ["meteor"])["METEOR (nltk)"](["it is , x ."], [["it"]])
+    assert seen == [("it", "is", "x"), *[("it", "is", ",", "x", ".")] * 2]
+
+
+def test_the_metrics_asked_for_are_computed_alone():
+    assert list(metrics.chosen("webnlg", ["ter_pyter", "bleu", "chrf++"])) == [
+        *("BLEU", "TER (pyter)", "chrF++")
+    ]
+    assert "nw:2" in metrics.chosen("dart", ["chrf++"])["chrF++"](["a b"], [["a b"]]).signature
