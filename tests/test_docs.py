@@ -25,6 +25,7 @@ from dschat_lora.config.verbs import (
 )
 from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.experiments.nlg.config import DecodeConfig, EvaluateConfig, NlgConfig
+from dschat_lora.experiments.nlg.scorer_files import FormatConfig
 from dschat_lora.rlhf.config import RlhfConfig
 from dschat_lora.serving.config import ChatConfig, ServeConfig
 
@@ -35,7 +36,12 @@ STAGES = {
     "step2_reward": {"": RewardStageConfig},
     "step2_dpo": {"": DpoStageConfig},
     "step3_rlhf": {"": RlhfConfig},
-    "nlg_gpt2": {"": NlgConfig, "decode": DecodeConfig, "evaluate": EvaluateConfig},
+    "nlg_gpt2": {
+        "": NlgConfig,
+        "decode": DecodeConfig,
+        "format": FormatConfig,
+        "evaluate": EvaluateConfig,
+    },
     "nlu_glue": {"": GlueConfig},
 }
 _LAUNCHER = r"(?:deepspeed|torchrun|python3?)"

@@ -100,6 +100,16 @@ def read_lora_only(path: str | Path) -> LoraOnly:
             ranks; the message names the file.
     """
     path = Path(path)
+    tensors, settings = read_tensors(path)
+    return LoraOnly(path, rank_of(tensors, path), tensors, settings)
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], LoraSettings | None]:
+    """The tensors of a state dict, float32 on CPU, and the settings that stand beside them.
+
+    Raises:
+        ValueError: if the file is missing or damaged, or holds something else.
+    """
     if not path.is_file():
         raise ValueError(f"{path} is no file; a LoRA-only file is a .safetensors, .pt or .bin")
     read = _read_safetensors if path.suffix == ".safetensors" else _read_torch
@@ -109,7 +119,7 @@ def read_lora_only(path: str | Path) -> LoraOnly:
         raise ValueError(f"{path} is no state dict: {wrong[0]!r} is no tensor")
     # Of DistributedDataParallel.
     tensors = {name.removeprefix("module."): tensor.float() for name, tensor in stored.items()}
-    return LoraOnly(path, rank_of(tensors, path), tensors, _as_settings(settings, path))
+    return tensors, _as_settings(settings, path)
 
 
 def lora_config_of_file(

@@ -30,6 +30,10 @@ class Tokenizer(Protocol):
 
     def __call__(self, text: list[str], **options: Any) -> Mapping[str, Any]: ...
 
+    def decode(self, token_ids: list[int], **options: Any) -> str: ...
+
+    def encode(self, text: str, **options: Any) -> list[int]: ...
+
 
 @dataclass(frozen=True)
 class Encoder:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 
 from dschat_lora.data.columns import Columns, EmptyTextError, Messages, message, text_of
+from dschat_lora.data.nlg import TOKEN_IDS, is_token_row
 from dschat_lora.data.sharegpt import conversation_of
 from dschat_lora.data.templates import HUMAN
 
@@ -28,6 +29,9 @@ def to_canonical(values: Columns) -> tuple[Columns, str]:
     texts = (values.get("prompt", ""), values.get("completion", ""))
     if OF_LAYOUTS.isdisjoint(values) and isinstance(texts[0], str) and isinstance(texts[1], str):
         return values, ""  # as most rows are, so that they cost little
+    if is_token_row(values):
+        rest = {name: value for name, value in values.items() if name != "context"}
+        return {**rest, "prompt": values["context"]}, TOKEN_IDS
     if answers := values.keys() & {"chosen", "rejected"}:
         return _preference(values) if len(answers) == 2 else (values, "")
     values, layout = _conversational(values)

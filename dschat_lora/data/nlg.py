@@ -1,6 +1,20 @@
 """Data-to-text files of E2E, WebNLG and DART as rows of ``prompt`` and ``completion``."""
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+#: layout of rows that hold token ids in place of texts
+TOKEN_IDS = "token ids"
+
+
+class TwoWayTokenizer(Protocol):
+    """A tokenizer that also decodes."""
+
+    eos_token_id: int | None
+
+    def decode(self, token_ids: list[int], **options: Any) -> str: ...
+
+    def encode(self, text: str, **options: Any) -> list[int]: ...
 
 
 def e2e_row(line: str) -> dict[str, Any]:
@@ -68,6 +82,35 @@ def dart_rows(value: dict[str, Any]) -> list[dict[str, Any]]:
         triples.append((subject, relation.lower(), target))
     meaning = _joined(triples)
     return [_row(meaning, _text(each, "text")) for each in _items(value, "annotations")]
+
+
+def is_token_row(values: Mapping[str, Any]) -> bool:
+    """Whether a row is one of microsoft/LoRA's ``gpt2_encode.py``: two lists of token ids."""
+    lists = [values.get(name) for name in ("context", "completion")]
+    return all(
+        isinstance(ids, list) and ids and all(type(token) is int for token in ids) for ids in lists
+    )
+
+
+def token_texts(values: Mapping[str, Any], tokenizer: TwoWayTokenizer) -> dict[str, Any]:
+    """The row with the texts that its token ids are of, without their end-of-sequence.
+
+    Raises:
+        ValueError: if ``tokenizer`` makes other ids of a text, as one of another model does.
+    """
+    texts = {}
+    for name in ("prompt", "completion"):
+        ids = [int(token) for token in values[name]]
+        ids = ids[:-1] if ids[-1] == tokenizer.eos_token_id else ids
+        text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if not text.strip() or tokenizer.encode(text, add_special_tokens=False) != ids:
+            column = "context" if name == "prompt" else name
+            raise ValueError(
+                f"`{column}` holds token ids that the model's tokenizer makes of no text; they "
+                "are of another tokenizer"
+            )
+        texts[name] = text
+    return {**values, **texts}
 
 
 def _row(meaning: str, text: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 from dschat_lora.data.chat import Chat, Span
 from dschat_lora.data.conversations import Method, answer_spans, prompt_spans, supervise
 from dschat_lora.data.messages import Message
+from dschat_lora.data.nlg import TOKEN_IDS, token_texts
 from dschat_lora.data.readers import RowError
 from dschat_lora.data.rows import DataKind, ParsedRow, RowType
 from dschat_lora.data.templates import ASSISTANT
@@ -87,6 +88,8 @@ def to_records(row: ParsedRow, chat: Chat, kind: DataKind = "samples") -> tuple[
     try:
         if row.kind == "text":
             spans: tuple[Span, ...] = (Span(row.values["text"], target=True),)
+        elif row.layout == TOKEN_IDS:
+            spans = _plain(token_texts(row.values, chat.tokenizer))
         elif row.kind == "preference":
             return (_preference(row, chat, kind),)
         elif row.kind != "conversation" and isinstance(row.values["prompt"], str):

@@ -9,6 +9,7 @@ from dschat_lora.config.data import DataConfig, UnpairedRows, parse_columns
 from dschat_lora.data.columns import EmptyTextError, rename
 from dschat_lora.data.layouts import is_good, to_canonical
 from dschat_lora.data.messages import EmptyRowError, check_message
+from dschat_lora.data.nlg import TOKEN_IDS
 from dschat_lora.data.readers import RawRow, RowError, iter_file
 from dschat_lora.data.sources import Source, find_source
 
@@ -118,6 +119,8 @@ def parse_row(raw: RawRow, options: RowOptions = DEFAULT_OPTIONS) -> ParsedRow:
     except ValueError as error:
         raise RowError(raw.location, str(error)) from error
     kind = classify(values, raw.location)
+    if layout == TOKEN_IDS:
+        return ParsedRow(raw.location, kind, values, layout)
     fields = {
         "text": ("text",),
         "conversation": ("messages",),

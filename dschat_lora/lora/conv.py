@@ -23,14 +23,14 @@ class LoraConv(nn.Module):
     does not round it away. Unlike loralib's, dropout has an effect: on the update's input.
 
     Attributes:
-        weight: (out, in / groups, *kernel) of the base, frozen. bias: (out,) of the base, or None.
+        conv: the base, whose kernel is frozen: its names in the state dict are those of loralib.
+        weight: (out, in / groups, *kernel) of the base. bias: (out,) of the base, or None.
         lora_A, lora_B: float32; absent where r is 0, which gives the base.
         scaling: factor of the update, ``lora_alpha / r``. dropout: on its input, in training.
     """
 
     lora_A: nn.Parameter  # noqa: N815
     lora_B: nn.Parameter  # noqa: N815
-    bias: Tensor | None
 
     def __init__(
         self, base: Conv, *, r: int, lora_alpha: float = 1.0, dropout: float = 0.0
@@ -42,7 +42,7 @@ class LoraConv(nn.Module):
         self.groups, self.padding, self.padding_mode = base.groups, base.padding, base.padding_mode
         # In the order of F.pad: the last dimension first.
         self.padding_amounts = tuple(base._reversed_padding_repeated_twice)
-        self.weight, self.bias = base.weight, base.bias
+        self.conv = base
         self.r, self.dropout = r, dropout
         self.scaling = lora_alpha / r if r > 0 else 0.0
         if r > 0:
@@ -55,6 +55,29 @@ class LoraConv(nn.Module):
             nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))  # U(+-1/sqrt(columns))
             nn.init.zeros_(self.lora_B)
         self.train(base.training)
+
+    @property
+    def weight(self) -> Tensor:
+        """The kernel."""
+        return self.conv.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias."""
+        return self.conv.bias
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Tensor], prefix: str, *args: object
+    ) -> None:
+        """Take the base's parameters without ``conv.`` too, as some versions of loralib name them.
+
+        Where both are there they are one.
+        """
+        for part in ("weight", "bias"):
+            value = state_dict.pop(f"{prefix}{part}", None)
+            if value is not None:
+                state_dict.setdefault(f"{prefix}conv.{part}", value)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, in, *sizes) -> (B, out, *sizes), also without the batch dimension."""

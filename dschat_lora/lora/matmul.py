@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 
 def lora_linear_reference(
@@ -60,6 +59,9 @@ def lora_linear(
     Returns:
         (..., out).
     """
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        matrix = weight.t() if transposed else weight
+        return lora_linear_reference(x, matrix, bias, lora_A, lora_B, scaling, keep)
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     return _LoraLinear.apply(  # type: ignore[no-untyped-call]
@@ -116,7 +118,7 @@ class _LoraLinear(torch.autograd.Function):
         adapted = rows if keep is None else rows * keep.reshape(rows.shape)
         inner = F.linear(adapted, down.to(x.dtype))
         output.addmm_(inner, up.to(x.dtype).t(), alpha=scaling)
-        ctx.save_for_backward(x, weight, down, up, keep, inner)
+        ctx.save_for_backward(x, weight, lora_A, lora_B, down, up, keep, inner)
         ctx.scaling, ctx.transposed = scaling, transposed
         ctx.types = lora_A.dtype, lora_B.dtype
         # No view of what nothing else holds: some models write into it (Falcon, OLMo).
@@ -124,9 +126,10 @@ class _LoraLinear(torch.autograd.Function):
         return torch.ops.aten._unsafe_view(output, shape)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, down, up, keep, inner = ctx.saved_tensors
+        x, weight, lora_A, lora_B, down, up, keep, inner = ctx.saved_tensors  # noqa: N806
+        if torch.is_grad_enabled():  # they are to be differentiated themselves
+            return _graph_of_gradients(ctx, grad_output, x, weight, lora_A, lora_B, keep)
         wants_x, wants_weight, wants_bias, wants_a, wants_b = ctx.needs_input_grad[:5]
         matrix = weight.t() if ctx.transposed else weight
         rows, grad = x.reshape(-1, x.shape[-1]), grad_output.reshape(-1, grad_output.shape[-1])
@@ -151,3 +154,27 @@ class _LoraLinear(torch.autograd.Function):
         if grad_matrix is not None and ctx.transposed:
             grad_matrix = grad_matrix.t()
         return grad_x, grad_matrix, grad_bias, grad_a, grad_b, *[None] * 5
+
+
+def _graph_of_gradients(
+    ctx: Any,
+    grad_output: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    lora_A: Tensor,  # noqa: N803
+    lora_B: Tensor,  # noqa: N803
+    keep: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """The gradients of :class:`_LoraLinear` by torch's own operations, which have derivatives."""
+    matrix = weight.t() if ctx.transposed else weight
+    output = lora_linear_reference(x, matrix, None, lora_A, lora_B, ctx.scaling, keep)
+    inputs = {0: x, 1: weight, 3: lora_A, 4: lora_B}
+    chosen = {i: each for i, each in inputs.items() if ctx.needs_input_grad[i]}
+    gradients: list[Tensor | None] = [None] * 10
+    if chosen:
+        found = torch.autograd.grad(output, [*chosen.values()], grad_output, create_graph=True)
+        for i, gradient in zip(chosen, found, strict=True):
+            gradients[i] = gradient
+    if ctx.needs_input_grad[2]:
+        gradients[2] = grad_output.reshape(-1, grad_output.shape[-1]).sum(0)
+    return tuple(gradients)

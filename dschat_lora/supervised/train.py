@@ -1,5 +1,6 @@
 """Training, evaluating and saving in the supervised stages, once engine and data are there."""
 
+import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -51,13 +52,15 @@ def train(
     extra_flops: Callable[[StepCounts], Flops] | None = None,
     lr_schedule: Callable[[int], RateFactor] | None = None,
     on_checkpoint: Callable[[int], None] | None = None,
+    on_epoch: Callable[[int], None] | None = None,
 ) -> None:
     """Train by the schedule, evaluate on the way, and save the result; call on every rank.
 
     ``data`` is the setup's, perhaps with something added to the samples. ``extra_flops`` are those
     of a step besides forward and backward; ``lr_schedule`` is made from the steps of the whole
     run, in place of ``--lr_scheduler_type``; ``on_checkpoint`` is called on every rank with the
-    step of a checkpoint, to write more.
+    step of a checkpoint, to write more; ``on_epoch`` with the number of an epoch, from 1, at its
+    end, before it is evaluated.
     """
     config, run = setup.config, setup.run
     loader = train_loader(setup, data.train, batch_layout)
@@ -71,6 +74,13 @@ def train(
     checkpointer.restore(num_steps=schedule.num_steps)
     if answers is not None:
         answers.show("before")
+
+    def evaluate_at(step: int) -> None:
+        per_epoch = schedule.iterations_per_epoch
+        if on_epoch is not None and step and (step % per_epoch == 0 or step == schedule.num_steps):
+            on_epoch(math.ceil(step / per_epoch))
+        evaluator(step)
+
     with run.interrupts.deferred():
         fit(
             engine,
@@ -82,7 +92,7 @@ def train(
             seed=config.run.seed,
             meter=meter,
             log=run.log,
-            evaluate_at=evaluator,
+            evaluate_at=evaluate_at,
             checkpointer=checkpointer,
             extra_flops=extra_flops,
         )

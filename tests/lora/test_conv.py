@@ -27,7 +27,8 @@ def with_update(base, layer):
     merged = copy.deepcopy(base)
     update = 1.5 * (layer.lora_B @ layer.lora_A)
     with torch.no_grad():
-        merged.weight += update.reshape(base.weight.shape)
+        kernel = merged.conv.weight if isinstance(merged, LoraConv) else merged.weight
+        kernel += update.reshape(base.weight.shape)
     return merged
 
 
@@ -132,7 +133,7 @@ def test_the_base_is_adopted_and_never_changes():
     before = copy.deepcopy(base.state_dict())
     layer = LoraConv(base, r=2)
     assert layer.weight is base.weight
-    assert list(layer.state_dict()) == ["weight", "bias", "lora_A", "lora_B"]
+    assert set(layer.state_dict()) == {"conv.weight", "conv.bias", "lora_A", "lora_B"}
     x = torch.randn(2, 4, 5, 5)
     assert torch.equal(layer(x), base(x))  # B is zero
     layer.bias.requires_grad_(False)
@@ -144,13 +145,13 @@ def test_the_base_is_adopted_and_never_changes():
             optimizer.step()
     assert not torch.allclose(layer(x), base(x))
     for name, value in before.items():
-        assert torch.equal(layer.state_dict()[name], value)
+        assert torch.equal(layer.state_dict()[f"conv.{name}"], value)
 
 
 def test_rank_zero_is_the_base_and_trains_it():
     base = nn.Conv1d(4, 6, 3)
     layer = LoraConv(copy.deepcopy(base), r=0)
-    assert list(layer.state_dict()) == ["weight", "bias"]
+    assert list(layer.state_dict()) == ["conv.weight", "conv.bias"]
     assert layer.weight.requires_grad
     x = torch.randn(4, 9)
     assert torch.equal(layer(x), base(x))

@@ -20,6 +20,7 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers is
 
     Attributes:
         metrics: of the newest evaluation, by the Trainer's names, as of :attr:`step`.
+        evaluations: those of every step so far, by the step.
         first_step: after which training began.
     """
 
@@ -33,6 +34,7 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers is
         self.first_step = 0
         self.step = -1
         self.metrics: dict[str, float] = {}
+        self.evaluations: dict[int, dict[str, float]] = {}
 
     def on_train_begin(
         self, settings: object, state: TrainerState, control: object, **more: Any
@@ -91,12 +93,24 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers is
             prefix + name: found[name] for name in names
         }
         self.step = step
+        self.evaluations[step] = self.metrics
         label = "mm_" if mismatched else ""
         fields = {"epoch": logs.get("epoch"), **{label + name: found[name] for name in names}}
         self._log.write("eval", step, fields)
         shown = "  ".join(f"{name} {found[name]:.4f}" for name in [*names[1:], "loss"])
         self._log.say(f"eval after step {step}{' (mismatched)' if mismatched else ''}: {shown}")
         self._last = time.monotonic()
+
+
+def evaluation_at(path: Path, step: int) -> dict[str, float]:
+    """Measures of the evaluation after ``step``, from a log, by the Trainer's names."""
+    other = {"kind", "step", "time", "epoch"}
+    found: dict[str, float] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        if record["kind"] == "eval" and record["step"] == step:
+            found |= {f"eval_{n}": float(v) for n, v in record.items() if n not in other}
+    return found
 
 
 def lines_until(path: Path, step: int) -> tuple[int, float]:

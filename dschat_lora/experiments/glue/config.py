@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from dschat_lora.config.groups import require, require_numbers
-from dschat_lora.config.options import given_options, hidden, option
+from dschat_lora.config.options import classic, given_options, hidden, option
 from dschat_lora.experiments.glue.tasks import TASKS, GlueTask, TaskName
 
 Strategy = Literal["no", "steps", "epoch"]
@@ -13,6 +13,7 @@ _AT_LEAST_ONE = (
     *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
     *("logging_steps", "save_steps", "max_seq_length", "lora_r"),
     *("eval_steps", "save_total_limit", "max_train_samples", "max_eval_samples"),
+    *("adapter_size", "seeds"),
 )
 
 
@@ -56,10 +57,10 @@ class GlueConfig:
     lora_r: int = option(8, help="rank of the update")
     lora_alpha: float = option(16.0, help="the update is scaled by lora_alpha / lora_r")
     lora_dropout: float = option(0.0, help="dropout on the adapter's input, in [0, 1)")
-    lora_init: Literal["uniform", "normal"] = option(
-        "uniform",
-        help="distribution of A at the start: U(+-1/sqrt(in)), or N(0, 0.02) as in the original's "
-        "DeBERTa",
+    lora_init: Literal["auto", "uniform", "normal"] = option(
+        "auto",
+        help="distribution of A at the start: uniform U(+-1/sqrt(in)), normal N(0, 0.02); auto: "
+        "as the original, normal in DeBERTa and uniform in others",
     )
     target_modules: tuple[str, ...] = option(
         (), help="layers to adapt; query and value of RoBERTa and DeBERTa-v2 when absent"
@@ -73,6 +74,26 @@ class GlueConfig:
         None, help="dropout of the head, in [0, 1); the model's own when absent"
     )
     trust_remote_code: bool = option(False, help="run model code that comes with a hub repository")
+
+    apply_adapter: bool = option(
+        False, help="train bottleneck adapters and the head, in place of LoRA (RoBERTa, BERT)"
+    )
+    adapter_type: Literal["houlsby", "pfeiffer"] = option(
+        "houlsby",
+        help="houlsby: an adapter after attention and one after the feed-forward part of each "
+        "layer; pfeiffer: the second alone",
+    )
+    adapter_size: int = option(64, help="width of the bottleneck")
+    adapter_path: str | None = option(
+        None, help="bottleneck_adapter.safetensors of another run, to start from"
+    )
+    reg_loss_wgt: float = option(
+        0.0, help="weight of the divergence of two passes over each batch (R-Drop); 0: one pass"
+    )
+    masking_prob: float = option(
+        0.0,
+        help="share of the second pass's tokens that become unknown (token cutoff), in [0, 1)",
+    )
 
     # The Trainer's.
     do_train: bool = option(True, help="train (no-: evaluate what is there)")
@@ -99,7 +120,18 @@ class GlueConfig:
     save_strategy: Strategy = option("steps", help="when to write checkpoint-N")
     save_steps: int = option(500, help="steps between checkpoints of --save_strategy steps")
     save_total_limit: int | None = option(None, help="newest checkpoints kept; all when absent")
+    load_best_model_at_end: bool = option(
+        False, help="end with the weights of the best evaluation, which is kept as a checkpoint"
+    )
+    metric_for_best_model: str | None = option(
+        None,
+        help="measure that tells the best evaluation, such as accuracy or loss; default: the "
+        "task's first, which the paper reports",
+    )
     logging_steps: int = option(500, help="steps between lines of training")
+    logging_dir: str | None = classic(
+        None, help="accepted from the original; numbers go to metrics.jsonl of --output_dir"
+    )
     fp16: bool = option(False, help="compute in fp16, with a scaled loss")
     bf16: bool = option(False, help="compute in bf16")
     gradient_checkpointing: bool = option(
@@ -110,6 +142,11 @@ class GlueConfig:
 
     # Where it goes, and how often the same.
     seed: int = option(42, help="seed of the head, the factors, the order and dropout")
+    seeds: int = option(
+        1,
+        help="runs from --seed on, in OUTPUT_DIR/seed-N; seeds.json has the median and the "
+        "deviation of their measures",
+    )
     use_deterministic_algorithms: bool = option(
         False, help="refuse operations whose result depends on timing"
     )
@@ -137,8 +174,9 @@ class GlueConfig:
     def __post_init__(self) -> None:
         require_numbers(self, ">= 1", *_AT_LEAST_ONE)
         require_numbers(self, "in [0, 1)", "classifier_dropout", "lora_dropout", "warmup_ratio")
+        require_numbers(self, "in [0, 1)", "masking_prob")
         at_least_zero = ("weight_decay", "max_grad_norm", "warmup_steps", "dataloader_num_workers")
-        require_numbers(self, ">= 0", *at_least_zero)
+        require_numbers(self, ">= 0", *at_least_zero, "reg_loss_wgt")
         positive = ("learning_rate", "lora_alpha", "distributed_timeout")
         require_numbers(self, "> 0", *positive)
         wanted = "> 0; --no-do_train evaluates alone"
@@ -146,6 +184,11 @@ class GlueConfig:
         require(self.max_steps == -1 or self.max_steps >= 1, "max_steps", self.max_steps, ">= 1")
         # What PYTHONHASHSEED takes.
         require(0 <= self.seed < 2**32, "seed", self.seed, "in [0, 2**32)")
+
+    @property
+    def best_metric(self) -> str:
+        """The measure that tells the best evaluation."""
+        return self.metric_for_best_model or self.task.measures[0]
 
     @property
     def task(self) -> GlueTask:

@@ -15,8 +15,9 @@ from transformers import (
 
 from dschat_lora.checkpoint.adapter import read_adapter
 from dschat_lora.checkpoint.extract import is_head
-from dschat_lora.checkpoint.lora_only import is_factor, read_lora_only
+from dschat_lora.checkpoint.lora_only import is_factor, read_lora_only, read_tensors
 from dschat_lora.config.groups import LoraConfig
+from dschat_lora.experiments.glue.bottleneck import add_adapters, is_adapter
 from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.lora.model import apply_lora, lora_layers, seeded_generator
 
@@ -40,6 +41,11 @@ def build_model(config: GlueConfig, *, say: Callable[[str], None]) -> PreTrained
         ValueError: if base, adapter and options do not fit each other.
     """
     model = _pretrained(config, say)
+    if config.apply_adapter:
+        std = model.config.initializer_range
+        add_adapters(model, config.adapter_type, config.adapter_size, std=std)
+        if config.adapter_path is not None and config.resume_from_checkpoint is None:
+            _start_adapters(model, Path(config.adapter_path), say)
     adapt(model, config)
     if config.lora_path is not None and config.resume_from_checkpoint is None:
         start_from(model, Path(config.lora_path), lora_settings(model, config), say=say)
@@ -67,7 +73,8 @@ def adapt(model: PreTrainedModel, config: GlueConfig) -> None:
     for name, parameter in model.named_parameters():
         if is_head(model, name):
             parameter.requires_grad_(True)
-    if config.lora_init == "normal":
+    normal = config.lora_init == "auto" and model.config.model_type.startswith("deberta")
+    if normal or config.lora_init == "normal":
         _draw_normal(model, seed=config.seed)
 
 
@@ -101,11 +108,11 @@ def max_positions(settings: PretrainedConfig) -> int:
 
 
 def trained_tensors(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """Factors and head, by their names in the state dict."""
+    """Factors or adapters, and head, by their names in the state dict."""
     return {
         name: parameter
         for name, parameter in model.named_parameters()
-        if is_head(model, name) or is_factor(name)
+        if is_head(model, name) or is_factor(name) or is_adapter(name)
     }
 
 
@@ -138,6 +145,28 @@ def start_from(
     said = f"head: took {', '.join(kept)}" if kept else "head: starts anew"
     said += "".join(f"; dropped {top}, {reason}" for top, reason in dropped.items())
     say(f"adapter: started from {path}; {said}")
+
+
+@torch.no_grad()
+def _start_adapters(model: PreTrainedModel, path: Path, say: Callable[[str], None]) -> None:
+    """Copy bottleneck adapters of another run, and the modules of its head that fit.
+
+    Raises:
+        ValueError: naming an adapter's parameter that is missing or of another shape.
+    """
+    own, (given, _) = trained_tensors(model), read_tensors(path)
+    kept, dropped = _fitting_heads(own, given)
+    for name in filter(is_adapter, own):
+        if name not in given or given[name].shape != own[name].shape:
+            found = "lacks" if name not in given else f"has {tuple(given[name].shape)} of"
+            raise ValueError(
+                f"--adapter_path {path} {found} {name}, which is {tuple(own[name].shape)} here"
+            )
+    for name in own:
+        if is_adapter(name) or _top(name) in kept:
+            own[name].copy_(given[name])
+    said = "".join(f"; dropped {top}, {reason}" for top, reason in dropped.items())
+    say(f"adapter: started from {path}; head: {', '.join(kept) or 'starts anew'}{said}")
 
 
 def _pretrained(config: GlueConfig, say: Callable[[str], None]) -> PreTrainedModel:
@@ -216,7 +245,8 @@ def _fitting_heads(
 ) -> tuple[list[str], dict[str, str]]:
     """Top modules of the head that the other run has whole and alike; why others do not fit."""
     kept, dropped = [], {}
-    for top in dict.fromkeys(_top(name) for name in own if not is_factor(name)):
+    heads = (name for name in own if not (is_factor(name) or is_adapter(name)))
+    for top in dict.fromkeys(map(_top, heads)):
         ours, theirs = (
             {name: tensor.shape for name, tensor in tensors.items() if _top(name) == top}
             for tensors in (own, given)

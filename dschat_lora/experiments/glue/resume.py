@@ -15,7 +15,9 @@ from dschat_lora.report.directory import read_object
 from dschat_lora.runtime.resume import refuse_code
 
 # Options of one process, not of the run: never taken from a checkpoint.
-_OF_THE_PROCESS = ("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "dry_run")
+_OF_THE_PROCESS = (
+    *("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "dry_run", "seeds"),
+)
 _DATA = (
     *("data_dir", "train_file", "validation_file", "validation_mismatched_file", "test_file"),
     "test_mismatched_file",
@@ -27,7 +29,7 @@ _FREE = {
     *(*_OF_THE_PROCESS, *_DATA, *_ROWS, "bad_rows", "max_eval_samples", "pad_to_max_length"),
     *("trust_remote_code", "do_train", "do_eval", "do_predict", "per_device_eval_batch_size"),
     *("eval_strategy", "eval_steps", "save_strategy", "save_steps", "save_total_limit"),
-    *("logging_steps", "gradient_checkpointing", "dataloader_num_workers"),
+    *("logging_steps", "gradient_checkpointing", "dataloader_num_workers", "logging_dir"),
     "use_deterministic_algorithms",
 }
 

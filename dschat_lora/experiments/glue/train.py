@@ -3,28 +3,21 @@
 import hashlib
 import json
 import pickle
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import transformers
-from torch import Tensor
 from transformers import (
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PrinterCallback,
-    Trainer,
     TrainingArguments,
     set_seed,
 )
 
-from dschat_lora.checkpoint.extract import empty_classifier, write_trained
-from dschat_lora.checkpoint.lora_only import LoraOnly
-from dschat_lora.checkpoint.staging import write_whole
 from dschat_lora.config.recipes import find_deepspeed_json
 from dschat_lora.engine import peers
 from dschat_lora.engine.collectives import check_same, raise_together
@@ -33,48 +26,20 @@ from dschat_lora.experiments.glue.callback import MetricsCallback, lines_until
 from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.experiments.glue.data import TaskSplit, find_files, read_split
 from dschat_lora.experiments.glue.features import collator, tokenize
-from dschat_lora.experiments.glue.metrics import predictions, task_metrics
-from dschat_lora.experiments.glue.model import (
-    build_model,
-    lora_settings,
-    max_positions,
-    trained_tensors,
+from dschat_lora.experiments.glue.metrics import task_metrics
+from dschat_lora.experiments.glue.model import build_model, max_positions
+from dschat_lora.experiments.glue.regularize import with_second_pass
+from dschat_lora.experiments.glue.results import (
+    keep_last,
+    save_trained,
+    write_evaluation,
+    write_predictions,
 )
-from dschat_lora.experiments.glue.tasks import GlueTask
+from dschat_lora.experiments.glue.trainer import GlueTrainer, mean_loss
 from dschat_lora.experiments.glue.validation import earlier_run
 from dschat_lora.report.log import jsonable
 from dschat_lora.runtime.directory import RunDirectory, check_links
 from dschat_lora.runtime.run import Run, claim_together, ended_in_words, open_files
-
-Rows = list[dict[str, Any]]
-
-
-class GlueTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
-    """The Trainer, whose evaluation takes MNLI's mismatched rows too, as ``eval_mm_*``."""
-
-    mismatched: Rows | None = None
-    rows: Tensor | int = 0  # trained on so far, by all processes
-    watch: MetricsCallback
-
-    def get_batch_samples(
-        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
-    ) -> tuple[list[Any], Tensor | int | None]:
-        """The batches of a step and the number of its rows, which is added up."""
-        batches, rows = super().get_batch_samples(epoch_iterator, num_batches, device)
-        self.rows = self.rows + (0 if rows is None else rows)
-        return batches, rows
-
-    def evaluate(
-        self,
-        eval_dataset: Any = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> dict[str, float]:
-        """The measures of both kinds of rows, under names of their own."""
-        metrics: dict[str, float] = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-        if eval_dataset is None and self.mismatched is not None:
-            metrics |= super().evaluate(self.mismatched, ignore_keys, f"{metric_key_prefix}_mm")
-        return metrics
 
 
 def run_glue(config: GlueConfig) -> None:
@@ -107,12 +72,13 @@ def _train_and_measure(run: Run[GlueConfig], settings: TrainingArguments, direct
     config = run.config
     trainer, splits, tokenizer = build_trainer(run, settings)
     if config.do_train:
+        trainer.before_best = lambda: keep_last(trainer, tokenizer, run, directory)
         _train(trainer, run)
-        _save(trainer, tokenizer, run, directory)
+        save_trained(trainer, tokenizer, run, directory)
     if config.do_eval:
-        _evaluate(trainer, run)
+        write_evaluation(trainer, run, directory)
     if config.do_predict:
-        _predict(trainer, config, splits, tokenizer, directory)
+        write_predictions(trainer, config, splits, tokenizer, directory)
 
 
 def training_arguments(config: GlueConfig) -> TrainingArguments:
@@ -131,11 +97,12 @@ def training_arguments(config: GlueConfig) -> TrainingArguments:
         *("per_device_eval_batch_size", "gradient_accumulation_steps", "adam_beta1"),
         *("adam_beta2", "adam_epsilon", "max_grad_norm", "eval_strategy", "eval_steps"),
         *("save_strategy", "save_steps", "save_total_limit", "logging_steps", "fp16", "bf16"),
-        "dataloader_num_workers",
+        *("dataloader_num_workers", "load_best_model_at_end"),
     )
     settings = TrainingArguments(
         output_dir=config.output_dir or "output",
         **{name: getattr(config, name) for name in same},
+        metric_for_best_model=config.best_metric if config.load_best_model_at_end else None,
         # Below 1 it is a share of the steps, rounded up.
         warmup_steps=config.warmup_steps or config.warmup_ratio,
         optim="adamw_torch",
@@ -195,36 +162,25 @@ def build_trainer(
         eval_dataset=rows.get("validation"),
         data_collator=collator(tokenizer, config),
         processing_class=tokenizer,
-        compute_loss_func=partial(mean_loss, config.task),
+        compute_loss_func=partial(mean_loss, config.task, weight=config.reg_loss_wgt),
         compute_metrics=lambda found: task_metrics(config.task, found.predictions, found.label_ids),
     )
     trainer.watch = MetricsCallback(
         run.log, config, begin=lambda: _begin(run), rows=lambda: int(trainer.rows)
     )
     trainer.add_callback(trainer.watch)
+    if config.reg_loss_wgt > 0:
+        special = (tokenizer.cls_token_id, tokenizer.sep_token_id)
+        trainer.doubled = partial(
+            with_second_pass,
+            masking_prob=config.masking_prob,
+            unknown=int(tokenizer.unk_token_id),
+            kept=[token for token in special if token is not None],
+        )
     trainer.mismatched = rows.get("validation_mismatched")
     trainer.remove_callback(PrinterCallback)
     _describe(model, splits, run)
     return trainer, splits, tokenizer
-
-
-def mean_loss(
-    task: GlueTask, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None
-) -> Tensor:
-    """This batch's share of the mean loss over all rows of an optimizer step.
-
-    Left to itself the Trainer takes a classifier's loss for one that is divided already: its
-    gradients are as many times too large as there are processes and accumulated batches.
-
-    The logits are (B, outputs), the labels (B,). ``num_items_in_batch`` counts rows of the step, on
-    all processes; None: those of this batch.
-    """
-    logits = outputs.logits.float()
-    if task.is_regression:
-        total = F.mse_loss(logits[:, 0], labels.float(), reduction="sum")
-    else:
-        total = F.cross_entropy(logits, labels, reduction="sum")
-    return total / (len(labels) if num_items_in_batch is None else num_items_in_batch)
 
 
 def _read(config: GlueConfig) -> dict[str, TaskSplit]:
@@ -297,58 +253,6 @@ def _train(trainer: GlueTrainer, run: Run[GlueConfig]) -> None:
     run.log.write("event", trainer.state.global_step, {"name": "trained"})
     trainer.save_metrics("train", jsonable(done.metrics))
     trainer.save_state()
-
-
-def _evaluate(trainer: GlueTrainer, run: Run[GlueConfig]) -> None:
-    """Measures after the last step, which the Trainer may have taken already."""
-    if trainer.watch.step != trainer.state.global_step:
-        trainer.evaluate()
-    trainer.save_metrics("eval", jsonable(trainer.watch.metrics))
-    run.record.update({"results": trainer.watch.metrics})
-
-
-def _predict(
-    trainer: GlueTrainer,
-    config: GlueConfig,
-    splits: dict[str, TaskSplit],
-    tokenizer: PreTrainedTokenizerBase,
-    directory: Path,
-) -> None:
-    """Write the label found for each test row."""
-    labels = config.task.labels
-    for name, task in (("test", config.task_name), ("test_mismatched", "mnli-mm")):
-        if name not in splits:
-            continue
-        rows = tokenize(splits[name].examples, tokenizer, config)
-        found = predictions(config.task, trainer.predict(rows).predictions)
-        words = [labels[int(each)] if labels else f"{each:.3f}" for each in found]
-        lines = ["index\tprediction", *(f"{number}\t{word}" for number, word in enumerate(words))]
-        if trainer.is_world_process_zero():
-            write_whole(directory / f"predict_results_{task}.txt", "\n".join(lines) + "\n")
-
-
-def _save(
-    trainer: GlueTrainer, tokenizer: PreTrainedTokenizerBase, run: Run[GlueConfig], directory: Path
-) -> None:
-    """The adapter with its head, or after full fine-tuning the model."""
-    config = run.config
-    if not config.apply_lora:
-        trainer.save_model(str(directory / "model"))
-        run.log.say(f"model: {directory / 'model'}")
-        return
-    if not trainer.is_world_process_zero():
-        return
-    model, path = trainer.model, directory / "adapter"
-    tensors = {name: p.detach().float().cpu() for name, p in trained_tensors(model).items()}
-    write_trained(
-        path,
-        LoraOnly(path, config.lora_r, tensors, None),
-        lora_settings(model, config),
-        empty_classifier(model.config),
-        base_model_name_or_path=config.model_name_or_path,
-        write_more=tokenizer.save_pretrained,
-    )
-    run.log.say(f"adapter: {path}")
 
 
 def _begin(run: Run[GlueConfig]) -> None:

@@ -30,7 +30,12 @@ from dschat_lora.runtime.checks import (
     is_first_rank,
 )
 
-_RESULTS = ("all_results.json", "eval_results.json", "train_results.json", "trainer_state.json")
+#: where a run that ends with its best weights keeps the last ones
+LAST = "last"
+_RESULTS = (
+    *("all_results.json", "eval_results.json", "train_results.json", "trainer_state.json"),
+    *(LAST, "bottleneck_adapter.safetensors", "seeds.json"),
+)
 
 
 def check_glue(config: GlueConfig) -> GlueConfig:
@@ -76,7 +81,7 @@ def fix_environment(seed: int) -> None:
 
 def earlier_run(directory: Path) -> list[Path]:
     """What a run left in ``directory``: the Trainer's checkpoints, results and predictions too."""
-    results = [directory / name for name in _RESULTS if (directory / name).is_file()]
+    results = [directory / name for name in _RESULTS if (directory / name).exists()]
     predictions = directory.glob("predict_results_*.txt")
     return [*leftovers(directory), *checkpoints(directory), *results, *predictions]
 
@@ -116,6 +121,79 @@ def check_options_agree(config: GlueConfig, source: ModelSource) -> None:
     given = [name for name in (*lora_only, "lora_path") if name in config.given]
     if given and not config.apply_lora:
         raise ValueError(f"--{given[0]} has no effect without --apply_lora")
+
+
+def check_methods(config: GlueConfig, source: ModelSource) -> None:
+    """Refuse options of adapters and of two passes that contradict others."""
+    if config.apply_lora and config.apply_adapter:
+        raise ValueError("--apply_lora and --apply_adapter are two methods; give one")
+    of_adapters = ("adapter_type", "adapter_size", "adapter_path")
+    given = [name for name in of_adapters if name in config.given]
+    if given and not config.apply_adapter:
+        raise ValueError(f"--{given[0]} has no effect without --apply_adapter")
+    if config.adapter_path is not None and not Path(config.adapter_path).expanduser().is_file():
+        raise ValueError(f"--adapter_path {config.adapter_path} is no file")
+    if config.masking_prob and not config.reg_loss_wgt:
+        raise ValueError(
+            f"--masking_prob {config.masking_prob:g} masks the second pass of --reg_loss_wgt; give "
+            "that too, above 0"
+        )
+    if config.reg_loss_wgt and config.task.is_regression:
+        raise ValueError(f"--reg_loss_wgt compares classes; {config.task_name} has none")
+
+
+def with_evaluation_alone(config: GlueConfig, source: ModelSource) -> GlueConfig:
+    """The original's ``--do_eval`` without ``--do_train`` evaluates and trains nothing."""
+    given = config.given
+    if "do_eval" not in given or "do_train" in given or not config.do_eval:
+        return config
+    if config.resume_from_checkpoint is not None:
+        return config
+    log_once("  note         --do_eval without --do_train: evaluates what is there")
+    return replace(config, do_train=False)
+
+
+def check_best(config: GlueConfig, source: ModelSource) -> None:
+    """Refuse to look for the best evaluation where none, or another, is kept."""
+    name = config.metric_for_best_model
+    if not config.load_best_model_at_end:
+        if name is not None:
+            raise ValueError(
+                "--metric_for_best_model has no effect without --load_best_model_at_end"
+            )
+        return
+    known = ["loss", *config.task.measures]
+    known += ["combined_score"] if len(config.task.measures) > 1 else []
+    if config.best_metric.removeprefix("eval_") not in known:
+        raise ValueError(f"--metric_for_best_model {name} must be one of {', '.join(known)}")
+    when, kept = config.eval_strategy, config.save_strategy
+    if when == "no" or when != kept:
+        raise ValueError(
+            f"--load_best_model_at_end keeps what it evaluates: --eval_strategy {when} and "
+            f"--save_strategy {kept} must both be epoch, or both steps"
+        )
+    every = config.eval_steps or config.logging_steps
+    if when == "steps" and config.save_steps % every:
+        raise ValueError(
+            f"--load_best_model_at_end: --save_steps {config.save_steps} must be a multiple of "
+            f"--eval_steps {every}"
+        )
+
+
+def check_seeds(config: GlueConfig, source: ModelSource) -> None:
+    """Refuse several runs in the processes of one."""
+    if config.seeds == 1:
+        return
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ValueError(
+            f"--seeds {config.seeds} starts a launcher for each run: type dschat-lora glue "
+            f"--num_gpus N --seeds {config.seeds} ... instead of torchrun or deepspeed"
+        )
+    if config.resume_from_checkpoint is not None or not (config.do_train and config.do_eval):
+        raise ValueError(
+            f"--seeds {config.seeds} trains and evaluates anew; go on with one of its runs by its "
+            "own --output_dir"
+        )
 
 
 def with_adapter_settings(config: GlueConfig, source: ModelSource) -> GlueConfig:
@@ -200,7 +278,11 @@ GLUE_CHECKS: tuple[Check[GlueConfig, ModelSource], ...] = (
     with_start,
     lambda config, _: settle(config),
     check_packages,
+    with_evaluation_alone,
     check_options_agree,
+    check_methods,
+    check_best,
+    check_seeds,
     with_adapter_settings,
     check_data,
     check_deepspeed,

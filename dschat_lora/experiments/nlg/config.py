@@ -1,27 +1,41 @@
 """Options of data-to-text training, decoding and evaluation."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeVar
+from typing import ClassVar, Literal
 
-from dschat_lora.algos.schedules import cycle
 from dschat_lora.config.data import DataConfig
 from dschat_lora.config.groups import (
     BatchConfig,
     Dtype,
     LoraConfig,
     ModelConfig,
-    OptimConfig,
     RunConfig,
     require,
     require_numbers,
 )
-from dschat_lora.config.options import group, option
+from dschat_lora.config.options import classic, group, option
 from dschat_lora.config.stages import SupervisedConfig
+from dschat_lora.experiments.nlg.optim_config import NlgOptimConfig
 
 Profile = Literal["e2e", "webnlg", "dart"]
 Filter = Literal["all", "seen", "unseen"]
+MetricName = Literal[
+    "bleu", "nist", "meteor", "rouge_l", "cider", "ter", "chrf", "ter_pyter", "chrf++"
+]
+ModelCard = Literal["gpt2.sm", "gpt2.md", "gpt2.lg"]
+#: hub name of the base that microsoft/LoRA means by each --model_card
+CARDS: Mapping[str, str] = {
+    "gpt2.sm": "openai-community/gpt2",
+    "gpt2.md": "openai-community/gpt2-medium",
+    "gpt2.lg": "openai-community/gpt2-large",
+}
+_CARD = "size of GPT-2: the hub's gpt2, gpt2-medium or gpt2-large, where no model is named"
+_WEIGHTS = (
+    "file of weights under GPT-2's or microsoft/LoRA's names, on the architecture of "
+    "--model_name_or_path or --model_card; or what --model_name_or_path takes"
+)
+_PLATFORM = "accepted from the original; the launcher says what the processes are"
 
 
 @dataclass(frozen=True)
@@ -31,11 +45,12 @@ class DecodeConfig:
     # microsoft/LoRA's names
     spellings: ClassVar[Mapping[str, str]] = {
         "data": "data_path",
-        "init_checkpoint": "model_name_or_path",
         "output_file": "output_path",
+        "valid_data": "eval_data_path",
         "beam": "num_beams",
         "eval_len": "max_new_tokens",
         "batch_size": "per_device_eval_batch_size",
+        "random_seed": "seed",
     }
 
     model_name_or_path: str | None = option(
@@ -43,18 +58,34 @@ class DecodeConfig:
         help="output directory of a training, its adapter/ or model/, or a hub name; with "
         "--lora_path the base",
     )
+    init_checkpoint: str | None = option(None, help=_WEIGHTS)
+    model_card: ModelCard | None = option(None, help=_CARD)
     data_path: tuple[str, ...] = option(
         (), help="files of meanings (.txt .json .jsonl .csv .parquet), with or without references"
     )
-    output_path: str = option("predictions.jsonl", help="JSONL file to write")
+    output_path: str = option("predictions.jsonl", help="JSONL file to write, in --work_dir")
+    work_dir: str | None = option(None, help="directory of a relative --output_path")
     lora_path: str | None = option(
         None, help="file of LoRA factors alone, to put on --model_name_or_path"
     )
+    epochs: Literal["last", "best", "all"] = option(
+        "last",
+        help="of a run with --save_epochs: the factors of its end, those of the best epoch by "
+        "development BLEU, or of every epoch, one file each (NAME.epoch-1.jsonl, ...)",
+    )
+    eval_data_path: tuple[str, ...] = option(
+        (), help="development files, with references, that --epochs best chooses by"
+    )
+    lora_dim: int | None = option(
+        None, help="rank of the factors; checked, for the weights tell it; 0: there are none"
+    )
     lora_alpha: float | None = option(
-        None, help="alpha of a --lora_path that does not say it, as loralib's do not"
+        None, help="alpha of factors that do not say it, as loralib's files do not"
     )
     enable_lora: tuple[str, ...] = option(
-        (), help="parts of the packed projection in a --lora_path that does not say them: q v"
+        (),
+        help="parts of the packed projection in a --lora_path that does not say them: q v, which "
+        "is what an --init_checkpoint has when absent",
     )
     num_beams: int = option(10, help="width of the search; 1: greedy")
     length_penalty: float = option(
@@ -66,6 +97,9 @@ class DecodeConfig:
     )
     min_length: int = option(0, help="tokens of a text before it may end")
     max_new_tokens: int = option(64, help="tokens of a text at most")
+    seq_len: int | None = option(
+        None, help="tokens of a meaning and its text at most; the model's positions when absent"
+    )
     eos_token_id: tuple[int, ...] = option(
         (), help="tokens that end a text besides the tokenizer's; 628 is GPT-2's empty line"
     )
@@ -76,11 +110,16 @@ class DecodeConfig:
     )
     trust_remote_code: bool = option(False, help="run model code that comes with a hub repository")
     seed: int = option(1234, help="accepted from the original; the search draws nothing")
+    platform: Literal["local", "k8s", "azure", "philly"] = classic("local", help=_PLATFORM)
+    dry_run: bool = option(False, help="check options, files and data, and stop")
 
     def __post_init__(self) -> None:
         require(bool(self.data_path), "data_path", "nothing", "a file or more of meanings")
         require_numbers(self, ">= 1", "num_beams", "max_new_tokens", "per_device_eval_batch_size")
         require_numbers(self, ">= 0", "no_repeat_ngram_size", "min_length", "length_penalty")
+        require_numbers(self, ">= 0", "lora_dim")
+        if (self.epochs == "best") != bool(self.eval_data_path):
+            raise ValueError("--epochs best and --eval_data_path, which it chooses by, go together")
         require_numbers(self, "> 0", "repetition_penalty", "lora_alpha")
         for value in self.eos_token_id:
             require(value >= 0, "eos_token_id", value, ">= 0")
@@ -102,7 +141,18 @@ class DecodeConfig:
 class EvaluateConfig:
     """Compare written texts with their references, by every metric of the field."""
 
-    predictions: str = option(help="JSONL file that decode wrote")
+    predictions: tuple[str, ...] = option(
+        (), help="JSONL file that decode wrote; of several the median and deviation are shown"
+    )
+    references: str | None = option(
+        None,
+        help="text files in its place: those of a text apart by an empty line, as e2e-metrics "
+        "takes them, or with --ref_num N files REFERENCES0, REFERENCES1, ... of one a text",
+    )
+    hypotheses: str | None = option(None, help="written texts of --references, one a line")
+    metrics: tuple[MetricName, ...] = option(
+        (), help="those to compute; all but ter_pyter and chrf++ when absent"
+    )
     profile: Profile = option(
         "e2e",
         help="how texts are prepared: e2e as they are; webnlg, dart split at every sign that is "
@@ -117,59 +167,14 @@ class EvaluateConfig:
         "webnlg and dart, as in the published scores",
     )
     output_path: str | None = option(None, help="JSON file of the numbers")
+    dry_run: bool = option(False, help="check options and files, and stop")
 
     def __post_init__(self) -> None:
         require_numbers(self, ">= 0", "ref_num")
-
-
-@dataclass(frozen=True)
-class NlgOptimConfig(OptimConfig):
-    """The optimizer and the schedules of microsoft/LoRA's GPT-2 experiments."""
-
-    lr_scheduler_type: Literal["linear", "cosine", "cycle", "constant"] = option(  # type: ignore[assignment]
-        "linear",
-        help="shape of the rate over the steps, as in the original; cycle follows --i_steps and "
-        "--i_lrs",
-    )
-    i_steps: str | None = option(
-        None, help="steps of --lr_scheduler_type cycle, such as 0,500,26290; the last ends the run"
-    )
-    i_lrs: str | None = option(
-        None, help="learning rates at --i_steps, such as 0,2e-4,0; straight lines lie between"
-    )
-    scheduler_counts_micro_steps: bool = option(
-        False,
-        help="--num_warmup_steps, --i_steps and the run's length count micro-batches, as the "
-        "original does, and not optimizer steps",
-    )
-    correct_bias: bool = option(
-        True, help="correct Adam's moments for starting at zero (no-: the original's default)"
-    )
-    decay_after_update: bool = option(
-        False, help="decay the weights that the update has made, as the original's AdamW does"
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        is_cycle = self.lr_scheduler_type == "cycle"
-        for name in ("i_steps", "i_lrs"):
-            if (getattr(self, name) is not None) != is_cycle:
-                wanted = "needs" if is_cycle else "alone takes"
-                raise ValueError(f"--lr_scheduler_type cycle {wanted} --{name}")
-        if is_cycle:
-            cycle(0, steps=self.turns[0], rates=self.turns[1])
-
-    @property
-    def turns(self) -> tuple[list[int], list[float]]:
-        """Steps and rates of a cycle.
-
-        Raises:
-            ValueError: naming the option that holds no list of numbers.
-        """
-        return (
-            _numbers("i_steps", self.i_steps or "", int),
-            _numbers("i_lrs", self.i_lrs or "", float),
-        )
+        if (self.references is None) != (self.hypotheses is None):
+            raise ValueError("--references and --hypotheses go together; give both")
+        if bool(self.predictions) == (self.references is not None):
+            raise ValueError("give --predictions, or --references and --hypotheses")
 
 
 @dataclass(frozen=True)
@@ -180,7 +185,6 @@ class NlgConfig(SupervisedConfig):
     spellings: ClassVar[Mapping[str, str]] = {
         "train_data": "data_path",
         "valid_data": "eval_data_path",
-        "init_checkpoint": "model_name_or_path",
         "train_batch_size": "per_device_train_batch_size",
         "valid_batch_size": "per_device_eval_batch_size",
         "grad_acc": "gradient_accumulation_steps",
@@ -221,24 +225,30 @@ class NlgConfig(SupervisedConfig):
         "1e-4 means none",
         section="training",
     )
+    init_checkpoint: str | None = option(None, help=_WEIGHTS, section="model")
+    model_card: ModelCard | None = option(None, help=_CARD, section="model")
+    save_epochs: bool = option(
+        False,
+        help="keep the factors of every epoch, lora/epoch-1.safetensors and so on, for decode "
+        "--epochs all",
+        section="output and checkpoints",
+    )
+    seeds: int = option(
+        1,
+        help="runs from --seed on, in OUTPUT_DIR/seed-N; seeds.json has the median and the "
+        "deviation of their results",
+        section="training",
+    )
+    obj: Literal["clm", "jlm"] = classic("clm", help="jlm: same as --train_on_prompt")
+    fp16: bool = classic(False, help="same as --dtype fp16")
+    no_decay_bias: bool = classic(False, help="accepted from the original; biases never decay")
+    platform: Literal["local", "k8s", "azure", "philly"] = classic("local", help=_PLATFORM)
 
     def __post_init__(self) -> None:
         require_numbers(self, "in [0, 1)", "label_smooth")
+        require_numbers(self, ">= 1", "seeds")
 
     @property
     def label_smoothing(self) -> float:
         """The share that takes effect; the original ignores one up to 1e-4."""
         return self.label_smooth if self.label_smooth > 1e-4 else 0.0
-
-
-NumberT = TypeVar("NumberT", int, float)
-
-
-def _numbers(name: str, text: str, kind: type[NumberT]) -> list[NumberT]:
-    try:
-        numbers = [kind(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    usable = bool(numbers) and all(math.isfinite(n) and n >= 0 for n in numbers)
-    require(usable, name, text, "numbers >= 0 with commas between")
-    return numbers

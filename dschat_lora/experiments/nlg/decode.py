@@ -1,41 +1,36 @@
 """Decoding of meanings into texts by beam search."""
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dschat_lora.checkpoint.lora_only import load_lora_only, lora_config_of_file, read_lora_only
 from dschat_lora.checkpoint.staging import write_whole
-from dschat_lora.config.groups import LoraConfig
 from dschat_lora.config.options import fail
 from dschat_lora.data.encoder import make_encoder
-from dschat_lora.data.readers import RowError, iter_rows
-from dschat_lora.data.rows import RowOptions, parse_row, require_usable
-from dschat_lora.data.sources import find_source
 from dschat_lora.data.tokenize import ended
-from dschat_lora.engine.build import DTYPES, resolve_dtype
-from dschat_lora.engine.collectives import gather_over_ranks, on_rank_zero, raise_together
+from dschat_lora.engine.collectives import (
+    gather_over_ranks,
+    on_rank_zero,
+    raise_together,
+)
 from dschat_lora.engine.distributed import device, init_distributed, rank, shutdown, world_size
 from dschat_lora.experiments.nlg.config import DecodeConfig
+from dschat_lora.experiments.nlg.loading import load_model
+from dschat_lora.experiments.nlg.meanings import (
+    Meaning,
+    clean_text,
+    prediction_lines,
+    read_meanings,
+)
+from dschat_lora.experiments.nlg.validation import epoch_files
 from dschat_lora.generation.beam_search import Search, write_texts
-from dschat_lora.models.build import build_causal_lm
 from dschat_lora.models.causal_lm import Tokenizer, load_tokenizer
-from dschat_lora.models.source import ModelSource, find_model
+from dschat_lora.models.source import find_model
 from dschat_lora.report.terminal import error_message, log_once
-
-
-@dataclass
-class Meaning:
-    """A meaning to put into words, with its reference texts."""
-
-    text: str
-    references: list[str] = field(default_factory=list)
-    category: str | None = None
 
 
 def run_decode(config: DecodeConfig) -> None:
@@ -44,6 +39,9 @@ def run_decode(config: DecodeConfig) -> None:
     A mistake that shows only now, an error of the disk and a full GPU end the process as one
     line.
     """
+    if config.dry_run:
+        log_once("decode: options, files and data are in order")
+        return
     try:
         init_distributed()
         torch.manual_seed(config.seed)
@@ -62,10 +60,59 @@ def run_decode(config: DecodeConfig) -> None:
 def _decode(config: DecodeConfig) -> None:
     source = find_model(config.model_name_or_path)
     tokenizer = load_tokenizer(source.tokenizer, config.model)
-    meanings = read_meanings(config.data_path)
-    model = raise_together(lambda: _load(config, source, tokenizer))
+    meanings = read_meanings(config.data_path, tokenizer)
+    files: list[Path | None] = [None] if config.epochs == "last" else [*epoch_files(config)]
+    load = partial(load_model, config, source, tokenizer)
+    output = Path(config.output_path).expanduser()
+    if config.epochs == "best":
+        held_out = read_meanings(config.eval_data_path, tokenizer)
+        scores = {
+            str(file): _development_bleu(config, tokenizer, load, file, held_out) for file in files
+        }
+        files = [Path(max(scores, key=lambda name: scores[name]))]  # the first of equals
+        report = {"best": str(files[0]), "bleu": scores}
+        path = output.with_suffix(".epochs.json")
+        on_rank_zero(lambda: write_whole(path, json.dumps(report, indent=2) + "\n"))
+        log_once(f"best epoch: {files[0]}")
+    for file in files:
+        model = raise_together(partial(load, epoch=file))
+        ids = _search_all(config, tokenizer, model, meanings)
+        lines = prediction_lines(meanings, _as_texts(ids, tokenizer), ids)
+        path = output if config.epochs != "all" or file is None else _beside(output, file)
+        on_rank_zero(partial(write_whole, path, "".join(lines)))
+        log_once(f"{len(meanings):,} meanings written to {path}")
+
+
+def _beside(output: Path, file: Path) -> Path:
+    """``test.epoch-3.jsonl`` of ``test.jsonl``."""
+    return output.with_name(f"{output.stem}.{file.stem}{output.suffix}")
+
+
+def _development_bleu(
+    config: DecodeConfig,
+    tokenizer: Tokenizer,
+    load: Any,
+    file: Path | None,
+    meanings: Sequence[Meaning],
+) -> float:
+    """BLEU of a file of factors on held-out meanings; the same on every rank."""
+    from dschat_lora.experiments.nlg.metrics import bleu  # of an extra
+
+    model = raise_together(partial(load, epoch=file))
+    texts = _as_texts(_search_all(config, tokenizer, model, meanings), tokenizer)
+    if unwritten := [each.text for each in meanings if not each.references]:
+        raise ValueError(f"--eval_data_path: {unwritten[0]!r} has no reference to compare with")
+    score = bleu(texts, [each.references for each in meanings]).value
+    log_once(f"{file}: development BLEU {score:.2f}")
+    return score
+
+
+def _search_all(
+    config: DecodeConfig, tokenizer: Tokenizer, model: Any, meanings: Sequence[Meaning]
+) -> list[list[int]]:
+    """Tokens of the text of each meaning; call on every rank."""
     search = _search(config, tokenizer, model)
-    prompts = _prompts(meanings, tokenizer, search, model)
+    prompts = _prompts(meanings, tokenizer, search, model, seq_len=config.seq_len)
     # Batches are the same for any number of processes, and with them the rounding of the logits.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     size = config.per_device_eval_batch_size
@@ -79,51 +126,12 @@ def _decode(config: DecodeConfig) -> None:
         ]
         lines = torch.cat([lines, torch.tensor(padded, device=device())])
     found = {i: ids[:length] for i, length, *ids in gather_over_ranks(lines).tolist()}
+    return [found[i] for i in range(len(meanings))]
+
+
+def _as_texts(ids: Sequence[list[int]], tokenizer: Tokenizer) -> list[str]:
     plain = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    predictions = [_clean(plain(found[i])) for i in range(len(meanings))]
-    text = "".join(_lines(meanings, predictions))
-    on_rank_zero(lambda: write_whole(Path(config.output_path).expanduser(), text))
-    log_once(f"{len(meanings):,} meanings written to {config.output_path}")
-
-
-def read_meanings(paths: Sequence[str]) -> list[Meaning]:
-    """Every distinct meaning in the order of its first row, with the texts of all its rows.
-
-    Raises:
-        ValueError: if a row cannot be used.
-    """
-    meanings: dict[str, Meaning] = {}
-    for entry in paths:
-        for raw in iter_rows(find_source("data_path", entry)):
-            row = require_usable(parse_row(raw, RowOptions(unpaired="all")), "prompts")
-            prompt = row.values.get("prompt")
-            if row.kind not in ("prompt", "prompt-completion") or not isinstance(prompt, str):
-                raise RowError(row.location, "decode takes a `prompt` of text, its `completion`")
-            meaning = meanings.setdefault(prompt, Meaning(prompt))
-            if row.kind == "prompt-completion":
-                meaning.references.append(row.values["completion"].strip())
-            meaning.category = meaning.category or row.values.get("category")
-    return list(meanings.values())
-
-
-def _load(config: DecodeConfig, source: ModelSource, tokenizer: Tokenizer) -> Any:
-    """The model with its adapter on this device."""
-    file = None
-    lora = LoraConfig()
-    if config.lora_path is not None:
-        file = read_lora_only(Path(config.lora_path).expanduser())
-        if file.settings is not None and file.settings.base not in (None, source.base):
-            log_once(f"  note         {file.path} was trained on {file.settings.base}")
-        lora = lora_config_of_file(
-            file, lora_alpha=config.lora_alpha, enable_lora=config.enable_lora
-        )
-    dtype = DTYPES[resolve_dtype(config.dtype)]
-    adapted = build_causal_lm(
-        source, tokenizer, config.model, lora, dtype=dtype, seed=0, meta=False
-    )
-    if file is not None:
-        load_lora_only(adapted.model, file)
-    return adapted.model.to(device()).eval()
+    return [clean_text(plain(each)) for each in ids]
 
 
 def _search(config: DecodeConfig, tokenizer: Tokenizer, model: Any) -> Search:
@@ -145,34 +153,24 @@ def _search(config: DecodeConfig, tokenizer: Tokenizer, model: Any) -> Search:
 
 
 def _prompts(
-    meanings: Sequence[Meaning], tokenizer: Tokenizer, search: Search, model: Any
+    meanings: Sequence[Meaning],
+    tokenizer: Tokenizer,
+    search: Search,
+    model: Any,
+    *,
+    seq_len: int | None = None,
 ) -> list[list[int]]:
     """Tokens of each meaning and the end-of-sequence token behind it, as in training."""
     encoded = make_encoder(tokenizer).encode([each.text for each in meanings])
     prompts = [ended(ids, int(tokenizer.eos_token_id)) for ids in encoded]
-    limit = getattr(model.config, "max_position_embeddings", None)
+    most = getattr(model.config, "max_position_embeddings", None)
+    limit = min((each for each in (most, seq_len) if each is not None), default=None)
     longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
     length = len(prompts[longest])
     if limit is not None and length + search.max_new_tokens > limit:
         raise ValueError(
             f"--max_new_tokens {search.max_new_tokens} and the {length} tokens of the meaning "
-            f"{meanings[longest].text[:60]!r} exceed the model's {limit} positions"
+            f"{meanings[longest].text[:60]!r} exceed "
+            + (f"--seq_len {limit}" if limit == seq_len else f"the model's {limit} positions")
         )
     return prompts
-
-
-def _clean(text: str) -> str:
-    """The text up to an empty line, stripped."""
-    return text.split("\n\n")[0].strip()
-
-
-def _lines(meanings: Sequence[Meaning], predictions: Sequence[str]) -> Iterator[str]:
-    for meaning, prediction in zip(meanings, predictions, strict=True):
-        line: dict[str, Any] = {
-            "meaning": meaning.text,
-            "prediction": prediction,
-            "references": meaning.references,
-        }
-        if meaning.category is not None:
-            line["category"] = meaning.category
-        yield json.dumps(line, ensure_ascii=False) + "\n"

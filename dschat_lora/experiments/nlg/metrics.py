@@ -6,58 +6,34 @@ E2E challenge published its scores with.
 """
 
 import math
-import re
-import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from importlib.metadata import version
-from importlib.util import find_spec
-from itertools import zip_longest
 from operator import or_
-from types import SimpleNamespace
 from typing import Any
 
-from nltk.stem.porter import PorterStemmer
-from nltk.translate.meteor_score import meteor_score
-from sacrebleu.metrics import BLEU, CHRF, TER
+from sacrebleu.metrics import BLEU, CHRF
 from sacrebleu.tokenizers.tokenizer_13a import Tokenizer13a
 
-from dschat_lora.data.workers import usable_cores
+from dschat_lora.experiments.nlg import meteor as _meteor
+from dschat_lora.experiments.nlg.config import MetricName, Profile
+from dschat_lora.experiments.nlg.ter import pyter, ter
+from dschat_lora.experiments.nlg.texts import (
+    References,
+    Score,
+    Texts,
+    Tokens,
+    streams,
+    treebank_tokens,
+)
 
-Texts = Sequence[str]
-References = Sequence[Sequence[str]]
-Tokens = tuple[str, ...]
+Metric = Callable[[Texts, References], Score]
 
 ROUGE_BETA = 1.2  # recall counts more than precision by its square
 CIDER_SIGMA = 6.0  # tokens of difference in length
-TER_TEXTS = 50  # texts of one task of a worker
 # NIST's penalty is 0.5 at two thirds of the references' length.
 NIST_BETA = -math.log(0.5) / math.log(1.5) ** 2
-
-# Abbreviations; words with the marks within them; contracted endings; whatever else stands alone.
-_TREEBANK = re.compile(
-    r"\.\.\.|--"
-    r"|(?:[a-z]\.)+|(?:dr|jr|mr|mrs|ms|sr|st)\."
-    r"|\w+?(?=n['\u2019]t\b)|n['\u2019]t\b|['\u2019](?:s|re|ve|ll|m|d)\b"
-    r"|\w+(?:(?:['\u2019](?!(?:s|re|ve|ll|m|d|t)\b)|[-.,:/&_])\w+)*"
-    r"|\S"
-)
-# Punctuation that the E2E challenge leaves out of the tokens; brackets are kept.
-_PUNCTUATION = {
-    *('"', "'", "`", "''", "``", ".", "?", "!", ",", ":", ";", "-", "--", "..."),
-    *("\u2013", "\u2014", "\u2018", "\u2019", "\u201c", "\u201d"),
-}
-
-
-@dataclass(frozen=True)
-class Score:
-    """A metric over a whole test set."""
-
-    value: float  # in the metric's own scale
-    signature: str  # which variant it is, and of which version
 
 
 def bleu(hypotheses: Texts, references: References) -> Score:
@@ -75,34 +51,9 @@ def chrf(hypotheses: Texts, references: References) -> Score:
     return _by_sacrebleu(CHRF(), hypotheses, references)
 
 
-def ter(hypotheses: Texts, references: References) -> Score:
-    """Translation edit rate in percent of the references' mean length; 0 is best, no upper end.
-
-    Edits to the nearest reference, moves of word groups among them (Snover et al. 2006), after
-    tercom's own tokens in lower case.
-    """
-    # sacrebleu takes a fifth of a second for each text of E2E.
-    parts = [
-        (hypotheses[i : i + TER_TEXTS], references[i : i + TER_TEXTS])
-        for i in range(0, len(hypotheses), TER_TEXTS)
-    ]
-    workers = min(len(parts), usable_cores())
-    if workers > 1:
-        with ProcessPoolExecutor(workers) as pool:
-            counts = list(pool.map(_edits, parts))
-    else:
-        counts = [_edits(part) for part in parts]
-    edits, length = (sum(each) for each in zip(*counts, strict=True))
-    signature = TER(normalized=True, references=_streams(references)).get_signature()
-    value = edits / length if length else float(edits > 0)
-    return Score(100 * value, str(signature))
-
-
-def _edits(part: tuple[Texts, References]) -> tuple[float, float]:
-    """Edits of some texts, and the sum of their references' mean lengths."""
-    hypotheses, references = part
-    score = TER(normalized=True).corpus_score(list(hypotheses), _streams(references))
-    return score.num_edits, score.ref_length
+def chrf_plus_plus(hypotheses: Texts, references: References) -> Score:
+    """chrF++ in [0, 100]: chrF2 with words and pairs of words too (Popovic 2017)."""
+    return _by_sacrebleu(CHRF(word_order=2), hypotheses, references)
 
 
 def nist(hypotheses: Texts, references: References) -> Score:
@@ -187,46 +138,14 @@ def cider(hypotheses: Texts, references: References) -> Score:
     return Score(value, "own, CIDEr-D, n 1-4, sigma 6, treebank tokens, lower case")
 
 
-def meteor(hypotheses: Texts, references: References) -> Score:
-    """METEOR in [0, 100]: 1.5 with its paraphrases where it is installed, else nltk's.
-
-    The two are not comparable; the signature says which it is. 1.5 (Denkowski and Lavie 2014)
-    needs Java and the package ``pycocoevalcap``. nltk's is that of Banerjee and Lavie 2005:
-    words agree as they are, by stem, or, where WordNet's data is installed, by synonym.
-    """
-    if find_spec("pycocoevalcap") is not None and shutil.which("java") is not None:
-        return _meteor_1_5(hypotheses, references)
-    words, synonyms = _word_net()
-    options: dict[str, Any] = {"stemmer": PorterStemmer(), "wordnet": words}
-    total = sum(
-        meteor_score([treebank_tokens(text) for text in each], treebank_tokens(own), **options)
-        for own, each in zip(hypotheses, references, strict=True)
-    )
-    known = f"nltk {version('nltk')}, exact, stem{synonyms}, treebank tokens, lower case"
-    return Score(100 * total / len(hypotheses), known)
-
-
-def treebank_tokens(text: str) -> Tokens:
-    """Tokens of the Penn Treebank's kind in lower case, without punctuation.
-
-    Close to Stanford's PTBTokenizer as the E2E challenge uses it, which needs Java.
-    """
-    return tuple(t for t in _TREEBANK.findall(text.lower()) if t not in _PUNCTUATION)
-
-
 def _13a_tokens(text: str) -> Tokens:
     tokenize: Callable[[str], str] = Tokenizer13a()
     return tuple(tokenize(text.lower()).split())
 
 
 def _by_sacrebleu(metric: Any, hypotheses: Texts, references: References) -> Score:
-    value = metric.corpus_score(list(hypotheses), _streams(references)).score
+    value = metric.corpus_score(list(hypotheses), streams(references)).score
     return Score(float(value), str(metric.get_signature()))
-
-
-def _streams(references: References) -> list[list[str | None]]:
-    """Lists of one reference for each text; where a text has fewer, None."""
-    return [list(stream) for stream in zip_longest(*references)]
 
 
 def _ngrams(tokens: Tokens, n: int) -> Counter[Tokens]:
@@ -266,36 +185,24 @@ def _cosine(own: dict[Tokens, float], other: dict[Tokens, float]) -> float:
     return sum(min(own[k], other[k]) * other[k] for k in common) / norms if norms else 0.0
 
 
-def _word_net() -> tuple[Any, str]:
-    """WordNet, or where its data, a download of its own, is missing, one without synonyms."""
-    from nltk.corpus import wordnet
+def chosen(profile: Profile, names: Sequence[MetricName] = ()) -> dict[str, Metric]:
+    """Metrics by their titles, in the order of the published tables; all usual ones by default.
 
-    try:
-        wordnet.ensure_loaded()
-    except LookupError:
-        return SimpleNamespace(synsets=lambda word: ()), ""
-    return wordnet, ", synonyms"
-
-
-def _meteor_1_5(hypotheses: Texts, references: References) -> Score:
-    from pycocoevalcap.meteor.meteor import Meteor
-
-    own = {i: [" ".join(treebank_tokens(text))] for i, text in enumerate(hypotheses)}
-    others = {
-        i: [" ".join(treebank_tokens(text)) for text in each] for i, each in enumerate(references)
+    Of E2E, METEOR leaves punctuation out, as e2e-metrics does; of the others it is kept, as in
+    GenerationEval.
+    """
+    tokenize = treebank_tokens if profile == "e2e" else _meteor.words_of
+    title = "METEOR" if _meteor.is_1_5() else "METEOR (nltk)"
+    known: dict[MetricName, tuple[str, Metric]] = {
+        "bleu": ("BLEU", bleu),
+        "nist": ("NIST", nist),
+        "meteor": (title, partial(_meteor.meteor, tokenize=tokenize)),
+        "rouge_l": ("ROUGE-L", rouge_l),
+        "cider": ("CIDEr", cider),
+        "ter": ("TER", ter),
+        "ter_pyter": ("TER (pyter)", pyter),
+        "chrf": ("chrF", chrf),
+        "chrf++": ("chrF++", chrf_plus_plus),
     }
-    value, _ = Meteor().compute_score(others, own)
-    known = f"METEOR 1.5 -norm, pycocoevalcap {version('pycocoevalcap')}, treebank tokens"
-    return Score(100 * float(value), known)
-
-
-# In the order of the published tables.
-METRICS: dict[str, Callable[[Texts, References], Score]] = {
-    "BLEU": bleu,
-    "NIST": nist,
-    "METEOR": meteor,
-    "ROUGE-L": rouge_l,
-    "CIDEr": cider,
-    "TER": ter,
-    "chrF": chrf,
-}
+    wanted = names or [name for name in known if name not in ("ter_pyter", "chrf++")]
+    return {title: metric for name, (title, metric) in known.items() if name in wanted}

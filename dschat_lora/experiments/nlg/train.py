@@ -3,13 +3,24 @@
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
+from dschat_lora.checkpoint.gpt2_checkpoint import read_gpt2_checkpoint
 from dschat_lora.checkpoint.lora_only import write_lora_only
 from dschat_lora.engine.collectives import on_rank_zero
 from dschat_lora.engine.zero import gather_to_cpu
 from dschat_lora.experiments.nlg.config import NlgConfig
-from dschat_lora.experiments.nlg.validation import check_training, in_optimizer_steps, schedule
+from dschat_lora.experiments.nlg.original import weights_file
+from dschat_lora.experiments.nlg.validation import (
+    check_training,
+    epoch_file,
+    in_optimizer_steps,
+    schedule,
+)
 from dschat_lora.lora.model import adapter_parameters
-from dschat_lora.models.causal_lm import CausalLMLoss
+from dschat_lora.models.causal_lm import CausalLMLoss, load_tokenizer
+from dschat_lora.models.gpt2_weights import gpt2_with_weights
+from dschat_lora.models.source import find_model
 from dschat_lora.runtime.run import Run, open_run
 from dschat_lora.supervised.batching import make_sample_layout, resolve_head
 from dschat_lora.supervised.objectives import SUPERVISED
@@ -25,6 +36,7 @@ def run_training(config: NlgConfig) -> None:
 
 
 def _train(run: Run[NlgConfig]) -> None:
+    run = with_weights(run)
     setup = set_up(run, phase=1, kind="samples", task="CAUSAL_LM")
     optim = in_optimizer_steps(run.config).optim
     setup = replace(setup, config=replace(setup.config, optim=optim))
@@ -32,6 +44,7 @@ def _train(run: Run[NlgConfig]) -> None:
     if directory is None:
         show_plan(setup, "samples")
         return
+    factors = directory / "lora"
     network = CausalLMLoss(setup.adapted.model, label_smoothing=run.config.label_smoothing)
     engine = build_engine(setup, network)
     resolve_head(engine, len(setup.tokenizer), run)
@@ -43,15 +56,52 @@ def _train(run: Run[NlgConfig]) -> None:
         SUPERVISED,
         answers=make_answers(setup, engine),
         lr_schedule=schedule(run.config),
-        on_checkpoint=lambda step: save_factors(setup, directory / "lora", step),
+        on_checkpoint=lambda step: save_factors(setup, factors / f"step-{step:08d}.safetensors"),
+        on_epoch=(
+            (lambda epoch: save_factors(setup, factors / epoch_file(epoch)))
+            if run.config.save_epochs
+            else None
+        ),
     )
 
 
-def save_factors(setup: SupervisedSetup, directory: Path, step: int) -> None:
+def with_weights(run: Run[NlgConfig]) -> Run[NlgConfig]:
+    """The run with a base of the weights of ``--init_checkpoint``; call on every rank.
+
+    Where that is a file, the base is written to ``base/`` of the output directory, where the
+    adapter finds it later.
+
+    Raises:
+        ValueError: if the file holds LoRA factors, or does not fit the base.
+    """
+    config = run.config
+    weights = weights_file(config.init_checkpoint)
+    if weights is None or run.directory is None:
+        return run
+    base = run.directory / "base"
+    on_rank_zero(lambda: _write_base(config, weights, base))
+    return replace(
+        run, config=replace(config, model=replace(config.model, model_name_or_path=str(base)))
+    )
+
+
+def _write_base(config: NlgConfig, weights: Path, directory: Path) -> None:
+    name = find_model(config.model.model_name_or_path).base
+    checkpoint = read_gpt2_checkpoint(weights)
+    if checkpoint.factors is not None:
+        raise ValueError(
+            f"--init_checkpoint {weights} holds LoRA factors; training starts from a base without: "
+            "merge them first, or decode them"
+        )
+    model = gpt2_with_weights(name, config.model, checkpoint, dtype=torch.float32)
+    model.save_pretrained(directory)
+    load_tokenizer(name, config.model).save_pretrained(directory)
+
+
+def save_factors(setup: SupervisedSetup, path: Path) -> None:
     """Write the trained LoRA tensors alone, in loralib's layout; call on every rank."""
     adapted = setup.adapted
     if adapted.lora.lora_dim == 0:
         return
     tensors = gather_to_cpu(adapter_parameters(adapted.model))
-    path = directory / f"step-{step:08d}.safetensors"
     on_rank_zero(lambda: write_lora_only(path, tensors, adapted.lora, base=setup.source.base))

@@ -1,12 +1,10 @@
 """Validation of data-to-text training, decoding and evaluation, and the learning-rate schedule."""
 
-import json
+import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from dschat_lora.algos.schedules import constant, cosine, cycle, linear
 from dschat_lora.checkpoint.adapter_config import verify_adapter
@@ -16,8 +14,10 @@ from dschat_lora.experiments.nlg.config import (
     DecodeConfig,
     EvaluateConfig,
     NlgConfig,
-    NlgOptimConfig,
 )
+from dschat_lora.experiments.nlg.optim_config import NlgOptimConfig
+from dschat_lora.experiments.nlg.original import weights_file, with_base, with_our_options
+from dschat_lora.experiments.nlg.predictions import chosen_predictions
 from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.runtime.checks import Check, check_can_be_made, check_task, model_fields
 from dschat_lora.runtime.resume import read_state
@@ -59,6 +59,25 @@ def check_cycle(config: NlgConfig, source: ModelSource) -> None:
             )
 
 
+def check_epochs(config: NlgConfig, source: ModelSource) -> None:
+    """Refuse to keep every epoch's factors where there are none."""
+    if config.save_epochs and config.lora.lora_dim == 0 and source.adapter is None:
+        raise ValueError("--save_epochs keeps LoRA factors, and --lora_dim 0 has none")
+
+
+def check_seeds(config: NlgConfig, source: ModelSource) -> None:
+    """Refuse several runs in the processes of one, and to go on with several."""
+    if config.seeds == 1:
+        return
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ValueError(
+            f"--seeds {config.seeds} starts a launcher for each run: type dschat-lora nlg "
+            f"--num_gpus N --seeds {config.seeds} ... instead of torchrun or deepspeed"
+        )
+    if config.run.resume_from_checkpoint is not None:
+        raise ValueError("--seeds trains anew; go on with one of its runs by its own --output_dir")
+
+
 def check_length(config: NlgConfig, source: ModelSource) -> None:
     """Refuse a run of less than one optimizer step."""
     in_optimizer_steps(config)
@@ -94,10 +113,17 @@ def in_optimizer_steps(config: NlgConfig) -> NlgConfig:
 NLG_CHECKS: tuple[Check[NlgConfig, ModelSource], ...] = (
     check_cycle,
     check_length,
+    check_epochs,
+    check_seeds,
     check_accumulation,
     with_query_and_value,
 )
-check_training = partial(check_supervised, rules=StageRules("nlg", checks=NLG_CHECKS))
+_RULES = StageRules("nlg", checks=NLG_CHECKS)
+
+
+def check_training(config: NlgConfig) -> NlgConfig:
+    """The config with the original's options as ours, checked as any supervised stage."""
+    return check_supervised(with_our_options(config), rules=_RULES)
 
 
 def schedule(config: NlgConfig) -> Callable[[int], Callable[[int], float]]:
@@ -132,30 +158,20 @@ def _micro_steps(config: NlgConfig) -> int:
     return config.batch.gradient_accumulation_steps if counts else 1
 
 
-# The categories of WebNLG 2017 with texts to train on.
-SEEN = {
-    *("Airport", "Astronaut", "Building", "City", "ComicsCharacter", "Food", "Monument"),
-    *("SportsTeam", "University", "WrittenWork"),
-}
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """One line of the file that decode wrote."""
-
-    text: str
-    references: tuple[str, ...]
-    category: str | None
-
-
 def check_decode(config: DecodeConfig) -> DecodeConfig:
     """The config, if its model and its data can be there."""
+    config = with_base(config)
     source = find_model(config.model_name_or_path)
-    _check_lora_only(config, source.adapter)
+    _check_factors(config, source)
     if source.adapter is not None:
         verify_adapter(source.adapter)
     check_task(source, ("CAUSAL_LM",))
-    check_sources(DataConfig(data_path=config.data_path), "prompts")
+    if config.epochs != "last":
+        epoch_files(config)
+    if config.epochs == "best":
+        check_packages("decode --epochs best")
+    data = DataConfig(data_path=config.data_path, eval_data_path=config.eval_data_path)
+    check_sources(data, "prompts")
     _check_output_file(config.output_path)
     return config
 
@@ -163,57 +179,38 @@ def check_decode(config: DecodeConfig) -> DecodeConfig:
 def check_evaluate(config: EvaluateConfig) -> EvaluateConfig:
     """The config, if its predictions can be read and the metrics' packages are there."""
     chosen_predictions(config)
-    for package in ("sacrebleu", "nltk"):
-        if find_spec(package) is None:
-            raise ValueError(f"evaluate needs {package}: pip install 'dschat_lora[nlg]'")
+    check_packages("evaluate")
     if config.output_path is not None:
         _check_output_file(config.output_path)
     return config
 
 
-def chosen_predictions(config: EvaluateConfig) -> list[Prediction]:
-    """The lines of ``--predictions`` that ``--filter`` leaves.
+def check_packages(user: str) -> None:
+    """Refuse to go on without the packages of the metrics."""
+    for package in ("sacrebleu", "nltk"):
+        if find_spec(package) is None:
+            raise ValueError(f"{user} needs {package}: pip install 'dschat_lora[nlg]'")
+
+
+def epoch_file(epoch: int) -> str:
+    """Name of the file of an epoch's factors, in ``lora/`` of a run."""
+    return f"epoch-{epoch}.safetensors"
+
+
+def epoch_files(config: DecodeConfig) -> list[Path]:
+    """The factors of each epoch of the run that is decoded, in order.
 
     Raises:
-        ValueError: naming the file and line, or what is empty.
+        ValueError: if there are none.
     """
-    path = Path(config.predictions).expanduser()
-    if not path.is_file():
-        raise ValueError(f"--predictions {config.predictions} is no file; decode writes one")
-    found = []
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                found.append(_prediction(f"{path}:{number}", line))
-    uncategorised = next((p for p in found if p.category is None), None)
-    if config.filter != "all" and uncategorised is not None:
+    home = Path(config.model_name_or_path or "").expanduser() / "lora"
+    files = sorted(home.glob("epoch-*.safetensors"), key=lambda path: int(path.stem[6:]))
+    if config.lora_path is not None or not files:
         raise ValueError(
-            f"--filter {config.filter} needs the category of every meaning, which WebNLG's files "
-            f"have and {path} lacks"
+            f"--epochs {config.epochs} needs the output directory of a run with --save_epochs; "
+            f"--model_name_or_path {config.model_name_or_path} holds no {home.name}/{epoch_file(1)}"
         )
-    if config.filter != "all":
-        wanted = config.filter == "seen"
-        found = [each for each in found if (each.category in SEEN) == wanted]
-    if not found:
-        raise ValueError(f"--predictions {path} has no meaning for --filter {config.filter}")
-    return found
-
-
-def _prediction(location: str, line: bytes) -> Prediction:
-    try:
-        values: Any = json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{location}: not UTF-8 (byte {error.start + 1} of the line)") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{location}: not valid JSON ({error.msg})") from error
-    values = values if isinstance(values, dict) else {}
-    text, references = values.get("prediction"), values.get("references")
-    category = values.get("category")
-    if not isinstance(text, str) or not isinstance(references, list):
-        raise ValueError(f"{location}: a line has 'prediction' (text) and 'references' (a list)")
-    if not references or not all(isinstance(r, str) and r.strip() for r in references):
-        raise ValueError(f"{location}: 'references' must be one text or more, none empty")
-    return Prediction(text, tuple(references), category if isinstance(category, str) else None)
+    return files
 
 
 def _check_output_file(name: str) -> None:
@@ -223,12 +220,17 @@ def _check_output_file(name: str) -> None:
     check_can_be_made(path.parent, option="output_path")
 
 
-def _check_lora_only(config: DecodeConfig, adapter: Path | None) -> None:
-    path, base = config.lora_path, config.model_name_or_path
+def _check_factors(config: DecodeConfig, source: ModelSource) -> None:
+    """Refuse options of factors where there are none, or whose base is not named."""
+    path, base, adapter = config.lora_path, config.model_name_or_path, source.adapter
+    weights = weights_file(config.init_checkpoint)
+    if weights is not None and (path is not None or adapter is not None):
+        other = f"--lora_path {path}" if path is not None else f"the adapter {adapter}"
+        raise ValueError(
+            f"--init_checkpoint {weights} goes on a base without factors, not with {other}"
+        )
     if path is None:
-        if config.lora_alpha is not None or config.enable_lora:
-            name = "enable_lora" if config.lora_alpha is None else "lora_alpha"
-            raise ValueError(f"--{name} describes a --lora_path, and there is none")
+        _check_described(config, source, has_file=weights is not None)
         return
     if base is None:
         raise ValueError(
@@ -241,3 +243,24 @@ def _check_lora_only(config: DecodeConfig, adapter: Path | None) -> None:
         )
     if not Path(path).expanduser().is_file():
         raise ValueError(f"--lora_path {path} is no file; give a .safetensors, .pt or .bin")
+
+
+def _check_described(config: DecodeConfig, source: ModelSource, *, has_file: bool) -> None:
+    """Refuse rank, alpha and parts that differ from the adapter's, or describe nothing."""
+    typed: dict[str, float | None] = {
+        "lora_dim": config.lora_dim or None,
+        "lora_alpha": config.lora_alpha,
+    }
+    adapter = source.adapter_config
+    if has_file:
+        return
+    if adapter is not None:
+        for name, known in (("lora_dim", adapter.r), ("lora_alpha", adapter.lora_alpha)):
+            if typed[name] not in (None, known):
+                raise ValueError(
+                    f"--{name} is {typed[name]:g}, but {source.adapter} has {known:g}; drop it"
+                )
+        typed = {}
+    wrong = [name for name, value in typed.items() if value is not None]
+    if wrong := [*wrong, *["enable_lora"][: len(config.enable_lora)]]:
+        raise ValueError(f"--{wrong[0]} describes a --lora_path, and there is none")

@@ -14,7 +14,13 @@ from dschat_lora.data.readers import RowError
 from dschat_lora.data.records import TextRecord
 from dschat_lora.data.tokenize import TokenRule, tokenize
 from dschat_lora.experiments.nlg.config import DecodeConfig
-from dschat_lora.experiments.nlg.decode import Meaning, _clean, _lines, _prompts, read_meanings
+from dschat_lora.experiments.nlg.decode import _prompts
+from dschat_lora.experiments.nlg.meanings import (
+    Meaning,
+    clean_text,
+    prediction_lines,
+    read_meanings,
+)
 from dschat_lora.experiments.nlg.validation import check_decode
 from dschat_lora.generation.beam_search import Search
 from dschat_lora.models.causal_lm import load_tokenizer
@@ -40,10 +46,13 @@ def test_meanings_without_texts_and_with_categories(tmp_path):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = read_meanings([str(path)])
     assert found == [Meaning("m", [], "Food"), Meaning("n")]
-    lines = [json.loads(line) for line in _lines(found, ["x", "y"])]
+    lines = [json.loads(line) for line in prediction_lines(found, ["x", "y"], [[7], [8, 9]])]
     assert lines == [
-        {"meaning": "m", "prediction": "x", "references": [], "category": "Food"},
-        {"meaning": "n", "prediction": "y", "references": []},
+        *(
+            {"meaning": "m", "prediction": "x", "references": [], "category": "Food"}
+            | {"id": 0, "predict": [7]},
+        ),
+        {"meaning": "n", "prediction": "y", "references": [], "id": 1, "predict": [8, 9]},
     ]
 
 
@@ -56,7 +65,7 @@ def test_a_conversation_is_no_meaning(tmp_path):
 
 
 def test_a_text_is_cut_at_an_empty_line():
-    assert _clean(" a .\nb \n\n c") == "a .\nb"
+    assert clean_text(" a .\nb \n\n c") == "a .\nb"
 
 
 def test_the_names_of_the_original_are_taken(meanings):

@@ -4,9 +4,11 @@ import re
 import pytest
 
 from dschat_lora.experiments.nlg.config import EvaluateConfig
-from dschat_lora.experiments.nlg.evaluate import prepared, run_evaluate, split_lower
-from dschat_lora.experiments.nlg.metrics import METRICS
-from dschat_lora.experiments.nlg.validation import Prediction, check_evaluate, chosen_predictions
+from dschat_lora.experiments.nlg.evaluate import prepared, run_evaluate
+from dschat_lora.experiments.nlg.metrics import chosen
+from dschat_lora.experiments.nlg.predictions import Prediction, read_predictions
+from dschat_lora.experiments.nlg.scorer_files import cleaner
+from dschat_lora.experiments.nlg.validation import check_evaluate
 
 LINES = [
     {"meaning": "m", "prediction": "A b .", "references": ["A b .", "c"], "category": "Food"},
@@ -23,7 +25,7 @@ def written(tmp_path, lines):
 def test_the_filter_leaves_seen_or_unseen_categories(tmp_path):
     path = written(tmp_path, LINES)
     found = {
-        name: [each.text for each in chosen_predictions(EvaluateConfig(path, filter=name))]
+        name: [each.text for each in read_predictions(path, name)]
         for name in ("all", "seen", "unseen")
     }
     assert found == {"all": ["A b .", "d"], "seen": ["A b ."], "unseen": ["d"]}
@@ -48,12 +50,12 @@ def test_the_filter_leaves_seen_or_unseen_categories(tmp_path):
 )
 def test_predictions_that_cannot_be_judged_are_one_clear_line(tmp_path, lines, options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        check_evaluate(EvaluateConfig(written(tmp_path, lines), **options))
+        check_evaluate(EvaluateConfig((written(tmp_path, lines),), **options))
 
 
 def test_a_missing_file_is_named():
     with pytest.raises(ValueError, match=re.escape("--predictions gone.jsonl is no file")):
-        check_evaluate(EvaluateConfig("gone.jsonl"))
+        check_evaluate(EvaluateConfig(("gone.jsonl",)))
 
 
 def test_profiles_prepare_texts_and_limit_references():
@@ -63,18 +65,55 @@ def test_profiles_prepare_texts_and_limit_references():
     assert prepared(one, "webnlg", limit=2) == [expected]
 
 
-def test_split_lower_keeps_underscores_and_letters_of_any_alphabet():
+def test_splitting_keeps_underscores_and_letters_of_any_alphabet():
+    split_lower = cleaner(tokenize=True, lower=True)
     assert split_lower("A_B, \u00c9t\u00e9 (1)") == "a_b , \u00e9t\u00e9 ( 1 )"
 
 
 def test_the_table_and_the_file_have_every_metric(tmp_path, capsys):
     path, output = written(tmp_path, LINES), tmp_path / "new" / "metrics.json"
-    run_evaluate(EvaluateConfig(path, profile="dart", output_path=str(output), ref_num=1))
+    run_evaluate(EvaluateConfig((path,), profile="dart", output_path=str(output), ref_num=1))
     report = json.loads(output.read_text())
     assert (report["meanings"], report["references"]) == (2, 2)
-    assert list(report["metrics"]) == list(METRICS)
+    assert list(report["metrics"]) == list(chosen("dart"))
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "2 meanings, 2 references, dart, all"
-    shown = {line.split()[0]: line.split()[1] for line in lines[3:]}
+    shown = {each[0]: each[1] for each in (re.split("  +", line.strip()) for line in lines[3:])}
     assert shown == {name: f"{each['value']:.4f}" for name, each in report["metrics"].items()}
     assert [path.name for path in output.parent.iterdir()] == ["metrics.json"]
+
+
+def test_of_several_files_the_median_and_deviation_are_shown(tmp_path, capsys):
+    """BLEU of 100, 0 and 100: median 100, deviation sqrt(2 (100/3)^2 + (200/3)^2) / sqrt(2)."""
+    names = []
+    for number, text in enumerate(["a b c d", "x", "a b c d"]):
+        names.append(str(tmp_path / f"{number}.jsonl"))
+        line = {"prediction": text, "references": ["a b c d"]}
+        (tmp_path / f"{number}.jsonl").write_text(json.dumps(line) + "\n")
+    output = tmp_path / "all.json"
+    run_evaluate(EvaluateConfig(tuple(names), metrics=("bleu",), output_path=str(output)))
+    measure = json.loads(output.read_text())["measures"]["BLEU"]
+    assert measure["values"] == pytest.approx([100, 0, 100])
+    assert measure["median"] == pytest.approx(100)
+    assert measure["deviation"] == pytest.approx(100 / 3**0.5)
+    assert "100.0000 +- 57.7350" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "give --predictions, or --references and --hypotheses"),
+        ({"references": "r"}, "--references and --hypotheses go together"),
+        ({"references": "r", "hypotheses": "h", "filter": "seen"}, "needs categories"),
+        ({"references": "r", "hypotheses": "h"}, "has 2 lines, --references r references of 1"),
+        ({"references": "gone", "hypotheses": "h"}, "gone is no file, nor are gone0, gone1"),
+        ({"references": "n", "hypotheses": "h", "ref_num": 2}, "n1 has other many lines than n0"),
+        ({"references": "n", "hypotheses": "h", "ref_num": 3}, "--references n2 cannot be read"),
+    ],
+)
+def test_text_files_that_do_not_fit_are_named(tmp_path, monkeypatch, options, message):
+    monkeypatch.chdir(tmp_path)
+    for name, text in {"r": "a\nb\n\n", "h": "x\ny\n", "n0": "a\nb\n", "n1": "a\n"}.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_evaluate(EvaluateConfig(**options))

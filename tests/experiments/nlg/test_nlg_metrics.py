@@ -4,8 +4,11 @@ from itertools import combinations, zip_longest
 import pytest
 from sacrebleu.metrics import TER
 
-from dschat_lora.experiments.nlg import metrics
+from dschat_lora.experiments.nlg import meteor, metrics
+from dschat_lora.experiments.nlg.ter import least_edits
+from dschat_lora.experiments.nlg.texts import treebank_tokens
 
+METRICS = metrics.chosen("e2e")
 CAT = "the cat sat on the mat"
 SENTENCES = [
     "the old mill serves cheap french food near the river .",
@@ -24,14 +27,14 @@ def tokens(text):
 )
 def test_texts_equal_to_a_reference_score_best(name, best):
     references = [[text] for text in SENTENCES]
-    score = metrics.METRICS[name](SENTENCES, references)
+    score = METRICS[name](SENTENCES, references)
     assert score.value == pytest.approx(best)
 
 
-@pytest.mark.parametrize("name", list(metrics.METRICS))
+@pytest.mark.parametrize("name", list(METRICS))
 def test_numbers_of_references_may_differ(name):
     more = [[SENTENCES[0], "x y z"], [SENTENCES[1]], [SENTENCES[2], SENTENCES[0], "z"]]
-    metric = metrics.METRICS[name]
+    metric = METRICS[name]
     fewer = [["x y z"], [SENTENCES[1]], ["z"]]
     better, worse = metric(SENTENCES, more).value, metric(SENTENCES, fewer).value
     assert better < worse if name == "TER" else better > worse
@@ -176,10 +179,10 @@ def test_cider_agrees_with_its_definition_on_dense_vectors():
 
 
 def test_meteor_of_nltk_by_hand(monkeypatch):
-    monkeypatch.setattr(metrics.shutil, "which", lambda name: None)
+    monkeypatch.setattr(meteor.shutil, "which", lambda name: None)
     # Five words of six agree as they are (cats by its stem), in the chunks "the cat" and
     # "on the mat": P = R = 5/6, penalty 0.5 (2/5)^3.
-    score = metrics.meteor(["the cats lay on the mat"], [[CAT, "nothing of it"]])
+    score = meteor.meteor(["the cats lay on the mat"], [[CAT, "nothing of it"]])
     assert score.value == pytest.approx(100 * 5 / 6 * (1 - 0.5 * (2 / 5) ** 3))
     assert score.signature.startswith("nltk ")
 
@@ -198,16 +201,58 @@ def test_meteor_of_nltk_by_hand(monkeypatch):
     ],
 )
 def test_treebank_tokens(text, expected):
-    assert list(metrics.treebank_tokens(text)) == expected.split()
+    assert list(treebank_tokens(text)) == expected.split()
 
 
 def test_signatures_say_what_was_computed():
     texts, references = SENTENCES, [[text] for text in SENTENCES]
-    signatures = {
-        name: metric(texts, references).signature for name, metric in metrics.METRICS.items()
-    }
+    signatures = {name: metric(texts, references).signature for name, metric in METRICS.items()}
     assert "case:lc" in signatures["BLEU"]
     assert "tok:13a" in signatures["BLEU"]
     assert "smooth:none" in signatures["BLEU"]
     assert "norm:yes" in signatures["TER"]
     assert "nc:6|nw:0" in signatures["chrF"]
+
+
+def test_pyters_rate_by_hand():
+    # One shift of "c d" of five words; then two of three words changed, nearer than the other.
+    texts, references = ["c d a b e", "p x y"], [["a b c d e"], ["p q r", "a b c d e f"]]
+    score = metrics.pyter(texts, references)
+    assert score.value == pytest.approx((1 / 5 + 2 / 3) / 2)
+    assert "pyter" in score.signature
+    # Case counts; an empty reference counts 1.
+    assert metrics.pyter(["A"], [["a"]]).value == 1
+    assert metrics.pyter(["a"], [[""]]).value == 1
+
+
+def test_edits_of_far_references_are_not_counted():
+    """Those that cannot be nearer: the words that differ are as many as the least so far."""
+    asked = []
+
+    def edits_of(own, other):
+        asked.append(other)
+        return len(set(own) ^ set(other))
+
+    own, near, far, same = "a b c".split(), "a b d".split(), "x y z w".split(), "c b a".split()
+    assert least_edits(own, [far, near, same], edits_of) == 0
+    assert asked == [same]
+    asked.clear()
+    assert least_edits(own, [far, near], edits_of) == 2
+    assert asked == [near]  # 4 words differ in the other, 2 edits are known
+
+
+def test_meteor_keeps_punctuation_of_triples_alone(monkeypatch):
+    monkeypatch.setattr(meteor.shutil, "which", lambda name: None)
+    seen = []
+    monkeypatch.setattr(meteor, "meteor_score", lambda refs, own, **_: seen.append(own) or 0.5)
+    for profile in ("e2e", "webnlg", "dart"):
+        assert list(metrics.chosen(profile, ["meteor"])) == ["METEOR (nltk)"]
+        metrics.chosen(profile, ["meteor"])["METEOR (nltk)"](["it is , x ."], [["it"]])
+    assert seen == [("it", "is", "x"), *[("it", "is", ",", "x", ".")] * 2]
+
+
+def test_the_metrics_asked_for_are_computed_alone():
+    assert list(metrics.chosen("webnlg", ["ter_pyter", "bleu", "chrf++"])) == [
+        *("BLEU", "TER (pyter)", "chrF++")
+    ]
+    assert "nw:2" in metrics.chosen("dart", ["chrf++"])["chrF++"](["a b"], [["a b"]]).signature

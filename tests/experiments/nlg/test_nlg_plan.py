@@ -47,7 +47,7 @@ def test_defaults_are_the_originals():
 def test_the_originals_command_parses_to_the_same_as_ours():
     original = (
         "--train_data a.jsonl --valid_data b.jsonl --train_batch_size 8 --grad_acc 1 "
-        "--valid_batch_size 4 --seq_len 512 --init_checkpoint gpt2 --lr 0.0002 --clip 0.5 "
+        "--valid_batch_size 4 --seq_len 512 --model_name_or_path gpt2 --lr 0.0002 --clip 0.5 "
         "--weight_decay 0.01 --correct_bias --adam_beta2 0.999 --scheduler linear "
         "--warmup_step 500 --max_epoch 5 --save_interval 1000 --lora_dim 4 --lora_alpha 32 "
         "--lora_dropout 0.1 --label_smooth 0.1 --work_dir out --random_seed 110 "

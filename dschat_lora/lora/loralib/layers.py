@@ -1,21 +1,8 @@
-"""The names of microsoft/LoRA's ``loralib``, for code written for it (arXiv:2106.09685).
+"""Layers of microsoft/LoRA's ``loralib`` (arXiv:2106.09685)."""
 
-``import dschat_lora.lora.loralib as lora`` takes the place of ``import loralib as lora``: the same
-constructors, initial values, names and shapes in the state dict. Where loralib goes wrong it
-differs:
-
-* Weights are never merged in place, so a state dict saved after ``eval()`` holds the base, and no
-  value drifts. ``merge_weights`` is accepted and without effect; :func:`merged_copy` merges.
-* ``train()`` and ``eval()`` return the layer; every layer pickles.
-* Convolutions take any kernel, their names stand once in the state dict, and dropout applies.
-* MergedLinear takes groups of unequal sizes, and none enabled gives the frozen base.
-* Factors are float32 whatever the base's type.
-"""
-
-import copy
 import math
-from collections.abc import Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,11 +10,7 @@ from torch import Tensor, nn
 
 from dschat_lora.lora.conv import Conv, LoraConv
 from dschat_lora.lora.groups import Groups
-from dschat_lora.lora.layers import AdapterLayer
 from dschat_lora.lora.matmul import adapter_dropout, lora_linear
-
-ModuleT = TypeVar("ModuleT", bound=nn.Module)
-Bias = Literal["none", "all", "lora_only"]
 
 
 class LoRALayer:
@@ -46,7 +29,7 @@ class LoRALayer:
         return hasattr(self, "lora_A")
 
 
-class _Linear(nn.Linear, LoRALayer):
+class FrozenLinear(nn.Linear, LoRALayer):
     """A frozen linear layer, stored (in, out) with ``fan_in_fan_out``, and its update."""
 
     lora_A: nn.Parameter  # noqa: N815
@@ -90,14 +73,14 @@ class _Linear(nn.Linear, LoRALayer):
 
     def delta(self) -> Tensor:
         """The update of ``weight``, in its shape, float32 or wider."""
-        update = self.scaling * (_wide(self._full_b()) @ _wide(self.lora_A))
+        update = self.scaling * (wide(self._full_b()) @ wide(self.lora_A))
         return update.t() if self.fan_in_fan_out else update
 
     def _full_b(self) -> Tensor:
         return self.lora_B if self.groups is None else self.groups.expand(self.lora_B)
 
 
-class Linear(_Linear):
+class Linear(FrozenLinear):
     """``x W^T + b + lora_alpha / r * dropout(x) A^T B^T``: A (r, in), B (out, r)."""
 
     def __init__(
@@ -117,7 +100,7 @@ class Linear(_Linear):
         self._set_up(has_factors=r > 0, fan_in_fan_out=fan_in_fan_out)
 
 
-class MergedLinear(_Linear):
+class MergedLinear(FrozenLinear):
     """Several linear layers of one input as one, with factors for those of ``enable_lora``.
 
     A is (k * r, in) and B (outputs of the k enabled groups, r), see :class:`Groups`. With none
@@ -142,10 +125,27 @@ class MergedLinear(_Linear):
         super().__init__(in_features, out_features, **kwargs)
         self._set_options(r, lora_alpha, lora_dropout, merge_weights)
         self.enable_lora = list(enable_lora)
+        self._group_sizes = group_sizes
         sizes = _sizes(out_features, self.enable_lora, group_sizes)
         has_factors = r > 0 and any(enable_lora)
         self.groups = Groups(sizes, tuple(map(bool, enable_lora))) if has_factors else None
         self._set_up(has_factors=has_factors, fan_in_fan_out=fan_in_fan_out)
+
+    @property
+    def lora_ind(self) -> Tensor:
+        """(out,) bool, True at the outputs of enabled groups."""
+        sizes = _sizes(self.out_features, self.enable_lora, self._group_sizes)
+        chosen = torch.tensor(self.enable_lora, dtype=torch.bool, device=self.weight.device)
+        return chosen.repeat_interleave(torch.tensor(sizes, device=self.weight.device))
+
+    def zero_pad(self, x: Tensor) -> Tensor:
+        """(outputs of enabled groups, ...) -> (out, ...), zero at those of the others."""
+        padded = x.new_zeros(self.out_features, *x.shape[1:])
+        return padded.index_put((self.lora_ind,), x)
+
+    def merge_AB(self) -> Tensor:  # noqa: N802
+        """The product of the factors without ``scaling``, in the shape of ``weight``."""
+        return self.delta() / self.scaling
 
 
 class Embedding(nn.Embedding, LoRALayer):
@@ -194,16 +194,18 @@ class Embedding(nn.Embedding, LoRALayer):
 
     def delta(self) -> Tensor:
         """The update of ``weight``, in its shape, float32 or wider."""
-        return self.scaling * (_wide(self.lora_B) @ _wide(self.lora_A)).t()
+        return self.scaling * (wide(self.lora_B) @ wide(self.lora_A)).t()
 
 
-class _Conv(LoraConv, LoRALayer):
-    """A convolution of any kernel, see :class:`dschat_lora.lora.conv.LoraConv`."""
+class ConvLoRA(LoraConv, LoRALayer):
+    """A convolution of any kernel, see :class:`dschat_lora.lora.conv.LoraConv`.
 
-    kind: type[Conv]
+    ``conv_module`` makes the base, :attr:`conv`, from the sizes and ``kwargs``.
+    """
 
     def __init__(
         self,
+        conv_module: Callable[..., Conv],
         in_channels: int,
         out_channels: int,
         kernel_size: int | tuple[int, ...],
@@ -213,109 +215,34 @@ class _Conv(LoraConv, LoRALayer):
         merge_weights: bool = True,
         **kwargs: Any,
     ) -> None:
-        base = self.kind(in_channels, out_channels, kernel_size, **kwargs)  # type: ignore[arg-type]
+        base = conv_module(in_channels, out_channels, kernel_size, **kwargs)
         base.reset_parameters()  # loralib draws it twice; then the same seed gives its A
         super().__init__(base, r=r, lora_alpha=lora_alpha, dropout=lora_dropout)
         self._set_options(r, lora_alpha, lora_dropout, merge_weights)
 
-    @property
-    def conv(self) -> "_Conv":
-        """The layer itself, which loralib keeps in an attribute."""
-        return self
 
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Tensor], prefix: str, *args: object
-    ) -> None:
-        """Take loralib's names too: its base stands under ``conv.``, in some versions twice."""
-        for part in ("weight", "bias"):
-            value = state_dict.pop(f"{prefix}conv.{part}", None)
-            if value is not None:
-                state_dict.setdefault(f"{prefix}{part}", value)
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-
-class Conv1d(_Conv):
+class Conv1d(ConvLoRA):
     """``nn.Conv1d`` with a low-rank update."""
 
-    kind = nn.Conv1d
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(nn.Conv1d, *args, **kwargs)
 
 
-class Conv2d(_Conv):
+class Conv2d(ConvLoRA):
     """``nn.Conv2d`` with a low-rank update."""
 
-    kind = nn.Conv2d
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(nn.Conv2d, *args, **kwargs)
 
 
-class Conv3d(_Conv):
+class Conv3d(ConvLoRA):
     """``nn.Conv3d`` with a low-rank update."""
 
-    kind = nn.Conv3d
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(nn.Conv3d, *args, **kwargs)
 
 
-def mark_only_lora_as_trainable(model: nn.Module, bias: Bias = "none") -> None:
-    """Freeze what is no factor, but for no, all, or adapted layers' biases (none, all, lora_only).
-
-    Raises:
-        ValueError: at another ``bias``; nothing is frozen then.
-    """
-    _check_bias(bias)
-    for name, parameter in model.named_parameters():
-        if "lora_" not in name:
-            parameter.requires_grad_(bias == "all" and "bias" in name)
-    if bias == "lora_only":
-        for module in model.modules():
-            own = getattr(module, "bias", None)
-            if isinstance(module, LoRALayer) and own is not None:
-                own.requires_grad_(True)
-
-
-def lora_state_dict(model: nn.Module, bias: Bias = "none") -> dict[str, Tensor]:
-    """Factors and the biases of ``bias`` (lora_only: of layers with factors), by name.
-
-    Buffers are none of them, whatever their name: GPT-2's causal masks were called ``bias``.
-
-    Raises:
-        ValueError: at another ``bias``.
-    """
-    _check_bias(bias)
-    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    adapted = {f"{name.partition('lora_')[0]}bias" for name in names if "lora_" in name}
-    biases = {name for name in names if "bias" in name}
-    wanted = {"none": set[str](), "all": biases, "lora_only": adapted & names}[bias]
-    state = model.state_dict()
-    return {name: state[name] for name in state if name in wanted or "lora_" in name}
-
-
-@torch.no_grad()
-def merged_copy(module: ModuleT) -> ModuleT:
-    """A copy whose layers are plain (``r`` 0) and hold ``W + update``; ``module`` stays as it is.
-
-    The update is added in float32 and rounded once to the type of W. A weight tied to another
-    module's is its own in the copy.
-
-    Raises:
-        ValueError: at a layer of :func:`dschat_lora.lora.model.apply_lora`, which
-            :func:`dschat_lora.lora.merge.merged_state_dict` merges.
-    """
-    merged = copy.deepcopy(module)
-    for name, layer in merged.named_modules():
-        if isinstance(layer, AdapterLayer):
-            raise ValueError(f"{name} was adapted by apply_lora: merge it by merged_state_dict")
-        if isinstance(layer, _Linear | Embedding | LoraConv) and layer.r > 0:
-            _make_plain(layer)
-    return merged
-
-
-def _make_plain(layer: _Linear | Embedding | LoraConv) -> None:
-    if hasattr(layer, "lora_A"):
-        weight = _wide(layer.weight) + layer.delta()
-        layer.weight = nn.Parameter(weight.to(layer.weight.dtype))
-        del layer.lora_A, layer.lora_B
-    layer.weight.requires_grad_(True)
-    layer.r, layer.scaling = 0, 0.0
-
-
-def _wide(tensor: Tensor) -> Tensor:
+def wide(tensor: Tensor) -> Tensor:
     """In float32, or in its own type where that is wider."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
@@ -340,8 +267,3 @@ def _sizes(
             f"group_sizes {list(group_sizes)} must be {count} numbers that add up to {outputs}"
         )
     return tuple(group_sizes)
-
-
-def _check_bias(bias: str) -> None:
-    if bias not in ("none", "all", "lora_only"):
-        raise ValueError(f"bias must be none, all or lora_only, got {bias!r}")

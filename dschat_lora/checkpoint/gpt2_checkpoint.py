@@ -1,0 +1,90 @@
+"""Files of GPT-2's weights: those of the hub, and full checkpoints of microsoft/LoRA.
+
+The latter hold ``module.transformer.h.0.attn.c_attn.weight`` and, beside them, ``.lora_A`` and
+``.lora_B``; the last tie ``module.lm_head.decoder.weight`` to the embedding. Files of OpenAI's
+names end in ``.g``, ``.b`` and ``.w``.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from dschat_lora.checkpoint.lora_only import (
+    LoraOnly,
+    LoraSettings,
+    is_factor,
+    rank_of,
+    read_tensors,
+)
+
+_BODY = "transformer."
+_ENDINGS = {".g": ".weight", ".b": ".bias", ".w": ".weight"}
+_HEADS = ("lm_head.weight", "lm_head.decoder.weight")
+# Causal masks, which transformers makes itself.
+_MASKS = (".attn.bias", ".attn.masked_bias")
+
+
+@dataclass(frozen=True)
+class Gpt2Checkpoint:
+    """A file of weights as read: float32, on CPU, under transformers' names."""
+
+    path: Path
+    base: dict[str, Tensor]  # empty in a file of factors alone
+    factors: LoraOnly | None
+
+
+def read_gpt2_checkpoint(path: Path) -> Gpt2Checkpoint:
+    """The base and the LoRA factors of a file, as far as it has them.
+
+    Raises:
+        ValueError: if it is damaged or no state dict, or its head is not the embedding.
+    """
+    stored, settings = read_tensors(path)
+    tensors = {_our_name(name): tensor for name, tensor in stored.items()}
+    head = next((tensors.pop(name) for name in _HEADS if name in tensors), None)
+    embedding = tensors.get(f"{_BODY}wte.weight")
+    if head is not None and embedding is not None and not torch.equal(head, embedding):
+        raise ValueError(f"{path}: the output head is not the embedding, as GPT-2's is")
+    factors = {name: tensor for name, tensor in tensors.items() if is_factor(name)}
+    base = {n: t for n, t in tensors.items() if n not in factors and not n.endswith(_MASKS)}
+    return Gpt2Checkpoint(path, base, _as_lora_only(path, factors, settings))
+
+
+@torch.no_grad()
+def load_base(model: nn.Module, checkpoint: Gpt2Checkpoint) -> None:
+    """Copy every weight of the base into a GPT-2 of transformers without adapters.
+
+    Raises:
+        ValueError: naming the first weight that is missing, left over or of another shape.
+    """
+    own = dict(model.named_parameters())  # the tied head is the embedding
+    for name, parameter in own.items():
+        if name not in checkpoint.base:
+            raise ValueError(f"{checkpoint.path} lacks {name}, which the model has")
+        has, wants = tuple(checkpoint.base[name].shape), tuple(parameter.shape)
+        if has != wants:
+            raise ValueError(
+                f"{checkpoint.path}: {name} is {has}, the model has {wants}; it is of another size "
+                "(--model_card)"
+            )
+        parameter.copy_(checkpoint.base[name])
+    if unknown := sorted(checkpoint.base.keys() - own.keys()):
+        raise ValueError(f"{checkpoint.path} holds {unknown[0]}, which the model has no place for")
+
+
+def _our_name(name: str) -> str:
+    name = name.removeprefix("module.")
+    for ending, ours in _ENDINGS.items():
+        if name.endswith(ending):
+            name = name.removesuffix(ending) + ours
+    if name.startswith((_BODY, "lm_head.")):
+        return name
+    return _BODY + name
+
+
+def _as_lora_only(
+    path: Path, factors: dict[str, Tensor], settings: LoraSettings | None
+) -> LoraOnly | None:
+    return LoraOnly(path, rank_of(factors, path), factors, settings) if factors else None

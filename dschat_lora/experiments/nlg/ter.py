@@ -1,0 +1,140 @@
+"""Translation edit rate: sacrebleu's, and pyter's as GenerationEval takes it."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
+from typing import TypeVar
+
+from sacrebleu.metrics import TER
+from sacrebleu.metrics.lib_ter import translation_edit_rate
+from sacrebleu.tokenizers.tokenizer_ter import TercomTokenizer
+
+from dschat_lora.data.workers import usable_cores
+from dschat_lora.experiments.nlg.texts import References, Score, Texts, streams
+
+TER_TEXTS = 50  # texts of one task of a worker
+Words = Sequence[str]
+EditsOf = Callable[[Words, Words], float]
+Part = tuple[Texts, References]
+ResultT = TypeVar("ResultT")
+
+
+def ter(hypotheses: Texts, references: References) -> Score:
+    """Translation edit rate in percent of the references' mean length; 0 is best, no upper end.
+
+    Edits to the nearest reference, moves of word groups among them (Snover et al. 2006), after
+    tercom's own tokens in lower case; sacrebleu's.
+    """
+    counts = _in_workers(_tercom_edits, hypotheses, references)
+    edits, length = (sum(each) for each in zip(*counts, strict=True))
+    signature = TER(normalized=True, references=streams(references)).get_signature()
+    value = edits / length if length else float(edits > 0)
+    return Score(100 * value, str(signature))
+
+
+def pyter(hypotheses: Texts, references: References) -> Score:
+    """The mean over texts of edits over a reference's words, least over its references; 0 is best.
+
+    As GenerationEval takes it from the package pyter: words between spaces, with case, and
+    every shift of the longest run of equal words that reduces the edit distance the most. An
+    empty reference counts 1.
+    """
+    rates = [rate for part in _in_workers(_pyter_rates, hypotheses, references) for rate in part]
+    return Score(sum(rates) / len(rates), "own, pyter's definition, mean over texts")
+
+
+def least_edits(own: Words, others: Sequence[Words], edits_of: EditsOf) -> float:
+    """The least of ``edits_of`` a text to one of several references.
+
+    A reference is passed over where the words that differ, in any order, are as many as the
+    least so far: edits are never fewer.
+    """
+    bags = [Counter(own), *map(Counter, others)]
+    floors = [
+        max(len(own), len(other)) - (bags[0] & bag).total()
+        for other, bag in zip(others, bags[1:], strict=True)
+    ]
+    least = float("inf")
+    for i in sorted(range(len(others)), key=floors.__getitem__):
+        if floors[i] < least:
+            least = min(least, edits_of(own, others[i]))
+    return least
+
+
+def shifted_edits(own: Words, other: Words) -> int:
+    """Shifts and edits that turn ``own`` into ``other``, each counting 1, by pyter's greedy search.
+
+    Each shift moves a longest run of words to where ``other`` has it. The one that reduces the edit
+    distance the most is made, of equals that with the greatest list of words, until none does.
+    """
+    words, shifts = list(own), 0
+    distance = edit_distance(words, other)
+    while True:
+        found = [(-edit_distance(each, other), each) for each in _shifts(words, other)]
+        if not found or -max(found)[0] >= distance:
+            return shifts + distance
+        less, words = max(found)
+        shifts, distance = shifts + 1, -less
+
+
+def edit_distance(own: Words, other: Words) -> int:
+    """Insertions, deletions and substitutions of words (Levenshtein)."""
+    row = list(range(len(other) + 1))
+    for i, word in enumerate(own, start=1):
+        above_left, row[0] = row[0], i
+        for j, target in enumerate(other, start=1):
+            above = row[j]
+            row[j] = min(above + 1, row[j - 1] + 1, above_left + (word != target))
+            above_left = above
+    return row[-1]
+
+
+def _shifts(own: list[str], other: Words) -> list[list[str]]:
+    """``own`` with one longest run of equal words moved to its place in ``other``."""
+    shifted = []
+    for i, j in product(range(len(own)), range(len(other))):
+        if i == j or own[i] != other[j]:
+            continue
+        length = 1
+        while (
+            i + length < len(own)
+            and j + length < len(other)
+            and own[i + length] == other[j + length]
+        ):
+            length += 1
+        rest = own[:i] + own[i + length :]
+        shifted.append(rest[:j] + own[i : i + length] + rest[j:])
+    return shifted
+
+
+def _tercom_edits(part: Part) -> tuple[float, float]:
+    """Edits of some texts, and the sum of their references' mean lengths."""
+    tokenizer = TercomTokenizer(normalized=True)
+    edits = length = 0.0
+    for text, each in zip(*part, strict=True):
+        own, *others = (tokenizer(one.rstrip()).split() for one in (text, *each))
+        edits += least_edits(own, others, lambda a, b: translation_edit_rate(a, b)[0])
+        length += sum(map(len, others)) / len(others)
+    return edits, length
+
+
+def _pyter_rates(part: Part) -> list[float]:
+    rates = []
+    for text, each in zip(*part, strict=True):
+        own, others = text.split(), [one.split() for one in each]
+        rates.append(min(1.0 if not o else shifted_edits(own, o) / len(o) for o in others))
+    return rates
+
+
+def _in_workers(
+    function: Callable[[Part], ResultT], hypotheses: Texts, references: References
+) -> list[ResultT]:
+    """What ``function`` makes of some texts at a time, in order."""
+    starts = range(0, len(hypotheses), TER_TEXTS)
+    parts = [(hypotheses[i : i + TER_TEXTS], references[i : i + TER_TEXTS]) for i in starts]
+    workers = min(len(parts), usable_cores())
+    if workers <= 1:
+        return [function(part) for part in parts]
+    with ProcessPoolExecutor(workers) as pool:
+        return list(pool.map(function, parts))

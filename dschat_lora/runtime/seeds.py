@@ -1,0 +1,88 @@
+"""Several runs that differ by their seed, and the median and deviation of their measures."""
+
+import json
+import statistics
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dschat_lora.checkpoint.staging import write_whole
+from dschat_lora.config.options import command_line, flatten
+from dschat_lora.report.directory import default_directory, read_object
+from dschat_lora.report.terminal import log_once, table
+
+if TYPE_CHECKING:
+    from dschat_lora.config.options import StageOptions
+
+_OF_A_RUN = {"seed", "seeds", "output_dir"}
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A measure over several runs."""
+
+    median: float
+    deviation: float  # standard deviation of a sample (n - 1), 0 of one run
+    values: tuple[float, ...]  # in the order of the runs
+
+
+def spreads(runs: Sequence[Mapping[str, float]]) -> dict[str, Spread]:
+    """The spread of every measure that all ``runs``, one or more, have as a number."""
+    found = {}
+    for name in runs[0]:
+        values = tuple(run[name] for run in runs if isinstance(run.get(name), int | float))
+        if len(values) == len(runs):
+            deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+            found[name] = Spread(statistics.median(values), deviation, values)
+    return found
+
+
+def show_spreads(found: Mapping[str, Spread], *, runs: str) -> None:
+    """Print a line for each measure; ``runs`` is the title of the single values."""
+    rows = [
+        (name, f"{each.median:.4f} +- {each.deviation:.4f}", _shown(each.values))
+        for name, each in found.items()
+    ]
+    for line in table(("measure", "median +- deviation", runs), rows):
+        log_once(line)
+
+
+def run_seeds(config: "StageOptions", *, name: str, prefix: Sequence[str]) -> None:
+    """Run ``--seeds`` runs from ``--seed`` on, one after another, each with its own processes.
+
+    They get the options that were given. Their directories are ``OUTPUT_DIR/seed-N``; the spread
+    of what their ``run.json`` calls results is shown, and written to ``OUTPUT_DIR/seeds.json``.
+    ``prefix`` is the command without options; ``name`` that of the default directory.
+
+    Raises:
+        SystemExit: with the exit code of the first run that fails.
+    """
+    flat = flatten(config)
+    given = {option: flat[option] for option in config.given - _OF_A_RUN}
+    home = Path(flat["output_dir"] or _unused(f"{name}-seeds")).expanduser()
+    seeds = range(flat["seed"], flat["seed"] + flat["seeds"])
+    runs = []
+    for seed in seeds:
+        own = home / f"seed-{seed}"
+        log_once(f"seed {seed}: {own}")
+        options = command_line({**given, "seed": seed, "output_dir": str(own)})
+        code = subprocess.run([*prefix, *options], check=False).returncode
+        if code:
+            raise SystemExit(code)
+        runs.append(read_object(own / "run.json").get("results") or {})
+    found = spreads(runs)
+    report = {"seeds": list(seeds), "measures": {n: asdict(each) for n, each in found.items()}}
+    write_whole(home / "seeds.json", json.dumps(report, indent=2) + "\n")
+    show_spreads(found, runs=f"seeds {seeds[0]} to {seeds[-1]}")
+
+
+def _shown(values: Sequence[float]) -> str:
+    return " ".join(f"{value:.4f}" for value in values)
+
+
+def _unused(name: str) -> Path:
+    paths = (default_directory(name, number) for number in count(1))
+    return next(path for path in paths if not path.exists())

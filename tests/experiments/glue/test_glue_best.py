@@ -1,0 +1,243 @@
+"""The published protocol: the best evaluation of a run, several seeds, R-Drop and adapters."""
+
+import json
+import math
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification
+
+from dschat_lora.config.options import parse_config
+from dschat_lora.experiments.glue.bottleneck import AdaptedOutput, add_adapters, is_adapter
+from dschat_lora.experiments.glue.config import GlueConfig
+from dschat_lora.experiments.glue.regularize import with_second_pass
+from dschat_lora.experiments.glue.tasks import TASKS
+from dschat_lora.experiments.glue.trainer import mean_loss
+from dschat_lora.experiments.glue.validation import check_glue
+from dschat_lora.runtime.seeds import run_seeds
+from helpers.glue_toys import LORA, read_jsonl
+
+EPOCHS = ("--eval_strategy", "epoch", "--save_strategy", "epoch")
+PEFT = "base_model.model."
+
+
+def read(path):
+    return json.loads(path.read_text("utf-8"))
+
+
+@pytest.fixture(scope="module")
+def best(glue_run, tmp_path_factory):
+    """A run that is best before its end: its rate is far too large."""
+    return glue_run(
+        *(tmp_path_factory.mktemp("best") / "out", "mnli", *LORA, *EPOCHS),
+        *("--num_train_epochs", "4", "--load_best_model_at_end", "--save_total_limit", "2"),
+        *("--learning_rate", "0.1"),
+    )
+
+
+def test_the_best_evaluation_is_that_of_transformers_trainer(best):
+    evals = [each for each in read_jsonl(best / "metrics.jsonl") if each["kind"] == "eval"]
+    found = {each["step"]: each["accuracy"] for each in evals if "accuracy" in each}
+    wanted = max(found, key=found.get)  # the first of equals
+    assert wanted < 12, "the last was not to be the best"
+    of_trainer = read(best / "trainer_state.json")
+    record = read(best / "run.json")["best"]
+    assert record["step"] == of_trainer["best_global_step"] == wanted
+    assert record["value"] == of_trainer["best_metric"] == pytest.approx(found[wanted])
+    assert (record["metric"], record["epoch"]) == ("accuracy", wanted / 3)
+    assert record["checkpoint"] == f"checkpoint-{wanted}"
+    assert record["last"]["eval_accuracy"] == pytest.approx(found[12])
+
+
+def test_adapter_and_results_are_those_of_the_best_and_the_last_are_beside(best):
+    record = read(best / "run.json")["best"]
+    kept = {path.name for path in best.glob("checkpoint-*")}
+    assert kept == {record["checkpoint"], "checkpoint-12"}
+    for home, name in ((best, record["checkpoint"]), (best / "last", "checkpoint-12")):
+        own = load_file(home / "adapter" / "adapter_model.safetensors")
+        stored = load_file(best / name / "model.safetensors")
+        for key, tensor in own.items():
+            plain = key.removeprefix(PEFT)
+            plain = plain.removesuffix(".weight") if ".lora_" in plain else plain
+            torch.testing.assert_close(tensor, stored[plain], rtol=0, atol=0)
+    results, last = read(best / "eval_results.json"), read(best / "last" / "eval_results.json")
+    assert results["eval_accuracy"] == pytest.approx(record["value"])
+    assert results["eval_loss"] != pytest.approx(last["eval_loss"])
+    assert results.keys() == last.keys()
+    assert read(best / "run.json")["results"] == results
+    assert last["eval_loss"] == pytest.approx(record["last"]["eval_loss"])
+
+
+def test_the_best_is_evaluated_again_with_the_same_measures(best, glue_run, tmp_path):
+    out = glue_run(tmp_path / "out", "mnli", *LORA, "--no-do_train", "--lora_path", best)
+    assert read(out / "eval_results.json") == pytest.approx(read(best / "eval_results.json"))
+
+
+def test_a_best_before_a_resumption_keeps_its_measures(best, glue_run, tmp_path):
+    out = tmp_path / "out"
+    glue_run(out, "mnli", "--resume_from_checkpoint", best / "checkpoint-12")
+    assert read(out / "eval_results.json") == pytest.approx(read(best / "eval_results.json"))
+
+
+@pytest.fixture
+def checked(encoder, task_files):
+    def call(*options, task="rte"):
+        argv = ["--model_name_or_path", encoder("roberta"), "--task_name", task]
+        argv += ["--data_dir", task_files(task), *options]
+        return check_glue(parse_config(GlueConfig, [str(each) for each in argv]))
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--load_best_model_at_end", "must both be epoch, or both steps"),
+        (
+            "--load_best_model_at_end --eval_strategy steps --eval_steps 4 "
+            "--save_strategy steps --save_steps 6",
+            "multiple",
+        ),
+        ("--metric_for_best_model loss", "no effect without --load_best_model_at_end"),
+        (
+            "--load_best_model_at_end --metric_for_best_model f1 --eval_strategy epoch "
+            "--save_strategy epoch",
+            "--metric_for_best_model f1 must be one of loss, accuracy",
+        ),
+        ("--apply_lora --apply_adapter", "are two methods; give one"),
+        ("--adapter_size 4", "--adapter_size has no effect without --apply_adapter"),
+        ("--apply_adapter --adapter_path gone", "--adapter_path gone is no file"),
+        ("--masking_prob 0.1", "masks the second pass of --reg_loss_wgt"),
+        ("--seeds 2 --no-do_train", "--seeds 2 trains and evaluates anew"),
+    ],
+)
+def test_a_mistake_in_the_protocol_is_named(checked, options, message):
+    with pytest.raises(ValueError, match=message):
+        checked(*options.split())
+
+
+def test_two_passes_compare_classes(checked):
+    with pytest.raises(ValueError, match="--reg_loss_wgt compares classes; stsb has none"):
+        checked("--reg_loss_wgt", "1", task="stsb")
+
+
+def test_several_seeds_are_runs_of_their_own_with_their_median(monkeypatch, tmp_path, capsys):
+    values, lines = {3: 0.1, 4: 0.4, 5: 0.2, 6: 0.9, 7: 0.3}, []
+
+    def finished(command, check):
+        lines.append(command)
+        home, seed = tmp_path / f"seed-{3 + len(lines) - 1}", 3 + len(lines) - 1
+        home.mkdir()
+        results = {"eval_accuracy": values[seed], "eval_loss": "nan"}
+        (home / "run.json").write_text(json.dumps({"results": results}))
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(subprocess, "run", finished)
+    line = "--model_name_or_path m --task_name rte --lora_r 4 --seeds 5 --seed 3 --output_dir"
+    config = parse_config(GlueConfig, [*line.split(), str(tmp_path)])
+    run_seeds(config, name="glue", prefix=["python", "-m", "x"])
+    assert [command[:3] for command in lines] == [["python", "-m", "x"]] * 5
+    for seed, command in zip(values, lines, strict=True):
+        child = parse_config(GlueConfig, command[3:])
+        assert (child.seed, child.seeds, child.lora_r) == (seed, 1, 4)
+        assert child.output_dir == str(tmp_path / f"seed-{seed}")
+    # mean 0.38; squares 0.0784, 0.0004, 0.0324, 0.2704, 0.0064, over 4
+    measure = read(tmp_path / "seeds.json")["measures"]
+    assert measure.keys() == {"eval_accuracy"}
+    assert measure["eval_accuracy"]["median"] == 0.3
+    assert measure["eval_accuracy"]["deviation"] == pytest.approx(math.sqrt(0.097))
+    assert "0.3000 +- 0.3114" in capsys.readouterr().out
+
+
+def test_two_passes_are_the_plain_loop_over_rows():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, 4, generator=generator, dtype=torch.float64)
+    labels, weight, total = torch.tensor([1, 3, 0]), 0.7, 0.0
+    for row, label in enumerate(labels.tolist()):
+        p, q = logits[row].softmax(0), logits[row + 3].softmax(0)
+        m = ((logits[row] + logits[row + 3]) / 2).softmax(0)
+        total -= float(p[label].log() + q[label].log())
+        for other in (p, q):
+            terms = [float(m[k] * (m[k] / other[k]).log()) for k in range(4)]
+            total += 0.5 * weight * sum(terms) / 4
+    found = mean_loss(
+        TASKS["mnli"], SimpleNamespace(logits=logits), labels, num_items_in_batch=5, weight=weight
+    )
+    assert float(found) == pytest.approx(total / 5, rel=1e-6)
+    # As the original's: torch's own mean over all elements.
+    first, second = logits.chunk(2)
+    mean = ((first + second) / 2).softmax(-1)
+    whole = sum(
+        F.cross_entropy(each, labels)
+        + 0.5 * weight * F.kl_div(each.log_softmax(-1), mean, reduction="sum") / mean.numel()
+        for each in (first, second)
+    )
+    assert float(found) * 5 / 3 == pytest.approx(float(whole), rel=1e-6)
+
+
+def test_cutoff_masks_words_alone_and_in_the_second_pass_alone():
+    ids = torch.tensor([[0, 7, 8, 9, 2, 1], [0, 5, 6, 2, 1, 1]]).repeat(500, 1)
+    batch = {"input_ids": ids, "attention_mask": (ids != 1).long(), "labels": torch.zeros(1000)}
+    torch.manual_seed(0)
+    found = with_second_pass(batch, masking_prob=0.2, unknown=3, kept=[0, 2])
+    first, second = found["input_ids"].chunk(2)
+    assert torch.equal(first, ids)
+    changed = second != ids
+    assert (second[changed] == 3).all()
+    assert not changed[(ids == 0) | (ids == 2) | (ids == 1)].any()
+    assert float(changed.sum()) / float((ids > 4).sum()) == pytest.approx(0.2, abs=0.03)
+    assert torch.equal(found["attention_mask"], batch["attention_mask"].repeat(2, 1))
+    assert len(found["labels"]) == 1000
+
+
+def test_r_drop_trains_and_is_measured_by_one_pass(glue_run, tmp_path):
+    options = ["--max_steps", "2", "--save_strategy", "no", "--learning_rate", "1e-30"]
+    plain, twice = (
+        glue_run(tmp_path / name, "rte", *LORA, *options, *more)
+        for name, more in (("plain", ()), ("twice", ("--reg_loss_wgt", "1.0")))
+    )
+    losses = [
+        [line["loss"] for line in read_jsonl(run / "metrics.jsonl") if line["kind"] == "train"]
+        for run in (plain, twice)
+    ]
+    # Without dropout the passes are the same: two cross-entropies, no divergence.
+    assert losses[1] == pytest.approx([2 * loss for loss in losses[0]])
+    assert read(plain / "eval_results.json") == pytest.approx(read(twice / "eval_results.json"))
+
+
+@pytest.mark.parametrize("kind", ["houlsby", "pfeiffer"])
+def test_adapters_compute_what_their_papers_say(kind, encoder):
+    model = AutoModelForSequenceClassification.from_pretrained(encoder("roberta")).eval()
+    torch.manual_seed(0)
+    add_adapters(model, kind, 5, std=0.3)
+    layer = model.roberta.encoder.layer[1]
+    assert isinstance(layer.attention.output, AdaptedOutput) == (kind == "houlsby")
+    output = layer.output
+    inside, x = torch.randn(2, 3, 48), torch.randn(2, 3, 32)
+    h = inside @ output.dense.weight.T + output.dense.bias
+    read_from = output.LayerNorm(h + x) if kind == "pfeiffer" else h
+    narrow = read_from @ output.adapter.adapter_A.weight.T
+    narrow = narrow * narrow.sigmoid() if kind == "houlsby" else narrow.clamp(min=0)
+    expected = output.LayerNorm(h + narrow @ output.adapter.adapter_B.weight.T + x)
+    torch.testing.assert_close(output(inside, x), expected)
+    trained = {name for name, p in model.roberta.named_parameters() if p.requires_grad}
+    assert trained == {name for name, _ in model.roberta.named_parameters() if is_adapter(name)}
+    assert len(trained) == 2 * 4 * (2 if kind == "houlsby" else 1)
+
+
+def test_a_run_of_adapters_is_kept_and_evaluated_again(glue_run, tmp_path):
+    adapters = ["--apply_adapter", "--adapter_type", "houlsby", "--adapter_size", "4"]
+    out = glue_run(
+        *(tmp_path / "one", "rte", *adapters, "--learning_rate", "1e-2", "--max_steps", "3"),
+        *("--save_strategy", "no"),
+    )
+    path = out / "bottleneck_adapter.safetensors"
+    again = glue_run(*(tmp_path / "two", "rte", *adapters, "--no-do_train", "--adapter_path", path))
+    assert read(again / "eval_results.json") == pytest.approx(read(out / "eval_results.json"))
+    narrow = ["--apply_adapter", "--adapter_size", "3", "--no-do_train", "--adapter_path", path]
+    with pytest.raises(SystemExit):
+        glue_run(tmp_path / "three", "rte", *narrow)

@@ -1,0 +1,282 @@
+"""The command lines that microsoft/LoRA publishes start as they stand, its script's name apart."""
+
+import json
+import shlex
+from itertools import pairwise
+
+import pytest
+from tokenizers import ByteLevelBPETokenizer
+from transformers import GPT2Tokenizer
+
+from dschat_lora.__main__ import run_glue, run_nlg
+
+GLUE = """--task_name {} --do_train --do_eval --max_seq_length {} --per_device_train_batch_size {}
+    --learning_rate {} --num_train_epochs {} --output_dir $output_dir/model --logging_steps 10
+    --logging_dir $output_dir/log --apply_lora"""
+ROBERTA = f"""{GLUE} --evaluation_strategy epoch --save_strategy epoch --warmup_ratio 0.06
+    --lora_r 8 --lora_alpha 16 --seed 0 --weight_decay 0.1"""
+BASE = f"--model_name_or_path roberta-base --overwrite_output_dir {ROBERTA}"
+LARGE = f"--model_name_or_path roberta-large {ROBERTA}"
+BASE_MNLI = "--lora_path ./roberta_base_mnli_lora.bin"
+LARGE_MNLI = "--lora_path ./roberta_large_lora_mnli.bin"
+DEBERTA = f"""--model_name_or_path microsoft/deberta-v2-xxlarge --overwrite_output_dir {GLUE} --fp16
+    --evaluation_strategy steps --save_strategy steps --lora_r 16 --lora_alpha 32
+    --use_deterministic_algorithms"""
+DEBERTA_MNLI = "--lora_path mnli/pytorch_model_lora.bin"
+OFTEN, RARELY = "--eval_steps 20 --save_steps 20", "--eval_steps 500 --save_steps 500"
+MNLI = DEBERTA.format("mnli", 256, 8, "1e-4", 5) + (
+    f" {RARELY} --warmup_steps 1000 --cls_dropout 0.15 --weight_decay 0"
+)
+ADAPTERS = """--model_name_or_path roberta-large --task_name mnli --do_train --do_eval
+    --evaluation_strategy epoch --save_strategy epoch --max_seq_length 128
+    --per_device_train_batch_size 32 --per_device_eval_batch_size 32 --learning_rate 3e-4
+    --num_train_epochs 5 --output_dir output_dir/model --overwrite_output_dir --logging_steps 10
+    --logging_dir output_dir/log --warmup_ratio 0.1 --apply_adapter --seed 0"""
+
+# By the names of the scripts of examples/NLU.
+SCRIPTS = {
+    "adapter_houlsby_roberta_large_mnli": f"{ADAPTERS} --adapter_type houlsby --adapter_size 8",
+    "adapter_pfeiffer_roberta_large_mnli": f"{ADAPTERS} --adapter_type pfeiffer --adapter_size 16",
+    "roberta_base_cola": BASE.format("cola", 512, 32, "4e-4", 80),
+    "roberta_base_mnli": BASE.format("mnli", 512, 16, "5e-4", 30),
+    "roberta_base_mrpc": f"{BASE_MNLI} {BASE.format('mrpc', 512, 16, '4e-4', 30)}",
+    "roberta_base_qnli": BASE.format("qnli", 512, 32, "4e-4", 25),
+    "roberta_base_qqp": BASE.format("qqp", 512, 16, "5e-4", 25),
+    "roberta_base_rte": f"{BASE_MNLI} {BASE.format('rte', 512, 32, '5e-4', 80)}",
+    "roberta_base_sst2": BASE.format("sst2", 512, 16, "5e-4", 60),
+    "roberta_base_stsb": f"{BASE_MNLI} {BASE.format('stsb', 512, 16, '4e-4', 40)}",
+    "roberta_large_cola": LARGE.format("cola", 128, 4, "3e-4", 20),
+    "roberta_large_mnli": LARGE.format("mnli", 128, 4, "3e-4", 10),
+    "roberta_large_mrpc": f"{LARGE_MNLI} {LARGE.format('mrpc', 512, 4, '3e-4', 20)}",
+    "roberta_large_qnli": LARGE.format("qnli", 512, 4, "2e-4", 10),
+    "roberta_large_qqp": LARGE.format("qqp", 512, 4, "3e-4", 20),
+    "roberta_large_rte": f"{LARGE_MNLI} {LARGE.format('rte', 512, 8, '4e-4', 20)}",
+    "roberta_large_sst2": LARGE.format("sst2", 512, 8, "4e-4", 10),
+    "roberta_large_stsb": f"{LARGE_MNLI} {LARGE.format('stsb', 128, 4, '3e-4', 10)}",
+    "deberta_v2_xxlarge_cola": DEBERTA.format("cola", 64, 4, "1.3e-4", 10)
+    + f" {OFTEN} --warmup_steps 100 --cls_dropout 0.1 --seed 0 --weight_decay 0",
+    "deberta_v2_xxlarge_mnli": f"{MNLI} --seed 0",
+    "mnli.rdrop": f"{MNLI} --reg_loss_wgt 1.0 --seed 42",
+    "mnli.cutoff": f"{MNLI} --reg_loss_wgt 1.0 --masking_prob 0.1 --seed 42",
+    "deberta_v2_xxlarge_mrpc": f"{DEBERTA_MNLI} {DEBERTA.format('mrpc', 128, 32, '2e-4', 30)}"
+    " --eval_steps 10 --save_steps 10 --warmup_ratio 0.1 --cls_dropout 0 --seed 0"
+    " --weight_decay 0.01",
+    "deberta_v2_xxlarge_qnli": DEBERTA.format("qnli", 512, 6, "1e-4", 8)
+    + f" {RARELY} --warmup_steps 500 --cls_dropout 0.1 --seed 0 --weight_decay 0.01",
+    "deberta_v2_xxlarge_qqp": DEBERTA.format("qqp", 320, 8, "1e-4", 11)
+    + f" {RARELY} --warmup_steps 10000 --cls_dropout 0.2 --seed 0 --weight_decay 0.01",
+    "deberta_v2_xxlarge_rte": f"{DEBERTA_MNLI} {DEBERTA.format('rte', 320, 4, '2.6e-4', 11)}"
+    f" {OFTEN} --warmup_steps 50 --cls_dropout 0.2 --seed 0 --weight_decay 0.01",
+    "deberta_v2_xxlarge_sst2": DEBERTA.format("sst2", 128, 8, "6e-5", 16)
+    + " --eval_steps 100 --save_steps 100 --warmup_steps 1000 --cls_dropout 0 --seed 0"
+    " --weight_decay 0.01",
+    "deberta_v2_xxlarge_stsb": f"{DEBERTA_MNLI} {DEBERTA.format('stsb', 128, 4, '2e-4', 10)}"
+    " --eval_steps 50 --save_steps 50 --warmup_steps 100 --cls_dropout 0.2 --seed 0"
+    " --weight_decay 0.1",
+    "README, evaluation": "--model_name_or_path microsoft/deberta-v2-xxlarge --task_name mnli"
+    " --lora_path ./deberta_v2_xxlarge_lora_mnli.bin --do_eval --output_dir ./output --apply_lora"
+    " --lora_r 16 --lora_alpha 32",
+}
+
+TRAIN = """--train_data ./data/e2e/train.jsonl --valid_data ./data/e2e/valid.jsonl
+    --train_batch_size 8 --grad_acc 1 --valid_batch_size 4 --seq_len 512 --model_card gpt2.md
+    --init_checkpoint ./pretrained_checkpoints/gpt2-medium-pytorch_model.bin --platform local
+    --clip 0.0 --lr 0.0002 --weight_decay 0.01 --correct_bias --adam_beta2 0.999
+    --scheduler linear --warmup_step 500 --max_epoch 5 --save_interval 1000 --lora_dim 4
+    --lora_alpha 32 --lora_dropout 0.1 --label_smooth 0.1 --work_dir ./trained_models/GPT2_M/e2e
+    --random_seed 110"""
+BEAM = """--data ./data/e2e/test.jsonl --batch_size 1 --seq_len 512 --eval_len 64
+    --model_card gpt2.md --init_checkpoint ./trained_models/GPT2_M/e2e/model.26289.pt
+    --platform local --lora_dim 4 --lora_alpha 32 --beam 10 --length_penalty 0.8
+    --no_repeat_ngram_size 4 --repetition_penalty 1.0 --eos_token_id 628
+    --work_dir ./trained_models/GPT2_M/e2e --output_file predict.26289.b10p08r4.jsonl"""
+DECODE = """--vocab ./vocab --sample_file ./trained_models/GPT2_M/e2e/predict.26289.b10p08r4.jsonl
+    --input_file ./data/e2e/test_formatted.jsonl --output_ref_file e2e_ref.txt
+    --output_pred_file e2e_pred.txt"""
+DECODE_TRIPLES = """--vocab ./vocab
+    --sample_file ./trained_models/GPT2_M/{0}/predict.20000.b10p08.jsonl
+    --input_file ./data/{1}/test_formatted.jsonl --ref_type {0} --ref_num 6
+    --output_ref_file eval/GenerationEval/data/references_{0}
+    --output_pred_file eval/GenerationEval/data/hypothesis_{0} --tokenize --lower"""
+TRIPLE_DATA = {"webnlg": "webnlg_challenge_2017", "dart": "dart"}
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty working directory, in which ``here(name, *lines)`` makes a file."""
+    monkeypatch.chdir(tmp_path)
+
+    def make(name, *lines):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+    return make
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_script_of_glue_starts(here, name, capsys):
+    argv = shlex.split(SCRIPTS[name].replace("$output_dir", "./out"))
+    if "--lora_path" in argv:
+        here(argv[argv.index("--lora_path") + 1])
+    run_glue([*argv, "--dry_run"])
+    shown = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines()[-40:])
+    assert shown["do_train"] == str("--do_train" in argv)
+    wanted = {
+        "do_train": None,
+        "evaluation_strategy": "eval_strategy",
+        "cls_dropout": "classifier_dropout",
+    }
+    for flag, value in pairwise(argv):
+        option = wanted.get(flag[2:], flag[2:])
+        if flag.startswith("--") and not value.startswith("--") and option in shown:
+            same = shown[option] == value or option == "lora_path"
+            assert same or float(shown[option]) == float(value), option
+
+
+def test_there_are_as_many_scripts_as_published():
+    assert len([name for name in SCRIPTS if not name.startswith("README")]) == 28
+
+
+def test_training_of_gpt2_starts(here, monkeypatch):
+    taken = []
+    monkeypatch.setattr("dschat_lora.experiments.nlg.train.run_training", taken.append)
+    for part in ("train", "valid"):
+        here(f"data/e2e/{part}.jsonl", {"context": [5, 50256], "completion": [6, 7, 50256]})
+    here("pretrained_checkpoints/gpt2-medium-pytorch_model.bin")
+    run_nlg([*TRAIN.split(), "--dry_run"])
+    (config,) = taken
+    assert config.model.model_name_or_path == "openai-community/gpt2-medium"
+    assert config.lora.target_modules == ("c_attn",)
+    assert config.lora.enable_lora == ("q", "v")
+    assert (config.data.max_seq_len, config.run.output_dir) == (512, "./trained_models/GPT2_M/e2e")
+    assert (config.optim.learning_rate, config.optim.adam_beta2) == (2e-4, 0.999)
+    run_nlg([*TRAIN.split(), *"--obj jlm --fp16 --no_decay_bias --dry_run".split()])
+    assert taken[1].data.train_on_prompt
+    assert taken[1].model.dtype == "fp16"
+
+
+def test_beam_search_of_gpt2_starts(here, capsys):
+    here("data/e2e/test.jsonl", {"context": [5, 50256], "completion": [6, 7, 50256]})
+    with pytest.raises(SystemExit):
+        run_nlg(["beam", *BEAM.split(), "--dry_run"])
+    assert "e2e/model.26289.pt does not exist\n" in capsys.readouterr().err
+    here("trained_models/GPT2_M/e2e/run.json", {})
+    with pytest.raises(SystemExit):
+        run_nlg(["decode", *BEAM.split(), "--dry_run"])
+    said = capsys.readouterr().err
+    assert "is a run: give --init_checkpoint trained_models/GPT2_M/e2e" in said
+    here("trained_models/GPT2_M/e2e/model.26289.pt")
+    for verb in ("beam", "decode"):
+        run_nlg([verb, *BEAM.split(), "--dry_run"])
+        assert "are in order" in capsys.readouterr().out
+
+
+FORMATTED = [
+    {"context": "name : B", "completion": " B is one . <|endoftext|>", "cate": True},
+    {"context": "name : A", "completion": "It is A-1 .", "cate": False},
+    {"context": "name : B", "completion": "B it is .\n\nx", "cate": True},
+]
+SAMPLES = [
+    {"id": 2, "predict": [9], "prediction": "B ."},
+    {"id": 1, "predict": [8, 9], "prediction": "A-1 it is.\n\nIt"},
+]
+
+
+def test_predictions_become_files_of_the_e2e_challenge_and_are_judged(here, tmp_path, capsys):
+    here("data/e2e/test_formatted.jsonl", *FORMATTED)
+    here("trained_models/GPT2_M/e2e/predict.26289.b10p08r4.jsonl", *SAMPLES)
+    run_nlg(["decode", *DECODE.split(), "--dry_run"])
+    assert not (tmp_path / "e2e_ref.txt").exists()
+    run_nlg(["decode", *DECODE.split()])
+    assert (tmp_path / "e2e_ref.txt").read_text() == "B is one .\nB it is .\n\nIt is A-1 .\n\n"
+    assert (tmp_path / "e2e_pred.txt").read_text() == "B .\nA-1 it is.\n"
+    run_nlg(["evaluate", *"e2e_ref.txt e2e_pred.txt -p --dry_run".split()])
+    assert "evaluate: 2 texts with references are in order" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", TRIPLE_DATA)
+def test_predictions_become_files_of_generation_eval_and_are_judged(here, name, tmp_path, capsys):
+    here(f"data/{TRIPLE_DATA[name]}/test_formatted.jsonl", *FORMATTED)
+    here(f"trained_models/GPT2_M/{name}/predict.20000.b10p08.jsonl", *SAMPLES)
+    run_nlg(["decode", *DECODE_TRIPLES.format(name, TRIPLE_DATA[name]).split()])
+    home = tmp_path / "eval" / "GenerationEval" / "data"
+    files = [(home / f"references_{name}" / f"reference{i}").read_text() for i in range(6)]
+    assert files[0] == "b is one .\nit is a - 1 .\n"
+    assert files[1] == "b it is .\nit is a - 1 .\n"
+    assert files[2:] == [files[0]] * 4
+    assert (home / f"hypothesis_{name}").read_text() == "b .\na - 1 it is .\n"
+    scorer = f"-R {home}/references_{name}/reference -H {home}/hypothesis_{name} -nr 6"
+    run_nlg(["evaluate", *scorer.split(), "-m", "bleu,meteor,ter"])
+    out = capsys.readouterr().out
+    assert "2 meanings, 12 references" in out
+    assert [title for title in ("BLEU", "METEOR", "TER", "NIST") if title in out] == [
+        *("BLEU", "METEOR", "TER")
+    ]
+
+
+def test_seen_categories_and_gaps_are_as_the_original_has_them(here, tmp_path, capsys):
+    here("f.jsonl", *FORMATTED)
+    here("p.jsonl", *SAMPLES[:1])
+    common = "--sample_file p.jsonl --input_file f.jsonl --output_ref_file r --output_pred_file p"
+    run_nlg(["format", *common.split(), "--filter", "seen"])
+    assert (tmp_path / "p").read_text() == "B .\n"
+    for options, message in (("", "lacks a text for 'name : A'"), ("--filter unseen", "lacks")):
+        with pytest.raises(SystemExit):
+            run_nlg(["format", *common.split(), *options.split()])
+        assert message in capsys.readouterr().err
+
+
+def test_lora_dim_0_on_a_recipe_trains_every_weight(here, monkeypatch, capsys):
+    taken = []
+    monkeypatch.setattr("dschat_lora.experiments.nlg.train.run_training", taken.append)
+    for part in ("train", "valid"):
+        here(f"e2e/{part}.jsonl", {"context": [5], "completion": [6]})
+    rows = "--train_data e2e/train.jsonl --valid_data e2e/valid.jsonl"
+    run_nlg(["--config", "gpt2-medium_e2e", *rows.split(), "--lora_dim", "0", "--dry_run"])
+    assert (taken[0].lora.lora_dim, taken[0].lora.enable_lora) == (0, ())
+    assert "--lora_dim 0 trains every weight: no enable_lora, lora_alpha" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--init_checkpoint x.bin", "--model_card gpt2.md, or --model_name_or_path, says of which"),
+        ("--init_checkpoint gone.bin", "--init_checkpoint gone.bin does not exist"),
+        ("--init_checkpoint gpt2 --model_name_or_path opt", "name two models; give one"),
+        ("--obj clm --train_on_prompt", "--obj clm and --train_on_prompt contradict"),
+        ("--fp16 --dtype bf16", "--fp16 and --dtype bf16 contradict"),
+        ("--model_card gpt2.xl", "must be one of gpt2.sm, gpt2.md, gpt2.lg"),
+        ("--lora_dim 0 --save_epochs", "--save_epochs keeps LoRA factors, and --lora_dim 0"),
+        ("--seeds 2 --resume_from_checkpoint auto", "go on with one of its runs"),
+    ],
+)
+def test_a_mistake_in_the_originals_options_is_one_line(here, line, message, capsys):
+    here("x.bin")
+    with pytest.raises(SystemExit) as ended:
+        run_nlg(line.split())
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def gpt2_vocabulary(directory):
+    """A directory with GPT-2's files, of single bytes alone."""
+    made = ByteLevelBPETokenizer()
+    made.train_from_iterator(["a"], vocab_size=257, special_tokens=["<|endoftext|>"])
+    (directory / "vocab").mkdir()
+    made.save_model(str(directory / "vocab"))
+    return directory / "vocab"
+
+
+def test_token_ids_become_text_by_the_vocabulary_of_gpt2(here, tmp_path, capsys):
+    """As transformers' own tokenizer of these files decodes them."""
+    text = "A caf\u00e9 \u2014 it is\there ."
+    tokenizer = GPT2Tokenizer.from_pretrained(gpt2_vocabulary(tmp_path))
+    here("f.jsonl", {"context": "m", "completion": "x"})
+    here("p.jsonl", {"id": 0, "predict": [*tokenizer.encode(text), tokenizer.eos_token_id, 5]})
+    line = "--sample_file p.jsonl --input_file f.jsonl --output_ref_file r --output_pred_file t"
+    run_nlg(["decode", *line.split(), "--vocab", "vocab"])
+    assert (tmp_path / "t").read_text(encoding="utf-8") == text + "\n"
+    with pytest.raises(SystemExit):
+        run_nlg(["decode", *line.split()])
+    assert "p.jsonl:1: of token ids --vocab, their tokenizer, makes" in capsys.readouterr().err
