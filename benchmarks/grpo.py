@@ -95,6 +95,7 @@ def serve_ours(connection: Any, task: PpoTask) -> None:
         "per_device_generation_batch_size": str(count),
         "per_device_training_batch_size": str(count),
         "kl_coef": str(KL_COEF),
+        "merge_for_rollouts": "",
     }
     clock = Clock(connection.send)
     with ExitStack() as closing:

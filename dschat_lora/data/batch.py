@@ -221,9 +221,7 @@ class Grid:
         """The spans of all samples."""
         return make_spans(self._samples, self.shape[1])
 
-    def put_tree(
-        self, row: int, ids: NDArray[np.int32], sizes: Sizes
-    ) -> list[NDArray[np.int64]]:
+    def put_tree(self, row: int, ids: NDArray[np.int32], sizes: Sizes) -> list[NDArray[np.int64]]:
         """Append a tree to a row; returns the places of each sequence's tokens.
 
         ``ids`` are the prefix, then the branches, of so many tokens each; without branches, the
