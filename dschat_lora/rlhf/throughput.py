@@ -176,7 +176,7 @@ class FlopCounter:
 
 def counts_over_ranks(batches: Sequence[ResponseBatch]) -> StepCounts:
     """Counts of all ranks' batches; call on every rank."""
-    return StepCounts(*map(round, sum_over_ranks(astuple(step_counts(batches)))))
+    return StepCounts(*map(round, sum_over_ranks(list(astuple(step_counts(batches))))))
 
 
 def throughput_metrics(
