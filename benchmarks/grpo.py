@@ -2,9 +2,10 @@
 
 Both train LoRA factors of one random OPT on the same prompts, by turns, each in a process of its
 own: groups of eight responses, all of the longest length, a reward from Python, a KL penalty
-against the model without its factors, one update of one optimizer step.
+against the model without its factors, one update of one optimizer step. Ours decodes with the
+factors added to copies of the weights (--merge_for_rollouts).
 
-    python -m benchmarks.grpo [--rounds 9] [--tiny]
+    python -m benchmarks.grpo [--rounds 9] [--max_prompt 64] [--max_answer 64] [--tiny]
 """
 
 import argparse
@@ -15,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
 from statistics import median
@@ -95,6 +96,7 @@ def serve_ours(connection: Any, task: PpoTask) -> None:
         "per_device_generation_batch_size": str(count),
         "per_device_training_batch_size": str(count),
         "kl_coef": str(KL_COEF),
+        "merge_for_rollouts": "",
     }
     clock = Clock(connection.send)
     with ExitStack() as closing:
@@ -204,8 +206,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=SIZE.rounds, help="iterations of each")
     parser.add_argument("--tiny", action="store_true", help="a model that means nothing")
+    parser.add_argument("--max_prompt", type=int, help="tokens of the longest prompt")
+    parser.add_argument("--max_answer", type=int, help="tokens of each response")
     chosen = parser.parse_args()
     size = TINY if chosen.tiny else SIZE
+    lengths = {"max_prompt": chosen.max_prompt, "max_answer": chosen.max_answer}
+    size = replace(size, **{name: n for name, n in lengths.items() if n is not None})
     threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
     with tempfile.TemporaryDirectory() as directory:
         where = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -103,15 +103,18 @@ class _LinearLogprobs(torch.autograd.Function):
             table, logprobs[chunk] = log_softmax(logits, tokens[chunk], part)
             if gradient is None and entropy is None:
                 continue
-            probabilities = table.exp_()
             if entropy is not None:
-                # In the buffer of the logits, unless log_softmax has overwritten them.
-                own = torch.special.entr(
-                    probabilities, out=logits if part is None else torch.empty_like(logits)
-                ).sum(-1)
+                # In the buffer of the logits, unless log_softmax has overwritten them. Without
+                # the bound, a token of probability 0 would give 0 times infinity.
+                logits = logits if part is None else torch.empty_like(logits)
+                torch.clamp(table, min=torch.finfo(table.dtype).min, out=logits)
+                own = logits.mul_(table.exp_()).sum(-1).neg_()
                 entropy[chunk] = own if part is None else part.sum(own)
+            else:
+                table.exp_()
             if gradient is not None:
-                error = add_at_(probabilities.neg_(), tokens[chunk], 1.0, part)
+                # The table holds probabilities by now.
+                error = add_at_(table.neg_(), tokens[chunk], 1.0, part)
                 gradient[chunk] = error.to(hidden.dtype) @ weight
         ctx.save_for_backward(gradient)
         if entropy is not None:

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from dschat_lora.algos.devices import to_device
 
-# Tokens of a sample: of the prefix that its two branches share, of the first branch and of the
-# second. A sample that is one sequence has the first number alone.
-Sizes = tuple[int, int, int]
+# Tokens of a sample: of the prefix that its branches share, then of each branch. A sample that is
+# one sequence has the first number alone.
+Sizes = tuple[int, ...]
 SizeT = TypeVar("SizeT", int, NDArray[np.int64])
 
 
@@ -23,9 +23,9 @@ class Spans:
     """Offsets of the sequences of a batch, computed on the host once for all layers.
 
     The N tokens that are no padding are numbered row after row. A sample's shared prefix and
-    first branch are one sequence; its second branch, if any, is another one, whose keys are those
-    of the prefix and its own. In each of the S sequences the queries are the last of the keys, so
-    that causal attention is the same for all.
+    first branch are one sequence; each further branch, if any, is another one, whose keys are
+    those of the prefix and its own. In each of the S sequences the queries are the last of the
+    keys, so that causal attention is the same for all.
     """
 
     lengths: tuple[tuple[int, int], ...]  # queries and keys of each sequence
@@ -50,14 +50,16 @@ def make_spans(rows: Sequence[Sequence[Sizes]], width: int) -> Spans:
     lengths: list[tuple[int, int]] = []
     keys: list[Tensor] = []
     start = 0
-    for shared, first, second in (sizes for row in rows for sizes in row):
-        own = torch.arange(start, start + shared + first + second)
-        backbone, branch = torch.split(own, [shared + first, second])
-        lengths.append((shared + first, shared + first))
+    for shared, *branches in (sizes for row in rows for sizes in row):
+        own = torch.arange(start, start + shared + sum(branches))
+        first = shared + sum(branches[:1])
+        backbone, *others = torch.split(own, [first, *branches[1:]])
+        lengths.append((first, first))
         keys.append(backbone)
-        if second:
-            lengths.append((second, shared + second))
-            keys += [backbone[:shared], branch]
+        for branch in others:
+            if len(branch):
+                lengths.append((len(branch), shared + len(branch)))
+                keys += [backbone[:shared], branch]
         start += len(own)
     filled = [sum(map(sum, row)) for row in rows]
     is_full = all(n == width for n in filled)
@@ -102,12 +104,13 @@ def find_spans(segment_ids: Tensor, branch_ids: Tensor | None = None) -> Spans:
     """
     segments = segment_ids.cpu()
     branches = torch.zeros_like(segments) if branch_ids is None else branch_ids.cpu()
-    rows = []
+    most = int(branches.max()) + 1
+    rows: list[list[Sizes]] = []
     for segment, branch in zip(segments, branches, strict=True):
         real = segment > 0
         samples, sample = torch.unique_consecutive(segment[real], return_inverse=True)
-        counts = torch.bincount(3 * sample + branch[real], minlength=3 * len(samples))
-        rows.append([(s, one, two) for s, one, two in counts.view(-1, 3).tolist()])
+        counts = torch.bincount(most * sample + branch[real], minlength=most * len(samples))
+        rows.append([tuple(sizes) for sizes in counts.view(-1, most).tolist()])
     return make_spans(rows, segment_ids.shape[1]).to(segment_ids.device)
 
 
@@ -127,8 +130,8 @@ def block_causal_mask(
     """Additive block-diagonal causal mask: each position attends within its own sample.
 
     Given to the model explicitly: some architectures do not derive it from position ids and
-    would mix the samples of a row. Where a sample is a tree (a prefix and two branches, one
-    after another in the row), each branch attends to the prefix and itself, never to the other.
+    would mix the samples of a row. Where a sample is a tree (a prefix and branches, one after
+    another in the row), each branch attends to the prefix and itself, never to the others.
 
     Args:
         segment_ids: (B, T) int64, the sample each position belongs to, 0 on padding.
@@ -137,7 +140,7 @@ def block_causal_mask(
         branch_ids: (B, T) int64, 0 on a sample's shared prefix, else the number of the branch;
             None where every sample is one sequence.
         position_ids: (B, T) int64, within the sequence; needed for the window of a tree, whose
-            second branch is further from the prefix in the row.
+            later branches are further from the prefix in the row.
 
     Returns:
         (B, 1, T, T) of ``dtype``: 0 where query (row) attends to key (column), else the most

@@ -92,12 +92,12 @@ class SampleCollator:
         be another sample.
         """
         longest = max(sum(len(sample.input_ids) for sample in row) for row in rows)
-        grid = _Grid(len(rows), round_up(longest, self.multiple_of), self.pad_id)
+        grid = Grid(len(rows), round_up(longest, self.multiple_of), self.pad_id)
         logit_positions, target_ids = [], []
         for index, row in enumerate(rows):
             for sample in row:
                 size = len(sample.input_ids)
-                start = grid.put(index, sample.input_ids, np.arange(size), (size, 0, 0))
+                start = grid.put(index, sample.input_ids, np.arange(size), (size,))
                 # The logits of a token's predecessor predict it.
                 (steps,) = np.nonzero(sample.labels[1:] != IGNORE_INDEX)
                 logit_positions.append(index * grid.shape[1] + start + steps)
@@ -150,7 +150,7 @@ class PairCollator:
         filled = [0] * (max(row_of) + 1)
         for row, (ids, *_) in zip(row_of, pieces, strict=True):
             filled[row] += len(ids)
-        grid = _Grid(len(filled), round_up(max(filled), self.multiple_of), self.pad_id)
+        grid = Grid(len(filled), round_up(max(filled), self.multiple_of), self.pad_id)
         paths = [
             path
             for row, piece in zip(row_of, pieces, strict=True)
@@ -160,7 +160,7 @@ class PairCollator:
 
     def empty(self) -> PairBatch:
         """One row of one padding token, and no pair."""
-        return _pair_batch(_Grid(1, 1, self.pad_id), [], [], [])
+        return _pair_batch(Grid(1, 1, self.pad_id), [], [], [])
 
     def lengths(self, pairs: TokenSet) -> NDArray[np.int64]:
         """(len(pairs),) tokens of each pair in this layout."""
@@ -184,15 +184,17 @@ class PairCollator:
 
     def _pieces(self, pair: PairSample) -> list["_Piece"]:
         if self.layout == "shared":
-            return [(pair.input_ids, pair.shared_length, pair.chosen_length)]
-        return [(ids, len(ids), 0) for ids in (pair.chosen, pair.rejected)]
+            ids, shared = pair.input_ids, pair.shared_length
+            rest = len(ids) - shared - pair.chosen_length
+            return [(ids, (shared, pair.chosen_length, rest) if shared < len(ids) else (shared,))]
+        return [(ids, (len(ids),)) for ids in (pair.chosen, pair.rejected)]
 
 
-# Tokens of a tree, how many both sequences begin with, how many of the rest are the first one's.
-_Piece = tuple[NDArray[np.int32], int, int]
+# Tokens of a tree, or of one sequence, and their numbers.
+_Piece = tuple[NDArray[np.int32], Sizes]
 
 
-class _Grid:
+class Grid:
     """Arrays (B, T) of a batch, filled row by row from the left."""
 
     def __init__(self, rows: int, width: int, pad_id: int) -> None:
@@ -219,24 +221,23 @@ class _Grid:
         """The spans of all samples."""
         return make_spans(self._samples, self.shape[1])
 
-    def put_tree(
-        self, row: int, ids: NDArray[np.int32], shared: int, first: int
-    ) -> list[NDArray[np.int64]]:
-        """Append a tree to a row; returns the places of each sequence's tokens."""
-        order = np.arange(len(ids))
-        second = shared + first
-        positions = np.where(order < second, order, order - first)
-        start = self.put(row, ids, positions, (shared, first, len(ids) - second))
-        self.branches[row, start + shared : start + second] = 1
-        self.branches[row, start + second : start + len(ids)] = 2
-        places = row * self.shape[1] + start + order
-        if shared == len(ids):
-            return [places]
-        return [places[:second], np.concatenate([places[:shared], places[second:]])]
+    def put_tree(self, row: int, ids: NDArray[np.int32], sizes: Sizes) -> list[NDArray[np.int64]]:
+        """Append a tree to a row; returns the places of each sequence's tokens.
+
+        ``ids`` are the prefix, then the branches, of so many tokens each; without branches, the
+        prefix is the one sequence.
+        """
+        shared, *branches = sizes
+        steps = [np.arange(shared), *(shared + np.arange(size) for size in branches)]
+        start = self.put(row, ids, np.concatenate(steps), sizes)
+        self.branches[row, start : start + len(ids)] = np.repeat(np.arange(len(sizes)), sizes)
+        places = row * self.shape[1] + start + np.arange(len(ids))
+        prefix, *others = np.split(places, np.cumsum(sizes)[:-1])
+        return [np.concatenate([prefix, branch]) for branch in others] or [prefix]
 
 
 def _pair_batch(
-    grid: _Grid,
+    grid: Grid,
     pairs: Sequence[PairSample],
     paths: Sequence[NDArray[np.int64]],
     pieces: Sequence[_Piece],
@@ -274,7 +275,7 @@ def _pair_batch(
         num_targets=sum(map(len, steps)),
         num_tokens=sum(len(ids) for ids, *_ in pieces),
         num_samples=len(pairs),
-        num_attended=sum(_tree_pairs(len(ids), shared, first) for ids, shared, first in pieces),
+        num_attended=sum(tree_pairs(sizes) for _, sizes in pieces),
         num_chosen_targets=sum(map(len, steps[: len(pairs)])),
     )
 
@@ -283,9 +284,9 @@ def _integers(arrays: Iterable[NDArray[np.int64]]) -> Tensor:
     return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *arrays]))
 
 
-def _tree_pairs(size: int, shared: int, first: int) -> int:
+def tree_pairs(sizes: Sizes) -> int:
     """(query, key) pairs of a tree: each branch attends to what comes before it as well."""
-    branches = (first, size - shared - first)
+    shared, *branches = sizes
     return causal_pairs(shared) + sum(n * shared + causal_pairs(n) for n in branches)
 
 

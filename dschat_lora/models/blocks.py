@@ -57,7 +57,7 @@ def _one_by_one(
     for q, k, v, (queries, keys) in zip(*parts, spans.lengths, strict=True):
         seen_k, seen_v = k, v
         if keys > queries:
-            # A second branch; the first stands before it with what both begin with.
+            # A further branch; the first stands before it with what all begin with.
             assert before is not None
             shared = keys - queries
             seen_k, seen_v = (
@@ -66,7 +66,8 @@ def _one_by_one(
             )
         mask = _mask(queries, keys, window, q.device)
         outputs.append(sdpa_attention_forward(module, q, seen_k, seen_v, mask, **options)[0])
-        before = k, v
+        if keys == queries:
+            before = k, v
     return torch.cat(outputs, dim=1)
 
 

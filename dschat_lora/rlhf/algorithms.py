@@ -6,7 +6,17 @@ from typing import Any, Literal
 
 from dschat_lora.config.options import option
 
-AlgorithmName = Literal["ppo", "rloo", "grpo", "dr_grpo", "dapo", "gspo", "reinforce_pp", "cispo"]
+AlgorithmName = Literal[
+    "ppo",
+    "rloo",
+    "grpo",
+    "dr_grpo",
+    "dapo",
+    "gspo",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "cispo",
+]
 KlEstimator = Literal["k1", "k2", "k3"]
 KlPlace = Literal["reward", "loss"]
 LossNormalization = Literal["token", "sequence", "constant"]
@@ -21,7 +31,7 @@ def by_algorithm(help: str) -> Any:
 class Algorithm:
     """Advantage and policy loss of an algorithm, and values of options that are not typed."""
 
-    advantage: Literal["gae", "returns", "rloo", "grpo", "dr_grpo"]
+    advantage: Literal["gae", "returns", "rloo", "grpo", "dr_grpo", "reinforce_pp_baseline"]
     loss: Literal["clip", "gspo", "cispo"] = "clip"
     kl_coef: float = 0.1
     kl_in: KlPlace = "loss"
@@ -37,7 +47,7 @@ class Algorithm:
     @property
     def compares(self) -> bool:
         """Whether it compares the responses to a prompt, and so needs several."""
-        return self.advantage in ("rloo", "grpo", "dr_grpo")
+        return self.advantage not in ("gae", "returns")
 
 
 ALGORITHMS: Mapping[str, Algorithm] = {
@@ -45,6 +55,7 @@ ALGORITHMS: Mapping[str, Algorithm] = {
     "rloo": Algorithm("rloo", kl_in="reward", kl_estimator="k1"),
     "grpo": Algorithm("grpo"),
     "reinforce_pp": Algorithm("returns", kl_in="reward", kl_estimator="k1"),
+    "reinforce_pp_baseline": Algorithm("reinforce_pp_baseline", kl_estimator="k2"),
     # Without a divergence: sections 3.2, 2.3, 2.1 and 3.1 of the four papers.
     "dr_grpo": Algorithm("dr_grpo", kl_coef=0.0, loss_normalization="constant"),
     "dapo": Algorithm(

@@ -2,18 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dschat_lora.algos.devices import to_device
 from dschat_lora.algos.seeds import permutation
-from dschat_lora.algos.segments import Spans
-from dschat_lora.algos.sft import IGNORE_INDEX
-from dschat_lora.data.batch import SampleCollator, batch_to_device
+from dschat_lora.algos.segments import Sizes, Spans
+from dschat_lora.data.batch import Grid, batch_to_device, tree_pairs
 from dschat_lora.data.budget import cut_evenly
-from dschat_lora.data.samples import Sample
 from dschat_lora.perf.throughput import StepCounts
 
 
@@ -59,12 +59,13 @@ class Response:
 class ResponseBatch:
     """Rows of one response each, right-padded; without any, one row of one padding token.
 
+    Responses that share their prompt are one row: the prompt, then a branch for each of them.
     Response tokens are those that the actor chose; others in a row are read only.
     A place is an index into the flattened (B T) positions.
     """
 
     input_ids: Tensor  # (B, T) int64
-    position_ids: Tensor  # (B, T) int64, from 0
+    position_ids: Tensor  # (B, T) int64, from 0 within each response and its prompt
     segment_ids: Tensor  # (B, T) int64, 1 on tokens, 0 on padding
     logit_positions: Tensor  # (K,) int64 places where response tokens are predicted
     target_ids: Tensor  # (K,) int64 those tokens
@@ -113,44 +114,71 @@ class Minibatch:
     micro_batches: list[list[int]]  # of this rank, perhaps empty ones; as many on every rank
 
 
-def collate(responses: Sequence[Response], numbers: Sequence[int], pad_id: int) -> ResponseBatch:
-    """The batch of some responses of an iteration."""
-    make = SampleCollator(pad_id)
-    batch = make([[_sample(responses[n])] for n in numbers]) if numbers else make.empty()
-    width, owner = batch.input_ids.shape[1], batch.logit_positions // batch.input_ids.shape[1]
-    counts = torch.tensor([responses[n].num_actor_tokens for n in numbers] or [0])
-    before = counts.cumsum(0) - counts  # targets of earlier rows
-    rows = torch.arange(len(numbers))
-    sizes = torch.tensor([len(responses[n]) for n in numbers], dtype=torch.int64)
+def collate(
+    responses: Sequence[Response],
+    numbers: Sequence[int],
+    pad_id: int,
+    *,
+    shares_prompts: bool = False,
+) -> ResponseBatch:
+    """The batch of some responses of an iteration.
+
+    With ``shares_prompts``, those with the same prompt are one row that holds it once. Only spans
+    tell the branches of such a row apart: the model must attend by them.
+    """
+    chosen = [responses[n] for n in numbers]
+    rows: dict[object, list[int]] = {}
+    for index, each in enumerate(chosen):
+        rows.setdefault(each.prompt if shares_prompts else index, []).append(index)
+    trees = [_tree([chosen[index] for index in members]) for members in rows.values()]
+    width = max((len(ids) for ids, _ in trees), default=1)
+    grid = Grid(max(1, len(trees)), width, pad_id)
+    paths = [path for row, tree in enumerate(trees) for path in grid.put_tree(row, *tree)]
+    order = [index for members in rows.values() for index in members]
+    places = [path for _, path in sorted(zip(order, paths, strict=True), key=itemgetter(0))]
+    steps = [_actor_steps(each) for each in chosen]
+    along = list(zip(places, steps, strict=True))
+    tokens = grid.input_ids.reshape(-1)
     return ResponseBatch(
-        input_ids=batch.input_ids,
-        position_ids=batch.position_ids,
-        segment_ids=batch.segment_ids,
-        logit_positions=batch.logit_positions,
-        target_ids=batch.target_ids,
-        owner=owner,
-        step=torch.arange(len(owner)) - before[owner],
-        ends=rows * width + sizes - 1,
-        spans=batch.spans,
+        input_ids=torch.from_numpy(grid.input_ids),
+        position_ids=torch.from_numpy(grid.positions),
+        segment_ids=torch.from_numpy(grid.segments),
+        # The logits of a token's predecessor predict it.
+        logit_positions=_joined([path[step - 1] for path, step in along]),
+        target_ids=_joined([tokens[path[step]] for path, step in along]),
+        owner=_joined([np.full(len(step), index) for index, step in enumerate(steps)]),
+        step=_joined([np.arange(len(step)) for step in steps]),
+        ends=_joined([path[-1:] for path in places]),
+        spans=grid.spans(),
         numbers=tuple(numbers),
         counts=StepCounts(
-            num_samples=batch.num_samples,
-            num_tokens=batch.num_tokens,
-            num_targets=batch.num_targets,
-            num_attended=batch.num_attended,
-            num_positions=batch.input_ids.numel(),
-            num_scored_pairs=len(batch.input_ids) * width**2,
+            num_samples=len(chosen),
+            num_tokens=sum(len(ids) for ids, _ in trees),
+            num_targets=sum(map(len, steps)),
+            num_attended=sum(tree_pairs(sizes) for _, sizes in trees),
+            num_positions=grid.input_ids.size,
+            num_scored_pairs=len(grid.input_ids) * width**2,
         ),
     )
 
 
-def _sample(response: Response) -> Sample:
-    ids = np.array([*response.prompt, *response.tokens], dtype=np.int32)
-    labels = ids.copy()
-    labels[: len(response.prompt)] = IGNORE_INDEX
+def _tree(responses: Sequence[Response]) -> tuple[NDArray[np.int32], Sizes]:
+    """Tokens of the prompt and of the responses to it, and how many of each."""
+    prompt = responses[0].prompt
+    ids = [*prompt, *(token for each in responses for token in each.tokens)]
+    return np.array(ids, dtype=np.int32), (len(prompt), *(len(each.tokens) for each in responses))
+
+
+def _actor_steps(response: Response) -> NDArray[np.int64]:
+    """Places of the actor's tokens in prompt and response; nothing predicts the first of all."""
+    steps = np.arange(len(response.prompt), len(response))
     if response.actor_mask:
-        labels[len(response.prompt) :][~np.array(response.actor_mask)] = IGNORE_INDEX
-    return Sample(ids, labels)
+        steps = steps[np.array(response.actor_mask)]
+    return steps[steps > 0]
+
+
+def _joined(arrays: Sequence[NDArray[np.int64]]) -> Tensor:
+    return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *arrays]))
 
 
 def make_minibatches(
@@ -162,6 +190,7 @@ def make_minibatches(
     world_size: int,
     key: tuple[int | str, ...],
     tokens_per_device: int = 0,
+    groups: Sequence[int] | None = None,
 ) -> list[Minibatch]:
     """The optimizer steps of one pass over the responses.
 
@@ -171,7 +200,8 @@ def make_minibatches(
     ``lengths`` are tokens of each response with its prompt; those of like length share a
     micro-batch. ``key`` is that of the random order. ``tokens_per_device`` bounds the positions of
     a rank's micro-batch, padding included, in place of responses (0: by responses); steps stay the
-    same.
+    same. With ``groups``, the number of each response's prompt, those of a prompt share a
+    micro-batch where they can, and not those of like length.
     """
     order = permutation(len(lengths), *key)
     per_batch = micro_batch_size * world_size
@@ -183,8 +213,18 @@ def make_minibatches(
             sizes = np.array([lengths[n] for n in rows])
             cuts = cut_evenly(sizes, tokens_per_device, multiple_of=world_size)
             mine = [rows[cut] for cut in cuts[rank::world_size]]
+        elif groups is not None:
+            rows.sort(key=lambda n: groups[n])
+            starts = range(0, len(rows), per_batch)
+            mine = [_part(rows[start : start + per_batch], rank, world_size) for start in starts]
         else:
             batches = range(0, len(rows), per_batch)
             mine = [rows[start : start + per_batch][rank::world_size] for start in batches]
         steps.append(Minibatch(rows, mine))
     return steps
+
+
+def _part(rows: list[int], rank: int, world_size: int) -> list[int]:
+    """This rank's of consecutive parts of sizes as equal as possible."""
+    ends = [len(rows) * n // world_size for n in (rank, rank + 1)]
+    return rows[slice(*ends)]

@@ -1,7 +1,7 @@
 """The engines of a run, and each role's outputs for a batch of responses."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -30,6 +30,7 @@ class Engines:
     critic: TrainEngine[Network] | None  # with the reward; None where responses are compared
     reward: TrainEngine[Network] | None  # which of the two has the reward model, if there is one
     temperature: float  # of all log-probabilities
+    shares_prompts: bool = False  # whether responses to one prompt may be branches of one row
 
     @property
     def trained(self) -> Mapping[str, TrainEngine[Network]]:
@@ -131,8 +132,7 @@ def build_engines(setup: RlhfSetup) -> Engines:
         for each in roles.models.values():
             compile_blocks(each.model)
     engines.eval()
-    _resolve_architecture(engines, len(setup.tokenizer), setup.run)
-    return engines
+    return _resolve_architecture(engines, len(setup.tokenizer), setup.run)
 
 
 def _engine(setup: RlhfSetup, role: str, network: Network) -> TrainEngine[Network]:
@@ -141,17 +141,20 @@ def _engine(setup: RlhfSetup, role: str, network: Network) -> TrainEngine[Networ
     return TrainEngine(network, groups, setup.settings[role])
 
 
-def _resolve_architecture(engines: Engines, vocab_size: int, run: Run[RlhfConfig]) -> None:
-    """Adapt to how the user's own models treat rows and logits; call on every rank."""
+def _resolve_architecture(engines: Engines, vocab_size: int, run: Run[RlhfConfig]) -> Engines:
+    """The engines, adapted to how the user's models treat rows and logits; call on every rank."""
+    shares_prompts = True
     for engine in engines.trained.values():
         for role in engine.module.roles.values():
             report = check_architecture(role.backbone, vocab_size=vocab_size, device=engine.device)
-            # Every response has a row of its own, which any mask gets right.
+            # A response in a row of its own is what any mask gets right.
             role.backbone.own_mask |= not report.packing_is_exact
+            # Where padding is computed, a row of many branches would be mostly masked pairs.
+            skips_padding = role.backbone.skips_padding(engine.device)
+            shares_prompts &= report.tree_is_exact and skips_padding
     actor = engines.actor.module
-    resolve_logits(
-        [actor.policy("actor"), actor.policy("reference")],
-        vocab_size=vocab_size,
-        device=engines.actor.device,
-        run=run,
-    )
+    policies = [actor.policy("actor"), actor.policy("reference")]
+    resolve_logits(policies, vocab_size=vocab_size, device=engines.actor.device, run=run)
+    # The model's own logits come from its own masks.
+    whole = any(policy.full_logits for policy in policies)
+    return replace(engines, shares_prompts=shares_prompts and not whole)

@@ -231,8 +231,10 @@ def advantages_and_returns(
     if rules.compares:
         if config.kl_in == "reward":
             rewards = rewards - kl_coef * response_sums(kl, mask)
-        advantages = _COMPARED[rules.advantage](rewards, experience.groups)
-        return AdvantagesAndReturns(to_tokens(advantages, mask), None)
+        advantages = to_tokens(_COMPARED[rules.advantage](rewards, experience.groups), mask)
+        if rules.advantage == "reinforce_pp_baseline":
+            advantages = whiten(advantages, mask)
+        return AdvantagesAndReturns(advantages, None)
     per_token = token_rewards(rewards, kl, mask, kl_coef=kl_coef)
     if rules.advantage == "returns":
         returns = discounted_returns(per_token, mask, gamma=config.gamma)
@@ -250,4 +252,5 @@ _COMPARED = {
     "rloo": rloo_advantages,
     "grpo": grpo_advantages,
     "dr_grpo": dr_grpo_advantages,
+    "reinforce_pp_baseline": dr_grpo_advantages,
 }

@@ -50,7 +50,7 @@ from dschat_lora.rlhf.reward_shaping import (
 from dschat_lora.rlhf.rollout import Generator
 from dschat_lora.rlhf.schedule import RlhfProgress, RlhfSchedule
 from dschat_lora.rlhf.setup import RlhfSetup
-from dschat_lora.rlhf.throughput import PHASES, PhaseTimer, padded_counts, throughput_metrics
+from dschat_lora.rlhf.throughput import PHASES, PhaseTimer, counts_over_ranks, throughput_metrics
 from dschat_lora.rlhf.update import StepResult, Updater
 from dschat_lora.runtime.lr_schedule import standard_schedule
 
@@ -75,6 +75,7 @@ class Iterations:
     def __post_init__(self) -> None:
         self.config, self.timer = self.setup.config, PhaseTimer(device())
         self._pad_id = int(self.setup.tokenizer.pad_token_id)
+        self._shares_prompts = self.engines.shares_prompts and self.schedule.num_generations > 1
         self._rate_factor = standard_schedule(self.config.optim)(self.schedule.num_steps)
         self._report = IterationReport(self.setup, self.schedule.num_iterations, self.diagnostics)
 
@@ -97,7 +98,7 @@ class Iterations:
                 rows_per_step=self.schedule.rows_per_step,
                 passes=self.config.ppo.ppo_epochs,
             )
-            make_batch = partial(collate, responses, pad_id=self._pad_id)
+            make_batch = self._collator(responses)
             first_pass = minibatches[: len(minibatches) // self.config.ppo.ppo_epochs]
             batches = [make_batch(rows) for each in first_pass for rows in each.micro_batches]
             # The old outputs of a single batch are those of the update's own forward pass.
@@ -172,7 +173,7 @@ class Iterations:
         def score(found: Sequence[Response]) -> Scores:
             with self.timer.phase("scoring"):
                 (whole,) = self._minibatches(found, rows_per_step=len(found), passes=1)
-                batches = [collate(found, rows, self._pad_id) for rows in whole.micro_batches]
+                batches = list(map(self._collator(found), whole.micro_batches))
                 return scores_alone(self.engines, found, batches, scorer=self.setup.scorer)
 
         first = set(self.schedule.order(iteration))
@@ -186,6 +187,7 @@ class Iterations:
     ) -> list[Minibatch]:
         """The minibatches of all passes over the responses."""
         lengths = [len(each) for each in responses]
+        groups = [each.group for each in responses] if self._shares_prompts else None
         return [
             minibatch
             for number in range(passes)
@@ -197,8 +199,12 @@ class Iterations:
                 world_size=data_world_size(),
                 key=("minibatches", self.config.run.seed, self.progress.iteration, number),
                 tokens_per_device=self.config.batch.tokens_per_device,
+                groups=groups,
             )
         ]
+
+    def _collator(self, responses: Sequence[Response]) -> Callable[[Sequence[int]], ResponseBatch]:
+        return partial(collate, responses, pad_id=self._pad_id, shares_prompts=self._shares_prompts)
 
     def _shape_rewards(self, experience: Experience) -> tuple[Tensor, float]:
         """(N,) shaped scores, 0 for responses that do not count; the share that was clipped."""
@@ -316,7 +322,8 @@ class Iterations:
                 responses,
                 passes=passes,
                 extra_forward=extra_forward,
-                padded=None if backbone.skips_padding(device()) else padded_counts(batches),
+                counts=counts_over_ranks(batches),
+                skips_padding=backbone.skips_padding(device()),
                 text=None if self.pretraining is None else self.pretraining.take_counts(),
                 learning=learning,
             )

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 import torch
 
@@ -89,7 +89,8 @@ class FlopCounter:
         *,
         passes: float,
         extra_forward: bool,
-        padded: StepCounts | None,
+        counts: StepCounts,
+        skips_padding: bool,
         text: StepCounts | None = None,
         learning: Collection[str] = ("actor", "critic"),
     ) -> PhaseWork:
@@ -97,16 +98,10 @@ class FlopCounter:
 
         Roles that are not ``learning`` had forward passes alone.
         With ``extra_forward``, actor and critic had a forward pass before the update too.
-        ``padded`` are positions and pairs that one pass computes, None where padding is not
-        computed, and ``text`` the pretraining text that the actor trained on.
+        ``counts`` are of all ranks' batches of one pass, in which ``skips_padding`` says that
+        padding is not computed, and ``text`` of the pretraining text that the actor trained on.
         """
-        lengths = [len(each) for each in responses]
-        counts = StepCounts(
-            num_tokens=sum(lengths),
-            num_targets=sum(each.num_actor_tokens for each in responses),
-            num_attended=sum(map(causal_pairs, lengths)),
-        )
-        forward = _sizes(counts, padded)
+        forward = _sizes(counts, skips_padding)
         scoring = training = Flops()
         for name, shape in self._shapes.items():
             if extra_forward or name not in self._checkpointed:
@@ -122,7 +117,7 @@ class FlopCounter:
             training += step_flops(
                 self._shapes["actor"],
                 gradient_checkpointing=self._checkpointed["actor"],
-                **_sizes(text, None if padded is None else text),
+                **_sizes(text, skips_padding),
             )
         generation = self._generation(responses)
         return PhaseWork(
@@ -179,11 +174,9 @@ class FlopCounter:
         return training + flops("actor", lora_dim=0, checkpointed=False) / 3
 
 
-def padded_counts(batches: Sequence[ResponseBatch]) -> StepCounts:
-    """Positions and pairs of all ranks' batches, padding included; call on every rank."""
-    own = step_counts(batches)
-    positions, pairs = sum_over_ranks([own.num_positions, own.num_scored_pairs])
-    return StepCounts(num_positions=round(positions), num_scored_pairs=round(pairs))
+def counts_over_ranks(batches: Sequence[ResponseBatch]) -> StepCounts:
+    """Counts of all ranks' batches; call on every rank."""
+    return StepCounts(*map(round, sum_over_ranks(list(astuple(step_counts(batches))))))
 
 
 def throughput_metrics(
@@ -225,14 +218,14 @@ def throughput_metrics(
     }
 
 
-def _sizes(counts: StepCounts, padded: StepCounts | None) -> dict[str, float]:
+def _sizes(counts: StepCounts, skips_padding: bool) -> dict[str, float]:
     """Arguments of the FLOP formulas."""
     sizes: dict[str, float] = {
         "num_tokens": counts.num_tokens,
         "num_attended": counts.num_attended,
         "num_targets": counts.num_targets,
     }
-    if padded is not None:
-        sizes["num_positions"] = padded.num_positions
-        sizes["num_scored_pairs"] = padded.num_scored_pairs
+    if not skips_padding:
+        sizes["num_positions"] = counts.num_positions
+        sizes["num_scored_pairs"] = counts.num_scored_pairs
     return sizes

@@ -17,6 +17,7 @@ from dschat_lora.rlhf.ema import MovingAverage
 from dschat_lora.rlhf.engines import Engines
 from dschat_lora.rlhf.evaluation import RlhfEvaluator
 from dschat_lora.rlhf.iteration import Iterations
+from dschat_lora.rlhf.memory import cache_columns
 from dschat_lora.rlhf.pretraining import make_pretraining
 from dschat_lora.rlhf.rollout import Generator
 from dschat_lora.rlhf.schedule import RlhfProgress, RlhfSchedule, make_rlhf_schedule
@@ -149,7 +150,7 @@ def make_generator(setup: RlhfSetup, engines: Engines) -> Generator:
         eos_ids=stop_ids(setup.tokenizer, setup.roles.actor.model, batch.stop_tokens),
         pad_id=int(setup.tokenizer.pad_token_id),
         batch_size=batch.per_device_generation_batch_size,
-        max_length=setup.config.data.max_seq_len,
+        max_length=cache_columns(setup.config),
         keeps_memory=setup.keeps_cache,
         merged=batch.merge_for_rollouts,
         find_end=partial(end_of_text, stop_strings=batch.stop_strings, decode=decode),

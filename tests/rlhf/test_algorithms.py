@@ -149,11 +149,12 @@ def slow(kind, loss, *, low, high, mean, kl=None, beta=0.0, where="loss", cut=Tr
         advantages = {
             n: [scores[n] - price * sum(paid[n][t:]) for t in range(len(paid[n]))] for n in KEPT
         }
+    else:
+        advantages = compared({n: scores[n] - price * sum(paid[n]) for n in KEPT}, kind)
+    if kind in ("returns", "whitened"):
         every = [a for values in advantages.values() for a in values]
         centre, spread = statistics.mean(every), math.sqrt(statistics.pvariance(every) + 1e-8)
         advantages = {n: [(a - centre) / spread for a in v] for n, v in advantages.items()}
-    else:
-        advantages = compared({n: scores[n] - price * sum(paid[n]) for n in KEPT}, kind)
     losses = []
     for n in KEPT if cut else [n for n in KEPT if n not in CUT]:
         pairs, drawn = tokens(n, new, OLD, REFERENCE), [d.item() for (d,) in tokens(n, DRAWN)]
@@ -192,6 +193,11 @@ CASES = {
         {},
         ("returns", "clip"),
         {**CLIP, "mean": "token", "beta": 0.1, "where": "reward"},
+    ),
+    "reinforce_pp_baseline": (
+        {},
+        ("whitened", "clip"),
+        {**CLIP, "mean": "token", "beta": 0.1, "kl": "k2"},
     ),
     "cispo": ({}, ("grpo", "cispo"), {"low": 1.0, "high": 4.0, "mean": "token"}),
     "grpo by sequence": (

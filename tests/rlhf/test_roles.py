@@ -1,6 +1,7 @@
 """Four roles on one base: each says what a model of its own would, and none disturbs another."""
 
 import itertools
+from dataclasses import replace
 
 import peft
 import pytest
@@ -483,6 +484,14 @@ def test_four_roles_of_a_large_model_take_little_more_than_one_base(large_roles)
     heads = 2 * 4 * 2048
     assert 0 <= whole - (2 * BASE_VALUES + 4 * 4 * FACTOR_VALUES + heads) <= 2 * 2 * 2048
     assert whole / (2 * BASE_VALUES) == pytest.approx(1.086, abs=1e-3)
+
+
+def test_later_turns_take_room_for_the_longest_episode_and_what_the_shortest_may_add(large_roles):
+    config, roles = large_roles
+    episodes = replace(config, batch=replace(config.batch, environment="world:answer"))
+    # 8 rows of 512 tokens and 256 further ones, beside those of the turn before
+    columns = 2 * (512 + 256)
+    assert cache_bytes(episodes, roles.actor.model) == 2 * 24 * 2048 * 8 * columns * 2
 
 
 def test_memory_plan_is_what_one_counts_by_hand(large_roles):
