@@ -38,7 +38,9 @@ def preview(
     for source in config_sources(config):
         for raw in iter_rows(source):
             records, _ = reader.records(raw, RowCounts())
-            if kind == "unpaired":  # an answer to another prompt is not shown: its own stands for it
+            if (
+                kind == "unpaired"
+            ):
                 answers = (each for record in records for each in answers_of(record))
                 records = tuple(each._replace(mismatched=each.completion) for each in answers)
             for record, result in zip(records, tokenize(records, encoder, rule), strict=True):
