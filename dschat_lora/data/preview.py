@@ -38,9 +38,8 @@ def preview(
     for source in config_sources(config):
         for raw in iter_rows(source):
             records, _ = reader.records(raw, RowCounts())
-            if (
-                kind == "unpaired"
-            ):
+            if kind == "unpaired":
+                # Its own answer stands for that to another prompt, which is not shown.
                 answers = (each for record in records for each in answers_of(record))
                 records = tuple(each._replace(mismatched=each.completion) for each in answers)
             for record, result in zip(records, tokenize(records, encoder, rule), strict=True):
