@@ -112,6 +112,7 @@ VERBS = {
 # Options of verbs that take their arguments apart themselves, and those of launchers.
 OWN = {
     "rollouts": {"best", "worst", "prompt", "contains", "changed", "limit", "json"},
+    "nlg": set().union(*map(option_names, STAGES["nlg_gpt2"].values())),
     "pipeline": {"dry_run"},
     "extract": {"base", "lora_alpha", "enable_lora", "output_dir"},
 }
