@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dschat_lora.lora.nf4 import stored_bytes
 from dschat_lora.lora.parallel import ParallelLinear, group_of
 from dschat_lora.perf.shape import BlockShape, LinearShape, ModelShape, describe
 
@@ -126,7 +127,7 @@ def _gathered_elements(parameters: list[nn.Parameter], reuse_distance: int) -> i
 
 def parameter_bytes(parameters: Iterable[nn.Parameter]) -> int:
     """Bytes of the whole parameters, as stored."""
-    return sum(_numel(p) * p.element_size() for p in parameters)
+    return sum(stored_bytes(p) for p in parameters)
 
 
 def rows_of(tokens: int, length: int) -> tuple[int, int]:

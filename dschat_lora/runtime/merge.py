@@ -1,13 +1,11 @@
 """Merging of an adapter into its base outside of a run, with the deviation that rounding makes."""
 
 from dataclasses import asdict
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dschat_lora.assets import BUNDLED_DATA
 from dschat_lora.checkpoint.export import save_merged
 from dschat_lora.checkpoint.history import is_checkpoint
 from dschat_lora.config.groups import LoraConfig
@@ -16,11 +14,9 @@ from dschat_lora.engine.build import DTYPES
 from dschat_lora.engine.distributed import device
 from dschat_lora.models.build import build_causal_lm, build_reward_model
 from dschat_lora.models.causal_lm import Tokenizer, load_config, load_tokenizer, stored_dropouts
+from dschat_lora.models.other_base import probe_ids
 from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.report.terminal import log_once, to_json
-
-# Tokens on which the merged model is compared with the unmerged one, at most.
-PROBE_TOKENS = 256
 
 
 def merge_model(config: MergeConfig) -> None:
@@ -91,13 +87,6 @@ def written_dtype(given: str, stored: torch.dtype) -> torch.dtype:
     if given != "auto":
         return DTYPES[given]
     return stored if stored in (torch.bfloat16, torch.float16) else torch.bfloat16
-
-
-def probe_ids(tokenizer: Tokenizer, positions: int | None) -> torch.Tensor:
-    """(1, T) token ids of bundled texts, T at most 256 and the model's positions."""
-    with BUNDLED_DATA["eval"].open(encoding="utf-8") as file:
-        ids = [token for line in islice(file, 8) for token in tokenizer(line)["input_ids"]]
-    return torch.tensor([ids[: min(PROBE_TOKENS, positions or PROBE_TOKENS)]])
 
 
 def _build(
