@@ -16,6 +16,8 @@ NLG = ["nltk>=3.9,<4", "sacrebleu>=2.4,<3"]
 METEOR = ["pycocoevalcap>=1.2,<2"]
 # dschat-lora serve.
 SERVE = ["starlette>=1,<2", "uvicorn>=0.35,<1"]
+# --base_bits 4: packs the frozen base; transformers loads such checkpoints with accelerate.
+QLORA = ["bitsandbytes>=0.46,<1", "accelerate>=1.2,<2"]
 # What the benchmark compares with.
 BENCH = ["peft>=0.18,<1", "trl>=1.16,<2"]
 TEST = [
@@ -24,6 +26,7 @@ TEST = [
     *GLUE,
     *NLG,
     *SERVE,
+    *QLORA,
     "openai>=3,<4",
     "loralib>=0.1.2,<0.2",
     "pytest>=8,<10",
@@ -67,6 +70,7 @@ setup(
         "glue": GLUE,
         "meteor": METEOR,
         "nlg": NLG,
+        "qlora": QLORA,
         "serve": SERVE,
         "tensorboard": TENSORBOARD,
         "trackio": TRACKIO,

@@ -8,7 +8,7 @@ AVX512-BF16, rewrites the weight that all roles share.
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -194,6 +194,16 @@ def stored_bytes(parameter: Tensor) -> int:
     state = state_of(parameter)
     scales = [] if state is None else state.tensors().values()
     return numel * parameter.element_size() + sum(t.numel() * t.element_size() for t in scales)
+
+
+def value_bytes(parameters: Iterable[Tensor]) -> int:
+    """Bytes of the values of those parameters that are quantised."""
+    shapes = [(state_of(p), value_shape(p)) for p in parameters]
+    return sum(
+        shape.numel() * state.dtype.itemsize
+        for state, shape in shapes
+        if state is not None and shape is not None
+    )
 
 
 class NF4Linear(nn.Module):

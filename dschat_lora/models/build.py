@@ -127,6 +127,11 @@ def with_own_bits(config: ModelConfig, source: ModelSource) -> ModelConfig:
     return replace(config, base_bits=4)
 
 
+def bits_of(model: PreTrainedModel) -> int:
+    """Bits of the linear layers of the blocks: 16 or 4."""
+    return 4 if any(is_quantized(p) for p in model.parameters()) else 16
+
+
 def recompute_blocks(model: PreTrainedModel) -> None:
     """Keep the input of each block only, and compute its inside again in the backward pass.
 
@@ -212,7 +217,7 @@ def _adapt(
         load_adapter(model, source.adapter, new={n for n in names if is_inside(n, new_parts)})
     if config.add_eot_token:
         model.config.eos_token_id = tokenizer.eos_token_id
-    bits = 4 if any(is_quantized(p) for p in model.parameters()) else 16
+    bits = bits_of(model)
     warning = base_warning(model, source, tokenizer, bits=bits)
     return AdaptedModel(model, lora, targets, task, bits, warning)
 

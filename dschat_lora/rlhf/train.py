@@ -152,6 +152,7 @@ def make_generator(setup: RlhfSetup, engines: Engines) -> Generator:
         max_length=setup.config.data.max_seq_len,
         keeps_memory=setup.keeps_cache,
         merged=batch.merge_for_rollouts,
+        unpacked=setup.unpacked,
         find_end=partial(end_of_text, stop_strings=batch.stop_strings, decode=decode),
         episodes=setup.episodes,
     )

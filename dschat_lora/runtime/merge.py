@@ -16,14 +16,14 @@ from dschat_lora.models.build import build_causal_lm, build_reward_model
 from dschat_lora.models.causal_lm import Tokenizer, load_config, load_tokenizer, stored_dropouts
 from dschat_lora.models.other_base import probe_ids
 from dschat_lora.models.source import ModelSource, find_model
-from dschat_lora.report.terminal import log_once, to_json
+from dschat_lora.report.terminal import log_once, note, to_json
 
 
 def merge_model(config: MergeConfig) -> None:
     """Write base and adapter as one model, and print how far it differs.
 
     The base is loaded in the type it is stored in, the update is added in fp32, and the sum is
-    rounded once if that is fp32.
+    rounded once if that is fp32. Of a 4-bit base, the values are what the update is added to.
 
     Raises:
         ValueError: if there is no adapter, or the merge moves the model by too much.
@@ -34,6 +34,8 @@ def merge_model(config: MergeConfig) -> None:
     stored = getattr(load_config(source.base, config.model), "dtype", None) or torch.float32
     written = written_dtype(config.dtype, stored)
     adapted = _build(config, source, tokenizer, stored if stored in DTYPES.values() else written)
+    if adapted.warning is not None:
+        note(f"warning: {adapted.warning}")
     model = adapted.model.eval().to(device())
     report = save_merged(
         directory,
@@ -54,6 +56,12 @@ def merge_model(config: MergeConfig) -> None:
         f"adapter on its base, largest logit difference {report.max_abs_logit:.2g}, KL "
         f"{report.kl_nats_per_token:.2g} nats per token"
     )
+    if adapted.base_bits == 4:
+        log_once(
+            f"it was trained on a 4-bit base: serve {directory}, which has that base's values in "
+            f"whole, or in a quarter of the memory {config.model_name_or_path} itself; quantised "
+            "again, the merged model is another one"
+        )
 
 
 def merged_directory(config: MergeConfig, source: ModelSource) -> Path:
