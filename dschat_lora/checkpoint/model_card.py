@@ -66,16 +66,16 @@ def model_card(
     return "\n".join(lines) + "\n"
 
 
-def _load_base(auto: str, arguments: str, bits: int | None) -> list[str]:
+def _load_base(auto: str, base: str, bits: int | None) -> list[str]:
     """Python that loads the base as the adapter was trained on it."""
     if bits != 4:
-        return [f"base_model = {auto}.from_pretrained({arguments})"]
+        return [f"base_model = {auto}.from_pretrained({base})"]
     return [
         "# The adapter was trained on the base in these 4 bits; on another it answers otherwise.",
         "nf4 = BitsAndBytesConfig(",
         '    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True',
         ")",
-        f"base_model = {auto}.from_pretrained({arguments}, quantization_config=nf4)",
+        f"base_model = {auto}.from_pretrained({base}, quantization_config=nf4)",
     ]
 
 

@@ -224,7 +224,7 @@ def _shape(layer: LoraLinear) -> torch.Size:
     """(out, in) of the weight that this rank holds."""
     weight = layer.weight
     shape = full_shape(weight) if is_quantized(weight) else weight.shape
-    return shape[::-1] if layer.transposed else shape  # type: ignore[return-value]
+    return shape[::-1] if layer.transposed else shape
 
 
 def _stack_of(layers: Sequence[LoraLinear], *, spare: int) -> Tensor:

@@ -247,13 +247,10 @@ def float32_module(base: nn.Module) -> nn.Module:
                 "--modules_to_save: a Conv1D layer in 4 bits cannot be trained in full; adapt it "
                 "by --target_modules, or use --base_bits 16"
             )
-        plain = nn.Linear(
-            base.in_features, base.out_features, base.bias is not None, base.weight.device
-        )
-        with torch.no_grad():
-            plain.weight.copy_(values_of(base.weight, torch.float32))
-            if base.bias is not None:
-                plain.bias.copy_(base.bias)
+        bias = base._parameters["bias"]
+        plain = nn.Linear(base.in_features, base.out_features, bias is not None, device="meta")
+        plain.weight = nn.Parameter(values_of(base.weight, torch.float32))
+        plain.register_parameter("bias", None if bias is None else float32_copy(bias))
         return plain.train(base.training)
     inner = {id(m): float32_module(m) for m in base.modules() if isinstance(m, NF4Linear)}
     return copy.deepcopy(base, inner).float()

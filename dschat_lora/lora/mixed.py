@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dschat_lora.lora.layers import AdapterLayer, LoraLinear
-from dschat_lora.lora.nf4 import value_dtype
 from dschat_lora.lora.model import adapter_layers, replace_part
+from dschat_lora.lora.nf4 import value_dtype
 from dschat_lora.lora.parallel import ParallelLinear
 from dschat_lora.lora.targets import is_inside
 

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -53,7 +54,8 @@ class NF4State:
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "NF4State":
         """The same with ``function`` of each tensor."""
-        return replace(self, **{n: function(t) for n, t in self.tensors().items()})
+        mapped: dict[str, Any] = {n: function(t) for n, t in self.tensors().items()}
+        return replace(self, **mapped)
 
     def absmax(self) -> Tensor:
         """(blocks,) float32 largest absolute value of each block."""
@@ -91,7 +93,7 @@ def value_shape(weight: Tensor) -> torch.Size | None:
     state = state_of(weight)
     if state is None:
         return None
-    return state.shape[::-1] if state.transposed else state.shape  # type: ignore[return-value]
+    return state.shape[::-1] if state.transposed else state.shape
 
 
 @torch.no_grad()
@@ -151,7 +153,11 @@ def from_stored(
             f"{list(matrix)}"
         )
     nf4 = NF4State(
-        torch.Size(matrix), transposed, dtype, read(".absmax"), block_size=int(str(fields["blocksize"]))
+        torch.Size(matrix),
+        transposed,
+        dtype,
+        read(".absmax"),
+        block_size=int(str(fields["blocksize"])),
     )
     if "nested_blocksize" in fields:
         nf4 = replace(
@@ -229,7 +235,7 @@ class NF4Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out), in the dtype of ``x``."""
-        return nf4_linear(x, self.weight, self.bias)
+        return nf4_linear(x, self.weight, self._parameters["bias"])
 
     def extra_repr(self) -> str:
         """Shape, for ``print(model)``."""
@@ -248,16 +254,18 @@ class _Product(torch.autograd.Function):
     """Keeps the codes for the backward pass: the values would take the room that they save."""
 
     @staticmethod
-    def forward(  # type: ignore[no-untyped-def]
-        ctx, x: Tensor, weight: Tensor, bias: Tensor | None, state: NF4State
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, state: NF4State
     ) -> Tensor:
         ctx.save_for_backward(weight)
         ctx.state = state
-        return F.linear(x, _matrix(weight, state, x.dtype), None if bias is None else bias.to(x.dtype))
+        return F.linear(
+            x, _matrix(weight, state, x.dtype), None if bias is None else bias.to(x.dtype)
+        )
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (weight,) = ctx.saved_tensors
         wants_x, _, wants_bias, _ = ctx.needs_input_grad
         flat = grad.reshape(-1, grad.shape[-1])

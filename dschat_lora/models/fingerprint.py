@@ -67,7 +67,7 @@ def weights_fingerprint(name: str) -> str:
     return digest.hexdigest()
 
 
-def _add_samples(digest: "hashlib._Hash", path: Path) -> None:
+def _add_samples(digest: hashlib.blake2b, path: Path) -> None:
     size = path.stat().st_size
     digest.update(f"{path.name} {size}".encode())
     with path.open("rb") as file:

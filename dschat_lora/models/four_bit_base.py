@@ -13,7 +13,6 @@ from dschat_lora.lora.targets import is_inside, is_plain_linear
 from dschat_lora.models.quantization_checks import FIELD, check_installed, stored_bits
 from dschat_lora.models.shard_loading import packed_layers
 
-
 FourBits = Literal["as the files are", "once read"]
 
 

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from dschat_lora.assets import BUNDLED_DATA
 from dschat_lora.checkpoint.export import probe_logits
-from dschat_lora.data.encoder import Tokenizer
 from dschat_lora.lora.layers import LoraLinear, is_transposed
 from dschat_lora.lora.merge import merge_deviation
 from dschat_lora.lora.nf4 import NF4Linear, quantize, values_of
@@ -66,7 +66,9 @@ def base_warning(
     return f"{words}; --base_bits {own.base_bits} gives its own"
 
 
-def _distance(model: PreTrainedModel, source: ModelSource, tokenizer: Tokenizer, bits: int) -> float:
+def _distance(
+    model: PreTrainedModel, source: ModelSource, tokenizer: Tokenizer, bits: int
+) -> float:
     """KL from the model on the adapter's own base to the model as it is, in nats per token."""
     ids = probe_ids(tokenizer, getattr(model.config, "max_position_embeddings", None), BASE_PROBE)
     weights: Weights = _rounded if bits == 16 else _stored(model, source.base)

@@ -86,7 +86,7 @@ def parameter_names(model: nn.Module) -> list[list[str]]:
 
 
 def read_weights(model: PreTrainedModel, path: str) -> Callable[[str], Tensor]:
-    """A function that reads, by its name in ``model``, a weight as the files at ``path`` hold it."""
+    """A function that reads a weight by its name in ``model``, as the files at ``path`` hold it."""
     files = _files(path, pickled=True)
     keys = _names_of_keys(model, files)
 
@@ -215,10 +215,10 @@ def _read(piece: Any, key: str, shard: Shard | None, parameter: Tensor) -> Tenso
     return torch.cat([part.to(parameter.dtype) for part in parts], dim).contiguous()
 
 
-def _fill(model: nn.Module, aliases: list[str], value: Tensor) -> None:
+def _fill(model: nn.Module, aliases: list[str], value: Tensor | nn.Parameter) -> None:
     """Put ``value`` in place of a meta parameter under all its names."""
     old = model.get_parameter(aliases[0])
-    if nf4.state_of(value) is not None:
+    if isinstance(value, nn.Parameter):  # of codes
         new = value
     else:
         new = nn.Parameter(value, requires_grad=old.requires_grad)

@@ -166,7 +166,7 @@ def continued_lora(lora: LoraConfig, source: ModelSource, given: frozenset[str])
 def settled_base_bits(
     asked: int | None,
     source: ModelSource,
-    lora: LoraConfig = LoraConfig(),
+    lora: LoraConfig | None = None,
     *,
     trains: bool = False,
     tensor_parallel_size: int = 1,
@@ -184,7 +184,7 @@ def settled_base_bits(
         )
     if 4 not in (stored, asked or source.base_bits):
         return 16
-    check_four_bits(lora, trains=trains, tensor_parallel_size=tensor_parallel_size)
+    check_four_bits(lora or LoraConfig(), trains=trains, tensor_parallel_size=tensor_parallel_size)
     return 4
 
 
