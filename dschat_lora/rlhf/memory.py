@@ -14,7 +14,12 @@ from dschat_lora.engine.distributed import data_world_size, device
 from dschat_lora.lora.layers import LoraLinear
 from dschat_lora.lora.nf4 import is_quantized, value_bytes
 from dschat_lora.lora.parallel import group_of
-from dschat_lora.perf.memory import USABLE, cached_token_bytes, parameter_bytes
+from dschat_lora.perf.memory import (
+    USABLE,
+    cached_token_bytes,
+    largest_unpacked,
+    parameter_bytes,
+)
 from dschat_lora.rlhf.config import RlhfConfig
 from dschat_lora.rlhf.roles import Roles
 from dschat_lora.runtime.memory import GIB, MemoryPlan, TrainedModel, plan_memory
@@ -46,6 +51,7 @@ def memory_plan(
         # At ZeRO 3 the weights are whole for as long as responses are generated.
         cache=cache_bytes(config, roles.actor.model)
         + (_adapted_bytes(roles.actor.model) if config.batch.merge_for_rollouts else 0)
+        + largest_unpacked(roles.actor.model.parameters())
         + (parameter_bytes(roles.rollout.parameters()) if sharded else 0),
     )
 
