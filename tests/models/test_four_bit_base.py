@@ -85,7 +85,9 @@ def codes_of(model):
 def test_blocks_hold_codes_and_the_rest_is_whole(kind, model_directory):
     model = load(model_directory(kind))
     held = {name for name, p in model.named_parameters() if is_quantized(p)}
-    wide = {n for n, p in load(model_directory(kind), ModelConfig()).named_parameters() if p.dim() > 1}
+    wide = {
+        n for n, p in load(model_directory(kind), ModelConfig()).named_parameters() if p.dim() > 1
+    }
     outside = ("embed", "wte", "wpe", "lm_head")
     assert held == {name for name in wide if not any(part in name for part in outside)}
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
@@ -128,7 +130,9 @@ OTHERS = {
 def test_other_quantisations_are_refused_in_one_line(fields, kind, model_directory, tmp_path):
     config = json.loads((load_config(model_directory("opt"), FOUR)).to_json_string())
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": fields}))
-    with pytest.raises(ValueError, match=rf"is quantised \({kind}\).*only bitsandbytes' nf4") as told:
+    with pytest.raises(
+        ValueError, match=rf"is quantised \({kind}\).*only bitsandbytes' nf4"
+    ) as told:
         load_config(str(tmp_path), ModelConfig())
     assert "\n" not in str(told.value)
 
