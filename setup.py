@@ -17,7 +17,7 @@ METEOR = ["pycocoevalcap>=1.2,<2"]
 # dschat-lora serve.
 SERVE = ["starlette>=1,<2", "uvicorn>=0.35,<1"]
 # --base_bits 4: packs the frozen base; transformers loads such checkpoints with accelerate.
-QLORA = ["bitsandbytes>=0.46,<1", "accelerate>=1.2,<2"]
+QLORA = ["bitsandbytes>=0.50,<1", "accelerate>=1.2,<2"]
 # What the benchmark compares with.
 BENCH = ["peft>=0.18,<1", "trl>=1.16,<2"]
 TEST = [

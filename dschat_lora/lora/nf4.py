@@ -57,6 +57,12 @@ class NF4State:
         mapped: dict[str, Any] = {n: function(t) for n, t in self.tensors().items()}
         return replace(self, **mapped)
 
+    def follow_(self, device: torch.device) -> None:
+        """Move the tensors, in place, to where modules or engines have moved the codes."""
+        if self.scales.device != device:
+            for name, tensor in self.tensors().items():
+                object.__setattr__(self, name, tensor.to(device))
+
     def absmax(self) -> Tensor:
         """(blocks,) float32 largest absolute value of each block."""
         if self.scale_values is None or self.scale_absmax is None or self.offset is None:
@@ -178,8 +184,7 @@ def dequantize(codes: Tensor, state: NF4State, dtype: torch.dtype | None = None)
         state: of the parameter.
         dtype: by default that of ``state``.
     """
-    if state.scales.device != codes.device:
-        state = state.mapped(lambda tensor: tensor.to(codes.device))
+    state.follow_(codes.device)
     values: Tensor = torch.ops.bitsandbytes.dequantize_4bit(
         codes, state.absmax(), state.block_size, "nf4", state.shape, dtype or state.dtype
     )

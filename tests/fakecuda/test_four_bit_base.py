@@ -23,6 +23,7 @@ def test_ppo_on_a_6_7b_base_in_four_bits_fits_12_gib(fake_device, tmp_path):
     found = fake_device.run(
         "fakecuda.programs:stage",
         script="training/step3_rlhf/main.py",
+        card="3060",
         options=[
             *("--actor_model_name_or_path", str(base), "--data_path", str(data)),
             # On this device responses are empty, so that prompts have to fill the rows.
