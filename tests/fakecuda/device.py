@@ -345,11 +345,7 @@ def _data_of(plain):
     def set_data(tensor, value):
         if isinstance(value, FakeTensor) and not isinstance(tensor, FakeTensor):
             is_parameter = isinstance(tensor, torch.nn.Parameter)
-            new = (
-                _parameter_like(tensor, value)
-                if is_parameter
-                else value.view_as(value)
-            )
+            new = _parameter_like(tensor, value) if is_parameter else value.view_as(value)
             _become(tensor, new)
         else:
             plain.__set__(tensor, value)
