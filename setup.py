@@ -25,6 +25,8 @@ DOCS = [
     "ruff>=0.8,<1",
     "matplotlib>=3.9,<4",
 ]
+# --base_bits 4: packs the frozen base; transformers loads such checkpoints with accelerate.
+QLORA = ["bitsandbytes>=0.50,<1", "accelerate>=1.2,<2"]
 # What the benchmark compares with.
 BENCH = ["peft>=0.18,<1", "trl>=1.16,<2"]
 TEST = [
@@ -33,6 +35,7 @@ TEST = [
     *GLUE,
     *NLG,
     *SERVE,
+    *QLORA,
     "openai>=3,<4",
     "loralib>=0.1.2,<0.2",
     "pytest>=8,<10",
@@ -77,6 +80,7 @@ setup(
         "glue": GLUE,
         "meteor": METEOR,
         "nlg": NLG,
+        "qlora": QLORA,
         "serve": SERVE,
         "tensorboard": TENSORBOARD,
         "trackio": TRACKIO,

@@ -51,7 +51,7 @@ FLOORS = [
             "suffixes templates",
         ),
         "engine": Room("algos config", "deepspeed psutil torch", "ds_config meeting peers"),
-        "lora": Room("config", "regex torch"),
+        "lora": Room("config", "bitsandbytes regex torch"),
     },
     {
         "checkpoint": Room(
@@ -65,11 +65,11 @@ FLOORS = [
         "models": Room(
             "algos assets checkpoint config data lora",
             "safetensors torch transformers",
-            "source tensor_parallel_checks",
+            "quantization_checks source tensor_parallel_checks",
         ),
     },
     {
-        "generation": Room("algos lora models", "torch transformers"),
+        "generation": Room("algos lora models", "psutil torch transformers"),
         "runtime": Room(
             "algos assets checkpoint config data engine lora models perf report",
             "huggingface_hub psutil safetensors torch transformers",
@@ -125,6 +125,7 @@ ROOMS = {"": Room(light="__init__")} | {
 # Known to these rooms alone, whatever else changes in the table.
 OWNERS = {
     "argparse": {"config"},
+    "bitsandbytes": {"lora"},
     "datasets": {"data", "experiments.glue"},
     "deepspeed": {"engine"},
     "transformers": {"checkpoint", "data", "experiments.glue", "generation", "models", "runtime"},

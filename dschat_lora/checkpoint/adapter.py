@@ -22,7 +22,7 @@ from dschat_lora.checkpoint.adapter_config import (
     WEIGHTS_FILE,
     WEIGHTS_METADATA,
     AdapterConfig,
-    packed_metadata,
+    more_metadata,
     peft_fields,
     read_adapter_config,
     verify_adapter,
@@ -57,6 +57,8 @@ def write_adapter(
     *,
     layout: AdapterLayout,
     base_model_name_or_path: str,
+    base_bits: int = 16,
+    base_fingerprint: str = "",
     task_type: str = "CAUSAL_LM",
     write_more: Callable[[Path], None] | None = None,
 ) -> AdapterConfig:
@@ -65,7 +67,8 @@ def write_adapter(
     Everything is written to a temporary directory, read back and compared before it takes the
     final name, so an interrupted write leaves the earlier adapter whole. Call on one rank.
     ``tensors`` are whole, by the names of :func:`adapter_parameters`. Factors for k parts of
-    packed layers are written as one pair of k times the rank, with zeros. ``write_more`` adds
+    packed layers are written as one pair of k times the rank, with zeros. ``base_bits`` and
+    ``base_fingerprint`` are those of the base that it was trained on. ``write_more`` adds
     files such as the tokenizer's to the directory that it is given.
 
     Raises:
@@ -91,6 +94,8 @@ def write_adapter(
         group_sizes=() if layout.groups is None else layout.groups.sizes,
         rank_pattern={f"^{name}": rank for name, rank in config.ranks},
         alpha_pattern={f"^{name}": alpha for name, alpha in config.alphas},
+        base_bits=base_bits,
+        base_fingerprint=base_fingerprint,
     )
     adapted = {name.rpartition(".")[0] for name in tensors if ".lora_" in name}
     stored = {}
@@ -102,7 +107,7 @@ def write_adapter(
     with staged_directory(final) as staging:
         fields = json.dumps(peft_fields(described), indent=2, sort_keys=True) + "\n"
         (staging / CONFIG_FILE).write_text(fields, encoding="utf-8")
-        metadata = WEIGHTS_METADATA | packed_metadata(described)
+        metadata = WEIGHTS_METADATA | more_metadata(described)
         save_weights(staging / WEIGHTS_FILE, stored, metadata)
         if write_more is not None:
             write_more(staging)

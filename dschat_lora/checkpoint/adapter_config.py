@@ -22,8 +22,8 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 # Metadata of weights that were written here: a directory with them needs its manifest.
 WEIGHTS_METADATA = {"format": "pt", "manifest": MANIFEST}
-# Key of further metadata, of packed layers, which PEFT knows nothing of.
-_PACKED = "packed"
+# Keys of further metadata, which PEFT knows nothing of: of packed layers, and of the base.
+_PACKED, _BASE = "packed", "base"
 # The model card, which people edit.
 _UNCHECKED = frozenset({"README.md"})
 
@@ -60,6 +60,8 @@ class AdapterConfig:
     # By regular expressions of names or their ends; the first that matches counts.
     rank_pattern: Mapping[str, int] = field(default_factory=dict)  # in place of r
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)  # in place of lora_alpha
+    base_bits: int | None = 16  # in which the base was held in training; None: not recorded
+    base_fingerprint: str = ""  # of the files of a 4-bit base, else empty
 
 
 def is_adapter_directory(path: str | Path) -> bool:
@@ -102,7 +104,7 @@ def read_adapter_config(directory: str | Path) -> AdapterConfig:
         rank_pattern=_pattern(fields, path, "rank_pattern", int),
         alpha_pattern=_pattern(fields, path, "alpha_pattern", (int, float)),
     )
-    return _as_packed(described, Path(directory) / WEIGHTS_FILE)
+    return _with_metadata(described, Path(directory) / WEIGHTS_FILE)
 
 
 def verify_adapter(directory: str | Path) -> None:
@@ -167,22 +169,46 @@ def peft_fields(config: AdapterConfig) -> dict[str, Any]:
     }
 
 
-def packed_metadata(config: AdapterConfig) -> dict[str, str]:
-    """Metadata of the weights that describe packed layers; empty where there are none."""
-    if not config.enable_lora:
-        return {}
-    packed = {"enable_lora": config.enable_lora, "group_sizes": config.group_sizes}
-    return {_PACKED: json.dumps(packed)}
+def more_metadata(config: AdapterConfig) -> dict[str, str]:
+    """Metadata of the weights that say what PEFT's file cannot: packed layers, and the base."""
+    found = {}
+    if config.base_bits == 4:
+        base = {"bits": config.base_bits, "fingerprint": config.base_fingerprint}
+        found[_BASE] = json.dumps(base)
+    if config.enable_lora:
+        packed = {"enable_lora": config.enable_lora, "group_sizes": config.group_sizes}
+        found[_PACKED] = json.dumps(packed)
+    return found
 
 
-def _as_packed(config: AdapterConfig, weights: Path) -> AdapterConfig:
-    """PEFT's ``config`` in terms of the packed layers that metadata of ``weights`` describe.
+def _with_metadata(config: AdapterConfig, weights: Path) -> AdapterConfig:
+    """PEFT's ``config`` with what the metadata of ``weights`` say besides.
 
-    PEFT drops these metadata when it saves an adapter anew, which is a plain one then.
+    PEFT drops them when it saves an adapter anew, which is then a plain one, on a base of which
+    nothing is known.
     """
-    note = None
-    if weights.is_file():
-        note = safetensors_header(weights).get("__metadata__", {}).get(_PACKED)
+    if not weights.is_file():
+        return config
+    notes = safetensors_header(weights).get("__metadata__", {})
+    if "manifest" not in notes:
+        config = replace(config, base_bits=None)
+    return _on_base(_as_packed(config, weights, notes.get(_PACKED)), weights, notes.get(_BASE))
+
+
+def _on_base(config: AdapterConfig, weights: Path, note: str | None) -> AdapterConfig:
+    """With the base that ``note`` of ``weights`` describes."""
+    if note is None:
+        return config
+    try:
+        base = json.loads(note)
+        bits, fingerprint = int(base["bits"]), str(base["fingerprint"])
+    except (ValueError, TypeError, KeyError):
+        raise ValueError(f"{weights} is damaged: it notes {note!r} of the base") from None
+    return replace(config, base_bits=bits, base_fingerprint=fingerprint)
+
+
+def _as_packed(config: AdapterConfig, weights: Path, note: str | None) -> AdapterConfig:
+    """PEFT's ``config`` in terms of the packed layers that ``note`` of ``weights`` describes."""
     if note is None:
         return config
     try:

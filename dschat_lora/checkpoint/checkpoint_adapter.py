@@ -101,4 +101,5 @@ def _config(
         target_modules=tuple(sorted({n.rpartition(".")[0] for n in names if ".lora_" in n})),
         modules_to_save=tuple(sorted(saved)),
         fan_in_fan_out=False,
+        base_bits=int(options.get("base_bits") or 16),
     )

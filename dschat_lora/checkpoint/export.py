@@ -41,6 +41,8 @@ def save_adapter(
     base: str,
     tokenizer: PreTrainedTokenizerBase,
     card: Mapping[str, Any],
+    base_bits: int = 16,
+    base_fingerprint: str = "",
     task_type: str = "CAUSAL_LM",
     tensors: Mapping[str, Tensor] | None = None,
 ) -> AdapterConfig | None:
@@ -58,6 +60,8 @@ def save_adapter(
             config,
             layout=adapter_layout(model),
             base_model_name_or_path=base,
+            base_bits=base_bits,
+            base_fingerprint=base_fingerprint,
             task_type=task_type,
             write_more=lambda staging: _write_beside(staging, model, tokenizer, card),
         )
@@ -89,7 +93,7 @@ def save_merged(
     Raises:
         ValueError: if it exceeds ``max_kl`` nats per token; nothing is written then.
     """
-    unmerged, kept = _logits(model, probe_ids), dtype or model.dtype
+    unmerged, kept = probe_logits(model, probe_ids), dtype or model.dtype
     whole = gather_to_cpu(dict(model.named_parameters()))
     for name, tensor in (tensors or {}).items():
         whole[name] = tensor.to(whole[name].dtype)
@@ -102,7 +106,7 @@ def save_merged(
             merged.save_pretrained(staging)
             _save_tokenizer(tokenizer, staging)
             written = _auto_class(model).from_pretrained(staging, dtype=kept)
-            after = _logits(written.to(_device_with_room(written)).eval(), probe_ids)
+            after = probe_logits(written.to(_device_with_room(written)).eval(), probe_ids)
             before = unmerged
             if _is_reward_model(model):
                 # The change of a score as the logit of an answer's win over itself.
@@ -150,7 +154,7 @@ def _auto_class(
 
 
 @torch.no_grad()
-def _logits(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
+def probe_logits(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
     """(B, T, V) logits on CPU; of a reward model (B, T, 2), the score at each token and zero.
 
     The softmax of a score and zero is the probability of beating an answer that scores zero.

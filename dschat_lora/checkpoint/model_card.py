@@ -35,6 +35,7 @@ def model_card(
         "target modules": targets if isinstance(targets, str) else ", ".join(targets),
         **({"parts": " ".join(config.enable_lora)} if config.enable_lora else {}),
         "biases": config.bias,
+        **({"base": "4 bits (NF4, double quantisation)"} if config.base_bits == 4 else {}),
         "modules stored in full": ", ".join(config.modules_to_save) or "none",
     }
     front = ["---", "library_name: peft", "tags:", "- lora", "---"]
@@ -54,9 +55,9 @@ def model_card(
     lines += [
         "```python",
         "from peft import PeftModel",
-        f"from transformers import {auto}",
+        f"from transformers import {auto}{', BitsAndBytesConfig' if config.base_bits == 4 else ''}",
         "",
-        f"base_model = {auto}.from_pretrained({json.dumps(base)}{labels})",
+        *_load_base(auto, f"{json.dumps(base)}{labels}", config.base_bits),
         _LOAD_LINE,
         "```",
     ]
@@ -74,6 +75,19 @@ def _own_settings(config: AdapterConfig) -> dict[str, str]:
         for word, pattern in patterns.items()
         for key, value in pattern.items()
     }
+
+
+def _load_base(auto: str, base: str, bits: int | None) -> list[str]:
+    """Python that loads the base as the adapter was trained on it."""
+    if bits != 4:
+        return [f"base_model = {auto}.from_pretrained({base})"]
+    return [
+        "# The adapter was trained on the base in these 4 bits; on another it answers otherwise.",
+        "nf4 = BitsAndBytesConfig(",
+        '    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True',
+        ")",
+        f"base_model = {auto}.from_pretrained({base}, quantization_config=nf4)",
+    ]
 
 
 def public_name(path: str) -> str:

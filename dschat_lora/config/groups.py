@@ -64,6 +64,12 @@ class LoadConfig:
         hint="sdpa runs PyTorch's flash attention where the GPU has it, of packed rows too",
     )
     trust_remote_code: bool = option(False, help="run model code that comes with a hub repository")
+    base_bits: Literal[16, 4] | None = option(
+        None,
+        help="bits of the frozen base's weights: 16, or 4 (NF4, QLoRA), for the linear layers of "
+        "the blocks; by default those with which the adapter that is loaded was trained, else 16",
+        section=PROCESSES,
+    )
     add_eot_token: bool = option(
         False, help="add --eot_token to the tokenizer and end every completion with it"
     )

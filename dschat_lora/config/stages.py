@@ -208,6 +208,10 @@ class InferenceConfig:
     attn_implementation: Literal["sdpa", "eager"] = option(
         "sdpa", help="attention kernel of transformers"
     )
+    base_bits: Literal[16, 4] | None = option(
+        None,
+        help="bits of the base's weights: 16, or 4 (NF4); by default as the adapter was trained",
+    )
     trust_remote_code: bool = option(False, help="run model code that comes with a hub repository")
     chat_template: str | None = option(
         None, help="Jinja file that renders messages, in place of the tokenizer's own"
@@ -225,6 +229,7 @@ class InferenceConfig:
             model_name_or_path=model_name_or_path,
             dtype=self.dtype,
             attn_implementation=self.attn_implementation,
+            base_bits=self.base_bits,
             trust_remote_code=self.trust_remote_code,
             chat_template=self.chat_template,
         )

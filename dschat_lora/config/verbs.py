@@ -28,6 +28,11 @@ class MergeConfig:
         0.01, help="refuse a merge that moves the distribution by more (nats per token)"
     )
     overwrite_output_dir: bool = option(False, help="replace a model in the output directory")
+    base_bits: Literal[16, 4] | None = option(
+        None,
+        help="bits of the base to add the adapter to: 16, or 4 (NF4); by default those that it was "
+        "trained on; whole weights are written in any case",
+    )
     trust_remote_code: bool = option(False, help="run model code that comes with a hub repository")
     json: bool = option(False, help="one JSON object on standard output")
 
@@ -38,7 +43,9 @@ class MergeConfig:
     def model(self) -> ModelConfig:
         """Options of loading the model."""
         return ModelConfig(
-            model_name_or_path=self.model_name_or_path, trust_remote_code=self.trust_remote_code
+            model_name_or_path=self.model_name_or_path,
+            base_bits=self.base_bits,
+            trust_remote_code=self.trust_remote_code,
         )
 
 

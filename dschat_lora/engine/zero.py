@@ -1,6 +1,6 @@
 """Whole tensors out of ZeRO 3's shards, and shards out of a model that rank 0 holds."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import compress
 from typing import Any, Protocol, TypeGuard
@@ -26,6 +26,14 @@ class TensorShard(Protocol):
 
     def whole(self, own: Tensor) -> Tensor:
         """The tensor whose part of this rank is ``own``; call on every rank."""
+        ...
+
+
+class QuantizedState(Protocol):
+    """What else belongs to a quantised parameter, small and whole on every rank."""
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> "QuantizedState":
+        """The same with ``function`` of each tensor."""
         ...
 
 
@@ -80,7 +88,8 @@ def shard_from_rank_zero(model: nn.Module, ds_config: Mapping[str, Any]) -> None
     """Split the parameters of ``model`` over data-parallel ranks, module by module, for ZeRO 3.
 
     The first of them holds real values; the others may hold a model on the meta device, so that
-    no other process ever needs memory for the whole of it. Buffers, never sharded, are copied.
+    no other process ever needs memory for the whole of it. Buffers and what belongs to quantised
+    parameters, never sharded, are copied.
     Call on every rank.
     """
     ranks, replaced = grid(), dict[int, nn.Parameter]()
@@ -96,10 +105,11 @@ def shard_from_rank_zero(model: nn.Module, ds_config: Mapping[str, Any]) -> None
                     real.__dict__.update(parameter.__dict__)
                     replaced[key] = real
                 module._parameters[name] = replaced[key]
+            if (state := quantized_state(parameter)) is not None:
+                module._parameters[name].nf4 = state.mapped(_from_rank_zero)  # type: ignore[union-attr]
         for name, buffer in list(module._buffers.items()):
             if buffer is not None:
-                here = torch.empty_like(buffer, device=device()) if buffer.is_meta else buffer
-                module._buffers[name] = broadcast_(here.to(device()))
+                module._buffers[name] = _from_rank_zero(buffer)
         if own := {name: p for name, p in module._parameters.items() if p is not None}:
             holder = nn.Module()  # of these alone, without the children of their owner
             holder._parameters = dict(own)
@@ -109,6 +119,17 @@ def shard_from_rank_zero(model: nn.Module, ds_config: Mapping[str, Any]) -> None
                 config_dict_or_path=dict(ds_config),
                 mpu=ranks,
             )
+
+
+def quantized_state(parameter: Tensor) -> QuantizedState | None:
+    """What a quantised parameter's values are made of besides itself; None for any other."""
+    return getattr(parameter, "nf4", None)
+
+
+def _from_rank_zero(tensor: Tensor) -> Tensor:
+    """The first data-parallel rank's tensor, on this device; others may have it on meta."""
+    here = torch.empty_like(tensor, device=device()) if tensor.is_meta else tensor
+    return broadcast_(here.to(device()))
 
 
 class Snapshot:

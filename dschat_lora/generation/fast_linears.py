@@ -5,12 +5,14 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeGuard
 
+import psutil
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dschat_lora.generation.stacked import StackedLinears, stack_weights
-from dschat_lora.lora.layers import LoraLinear, active_bias, is_conv1d
+from dschat_lora.generation.stacked import ROWS_MULTIPLE, StackedLinears, stack_weights
+from dschat_lora.lora.layers import LoraLinear, active_bias, full_shape, is_conv1d
+from dschat_lora.lora.nf4 import NF4Linear, is_quantized, value_bytes, value_dtype, values_of
 from dschat_lora.lora.parallel import ParallelLinear, RowParallel, Split
 
 Forward = Callable[[Tensor], Tensor]
@@ -34,17 +36,26 @@ class FastLinears:
     that read one input (q, k and v) together: two products then make the outputs of all. On a
     CPU, float32 weights are copied into the layout of oneDNN. No value of a parameter is changed.
     Weights must be whole, not sharded, and keep their values, but for those of adapters, which
-    :meth:`in_use` reads again.
+    :meth:`in_use` reads again. Quantised weights are unpacked once, into copies, or by each layer
+    whenever it runs.
 
     Args:
         model: with or without adapters.
         stacked: whether weights are moved so; by default on a GPU.
         merged: add adapters to copies of the weights that they adapt, which are rounded anew.
+        unpacked: whether quantised weights are unpacked once; by default where half of the free
+            memory holds them.
     """
 
     def __init__(
-        self, model: nn.Module, *, stacked: bool | None = None, merged: bool = False
+        self,
+        model: nn.Module,
+        *,
+        stacked: bool | None = None,
+        merged: bool = False,
+        unpacked: bool | None = None,
     ) -> None:
+        self._unpacked = has_room_unpacked(model) if unpacked is None else unpacked
         self._copies: list[Tensor] = []
         self._sources: list[Callable[[], Tensor]] = []  # of what each is a copy
         self._forwards: dict[nn.Module, Forward] = {}
@@ -53,7 +64,7 @@ class FastLinears:
             if merged:
                 for group in [layers] if stacks else [[layer] for layer in layers]:
                     self._use(group, self._merge(group))
-            elif stacks and all(map(_can_move, layers)):
+            elif stacks and all(map(self._can_stack, layers)):
                 self._use(layers, self._stack(layers))
         for module in model.modules():
             if "forward" not in vars(module) and module not in self._forwards:
@@ -76,8 +87,12 @@ class FastLinears:
 
     def _forward_of(self, module: nn.Module) -> Forward | None:
         """A faster forward of ``module``; None where it is no linear layer of a known kind."""
+        if not self._computes_whole(module):
+            return None
         if type(module) is nn.Linear:
             return _linear(module.weight, module.bias)
+        if isinstance(module, NF4Linear):
+            return _linear(_stored(module), module._parameters.get("bias"))
         if isinstance(module, ParallelLinear) or _is_disabled(module):
             product = _linear(_stored(module), _inner_bias(module, module.bias))
             return _around(module, product, module.bias)
@@ -91,6 +106,15 @@ class FastLinears:
         product = _linear(weight, _inner_bias(module, bias))
         return _around(module, _adapted(product, down, up.T, module.scaling), bias)
 
+    def _computes_whole(self, module: nn.Module) -> bool:
+        """Whether the layer's weight is whole, or there is room to unpack it."""
+        return self._unpacked or not is_quantized(module._parameters.get("weight"))
+
+    def _can_stack(self, layer: LoraLinear) -> bool:
+        """Whether the weight is frozen, whole and stored (out, in)."""
+        frozen = not (layer.weight.requires_grad or layer.transposed or _split(layer) is not None)
+        return frozen and self._computes_whole(layer)
+
     def _use(self, layers: Sequence[LoraLinear], products: StackedLinears) -> None:
         for number, layer in enumerate(layers):
             forward = partial(products.read, number)
@@ -98,9 +122,10 @@ class FastLinears:
 
     def _merge(self, layers: Sequence[LoraLinear]) -> StackedLinears:
         """The layers with their adapters in one copy of their weights."""
-        shapes = [_stored(layer).shape for layer in layers]
+        shapes = [_shape(layer) for layer in layers]
         sizes = [shape[0] for shape in shapes]
-        stack = layers[0].weight.new_empty(sum(sizes), shapes[0][1])
+        weight = layers[0].weight
+        stack = weight.new_empty(sum(sizes), shapes[0][1], dtype=value_dtype(weight))
         for layer, part in zip(layers, torch.split(stack, sizes), strict=True):
             self._refresh(part, partial(_merged_weight, layer))
         return StackedLinears(stack, self._bias(layers, sizes, len(stack)), sizes)
@@ -109,7 +134,7 @@ class FastLinears:
         """The layers with the first factors of their adapters behind their weights."""
         sizes = [layer.out_features for layer in layers]
         ranks = [len(layer.factors()[0]) for layer in layers]
-        stack = stack_weights([layer.weight for layer in layers], spare=sum(ranks))
+        stack = _stack_of(layers, spare=sum(ranks))
         up = stack.new_zeros(len(stack) - sum(sizes), sum(sizes))
         row = column = 0
         for layer, size, rank in zip(layers, sizes, ranks, strict=True):
@@ -126,7 +151,8 @@ class FastLinears:
         found = [layer for layer in layers if _inner_bias(layer, active_bias(layer)) is not None]
         if not found:
             return None
-        stack = layers[0].weight.new_zeros(length)
+        weight = layers[0].weight
+        stack = weight.new_zeros(length, dtype=value_dtype(weight))
         for layer, part in zip(layers, torch.split(stack[: sum(sizes)], sizes), strict=True):
             if layer in found:
                 self._refresh(part, partial(_bias_of, layer))
@@ -135,7 +161,7 @@ class FastLinears:
     def _active_bias(self, layer: LoraLinear) -> Tensor | None:
         if layer.trained_bias is None:
             return layer.bias
-        return self._cast(lambda: layer.trained_bias, layer.weight.dtype)
+        return self._cast(lambda: layer.trained_bias, value_dtype(layer.weight))
 
     def _cast(self, source: Callable[[], Any], dtype: torch.dtype) -> Tensor:
         """A parameter of this type as it is; of what else it is, a copy that is refreshed."""
@@ -188,9 +214,47 @@ def _is_disabled(module: nn.Module) -> TypeGuard[LoraLinear]:
     return isinstance(module, LoraLinear) and not module.enabled
 
 
-def _stored(layer: LoraLinear | ParallelLinear) -> Tensor:
-    """(out, in) weight that this rank holds."""
-    return layer.weight.T if layer.transposed else layer.weight
+def _stored(layer: LoraLinear | ParallelLinear | NF4Linear) -> Tensor:
+    """(out, in) weight that this rank holds; of a quantised one a copy of its values."""
+    weight = values_of(layer.weight)
+    return weight.T if layer.transposed else weight
+
+
+def _shape(layer: LoraLinear) -> torch.Size:
+    """(out, in) of the weight that this rank holds."""
+    weight = layer.weight
+    shape = full_shape(weight) if is_quantized(weight) else weight.shape
+    return shape[::-1] if layer.transposed else shape
+
+
+def _stack_of(layers: Sequence[LoraLinear], *, spare: int) -> Tensor:
+    """(rows, in) weights of the layers one after another, and at least ``spare`` rows of zeros."""
+    if not is_quantized(layers[0].weight):
+        return stack_weights([layer.weight for layer in layers], spare=spare)
+    rows = sum(_shape(layer)[0] for layer in layers) + spare
+    rows += -rows % ROWS_MULTIPLE
+    weight = layers[0].weight
+    stack = weight.new_zeros(rows, layers[0].in_features, dtype=value_dtype(weight))
+    row = 0
+    for layer in layers:
+        values = _stored(layer)
+        stack[row : row + len(values)] = values
+        row += len(values)
+    return stack
+
+
+def has_room_unpacked(model: nn.Module) -> bool:
+    """Whether half of the free memory of the model's device holds its quantised weights whole."""
+    size = value_bytes(model.parameters())
+    return size == 0 or size <= _free_memory(next(model.parameters()).device) // 2
+
+
+def _free_memory(device: torch.device) -> int:
+    """Bytes; on a GPU also what torch has reserved and does not use."""
+    if device.type != "cuda":
+        return int(psutil.virtual_memory().available)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0] + unused)
 
 
 def _factor(layer: LoraLinear, number: int) -> Tensor:
@@ -199,7 +263,7 @@ def _factor(layer: LoraLinear, number: int) -> Tensor:
 
 def _merged_weight(layer: LoraLinear) -> Tensor:
     """(out, in) fp32 of the weight with its update."""
-    weight = layer.weight.float() + layer.delta(layer.lora_A, layer.lora_B)
+    weight = values_of(layer.weight, torch.float32) + layer.delta(layer.lora_A, layer.lora_B)
     return weight.T if layer.transposed else weight
 
 
@@ -207,11 +271,6 @@ def _bias_of(layer: LoraLinear) -> Tensor:
     bias = active_bias(layer)
     assert bias is not None
     return bias
-
-
-def _can_move(layer: LoraLinear) -> bool:
-    """Whether the weight is frozen, whole and stored (out, in)."""
-    return not (layer.weight.requires_grad or layer.transposed or _split(layer) is not None)
 
 
 def _adapted_groups(model: nn.Module) -> Iterator[list[LoraLinear]]:

@@ -53,6 +53,7 @@ class Decoder:
             columns count prompt and response.
         merged: decode with adapters added to copies of the weights, which takes fewer operations
             and the memory of the copies; 16-bit weights are rounded anew.
+        unpacked: whether 4-bit weights are unpacked once, see :class:`FastLinears`.
         retains: keep what a call has computed, for the ``prefixes`` of the next one.
         record: see :class:`CachedRows`; by default CUDA graphs on a GPU.
     """
@@ -66,11 +67,13 @@ class Decoder:
         device: torch.device,
         largest: tuple[int, int] = (0, 0),
         merged: bool = False,
+        unpacked: bool | None = None,
         retains: bool = False,
         record: Callable[[DecodeStep], DecodeStep] | None = None,
     ) -> None:
         self._model, self._eos_ids, self._pad_id = model, frozenset(eos_ids), pad_id
         self._device, self._largest, self._merged = device, largest, merged
+        self._unpacked = unpacked
         self._record, self._retains = record, retains
         self._keeps = device.type == "cuda" or record is not None
         self._weights: object = None
@@ -186,7 +189,9 @@ class Decoder:
             stack.enter_context(whole_sequences(self._model))
             if not in_shards(self._model):
                 if self._linears is None:
-                    self._linears = FastLinears(self._model, merged=self._merged)
+                    self._linears = FastLinears(
+                        self._model, merged=self._merged, unpacked=self._unpacked
+                    )
                     self._weights = _weights_of(self._model)  # some may have been moved
                 stack.enter_context(self._linears.in_use())
             if takes_cache(self._model):

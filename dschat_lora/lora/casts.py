@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dschat_lora.lora.layers import LoraLinear
+from dschat_lora.lora.nf4 import value_dtype
 from dschat_lora.lora.parallel_layers import ParallelLoraLinear
 
 
@@ -28,7 +29,7 @@ class FactorCasts:
         """Within, layers compute with the values that factors have at its beginning."""
         factors = [factor for layer in self._layers for factor in (layer.lora_A, layer.lora_B)]
         if not self._copies:
-            dtypes = (layer.weight.dtype for layer in self._layers for _ in range(2))
+            dtypes = (value_dtype(layer.weight) for layer in self._layers for _ in range(2))
             pairs = zip(factors, dtypes, strict=True)
             self._copies = [torch.empty_like(factor, dtype=dtype) for factor, dtype in pairs]
             for copy in self._copies:  # a size that varies, to compiled blocks, is one of tokens
@@ -46,4 +47,4 @@ class FactorCasts:
 
 def _casts(layer: LoraLinear) -> bool:
     sharded = hasattr(layer.lora_A, "ds_id")
-    return layer.lora_A.dtype != layer.weight.dtype and not sharded
+    return layer.lora_A.dtype != value_dtype(layer.weight) and not sharded

@@ -15,12 +15,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dschat_lora.lora.matmul import adapter_dropout, lora_linear
+from dschat_lora.lora.nf4 import (
+    NF4Linear,
+    is_quantized,
+    nf4_linear,
+    value_dtype,
+    value_shape,
+    values_of,
+)
 from dschat_lora.lora.parallel import ParallelEmbedding, shard_of
 
 
 def is_conv1d(module: nn.Module) -> bool:
     """Whether ``module`` is GPT-2's transposed linear layer of transformers: weight (in, out)."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether the weight of a linear layer is (in, out)."""
+    return is_conv1d(module) or bool(getattr(module, "transposed", False))
 
 
 def conv1d(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -32,7 +45,12 @@ def conv1d(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def full_shape(parameter: Tensor) -> torch.Size:
-    """The parameter's shape, also where ZeRO 3 or a tensor group holds only a part of it here."""
+    """The parameter's shape, also where ZeRO 3 or a tensor group holds only a part of it here.
+
+    Of a quantised one it is that of its values.
+    """
+    if (values := value_shape(parameter)) is not None:
+        return values
     shape, shard = torch.Size(getattr(parameter, "ds_shape", parameter.shape)), shard_of(parameter)
     return shape if shard is None else shard.full_shape(shape)
 
@@ -70,7 +88,7 @@ class LoraLinear(nn.Module):
     def __init__(self, base: nn.Module, *, r: int, scaling: float, dropout: float = 0.0) -> None:
         super().__init__()
         self.weight, self.bias = base.get_parameter("weight"), base._parameters.get("bias")
-        self.transposed = is_conv1d(base) or bool(getattr(base, "transposed", False))
+        self.transposed = is_transposed(base)
         sizes = full_shape(self.weight)
         self.in_features, self.out_features = sizes if self.transposed else sizes[::-1]
         self.r, self.scaling, self.dropout, self.enabled = r, scaling, dropout, True
@@ -82,8 +100,7 @@ class LoraLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out), in the dtype of ``x``."""
         if not self.enabled:
-            base = conv1d if self.transposed else F.linear
-            return base(x, self.weight, self.bias)
+            return _base_function(self)(x, self.weight, self.bias)
         scaling, keep = adapter_dropout(x, self.scaling, self.dropout if self.training else 0.0)
         bias, transposed = active_bias(self), self.transposed
         return lora_linear(
@@ -163,6 +180,7 @@ class TrainedBias(nn.Module):
         super().__init__()
         self.function = _biased_function(base)
         self.kind, self.enabled = type(base).__name__, True
+        self.transposed = is_transposed(base)
         self.register_parameter("weight", base._parameters["weight"])
         self.bias = base.get_parameter("bias")
         self.trained_bias = float32_copy(self.bias)
@@ -190,7 +208,7 @@ class TrainedModule(nn.Module):
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
         self.base, self.enabled = base, True
-        self.trained = copy.deepcopy(base).float().requires_grad_(True)
+        self.trained = float32_module(base).requires_grad_(True)
         self.train(base.training)
 
     def forward(self, *args: object, **kwargs: object) -> Tensor:
@@ -213,7 +231,7 @@ def active_bias(layer: LoraLinear | TrainedBias) -> Tensor | None:
     """The trained bias in the weight's type, if the layer has one; else that of the base."""
     if layer.trained_bias is None:
         return layer.bias
-    return layer.trained_bias.to(layer.weight.dtype)
+    return layer.trained_bias.to(value_dtype(layer.weight))
 
 
 def float32_copy(parameter: Tensor) -> nn.Parameter:
@@ -221,12 +239,37 @@ def float32_copy(parameter: Tensor) -> nn.Parameter:
     return nn.Parameter(parameter.detach().to(torch.float32, copy=True))
 
 
+def float32_module(base: nn.Module) -> nn.Module:
+    """A float32 copy of a module, whose quantised layers become plain ones."""
+    if isinstance(base, NF4Linear):
+        if base.transposed:
+            raise ValueError(
+                "--modules_to_save: a Conv1D layer in 4 bits cannot be trained in full; adapt it "
+                "by --target_modules, or use --base_bits 16"
+            )
+        bias = base._parameters["bias"]
+        plain = nn.Linear(base.in_features, base.out_features, bias is not None, device="meta")
+        plain.weight = nn.Parameter(values_of(base.weight, torch.float32))
+        plain.register_parameter("bias", None if bias is None else float32_copy(bias))
+        return plain.train(base.training)
+    inner = {id(m): float32_module(m) for m in base.modules() if isinstance(m, NF4Linear)}
+    return copy.deepcopy(base, inner).float()
+
+
 def zeros(*shape: int, device: torch.device) -> nn.Parameter:
     """A trainable float32 tensor."""
     return nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=device))
 
 
+def _base_function(layer: LoraLinear) -> Callable[[Tensor, Any, Any], Tensor]:
+    if is_quantized(layer.weight):
+        return nf4_linear
+    return conv1d if layer.transposed else F.linear
+
+
 def _biased_function(base: nn.Module) -> Callable[[Tensor, Any, Any], Tensor]:
+    if isinstance(base, NF4Linear):
+        return nf4_linear
     if isinstance(base, nn.Linear):
         return F.linear
     if is_conv1d(base):

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dschat_lora.lora.nf4 import NF4State, dequantize, state_of, values_of
+
 
 def lora_linear_reference(
     x: Tensor,
@@ -47,7 +49,8 @@ def lora_linear(
     Args:
         x: (..., in).
         weight: (out, in), frozen as a rule. May be a ZeRO 3 parameter: it is read anew in the
-            backward pass, when DeepSpeed has gathered it again.
+            backward pass, when DeepSpeed has gathered it again. A quantised one is unpacked in
+            both passes.
         bias: (out,) or None.
         lora_A: (r, in), any float type.
         lora_B: (out, r), any float type.
@@ -60,13 +63,15 @@ def lora_linear(
         (..., out).
     """
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        matrix = weight.t() if transposed else weight
+        values = values_of(weight, x.dtype)
+        matrix = values.t() if transposed else values
         return lora_linear_reference(x, matrix, bias, lora_A, lora_B, scaling, keep)
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    state = state_of(weight)
     return _LoraLinear.apply(  # type: ignore[no-untyped-call]
         x.to(dtype),
-        weight.to(dtype),
+        weight if state is not None else weight.to(dtype),
         None if bias is None else bias.to(dtype),
         lora_A,
         lora_B,
@@ -74,6 +79,7 @@ def lora_linear(
         keep,
         transposed,
         *(casts or (None, None)),
+        state,
     )
 
 
@@ -109,17 +115,19 @@ class _LoraLinear(torch.autograd.Function):
         transposed: bool,
         down: Tensor | None,
         up: Tensor | None,
+        state: NF4State | None,
     ) -> Tensor:
         # The parameters themselves are kept: casts are made again, and shards gathered again.
         down, up = (lora_A if down is None else down), (lora_B if up is None else up)
         rows = x.reshape(-1, x.shape[-1])
-        matrix = weight.t() if transposed else weight
-        output = F.linear(rows, matrix, bias)
+        values = weight if state is None else dequantize(weight.detach(), state, x.dtype)
+        output = F.linear(rows, values.t() if transposed else values, bias)
+        del values
         adapted = rows if keep is None else rows * keep.reshape(rows.shape)
         inner = F.linear(adapted, down.to(x.dtype))
         output.addmm_(inner, up.to(x.dtype).t(), alpha=scaling)
         ctx.save_for_backward(x, weight, lora_A, lora_B, down, up, keep, inner)
-        ctx.scaling, ctx.transposed = scaling, transposed
+        ctx.scaling, ctx.transposed, ctx.state = scaling, transposed, state
         ctx.types = lora_A.dtype, lora_B.dtype
         # No view of what nothing else holds: some models write into it (Falcon, OLMo).
         shape = [*x.shape[:-1], output.shape[-1]]
@@ -131,14 +139,16 @@ class _LoraLinear(torch.autograd.Function):
         if torch.is_grad_enabled():  # they are to be differentiated themselves
             return _graph_of_gradients(ctx, grad_output, x, weight, lora_A, lora_B, keep)
         wants_x, wants_weight, wants_bias, wants_a, wants_b = ctx.needs_input_grad[:5]
-        matrix = weight.t() if ctx.transposed else weight
         rows, grad = x.reshape(-1, x.shape[-1]), grad_output.reshape(-1, grad_output.shape[-1])
         if keep is not None:
             keep = keep.reshape(rows.shape)
         grad_inner = (grad @ up.to(grad.dtype)).mul_(ctx.scaling)
         grad_x = grad_a = grad_b = None
         if wants_x:
-            grad_x = grad @ matrix
+            # Unpacked again: kept, the values would take the room that four bits save.
+            values = weight if ctx.state is None else dequantize(weight, ctx.state, grad.dtype)
+            grad_x = grad @ (values.t() if ctx.transposed else values)
+            del values
             if keep is None:
                 grad_x.addmm_(grad_inner, down.to(grad.dtype))
             else:
@@ -153,7 +163,7 @@ class _LoraLinear(torch.autograd.Function):
         grad_matrix = grad.t() @ rows if wants_weight else None
         if grad_matrix is not None and ctx.transposed:
             grad_matrix = grad_matrix.t()
-        return grad_x, grad_matrix, grad_bias, grad_a, grad_b, *[None] * 5
+        return grad_x, grad_matrix, grad_bias, grad_a, grad_b, *[None] * 6
 
 
 def _graph_of_gradients(
@@ -166,11 +176,12 @@ def _graph_of_gradients(
     keep: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
     """The gradients of :class:`_LoraLinear` by torch's own operations, which have derivatives."""
-    matrix = weight.t() if ctx.transposed else weight
+    values = weight if ctx.state is None else dequantize(weight, ctx.state, x.dtype)
+    matrix = values.t() if ctx.transposed else values
     output = lora_linear_reference(x, matrix, None, lora_A, lora_B, ctx.scaling, keep)
     inputs = {0: x, 1: weight, 3: lora_A, 4: lora_B}
     chosen = {i: each for i, each in inputs.items() if ctx.needs_input_grad[i]}
-    gradients: list[Tensor | None] = [None] * 10
+    gradients: list[Tensor | None] = [None] * 11
     if chosen:
         found = torch.autograd.grad(output, [*chosen.values()], grad_output, create_graph=True)
         for i, gradient in zip(chosen, found, strict=True):

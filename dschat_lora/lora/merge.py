@@ -14,6 +14,7 @@ from dschat_lora.lora.layers import (
     full_shape,
 )
 from dschat_lora.lora.model import base_names
+from dschat_lora.lora.nf4 import dequantize, state_of
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ def merged_state_dict(
 ) -> dict[str, Tensor]:
     """The pretrained model's state dict with the adapter added; ``model`` stays as it is.
 
-    ``W + scaling * B A`` is computed in float32 and cast once to the type of W. Where ZeRO 3 holds
+    ``W + scaling * B A`` is computed in float32 and cast once to the type of W; of a quantised W
+    the values are taken, so that the result is a plain model. Where ZeRO 3 holds
     the model's own values in shards, ``tensors`` holds whole ones by the names of
     ``model.state_dict()``: one name of a tied weight is enough, and what is absent is taken from
     the model.
@@ -44,20 +46,23 @@ def merged_state_dict(
         ValueError: if a weight is sharded and ``tensors`` lacks it.
     """
     values = _whole_values(model, tensors or {})
-    merged = {}
+    own, merged = model.state_dict(keep_vars=True), {}
     for original, name in base_names(model).items():
-        weight = values[name].detach()
+        weight, state = values[name].detach(), state_of(own[name])
+        dtype = weight.dtype if state is None else state.dtype
+        if state is not None:
+            weight = dequantize(weight, state, torch.float32)
         owner, layer = _adapter_of(model, original)
         part = original.removeprefix(f"{owner}.")
         if isinstance(layer, TrainedModule):
-            weight = values[f"{owner}.trained.{part}"].detach().to(weight.dtype, copy=True)
+            weight = values[f"{owner}.trained.{part}"].detach().to(dtype, copy=True)
         elif part == "bias" and f"{owner}.trained_bias" in values:
-            weight = values[f"{owner}.trained_bias"].detach().to(weight.dtype, copy=True)
+            weight = values[f"{owner}.trained_bias"].detach().to(dtype, copy=True)
         elif part == "weight" and isinstance(layer, LoraLayer):
             kind = "lora_embedding" if isinstance(layer, LoraEmbedding) else "lora"
             delta = layer.delta(values[f"{owner}.{kind}_A"], values[f"{owner}.{kind}_B"])
-            weight = (weight.float() + delta).to(weight.dtype)
-        merged[original] = weight
+            weight = weight.float() + delta
+        merged[original] = weight.to(dtype).contiguous() if state is not None else weight.to(dtype)
     return merged
 
 
@@ -117,8 +122,11 @@ def _whole_values(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, 
     given = {id(state[name]): tensor for name, tensor in tensors.items()}
     values = {name: given.get(id(own), own) for name, own in state.items()}
     for name, own in state.items():
-        if values[name].shape != full_shape(own):
-            raise ValueError(f"{name} must be given whole, {tuple(full_shape(own))}, to merge")
+        shape = full_shape(own)
+        if state_of(own) is not None:  # of its codes
+            shape = torch.Size(getattr(own, "ds_shape", own.shape))
+        if values[name].shape != shape:
+            raise ValueError(f"{name} must be given whole, {tuple(shape)}, to merge")
     return values
 
 

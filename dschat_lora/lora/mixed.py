@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from dschat_lora.lora.layers import AdapterLayer, LoraLinear
 from dschat_lora.lora.model import adapter_layers, replace_part
+from dschat_lora.lora.nf4 import value_dtype
 from dschat_lora.lora.parallel import ParallelLinear
 from dschat_lora.lora.targets import is_inside
 
@@ -61,7 +62,7 @@ class MixedLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.base, self._rows = base, rows
-        dtype = layers[next(iter(layers))].weight.dtype
+        dtype = value_dtype(layers[next(iter(layers))].weight)
         factors = {number: layer.factors() for number, layer in layers.items()}
         down = torch.cat([a.detach() for a, _ in factors.values()])
         up = torch.cat([layers[n].scaling * b.detach() for n, (_, b) in factors.items()], dim=1)

@@ -10,7 +10,8 @@ from torch import nn
 
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.groups import Groups, groups_of_parts
-from dschat_lora.lora.layers import full_shape, is_conv1d
+from dschat_lora.lora.layers import full_shape, is_conv1d, is_transposed
+from dschat_lora.lora.nf4 import NF4Linear
 from dschat_lora.lora.parallel import ParallelEmbedding, ParallelLinear
 
 PATTERN_SECONDS = 1.0
@@ -139,7 +140,7 @@ def _part_sizes(config: _AttentionConfig) -> tuple[int, int, int]:
 
 
 def _outputs(module: nn.Module) -> int:
-    return full_shape(module.get_parameter("weight"))[1 if is_conv1d(module) else 0]
+    return full_shape(module.get_parameter("weight"))[1 if is_transposed(module) else 0]
 
 
 def minimal_endings(names: Collection[str], all_names: Iterable[str]) -> list[str] | str:
@@ -195,15 +196,20 @@ def is_inside(name: str, parents: Iterable[str], *, strictly: bool = False) -> b
     )
 
 
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether it is a linear layer or a Conv1D, and no subclass that computes something else."""
+    return is_conv1d(module) or (
+        isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    )
+
+
 def _is_adaptable(module: nn.Module) -> bool:
     # A subclass with its own forward (learned positions with an offset, scaled embeddings,
     # quantised layers) computes something else than our layers would.
-    if is_conv1d(module) or isinstance(module, ParallelLinear | ParallelEmbedding):
-        return True
-    return any(
-        isinstance(module, kind) and type(module).forward is kind.forward
-        for kind in (nn.Linear, nn.Embedding)
-    )
+    if isinstance(module, nn.Embedding):
+        return type(module).forward is nn.Embedding.forward
+    ours = ParallelLinear | ParallelEmbedding | NF4Linear
+    return is_plain_linear(module) or isinstance(module, ours)
 
 
 def _matching_regex(pattern: str, names: list[str]) -> set[str]:

@@ -10,8 +10,10 @@ from dschat_lora.checkpoint.adapter import load_adapter, lora_config_of
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.model import adapter_parameters, apply_lora
+from dschat_lora.lora.nf4 import is_quantized
 from dschat_lora.lora.targets import is_inside
 from dschat_lora.models.causal_lm import Tokenizer, load_causal_lm, load_config
+from dschat_lora.models.other_base import base_warning
 from dschat_lora.models.reward_model import HEAD, load_reward_model
 from dschat_lora.models.source import ModelSource
 from dschat_lora.models.views import share_parameters
@@ -28,6 +30,8 @@ class AdaptedModel:
     lora: LoraConfig  # as applied; layers by name where an adapter is continued
     targets: list[str]  # adapted modules, in model order
     task: Task = "CAUSAL_LM"
+    base_bits: int = 16  # of the linear layers of the blocks
+    warning: str | None = None  # where the adapter is on another base than its own
 
 
 def build_causal_lm(
@@ -51,6 +55,7 @@ def build_causal_lm(
     Raises:
         ValueError: if something cannot be loaded or does not fit.
     """
+    config = with_own_bits(config, source)
     if base is not None:
         model = share_parameters(base)
     else:
@@ -92,6 +97,7 @@ def build_reward_model(
             f"--model_name_or_path {source.adapter} is an adapter of a {adapter.task_type} model, "
             "not of a reward model (SEQ_CLS)"
         )
+    config = with_own_bits(config, source)
     model_config = load_config(source.base, config)
     # transformers scores the token before the padding: with end-of-sequence as padding it would
     # look before the end of every answer. Without any, it takes one sequence at a time.
@@ -112,6 +118,18 @@ def build_reward_model(
     )
     lora = _with_head(lora)
     return _adapt(model, source, tokenizer, config, lora, seed=seed, task="SEQ_CLS")
+
+
+def with_own_bits(config: ModelConfig, source: ModelSource) -> ModelConfig:
+    """The options with the bits of the base that the adapter was trained on, if none are given."""
+    if config.base_bits is not None or source.base_bits != 4:
+        return config
+    return replace(config, base_bits=4)
+
+
+def bits_of(model: PreTrainedModel) -> int:
+    """Bits of the linear layers of the blocks: 16 or 4."""
+    return 4 if any(is_quantized(p) for p in model.parameters()) else 16
 
 
 def recompute_blocks(model: PreTrainedModel) -> None:
@@ -199,7 +217,9 @@ def _adapt(
         load_adapter(model, source.adapter, new={n for n in names if is_inside(n, new_parts)})
     if config.add_eot_token:
         model.config.eos_token_id = tokenizer.eos_token_id
-    return AdaptedModel(model, lora, targets, task)
+    bits = bits_of(model)
+    warning = base_warning(model, source, tokenizer, bits=bits)
+    return AdaptedModel(model, lora, targets, task, bits, warning)
 
 
 def _new_parts(source: ModelSource, stored: LoraConfig, task: Task) -> tuple[str, ...]:

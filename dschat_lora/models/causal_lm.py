@@ -29,7 +29,9 @@ from dschat_lora.data.templates import BUILT_IN_TEMPLATE, read_chat_template
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.parallel import ParallelLinear, Shard, Split
 from dschat_lora.models.backbone import BackboneModel
+from dschat_lora.models.four_bit_base import hold_four_bits, take_four_bits
 from dschat_lora.models.loading import check_whole, hub_errors
+from dschat_lora.models.quantization_checks import stored_bits
 from dschat_lora.models.shard_loading import empty_parameters, load_parts
 from dschat_lora.models.tensor_parallel import divide
 
@@ -82,8 +84,13 @@ def stop_at(model: PreTrainedModel, ids: Sequence[int]) -> None:
 
 
 def load_config(path: str, config: ModelConfig) -> PretrainedConfig:
-    """The model's configuration with every dropout set to ``--dropout``."""
+    """The model's configuration with every dropout set to ``--dropout``.
+
+    Raises:
+        ValueError: if it cannot be read, or the weights are quantised in a way that is not known.
+    """
     model_config = _read_config(path, config)
+    stored_bits(vars(model_config), path)
     for name in _dropouts(model_config):
         setattr(model_config, name, 0.0 if name == "layerdrop" else config.dropout)
     return model_config
@@ -120,10 +127,13 @@ def load_causal_lm(
     ``group`` each reads its part alone; without one the model is whole.
     """
     kwargs = load_options(config, dtype)
+    four_bits = take_four_bits(model_config, config, path)
     with hub_errors("--model_name_or_path", path, "model"), sdpa_errors(model_config):
-        if meta or group is not None:
+        if meta or group is not None or four_bits is not None:
             build = partial(AutoModelForCausalLM.from_config, model_config, **kwargs)
             model = build_divided(build, group, meta=meta)
+            if four_bits is not None:
+                hold_four_bits(model, path, four_bits)
             if not meta:
                 load_parts(model, path)
                 with suppress(OSError):  # as transformers, which many models do without

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import cached_file
 
 from dschat_lora.lora.layers import full_shape
 from dschat_lora.lora.model import adapter_parameters
+from dschat_lora.lora.nf4 import state_of
 from dschat_lora.lora.parallel import shard_of
 
 SAMPLED_VALUES = 4096  # of each tensor
@@ -43,13 +45,35 @@ def file_fingerprint(directory: str | Path) -> str:
         if path.suffix == ".json":
             digest.update(path.name.encode() + path.read_bytes())
         elif path.suffix == ".safetensors":
-            size = path.stat().st_size
-            digest.update(f"{path.name} {size}".encode())
-            with path.open("rb") as file:
-                for place in range(0, size, max(1, size // 256)):
-                    file.seek(place)
-                    digest.update(file.read(SAMPLED_VALUES))
+            _add_samples(digest, path)
     return digest.hexdigest() if Path(directory).is_dir() else ""
+
+
+def weights_fingerprint(name: str) -> str:
+    """32 hex digits that differ where the weight files of a model do.
+
+    They are compared by their names, their length, and a few bytes in evenly spaced places.
+
+    Args:
+        name: directory or hub name, whose files are here.
+    """
+    directory = Path(name)
+    if not directory.is_dir():
+        directory = Path(str(cached_file(name, "config.json"))).parent
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(directory.glob("*")):
+        if path.suffix in (".safetensors", ".bin"):
+            _add_samples(digest, path)
+    return digest.hexdigest()
+
+
+def _add_samples(digest: hashlib.blake2b, path: Path) -> None:
+    size = path.stat().st_size
+    digest.update(f"{path.name} {size}".encode())
+    with path.open("rb") as file:
+        for place in range(0, size, max(1, size // 256)):
+            file.seek(place)
+            digest.update(file.read(SAMPLED_VALUES))
 
 
 def _fingerprint(parameters: Mapping[str, nn.Parameter], *, sampled: bool = True) -> str:
@@ -57,8 +81,15 @@ def _fingerprint(parameters: Mapping[str, nn.Parameter], *, sampled: bool = True
     for name, parameter in sorted(parameters.items()):
         digest.update(f"{name} {tuple(full_shape(parameter))} {parameter.dtype}\n".encode())
         values = _sample(parameter) if sampled else _whole(parameter)
-        digest.update(values.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(_bytes(values))
+        if (state := state_of(parameter)) is not None:
+            for scales in state.tensors().values():
+                digest.update(_bytes(scales))
     return digest.hexdigest()
+
+
+def _bytes(values: Tensor) -> bytes:
+    return values.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _whole(parameter: Tensor) -> Tensor:
@@ -68,7 +99,8 @@ def _whole(parameter: Tensor) -> Tensor:
 
 def _sample(parameter: Tensor) -> Tensor:
     """Evenly spaced values of the whole tensor, as the bytes they are."""
-    shape, shard = full_shape(parameter), shard_of(parameter)
+    shape = parameter.shape if state_of(parameter) is not None else full_shape(parameter)
+    shard = shard_of(parameter)
     # Odd, or a matrix as wide as a power of two would be sampled in one column alone.
     step = max(1, shape.numel() // SAMPLED_VALUES) | 1
     if shard is None:

@@ -1,7 +1,7 @@
-"""Weights read from safetensors part by part, so that no process ever holds the whole model."""
+"""Weights read from files one by one, so that no process ever holds the whole model."""
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,15 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, rename_source_key
 from transformers.utils import cached_file
 
+from dschat_lora.lora import nf4
+from dschat_lora.lora.layers import full_shape
 from dschat_lora.lora.model import replace_part
-from dschat_lora.lora.parallel import Shard, shard_of
+from dschat_lora.lora.parallel import Shard, group_of, shard_of
 from dschat_lora.models.loading import check_whole
 
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_SAFETENSORS, _PICKLE = "model.safetensors", "pytorch_model.bin"
+_INDEX = ".index.json"
+_PACKED = f".{nf4.STATE_KEY}"
 
 
 @contextmanager
@@ -43,7 +47,9 @@ def load_parts(model: PreTrainedModel, path: str, *, new: Collection[str] = ()) 
     """Fill the meta parameters of ``model`` with what this rank holds of them, on CPU.
 
     Args:
-        model: perhaps divided by :func:`dschat_lora.models.tensor_parallel.divide`.
+        model: perhaps divided by :func:`dschat_lora.models.tensor_parallel.divide`, perhaps with
+            layers that are to hold 4 bits: their weights are quantised as they are read, unless
+            the files hold them so.
         path: directory or hub name.
         new: names that the files may lack; those come out uninitialised.
 
@@ -51,10 +57,12 @@ def load_parts(model: PreTrainedModel, path: str, *, new: Collection[str] = ()) 
         The names that the files lacked.
 
     Raises:
-        ValueError: if the files are no safetensors, lack a weight, or hold one of another shape.
+        ValueError: if the files lack a weight, or hold one of another shape, or the model is
+            divided and they are no safetensors.
     """
-    files = _files(path)
-    keys = _names_of_keys(model, files)
+    files = _files(path, pickled=group_of(model) is None)
+    parts = [key for key in files if f"{key.rpartition('.weight.')[0]}.weight{_PACKED}" in files]
+    keys = _names_of_keys(model, files.keys() - set(parts))
     missing: set[str] = set()
     for aliases in parameter_names(model):
         parameter = model.get_parameter(aliases[0])
@@ -63,9 +71,7 @@ def load_parts(model: PreTrainedModel, path: str, *, new: Collection[str] = ()) 
             missing.update(aliases)
             value = torch.empty(parameter.shape, dtype=parameter.dtype)
         else:
-            # Opened anew: pages of a file that stays open count as this process's memory.
-            with safe_open(files[key], framework="pt") as file:
-                value = _read(file.get_slice(key), key, shard_of(parameter), parameter)
+            value = _value(files, key, parameter)
         _fill(model, aliases, value)
     check_whole(missing, new=new)
     return missing
@@ -79,27 +85,66 @@ def parameter_names(model: nn.Module) -> list[list[str]]:
     return list(names.values())
 
 
-def _files(path: str) -> dict[str, str]:
+def read_weights(model: PreTrainedModel, path: str) -> Callable[[str], Tensor]:
+    """A function that reads a weight by its name in ``model``, as the files at ``path`` hold it."""
+    files = _files(path, pickled=True)
+    keys = _names_of_keys(model, files)
+
+    def read(name: str) -> Tensor:
+        with _opened(files[keys[name]]) as tensors:
+            weight: Tensor = tensors.get_slice(keys[name])[:]
+        return weight
+
+    return read
+
+
+def packed_layers(model: PreTrainedModel, path: str) -> list[str]:
+    """Names of the layers of ``model`` whose weights the files at ``path`` hold in NF4."""
+    files = _files(path, pickled=True)
+    names = _names_of_keys(model, [key for key in files if f"{key}{_PACKED}" in files])
+    return [name.removesuffix(".weight") for name in names]
+
+
+def _files(path: str, *, pickled: bool) -> dict[str, str]:
     """File of each key."""
-    index = cached_file(path, _INDEX, _raise_exceptions_for_missing_entries=False)
-    if index is not None:
-        content = json.loads(Path(index).read_text(encoding="utf-8"))
-        names: dict[str, str] = content["weight_map"]
-        found = {name: _cached(path, name) for name in set(names.values())}
-        return {key: found[name] for key, name in names.items()}
-    single = _cached(path, _SINGLE)
-    with safe_open(single, framework="pt") as file:
-        return dict.fromkeys(file.keys(), single)
+    for single in (_SAFETENSORS, *([_PICKLE] if pickled else [])):
+        if (index := _cached(path, single + _INDEX)) is not None:
+            content = json.loads(Path(index).read_text(encoding="utf-8"))
+            names: dict[str, str] = content["weight_map"]
+            found = {name: _cached(path, name) for name in set(names.values())}
+            if lacking := sorted(name for name, file in found.items() if file is None):
+                raise ValueError(f"there is no {lacking[0]}")
+            return {key: str(found[name]) for key, name in names.items()}
+        if (file := _cached(path, single)) is not None:
+            with _opened(file) as tensors:
+                return dict.fromkeys(tensors.keys(), file)
+    if pickled:
+        raise ValueError(f"there is neither {_SAFETENSORS} nor {_PICKLE}")
+    raise ValueError(
+        f"there is no {_SAFETENSORS}; --tensor_parallel_size above 1 reads weights in parts, "
+        "which takes safetensors files"
+    )
 
 
-def _cached(path: str, name: str) -> str:
+def _cached(path: str, name: str) -> str | None:
     found = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
-    if found is None:
-        raise ValueError(
-            f"there is no {name}; --tensor_parallel_size above 1 reads weights in parts, "
-            "which takes safetensors files"
-        )
-    return str(found)
+    return None if found is None else str(found)
+
+
+class _Pickled(dict[str, Tensor]):
+    """The tensors of a pickle, by the methods of an open safetensors file."""
+
+    get_tensor = get_slice = dict.__getitem__
+
+
+@contextmanager
+def _opened(file: str) -> Iterator[Any]:
+    """The tensors of a file, which it maps: pages of one that stays open count as memory."""
+    if file.endswith(".safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            yield tensors
+    else:
+        yield _Pickled(torch.load(file, map_location="cpu", mmap=True, weights_only=True))
 
 
 def _names_of_keys(model: PreTrainedModel, keys: Collection[str]) -> dict[str, str]:
@@ -116,20 +161,52 @@ def _names_of_keys(model: PreTrainedModel, keys: Collection[str]) -> dict[str, s
         if converted is not None:
             raise ValueError(
                 f"{key} is stored in another form than the model's; load and save the model with "
-                "transformers once, or use --tensor_parallel_size 1"
+                "transformers once, or use --tensor_parallel_size 1 and --base_bits 16"
             )
         found[name] = key
     return found
 
 
+def _value(files: Mapping[str, str], key: str, parameter: Tensor) -> Tensor:
+    """What is to stand in place of a meta parameter."""
+    state = nf4.state_of(parameter)
+    if state is not None and f"{key}{_PACKED}" in files:
+        try:
+            return nf4.from_stored(
+                lambda part: _tensor(files, f"{key}{part}"),
+                shape=full_shape(parameter),
+                dtype=state.dtype,
+                transposed=state.transposed,
+            )
+        except ValueError as error:
+            raise ValueError(f"{key} {error}") from None
+    with _opened(files[key]) as tensors:
+        value = _read(tensors.get_slice(key), key, shard_of(parameter), parameter)
+        if state is None:
+            return value
+        return nf4.quantize(value, dtype=state.dtype, transposed=state.transposed)
+
+
+def _tensor(files: Mapping[str, str], key: str) -> Tensor:
+    if key not in files:
+        raise ValueError(f"lacks {key}")
+    with _opened(files[key]) as tensors:
+        found: Tensor = tensors.get_tensor(key)
+    return found
+
+
 def _read(piece: Any, key: str, shard: Shard | None, parameter: Tensor) -> Tensor:
-    """This rank's part of a stored tensor, in the type of ``parameter``."""
-    stored = torch.Size(piece.get_shape())
-    wanted = parameter.shape if shard is None else shard.full_shape(parameter.shape)
+    """This rank's part of a stored tensor, in the type of ``parameter``, or to be quantised."""
+    stored = torch.Size(piece.shape if isinstance(piece, Tensor) else piece.get_shape())
+    wanted = full_shape(parameter)
     if stored != wanted:
         raise ValueError(f"{key} has the shape {tuple(stored)}, the model {tuple(wanted)}")
     if shard is None:
-        return piece[:].to(parameter.dtype)
+        whole: Tensor = piece[:]
+        if nf4.state_of(parameter) is not None:
+            return whole
+        # A copy: of a pickle a view would keep the file's pages.
+        return whole.to(parameter.dtype, copy=isinstance(piece, Tensor))
     dim = shard.dim % len(stored)
     parts = [
         piece[tuple([slice(None)] * dim + [slice(start, stop)])] for start, stop in shard.ranges()
@@ -138,10 +215,13 @@ def _read(piece: Any, key: str, shard: Shard | None, parameter: Tensor) -> Tenso
     return torch.cat([part.to(parameter.dtype) for part in parts], dim).contiguous()
 
 
-def _fill(model: nn.Module, aliases: list[str], value: Tensor) -> None:
+def _fill(model: nn.Module, aliases: list[str], value: Tensor | nn.Parameter) -> None:
     """Put ``value`` in place of a meta parameter under all its names."""
     old = model.get_parameter(aliases[0])
-    new = nn.Parameter(value, requires_grad=old.requires_grad)
-    new.__dict__.update(old.__dict__)
+    if isinstance(value, nn.Parameter):  # of codes
+        new = value
+    else:
+        new = nn.Parameter(value, requires_grad=old.requires_grad)
+        new.__dict__.update(old.__dict__)
     for name in aliases:
         replace_part(model, name, new)

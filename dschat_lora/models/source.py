@@ -39,6 +39,11 @@ class ModelSource:
         return self.base
 
     @property
+    def base_bits(self) -> int | None:
+        """Bits of the base that the adapter was trained on; None without an adapter."""
+        return None if self.adapter_config is None else self.adapter_config.base_bits
+
+    @property
     def bundled(self) -> bool:
         """Whether the base is the tiny model that comes with the package."""
         return self.base == str(BUNDLED_MODEL.resolve())

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dschat_lora.lora.nf4 import is_quantized, stored_bytes, value_bytes
 from dschat_lora.lora.parallel import ParallelLinear, group_of
 from dschat_lora.perf.shape import BlockShape, LinearShape, ModelShape, describe
 
@@ -39,6 +40,7 @@ class MemoryEstimate:
     loss: int  # one chunk of logits and its gradient
     update: int = 0  # beyond activations and loss, which are gone: gradients of 16-bit weights anew
     gathered: int = 0  # at ZeRO 3, whole weights around the end of the forward pass, and a buffer
+    unpacked: int = 0  # the largest 4-bit weight, whole: one is unpacked at a time
 
     @property
     def total(self) -> int:
@@ -113,8 +115,22 @@ def estimate_memory(
         update=max(0, update - going),
         gathered=0
         if zero_stage < 3
-        else width * (_gathered_elements(parameters, reuse_distance) + bucket_size),
+        else _stored_width(parameters, width)
+        * (_gathered_elements(parameters, reuse_distance) + bucket_size),
+        unpacked=largest_unpacked(parameters),
     )
+
+
+def largest_unpacked(parameters: Iterable[nn.Parameter]) -> int:
+    """Bytes of the values of the largest 4-bit weight; 0 where there is none."""
+    return max((value_bytes([parameter]) for parameter in parameters), default=0)
+
+
+def _stored_width(parameters: list[nn.Parameter], width: int) -> int:
+    """Bytes of an element that ZeRO 3 gathers; of a model with 4-bit weights their mean."""
+    if not any(is_quantized(p) for p in parameters):
+        return width
+    return -(-parameter_bytes(parameters) // sum(map(_numel, parameters)))
 
 
 def _gathered_elements(parameters: list[nn.Parameter], reuse_distance: int) -> int:
@@ -129,7 +145,7 @@ def _gathered_elements(parameters: list[nn.Parameter], reuse_distance: int) -> i
 
 def parameter_bytes(parameters: Iterable[nn.Parameter]) -> int:
     """Bytes of the whole parameters, as stored."""
-    return sum(_numel(p) * p.element_size() for p in parameters)
+    return sum(stored_bytes(p) for p in parameters)
 
 
 def rows_of(tokens: int, length: int) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dschat_lora.lora.layers import LoraLinear, TrainedBias, TrainedModule, full_shape, is_conv1d
+from dschat_lora.lora.nf4 import NF4Linear
 from dschat_lora.lora.parallel import ParallelLinear
 
 _EXPERT_OPTIONS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -182,13 +183,13 @@ def _sizes(module: Any) -> tuple[int, int] | None:
     """(in, out) of a layer that multiplies by its weight or by low-rank factors, else None."""
     if hasattr(module, "lora_embedding_A"):
         return 0, module.out_features
-    if hasattr(module, "lora_A") or isinstance(module, nn.Linear | ParallelLinear):
+    if hasattr(module, "lora_A") or isinstance(module, nn.Linear | ParallelLinear | NF4Linear):
         return module.in_features, module.out_features
     if is_conv1d(module):
         return module.nx, module.nf
-    if isinstance(module, TrainedBias) and module.kind in ("Linear", "Conv1D"):
+    if isinstance(module, TrainedBias) and module.kind in ("Linear", "Conv1D", "NF4Linear"):
         inputs, outputs = full_shape(module.weight)
-        return (inputs, outputs) if module.kind == "Conv1D" else (outputs, inputs)
+        return (inputs, outputs) if module.transposed else (outputs, inputs)
     return None
 
 

@@ -13,7 +13,7 @@ from dschat_lora.checkpoint.adapter_config import (
     CONFIG_FILE,
     WEIGHTS_FILE,
     AdapterConfig,
-    packed_metadata,
+    more_metadata,
     peft_fields,
 )
 from dschat_lora.config.options import build_config
@@ -125,11 +125,12 @@ def _write_adapter(
         modules_to_save=("score",) if scores else (),
         fan_in_fan_out=False,
         enable_lora=lora.enable_lora,
+        base_bits=config.model.base_bits,
     )
     _write_json(directory / CONFIG_FILE, peft_fields(adapter))
     head = {"dtype": "F32", "shape": [1, 0], "data_offsets": [0, 0]}
     tensors = {"base_model.model.score.weight": head} if scores else {}
-    metadata = packed_metadata(adapter)
+    metadata = more_metadata(adapter)
     header = json.dumps(({"__metadata__": metadata} if metadata else {}) | tensors).encode()
     (directory / WEIGHTS_FILE).write_bytes(len(header).to_bytes(8, "little") + header)
 

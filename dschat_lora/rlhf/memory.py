@@ -9,13 +9,26 @@ from torch import nn
 
 from dschat_lora.config.groups import is_on
 from dschat_lora.engine.build import EngineSettings
+from dschat_lora.engine.collectives import max_over_ranks
 from dschat_lora.engine.distributed import data_world_size, device
 from dschat_lora.lora.layers import LoraLinear
+from dschat_lora.lora.nf4 import is_quantized, value_bytes
 from dschat_lora.lora.parallel import group_of
-from dschat_lora.perf.memory import USABLE, cached_token_bytes, parameter_bytes
+from dschat_lora.perf.memory import (
+    USABLE,
+    cached_token_bytes,
+    largest_unpacked,
+    parameter_bytes,
+)
 from dschat_lora.rlhf.config import RlhfConfig
 from dschat_lora.rlhf.roles import Roles
-from dschat_lora.runtime.memory import MemoryPlan, TrainedModel, offloads_inputs, plan_memory
+from dschat_lora.runtime.memory import (
+    GIB,
+    MemoryPlan,
+    TrainedModel,
+    offloads_inputs,
+    plan_memory,
+)
 
 
 def memory_plan(
@@ -45,8 +58,32 @@ def memory_plan(
         # At ZeRO 3 the weights are whole for as long as responses are generated.
         cache=cache_bytes(config, roles.actor.model)
         + (_adapted_bytes(roles.actor.model) if config.batch.merge_for_rollouts else 0)
+        + largest_unpacked(roles.actor.model.parameters())
         + (parameter_bytes(roles.rollout.parameters()) if sharded else 0),
     )
+
+
+def unpacking_for_rollouts(
+    plan: MemoryPlan | None, roles: Roles, *, free: int
+) -> tuple[MemoryPlan | None, bool | None]:
+    """The plan with the weights of a 4-bit actor whole during rollouts, if they fit; whether so.
+
+    None where there are no such weights, or nothing is known.
+    """
+    size = value_bytes(roles.rollout.parameters())
+    if plan is None or size == 0:
+        return plan, None
+    whole = replace(plan, cache=plan.cache + size)
+    fits = max_over_ranks(float(whole.peak > USABLE * free)) == 0
+    return (whole if fits else plan), fits
+
+
+def unpacking_note(roles: Roles, unpacked: bool) -> str:
+    """What the log says of how 4-bit weights are decoded with."""
+    size = f"{value_bytes(roles.rollout.parameters()) / GIB:.3g} GiB"
+    if unpacked:
+        return f"rollouts: 4-bit weights are unpacked once for each, into {size}"
+    return f"rollouts: 4-bit weights are unpacked layer by layer; {size} for all would not fit"
 
 
 def keeping_cache(
@@ -65,7 +102,9 @@ def keeping_cache(
 
 def _adapted_bytes(model: nn.Module) -> int:
     """Bytes of the weights that have an adapter."""
-    return parameter_bytes(m.weight for m in model.modules() if isinstance(m, LoraLinear))
+    weights = [m.weight for m in model.modules() if isinstance(m, LoraLinear)]
+    plain = parameter_bytes(w for w in weights if not is_quantized(w))
+    return plain + value_bytes(weights)
 
 
 def cache_columns(config: RlhfConfig) -> int:

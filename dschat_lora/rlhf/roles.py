@@ -8,7 +8,12 @@ from torch import nn
 
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.collectives import TensorGroup
-from dschat_lora.models.build import AdaptedModel, build_causal_lm, build_reward_model
+from dschat_lora.models.build import (
+    AdaptedModel,
+    build_causal_lm,
+    build_reward_model,
+    with_own_bits,
+)
 from dschat_lora.models.causal_lm import PreTrainedModel, Tokenizer, load_causal_lm, load_config
 from dschat_lora.models.policy import Policy
 from dschat_lora.models.reward_model import RewardModel, load_reward_model, zero_head_
@@ -72,7 +77,8 @@ def build_roles(
     with option_errors_for("critic" if sources.critic is not None else "actor"):
         start, new_head = sources.critic or sources.actor, sources.critic is None
         has_adapter = start.adapter is not None or new_head
-        if not (base is not None and has_adapter and start.base == sources.actor.base):
+        alike = build.shares_bits(start, sources.actor) and start.base == sources.actor.base
+        if not (base is not None and has_adapter and alike):
             frozen_base = build.is_frozen("critic")
             base = build.scored_base(start, new_head=new_head) if frozen_base else None
         elif not build.is_frozen("critic"):
@@ -99,8 +105,13 @@ class _Builder:
         options: RoleConfig = getattr(self.config, role)
         return options.lora_dim > 0 and self.config.classic.only_optimize_lora
 
+    def shares_bits(self, one: ModelSource, other: ModelSource) -> bool:
+        """Whether the bases of two models are held in as many bits."""
+        asked = self.config.load.base_bits
+        return (asked or one.base_bits or 16) == (asked or other.base_bits or 16)
+
     def language_base(self, source: ModelSource) -> PreTrainedModel:
-        model_config = self.config.actor.model(self.config.load)
+        model_config = with_own_bits(self.config.actor.model(self.config.load), source)
         return load_causal_lm(
             source.base,
             load_config(source.base, model_config),
@@ -111,7 +122,7 @@ class _Builder:
         ).requires_grad_(False)
 
     def scored_base(self, source: ModelSource, *, new_head: bool) -> PreTrainedModel:
-        model_config = self.config.critic.model(self.config.load)
+        model_config = with_own_bits(self.config.critic.model(self.config.load), source)
         return load_reward_model(
             source.base,
             load_config(source.base, model_config),

@@ -164,13 +164,15 @@ class Generator:
         max_length: int = 0,
         keeps_memory: bool = False,
         merged: bool = False,
+        unpacked: bool | None = None,
         find_end: Callable[[Sequence[int]], int | None] = lambda tokens: None,
         episodes: Episodes | None = None,
     ) -> None:
         """Prepare to decode ``batch_size`` responses at a time, of ``max_length`` with the prompt.
 
         What a GPU needs for that stays in its memory between calls if ``keeps_memory``. With
-        ``merged``, adapters are added to copies of the weights.
+        ``merged``, adapters are added to copies of the weights, and ``unpacked`` ones are copies of
+        4-bit weights (None: as the free memory allows).
         ``find_end`` says after how many tokens the text of a turn ends, if it does, and
         ``episodes`` what an environment adds to it.
         ``rollout`` is the actor's model in modules without the engine's hooks, ``sharded`` in the
@@ -187,6 +189,7 @@ class Generator:
             device=engine.device,
             largest=(batch_size, max_length),
             merged=merged,
+            unpacked=unpacked,
             retains=episodes is not None,
         )
 

@@ -20,7 +20,13 @@ from dschat_lora.models.offload import offload_inputs
 from dschat_lora.rlhf.config import RlhfConfig
 from dschat_lora.rlhf.environment import load_environment
 from dschat_lora.rlhf.episodes import Episodes
-from dschat_lora.rlhf.memory import explaining_memory, keeping_cache, memory_plan
+from dschat_lora.rlhf.memory import (
+    explaining_memory,
+    keeping_cache,
+    memory_plan,
+    unpacking_for_rollouts,
+    unpacking_note,
+)
 from dschat_lora.rlhf.rewards import (
     RewardFunction,
     RewardFunctions,
@@ -71,6 +77,7 @@ class RlhfSetup:
     episodes: Episodes | None  # None: of one turn
     identity: dict[str, Any]
     keeps_cache: bool  # of decoding, while weights are updated
+    unpacked: bool | None  # 4-bit weights once for a rollout; None: as the free memory allows
     run: Run[RlhfConfig]
 
 
@@ -110,8 +117,11 @@ def set_up(run: Run[RlhfConfig]) -> RlhfSetup:
     config = _resolve_recomputation(config, settings, roles, run, free=free)
     run = replace(run, config=config)
     counter = _counter(config, roles, run)
-    plan = keeping_cache(memory_plan(config, roles, settings), config, settings, free=free)
+    plan, unpacked = unpacking_for_rollouts(memory_plan(config, roles, settings), roles, free=free)
+    plan = keeping_cache(plan, config, settings, free=free)
     _describe(plan, roles, settings, run)
+    if unpacked is not None:
+        run.log.say(f"  note         {unpacking_note(roles, unpacked)}")
     identity: dict[str, Any] = {}
     if run.directory is not None:
         run.closing.enter_context(explaining_memory(config, roles))
@@ -133,6 +143,7 @@ def set_up(run: Run[RlhfConfig]) -> RlhfSetup:
         episodes,
         identity,
         plan is not None and plan.keeps_cache,
+        unpacked,
         run,
     )
 
@@ -300,6 +311,8 @@ def _describe(
         + f"; {engine_words(actor, roles.actor.model)}"
     )
     for role, model in roles.trained.items():
+        if model.warning is not None:
+            run.log.say(f"  warning      {model.warning}")
         options: RoleConfig = getattr(run.config, role)
         if options.lora_dim == 0:
             note_all_weights(run, f"{role}_lora_dim")

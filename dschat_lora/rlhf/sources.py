@@ -78,4 +78,7 @@ def shares_base(config: RlhfConfig) -> bool:
         return False
     sources = find_sources(config)
     critic = sources.critic
-    return critic is None or (critic.adapter is not None and critic.base == sources.actor.base)
+    if critic is None:
+        return True
+    bits = {config.load.base_bits or each.base_bits or 16 for each in (critic, sources.actor)}
+    return critic.adapter is not None and critic.base == sources.actor.base and len(bits) == 1

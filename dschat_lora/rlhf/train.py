@@ -153,6 +153,7 @@ def make_generator(setup: RlhfSetup, engines: Engines) -> Generator:
         max_length=cache_columns(setup.config),
         keeps_memory=setup.keeps_cache,
         merged=batch.merge_for_rollouts,
+        unpacked=setup.unpacked,
         find_end=partial(end_of_text, stop_strings=batch.stop_strings, decode=decode),
         episodes=setup.episodes,
     )

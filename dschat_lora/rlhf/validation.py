@@ -28,6 +28,7 @@ from dschat_lora.runtime.checks import (
     model_fields,
     recomputing,
     resolve_stage,
+    settled_base_bits,
     with_trackers,
 )
 from dschat_lora.runtime.resume import launched_processes
@@ -150,6 +151,24 @@ def with_fitting_lengths(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
         )
     data = replace(data, max_prompt_seq_len=limit - limit // 2, max_answer_seq_len=limit // 2)
     return replace(config, data=data)
+
+
+def with_base_bits(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
+    """With the bits of the bases, where those of all roles are the same."""
+    found = set()
+    for role in ("actor", "critic") if config.has_critic else ("actor",):
+        options: RoleConfig = getattr(config, role)
+        with option_errors_for(role):
+            bits = settled_base_bits(
+                config.load.base_bits,
+                inputs.sources.by_role.get(role, inputs.sources.actor),
+                options.lora(config.classic.only_optimize_lora),
+                trains=config.optim.num_train_epochs > 0,
+                tensor_parallel_size=config.parallel.tensor_parallel_size,
+            )
+        found.add(bits)
+    load = replace(config.load, base_bits=bits) if len(found) == 1 else config.load
+    return replace(config, load=load)
 
 
 def check_tensor_parallel(config: RlhfConfig, inputs: RlhfInputs) -> None:
@@ -318,6 +337,7 @@ RLHF_CHECKS: tuple[Check[RlhfConfig, RlhfInputs], ...] = (
     with_continued_lora,
     with_fitting_lengths,
     with_overlong_punishment,
+    with_base_bits,
     check_tensor_parallel,
     check_num_generations,
     check_data,

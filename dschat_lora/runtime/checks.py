@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from dschat_lora.checkpoint.adapter_config import WEIGHTS_FILE, verify_adapter
 from dschat_lora.checkpoint.history import checkpoints_of, is_checkpoint
@@ -26,6 +26,7 @@ from dschat_lora.config.groups import (
     Switch,
 )
 from dschat_lora.config.stages import StageConfig
+from dschat_lora.models.quantization_checks import check_four_bits, stored_bits
 from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.models.tensor_parallel_checks import check_divides, check_files
 from dschat_lora.report.directory import check_idle, is_unfinished, leftovers
@@ -166,6 +167,31 @@ def continued_lora(lora: LoraConfig, source: ModelSource, given: frozenset[str])
     for name in sorted({"lora_module_name", "target_modules", "modules_to_save"} & given):
         raise ValueError(f"--{name} is settled by the adapter {source.adapter}; drop the option")
     return replace(lora, **stored)
+
+
+def settled_base_bits(
+    asked: int | None,
+    source: ModelSource,
+    lora: LoraConfig | None = None,
+    *,
+    trains: bool = False,
+    tensor_parallel_size: int = 1,
+) -> Literal[16, 4]:
+    """Bits of a base: of its files where they are quantised, else as asked for or by its adapter.
+
+    Raises:
+        ValueError: if the base cannot be loaded, or not train what is to train, in so many bits.
+    """
+    stored = stored_bits(model_fields(source), source.base)
+    if stored == 4 and asked == 16:
+        raise ValueError(
+            f"--base_bits 16: the files of {source.base} hold 4 bits; drop the option, or name the "
+            "original 16-bit model"
+        )
+    if 4 not in (stored, asked or source.base_bits):
+        return 16
+    check_four_bits(lora or LoraConfig(), trains=trains, tensor_parallel_size=tensor_parallel_size)
+    return 4
 
 
 def check_divided(source: ModelSource, parallel: ParallelConfig) -> None:

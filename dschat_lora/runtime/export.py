@@ -18,6 +18,7 @@ from dschat_lora.lora.merge import MergeReport
 from dschat_lora.lora.rates import adapter_learning_rate
 from dschat_lora.models.build import AdaptedModel
 from dschat_lora.models.causal_lm import Tokenizer, end_ids, stop_at, stored_dropouts
+from dschat_lora.models.fingerprint import weights_fingerprint
 from dschat_lora.models.source import ModelSource
 from dschat_lora.report.record import package_versions
 from dschat_lora.runtime.run import Run
@@ -63,6 +64,8 @@ def export_trained(
                 "metrics": metrics,
                 "versions": package_versions(),
             },
+            base_bits=adapted.base_bits,
+            base_fingerprint=weights_fingerprint(source.base) if adapted.base_bits == 4 else "",
             task_type=adapted.task,
             tensors=tensors,
         )

@@ -176,7 +176,8 @@ def plan_memory(
         training=averaged // ranks + sum(e.gradients + e.optimizer for e in estimates),
         # Models that share their base gather the same weights.
         update=sum(e.activations + e.loss + e.update for e in estimates)
-        + (max if first.shares_weights else sum)(e.gathered for e in estimates),
+        + (max if first.shares_weights else sum)(e.gathered for e in estimates)
+        + max(e.unpacked for e in estimates),
         cache=cache,
         host=sum(each.host_bytes for each in trained),
     )

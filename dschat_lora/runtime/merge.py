@@ -1,13 +1,11 @@
 """Merging of an adapter into its base outside of a run, with the deviation that rounding makes."""
 
 from dataclasses import asdict
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dschat_lora.assets import BUNDLED_DATA
 from dschat_lora.checkpoint.export import save_merged
 from dschat_lora.checkpoint.history import is_checkpoint
 from dschat_lora.config.groups import LoraConfig
@@ -16,18 +14,16 @@ from dschat_lora.engine.build import DTYPES
 from dschat_lora.engine.distributed import device
 from dschat_lora.models.build import build_causal_lm, build_reward_model
 from dschat_lora.models.causal_lm import Tokenizer, load_config, load_tokenizer, stored_dropouts
+from dschat_lora.models.other_base import probe_ids
 from dschat_lora.models.source import ModelSource, find_model
-from dschat_lora.report.terminal import log_once, to_json
-
-# Tokens on which the merged model is compared with the unmerged one, at most.
-PROBE_TOKENS = 256
+from dschat_lora.report.terminal import log_once, note, to_json
 
 
 def merge_model(config: MergeConfig) -> None:
     """Write base and adapter as one model, and print how far it differs.
 
     The base is loaded in the type it is stored in, the update is added in fp32, and the sum is
-    rounded once if that is fp32.
+    rounded once if that is fp32. Of a 4-bit base, the values are what the update is added to.
 
     Raises:
         ValueError: if there is no adapter, or the merge moves the model by too much.
@@ -38,6 +34,8 @@ def merge_model(config: MergeConfig) -> None:
     stored = getattr(load_config(source.base, config.model), "dtype", None) or torch.float32
     written = written_dtype(config.dtype, stored)
     adapted = _build(config, source, tokenizer, stored if stored in DTYPES.values() else written)
+    if adapted.warning is not None:
+        note(f"warning: {adapted.warning}")
     model = adapted.model.eval().to(device())
     report = save_merged(
         directory,
@@ -58,6 +56,12 @@ def merge_model(config: MergeConfig) -> None:
         f"adapter on its base, largest logit difference {report.max_abs_logit:.2g}, KL "
         f"{report.kl_nats_per_token:.2g} nats per token"
     )
+    if adapted.base_bits == 4:
+        log_once(
+            f"it was trained on a 4-bit base: serve {directory}, which has that base's values in "
+            f"whole, or in a quarter of the memory {config.model_name_or_path} itself; quantised "
+            "again, the merged model is another one"
+        )
 
 
 def merged_directory(config: MergeConfig, source: ModelSource) -> Path:
@@ -91,13 +95,6 @@ def written_dtype(given: str, stored: torch.dtype) -> torch.dtype:
     if given != "auto":
         return DTYPES[given]
     return stored if stored in (torch.bfloat16, torch.float16) else torch.bfloat16
-
-
-def probe_ids(tokenizer: Tokenizer, positions: int | None) -> torch.Tensor:
-    """(1, T) token ids of bundled texts, T at most 256 and the model's positions."""
-    with BUNDLED_DATA["eval"].open(encoding="utf-8") as file:
-        ids = [token for line in islice(file, 8) for token in tokenizer(line)["input_ids"]]
-    return torch.tensor([ids[: min(PROBE_TOKENS, positions or PROBE_TOKENS)]])
 
 
 def _build(

@@ -46,7 +46,7 @@ _WRITES_ELSEWHERE = ("tensorboard_path", "data_output_path")
 _FIXED = (
     *("lora_dim", "lora_alpha", "use_rslora", "target_modules", "lora_module_name"),
     *("train_bias", "modules_to_save", "enable_lora", "only_optimize_lora"),
-    *("add_eot_token", "eot_token"),
+    *("add_eot_token", "eot_token", "base_bits"),
     *("max_seq_len", "overlong", "bad_rows", "train_on_prompt", "packing", "data_split"),
     *("chat_template_kwargs", "data_weights", "columns", "unpaired_rows", "eval_ratio"),
     *("seed", "tokens_per_device"),

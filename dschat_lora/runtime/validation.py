@@ -41,6 +41,7 @@ from dschat_lora.runtime.checks import (
     parallel_without_effect,
     recomputing,
     resolve_stage,
+    settled_base_bits,
     task_of,
     with_trackers,
 )
@@ -140,6 +141,7 @@ def check_reading(config: ScoreConfig | ReadingConfig, tasks: tuple[str, ...]) -
     if source.adapter is not None:
         verify_adapter(source.adapter)
     check_task(source, tasks)
+    settled_base_bits(config.loading.base_bits, source)
     fitting_length(config.max_seq_len, source, frozenset({"max_seq_len"}))
     if config.loading.chat_template is not None:
         read_chat_template(config.loading.chat_template)
@@ -205,6 +207,18 @@ def check_lora(config: SupervisedConfig, inputs: SupervisedInputs) -> None:
     needless = sorted(given & {"lora_module_name", "target_modules", "modules_to_save"})
     if config.lora.lora_dim == 0 and needless:
         raise ValueError(f"--{needless[0]} needs --lora_dim > 0: without it every weight trains")
+
+
+def with_base_bits(config: ConfigT, inputs: SupervisedInputs) -> ConfigT:
+    """With the bits of the base, which its files or the adapter that is continued may settle."""
+    bits = settled_base_bits(
+        config.model.base_bits,
+        inputs.source,
+        config.lora,
+        trains=config.optim.num_train_epochs > 0,
+        tensor_parallel_size=config.parallel.tensor_parallel_size,
+    )
+    return replace(config, model=replace(config.model, base_bits=bits))
 
 
 def check_tensor_parallel(config: SupervisedConfig, inputs: SupervisedInputs) -> None:
@@ -356,6 +370,7 @@ SUPERVISED_CHECKS: tuple[Check[Any, SupervisedInputs], ...] = (
     with_bundled_data,
     with_continued_lora,
     check_lora,
+    with_base_bits,
     check_tensor_parallel,
     check_loss_options,
     with_default_beta,

@@ -1,7 +1,7 @@
 """Models that answer together: the adapters of one base unmerged in one batch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -23,6 +23,7 @@ from dschat_lora.models.causal_lm import (
     load_tokenizer,
 )
 from dschat_lora.models.views import share_parameters
+from dschat_lora.report.terminal import note
 from dschat_lora.serving.config import AnswerConfig
 from dschat_lora.serving.sources import NamedSource, find_models
 
@@ -85,6 +86,10 @@ def _open_base(
     base: str, named: Sequence[NamedSource], config: AnswerConfig
 ) -> dict[str, ServedModel]:
     options = config.loading.model()
+    if options.base_bits is None:
+        # That of all adapters: the others would be on another base than their own.
+        bits = {each.source.base_bits for each in named if each.source.adapter is not None}
+        options = replace(options, base_bits=4 if bits == {4} else None)
     model = _load_base(base, options)
     tokenizers = {each.name: load_tokenizer(each.source.tokenizer, options) for each in named}
     adapted = [each for each in named if each.source.adapter is not None]
@@ -130,6 +135,8 @@ def _adapted(
         meta=False,
         base=base,
     )
+    if adapted.warning is not None:
+        note(f"warning: {adapted.warning}")
     return adapted.model.requires_grad_(False).eval()
 
 

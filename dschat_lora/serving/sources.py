@@ -7,7 +7,7 @@ from pathlib import Path
 from dschat_lora.checkpoint.history import CHECKPOINTS
 from dschat_lora.data.templates import read_chat_template
 from dschat_lora.models.source import ModelSource, find_model
-from dschat_lora.runtime.checks import check_can_be_made, find_of_kind
+from dschat_lora.runtime.checks import check_can_be_made, find_of_kind, settled_base_bits
 from dschat_lora.serving.config import AnswerConfig, ServeConfig
 
 BASE = "base"
@@ -62,7 +62,8 @@ def check_answering(config: AnswerConfig) -> None:
     Raises:
         ValueError: naming the option.
     """
-    find_models(config.models, with_base=True)
+    for each in find_models(config.models, with_base=True):
+        settled_base_bits(config.loading.base_bits, each.source)
     if config.reward is not None:
         find_of_kind(config.reward, ("SEQ_CLS",), option="--reward")
     if config.loading.chat_template is not None:

@@ -27,6 +27,7 @@ from dschat_lora.models.causal_lm import (
     load_tokenizer,
 )
 from dschat_lora.models.source import ModelSource, find_model
+from dschat_lora.report.terminal import note
 
 
 class RowsConfig(Protocol):
@@ -65,6 +66,8 @@ def load_policy(config: ModelConfig) -> Policy:
     adapted = build_causal_lm(
         source, tokenizer, config, LoraConfig(), dtype=dtype, seed=0, meta=False
     )
+    if adapted.warning is not None:
+        note(f"warning: {adapted.warning}")
     return Policy(source, adapted.model.eval().to(device()), tokenizer)
 
 

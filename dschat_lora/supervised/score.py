@@ -22,7 +22,7 @@ from dschat_lora.data.tokenize import TokenRule, tokenize
 from dschat_lora.engine.build import DTYPES, resolve_dtype
 from dschat_lora.engine.distributed import device
 from dschat_lora.models.architecture_checks import check_architecture
-from dschat_lora.models.build import build_reward_model
+from dschat_lora.models.build import bits_of, build_reward_model, with_own_bits
 from dschat_lora.models.causal_lm import PreTrainedModel, load_tokenizer
 from dschat_lora.models.reward_model import RewardModel
 from dschat_lora.models.source import find_model
@@ -53,6 +53,8 @@ class Scorer:
     ) -> None:
         source = find_model(config.model_name_or_path)
         self.tokenizer = load_tokenizer(source.tokenizer, config)
+        base = bases.get(source.base) if source.adapter is not None else None
+        bits = with_own_bits(config, source).base_bits or 16
         adapted = build_reward_model(
             source,
             self.tokenizer,
@@ -62,8 +64,10 @@ class Scorer:
             seed=0,
             meta=False,
             new_head=False,
-            base=bases.get(source.base) if source.adapter is not None else None,
+            base=base if base is not None and bits_of(base) == bits else None,
         )
+        if adapted.warning is not None:
+            note(f"warning: {adapted.warning}")
         self._network = RewardModel(adapted.model).to(device()).eval()
         self._batch_size = batch_size
         self._collate = SampleCollator(int(self.tokenizer.pad_token_id))

@@ -161,6 +161,8 @@ def _describe(
         f"  parameters   {total:,}, of which {trained:,} train ({trained / total:.2%}); "
         f"{len(adapted.targets)} adapted layers; {engine_words(settings, adapted.model)}"
     )
+    if adapted.warning is not None:
+        run.log.say(f"  warning      {adapted.warning}")
     if config.lora.lora_dim == 0:
         note_all_weights(run, "lora_dim")
     if warning := rate_warning(config.optim, config.lora):

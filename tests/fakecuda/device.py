@@ -34,6 +34,7 @@ CARDS = {  # name, compute capability, memory in GB
     "4090": ("NVIDIA GeForce RTX 4090", (8, 9), 24),
     "3090": ("NVIDIA GeForce RTX 3090", (8, 6), 24),
     "t4": ("Tesla T4", (7, 5), 16),
+    "3060": ("NVIDIA GeForce RTX 3060", (8, 6), 12),
 }
 # Operations whose result's shape depends on values: the host waits for them.
 VALUE_SHAPED = {
@@ -317,7 +318,7 @@ def _place(store, key, old, new, moved):
         return
     is_parameter = isinstance(old, torch.nn.Parameter)
     if is_parameter:
-        new = torch.nn.Parameter(new, old.requires_grad)
+        new = _parameter_like(old, new)
     if old.is_meta:
         store[key] = moved.setdefault(id(old), new)
     elif isinstance(new, FakeTensor) == isinstance(old, FakeTensor):
@@ -325,6 +326,13 @@ def _place(store, key, old, new, moved):
     elif id(old) not in moved:
         moved[id(old)] = old
         _become(old, new)
+
+
+def _parameter_like(old, value):
+    """A parameter of ``value`` with the attributes of ``old``, which would be swapped with it."""
+    new = torch.nn.Parameter(value, old.requires_grad)
+    new.__dict__.update(old.__dict__)
+    return new
 
 
 def _become(old, new):
@@ -339,11 +347,7 @@ def _data_of(plain):
     def set_data(tensor, value):
         if isinstance(value, FakeTensor) and not isinstance(tensor, FakeTensor):
             is_parameter = isinstance(tensor, torch.nn.Parameter)
-            new = (
-                torch.nn.Parameter(value, tensor.requires_grad)
-                if is_parameter
-                else value.view_as(value)
-            )
+            new = _parameter_like(tensor, value) if is_parameter else value.view_as(value)
             _become(tensor, new)
         else:
             plain.__set__(tensor, value)

@@ -77,19 +77,19 @@ def engine_settings(
     )
 
 
-def load_model(path, lora, *, dtype="fp32", meta=False, attention="sdpa", group=None):
+def load_model(path, lora, *, dtype="fp32", meta=False, attention="sdpa", group=None, bits=None):
     """The model at ``path`` with an adapter, as the stage builds it."""
-    options = ModelConfig(attn_implementation=attention)
+    options = ModelConfig(attn_implementation=attention, base_bits=bits)
     config = load_config(path, options)
     model = load_causal_lm(path, config, options, dtype=DTYPES[dtype], meta=meta, group=group)
     apply_lora(model, LoraConfig(**lora), seed=1)
     return model
 
 
-def build(path, lora, settings, *, rate=RATE, checkpointing=False, group=None):
+def build(path, lora, settings, *, rate=RATE, checkpointing=False, group=None, bits=None):
     """(model, engine) as the stage builds them; call on every rank."""
     meta = settings.zero_stage == 3 and data_rank() > 0
-    model = load_model(path, lora, dtype=settings.dtype, meta=meta, group=group)
+    model = load_model(path, lora, dtype=settings.dtype, meta=meta, group=group, bits=bits)
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     shard_model(model, settings)
@@ -142,6 +142,7 @@ def train(
     overflow_at=None,
     tensor_parallel=1,
     sequence_parallel=False,
+    bits=None,
     want_gradient=False,
     save_adapter_to=None,
     save_merged_to=None,
@@ -159,7 +160,7 @@ def train(
     with divided(tensor_parallel, sequence_parallel=sequence_parallel) as group:
         return _train(
             path,
-            build(path, lora, settings, checkpointing=checkpointing, group=group),
+            build(path, lora, settings, checkpointing=checkpointing, group=group, bits=bits),
             lora=lora,
             micro=micro,
             accumulation=accumulation,

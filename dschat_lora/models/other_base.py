@@ -1,0 +1,134 @@
+"""An adapter on another base than its own: what a load says of it, with the distance measured."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import islice
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from dschat_lora.assets import BUNDLED_DATA
+from dschat_lora.checkpoint.export import probe_logits
+from dschat_lora.lora.layers import LoraLinear, is_transposed
+from dschat_lora.lora.merge import merge_deviation
+from dschat_lora.lora.nf4 import NF4Linear, quantize, values_of
+from dschat_lora.lora.parallel import group_of
+from dschat_lora.lora.targets import is_inside, is_plain_linear
+from dschat_lora.models.fingerprint import weights_fingerprint
+from dschat_lora.models.shard_loading import read_weights
+from dschat_lora.models.source import ModelSource
+
+# Tokens of a probe on which a merged model is compared, and an adapter on two bases.
+MERGE_PROBE, BASE_PROBE = 256, 48
+# The weight of a layer, given its name, in the layer's own layout.
+Weights = Callable[[str, nn.Module], Tensor]
+
+
+def probe_ids(tokenizer: Tokenizer, positions: int | None, most: int = MERGE_PROBE) -> Tensor:
+    """(1, T) token ids of bundled texts, T at most ``most`` and the model's positions."""
+    with BUNDLED_DATA["eval"].open(encoding="utf-8") as file:
+        ids = [token for line in islice(file, 8) for token in tokenizer(line)["input_ids"]]
+    return torch.tensor([ids[: min(most, positions or most)]])
+
+
+def base_warning(
+    model: PreTrainedModel, source: ModelSource, tokenizer: Tokenizer, *, bits: int
+) -> str | None:
+    """What to say where the adapter of ``source`` is not on the base that it was trained on.
+
+    Args:
+        model: with that adapter, on ``bits`` bits, not sharded.
+        source: of base and adapter.
+        tokenizer: of the model.
+        bits: of the base that it is on, 16 or 4.
+
+    Returns:
+        None where the base is the adapter's own, or nothing is known of that.
+    """
+    own = source.adapter_config
+    if own is None or own.base_bits is None:
+        return None
+    where = f"the adapter {source.adapter} was trained on"
+    if own.base_fingerprint and own.base_fingerprint != weights_fingerprint(source.base):
+        return (
+            f"{where} other weight files than {source.base} holds now; answers may differ from "
+            "those that it was trained to give"
+        )
+    if own.base_bits == bits:
+        return None
+    words = f"{where} a {own.base_bits}-bit base, and this one has {bits} bits"
+    if group_of(model) is None and not any(p.is_meta for p in model.parameters()):
+        words += f": {_distance(model, source, tokenizer, bits):.2g} nats per token (KL) apart"
+    return f"{words}; --base_bits {own.base_bits} gives its own"
+
+
+def _distance(
+    model: PreTrainedModel, source: ModelSource, tokenizer: Tokenizer, bits: int
+) -> float:
+    """KL from the model on the adapter's own base to the model as it is, in nats per token."""
+    ids = probe_ids(tokenizer, getattr(model.config, "max_position_embeddings", None), BASE_PROBE)
+    weights: Weights = _rounded if bits == 16 else _stored(model, source.base)
+    training = model.training
+    model.eval()
+    try:
+        here = probe_logits(model, ids)
+        with _other_weights(model, weights):
+            there = probe_logits(model, ids)
+    finally:
+        model.train(training)
+    mask = torch.ones(here.shape[:-1], dtype=torch.bool)
+    return merge_deviation(there, here, mask).kl_nats_per_token
+
+
+def _rounded(name: str, layer: nn.Module) -> Tensor:
+    """The weight of a layer as NF4 would hold it."""
+    weight = layer.get_parameter("weight").detach()
+    return values_of(quantize(weight, dtype=weight.dtype, transposed=is_transposed(layer)))
+
+
+def _stored(model: PreTrainedModel, path: str) -> Weights:
+    """Weights of quantised layers as the files hold them."""
+    read = read_weights(model, path)
+    return lambda name, layer: read(f"{name}.weight").to(model.dtype)
+
+
+@contextmanager
+def _other_weights(model: nn.Module, weights: Weights) -> Iterator[None]:
+    """Within, layers of the blocks compute with other weights, one of which is there at a time."""
+    blocks = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if is_inside(name, blocks, strictly=True)
+        and (isinstance(module, NF4Linear | LoraLinear) or is_plain_linear(module))
+    }
+    try:
+        for name, layer in layers.items():
+            layer.forward = partial(_forward_with, weights, name, layer, layer.forward)
+        yield
+    finally:
+        for layer in layers.values():
+            del layer.forward
+
+
+def _forward_with(
+    weights: Weights,
+    name: str,
+    layer: nn.Module,
+    forward: Callable[[Tensor], Tensor],
+    x: Tensor,
+) -> Tensor:
+    """The layer's output with its weight from ``weights``."""
+    own, other = layer.get_parameter("weight"), weights(name, layer)
+    if isinstance(layer, NF4Linear):
+        matrix = other.t() if layer.transposed else other
+        return F.linear(x, matrix.to(x.dtype), layer._parameters["bias"])
+    layer._parameters["weight"] = nn.Parameter(other, requires_grad=False)
+    try:
+        return forward(x)
+    finally:
+        layer._parameters["weight"] = own

@@ -1,0 +1,162 @@
+"""Weights in NF4: their values, products and gradients, against the paper's table and torch."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from dschat_lora.lora.layers import LoraLinear, TrainedBias, TrainedModule, full_shape
+from dschat_lora.lora.nf4 import (
+    NF4Linear,
+    is_quantized,
+    quantize,
+    state_of,
+    stored_bytes,
+    value_bytes,
+    values_of,
+)
+
+# The 16 values of NF4, as arXiv:2305.14314 prints them in appendix E.
+TABLE = [
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+]
+
+
+def reference(weight, absmax):
+    """NF4 of ``weight``, block by block and value by value, with these scales to unpack by."""
+    table = torch.tensor(TABLE)
+    bounds = (table[1:] + table[:-1]) / 2
+    blocks = weight.float().flatten().split(64)
+    values = []
+    for block, scale in zip(blocks, absmax, strict=True):
+        nearest = [int((value > bounds).sum()) for value in block * (1 / block.abs().max())]
+        values.append(table[nearest] * scale)
+    return torch.cat(values).view(weight.shape)
+
+
+def drawn(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("shape", [(8, 64), (6, 40), (7, 33)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_values_are_those_of_the_paper(shape, dtype):
+    weight = drawn(*shape, dtype=dtype)
+    held = quantize(weight, dtype=dtype)
+    expected = reference(weight, state_of(held).absmax())
+    assert torch.equal(values_of(held), expected.to(dtype))
+    assert torch.equal(values_of(held, torch.float32), expected)
+    largest = torch.stack([block.abs().max() for block in weight.float().flatten().split(64)])
+    torch.testing.assert_close(state_of(held).absmax(), largest, atol=0.02, rtol=0)
+
+
+def test_a_weight_takes_four_bits_and_an_eighth():
+    weight = drawn(512, 512)
+    held = quantize(weight, dtype=torch.bfloat16)
+    table = 4 * 256 * 8 / weight.numel()  # of the codes of scales, once for each weight
+    assert stored_bytes(held) * 8 / weight.numel() == pytest.approx(4.127 + table, abs=1e-3)
+    assert value_bytes([held, nn.Parameter(weight)]) == 2 * weight.numel()
+    assert full_shape(held) == weight.shape
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_shapes_on_the_meta_device_are_those_of_values(transposed):
+    weight = drawn(24, 40)
+    real = quantize(weight, dtype=torch.bfloat16, transposed=transposed)
+    empty = quantize(weight.to("meta"), dtype=torch.bfloat16, transposed=transposed)
+    assert stored_bytes(empty) == stored_bytes(real)
+    assert full_shape(empty) == full_shape(real) == weight.shape
+
+
+def pair_of_layers(kind, dtype=torch.float32):
+    """A layer in NF4, and a plain one of the same values."""
+    torch.manual_seed(0)
+    plain = (Conv1D(24, 40) if kind == "conv1d" else nn.Linear(40, 24)).to(dtype)
+    nn.init.normal_(plain.bias)
+    transposed = kind == "conv1d"
+    shape = copy.deepcopy(plain).to("meta")
+    held = NF4Linear(shape, transposed=transposed, dtype=dtype)
+    held.weight = quantize(plain.weight.detach(), dtype=dtype, transposed=transposed)
+    held.bias = nn.Parameter(plain.bias.detach().clone())
+    with torch.no_grad():
+        plain.weight.copy_(values_of(held.weight))
+    return held, plain
+
+
+def outcome(layer, x):
+    """Output, and gradients of the input and of what trains."""
+    x = x.clone().requires_grad_(True)
+    output = layer(x)
+    output.backward(drawn(*output.shape, seed=5).to(output.dtype))
+    trained = [p.grad for p in layer.parameters() if p.requires_grad]
+    return [output.detach(), x.grad, *trained]
+
+
+def bare(layer):
+    layer.requires_grad_(False)
+    return layer
+
+
+def adapted(layer):
+    layer = LoraLinear(bare(layer), r=4, scaling=0.5)
+    with torch.no_grad():
+        layer.lora_A.copy_(drawn(*layer.lora_A.shape, seed=2))
+        layer.lora_B.copy_(drawn(*layer.lora_B.shape, seed=3))
+    return layer
+
+
+def disabled(layer):
+    layer = adapted(layer)
+    layer.enabled = False
+    layer.requires_grad_(False)
+    return layer
+
+
+def with_bias(layer):
+    layer = TrainedBias(bare(layer))
+    layer.trained_bias = nn.Parameter(drawn(24))
+    return layer
+
+
+WRAPPERS = {"bare": bare, "adapted": adapted, "disabled": disabled, "bias": with_bias}
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv1d"])
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_layers_compute_what_they_do_on_the_values(kind, wrap):
+    held, plain = pair_of_layers(kind)
+    codes = held.weight.detach().clone()
+    x = drawn(2, 3, 40, seed=1)
+    for found, expected in zip(outcome(wrap(held), x), outcome(wrap(plain), x), strict=True):
+        if kind == "linear":
+            assert torch.equal(found, expected)
+        else:  # the product of a transposed copy
+            torch.testing.assert_close(found, expected)
+    assert torch.equal(held.weight, codes)
+
+
+def test_a_layer_trained_in_full_is_a_float32_copy_of_the_values():
+    held, _ = pair_of_layers("linear", torch.bfloat16)
+    trained = TrainedModule(nn.Sequential(held)).trained
+    assert [p.dtype for p in trained.parameters()] == [torch.float32] * 2
+    assert torch.equal(trained[0].weight, values_of(held.weight, torch.float32))
+    assert not any(is_quantized(p) for p in trained.parameters())
+
+
+def test_a_packed_conv1d_is_not_trained_in_full():
+    held, _ = pair_of_layers("conv1d")
+    with pytest.raises(ValueError, match="--modules_to_save: a Conv1D layer in 4 bits"):
+        TrainedModule(held)
+
+
+def test_nothing_but_codes_is_kept_for_the_backward_pass():
+    held, _ = pair_of_layers("linear")
+    layer, x, kept = adapted(held), drawn(3, 40).requires_grad_(True), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        layer(x)
+    assert not [t for t in kept if t.shape in ((24, 40), (40, 24)) and t.is_floating_point()]
