@@ -71,8 +71,8 @@ def report(argv: list[str]) -> None:
     """Run ``dschat-lora report``."""
     parser = Parser(
         "dschat-lora report",
-        "Write one page about runs: verdict, curves, samples, cost, settings. Runs of one stage share "
-        "their charts.",
+        "Write one page about runs: verdict, curves, samples, cost, settings. Runs of one stage "
+        "share their charts.",
         "examples:\n  dschat-lora report output/sft output/reward output/rlhf",
     )
     parser.add_argument("runs", metavar="RUN", nargs="+", help="output directory of a run")

@@ -68,7 +68,9 @@ def _sample(prompt: str, answers: Sequence[tuple[str, str]]) -> str:
 def rollouts_section(stories: Sequence[StageStory], group: int) -> str:
     """Responses of training: a search for the script, and a few that need none."""
     parts = [
-        f"<h3>Responses of training</h3>{_browser(group)}" if any(s.rollouts for s in stories) else ""
+        f"<h3>Responses of training</h3>{_browser(group)}"
+        if any(s.rollouts for s in stories)
+        else ""
     ]
     for story in stories:
         if not story.rollouts:
@@ -133,13 +135,17 @@ def _for_search(story: StageStory, row: Rollout, runs: int) -> dict[str, Any]:
     known = {k: _rounded(row.get(k)) for k in ("reward", "advantage", "kl")}
     name = f"{story.label}: " if runs > 1 else ""
     tokens = {k: _list(row[k]) for k in _TOKEN_FIELDS if isinstance(row.get(k), list)}
-    return known | tokens | {
-        "iteration": row["iteration"],
-        "prompt": row["prompt"].strip(),
-        "response": row["response"].strip(),
-        "cut": not row.get("ended"),
-        "words": name + rollout_words(row),
-    }
+    return (
+        known
+        | tokens
+        | {
+            "iteration": row["iteration"],
+            "prompt": row["prompt"].strip(),
+            "response": row["response"].strip(),
+            "cut": not row.get("ended"),
+            "words": name + rollout_words(row),
+        }
+    )
 
 
 def _list(values: Iterable[Any]) -> list[Any]:

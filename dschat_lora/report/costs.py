@@ -104,7 +104,9 @@ def measured_peak(story: StageStory) -> float:
 def _memory(stages: Sequence[StageStory]) -> str:
     """The parts of the estimate, its peak, and the peak that was measured."""
     used = [story for story in stages if measured_peak(story) or story.part("memory")]
-    known = [(k, label) for k, label in _MEMORY if any(amount(s.part("memory").get(k)) for s in used)]
+    known = [
+        (k, label) for k, label in _MEMORY if any(amount(s.part("memory").get(k)) for s in used)
+    ]
     rows = []
     for story in used:
         peak, estimates = measured_peak(story), story.part("memory")

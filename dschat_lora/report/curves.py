@@ -78,10 +78,12 @@ def charts_section(charts: Sequence[Chart], flat: Sequence[str], *, first: int) 
             rows,
             kind="numbers",
         )
-        parts.append(f'<details class="open" open><summary>Curves as numbers</summary>{table}</details>')
+        parts.append(
+            f'<details class="open" open><summary>Curves as numbers</summary>{table}</details>'
+        )
     if flat:
         items = "".join(f"<li>{safe(words)}</li>" for words in flat)
-        parts.append(f'<div class="flat"><h3>In a line</h3><ul>{items}</ul></div>')
+        parts.append(f'<div class="flat"><h3>Without a chart</h3><ul>{items}</ul></div>')
     return "".join(parts)
 
 

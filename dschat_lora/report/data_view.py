@@ -36,9 +36,11 @@ def data_section(story: StageStory) -> str:
         if amount(audit.get(name))
     ]
     examples = audit.get("bad_row_examples")
-    bad = "".join(
-        f"<li><bdi>{safe(each)}</bdi></li>" for each in examples[:20]
-    ) if isinstance(examples, list) else ""
+    bad = (
+        "".join(f"<li><bdi>{safe(each)}</bdi></li>" for each in examples[:20])
+        if isinstance(examples, list)
+        else ""
+    )
     parts = [
         html_table(["data", "what"], rows, kind="settings"),
         _lengths(audit),

@@ -1,4 +1,4 @@
-"""report.html: verdict, curves, samples, cost and settings of runs in one file that fetches nothing.
+"""report.html: verdict, curves, samples, cost and settings of runs in one file without network.
 
 Scripts and styles stand in the file and run by their hashes alone. What comes from data is escaped
 text, or JSON that no parser of HTML takes for anything else.
@@ -16,7 +16,6 @@ from dschat_lora.report.answers import answers_section, rollout_data, rollouts_s
 from dschat_lora.report.costs import time_section
 from dschat_lora.report.curves import Chart, chart_data, charts_of, charts_section
 from dschat_lora.report.data_view import data_section
-from dschat_lora.report.log import jsonable
 from dschat_lora.report.markup import duration, html_table, safe, short, value_text
 from dschat_lora.report.settings import differences, settings_section
 from dschat_lora.report.story import StageStory
@@ -101,9 +100,7 @@ def page(title: str, items: str, body: str, *, data: Mapping[str, object] | None
     ]
     sections = f'<nav aria-label="Sections"><ul>{items}</ul></nav>' if items else ""
     run = "".join(f"<script>{script}</script>" for script in scripts)
-    embedded = (
-        f'<script type="application/json" id="data">{_json(data)}</script>' if data else ""
-    )
+    embedded = f'<script type="application/json" id="data">{_json(data)}</script>' if data else ""
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{"; ".join(rules)}">'
@@ -127,7 +124,7 @@ def _hash(text: str) -> str:
 
 def _json(value: object) -> str:
     """JSON without a character that could end or begin an element."""
-    text = json.dumps(jsonable(value), separators=(",", ":"))
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.translate({ord(each): f"\\u{ord(each):04x}" for each in "<>&"})
 
 
@@ -153,7 +150,9 @@ def _card(story: StageStory) -> str:
     """The verdict on a run."""
     outcome = outcome_of(story)
     name = TITLES.get(story.name, story.name)
-    label = "" if story.label in ("", story.name) else f" <small><bdi>{safe(story.label)}</bdi></small>"
+    label = (
+        "" if story.label in ("", story.name) else f" <small><bdi>{safe(story.label)}</bdi></small>"
+    )
     changes = "".join(f"<li>{safe(change.words)}</li>" for change in changes_of(story))
     wrong = "".join(
         f"<li><bdi>{safe(text)}</bdi>{f' <small>{safe(where)}</small>' if where else ''}</li>"

@@ -108,6 +108,6 @@ def html_table(
     )
     title = f"<caption>{safe(caption)}</caption>" if caption else ""
     return (
-        f'<div class="scroll" tabindex="0"><table class="{kind}">{title}<thead><tr>{head}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
+        f'<div class="scroll" tabindex="0"><table class="{kind}">{title}'
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )

@@ -154,6 +154,8 @@ def flat_words(metric: Metric, curves: Sequence[Curve], names: Sequence[str]) ->
         return None
     if len({short(value) for curve in curves for _, value in curve.finite}) == 1:
         return f"{metric.title}: {short(curves[0].finite[0][1])}{unit}"
+    if len(curves) == 1:
+        return f"{metric.title}: {_ends(curves[0])}{unit}"
     each = (f"{name} {_ends(curve)}" for name, curve in zip(names, curves, strict=True))
     return f"{metric.title}: {', '.join(each)}{unit}"
 

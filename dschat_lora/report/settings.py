@@ -52,7 +52,9 @@ def differences(stories: Sequence[StageStory]) -> str:
     names = dict.fromkeys(name for story in stories for name in story.config if name not in _OWN)
     rows = []
     for name in names:
-        values = [value_text(story.config[name]) if name in story.config else "-" for story in stories]
+        values = [
+            value_text(story.config[name]) if name in story.config else "-" for story in stories
+        ]
         if len(set(values)) > 1:
             rows.append([name, *values])
     if not rows:

@@ -73,12 +73,14 @@ def what_was_trained(story: StageStory) -> str:
     how = f"LoRA of rank {rank:.0f}" if rank > 0 else "All weights" if rank == 0 else "Weights"
     trained, total = (number(story.part("parameters").get(k)) for k in ("trainable", "total"))
     share = f" ({trained:,.0f} of {total:,.0f} parameters)" if total > 0 and trained >= 0 else ""
-    algorithm = f", by {config['algorithm'].upper()}" if isinstance(config.get("algorithm"), str) else ""
+    algorithm = (
+        f", by {config['algorithm'].upper()}" if isinstance(config.get("algorithm"), str) else ""
+    )
     words = f"{how} on {value_text(base or 'the bundled tiny model')}{share}{algorithm}"
     if samples := amount(audit.get("train_samples")):
         words += f"; {samples:,.0f} {audit.get('kind', 'samples')} to train on"
     epochs = max((amount(line.get("epoch")) for line in story.train), default=0.0)
-    passes = f", {short(epochs)} passes over them" if epochs else ""
+    passes = f", {short(epochs)} epochs" if epochs else ""
     return f"{words}; {story.steps:,.0f} optimizer steps{passes}."
 
 
@@ -104,12 +106,18 @@ def _change(
     outcome = "unclear" if not clear else "learned" if gain * better > 0 else "worse"
     verb = ("rose" if gain > 0 else "fell") if clear else "hardly changed:"
     scale, unit = (100.0, " %") if share else (1.0, "")
-    ends = [
-        short(scale * value) + ("" if math.isnan(e) else f" \u00b1 {scale * e:.2g}") + unit
-        for value, e in zip((before, after), errors, strict=True)
-    ]
+    pairs = zip((before, after), errors, strict=True)
+    ends = [_with_error(scale * value, scale * e) + unit for value, e in pairs]
     how = "" if math.isnan(error) or not error else f", {abs(gain) / error:.1f} standard errors"
     return Change(f"{words} {verb} from {ends[0]} to {ends[1]}{how}.", outcome)
+
+
+def _with_error(value: float, error: float) -> str:
+    """A value and its standard error, to two digits of that."""
+    if math.isnan(error) or error <= 0:
+        return short(value)
+    decimals = max(0, 1 - math.floor(math.log10(error)))
+    return f"{value:,.{decimals}f} \u00b1 {error:.{decimals}f}"
 
 
 def cost(story: StageStory) -> str:
@@ -128,7 +136,7 @@ def doubts(story: StageStory) -> list[tuple[str, str]]:
     """What looks wrong and what to do, with where it was seen; of each text once."""
     found: dict[str, list[str]] = {note: [] for note in story.notes}
     status = str(story.facts.get("status", "unknown"))
-    if status not in ("finished", "running"):
+    if status not in ("finished", "running", "unknown"):
         found[f"The run ended so: {status}"] = []
     for line in story.events:
         text = ": ".join(value_text(line[name]) for name in ("event", "message") if name in line)
@@ -137,9 +145,7 @@ def doubts(story: StageStory) -> list[tuple[str, str]]:
     found |= {text: [] for text in (*_of_training(story), *_of_data(story))}
     rows = [(text[:1].upper() + text[1:], _where(steps)) for text, steps in found.items()]
     more = len(rows) - MOST_REMARKS
-    return rows[:MOST_REMARKS] + (
-        [(f"and {more:,} more in metrics.jsonl", "")] if more > 0 else []
-    )
+    return rows[:MOST_REMARKS] + ([(f"and {more:,} more in metrics.jsonl", "")] if more > 0 else [])
 
 
 def _where(steps: Sequence[str]) -> str:
