@@ -16,7 +16,8 @@ from dschat_lora.report.story import StageStory
 
 MOST_SAMPLES = 20
 SHOWN_ROLLOUTS = 5  # of each selection
-MOST_BYTES = 400_000  # of responses that a page can search, all runs together
+MOST_BYTES = 400_000  # of responses that a page can search, all runs of a stage together
+MOST_CHARACTERS = 4000  # of a text, of all runs together
 ROLLOUT_TITLES = {
     "best": "Highest reward",
     "worst": "Lowest reward",
@@ -41,7 +42,8 @@ def answers_section(stages: Sequence[StageStory]) -> str:
     if not prompts:
         return ""
     parts = ['<section id="answers"><h2>Answers to held-out prompts</h2>']
-    parts += [_sample(prompt, answers) for prompt, answers in [*prompts.items()][:MOST_SAMPLES]]
+    most = MOST_CHARACTERS // len(stages)
+    parts += [_sample(prompt, prompts[prompt], most) for prompt in [*prompts][:MOST_SAMPLES]]
     if len(prompts) > MOST_SAMPLES:
         parts.append(f"<p>and {len(prompts) - MOST_SAMPLES:,} more in run.json</p>")
     return "".join([*parts, "</section>\n"])
@@ -52,15 +54,21 @@ def _short_name(story: StageStory, stages: Sequence[StageStory]) -> str:
     return story.name if alone else story.label
 
 
-def _sample(prompt: str, answers: Sequence[tuple[str, str]]) -> str:
+def _cut(text: str, most: int) -> str:
+    """A text without the space around it, and what it lacks if it is longer than ``most``."""
+    text = text.strip()
+    return text if len(text) <= most else f"{text[:most]} ... ({len(text) - most:,} more)"
+
+
+def _sample(prompt: str, answers: Sequence[tuple[str, str]], most: int) -> str:
     """A prompt, and under it its answers with what is said of each."""
     columns = "".join(
         f'<div><div class="when">{safe(when)}</div>'
-        f'<div class="text" dir="auto">{safe(answer.strip() or "(empty)")}</div></div>'
+        f'<div class="text" dir="auto">{safe(_cut(answer, most) or "(empty)")}</div></div>'
         for when, answer in answers
     )
     return (
-        f'<div class="sample"><div class="text" dir="auto">{safe(prompt.strip())}</div>'
+        f'<div class="sample"><div class="text" dir="auto">{safe(_cut(prompt, most))}</div>'
         f'<div class="answers">{columns}</div></div>'
     )
 
@@ -83,7 +91,8 @@ def rollouts_section(stories: Sequence[StageStory], group: int) -> str:
             for row in rows:
                 answer = (rollout_words(row), row["response"])
                 by_prompt.setdefault(row["prompt"], []).append(answer)
-            shown = "".join(map(_sample, by_prompt, by_prompt.values()))
+            most = MOST_CHARACTERS // len(stories)
+            shown = "".join(_sample(prompt, by_prompt[prompt], most) for prompt in by_prompt)
             parts.append(
                 f"<details><summary>{ROLLOUT_TITLES[selection]}</summary>{shown}</details>"
             )
@@ -123,7 +132,8 @@ def rollout_data(stories: Sequence[StageStory]) -> list[dict[str, Any]]:
 
 def _size(row: Rollout) -> int:
     """About as many bytes as the JSON of a row."""
-    return 150 + len(json.dumps([row["prompt"], row["response"]])) + 12 * len(_numbers_of(row))
+    texts = [_cut(row[name], MOST_CHARACTERS) for name in ("prompt", "response")]
+    return 150 + len(json.dumps(texts)) + 12 * len(_numbers_of(row))
 
 
 def _numbers_of(row: Rollout) -> list[Any]:
