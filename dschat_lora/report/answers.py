@@ -32,7 +32,7 @@ def answers_section(stages: Sequence[StageStory]) -> str:
     for story in stages:
         for each in story.answers:
             when, prompt, answer = (str(each.get(k, "")) for k in ("when", "prompt", "answer"))
-            name = when if len(stages) == 1 else f"{when} {_short_name(story, stages)}"
+            name = when if len(stages) == 1 else f"{when} {story.label or story.name}"
             answers = prompts.setdefault(prompt, [])
             # What a stage begins with is what the one before has ended with.
             if when == "before" and answers and answers[-1][1] == answer:
@@ -47,11 +47,6 @@ def answers_section(stages: Sequence[StageStory]) -> str:
     if len(prompts) > MOST_SAMPLES:
         parts.append(f"<p>and {len(prompts) - MOST_SAMPLES:,} more in run.json</p>")
     return "".join([*parts, "</section>\n"])
-
-
-def _short_name(story: StageStory, stages: Sequence[StageStory]) -> str:
-    alone = sum(each.name == story.name for each in stages) == 1
-    return story.name if alone else story.label
 
 
 def _cut(text: str, most: int) -> str:
@@ -150,8 +145,8 @@ def _for_search(story: StageStory, row: Rollout, runs: int) -> dict[str, Any]:
         | tokens
         | {
             "iteration": row["iteration"],
-            "prompt": row["prompt"].strip(),
-            "response": row["response"].strip(),
+            "prompt": _cut(row["prompt"], MOST_CHARACTERS),
+            "response": _cut(row["response"], MOST_CHARACTERS),
             "cut": not row.get("ended"),
             "words": name + rollout_words(row),
         }

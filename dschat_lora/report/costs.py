@@ -55,7 +55,7 @@ def time_section(stages: Sequence[StageStory]) -> str:
 
 
 def _name(story: StageStory) -> str:
-    return story.name if story.label in ("", story.name) else f"{story.name}, {story.label}"
+    return f"{story.name}, {story.label}" if story.label else story.name
 
 
 def _phase_rows(story: StageStory) -> list[list[str]]:

@@ -50,6 +50,9 @@ def charts_of(stories: Sequence[StageStory], group: int) -> tuple[list[Chart], l
     warnings = (e for story in stories for e in story.events if e.get("event") == "warning")
     marks = sorted({s for e in warnings if not math.isnan(s := number(e.get("step")))})
     for metric in (*METRICS, *further_metrics(stories)):
+        of_policy = any("policy_loss" in line for story in stories for line in story.train[:1])
+        if metric.train == "loss" and of_policy:
+            continue  # the same under another name
         if not (curves := curves_of(stories, metric)):
             continue
         if words := flat_words(metric, curves, [_name(curve, names) for curve in curves]):

@@ -8,7 +8,9 @@ import base64
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -61,6 +63,8 @@ def render_report(title: str, stages: Sequence[StageStory], tables: Mapping[str,
     ``stages`` are in the order they ran, runs of one stage in a section of their own; ``tables``
     are by caption.
     """
+    counts = Counter(story.name for story in stages)
+    stages = [story if counts[story.name] > 1 else replace(story, label="") for story in stages]
     groups: dict[str, list[StageStory]] = {}
     for story in stages:
         groups.setdefault(story.name, []).append(story)
@@ -150,9 +154,7 @@ def _card(story: StageStory) -> str:
     """The verdict on a run."""
     outcome = outcome_of(story)
     name = TITLES.get(story.name, story.name)
-    label = (
-        "" if story.label in ("", story.name) else f" <small><bdi>{safe(story.label)}</bdi></small>"
-    )
+    label = f" <small><bdi>{safe(story.label)}</bdi></small>" if story.label else ""
     changes = "".join(f"<li>{safe(change.words)}</li>" for change in changes_of(story))
     wrong = "".join(
         f"<li><bdi>{safe(text)}</bdi>{f' <small>{safe(where)}</small>' if where else ''}</li>"

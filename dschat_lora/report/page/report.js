@@ -78,7 +78,8 @@
   const show_values = (plot, chart, place, runs) => {
     const at = plot.cursor.idx;
     place.replaceChildren();
-    if (at === null || at === undefined) return;
+    // Charts beside it show where the pointer is, and no values.
+    if (at === null || at === undefined || !plot.over.matches(":hover")) return;
     const steps = plot.data[0];
     place.append(element("b", `step ${short(steps[at])}  `));
     plot.series.forEach((series, n) => {
@@ -87,7 +88,7 @@
       if (found === null) return;
       const where = found === at ? "" : ` (step ${short(steps[found])})`;
       const error = series.curve.e && series.curve.e[series.curve.x.indexOf(steps[found])];
-      const text = short(plot.data[n][found]) + (error ? ` \u00b1 ${short(error)}` : "");
+      const text = short(plot.data[n][found]) + (error ? ` \u00b1 ${short(+error.toPrecision(2))}` : "");
       const part = element("span", `${series.curve.name} ${text}${where}`);
       part.classList.add(`c${hue(chart, series.curve, runs)}`);
       place.append(part);
