@@ -94,7 +94,9 @@ def page(title: str, items: str, body: str, *, data: Mapping[str, object] | None
     With ``data``, JSON, it has the script that draws them.
     """
     style = "".join(_asset(name) for name in ("uPlot.min.css", "report.css"))
-    scripts = [_asset(name) for name in ("uPlot.iife.min.js", "report.js")] if data else []
+    # With its licence, which every copy of the library carries.
+    library = f"/*\n{_asset('uPlot.LICENSE')}\n*/\n{_asset('uPlot.iife.min.js')}"
+    scripts = [library, _asset("report.js")] if data else []
     rules = [
         "default-src 'none'",
         f"script-src {' '.join(map(_hash, scripts)) or chr(39) + 'none' + chr(39)}",
