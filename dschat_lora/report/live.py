@@ -37,8 +37,11 @@ class LiveReport:
         if self._due is not None:
             self._due = now + max(LEAST_SECONDS, PAUSE * took)
 
-    def write(self, metrics: str | None = None) -> None:
-        """Write the page, of ``metrics``, the content of metrics.jsonl, or else of the file."""
+    def write(self, metrics: str | None = None, *, quiet: bool = False) -> None:
+        """Write the page, of ``metrics``, the content of metrics.jsonl, or else of the file.
+
+        ``quiet`` after a failure that is told already, and that may be the disk's.
+        """
         if self._due is None:
             return
         try:
@@ -47,4 +50,5 @@ class LiveReport:
             write_report(self._directory / FILE, html)
         except Exception as error:  # noqa: BLE001 - whatever a page lacks, training goes on
             self._due = None
-            note(f"{self._directory / FILE} cannot be written: {error!r}")
+            if not quiet:
+                note(f"{self._directory / FILE} cannot be written: {error!r}")

@@ -227,7 +227,7 @@ def _record_end(error: BaseException, run: Run[object] | None) -> None:
 def _write_report(run: Run[object] | None) -> None:
     """Let the page say how a run with something to show ended; another run's page stays."""
     if run is not None and run.report is not None and run.record.is_open and run.log.has_lines:
-        run.report.write()
+        run.report.write(quiet=True)
 
 
 def _fail_if_expected(error: BaseException, ending: Ending) -> None:

@@ -88,6 +88,15 @@ def test_reading_the_log_does_not_unlock_the_run(tmp_path):
     assert "another run is writing to" in ended.stderr
 
 
+def test_after_a_failure_that_is_told_nothing_more_is_said(tmp_path, capsys):
+    _, log, report = begin(tmp_path, Clock())
+    (tmp_path / FILE).mkdir()
+    with log:
+        write(log, 1)
+    report.write(quiet=True)
+    assert capsys.readouterr().err == ""
+
+
 def test_a_page_that_cannot_be_written_is_said_once_and_the_run_goes_on(tmp_path, capsys):
     clock = Clock()
     _, log, report = begin(tmp_path, clock)
