@@ -123,9 +123,7 @@ class RunLog:
         # Through this very descriptor: closing any other one of the file would drop the lock.
         reader = self._file.buffer
         reader.seek(0)
-        content = reader.read().decode("utf-8", errors="replace")
-        self._file.seek(0, os.SEEK_END)
-        return content
+        return reader.read().decode("utf-8", errors="replace")
 
     def sync(self) -> None:
         """Sync the files to disk.

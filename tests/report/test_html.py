@@ -414,6 +414,11 @@ def test_the_curves_of_each_stage_are_drawn_under_names_a_person_knows():
     drawn = titles(dict.fromkeys(fields, 0.25), {"rule_score": 0.5, "tokens": 5})
     assert len(drawn) == len(fields) + 1
     assert drawn[-1] == "Held-out rule score"
+    # Those that are folded come last.
+    assert titles({"kl_coef": 1.0, "entropy": 1.0}, {}) == [
+        "Entropy of the policy",
+        "KL coefficient",
+    ]
 
 
 def test_shares_are_drawn_in_percent():
