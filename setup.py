@@ -56,7 +56,7 @@ setup(
     package_data={
         "dschat_lora": [
             *("assets/**/*", "assets/*.md", "configs/**/*", "configs/*/*"),
-            *("serving/page/*", "py.typed"),
+            *("report/page/*", "serving/page/*", "py.typed"),
         ]
     },
     install_requires=[

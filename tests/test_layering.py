@@ -39,8 +39,8 @@ FLOORS = [
         "report": Room(
             "",
             "torch tqdm trackio wandb",
-            "answers charts costs directory html markup rollout_file rollout_view story style "
-            "terminal trackers",
+            "answers costs curves data_view directory html markup metrics rollout_file "
+            "rollout_view settings story terminal trackers verdict",
         ),
     },
     {

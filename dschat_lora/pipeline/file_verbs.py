@@ -20,7 +20,7 @@ from dschat_lora.config.verbs import (
 )
 from dschat_lora.report.html import render_report, write_report
 from dschat_lora.report.rollout_view import show_rollouts
-from dschat_lora.report.story import read_story
+from dschat_lora.report.story import read_stories
 from dschat_lora.report.terminal import log_once, to_json
 from dschat_lora.rlhf.builtin_rewards import is_builtin
 from dschat_lora.rlhf.config import RewardsConfig
@@ -71,7 +71,8 @@ def report(argv: list[str]) -> None:
     """Run ``dschat-lora report``."""
     parser = Parser(
         "dschat-lora report",
-        "Write one page about runs: curves, results, time, settings.",
+        "Write one page about runs: verdict, curves, samples, cost, settings. Runs of one stage "
+        "share their charts.",
         "examples:\n  dschat-lora report output/sft output/reward output/rlhf",
     )
     parser.add_argument("runs", metavar="RUN", nargs="+", help="output directory of a run")
@@ -85,7 +86,7 @@ def report(argv: list[str]) -> None:
             raise ValueError(f"{home} holds no run.json: it is not the output directory of a run")
     path = Path(chosen["output_path"] or homes[0] / "report.html").expanduser()
     title = ", ".join(home.resolve().name for home in homes)
-    write_report(path, render_report(title, [read_story(home) for home in homes], {}))
+    write_report(path, render_report(title, read_stories(homes), {}))
     log_once(f"report: {path}")
 
 

@@ -5,7 +5,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -47,6 +47,8 @@ class RunLog:
         self._bar: tqdm[Any] | None = None
         self._remaining: RemainingTime | None = None
         self._num_lines = 0
+        #: called after each line
+        self.on_line: Callable[[], None] = lambda: None
         #: the first error of the disk, after which nothing more is written
         self.failure: OSError | None = None
         if not active or output_dir is None:
@@ -54,6 +56,11 @@ class RunLog:
         self._file = open_alone(output_dir / "metrics.jsonl")
         if not earlier:
             self.rewind(num_lines=0, seconds=0.0, step=0)
+
+    @property
+    def has_lines(self) -> bool:
+        """Whether the file holds a line."""
+        return self._num_lines > 0
 
     @property
     def position(self) -> dict[str, float]:
@@ -107,6 +114,16 @@ class RunLog:
                 tracker.add(step, numbers_of(kind, fields))
         except OSError as error:
             self.failure = named(error, Path(self._file.name))
+        self.on_line()
+
+    def text(self) -> str:
+        """The lines so far; empty if the log has no file."""
+        if self._file is None:
+            return ""
+        # Through this very descriptor: closing any other one of the file would drop the lock.
+        reader = self._file.buffer
+        reader.seek(0)
+        return reader.read().decode("utf-8", errors="replace")
 
     def sync(self) -> None:
         """Sync the files to disk.

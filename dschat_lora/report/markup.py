@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from html import escape
 
 HUGE = 1e100  # nothing in training is that large; sums of larger numbers would overflow
@@ -77,21 +77,37 @@ def value_text(value: object) -> str:
     return "none" if value is None else str(value)
 
 
+def meter(share: float, name: str) -> str:
+    """A bar that is ``share``, in [0, 1], of its full length, as HTML."""
+    return f'<meter value="{min(max(share, 0.0), 1.0):.4f}" aria-label="{safe(name)}"></meter>'
+
+
 def html_table(
-    header: Sequence[str], rows: Sequence[Sequence[str]], *, caption: str = "", kind: str = ""
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    caption: str = "",
+    kind: str = "",
+    markup: Collection[int] = (),
 ) -> str:
-    """A table whose first column names the rows; empty without rows."""
+    """A table whose first column names the rows; empty without rows.
+
+    Cells of the columns in ``markup`` are HTML, all others text.
+    """
     if not rows:
         return ""
     head = "".join(f'<th scope="col">{safe(cell)}</th>' for cell in header)
     body = "".join(
         f'<tr><th scope="row">{safe(row[0])}</th>'
-        f"{''.join(f'<td>{safe(cell)}</td>' for cell in row[1:])}</tr>"
+        + "".join(
+            f"<td>{cell if n in markup else safe(cell)}</td>" for n, cell in enumerate(row[1:], 1)
+        )
+        + "</tr>"
         for row in rows
         if row
     )
     title = f"<caption>{safe(caption)}</caption>" if caption else ""
     return (
-        f'<div class="scroll"><table class="{kind}">{title}<thead><tr>{head}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
+        f'<div class="scroll" tabindex="0"><table class="{kind}">{title}'
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )

@@ -1,8 +1,8 @@
-"""Results of a finished stage, read from run.json and metrics.jsonl for its report."""
+"""What a run left, or has written so far: run.json, metrics.jsonl, responses, checkpoints."""
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ class StageStory:
     events: Sequence[Mapping[str, Any]] = ()
     rollouts: Sequence[Mapping[str, Any]] = ()  # responses of step 3
     notes: Sequence[str] = ()  # on files and lines that cannot be read
+    label: str = ""  # what tells it from other runs of its stage
+    checkpoints: Sequence[tuple[str, int]] = ()  # directories on the disk, and their bytes
 
     def part(self, name: str) -> Mapping[str, Any]:
         """The object under ``name`` in run.json; empty if there is none."""
@@ -45,16 +47,43 @@ class StageStory:
         return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
 
     @property
+    def is_running(self) -> bool:
+        """Whether the run says that it has not ended; a killed one says so too."""
+        return self.facts.get("status") == "running"
+
+    @property
+    def steps(self) -> float:
+        """Optimizer steps made."""
+        return max((amount(line.get("step")) for line in self.train), default=0.0)
+
+    @property
     def seconds(self) -> float:
         """From the start of the run to its last line."""
         lines = [*self.train, *self.evals, *self.events]
         return max((amount(line.get("time")) for line in lines), default=0.0)
 
 
-def read_story(directory: Path) -> StageStory:
-    """The story of the run in ``directory``, as far as it can be read."""
+def read_stories(directories: Sequence[Path]) -> list[StageStory]:
+    """The stories of runs, labelled by as much of their paths as tells them apart."""
+    parts = [directory.resolve().parts for directory in directories]
+    depth = next(
+        (n for n in range(1, 6) if len({each[-n:] for each in parts}) == len(parts)),
+        max(map(len, parts), default=1),
+    )
+    return [
+        replace(read_story(directory), label="/".join(each[-depth:]))
+        for directory, each in zip(directories, parts, strict=True)
+    ]
+
+
+def read_story(directory: Path, *, metrics: str | None = None) -> StageStory:
+    """The story of the run in ``directory``, as far as it can be read.
+
+    ``metrics`` is the content of metrics.jsonl, for a process that must not open it.
+    """
     facts, notes = _read_record(directory / "run.json")
-    lines, more = _read_lines(directory / "metrics.jsonl")
+    path = directory / "metrics.jsonl"
+    lines, more = _read_lines(path) if metrics is None else _parse_lines(metrics, path)
     train, evals, events = (
         tuple(line for line in lines if line.get("kind") == kind)
         for kind in ("train", "eval", "event")
@@ -66,7 +95,28 @@ def read_story(directory: Path) -> StageStory:
             rollouts = read_rollouts(directory)
         except (ValueError, OSError) as error:
             more = [*more, str(error)]
-    return StageStory(name, facts, train, evals, events, rollouts, (*notes, *more))
+    return StageStory(
+        name,
+        facts,
+        train,
+        evals,
+        events,
+        rollouts,
+        (*notes, *more),
+        label=directory.resolve().name,
+        checkpoints=_checkpoints(directory / "checkpoints"),
+    )
+
+
+def _checkpoints(directory: Path) -> list[tuple[str, int]]:
+    """Name and bytes of each directory of a checkpoint."""
+    found = []
+    for path in sorted(directory.glob("step-*")) if directory.is_dir() else []:
+        try:
+            found.append((path.name, sum(f.stat().st_size for f in path.rglob("*") if f.is_file())))
+        except OSError:
+            continue  # a run that goes on has just deleted it
+    return found
 
 
 def _read_record(path: Path) -> tuple[dict[str, Any], list[str]]:
@@ -86,6 +136,10 @@ def _read_lines(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
         text = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return [], [f"{path} does not exist"]
+    return _parse_lines(text, path)
+
+
+def _parse_lines(text: str, path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     lines, bad = [], 0
     for line in filter(str.strip, text.split("\n")):
         try:

@@ -2,7 +2,8 @@
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import compress, repeat
 from typing import Any
 
 import torch
@@ -115,6 +116,10 @@ def _num_turns(response: Response) -> int:
     return 1 + sum(message["role"] == "assistant" for message in earlier)
 
 
+# Responses of an iteration whose advantages, KL and values are kept token by token.
+ROWS_BY_TOKEN = 4
+
+
 def rollout_rows(
     experience: Experience,
     targets: AdvantagesAndReturns | None,
@@ -126,7 +131,8 @@ def rollout_rows(
     """The first ``most`` responses for :class:`dschat_lora.report.rollouts.RolloutLog`.
 
     The advantage is the mean over a response's tokens. What is not known, such as the reward of a
-    response that does not count, is None.
+    response that does not count, is None. The first few have advantage, KL and value of each of the
+    actor's tokens under ``token_advantage`` and so on, beside ``tokens``.
     """
     count = min(most, len(experience.responses))
     lengths = experience.mask.sum(1).clamp(min=1)
@@ -137,7 +143,7 @@ def rollout_rows(
         columns["advantage"] = response_sums(targets.advantages, experience.mask) / lengths
     if experience.logprobs is not None:
         columns["kl"] = response_sums(experience.kl(), experience.mask)
-    table = torch.stack([column[:count].double() for column in columns.values()], dim=1).tolist()
+    table, by_token = _on_host(columns, _token_columns(experience, targets), count)
     rows = []
     for response, numbers in zip(experience.responses[:count], table, strict=True):
         known = {n: None if math.isnan(x) else x for n, x in zip(columns, numbers, strict=True)}
@@ -161,7 +167,47 @@ def rollout_rows(
                 "content": decode(response.last_turn, skip_special_tokens=True),
             }
             rows[-1]["messages"] = [*json.loads(response.earlier), last]
+    for row, (index, found) in zip(rows, enumerate(by_token), strict=False):
+        response = experience.responses[index]
+        tokens = list(compress(response.tokens, response.actor_mask or repeat(True)))
+        if row["reward"] is not None:
+            row["tokens"] = [decode([token]) for token in tokens]
+            row |= {name: values[: len(tokens)] for name, values in found.items()}
     return rows
+
+
+def _token_columns(
+    experience: Experience, targets: AdvantagesAndReturns | None
+) -> dict[str, Tensor]:
+    """(N, R) of what is known of each token of the responses, by name."""
+    known = {"token_advantage": None if targets is None else targets.advantages}
+    known["token_kl"] = None if experience.logprobs is None else experience.kl()
+    known["token_value"] = experience.values
+    return {name: column for name, column in known.items() if column is not None}
+
+
+def _on_host(
+    columns: Mapping[str, Tensor], of_tokens: Mapping[str, Tensor], count: int
+) -> tuple[list[list[float]], list[dict[str, list[float]]]]:
+    """Rows of the first ``count`` of (N,) columns and, of fewer, (N, R) columns by name.
+
+    The device is waited for once.
+    """
+    detailed = min(count, ROWS_BY_TOKEN)
+    parts = [torch.stack([column[:count].double() for column in columns.values()], dim=1)]
+    parts += [column[:detailed].double() for column in of_tokens.values()]
+    flat = iter(torch.cat([part.flatten() for part in parts]).tolist())
+    table, *tokens = (
+        [[next(flat) for _ in range(part.shape[1])] for _ in range(part.shape[0])] for part in parts
+    )
+    rounded = [
+        {
+            name: [float(f"{value:.4g}") for value in rows[row]]
+            for name, rows in zip(of_tokens, tokens, strict=True)
+        }
+        for row in range(detailed)
+    ]
+    return table, rounded
 
 
 def rewards_by_name(experience: Experience) -> dict[str, float]:

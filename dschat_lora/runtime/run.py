@@ -21,6 +21,7 @@ from dschat_lora.config.stages import StageConfig
 from dschat_lora.engine import peers
 from dschat_lora.engine.collectives import broadcast_string, on_rank_zero
 from dschat_lora.engine.distributed import form_grid, init_distributed, rank, shutdown, world_size
+from dschat_lora.report.live import LiveReport
 from dschat_lora.report.log import RunLog
 from dschat_lora.report.record import RunRecord, environment
 from dschat_lora.report.terminal import error_message
@@ -47,6 +48,7 @@ class Run(Generic[ConfigT_co]):
     directory: Path | None  # None for a dry run
     log: RunLog
     record: RunRecord
+    report: LiveReport | None = None  # of rank 0
     interrupts: Interrupts = field(default_factory=Interrupts)
     # what has to happen, or to be said, before the log is closed
     closing: ExitStack = field(default_factory=ExitStack)
@@ -148,13 +150,19 @@ def open_files(
         record.update({"world_size": world_size(), "config": flatten(config)})
         if directory is not None:
             log.say(f"output: {directory}")
-        run = ending.run = Run(name, config, directory, log, record)
+        report = None
+        if active and directory is not None:
+            report = LiveReport(directory, log)
+            log.on_line = report.refresh
+        run = ending.run = Run(name, config, directory, log, record, report)
         peers.on_loss(lambda words: _fate(run, words))
         with run.closing:
             yield run
         on_rank_zero(log.sync)
     record.update({"status": "finished"})
     on_rank_zero(record.check)
+    if report is not None:
+        report.write()
 
 
 @contextmanager
@@ -168,10 +176,12 @@ def ended_in_words() -> Iterator[Ending]:
             # What the frames of the stage hold, engines above all, must not outlive the group.
             traceback.clear_frames(error.__traceback__)
             shutdown()
+            _write_report(ending.run)
             raise
         if isinstance(error, Exception) and not isinstance(error, ValueError | OSError):
             peers.wait_for_verdict(error)
         _record_end(error, ending.run)
+        _write_report(ending.run)
         _fail_if_expected(error, ending)
         if isinstance(error, SystemExit) and error.code == 2 and ending.directory is not None:
             ending.directory.abandon()  # another process's mistake
@@ -212,6 +222,12 @@ def _record_end(error: BaseException, run: Run[object] | None) -> None:
     if run.interrupts.received and isinstance(error, SystemExit):
         status = f"interrupted by {name_of(run.interrupts.received)}"
     run.record.update({"status": status})
+
+
+def _write_report(run: Run[object] | None) -> None:
+    """Let the page say how a run with something to show ended; another run's page stays."""
+    if run is not None and run.report is not None and run.record.is_open and run.log.has_lines:
+        run.report.write(quiet=True)
 
 
 def _fail_if_expected(error: BaseException, ending: Ending) -> None:

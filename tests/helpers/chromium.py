@@ -102,6 +102,13 @@ class Page:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._call("Emulation.setEmulatedMedia", features=[scheme])
 
+    def allow_scripts(self, allowed):
+        """Whether pages that are opened from here on run their scripts."""
+        self._call("Emulation.setScriptExecutionDisabled", value=not allowed)
+
+    def move_mouse(self, x, y):
+        self._call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
     def open(self, url):
         self._call("Page.navigate", url=url)
 

@@ -8,8 +8,8 @@ import torch
 from dschat_lora.data.loader import Window
 from dschat_lora.rlhf.batch import Response
 from dschat_lora.rlhf.config import RewardsConfig
-from dschat_lora.rlhf.experience import Experience
-from dschat_lora.rlhf.metrics import importance_metrics, sampler_errors
+from dschat_lora.rlhf.experience import AdvantagesAndReturns, Experience
+from dschat_lora.rlhf.metrics import importance_metrics, rollout_rows, sampler_errors
 from dschat_lora.rlhf.pretraining import Pretraining
 from dschat_lora.rlhf.reward_shaping import clipped_rewards
 
@@ -38,6 +38,49 @@ def test_importance_weights_are_told_of_the_tokens_that_count():
     assert found["importance_weight"] == pytest.approx((0.5 + 1 + 2) / 3)
     assert found["importance_capped"] == pytest.approx(1 / 3)
     assert importance_metrics(None, experience.mask, 0.0) == {}
+
+
+def test_responses_are_kept_with_the_numbers_of_each_of_the_actors_tokens():
+    nan, actors = math.nan, (True, False, True)
+    responses = [
+        Response((1,), (2, 3), True, 0),
+        Response((1,), (4, 5, 6), False, 1, actor_mask=actors),
+        Response((1,), (7,), True, 2),
+    ]
+    mask = torch.tensor([[True, True], [True, True], [False, False]])
+    policy = torch.tensor([[-1.0, -2.0], [-3.0, -4.0], [0.0, 0.0]])
+    reference = torch.tensor([[-1.5, -2.0], [-2.0, -4.5], [0.0, 0.0]])
+    values = torch.tensor([[0.25, 0.5], [0.75, 1.0], [0.0, 0.0]])
+    scores = torch.tensor([1.0, 2.0, nan])
+    targets = AdvantagesAndReturns(torch.tensor([[1.0, -1.0], [2.0, -4.0], [0.0, 0.0]]), None)
+    experience = Experience(responses, mask, reference, scores, policy, values)
+
+    def decode(ids, **_):
+        return " ".join(map(str, ids))
+
+    rows = rollout_rows(experience, targets, decode, iteration=3, most=8)
+    assert [row["response"] for row in rows] == ["2 3", "4 5 6", "7"]
+    assert [row["reward"] for row in rows] == [1.0, 2.0, None]
+    assert [row["advantage"] for row in rows] == [0.0, -1.0, None]
+    assert [row["kl"] for row in rows] == [0.5, -0.5, None]
+    by_token = [{k: v for k, v in row.items() if k.startswith("token")} for row in rows]
+    assert by_token == [
+        {
+            "tokens": ["2", "3"],
+            "token_advantage": [1.0, -1.0],
+            "token_kl": [0.5, 0.0],
+            "token_value": [0.25, 0.5],
+        },
+        {
+            "tokens": ["4", "6"],
+            "token_advantage": [2.0, -4.0],
+            "token_kl": [-1.0, 0.5],
+            "token_value": [0.75, 1.0],
+        },
+        {},
+    ]
+    assert len(rollout_rows(experience, targets, decode, iteration=3, most=1)) == 1
+    assert rollout_rows(experience, None, decode, iteration=3, most=1)[0]["advantage"] is None
 
 
 def test_clipped_scores_are_told_whatever_the_penalty():

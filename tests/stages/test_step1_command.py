@@ -181,7 +181,7 @@ def test_the_built_in_chat_format_is_saved_as_a_template(title, home):
 
 def test_output_directory_holds_nothing_else(title, home):
     names = {path.name for path in (home / "output" / "sft").iterdir()}
-    assert names == {"run.json", "metrics.jsonl", "adapter", "checkpoints"}
+    assert names == {"run.json", "metrics.jsonl", "report.html", "adapter", "checkpoints"}
 
 
 # ---------------------------------------------------------------------------- own data, no launcher

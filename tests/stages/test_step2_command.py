@@ -251,7 +251,8 @@ def test_dpo_adapter_is_one_of_a_language_model(dpo):
 
 @stage_test
 def test_directories_hold_what_the_stage_writes_and_nothing_else(reward, dpo):
-    common = {"run.json", "metrics.jsonl", "adapter", "checkpoints", "tensorboard"}
+    common = {"run.json", "metrics.jsonl", "report.html"}
+    common |= {"adapter", "checkpoints", "tensorboard"}
     assert {path.name for path in reward[0].iterdir()} == common | {"model"}
     assert {path.name for path in dpo[0].iterdir()} == common
 

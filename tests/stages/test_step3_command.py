@@ -148,7 +148,7 @@ stage_test = pytest.mark.stage
 def test_directory_holds_what_the_stage_writes_and_nothing_else(finished):
     directory, ended = finished
     assert {path.name for path in directory.iterdir()} == {
-        *("run.json", "metrics.jsonl", "rollouts.jsonl.gz", "checkpoints"),
+        *("run.json", "metrics.jsonl", "report.html", "rollouts.jsonl.gz", "checkpoints"),
         *("actor", "critic", "actor_ema"),
     }
     for role in ("actor", "critic", "actor_ema"):

@@ -1,0 +1,201 @@
+"""Verdict on a run in sentences: what was trained, whether it learned, its cost, what looks wrong.
+
+A change counts where it exceeds twice its standard error, of runs of one evaluation set an upper
+bound; where no error is known, half a percent of the value.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dschat_lora.report.costs import measured_peak, phases_of
+from dschat_lora.report.markup import amount, duration, number, operations, short, value_text
+from dschat_lora.report.metrics import standard_error
+from dschat_lora.report.story import StageStory
+
+TITLES = {
+    "sft": "Supervised fine-tuning",
+    "reward": "Reward model",
+    "dpo": "Preference optimization",
+    "rlhf": "Reinforcement learning",
+    "glue": "GLUE",
+    "nlg": "Text generation from data",
+}
+# Field of evaluations, what a person calls it, the direction that is better, and whether a share.
+_RESULTS = (
+    ("perplexity", "Held-out perplexity", -1, False),
+    ("accuracy", "The share of held-out pairs ranked rightly", 1, True),
+    ("reward", "Held-out reward of sampled responses", 1, False),
+    ("greedy_reward", "Held-out reward of greedy responses", 1, False),
+    ("judge", "The judge's score of sampled responses", 1, False),
+    ("greedy_judge", "The judge's score of greedy responses", 1, False),
+)
+CLEAR_ERRORS, CLEAR_SHARE = 2.0, 0.005
+MOST_REMARKS = 50
+WORDS = {
+    "learned": "Learned",
+    "unclear": "No clear change",
+    "worse": "Got worse",
+    "mixed": "Mixed",
+    "running": "Running",
+    "failed": "Did not finish",
+    "unknown": "Not evaluated",
+}
+
+
+@dataclass(frozen=True)
+class Change:
+    """A held-out quantity before and after."""
+
+    words: str
+    outcome: str  # learned, unclear or worse
+
+
+def outcome_of(story: StageStory) -> str:
+    """The run in one of :data:`WORDS`."""
+    status = str(story.facts.get("status", "unknown"))
+    if story.is_running:
+        return "running"
+    if status.startswith(("failed", "interrupted")):
+        return "failed"
+    outcomes = {change.outcome for change in changes_of(story)}
+    if {"learned", "worse"} <= outcomes:
+        return "mixed"
+    return next((each for each in ("worse", "learned", "unclear") if each in outcomes), "unknown")
+
+
+def what_was_trained(story: StageStory) -> str:
+    """Model, method, data and steps in a sentence or two."""
+    config, audit = story.config, _audit(story)
+    base = next((v for k, v in config.items() if k.endswith("model_name_or_path")), None)
+    rank = number(next((v for k, v in config.items() if k.endswith("lora_dim")), None))
+    how = f"LoRA of rank {rank:.0f}" if rank > 0 else "All weights" if rank == 0 else "Weights"
+    trained, total = (number(story.part("parameters").get(k)) for k in ("trainable", "total"))
+    share = f" ({trained:,.0f} of {total:,.0f} parameters)" if total > 0 and trained >= 0 else ""
+    algorithm = (
+        f", by {config['algorithm'].upper()}" if isinstance(config.get("algorithm"), str) else ""
+    )
+    words = f"{how} on {value_text(base or 'the bundled tiny model')}{share}{algorithm}"
+    if samples := amount(audit.get("train_samples")):
+        words += f"; {samples:,.0f} {audit.get('kind', 'samples')} to train on"
+    epochs = max((amount(line.get("epoch")) for line in story.train), default=0.0)
+    passes = f", {short(epochs)} epochs" if epochs else ""
+    return f"{words}; {story.steps:,.0f} optimizer steps{passes}."
+
+
+def changes_of(story: StageStory) -> list[Change]:
+    """What the first and the last evaluation say of each result."""
+    found = []
+    for name, words, better, share in _RESULTS:
+        lines = [line for line in story.evals if not math.isnan(number(line.get(name)))]
+        if len(lines) > 1:
+            found.append(_change(words, [lines[0], lines[-1]], name, better, share=share))
+    return found
+
+
+def _change(
+    words: str, lines: Sequence[Mapping[str, Any]], name: str, better: int, *, share: bool
+) -> Change:
+    before, after = (number(line.get(name)) for line in lines)
+    errors = [standard_error(line, name) for line in lines]
+    error = math.hypot(*errors)
+    limit = CLEAR_SHARE * abs(before) if math.isnan(error) else CLEAR_ERRORS * error
+    gain = after - before
+    clear = abs(gain) > limit
+    outcome = "unclear" if not clear else "learned" if gain * better > 0 else "worse"
+    verb = ("rose" if gain > 0 else "fell") if clear else "hardly changed:"
+    scale, unit = (100.0, " %") if share else (1.0, "")
+    pairs = zip((before, after), errors, strict=True)
+    ends = [_with_error(scale * value, scale * e) + unit for value, e in pairs]
+    how = "" if math.isnan(error) or not error else f", {abs(gain) / error:.1f} standard errors"
+    return Change(f"{words} {verb} from {ends[0]} to {ends[1]}{how}.", outcome)
+
+
+def _with_error(value: float, error: float) -> str:
+    """A value and its standard error, to two digits of that."""
+    if math.isnan(error) or error <= 0:
+        return short(value)
+    decimals = max(0, 1 - math.floor(math.log10(error)))
+    return f"{value:,.{decimals}f} \u00b1 {error:.{decimals}f}"
+
+
+def cost(story: StageStory) -> str:
+    """Time, operations, throughput and memory in a sentence."""
+    flops = sum(each for _, each in phases_of(story).values())
+    parts = [f"It took {duration(story.seconds)}"]
+    parts += [f"{operations(flops)} of model arithmetic"] if flops else []
+    if rate := amount(story.part("throughput").get("tokens_per_second")):
+        parts.append(f"{rate:,.0f} tokens a second")
+    if peak := measured_peak(story):
+        parts.append(f"at most {peak / 2**30:.2f} GiB a device")
+    return ", ".join(parts) + "."
+
+
+def doubts(story: StageStory) -> list[tuple[str, str]]:
+    """What looks wrong and what to do, with where it was seen; of each text once."""
+    found: dict[str, list[str]] = {note: [] for note in story.notes}
+    status = str(story.facts.get("status", "unknown"))
+    if status not in ("finished", "running", "unknown"):
+        found[f"The run ended so: {status}"] = []
+    for line in story.events:
+        text = ": ".join(value_text(line[name]) for name in ("event", "message") if name in line)
+        text = text.removeprefix("warning: ")
+        found.setdefault(text, []).append(value_text(line.get("step", "?")))
+    found |= {text: [] for text in (*_of_training(story), *_of_data(story))}
+    rows = [(text[:1].upper() + text[1:], _where(steps)) for text, steps in found.items()]
+    more = len(rows) - MOST_REMARKS
+    return rows[:MOST_REMARKS] + ([(f"and {more:,} more in metrics.jsonl", "")] if more > 0 else [])
+
+
+def _where(steps: Sequence[str]) -> str:
+    if not steps:
+        return ""
+    more = f", ... ({len(steps):,} times)" if len(steps) > 5 else ""
+    return f"step {', '.join(steps[:5])}{more}"
+
+
+def _of_training(story: StageStory) -> list[str]:
+    """Signs in the curves that nothing warned of while they were drawn."""
+    found = []
+    losses = [(number(e.get("loss")), number(e.get("step"))) for e in story.evals]
+    losses = [each for each in losses if not math.isnan(each[0] + each[1])]
+    if len(losses) > 2 and losses[-1][0] > (low := min(losses))[0] * 1.02 and low[0] > 0:
+        found.append(
+            f"held-out loss was lowest, {short(low[0])}, at step {short(low[1])} and is "
+            f"{short(losses[-1][0])} at the end: later steps memorize the training data; train "
+            "fewer steps, or at a lower learning rate"
+        )
+    if skipped := sum(line.get("skipped") is True for line in story.train):
+        found.append(
+            f"{skipped:,} steps changed no weight because the gradient was not finite: lower the "
+            "learning rate, or use --dtype bf16"
+        )
+    cut = [number(line.get("truncated_fraction")) for line in story.train[-5:]]
+    if cut and (share := sum(cut) / len(cut)) > 0.3:
+        found.append(
+            f"{share:.0%} of the last responses are cut off: raise --max_answer_seq_len, or "
+            "--missing_eos_penalty if answers should be short"
+        )
+    return found
+
+
+def _of_data(story: StageStory) -> list[str]:
+    audit = _audit(story)
+    rows, found = amount(audit.get("train_rows")), []
+    cut = amount(audit.get("dropped_rows")) + amount(audit.get("truncated_rows"))
+    if rows and cut > 0.1 * rows:
+        found.append(
+            f"{cut:,.0f} of {rows:,.0f} training rows were dropped or cut at "
+            f"{short(number(audit.get('max_seq_len')))} tokens: raise the limit, or shorten them"
+        )
+    if bad := amount(audit.get("bad_rows")):
+        found.append(f"{bad:,.0f} rows could not be used: see Data")
+    if rows and not amount(audit.get("eval_samples")):
+        found.append("no row is held out, so nothing tells learning from memorizing")
+    return found
+
+
+def _audit(story: StageStory) -> Mapping[str, Any]:
+    audit = story.part("data").get("audit")
+    return audit if isinstance(audit, Mapping) else {}
