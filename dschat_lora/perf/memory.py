@@ -24,7 +24,6 @@ MAX_CHUNK_LOGITS = 2**25  # of the loss, on a GPU
 # Elements; stage3_max_reuse_distance and reduce_bucket_size of our defaults for DeepSpeed.
 REUSE_DISTANCE = 1_000_000_000
 BUCKET_SIZE = 50_000_000
-USABLE = 0.9  # of a device's memory; the rest is for temporaries and fragmentation
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,333 @@
+"""``dschat-lora plan``: stages planned one after another, and what is said of them."""
+
+import io
+import shlex
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import logging
+
+from dschat_lora.assets import BUNDLED_DATA
+from dschat_lora.config.options import command_line, flatten, option_names
+from dschat_lora.engine.distributed import planned_processes
+from dschat_lora.models.published import published_name
+from dschat_lora.perf.cards import Card
+from dschat_lora.pipeline.plan import EFFICIENCY, GENERATION, StagePlan, build_plan
+from dschat_lora.pipeline.plan_search import (
+    Change,
+    largest_rows,
+    recomputing_options,
+    resolved,
+    rows_of,
+    search,
+    with_recomputation,
+)
+from dschat_lora.pipeline.recipe import read_recipe
+from dschat_lora.pipeline.stages import STAGES
+from dschat_lora.pipeline.stand_ins import with_stand_ins
+from dschat_lora.pipeline.validation import check_stage, checked_stages
+from dschat_lora.report.markup import duration, operations
+from dschat_lora.report.terminal import log_once, table, to_json, wrapped
+
+GIB = 2**30
+_COLUMNS = ("weights", "adapters", "gradients", "moments", "activations", "logits", "gathered")
+# Of no consequence for memory; what they name need not be there.
+_OUTPUT = ("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "dry_run")
+_DTYPES = ("auto", None)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What is known of a stage: its plan as given, and one that fits where that does not."""
+
+    name: str
+    options: Mapping[str, Any]  # as typed
+    processes: int
+    plan: StagePlan
+    card: Card | None
+    largest: dict[str, int]  # rows at a time that fit, by option
+    better: StagePlan | None = None
+    changes: Change | None = None  # the options of ``better`` that were not typed so
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it fits as it was given; None without a device."""
+        return None if self.card is None else self.plan.memory.peak <= self.card.usable_bytes
+
+    @property
+    def command(self) -> str | None:
+        """A command line that fits, or the one that was planned without a device."""
+        if self.fits is False and self.changes is None:
+            return None
+        launcher = {"num_gpus": self.processes} if self.processes > 1 else {}
+        options = {n: _as_typed(v) for n, v in {**self.options, **(self.changes or {})}.items()}
+        return shlex.join(["dschat-lora", self.name, *command_line({**launcher, **options})])
+
+
+def _as_typed(value: Any) -> Any:
+    """A model's short name as the hub's."""
+    known = published_name(value) if isinstance(value, str) else None
+    return value if known is None or Path(value).expanduser().exists() else known
+
+
+def plan_stage(
+    name: str, options: Mapping[str, Any], *, card: Card | None, processes: int = 1
+) -> Planned:
+    """The plan of a stage by its options; published models need no files.
+
+    Raises:
+        ValueError: as the stage would refuse the options, or where its architecture is not
+            understood.
+    """
+    with _quiet(), planned_processes(processes), tempfile.TemporaryDirectory() as temporary:
+        home = Path(temporary).resolve()
+        values = with_stand_ins(name, _without_data(options), home / "published")
+        built: dict[str, StagePlan] = {}
+
+        def planner(change: Change) -> StagePlan:
+            config = check_stage(name, values | dict(change), processes)
+            made_of = str(change.get("base_bits"))
+            if made_of not in built:
+                built[made_of] = build_plan(config, home)
+            return built[made_of].changed(config)
+
+        return _planned(name, options, planner(values), planner, card=card, processes=processes)
+
+
+def _planned(
+    name: str,
+    options: Mapping[str, Any],
+    plan: StagePlan,
+    planner: Any,
+    *,
+    card: Card | None,
+    processes: int,
+) -> Planned:
+    usable = None if card is None else card.usable_bytes
+    given = resolved(plan, usable)
+    found = Planned(name, options, processes, given, card, {})
+    if usable is None:
+        return found
+    if found.fits:
+        return replace(found, largest=largest_rows(given, usable))
+    bits = "base_bits" in option_names(STAGES[name].config)
+    better = search(planner, usable=usable, processes=processes, has_bits=bits)
+    if better is None:
+        return found
+    return replace(
+        found, better=better[0], changes=better[1], largest=largest_rows(better[0], usable)
+    )
+
+
+def plan_file(
+    path: str, *, card: Card | None = None, processes: int | None = None
+) -> Iterator[Planned]:
+    """The plans of the stages of a pipeline's file or recipe, in order; see :func:`plan_stage`."""
+    recipe = read_recipe(path, num_gpus=processes)
+    count = recipe.launcher.processes or 1
+    with _quiet(), planned_processes(count), tempfile.TemporaryDirectory() as temporary:
+        home = Path(temporary).resolve()
+        shapes = {
+            name: with_stand_ins(name, options, home / "published")
+            for name, options in recipe.stages.items()
+        }
+        for name, config in checked_stages(replace(recipe, stages=shapes), home):
+            plan = build_plan(config, home)
+
+            def planner(change: Change, plan: StagePlan = plan) -> StagePlan:
+                if change:
+                    raise ValueError("a file's stage is planned with its own options alone")
+                return plan
+
+            yield _planned(
+                name, recipe.stages[name], plan, planner, card=card, processes=count
+            )
+
+
+def show_plans(
+    what: str,
+    options: Mapping[str, Any] | None,
+    *,
+    card: Card | None,
+    processes: int | None,
+    as_json: bool,
+) -> bool:
+    """Print the plan of a stage, or without ``options`` those of a file's stages.
+
+    Returns:
+        Whether all fit, perhaps with other settings.
+    """
+    if options is None:
+        plans = list(plan_file(what, card=card, processes=processes))
+    else:
+        plans = [plan_stage(what, options, card=card, processes=processes or 1)]
+    if as_json:
+        found = [to_dict(each) for each in plans]
+        log_once(to_json(found[0] if options is not None else found))
+    else:
+        log_once("\n\n".join("\n".join(lines(each)) for each in plans))
+    return all(each.command for each in plans)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Inside the block transformers does not say what is unusual about shapes without weights."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        with redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def _without_data(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with nothing to write, 16 bits, and rows to be checked where none are named."""
+    values = {k: v for k, v in options.items() if k not in _OUTPUT}
+    if values.get("dtype") in _DTYPES:
+        values["dtype"] = "bf16"
+    if any(name.endswith("model_name_or_path") for name in values):
+        values.setdefault("data_path", (str(BUNDLED_DATA["train"]),))
+    return values
+
+
+# ------------------------------------------------------------------------------------ the words
+
+
+def to_dict(planned: Planned) -> dict[str, Any]:
+    """The plan as JSON; sizes are bytes on one device."""
+    plan, card = planned.plan, planned.card
+    total, trained = plan.parameters
+    shown = planned.better or plan
+    time = shown.time
+    return {
+        "stage": planned.name,
+        "processes": planned.processes,
+        "parameters": {"total": total, "trainable": trained},
+        "roles": {name: asdict(role) for name, role in plan.memory.roles.items()},
+        "cache": plan.memory.cache,
+        "phases": plan.memory.phases,
+        "peak": plan.memory.peak,
+        "recomputation": {
+            "on": _recomputed(plan),
+            "peak_without": with_recomputation(plan, ()).memory.peak,
+            "peak_with": with_recomputation(plan, recomputing_options(plan.config)).memory.peak,
+        },
+        "device": card and {**asdict(card), "usable_bytes": card.usable_bytes},
+        "fits": planned.fits,
+        "largest": planned.largest,
+        "peak_of_command": shown.memory.peak if planned.command else None,
+        "command": planned.command,
+        "tokens_per_step": time.tokens,
+        "flops_per_step": time.flops,
+        "seconds_per_step": card and time.seconds(card),
+    }
+
+
+def lines(planned: Planned) -> Iterator[str]:
+    """The plan in words, in lines of 80 columns."""
+    plan, card = planned.plan, planned.card
+    total, trained = plan.parameters
+    yield f"plan of {planned.name}: {_model_words(planned)}"
+    yield wrapped(
+        f"  parameters   {total:,} in memory, of which {trained:,} train ({trained / total:.2%})"
+    )
+    yield wrapped(f"  per device   {_settings_words(planned, plan)}")
+    yield ""
+    roles = plan.memory.roles
+    columns = [c for c in _COLUMNS if c != "gathered" or any(r.gathered for r in roles.values())]
+    yield from table(
+        ["GiB", *columns],
+        [[name, *(_gib(getattr(r, c)) for c in columns)] for name, r in roles.items()],
+    )
+    yield ""
+    yield wrapped(f"  memory       {_peak_words(plan)}")
+    yield wrapped(f"  recomputed   {_recomputation_words(plan)}")
+    if card is not None:
+        yield wrapped(f"  device       {_device_words(planned, card)}")
+        if planned.largest:
+            most = ", ".join(f"--{name} {rows}" for name, rows in planned.largest.items())
+            yield wrapped(f"  largest      {most}")
+    yield wrapped(f"  time         {_time_words(planned)}")
+    if planned.better is not None:
+        yield wrapped(f"  that fits    {_settings_words(planned, planned.better)}")
+        yield wrapped(f"               {_peak_words(planned.better)}")
+    if card is not None and planned.command:
+        yield f"$ {planned.command}"
+
+
+def _model_words(planned: Planned) -> str:
+    values, options = flatten(planned.plan.config), planned.options
+    names = [n for n in values if n.endswith("model_name_or_path")]
+    found = [str(options[name]) for name in names if options.get(name)]
+    known = [published_name(name) or name for name in found]
+    return ", ".join(dict.fromkeys(known)) or "the bundled tiny model"
+
+
+def _settings_words(planned: Planned, plan: StagePlan) -> str:
+    config, count = plan.config, planned.processes
+    settings = next(iter(plan.settings.values()))
+    batch = [f"{rows.at_once(plan)} rows at a time ({rows.phase})" for rows in rows_of(config)]
+    if not batch or config.batch.tokens_per_device:
+        batch.append(f"{config.batch.tokens_per_device:,} tokens at a time (training)")
+    longest = max(each.length * each.sequences for each in plan.trained.values())
+    on = _recomputed(plan)
+    return (
+        f"{settings.dtype}, {count} process{'es' if count > 1 else ''}, ZeRO "
+        f"{settings.zero_stage}{', offload' if settings.offload else ''}; {', '.join(batch)} of "
+        f"up to {longest:,} tokens; activations {'recomputed' if on else 'kept'}"
+    )
+
+
+def _recomputed(plan: StagePlan) -> list[str]:
+    values = flatten(plan.config)
+    return [name for name in recomputing_options(plan.config) if values[name] is True]
+
+
+def _peak_words(plan: StagePlan) -> str:
+    memory = plan.memory
+    phases = ", ".join(f"{name} {_gib(size)}" for name, size in memory.phases.items())
+    cache = f", of which keys and values {_gib(memory.cache)}" if GENERATION in memory.phases else ""
+    return f"up to {_gib(memory.peak)} GiB per device by estimate: {phases}{cache}"
+
+
+def _recomputation_words(plan: StagePlan) -> str:
+    options = recomputing_options(plan.config)
+    kept, again = (with_recomputation(plan, on).memory.peak for on in ((), options))
+    return f"{_gib(kept)} GiB where activations are kept, {_gib(again)} GiB where recomputed"
+
+
+def _device_words(planned: Planned, card: Card) -> str:
+    verdict = "fits" if planned.fits else "does not fit as given"
+    if planned.fits is False and planned.better is None:
+        verdict = "does not fit, and no settings were found that do: take a larger device, a " \
+            "smaller model or shorter rows"
+    return (
+        f"{card.name}, of which {_gib(card.usable_bytes)} GiB are planned with (the context and a "
+        f"tenth are left): {verdict}"
+    )
+
+
+def _time_words(planned: Planned) -> str:
+    shown = planned.better or planned.plan
+    time, config = shown.time, shown.config
+    unit = "an iteration" if time.decode_bytes else "a step"
+    work = f"{operations(time.flops)} per device for {unit} of up to {time.tokens:,} tokens"
+    seconds = None if planned.card is None else time.seconds(planned.card)
+    if seconds is None:
+        return f"{work}; --for with a card's name, such as RTX 4090 or H100, says how long"
+    steps = config.optim.max_steps
+    whole = f"; {duration(steps * seconds)} for --max_steps {steps:,}" if steps else ""
+    per_million = duration(1e6 / time.tokens * seconds)
+    return (
+        f"{work}: {duration(seconds)}, {time.tokens / seconds:,.0f} tokens/s, {per_million} for a "
+        f"million tokens{whole}, at {EFFICIENCY:.0%} of the card's peak"
+    )
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.3g}"
