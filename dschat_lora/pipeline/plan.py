@@ -1,6 +1,6 @@
 """Memory and time of a stage before anything is loaded: models on the meta device, estimated."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -53,6 +53,7 @@ class RoleMemory:
     activations: int = 0
     logits: int = 0  # a chunk of them, and the gradient of the hidden states
     gathered: int = 0  # whole weights at ZeRO 3
+    host: int = 0  # offloaded to host memory, for this device
 
 
 @dataclass(frozen=True)
@@ -237,30 +238,38 @@ def _roles(
     """By role; what is shared belongs to the first that holds it."""
     first = next(iter(settings.values()))
     ranks = data_world_size() if first.zero_stage == 3 else 1
+    moves_weights = first.zero_stage == 3 and first.offload
     seen: set[int] = set()
 
-    def held(model: nn.Module, is_wanted: Callable[[str], bool]) -> int:
-        own = [p for n, p in model.named_parameters() if is_wanted(n) and id(p) not in seen]
-        on_host = first.zero_stage == 3 and first.offload
-        return 0 if on_host else parameter_bytes(own) // ranks
+    def held(model: nn.Module, *, adapters: bool) -> int:
+        own = ((n, p) for n, p in model.named_parameters() if id(p) not in seen)
+        return parameter_bytes(p for n, p in own if _of_adapter(n) == adapters) // ranks
 
     found = {}
     for name, model in models.items():
-        weights, adapters = held(model, lambda n: not _of_adapter(n)), held(model, _of_adapter)
+        sizes = [held(model, adapters=each) for each in (False, True)]
         seen |= {id(p) for p in model.parameters()}
-        e = estimates.get(name)
-        found[name] = RoleMemory(weights, adapters)
-        if e is not None:
+        here, on_host = ([0, 0], sum(sizes)) if moves_weights else (sizes, 0)
+        found[name] = RoleMemory(*here, host=on_host)
+        if name in estimates:
+            e = estimates[name]
             found[name] = RoleMemory(
-                weights,
-                adapters,
+                *here,
                 gradients=e.gradients,
                 moments=e.optimizer,
                 activations=e.activations,
                 logits=e.loss + e.update,
                 gathered=e.gathered,
+                host=on_host + _offloaded_moments(model, settings[name]),
             )
     return found
+
+
+def _offloaded_moments(model: nn.Module, settings: EngineSettings) -> int:
+    """Bytes of the host that offloading of AdamW's state takes: mean, square and fp32 copy."""
+    if not settings.offload:
+        return 0
+    return 12 * trained_elements(model) // data_world_size()
 
 
 def _of_adapter(name: str) -> bool:

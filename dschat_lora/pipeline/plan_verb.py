@@ -1,10 +1,9 @@
 """``dschat-lora plan``: stages planned one after another, and what is said of them."""
 
-import io
 import shlex
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from dschat_lora.config.options import command_line, flatten, option_names
 from dschat_lora.engine.distributed import planned_processes
 from dschat_lora.models.published import published_name
 from dschat_lora.perf.cards import Card
-from dschat_lora.pipeline.plan import EFFICIENCY, GENERATION, StagePlan, build_plan
+from dschat_lora.pipeline.plan import EFFICIENCY, GENERATION, RoleMemory, StagePlan, build_plan
 from dschat_lora.pipeline.plan_search import (
     Change,
     largest_rows,
@@ -26,7 +25,7 @@ from dschat_lora.pipeline.plan_search import (
     search,
     with_recomputation,
 )
-from dschat_lora.pipeline.recipe import read_recipe
+from dschat_lora.pipeline.recipe import Recipe, read_recipe
 from dschat_lora.pipeline.stages import STAGES
 from dschat_lora.pipeline.stand_ins import with_stand_ins
 from dschat_lora.pipeline.validation import check_stage, checked_stages
@@ -75,27 +74,34 @@ def _as_typed(value: Any) -> Any:
 
 
 def plan_stage(
-    name: str, options: Mapping[str, Any], *, card: Card | None, processes: int = 1
+    name: str, options: Mapping[str, Any], home: Path, *, card: Card | None, processes: int = 1
 ) -> Planned:
     """The plan of a stage by its options; published models need no files.
+
+    Call it, and read what it returns, within :func:`planning`.
+
+    Args:
+        name: of the stage.
+        options: as typed, by name.
+        home: receives placeholders; a new directory.
+        card: to fit; None for no particular device.
+        processes: that train together.
 
     Raises:
         ValueError: as the stage would refuse the options, or where its architecture is not
             understood.
     """
-    with _quiet(), planned_processes(processes), tempfile.TemporaryDirectory() as temporary:
-        home = Path(temporary).resolve()
-        values = with_stand_ins(name, _without_data(options), home / "published")
-        built: dict[str, StagePlan] = {}
+    values = with_stand_ins(name, _without_data(options), home / "published")
+    built: dict[str, StagePlan] = {}
 
-        def planner(change: Change) -> StagePlan:
-            config = check_stage(name, values | dict(change), processes)
-            made_of = str(change.get("base_bits"))
-            if made_of not in built:
-                built[made_of] = build_plan(config, home)
-            return built[made_of].changed(config)
+    def planner(change: Change) -> StagePlan:
+        config = check_stage(name, values | dict(change), processes)
+        made_of = str(change.get("base_bits"))
+        if made_of not in built:
+            built[made_of] = build_plan(config, home)
+        return built[made_of].changed(config)
 
-        return _planned(name, options, planner(values), planner, card=card, processes=processes)
+    return _planned(name, options, planner({}), planner, card=card, processes=processes)
 
 
 def _planned(
@@ -123,29 +129,22 @@ def _planned(
     )
 
 
-def plan_file(
-    path: str, *, card: Card | None = None, processes: int | None = None
-) -> Iterator[Planned]:
-    """The plans of the stages of a pipeline's file or recipe, in order; see :func:`plan_stage`."""
-    recipe = read_recipe(path, num_gpus=processes)
-    count = recipe.launcher.processes or 1
-    with _quiet(), planned_processes(count), tempfile.TemporaryDirectory() as temporary:
-        home = Path(temporary).resolve()
-        shapes = {
-            name: with_stand_ins(name, options, home / "published")
-            for name, options in recipe.stages.items()
-        }
-        for name, config in checked_stages(replace(recipe, stages=shapes), home):
-            plan = build_plan(config, home)
+def plan_file(recipe: Recipe, home: Path, *, card: Card | None = None) -> Iterator[Planned]:
+    """The plans of the stages of a pipeline, in order; see :func:`plan_stage`."""
+    shapes = {
+        name: with_stand_ins(name, options, home / "published")
+        for name, options in recipe.stages.items()
+    }
+    for name, config in checked_stages(replace(recipe, stages=shapes), home):
+        plan = build_plan(config, home)
 
-            def planner(change: Change, plan: StagePlan = plan) -> StagePlan:
-                if change:
-                    raise ValueError("a file's stage is planned with its own options alone")
-                return plan
+        def planner(change: Change, plan: StagePlan = plan) -> StagePlan:
+            if change:
+                raise ValueError("a file's stage is planned with its own options alone")
+            return plan
 
-            yield _planned(
-                name, recipe.stages[name], plan, planner, card=card, processes=count
-            )
+        options, count = recipe.stages[name], recipe.launcher.processes or 1
+        yield _planned(name, options, plan, planner, card=card, processes=count)
 
 
 def show_plans(
@@ -161,26 +160,34 @@ def show_plans(
     Returns:
         Whether all fit, perhaps with other settings.
     """
-    if options is None:
-        plans = list(plan_file(what, card=card, processes=processes))
-    else:
-        plans = [plan_stage(what, options, card=card, processes=processes or 1)]
-    if as_json:
-        found = [to_dict(each) for each in plans]
-        log_once(to_json(found[0] if options is not None else found))
-    else:
-        log_once("\n\n".join("\n".join(lines(each)) for each in plans))
+    recipe = read_recipe(what, num_gpus=processes) if options is None else None
+    count = processes or 1 if recipe is None else recipe.launcher.processes or 1
+    with planning(count) as home:
+        if recipe is not None:
+            plans = list(plan_file(recipe, home, card=card))
+        else:
+            assert options is not None
+            plans = [plan_stage(what, options, home, card=card, processes=count)]
+        if as_json:
+            found = [to_dict(each) for each in plans]
+            text = to_json(found if recipe else found[0])
+        else:
+            text = "\n\n".join("\n".join(lines(each)) for each in plans)
+    log_once(text)
     return all(each.command for each in plans)
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Inside the block transformers does not say what is unusual about shapes without weights."""
+def planning(processes: int = 1) -> Iterator[Path]:
+    """Inside the block, which gets a directory for placeholders, so many processes are planned.
+
+    transformers does not say there what is unusual about shapes without weights.
+    """
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        with redirect_stdout(io.StringIO()):
-            yield
+        with planned_processes(processes), tempfile.TemporaryDirectory() as temporary:
+            yield Path(temporary).resolve()
     finally:
         logging.set_verbosity(before)
 
@@ -242,7 +249,7 @@ def lines(planned: Planned) -> Iterator[str]:
     columns = [c for c in _COLUMNS if c != "gathered" or any(r.gathered for r in roles.values())]
     yield from table(
         ["GiB", *columns],
-        [[name, *(_gib(getattr(r, c)) for c in columns)] for name, r in roles.items()],
+        [[name, *(_cell(role, column) for column in columns)] for name, role in roles.items()],
     )
     yield ""
     yield wrapped(f"  memory       {_peak_words(plan)}")
@@ -292,7 +299,9 @@ def _peak_words(plan: StagePlan) -> str:
     memory = plan.memory
     phases = ", ".join(f"{name} {_gib(size)}" for name, size in memory.phases.items())
     cache = f", of which keys and values {_gib(memory.cache)}" if GENERATION in memory.phases else ""
-    return f"up to {_gib(memory.peak)} GiB per device by estimate: {phases}{cache}"
+    host = sum(role.host for role in memory.roles.values())
+    beside = f"; {_gib(host)} GiB of host memory" if host else ""
+    return f"up to {_gib(memory.peak)} GiB per device by estimate: {phases}{cache}{beside}"
 
 
 def _recomputation_words(plan: StagePlan) -> str:
@@ -327,6 +336,11 @@ def _time_words(planned: Planned) -> str:
         f"{work}: {duration(seconds)}, {time.tokens / seconds:,.0f} tokens/s, {per_million} for a "
         f"million tokens{whole}, at {EFFICIENCY:.0%} of the card's peak"
     )
+
+
+def _cell(role: RoleMemory, column: str) -> str:
+    size = getattr(role, column)
+    return _gib(size) if size else "shared" if column == "weights" and not role.host else "-"
 
 
 def _gib(size: int) -> str:

@@ -23,7 +23,14 @@ from dschat_lora.models.compile import compile_blocks
 from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.models.views import ModuleT
 from dschat_lora.runtime.consistency import check_same_models
-from dschat_lora.runtime.memory import estimate_memory_of, explaining_memory, free_memory
+from dschat_lora.runtime.memory import (
+    GIB,
+    estimate_memory_of,
+    explaining_memory,
+    free_memory,
+    plan_memory,
+    trained_model,
+)
 from dschat_lora.runtime.run import Run
 from dschat_lora.runtime.setup import (
     builds_shapes_alone,
@@ -157,11 +164,12 @@ def _describe(
         note_all_weights(run, "lora_dim")
     if warning := rate_warning(config.optim, config.lora):
         run.log.say(f"  warning      {warning}")
-    memory = estimate_memory_of(adapted, config, settings)
+    memory = plan_memory([trained_model(adapted, config, settings)])
     if memory is not None:
         run.log.say(
-            f"  memory       up to {memory / 2**30:.3g} GiB per device by estimate, for full rows"
+            f"  memory       up to {memory.peak / GIB:.3g} GiB per device by estimate, for full rows"
         )
+        run.record.update({"memory": memory.to_dict()})
     parameters = {"total": total, "trainable": trained}
     record_models(run, settings, parameters=parameters, layers=adapted.targets)
 
