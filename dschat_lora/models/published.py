@@ -112,8 +112,10 @@ def published_name(given: str) -> str | None:
     """The name of a model in the table, None for another.
 
     Upper case, the organisation, and words such as ``Instruct`` or ``hf`` do not matter:
-    ``Llama-2-7b-chat-hf`` has the shape of ``meta-llama/Llama-2-7b-hf``.
+    ``Llama-2-7b-chat-hf`` has the shape of ``meta-llama/Llama-2-7b-hf``. A path is no name.
     """
+    if given.count("/") > 1 or given.startswith((".", "/", "~", "output/")):
+        return None
     return next((name for name in PUBLISHED if _plain(name) == _plain(given)), None)
 
 

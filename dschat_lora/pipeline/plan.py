@@ -139,7 +139,9 @@ class StagePlan:
         """
         trained = self.trained
         estimates = {name: _estimate(each) for name, each in trained.items()}
-        models = {"model": self.models} if isinstance(self.models, AdaptedModel) else self.models.models
+        models = (
+            {"model": self.models} if isinstance(self.models, AdaptedModel) else self.models.models
+        )
         roles = _roles({n: m.model for n, m in models.items()}, estimates, self.settings)
         plan = self._memory_plan(list(trained.values()))
         phases = {TRAINING: plan.updating}
@@ -247,14 +249,17 @@ def _roles(
 
     found = {}
     for name, model in models.items():
-        sizes = [held(model, adapters=each) for each in (False, True)]
+        weights, adapters = (held(model, adapters=each) for each in (False, True))
         seen |= {id(p) for p in model.parameters()}
-        here, on_host = ([0, 0], sum(sizes)) if moves_weights else (sizes, 0)
-        found[name] = RoleMemory(*here, host=on_host)
+        on_host = weights + adapters if moves_weights else 0
+        if moves_weights:
+            weights = adapters = 0
+        found[name] = RoleMemory(weights, adapters, host=on_host)
         if name in estimates:
             e = estimates[name]
             found[name] = RoleMemory(
-                *here,
+                weights,
+                adapters,
                 gradients=e.gradients,
                 moments=e.optimizer,
                 activations=e.activations,

@@ -67,7 +67,9 @@ def recomputing_options(config: Any) -> tuple[str, ...]:
     """Options of recomputation; the critic's first, which costs less as a rule."""
     if not isinstance(config, RlhfConfig):
         return ("gradient_checkpointing",)
-    return tuple(f"{role}_gradient_checkpointing" for role in ("critic", "actor"))[not config.has_critic :]
+    return tuple(f"{role}_gradient_checkpointing" for role in ("critic", "actor"))[
+        not config.has_critic :
+    ]
 
 
 def with_recomputation(plan: StagePlan, options: Sequence[str]) -> StagePlan:
@@ -77,7 +79,10 @@ def with_recomputation(plan: StagePlan, options: Sequence[str]) -> StagePlan:
         model = replace(config.model, gradient_checkpointing=bool(options))
         return plan.changed(replace(config, model=model))
     roles = {
-        name: replace(getattr(config, name), gradient_checkpointing=f"{name}_gradient_checkpointing" in options)
+        name: replace(
+            getattr(config, name),
+            gradient_checkpointing=f"{name}_gradient_checkpointing" in options,
+        )
         for name in ("actor", "critic")
     }
     return plan.changed(replace(config, **roles))
@@ -122,7 +127,9 @@ def _largest(fits: Callable[[int], bool], most: int) -> int:
     return low
 
 
-def search(planner: Planner, *, usable: int, processes: int, has_bits: bool) -> tuple[StagePlan, dict[str, Any]] | None:
+def search(
+    planner: Planner, *, usable: int, processes: int, has_bits: bool
+) -> tuple[StagePlan, dict[str, Any]] | None:
     """The plan that fits, and the options that make it so; None where nothing does.
 
     Options that the user typed are kept, but a micro-batch may become smaller as its number
@@ -149,7 +156,9 @@ def _sharing(config: Any, processes: int, *, has_bits: bool) -> Iterator[dict[st
         steps += [{"zero_stage": stage} for stage in stages]
     if has_bits and not trains_base:
         steps.insert(0, {"base_bits": 4})
-    steps += [{"zero_stage": max(config.parallel.zero_stage or 0, 1), "offload": True}] * trains_base
+    steps += [
+        {"zero_stage": max(config.parallel.zero_stage or 0, 1), "offload": True}
+    ] * trains_base
     steps += [{"zero_stage": 3, "offload": True}]
     candidates = [*steps, *accumulate(steps, lambda a, b: a | b)]
     for change in candidates:

@@ -69,8 +69,9 @@ class Planned:
 
 def _as_typed(value: Any) -> Any:
     """A model's short name as the hub's."""
-    known = published_name(value) if isinstance(value, str) else None
-    return value if known is None or Path(value).expanduser().exists() else known
+    if not isinstance(value, str) or "/" in value or Path(value).exists():
+        return value
+    return published_name(value) or value
 
 
 def plan_stage(
@@ -249,7 +250,7 @@ def lines(planned: Planned) -> Iterator[str]:
     columns = [c for c in _COLUMNS if c != "gathered" or any(r.gathered for r in roles.values())]
     yield from table(
         ["GiB", *columns],
-        [[name, *(_cell(role, column) for column in columns)] for name, role in roles.items()],
+        [[name, *(_cell(roles, name, column) for column in columns)] for name in roles],
     )
     yield ""
     yield wrapped(f"  memory       {_peak_words(plan)}")
@@ -298,7 +299,9 @@ def _recomputed(plan: StagePlan) -> list[str]:
 def _peak_words(plan: StagePlan) -> str:
     memory = plan.memory
     phases = ", ".join(f"{name} {_gib(size)}" for name, size in memory.phases.items())
-    cache = f", of which keys and values {_gib(memory.cache)}" if GENERATION in memory.phases else ""
+    cache = (
+        f", of which keys and values {_gib(memory.cache)}" if GENERATION in memory.phases else ""
+    )
     host = sum(role.host for role in memory.roles.values())
     beside = f"; {_gib(host)} GiB of host memory" if host else ""
     return f"up to {_gib(memory.peak)} GiB per device by estimate: {phases}{cache}{beside}"
@@ -313,8 +316,10 @@ def _recomputation_words(plan: StagePlan) -> str:
 def _device_words(planned: Planned, card: Card) -> str:
     verdict = "fits" if planned.fits else "does not fit as given"
     if planned.fits is False and planned.better is None:
-        verdict = "does not fit, and no settings were found that do: take a larger device, a " \
+        verdict = (
+            "does not fit, and no settings were found that do: take a larger device, a "
             "smaller model or shorter rows"
+        )
     return (
         f"{card.name}, of which {_gib(card.usable_bytes)} GiB are planned with (the context and a "
         f"tenth are left): {verdict}"
@@ -338,9 +343,11 @@ def _time_words(planned: Planned) -> str:
     )
 
 
-def _cell(role: RoleMemory, column: str) -> str:
-    size = getattr(role, column)
-    return _gib(size) if size else "shared" if column == "weights" and not role.host else "-"
+def _cell(roles: Mapping[str, RoleMemory], name: str, column: str) -> str:
+    size: int = getattr(roles[name], column)
+    if column == "weights" and size < max(role.weights for role in roles.values()) / 1000:
+        return "shared"  # but for a head of its own
+    return _gib(size) if size else "-"
 
 
 def _gib(size: int) -> str:

@@ -140,6 +140,21 @@ def plan(argv: list[str]) -> None:
         raise SystemExit(1)
 
 
+def doctor(argv: list[str]) -> None:
+    """Run ``dschat-lora doctor``."""
+    parser = Parser(
+        "dschat-lora doctor",
+        "Say whether this machine can train, and what to do where it cannot: versions, devices, "
+        "compiler, disk, network, and two steps of the bundled model on each device.",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    parser.add_argument("--no_training", action="store_true", help="leave the training step out")
+    chosen = parser.values(argv, ["json", "no_training"])
+    diagnose = late("pipeline.doctor:diagnose")
+    if not diagnose(as_json=chosen["json"], trains=not chosen["no_training"]):
+        raise SystemExit(1)
+
+
 def demo(argv: list[str]) -> None:
     """Run ``dschat-lora demo``."""
     parser = Parser("dschat-lora demo", "Train on the bundled model and data, show what changed.")

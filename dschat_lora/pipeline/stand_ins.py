@@ -68,7 +68,11 @@ def _with_reward_model(options: Mapping[str, Any], base: Path) -> dict[str, Any]
             for name in list(values)
             if name in ("critic_target_modules", "critic_lora_module_name")
         }
-        scale = {n: values[f"critic_{n}"] for n in ("lora_alpha", "use_rslora") if f"critic_{n}" in values}
+        scale = {
+            n: values[f"critic_{n}"]
+            for n in ("lora_alpha", "use_rslora")
+            if f"critic_{n}" in values
+        }
         lora = LoraConfig(lora_dim=rank, **own, **scale)
         _write_adapter(home / "adapter", lora, str(base), scores=True)
     else:
@@ -78,7 +82,7 @@ def _with_reward_model(options: Mapping[str, Any], base: Path) -> dict[str, Any]
 
 
 def as_planned(source: ModelSource, home: Path) -> ModelSource:
-    """The model's source, without weights to read where its adapter is a placeholder in ``home``."""
+    """The source, without weights to read where its adapter is a placeholder in ``home``."""
     if source.adapter is None or not source.adapter.is_relative_to(home):
         return source
     config = source.adapter_config

@@ -166,9 +166,8 @@ def _describe(
         run.log.say(f"  warning      {warning}")
     memory = plan_memory([trained_model(adapted, config, settings)])
     if memory is not None:
-        run.log.say(
-            f"  memory       up to {memory.peak / GIB:.3g} GiB per device by estimate, for full rows"
-        )
+        peak = f"{memory.peak / GIB:.3g} GiB"
+        run.log.say(f"  memory       up to {peak} per device by estimate, for full rows")
         run.record.update({"memory": memory.to_dict()})
     parameters = {"total": total, "trainable": trained}
     record_models(run, settings, parameters=parameters, layers=adapted.targets)
