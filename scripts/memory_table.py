@@ -14,7 +14,7 @@ from dschat_lora.config.options import option_names
 from dschat_lora.perf.cards import Card, find_card
 from dschat_lora.pipeline.plan import GENERATION, StagePlan
 from dschat_lora.pipeline.plan_search import largest_rows, recomputing_options, with_recomputation
-from dschat_lora.pipeline.plan_verb import plan_stage, planning
+from dschat_lora.pipeline.plan_stages import plan_stage, planning
 from dschat_lora.pipeline.stages import STAGES
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "memory.md"
@@ -70,7 +70,7 @@ def _bits(stage: str) -> tuple[int, ...]:
 
 def _cell(plan: StagePlan, card: Card) -> str:
     """Rows with activations kept, and recomputed; a dash where not one fits."""
-    if plan.memory.phases.get(GENERATION, 0) > card.usable_bytes:
+    if plan.phases.get(GENERATION, 0) > card.usable_bytes:
         return "-"
     settings = ((), recomputing_options(plan.config))
     found = [largest_rows(with_recomputation(plan, on), card.usable_bytes) for on in settings]

@@ -1,8 +1,7 @@
 """Memory and time of a stage before anything is loaded: models on the meta device, estimated."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -102,6 +101,8 @@ class StagePlan:
 
     config: Any
     models: AdaptedModel | Roles
+    # phases by config, of these models
+    known: dict[Any, dict[str, int]] = field(default_factory=dict, compare=False, repr=False)
 
     def changed(self, config: object) -> "StagePlan":
         """The same models at other settings, which do not change what they are made of."""
@@ -130,31 +131,40 @@ class StagePlan:
             )
         }
 
-    @cached_property
+    @property
+    def phases(self) -> dict[str, int]:
+        """The most bytes on one device in each phase; see :attr:`memory`."""
+        if self.config not in self.known:
+            plan = self._memory_plan()
+            self.known[self.config] = {TRAINING: plan.updating}
+            if isinstance(self.models, Roles):
+                decoding = plan.weights + plan.training + plan.cache
+                self.known[self.config][GENERATION] = decoding
+        return self.known[self.config]
+
+    @property
     def memory(self) -> StageMemory:
         """Bytes on one device.
 
         Raises:
             ValueError: for an architecture that is not understood.
         """
-        trained = self.trained
-        estimates = {name: _estimate(each) for name, each in trained.items()}
+        estimates = {name: _estimate(each) for name, each in self.trained.items()}
         models = (
             {"model": self.models} if isinstance(self.models, AdaptedModel) else self.models.models
         )
         roles = _roles({n: m.model for n, m in models.items()}, estimates, self.settings)
-        plan = self._memory_plan(list(trained.values()))
-        phases = {TRAINING: plan.updating}
-        if isinstance(self.models, Roles):
-            phases[GENERATION] = plan.weights + plan.training + plan.cache
-        return StageMemory(roles, phases, plan.cache)
+        return StageMemory(roles, self.phases, self._memory_plan().cache)
 
-    def _memory_plan(self, trained: list[TrainedModel]) -> MemoryPlan:
+    def _memory_plan(self) -> MemoryPlan:
         if isinstance(self.models, Roles):
             plan = memory_plan(self.config, self.models, self.settings)
         else:
-            plan = plan_memory(trained)
-        assert plan is not None, "describe() has refused what is not understood"
+            plan = plan_memory(list(self.trained.values()))
+        if plan is None:
+            for each in self.trained.values():
+                describe(each.model)  # says what is not understood
+        assert plan is not None
         return plan
 
     @property

@@ -97,7 +97,7 @@ def resolved(plan: StagePlan, usable: int | None) -> StagePlan:
         return with_recomputation(plan, on)
 
     def fits(more: Sequence[str]) -> bool:
-        return with_recomputation(plan, [*on, *more]).memory.phases[TRAINING] <= usable
+        return with_recomputation(plan, [*on, *more]).phases[TRAINING] <= usable
 
     return with_recomputation(plan, [*on, *fewest(undecided, fits)])
 
@@ -106,24 +106,30 @@ def largest_rows(plan: StagePlan, usable: int) -> dict[str, int]:
     """The most rows at a time that fit, by option; 0 where not even the fewest do."""
     found = {}
     for rows in rows_of(plan.config):
+        unit = rows.multiple_of
 
-        def fits(count: int, rows: Rows = rows) -> bool:
-            changed = rows.changed(plan, count * rows.multiple_of)
-            return changed.memory.phases[rows.phase] <= usable
+        def need(count: int, rows: Rows = rows) -> int:
+            return rows.changed(plan, count * rows.multiple_of).phases[rows.phase]
 
-        found[rows.size] = rows.multiple_of * _largest(fits, MOST_ROWS // rows.multiple_of)
+        found[rows.size] = unit * _largest(need, usable, MOST_ROWS // unit)
     return found
 
 
-def _largest(fits: Callable[[int], bool], most: int) -> int:
-    """The largest number from 1 to ``most`` that fits, by bisection; 0 where 1 does not."""
-    low, high = 0, 1
-    while high <= most and fits(high):
-        low, high = high, 2 * high
-    high = min(high, most + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+def _largest(need: Callable[[int], int], usable: int, most: int) -> int:
+    """The largest number from 1 to ``most`` whose need is ``usable`` or less; 0 where 1's is more.
+
+    The need grows with the number, by nearly as much each time: it is looked for along the line.
+    """
+    if need(1) > usable:
+        return 0
+    low, high, is_low = 1, most + 1, True  # ``low`` fits, ``high`` does not
+    while high - low > 1 and need(low + 1) <= usable:
+        guess = (low + high) // 2
+        if is_low:
+            guess = low + (usable - need(low)) // max(1, need(low + 1) - need(low))
+        guess = min(max(guess, low + 1), high - 1)
+        is_low = need(guess) <= usable
+        low, high = (guess, high) if is_low else (low, guess)
     return low
 
 
@@ -192,12 +198,12 @@ def _smaller(plan: StagePlan, usable: int) -> StagePlan | None:
 
 def _in_fitting_rows(plan: StagePlan, usable: int) -> StagePlan | None:
     for rows in rows_of(plan.config):
-        fitting = (p for p in rows.of_one_step(plan) if p.memory.phases[rows.phase] <= usable)
+        fitting = (p for p in rows.of_one_step(plan) if p.phases[rows.phase] <= usable)
         found = next(fitting, None)
         if found is None:
             return None
         plan = found
-    return plan if plan.memory.peak <= usable else None
+    return plan if max(plan.phases.values()) <= usable else None
 
 
 def _positions(plan: StagePlan) -> int:

@@ -135,7 +135,7 @@ def plan(argv: list[str]) -> None:
             f"unexpected argument {rest[0]!r}: stages with options of their own are "
             f"{', '.join(STAGES)}, and {what} is taken for a pipeline's file"
         )
-    show = late("pipeline.plan_verb:show_plans")
+    show = late("pipeline.plan_report:show_plans")
     if not show(what, options, card=card, processes=values["num_gpus"], as_json=values["json"]):
         raise SystemExit(1)
 

@@ -14,7 +14,8 @@ from dschat_lora.models.published import PUBLISHED, published_name, write_config
 from dschat_lora.perf.cards import Card, find_card
 from dschat_lora.pipeline import stage_verbs
 from dschat_lora.pipeline.plan import GENERATION, TRAINING
-from dschat_lora.pipeline.plan_verb import plan_stage, planning, to_dict
+from dschat_lora.pipeline.plan_report import to_dict
+from dschat_lora.pipeline.plan_stages import plan_stage, planning
 from dschat_lora.pipeline.stages import STAGES
 from helpers.spread import ALL
 
@@ -116,9 +117,7 @@ def test_roles_on_one_base_count_its_weights_once_and_decoding_its_cache(tiny, h
     critic, head = memory.roles["critic"], HIDDEN
     assert memory.roles["reference"].weights == 0
     assert critic.adapters == 4 * (ADAPTER + head)
-    kept = sum(
-        r.weights + r.adapters + r.gradients + r.moments for r in memory.roles.values()
-    )
+    kept = sum(r.weights + r.adapters + r.gradients + r.moments for r in memory.roles.values())
     assert memory.phases[GENERATION] == kept + memory.cache
     moving = sum(r.activations + r.logits for r in memory.roles.values())
     assert memory.phases[TRAINING] == kept + moving
@@ -176,8 +175,18 @@ def test_the_command_that_is_printed_fits_and_takes_the_same_step(
     assert again.fits
     batch = again.plan.config.batch
     assert batch.per_device_train_batch_size * batch.gradient_accumulation_steps == 16
-    given = again.plan.config.given
-    assert ("zero_stage" in given) == (share < 0.5 and not options.get("lora_dim"))
+
+
+@pytest.mark.parametrize(("processes", "wanted"), [(4, {"zero_stage": 2}), (1, {"offload": True})])
+def test_weights_that_train_are_shared_over_processes_or_moved_to_the_host(tiny, processes, wanted):
+    """A row, recomputed, does not fit: moments have to go, to other processes if there are any."""
+    options = {"model_name_or_path": tiny, "per_device_train_batch_size": 1, "max_seq_len": 32}
+    options["gradient_checkpointing"] = True
+    with planning(processes) as home:
+        least = plan_stage("sft", options, home, card=None, processes=processes).plan.memory.peak
+        found = plan_stage("sft", options, home, card=card(0.8 * least), processes=processes)
+        assert found.fits is False
+        assert found.changes.items() >= wanted.items()
 
 
 def test_recomputation_that_was_left_open_comes_before_tiny_micro_batches(tiny, home):
@@ -212,7 +221,9 @@ def test_shares_of_optimizer_state_are_those_of_the_processes(tiny):
     assert moments[0] == pytest.approx(4 * moments[1], rel=1e-6)
 
 
-@pytest.mark.parametrize("size", ["24GB", "24 GB", "24gb", "22.351741790771484GiB", "RTX 4090", "4090"])
+@pytest.mark.parametrize(
+    "size", ["24GB", "24 GB", "24gb", "22.351741790771484GiB", "RTX 4090", "4090"]
+)
 def test_devices_are_named_by_size_or_card(size):
     assert find_card(size).memory_bytes == pytest.approx(24e9, rel=1e-6)
     # A tenth, the context, and what a card of that size may lack of it.
