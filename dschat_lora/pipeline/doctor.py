@@ -264,14 +264,14 @@ def training_step(device: torch.device) -> Finding:
 
 
 def _timed(
-    arguments: list[str], environment: dict[str, str]
+    words: list[str], environment: dict[str, str]
 ) -> tuple[subprocess.CompletedProcess[str] | None, float]:
     """A command of this package in a process of its own, None if it takes too long."""
     launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     start = time.monotonic()
     try:
         done = subprocess.run(
-            [sys.executable, "-m", PACKAGE, *arguments],
+            [sys.executable, "-m", PACKAGE, *words],
             env={n: v for n, v in os.environ.items() if n not in launched} | environment,
             capture_output=True,
             text=True,

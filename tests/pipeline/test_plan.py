@@ -39,7 +39,7 @@ PARAMETERS = {
     "Qwen/Qwen3-4B": 4_022_468_096,
     "Qwen/Qwen3-8B": 8_190_735_360,
 }
-HIDDEN, MLP, LAYERS, RANK = 64, 256, 3, 4
+HIDDEN, MLP, LAYERS, RANK, VOCAB = 64, 256, 3, 4, 64
 # Numbers of an adapter of the tiny model below: four projections, up and down, in each block.
 ADAPTER = LAYERS * RANK * (4 * 2 * HIDDEN + 2 * (HIDDEN + MLP))
 
@@ -49,7 +49,7 @@ def tiny(tmp_path_factory):
     """A directory with the configuration of a tiny OPT, and no weights."""
     home = tmp_path_factory.mktemp("models") / "tiny"
     sizes = {"hidden_size": HIDDEN, "word_embed_proj_dim": HIDDEN, "ffn_dim": MLP}
-    heads = {"num_attention_heads": 4, "num_hidden_layers": LAYERS, "vocab_size": 512}
+    heads = {"num_attention_heads": 4, "num_hidden_layers": LAYERS, "vocab_size": VOCAB}
     write_config(home, {**PUBLISHED["facebook/opt-1.3b"], **sizes, **heads})
     return str(home)
 
@@ -96,11 +96,11 @@ def test_parts_are_those_of_an_adapter_on_frozen_16_bit_weights(tiny, home):
     role = plan_stage("sft", options, home, card=None).plan.memory.roles["model"]
     norms = 2 * HIDDEN
     block = 4 * (HIDDEN**2 + HIDDEN) + 2 * HIDDEN * MLP + MLP + HIDDEN + 2 * norms
-    frozen = LAYERS * block + (512 + 2048 + 2) * HIDDEN + norms
+    frozen = LAYERS * block + (VOCAB + 2048 + 2) * HIDDEN + norms
     assert role.weights == 2 * frozen
     assert (role.adapters, role.gradients, role.moments) == (4 * ADAPTER, 4 * ADAPTER, 8 * ADAPTER)
     # 16 rows of 32 positions in one chunk: logits, their fp32 copy, error and gradient.
-    assert role.logits == 16 * 32 * (512 * (2 * 2 + 8) + HIDDEN * 2)
+    assert role.logits == 16 * 32 * (VOCAB * (2 * 2 + 8) + HIDDEN * 2)
 
 
 def test_roles_on_one_base_count_its_weights_once_and_decoding_its_cache(tiny, home):
@@ -184,7 +184,7 @@ def test_weights_that_train_are_shared_over_processes_or_moved_to_the_host(tiny,
     options["gradient_checkpointing"] = True
     with planning(processes) as home:
         least = plan_stage("sft", options, home, card=None, processes=processes).plan.memory.peak
-        found = plan_stage("sft", options, home, card=card(0.8 * least), processes=processes)
+        found = plan_stage("sft", options, home, card=card(0.87 * least), processes=processes)
         assert found.fits is False
         assert found.changes.items() >= wanted.items()
 
@@ -192,10 +192,10 @@ def test_weights_that_train_are_shared_over_processes_or_moved_to_the_host(tiny,
 def test_recomputation_that_was_left_open_comes_before_tiny_micro_batches(tiny, home):
     options = {"model_name_or_path": tiny, "lora_dim": 4, "max_seq_len": 512}
     kept = plan_stage("sft", options, home, card=card(10**12)).plan.memory
-    found = plan_stage("sft", options, home, card=card(kept.peak // 10))
+    found = plan_stage("sft", options, home, card=card(kept.peak // 5))
     assert found.better.config.model.gradient_checkpointing is True
     typed = options | {"gradient_checkpointing": False}
-    found = plan_stage("sft", typed, home, card=card(kept.peak // 10))
+    found = plan_stage("sft", typed, home, card=card(kept.peak // 5))
     assert found.better is None or not found.better.config.model.gradient_checkpointing
 
 
