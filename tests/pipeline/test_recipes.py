@@ -47,10 +47,9 @@ def test_recipe_is_what_its_stages_take(path):
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_recipe_states_the_memory_that_is_planned(path):
     with planning() as home:
-        plans = list(plan_file(read_recipe(str(path)), home))
-    assert stated(path) == {
-        each.name: float(f"{each.plan.memory.peak / 2**30:.3g}") for each in plans
-    }
+        plans = plan_file(read_recipe(str(path)), home)
+        peaks = {each.name: each.plan.memory.peak / 2**30 for each in plans}
+    assert stated(path) == {name: float(f"{peak:.3g}") for name, peak in peaks.items()}
 
 
 def test_llama_has_one_frozen_base_for_every_role():
