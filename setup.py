@@ -67,6 +67,7 @@ setup(
         "sentencepiece>=0.2,<0.3",
         "safetensors>=0.4.3,<1",
         "numpy>=1.26,<3",
+        "packaging>=23",
         "pyarrow>=15",
         "jinja2>=3.1,<4",
         "psutil>=5.9,<8",

@@ -20,8 +20,9 @@ from benchmarks.common.shapes import SHAPES, Shape, meta_base
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.layers import LoraLinear
 from dschat_lora.lora.model import apply_lora
+from dschat_lora.perf.cards import USABLE
 from dschat_lora.perf.flops import forward_flops, step_flops
-from dschat_lora.perf.memory import USABLE, MemoryEstimate, cached_token_bytes, estimate_memory
+from dschat_lora.perf.memory import MemoryEstimate, cached_token_bytes, estimate_memory
 from dschat_lora.perf.scaling import (
     Cluster,
     Exchange,

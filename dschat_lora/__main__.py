@@ -152,6 +152,8 @@ VERBS = {
     "demo": Verb("train on the bundled model and data, show what changed", stage_verbs.demo),
     "recipes": Verb("list the recipes that come with the package", file_verbs.list_recipes),
     "audit": Verb("show what a stage would learn of data", file_verbs.audit),
+    "plan": Verb("memory, time and what fits, before a run", stage_verbs.plan),
+    "doctor": Verb("whether this machine can train, and what to do", stage_verbs.doctor),
     "report": Verb("one page about runs: curves, results, time, settings", file_verbs.report),
     "rollouts": Verb("look through a run's responses of step 3", file_verbs.rollouts),
     "inspect": Verb("say what a directory is, and how it came about", file_verbs.inspect),
@@ -168,7 +170,7 @@ VERBS = {
 }
 GROUPS = {
     "train": ("sft", "reward", "dpo", "rlhf", "pipeline", "demo", "nlg", "glue"),
-    "look": ("recipes", "audit", "inspect", "report", "rollouts"),
+    "look": ("doctor", "recipes", "plan", "audit", "inspect", "report", "rollouts"),
     "try": ("chat", "serve", "generate", "eval", "score"),
     "carry away": ("merge", "push", "export", "extract", "accept"),
 }

@@ -59,13 +59,13 @@ FLOORS = [
             "safetensors torch transformers",
             "adapter_config checkpoint_adapter history manifest staging",
         ),
-        "perf": Room("lora", "torch"),
+        "perf": Room("lora", "torch", "cards"),
     },
     {
         "models": Room(
             "algos assets checkpoint config data lora",
             "safetensors torch transformers",
-            "quantization_checks source tensor_parallel_checks",
+            "published quantization_checks source tensor_parallel_checks",
         ),
     },
     {
@@ -100,10 +100,10 @@ FLOORS = [
             "config optim_config original predictions scorer_files validation",
         ),
         "pipeline": Room(
-            "algos assets checkpoint config data engine generation lora models report rlhf runtime"
-            " supervised",
-            "psutil torch yaml",
-            "file_verbs launch recipe run stage_verbs stages state validation",
+            "algos assets checkpoint config data engine generation lora models perf report rlhf"
+            " runtime supervised",
+            "packaging psutil torch yaml",
+            "file_verbs launch recipe run stage_verbs stages stand_ins state validation",
         ),
         "serving": Room(
             "checkpoint config data engine generation lora models report runtime supervised",

@@ -26,8 +26,9 @@ from dschat_lora.data.batch import Batch
 from dschat_lora.data.samples import Sample
 from dschat_lora.engine.build import DTYPES, resolve_dtype
 from dschat_lora.engine.distributed import device
+from dschat_lora.perf.cards import USABLE
 from dschat_lora.perf.flops import Flops
-from dschat_lora.perf.memory import USABLE, estimate_memory
+from dschat_lora.perf.memory import estimate_memory
 from dschat_lora.perf.peak import device_peak, measured_peak
 from dschat_lora.perf.shape import ModelShape, describe
 from dschat_lora.perf.throughput import Meter, Metrics

@@ -197,6 +197,13 @@ EXAMPLES: Mapping[str, str] = {
     "rlhf": """examples:
   dschat-lora rlhf --actor_model_name_or_path output/sft \\
     --critic_model_name_or_path output/reward""",
+    "plan": """examples:
+  dschat-lora plan sft --model_name_or_path Llama-3-8B --lora_dim 16 --for 24GB
+  dschat-lora plan rlhf --actor_model_name_or_path Qwen3-8B \\
+    --critic_model_name_or_path Qwen3-8B --actor_lora_dim 16 \\
+    --critic_lora_dim 16 --for H100
+  dschat-lora plan llama-2-7b --for 48GB    every stage of a recipe
+  dschat-lora plan dpo --model_name_or_path my/config.json --lora_dim 8 --json""",
     "merge": """examples:
   dschat-lora merge output/sft              writes output/sft/model in 16 bits
   dschat-lora merge output/sft/checkpoints/step-00000500 --output_dir merged

@@ -3,6 +3,8 @@
 import gc
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -206,9 +208,23 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
+_planned_processes = 1
+
+
+@contextmanager
+def planned_processes(count: int) -> Iterator[None]:
+    """Inside the block, which only computes with shapes, there seem to be so many processes."""
+    global _planned_processes
+    before, _planned_processes = _planned_processes, count
+    try:
+        yield
+    finally:
+        _planned_processes = before
+
+
 def world_size() -> int:
     """Number of processes."""
-    return dist.get_world_size() if dist.is_initialized() else 1
+    return dist.get_world_size() if dist.is_initialized() else _planned_processes
 
 
 def device() -> torch.device:

@@ -203,7 +203,7 @@ def _adapt(
     _fit_vocabulary(model, tokenizer, config, lora)
     new_parts: tuple[str, ...] = ()
     if source.adapter is not None:
-        stored = lora_config_of(source.adapter)
+        stored = source.planned or lora_config_of(source.adapter)
         new_parts = _new_parts(source, stored, task)
         lora = replace(
             stored,
@@ -212,7 +212,7 @@ def _adapt(
             modules_to_save=(*stored.modules_to_save, *new_parts),
         )
     targets = apply_lora(model, lora, seed=seed)
-    if source.adapter is not None:
+    if source.adapter is not None and source.planned is None:
         names = adapter_parameters(model)
         load_adapter(model, source.adapter, new={n for n in names if is_inside(n, new_parts)})
     if config.add_eot_token:

@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 from safetensors import SafetensorError
+from transformers.utils import logging
 
 
 def check_whole(lacking: Iterable[str], *, new: Collection[str] = ()) -> None:
@@ -26,3 +27,14 @@ def hub_errors(option: str, name: str, what: str) -> Iterator[None]:
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ValueError(f"{option} {name}: its {what} cannot be loaded: {reason}") from error
+
+
+@contextmanager
+def only_errors() -> Iterator[None]:
+    """Inside the block transformers does not log what is unusual about a model."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)

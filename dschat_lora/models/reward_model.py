@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
-from transformers.utils import logging
 
 from dschat_lora.algos.segments import Spans
 from dschat_lora.config.groups import ModelConfig
@@ -17,7 +16,7 @@ from dschat_lora.lora.parallel import group_of
 from dschat_lora.models.backbone import BackboneModel
 from dschat_lora.models.causal_lm import build_divided, load_options, sdpa_errors
 from dschat_lora.models.four_bit_base import hold_four_bits, take_four_bits
-from dschat_lora.models.loading import check_whole, hub_errors
+from dschat_lora.models.loading import check_whole, hub_errors, only_errors
 from dschat_lora.models.shard_loading import load_parts
 from dschat_lora.models.views import share_parameters
 
@@ -83,9 +82,7 @@ def _read(
     path: str, model_config: PretrainedConfig, options: dict[str, Any]
 ) -> tuple[PreTrainedModel, set[str]]:
     """The model in its files, and the names of what they lack."""
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # it would advise to train the head that will be trained
-    try:
+    with only_errors():  # it would advise to train the head that will be trained
         model, report = AutoModelForSequenceClassification.from_pretrained(
             path,
             config=model_config,
@@ -93,8 +90,6 @@ def _read(
             ignore_mismatched_sizes=True,
             **options,
         )
-    finally:
-        logging.set_verbosity(verbosity)
     check_whole(report["missing_keys"], new=_HEAD_PARAMETERS)
     for name, found, *_ in report["mismatched_keys"]:
         if name.startswith(f"{HEAD}."):

@@ -16,6 +16,7 @@ from dschat_lora.checkpoint.adapter_config import (
 )
 from dschat_lora.checkpoint.checkpoint_adapter import describe_checkpoint
 from dschat_lora.checkpoint.history import is_checkpoint, newest_valid
+from dschat_lora.config.groups import LoraConfig
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
@@ -28,6 +29,8 @@ class ModelSource:
     adapter: Path | None = None
     adapter_config: AdapterConfig | None = None
     tokenizer_of_run: str | None = None  # of a checkpoint, which has none itself
+    # of an adapter that is planned: there are no weights of it yet
+    planned: LoraConfig | None = None
 
     @property
     def tokenizer(self) -> str:

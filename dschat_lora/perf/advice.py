@@ -12,7 +12,8 @@ from functools import cache
 from itertools import combinations, product
 from typing import Protocol
 
-from dschat_lora.perf.memory import USABLE, MemoryEstimate
+from dschat_lora.perf.cards import USABLE
+from dschat_lora.perf.memory import MemoryEstimate
 
 Change = Mapping[str, object]  # option -> its new value
 

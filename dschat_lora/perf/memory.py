@@ -26,7 +26,6 @@ MAX_CHUNK_LOGITS = 2**25  # of the loss, on a GPU
 REUSE_DISTANCE = 1_000_000_000
 BUCKET_SIZE = 50_000_000
 INPUTS_ON_DEVICE = 2  # of blocks, where the others are in host memory: in use, and on its way
-USABLE = 0.9  # of a device's memory; the rest is for temporaries and fragmentation
 
 
 @dataclass(frozen=True)

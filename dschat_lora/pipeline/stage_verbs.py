@@ -7,6 +7,7 @@ from typing import Any
 from dschat_lora.config.options import parse_config, typed_options
 from dschat_lora.config.parser import Parser
 from dschat_lora.config.verbs import EXAMPLES
+from dschat_lora.perf.cards import find_card
 from dschat_lora.pipeline.launch import launch_stage, split_launcher_options
 from dschat_lora.pipeline.recipe import options_of_stage
 from dschat_lora.pipeline.stages import STAGES
@@ -98,6 +99,60 @@ def pipeline(argv: list[str]) -> None:
     )
     chosen = parser.values(argv, ["output_dir", "num_gpus", "dry_run", "from", "set"])
     late("pipeline.run:run_pipeline")(**chosen)
+
+
+def plan(argv: list[str]) -> None:
+    """Run ``dschat-lora plan``."""
+    parser = Parser(
+        "dschat-lora plan",
+        "Say what memory and time a stage takes, before anything is loaded, and which settings fit "
+        "a device. The other options are the stage's own.",
+        EXAMPLES["plan"],
+    )
+    parser.add_argument(
+        "what",
+        metavar="STAGE",
+        help=f"{', '.join(STAGES)}, or a pipeline's YAML file or a recipe's name",
+    )
+    parser.add_argument(
+        "--for", metavar="DEVICE", help="memory of a device, such as 24GB, or the name of a card"
+    )
+    parser.add_argument("--num_gpus", metavar="N", type=int, help="processes, one for each GPU")
+    parser.add_argument("--json", action="store_true", help="one JSON value on standard output")
+    chosen, rest = parser.parse_known_args(argv)
+    values = vars(chosen)
+    if values["num_gpus"] is not None and values["num_gpus"] < 1:
+        raise ValueError(f"--num_gpus must be >= 1, got {values['num_gpus']}")
+    card = None if values["for"] is None else find_card(values["for"])
+    what, options = values["what"], None
+    if what in STAGES:
+        read_file = partial(options_of_stage, what)
+        program = f"dschat-lora plan {what}"
+        config: Any = parse_config(STAGES[what].config, rest, program=program, read_file=read_file)
+        options = typed_options(config)
+    elif rest:
+        raise ValueError(
+            f"unexpected argument {rest[0]!r}: stages with options of their own are "
+            f"{', '.join(STAGES)}, and {what} is taken for a pipeline's file"
+        )
+    show = late("pipeline.plan_report:show_plans")
+    if not show(what, options, card=card, processes=values["num_gpus"], as_json=values["json"]):
+        raise SystemExit(1)
+
+
+def doctor(argv: list[str]) -> None:
+    """Run ``dschat-lora doctor``."""
+    parser = Parser(
+        "dschat-lora doctor",
+        "Say whether this machine can train, and what to do where it cannot: versions, devices, "
+        "compiler, disk, network, and two steps of the bundled model on each device.",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    parser.add_argument("--no_training", action="store_true", help="leave the training step out")
+    chosen = parser.values(argv, ["json", "no_training"])
+    diagnose = late("pipeline.doctor:diagnose")
+    if not diagnose(as_json=chosen["json"], trains=not chosen["no_training"]):
+        raise SystemExit(1)
 
 
 def demo(argv: list[str]) -> None:

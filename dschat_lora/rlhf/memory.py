@@ -14,12 +14,8 @@ from dschat_lora.engine.distributed import data_world_size, device
 from dschat_lora.lora.layers import LoraLinear
 from dschat_lora.lora.nf4 import is_quantized, value_bytes
 from dschat_lora.lora.parallel import group_of
-from dschat_lora.perf.memory import (
-    USABLE,
-    cached_token_bytes,
-    largest_unpacked,
-    parameter_bytes,
-)
+from dschat_lora.perf.cards import USABLE
+from dschat_lora.perf.memory import cached_token_bytes, largest_unpacked, parameter_bytes
 from dschat_lora.rlhf.config import RlhfConfig
 from dschat_lora.rlhf.roles import Roles
 from dschat_lora.runtime.memory import (
@@ -41,18 +37,7 @@ def memory_plan(
     sharded = settings["actor"].zero_stage == 3 and data_world_size() > 1
     trained = [p for p in roles.actor.model.parameters() if p.requires_grad]
     return plan_memory(
-        [
-            TrainedModel(
-                each.model,
-                settings[name],
-                rows=config.batch.per_device_training_batch_size,
-                length=config.data.max_seq_len,
-                recomputes=is_on(getattr(config, name).gradient_checkpointing),
-                tokens=config.batch.tokens_per_device,
-                offloads=offloads_inputs(config),
-            )
-            for name, each in roles.trained.items()
-        ],
+        list(trained_models(config, roles, settings).values()),
         models=[each.model for each in roles.models.values()],
         averaged=4 * sum(p.numel() for p in trained) if config.classic.enable_ema else 0,
         # At ZeRO 3 the weights are whole for as long as responses are generated.
@@ -61,6 +46,24 @@ def memory_plan(
         + largest_unpacked(roles.actor.model.parameters())
         + (parameter_bytes(roles.rollout.parameters()) if sharded else 0),
     )
+
+
+def trained_models(
+    config: RlhfConfig, roles: Roles, settings: dict[str, EngineSettings]
+) -> dict[str, TrainedModel]:
+    """The roles that train, by name, with the micro-batches that each trains on."""
+    return {
+        name: TrainedModel(
+            each.model,
+            settings[name],
+            rows=config.batch.per_device_training_batch_size,
+            length=config.data.max_seq_len,
+            recomputes=is_on(getattr(config, name).gradient_checkpointing),
+            tokens=config.batch.tokens_per_device,
+            offloads=offloads_inputs(config),
+        )
+        for name, each in roles.trained.items()
+    }
 
 
 def unpacking_for_rollouts(

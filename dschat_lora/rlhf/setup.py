@@ -104,7 +104,7 @@ def set_up(run: Run[RlhfConfig]) -> RlhfSetup:
     for each in functions:
         each.check_columns(json.loads(prompts.train[0].columns or b"{}"))
     text = _read_text(config, tokenizer, run)
-    settings = _settings(config)
+    settings = role_settings(config)
     free = free_memory()
     roles = build_roles(
         config,
@@ -208,7 +208,7 @@ def _read_text(config: RlhfConfig, tokenizer: Tokenizer, run: Run[RlhfConfig]) -
     return text
 
 
-def _settings(config: RlhfConfig) -> dict[str, EngineSettings]:
+def role_settings(config: RlhfConfig) -> dict[str, EngineSettings]:
     """How the engine of each trained role is built, on this machine."""
     roles = {"actor": config.actor} | ({"critic": config.critic} if config.has_critic else {})
     shares_weights = config.has_critic and shares_base(config)

@@ -21,8 +21,8 @@ from dschat_lora.engine.distributed import data_world_size, device, rank, world_
 from dschat_lora.models.build import AdaptedModel
 from dschat_lora.models.tensor_parallel_checks import check_divides, check_training
 from dschat_lora.perf.advice import Estimator, MemoryOptions, out_of_memory_advice
+from dschat_lora.perf.cards import USABLE
 from dschat_lora.perf.memory import (
-    USABLE,
     MemoryEstimate,
     estimate_memory,
     offloaded_bytes,
@@ -219,7 +219,7 @@ def _decide(
     known = {n: v if n in config.given else kept.get(n, v) for n, v in switches.items()}
     on = [name for name, value in known.items() if value is True]
     undecided = [name for name, value in known.items() if value == "auto"]
-    chosen = _fewest(undecided, lambda more: need([*on, *more]) <= USABLE * free)
+    chosen = fewest(undecided, lambda more: need([*on, *more]) <= USABLE * free)
     if not chosen:
         return on, None
     without, within = need(on), need([*on, *chosen])
@@ -230,7 +230,7 @@ def _decide(
     )
 
 
-def _fewest(names: Sequence[str], fits: Callable[[Sequence[str]], bool]) -> list[str]:
+def fewest(names: Sequence[str], fits: Callable[[Sequence[str]], bool]) -> list[str]:
     """The fewest of the names that fit together; all where none do."""
     for size in range(len(names)):
         for chosen in combinations(names, size):
@@ -251,10 +251,10 @@ def memory_plan_of(
     adapted: AdaptedModel, config: SupervisedConfig, settings: EngineSettings
 ) -> MemoryPlan | None:
     """The plan of a supervised stage; None for architectures that are not understood."""
-    return plan_memory([_trained_model(adapted, config, settings)])
+    return plan_memory([trained_model(adapted, config, settings)])
 
 
-def _trained_model(
+def trained_model(
     adapted: AdaptedModel, config: SupervisedConfig, settings: EngineSettings
 ) -> TrainedModel:
     """The one model of a supervised stage; a row of pairs holds two sequences."""
@@ -286,7 +286,7 @@ def make_estimator(
         describe(adapted.model)
     except ValueError:
         return None
-    return _trained_model(adapted, config, settings).estimate
+    return trained_model(adapted, config, settings).estimate
 
 
 def _larger_groups(adapted: AdaptedModel, config: SupervisedConfig) -> list[int]:
@@ -314,7 +314,7 @@ def explaining_memory(
     except torch.OutOfMemoryError as error:
         here = device()
         total = torch.cuda.get_device_properties(here).total_memory if here.type == "cuda" else None
-        now, lora_dim = _trained_model(adapted, config, settings), adapted.lora.lora_dim
+        now, lora_dim = trained_model(adapted, config, settings), adapted.lora.lora_dim
         advice = out_of_memory_advice(
             make_estimator(adapted, config, settings),
             MemoryOptions(

@@ -173,6 +173,7 @@ def _describe(
             f"  memory       up to {plan.peak / 2**30:.3g} GiB per device by estimate, for full "
             f"rows{plan.host_words}"
         )
+        run.record.update({"memory": plan.to_dict()})
     parameters = {"total": total, "trainable": trained}
     record_models(run, settings, parameters=parameters, layers=adapted.targets)
 

@@ -2,18 +2,19 @@
 
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
 
 from dschat_lora.config.options import build_config, command_line, parse_config
+from dschat_lora.pipeline.plan_stages import plan_file, planning
 from dschat_lora.pipeline.recipe import read_recipe
 from dschat_lora.pipeline.stages import STAGES
 from dschat_lora.pipeline.validation import check_stages
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "configs" / "recipes").glob("*.yaml"))
+STATED = re.compile(r"^#\s+(\w+)\s+([\d.]+) GiB", re.MULTILINE)
 
 
 @pytest.fixture(autouse=True)
@@ -21,15 +22,10 @@ def _in_a_directory_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where nothing of an earlier run lies
 
 
-@pytest.fixture(scope="module")
-def memory():
-    """The script that estimates the memory of a recipe."""
-    sys.path.insert(0, str(ROOT / "scripts"))
-    try:
-        import recipe_memory
-    finally:
-        sys.path.pop(0)
-    return recipe_memory
+def stated(path):
+    """GiB of each stage as the recipe's comment says."""
+    found = STATED.findall(path.read_text(encoding="utf-8"))
+    return {name: float(number) for name, number in found}
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -49,16 +45,16 @@ def test_recipe_is_what_its_stages_take(path):
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_recipe_states_the_memory_that_is_estimated(path, memory):
-    estimated = {
-        name: float(f"{size / memory.GIB:.3g}") for name, size in memory.estimates(path).items()
-    }
-    assert memory.stated(path) == estimated
+def test_recipe_states_the_memory_that_is_planned(path):
+    with planning() as home:
+        plans = plan_file(read_recipe(str(path)), home)
+        peaks = {each.name: each.plan.memory.peak / 2**30 for each in plans}
+    assert stated(path) == {name: float(f"{peak:.3g}") for name, peak in peaks.items()}
 
 
-def test_llama_has_one_frozen_base_for_every_role(memory):
+def test_llama_has_one_frozen_base_for_every_role():
     """7 billion weights in bf16 are 12.6 GiB: no second copy fits into what is stated."""
-    rlhf = memory.stated(ROOT / "configs" / "recipes" / "llama-2-7b.yaml")["rlhf"]
+    rlhf = stated(ROOT / "configs" / "recipes" / "llama-2-7b.yaml")["rlhf"]
     assert 12.6 < rlhf < 2 * 12.6 + 4
 
 
@@ -74,8 +70,8 @@ def test_recipes_and_documents_name_recipes_that_exist():
     assert found == set(RECIPES)
 
 
-def test_document_has_the_memory_that_recipes_state(memory):
+def test_document_has_the_memory_that_recipes_state():
     text = (ROOT / "docs" / "pipeline.md").read_text(encoding="utf-8")
     for path in RECIPES:
         (row,) = (line for line in text.splitlines() if f"{path.name}` |" in line)
-        assert [float(cell) for cell in row.split("|")[4:7]] == list(memory.stated(path).values())
+        assert [float(cell) for cell in row.split("|")[4:7]] == list(stated(path).values())

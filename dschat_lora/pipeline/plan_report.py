@@ -1,0 +1,196 @@
+"""What ``dschat-lora plan`` prints of the plans of stages, in words or as JSON."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from dschat_lora.config.options import flatten
+from dschat_lora.models.published import published_name
+from dschat_lora.perf.cards import Card
+from dschat_lora.pipeline.plan import EFFICIENCY, GENERATION, RoleMemory, StagePlan
+from dschat_lora.pipeline.plan_search import recomputing_options, rows_of, with_recomputation
+from dschat_lora.pipeline.plan_stages import Planned, plan_file, plan_stage, planning
+from dschat_lora.pipeline.recipe import read_recipe
+from dschat_lora.report.markup import duration, operations
+from dschat_lora.report.terminal import log_once, table, to_json, wrapped
+
+GIB = 2**30
+_COLUMNS = ("weights", "adapters", "gradients", "moments", "activations", "logits", "gathered")
+
+
+def show_plans(
+    what: str,
+    options: Mapping[str, Any] | None,
+    *,
+    card: Card | None,
+    processes: int | None,
+    as_json: bool,
+) -> bool:
+    """Print the plan of a stage, or without ``options`` those of a file's stages.
+
+    Returns:
+        Whether all fit, perhaps with other settings.
+    """
+    recipe = read_recipe(what, num_gpus=processes) if options is None else None
+    count = processes or 1 if recipe is None else recipe.launcher.processes or 1
+    with planning(count) as home:
+        if recipe is not None:
+            plans = list(plan_file(recipe, home, card=card))
+        else:
+            assert options is not None
+            plans = [plan_stage(what, options, home, card=card, processes=count)]
+        if as_json:
+            found = [to_dict(each) for each in plans]
+            text = to_json(found if recipe else found[0])
+        else:
+            text = "\n\n".join("\n".join(lines(each)) for each in plans)
+    log_once(text)
+    return all(each.command for each in plans)
+
+
+def to_dict(planned: Planned) -> dict[str, Any]:
+    """The plan as JSON; sizes are bytes on one device."""
+    plan, card = planned.plan, planned.card
+    total, trained = plan.parameters
+    shown = planned.better or plan
+    time = shown.time
+    return {
+        "stage": planned.name,
+        "processes": planned.processes,
+        "parameters": {"total": total, "trainable": trained},
+        "roles": {name: asdict(role) for name, role in plan.memory.roles.items()},
+        "cache": plan.memory.cache,
+        "phases": plan.memory.phases,
+        "peak": plan.memory.peak,
+        "recomputation": {
+            "on": _recomputed(plan),
+            "peak_without": with_recomputation(plan, ()).memory.peak,
+            "peak_with": with_recomputation(plan, recomputing_options(plan.config)).memory.peak,
+        },
+        "device": card and {**asdict(card), "usable_bytes": card.usable_bytes},
+        "fits": planned.fits,
+        "largest": planned.largest,
+        "peak_of_command": shown.memory.peak if planned.command else None,
+        "command": planned.command,
+        "tokens_per_step": time.tokens,
+        "flops_per_step": time.flops,
+        "seconds_per_step": card and time.seconds(card),
+    }
+
+
+def lines(planned: Planned) -> Iterator[str]:
+    """The plan in words, in lines of 80 columns."""
+    plan, card = planned.plan, planned.card
+    total, trained = plan.parameters
+    yield f"plan of {planned.name}: {_model_words(planned)}"
+    yield wrapped(
+        f"  parameters   {total:,} in memory, of which {trained:,} train ({trained / total:.2%})"
+    )
+    yield wrapped(f"  per device   {_settings_words(planned, plan)}")
+    yield ""
+    roles = plan.memory.roles
+    columns = [c for c in _COLUMNS if c != "gathered" or any(r.gathered for r in roles.values())]
+    yield from table(
+        ["GiB", *columns],
+        [[name, *(_cell(roles, name, column) for column in columns)] for name in roles],
+    )
+    yield ""
+    yield wrapped(f"  memory       {_peak_words(plan)}")
+    yield wrapped(f"  recomputed   {_recomputation_words(plan)}")
+    if card is not None:
+        yield wrapped(f"  device       {_device_words(planned, card)}")
+        if planned.largest:
+            most = ", ".join(f"--{name} {rows}" for name, rows in planned.largest.items())
+            yield wrapped(f"  largest      {most}")
+    yield wrapped(f"  time         {_time_words(planned)}")
+    if planned.better is not None:
+        yield wrapped(f"  that fits    {_settings_words(planned, planned.better)}")
+        yield wrapped(f"               {_peak_words(planned.better)}")
+    if card is not None and planned.command:
+        yield f"$ {planned.command}"
+
+
+def _model_words(planned: Planned) -> str:
+    values, options = flatten(planned.plan.config), planned.options
+    names = [n for n in values if n.endswith("model_name_or_path")]
+    found = [str(options[name]) for name in names if options.get(name)]
+    known = [published_name(name) or name for name in found]
+    return ", ".join(dict.fromkeys(known)) or "the bundled tiny model"
+
+
+def _settings_words(planned: Planned, plan: StagePlan) -> str:
+    config, count = plan.config, planned.processes
+    settings = next(iter(plan.settings.values()))
+    batch = [f"{rows.at_once(plan)} rows at a time ({rows.phase})" for rows in rows_of(config)]
+    if not batch or config.batch.tokens_per_device:
+        batch.append(f"{config.batch.tokens_per_device:,} tokens at a time (training)")
+    longest = max(each.length * each.sequences for each in plan.trained.values())
+    on = _recomputed(plan)
+    return (
+        f"{settings.dtype}, {count} process{'es' if count > 1 else ''}, ZeRO "
+        f"{settings.zero_stage}{', offload' if settings.offload else ''}; {', '.join(batch)} of "
+        f"up to {longest:,} tokens; activations {'recomputed' if on else 'kept'}"
+    )
+
+
+def _recomputed(plan: StagePlan) -> list[str]:
+    values = flatten(plan.config)
+    return [name for name in recomputing_options(plan.config) if values[name] is True]
+
+
+def _peak_words(plan: StagePlan) -> str:
+    memory = plan.memory
+    phases = ", ".join(f"{name} {_gib(size)}" for name, size in memory.phases.items())
+    cache = (
+        f", of which keys and values {_gib(memory.cache)}" if GENERATION in memory.phases else ""
+    )
+    host = sum(role.host for role in memory.roles.values())
+    beside = f"; {_gib(host)} GiB of host memory" if host else ""
+    return f"up to {_gib(memory.peak)} GiB per device by estimate: {phases}{cache}{beside}"
+
+
+def _recomputation_words(plan: StagePlan) -> str:
+    options = recomputing_options(plan.config)
+    kept, again = (with_recomputation(plan, on).memory.peak for on in ((), options))
+    return f"{_gib(kept)} GiB where activations are kept, {_gib(again)} GiB where recomputed"
+
+
+def _device_words(planned: Planned, card: Card) -> str:
+    verdict = "fits" if planned.fits else "does not fit as given"
+    if planned.fits is False and planned.better is None:
+        verdict = (
+            "does not fit, and no settings were found that do: take a larger device, a "
+            "smaller model or shorter rows"
+        )
+    return (
+        f"{card.name}, of which {_gib(card.usable_bytes)} GiB are planned with (the context and a "
+        f"tenth are left): {verdict}"
+    )
+
+
+def _time_words(planned: Planned) -> str:
+    shown = planned.better or planned.plan
+    time, config = shown.time, shown.config
+    unit = "an iteration" if time.decode_bytes else "a step"
+    work = f"{operations(time.flops)} per device for {unit} of up to {time.tokens:,} tokens"
+    seconds = None if planned.card is None else time.seconds(planned.card)
+    if seconds is None:
+        return f"{work}; --for with a card's name, such as RTX 4090 or H100, says how long"
+    steps = config.optim.max_steps
+    whole = f"; {duration(steps * seconds)} for --max_steps {steps:,}" if steps else ""
+    per_million = duration(1e6 / time.tokens * seconds)
+    return (
+        f"{work}: {duration(seconds)}, {time.tokens / seconds:,.0f} tokens/s, {per_million} for a "
+        f"million tokens{whole}, at {EFFICIENCY:.0%} of the card's peak"
+    )
+
+
+def _cell(roles: Mapping[str, RoleMemory], name: str, column: str) -> str:
+    size: int = getattr(roles[name], column)
+    if column == "weights" and size < max(role.weights for role in roles.values()) / 1000:
+        return "shared"  # but for a head of its own
+    return _gib(size) if size else "-"
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.3g}"

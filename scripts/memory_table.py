@@ -1,0 +1,90 @@
+"""Writes the table of docs/memory.md: the largest micro-batches that fit, by the planner.
+
+python scripts/memory_table.py
+
+Nothing is downloaded: ``dschat-lora plan`` knows the shapes of these models.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from dschat_lora.config.options import option_names
+from dschat_lora.perf.cards import Card, find_card
+from dschat_lora.pipeline.plan import GENERATION, StagePlan
+from dschat_lora.pipeline.plan_search import largest_rows, recomputing_options, with_recomputation
+from dschat_lora.pipeline.plan_stages import plan_stage, planning
+from dschat_lora.pipeline.stages import STAGES
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "memory.md"
+MARKS = re.compile(r"(?<=<!-- table -->\n).*?(?=<!-- end -->)", re.DOTALL)
+MODELS = ("OPT-1.3B", "OPT-6.7B", "Llama-2-7B", "Llama-3-8B", "Qwen3-8B")
+SIZES = ("12GB", "16GB", "24GB", "48GB", "80GB", "141GB")
+RANK, LENGTH, DECODED = 16, 1024, 8
+_RL = {
+    "max_prompt_seq_len": LENGTH // 2,
+    "max_answer_seq_len": LENGTH // 2,
+    "per_device_generation_batch_size": DECODED,
+    "actor_lora_dim": RANK,
+}
+_FUNCTION = {"reward_function": ("builtin:regex=yes",)}
+_SUPERVISED = {"max_seq_len": LENGTH, "lora_dim": RANK}
+# Column -> stage, its options, and those that name the model.
+STAGES_OF_TABLE: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "SFT": ("sft", _SUPERVISED, ("model_name_or_path",)),
+    "reward": ("reward", _SUPERVISED, ("model_name_or_path",)),
+    "DPO": ("dpo", _SUPERVISED, ("model_name_or_path",)),
+    "PPO": (
+        "rlhf",
+        {**_RL, "critic_lora_dim": RANK},
+        ("actor_model_name_or_path", "critic_model_name_or_path"),
+    ),
+    "GRPO": (
+        "rlhf",
+        {**_RL, **_FUNCTION, "algorithm": "grpo", "num_generations": DECODED},
+        ("actor_model_name_or_path",),
+    ),
+}
+
+
+def rows(
+    models: Iterable[str] = MODELS, stages: Iterable[str] = tuple(STAGES_OF_TABLE)
+) -> Iterator[str]:
+    """Lines of the table, one for each model, stage and kind of base."""
+    for model in models:
+        for column in stages:
+            stage, options, names = STAGES_OF_TABLE[column]
+            for bits in _bits(stage):
+                given = options | dict.fromkeys(names, model)
+                given |= {} if bits == 16 else {"base_bits": bits}
+                with planning() as home:
+                    plan = plan_stage(stage, given, home, card=None).plan
+                    cells = [_cell(plan, find_card(size)) for size in SIZES]
+                yield f"| {model} | {column} | {bits} | {' | '.join(cells)} |"
+
+
+def _bits(stage: str) -> tuple[int, ...]:
+    return (16, 4) if "base_bits" in option_names(STAGES[stage].config) else (16,)
+
+
+def _cell(plan: StagePlan, card: Card) -> str:
+    """Rows with activations kept, and recomputed; a dash where not one fits."""
+    if plan.phases.get(GENERATION, 0) > card.usable_bytes:
+        return "-"
+    settings = ((), recomputing_options(plan.config))
+    found = [largest_rows(with_recomputation(plan, on), card.usable_bytes) for on in settings]
+    kept, again = (next(rows for name, rows in each.items() if "train" in name) for each in found)
+    return f"{kept or '-'} / {again}" if again else "-"
+
+
+def main() -> None:
+    """Write the table."""
+    head = f"| model | stage | bits | {' | '.join(f'{size[:-2]} GB' for size in SIZES)} |"
+    text = "\n".join([head, "|---|---|---|" + "---|" * len(SIZES), *rows()])
+    page = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(MARKS.sub(lambda _: text + "\n", page), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

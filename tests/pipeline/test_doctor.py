@@ -1,0 +1,113 @@
+"""Each thing that keeps a machine from training is found, with what to do about it."""
+
+import json
+import socket
+import subprocess
+from collections import namedtuple
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+
+from dschat_lora.pipeline import doctor, stage_verbs
+from helpers.spread import ALL
+
+Usage = namedtuple("Usage", "total used free")
+
+
+def states(findings):
+    return [finding.state for finding in findings]
+
+
+def test_versions_outside_the_declared_bounds_are_errors_with_the_command_that_mends_them(
+    monkeypatch,
+):
+    declared = ["torch>=99", "no-such-package-at-all>=1", 'pytest<1; extra == "test"', "numpy>=1"]
+    monkeypatch.setattr(doctor, "requires", lambda name: declared)
+    old, missing = doctor.versions()
+    assert states([old, missing]) == ["error", "error"]
+    assert torch.__version__.split("+")[0] in old.found
+    assert old.remedy == "pip install 'torch>=99'"
+    assert "no-such-package-at-all is not installed" in missing.found
+
+
+def test_a_local_build_counts_as_its_version():
+    assert doctor._version(Requirement(f"torch=={torch.__version__.split('+')[0]}")) is None
+
+
+def test_a_gpu_that_torch_cannot_use_is_named(monkeypatch):
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/bin/{name}")
+    found = doctor.describe_device(torch.device("cpu"))
+    assert found.state == "warning"
+    assert "built for" in found.found
+
+
+def test_no_compiler_is_a_warning(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    (found,) = doctor.compilers()
+    assert found.state == "warning"
+    assert "no-such-compiler" in found.found
+    assert "--offload" in found.remedy
+
+
+def test_a_compiler_that_builds_nothing_is_a_warning(monkeypatch):
+    monkeypatch.setenv("CXX", "false")
+    (found,) = doctor.compilers()
+    assert states([found]) == ["warning"]
+
+
+@pytest.mark.parametrize(("free", "state"), [(2**28, "error"), (2**30, "warning"), (2**40, "ok")])
+def test_a_full_disk_keeps_a_run_from_training_and_a_small_one_does_not(monkeypatch, free, state):
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: Usage(free, 0, free))
+    found = list(doctor.disks())
+    assert set(states(found)) == {state}
+    assert any("--output_dir" in each.remedy for each in found) == (state != "ok")
+
+
+def test_a_name_that_does_not_resolve_is_a_warning(monkeypatch):
+    def refuse(name):
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(doctor.socket, "gethostbyname", refuse)
+    loopback, name = doctor.network()
+    assert states([loopback, name]) == ["ok", "warning"]
+    assert "/etc/hosts" in name.remedy
+
+
+def test_a_loopback_that_refuses_is_an_error(monkeypatch):
+    def refuse(*_, **__):
+        raise OSError("not permitted")
+
+    monkeypatch.setattr(doctor.socket, "create_connection", refuse)
+    assert states(doctor.network())[0] == "error"
+
+
+def test_a_run_that_fails_is_an_error_with_its_last_line(monkeypatch):
+    done = subprocess.CompletedProcess([], 1, "", "noise\nerror: the disk is full\n")
+    monkeypatch.setattr(doctor.subprocess, "run", lambda *_, **__: done)
+    found = doctor.training_step(torch.device("cpu"))
+    assert found.state == "error"
+    assert "error: the disk is full" in found.found
+
+
+def test_json_says_whether_a_run_can_train_and_the_exit_code_too(monkeypatch, capsys):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    stage_verbs.doctor(["--json", "--no_training"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["can_train"] is True  # warnings do not keep it from that
+    subjects = {each["subject"] for each in found["findings"]}
+    assert subjects == {"versions", "device", "attention", "compiler", "memory", "disk", "network"}
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: Usage(1, 0, 1))
+    with pytest.raises(SystemExit, match="1"):
+        stage_verbs.doctor(["--json", "--no_training"])
+    assert json.loads(capsys.readouterr().out)["can_train"] is False
+
+
+@pytest.mark.stage
+@pytest.mark.skipif(not ALL, reason="a whole run; part of make test-all")
+def test_the_bundled_model_trains_here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = doctor.training_step(torch.device("cpu"))
+    assert found.state == "ok", found
+    assert "2 steps" in found.found
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,300 @@
+"""The planner: sizes known from elsewhere, and settings that fit when they are planned again."""
+
+import json
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from dschat_lora.config.options import parse_config, typed_options
+from dschat_lora.models.published import PUBLISHED, published_name, write_config
+from dschat_lora.perf.cards import Card, find_card
+from dschat_lora.pipeline import stage_verbs
+from dschat_lora.pipeline.plan import GENERATION, TRAINING
+from dschat_lora.pipeline.plan_report import to_dict
+from dschat_lora.pipeline.plan_stages import plan_stage, planning
+from dschat_lora.pipeline.stages import STAGES
+from helpers.spread import ALL
+
+ROOT = Path(__file__).resolve().parents[2]
+# As the hub's pages of the models count them.
+PARAMETERS = {
+    "facebook/opt-1.3b": 1_315_758_080,
+    "meta-llama/Llama-3.2-1B": 1_235_814_400,
+    "Qwen/Qwen2.5-0.5B": 494_032_768,
+    "Qwen/Qwen3-0.6B": 596_049_920,
+    "mistralai/Mistral-7B-v0.3": 7_248_023_552,
+    "meta-llama/Llama-2-7b-hf": 6_738_415_616,
+    "meta-llama/Llama-2-13b-hf": 13_015_864_320,
+    "meta-llama/Meta-Llama-3-8B": 8_030_261_248,
+    "meta-llama/Llama-3.1-8B": 8_030_261_248,
+    "meta-llama/Llama-3.2-3B": 3_212_749_824,
+    "Qwen/Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen/Qwen2.5-3B": 3_085_938_688,
+    "Qwen/Qwen2.5-7B": 7_615_616_512,
+    "Qwen/Qwen2.5-14B": 14_770_033_664,
+    "Qwen/Qwen3-4B": 4_022_468_096,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+}
+HIDDEN, MLP, LAYERS, RANK, VOCAB = 64, 256, 3, 4, 64
+# Numbers of an adapter of the tiny model below: four projections, up and down, in each block.
+ADAPTER = LAYERS * RANK * (4 * 2 * HIDDEN + 2 * (HIDDEN + MLP))
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A directory with the configuration of a tiny OPT, and no weights."""
+    home = tmp_path_factory.mktemp("models") / "tiny"
+    sizes = {"hidden_size": HIDDEN, "word_embed_proj_dim": HIDDEN, "ffn_dim": MLP}
+    heads = {"num_attention_heads": 4, "num_hidden_layers": LAYERS, "vocab_size": VOCAB}
+    write_config(home, {**PUBLISHED["facebook/opt-1.3b"], **sizes, **heads})
+    return str(home)
+
+
+@pytest.fixture
+def home():
+    with planning() as directory:
+        yield directory
+
+
+def card(usable):
+    """A device of which so many bytes are planned with, or a few more."""
+    found = Card("made up", 0)
+    return replace(found, memory_bytes=int(usable / 0.9) + 2 - round(found.usable_bytes / 0.9))
+
+
+@pytest.mark.parametrize("name", PARAMETERS if ALL else list(PARAMETERS)[:4])
+def test_published_shapes_have_as_many_parameters_as_their_pages_say(tmp_path, name):
+    import torch
+
+    write_config(tmp_path / "model", PUBLISHED[name])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "model"))
+    assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("Llama-2-7b-chat-hf", "meta-llama/Llama-2-7b-hf"),
+        ("unsloth/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B"),
+        ("qwen3-4b-instruct-2507", "Qwen/Qwen3-4B"),
+        ("Llama-2-70b-hf", None),
+        ("output/opt-1.3b", None),
+        ("./opt-1.3b", None),
+    ],
+)
+def test_models_are_known_by_their_names_but_not_by_paths(given, name):
+    assert published_name(given) == name
+
+
+def test_parts_are_those_of_an_adapter_on_frozen_16_bit_weights(tiny, home):
+    options = {"model_name_or_path": tiny, "lora_dim": RANK, "max_seq_len": 32}
+    role = plan_stage("sft", options, home, card=None).plan.memory.roles["model"]
+    norms = 2 * HIDDEN
+    block = 4 * (HIDDEN**2 + HIDDEN) + 2 * HIDDEN * MLP + MLP + HIDDEN + 2 * norms
+    frozen = LAYERS * block + (VOCAB + 2048 + 2) * HIDDEN + norms
+    assert role.weights == 2 * frozen
+    assert (role.adapters, role.gradients, role.moments) == (4 * ADAPTER, 4 * ADAPTER, 8 * ADAPTER)
+    # 16 rows of 32 positions in one chunk: logits, their fp32 copy, error and gradient.
+    assert role.logits == 16 * 32 * (VOCAB * (2 * 2 + 8) + HIDDEN * 2)
+
+
+def test_roles_on_one_base_count_its_weights_once_and_decoding_its_cache(tiny, home):
+    options = {
+        "actor_model_name_or_path": tiny,
+        "actor_lora_dim": RANK,
+        "reward_function": ("builtin:regex=a",),
+        "max_prompt_seq_len": 24,
+        "max_answer_seq_len": 8,
+        "per_device_generation_batch_size": 4,
+    }
+    memory = plan_stage("rlhf", options, home, card=None).plan.memory
+    assert memory.cache == 2 * LAYERS * HIDDEN * 2 * 4 * (24 + 8)
+    critic, head = memory.roles["critic"], HIDDEN
+    assert memory.roles["reference"].weights == 0
+    assert critic.adapters == 4 * (ADAPTER + head)
+    kept = sum(r.weights + r.adapters + r.gradients + r.moments for r in memory.roles.values())
+    assert memory.phases[GENERATION] == kept + memory.cache
+    moving = sum(r.activations + r.logits for r in memory.roles.values())
+    assert memory.phases[TRAINING] == kept + moving
+
+
+def test_a_published_critic_is_an_adapter_beside_the_actors(home):
+    options = {
+        **dict.fromkeys(("actor_model_name_or_path", "critic_model_name_or_path"), "opt-125m"),
+        **dict.fromkeys(("actor_lora_dim", "critic_lora_dim"), 8),
+    }
+    roles = plan_stage("rlhf", options, home, card=None).plan.memory.roles
+    head = 768 * 2  # of the base, in 16 bits, beside the one that trains
+    assert {name: role.weights for name, role in roles.items() if name != "actor"} == {
+        "reference": 0,
+        "critic": head,
+        "reward": head,
+    }
+    assert roles["critic"].adapters == roles["reward"].adapters > 0
+
+
+def replanned(planned, usable):
+    """The plan of the command that was printed."""
+    _, name, *argv = shlex.split(planned.command)
+    processes = 1
+    if "--num_gpus" in argv:
+        at = argv.index("--num_gpus")
+        processes, argv = int(argv[at + 1]), argv[:at] + argv[at + 2 :]
+    options = typed_options(parse_config(STAGES[name].config, argv))
+    with planning(processes) as home:
+        return plan_stage(name, options, home, card=card(usable), processes=processes)
+
+
+SEARCHES = [
+    ("sft", {"lora_dim": 4}, 1, 0.7),
+    ("sft", {"lora_dim": 4}, 1, 0.1),
+    ("dpo", {"lora_dim": 4}, 1, 0.1),
+    ("reward", {}, 2, 0.3),
+    ("sft", {}, 1, 0.15),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "processes", "share"), SEARCHES)
+def test_the_command_that_is_printed_fits_and_takes_the_same_step(
+    tiny, name, options, processes, share
+):
+    options = {"model_name_or_path": tiny, "max_seq_len": 512, **options}
+    with planning(processes) as home:
+        most = plan_stage(name, options, home, card=card(10**12), processes=processes)
+        assert most.fits
+        assert most.changes is None
+        usable = int(share * most.plan.memory.peak)
+        found = plan_stage(name, options, home, card=card(usable), processes=processes)
+    assert found.plan.memory.peak > usable or found.fits
+    again = replanned(found, usable)
+    assert again.fits
+    batch = again.plan.config.batch
+    assert batch.per_device_train_batch_size * batch.gradient_accumulation_steps == 16
+
+
+@pytest.mark.parametrize(("processes", "wanted"), [(4, {"zero_stage": 2}), (1, {"offload": True})])
+def test_weights_that_train_are_shared_over_processes_or_moved_to_the_host(tiny, processes, wanted):
+    """A row, recomputed, does not fit: moments have to go, to other processes if there are any."""
+    options = {"model_name_or_path": tiny, "per_device_train_batch_size": 1, "max_seq_len": 32}
+    options["gradient_checkpointing"] = True
+    with planning(processes) as home:
+        least = plan_stage("sft", options, home, card=None, processes=processes).plan.memory.peak
+        found = plan_stage("sft", options, home, card=card(0.87 * least), processes=processes)
+        assert found.fits is False
+        assert found.changes.items() >= wanted.items()
+
+
+def test_recomputation_that_was_left_open_comes_before_tiny_micro_batches(tiny, home):
+    options = {"model_name_or_path": tiny, "lora_dim": 4, "max_seq_len": 512}
+    kept = plan_stage("sft", options, home, card=card(10**12)).plan.memory
+    found = plan_stage("sft", options, home, card=card(kept.peak // 5))
+    assert found.better.config.model.gradient_checkpointing is True
+    typed = options | {"gradient_checkpointing": False}
+    found = plan_stage("sft", typed, home, card=card(kept.peak // 5))
+    assert found.better is None or not found.better.config.model.gradient_checkpointing
+
+
+def test_the_largest_micro_batch_fits_and_one_row_more_does_not(tiny, home):
+    options = {"model_name_or_path": tiny, "lora_dim": 4, "max_seq_len": 512}
+    usable = plan_stage("sft", options, home, card=card(10**12)).plan.memory.peak
+    options["gradient_checkpointing"] = False
+    found = plan_stage("sft", options, home, card=card(usable))
+    rows = found.largest["per_device_train_batch_size"]
+    assert rows == 16
+    name = "per_device_train_batch_size"
+    assert plan_stage("sft", options | {name: rows}, home, card=card(usable)).fits
+    assert not plan_stage("sft", options | {name: rows + 1}, home, card=card(usable)).fits
+
+
+def test_shares_of_optimizer_state_are_those_of_the_processes(tiny):
+    options = {"model_name_or_path": tiny, "zero_stage": 3, "dtype": "fp32"}
+    moments = []
+    for processes in (1, 4):
+        with planning(processes) as home:
+            plan = plan_stage("sft", options, home, card=None, processes=processes).plan
+            moments.append(plan.memory.roles["model"].moments)
+    assert moments[0] == pytest.approx(4 * moments[1], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "size", ["24GB", "24 GB", "24gb", "22.351741790771484GiB", "RTX 4090", "4090"]
+)
+def test_devices_are_named_by_size_or_card(size):
+    assert find_card(size).memory_bytes == pytest.approx(24e9, rel=1e-6)
+    # A tenth, the context, and what a card of that size may lack of it.
+    assert find_card(size).usable_bytes < 0.9 * 24e9
+
+
+def run(capsys, line):
+    """Exit code and standard output of ``dschat-lora plan``."""
+    code = 0
+    try:
+        stage_verbs.plan(shlex.split(line))
+    except SystemExit as end:
+        code = end.code
+    return code, capsys.readouterr().out
+
+
+def test_a_plan_is_one_screen_or_one_json_object(tiny, capsys):
+    line = f"sft --model_name_or_path {tiny} --lora_dim 4 --for 24GB"
+    code, text = run(capsys, line)
+    assert code == 0
+    assert len(text.splitlines()) <= 24
+    assert max(map(len, text.split("$ ")[0].splitlines())) <= 80
+    code, text = run(capsys, f"{line} --json")
+    found = json.loads(text)
+    assert found["fits"] is True
+    assert found["peak"] == max(found["phases"].values())
+    assert found["recomputation"]["peak_with"] < found["recomputation"]["peak_without"]
+
+
+def test_nothing_that_fits_is_exit_code_1(tiny, capsys):
+    code, text = run(capsys, f"sft --model_name_or_path {tiny} --for 0.1GB")
+    assert code == 1
+    assert "does not fit, and no settings were found" in " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("line", "parts"),
+    [
+        ("sft --lora_dm 4", ["--lora_dm", "did you mean --lora_dim?"]),
+        ("sft --for 24", ["--for 24", "24GB", "RTX 4090"]),
+        ("sft --num_gpus 0", ["--num_gpus", ">= 1"]),
+        ("sft --model_name_or_path ./nowhere", ["./nowhere", "does not exist"]),
+        ("sfd", ["sfd", "no file"]),
+        ("opt-1.3b --lora_dim 4", ["--lora_dim", "sft, reward, dpo, rlhf"]),
+        ("rlhf --actor_model_name_or_path opt-125m", ["--critic_model_name_or_path"]),
+        ("sft --tensor_parallel_size 3 --num_gpus 3 --lora_dim 4", ["--tensor_parallel_size 3"]),
+    ],
+)
+def test_mistakes_are_named(line, parts):
+    with pytest.raises(ValueError, match=r".") as error:
+        stage_verbs.plan(shlex.split(line))
+    assert not [part for part in parts if part not in str(error.value)], error.value
+
+
+@pytest.mark.parametrize(
+    ("model", "stage"),
+    [("OPT-1.3B", "SFT"), ("OPT-1.3B", "PPO")] if not ALL else [(None, None)],
+)
+def test_the_table_of_the_documentation_is_what_the_planner_says(model, stage):
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        import memory_table
+    finally:
+        sys.path.pop(0)
+    chosen = {} if model is None else {"models": [model], "stages": [stage]}
+    text = memory_table.PAGE.read_text(encoding="utf-8").splitlines()
+    for row in memory_table.rows(**chosen):
+        assert row in text
+
+
+def test_the_plan_as_json_has_no_paths_of_placeholders(home):
+    planned = plan_stage("sft", {"model_name_or_path": "opt-125m"}, home, card=None)
+    assert str(home) not in json.dumps(to_dict(planned))
+    assert "--model_name_or_path facebook/opt-125m" in planned.command
