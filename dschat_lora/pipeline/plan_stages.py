@@ -23,7 +23,6 @@ from dschat_lora.pipeline.validation import check_stage, checked_stages
 
 # Of no consequence for memory; what they name need not be there.
 _OUTPUT = ("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "dry_run")
-_DTYPES = ("auto", None)
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,7 @@ def _planned(
 def plan_file(recipe: Recipe, home: Path, *, card: Card | None = None) -> Iterator[Planned]:
     """The plans of the stages of a pipeline, in order; see :func:`plan_stage`."""
     shapes = {
-        name: with_stand_ins(name, options, home / "published")
+        name: with_stand_ins(name, _with_dtype(options), home / "published")
         for name, options in recipe.stages.items()
     }
     for name, config in checked_stages(replace(recipe, stages=shapes), home):
@@ -150,10 +149,14 @@ def planning(processes: int = 1) -> Iterator[Path]:
 
 
 def _without_data(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options with nothing to write, 16 bits, and rows to be checked where none are named."""
-    values = {k: v for k, v in options.items() if k not in _OUTPUT}
-    if values.get("dtype") in _DTYPES:
-        values["dtype"] = "bf16"
+    """The options with nothing to write, and rows to be checked where none are named."""
+    values = _with_dtype({k: v for k, v in options.items() if k not in _OUTPUT})
     if any(name.endswith("model_name_or_path") for name in values):
         values.setdefault("data_path", (str(BUNDLED_DATA["train"]),))
     return values
+
+
+def _with_dtype(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with bf16 for ``auto``, whatever this machine computes best."""
+    typed = options.get("dtype", "auto")
+    return {**options, "dtype": "bf16" if typed == "auto" else typed}

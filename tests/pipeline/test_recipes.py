@@ -46,8 +46,11 @@ def test_recipe_is_what_its_stages_take(path):
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_recipe_states_the_memory_that_is_planned(path):
+    # The bundled one is stated as it runs on a CPU.
+    stages = read_recipe(str(path)).stages if path.stem == "bundled" else ()
+    recipe = read_recipe(str(path), overrides=[f"{stage}.dtype=fp32" for stage in stages])
     with planning() as home:
-        plans = plan_file(read_recipe(str(path)), home)
+        plans = plan_file(recipe, home)
         peaks = {each.name: each.plan.memory.peak / 2**30 for each in plans}
     assert stated(path) == {name: float(f"{peak:.3g}") for name, peak in peaks.items()}
 
