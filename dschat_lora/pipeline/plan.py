@@ -14,6 +14,7 @@ from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, Supervi
 from dschat_lora.engine.build import EngineSettings
 from dschat_lora.engine.distributed import data_world_size
 from dschat_lora.lora.collectives import TensorGroup
+from dschat_lora.lora.nf4 import value_shape
 from dschat_lora.models.build import AdaptedModel, build_causal_lm, build_reward_model
 from dschat_lora.models.causal_lm import Tokenizer
 from dschat_lora.models.source import find_model
@@ -22,6 +23,7 @@ from dschat_lora.perf.flops import Flops, forward_flops, step_flops
 from dschat_lora.perf.memory import MemoryEstimate, parameter_bytes
 from dschat_lora.perf.peak import tabled_peak
 from dschat_lora.perf.shape import describe
+from dschat_lora.perf.throughput import StepCounts
 from dschat_lora.pipeline.stand_ins import as_planned
 from dschat_lora.rlhf.batch import Response
 from dschat_lora.rlhf.config import RlhfConfig
@@ -173,7 +175,7 @@ class StagePlan:
         models = self.models
         whole = models.whole() if isinstance(models, Roles) else models.model
         trained = models.trained.values() if isinstance(models, Roles) else [models]
-        total = sum(p.numel() for p in whole.parameters())
+        total = sum((value_shape(p) or p.shape).numel() for p in whole.parameters())
         return total, sum(trained_elements(each.model) for each in trained)
 
     @property
@@ -315,7 +317,18 @@ def _iteration_time(config: RlhfConfig, roles: Roles) -> StepTime:
         num_generations=batch.num_generations,
         batch_size=batch.per_device_generation_batch_size,
     )
-    work = counter(responses, passes=config.ppo.ppo_epochs, extra_forward=True, padded=None)
+    counts = StepCounts(
+        num_tokens=sum(map(len, responses)),
+        num_targets=sum(each.num_actor_tokens for each in responses),
+        num_attended=sum(causal_pairs(len(each)) for each in responses),
+    )
+    work = counter(
+        responses,
+        passes=config.ppo.ppo_epochs,
+        extra_forward=True,
+        counts=counts,
+        skips_padding=True,
+    )
     ranks = config.parallel.tensor_parallel_size
     return StepTime(
         sum(map(len, responses)) * data_world_size(),

@@ -44,8 +44,9 @@ def show_plans(
             text = to_json(found if recipe else found[0])
         else:
             text = "\n\n".join("\n".join(lines(each)) for each in plans)
+        fits = all(each.command for each in plans)
     log_once(text)
-    return all(each.command for each in plans)
+    return fits
 
 
 def to_dict(planned: Planned) -> dict[str, Any]:
