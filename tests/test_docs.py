@@ -109,11 +109,14 @@ VERBS = {
     "score": ScoreConfig, "push": PushConfig, "export": ExportConfig, "inspect": InspectConfig,
     "chat": ChatConfig, "serve": ServeConfig,
 }  # fmt: skip
+_STAGE_CONFIGS = (SupervisedConfig, RewardStageConfig, DpoStageConfig, RlhfConfig)
 # Options of verbs that take their arguments apart themselves, and those of launchers.
 OWN = {
     "rollouts": {"best", "worst", "prompt", "contains", "changed", "limit", "json"},
     "nlg": set().union(*map(option_names, STAGES["nlg_gpt2"].values())),
     "pipeline": {"dry_run"},
+    "plan": {"for", "num_gpus", "json"}.union(*map(option_names, _STAGE_CONFIGS)),
+    "doctor": {"json", "no_training"},
     "extract": {"base", "lora_alpha", "enable_lora", "output_dir"},
 }
 LAUNCHER = {"num_gpus", "include", "hostfile", "master_port", "config", "help"}
