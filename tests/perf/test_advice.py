@@ -328,22 +328,26 @@ def test_one_row_is_shortened_when_nothing_milder_is_left():
 
 
 def test_changes_that_only_fit_together_are_the_fewest():
-    """16 rows of 4 and 15 of state; one row leaves 19, recomputed 16 leave 21.4, 2 leave 15.8."""
+    """16 rows of 4 GiB and 15 of state, 16.2 may be used.
+
+    One row leaves 19, recomputed 16 leave 21.4, from the host 18.2, and of these 4 leave 15.8.
+    """
     text = advice(ROWS_LEAD, 18)
     assert "no single change is enough, take together" in text
     (flags,) = suggestions(text)
     assert flags == {
-        "per_device_train_batch_size": "2",
-        "gradient_accumulation_steps": "16",
+        "per_device_train_batch_size": "4",
+        "gradient_accumulation_steps": "8",
         "gradient_checkpointing": "",
+        "offload_activations": "",
     }
     assert text.endswith("the same batch of 32 rows a step, so the run can be resumed")
 
 
 def test_a_run_that_changes_its_type_is_not_said_to_resume():
     """Recomputed rows of 4 GiB: one of them, or 16 of half the size, is more than 3.3."""
-    case = {"gradient_checkpointing": True, "zero_stage": 3, "offload": True, "dtype": "fp32"}
-    text = advice(by_hand(per_row=40), 3.3, **case)
+    case = {"gradient_checkpointing": True, "offload_activations": True, "zero_stage": 3}
+    text = advice(by_hand(per_row=80), 3.3, offload=True, dtype="fp32", **case)
     assert "--per_device_train_batch_size 1 --gradient_accumulation_steps 32 --dtype auto" in text
     assert text.endswith(": the same batch of 32 rows a step")
 

@@ -293,7 +293,8 @@ def test_no_epochs_evaluate_alone(home, command):
     (only,) = metrics(home / "looked")
     assert (only["kind"], only["step"]) == ("eval", 0)
     assert only["kl"] == pytest.approx(0, abs=1e-6)
-    assert {path.name for path in (home / "looked").iterdir()} == {"run.json", "metrics.jsonl"}
+    written = {path.name for path in (home / "looked").iterdir()}
+    assert written == {"run.json", "metrics.jsonl", "report.html"}
     assert json_of(home / "looked" / "run.json")["status"] == "finished"
 
 

@@ -220,9 +220,9 @@ def _check_output_file(name: str) -> None:
     check_can_be_made(path.parent, option="output_path")
 
 
-def _check_factors(config: DecodeConfig, source: ModelSource) -> None:
+def _check_factors(config: DecodeConfig, found: ModelSource) -> None:
     """Refuse options of factors where there are none, or whose base is not named."""
-    path, base, adapter = config.lora_path, config.model_name_or_path, source.adapter
+    path, base, adapter = config.lora_path, config.model_name_or_path, found.adapter
     weights = weights_file(config.init_checkpoint)
     if weights is not None and (path is not None or adapter is not None):
         other = f"--lora_path {path}" if path is not None else f"the adapter {adapter}"
@@ -230,7 +230,7 @@ def _check_factors(config: DecodeConfig, source: ModelSource) -> None:
             f"--init_checkpoint {weights} goes on a base without factors, not with {other}"
         )
     if path is None:
-        _check_described(config, source, has_file=weights is not None)
+        _check_described(config, found, has_file=weights is not None)
         return
     if base is None:
         raise ValueError(

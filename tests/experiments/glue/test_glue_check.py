@@ -177,7 +177,7 @@ def test_an_earlier_run_is_cleared_when_asked(glue_run, tmp_path):
     glue_run(out, "rte", "--apply_lora", "--no-do_train", "--overwrite_output_dir")
     left = {path.name for path in out.iterdir()}
     results = {"all_results.json", "eval_results.json"}
-    assert left == {"mine.txt", "run.json", "metrics.jsonl"} | results
+    assert left == {"mine.txt", "run.json", "metrics.jsonl", "report.html"} | results
 
 
 def test_the_output_of_a_run_is_gone_on_with(checked, trained, encoder):
