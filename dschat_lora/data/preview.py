@@ -13,7 +13,7 @@ from dschat_lora.data.row_reader import RowCounts, RowReader
 from dschat_lora.data.rows import DataKind, config_sources, row_options
 from dschat_lora.data.samples import AnySample, PairSample, Sample, Tokens, UnpairedSample
 from dschat_lora.data.tokenize import tokenize
-from dschat_lora.data.unpaired import answers_of
+from dschat_lora.data.unpaired import answers_of_row
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def preview(
             records, _ = reader.records(raw, RowCounts())
             if kind == "unpaired":
                 # Its own answer stands for that to another prompt, which is not shown.
-                answers = (each for record in records for each in answers_of(record))
+                answers = answers_of_row(records)
                 records = tuple(each._replace(mismatched=each.completion) for each in answers)
             for record, result in zip(records, tokenize(records, encoder, rule), strict=True):
                 for sample in result.samples:

@@ -20,7 +20,7 @@ from dschat_lora.data.rows import (
 )
 from dschat_lora.data.sources import Source
 from dschat_lora.data.store import is_whole
-from dschat_lora.data.unpaired import answers_of
+from dschat_lora.data.unpaired import answers_of_row
 
 MAX_EXAMPLES = 100  # bad rows that are kept
 BYTES_PER_FILE = 4 * 2**20  # of lines that a file of records is made of, about
@@ -116,7 +116,7 @@ class RowReader:
                 # Of rows that are not used nothing but the prompt is known.
                 digests.append(row_digest(records, self.kind) if records else b"")
                 if self.kind == "unpaired":
-                    records = tuple(each for record in records for each in answers_of(record))
+                    records = answers_of_row(records)
                 rows.append(records)
                 groups.append(group)
             if task.option == "eval_data_path":

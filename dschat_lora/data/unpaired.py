@@ -1,5 +1,7 @@
 """Unpaired answers for KTO: each with its label, and with an answer to another prompt."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -18,6 +20,11 @@ def answers_of(record: TextRecord) -> list[TextRecord]:
         record._replace(rejected=None, label=True),
         record._replace(spans=spans, rejected=None, label=False),
     ]
+
+
+def answers_of_row(records: Sequence[TextRecord]) -> tuple[TextRecord, ...]:
+    """The answers of all records of a row; see :func:`answers_of`."""
+    return tuple(each for record in records for each in answers_of(record))
 
 
 def mismatched_records(

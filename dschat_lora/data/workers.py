@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 TASKS_PER_WORKER = 3  # that wait or are worked on, so that memory does not grow with their number
-
 GARBAGE_THRESHOLD = 100_000  # new objects of a worker between two searches for garbage
 
 

@@ -1,6 +1,7 @@
 """Several runs that differ by their seed, and the median and deviation of their measures."""
 
 import json
+import os
 import statistics
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -48,6 +49,19 @@ def show_spreads(found: Mapping[str, Spread], *, runs: str) -> None:
     ]
     for line in table(("measure", "median +- deviation", runs), rows):
         log_once(line)
+
+
+def check_starts_runs(seeds: int, verb: str) -> None:
+    """Refuse ``--seeds`` in processes that a launcher started for one run.
+
+    Raises:
+        ValueError: naming the command of ``verb`` that starts a launcher for each run.
+    """
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ValueError(
+            f"--seeds {seeds} starts a launcher for each run: type dschat-lora {verb} "
+            f"--num_gpus N --seeds {seeds} ... instead of torchrun or deepspeed"
+        )
 
 
 def run_seeds(config: "StageOptions", *, name: str, prefix: Sequence[str]) -> None:

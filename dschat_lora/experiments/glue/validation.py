@@ -29,6 +29,7 @@ from dschat_lora.runtime.checks import (
     check_may_be_deleted,
     is_first_rank,
 )
+from dschat_lora.runtime.seeds import check_starts_runs
 
 #: where a run that ends with its best weights keeps the last ones
 LAST = "last"
@@ -184,11 +185,7 @@ def check_seeds(config: GlueConfig, source: ModelSource) -> None:
     """Refuse several runs in the processes of one."""
     if config.seeds == 1:
         return
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise ValueError(
-            f"--seeds {config.seeds} starts a launcher for each run: type dschat-lora glue "
-            f"--num_gpus N --seeds {config.seeds} ... instead of torchrun or deepspeed"
-        )
+    check_starts_runs(config.seeds, "glue")
     if config.resume_from_checkpoint is not None or not (config.do_train and config.do_eval):
         raise ValueError(
             f"--seeds {config.seeds} trains and evaluates anew; go on with one of its runs by its "

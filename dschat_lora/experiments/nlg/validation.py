@@ -1,6 +1,5 @@
 """Validation of data-to-text training, decoding and evaluation, and the learning-rate schedule."""
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
@@ -21,6 +20,7 @@ from dschat_lora.experiments.nlg.predictions import chosen_predictions
 from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.runtime.checks import Check, check_can_be_made, check_task, model_fields
 from dschat_lora.runtime.resume import read_state
+from dschat_lora.runtime.seeds import check_starts_runs
 from dschat_lora.runtime.validation import StageRules, check_supervised
 
 _TARGETS = {"target_modules", "lora_module_name"}
@@ -69,11 +69,7 @@ def check_seeds(config: NlgConfig, source: ModelSource) -> None:
     """Refuse several runs in the processes of one, and to go on with several."""
     if config.seeds == 1:
         return
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise ValueError(
-            f"--seeds {config.seeds} starts a launcher for each run: type dschat-lora nlg "
-            f"--num_gpus N --seeds {config.seeds} ... instead of torchrun or deepspeed"
-        )
+    check_starts_runs(config.seeds, "nlg")
     if config.run.resume_from_checkpoint is not None:
         raise ValueError("--seeds trains anew; go on with one of its runs by its own --output_dir")
 
