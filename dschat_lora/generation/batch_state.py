@@ -118,7 +118,10 @@ class CachedRows:
         self._responses, count = responses, len(prompts) * copies
         lengths, device = torch.tensor([len(prompt) for prompt in prompts]), self._ids.device
         self._filled = int(lengths.max())
-        self._cache.start(self._rounded(count, 0)[0], copies)
+        # On a CPU every row holds a sequence, and attention is ours; in 16 bits the sum of both
+        # parts would be rounded once more.
+        shares = device.type == "cpu" and not self._buckets and self._model.dtype.itemsize > 2
+        self._cache.start(self._rounded(count, 0)[0], copies, self._sequence if shares else None)
         # Rows that are not in use write where nobody reads.
         self._sequence.fill_(responses.capacity)
         for mask in self._masks.values():

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from dschat_lora.generation.kv_cache import SharedPrompts
+
 MAX_PRODUCT_TOKENS = 64  # for more, the fused kernel of attention is better
 _ATTENTION = "dschat_lora_decode"
 # Options of attention layers without effect where a mask is given, out of training.
@@ -61,7 +63,32 @@ def attend_by_products(
         query = query * scaling
     # Heads that share a key (grouped-query attention) are rows of one product.
     grouped = query.reshape(rows, key.shape[1], -1, size)
-    scores = torch.matmul(grouped, key.transpose(2, 3)).view(rows, heads, tokens, -1)
-    scores += attention_mask
+    shared: SharedPrompts | None = getattr(key, "prompts", None)
+    if shared is not None and 2 * len(shared.keys) > rows:
+        shared = None  # most responses have ended
+    width = 0 if shared is None else shared.keys.shape[2]
+    scores = torch.matmul(grouped, key[:, :, width:].transpose(2, 3))
+    if shared is not None:
+        before = _of_prompts(grouped, shared.keys.transpose(2, 3), shared)
+        scores = torch.cat([before, scores], -1)
+    scores = scores.view(rows, heads, tokens, -1).add_(attention_mask)
     weights = scores.softmax(-1).view(*grouped.shape[:3], -1)
-    return torch.matmul(weights, value).view(rows, heads, tokens, -1).transpose(1, 2), None
+    output = torch.matmul(weights[..., width:], value[:, :, width:])
+    if shared is not None:
+        output += _of_prompts(weights[..., :width], shared.values, shared)
+    return output.view(rows, heads, tokens, -1).transpose(1, 2), None
+
+
+def _of_prompts(rows: Tensor, matrices: Tensor, shared: SharedPrompts) -> Tensor:
+    """(rows, heads, n, q) product of each row and the matrix of its prompt.
+
+    ``rows`` are (rows, heads, n, p), ``matrices`` (prompts, heads, p, q).
+    """
+    _, heads, count, width = rows.shape
+    prompts, copies = len(matrices), shared.copies
+    ordered = rows.new_zeros(prompts * copies, heads, count, width)
+    ordered.index_copy_(0, shared.sequences, rows)
+    ordered = ordered.view(prompts, copies, heads, count, width).transpose(1, 2)
+    products = torch.matmul(ordered.reshape(prompts, heads, copies * count, width), matrices)
+    products = products.view(prompts, heads, copies, count, -1).transpose(1, 2)
+    return products.flatten(0, 1).index_select(0, shared.sequences)

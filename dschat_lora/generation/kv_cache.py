@@ -1,7 +1,28 @@
 """A static key-value cache for decoding, allocated once for all columns."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SharedPrompts:
+    """Keys and values of the first columns, which several rows have in common.
+
+    A CPU reads them once for all responses to a prompt (Hydragen, arXiv:2402.05099, section 3.2);
+    keys of a step have them as their attribute ``prompts``.
+
+    Attributes:
+        keys, values: (prompts, heads, W, D).
+        sequences: (rows,) int64; row i answers prompt ``sequences[i] // copies``.
+        copies: responses to a prompt.
+    """
+
+    keys: Tensor
+    values: Tensor
+    sequences: Tensor
+    copies: int
 
 
 class KVCache:
@@ -30,10 +51,18 @@ class KVCache:
         self.following: tuple[Tensor, Tensor, Tensor] | None = None
         # Keys and values: (2, rows, heads, columns, D), or one of each where their shapes differ.
         self._layers: dict[int, Tensor | tuple[Tensor, Tensor]] = {}
+        self._prompts: dict[int, tuple[Tensor, Tensor]] = {}  # those that a CPU shares
+        self._shared_by: tuple[Tensor, int] | None = None  # the rows' sequences, of how many copies
 
-    def start(self, rows: int, copies: int) -> None:
-        """Take the prompts of another batch; what masks do not hide is written anew."""
+    def start(self, rows: int, copies: int, sequences: Tensor | None = None) -> None:
+        """Take the prompts of another batch; what masks do not hide is written anew.
+
+        With ``sequences``, (rows,) int64 that their owner keeps up to date, :class:`SharedPrompts`
+        come with the keys of a step.
+        """
         self.rows, self.columns, self.copies = rows, self.capacity[1], copies
+        self._prompts.clear()
+        self._shared_by = (sequences, copies) if sequences is not None and copies > 1 else None
 
     def take(self, source: "KVCache", rows: Tensor, columns: Tensor) -> None:
         """Take what was computed before, from this cache or another.
@@ -58,6 +87,8 @@ class KVCache:
         if self.copies:
             for store, new in zip(stores, (key, value), strict=True):
                 self._store_prompts(store, new)
+            if self._shared_by is not None:
+                self._prompts[layer_idx] = key.contiguous(), value.contiguous()
             return key, value
         if self.following is not None:
             rows, steps, columns = self.following
@@ -72,6 +103,10 @@ class KVCache:
             for store, new in zip(stores, (key, value), strict=True):
                 store[: self.rows].index_copy_(2, self.column, new)
         keys, values = (store[: self.rows, :, : self.columns] for store in stores)
+        if layer_idx in self._prompts and self._shared_by is not None:
+            sequences, copies = self._shared_by
+            shared = SharedPrompts(*self._prompts[layer_idx], sequences[: self.rows], copies)
+            vars(keys)["prompts"] = shared
         return keys, values
 
     def _allocate(self, key: Tensor, value: Tensor) -> Tensor | tuple[Tensor, Tensor]:
