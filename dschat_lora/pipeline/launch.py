@@ -2,11 +2,12 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice, pairwise
 from pathlib import Path
 from types import FrameType
@@ -18,6 +19,7 @@ from dschat_lora.config.groups import require
 from dschat_lora.config.options import command_line, option, option_names, parse_config
 
 PACKAGE = "dschat_lora"
+DEFAULT_HOSTFILE = "/job/hostfile"  # of DeepSpeed's launcher
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -40,6 +42,11 @@ class LauncherConfig:
         """Of a stage; None where the launcher decides."""
         return None if self.include or self.hostfile else self.num_gpus
 
+    @property
+    def meets_here(self) -> bool:
+        """Whether all processes are certain to be on this machine."""
+        return not (self.include or self.hostfile or Path(DEFAULT_HOSTFILE).exists())
+
 
 def launcher_command() -> str:
     """The launcher that belongs to this interpreter."""
@@ -51,9 +58,19 @@ def launch_command(
 ) -> list[str]:
     """The command that starts a stage in the launcher's processes: ``dschat-lora STAGE`` in each.
 
-    ``program`` is the path of the launcher.
+    Processes of this machine alone meet at a free port, so that several runs can go on side by
+    side. ``program`` is the path of the launcher.
     """
+    if launcher.meets_here and launcher.master_port is None:
+        launcher = replace(launcher, master_port=_free_port())
     return [program, *command_line(asdict(launcher)), "--module", PACKAGE, stage, *argv]
+
+
+def _free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("", 0))
+        port: int = server.getsockname()[1]
+    return port
 
 
 def typed_command(stage: str, launcher: LauncherConfig, options: Mapping[str, object]) -> list[str]:

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import socket
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,32 @@ def test_options_of_the_launcher_are_told_from_those_of_the_stage():
         *("deepspeed", "--num_gpus", "2", "--hostfile", "hosts"),
         *("--module", "dschat_lora", "sft", *rest),
     ]
+
+
+@pytest.mark.parametrize("default", [False, True])
+def test_runs_side_by_side_on_one_machine_meet_at_ports_of_their_own(
+    monkeypatch, tmp_path, default
+):
+    """Unless the port is given, or a file of hosts stands where the launcher looks for one."""
+    hosts = tmp_path / "hostfile"
+    monkeypatch.setattr("dschat_lora.pipeline.launch.DEFAULT_HOSTFILE", str(hosts))
+    if default:
+        hosts.write_text("other slots=8\n", encoding="utf-8")
+
+    def command_of(**options):
+        return launch_command("sft", LauncherConfig(num_gpus=2, **options), (), program="deepspeed")
+
+    rest = ["--module", "dschat_lora", "sft"]
+    given = ["deepspeed", "--num_gpus", "2", "--master_port", "29501", *rest]
+    assert command_of(master_port=29501) == given
+    found = command_of()
+    if default:
+        assert found == ["deepspeed", "--num_gpus", "2", *rest]
+        return
+    position = found.index("--master_port")
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", int(found[position + 1])))
+    assert [*found[:position], *found[position + 2 :]] == ["deepspeed", "--num_gpus", "2", *rest]
 
 
 def test_ranks_of_a_launcher_find_their_verb_behind_its_arguments(monkeypatch):
