@@ -88,7 +88,7 @@ def adapted(options: Shape) -> Any:
 def size_of(model: Any, options: Shape) -> ModelSize:
     """What processes exchange of a model of :func:`adapted`."""
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    layers = sum(isinstance(module, LoraLinear) for module in model.modules())
+    layers = [module for module in model.modules() if isinstance(module, LoraLinear)]
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     head = model.get_output_embeddings().weight
     tied = any(each.weight is head for each in embeddings)
@@ -99,7 +99,8 @@ def size_of(model: Any, options: Shape) -> ModelSize:
         head=0 if tied else head.numel(),
         layers=options.num_layers,
         hidden=options.hidden_size,
-        linears=layers // options.num_layers,
+        linears=len(layers) // options.num_layers,
+        last=layers[-1].weight.numel(),
         rank=options.lora_dim,
     )
 

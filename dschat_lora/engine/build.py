@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from dschat_lora.engine.adamw import SteppedAdamW, Update
 from dschat_lora.engine.distributed import data_world_size, destroy_at_shutdown, device, grid
 from dschat_lora.engine.ds_config import engine_config, loss_scaling, zero_options
+from dschat_lora.engine.linear import free_between_passes
 
 NetworkT = TypeVar("NetworkT", bound=nn.Module, covariant=True)
 
@@ -75,6 +76,8 @@ class TrainEngine(Generic[NetworkT]):
         self.adam = settings.optimizer(groups)
         self._peak_rates = [float(group["lr"]) for group in self.adam.param_groups]
         self.group_names = [group.get("name", "") for group in self.adam.param_groups]
+        if self.zero_stage == 3:
+            free_between_passes(model)
         self._engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=self.adam,

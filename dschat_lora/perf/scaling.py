@@ -50,7 +50,7 @@ class ModelSize:
         embedding: elements of all embeddings, frozen. head: of an output head of its own, 0 where
             it is the embedding.
         layers, hidden: of its blocks.
-        linears: adapted layers of a block.
+        linears: adapted layers of a block. last: elements of the one that computes last.
         rank: of the adapters.
         width: bytes of a frozen element, and of an activation.
     """
@@ -62,6 +62,7 @@ class ModelSize:
     layers: int
     hidden: int
     linears: int
+    last: int
     rank: int
     width: int = 2
 
@@ -135,8 +136,9 @@ def data_exchanges(
     ZeRO 0 and 1 sum the gradient once a step, ZeRO 2 and 3 after every micro-batch: DeepSpeed
     (0.19) by an all-reduce at ZeRO 1 and 2, of which each rank keeps its part. ZeRO 3 gathers the
     weights for the forward pass, again for the backward pass, and where a block ``recomputes``
-    once more in between. The last ones before the model turns round are kept
-    (``stage3_max_reuse_distance``). Base and factors of a layer are two collectives.
+    once more in between, but for its last layer, which the backward pass begins with. Without, the
+    last blocks before the model turns round are kept (``stage3_max_reuse_distance``). Base and
+    factors of a layer are two collectives.
     """
     if ranks == 1:
         return []
@@ -159,13 +161,15 @@ def data_exchanges(
 def _gathered(size: ModelSize, *, recomputes: bool) -> tuple[int, int]:
     """(bytes, collectives) of the weights that ZeRO 3 gathers for a micro-batch.
 
-    Within 2 percent from a billion elements on. The embedding has no backward pass, and the head
-    takes both at once.
+    Within 2 percent from a billion elements on, from 3 billion where blocks are recomputed. The
+    embedding has no backward pass, and the head takes both at once.
     """
     blocks = size.frozen - size.embedding - size.head + size.trained
     block_bytes = size.bytes - (size.embedding + size.head) * size.width
-    kept = min(1.0, (REUSE - (size.head or size.embedding)) / blocks)
-    passes = (3 if recomputes else 2) - kept
+    if recomputes:
+        passes = 3 - size.last * size.layers / blocks
+    else:
+        passes = 2 - min(1.0, (REUSE - (size.head or size.embedding)) / blocks)
     again = size.embedding if not size.head and blocks > 2 * REUSE else size.head
     ends = (size.embedding + again) * size.width
     return round(passes * block_bytes) + ends, round(passes * 2 * size.layers * size.linears)

@@ -79,7 +79,7 @@ CASES = [
     ("opt-1.3b", {"ranks": 512, "zero_stage": 0, "layers": 2}),
     ("opt-1.3b", {"ranks": 512, "zero_stage": 2, "layers": 2}),
     ("opt-1.3b", {"ranks": 64, "zero_stage": 3}),
-    ("llama-2-7b", {"ranks": 8, "zero_stage": 3, "layers": 6, "recomputes": True}),
+    ("llama-2-7b", {"ranks": 8, "zero_stage": 3, "layers": 16, "recomputes": True}),
     ("llama-2-7b", {"ranks": 64, "zero_stage": 3, "layers": 6}),
     ("llama-2-7b", {"ranks": 8, "zero_stage": 2}),
     ("llama-2-7b", {"ranks": 8, "zero_stage": 0, "tensor": 4, "layers": 4}),

@@ -112,8 +112,8 @@ def test_memory_of_one_of_eight_processes(fake_device, shape, options):
     stage, again = options["zero_stage"], options.get("recompute", False)
     if shape in ("opt-1.3b", "opt-6.7b", "llama-2-7b") and "lora_dim" not in options:
         check_exchanges(found, shape, ranks=8, zero_stage=stage, layers=LAYERS, recomputes=again)
-    # DeepSpeed's step and its norm, and the loss.
-    assert sum(found["waits"].values()) <= 5
+    # DeepSpeed's step and its norm, of groups with and without weight decay, and the loss.
+    assert sum(found["waits"].values()) <= (8 if options.get("lora_dim") == 0 else 5)
 
 
 @pytest.mark.parametrize("stage", [2, 3] if ALL else [3])
