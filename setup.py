@@ -74,6 +74,7 @@ setup(
         "pyyaml>=6,<7",
         "tqdm>=4.66.3,<5",
         "regex>=2024.4.16",
+        "tokenizers>=0.22,<1",
     ],
     extras_require={
         "bench": BENCH,

@@ -46,9 +46,9 @@ FLOORS = [
     {
         "data": Room(
             "algos config report",
-            "datasets jinja2 numpy pyarrow torch transformers",
-            "columns directories json_stream layouts messages nlg readers rows sharegpt sources "
-            "suffixes templates",
+            "datasets jinja2 numpy pyarrow tokenizers torch transformers",
+            "columns directories json_stream layouts lengths messages nlg readers rows sharegpt "
+            "sources suffixes templates",
         ),
         "engine": Room("algos config", "deepspeed psutil torch", "ds_config meeting peers"),
         "lora": Room("config", "bitsandbytes regex torch"),
@@ -108,7 +108,7 @@ FLOORS = [
         "serving": Room(
             "checkpoint config data engine generation lora models report runtime supervised",
             "starlette torch uvicorn",
-            "config sources verbs",
+            "address config sources verbs",
         ),
     },
     {

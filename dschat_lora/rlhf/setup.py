@@ -35,7 +35,13 @@ from dschat_lora.rlhf.rewards import (
 )
 from dschat_lora.rlhf.role_config import RoleConfig, option_errors_for
 from dschat_lora.rlhf.roles import Roles, build_roles
-from dschat_lora.rlhf.sources import Sources, find_sources, shares_base, text_data
+from dschat_lora.rlhf.sources import (
+    Sources,
+    find_sources,
+    other_tokenizer,
+    shares_base,
+    text_data,
+)
 from dschat_lora.rlhf.throughput import FlopCounter
 from dschat_lora.rlhf.turns import TurnTokens
 from dschat_lora.rlhf.user_functions import UserFunction
@@ -44,6 +50,7 @@ from dschat_lora.runtime.memory import MemoryPlan, free_memory
 from dschat_lora.runtime.run import Run
 from dschat_lora.runtime.setup import (
     builds_shapes_alone,
+    check_room_for,
     engine_settings,
     engine_words,
     note_all_weights,
@@ -174,11 +181,7 @@ def _load_tokenizer(config: RlhfConfig, sources: Sources) -> Tokenizer:
         with option_errors_for("critic"):
             other = load_tokenizer(sources.critic.tokenizer, config.critic.model(config.load))
         if _rules(other) != _rules(tokenizer):
-            raise ValueError(
-                f"--critic_model_name_or_path {config.critic.model_name_or_path} has another "
-                f"tokenizer than --actor_model_name_or_path {config.actor.model_name_or_path}: it "
-                "would read other tokens than the actor wrote; train it on a base of that family"
-            )
+            raise ValueError(other_tokenizer(config))
     return tokenizer
 
 
@@ -324,6 +327,7 @@ def _describe(
         run.log.say(f"  {plan.line()}")
         run.record.update({"memory": plan.to_dict()})
     parameters = {"total": total, "trainable": sum(trained.values()), **trained}
+    check_room_for(run, parameters["trainable"])
     record_models(run, actor, parameters=parameters, layers=roles.actor.targets)
 
 

@@ -1,6 +1,8 @@
 """Pretrained models and text that step 3 starts from."""
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 from dschat_lora.config.data import DataConfig
 from dschat_lora.models.source import ModelSource, find_model
@@ -48,6 +50,41 @@ def _find(role: str, name: str | None, task: str) -> ModelSource:
         check_adapter_files(source)
         check_task(source, (task,))
     return source
+
+
+def check_vocabularies(config: RlhfConfig, sources: Sources) -> None:
+    """Refuse a reward model whose files have another vocabulary than the actor's.
+
+    Other differences of tokenizers show once they are loaded.
+
+    Raises:
+        ValueError: naming both options.
+    """
+    if sources.critic is None:
+        return
+    mine, other = (
+        Path(each.tokenizer) / "tokenizer.json" for each in (sources.actor, sources.critic)
+    )
+    if not (mine.is_file() and other.is_file()) or mine.read_bytes() == other.read_bytes():
+        return
+    if _vocabulary(mine) != _vocabulary(other):
+        raise ValueError(other_tokenizer(config))
+
+
+def _vocabulary(path: Path) -> object:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))["model"]["vocab"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+
+
+def other_tokenizer(config: RlhfConfig) -> str:
+    """What is wrong with a reward model of another tokenizer than the actor's."""
+    return (
+        f"--critic_model_name_or_path {config.critic.model_name_or_path} has another tokenizer "
+        f"than --actor_model_name_or_path {config.actor.model_name_or_path or '(bundled)'}: it "
+        "would read other tokens than the actor wrote; train it on a base of that family"
+    )
 
 
 def text_data(config: RlhfConfig) -> DataConfig | None:

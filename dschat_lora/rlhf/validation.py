@@ -5,6 +5,7 @@ from typing import Any
 
 from dschat_lora.assets import BUNDLED_DATA
 from dschat_lora.config.groups import BatchConfig, ModelConfig, OptimConfig
+from dschat_lora.data.lengths import check_some_prompt_fits
 from dschat_lora.data.rows import check_sources
 from dschat_lora.data.templates import read_chat_template
 from dschat_lora.engine.ds_config import reconcile
@@ -15,7 +16,13 @@ from dschat_lora.rlhf.builtin_rewards import is_builtin
 from dschat_lora.rlhf.config import RlhfConfig
 from dschat_lora.rlhf.notes import announce, note_without_effect
 from dschat_lora.rlhf.role_config import RoleConfig, option_errors_for
-from dschat_lora.rlhf.sources import RlhfInputs, find_sources, shares_base, text_data
+from dschat_lora.rlhf.sources import (
+    RlhfInputs,
+    check_vocabularies,
+    find_sources,
+    shares_base,
+    text_data,
+)
 from dschat_lora.runtime.checks import (
     Check,
     apply_checks,
@@ -194,11 +201,17 @@ def check_num_generations(config: RlhfConfig, inputs: RlhfInputs) -> None:
         )
 
 
+def check_tokenizers(config: RlhfConfig, inputs: RlhfInputs) -> None:
+    """Refuse a reward model that reads other tokens than the actor writes."""
+    check_vocabularies(config, inputs.sources)
+
+
 def check_data(config: RlhfConfig, inputs: RlhfInputs) -> None:
     """Refuse prompts or pretraining text that cannot be read."""
     if config.load.chat_template is not None:
         read_chat_template(config.load.chat_template)
     check_sources(config.data.data, "prompts")
+    check_some_prompt_fits(config.data.data, inputs.sources.actor.tokenizer, "prompts")
     data = text_data(config)
     if data is not None:
         try:
@@ -340,6 +353,7 @@ RLHF_CHECKS: tuple[Check[RlhfConfig, RlhfInputs], ...] = (
     with_base_bits,
     check_tensor_parallel,
     check_num_generations,
+    check_tokenizers,
     check_data,
     with_deepspeed_json,
     with_default_responses,

@@ -8,6 +8,7 @@ returns None.
 import importlib.util
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -36,6 +37,9 @@ ConfigT = TypeVar("ConfigT")
 StageT = TypeVar("StageT", bound=StageConfig)
 InputsT = TypeVar("InputsT")
 Check = Callable[[ConfigT, InputsT], ConfigT | None]
+
+# Bytes that log, record and report of the smallest run take.
+LEAST_ROOM = 2**20
 
 
 def apply_checks(
@@ -101,9 +105,40 @@ def find_of_kind(name: str | None, tasks: tuple[str, ...], *, option: str) -> Mo
 
 
 def check_adapter_files(source: ModelSource) -> None:
-    """Refuse an adapter whose files are not those of its manifest."""
+    """Refuse an adapter whose files are not those of its manifest, or that fits another base."""
     if source.adapter is not None and is_first_rank():
         verify_adapter(source.adapter)
+        if not is_checkpoint(source.adapter):
+            check_widths(source.adapter, Path(source.base))
+
+
+def check_widths(adapter: Path, base: Path) -> None:
+    """Refuse an adapter with a factor as wide as no layer of that name in the base's files.
+
+    What else tells bases apart shows once the model is there. A base of the hub, one without
+    safetensors and one whose files hold packed weights are not looked at.
+
+    Raises:
+        ValueError: naming the adapter, its base, and the first layer that differs.
+    """
+    files = sorted(base.glob("*.safetensors"))
+    if not files or "quantization_config" in model_fields(ModelSource(str(base))):
+        return
+    shapes: dict[str, list[list[int]]] = {}  # of the layers whose names end so
+    for file in files:
+        for name, tensor in safetensors_header(file).items():
+            if name.endswith(".weight"):
+                shapes.setdefault(name.split(".")[-2], []).append(tensor["shape"])
+    for name, tensor in safetensors_header(adapter / WEIGHTS_FILE).items():
+        module, _, factor = name.partition(".lora_A.")
+        layers = shapes.get(module.rpartition(".")[2], [])
+        if factor and layers and not any(tensor["shape"][-1] in shape for shape in layers):
+            raise ValueError(
+                f"the adapter {adapter} is of another base than {base}: its factor A of {module} "
+                f"takes {tensor['shape'][-1]} inputs, and that layer of the base is "
+                f"{' x '.join(map(str, layers[0]))}; name the base that it was trained on as "
+                "base_model_name_or_path in its adapter_config.json"
+            )
 
 
 def task_of(source: ModelSource) -> str | None:
@@ -260,6 +295,7 @@ def check_output_dir(config: StageConfig, _: object) -> None:
         return
     path = Path(run.output_dir).expanduser()
     check_can_be_made(path)
+    check_room(path, LEAST_ROOM)
     check_idle(path)
     earlier = leftovers(path)
     if not earlier or goes_on_in_place(config):
@@ -298,6 +334,18 @@ def check_can_be_made(path: Path, option: str = "output_dir") -> None:
         raise ValueError(f"--{option} {path} cannot be made: {nearest} is no directory")
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise ValueError(f"--{option} {path} cannot be made: {nearest} is not writable")
+
+
+def check_room(path: Path, need: int) -> None:
+    """Refuse a directory on a disk with fewer than ``need`` bytes free for this user."""
+    nearest = next(p for p in (path, *path.absolute().parents) if p.exists())
+    free = shutil.disk_usage(nearest).free
+    if free < need:
+        raise ValueError(
+            f"--output_dir {path}: its disk has {free / 2**20:,.1f} MiB free, and a run that saves "
+            f"one checkpoint and its result needs {need / 2**20:,.1f} MiB; make room, or choose a "
+            "directory on another disk"
+        )
 
 
 def check_source_is_kept(run: RunConfig, source: ModelSource) -> None:

@@ -1,27 +1,40 @@
-"""The learning rate's shape over a run, as a pure function of the step."""
+"""The learning rate's shape over a run, as a pure function of the step.
 
+The factors are those of transformers' schedulers of the same names. They are written down here
+because importing those imports PEFT and bitsandbytes, which takes seconds.
+"""
+
+import math
 from collections.abc import Callable, Mapping
 
-import torch
-from transformers import get_scheduler
-
+from dschat_lora.algos.schedules import constant, linear
 from dschat_lora.config.groups import ScheduleConfig
 
 # Multiplier of the peak rate at each optimizer step, counted from 0.
 RateFactor = Callable[[int], float]
+# What a polynomial ends at, as a share of the peak.
+POLYNOMIAL_END = 1e-7
 
 
 def rate_factor(name: str, *, num_warmup_steps: int, num_steps: int) -> RateFactor:
-    """The factor of one of transformers' schedulers, such as ``cosine``."""
-    # transformers builds schedulers around an optimizer; only their function is wanted.
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-    scheduler = get_scheduler(
-        name,
-        optimizer,
-        num_warmup_steps=num_warmup_steps,
-        num_training_steps=max(1, num_steps),
-    )
-    factor: RateFactor = scheduler.lr_lambdas[0]
+    """The factor of a scheduler of transformers, such as ``cosine``; steps count from 0."""
+    warmup, total = num_warmup_steps, max(1, num_steps)
+
+    def factor(step: int) -> float:
+        if name == "constant":
+            return 1.0
+        if name == "constant_with_warmup":
+            return constant(step, warmup=warmup)
+        if name == "linear" or step < warmup:
+            return linear(step, warmup=warmup, total=total)
+        progress = (step - warmup) / max(1, total - warmup)
+        if name == "polynomial":
+            remaining = max(0.0, 1 - progress)
+            return (1 - POLYNOMIAL_END) * remaining + POLYNOMIAL_END
+        assert name in ("cosine", "cosine_with_restarts"), name
+        # One period of half a wave: there is nothing that restarts.
+        return (1 + math.cos(math.pi * min(progress, 1.0))) / 2
+
     return factor
 
 

@@ -19,7 +19,14 @@ from dschat_lora.data.rows import DataKind
 from dschat_lora.engine.adamw import Update
 from dschat_lora.engine.build import EngineSettings, resolve_dtype
 from dschat_lora.engine.collectives import local_rank_first, raise_together
-from dschat_lora.engine.distributed import data_rank, device, grid, tensor_rank, world_size
+from dschat_lora.engine.distributed import (
+    data_rank,
+    device,
+    grid,
+    rank,
+    tensor_rank,
+    world_size,
+)
 from dschat_lora.engine.ds_config import read_deepspeed_json
 from dschat_lora.engine.zero import shard_from_rank_zero
 from dschat_lora.lora.collectives import TensorGroup
@@ -29,6 +36,7 @@ from dschat_lora.models.build import AdaptedModel, can_recompute
 from dschat_lora.models.causal_lm import Tokenizer
 from dschat_lora.models.compile import check_compiler
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
+from dschat_lora.runtime.checks import check_room
 from dschat_lora.runtime.consistency import check_same_data, tokenizer_digest
 from dschat_lora.runtime.memory import settle_recomputation
 from dschat_lora.runtime.run import Run
@@ -261,6 +269,17 @@ def note_all_weights(run: Run[StageConfig], option: str) -> None:
         run.log.say(
             f"  note         --{option} is 0: every weight trains; --{option} 16 trains an adapter"
         )
+
+
+def check_room_for(run: Run[StageConfig], trained: int) -> None:
+    """Refuse a disk without room for what trains, as a checkpoint and as a result; on every rank.
+
+    A checkpoint holds a weight and two moments of each of the ``trained`` elements in fp32, a
+    result the weight in 16 bits at least.
+    """
+    directory = run.directory
+    if directory is not None and run.config.optim.num_train_epochs > 0:
+        raise_together(lambda: check_room(directory, 14 * trained) if rank() == 0 else None)
 
 
 def record_models(

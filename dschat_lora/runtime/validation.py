@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dschat_lora.assets import BUNDLED_DATA
-from dschat_lora.checkpoint.adapter_config import verify_adapter
 from dschat_lora.config.data import DataConfig
 from dschat_lora.config.options import command_line, flatten
 from dschat_lora.config.stages import (
@@ -17,6 +16,7 @@ from dschat_lora.config.stages import (
     SupervisedConfig,
 )
 from dschat_lora.config.verbs import EvalConfig, GenerateConfig, ReadingConfig
+from dschat_lora.data.lengths import check_some_prompt_fits
 from dschat_lora.data.rows import DataKind, check_sources
 from dschat_lora.data.sources import find_source
 from dschat_lora.data.templates import read_chat_template
@@ -138,8 +138,7 @@ def check_eval(config: EvalConfig) -> bool:
 def check_reading(config: ScoreConfig | ReadingConfig, tasks: tuple[str, ...]) -> ModelSource:
     """The model's source; refuses one of another kind, and files that cannot be read."""
     source = find_model(config.model_name_or_path)
-    if source.adapter is not None:
-        verify_adapter(source.adapter)
+    check_adapter_files(source)
     check_task(source, tasks)
     settled_base_bits(config.loading.base_bits, source)
     fitting_length(config.max_seq_len, source, frozenset({"max_seq_len"}))
@@ -302,6 +301,8 @@ def check_data(config: SupervisedConfig, inputs: SupervisedInputs) -> None:
         read_chat_template(config.model.chat_template)
     unpaired = isinstance(config, DpoStageConfig) and config.dpo.is_unpaired
     check_sources(config.data, "unpaired" if unpaired else inputs.rules.kind)
+    if config.optim.num_train_epochs > 0:
+        check_some_prompt_fits(config.data, inputs.source.tokenizer)
 
 
 def with_deepspeed_json(config: ConfigT, inputs: SupervisedInputs) -> ConfigT:

@@ -8,6 +8,7 @@ from types import FrameType
 import uvicorn
 
 from dschat_lora.report.terminal import log_once
+from dschat_lora.serving.address import address_of
 from dschat_lora.serving.app import Service, make_app
 from dschat_lora.serving.config import ServeConfig
 from dschat_lora.serving.decoder import Decoder
@@ -35,25 +36,24 @@ class Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
-def run_server(config: ServeConfig, votes: Path) -> None:
-    """Serve until a signal comes.
+def run_server(config: ServeConfig, votes: Path, listening: socket.socket) -> None:
+    """Serve on a listening socket until a signal comes.
 
     Raises:
-        ValueError: if a model cannot be loaded, or the address is not to be had.
+        ValueError: if a model cannot be loaded.
     """
-    with listen(config.host, config.port) as listening:  # before models are loaded
-        service = make_service(config, votes)
-        address, names = address_of(listening), ", ".join(service.models)
-        log_once(f"{names} at {address} (a page) and {address}/v1 (OpenAI's interface)")
-        log_once(f"votes go to {votes}; Ctrl-C ends")
-        service.decoder.start()
-        try:
-            with suppress(KeyboardInterrupt):  # that uvicorn may raise once it has ended
-                Server(service).run(sockets=[listening])
-            log_once("stopped")
-        finally:
-            service.decoder.close()
-            service.decoder.join()
+    service = make_service(config, votes)
+    address, names = address_of(listening), ", ".join(service.models)
+    log_once(f"{names} at {address} (a page) and {address}/v1 (OpenAI's interface)")
+    log_once(f"votes go to {votes}; Ctrl-C ends")
+    service.decoder.start()
+    try:
+        with suppress(KeyboardInterrupt):  # that uvicorn may raise once it has ended
+            Server(service).run(sockets=[listening])
+        log_once("stopped")
+    finally:
+        service.decoder.close()
+        service.decoder.join()
 
 
 def make_service(config: ServeConfig, votes: Path) -> Service:
@@ -70,23 +70,3 @@ def make_service(config: ServeConfig, votes: Path) -> Service:
         max_queue=config.max_queue,
     )
     return Service(models, decoder, config, VoteFile(votes), scorer)
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens.
-
-    Raises:
-        ValueError: naming the option, if the address is not to be had.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise ValueError(f"--host {host} --port {port} cannot be used: {reason}") from error
-
-
-def address_of(listening: socket.socket) -> str:
-    """The URL of a listening socket."""
-    host, port = listening.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"

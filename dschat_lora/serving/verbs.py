@@ -5,6 +5,7 @@ from typing import TypeVar
 
 from dschat_lora.config.options import parse_config
 from dschat_lora.runtime.stage_main import late
+from dschat_lora.serving.address import listen
 from dschat_lora.serving.config import AnswerConfig, ChatConfig, ServeConfig
 from dschat_lora.serving.sources import check_answering, votes_path
 
@@ -46,7 +47,8 @@ def serve(argv: Sequence[str]) -> None:
     )
     votes = votes_path(config)
     _require_server()
-    late("serving.server:run_server")(config, votes)
+    with listen(config.host, config.port) as listening:  # before anything heavy is loaded
+        late("serving.server:run_server")(config, votes, listening)
 
 
 def _checked(

@@ -33,6 +33,7 @@ from dschat_lora.runtime.memory import (
 from dschat_lora.runtime.run import Run
 from dschat_lora.runtime.setup import (
     builds_shapes_alone,
+    check_room_for,
     engine_settings,
     engine_words,
     note_all_weights,
@@ -175,6 +176,7 @@ def _describe(
         )
         run.record.update({"memory": plan.to_dict()})
     parameters = {"total": total, "trainable": trained}
+    check_room_for(run, parameters["trainable"])
     record_models(run, settings, parameters=parameters, layers=adapted.targets)
 
 

@@ -1,10 +1,27 @@
-"""The learning rate over the steps, against closed forms."""
+"""The learning rate over the steps, against closed forms and transformers."""
 
 import math
 
 import pytest
+import torch
+from transformers import get_scheduler
 
 from dschat_lora.runtime.lr_schedule import rate_factor
+
+NAMES = (
+    *("linear", "cosine", "cosine_with_restarts", "polynomial"),
+    *("constant", "constant_with_warmup"),
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("warmup", "steps"), [(0, 7), (3, 10), (1, 1), (5, 3)])
+def test_factors_are_those_of_transformers_digit_for_digit(name, warmup, steps):
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    expected = get_scheduler(name, optimizer, warmup, steps).lr_lambdas[0]
+    mine = rate_factor(name, num_warmup_steps=warmup, num_steps=steps)
+    # The last update is at step - 1.
+    assert [mine(step) for step in range(steps)] == [expected(step) for step in range(steps)]
 
 
 def test_linear_rises_over_the_warm_up_and_falls_to_zero():

@@ -4,9 +4,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
+
+from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.report.directory import leftovers, open_alone
 from dschat_lora.runtime.directory import RunDirectory
+from dschat_lora.runtime.setup import check_room_for
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -118,3 +123,13 @@ def test_checkpoints_are_results_and_go_with_their_run(tmp_path):
     assert (tmp_path / "checkpoints").is_dir()
     RunDirectory.claim(str(tmp_path), name="sft")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_disk_without_room_for_what_trains_is_refused(tmp_path, one_rank, monkeypatch):
+    """A million elements: 12 MB of a checkpoint and 2 MB of a result."""
+    run = SimpleNamespace(directory=tmp_path, config=SupervisedConfig())
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=13_999_999))
+    with pytest.raises(ValueError, match=r"has 13\.4 MiB free, .* needs 13\.4 MiB; make room"):
+        check_room_for(run, 1_000_000)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=14_000_000))
+    check_room_for(run, 1_000_000)

@@ -1,0 +1,27 @@
+"""The address that a server listens on."""
+
+import os
+import socket
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens.
+
+    Raises:
+        ValueError: naming the options, if the address is not to be had.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        # The socket's own text names the address once more.
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+        raise ValueError(
+            f"--host {host} --port {port} cannot be used: {reason}; --port 0 takes a free port"
+        ) from error
+
+
+def address_of(listening: socket.socket) -> str:
+    """The URL of a listening socket."""
+    host, port = listening.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
