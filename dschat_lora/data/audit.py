@@ -116,6 +116,15 @@ class Audit:
                 f"{self.max_seq_len}, or use --overlong drop to leave out the rows that are cut"
             )
 
+    @property
+    def refusal(self) -> str | None:
+        """Why :meth:`check` stops a run; None if it does not."""
+        try:
+            self.check()
+        except ValueError as error:
+            return str(error)
+        return None
+
     def warnings(self) -> tuple[str, ...]:
         """What is unlikely to be meant but does not stop the run."""
         cut = self.dropped_rows + self.truncated_rows

@@ -209,22 +209,29 @@ def local_rank() -> int:
 
 
 _planned_processes = 1
+_plans = False
 
 
 @contextmanager
 def planned_processes(count: int) -> Iterator[None]:
-    """Inside the block, which only computes with shapes, there seem to be so many processes."""
-    global _planned_processes
-    before, _planned_processes = _planned_processes, count
+    """Inside the block, which only computes with shapes, there seem to be so many GPUs."""
+    global _planned_processes, _plans
+    before = _planned_processes, _plans
+    _planned_processes, _plans = count, True
     try:
         yield
     finally:
-        _planned_processes = before
+        _planned_processes, _plans = before
 
 
 def world_size() -> int:
     """Number of processes."""
     return dist.get_world_size() if dist.is_initialized() else _planned_processes
+
+
+def device_type() -> str:
+    """The kind of device of a run, or of one that is planned: ``cuda`` or ``cpu``."""
+    return "cuda" if _plans else device().type
 
 
 def device() -> torch.device:

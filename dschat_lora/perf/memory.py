@@ -60,6 +60,7 @@ def estimate_memory(
     accumulates: bool = True,
     reuse_distance: int = REUSE_DISTANCE,
     bucket_size: int = BUCKET_SIZE,
+    chunk_logits: int = MAX_CHUNK_LOGITS,
 ) -> MemoryEstimate:
     """Bytes per device of training ``model``, which may be on the meta device.
 
@@ -70,7 +71,8 @@ def estimate_memory(
     tensor-parallel model the rank's part counts. ``offload`` leaves optimizer state to the host,
     and at ZeRO 3 weights too. Where a step ``accumulates`` gradients of several micro-batches, they
     lie beside the next one's activations; else those of 16-bit weights come as activations go.
-    ``reuse_distance`` and ``bucket_size`` are DeepSpeed's, in elements.
+    ``reuse_distance`` and ``bucket_size`` are DeepSpeed's, in elements. ``chunk_logits`` is the
+    most logits that the loss forms at a time.
 
     Raises:
         ValueError: for a model that :func:`dschat_lora.perf.shape.describe` does not understand.
@@ -96,7 +98,7 @@ def estimate_memory(
         gradient_checkpointing=gradient_checkpointing,
         offload_activations=offload_activations,
     )
-    loss = _loss_bytes(shape, positions, width, _vocabulary_ranks(model))
+    loss = _loss_bytes(shape, positions, width, _vocabulary_ranks(model), chunk_logits)
     # DeepSpeed's step of 16-bit weights joins their gradients, and copies them in fp32.
     update = sum(_numel(p) * (p.element_size() + 4) for p in narrow)
     update = 0 if offload else update // (world_size if zero_stage >= 1 else 1)
@@ -278,14 +280,16 @@ def _input_bytes(linears: list[LinearShape], features: int, width: int) -> int:
     return (shared + sum(x.rank for x in linears if x.adapter_trained)) * width
 
 
-def _loss_bytes(shape: ModelShape, positions: int, width: int, ranks: int) -> int:
+def _loss_bytes(
+    shape: ModelShape, positions: int, width: int, ranks: int, chunk_logits: int
+) -> int:
     """One chunk: logits, their fp32 copy, the fp32 error, its copy; and gradients to keep.
 
     The gradient of a head is summed in fp32, to which a chunk's is added.
     """
     if shape.head is None:
         return 0
-    chunk = min(positions * -(-shape.vocab_size // ranks), MAX_CHUNK_LOGITS)
+    chunk = min(positions * -(-shape.vocab_size // ranks), chunk_logits)
     per_logit = 8 if width == 4 else 2 * width + 8
     gradients = positions * shape.hidden_size * width
     if shape.head.trained:

@@ -30,7 +30,7 @@ GIB = 2**30
 SMALL_DISK = 5 * GIB  # below, a checkpoint of a large adapter may not fit
 NO_DISK = GIB // 2
 SMALL_MEMORY = 4 * GIB
-STEP_SECONDS = 300  # after which a step of the bundled model is given up
+STEP_SECONDS = 60  # after which a step of the bundled model is given up
 _MARKS = {"ok": "  ", "warning": "! ", "error": "X "}
 
 
@@ -248,8 +248,7 @@ def training_step(device: torch.device) -> Finding:
         options += ["--data_output_path", f"{directory}/cache"]
         done, seconds = _timed(["sft", *options], chosen)
         if done is None:
-            remedy = "see where it waits by py-spy dump, or run dschat-lora sft --max_steps 2"
-            return Finding("training", "error", f"no step in {STEP_SECONDS} s", remedy)
+            return _no_step()
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
             remedy = "what the run said is above; docs/troubleshooting.md lists errors by text"
@@ -261,6 +260,17 @@ def training_step(device: torch.device) -> Finding:
         ]
     words = f"{device}: a run of {len(losses)} steps in {seconds:.3g} s, loss {losses[-1]:.4g}"
     return Finding("training", "ok", words)
+
+
+def _no_step() -> Finding:
+    """A run that was given up: on a busy machine that says little."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    found = f"no step in {STEP_SECONDS} s"
+    if load > cores:
+        busy = f"{found}, while {load:.0f} processes compete for {cores} cores"
+        return Finding("training", "warning", busy, "try again once the others have ended")
+    remedy = "see where it waits by py-spy dump, or run dschat-lora sft --max_steps 2"
+    return Finding("training", "error", found, remedy)
 
 
 def _timed(

@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from dschat_lora.config.options import flatten
+from dschat_lora.data.audit import Audit
 from dschat_lora.models.published import published_name
 from dschat_lora.perf.cards import Card
 from dschat_lora.pipeline.plan import EFFICIENCY, GENERATION, RoleMemory, StagePlan
@@ -76,6 +77,7 @@ def to_dict(planned: Planned) -> dict[str, Any]:
         "tokens_per_step": time.tokens,
         "flops_per_step": time.flops,
         "seconds_per_step": card and time.seconds(card),
+        "data": planned.data.to_dict() if isinstance(planned.data, Audit) else planned.data,
     }
 
 
@@ -100,15 +102,29 @@ def lines(planned: Planned) -> Iterator[str]:
     yield wrapped(f"  recomputed   {_recomputation_words(plan)}")
     if card is not None:
         yield wrapped(f"  device       {_device_words(planned, card)}")
-        if planned.largest:
-            most = ", ".join(f"--{name} {rows}" for name, rows in planned.largest.items())
-            yield wrapped(f"  largest      {most}")
-    yield wrapped(f"  time         {_time_words(planned)}")
     if planned.better is not None:
         yield wrapped(f"  that fits    {_settings_words(planned, planned.better)}")
         yield wrapped(f"               {_peak_words(planned.better)}")
+    if planned.largest:
+        most = ", ".join(f"--{name} {rows}" for name, rows in planned.largest.items())
+        yield wrapped(f"  largest      {most}")
+    yield wrapped(f"  time         {_time_words(planned)}")
+    if planned.data is not None:
+        yield ""
+        yield from _data_lines(planned.data)
     if card is not None and planned.command:
         yield f"$ {planned.command}"
+
+
+def _data_lines(data: Audit | str) -> Iterator[str]:
+    """The lines that a run shows of its data, and what would stop it."""
+    if isinstance(data, str):
+        yield wrapped(f"  data         {data}")
+        return
+    for line in data.lines():
+        yield wrapped(f"  {line}")
+    if refusal := data.refusal:
+        yield wrapped(f"  refused      {refusal}")
 
 
 def _model_words(planned: Planned) -> str:
@@ -179,6 +195,9 @@ def _time_words(planned: Planned) -> str:
         return f"{work}; --for with a card's name, such as RTX 4090 or H100, says how long"
     steps = config.optim.max_steps
     whole = f"; {duration(steps * seconds)} for --max_steps {steps:,}" if steps else ""
+    if isinstance(planned.data, Audit) and planned.data.kind != "prompts" and not steps:
+        tokens = planned.data.tokens * config.optim.num_train_epochs
+        whole = f"; {duration(tokens / time.tokens * seconds)} for the data's {tokens:,} tokens"
     per_million = duration(1e6 / time.tokens * seconds)
     return (
         f"{work}: {duration(seconds)}, {time.tokens / seconds:,.0f} tokens/s, {per_million} for a "

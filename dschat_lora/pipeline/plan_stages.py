@@ -10,11 +10,13 @@ from typing import Any
 
 from dschat_lora.assets import BUNDLED_DATA
 from dschat_lora.config.options import command_line, option_names
+from dschat_lora.data.audit import Audit
 from dschat_lora.engine.distributed import planned_processes
 from dschat_lora.models.loading import only_errors
 from dschat_lora.models.published import published_name
 from dschat_lora.perf.cards import Card
 from dschat_lora.pipeline.plan import StagePlan, build_plan
+from dschat_lora.pipeline.plan_data import audit_of
 from dschat_lora.pipeline.plan_search import Change, Planner, largest_rows, resolved, search
 from dschat_lora.pipeline.recipe import Recipe
 from dschat_lora.pipeline.stages import STAGES
@@ -37,6 +39,7 @@ class Planned:
     largest: dict[str, int]  # rows at a time that fit, by option
     better: StagePlan | None = None
     changes: Change | None = None  # the options of ``better`` that were not typed so
+    data: Audit | str | None = None  # why it was not counted; None: no data is named
 
     @property
     def fits(self) -> bool | None:
@@ -102,7 +105,8 @@ def _planned(
 ) -> Planned:
     usable = None if card is None else card.usable_bytes
     given = resolved(plan, usable)
-    found = Planned(name, options, processes, given, card, {})
+    data = audit_of(name, given.config, options)
+    found = Planned(name, options, processes, given, card, {}, data=data)
     if usable is None:
         return found
     if found.fits:

@@ -10,7 +10,7 @@ from torch import nn
 from dschat_lora.config.groups import is_on
 from dschat_lora.engine.build import EngineSettings
 from dschat_lora.engine.collectives import max_over_ranks
-from dschat_lora.engine.distributed import data_world_size, device
+from dschat_lora.engine.distributed import data_world_size, device, device_type
 from dschat_lora.lora.layers import LoraLinear
 from dschat_lora.lora.nf4 import is_quantized, value_bytes
 from dschat_lora.lora.parallel import group_of
@@ -126,7 +126,7 @@ def cache_bytes(config: RlhfConfig, model: nn.Module) -> int:
     With an environment, a CPU has those of two turns at a time, of which one reads the other.
     """
     tokens = config.batch.per_device_generation_batch_size * cache_columns(config)
-    if config.batch.environment is not None and device().type == "cpu":
+    if config.batch.environment is not None and device_type() == "cpu":
         tokens *= 2
     group = group_of(model)
     return tokens * cached_token_bytes(model) // (1 if group is None else group.size)

@@ -103,11 +103,7 @@ def _find(config: AuditConfig, tokenizer: Tokenizer) -> Findings:
 def _refusal(audit: Audit, *, stops: bool) -> str | None:
     if audit.bad_rows and stops:
         return f"{audit.bad_rows:,} rows cannot be used; --bad_rows skip goes on without them"
-    try:
-        audit.check()
-    except ValueError as error:
-        return str(error)
-    return None
+    return audit.refusal
 
 
 def _lines(found: Findings, tokenizer: Tokenizer, *, colour: bool) -> list[str]:

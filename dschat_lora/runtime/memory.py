@@ -12,12 +12,13 @@ import psutil
 import torch
 from torch import nn
 
+from dschat_lora.algos.sft import MAX_CHUNK_LOGITS, MAX_CHUNK_LOGITS_CPU
 from dschat_lora.checkpoint.history import checkpoints_of
 from dschat_lora.config.groups import Switch, is_on
 from dschat_lora.config.stages import StageConfig, SupervisedConfig
 from dschat_lora.engine.build import EngineSettings
 from dschat_lora.engine.collectives import broadcast_string, max_over_ranks
-from dschat_lora.engine.distributed import data_world_size, device, rank, world_size
+from dschat_lora.engine.distributed import data_world_size, device, device_type, rank, world_size
 from dschat_lora.models.build import AdaptedModel
 from dschat_lora.models.tensor_parallel_checks import check_divides, check_training
 from dschat_lora.perf.advice import Estimator, MemoryOptions, out_of_memory_advice
@@ -77,6 +78,7 @@ class TrainedModel:
             offload=self.settings.offload,
             offload_activations=offload_activations,
             accumulates=self.settings.accumulation_steps > 1 or rows < self.rows,
+            chunk_logits=MAX_CHUNK_LOGITS_CPU if device_type() == "cpu" else MAX_CHUNK_LOGITS,
             **self.settings.gathering(zero_stage),
         )
 
@@ -275,7 +277,7 @@ def trained_model(
 
 def offloads_inputs(config: StageConfig) -> bool:
     """Whether inputs of recomputed blocks leave the device; on a CPU they only change places."""
-    return config.parallel.offload_activations and device().type == "cuda"
+    return config.parallel.offload_activations and device_type() == "cuda"
 
 
 def make_estimator(

@@ -74,6 +74,21 @@ def prepare_to_compile(run: Run[StageConfig]) -> None:
     run.log.say("  note         --compile: the first evaluation and steps wait for the compiler")
 
 
+def prepare_data(
+    data: DataConfig, tokenizer: Tokenizer, *, seed: int, phase: int, kind: DataKind
+) -> Prepared:
+    """Tokenised rows, from the cache of the options if they were made before."""
+    return prepare(
+        data,
+        tokenizer,
+        phase=phase,
+        seed=seed,
+        eos_id=int(tokenizer.eos_token_id),
+        cache_dir=cache_directory(data),
+        kind=kind,
+    )
+
+
 def read_data(
     data: DataConfig,
     tokenizer: Tokenizer,
@@ -87,16 +102,9 @@ def read_data(
 
     Whether they are fit to train on is for the caller to check.
     """
+    seed = run.config.run.seed
     prepared = local_rank_first(
-        lambda: prepare(
-            data,
-            tokenizer,
-            phase=phase,
-            seed=run.config.run.seed,
-            eos_id=int(tokenizer.eos_token_id),
-            cache_dir=cache_directory(data),
-            kind=kind,
-        )
+        lambda: prepare_data(data, tokenizer, seed=seed, phase=phase, kind=kind)
     )
     check_same_data(prepared, tokenizer, name)
     for line in prepared.audit.lines():

@@ -127,14 +127,13 @@ def test_parameters_gradients_and_optimizer_are_counted_and_divided_as_zero_does
     assert [e.weights for e in stages] == [plain.weights, plain.weights, plain.weights // 4]
 
 
-def test_loss_holds_one_chunk_of_logits_and_the_gradient_of_the_hidden_states(monkeypatch):
+def test_loss_holds_one_chunk_of_logits_and_the_gradient_of_the_hidden_states():
     positions = ROWS * LENGTH
     model = build("opt", "LoRA on q and v", torch.float32)
     assert estimate(model).loss == positions * VOCAB * 8 + positions * 32 * 4
-    monkeypatch.setattr("dschat_lora.perf.memory.MAX_CHUNK_LOGITS", 1000)
-    assert estimate(model).loss == 1000 * 8 + positions * 32 * 4
+    assert estimate(model, chunk_logits=1000).loss == 1000 * 8 + positions * 32 * 4
     # The sum of chunks' gradients, and the one that is added to it.
-    trained_head = estimate(opt()).loss
+    trained_head = estimate(opt(), chunk_logits=1000).loss
     assert trained_head == 1000 * 8 + positions * 32 * 4 + 2 * VOCAB * 32 * 4
 
 

@@ -90,6 +90,21 @@ def test_a_run_that_fails_is_an_error_with_its_last_line(monkeypatch):
     assert "error: the disk is full" in found.found
 
 
+@pytest.mark.parametrize(("load", "state"), [(0.5, "error"), (1000.0, "warning")])
+def test_a_step_that_does_not_end_is_given_up_and_a_busy_machine_is_no_error(
+    monkeypatch, load, state
+):
+    def wait(*_, timeout, **__):
+        assert timeout <= 60
+        raise subprocess.TimeoutExpired("", timeout)
+
+    monkeypatch.setattr(doctor.subprocess, "run", wait)
+    monkeypatch.setattr(doctor.os, "getloadavg", lambda: (load, 0.0, 0.0))
+    found = doctor.training_step(torch.device("cpu"))
+    assert found.state == state
+    assert "no step in 60 s" in found.found
+
+
 def test_json_says_whether_a_run_can_train_and_the_exit_code_too(monkeypatch, capsys):
     monkeypatch.setenv("CXX", "no-such-compiler")
     stage_verbs.doctor(["--json", "--no_training"])

@@ -18,6 +18,7 @@ from dschat_lora.pipeline.plan_report import to_dict
 from dschat_lora.pipeline.plan_stages import plan_stage, planning
 from dschat_lora.pipeline.stages import STAGES
 from helpers.spread import ALL
+from helpers.step1 import write_jsonl
 
 ROOT = Path(__file__).resolve().parents[2]
 # As the hub's pages of the models count them.
@@ -251,6 +252,45 @@ def test_a_plan_is_one_screen_or_one_json_object(tiny, capsys):
     assert found["fits"] is True
     assert found["peak"] == max(found["phases"].values())
     assert found["recomputation"]["peak_with"] < found["recomputation"]["peak_without"]
+
+
+def test_rows_that_would_be_dropped_are_counted_where_data_is_named(tmp_path, capsys):
+    """Of six rows, one a word of 40 tokens; none is held out."""
+    rows = [{"prompt": f"{n} plus 1 is", "completion": f" {n + 1}"} for n in range(5)]
+    rows.append({"prompt": "Hi" * 40, "completion": " Hello"})
+    path, cache = write_jsonl(tmp_path / "rows.jsonl", rows), tmp_path / "cache"
+    line = f"sft --data_path {path} --max_seq_len 32 --eval_ratio 0 --data_output_path {cache}"
+    _, text = run(capsys, f"{line} --lora_dim 4 --for T4")
+    assert "too long     1 dropped, 0 truncated (16.7% of the rows)" in text
+    found = json.loads(run(capsys, f"{line} --json")[1])["data"]
+    assert (found["train_samples"], found["dropped_rows"]) == (5, 1)
+    assert f"the data's {found['tokens']} tokens" in " ".join(text.split())
+
+
+def test_data_of_a_model_without_files_is_said_to_be_not_counted(tmp_path, capsys):
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": "b"}])
+    code, text = run(capsys, f"sft --model_name_or_path opt-125m --data_path {path}")
+    assert code == 0
+    words = "not counted: the tokenizer of opt-125m is not in a directory here"
+    assert words in " ".join(text.split())
+
+
+def test_the_largest_micro_batch_stands_below_the_settings_that_it_belongs_to(capsys):
+    line = "sft --model_name_or_path opt-1.3b --lora_dim 4 --for 8GB"
+    _, text = run(capsys, f"{line} --per_device_train_batch_size 64")
+    names = [each.split()[0] for each in text.splitlines() if each[:2] == "  " and each[2] != " "]
+    assert names[-4:] == ["device", "that", "largest", "time"]
+
+
+def test_inputs_on_the_host_are_planned_as_on_a_gpu(tiny, home):
+    options = {"model_name_or_path": tiny, "lora_dim": RANK, "max_seq_len": 128}
+    options |= {"gradient_checkpointing": True}
+    kept, moved = (
+        plan_stage("sft", {**options, **more}, home, card=None).plan.memory.peak
+        for more in ({}, {"offload_activations": True})
+    )
+    rows, inputs = 16, LAYERS - 2  # two of the blocks' inputs stay
+    assert kept - moved == inputs * rows * 128 * HIDDEN * 2
 
 
 def test_nothing_that_fits_is_exit_code_1(tiny, capsys):
