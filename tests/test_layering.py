@@ -40,7 +40,7 @@ FLOORS = [
             "",
             "torch tqdm trackio wandb",
             "answers costs curves data_view directory html markup metrics rollout_file "
-            "rollout_view settings story terminal trackers verdict",
+            "rollout_view samples settings story terminal trackers verdict",
         ),
     },
     {

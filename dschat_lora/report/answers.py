@@ -12,6 +12,7 @@ from dschat_lora.report.rollout_view import (
     select_rollouts,
     summary_text,
 )
+from dschat_lora.report.samples import LEAST_LOSSES, loss_html
 from dschat_lora.report.story import StageStory
 
 MOST_SAMPLES = 20
@@ -65,6 +66,31 @@ def _sample(prompt: str, answers: Sequence[tuple[str, str]], most: int) -> str:
     return (
         f'<div class="sample"><div class="text" dir="auto">{safe(_cut(prompt, most))}</div>'
         f'<div class="answers">{columns}</div></div>'
+    )
+
+
+def tokens_section(story: StageStory) -> str:
+    """Held-out rows token by token, shaded by loss, before and after training; folded."""
+    rows: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for each in story.token_losses:
+        name, tokens, supervised = str(each.get("name", "")), each["tokens"], each["supervised"]
+        shown = loss_html(tokens, supervised, each["loss"])
+        rows.setdefault((name, "".join(tokens)), []).append((str(each.get("when", "")), shown))
+    if not rows:
+        return ""
+    parts = [
+        "<p><small>The darker a token, the greater its loss: shades begin at "
+        f"{', '.join(f'{each:g}' for each in LEAST_LOSSES)} nats, and the pointer shows the "
+        "number. Underlined tokens are trained on in rows like these.</small></p>"
+    ]
+    for (name, _), versions in rows.items():
+        columns = "".join(
+            f'<div><div class="when">{safe(f"{name} {when}".strip())}</div>{shown}</div>'
+            for when, shown in versions
+        )
+        parts.append(f'<div class="sample"><div class="answers">{columns}</div></div>')
+    return (
+        f"<details><summary>Loss of each token of held-out rows</summary>{''.join(parts)}</details>"
     )
 
 

@@ -14,7 +14,12 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from dschat_lora.report.answers import answers_section, rollout_data, rollouts_section
+from dschat_lora.report.answers import (
+    answers_section,
+    rollout_data,
+    rollouts_section,
+    tokens_section,
+)
 from dschat_lora.report.costs import time_section
 from dschat_lora.report.curves import Chart, chart_data, charts_of, charts_section
 from dschat_lora.report.data_view import data_section
@@ -195,7 +200,7 @@ def _stage(stories: Sequence[StageStory], curves: str, index: int) -> str:
     for story in stories:
         several = len(stories) > 1
         head = f"<h3><bdi>{safe(story.label)}</bdi></h3>" if several else ""
-        parts.append(f"{head}{data_section(story)}{settings_section(story)}")
+        parts.append(f"{head}{tokens_section(story)}{data_section(story)}{settings_section(story)}")
     seconds = f" <small>{duration(stories[0].seconds)}</small>" if len(stories) == 1 else ""
     return (
         f'<section id="stage-{index}"><h2 dir="auto">{safe(TITLES.get(name, name))}{seconds}</h2>'

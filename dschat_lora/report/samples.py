@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from dschat_lora.report.markup import safe
 
+LEAST_LOSSES = (0.1, 0.7, 2.0, 4.0)  # nats, from which a token has a darker shade
 _BOLD_GREEN, _PLAIN = "\x1b[1;32m", "\x1b[0m"
 
 
@@ -25,6 +26,24 @@ def sample_html(tokens: Sequence[str], supervised: Sequence[int]) -> str:
         for token, counts in zip(map(visible, tokens), supervised, strict=True)
     )
     return f'<p class="tokens">{"&#8203;".join(parts)}</p>'
+
+
+def loss_html(
+    tokens: Sequence[str], supervised: Sequence[int], losses: Sequence[float | None]
+) -> str:
+    """Tokens as HTML: the darker the greater their loss; those that are trained on are marked."""
+    parts = []
+    for token, counts, loss in zip(map(visible, tokens), supervised, losses, strict=True):
+        tag, level = "mark" if counts else "span", _level(loss)
+        shade = f' class="down{level}"' if level else ""
+        title = "" if loss is None else f' title="loss {loss:.3g}"'
+        parts.append(f"<{tag}{shade}{title}>{safe(token)}</{tag}>")
+    return f'<p class="tokens losses">{"&#8203;".join(parts)}</p>'
+
+
+def _level(loss: float | None) -> int:
+    """Which of four shades a loss in nats has; 0 below a probability of about 0.9."""
+    return 0 if loss is None else sum(loss >= least for least in LEAST_LOSSES)
 
 
 def visible(token: str) -> str:

@@ -47,6 +47,12 @@ class StageStory:
         return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
 
     @property
+    def token_losses(self) -> Sequence[Mapping[str, Any]]:
+        """Objects with ``when``, ``name`` and lists of ``tokens``, ``supervised`` and ``loss``."""
+        value = self.facts.get("token_losses")
+        return [r for r in value if _is_token_row(r)] if isinstance(value, list) else []
+
+    @property
     def is_running(self) -> bool:
         """Whether the run says that it has not ended; a killed one says so too."""
         return self.facts.get("status") == "running"
@@ -61,6 +67,19 @@ class StageStory:
         """From the start of the run to its last line."""
         lines = [*self.train, *self.evals, *self.events]
         return max((amount(line.get("time")) for line in lines), default=0.0)
+
+
+def _is_token_row(row: object) -> bool:
+    if not isinstance(row, dict):
+        return False
+    tokens, supervised, losses = (row.get(name) for name in ("tokens", "supervised", "loss"))
+    if not (isinstance(tokens, list) and isinstance(supervised, list) and isinstance(losses, list)):
+        return False
+    return (
+        len(tokens) == len(supervised) == len(losses)
+        and all(isinstance(each, str) for each in tokens)
+        and all(each is None or isinstance(each, int | float) for each in losses)
+    )
 
 
 def read_stories(directories: Sequence[Path]) -> list[StageStory]:

@@ -50,11 +50,12 @@ class EvalResults:
 
 @dataclass
 class AnswerLog:
-    """Sample answers before and after training, saved and restored with the run."""
+    """Sample answers and losses of tokens before and after training, kept with the run."""
 
     run: Run[StageConfig]
     tokenizer: Tokenizer
     shown: list[dict[str, str]] = field(default_factory=list)
+    losses: list[dict[str, Any]] = field(default_factory=list)
 
     def has(self, when: str) -> bool:
         """Whether there are answers from ``when``."""
@@ -70,10 +71,29 @@ class AnswerLog:
         self.shown = [*(text for text in self.shown if text["when"] != when), *texts]
         for text in texts:
             self.run.log.say(f"  {when:<7}{text['prompt']!r} -> {text['answer']!r}")
-        self.run.record.update({"answers": self.shown})
+        self.run.record.update({"answers": self.shown, "token_losses": self.losses})
+
+    def add_losses(
+        self,
+        when: str,
+        name: str,
+        ids: Sequence[int],
+        supervised: Sequence[bool],
+        losses: Sequence[float | None],
+    ) -> None:
+        """Keep the loss of each token of a held-out row; :meth:`show` records it."""
+        row = {
+            "when": when,
+            "name": name,
+            "tokens": [self.tokenizer.decode([each]) for each in ids],
+            "supervised": [int(each) for each in supervised],
+            "loss": [None if each is None else round(each, 4) for each in losses],
+        }
+        self.losses.append(row)
 
     def state(self) -> dict[str, Any]:
-        return {"shown": self.shown}
+        return {"shown": self.shown, "losses": self.losses}
 
     def restore(self, state: dict[str, Any]) -> None:
         self.shown = list(state["shown"])
+        self.losses = list(state.get("losses", ()))  # absent before 0.2

@@ -18,6 +18,7 @@ from dschat_lora.supervised.batching import BatchLayout, rows_of
 from dschat_lora.supervised.loop import evaluate
 from dschat_lora.supervised.objectives import Objective, mean_of
 from dschat_lora.supervised.setup import SupervisedSetup
+from dschat_lora.supervised.token_losses import ShownSequence, token_losses
 
 MAX_ANSWER_TOKENS = 64
 
@@ -75,11 +76,12 @@ class SupervisedEvaluator:
 
 @dataclass
 class SampleAnswers:
-    """Greedy answers to a few held-out prompts, before and after training."""
+    """Greedy answers to a few held-out prompts, and losses of tokens, before and after training."""
 
     engine: TrainEngine[BackboneModel]
     prompts: Sequence[Sequence[int]]
     answers: AnswerLog
+    rows: Sequence[ShownSequence] = ()  # whose tokens' losses are recorded
 
     def show(self, when: str) -> None:
         """Answer, print and record under ``when``, unless that was done; call on every rank."""
@@ -95,6 +97,9 @@ class SampleAnswers:
             device=self.engine.device,
             synced=self.engine.zero_stage == 3 and world_size() > 1,
         )
+        losses = token_losses(self.engine, self.rows)
+        for row, each in zip(self.rows, losses, strict=True):
+            self.answers.add_losses(when, row.name, row.ids, row.supervised, each)
         self.answers.show(when, zip(self.prompts, answers, strict=True))
 
 

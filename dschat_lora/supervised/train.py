@@ -29,6 +29,7 @@ from dschat_lora.supervised.evaluation import SampleAnswers, SupervisedEvaluator
 from dschat_lora.supervised.loop import TrainProgress, fit, make_train_schedule
 from dschat_lora.supervised.objectives import Objective
 from dschat_lora.supervised.setup import SupervisedSetup
+from dschat_lora.supervised.token_losses import first_sequences
 
 
 class SampleSplit(Protocol):
@@ -127,9 +128,11 @@ def _make_checkpointer(
 
 
 def make_answers(setup: SupervisedSetup, engine: TrainEngine[BackboneModel]) -> SampleAnswers:
-    """Answers to the first held-out prompts."""
-    prompts = first_prompts(setup.data.eval, setup.config.run.sample_generations)
-    return SampleAnswers(engine, prompts, AnswerLog(setup.run, setup.tokenizer))
+    """Answers to the first held-out prompts, and the tokens of the first rows."""
+    held_out, count = setup.data.eval, setup.config.run.sample_generations
+    answers = AnswerLog(setup.run, setup.tokenizer)
+    rows = first_sequences(held_out, count)
+    return SampleAnswers(engine, first_prompts(held_out, count), answers, rows)
 
 
 def make_meter(setup: SupervisedSetup, engine: TrainEngine[BackboneModel]) -> Meter:

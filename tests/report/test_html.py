@@ -29,10 +29,10 @@ ATTACK = (
 TAGS = {
     *("html head meta title style script body header h1 h2 h3 h4 nav ul li a main section".split()),
     *("article div table caption thead tbody tr th td figure figcaption small span p i".split()),
-    *("details summary bdi meter label input select option button".split()),
+    *("details summary bdi mark meter label input select option button".split()),
 }
 ATTRIBUTES = {
-    *("lang charset http-equiv content name id class href dir scope aria-label role".split()),
+    *("lang charset http-equiv content name id class href dir scope title aria-label role".split()),
     *("aria-hidden tabindex open hidden value type min max step checked".split()),
     *("data-chart data-group data-run".split()),
 }
@@ -85,6 +85,9 @@ def rlhf_run(text="x"):
         "results": {f"{text} before": text, f"{text} after": 1.5},
         "answers": [
             {"when": when, "prompt": text, "answer": text} for when in ("before", "after", text)
+        ],
+        "token_losses": [
+            {"when": text, "name": text, "tokens": [text], "supervised": [1], "loss": [1.0]}
         ],
         "phases": {
             "generation": {"seconds": 60.0, "flops": 2e12},
@@ -443,6 +446,31 @@ def test_ten_thousand_different_warnings_stay_readable():
     events = [{"event": "warning", "step": i, "message": f"message {i}"} for i in range(10_000)]
     _, document = report_of(StageStory("rlhf", events=events))
     assert "and 9,950 more in metrics.jsonl" in document.text
+
+
+def test_tokens_are_shaded_by_loss_and_marked_where_they_are_trained_on():
+    """Shades begin at 0.1, 0.7, 2 and 4 nats."""
+    row = {"name": "", "tokens": ["<a>", " b", "c"], "supervised": [0, 1, 1]}
+    rows = [
+        {**row, "when": "before", "loss": [None, 4.5, 0.05]},
+        {**row, "when": "after", "loss": [None, 0.8, 0.0]},
+    ]
+    html, _ = report_of(StageStory("sft", {"token_losses": rows}))
+    (shown,) = re.findall(r"<summary>Loss of each token.*?</details>", html, re.S)
+    assert shown.count("<span>&lt;a&gt;</span>") == 2
+    assert '<mark class="down4" title="loss 4.5"> b</mark>' in shown
+    assert '<mark class="down2" title="loss 0.8"> b</mark>' in shown
+    assert '<mark title="loss 0.05">c</mark>' in shown
+    assert shown.index(">before<") < shown.index(">after<")
+
+
+@pytest.mark.parametrize(
+    "changed", [{"loss": [1.0]}, {"loss": ["1", 2.0]}, {"tokens": [1, "b"]}, {"supervised": 1}]
+)
+def test_token_losses_that_cannot_be_read_are_left_out(changed):
+    row = {"when": "after", "tokens": ["a", "b"], "supervised": [0, 1], "loss": [None, 2.0]}
+    html, _ = report_of(StageStory("sft", {"token_losses": [{**row, **changed}, "text"]}))
+    assert "Loss of each token" not in html
 
 
 def test_answers_to_one_prompt_stand_side_by_side():

@@ -2,12 +2,13 @@
 
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from dschat_lora.config.options import parse_config
 from dschat_lora.pipeline.stages import STAGES
-from dschat_lora.runtime.next_steps import next_commands
+from dschat_lora.runtime.next_steps import next_commands, say_next_steps
 
 HOME = Path("out/my run")
 
@@ -40,14 +41,15 @@ HOME = Path("out/my run")
 def test_commands_name_the_output_and_the_data_of_the_run(stage, argv, expected):
     config = parse_config(STAGES[stage].config, argv)
     commands = next_commands(stage, config, HOME)
-    report = "dschat-lora report 'out/my run'"
-    assert commands == [*(f"dschat-lora {each}" for each in expected), report]
+    assert commands == [f"dschat-lora {each}" for each in expected]
     for command in commands:
         _, verb, *words = shlex.split(command)
         if verb in STAGES:
             parse_config(STAGES[verb].config, words)
 
 
-def test_other_stages_say_nothing():
-    config = parse_config(STAGES["sft"].config, [])
-    assert next_commands("nlg", config, HOME) == []
+def test_other_stages_name_their_report_alone():
+    said, config = [], parse_config(STAGES["sft"].config, [])
+    log, run = SimpleNamespace(say=said.append), {"config": config, "directory": HOME}
+    say_next_steps(SimpleNamespace(stage="nlg", log=log, report=object(), **run))
+    assert said == ["report: out/my run/report.html (open it in a browser)"]

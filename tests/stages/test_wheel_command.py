@@ -92,13 +92,13 @@ def test_wheel_trains(trained):
     assert json.loads((home / "run.json").read_text())["status"] == "finished"
 
 
-def test_run_ends_with_three_commands_that_name_its_output(trained):
+def test_run_ends_with_commands_and_a_page_that_name_its_output(trained):
     _, said = trained
     assert said.splitlines()[-4:] == [
         "next:",
         "  dschat-lora chat sft",
         "  dschat-lora reward --model_name_or_path sft",
-        "  dschat-lora report sft",
+        "report: sft/report.html (open it in a browser)",
     ]
 
 
