@@ -33,6 +33,10 @@ ROOMS = {
 }
 # Material's offline plugin takes this from a server; assets/search_worker.js does the same.
 SHIM = "https://unpkg.com/iframe-worker/shim"
+# What Material leaves without a name for screen readers.
+SEARCH = 'data-md-component="search" role="dialog"'
+# A link whose text is the name of a document, which a site has no file of.
+_NAMED = re.compile(r"\[([\w./]+\.md)\](?=\(([^)#\s]+))")
 _LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)]*)?\)")
 
 
@@ -61,17 +65,27 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     uri = page.file.src_uri
     source = next((key for key, value in OUTSIDE.items() if value == uri), join("docs", uri))
 
+    def moved_to(path: str) -> str:
+        target = normpath(join(dirname(source), path))
+        return OUTSIDE.get(target) or target.removeprefix("docs/")
+
     def moved(match: re.Match[str]) -> str:
         head, path, anchor = match[1], match[2], match[3] or ""
         if ":" in path:
             return match[0]
         target = normpath(join(dirname(source), path))
-        inside = OUTSIDE.get(target) or target.removeprefix("docs/")
+        inside = moved_to(path)
         if target == inside and not target.startswith("docs/"):
             return match[0]
         return f"{head}{relpath(inside, dirname(uri) or '.')}{anchor})"
 
-    return _LINK.sub(moved, markdown)
+    def titled(match: re.Match[str]) -> str:
+        inside = relpath(moved_to(match[2]), dirname(uri) or ".")
+        file = files.get_file_from_path(normpath(join(dirname(uri), inside)))
+        title = file.page.title if file is not None and file.page is not None else None
+        return f"[{title or match[1]}]"
+
+    return _LINK.sub(moved, _NAMED.sub(titled, markdown))
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -80,9 +94,9 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
-    """Let a page ask no server for anything."""
+    """Let a page ask no server for anything, and give its search a name."""
     local = relpath("assets/search_worker.js", dirname(page.url) or ".")
-    return output.replace(SHIM, local)
+    return output.replace(SHIM, local).replace(SEARCH, f'{SEARCH} aria-label="Search"')
 
 
 def on_post_template(output: str, template_name: str, config: MkDocsConfig) -> str:
