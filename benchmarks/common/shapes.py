@@ -15,8 +15,9 @@ from dschat_lora.data.batch import Batch, SampleCollator
 from dschat_lora.data.packed_rows import PackedRows
 from dschat_lora.data.packing import make_rows
 from dschat_lora.data.samples import Sample
+from dschat_lora.lora import nf4
 from dschat_lora.lora.collectives import TensorGroup
-from dschat_lora.lora.model import apply_lora
+from dschat_lora.lora.model import apply_lora, replace_part
 from dschat_lora.models.causal_lm import load_causal_lm
 from dschat_lora.models.published import PUBLISHED
 
@@ -41,6 +42,7 @@ class Shape:
     architecture: Literal["opt", "llama", "qwen3"] = "opt"
     kv_heads: int | None = None  # fewer than heads where queries share keys
     head_size: int | None = None  # where it is not hidden_size / num_heads
+    base_bits: Literal[4, 16] = 16  # of the linear layers of the blocks
 
     @property
     def linears(self) -> list[tuple[int, int]]:
@@ -108,7 +110,12 @@ def random_base(
 def meta_base(shape: Shape, *, dtype: torch.dtype, group: TensorGroup | None = None) -> Any:
     """The shape of the model alone, on the meta device."""
     return load_causal_lm(
-        "random", _config(shape), ModelConfig(), dtype=dtype, meta=True, group=group
+        "random",
+        _config(shape),
+        ModelConfig(base_bits=shape.base_bits),
+        dtype=dtype,
+        meta=True,
+        group=group,
     )
 
 
@@ -142,6 +149,7 @@ def _config(shape: Shape) -> PretrainedConfig:
 @torch.no_grad()
 def draw_weights_(model: Any, device: torch.device) -> None:
     """From the meta device to ``device``: weights from N(0, 0.02^2), biases 0, norms 1."""
+    states = {n: nf4.state_of(p) for n, p in model.named_parameters() if nf4.is_quantized(p)}
     model.to_empty(device=device)
     model.tie_weights()
     for name, module in list(model.named_modules()):
@@ -150,8 +158,11 @@ def draw_weights_(model: Any, device: torch.device) -> None:
         else:
             assert not list(module.buffers(recurse=False)), "to_empty() leaves buffers undefined"
     torch.manual_seed(SEED)
-    for name, parameter in model.named_parameters():
-        if parameter.ndim > 1:
+    for name, parameter in list(model.named_parameters()):
+        if (state := states.get(name)) is not None:
+            drawn = torch.empty(state.shape, dtype=state.dtype, device=device).normal_(std=0.02)
+            replace_part(model, name, nf4.quantize(drawn, dtype=state.dtype))
+        elif parameter.ndim > 1:
             parameter.normal_(std=0.02)
         else:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 BLOCK_SIZE, SCALES_BLOCK_SIZE = 64, 256
+PIECE = 2**16  # weights that a CPU quantises at a time
 STATE_KEY = "quant_state.bitsandbytes__nf4"  # of a stored weight, after its name
 
 
@@ -114,24 +115,34 @@ def quantize(weight: Tensor, *, dtype: torch.dtype, transposed: bool = False) ->
     if weight.is_meta:
         return _empty(matrix.shape, dtype, transposed)
     worker = torch.device("cuda") if torch.cuda.is_available() else weight.device
-    from bitsandbytes.functional import quantize_4bit
+    codes, absmax = _packed(matrix, worker)
+    from bitsandbytes.functional import quantize_blockwise
 
-    codes, state = quantize_4bit(
-        matrix.to(worker, torch.float32).contiguous(),
-        blocksize=BLOCK_SIZE,
-        compress_statistics=True,
-        quant_type="nf4",
-    )
-    nf4 = NF4State(
-        matrix.shape,
-        transposed,
-        dtype,
-        state.absmax,
-        state.state2.code,
-        state.state2.absmax,
-        state.offset,
-    )
-    return _parameter(codes.to(weight.device), nf4.mapped(lambda t: t.to(weight.device)))
+    offset = absmax.mean()
+    scales, state = quantize_blockwise((absmax - offset).to(worker), blocksize=SCALES_BLOCK_SIZE)
+    nf4 = NF4State(matrix.shape, transposed, dtype, scales, state.code, state.absmax, offset)
+    return _parameter(codes, nf4.mapped(lambda t: t.to(weight.device)))
+
+
+def _packed(matrix: Tensor, worker: torch.device) -> tuple[Tensor, Tensor]:
+    """Codes, two a byte, and the largest absolute value of each block, on the matrix's device.
+
+    ``worker`` computes them. A CPU takes a piece at a time: temporaries have 20 bytes a weight, and
+    between the codes of one layer and the next little of what they leave would be used again.
+    """
+    count, width = matrix.numel(), matrix.shape[1]
+    codes = matrix.new_empty(math.ceil(count / 2), 1, dtype=torch.uint8)
+    absmax = matrix.new_empty(math.ceil(count / BLOCK_SIZE), dtype=torch.float32)
+    # A whole number of blocks, whatever the width.
+    rows = BLOCK_SIZE * max(1, PIECE // (BLOCK_SIZE * width))
+    rows = rows if worker.type == "cpu" else len(matrix)
+    for first in range(0, len(matrix), rows):
+        values = matrix[first : first + rows].to(worker).float().contiguous()
+        found = torch.ops.bitsandbytes.quantize_4bit(values, BLOCK_SIZE, "nf4", torch.uint8)
+        for whole, part, size in zip((codes, absmax), found, (2, BLOCK_SIZE), strict=True):
+            start = first * width // size
+            whole[start : start + len(part)] = part
+    return codes, absmax
 
 
 @torch.no_grad()

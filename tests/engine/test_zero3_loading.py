@@ -1,12 +1,11 @@
 """A model that only rank 0 holds becomes ZeRO 3's shards on every rank."""
 
-import gc
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+
+from helpers.process_memory import forget_peak, peak_memory, save_wide_model
 
 pytestmark = pytest.mark.stage
 MEGABYTE = 2**20
@@ -45,41 +44,12 @@ def peak_rss(path, tiny_path):
     from helpers.runs import LORA, engine_settings, load_model
 
     shards(tiny_path)  # so that what loading anything costs does not count
-    _forget_peak()
-    before = _peak()
+    forget_peak()
+    before = peak_memory()
     model = load_model(path, LORA, meta=rank() > 0)
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     shard_from_rank_zero(model, engine_settings(stage=3).deepspeed(3, None))
-    return {"model": size, "growth": _peak() - before}
-
-
-def save_wide_model(directory):
-    """A model whose memory stands out, of values that need not be drawn."""
-    config = LlamaConfig(
-        vocab_size=1000,
-        hidden_size=512,
-        intermediate_size=2048,
-        num_hidden_layers=10,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        tie_word_embeddings=False,
-    )
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config)
-    model.to_empty(device="cpu").save_pretrained(directory)
-
-
-def _peak():
-    """Most memory this process held since :func:`_forget_peak`."""
-    status = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    (line,) = (line for line in status if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
-
-
-def _forget_peak():
-    """Let the peak be what this process holds at this moment."""
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    return {"model": size, "growth": peak_memory() - before}
 
 
 @pytest.mark.parametrize("kind", ["opt", "llama", "gpt2", "qwen2", "neox"])

@@ -84,7 +84,9 @@ def check_plan(directory, shape, peak, **options):
 
 
 MORE = [
+    ("llama-3-8b", {"rows": 4, "base_bits": 4}),
     ("llama-3-8b", {"rows": 4}),
+    ("opt-6.7b", {"base_bits": 4, "recompute": True}),
     ("qwen3-4b", {"rows": 4}),
     ("opt-1.3b", {"lora_dim": 0, "rows": 4}),
 ]

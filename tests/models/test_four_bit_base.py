@@ -1,6 +1,7 @@
 """A base in 4 bits against the same values in whole, and against bitsandbytes under stock PEFT."""
 
 import json
+import sys
 import warnings
 
 import peft
@@ -29,6 +30,7 @@ from dschat_lora.models.other_base import base_warning
 from dschat_lora.models.reward_model import load_reward_model
 from dschat_lora.models.source import find_model
 from dschat_lora.models.views import share_parameters
+from helpers.process_memory import forget_peak, peak_memory, save_wide_model
 from helpers.spread import ALL
 from helpers.tiny import VOCAB
 
@@ -345,3 +347,24 @@ def test_a_conv1d_is_packed_by_its_outputs_as_in_transformers(model_directory):
     rows = quantize(weight.t().contiguous(), dtype=torch.float32)
     assert torch.equal(held, rows)
     assert torch.equal(values_of(held), values_of(rows).t())
+
+
+def memory_of_loading(path, tiny_path):
+    """Bytes of a 4-bit model, and by how much this process's peak memory grows as it is loaded."""
+    load(tiny_path)  # so that what loading anything costs does not count
+    forget_peak()
+    before = peak_memory()
+    model = load(path)
+    return sum(map(stored_bytes, model.parameters())), peak_memory() - before
+
+
+@pytest.mark.stage
+@pytest.mark.skipif(not ALL or sys.platform != "linux", reason="reads /proc; part of make test-all")
+def test_loading_takes_little_more_memory_than_what_it_leaves(
+    fresh_ranks, model_directory, tmp_path
+):
+    """Temporaries of packing, between codes that stay, took three times as much."""
+    save_wide_model(tmp_path)
+    paths = {"path": str(tmp_path), "tiny_path": model_directory("llama")}
+    ((size, growth),) = fresh_ranks(1).run("models.test_four_bit_base:memory_of_loading", **paths)
+    assert growth < 1.1 * size + 10 * 2**20  # a weight before packing, the layers themselves
