@@ -1,4 +1,4 @@
-"""Writes the table of docs/memory.md: the largest micro-batches that fit, by the planner.
+"""Writes what fits by the planner: the tables of docs/memory.md and docs/four_bit_base.md.
 
 python scripts/memory_table.py
 
@@ -14,14 +14,18 @@ from dschat_lora.config.options import option_names
 from dschat_lora.perf.cards import Card, find_card
 from dschat_lora.pipeline.plan import GENERATION, StagePlan
 from dschat_lora.pipeline.plan_search import largest_rows, recomputing_options, with_recomputation
-from dschat_lora.pipeline.plan_stages import plan_stage, planning
+from dschat_lora.pipeline.plan_stages import plan_file, plan_stage, planning
+from dschat_lora.pipeline.recipe import read_recipe
 from dschat_lora.pipeline.stages import STAGES
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "memory.md"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
 MARKS = re.compile(r"(?<=<!-- table -->\n).*?(?=<!-- end -->)", re.DOTALL)
 MODELS = ("OPT-1.3B", "OPT-6.7B", "Llama-2-7B", "Llama-3-8B", "Qwen3-8B")
 SIZES = ("12GB", "16GB", "24GB", "48GB", "80GB", "141GB")
 RANK, LENGTH, DECODED = 16, 1024, 8
+RECIPES = ("opt-6.7b_4bit", "llama-2-7b_4bit", "llama-3-8b_4bit", "qwen3-8b_4bit")
+RECIPE_SIZES = ("12GB", "16GB", "24GB")
+GRPO = ("rlhf.algorithm=grpo", "rlhf.num_generations=4")
 _RL = {
     "max_prompt_seq_len": LENGTH // 2,
     "max_answer_seq_len": LENGTH // 2,
@@ -78,12 +82,46 @@ def _cell(plan: StagePlan, card: Card) -> str:
     return f"{kept or '-'} / {again}" if again else "-"
 
 
+def recipe_rows(names: Iterable[str] = RECIPES) -> Iterator[str]:
+    """Lines of the table of recipes, one for each stage and algorithm."""
+    for name in names:
+        for algorithm, changes in (("PPO", ()), ("GRPO", GRPO)):
+            recipe = read_recipe(name, overrides=changes)
+            with planning() as home:
+                for planned in plan_file(recipe, home):
+                    is_rlhf = planned.name == "rlhf"
+                    if is_rlhf or algorithm == "PPO":
+                        label = algorithm if is_rlhf else planned.name
+                        yield f"| {name} | {label} | {_recipe_cells(planned.plan)} |"
+
+
+def _recipe_cells(plan: StagePlan) -> str:
+    """What a stage needs in GiB, and on each card the most rows that it trains on and decodes."""
+    cells = [f"{plan.memory.peak / 2**30:.3g}"]
+    for size in RECIPE_SIZES:
+        usable = find_card(size).usable_bytes
+        found = largest_rows(plan, usable) if plan.memory.peak <= usable else {}
+        cells.append(
+            " / ".join(str(rows) for _, rows in sorted(found.items(), reverse=True)) or "-"
+        )
+    return " | ".join(cells)
+
+
+def write_table(page: str, head: Iterable[str], lines: Iterable[str]) -> None:
+    """Put a table into a page of the documentation in place of the last one."""
+    names = list(head)
+    text = "\n".join([f"| {' | '.join(names)} |", "|" + "---|" * len(names), *lines])
+    file = DOCS / page
+    old = file.read_text(encoding="utf-8")
+    file.write_text(MARKS.sub(lambda _: text + "\n", old), encoding="utf-8")
+
+
 def main() -> None:
-    """Write the table."""
-    head = f"| model | stage | bits | {' | '.join(f'{size[:-2]} GB' for size in SIZES)} |"
-    text = "\n".join([head, "|---|---|---|" + "---|" * len(SIZES), *rows()])
-    page = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(MARKS.sub(lambda _: text + "\n", page), encoding="utf-8")
+    """Write the tables."""
+    cards = [f"{size[:-2]} GB" for size in SIZES]
+    write_table("memory.md", ["model", "stage", "bits", *cards], rows())
+    cards = [f"{size[:-2]} GB" for size in RECIPE_SIZES]
+    write_table("four_bit_base.md", ["recipe", "stage", "GiB", *cards], recipe_rows())
 
 
 if __name__ == "__main__":

@@ -4,12 +4,15 @@ import copy
 
 import pytest
 import torch
+from bitsandbytes import functional
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from dschat_lora.lora import nf4
 from dschat_lora.lora.layers import LoraLinear, TrainedBias, TrainedModule, full_shape
 from dschat_lora.lora.nf4 import (
     NF4Linear,
+    from_stored,
     is_quantized,
     quantize,
     state_of,
@@ -55,6 +58,34 @@ def test_values_are_those_of_the_paper(shape, dtype):
     torch.testing.assert_close(state_of(held).absmax(), largest, atol=0.02, rtol=0)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_weight_packed_in_pieces_is_what_bitsandbytes_makes_of_the_whole(monkeypatch, transposed):
+    """Of 508 blocks, whose scales take two blocks in turn."""
+    monkeypatch.setattr(nf4, "PIECE", 4096)
+    matrix = drawn(130, 250) * torch.logspace(-2, 1, 130)[:, None]
+    held = quantize(
+        matrix.t() if transposed else matrix, dtype=torch.float32, transposed=transposed
+    )
+    codes, state = functional.quantize_4bit(
+        matrix, blocksize=64, compress_statistics=True, quant_type="nf4"
+    )
+    expected = functional.dequantize_4bit(codes, state)
+    assert torch.equal(held, codes)
+    assert torch.equal(values_of(held), expected.t() if transposed else expected)
+    stored = {"": codes} | {f".{n}": t for n, t in state.as_dict(packed=True).items()}
+    options = {"shape": full_shape(held), "dtype": torch.float32, "transposed": transposed}
+    assert torch.equal(values_of(from_stored(stored.get, **options)), values_of(held))
+
+
+def test_stored_codes_of_another_kind_are_refused():
+    codes, state = functional.quantize_4bit(drawn(8, 64), blocksize=64, quant_type="fp4")
+    stored = {"": codes} | {f".{n}": t for n, t in state.as_dict(packed=True).items()}
+    stored[f".{nf4.STATE_KEY}"] = stored.pop(".quant_state.bitsandbytes__fp4")
+    options = {"shape": torch.Size((8, 64)), "dtype": torch.float32, "transposed": False}
+    with pytest.raises(ValueError, match="holds fp4 codes"):
+        from_stored(stored.get, **options)
+
+
 def test_a_weight_takes_four_bits_and_an_eighth():
     weight = drawn(512, 512)
     held = quantize(weight, dtype=torch.bfloat16)
@@ -64,9 +95,10 @@ def test_a_weight_takes_four_bits_and_an_eighth():
     assert full_shape(held) == weight.shape
 
 
+@pytest.mark.parametrize("shape", [(24, 40), (7, 33)], ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
-def test_shapes_on_the_meta_device_are_those_of_values(transposed):
-    weight = drawn(24, 40)
+def test_shapes_on_the_meta_device_are_those_of_values(transposed, shape):
+    weight = drawn(*shape)
     real = quantize(weight, dtype=torch.bfloat16, transposed=transposed)
     empty = quantize(weight.to("meta"), dtype=torch.bfloat16, transposed=transposed)
     assert stored_bytes(empty) == stored_bytes(real)
@@ -131,6 +163,7 @@ WRAPPERS = {"bare": bare, "adapted": adapted, "disabled": disabled, "bias": with
 def test_layers_compute_what_they_do_on_the_values(kind, wrap):
     held, plain = pair_of_layers(kind)
     codes = held.weight.detach().clone()
+    assert (held.in_features, held.out_features) == (40, 24)
     x = drawn(2, 3, 40, seed=1)
     for found, expected in zip(outcome(wrap(held), x), outcome(wrap(plain), x), strict=True):
         if kind == "linear":

@@ -322,16 +322,20 @@ def test_mistakes_are_named(line, parts):
     ("model", "stage"),
     [("OPT-1.3B", "SFT"), ("OPT-1.3B", "PPO")] if not ALL else [(None, None)],
 )
-def test_the_table_of_the_documentation_is_what_the_planner_says(model, stage):
+def test_tables_of_the_documentation_are_what_the_planner_says(model, stage):
     sys.path.insert(0, str(ROOT / "scripts"))
     try:
         import memory_table
     finally:
         sys.path.pop(0)
     chosen = {} if model is None else {"models": [model], "stages": [stage]}
-    text = memory_table.PAGE.read_text(encoding="utf-8").splitlines()
+    text = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8").splitlines()
     for row in memory_table.rows(**chosen):
         assert row in text
+    text = (ROOT / "docs" / "four_bit_base.md").read_text(encoding="utf-8").splitlines()
+    for row in memory_table.recipe_rows() if model is None else ():
+        assert row in text
+        assert "| - |" not in row  # it fits a card of 12 GB, and so the others
 
 
 def test_the_plan_as_json_has_no_paths_of_placeholders(home):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from dschat_lora.config.options import build_config, command_line, parse_config
+from dschat_lora.perf.cards import find_card
 from dschat_lora.pipeline.plan_stages import plan_file, planning
 from dschat_lora.pipeline.recipe import read_recipe
 from dschat_lora.pipeline.stages import STAGES
@@ -53,6 +54,8 @@ def test_recipe_states_the_memory_that_is_planned(path):
         plans = plan_file(recipe, home)
         peaks = {each.name: each.plan.memory.peak / 2**30 for each in plans}
     assert stated(path) == {name: float(f"{peak:.3g}") for name, peak in peaks.items()}
+    if path.stem.endswith("_4bit"):
+        assert max(peaks.values()) * 2**30 <= find_card("12GB").usable_bytes
 
 
 def test_llama_has_one_frozen_base_for_every_role():
