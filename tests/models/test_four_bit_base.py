@@ -3,6 +3,7 @@
 import json
 import sys
 import warnings
+from dataclasses import replace
 
 import peft
 import pytest
@@ -297,18 +298,23 @@ def saved_adapter(path, directory, bits):
 
 
 @pytest.mark.parametrize(("trained", "loaded"), [(4, 16), (16, 4)])
-@pytest.mark.parametrize("kind", ["opt", "gpt2"])
+@pytest.mark.parametrize(
+    ("kind", "adapted_layers"), [("opt", "all-linear"), ("gpt2", "all-linear"), ("opt", "k_proj")]
+)
 def test_distance_of_another_base_is_that_of_both_models(
-    kind, trained, loaded, model_directory, tmp_path, monkeypatch
+    kind, adapted_layers, trained, loaded, model_directory, tmp_path, monkeypatch
 ):
+    layers = replace(LORA, target_modules=(adapted_layers,))
+    monkeypatch.setattr(sys.modules[__name__], "LORA", layers)
     monkeypatch.setattr(other_base, "probe_ids", lambda *_: ids(1, 24))
     path = model_directory(kind)
     own = saved_adapter(path, tmp_path / "adapter", trained)
-    other = adapted(load(path, ModelConfig(base_bits=loaded))).eval()
+    other = adapted(load(path, ModelConfig(base_bits=loaded))).train()
     with torch.no_grad():
+        logits = other(ids(1, 24)).logits
         report = merge_deviation(
             own(ids(1, 24)).logits,
-            other(ids(1, 24)).logits,
+            logits,
             torch.ones(1, 24, dtype=torch.bool),
         )
     before = base_fingerprint(other)
@@ -318,6 +324,8 @@ def test_distance_of_another_base_is_that_of_both_models(
     assert f": {report.kl_nats_per_token:.2g} nats per token" in words
     assert report.kl_nats_per_token > 1e-4
     assert base_fingerprint(other) == before
+    assert other.training
+    assert torch.equal(other(ids(1, 24)).logits, logits)
     assert base_warning(own, source, None, bits=trained) is None
 
 
