@@ -61,5 +61,5 @@ class EditDistance:
             less = (diagonal & up) << 1
             up, down = (less | ~(diagonal | more)) & every, more & diagonal & every
             rows.append((up, down))
-        self._rows = rows
+        self._own, self._rows = own, rows
         return rows
