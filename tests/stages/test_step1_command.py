@@ -271,19 +271,13 @@ def test_dry_run_prints_the_options_and_leaves_no_trace(own_data, home, launcher
     assert sorted(home.rglob("*")) == before
 
 
-@pytest.fixture(scope="module")
-def evaluated(title, home, launcher):
-    """No epochs on the adapter of the title, which is merged."""
-    options = ["--model_name_or_path", "output/sft", "--num_train_epochs", 0, "--merge_adapter"]
+def test_no_epochs_evaluate_the_continued_adapter_in_the_next_free_directory(title, home, launcher):
+    options = ["--model_name_or_path", "output/sft", "--num_train_epochs", 0, "--lora_dim", 128]
     running = launcher.start(options, home)
     assert running.wait() == [0], running.output()
-    return running
-
-
-def test_no_epochs_evaluate_the_continued_adapter_in_the_next_free_directory(evaluated, home):
     out = home / "output" / "sft-2"
-    assert f"output: {out.relative_to(home)}" in evaluated.out()
-    assert "with the adapter" in evaluated.out().splitlines()[0]
+    assert f"output: {out.relative_to(home)}" in running.out()
+    assert "with the adapter" in running.out().splitlines()[0]
     (only,) = metrics(out)
     assert (only["kind"], only["step"]) == ("eval", 0)
     last = metrics(home / "output" / "sft", "eval")[-1]
@@ -293,12 +287,15 @@ def test_no_epochs_evaluate_the_continued_adapter_in_the_next_free_directory(eva
 
 
 def test_no_epochs_and_merge_adapter_write_the_model_that_is_the_adapter_on_its_base(
-    evaluated, home
+    title, home, launcher
 ):
-    assert "model written to output/sft-2/model: against the trained one" in evaluated.out()
+    options = ["--model_name_or_path", "output/sft", "--num_train_epochs", 0, "--merge_adapter"]
+    running = launcher.start([*options, "--output_dir", "merged", *SHORT], home)
+    assert running.wait() == [0], running.output()
+    assert "model written to merged/model: against the trained one" in running.out()
     base = AutoModelForCausalLM.from_pretrained(BUNDLED_MODEL)
     adapted = peft.PeftModel.from_pretrained(base, home / "output" / "sft" / "adapter")
-    merged = AutoModelForCausalLM.from_pretrained(home / "output" / "sft-2" / "model")
+    merged = AutoModelForCausalLM.from_pretrained(home / "merged" / "model")
     ids = torch.tensor([[5, 6, 7, 8]])
     torch.testing.assert_close(merged(ids).logits, adapted(ids).logits, rtol=1e-4, atol=1e-4)
 
