@@ -3,18 +3,26 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from itertools import product
 from typing import TypeVar
 
 from sacrebleu.metrics import TER
-from sacrebleu.metrics.lib_ter import translation_edit_rate
+from sacrebleu.metrics.lib_ter import (
+    _BEAM_WIDTH,
+    _MAX_SHIFT_CANDIDATES,
+    BeamEditDistance,
+    _shift,
+)
 from sacrebleu.tokenizers.tokenizer_ter import TercomTokenizer
 
 from dschat_lora.data.workers import usable_cores
+from dschat_lora.experiments.nlg.edit_distance import EditDistance
 from dschat_lora.experiments.nlg.texts import References, Score, Texts, streams
 
 TER_TEXTS = 50  # texts of one task of a worker
 Words = Sequence[str]
+Distance = tuple[int, str]  # edits, and the operations by sacrebleu's letters
 EditsOf = Callable[[Words, Words], float]
 Part = tuple[Texts, References]
 ResultT = TypeVar("ResultT")
@@ -62,32 +70,56 @@ def least_edits(own: Words, others: Sequence[Words], edits_of: EditsOf) -> float
     return least
 
 
+def tercom_edits(own: Words, other: Words) -> int:
+    """Shifts and edits that turn ``own`` into ``other``, by tercom's greedy search.
+
+    The shifts that are tried and the beam around the diagonal are sacrebleu's. A distance that
+    the beam leaves as it is, or that is no less than before the shift, is counted without one.
+    """
+    if not other:
+        return len(own)
+    exact, beam = EditDistance(other), BeamEditDistance(list(other))
+    # An optimal path is at most (distance + difference in length) / 2 words off the diagonal.
+    within_beam = 2 * (_BEAM_WIDTH - 1) - abs(len(own) - len(other))
+    words, shifts, tried = list(own), 0, 0
+    while True:
+        start = exact.trace(words) if exact(words) <= within_beam else beam(words)
+        distances = partial(_distance, words, start, exact, beam, within_beam)
+        less, moved, tried = _shift(words, other, distances, tried)
+        if less <= 0 or tried >= _MAX_SHIFT_CANDIDATES:
+            return shifts + start[0]
+        words, shifts = moved, shifts + 1
+
+
+def _distance(
+    words: list[str],
+    start: Distance,
+    exact: EditDistance,
+    beam: Callable[[list[str]], Distance],
+    within_beam: int,
+    moved: list[str],
+) -> Distance:
+    """Edits of ``moved``; with the operations of ``words``, those before the shift."""
+    if moved is words:
+        return start
+    edits = exact(moved)
+    return (edits, "") if edits <= within_beam or edits >= start[0] else beam(moved)
+
+
 def shifted_edits(own: Words, other: Words) -> int:
     """Shifts and edits that turn ``own`` into ``other``, each counting 1, by pyter's greedy search.
 
     Each shift moves a longest run of words to where ``other`` has it. The one that reduces the edit
     distance the most is made, of equals that with the greatest list of words, until none does.
     """
-    words, shifts = list(own), 0
-    distance = edit_distance(words, other)
+    words, shifts, distance_to = list(own), 0, EditDistance(other)
+    distance = distance_to(words)
     while True:
-        found = [(-edit_distance(each, other), each) for each in _shifts(words, other)]
+        found = [(-distance_to(each), each) for each in _shifts(words, other)]
         if not found or -max(found)[0] >= distance:
             return shifts + distance
         less, words = max(found)
         shifts, distance = shifts + 1, -less
-
-
-def edit_distance(own: Words, other: Words) -> int:
-    """Insertions, deletions and substitutions of words (Levenshtein)."""
-    row = list(range(len(other) + 1))
-    for i, word in enumerate(own, start=1):
-        above_left, row[0] = row[0], i
-        for j, target in enumerate(other, start=1):
-            above = row[j]
-            row[j] = min(above + 1, row[j - 1] + 1, above_left + (word != target))
-            above_left = above
-    return row[-1]
 
 
 def _shifts(own: list[str], other: Words) -> list[list[str]]:
@@ -114,7 +146,7 @@ def _tercom_edits(part: Part) -> tuple[float, float]:
     edits = length = 0.0
     for text, each in zip(*part, strict=True):
         own, *others = (tokenizer(one.rstrip()).split() for one in (text, *each))
-        edits += least_edits(own, others, lambda a, b: translation_edit_rate(a, b)[0])
+        edits += least_edits(own, others, tercom_edits)
         length += sum(map(len, others)) / len(others)
     return edits, length
 

@@ -1,11 +1,13 @@
 import math
+import random
 from itertools import combinations, zip_longest
 
 import pytest
-from sacrebleu.metrics import TER
+from sacrebleu.metrics import TER, lib_ter
 
-from dschat_lora.experiments.nlg import meteor, metrics
-from dschat_lora.experiments.nlg.ter import least_edits
+from dschat_lora.experiments.nlg import meteor, metrics, ter
+from dschat_lora.experiments.nlg.edit_distance import EditDistance
+from dschat_lora.experiments.nlg.ter import least_edits, tercom_edits
 from dschat_lora.experiments.nlg.texts import treebank_tokens
 
 METRICS = metrics.chosen("e2e")
@@ -70,6 +72,57 @@ def test_ter_of_many_texts_is_that_of_all_at_once():
     score = metrics.ter(hypotheses, references)
     assert score.value == pytest.approx(whole.corpus_score(hypotheses, streams).score, rel=1e-12)
     assert score.signature == str(whole.get_signature())
+
+
+def moved_words(seed, lengths=(3, 12, 40)):
+    """Other words, or the same after some moves and substitutions, and the words."""
+    rng = random.Random(seed)
+    other = [str(rng.randrange(30)) for _ in range(rng.choice(lengths))]
+    if seed % 3 == 0:
+        return [str(rng.randrange(30)) for _ in range(rng.randrange(2 * len(other)))], other
+    own = list(other)
+    for _ in range(3):
+        start = rng.randrange(len(own))
+        group = own[start : start + 5]
+        del own[start : start + 5]
+        place = rng.randrange(len(own) + 1)
+        own[place:place] = [*group[:-1], "x"]
+    return own, other
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_edits_and_their_kinds_are_sacrebleus(seed):
+    own, other = moved_words(seed)
+    for text in (own, own[:4]):
+        assert tercom_edits(text, other) == lib_ter.translation_edit_rate(text, other)[0]
+    distance, beam = EditDistance(other), lib_ter.BeamEditDistance(other)
+    for text in (own, other, own[:4], own[:4] + other, other[1:]):
+        edits = distance(text)
+        assert edits == plain_distance(text, other)
+        if edits + abs(len(text) - len(other)) <= 48:  # the beam holds every optimal path
+            assert distance.trace(text) == beam(text)
+
+
+def plain_distance(own, other):
+    row = list(range(len(other) + 1))
+    for i, word in enumerate(own, start=1):
+        above_left, row[0] = row[0], i
+        for j, target in enumerate(other, start=1):
+            above = row[j]
+            row[j] = min(above + 1, row[j - 1] + 1, above_left + (word != target))
+            above_left = above
+    return row[-1]
+
+
+def test_a_narrow_beam_loses_the_edits_that_sacrebleus_loses(monkeypatch):
+    for module in (lib_ter, ter):
+        monkeypatch.setattr(module, "_BEAM_WIDTH", 3)
+    lost = 0
+    for seed in range(100):
+        own, other = moved_words(seed, lengths=(8, 16))
+        lost += EditDistance(other)(own) < lib_ter.BeamEditDistance(other)(own)[0]
+        assert tercom_edits(own, other) == lib_ter.translation_edit_rate(own, other)[0]
+    assert lost > 10
 
 
 def test_ter_by_hand():
