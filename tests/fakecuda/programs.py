@@ -8,6 +8,7 @@ import traceback
 from collections import Counter
 from dataclasses import replace
 
+import bitsandbytes  # noqa: F401 - binds what torch has of CUDA as it is imported
 import deepspeed  # noqa: F401 - imported once, before the forks
 import torch
 from deepspeed.runtime.zero import partition_parameters, stage3, stage_1_and_2  # noqa: F401
