@@ -76,6 +76,8 @@ def _prompt(row: ParsedRow) -> str | None:
         return value
     texts = []
     for each in value if isinstance(value, list) else ():
+        if not isinstance(each, dict):  # token ids
+            return None
         if each["role"] == "assistant" or not isinstance(each.get("content"), str):
             break
         texts.append(each["content"])
