@@ -19,9 +19,10 @@ from dschat_lora.data.rows import (
 def check_some_prompt_fits(config: DataConfig, tokenizer: str, kind: DataKind = "samples") -> None:
     """Refuse data in which every prompt alone has more tokens than a row may take.
 
-    Only what is certain is refused: nothing where a file is too large to be read at start-up, where
-    ``tokenizer`` is no local directory with a ``tokenizer.json``, or where rows are cut to fit. The
-    tokenizer is read only if the first prompts are long enough in bytes.
+    Only what is certain is refused, and soon known: nothing where files are too large to be read at
+    start-up, where ``tokenizer`` is no local directory with a ``tokenizer.json``, where a
+    conversation has several questions, of which a chat template may leave some out, or where rows
+    are cut to fit. The tokenizer is read only if the first prompt is long enough in bytes.
 
     Raises:
         ValueError: naming the option, its value and the shortest prompt.
@@ -29,56 +30,49 @@ def check_some_prompt_fits(config: DataConfig, tokenizer: str, kind: DataKind = 
     limit, file = config.max_seq_len, Path(tokenizer) / "tokenizer.json"
     if config.overlong not in ("split", "drop") or not file.is_file():
         return
-    texts, shortest = [], 0
+    lengths: list[int] = []
     for text in _prompts(config):
         if text is None or len(text.encode()) <= limit:
             return
-        texts.append(text)
-    if texts:
-        from tokenizers import Tokenizer  # a vocabulary takes up to half a second to read
+        if not lengths:
+            from tokenizers import Tokenizer  # a vocabulary takes up to half a second to read
 
-        encode = Tokenizer.from_file(str(file)).encode
-        for text in texts:
-            length = len(encode(text, add_special_tokens=False).ids)
-            shortest = min(shortest or length, length)
-            if length <= limit:
-                return
+            reader = Tokenizer.from_file(str(file))
+            reader.no_padding()  # files may ask for both
+            reader.no_truncation()
+        lengths.append(len(reader.encode(text, add_special_tokens=False).ids))
+        if lengths[-1] <= limit:
+            return
+    if lengths:
         option = "max_prompt_seq_len" if kind == "prompts" else "max_seq_len"
         cut = ", or use --overlong truncate" if kind == "prompts" else ""
         raise ValueError(
-            f"--{option} {limit}: none of the {len(texts):,} prompts of --data_path fits (the "
-            f"shortest has {shortest:,} tokens); raise it{cut}"
+            f"--{option} {limit}: none of the {len(lengths):,} prompts of --data_path fits (the "
+            f"shortest has {min(lengths):,} tokens); raise it{cut}"
         )
 
 
 def _prompts(config: DataConfig) -> Iterator[str | None]:
-    """The text of each row that is in all of its samples; None where that is not known."""
+    """The prompt of each row; None where it is not known as text."""
     options = row_options(config)
-    for source in config_sources(config):
-        if source.option == "eval_data_path":
-            continue
-        if not source.files:
-            yield None
-        for file in source.files:
-            if file.stat().st_size > SMALL_FILE:
-                yield None
-            for raw in iter_file(file):
-                try:
-                    yield _prompt(parse_row(raw, options))
-                except RowError:
-                    continue  # one that is skipped, or refused by who reads it
+    sources = [each for each in config_sources(config) if each.option != "eval_data_path"]
+    files = [file for source in sources for file in source.files]
+    whole = all(source.files for source in sources)
+    if not whole or sum(file.stat().st_size for file in files) > SMALL_FILE:
+        yield None
+    for file in files:
+        for raw in iter_file(file):
+            try:
+                row = parse_row(raw, options)
+            except RowError:
+                continue  # one that is skipped, or refused by who reads it
+            yield _prompt(row)
 
 
 def _prompt(row: ParsedRow) -> str | None:
-    """What is asked first, without what a chat template adds."""
+    """The text of the prompt, of a conversation that of its only question."""
     value = row.values.get("messages", row.values.get("prompt"))
-    if isinstance(value, str):
-        return value
-    texts = []
-    for each in value if isinstance(value, list) else ():
-        if not isinstance(each, dict):  # token ids
-            return None
-        if each["role"] == "assistant" or not isinstance(each.get("content"), str):
-            break
-        texts.append(each["content"])
-    return "\n".join(texts) or None
+    if isinstance(value, list) and all(isinstance(each, dict) for each in value):
+        questions = [each.get("content") for each in value if each["role"] == "user"]
+        value = questions[0] if len(questions) == 1 else None
+    return value if isinstance(value, str) else None

@@ -13,7 +13,7 @@ def free_between_passes(model: nn.Module) -> None:
     """Have every ``nn.Linear`` of ``model`` keep its weight as a parameter, not as a view of it.
 
     For the gradient of its input torch keeps ``W^T``, a view that holds the whole weight in memory
-    until the backward pass, though ZeRO 3 has given the parameter up. DeepSpeed's
+    until the backward pass, though ZeRO 3 has freed the parameter. DeepSpeed's
     ``memory_efficient_linear`` replaces torch's function in the whole process; this changes the
     layers of one model, and no value.
     """
@@ -25,10 +25,13 @@ def free_between_passes(model: nn.Module) -> None:
 def _forward(module: nn.Linear, x: Tensor) -> Tensor:
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return F.linear(x, module.weight, module.bias)
-    kind = x.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    bias = None if module.bias is None else module.bias.to(dtype)
-    output: Tensor = _Linear.apply(x.to(dtype), module.weight.to(dtype), bias)  # type: ignore[no-untyped-call]
+    weight: Tensor = module.weight
+    bias: Tensor | None = module.bias
+    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight = x.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    output: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
     return output
 
 
@@ -45,9 +48,9 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad
-        rows = grad.reshape(-1, grad.shape[-1])
+        rows = grad.reshape(-1, weight.shape[0])
         return (
-            (rows @ weight).view(*grad.shape[:-1], -1) if wants_x else None,
-            rows.t() @ x.reshape(-1, x.shape[-1]) if wants_weight else None,
+            (rows @ weight).view(*grad.shape[:-1], weight.shape[1]) if wants_x else None,
+            rows.t() @ x.reshape(-1, weight.shape[1]) if wants_weight else None,
             rows.sum(0) if wants_bias else None,
         )

@@ -128,7 +128,7 @@ def _packed(matrix: Tensor, worker: torch.device) -> tuple[Tensor, Tensor]:
     """Codes, two a byte, and the largest absolute value of each block, on the matrix's device.
 
     ``worker`` computes them. A CPU takes a piece at a time: temporaries have 20 bytes a weight, and
-    between the codes of one layer and the next little of what they leave would be used again.
+    between the codes of two layers they would leave the heap fragmented.
     """
     count, width = matrix.numel(), matrix.shape[1]
     codes = matrix.new_empty(math.ceil(count / 2), 1, dtype=torch.uint8)

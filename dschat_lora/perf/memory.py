@@ -138,7 +138,7 @@ def _gathered_elements(parameters: list[nn.Parameter], reuse_distance: int) -> i
     """The most weights that ZeRO 3 holds whole at a time.
 
     It keeps those that are used again within ``reuse_distance``, which are the last ones before
-    the backward pass turns round, as many on either side.
+    the backward pass begins, as many on either side.
     """
     sizes = [_numel(parameter) for parameter in parameters]
     return max(min(sum(sizes), reuse_distance // 2), *sizes)

@@ -137,7 +137,7 @@ def data_exchanges(
     (0.19) by an all-reduce at ZeRO 1 and 2, of which each rank keeps its part. ZeRO 3 gathers the
     weights for the forward pass, again for the backward pass, and where a block ``recomputes``
     once more in between, but for its last layer, which the backward pass begins with. Without, the
-    last blocks before the model turns round are kept (``stage3_max_reuse_distance``). Base and
+    last blocks before the backward pass begins are kept (``stage3_max_reuse_distance``). Base and
     factors of a layer are two collectives.
     """
     if ranks == 1:

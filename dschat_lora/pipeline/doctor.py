@@ -267,7 +267,7 @@ def _no_step() -> Finding:
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     found = f"no step in {STEP_SECONDS} s"
     if load > cores:
-        busy = f"{found}, while {load:.0f} processes compete for {cores} cores"
+        busy = f"{found}, at a load average of {load:.0f} on {cores} cores"
         return Finding("training", "warning", busy, "try again once the others have ended")
     remedy = "see where it waits by py-spy dump, or run dschat-lora sft --max_steps 2"
     return Finding("training", "error", found, remedy)

@@ -58,8 +58,8 @@ def launch_command(
 ) -> list[str]:
     """The command that starts a stage in the launcher's processes: ``dschat-lora STAGE`` in each.
 
-    Processes of this machine alone meet at a free port, so that several runs can go on side by
-    side. ``program`` is the path of the launcher.
+    Processes of this machine alone meet at a free port: two runs that start at once would find the
+    default one free both. ``program`` is the path of the launcher.
     """
     if launcher.meets_here and launcher.master_port is None:
         launcher = replace(launcher, master_port=_free_port())

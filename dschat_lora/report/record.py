@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -46,7 +47,7 @@ class RunRecord:
         self._content |= fields
         if self._active and self.is_open:
             staged = self._path.with_suffix(".json.partial")
-            text = json.dumps(jsonable(self._content), indent=2) + "\n"
+            text = _lists_on_a_line(json.dumps(jsonable(self._content), indent=2)) + "\n"
             try:
                 staged.write_text(text, encoding="utf-8")
                 staged.replace(self._path)
@@ -61,6 +62,16 @@ class RunRecord:
     def append(self, name: str, item: Any) -> None:
         """Add ``item`` to the list under ``name``."""
         self.update({name: [*self._content.get(name, []), item]})
+
+
+def _lists_on_a_line(text: str) -> str:
+    """Indented JSON with every list of numbers and strings on one line."""
+    item = r'"(?:\\.|[^"\\])*"|[^"\[\]{}]'  # strings hold no line ends
+    return re.sub(
+        rf"\[\n\s+((?:{item})*?)\n\s+\]",
+        lambda found: "[" + re.sub(r"\n\s+", " ", found[1]) + "]",
+        text,
+    )
 
 
 def package_versions() -> dict[str, str | None]:

@@ -43,7 +43,7 @@ def loss_html(
 
 def _level(loss: float | None) -> int:
     """Which of four shades a loss in nats has; 0 below a probability of about 0.9."""
-    return 0 if loss is None else sum(loss >= least for least in LEAST_LOSSES)
+    return 0 if loss is None else sum(not loss < least for least in LEAST_LOSSES)  # nan: most
 
 
 def visible(token: str) -> str:

@@ -50,7 +50,8 @@ class StageStory:
     def token_losses(self) -> Sequence[Mapping[str, Any]]:
         """Objects with ``when``, ``name`` and lists of ``tokens``, ``supervised`` and ``loss``."""
         value = self.facts.get("token_losses")
-        return [r for r in value if _is_token_row(r)] if isinstance(value, list) else []
+        rows = [r for r in value if _is_token_row(r)] if isinstance(value, list) else []
+        return [{**row, "loss": [x and float(x) for x in row["loss"]]} for row in rows]
 
     @property
     def is_running(self) -> bool:
@@ -78,7 +79,10 @@ def _is_token_row(row: object) -> bool:
     return (
         len(tokens) == len(supervised) == len(losses)
         and all(isinstance(each, str) for each in tokens)
-        and all(each is None or isinstance(each, int | float) for each in losses)
+        and all(
+            each is None or isinstance(each, int | float) or each in ("nan", "inf", "-inf")
+            for each in losses
+        )
     )
 
 

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 
 from dschat_lora.checkpoint.adapter_config import WEIGHTS_FILE, verify_adapter
 from dschat_lora.checkpoint.history import checkpoints_of, is_checkpoint
-from dschat_lora.checkpoint.manifest import safetensors_header
+from dschat_lora.checkpoint.manifest import DamagedError, safetensors_header
 from dschat_lora.config.groups import (
     LoadConfig,
     LoraConfig,
@@ -113,7 +113,7 @@ def check_adapter_files(source: ModelSource) -> None:
 
 
 def check_widths(adapter: Path, base: Path) -> None:
-    """Refuse an adapter with a factor as wide as no layer of that name in the base's files.
+    """Refuse an adapter with a factor whose input width no layer of that name has in the base.
 
     What else tells bases apart shows once the model is there. A base of the hub, one without
     safetensors and one whose files hold packed weights are not looked at.
@@ -121,14 +121,16 @@ def check_widths(adapter: Path, base: Path) -> None:
     Raises:
         ValueError: naming the adapter, its base, and the first layer that differs.
     """
-    files = sorted(base.glob("*.safetensors"))
-    if not files or "quantization_config" in model_fields(ModelSource(str(base))):
+    if "quantization_config" in model_fields(ModelSource(str(base))):
         return
     shapes: dict[str, list[list[int]]] = {}  # of the layers whose names end so
-    for file in files:
-        for name, tensor in safetensors_header(file).items():
-            if name.endswith(".weight"):
-                shapes.setdefault(name.split(".")[-2], []).append(tensor["shape"])
+    try:
+        for file in _weight_files(base):
+            for name, tensor in safetensors_header(file).items():
+                if name.endswith(".weight"):
+                    shapes.setdefault(name.split(".")[-2], []).append(tensor["shape"])
+    except DamagedError:
+        return  # loading says what is damaged
     for name, tensor in safetensors_header(adapter / WEIGHTS_FILE).items():
         module, _, factor = name.partition(".lora_A.")
         layers = shapes.get(module.rpartition(".")[2], [])
@@ -139,6 +141,15 @@ def check_widths(adapter: Path, base: Path) -> None:
                 f"{' x '.join(map(str, layers[0]))}; name the base that it was trained on as "
                 "base_model_name_or_path in its adapter_config.json"
             )
+
+
+def _weight_files(base: Path) -> list[Path]:
+    """The safetensors files that make up a model; others may lie beside them."""
+    try:
+        index = json.loads((base / "model.safetensors.index.json").read_text(encoding="utf-8"))
+        return [base / name for name in sorted(set(index["weight_map"].values()))]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return [file] if (file := base / "model.safetensors").is_file() else []
 
 
 def task_of(source: ModelSource) -> str | None:
@@ -295,7 +306,8 @@ def check_output_dir(config: StageConfig, _: object) -> None:
         return
     path = Path(run.output_dir).expanduser()
     check_can_be_made(path)
-    check_room(path, LEAST_ROOM)
+    if not run.overwrite_output_dir:  # that makes room first
+        check_room(path, LEAST_ROOM)
     check_idle(path)
     earlier = leftovers(path)
     if not earlier or goes_on_in_place(config):
@@ -339,12 +351,15 @@ def check_can_be_made(path: Path, option: str = "output_dir") -> None:
 def check_room(path: Path, need: int) -> None:
     """Refuse a directory on a disk with fewer than ``need`` bytes free for this user."""
     nearest = next(p for p in (path, *path.absolute().parents) if p.exists())
-    free = shutil.disk_usage(nearest).free
-    if free < need:
+    try:
+        disk = shutil.disk_usage(nearest)
+    except OSError:
+        return
+    if disk.total and disk.free < need:  # some network file systems tell no sizes
         raise ValueError(
-            f"--output_dir {path}: its disk has {free / 2**20:,.1f} MiB free, and a run that saves "
-            f"one checkpoint and its result needs {need / 2**20:,.1f} MiB; make room, or choose a "
-            "directory on another disk"
+            f"--output_dir {path}: its disk has {disk.free / 2**20:,.1f} MiB free, and what the "
+            f"run writes takes at least {need / 2**20:,.1f} MiB; make room, or choose a directory "
+            "on another disk"
         )
 
 

@@ -1,7 +1,7 @@
 """The learning rate's shape over a run, as a pure function of the step.
 
-The factors are those of transformers' schedulers of the same names. They are written down here
-because importing those imports PEFT and bitsandbytes, which takes seconds.
+Up to the last step the factors are those of transformers' schedulers of the same names. They are
+written down here because importing those imports PEFT and bitsandbytes, which takes seconds.
 """
 
 import math

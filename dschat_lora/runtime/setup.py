@@ -282,12 +282,14 @@ def note_all_weights(run: Run[StageConfig], option: str) -> None:
 def check_room_for(run: Run[StageConfig], trained: int) -> None:
     """Refuse a disk without room for what trains, as a checkpoint and as a result; on every rank.
 
-    A checkpoint holds a weight and two moments of each of the ``trained`` elements in fp32, a
-    result the weight in 16 bits at least.
+    A checkpoint, if any is to be written, holds a weight and two moments of each of the ``trained``
+    elements in fp32, a result the weight in 16 bits at least.
     """
-    directory = run.directory
+    directory, options = run.directory, run.config.run
+    saves = options.save_interval > 0 or options.save_minutes > 0
+    need = (14 if saves else 2) * trained
     if directory is not None and run.config.optim.num_train_epochs > 0:
-        raise_together(lambda: check_room(directory, 14 * trained) if rank() == 0 else None)
+        raise_together(lambda: check_room(directory, need) if rank() == 0 else None)
 
 
 def record_models(

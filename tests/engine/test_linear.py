@@ -15,7 +15,7 @@ def layers(*, bias=True, frozen=False):
     return model.double().requires_grad_(not frozen)
 
 
-@pytest.mark.parametrize("shape", [(6,), (3, 6), (2, 3, 6)])
+@pytest.mark.parametrize("shape", [(6,), (3, 6), (2, 3, 6), (0, 6)])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("frozen", [True, False])
 def test_values_and_gradients_are_those_of_torch(shape, bias, frozen):

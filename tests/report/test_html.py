@@ -453,7 +453,7 @@ def test_tokens_are_shaded_by_loss_and_marked_where_they_are_trained_on():
     row = {"name": "", "tokens": ["<a>", " b", "c"], "supervised": [0, 1, 1]}
     rows = [
         {**row, "when": "before", "loss": [None, 4.5, 0.05]},
-        {**row, "when": "after", "loss": [None, 0.8, 0.0]},
+        {**row, "when": "after", "loss": [None, 0.8, "nan"]},
     ]
     html, _ = report_of(StageStory("sft", {"token_losses": rows}))
     (shown,) = re.findall(r"<summary>Loss of each token.*?</details>", html, re.S)
@@ -461,6 +461,7 @@ def test_tokens_are_shaded_by_loss_and_marked_where_they_are_trained_on():
     assert '<mark class="down4" title="loss 4.5"> b</mark>' in shown
     assert '<mark class="down2" title="loss 0.8"> b</mark>' in shown
     assert '<mark title="loss 0.05">c</mark>' in shown
+    assert '<mark class="down4" title="loss nan">c</mark>' in shown
     assert shown.index(">before<") < shown.index(">after<")
 
 

@@ -22,6 +22,22 @@ def test_updates_add_up_and_replace_top_level_fields(tmp_path):
     assert read(tmp_path) == {"status": "finished", "seed": 1}
 
 
+def test_lists_of_numbers_and_texts_take_a_line(tmp_path):
+    content = {
+        "tokens": ["a", "[ b", 'c"]\n', "{"],
+        "rows": [{"loss": [1.5, None, "nan"]}, {"loss": []}],
+        "deep": [[1, 2], ["x"]],
+    }
+    RunRecord(tmp_path, active=True).update(content)
+    assert read(tmp_path) == content
+    lines = (tmp_path / "run.json").read_text().splitlines()
+    assert [line.strip() for line in lines if "tokens" in line or "loss" in line] == [
+        r'"tokens": ["a", "[ b", "c\"]\n", "{"],',
+        '"loss": [1.5, null, "nan"]',
+        '"loss": []',
+    ]
+
+
 def test_no_partial_file_is_left(tmp_path):
     RunRecord(tmp_path, active=True).update({"a": 1})
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]

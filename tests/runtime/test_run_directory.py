@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -127,9 +128,20 @@ def test_checkpoints_are_results_and_go_with_their_run(tmp_path):
 
 def test_disk_without_room_for_what_trains_is_refused(tmp_path, one_rank, monkeypatch):
     """A million elements: 12 MB of a checkpoint and 2 MB of a result."""
-    run = SimpleNamespace(directory=tmp_path, config=SupervisedConfig())
-    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=13_999_999))
-    with pytest.raises(ValueError, match=r"has 13\.4 MiB free, .* needs 13\.4 MiB; make room"):
-        check_room_for(run, 1_000_000)
-    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=14_000_000))
-    check_room_for(run, 1_000_000)
+    config = SupervisedConfig()
+
+    def check(free, run_config=config.run, total=10**9):
+        disk = SimpleNamespace(free=free, total=total)
+        monkeypatch.setattr("shutil.disk_usage", lambda path: disk)
+        options = replace(config, run=run_config)
+        check_room_for(SimpleNamespace(directory=tmp_path, config=options), 1_000_000)
+
+    text = r"has 13\.4 MiB free, .* takes at least 13\.4 MiB; make room"
+    with pytest.raises(ValueError, match=text):
+        check(13_999_999)
+    check(14_000_000)
+    check(0, total=0)  # a file system that tells no sizes
+    result_alone = replace(config.run, save_interval=0, save_minutes=0)
+    check(2_000_000, result_alone)
+    with pytest.raises(ValueError, match="make room"):
+        check(1_999_999, result_alone)

@@ -1,4 +1,4 @@
-"""The edit distance of words to a reference, asked for of many texts."""
+"""The edit distances of many texts to one reference, in words."""
 
 from collections.abc import Sequence
 from itertools import takewhile
