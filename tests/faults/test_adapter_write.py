@@ -21,7 +21,7 @@ pytestmark = pytest.mark.stage
 
 # Lines on stderr that a refusal by the disk may take.
 MOST_LINES_OF_A_REFUSAL = 1
-TRIALS = 6
+TRIALS = 4
 ERRORS = ["ENOSPC", "EIO", "EROFS", "EACCES"]
 
 

@@ -42,8 +42,8 @@ ERRORS = {
 }
 # what to hit: (text in its paths, options, points in a short run, most in a long one)
 PLACES = {
-    "checkpoints": ("/out/checkpoints", [], 3, 99),
-    "metrics": ("/out/metrics.jsonl", [], 2, 8),
+    "checkpoints": ("/out/checkpoints", [], 2, 99),
+    "metrics": ("/out/metrics.jsonl", [], 1, 8),
     "record": ("/out/run.json", [], 1, 7),
     "tensorboard": ("/out/tensorboard", ["--report_to", "tensorboard"], 1, 6),
 }
