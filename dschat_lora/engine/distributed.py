@@ -208,30 +208,28 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
-_planned_processes = 1
-_plans = False
+_planned_processes: int | None = None
 
 
 @contextmanager
 def planned_processes(count: int) -> Iterator[None]:
     """Inside the block, which only computes with shapes, there seem to be so many GPUs."""
-    global _planned_processes, _plans
-    before = _planned_processes, _plans
-    _planned_processes, _plans = count, True
+    global _planned_processes
+    before, _planned_processes = _planned_processes, count
     try:
         yield
     finally:
-        _planned_processes, _plans = before
+        _planned_processes = before
 
 
 def world_size() -> int:
     """Number of processes."""
-    return dist.get_world_size() if dist.is_initialized() else _planned_processes
+    return dist.get_world_size() if dist.is_initialized() else _planned_processes or 1
 
 
 def device_type() -> str:
     """The kind of device of a run, or of one that is planned: ``cuda`` or ``cpu``."""
-    return "cuda" if _plans else device().type
+    return device().type if _planned_processes is None else "cuda"
 
 
 def device() -> torch.device:
