@@ -80,8 +80,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"{head}{relpath(inside, dirname(uri) or '.')}{anchor})"
 
     def titled(match: re.Match[str]) -> str:
-        inside = relpath(moved_to(match[2]), dirname(uri) or ".")
-        file = files.get_file_from_path(normpath(join(dirname(uri), inside)))
+        file = files.get_file_from_path(moved_to(match[2]))
         title = file.page.title if file is not None and file.page is not None else None
         return f"[{title or match[1]}]"
 
