@@ -39,8 +39,10 @@ def main() -> None:
     """Run the verb given on the command line."""
     verb, argv = chosen_verb(sys.argv[1:], ("", *VERBS))
     if verb:
-        # It writes to the standard output, which results go to.
-        getLogger("DeepSpeed").addFilter(_is_error)
+        # The first writes to the standard output, which results go to; the second, on a CPU, names
+        # a package that nothing here needs.
+        for name in ("DeepSpeed", "bitsandbytes.backends.cpu.ops"):
+            getLogger(name).addFilter(_is_error)
         with ended_in_one_line():
             VERBS[verb].run(argv)
     elif argv in (["-h"], ["--help"]):

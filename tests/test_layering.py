@@ -92,7 +92,7 @@ FLOORS = [
         "experiments.glue": Room(
             "checkpoint config data engine lora models report runtime",
             "datasets numpy scipy sklearn torch transformers",
-            "config data resume tasks validation",
+            "config data tasks validation",
         ),
         "experiments.nlg": Room(
             "algos checkpoint config data engine generation lora models report runtime supervised",

@@ -44,6 +44,11 @@ def describe_checkpoint(directory: str | Path) -> CheckpointAdapter:
     files = read_manifest(directory, kind="checkpoint")["files"]
     state = json.loads((directory / STATE_FILE).read_text(encoding="utf-8"))
     stage, options = state["identity"]["stage"], state["config"]
+    if "engines" not in state:
+        raise ValueError(
+            f"{directory} is a checkpoint of transformers' Trainer, for --resume_from_checkpoint; "
+            "let the run end, and take what it leaves"
+        )
     engine = "actor" if "actor" in state["engines"] else "model"
     prefix = "actor_" if engine == "actor" else ""
     where = {

@@ -1,4 +1,8 @@
-"""The checkpoints of a run: ``RUN/checkpoints/step-00000100`` and what becomes of them."""
+"""The checkpoints of a run and what becomes of them.
+
+Those of the stages are ``RUN/checkpoints/step-00000100``, those of transformers' Trainer
+``RUN/checkpoint-100``.
+"""
 
 import os
 import re
@@ -12,7 +16,7 @@ from dschat_lora.checkpoint.manifest import DamagedError, verify
 CHECKPOINTS = "checkpoints"
 #: beside the tensors of a checkpoint: everything that is none
 STATE_FILE = "state.json"
-_UNFINISHED = re.compile(r"\.(step-[0-9]{8,})\.(tmp|old|deleted)")
+_UNFINISHED = re.compile(r"\.((?:step-[0-9]{8,})|(?:checkpoint-[0-9]+))\.(tmp|old|deleted)")
 
 
 @dataclass(frozen=True)
@@ -42,9 +46,9 @@ def step_directory(run: Path, step: int) -> Path:
 
 
 def step_of(path: Path) -> int | None:
-    """The step in a name that :func:`step_directory` gives, None for any other name."""
-    match = re.fullmatch(r"step-([0-9]{8}|[1-9][0-9]{8,})", path.name)
-    return int(match[1]) if match else None
+    """The step in the name of a checkpoint, None for any other name."""
+    match = re.fullmatch(r"step-([0-9]{8}|[1-9][0-9]{8,})|checkpoint-([1-9][0-9]*)", path.name)
+    return int(match[1] or match[2]) if match else None
 
 
 def checkpoints_of(run: Path) -> list[Path]:
@@ -68,16 +72,19 @@ def newest_valid(run: Path) -> Choice:
     return Choice(None, tuple(rejected))
 
 
-def rotate(run: Path, *, keep: int, newest: int) -> None:
+def rotate(run: Path, *, keep: int, newest: int, best: int | None = None) -> None:
     """Delete all but ``keep`` checkpoints, or none if 0; call on one rank.
 
-    ``newest``, the step just written, has its final name and counts. Later ones are of another
+    ``newest``, the step just written, has its final name and counts. So does the one after step
+    ``best``, which stays: with it at least two are kept. Later ones are of another
     history and stay; links are left alone. A directory loses its valid name before its first
     file, so a killed process leaves no part of a checkpoint under such a name.
     """
     assert keep >= 0
     own = [path for step, path in _numbered(run) if step <= newest]
-    for path in own[keep:] if keep else []:
+    kept = [path for path in own if step_of(path) in (newest, best)]
+    others = [path for path in own if path not in kept]
+    for path in others[max(0, keep - len(kept)) :] if keep else []:
         if not path.is_symlink():
             doomed = path.with_name(f".{path.name}.deleted")
             _remove(doomed)
@@ -109,11 +116,10 @@ def clear_unfinished(run: Path) -> None:
     A directory caught between the two renames of a replacement takes its name back. Call on one
     rank, while nothing writes to ``run``.
     """
-    checkpoints = run / CHECKPOINTS
-    for path in sorted(checkpoints.iterdir()) if checkpoints.is_dir() else []:
+    for path in sorted(_inside(run)):
         match = _UNFINISHED.fullmatch(path.name)
         if match is not None:
-            _clear(path, checkpoints / match[1] if match[2] == "old" else None)
+            _clear(path, path.with_name(match[1]) if match[2] == "old" else None)
     for name in ("adapter", "model"):
         _clear(run / f".{name}.tmp", None)
         _clear(run / f".{name}.old", run / name)
@@ -121,10 +127,14 @@ def clear_unfinished(run: Path) -> None:
 
 def _numbered(run: Path) -> list[tuple[int, Path]]:
     """Step and path of each checkpoint, highest step first."""
-    directory = run / CHECKPOINTS
-    found = list(directory.iterdir()) if directory.is_dir() else []
-    numbered = [(step_of(path), path) for path in found if path.is_dir()]
+    numbered = [(step_of(path), path) for path in _inside(run) if path.is_dir()]
     return sorted(((step, path) for step, path in numbered if step is not None), reverse=True)
+
+
+def _inside(run: Path) -> list[Path]:
+    """What lies where a run keeps checkpoints."""
+    places = [place for place in (run / CHECKPOINTS, run) if place.is_dir()]
+    return [path for place in places for path in place.iterdir()]
 
 
 def quarantine(path: Path, ending: str) -> Path:

@@ -309,7 +309,7 @@ def fail(message: str, *, code: int = 2) -> NoReturn:
 
 def value_text(value: object) -> str:
     """A JSON-ready value as a user reads it in a message."""
-    if value is None:
+    if value is None or value == []:
         return "the default"
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 

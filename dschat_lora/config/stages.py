@@ -128,6 +128,36 @@ class DpoConfig:
         return self.loss_type == "kto"
 
 
+# What the state means depends on these; their values cannot change on the way.
+_FIXED = frozenset(
+    (
+        *("lora_dim", "lora_alpha", "use_rslora", "target_modules", "lora_module_name"),
+        *("train_bias", "modules_to_save", "enable_lora", "only_optimize_lora"),
+        *("add_eot_token", "eot_token", "base_bits"),
+        *("max_seq_len", "overlong", "bad_rows", "train_on_prompt", "packing", "data_split"),
+        *("chat_template_kwargs", "data_weights", "columns", "unpaired_rows", "eval_ratio"),
+        *("seed", "tokens_per_device"),
+        *("label_smooth", "correct_bias", "decay_after_update", "scheduler_counts_micro_steps"),
+        *("reward_loss", "center_rewards_coefficient", "share_prompt"),
+        *("beta", "loss_type", "label_smoothing", "length_normalization", "rpo_alpha"),
+        *("simpo_gamma", "desirable_weight", "undesirable_weight"),
+        *(
+            f"{role}_{name}"
+            for role in ("actor", "critic")
+            for name in (
+                "lora_dim",
+                "lora_alpha",
+                "use_rslora",
+                "target_modules",
+                "lora_module_name",
+            )
+        ),
+        *("max_prompt_seq_len", "max_answer_seq_len", "num_generations", "ppo_epochs", "algorithm"),
+        *("reward_function", "reward_scaling", "unsupervised_dataset_name", "enable_ema"),
+    )
+)
+
+
 @dataclass(frozen=True)
 class StageConfig:
     """Options of every stage: how long it trains, on how many processes, and where it writes."""
@@ -142,9 +172,9 @@ class StageConfig:
     rejected: tuple[str, ...] = hidden(())  # damaged checkpoints that were passed over
 
     @property
-    def free(self) -> frozenset[str]:
-        """Options that may change on resuming, fixed though they are in other stages."""
-        return frozenset()
+    def fixed(self) -> frozenset[str]:
+        """Options that cannot change on resuming."""
+        return _FIXED
 
     @property
     def rows(self) -> Mapping[str, tuple[str, ...]]:

@@ -81,7 +81,8 @@ def find_model(name: str | None) -> ModelSource:
 
 
 def _in_directory(name: str, path: Path) -> ModelSource:
-    if is_checkpoint(path):
+    # Those of transformers' Trainer are whole models.
+    if is_checkpoint(path) and not (path / "config.json").is_file():
         return _from_checkpoint(path)
     actor = path / "actor"
     for candidate in (path, path / "adapter", path / "model", actor / "adapter", actor / "model"):

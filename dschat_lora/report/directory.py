@@ -17,6 +17,9 @@ _EXTRAS = (
     "trackers.json",
     "report.html",
     "lora",
+    # of GLUE, by transformers' Trainer
+    *("all_results.json", "eval_results.json", "train_results.json", "trainer_state.json"),
+    *("bottleneck_adapter.safetensors", "last", "seeds.json"),
 )
 
 
@@ -25,9 +28,10 @@ def leftovers(path: Path) -> list[Path]:
 
     A run that failed before its first result is none: its directory can be used again.
     """
-    results = [path / name for name in _RESULTS]
+    results = [*(path / name for name in _RESULTS), *sorted(path.glob("checkpoint-*"))]
     found = [p for p in results if p.is_dir() or (p.is_file() and p.stat().st_size > 0)]
-    return found + [path / name for name in _EXTRAS if found and (path / name).exists()]
+    extras = [*(path / name for name in _EXTRAS), *sorted(path.glob("predict_results_*.txt"))]
+    return found + [each for each in extras if found and each.exists()]
 
 
 def is_unfinished(path: Path) -> bool:

@@ -321,9 +321,9 @@ class RlhfConfig(StageConfig):
             )
 
     @property
-    def free(self) -> frozenset[str]:
-        """``tokens_per_device`` divides the same steps into other micro-batches."""
-        return frozenset({"tokens_per_device"})
+    def fixed(self) -> frozenset[str]:
+        """Not ``tokens_per_device``, which divides the same steps into other micro-batches."""
+        return super().fixed - {"tokens_per_device"}
 
     @property
     def rows(self) -> dict[str, tuple[str, str]]:

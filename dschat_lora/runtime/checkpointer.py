@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from torch import Tensor
 
@@ -18,7 +18,7 @@ from dschat_lora.config.stages import StageConfig
 from dschat_lora.engine.collectives import broadcast_string, max_over_ranks, on_rank_zero
 from dschat_lora.engine.distributed import rank
 from dschat_lora.engine.state import EngineState
-from dschat_lora.report.log import jsonable
+from dschat_lora.report.log import RunLog, jsonable
 from dschat_lora.report.terminal import error_message
 from dschat_lora.runtime.resume import (
     RUNS_CODE,
@@ -30,6 +30,9 @@ from dschat_lora.runtime.resume import (
 )
 from dschat_lora.runtime.run import Run
 from dschat_lora.runtime.signals import Stopped, name_of
+
+if TYPE_CHECKING:
+    from dschat_lora.runtime.resume import Resumable
 
 # Training waits this share of its time for the disk, were it saved at the default interval:
 # a checkpoint is then nearly always complete before the next step, whatever the interval.
@@ -108,7 +111,7 @@ class Checkpointer:
         self._first_step = self._last_step = state["step"]
         self._begun = self._last_time = time.monotonic()
         self._resumed_from = checkpoint
-        on_rank_zero(lambda: self._take_over(checkpoint, state))
+        on_rank_zero(lambda: take_over(self._run, state))
 
     def requests(self) -> list[float]:
         """Requests to be summed over ranks: to stop, to save by time, to end for a failed disk."""
@@ -234,35 +237,47 @@ class Checkpointer:
             self._run.log.say(f"  note         {self._saver.notes.pop()}")
 
     def _state(self, step: int) -> dict[str, Any]:
-        config = self._run.config
-        state = {
+        return state_to_keep(
+            self._run.config,
+            step,
+            self._run.log,
+            self._identity,
+            engines={name: engine.facts() for name, engine in self._engines.items()},
+            parts={name: part.state() for name, part in self._parts.items()},
+        )
+
+
+def state_to_keep(
+    config: "Resumable", step: int, log: RunLog, identity: Mapping[str, Any], **more: Any
+) -> dict[str, Any]:
+    """What a checkpoint after ``step`` holds besides tensors, JSON-ready, with ``more`` of it."""
+    state: dict[str, Any] = jsonable(
+        {
             "step": step,
-            "identity": self._identity,
+            "identity": identity,
             "options": options_to_keep(config),
             "config": flatten(config),
-            "log": self._run.log.position,
-            "engines": {name: engine.facts() for name, engine in self._engines.items()},
-            "parts": {name: part.state() for name, part in self._parts.items()},
+            "log": log.position,
+            **more,
         }
-        clean: dict[str, Any] = jsonable(state)
-        return clean
+    )
+    return state
 
-    def _take_over(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
-        """Bring log and record of the output directory to where the checkpoint was saved."""
-        run = self._run
-        in_place = goes_on_in_place(run.config)
-        origin = None if in_place else run_of(checkpoint)
-        source = origin / "metrics.jsonl" if origin is not None else None
-        if in_place:
-            # First: a checkpoint must not outlive its lines of the log.
-            rejected = map(Path, run.config.rejected)
-            for path in quarantine_checkpoints(
-                self._directory, after=state["step"], rejected=rejected
-            ):
-                run.log.say(f"  note         set aside: {path}")
-        run.log.rewind(**state["log"], step=state["step"], source=source)
-        run.record.release()
-        run.record.append("resumed", {"step": state["step"], "checkpoint": str(checkpoint)})
+
+def take_over(run: "Run[Resumable]", state: Mapping[str, Any]) -> None:
+    """Bring log and record of a resumed run to where its checkpoint was saved; call on rank 0."""
+    checkpoint = Path(run.config.checkpoint or "")
+    in_place = goes_on_in_place(run.config)
+    origin = None if in_place else run_of(checkpoint)
+    source = origin / "metrics.jsonl" if origin is not None else None
+    if in_place and run.directory is not None:
+        # First: a checkpoint must not outlive its lines of the log.
+        rejected = map(Path, run.config.rejected)
+        for path in quarantine_checkpoints(run.directory, after=state["step"], rejected=rejected):
+            run.log.say(f"  note         set aside: {path}")
+    run.log.rewind(**state["log"], step=state["step"], source=source)
+    run.record.release()
+    run.record.append("resumed", {"step": state["step"], "checkpoint": str(checkpoint)})
 
 
 def _reader(checkpoint: Path, name: str) -> Callable[[str], Tensor]:

@@ -14,26 +14,24 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from dschat_lora.checkpoint.adapter_config import WEIGHTS_FILE, verify_adapter
 from dschat_lora.checkpoint.history import checkpoints_of, is_checkpoint
 from dschat_lora.checkpoint.manifest import DamagedError, safetensors_header
-from dschat_lora.config.groups import (
-    LoadConfig,
-    LoraConfig,
-    ParallelConfig,
-    RunConfig,
-    Switch,
-)
+from dschat_lora.config.groups import LoadConfig, LoraConfig, ParallelConfig, Switch
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.models.quantization_checks import check_four_bits, stored_bits
 from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.models.tensor_parallel_checks import check_divides, check_files
 from dschat_lora.report.directory import check_idle, is_unfinished, leftovers
-from dschat_lora.runtime.resume import goes_on_in_place, settle
+from dschat_lora.runtime.resume import OutputOptions, goes_on_in_place, settle
+
+if TYPE_CHECKING:
+    from dschat_lora.runtime.resume import Resumable
 
 ConfigT = TypeVar("ConfigT")
+ResumableT = TypeVar("ResumableT", bound="Resumable")
 StageT = TypeVar("StageT", bound=StageConfig)
 InputsT = TypeVar("InputsT")
 Check = Callable[[ConfigT, InputsT], ConfigT | None]
@@ -51,7 +49,9 @@ def apply_checks(
     return config
 
 
-def resolve_stage(config: StageT, check: Callable[[StageT], StageT], *, stage: str) -> StageT:
+def resolve_stage(
+    config: ResumableT, check: Callable[[ResumableT], ResumableT], *, stage: str
+) -> ResumableT:
     """The checked config of a stage, with the checkpoint it resumes from.
 
     Where a run is to be resumed, the first rank chooses the checkpoint, and the others wait for
@@ -299,7 +299,7 @@ def with_trackers(config: StageT, _: object) -> StageT:
     )
 
 
-def check_output_dir(config: StageConfig, _: object) -> None:
+def check_output_dir(config: "Resumable", _: object) -> None:
     """Refuse a directory that holds another run; only on the first rank, which creates it."""
     run = config.run
     if run.output_dir is None or not is_first_rank():
@@ -363,7 +363,7 @@ def check_room(path: Path, need: int) -> None:
         )
 
 
-def check_source_is_kept(run: RunConfig, source: ModelSource) -> None:
+def check_source_is_kept(run: OutputOptions, source: ModelSource) -> None:
     """Refuse to overwrite the directory that the model comes from."""
     if run.output_dir is None:
         return

@@ -90,13 +90,11 @@ def _checkpoint(path: Path) -> dict[str, Any]:
         facts |= _settings(describe_checkpoint(path).config)
     except ValueError as error:
         facts["adapter"] = f"none: {error}"
-    weights = {
-        key: entry
-        for file in manifest["files"].values()
-        for key, entry in file.get("tensors", {}).items()
-        if key.startswith("weight:")
-    }
-    facts |= _tensors(weights) | _training(state["config"])
+    tensors: dict[str, Any] = {}
+    for file in manifest["files"].values():
+        tensors |= file.get("tensors", {})
+    weights = {key: entry for key, entry in tensors.items() if key.startswith("weight:")}
+    facts |= _tensors(weights or tensors) | _training(state["config"])
     return facts | _damage(lambda: verify(path, kind="checkpoint"))
 
 

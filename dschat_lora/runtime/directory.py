@@ -1,7 +1,6 @@
 """The output directory of a run: claimed, cleared, and what stood there set aside or left."""
 
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +24,6 @@ class RunDirectory:
     """The output directory of a run. Call methods on one rank."""
 
     path: Path
-    results: Callable[[Path], list[Path]] = leftovers  # finds what an earlier run left there
 
     @classmethod
     def claim(
@@ -34,7 +32,6 @@ class RunDirectory:
         *,
         name: str,
         spared: frozenset[str] = frozenset(),
-        results: Callable[[Path], list[Path]] = leftovers,
     ) -> "RunDirectory":
         """Create the directory, or empty it of what an earlier run wrote, except ``spared`` names.
 
@@ -44,13 +41,13 @@ class RunDirectory:
             ValueError: if a living run writes to it.
         """
         if given is None:
-            return cls(_first_free(name), results)
+            return cls(_first_free(name))
         path = cls.reopen(given).path
-        for old in results(path):
+        for old in leftovers(path):
             if old.name not in _KEPT | spared:
                 shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
         path.mkdir(parents=True, exist_ok=True)
-        return cls(path, results)
+        return cls(path)
 
     @classmethod
     def reopen(cls, given: str) -> "RunDirectory":
@@ -80,7 +77,7 @@ class RunDirectory:
 
     def abandon(self) -> None:
         """Take back what :meth:`claim` made, if the run left no result there."""
-        if self.results(self.path):
+        if leftovers(self.path):
             return
         for name in _KEPT:
             (self.path / name).unlink(missing_ok=True)

@@ -2,11 +2,11 @@
 
 import math
 import os
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from dschat_lora.checkpoint.history import (
     CHECKPOINTS,
@@ -15,23 +15,58 @@ from dschat_lora.checkpoint.history import (
     Rejected,
     checkpoints_of,
     newest_valid,
+    step_of,
 )
 from dschat_lora.checkpoint.manifest import MANIFEST, DamagedError, verify
+from dschat_lora.config.groups import ParallelConfig
 from dschat_lora.config.options import (
     build_config,
     command_line,
+    flatten,
     option_names,
     options_of,
     typed_options,
     value_text,
 )
-from dschat_lora.config.stages import StageConfig
 from dschat_lora.engine.ds_config import fields_that_write
 from dschat_lora.models.tensor_parallel_checks import check_processes
 from dschat_lora.report.directory import check_idle, newest_directory, read_object
 from dschat_lora.report.terminal import log_once
 
-ConfigT = TypeVar("ConfigT", bound=StageConfig)
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    class Resumable(DataclassInstance, Protocol):
+        """Options of a run that can go on from a checkpoint."""
+
+        @property
+        def run(self) -> "OutputOptions": ...
+        @property
+        def parallel(self) -> ParallelConfig: ...
+        @property
+        def given(self) -> frozenset[str]: ...
+        @property
+        def checkpoint(self) -> str | None: ...
+        @property
+        def rejected(self) -> tuple[str, ...]: ...
+        @property
+        def fixed(self) -> frozenset[str]: ...
+        @property
+        def rows(self) -> Mapping[str, tuple[str, ...]]: ...
+
+
+class OutputOptions(Protocol):
+    """Where a run writes, and what it goes on from."""
+
+    @property
+    def output_dir(self) -> str | None: ...
+    @property
+    def overwrite_output_dir(self) -> bool: ...
+    @property
+    def resume_from_checkpoint(self) -> str | None: ...
+
+
+ConfigT = TypeVar("ConfigT", bound="Resumable")
 
 # Options of one process, not of the run: never taken from a checkpoint.
 _OF_THE_PROCESS = (
@@ -42,26 +77,6 @@ _OF_THE_PROCESS = (
 # somebody else's, decides neither.
 RUNS_CODE = ("trust_remote_code", "reward_function", "judge_function")
 _WRITES_ELSEWHERE = ("tensorboard_path", "data_output_path")
-# What the state means depends on these; their values cannot change on the way.
-_FIXED = (
-    *("lora_dim", "lora_alpha", "use_rslora", "target_modules", "lora_module_name"),
-    *("train_bias", "modules_to_save", "enable_lora", "only_optimize_lora"),
-    *("add_eot_token", "eot_token", "base_bits"),
-    *("max_seq_len", "overlong", "bad_rows", "train_on_prompt", "packing", "data_split"),
-    *("chat_template_kwargs", "data_weights", "columns", "unpaired_rows", "eval_ratio"),
-    *("seed", "tokens_per_device"),
-    *("label_smooth", "correct_bias", "decay_after_update", "scheduler_counts_micro_steps"),
-    *("reward_loss", "center_rewards_coefficient", "share_prompt"),
-    *("beta", "loss_type", "label_smoothing", "length_normalization", "rpo_alpha"),
-    *("simpo_gamma", "desirable_weight", "undesirable_weight"),
-    *(
-        f"{role}_{name}"
-        for role in ("actor", "critic")
-        for name in ("lora_dim", "lora_alpha", "use_rslora", "target_modules", "lora_module_name")
-    ),
-    *("max_prompt_seq_len", "max_answer_seq_len", "num_generations", "ppo_epochs", "algorithm"),
-    *("reward_function", "reward_scaling", "unsupervised_dataset_name", "enable_ema"),
-)
 # Of these, one that is typed does away with the others.
 _RIVALS = (
     {"lora_learning_rate", "lora_lr_multiplier"},
@@ -69,6 +84,10 @@ _RIVALS = (
     {"offload", "deepspeed_config"},
     {"report_to", "enable_tensorboard"},
     {"report_to", "tensorboard_path"},
+    {
+        *("data_dir", "train_file", "validation_file", "validation_mismatched_file"),
+        *("test_file", "test_mismatched_file"),
+    },
 )
 _TURNS = {"rows_per_step": "a step", "responses": "an iteration"}
 _IDENTITY = {
@@ -119,16 +138,14 @@ def settle(config: ConfigT, *, stage: str) -> ConfigT:
     if made_by != stage:
         raise ValueError(
             f"--resume_from_checkpoint {choice.path} is of a run of the stage {made_by}, and this "
-            f"is {stage}; go on with the script that made it"
+            f"is {stage}; go on with the command that made it"
         )
     merged = _with_options_of(state, config, choice.path)
     if merged.run.output_dir is None and run is None:
         raise ValueError(f"--resume_from_checkpoint {wanted} lies in no run; give an --output_dir")
     output_dir = merged.run.output_dir or str(run)
     resolved = replace(
-        merged,
-        run=replace(merged.run, output_dir=output_dir),
-        given=merged.given | {"output_dir"},
+        with_options(merged, {"output_dir": output_dir}),
         checkpoint=str(choice.path.absolute()),
         rejected=tuple(str(each.path) for each in choice.rejected),
     )
@@ -200,10 +217,13 @@ def run_of(checkpoint: str | Path) -> Path | None:
     home = Path(checkpoint).parent
     if home.name != CHECKPOINTS:
         home = home.absolute()
-    return home.parent if home.name == CHECKPOINTS else None
+    if home.name == CHECKPOINTS:
+        return home.parent
+    own = step_of(Path(checkpoint)) is not None and (home / "run.json").is_file()
+    return home if own else None
 
 
-def goes_on_in_place(config: StageConfig) -> bool:
+def goes_on_in_place(config: "Resumable") -> bool:
     """Whether the run continues in the directory of its checkpoint, rather than in a new one."""
     if not config.checkpoint or config.run.output_dir is None:
         return False
@@ -211,9 +231,20 @@ def goes_on_in_place(config: StageConfig) -> bool:
     return run is not None and run.resolve() == Path(config.run.output_dir).expanduser().resolve()
 
 
-def options_to_keep(config: StageConfig) -> dict[str, Any]:
+def options_to_keep(config: "Resumable") -> dict[str, Any]:
     """The typed options that a resumed run takes over, JSON-ready."""
     return {n: v for n, v in typed_options(config).items() if n not in _OF_THE_PROCESS}
+
+
+def with_options(config: ConfigT, values: Mapping[str, Any]) -> ConfigT:
+    """The config with these options too, as if they were typed."""
+    changed = build_config(type(config), {**flatten(config), **values})
+    return replace(
+        changed,
+        given=config.given | values.keys(),
+        checkpoint=config.checkpoint,
+        rejected=config.rejected,
+    )
 
 
 def _choose(wanted: str, output_dir: str | None, stage: str) -> tuple[Path | None, Choice]:
@@ -225,7 +256,8 @@ def _choose(wanted: str, output_dir: str | None, stage: str) -> tuple[Path | Non
         check_idle(run)  # or its checkpoints would come and go
         return run, newest_valid(run)
     path = Path(wanted).expanduser()
-    if (path / MANIFEST).is_file() or path.parent.name == CHECKPOINTS:
+    named = path.parent.name == CHECKPOINTS or step_of(path) is not None
+    if named or (path / MANIFEST).is_file():
         if not path.is_dir():
             raise ValueError(f"--resume_from_checkpoint {wanted} does not exist")
         try:
@@ -239,8 +271,8 @@ def _choose(wanted: str, output_dir: str | None, stage: str) -> tuple[Path | Non
         return run_of(path), Choice(path, ())
     if not checkpoints_of(path):
         raise ValueError(
-            f"--resume_from_checkpoint {wanted} must be latest, auto, a directory such as "
-            "output/sft/checkpoints/step-00000100, or the output directory of a run with one"
+            f"--resume_from_checkpoint {wanted} must be latest, auto, a checkpoint, or the output "
+            "directory of a run with one"
         )
     return path, newest_valid(path)
 
@@ -261,7 +293,7 @@ def _with_options_of(state: Mapping[str, Any], config: ConfigT, path: Path) -> C
     then: dict[str, Any] = state["config"]
     shared = now.keys() & then.keys()
     changed = {n: (then[n], now[n]) for n in sorted(shared) if now[n] != then[n]}
-    fixed = changed.keys() & set(_FIXED) - config.free
+    fixed = changed.keys() & config.fixed
     differences = [
         f"--{name} was {value_text(before)}, now {value_text(after)}"
         for name, (before, after) in changed.items()
@@ -269,7 +301,7 @@ def _with_options_of(state: Mapping[str, Any], config: ConfigT, path: Path) -> C
     ]
     inherited = _inherited(type(config), state, now, path)
     merged = build_config(type(config), {**inherited, **now})
-    if merged.optim.num_train_epochs == 0:
+    if flatten(merged)["num_train_epochs"] == 0:
         raise ValueError(
             "--num_train_epochs 0 evaluates a model, and --resume_from_checkpoint goes on training "
             "one: name an adapter with --model_name_or_path instead"
@@ -292,7 +324,7 @@ def _with_options_of(state: Mapping[str, Any], config: ConfigT, path: Path) -> C
     return merged
 
 
-def _check_groups(config: StageConfig, path: Path, *, typed: bool) -> None:
+def _check_groups(config: "Resumable", path: Path, *, typed: bool) -> None:
     """Refuse processes that the tensor-parallel size, perhaps the checkpoint's, does not divide."""
     size = config.parallel.tensor_parallel_size
     try:
@@ -315,39 +347,31 @@ def _inherited(
         ValueError: if one runs code, which has to be typed again.
     """
     then: dict[str, Any] = state["options"]
-    refuse_code(then, now, path)
-    elsewhere = [name for name in _WRITES_ELSEWHERE if then.get(name) and name not in now]
-    if elsewhere:
-        log_once(
-            f"  note         not taken over from the checkpoint, as it reaches outside the run: "
-            f"{_typed(elsewhere, then)}; type it again where it is wanted"
-        )
-    file = then.get("deepspeed_config")
-    if file and "deepspeed_config" not in now and (fields := fields_that_write(file)):
-        raise ValueError(
-            f"--resume_from_checkpoint {path} was made with --deepspeed_config {file}, by which "
-            f"DeepSpeed writes files ({', '.join(fields)}); if you trust it, type it again"
-        )
-    replaced = {
-        name for rivals in _RIVALS for name in rivals if name not in now and rivals & now.keys()
-    }
-    known = {*option_names(config_class)} - replaced - {*RUNS_CODE, *elsewhere}
-    kept = {name: value for name, value in then.items() if name in known and value is not None}
-    return options_of(config_class, kept, label=f"{path / STATE_FILE}: options")
-
-
-def refuse_code(then: Mapping[str, Any], now: Container[str], path: Path) -> None:
-    """Refuse a checkpoint of a run whose options run code, unless they are typed again.
-
-    Raises:
-        ValueError: naming them.
-    """
     again = [name for name in RUNS_CODE if then.get(name) and name not in now]
     if again:
         raise ValueError(
             f"--resume_from_checkpoint {path} was made with {_typed(again, then)}, which runs code "
             "that a checkpoint may not choose; if you trust it, type it again"
         )
+    elsewhere = [name for name in _WRITES_ELSEWHERE if then.get(name) and name not in now]
+    if elsewhere:
+        log_once(
+            f"  note         not taken over from the checkpoint, as it reaches outside the run: "
+            f"{_typed(elsewhere, then)}; type it again where it is wanted"
+        )
+    for name in ("deepspeed_config", "deepspeed"):
+        file = then.get(name)
+        if isinstance(file, str) and name not in now and (fields := fields_that_write(file)):
+            raise ValueError(
+                f"--resume_from_checkpoint {path} was made with --{name} {file}, by which "
+                f"DeepSpeed writes files ({', '.join(fields)}); if you trust it, type it again"
+            )
+    replaced = {
+        name for rivals in _RIVALS for name in rivals if name not in now and rivals & now.keys()
+    }
+    known = {*option_names(config_class)} - replaced - {*RUNS_CODE, *elsewhere}
+    kept = {name: value for name, value in then.items() if name in known and value is not None}
+    return options_of(config_class, kept, label=f"{path / STATE_FILE}: options")
 
 
 def _typed(names: Iterable[str], values: Mapping[str, Any]) -> str:
@@ -373,9 +397,7 @@ def _with_same_rows(
                 f"{parallel.share_words(processes)} is {product}"
             )
             continue
-        config = replace(
-            config, batch=replace(config.batch, **values), given=config.given | values.keys()
-        )
+        config = with_options(config, values)
         if any(state["config"][option] != value for option, value in values.items()):
             notes.append(f"{' '.join(typed)}: {_TURNS[name]} keeps {rows} {unit}")
     return config, differences, notes

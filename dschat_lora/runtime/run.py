@@ -15,7 +15,6 @@ from safetensors import SafetensorError
 
 from dschat_lora.algos.seeds import stream_seed
 from dschat_lora.checkpoint.history import checkpoints_of
-from dschat_lora.config.groups import RunConfig
 from dschat_lora.config.options import build_config, command_line, fail, flatten, typed_options
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.engine import peers
@@ -28,15 +27,18 @@ from dschat_lora.report.terminal import error_message
 from dschat_lora.report.trackers import Tracker, make_trackers
 from dschat_lora.runtime.consistency import check_same_options
 from dschat_lora.runtime.directory import RunDirectory
-from dschat_lora.runtime.resume import RUNS_CODE, goes_on_in_place
+from dschat_lora.runtime.resume import RUNS_CODE, OutputOptions, goes_on_in_place
 from dschat_lora.runtime.signals import Interrupts, Stopped, name_of
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+    from dschat_lora.runtime.resume import Resumable
+
 ConfigT = TypeVar("ConfigT", bound="DataclassInstance")
 ConfigT_co = TypeVar("ConfigT_co", covariant=True)
 StageT = TypeVar("StageT", bound=StageConfig)
+ResumableT = TypeVar("ResumableT", bound="Resumable")
 
 
 @dataclass(frozen=True)
@@ -74,14 +76,14 @@ def open_run(
     """
     with ended_in_words() as ending:
         init_distributed()
-        config = _resolved(config, check)
+        config = resolved_together(config, check)
         peers.set_timeout(config.run.distributed_timeout)
         form_grid(config.parallel.tensor_parallel_size)
         torch.manual_seed(stream_seed("build", config.run.seed))
         earlier = goes_on_in_place(config)
         directory, trackers = None, list[Tracker]()
         if not config.run.dry_run:
-            directory = claim_together(ending, lambda: _claimed(config.run, name, earlier=earlier))
+            directory = claim_together(ending, config, name)
             trackers = make_trackers(
                 config.run.report_to,
                 directory,
@@ -94,8 +96,8 @@ def open_run(
             yield run
 
 
-def _resolved(config: StageT, check: Callable[[StageT], StageT]) -> StageT:
-    """Rank 0's config on every rank, where a checkpoint decided it."""
+def resolved_together(config: ResumableT, check: Callable[[ResumableT], ResumableT]) -> ResumableT:
+    """Rank 0's config on every rank, where a checkpoint decided it; call on every rank."""
     if not config.run.resume_from_checkpoint:
         return config
     mine = {"options": typed_options(config), "checkpoint": config.checkpoint}
@@ -106,7 +108,15 @@ def _resolved(config: StageT, check: Callable[[StageT], StageT]) -> StageT:
     return check(replace(config, checkpoint=resolved["checkpoint"]))
 
 
-def _claimed(options: RunConfig, name: str, *, earlier: bool) -> RunDirectory:
+def claim_together(ending: Ending, config: "Resumable", name: str) -> Path:
+    """The directory that the run ``name`` may write to; call on every rank."""
+    ending.directory = claimed = on_rank_zero(
+        lambda: _claimed(config.run, name, earlier=goes_on_in_place(config))
+    )
+    return Path(broadcast_string("" if claimed is None else str(claimed.path)))
+
+
+def _claimed(options: OutputOptions, name: str, *, earlier: bool) -> RunDirectory:
     """The directory of a run that goes on in place, begins anew, or simply begins."""
     given = options.output_dir
     if earlier and given is not None:
@@ -114,12 +124,6 @@ def _claimed(options: RunConfig, name: str, *, earlier: bool) -> RunDirectory:
     if options.resume_from_checkpoint == "auto":
         return RunDirectory.restart(given, name=name)
     return RunDirectory.claim(given, name=name)
-
-
-def claim_together(ending: Ending, claim: Callable[[], RunDirectory]) -> Path:
-    """Where ``claim``, called on rank 0 alone, lets the run write; call on every rank."""
-    ending.directory = claimed = on_rank_zero(claim)
-    return Path(broadcast_string("" if claimed is None else str(claimed.path)))
 
 
 @contextmanager
@@ -197,8 +201,7 @@ def _fate(run: "Run[DataclassInstance]", words: str | None) -> str:
         run.record.update({"status": f"failed: {words}"})
     if run.directory is None or not run.directory.is_dir():
         return ""  # a dry run, or another host's disk
-    of_trainer = sorted(run.directory.glob("checkpoint-*"), key=lambda p: p.stat().st_mtime)
-    saved = checkpoints_of(run.directory) or of_trainer[::-1]
+    saved = checkpoints_of(run.directory)
     if not saved:
         return "no checkpoint was saved"
     options = {"output_dir": run.directory, "resume_from_checkpoint": "latest"}

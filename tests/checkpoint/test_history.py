@@ -125,6 +125,18 @@ def test_rotation_never_deletes_the_newest_nor_later_ones(keep, tmp_path):
     assert steps_of(tmp_path) == [50, 40, *[30, 20, 10][:keep]]
 
 
+@pytest.mark.parametrize(
+    ("keep", "best", "left"),
+    [(1, 20, [20, 40]), (2, 20, [20, 40]), (3, 20, [20, 30, 40]), (2, 40, [30, 40]), (0, 10, None)],
+)
+def test_rotation_keeps_the_best_of_the_trainers_checkpoints(keep, best, left, tmp_path):
+    for step in (10, 20, 30, 40):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    rotate(tmp_path, keep=keep, newest=40, best=best)
+    kept = [step_of(path) for path in reversed(checkpoints_of(tmp_path))]
+    assert kept == (left or [10, 20, 30, 40])
+
+
 def test_rotation_leaves_links_and_other_names_alone(tmp_path):
     add(tmp_path, 10, 20, 30)
     elsewhere = tmp_path / "elsewhere"

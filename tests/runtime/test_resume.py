@@ -234,10 +234,9 @@ ADVICE = "name the run with --output_dir, or use auto to start afresh where ther
         (
             "nowhere",
             [],
-            "nowhere must be latest, auto, a directory such as output/sft/checkpoints/"
-            "step-00000100, or the output directory of a run with one",
+            "nowhere must be latest, auto, a checkpoint, or the output directory of a run with one",
         ),
-        ("last", ["--output_dir", "out"], "last must be latest, auto, a directory such as "),
+        ("last", ["--output_dir", "out"], "last must be latest, auto, a checkpoint, or the "),
     ],
 )
 def test_nothing_to_go_on_from_says_what_would_do(how, options, message):

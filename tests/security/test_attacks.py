@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.checkpoint.adapter import read_adapter
@@ -22,9 +21,8 @@ from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.config.options import flatten, parse_config
 from dschat_lora.data.cache import file_digest
 from dschat_lora.data.prepare import prepare
+from dschat_lora.experiments.glue.checkpoints import check_pickles
 from dschat_lora.experiments.glue.config import GlueConfig
-from dschat_lora.experiments.glue.resume import settle as settle_glue
-from dschat_lora.experiments.glue.train import check_pickles
 from dschat_lora.lora.targets import choose_targets
 from dschat_lora.models.causal_lm import load_causal_lm, load_config, load_tokenizer
 from dschat_lora.pipeline.recipe import read_recipe
@@ -170,30 +168,27 @@ def test_a_run_does_not_write_through_links(tmp_path, name):
 def glue_checkpoint(tmp_path, **options):
     directory = tmp_path / "out" / "checkpoint-1"
     (directory / "global_step1").mkdir(parents=True)
-    config = (
-        flatten(parse_config(GlueConfig, ["--task_name", "mrpc", "--model_name_or_path", "m"]))
-        | options
-    )
-    record = {"stage": "glue", "config": config, "world_size": 1}
-    (tmp_path / "out" / "run.json").write_text(json.dumps(record))
-    (directory / "trainer_state.json").write_text('{"global_step": 1}')
-    save_file({"a": torch.zeros(1)}, directory / "model.safetensors")
-    for name in ("optimizer.pt", "scheduler.pt"):
-        torch.save({}, directory / name)
+    config = parse_config(GlueConfig, ["--task_name", "mrpc", "--model_name_or_path", "m"])
+    identity = {"stage": config.stage, "rows_per_step": 8}
+    state = {"step": 1, "identity": identity, "options": options, "config": flatten(config)}
+    (directory / "state.json").write_text(json.dumps(state))
+    write_manifest(directory, kind="checkpoint")
     return directory
 
 
-def test_a_glue_checkpoint_cannot_trust_remote_code(tmp_path):
-    path = glue_checkpoint(tmp_path, trust_remote_code=True)
-    config = parse_config(
-        GlueConfig,
-        [
-            "--resume_from_checkpoint",
-            str(path),
-            *("--model_name_or_path", "m", "--task_name", "mrpc"),
-        ],
-    )
-    assert "--trust_remote_code, which runs code" in message(settle_glue, config)
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"trust_remote_code": True}, "--trust_remote_code, which runs code"),
+        ({"deepspeed": "zero.json"}, "DeepSpeed writes files (csv_monitor)"),
+    ],
+)
+def test_a_glue_checkpoint_runs_no_code_and_writes_nowhere_else(tmp_path, options, words):
+    Path("zero.json").write_text('{"csv_monitor": {"enabled": true, "output_path": "x"}}')
+    path = glue_checkpoint(tmp_path, **options)
+    resumed = ["--resume_from_checkpoint", str(path), "--model_name_or_path", "m"]
+    config = parse_config(GlueConfig, [*resumed, "--task_name", "mrpc"])
+    assert words in message(lambda: settle(config, stage=config.stage))
 
 
 def test_pickles_of_deepspeed_are_searched_before_they_are_read(tmp_path):

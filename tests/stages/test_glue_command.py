@@ -6,6 +6,7 @@ import pytest
 
 from helpers.glue_toys import read_jsonl, save_encoder, write_task
 from helpers.launcher import ROOT
+from helpers.spread import ALL
 
 pytestmark = pytest.mark.stage
 GLUE = ROOT / "training" / "nlu_glue" / "main.py"
@@ -48,6 +49,35 @@ def test_two_processes_measure_what_one_does(launcher, tmp_path):
     assert running[0].err() == ""
     assert json.loads((two / "run.json").read_text("utf-8"))["world_size"] == 2
     assert {path.name for path in two.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
+
+
+@pytest.mark.skipif(not ALL, reason="four processes more")
+def test_two_processes_resume_two_passes_with_dropout_to_the_bit(launcher, tmp_path):
+    """Each process draws dropout and cutoff of its own, and goes on with that."""
+    dropout = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+    save_encoder("deberta-v2", tmp_path / "model", **dropout)
+    write_task("mrpc", tmp_path / "data", train=32, dev=11)
+    model = ("--model_name_or_path", "model", "--task_name", "mrpc", "--data_dir", "data")
+    argv = [
+        *(*model, "--apply_lora", "--learning_rate", "1e-2", "--num_train_epochs", "2"),
+        *("--logging_steps", "1", "--eval_strategy", "epoch", "--save_strategy", "epoch"),
+        *("--reg_loss_wgt", "0.5", "--masking_prob", "0.1", "--load_best_model_at_end"),
+    ]
+    resumed = [*model, "--resume_from_checkpoint", "one/checkpoint-2"]
+    for name, given in (("one", argv), ("two", resumed)):
+        running = launcher.start(
+            [*given, "--output_dir", name],
+            tmp_path,
+            ranks=2,
+            script=GLUE,
+            env={"PYTHONHASHSEED": "42"},
+        )
+        assert not any(running.wait(60)), running.output()
+    for name in ("adapter", "last/adapter"):
+        one, two = (tmp_path / run / name / "adapter_model.safetensors" for run in ("one", "two"))
+        assert one.read_bytes() == two.read_bytes()
+    one, two = (read_jsonl(tmp_path / run / "metrics.jsonl") for run in ("one", "two"))
+    assert [each.get("loss") for each in one] == [each.get("loss") for each in two]
 
 
 def test_a_mistake_is_one_line_before_anything_is_loaded(launcher, tmp_path):

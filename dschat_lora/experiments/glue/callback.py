@@ -25,11 +25,20 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers is
     """
 
     def __init__(
-        self, log: RunLog, config: GlueConfig, *, begin: Callable[[], None], rows: Callable[[], int]
+        self,
+        log: RunLog,
+        config: GlueConfig,
+        *,
+        begin: Callable[[], None],
+        rows: Callable[[], int],
+        saved: Callable[[TrainerState], None],
     ) -> None:
-        """Call ``begin`` when training begins, and ``rows`` for the rows trained on so far."""
+        """Call ``begin`` when training begins, ``rows`` for the rows trained on so far.
+
+        ``saved`` is called on every rank when the Trainer has written a checkpoint.
+        """
         self._log, self._task, self._lora = log, config.task, config.apply_lora
-        self._begin, self._rows = begin, rows
+        self._begin, self._rows, self._saved = begin, rows, saved
         self._last, self._last_step, self._last_rows = time.monotonic(), 0, 0
         self.first_step = 0
         self.step = -1
@@ -49,6 +58,10 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers is
         """Move the progress bar."""
         peers.after_a_step()
         self._log.advance()
+
+    def on_save(self, settings: object, state: TrainerState, control: object, **more: Any) -> None:
+        """Make a checkpoint of what the Trainer wrote."""
+        self._saved(state)
 
     def on_log(
         self,
@@ -111,16 +124,3 @@ def evaluation_at(path: Path, step: int) -> dict[str, float]:
         if record["kind"] == "eval" and record["step"] == step:
             found |= {f"eval_{n}": float(v) for n, v in record.items() if n not in other}
     return found
-
-
-def lines_until(path: Path, step: int) -> tuple[int, float]:
-    """How many lines of a log were written up to ``step``, and the time of the last of them."""
-    count, seconds = 0, 0.0
-    if not path.is_file():
-        return count, seconds
-    for line in path.read_bytes().splitlines(keepends=True):
-        # A run that was killed may have left half a line.
-        if not line.endswith(b"\n") or (record := json.loads(line))["step"] > step:
-            break
-        count, seconds = count + 1, record["time"]
-    return count, seconds

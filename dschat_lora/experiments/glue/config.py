@@ -4,11 +4,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from dschat_lora.config.groups import require, require_numbers
-from dschat_lora.config.options import classic, given_options, hidden, option
+from dschat_lora.config.groups import ParallelConfig, require, require_numbers
+from dschat_lora.config.options import classic, given_options, hidden, option, option_names
 from dschat_lora.experiments.glue.tasks import TASKS, GlueTask, TaskName
 
 Strategy = Literal["no", "steps", "epoch"]
+# Their product with the number of processes stays on resuming, not each of them.
+_ROWS = ("per_device_train_batch_size", "gradient_accumulation_steps")
+# Options that may change on resuming; all others give the state of the Trainer its meaning.
+_FREE = frozenset(
+    (
+        *("data_dir", "train_file", "validation_file", "validation_mismatched_file", "test_file"),
+        *("test_mismatched_file", *_ROWS, "bad_rows", "max_eval_samples", "pad_to_max_length"),
+        *("trust_remote_code", "do_train", "do_eval", "do_predict", "per_device_eval_batch_size"),
+        *("eval_strategy", "eval_steps", "save_strategy", "save_steps", "save_total_limit"),
+        *("logging_steps", "gradient_checkpointing", "dataloader_num_workers", "logging_dir"),
+        *("use_deterministic_algorithms", "distributed_timeout", "output_dir", "seeds"),
+        *("overwrite_output_dir", "resume_from_checkpoint", "dry_run"),
+    )
+)
 _AT_LEAST_ONE = (
     *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
     *("logging_steps", "save_steps", "max_seq_length", "lora_r"),
@@ -158,8 +172,9 @@ class GlueConfig:
     )
     resume_from_checkpoint: str | None = option(
         None,
-        help="go on from a checkpoint: latest (of --output_dir), a checkpoint-N, or a run's "
-        "directory; options not typed are those of its run",
+        help="go on from a checkpoint: latest (the newest sound one of --output_dir), auto (the "
+        "same, or a fresh start where there is none), a checkpoint-N, or a run's directory; "
+        "options not typed are those of its run",
     )
     distributed_timeout: float = option(
         120.0,
@@ -169,7 +184,9 @@ class GlueConfig:
     dry_run: bool = option(False, help="check options and data, print, and stop")
 
     given: frozenset[str] = given_options()
-    rejected: tuple[str, ...] = hidden(())  # newer checkpoints than the one gone on from, and why
+    # as of the other stages
+    checkpoint: str | None = hidden(None)
+    rejected: tuple[str, ...] = hidden(())
 
     def __post_init__(self) -> None:
         require_numbers(self, ">= 1", *_AT_LEAST_ONE)
@@ -184,6 +201,31 @@ class GlueConfig:
         require(self.max_steps == -1 or self.max_steps >= 1, "max_steps", self.max_steps, ">= 1")
         # What PYTHONHASHSEED takes.
         require(0 <= self.seed < 2**32, "seed", self.seed, "in [0, 2**32)")
+
+    @property
+    def run(self) -> "GlueConfig":
+        """The options of where it writes, which other stages have in a group."""
+        return self
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """Each process has a share of the rows of its own."""
+        return ParallelConfig()
+
+    @property
+    def fixed(self) -> frozenset[str]:
+        """Options that cannot change on resuming."""
+        return frozenset(option_names(GlueConfig)) - _FREE
+
+    @property
+    def rows(self) -> Mapping[str, tuple[str, ...]]:
+        """The rows of an optimizer step."""
+        return {"rows_per_step": _ROWS}
+
+    @property
+    def stage(self) -> str:
+        """The stage in its default output directory and in its checkpoints."""
+        return f"glue-{self.task_name}"
 
     @property
     def best_metric(self) -> str:

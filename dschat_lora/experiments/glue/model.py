@@ -44,10 +44,10 @@ def build_model(config: GlueConfig, *, say: Callable[[str], None]) -> PreTrained
     if config.apply_adapter:
         std = model.config.initializer_range
         add_adapters(model, config.adapter_type, config.adapter_size, std=std)
-        if config.adapter_path is not None and config.resume_from_checkpoint is None:
+        if config.adapter_path is not None and not config.checkpoint:
             _start_adapters(model, Path(config.adapter_path), say)
     adapt(model, config)
-    if config.lora_path is not None and config.resume_from_checkpoint is None:
+    if config.lora_path is not None and not config.checkpoint:
         start_from(model, Path(config.lora_path), lora_settings(model, config), say=say)
     return model
 

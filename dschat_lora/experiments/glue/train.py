@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import pickle
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,10 @@ from transformers import (
 
 from dschat_lora.config.recipes import find_deepspeed_json
 from dschat_lora.engine import peers
-from dschat_lora.engine.collectives import check_same, raise_together
-from dschat_lora.engine.distributed import init_distributed
-from dschat_lora.experiments.glue.callback import MetricsCallback, lines_until
+from dschat_lora.engine.collectives import check_same, on_rank_zero, raise_together
+from dschat_lora.engine.distributed import init_distributed, world_size
+from dschat_lora.experiments.glue.callback import MetricsCallback
+from dschat_lora.experiments.glue.checkpoints import check_pickles, complete
 from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.experiments.glue.data import TaskSplit, find_files, read_split
 from dschat_lora.experiments.glue.features import collator, tokenize
@@ -36,10 +36,23 @@ from dschat_lora.experiments.glue.results import (
     write_predictions,
 )
 from dschat_lora.experiments.glue.trainer import GlueTrainer, mean_loss
-from dschat_lora.experiments.glue.validation import earlier_run
+from dschat_lora.experiments.glue.validation import check_glue
 from dschat_lora.report.log import jsonable
-from dschat_lora.runtime.directory import RunDirectory, check_links
-from dschat_lora.runtime.run import Run, claim_together, ended_in_words, open_files
+from dschat_lora.runtime.checkpointer import take_over
+from dschat_lora.runtime.consistency import tokenizer_digest
+from dschat_lora.runtime.resume import (
+    check_identity,
+    goes_on_in_place,
+    launched_processes,
+    read_state,
+)
+from dschat_lora.runtime.run import (
+    Run,
+    claim_together,
+    ended_in_words,
+    open_files,
+    resolved_together,
+)
 
 
 def run_glue(config: GlueConfig) -> None:
@@ -47,24 +60,16 @@ def run_glue(config: GlueConfig) -> None:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     with ended_in_words() as ending:
+        if launched_processes() > 1 or config.deepspeed is not None:
+            init_distributed()
+        config = resolved_together(config, check_glue)
         peers.set_timeout(config.distributed_timeout)
         settings = training_arguments(config)
-        directory = claim_together(ending, lambda: _claimed(config))
+        directory = claim_together(ending, config, config.stage)
         settings.output_dir = str(directory)
-        earlier = config.resume_from_checkpoint is not None
+        earlier = goes_on_in_place(config)
         with open_files(config, directory, ending, name="glue", earlier=earlier) as run:
             _train_and_measure(run, settings, directory)
-
-
-def _claimed(config: GlueConfig) -> RunDirectory:
-    """The directory of a new run, or the one that a resumed run goes on in."""
-    if config.resume_from_checkpoint is None:
-        name = f"glue-{config.task_name}"
-        return RunDirectory.claim(config.output_dir, name=name, results=earlier_run)
-    path = Path(config.output_dir or Path(config.resume_from_checkpoint).parent)
-    path.mkdir(parents=True, exist_ok=True)
-    check_links(path)
-    return RunDirectory(path, results=earlier_run)
 
 
 def _train_and_measure(run: Run[GlueConfig], settings: TrainingArguments, directory: Path) -> None:
@@ -82,21 +87,19 @@ def _train_and_measure(run: Run[GlueConfig], settings: TrainingArguments, direct
 
 
 def training_arguments(config: GlueConfig) -> TrainingArguments:
-    """The options in the Trainer's words; joins the process group of a launcher.
+    """The options in the Trainer's words.
 
     Raises:
         ValueError: on fp16 without a GPU, where the Trainer would compute in fp32.
     """
     if config.fp16 and not torch.accelerator.is_available():
         raise ValueError("--fp16 needs a GPU; --bf16 computes on the CPU too")
-    if config.deepspeed is not None:
-        init_distributed()  # also where no launcher has set anything
     same = (
         *("do_train", "do_eval", "do_predict", "learning_rate", "lr_scheduler_type", "seed"),
         *("num_train_epochs", "max_steps", "per_device_train_batch_size", "weight_decay"),
         *("per_device_eval_batch_size", "gradient_accumulation_steps", "adam_beta1"),
         *("adam_beta2", "adam_epsilon", "max_grad_norm", "eval_strategy", "eval_steps"),
-        *("save_strategy", "save_steps", "save_total_limit", "logging_steps", "fp16", "bf16"),
+        *("save_strategy", "save_steps", "logging_steps", "fp16", "bf16"),
         *("dataloader_num_workers", "load_best_model_at_end"),
     )
     settings = TrainingArguments(
@@ -165,8 +168,13 @@ def build_trainer(
         compute_loss_func=partial(mean_loss, config.task, weight=config.reg_loss_wgt),
         compute_metrics=lambda found: task_metrics(config.task, found.predictions, found.label_ids),
     )
+    trainer.identity = _identity(config, splits, tokenizer)
     trainer.watch = MetricsCallback(
-        run.log, config, begin=lambda: _begin(run), rows=lambda: int(trainer.rows)
+        run.log,
+        config,
+        begin=lambda: on_rank_zero(lambda: _go_on(run)),
+        rows=lambda: int(trainer.rows),
+        saved=lambda state: complete(run, trainer.identity, state),
     )
     trainer.add_callback(trainer.watch)
     if config.reg_loss_wgt > 0:
@@ -192,6 +200,21 @@ def _read(config: GlueConfig) -> dict[str, TaskSplit]:
     return splits
 
 
+def _identity(
+    config: GlueConfig, splits: dict[str, TaskSplit], tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
+    """What the state of the run belongs to."""
+    if "train" not in splits:
+        return {}
+    rows = config.per_device_train_batch_size * config.gradient_accumulation_steps
+    return {
+        "stage": config.stage,
+        "tokenizer": tokenizer_digest(tokenizer),
+        "train_data": _digest(splits["train"]),
+        "rows_per_step": rows * world_size(),
+    }
+
+
 def _digest(split: TaskSplit) -> str:
     return hashlib.blake2b(repr(split.examples).encode(), digest_size=16).hexdigest()
 
@@ -214,39 +237,12 @@ def _describe(model: PreTrainedModel, splits: dict[str, TaskSplit], run: Run[Glu
         run.log.say(f"{name}: {len(each.examples):,} rows of {each.source}{skipped}")
 
 
-# What DeepSpeed puts into its checkpoints besides tensors.
-_OF_DEEPSPEED = {
-    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
-    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-    "deepspeed.runtime.zero.config.ZeroStageEnum",
-    "deepspeed.utils.tensor_fragment.fragment_address",
-}
-
-
-def check_pickles(checkpoint: Path) -> None:
-    """Refuse a checkpoint of DeepSpeed's that runs code when it is read; it is not read here.
-
-    The Trainer's own files are read without the right to run any.
-
-    Raises:
-        ValueError: naming the file and what it calls.
-    """
-    for path in sorted(checkpoint.glob("global_step*/*.pt")):
-        try:
-            found = set(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-        except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-            raise ValueError(f"{path} is damaged, or no file of torch's: {error}") from None
-        if strange := sorted(found - _OF_DEEPSPEED):
-            raise ValueError(
-                f"{path} would call {', '.join(strange)} when it is read, which no checkpoint of a "
-                "run holds"
-            )
-
-
 def _train(trainer: GlueTrainer, run: Run[GlueConfig]) -> None:
-    if run.config.resume_from_checkpoint is not None:
-        check_pickles(Path(run.config.resume_from_checkpoint))
-    done = trainer.train(resume_from_checkpoint=run.config.resume_from_checkpoint)
+    if run.config.checkpoint:
+        checkpoint = Path(run.config.checkpoint)
+        on_rank_zero(lambda: check_identity(checkpoint, trainer.identity))
+        check_pickles(checkpoint)
+    done = trainer.train(resume_from_checkpoint=run.config.checkpoint or None)
     if trainer.watch.first_step == trainer.state.global_step:
         run.log.say("trained: the run was at its end already")
         return
@@ -255,18 +251,7 @@ def _train(trainer: GlueTrainer, run: Run[GlueConfig]) -> None:
     trainer.save_state()
 
 
-def _begin(run: Run[GlueConfig]) -> None:
-    """Where a run goes on: take back what was logged after the checkpoint, which is loaded."""
-    config, log, directory = run.config, run.log, run.directory
-    if config.resume_from_checkpoint is None or directory is None:
-        return
-    checkpoint = Path(config.resume_from_checkpoint)
-    for reason in config.rejected:
-        log.say(f"note: checkpoint rejected: {reason}")
-    step = json.loads((checkpoint / "trainer_state.json").read_text("utf-8"))["global_step"]
-    story = checkpoint.parent / "metrics.jsonl"
-    num_lines, seconds = lines_until(story, step)
-    elsewhere = story.parent.resolve() != directory.resolve()
-    log.rewind(num_lines=num_lines, seconds=seconds, step=step, source=story if elsewhere else None)
-    run.record.release()
-    log.say(f"resumed after step {step} from {checkpoint}")
+def _go_on(run: Run[GlueConfig]) -> None:
+    """Take back what was logged after the checkpoint that a resumed run has loaded."""
+    if run.config.checkpoint:
+        take_over(run, read_state(Path(run.config.checkpoint)))

@@ -24,6 +24,8 @@ class GlueTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
     #: called before the weights of the best evaluation take the place of the last ones
     before_best: Callable[[], None] | None = None
     rows: Tensor | int = 0  # trained on so far, by all processes
+    #: what the state of the run belongs to
+    identity: dict[str, Any]
     watch: MetricsCallback
 
     def get_batch_samples(

@@ -18,25 +18,20 @@ from dschat_lora.config.recipes import find_deepspeed_json
 from dschat_lora.data.rows import SMALL_FILE
 from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.experiments.glue.data import find_files, read_split
-from dschat_lora.experiments.glue.resume import checkpoints, settle
 from dschat_lora.models.source import ModelSource, find_model
-from dschat_lora.report.directory import check_idle, leftovers
 from dschat_lora.report.terminal import log_once
 from dschat_lora.runtime.checks import (
     Check,
     apply_checks,
-    check_can_be_made,
-    check_may_be_deleted,
-    is_first_rank,
+    check_output_dir,
+    check_source_is_kept,
+    resolve_stage,
 )
+from dschat_lora.runtime.resume import with_options
 from dschat_lora.runtime.seeds import check_starts_runs
 
 #: where a run that ends with its best weights keeps the last ones
 LAST = "last"
-_RESULTS = (
-    *("all_results.json", "eval_results.json", "train_results.json", "trainer_state.json"),
-    *(LAST, "bottleneck_adapter.safetensors", "seeds.json"),
-)
 
 
 def check_glue(config: GlueConfig) -> GlueConfig:
@@ -45,7 +40,13 @@ def check_glue(config: GlueConfig) -> GlueConfig:
     Raises:
         ValueError: at the first thing that cannot work, naming option, value and remedy.
     """
-    return apply_checks(config, find_model(config.model_name_or_path), GLUE_CHECKS)
+
+    def check(config: GlueConfig) -> GlueConfig:
+        adapter = None if config.lora_path is None else Path(config.lora_path)
+        source = ModelSource(config.model_name_or_path, adapter)
+        return apply_checks(config, source, GLUE_CHECKS)
+
+    return resolve_stage(with_start(config), check, stage=config.stage)
 
 
 def adapter_place(name: str) -> Path:
@@ -80,22 +81,18 @@ def fix_environment(seed: int) -> None:
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
-def earlier_run(directory: Path) -> list[Path]:
-    """What a run left in ``directory``: the Trainer's checkpoints, results and predictions too."""
-    results = [directory / name for name in _RESULTS if (directory / name).exists()]
-    predictions = directory.glob("predict_results_*.txt")
-    return [*leftovers(directory), *checkpoints(directory), *results, *predictions]
-
-
-def with_start(config: GlueConfig, source: ModelSource) -> GlueConfig:
+def with_start(config: GlueConfig) -> GlueConfig:
     """With the base model, and the adapter that training starts from."""
+    source = find_model(config.model_name_or_path)
     if source.adapter is not None and config.lora_path is not None:
         raise ValueError(
             f"--model_name_or_path names the adapter {source.adapter}, and --lora_path another"
         )
     start = config.lora_path or source.adapter
-    path = None if start is None else str(adapter_place(str(start)).resolve())
-    return replace(config, model_name_or_path=source.base, lora_path=path)
+    places = {"model_name_or_path": source.base}
+    if start is not None:
+        places["lora_path"] = str(adapter_place(str(start)).resolve())
+    return with_options(config, places)
 
 
 def check_packages(config: GlueConfig, source: ModelSource) -> None:
@@ -119,7 +116,7 @@ def check_options_agree(config: GlueConfig, source: ModelSource) -> None:
             "contradict each other; give one"
         )
     lora_only = ("lora_r", "lora_alpha", "lora_dropout", "lora_init", "target_modules")
-    given = [name for name in (*lora_only, "lora_path") if name in config.given]
+    given = [name for name in lora_only if name in config.given]
     if given and not config.apply_lora:
         raise ValueError(f"--{given[0]} has no effect without --apply_lora")
 
@@ -195,7 +192,7 @@ def check_seeds(config: GlueConfig, source: ModelSource) -> None:
 
 def with_adapter_settings(config: GlueConfig, source: ModelSource) -> GlueConfig:
     """With the rank and alpha of the adapter it starts from, where none are typed."""
-    if config.lora_path is None or config.resume_from_checkpoint is not None:
+    if config.lora_path is None or config.checkpoint:
         return config
     if not config.apply_lora:
         raise ValueError(f"the adapter {config.lora_path} needs --apply_lora")
@@ -208,7 +205,7 @@ def with_adapter_settings(config: GlueConfig, source: ModelSource) -> GlueConfig
             "layers have one rank and alpha"
         )
     found: dict[str, Any] = {"lora_r": adapter.r, "lora_alpha": adapter.lora_alpha}
-    return replace(config, **{n: v for n, v in found.items() if n not in config.given})
+    return with_options(config, {n: v for n, v in found.items() if n not in config.given})
 
 
 def check_data(config: GlueConfig, source: ModelSource) -> None:
@@ -241,39 +238,13 @@ def check_deepspeed(config: GlueConfig, source: ModelSource) -> None:
         raise ValueError("--deepspeed is for training; leave it out with --no-do_train")
 
 
-def check_output_dir(config: GlueConfig, source: ModelSource) -> None:
-    """Refuse a directory that holds another run; only on the first rank, which creates it."""
-    if config.output_dir is None or not is_first_rank():
-        return
-    path = Path(config.output_dir).expanduser()
-    if path.is_file():
-        raise ValueError(f"--output_dir {config.output_dir} is a file, not a directory")
-    check_can_be_made(path)
-    check_idle(path)
-    earlier = earlier_run(path)
-    checkpoint = config.resume_from_checkpoint
-    if not earlier or (checkpoint and Path(checkpoint).parent.resolve() == path.resolve()):
-        return
-    if not config.overwrite_output_dir:
-        names = ", ".join(each.name for each in earlier)
-        raise ValueError(
-            f"--output_dir {path} holds an earlier run ({names}); choose another directory, go on "
-            "with that run by --resume_from_checkpoint latest, or delete it with "
-            "--overwrite_output_dir"
-        )
-    check_may_be_deleted(path, earlier)
-    for start in filter(None, (config.lora_path, config.model_name_or_path)):
-        place = Path(start).resolve()
-        if any(each.resolve() in (place, *place.parents) for each in earlier):
-            raise ValueError(
-                f"--overwrite_output_dir would delete {start}, which the run starts from"
-            )
+def check_start_is_kept(config: GlueConfig, source: ModelSource) -> None:
+    """Refuse to overwrite the directory that weights to start from come from."""
+    check_source_is_kept(config, source)
 
 
 # In this order: the first that fails is the one a user reads.
 GLUE_CHECKS: tuple[Check[GlueConfig, ModelSource], ...] = (
-    with_start,
-    lambda config, _: settle(config),
     check_packages,
     with_evaluation_alone,
     check_options_agree,
@@ -284,6 +255,7 @@ GLUE_CHECKS: tuple[Check[GlueConfig, ModelSource], ...] = (
     check_data,
     check_deepspeed,
     check_output_dir,
+    check_start_is_kept,
 )
 
 

@@ -4,14 +4,17 @@ import json
 import os
 import shutil
 import sys
+from dataclasses import replace
 
 import pytest
 
 from dschat_lora.checkpoint.adapter_config import accept_adapter
 from dschat_lora.config.options import parse_config
+from dschat_lora.experiments.glue import train
 from dschat_lora.experiments.glue import validation as check
 from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.experiments.glue.validation import check_glue
+from helpers.glue_toys import write_task
 
 
 @pytest.fixture
@@ -33,8 +36,8 @@ def checked(encoder, task_files):
         (["--apply_lora", "--lora_path", "nowhere"], "--lora_path nowhere does not exist"),
         (["--deepspeed", "none.json"], "--deepspeed none.json cannot be read"),
         (["--no-do_train", "--no-do_eval"], "leave nothing to do"),
-        (["--resume_from_checkpoint", "latest"], "needs --output_dir"),
-        (["--resume_from_checkpoint", "x"], "x must be latest, a checkpoint-N, or the"),
+        (["--resume_from_checkpoint", "latest"], "there is no run to go on with"),
+        (["--resume_from_checkpoint", "x"], "x must be latest, auto, a checkpoint, or the"),
         (["--num_train_epochs", "0"], "--no-do_train evaluates alone"),
         (["--seed", "4294967296"], r"--seed must be in \[0, 2\*\*32\)"),
         (["--classifier_dropout", "1"], r"--classifier_dropout must be in \[0, 1\)"),
@@ -67,7 +70,7 @@ def test_an_earlier_run_is_neither_overwritten_nor_mistaken(checked, trained, tm
     with pytest.raises(ValueError, match=r"holds an earlier run \(metrics.jsonl, adapter, .*run"):
         checked("--output_dir", trained)
     latest = checked("--output_dir", trained, "--resume_from_checkpoint", "latest", task="mnli")
-    assert latest.resume_from_checkpoint == str(trained / "checkpoint-6")
+    assert latest.checkpoint == str(trained / "checkpoint-6")
     with pytest.raises(ValueError, match="would delete"):
         checked(
             "--output_dir",
@@ -87,7 +90,7 @@ def test_a_run_does_not_delete_the_model_it_starts_from(checked, encoder, tmp_pa
     for name in ("metrics.jsonl", "run.json"):
         (tmp_path / "out" / name).write_text("{}", encoding="utf-8")
     out = tmp_path / "out"
-    with pytest.raises(ValueError, match="would delete .*/out/model, which the run starts from"):
+    with pytest.raises(ValueError, match="would delete .*/out/model, which --model_name"):
         checked("--model_name_or_path", out, "--output_dir", out, "--overwrite_output_dir")
     beside = ("--model_name_or_path", encoder("roberta"), "--output_dir", out)
     assert checked(*beside, "--overwrite_output_dir").output_dir == str(out)
@@ -95,29 +98,33 @@ def test_a_run_does_not_delete_the_model_it_starts_from(checked, encoder, tmp_pa
 
 def test_a_resumed_run_has_the_options_of_the_first(checked, trained):
     config = checked("--resume_from_checkpoint", trained, "--weight_decay", "0.1", task="mnli")
-    assert config.resume_from_checkpoint == str(trained / "checkpoint-6")
+    assert config.checkpoint == str(trained / "checkpoint-6")
     assert (config.apply_lora, config.learning_rate, config.num_train_epochs) == (True, 1e-2, 2)
-    assert config.output_dir is None
-    rows = ("--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2")
-    checked("--resume_from_checkpoint", trained / "checkpoint-3", *rows, task="mnli")
+    assert config.output_dir == str(trained)
+    rows = ("--per_device_train_batch_size", "4")
+    config = checked("--resume_from_checkpoint", trained / "checkpoint-3", *rows, task="mnli")
+    assert config.gradient_accumulation_steps == 2
 
 
 def test_another_run_is_not_resumed_and_all_that_differs_is_said(checked, trained, monkeypatch):
     options = ["--resume_from_checkpoint", trained / "checkpoint-3", "--no-apply_lora"]
     options += ["--lora_r", "4", "--target_modules", "query", "--learning_rate", "1e-2"]
     with pytest.raises(ValueError, match="the run was another one") as refused:
-        checked(*options, "--max_steps", "9", "--per_device_train_batch_size", "4", task="mnli")
+        checked(*options, "--max_steps", "9", "--per_device_train_batch_size", "3", task="mnli")
     assert str(refused.value).partition("another one: ")[2].split("; ") == [
         *("--apply_lora was True, now False", "--lora_r was 8, now 4"),
-        *("--target_modules was the default, now query", "--max_steps was -1, now 9"),
-        "a step had 8 rows, now --per_device_train_batch_size 4 x --gradient_accumulation_steps 1 "
-        "x 1 processes is 4",
+        *("--max_steps was -1, now 9", "--target_modules was the default, now query"),
+        "a step had 8 rows, now --per_device_train_batch_size 3 x --gradient_accumulation_steps 2 "
+        "x 1 processes is 6",
     ]
-    with pytest.raises(ValueError, match="--task_name was mnli, now rte"):
+    with pytest.raises(ValueError, match="of the stage glue-mnli, and this is glue-rte"):
         checked("--resume_from_checkpoint", trained)
     monkeypatch.setenv("WORLD_SIZE", "2")
+    config = checked("--resume_from_checkpoint", trained, task="mnli")
+    assert config.per_device_train_batch_size == 4
+    rows = ("--per_device_train_batch_size", "8")
     with pytest.raises(ValueError, match="a step had 8 rows, now .* x 2 processes is 16"):
-        checked("--resume_from_checkpoint", trained, task="mnli")
+        checked("--resume_from_checkpoint", trained, *rows, task="mnli")
 
 
 def test_resuming_into_the_directory_of_a_third_run_is_refused(checked, trained, tmp_path):
@@ -147,13 +154,14 @@ def test_a_damaged_checkpoint_is_passed_over(checked, trained, tmp_path, name, k
             path.unlink()
         else:
             path.write_bytes(path.read_bytes()[:keep])
-        with pytest.raises(ValueError, match=f"checkpoint-{step}/{name} is"):
+        found = "is missing" if keep is None else "has .* bytes, its manifest says"
+        with pytest.raises(ValueError, match=f"checkpoint-{step}/{name} {found}"):
             checked("--resume_from_checkpoint", path.parent, task="mnli")
         if step == 6:
             options = ("--output_dir", run, "--resume_from_checkpoint", "latest")
             config = checked(*options, task="mnli")
-            assert config.resume_from_checkpoint == str(run / "checkpoint-3")
-            assert f"checkpoint-6/{name}" in config.rejected[0]
+            assert config.checkpoint == str(run / "checkpoint-3")
+            assert config.rejected == (str(run / "checkpoint-6"),)
     with pytest.raises(ValueError, match="no checkpoint in .* is sound: .*-6.*; .*-3"):
         checked("--resume_from_checkpoint", run, task="mnli")
 
@@ -209,3 +217,52 @@ def test_an_extra_that_is_not_installed_is_named_with_its_remedy(checked, monkey
     monkeypatch.setattr(check, "find_spec", lambda name: None if name == "sklearn" else name)
     with pytest.raises(ValueError, match=r"GLUE needs sklearn: pip install 'dschat_lora\[glue\]'"):
         checked()
+
+
+def test_a_checkpoint_that_was_being_written_is_passed_over_and_set_aside(
+    trained, glue_run, tmp_path, capsys
+):
+    out = tmp_path / "out"
+    shutil.copytree(trained, out)
+    (out / "checkpoint-6" / "manifest.json").unlink()  # which comes last
+    (out / ".checkpoint-1.deleted").mkdir()
+    glue_run(out, "mnli", "--resume_from_checkpoint", "auto")
+    assert f"going on from {out}/checkpoint-3, after step 3" in capsys.readouterr().out
+    kept = {path.name for path in out.glob("*checkpoint-*")}
+    assert kept == {"checkpoint-3", "checkpoint-6", "checkpoint-6.rejected"}
+    assert (out / "checkpoint-6" / "manifest.json").is_file()
+    files = [run / "adapter" / "adapter_model.safetensors" for run in (out, trained)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_a_run_on_other_rows_is_not_gone_on_with(
+    trained, glue_run, encoder, tmp_path, capsys, monkeypatch
+):
+    options = ("--resume_from_checkpoint", trained / "checkpoint-3", "--max_train_samples", "16")
+    with pytest.raises(ValueError, match="--max_train_samples was the default, now 16"):
+        glue_run(tmp_path, "mnli", *options)
+    (tmp_path / "run").mkdir()
+    rows = write_task("mnli", tmp_path / "data", seed=1)
+    argv = [*options[:2], "--data_dir", rows, "--output_dir", tmp_path / "run"]
+    argv += ["--model_name_or_path", encoder("roberta"), "--task_name", "mnli"]
+    config = check_glue(parse_config(GlueConfig, [str(each) for each in argv]))
+    monkeypatch.setattr(train, "world_size", lambda: 2)
+    with pytest.raises(SystemExit):
+        train.run_glue(config)
+    said = capsys.readouterr().err
+    assert "what differs: the training data (was " in said
+    assert said.endswith("the rows of a step (was 8, now 16)\n")
+
+
+def test_auto_begins_where_there_is_nothing_to_go_on_with(checked, trained, tmp_path):
+    options = ("--resume_from_checkpoint", "auto", "--output_dir")
+    assert checked(*options, tmp_path / "none").checkpoint == ""
+    assert checked(*options, trained, task="mnli").checkpoint == str(trained / "checkpoint-6")
+
+
+def test_other_ranks_take_the_first_ones_checkpoint(checked, trained, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    waiting = checked("--resume_from_checkpoint", trained, "--lora_path", trained, task="mnli")
+    assert (waiting.checkpoint, waiting.apply_lora) == (None, False)
+    told = replace(waiting, checkpoint=str(trained / "checkpoint-3"), apply_lora=True)
+    assert check_glue(told).checkpoint == told.checkpoint

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from dschat_lora.checkpoint.manifest import write_manifest
 from dschat_lora.config.options import parse_config
 from dschat_lora.experiments.glue import train
 from dschat_lora.experiments.glue.config import GlueConfig
@@ -155,6 +156,7 @@ def test_a_checkpoint_that_cannot_be_loaded_leaves_log_and_record_alone(
     for path in (out / "checkpoint-6" / "optimizer.pt", out / "checkpoint-3" / "optimizer.pt"):
         with zipfile.ZipFile(path, "w") as archive:
             archive.writestr("other", "no tensors")
+        write_manifest(path.parent, kind="checkpoint")
     before = [(out / name).read_bytes() for name in ("metrics.jsonl", "run.json")]
     with pytest.raises(RuntimeError):
         glue_run(out, "mnli", "--resume_from_checkpoint", out / "checkpoint-3")

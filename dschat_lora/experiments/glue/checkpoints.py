@@ -1,0 +1,68 @@
+"""The Trainer's checkpoints, kept as those of other stages: verified by a manifest and rotated."""
+
+import json
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerState
+
+from dschat_lora.checkpoint.history import STATE_FILE, rotate
+from dschat_lora.checkpoint.manifest import write_manifest
+from dschat_lora.checkpoint.staging import write_whole
+from dschat_lora.engine.collectives import max_over_ranks, on_rank_zero
+from dschat_lora.experiments.glue.config import GlueConfig
+from dschat_lora.runtime.checkpointer import state_to_keep
+from dschat_lora.runtime.run import Run
+
+# What DeepSpeed puts into its checkpoints besides tensors.
+_OF_DEEPSPEED = {
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+}
+
+
+def complete(run: Run[GlueConfig], identity: Mapping[str, Any], state: TrainerState) -> None:
+    """Add the run's state and a manifest to what the Trainer wrote; call on every rank.
+
+    Without them, as a killed process leaves it, a checkpoint is not gone on from. Those that
+    ``--save_total_limit`` does not keep are deleted after that.
+    """
+    max_over_ranks(0.0)  # each process has written its random state
+
+    def write() -> None:
+        assert run.directory is not None, "a dry run trains nothing"
+        run.log.sync()
+        step = state.global_step
+        path = run.directory / f"checkpoint-{step}"
+        facts = state_to_keep(run.config, step, run.log, identity)
+        write_whole(path / STATE_FILE, json.dumps(facts, indent=1) + "\n")
+        write_manifest(path, kind="checkpoint")
+        limit, best = run.config.save_total_limit, state.best_global_step
+        rotate(run.directory, keep=limit or 0, newest=step, best=best)
+
+    on_rank_zero(write)
+
+
+def check_pickles(checkpoint: Path) -> None:
+    """Refuse a checkpoint of DeepSpeed's that runs code when it is read; it is not read here.
+
+    The Trainer's own files are read without the right to run any.
+
+    Raises:
+        ValueError: naming the file and what it calls.
+    """
+    for path in sorted(checkpoint.glob("global_step*/*.pt")):
+        try:
+            found = set(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+        except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+            raise ValueError(f"{path} is damaged, or no file of torch's: {error}") from None
+        if strange := sorted(found - _OF_DEEPSPEED):
+            raise ValueError(
+                f"{path} would call {', '.join(strange)} when it is read, which no checkpoint of a "
+                "run holds"
+            )
