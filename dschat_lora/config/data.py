@@ -103,7 +103,9 @@ class DataConfig(SourceConfig):
     )
     max_seq_len: int = option(512, help="tokens per row, prompt and completion together")
     train_on_prompt: bool = option(
-        False, help="take the loss on the prompt too (DeepSpeed-Chat's behaviour)"
+        False,
+        help="take the loss on the prompt too, in evaluation as well (as DeepSpeed-Chat, and "
+        "microsoft/LoRA by --obj jlm)",
     )
     packing: bool = option(
         True, help="fill rows of --max_seq_len with several samples, kept apart by the mask"

@@ -291,7 +291,7 @@ def test_checkpoint_of_another_stage_is_refused(launcher, start, copy_of, tmp_pa
     assert running.wait() == [2], running.output()
     assert running.err() == (
         f"error: --resume_from_checkpoint {checkpoint} is of a run of the stage sft, and this is "
-        "rlhf; go on with the script that made it\n"
+        "rlhf; go on with the command that made it\n"
     )
     running = launcher.start([*argv, *RESUME, "latest"], out.parent, script=STEP1)
     assert running.wait() == [2], running.output()
