@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from dschat_lora import __version__
 from dschat_lora.config.options import chosen_verb, fail, flatten
 from dschat_lora.experiments.glue.config import GlueConfig
-from dschat_lora.experiments.glue.validation import check_glue
+from dschat_lora.experiments.glue.validation import check_glue, fix_environment
 from dschat_lora.experiments.nlg.config import DecodeConfig, EvaluateConfig, NlgConfig
 from dschat_lora.experiments.nlg.original import scorer_arguments
 from dschat_lora.experiments.nlg.scorer_files import FormatConfig, check_format, run_format
@@ -106,6 +106,7 @@ def run_glue(
     command: Sequence[str] | None = None,
 ) -> None:
     """The main function of GLUE; ``command`` starts each run of ``--seeds``."""
+    fix_environment()
     run = _once_or_by_seeds("glue", late("experiments.glue.stage:run_glue"), command)
     run_main(GlueConfig, check_glue, run, description=description, argv=argv, program=program)
 

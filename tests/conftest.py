@@ -17,6 +17,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["DS_ACCELERATOR"] = "cpu"
+os.environ.setdefault("PYTHONHASHSEED", "0")  # else GLUE's command would start Python anew
 # Tests of the tier "gpu" give it back to the processes they start.
 os.environ["DSCHAT_LORA_GPUS"] = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""

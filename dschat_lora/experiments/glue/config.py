@@ -199,7 +199,7 @@ class GlueConfig:
         wanted = "> 0; --no-do_train evaluates alone"
         require(self.num_train_epochs > 0, "num_train_epochs", self.num_train_epochs, wanted)
         require(self.max_steps == -1 or self.max_steps >= 1, "max_steps", self.max_steps, ">= 1")
-        # What PYTHONHASHSEED takes.
+        # What NumPy's generator takes.
         require(0 <= self.seed < 2**32, "seed", self.seed, "in [0, 2**32)")
 
     @property

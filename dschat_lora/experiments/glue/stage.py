@@ -1,7 +1,7 @@
 """GLUE from a checked config: its plan, or training, evaluation and predictions."""
 
 from dschat_lora.experiments.glue.config import GlueConfig
-from dschat_lora.experiments.glue.validation import describe_plan, fix_environment
+from dschat_lora.experiments.glue.validation import describe_plan
 
 
 def run_glue(config: GlueConfig) -> None:
@@ -9,8 +9,7 @@ def run_glue(config: GlueConfig) -> None:
     if config.dry_run:
         describe_plan(config)
         return
-    fix_environment(config.seed)
-    # Imported here: torch reads the environment as it is imported.
+    # Imported here, where it is needed: it takes seconds.
     from dschat_lora.experiments.glue.train import run_glue as train
 
     train(config)

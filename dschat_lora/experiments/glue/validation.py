@@ -69,15 +69,16 @@ def adapter_place(name: str) -> Path:
     )
 
 
-def fix_environment(seed: int) -> None:
+def fix_environment() -> None:
     """Set environment variables that hashing and CUDA read at their start; may restart Python.
 
-    ``PYTHONHASHSEED`` counts only from the start of the interpreter. What is set already stays.
+    ``PYTHONHASHSEED`` counts only from the start of the interpreter; 0 as in the original's
+    scripts. What is set already stays.
     """
     # The workspace that makes cuBLAS repeatable; read when CUDA starts.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if "PYTHONHASHSEED" not in os.environ:
-        os.environ["PYTHONHASHSEED"] = str(seed)
+        os.environ["PYTHONHASHSEED"] = "0"
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 

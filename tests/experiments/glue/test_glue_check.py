@@ -203,14 +203,14 @@ def test_hash_seed_and_workspace_are_set_before_python_starts_anew(monkeypatch):
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
-    check.fix_environment(7)
+    check.fix_environment()
     argv = [sys.executable, "-X", "dev", "main.py", "--seed", "7"]
     assert started == [(sys.executable, argv)]
-    assert os.environ["PYTHONHASHSEED"] == "7"
+    assert os.environ["PYTHONHASHSEED"] == "0"
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-    check.fix_environment(8)
-    assert len(started) == 1
-    assert os.environ["PYTHONHASHSEED"] == "7"
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    check.fix_environment()
+    assert (len(started), os.environ["PYTHONHASHSEED"]) == (1, "7")
 
 
 def test_an_extra_that_is_not_installed_is_named_with_its_remedy(checked, monkeypatch):
