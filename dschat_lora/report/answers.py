@@ -80,8 +80,8 @@ def tokens_section(story: StageStory) -> str:
         return ""
     parts = [
         "<p><small>The darker a token, the greater its loss: shades begin at "
-        f"{', '.join(f'{each:g}' for each in LEAST_LOSSES)} nats, and the pointer shows the "
-        "number. Underlined tokens are trained on in rows like these.</small></p>"
+        f"{', '.join(f'{each:g}' for each in LEAST_LOSSES)} nats, and the pointer or a tap "
+        "shows the number. Underlined tokens are trained on in rows like these.</small></p>"
     ]
     for (name, _), versions in rows.items():
         columns = "".join(

@@ -36,7 +36,7 @@ def loss_html(
     for token, counts, loss in zip(map(visible, tokens), supervised, losses, strict=True):
         tag, level = "mark" if counts else "span", _level(loss)
         shade = f' class="down{level}"' if level else ""
-        title = "" if loss is None else f' title="loss {loss:.3g}"'
+        title = "" if loss is None else f' title="loss {loss:.3g}" tabindex="-1"'
         parts.append(f"<{tag}{shade}{title}>{safe(token)}</{tag}>")
     return f'<p class="tokens losses">{"&#8203;".join(parts)}</p>'
 

@@ -458,10 +458,10 @@ def test_tokens_are_shaded_by_loss_and_marked_where_they_are_trained_on():
     html, _ = report_of(StageStory("sft", {"token_losses": rows}))
     (shown,) = re.findall(r"<summary>Loss of each token.*?</details>", html, re.S)
     assert shown.count("<span>&lt;a&gt;</span>") == 2
-    assert '<mark class="down4" title="loss 4.5"> b</mark>' in shown
-    assert '<mark class="down2" title="loss 0.8"> b</mark>' in shown
-    assert '<mark title="loss 0.05">c</mark>' in shown
-    assert '<mark class="down4" title="loss nan">c</mark>' in shown
+    assert '<mark class="down4" title="loss 4.5" tabindex="-1"> b</mark>' in shown
+    assert '<mark class="down2" title="loss 0.8" tabindex="-1"> b</mark>' in shown
+    assert '<mark title="loss 0.05" tabindex="-1">c</mark>' in shown
+    assert '<mark class="down4" title="loss nan" tabindex="-1">c</mark>' in shown
     assert shown.index(">before<") < shown.index(">after<")
 
 

@@ -183,6 +183,7 @@
       const side = numbers[n] < 0 ? "down" : "up";
       const part = element("span", token, level ? `${side}${level}` : "");
       part.title = `${BY[by]} ${short(numbers[n])}`;
+      part.tabIndex = -1; // so that a tap shows it
       shown.append(part);
     });
     return shown;
