@@ -28,8 +28,7 @@ def staged_directory(final: Path) -> Iterator[Path]:
             if path.is_file():
                 # Some writers deny other users access whatever the umask; the directory follows it.
                 path.chmod(staging.stat().st_mode & 0o666)
-            _sync(path)
-        _sync(staging)
+        sync_all(staging)
         _swap(staging, final)
     except OSError as error:
         if error.filename is None and error.errno is not None:
@@ -62,6 +61,12 @@ def write_whole(path: Path, text: str) -> None:
     """Write ``text`` to a file that takes its name when it is complete."""
     with staged_file(path) as staging:
         staging.write_text(text, encoding="utf-8")
+
+
+def sync_all(directory: Path) -> None:
+    """Bring a directory with everything in it to the disk."""
+    for path in (*directory.rglob("*"), directory):
+        _sync(path)
 
 
 def _swap(staging: Path, final: Path) -> None:

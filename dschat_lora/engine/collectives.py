@@ -143,6 +143,8 @@ def raise_together(function: Callable[[], ResultT]) -> ResultT:
         ValueError: on every rank, if it raised one on any: the first one's.
         RuntimeError: on the other ranks, if it raised anything else on one.
     """
+    if world_size() == 1:
+        return function()
     failure: Exception | None = None
     try:
         result = function()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 # of steps 1 and 2, and of step 3
-_FINISHED = ("adapter", "model", "actor", "critic", "actor_ema")
+_FINISHED = ("adapter", "model", "actor", "critic", "actor_ema", "bottleneck_adapter.safetensors")
 _RESULTS = ("metrics.jsonl", *_FINISHED, "checkpoints")
 _EXTRAS = (
     "run.json",
@@ -19,7 +19,7 @@ _EXTRAS = (
     "lora",
     # of GLUE, by transformers' Trainer
     *("all_results.json", "eval_results.json", "train_results.json", "trainer_state.json"),
-    *("bottleneck_adapter.safetensors", "last", "seeds.json"),
+    *("last", "seeds.json"),
 )
 
 

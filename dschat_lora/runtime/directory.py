@@ -68,7 +68,10 @@ class RunDirectory:
         unsound = checkpoints_of(cls.reopen(given).path) if given is not None else []
         # What tells how a run went, besides its run.json.
         story = ("metrics.jsonl", "tensorboard") if unsound else ()
-        directory = cls.claim(given, name=name, spared=frozenset({CHECKPOINTS, *story}))
+        # Those of transformers' Trainer lie in the directory itself.
+        of_trainer = [] if given is None else Path(given).expanduser().glob("checkpoint-*")
+        spared = frozenset({CHECKPOINTS, *story, *(path.name for path in of_trainer)})
+        directory = cls.claim(given, name=name, spared=spared)
         quarantine_checkpoints(directory.path, after=-1, rejected=unsound)
         for path in (directory.path / each for each in story):
             if path.exists():

@@ -102,6 +102,7 @@ _IDENTITY = {
     "packing": "whether rows are packed",
     "rows": "the number of rows",
     "rows_per_step": "the rows of a step",
+    "deepspeed_processes": "the processes, which share the optimizer's state under --deepspeed",
     "tokens_per_device": "--tokens_per_device",
     "responses": "the responses of an iteration",
     "critic": "the reward model",
@@ -233,7 +234,9 @@ def goes_on_in_place(config: "Resumable") -> bool:
 
 def options_to_keep(config: "Resumable") -> dict[str, Any]:
     """The typed options that a resumed run takes over, JSON-ready."""
-    return {n: v for n, v in typed_options(config).items() if n not in _OF_THE_PROCESS}
+    # --deepspeed is a file for GLUE, without effect in other stages.
+    left = {*_OF_THE_PROCESS} - config.fixed
+    return {n: v for n, v in typed_options(config).items() if n not in left}
 
 
 def with_options(config: ConfigT, values: Mapping[str, Any]) -> ConfigT:

@@ -29,7 +29,7 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers is
         log: RunLog,
         config: GlueConfig,
         *,
-        begin: Callable[[], None],
+        begin: Callable[[TrainerState], None],
         rows: Callable[[], int],
         saved: Callable[[TrainerState], None],
     ) -> None:
@@ -49,10 +49,17 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers is
         self, settings: object, state: TrainerState, control: object, **more: Any
     ) -> None:
         """Count seconds of a step from here."""
-        self._begin()
+        self._begin(state)
         self.first_step = self._last_step = state.global_step
         self._last = time.monotonic()
         self._log.expect(state.max_steps, state.global_step)
+
+    def remember(self, evaluations: dict[int, dict[str, float]]) -> None:
+        """Take over what a run that is gone on with has measured."""
+        self.evaluations = evaluations
+        if evaluations:
+            self.step = max(evaluations)
+            self.metrics = evaluations[self.step]
 
     def on_step_end(self, settings: object, state: object, control: object, **more: Any) -> None:
         """Move the progress bar."""
@@ -115,12 +122,13 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers is
         self._last = time.monotonic()
 
 
-def evaluation_at(path: Path, step: int) -> dict[str, float]:
-    """Measures of the evaluation after ``step``, from a log, by the Trainer's names."""
+def evaluations_in(path: Path) -> dict[int, dict[str, float]]:
+    """Measures of each evaluation in a log, by the step and the Trainer's names."""
     other = {"kind", "step", "time", "epoch"}
-    found: dict[str, float] = {}
+    found: dict[int, dict[str, float]] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         record = json.loads(line)
-        if record["kind"] == "eval" and record["step"] == step:
-            found |= {f"eval_{n}": float(v) for n, v in record.items() if n not in other}
+        if record["kind"] == "eval":
+            measures = {f"eval_{n}": float(v) for n, v in record.items() if n not in other}
+            found.setdefault(record["step"], {}).update(measures)
     return found

@@ -10,10 +10,11 @@ import torch
 from transformers import TrainerState
 
 from dschat_lora.checkpoint.history import STATE_FILE, rotate
-from dschat_lora.checkpoint.manifest import write_manifest
-from dschat_lora.checkpoint.staging import write_whole
+from dschat_lora.checkpoint.manifest import DamagedError, verify, write_manifest
+from dschat_lora.checkpoint.staging import sync_all, write_whole
 from dschat_lora.engine.collectives import max_over_ranks, on_rank_zero
 from dschat_lora.experiments.glue.config import GlueConfig
+from dschat_lora.report.directory import read_object
 from dschat_lora.runtime.checkpointer import state_to_keep
 from dschat_lora.runtime.run import Run
 
@@ -42,10 +43,37 @@ def complete(run: Run[GlueConfig], identity: Mapping[str, Any], state: TrainerSt
         facts = state_to_keep(run.config, step, run.log, identity)
         write_whole(path / STATE_FILE, json.dumps(facts, indent=1) + "\n")
         write_manifest(path, kind="checkpoint")
+        sync_all(path)  # before an older one is deleted
         limit, best = run.config.save_total_limit, state.best_global_step
         rotate(run.directory, keep=limit or 0, newest=step, best=best)
 
     on_rank_zero(write)
+
+
+def best_before(checkpoint: Path) -> str | None:
+    """Where the best evaluation before ``checkpoint`` is kept; None if there was none.
+
+    It is looked for beside ``checkpoint``, then where the Trainer has noted, for a run may have
+    been moved, or gone on in another directory.
+
+    Raises:
+        ValueError: if it is in neither place, or damaged.
+    """
+    state = read_object(checkpoint / "trainer_state.json")
+    if not (step := state.get("best_global_step")):
+        return None
+    beside = checkpoint.with_name(f"checkpoint-{step}")
+    noted = state.get("best_model_checkpoint")
+    path = beside if beside.is_dir() or noted is None else Path(noted).absolute()
+    try:
+        verify(path, kind="checkpoint")
+    except DamagedError as error:
+        raise ValueError(
+            f"--load_best_model_at_end: the best evaluation so far is that of {path.name}, which "
+            f"cannot be used: {error}; put it beside {checkpoint}, or go on from an earlier "
+            "checkpoint"
+        ) from error
+    return str(path)
 
 
 def check_pickles(checkpoint: Path) -> None:

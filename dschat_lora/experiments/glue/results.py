@@ -1,6 +1,7 @@
 """What a GLUE run leaves: measures, predictions, and what was trained, of the best and the last."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -9,7 +10,6 @@ from dschat_lora.checkpoint.extract import empty_classifier, write_trained
 from dschat_lora.checkpoint.lora_only import LoraOnly
 from dschat_lora.checkpoint.staging import staged_file, write_whole
 from dschat_lora.checkpoint.tensors import save_weights
-from dschat_lora.experiments.glue.callback import evaluation_at
 from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.experiments.glue.data import TaskSplit
 from dschat_lora.experiments.glue.features import tokenize
@@ -17,6 +17,7 @@ from dschat_lora.experiments.glue.metrics import predictions
 from dschat_lora.experiments.glue.model import lora_settings, trained_tensors
 from dschat_lora.experiments.glue.trainer import GlueTrainer
 from dschat_lora.experiments.glue.validation import LAST
+from dschat_lora.report.directory import read_object
 from dschat_lora.report.log import jsonable
 from dschat_lora.runtime.run import Run
 
@@ -25,17 +26,32 @@ def write_evaluation(trainer: GlueTrainer, run: Run[GlueConfig], directory: Path
     """Measures of the weights that the run ends with, which may have been taken already."""
     best = trainer.state.best_global_step if run.config.load_best_model_at_end else None
     if run.config.do_train and best:
-        metrics = trainer.watch.evaluations.get(best)
-        if metrics is None and trainer.is_world_process_zero():  # before the run was resumed
-            metrics = evaluation_at(directory / "metrics.jsonl", best)
-        metrics = metrics or {}
+        metrics = trainer.watch.evaluations.get(best, {})
         _record_best(trainer, run)
     else:
         if trainer.watch.step != trainer.state.global_step:
             trainer.evaluate()
         metrics = trainer.watch.metrics
-    trainer.save_metrics("eval", jsonable(metrics))
+    write_results(trainer, directory, "eval", metrics)
     run.record.update({"results": metrics})
+
+
+def write_results(
+    trainer: GlueTrainer, directory: Path, split: str, metrics: Mapping[str, float]
+) -> None:
+    """Write ``SPLIT_results.json`` and add to ``all_results.json``, as the Trainer does.
+
+    Its own way leaves half a file where it is killed, and a resumed run stops at that.
+    """
+    if not trainer.is_world_process_zero():
+        return
+    together = directory / "all_results.json"
+    both = {
+        directory / f"{split}_results.json": metrics,
+        together: {**read_object(together), **metrics},
+    }
+    for path, values in both.items():
+        write_whole(path, json.dumps(jsonable(values), indent=4, sort_keys=True) + "\n")
 
 
 def _record_best(trainer: GlueTrainer, run: Run[GlueConfig]) -> None:

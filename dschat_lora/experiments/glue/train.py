@@ -13,16 +13,22 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PrinterCallback,
+    TrainerState,
     TrainingArguments,
     set_seed,
 )
 
 from dschat_lora.config.recipes import find_deepspeed_json
 from dschat_lora.engine import peers
-from dschat_lora.engine.collectives import check_same, on_rank_zero, raise_together
+from dschat_lora.engine.collectives import (
+    broadcast_string,
+    check_same,
+    on_rank_zero,
+    raise_together,
+)
 from dschat_lora.engine.distributed import init_distributed, world_size
-from dschat_lora.experiments.glue.callback import MetricsCallback
-from dschat_lora.experiments.glue.checkpoints import check_pickles, complete
+from dschat_lora.experiments.glue.callback import MetricsCallback, evaluations_in
+from dschat_lora.experiments.glue.checkpoints import best_before, check_pickles, complete
 from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.experiments.glue.data import TaskSplit, find_files, read_split
 from dschat_lora.experiments.glue.features import collator, tokenize
@@ -34,10 +40,10 @@ from dschat_lora.experiments.glue.results import (
     save_trained,
     write_evaluation,
     write_predictions,
+    write_results,
 )
 from dschat_lora.experiments.glue.trainer import GlueTrainer, mean_loss
 from dschat_lora.experiments.glue.validation import check_glue
-from dschat_lora.report.log import jsonable
 from dschat_lora.runtime.checkpointer import take_over
 from dschat_lora.runtime.consistency import tokenizer_digest
 from dschat_lora.runtime.resume import (
@@ -78,7 +84,7 @@ def _train_and_measure(run: Run[GlueConfig], settings: TrainingArguments, direct
     trainer, splits, tokenizer = build_trainer(run, settings)
     if config.do_train:
         trainer.before_best = lambda: keep_last(trainer, tokenizer, run, directory)
-        _train(trainer, run)
+        _train(trainer, run, directory)
         save_trained(trainer, tokenizer, run, directory)
     if config.do_eval:
         write_evaluation(trainer, run, directory)
@@ -172,7 +178,7 @@ def build_trainer(
     trainer.watch = MetricsCallback(
         run.log,
         config,
-        begin=lambda: on_rank_zero(lambda: _go_on(run)),
+        begin=lambda state: _go_on(trainer, run, state),
         rows=lambda: int(trainer.rows),
         saved=lambda state: complete(run, trainer.identity, state),
     )
@@ -212,6 +218,7 @@ def _identity(
         "tokenizer": tokenizer_digest(tokenizer),
         "train_data": _digest(splits["train"]),
         "rows_per_step": rows * world_size(),
+        **({"deepspeed_processes": world_size()} if config.deepspeed is not None else {}),
     }
 
 
@@ -237,7 +244,7 @@ def _describe(model: PreTrainedModel, splits: dict[str, TaskSplit], run: Run[Glu
         run.log.say(f"{name}: {len(each.examples):,} rows of {each.source}{skipped}")
 
 
-def _train(trainer: GlueTrainer, run: Run[GlueConfig]) -> None:
+def _train(trainer: GlueTrainer, run: Run[GlueConfig], directory: Path) -> None:
     if run.config.checkpoint:
         checkpoint = Path(run.config.checkpoint)
         on_rank_zero(lambda: check_identity(checkpoint, trainer.identity))
@@ -245,13 +252,24 @@ def _train(trainer: GlueTrainer, run: Run[GlueConfig]) -> None:
     done = trainer.train(resume_from_checkpoint=run.config.checkpoint or None)
     if trainer.watch.first_step == trainer.state.global_step:
         run.log.say("trained: the run was at its end already")
-        return
+    else:
+        write_results(trainer, directory, "train", done.metrics)
     run.log.write("event", trainer.state.global_step, {"name": "trained"})
-    trainer.save_metrics("train", jsonable(done.metrics))
     trainer.save_state()
 
 
-def _go_on(run: Run[GlueConfig]) -> None:
-    """Take back what was logged after the checkpoint that a resumed run has loaded."""
-    if run.config.checkpoint:
-        take_over(run, read_state(Path(run.config.checkpoint)))
+def _go_on(trainer: GlueTrainer, run: Run[GlueConfig], state: TrainerState) -> None:
+    """Take over log, measures and the best of a resumed run; call on every rank."""
+    if not run.config.checkpoint:
+        return
+    checkpoint = Path(run.config.checkpoint)
+    if run.config.load_best_model_at_end:
+        state.best_model_checkpoint = best_before(checkpoint)
+
+    def read() -> dict[int, dict[str, float]]:
+        take_over(run, read_state(checkpoint))
+        assert run.directory is not None, "a dry run trains nothing"
+        return evaluations_in(run.directory / "metrics.jsonl")
+
+    found = json.loads(broadcast_string(json.dumps(on_rank_zero(read))))
+    trainer.watch.remember({int(step): measures for step, measures in found.items()})
