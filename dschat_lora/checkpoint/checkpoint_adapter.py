@@ -34,6 +34,14 @@ class CheckpointAdapter:
     files: Mapping[str, str]
 
 
+def is_whole_model(directory: Path) -> bool:
+    """Whether a checkpoint is a model that transformers loads: of GLUE in full, by the Trainer."""
+    if not (directory / "config.json").is_file():
+        return False
+    options = json.loads((directory / STATE_FILE).read_text(encoding="utf-8"))["config"]
+    return not (options["apply_lora"] or options["apply_adapter"])
+
+
 def describe_checkpoint(directory: str | Path) -> CheckpointAdapter:
     """The adapter of a checkpoint; of step 3 that of the actor.
 
@@ -47,7 +55,8 @@ def describe_checkpoint(directory: str | Path) -> CheckpointAdapter:
     if "engines" not in state:
         raise ValueError(
             f"{directory} is a checkpoint of transformers' Trainer, for --resume_from_checkpoint; "
-            "let the run end, and take what it leaves"
+            "let the run end and take what it leaves, or make an adapter of it by dschat-lora "
+            "extract"
         )
     engine = "actor" if "actor" in state["engines"] else "model"
     prefix = "actor_" if engine == "actor" else ""

@@ -14,7 +14,7 @@ from dschat_lora.checkpoint.adapter_config import (
     is_adapter_directory,
     read_adapter_config,
 )
-from dschat_lora.checkpoint.checkpoint_adapter import describe_checkpoint
+from dschat_lora.checkpoint.checkpoint_adapter import describe_checkpoint, is_whole_model
 from dschat_lora.checkpoint.history import is_checkpoint, newest_valid
 from dschat_lora.config.groups import LoraConfig
 
@@ -81,8 +81,7 @@ def find_model(name: str | None) -> ModelSource:
 
 
 def _in_directory(name: str, path: Path) -> ModelSource:
-    # Those of transformers' Trainer are whole models.
-    if is_checkpoint(path) and not (path / "config.json").is_file():
+    if is_checkpoint(path) and not is_whole_model(path):
         return _from_checkpoint(path)
     actor = path / "actor"
     for candidate in (path, path / "adapter", path / "model", actor / "adapter", actor / "model"):

@@ -178,18 +178,14 @@ class Checkpointer:
         """
         number = int(max_over_ranks(float(self._run.interrupts.received)))
         self.save_rest(step, f"stopped by {name_of(number)}")
-        self._run.record.update({"status": f"interrupted by {name_of(number)} at step {step}"})
-        raise Stopped(128 + number)
+        end_by_signal(self._run, number, step)
 
     def save_rest(self, step: int, why: str) -> None:
         """Save the steps since the last checkpoint, and say ``why`` and how to go on."""
         if step > self._last_step:
             self.save(step)
         on_rank_zero(self._finish_writing)
-        flat = flatten(self._run.config)
-        code = command_line({name: flat[name] for name in RUNS_CODE if flat.get(name)})
-        resumed = ("--output_dir", str(self._directory), "--resume_from_checkpoint", "latest")
-        where = f"go on with: {' '.join([*resumed, *code])}"
+        where = how_to_go_on(self._run)
         self._run.log.say(
             f"{why} after step {step}; " + (where if step else "nothing was learnt yet")
         )
@@ -262,6 +258,24 @@ def state_to_keep(
         }
     )
     return state
+
+
+def how_to_go_on(run: "Run[Resumable]") -> str:
+    """The options that go on with a run whose state is saved."""
+    flat = flatten(run.config)
+    code = command_line({name: flat[name] for name in RUNS_CODE if flat.get(name)})
+    resumed = ("--output_dir", str(run.directory), "--resume_from_checkpoint", "latest")
+    return f"go on with: {' '.join([*resumed, *code])}"
+
+
+def end_by_signal(run: "Run[Resumable]", number: int, step: int) -> NoReturn:
+    """Record that a run was told to stop, and end it; call on every rank.
+
+    Raises:
+        Stopped: with the exit code of the signal.
+    """
+    run.record.update({"status": f"interrupted by {name_of(number)} at step {step}"})
+    raise Stopped(128 + number)
 
 
 def take_over(run: "Run[Resumable]", state: Mapping[str, Any]) -> None:

@@ -371,7 +371,7 @@ def check_source_is_kept(run: OutputOptions, source: ModelSource) -> None:
     for old in leftovers(Path(run.output_dir).expanduser()):
         if any(p is not None and p.resolve().is_relative_to(old.resolve()) for p in read):
             raise ValueError(
-                f"--overwrite_output_dir would delete {old}, which --model_name_or_path reads; "
+                f"--overwrite_output_dir would delete {old}, which the run starts from; "
                 "choose another --output_dir"
             )
 

@@ -6,13 +6,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback, TrainerState
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from dschat_lora.engine import peers
+from dschat_lora.engine.collectives import max_over_ranks
+from dschat_lora.engine.distributed import world_size
 from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.report.log import RunLog
+from dschat_lora.runtime.signals import Interrupts
 
 _MISMATCHED = "eval_mm_"
+_STEPS_BETWEEN_QUESTIONS = 10
 
 
 class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers is untyped
@@ -32,13 +36,16 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers is
         begin: Callable[[TrainerState], None],
         rows: Callable[[], int],
         saved: Callable[[TrainerState], None],
+        interrupts: Interrupts,
     ) -> None:
         """Call ``begin`` when training begins, ``rows`` for the rows trained on so far.
 
-        ``saved`` is called on every rank when the Trainer has written a checkpoint.
+        ``saved`` is called on every rank when the Trainer has written a checkpoint, which it
+        does after the step in which ``interrupts`` has received a signal, too.
         """
         self._log, self._task, self._lora = log, config.task, config.apply_lora
         self._begin, self._rows, self._saved = begin, rows, saved
+        self._interrupts = interrupts
         self._last, self._last_step, self._last_rows = time.monotonic(), 0, 0
         self.first_step = 0
         self.step = -1
@@ -61,10 +68,16 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers is
             self.step = max(evaluations)
             self.metrics = evaluations[self.step]
 
-    def on_step_end(self, settings: object, state: object, control: object, **more: Any) -> None:
-        """Move the progress bar."""
+    def on_step_end(
+        self, settings: object, state: TrainerState, control: TrainerControl, **more: Any
+    ) -> None:
+        """Move the progress bar, and have the state saved where the run is told to stop."""
         peers.after_a_step()
         self._log.advance()
+        # To ask the other processes is to wait for them and the device.
+        asks = world_size() == 1 or state.global_step % _STEPS_BETWEEN_QUESTIONS == 0
+        if asks and max_over_ranks(float(self._interrupts.received)) > 0:
+            control.should_save = True
 
     def on_save(self, settings: object, state: TrainerState, control: object, **more: Any) -> None:
         """Make a checkpoint of what the Trainer wrote."""

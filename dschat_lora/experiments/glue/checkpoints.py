@@ -15,8 +15,9 @@ from dschat_lora.checkpoint.staging import sync_all, write_whole
 from dschat_lora.engine.collectives import max_over_ranks, on_rank_zero
 from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.report.directory import read_object
-from dschat_lora.runtime.checkpointer import state_to_keep
+from dschat_lora.runtime.checkpointer import end_by_signal, how_to_go_on, state_to_keep
 from dschat_lora.runtime.run import Run
+from dschat_lora.runtime.signals import name_of
 
 # What DeepSpeed puts into its checkpoints besides tensors.
 _OF_DEEPSPEED = {
@@ -32,6 +33,9 @@ def complete(run: Run[GlueConfig], identity: Mapping[str, Any], state: TrainerSt
 
     Without them, as a killed process leaves it, a checkpoint is not gone on from. Those that
     ``--save_total_limit`` does not keep are deleted after that.
+
+    Raises:
+        Stopped: on every rank, if a signal has told some rank to stop.
     """
     max_over_ranks(0.0)  # each process has written its random state
 
@@ -48,6 +52,10 @@ def complete(run: Run[GlueConfig], identity: Mapping[str, Any], state: TrainerSt
         rotate(run.directory, keep=limit or 0, newest=step, best=best)
 
     on_rank_zero(write)
+    if number := int(max_over_ranks(float(run.interrupts.received))):
+        step = state.global_step
+        run.log.say(f"stopped by {name_of(number)} after step {step}; {how_to_go_on(run)}")
+        end_by_signal(run, number, step)
 
 
 def best_before(checkpoint: Path) -> str | None:

@@ -181,6 +181,7 @@ def build_trainer(
         begin=lambda state: _go_on(trainer, run, state),
         rows=lambda: int(trainer.rows),
         saved=lambda state: complete(run, trainer.identity, state),
+        interrupts=run.interrupts,
     )
     trainer.add_callback(trainer.watch)
     if config.reg_loss_wgt > 0:
@@ -249,7 +250,8 @@ def _train(trainer: GlueTrainer, run: Run[GlueConfig], directory: Path) -> None:
         checkpoint = Path(run.config.checkpoint)
         on_rank_zero(lambda: check_identity(checkpoint, trainer.identity))
         check_pickles(checkpoint)
-    done = trainer.train(resume_from_checkpoint=run.config.checkpoint or None)
+    with run.interrupts.deferred():
+        done = trainer.train(resume_from_checkpoint=run.config.checkpoint or None)
     if trainer.watch.first_step == trainer.state.global_step:
         run.log.say("trained: the run was at its end already")
     else:
