@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
@@ -36,16 +36,17 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers is
         begin: Callable[[TrainerState], None],
         rows: Callable[[], int],
         saved: Callable[[TrainerState], None],
+        stop: Callable[[int], NoReturn],
         interrupts: Interrupts,
     ) -> None:
         """Call ``begin`` when training begins, ``rows`` for the rows trained on so far.
 
-        ``saved`` is called on every rank when the Trainer has written a checkpoint, which it
-        does after the step in which ``interrupts`` has received a signal, too.
+        ``saved`` is called on every rank when the Trainer has written a checkpoint. It writes one
+        too when ``interrupts`` has received a signal, and ``stop`` is called after that.
         """
         self._log, self._task, self._lora = log, config.task, config.apply_lora
         self._begin, self._rows, self._saved = begin, rows, saved
-        self._interrupts = interrupts
+        self._stop, self._interrupts, self._is_stopping = stop, interrupts, False
         self._last, self._last_step, self._last_rows = time.monotonic(), 0, 0
         self.first_step = 0
         self.step = -1
@@ -74,14 +75,27 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers is
         """Move the progress bar, and have the state saved where the run is told to stop."""
         peers.after_a_step()
         self._log.advance()
+        ends_epoch = (state.epoch or 0.0).is_integer()  # and may be evaluated before it is saved
         # To ask the other processes is to wait for them and the device.
         asks = world_size() == 1 or state.global_step % _STEPS_BETWEEN_QUESTIONS == 0
-        if asks and max_over_ranks(float(self._interrupts.received)) > 0:
-            control.should_save = True
+        if asks and not ends_epoch:
+            self._ask(control)
+
+    def on_epoch_end(
+        self, settings: object, state: object, control: TrainerControl, **more: Any
+    ) -> None:
+        """Have the state saved where the run is told to stop."""
+        self._ask(control)
+
+    def _ask(self, control: TrainerControl) -> None:
+        if max_over_ranks(float(self._interrupts.received)) > 0:
+            control.should_save = self._is_stopping = True
 
     def on_save(self, settings: object, state: TrainerState, control: object, **more: Any) -> None:
         """Make a checkpoint of what the Trainer wrote."""
         self._saved(state)
+        if self._is_stopping:
+            self._stop(state.global_step)
 
     def on_log(
         self,

@@ -4,7 +4,7 @@ import json
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from transformers import TrainerState
@@ -33,9 +33,6 @@ def complete(run: Run[GlueConfig], identity: Mapping[str, Any], state: TrainerSt
 
     Without them, as a killed process leaves it, a checkpoint is not gone on from. Those that
     ``--save_total_limit`` does not keep are deleted after that.
-
-    Raises:
-        Stopped: on every rank, if a signal has told some rank to stop.
     """
     max_over_ranks(0.0)  # each process has written its random state
 
@@ -52,10 +49,17 @@ def complete(run: Run[GlueConfig], identity: Mapping[str, Any], state: TrainerSt
         rotate(run.directory, keep=limit or 0, newest=step, best=best)
 
     on_rank_zero(write)
-    if number := int(max_over_ranks(float(run.interrupts.received))):
-        step = state.global_step
-        run.log.say(f"stopped by {name_of(number)} after step {step}; {how_to_go_on(run)}")
-        end_by_signal(run, number, step)
+
+
+def stop(run: Run[GlueConfig], step: int) -> NoReturn:
+    """End a run that a signal told to stop, whose state is saved; call on every rank.
+
+    Raises:
+        Stopped: with the exit code of the signal.
+    """
+    number = int(max_over_ranks(float(run.interrupts.received)))
+    run.log.say(f"stopped by {name_of(number)} after step {step}; {how_to_go_on(run)}")
+    end_by_signal(run, number, step)
 
 
 def best_before(checkpoint: Path) -> str | None:

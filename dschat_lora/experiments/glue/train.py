@@ -28,7 +28,7 @@ from dschat_lora.engine.collectives import (
 )
 from dschat_lora.engine.distributed import init_distributed, world_size
 from dschat_lora.experiments.glue.callback import MetricsCallback, evaluations_in
-from dschat_lora.experiments.glue.checkpoints import best_before, check_pickles, complete
+from dschat_lora.experiments.glue.checkpoints import best_before, check_pickles, complete, stop
 from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.experiments.glue.data import TaskSplit, find_files, read_split
 from dschat_lora.experiments.glue.features import collator, tokenize
@@ -181,6 +181,7 @@ def build_trainer(
         begin=lambda state: _go_on(trainer, run, state),
         rows=lambda: int(trainer.rows),
         saved=lambda state: complete(run, trainer.identity, state),
+        stop=lambda step: stop(run, step),
         interrupts=run.interrupts,
     )
     trainer.add_callback(trainer.watch)

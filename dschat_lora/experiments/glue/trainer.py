@@ -48,6 +48,11 @@ class GlueTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
             inputs = self.doubled(inputs)
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
+    def _run_epoch(self, *arguments: Any, **named: Any) -> None:
+        """Train an epoch, but not where ``--max_steps`` ended a resumed run within it."""
+        if self.state.global_step < self.state.max_steps:
+            super()._run_epoch(*arguments, **named)
+
     def _load_best_model(self) -> None:
         if self.before_best is not None:
             self.before_best()
