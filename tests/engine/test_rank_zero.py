@@ -56,3 +56,11 @@ def test_first_rank_ends_with_another_one_that_failed(monkeypatch):
     monkeypatch.setattr(collectives, "max_over_ranks", lambda value: 2.0)
     with pytest.raises(SystemExit, match="2"):
         collectives.local_rank_first(lambda: "done")
+
+
+def test_a_process_alone_hears_its_own_mistake():
+    def fail():
+        raise ValueError("no rows")
+
+    with pytest.raises(ValueError, match="no rows"):
+        collectives.raise_together(fail)

@@ -81,7 +81,7 @@ def best_before(checkpoint: Path) -> str | None:
         verify(path, kind="checkpoint")
     except DamagedError as error:
         raise ValueError(
-            f"--load_best_model_at_end: the best evaluation so far is that of {path.name}, which "
+            f"--load_best_model_at_end: the best evaluation so far is that of {beside.name}, which "
             f"cannot be used: {error}; put it beside {checkpoint}, or go on from an earlier "
             "checkpoint"
         ) from error

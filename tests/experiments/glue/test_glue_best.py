@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import subprocess
 from types import SimpleNamespace
 
@@ -13,11 +14,13 @@ from transformers import AutoModelForSequenceClassification
 
 from dschat_lora.config.options import parse_config
 from dschat_lora.experiments.glue.bottleneck import AdaptedOutput, add_adapters, is_adapter
+from dschat_lora.experiments.glue.checkpoints import best_before
 from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.experiments.glue.regularize import with_second_pass
 from dschat_lora.experiments.glue.tasks import TASKS
 from dschat_lora.experiments.glue.trainer import mean_loss
 from dschat_lora.experiments.glue.validation import check_glue
+from dschat_lora.report.directory import is_unfinished
 from dschat_lora.runtime.seeds import run_seeds
 from helpers.glue_toys import LORA, read_jsonl
 
@@ -81,6 +84,22 @@ def test_a_best_before_a_resumption_keeps_its_measures(best, glue_run, tmp_path)
     out = tmp_path / "out"
     glue_run(out, "mnli", "--resume_from_checkpoint", best / "checkpoint-12")
     assert read(out / "eval_results.json") == pytest.approx(read(best / "eval_results.json"))
+
+
+def test_the_best_of_a_run_that_was_moved_is_found_and_a_missing_one_is_named(best, tmp_path):
+    record = read(best / "run.json")["best"]
+    for name in (record["checkpoint"], "checkpoint-12"):
+        shutil.copytree(best / name, tmp_path / name)
+    newest, kept = tmp_path / "checkpoint-12", tmp_path / record["checkpoint"]
+    assert best_before(newest) == str(kept)
+    shutil.rmtree(kept)
+    assert best_before(newest) == str(best / record["checkpoint"])
+    path = newest / "trainer_state.json"
+    path.write_text(json.dumps({**read(path), "best_model_checkpoint": "gone"}))
+    with pytest.raises(
+        ValueError, match=rf"that of {kept.name}, which cannot be used: .* it beside"
+    ):
+        best_before(newest)
 
 
 @pytest.fixture
@@ -244,6 +263,7 @@ def test_a_run_of_adapters_is_kept_and_evaluated_again(glue_run, tmp_path):
         *("--save_strategy", "no"),
     )
     path = out / "bottleneck_adapter.safetensors"
+    assert not is_unfinished(out), "auto would begin anew, and delete it"
     again = glue_run(*(tmp_path / "two", "rte", *adapters, "--no-do_train", "--adapter_path", path))
     assert read(again / "eval_results.json") == pytest.approx(read(out / "eval_results.json"))
     narrow = ["--apply_adapter", "--adapter_size", "3", "--no-do_train", "--adapter_path", path]

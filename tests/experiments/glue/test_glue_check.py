@@ -14,6 +14,8 @@ from dschat_lora.experiments.glue import train
 from dschat_lora.experiments.glue import validation as check
 from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.experiments.glue.validation import check_glue
+from dschat_lora.runtime.directory import RunDirectory
+from dschat_lora.runtime.resume import options_to_keep
 from helpers.glue_toys import write_task
 
 
@@ -90,7 +92,7 @@ def test_a_run_does_not_delete_the_model_it_starts_from(checked, encoder, tmp_pa
     for name in ("metrics.jsonl", "run.json"):
         (tmp_path / "out" / name).write_text("{}", encoding="utf-8")
     out = tmp_path / "out"
-    with pytest.raises(ValueError, match="would delete .*/out/model, which --model_name"):
+    with pytest.raises(ValueError, match="would delete .*/out/model, which the run starts"):
         checked("--model_name_or_path", out, "--output_dir", out, "--overwrite_output_dir")
     beside = ("--model_name_or_path", encoder("roberta"), "--output_dir", out)
     assert checked(*beside, "--overwrite_output_dir").output_dir == str(out)
@@ -104,6 +106,13 @@ def test_a_resumed_run_has_the_options_of_the_first(checked, trained):
     rows = ("--per_device_train_batch_size", "4")
     config = checked("--resume_from_checkpoint", trained / "checkpoint-3", *rows, task="mnli")
     assert config.gradient_accumulation_steps == 2
+
+
+def test_the_file_of_deepspeed_is_among_the_options_to_go_on_with(checked):
+    config = checked("--deepspeed", "configs/ds/zero2.json", "--dry_run")
+    kept = options_to_keep(config)
+    assert kept["deepspeed"] == "configs/ds/zero2.json"
+    assert "dry_run" not in kept
 
 
 def test_another_run_is_not_resumed_and_all_that_differs_is_said(checked, trained, monkeypatch):
@@ -194,6 +203,9 @@ def test_the_output_of_a_run_is_gone_on_with(checked, trained, encoder):
     assert config.lora_path == str(trained / "adapter")
     with pytest.raises(ValueError, match="needs --apply_lora"):
         checked("--model_name_or_path", trained)
+    # transformers would load it without its factors.
+    with pytest.raises(ValueError, match="make an adapter of it by dschat-lora extract"):
+        checked("--apply_lora", "--model_name_or_path", trained / "checkpoint-3")
 
 
 def test_hash_seed_and_workspace_are_set_before_python_starts_anew(monkeypatch):
@@ -258,6 +270,16 @@ def test_auto_begins_where_there_is_nothing_to_go_on_with(checked, trained, tmp_
     options = ("--resume_from_checkpoint", "auto", "--output_dir")
     assert checked(*options, tmp_path / "none").checkpoint == ""
     assert checked(*options, trained, task="mnli").checkpoint == str(trained / "checkpoint-6")
+
+
+def test_a_fresh_start_keeps_unsound_checkpoints(trained, tmp_path):
+    shutil.copytree(trained / "checkpoint-3", tmp_path / "checkpoint-3")
+    (tmp_path / "checkpoint-3" / "manifest.json").unlink()
+    (tmp_path / "checkpoint-9.abandoned").mkdir()
+    (tmp_path / "run.json").write_text("{}")
+    RunDirectory.restart(str(tmp_path), name="glue")
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left >= {"checkpoint-3.rejected", "checkpoint-9.abandoned"}
 
 
 def test_other_ranks_take_the_first_ones_checkpoint(checked, trained, monkeypatch):

@@ -2,7 +2,9 @@
 
 import gc
 import json
+import os
 import shutil
+import signal
 import weakref
 import zipfile
 
@@ -10,13 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dschat_lora.checkpoint.manifest import write_manifest
+from dschat_lora.checkpoint.manifest import verify, write_manifest
 from dschat_lora.config.options import parse_config
 from dschat_lora.experiments.glue import train
 from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.experiments.glue.model import build_model, trained_tensors
 from dschat_lora.experiments.glue.tasks import TASKS
-from dschat_lora.experiments.glue.train import mean_loss
+from dschat_lora.experiments.glue.trainer import GlueTrainer, mean_loss
 from helpers.glue_toys import LORA, TSV_TASKS, read_jsonl
 
 MEASURES = {
@@ -125,8 +127,10 @@ def test_the_seed_draws_the_head_and_the_factors(glue_run, tmp_path):
 
 
 def test_a_resumed_run_ends_as_one_that_was_not_stopped(glue_run, tmp_path):
-    options = [*LORA, "--num_train_epochs", "2", "--eval_strategy", "steps", "--eval_steps", "2"]
+    # Its end lies within the second epoch.
+    options = [*LORA, "--max_steps", "5", "--eval_strategy", "steps", "--eval_steps", "2"]
     options += ["--save_steps", "2", "--classifier_dropout", "0.1"]
+    options += ["--lr_scheduler_type", "constant"]
     whole = glue_run(tmp_path / "whole", "rte", *options)
     resumed = glue_run(
         tmp_path / "other", "rte", *options, "--resume_from_checkpoint", whole / "checkpoint-4"
@@ -143,9 +147,34 @@ def test_a_resumed_run_ends_as_one_that_was_not_stopped(glue_run, tmp_path):
             assert theirs["samples_per_second"] == pytest.approx(speed)
     before = results(resumed, "train")
     assert before["train_loss"] > 0
+    (resumed / "all_results.json").write_text("")  # as a killed process leaves it
     glue_run(resumed, "rte", "--resume_from_checkpoint", "latest")
     assert results(resumed, "train") == before
     assert same(weights(whole), weights(resumed))
+    again = read_jsonl(resumed / "metrics.jsonl")
+    assert [(line["kind"], line["step"]) for line in again] == [
+        (line["kind"], line["step"]) for line in lines[0]
+    ]
+
+
+def test_a_run_that_is_told_to_stop_saves_its_state(glue_run, monkeypatch, tmp_path, capsys):
+    step = GlueTrainer.training_step
+
+    def told(trainer, *arguments):
+        if trainer.state.global_step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(trainer, *arguments)
+
+    monkeypatch.setattr(GlueTrainer, "training_step", told)
+    out = tmp_path / "out"
+    with pytest.raises(SystemExit) as ended:
+        glue_run(out, "rte", *LORA, "--max_steps", "9", "--save_strategy", "epoch")
+    assert ended.value.code == 128 + signal.SIGTERM
+    words = f"go on with: --output_dir {out} --resume_from_checkpoint latest"
+    assert f"stopped by SIGTERM after step 2; {words}\n" in capsys.readouterr().out
+    record = json.loads((out / "run.json").read_text("utf-8"))
+    assert record["status"] == "interrupted by SIGTERM at step 2"
+    verify(out / "checkpoint-2", kind="checkpoint")
 
 
 def test_a_checkpoint_that_cannot_be_loaded_leaves_log_and_record_alone(
