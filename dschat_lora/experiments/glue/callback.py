@@ -46,7 +46,8 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers is
         """
         self._log, self._task, self._lora = log, config.task, config.apply_lora
         self._begin, self._rows, self._saved = begin, rows, saved
-        self._stop, self._interrupts, self._is_stopping = stop, interrupts, False
+        self._stop, self._interrupts = stop, interrupts
+        self._is_stopping = self._is_owed = False
         self._last, self._last_step, self._last_rows = time.monotonic(), 0, 0
         self.first_step = 0
         self.step = -1
@@ -72,19 +73,26 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers is
     def on_step_end(
         self, settings: object, state: TrainerState, control: TrainerControl, **more: Any
     ) -> None:
-        """Move the progress bar, and have the state saved where the run is told to stop."""
+        """Move the progress bar, and have the state saved where the run is told to stop.
+
+        After the last step of an epoch it is saved in :meth:`on_epoch_end`, behind an evaluation.
+        """
         peers.after_a_step()
         self._log.advance()
-        ends_epoch = (state.epoch or 0.0).is_integer()  # and may be evaluated before it is saved
+        if (state.epoch or 0.0).is_integer():
+            self._is_owed, control.should_save = control.should_save, False
+            return
         # To ask the other processes is to wait for them and the device.
         asks = world_size() == 1 or state.global_step % _STEPS_BETWEEN_QUESTIONS == 0
-        if asks and not ends_epoch:
+        if asks:
             self._ask(control)
 
     def on_epoch_end(
         self, settings: object, state: object, control: TrainerControl, **more: Any
     ) -> None:
-        """Have the state saved where the run is told to stop."""
+        """Have the state saved where the last step asked for it, or the run is told to stop."""
+        control.should_save = control.should_save or self._is_owed
+        self._is_owed = False
         self._ask(control)
 
     def _ask(self, control: TrainerControl) -> None:

@@ -157,6 +157,16 @@ def test_a_resumed_run_ends_as_one_that_was_not_stopped(glue_run, tmp_path):
     ]
 
 
+def test_a_checkpoint_at_the_end_of_an_epoch_is_that_after_its_evaluation(glue_run, tmp_path):
+    options = [*LORA, "--num_train_epochs", "2", "--eval_strategy", "epoch"]
+    options += ["--save_steps", "3", "--classifier_dropout", "0.1"]
+    whole = glue_run(tmp_path / "whole", "rte", *options)
+    resumed = tmp_path / "resumed"
+    glue_run(resumed, "rte", "--resume_from_checkpoint", whole / "checkpoint-3")
+    assert steps_of(resumed, "eval") == steps_of(whole, "eval") == [3, 6]
+    assert same(weights(whole), weights(resumed))
+
+
 def test_a_run_that_is_told_to_stop_saves_its_state(glue_run, monkeypatch, tmp_path, capsys):
     step = GlueTrainer.training_step
 
