@@ -20,7 +20,7 @@ _FREE = frozenset(
         *("eval_strategy", "eval_steps", "save_strategy", "save_steps", "save_total_limit"),
         *("logging_steps", "gradient_checkpointing", "dataloader_num_workers", "logging_dir"),
         *("use_deterministic_algorithms", "distributed_timeout", "output_dir", "seeds"),
-        *("overwrite_output_dir", "resume_from_checkpoint", "dry_run"),
+        *("overwrite_output_dir", "resume_from_checkpoint", "dry_run", "model_name_or_path"),
     )
 )
 _AT_LEAST_ONE = (

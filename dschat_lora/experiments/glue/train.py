@@ -44,6 +44,7 @@ from dschat_lora.experiments.glue.results import (
 )
 from dschat_lora.experiments.glue.trainer import GlueTrainer, mean_loss
 from dschat_lora.experiments.glue.validation import check_glue
+from dschat_lora.models.fingerprint import weights_fingerprint
 from dschat_lora.runtime.checkpointer import take_over
 from dschat_lora.runtime.consistency import tokenizer_digest
 from dschat_lora.runtime.resume import (
@@ -215,8 +216,10 @@ def _identity(
     if "train" not in splits:
         return {}
     rows = config.per_device_train_batch_size * config.gradient_accumulation_steps
+    base = config.model_name_or_path
     return {
         "stage": config.stage,
+        "model": weights_fingerprint(base) if Path(base).is_dir() else base,
         "tokenizer": tokenizer_digest(tokenizer),
         "train_data": _digest(splits["train"]),
         "rows_per_step": rows * world_size(),

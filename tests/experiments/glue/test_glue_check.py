@@ -16,7 +16,7 @@ from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.experiments.glue.validation import check_glue
 from dschat_lora.runtime.directory import RunDirectory
 from dschat_lora.runtime.resume import options_to_keep
-from helpers.glue_toys import write_task
+from helpers.glue_toys import save_encoder, write_task
 
 
 @pytest.fixture
@@ -247,8 +247,9 @@ def test_a_checkpoint_that_was_being_written_is_passed_over_and_set_aside(
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
+@pytest.mark.parametrize("same_base", [True, False])
 def test_a_run_on_other_rows_is_not_gone_on_with(
-    trained, glue_run, encoder, tmp_path, capsys, monkeypatch
+    trained, glue_run, tmp_path, capsys, monkeypatch, same_base
 ):
     options = ("--resume_from_checkpoint", trained / "checkpoint-3", "--max_train_samples", "16")
     with pytest.raises(ValueError, match="--max_train_samples was the default, now 16"):
@@ -256,13 +257,16 @@ def test_a_run_on_other_rows_is_not_gone_on_with(
     (tmp_path / "run").mkdir()
     rows = write_task("mnli", tmp_path / "data", seed=1)
     argv = [*options[:2], "--data_dir", rows, "--output_dir", tmp_path / "run"]
-    argv += ["--model_name_or_path", encoder("roberta"), "--task_name", "mnli"]
+    # The same weights as the run's, in another place.
+    base = save_encoder("roberta", tmp_path / "base", initializer_range=0.3 if same_base else 0.2)
+    argv += ["--model_name_or_path", base, "--task_name", "mnli"]
     config = check_glue(parse_config(GlueConfig, [str(each) for each in argv]))
     monkeypatch.setattr(train, "world_size", lambda: 2)
     with pytest.raises(SystemExit):
         train.run_glue(config)
     said = capsys.readouterr().err
-    assert "what differs: the training data (was " in said
+    assert ("the base model's weights" in said) is not same_base
+    assert "the training data (was " in said
     assert said.endswith("the rows of a step (was 8, now 16)\n")
 
 
