@@ -3,6 +3,7 @@
 import gc
 import os
 import shutil
+import subprocess
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -96,28 +97,37 @@ def pytest_unconfigure(config):
 
 
 @pytest.fixture(scope="session")
-def plain_launcher(tmp_path_factory):
-    """Starts processes that have imported everything, without faults."""
-    running = Launcher(tmp_path_factory.mktemp("launcher"))
+def fault_library(tmp_path_factory):
+    """``faults/fault.c``, compiled for LD_PRELOAD; None without a C compiler."""
+    if shutil.which("cc") is None:
+        return None
+    library = tmp_path_factory.mktemp("library") / "fault.so"
+    flags = ["-shared", "-fPIC", "-O2", "-Wall", "-Wextra", "-Werror"]
+    source = Path(__file__).with_name("faults") / "fault.c"
+    subprocess.run(["cc", *flags, "-o", library, source, "-ldl"], check=True)
+    return library
+
+
+@pytest.fixture(scope="session")
+def launcher(fault_library, tmp_path_factory):
+    """Starts processes that have imported everything, whose file operations fail where asked to.
+
+    One server serves all tests of a process, for its imports take seconds.
+    """
+    running = Launcher(tmp_path_factory.mktemp("launcher"), preload=fault_library)
     yield running
     running.stop()
 
 
 @pytest.fixture(scope="session")
-def launcher(plain_launcher):
-    """Starts commands; in ``faults``, another one takes its place."""
-    return plain_launcher
-
-
-@pytest.fixture(scope="session")
-def ranks(tmp_path_factory, plain_launcher):
+def ranks(tmp_path_factory, launcher):
     """``ranks(n)``: n processes over gloo, started once and kept for the session."""
     running = {}
 
     def of_size(size):
         if size not in running:
             directory = tmp_path_factory.mktemp(f"ranks{size}")
-            running[size] = Ranks(size, directory, plain_launcher)
+            running[size] = Ranks(size, directory, launcher)
         return running[size]
 
     yield of_size
@@ -126,13 +136,13 @@ def ranks(tmp_path_factory, plain_launcher):
 
 
 @pytest.fixture(scope="session")
-def fresh_ranks(tmp_path_factory, plain_launcher):
+def fresh_ranks(tmp_path_factory, launcher):
     """``fresh_ranks(n)``: n new processes, for what a process shows only once."""
     started = []
 
     def of_size(size, **environment):
         directory = tmp_path_factory.mktemp("fresh")
-        started.append(Ranks(size, directory, plain_launcher, **environment))
+        started.append(Ranks(size, directory, launcher, **environment))
         return started[-1]
 
     yield of_size

@@ -50,7 +50,7 @@ def import_everything():
     # Compiles a thousand regular expressions, which else the first model of each child does.
     get_checkpoint_conversion_mapping("opt")
     torch.set_num_threads(1)
-    # Libraries of operators take themselves out of torch at the end, which takes a tenth of a second.
+    # Libraries of operators leave torch's dispatcher at the end, which takes a tenth of a second.
     for finalizer in list(weakref.finalize._registry):
         finalizer.atexit = False
     # The collector would write to every page of every child, which takes two seconds at its end.
@@ -138,7 +138,9 @@ def become(request):
     # A shell lets its background jobs ignore it, which their children inherit.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     write = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-    attach({0: (request["in"], os.O_RDONLY), 1: (request["out"], write), 2: (request["err"], write)})
+    attach(
+        {0: (request["in"], os.O_RDONLY), 1: (request["out"], write), 2: (request["err"], write)}
+    )
     os.environ.clear()
     os.environ.update(request["environment"], FAULT_PID=str(os.getpid()))
     os.chdir(request["cwd"])
