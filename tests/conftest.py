@@ -22,6 +22,8 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 os.environ["DSCHAT_LORA_GPUS"] = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
+gc.disable()  # until everything is imported
+
 import psutil  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -37,6 +39,7 @@ def pytest_collection_finish(session):
     # What imports left stays for good; else each full collection walks through all of it.
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture
