@@ -3,6 +3,7 @@
 import gc
 import os
 import shutil
+import subprocess
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -22,6 +23,8 @@ os.environ.setdefault("PYTHONHASHSEED", "0")  # else GLUE's command would start 
 os.environ["DSCHAT_LORA_GPUS"] = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
+gc.disable()  # until everything is imported
+
 import psutil  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -37,6 +40,7 @@ def pytest_collection_finish(session):
     # What imports left stays for good; else each full collection walks through all of it.
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture
@@ -97,28 +101,37 @@ def pytest_unconfigure(config):
 
 
 @pytest.fixture(scope="session")
-def plain_launcher(tmp_path_factory):
-    """Starts processes that have imported everything, without faults."""
-    running = Launcher(tmp_path_factory.mktemp("launcher"))
+def fault_library(tmp_path_factory):
+    """``faults/fault.c``, compiled for LD_PRELOAD; None without a C compiler."""
+    if shutil.which("cc") is None:
+        return None
+    library = tmp_path_factory.mktemp("library") / "fault.so"
+    flags = ["-shared", "-fPIC", "-O2", "-Wall", "-Wextra", "-Werror"]
+    source = Path(__file__).with_name("faults") / "fault.c"
+    subprocess.run(["cc", *flags, "-o", library, source, "-ldl"], check=True)
+    return library
+
+
+@pytest.fixture(scope="session")
+def launcher(fault_library, tmp_path_factory):
+    """Starts processes that have imported everything, whose file operations fail where asked to.
+
+    One server serves all tests of a process, for its imports take seconds.
+    """
+    running = Launcher(tmp_path_factory.mktemp("launcher"), preload=fault_library)
     yield running
     running.stop()
 
 
 @pytest.fixture(scope="session")
-def launcher(plain_launcher):
-    """Starts commands; in ``faults``, another one takes its place."""
-    return plain_launcher
-
-
-@pytest.fixture(scope="session")
-def ranks(tmp_path_factory, plain_launcher):
+def ranks(tmp_path_factory, launcher):
     """``ranks(n)``: n processes over gloo, started once and kept for the session."""
     running = {}
 
     def of_size(size):
         if size not in running:
             directory = tmp_path_factory.mktemp(f"ranks{size}")
-            running[size] = Ranks(size, directory, plain_launcher)
+            running[size] = Ranks(size, directory, launcher)
         return running[size]
 
     yield of_size
@@ -127,13 +140,13 @@ def ranks(tmp_path_factory, plain_launcher):
 
 
 @pytest.fixture(scope="session")
-def fresh_ranks(tmp_path_factory, plain_launcher):
+def fresh_ranks(tmp_path_factory, launcher):
     """``fresh_ranks(n)``: n new processes, for what a process shows only once."""
     started = []
 
     def of_size(size, **environment):
         directory = tmp_path_factory.mktemp("fresh")
-        started.append(Ranks(size, directory, plain_launcher, **environment))
+        started.append(Ranks(size, directory, launcher, **environment))
         return started[-1]
 
     yield of_size

@@ -132,7 +132,7 @@ def build_engines(setup: RlhfSetup) -> Engines:
         for each in roles.models.values():
             compile_blocks(each.model)
     engines.eval()
-    return _resolve_architecture(engines, len(setup.tokenizer), setup.run)
+    return resolve_architecture(engines, len(setup.tokenizer), setup.run)
 
 
 def _engine(setup: RlhfSetup, role: str, network: Network) -> TrainEngine[Network]:
@@ -141,20 +141,27 @@ def _engine(setup: RlhfSetup, role: str, network: Network) -> TrainEngine[Networ
     return TrainEngine(network, groups, setup.settings[role])
 
 
-def _resolve_architecture(engines: Engines, vocab_size: int, run: Run[RlhfConfig]) -> Engines:
-    """The engines, adapted to how the user's models treat rows and logits; call on every rank."""
+def resolve_architecture(engines: Engines, vocab_size: int, run: Run[RlhfConfig]) -> Engines:
+    """The engines, adapted to how the user's models treat rows and logits; call on every rank.
+
+    A look at one role is one at those of the same architecture: its ``own_mask`` holds for all.
+    """
+    device = engines.actor.device
+    roles = {n: role for e in engines.trained.values() for n, role in e.module.roles.items()}
+    # Of one model each, and so of one architecture.
+    pairs = ("actor", "reference"), ("critic", "reward")
+    alike = [[roles[name].backbone for name in pair if name in roles] for pair in pairs]
     shares_prompts = True
-    for engine in engines.trained.values():
-        for role in engine.module.roles.values():
-            report = check_architecture(role.backbone, vocab_size=vocab_size, device=engine.device)
+    for backbones in filter(None, alike):
+        report = check_architecture(backbones[0], vocab_size=vocab_size, device=device)
+        for backbone in backbones:
             # A response in a row of its own is what any mask gets right.
-            role.backbone.own_mask |= not report.packing_is_exact
+            backbone.own_mask |= not report.packing_is_exact
             # Where padding is computed, a row of many branches would be mostly masked pairs.
-            skips_padding = role.backbone.skips_padding(engine.device)
-            shares_prompts &= report.tree_is_exact and skips_padding
+            shares_prompts &= report.tree_is_exact and backbone.skips_padding(device)
     actor = engines.actor.module
     policies = [actor.policy("actor"), actor.policy("reference")]
-    resolve_logits(policies, vocab_size=vocab_size, device=engines.actor.device, run=run)
+    resolve_logits(policies, vocab_size=vocab_size, device=device, run=run)
     # The model's own logits come from its own masks.
     whole = any(policy.full_logits for policy in policies)
     return replace(engines, shares_prompts=shares_prompts and not whole)

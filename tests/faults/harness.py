@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import re
-import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,21 +24,6 @@ TINY = f"""
 MANIFEST = "manifest.json"
 CHECKPOINT = re.compile(r"step-(\d{8})")
 TIMING = re.compile(r"time|step_seconds|.*_per_second|(hardware_)?tflops.*|mfu|peak_memory_bytes")
-
-
-def compile_library(directory):
-    """The library of ``fault.c``, in ``directory``; for LD_PRELOAD."""
-    library = Path(directory) / "fault.so"
-    source = Path(__file__).with_name("fault.c")
-    flags = ["-shared", "-fPIC", "-O2", "-Wall", "-Wextra", "-Werror"]
-    done = subprocess.run(
-        ["cc", *flags, "-o", str(library), str(source), "-ldl"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return library
 
 
 @dataclass(frozen=True)

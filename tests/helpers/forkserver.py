@@ -1,10 +1,10 @@
 """A process that has imported everything, and forks one child for each rank of a command.
 
 Each child is a process of its own, as if started by a launcher: it runs a script as ``__main__``
-in its own session and can be killed at any time. Commands of several processes end through the
-interpreter's own exit, that of a single one without its last part, see :func:`run_script`. What
-differs from a fresh interpreter: the hash seed is the server's, and what modules read from the
-environment when they are imported is fixed. Requests and replies are lines of JSON.
+in its own session and can be killed at any time. What differs from a fresh interpreter: the hash
+seed is the server's, what modules read from the environment when they are imported is fixed, and
+the last part of the interpreter's exit is skipped, see :func:`run_script`. Requests and replies are
+lines of JSON.
 """
 
 import atexit
@@ -20,6 +20,7 @@ import signal
 import sys
 import tempfile
 import threading
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -43,15 +44,20 @@ LATE = """
 
 def import_everything():
     """Import every module of the package, and the late ones of the others."""
+    gc.disable()  # nothing of it is garbage
     modules = pkgutil.walk_packages(dschat_lora.__path__, "dschat_lora.")
     for name in [module.name for module in modules if not module.name.endswith("__main__")] + LATE:
         importlib.import_module(name)
     # Compiles a thousand regular expressions, which else the first model of each child does.
     get_checkpoint_conversion_mapping("opt")
     torch.set_num_threads(1)
+    # Libraries of operators leave torch's dispatcher at the end, which takes a tenth of a second.
+    for finalizer in list(weakref.finalize._registry):
+        finalizer.atexit = False
     # The collector would write to every page of every child, which takes two seconds at its end.
     gc.collect()
     gc.freeze()
+    gc.enable()
     assert len(os.listdir("/proc/self/task")) == 1, "a forked child would miss the other threads"
 
 
@@ -65,10 +71,10 @@ class Server:
         """Reply to requests; returns the request of a child, in the child, else None."""
         for line in sys.stdin:
             request = json.loads(line)
-            if "start" in request:
+            if "start" in request or "host" in request:
                 pid = os.fork()
                 if pid == 0:
-                    return request["start"]
+                    return request["start"] if "start" in request else serve_on_host(request)
                 self._codes[pid] = None
                 reply = pid
             elif "signal" in request:
@@ -99,21 +105,44 @@ class Server:
         return True
 
 
+def serve_on_host(request):
+    """Serve other requests in the namespaces of another process, as :meth:`Server.serve`.
+
+    A process stays where it is numbered; so the child of this one serves.
+    """
+    os.setsid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    spaces = [f"/proc/{request['host']}/ns/{name}" for name in ("net", "uts", "mnt", "pid")]
+    for descriptor in [os.open(space, os.O_RDONLY) for space in spaces]:
+        if libc.setns(descriptor, 0) != 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        os.close(descriptor)
+    if (pid := os.fork()) != 0:
+        os.waitpid(pid, 0)
+        os._exit(0)
+    attach({0: (request["in"], os.O_RDONLY), 1: (request["out"], os.O_WRONLY)})
+    return Server().serve()
+
+
+def attach(files):
+    """Replace descriptors by files, each ``(path, flags)``, and with them the standard input."""
+    for descriptor, (path, flags) in files.items():
+        opened = os.open(path, flags, 0o666)
+        os.dup2(opened, descriptor)
+        os.close(opened)
+    # The reader may hold requests for the server.
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+
+
 def become(request):
     """Turn this forked process into the command of the request, up to its first line."""
     os.setsid()
     # A shell lets its background jobs ignore it, which their children inherit.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for name, descriptor, flags in (
-        (request["in"], 0, os.O_RDONLY),
-        (request["out"], 1, os.O_WRONLY | os.O_CREAT | os.O_APPEND),
-        (request["err"], 2, os.O_WRONLY | os.O_CREAT | os.O_APPEND),
-    ):
-        opened = os.open(name, flags, 0o666)
-        os.dup2(opened, descriptor)
-        os.close(opened)
-    # The reader may hold requests for the server.
-    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+    write = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    attach(
+        {0: (request["in"], os.O_RDONLY), 1: (request["out"], write), 2: (request["err"], write)}
+    )
     os.environ.clear()
     os.environ.update(request["environment"], FAULT_PID=str(os.getpid()))
     os.chdir(request["cwd"])
@@ -128,27 +157,33 @@ def become(request):
         configure()
 
 
-def run_script(request):
-    """Run the script of a request to its end.
+def run_script(script):
+    """Run a script to its end.
 
-    A single process then skips the teardown of modules and libraries, which writes to every page
-    that it shares with the server and takes as long as a short run. Its threads have ended, and
-    what was registered for its end has run. Processes of a group go through all of it: threads of
-    the group have something to do there.
+    Where the process group has ended with all its threads, the teardown of modules and libraries
+    is skipped: it writes to every page that the process shares with the server, which takes as
+    long as a short run. What was registered for the end has run. A thread of the group that is
+    left has the interpreter end as usual, which it may abort.
     """
     code = None
     try:
-        runpy.run_path(request["argv"][0], run_name="__main__")
+        runpy.run_path(script, run_name="__main__")
     except SystemExit as ended:
         code = ended.code
-        if request["environment"]["WORLD_SIZE"] != "1" or not isinstance(code, int | None):
+        if group_threads() or not isinstance(code, int | None):
             raise
-    if request["environment"]["WORLD_SIZE"] == "1":
+    if not group_threads():
         threading._shutdown()
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code or 0)
+
+
+def group_threads():
+    """Names of the threads of this process that belong to a process group over gloo."""
+    names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    return [name for name in names if "gloo" in name]
 
 
 if __name__ == "__main__":
@@ -158,4 +193,4 @@ if __name__ == "__main__":
     task = Server().serve()
     if task is not None:
         become(task)
-        run_script(task)
+        run_script(task["argv"][0])

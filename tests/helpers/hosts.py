@@ -6,7 +6,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from helpers.launcher import ROOT, Launcher, free_port
+from helpers.launcher import ROOT, free_port
 
 ADDRESSES = {"A": "10.77.0.1", "B": "10.77.0.2"}
 
@@ -27,7 +27,7 @@ class Host:
         disk: what ``view`` is on this host, seen from outside.
     """
 
-    def __init__(self, name, root, view):
+    def __init__(self, name, root, view, launcher):
         self.name, self.view = name, view
         self.disk = root / name
         self.disk.mkdir()
@@ -44,9 +44,9 @@ class Host:
         children = Path(f"/proc/{self._outer.pid}/task/{self._outer.pid}/children")
         self.first = children.read_text().split()[0]
         self.prefix = ["nsenter", "-t", self.first, "-m", "-n", "-u", "-p", "--"]
-        self.launcher = Launcher(
+        self.launcher = launcher.on_host(
+            self.first,
             root / f"{name}-launcher",
-            prefix=self.prefix,
             XDG_CACHE_HOME=str(view / "cache"),
             HF_HUB_OFFLINE="1",
         )
@@ -76,10 +76,10 @@ class Host:
 class TwoHosts:
     """Hosts A and B, each with a directory of its own at ``view``."""
 
-    def __init__(self, root):
+    def __init__(self, root, launcher):
         self.view = root / "view"
         self.view.mkdir()
-        self.hosts = {name: Host(name, root, self.view) for name in "AB"}
+        self.hosts = {name: Host(name, root, self.view, launcher) for name in "AB"}
         a, b = (host.first for host in self.hosts.values())
         cable = ["ip", "link", "add", "eth0", "netns", a, "type", "veth"]
         subprocess.run([*cable, "peer", "name", "eth0", "netns", b], check=True)

@@ -24,12 +24,12 @@ class Launcher:
 
     Args:
         directory: receives what the commands write to their terminals.
-        prefix: command by which the server is started, such as that of another host.
+        preload: a library that the server and its children have between them and libc.
         environment: added to this process's, for the server and for every command.
     """
 
-    def __init__(self, directory, *, prefix=(), **environment):
-        self._prefix = prefix
+    def __init__(self, directory, *, preload=None, **environment):
+        self._preload = {} if preload is None else {"LD_PRELOAD": str(preload)}
         self._directory = Path(directory)
         self._directory.mkdir(parents=True, exist_ok=True)
         self._environment = {
@@ -40,8 +40,26 @@ class Launcher:
             "PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, sys.path), str(ROOT)]),
             **environment,
         }
-        self._server = None
+        self._server = self._requests = self._replies = None
         self._starts = 0
+
+    def on_host(self, first, directory, **environment):
+        """A launcher whose server is forked from this one's, in the namespaces of a process.
+
+        Args:
+            first: number of a process of the host.
+            directory: as of this one, on either host.
+            environment: added to this one's, for every command.
+        """
+        other = Launcher(directory, **{**self._environment, **environment})
+        paths = [other._directory / name for name in ("requests", "replies")]
+        for path in paths:
+            os.mkfifo(path)
+        pid = self._ask({"host": first, "in": str(paths[0]), "out": str(paths[1])})
+        other._server = Running(self._ask, [pid], other._directory, [])
+        other._requests = paths[0].open("w", encoding="utf-8")
+        other._replies = paths[1].open(encoding="utf-8")
+        return other
 
     def start(self, argv, cwd, *, ranks=1, first=0, env=None, script=STEP1, listening=False):
         """Run ``python script argv...`` in ``cwd`` on so many ranks of one node, from ``first`` on.
@@ -82,29 +100,35 @@ class Launcher:
 
     def stop(self):
         """End the server, and every command that still runs."""
-        if self._server is not None:
-            self._server.stdin.close()
-            self._server.wait(timeout=60)
-            self._server.stdout.close()
-            self._server = None
+        if self._requests is None:
+            return
+        self._requests.close()
+        self._server.wait(timeout=60)
+        self._replies.close()
+        self._server = self._requests = self._replies = None
 
     def _ask(self, request):
-        if self._server is None:
-            self._server = subprocess.Popen(
-                [*self._prefix, sys.executable, "-m", "helpers.forkserver"],
-                # Arrow's allocator would start a thread, which children would miss.
-                env={**self._environment, "JE_ARROW_MALLOC_CONF": "background_thread:false"},
-                cwd=self._directory,  # first on its module path
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                start_new_session=True,
-            )
-            said = self._server.stdout.readline()
-            assert said == "ready\n", f"the fork server did not start: {said!r}"
-        self._server.stdin.write(json.dumps(request) + "\n")
-        self._server.stdin.flush()
-        return json.loads(self._server.stdout.readline())
+        if self._requests is None:
+            self._start_server()
+        self._requests.write(json.dumps(request) + "\n")
+        self._requests.flush()
+        return json.loads(self._replies.readline())
+
+    def _start_server(self):
+        # Arrow's allocator would start a thread, which children would miss.
+        more = {"JE_ARROW_MALLOC_CONF": "background_thread:false", **self._preload}
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "helpers.forkserver"],
+            env={**self._environment, **more},
+            cwd=self._directory,  # first on its module path
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self._requests, self._replies = self._server.stdin, self._server.stdout
+        said = self._replies.readline()
+        assert said == "ready\n", f"the fork server did not start: {said!r}"
 
 
 class Running:
@@ -141,7 +165,7 @@ class Running:
                     for rank, code in enumerate(codes)
                 )
                 raise StillRunningError(f"not ended after {timeout} s\n{written}")
-            time.sleep(0.01)
+            time.sleep(0.02)
         return codes
 
     def output(self, rank=0):

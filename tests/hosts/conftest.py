@@ -14,11 +14,11 @@ ROWS = [
 
 
 @pytest.fixture(scope="session")
-def hosts(tmp_path_factory):
+def hosts(tmp_path_factory, launcher):
     """Two hosts, each with the same rows at ``rows.jsonl``."""
     if reason := why_not():
         pytest.skip(f"two hosts cannot be made: {reason}")
-    running = TwoHosts(tmp_path_factory.mktemp("hosts"))
+    running = TwoHosts(tmp_path_factory.mktemp("hosts"), launcher)
     running.write("rows.jsonl", "".join(json.dumps(row) + "\n" for row in ROWS))
     yield running
     running.stop()

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import peft
 import pytest
@@ -10,6 +11,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.engine.build import EngineSettings
+from dschat_lora.models.architecture_checks import check_architecture
+from dschat_lora.rlhf import engines
 from dschat_lora.rlhf.batch import Response, collate
 from dschat_lora.rlhf.memory import cache_bytes, memory_plan
 from dschat_lora.rlhf.roles import Network
@@ -17,7 +20,7 @@ from helpers.iterations import ragged_responses
 from helpers.pairs import plain_scores
 from helpers.plain_ppo import said_of, score_of, stock_policy, stock_scorer, values_of
 from helpers.roles import LAYERS, asked_of, config_of, networks_of, roles_of, save_adapters
-from helpers.tiny import save_tiny_model, tiny_model
+from helpers.tiny import VOCAB, save_tiny_model, tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -530,3 +533,25 @@ def test_a_tied_head_stays_tied_in_every_tree(tmp_path):
     )
     for model in (roles.actor.model, roles.reference.model, roles.rollout):
         assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+@pytest.mark.parametrize("unlike", ["actor", "critic"])
+def test_roles_of_an_architecture_that_mixes_rows_all_make_their_own_masks(
+    family, monkeypatch, unlike
+):
+    asked = asked_of(roles_of(ADAPTERS, *family("opt")[1:]))
+    networks = {"actor": asked.actor, "critic": asked.critic}
+    mixing = [role.backbone for role in networks[unlike].roles.values()]
+
+    def mixes(backbone, **options):
+        report = check_architecture(backbone, **options)
+        return replace(report, packing_is_exact=backbone not in mixing)
+
+    monkeypatch.setattr(engines, "check_architecture", mixes)
+    device = torch.device("cpu")
+    wrapped = {n: SimpleNamespace(module=m, device=device) for n, m in networks.items()}
+    found = engines.resolve_architecture(replace(asked, **wrapped), VOCAB, run=None)
+    for name, network in networks.items():
+        for role in network.roles.values():
+            assert role.backbone.own_mask == (name == unlike)
+    assert not found.shares_prompts

@@ -35,11 +35,11 @@ def home(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def command(home, plain_launcher):
+def command(home, launcher):
     """``command(verb, *argv, ranks=1)``: what rank 0 wrote, of a command that must succeed."""
 
     def run(*argv, ranks=1):
-        running = plain_launcher.start([*argv], home, ranks=ranks, script=SCRIPT)
+        running = launcher.start([*argv], home, ranks=ranks, script=SCRIPT)
         assert running.wait() == [0] * ranks, running.output(0)
         return running.output(0)
 
@@ -188,9 +188,9 @@ def test_texts_are_judged_by_every_metric(texts, command):
         assert f"{name} " in shown
 
 
-def test_factors_without_a_base_are_refused(trained, plain_launcher, home):
+def test_factors_without_a_base_are_refused(trained, launcher, home):
     file = "one/lora/step-00000008.safetensors"
     argv = ["decode", "--data_path", "held.txt", "--lora_path", file]
-    running = plain_launcher.start(argv, home, script=SCRIPT)
+    running = launcher.start(argv, home, script=SCRIPT)
     assert running.wait() == [2]
     assert f"--lora_path {file} holds LoRA factors alone; name their base" in running.output(0)
