@@ -245,7 +245,7 @@ def test_directory_below_a_file_is_refused(tmp_path):
 
 def test_directory_that_the_model_comes_from_is_never_overwritten(adapter):
     (adapter.parent / "run.json").write_text("{}")
-    with pytest.raises(ValueError, match="--overwrite_output_dir would delete .*the run starts from"):
+    with pytest.raises(ValueError, match="--overwrite_output_dir would delete .*the run starts"):
         checked(
             "--model_name_or_path",
             adapter.parent,
