@@ -71,6 +71,24 @@ def test_exit_handlers_run(start):
     assert running.out() == "bye\n"
 
 
+@pytest.mark.parametrize("left", [True, False])
+def test_interpreter_ends_as_usual_where_a_thread_of_a_group_is_left(start, left):
+    text = f"""
+import os, sys
+import torch.distributed as dist
+class Seen:
+    def __del__(self, write=os.write):
+        write(1, b"ended")
+sys.seen = Seen()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+if not {left}:
+    dist.destroy_process_group()
+"""
+    running = start(text)
+    assert running.wait() == [0]
+    assert running.out() == "ended" * left
+
+
 def test_rank_that_is_killed_is_seen_and_its_children_end(start):
     text = """
 import os, subprocess, sys, time

@@ -49,6 +49,7 @@ from helpers.pairs import (
     with_a_prefix,
 )
 from helpers.runs import NoTokenizer
+from helpers.spread import pairwise
 from helpers.tiny import VOCAB, changing_inputs, tiny_model
 
 pytestmark = pytest.mark.usefixtures("both_ways")
@@ -153,7 +154,15 @@ def assert_same_gradients(found, expected):
         assert (value - wanted).norm() <= 1e-5 * max(wanted.norm(), 0.05 * whole), name
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+# Only sdpa goes sample by sample.
+ATTENTIONS = pytest.mark.parametrize(
+    ("attention", "both_ways"),
+    [("sdpa", "blocks"), ("sdpa", "dense"), ("eager", "dense")],
+    indirect=["both_ways"],
+)
+
+
+@ATTENTIONS
 @pytest.mark.parametrize("kind", KINDS)
 def test_scores_of_every_layout_are_those_of_each_sequence_alone(kind, attention):
     model, pairs = reward_model(kind, attention=attention), pairs_of()
@@ -177,7 +186,7 @@ def test_scores_of_every_layout_are_those_of_each_sequence_alone(kind, attention
             torch.testing.assert_close(along, torch.cat([*wanted, expected]), **CLOSE)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@ATTENTIONS
 @pytest.mark.parametrize("kind", KINDS)
 def test_logprobs_of_every_layout_are_those_of_each_sequence_alone(kind, attention):
     model, pairs = policy(kind, attention=attention), pairs_of()
@@ -243,16 +252,13 @@ def check_dpo(model, name, pairs, batch, network=None):
     assert_same_gradients(gradients(loss, model), gradients(expected, model))
 
 
-def _reward_cases():
-    """Every loss in every layout, and in every other architecture each of both once."""
-    for number, kind in enumerate(KINDS):
-        for at, name in enumerate(REWARD_LOSSES):
-            once = [LAYOUTS[(number + at) % len(LAYOUTS)]]
-            for layout in LAYOUTS if kind == "llama" else once:
-                yield kind, name, layout
+def in_pairs(**factors):
+    """Every two values of the factors, and of both ways, in a case together."""
+    cases = [tuple(row.values()) for row in pairwise(factors | {"both_ways": ("blocks", "dense")})]
+    return pytest.mark.parametrize((*factors, "both_ways"), cases, indirect=["both_ways"])
 
 
-@pytest.mark.parametrize(("kind", "name", "layout"), _reward_cases())
+@in_pairs(kind=KINDS, name=tuple(REWARD_LOSSES), layout=LAYOUTS)
 def test_loss_and_gradient_of_scores_are_those_of_two_forward_passes(kind, name, layout):
     pairs = pairs_of()
     model = reward_model(kind)
@@ -260,8 +266,7 @@ def test_loss_and_gradient_of_scores_are_those_of_two_forward_passes(kind, name,
     check_reward(model, name, pairs, batch_of(pairs, layout))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", DPO_LOSSES)
+@in_pairs(name=tuple(DPO_LOSSES), layout=LAYOUTS)
 def test_loss_and_gradient_of_dpo_are_those_of_two_forward_passes(name, layout):
     model = policy("llama")
     pairs = known(pairs_of(), model)

@@ -66,7 +66,7 @@ def wait_for_steps(running, out, count, timeout=180):
     while not log.exists() or log.read_text().count('"kind": "train"') < count:
         assert None in running.codes(), running.output()
         assert time.monotonic() < deadline, running.output()
-        time.sleep(0.002)
+        time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")

@@ -71,8 +71,8 @@ def title(home):
 
 
 @pytest.fixture(scope="module")
-def own_data(home):
-    """A run on rows of several types, full of options, without the launcher."""
+def own_data(home, launcher):
+    """A run on rows of several types, full of options, without the launcher of DeepSpeed."""
     rows = [
         {"prompt": f"\n\nHuman: Add {i} and {i}.\n\nAssistant:", "completion": f" {i + i}."}
         for i in range(20)
@@ -84,19 +84,17 @@ def own_data(home):
     (home / "chat.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
     preference = {"prompt": "Sum: 1 + 1 =", "chosen": " 2", "rejected": " 3"}
     write_jsonl(home / "preference.jsonl", [preference, {"text": ""}])
-    done = run(
-        python(
-            *["--data_path", "pairs.jsonl", "text.jsonl", "chat.jsonl", "preference.jsonl"],
-            *["--eval_ratio", "0.2", "--max_seq_len", "64", "--bad_rows", "skip"],
-            *["--chat_template", "chat.jinja", "--chat_template_kwargs", '{"tone": "!"}'],
-            *["--lora_dim", "4", "--lora_learning_rate", "5e-3", "--max_steps", "3"],
-            *["--per_device_train_batch_size", "2", "--num_train_epochs", "2"],
-            *["--output_dir", "own/run", "--merge_adapter", "--enable_tensorboard", *SHORT],
-        ),
-        home,
-    )
-    assert done.code == 0, done.err
-    return done
+    argv = [
+        *["--data_path", "pairs.jsonl", "text.jsonl", "chat.jsonl", "preference.jsonl"],
+        *["--eval_ratio", "0.2", "--max_seq_len", "64", "--bad_rows", "skip"],
+        *["--chat_template", "chat.jinja", "--chat_template_kwargs", '{"tone": "!"}'],
+        *["--lora_dim", "4", "--lora_learning_rate", "5e-3", "--max_steps", "3"],
+        *["--per_device_train_batch_size", "2", "--num_train_epochs", "2"],
+        *["--output_dir", "own/run", "--merge_adapter", "--enable_tensorboard", *SHORT],
+    ]
+    running = launcher.start(argv, home)
+    assert running.wait() == [0], running.output()
+    return running
 
 
 # ---------------------------------------------------------------------------- the title command
@@ -197,8 +195,10 @@ def test_rows_of_several_types_are_trained_on_and_bad_ones_counted(own_data, hom
     }
     assert audit["bad_rows"] == 1
     assert audit["eval_rows"] == 9
-    assert own_data.out.splitlines()[0].startswith(
-        "model: the bundled tiny model; data: pairs.jsonl"
+    assert (
+        own_data.out()
+        .splitlines()[0]
+        .startswith("model: the bundled tiny model; data: pairs.jsonl")
     )
 
 
@@ -207,7 +207,7 @@ def test_answers_of_a_template_that_rewrites_them_are_counted_as_samples(own_dat
     rows = audit["chat_rows"]["answers"]
     assert rows > 0
     assert audit["answer_samples"] == 2 * rows
-    assert f"answers      {rows} rows are {2 * rows} samples" in own_data.out
+    assert f"answers      {rows} rows are {2 * rows} samples" in own_data.out()
 
 
 @pytest.mark.parametrize("part", ["adapter", "model"])
@@ -310,6 +310,7 @@ def test_two_processes_at_zero_3_continue_the_adapter_with_a_busy_port(title, ho
         done = run(
             deepspeed(
                 *["--model_name_or_path", "output/sft/adapter", "--max_steps", "1"],
+                *["--per_device_train_batch_size", "2", "--per_device_eval_batch_size", "2"],
                 *["--deepspeed_config", ROOT / "configs" / "ds" / "zero3.json"],
                 *["--output_dir", "sharded", "--overwrite_output_dir", *SHORT],
                 launcher=["--num_gpus", "2"],
