@@ -21,6 +21,7 @@ import sys
 import tempfile
 import threading
 import weakref
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -182,7 +183,10 @@ def run_script(script):
 
 def group_threads():
     """Names of the threads of this process that belong to a process group over gloo."""
-    names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it has just ended
+            names.append((task / "comm").read_text())
     return [name for name in names if "gloo" in name]
 
 
