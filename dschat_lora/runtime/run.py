@@ -177,21 +177,37 @@ def ended_in_words() -> Iterator[Ending]:
         yield ending
     except BaseException as error:
         if isinstance(error, Stopped):
-            # What the frames of the stage hold, engines above all, must not outlive the group.
-            traceback.clear_frames(error.__traceback__)
-            shutdown()
+            _leave_group(error)
             _write_report(ending.run)
             raise
         if isinstance(error, Exception) and not isinstance(error, ValueError | OSError):
             peers.wait_for_verdict(error)
         _record_end(error, ending.run)
         _write_report(ending.run)
+        if world_size() == 1 and _is_expected(error):
+            _leave_group(error)
         _fail_if_expected(error, ending)
         if isinstance(error, SystemExit) and error.code == 2 and ending.directory is not None:
             ending.directory.abandon()  # another process's mistake
         # Not in order, as after training: that can wait for ranks that are gone.
         peers.fail(*_last_words(error))
         raise
+    shutdown()
+
+
+def _leave_group(error: BaseException) -> None:
+    """Leave the process group in order, without the tracebacks of ``error``; call on every rank.
+
+    What the frames of the stage hold, engines above all, must not outlive the group; those that
+    are cleared still hold their closures.
+    """
+    context: BaseException | None = error
+    while context is not None:
+        link = context.__traceback__
+        traceback.clear_frames(link)
+        while link is not None:
+            link.tb_next, link = None, link.tb_next
+        context = context.__context__
     shutdown()
 
 
@@ -231,6 +247,13 @@ def _write_report(run: Run[object] | None) -> None:
     """Let the page say how a run with something to show ended; another run's page stays."""
     if run is not None and run.report is not None and run.record.is_open and run.log.has_lines:
         run.report.write(quiet=True)
+
+
+def _is_expected(error: BaseException) -> bool:
+    """Whether one line says it: a mistake, an error of the disk or an end that was asked for."""
+    if os.environ.get("DSCHAT_LORA_TRACEBACK"):
+        return False
+    return isinstance(error, SystemExit | KeyboardInterrupt | ValueError | OSError)
 
 
 def _fail_if_expected(error: BaseException, ending: Ending) -> None:

@@ -74,19 +74,19 @@ def test_exit_handlers_run(start):
 @pytest.mark.parametrize("left", [True, False])
 def test_interpreter_ends_as_usual_where_a_thread_of_a_group_is_left(start, left):
     text = f"""
-import os, sys
-import torch.distributed as dist
+import os, sys, threading, time
 class Seen:
     def __del__(self, write=os.write):
         write(1, b"ended")
 sys.seen = Seen()
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-if not {left}:
-    dist.destroy_process_group()
+thread = threading.Thread(target=time.sleep, args=(600,), daemon=True)
+thread.start()
+if {left}:
+    open(f"/proc/self/task/{{thread.native_id}}/comm", "w").write("gloo_tcp_loop")
 """
-    running = start(text)
-    assert running.wait() == [0]
-    assert running.out() == "ended" * left
+    running = start(text, ranks=2)
+    assert running.wait() == [0, 0]
+    assert [running.out(rank) for rank in range(2)] == ["ended" * left] * 2
 
 
 def test_rank_that_is_killed_is_seen_and_its_children_end(start):

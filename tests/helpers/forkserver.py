@@ -161,24 +161,29 @@ def become(request):
 def run_script(script):
     """Run a script to its end.
 
-    Where the process group has ended with all its threads, the teardown of modules and libraries
-    is skipped: it writes to every page that the process shares with the server, which takes as
-    long as a short run. What was registered for the end has run. A thread of the group that is
-    left has the interpreter end as usual, which it may abort.
+    The teardown of modules and libraries is skipped: it writes to every page that the process
+    shares with the server, which takes as long as a short run. What was registered for the end has
+    run. One of several processes in which a thread of their group is left ends as usual, which
+    that thread may abort.
     """
     code = None
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as ended:
         code = ended.code
-        if group_threads() or not isinstance(code, int | None):
+        if not ends_early() or not isinstance(code, int | None):
             raise
-    if not group_threads():
+    if ends_early():
         threading._shutdown()
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code or 0)
+
+
+def ends_early():
+    """Whether the teardown of this process is skipped."""
+    return os.environ["WORLD_SIZE"] == "1" or not group_threads()
 
 
 def group_threads():

@@ -13,6 +13,7 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parents[1]
 ROOT = TESTS.parent
 STEP1 = ROOT / "training" / "step1_sft" / "main.py"
+THREADS_LEFT = TESTS / "helpers" / "threads_left.py"  # step 1, and what is left of its group
 
 
 class StillRunningError(AssertionError):

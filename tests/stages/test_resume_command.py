@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from dschat_lora.assets import BUNDLED_DATA, BUNDLED_MODEL
 from dschat_lora.checkpoint.adapter_config import accept_adapter
+from helpers.launcher import THREADS_LEFT
 from helpers.step1 import metrics
 
 pytestmark = pytest.mark.stage
@@ -478,11 +479,12 @@ def test_signal_in_an_evaluation_cuts_it_short_and_it_is_made_good(command, laun
     for name in ("whole", "cut"):
         (tmp_path / name).mkdir()
     assert command(tmp_path / "whole", *options, ranks=2).codes == [0, 0]
-    running = launcher.start(options, tmp_path / "cut", ranks=2)
+    running = launcher.start(options, tmp_path / "cut", ranks=2, script=THREADS_LEFT)
     out = tmp_path / "cut" / "out"
     wait_for_steps(running, out, 3)  # thirty batches are evaluated after the third
     running.signal(signal.SIGTERM, 1)
     assert running.wait() == [143, 143], running.output()
+    assert [running.out(rank).splitlines()[-1] for rank in range(2)] == ["[]", "[]"]
     assert [line["step"] for line in metrics(out, "eval")] == [0]
     assert names(out) == ["step-00000003"]
     ended = command(tmp_path / "cut", *RESUME, "latest", ranks=2)
