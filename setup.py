@@ -38,6 +38,7 @@ TEST = [
     *QLORA,
     "openai>=3,<4",
     "loralib>=0.1.2,<0.2",
+    "hypothesis>=6.100,<7",
     "pytest>=8,<10",
     "pytest-cov>=5,<8",
     "pytest-xdist>=3.5,<4",
