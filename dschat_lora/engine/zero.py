@@ -61,6 +61,12 @@ def gather_to_cpu(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     return full
 
 
+def broken_parameters(parameters: Mapping[str, Tensor]) -> list[str]:
+    """Names of the parameters that hold NaN or infinity, in this rank's part of them."""
+    own = {name: getattr(p, "ds_tensor", p).detach() for name, p in parameters.items()}
+    return [name for name, part in own.items() if not part.isfinite().all()]
+
+
 def tensor_shard(parameter: Tensor) -> TensorShard | None:
     """How a parameter is divided among tensor-parallel ranks; None if each holds all of it."""
     return getattr(parameter, "tensor_shard", None)
