@@ -163,7 +163,9 @@ def make_app(service: Service) -> Starlette:
         HTTPException: _refuse_route,
         ClientDisconnect: _nobody_listens,
     }
-    return Starlette(routes=routes, middleware=[guard], exception_handlers=handlers)
+    app = Starlette(routes=routes, middleware=[guard], exception_handlers=handlers)
+    app.router.redirect_slashes = False  # no addresses made of a request's Host
+    return app
 
 
 def _page(name: str) -> Callable[[Request], Awaitable[Response]]:

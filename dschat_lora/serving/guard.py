@@ -21,7 +21,7 @@ from dschat_lora.serving.errors import ApiError, invalid
 MAX_BODY_BYTES = 2**20
 MAX_DEPTH = 64
 BODY_SECONDS = 30
-_HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([0-9a-z._-]+))(?::[0-9]{1,5})?")
+_HOST = re.compile(r"(?:\[([0-9a-f]*:[0-9a-f:.]*)\]|([0-9a-z._-]+))(?::[0-9]{1,5})?")
 
 
 class Guard:
