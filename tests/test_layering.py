@@ -107,7 +107,7 @@ FLOORS = [
         ),
         "serving": Room(
             "checkpoint config data engine generation lora models report runtime supervised",
-            "starlette torch uvicorn",
+            "h11 starlette torch uvicorn",
             "address config sources verbs",
         ),
     },
