@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from dschat_lora.serving.config import ServeConfig
+from helpers.chromium import Page, find_chromium
 from helpers.served import endless, running_server, write_run
 from helpers.spread import ALL
 
@@ -265,6 +266,15 @@ def test_without_the_token_nothing_but_the_page_is_given(guarded, token, host):
         assert (status, answer["error"]["code"]) == (401, "invalid_api_key"), path
     body = {"model": "a", "prompt": "Hi"}
     assert send(guarded, "POST", TEXT, json.dumps(body).encode(), headers)[0] == 401
+
+
+def test_no_library_reads_the_path_for_the_guard(guarded, monkeypatch):
+    from starlette.datastructures import URL
+    from starlette.requests import HTTPConnection
+
+    # As starlette 1.0.0 makes it of the header Host: x/?
+    monkeypatch.setattr(HTTPConnection, "url", property(lambda self: URL("http://x/?/settings")))
+    assert send(guarded, "GET", "/settings")[0] == 401
 
 
 def test_with_the_token_all_is_given_and_the_page_and_health_without(guarded):
@@ -536,6 +546,56 @@ def test_a_prompt_without_special_tokens_is_that_of_training(service):
     model = service.models["a"]
     text = model.chat.render(HI, add_generation_prompt=True)
     assert model.chat_ids(HI) == model.encoder.encode([text])[0]
+
+
+# ---------------------------------------------------------------------------- the page
+
+MARKUP = (
+    "<img src=x onerror=\"document.title='hit'\"><script>document.title='hit'</script><b id=hit>"
+)
+
+
+@pytest.mark.skipif(find_chromium() is None, reason="there is no chromium")
+def test_the_page_shows_markup_of_names_prompts_and_answers_as_text(service, monkeypatch, tmp_path):
+    from dschat_lora.serving.decoder import Decoder
+
+    base = service.models["base"]
+    models = {f"{n}{MARKUP}": replace(base, name=f"{n}{MARKUP}") for n in range(2)}
+    decoder = Decoder([base.batch], max_batch_size=4, max_queue=9)
+    texts = iter([f"first{MARKUP}", f"second{MARKUP}"])
+    monkeypatch.setattr(
+        "dschat_lora.serving.text_stream.TextStream.add",
+        lambda self, token: "" if self._ids else (self._ids.append(token), next(texts))[1],
+    )
+    page = Page(tmp_path / "chromium")
+    try:
+        with running_server(replace(service, models=models, decoder=decoder)) as address:
+            page.open(address)
+            page.wait_for("document.querySelectorAll('#models input').length == 2")
+            title = page.evaluate("document.title")
+            page.evaluate("document.getElementById('prompt').focus()")
+            page.type(f"prompt{MARKUP}")
+            page.press_enter()
+            page.wait_for("document.querySelectorAll('.vote:enabled').length == 2")
+            page.evaluate("document.querySelectorAll('.vote')[0].click()")
+            page.wait_for("document.querySelector('.answer.best') != null")
+            page.reload()
+            page.wait_for("document.querySelector('.answer.best') != null")
+            shown = page.evaluate("document.body.textContent")
+            assert page.evaluate("document.title") == title
+            assert (
+                page.evaluate("document.querySelectorAll('#hit, img, script:not([src])').length")
+                == 0
+            )
+        for text in (f"0{MARKUP}", f"1{MARKUP}", f"prompt{MARKUP}", f"first{MARKUP}"):
+            assert text in shown, text
+        assert page.errors == []
+        (row,) = map(json.loads, service.votes.path.read_text().splitlines())
+        assert MARKUP in row["chosen"][0]["content"]
+        assert row["chosen_model"] in models
+    finally:
+        page.close()
+        service.votes.path.unlink(missing_ok=True)
 
 
 # ---------------------------------------------------------------------------- models that fail
