@@ -1,12 +1,12 @@
 """Data files of a directory: of one split, where the directory or its files name splits."""
 
-import json
 import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from dschat_lora.config.files import read_json
 from dschat_lora.data.suffixes import DATA_FILES, data_files, kind_of_file
 
 # Levels of directories that are searched for data below the one that is named.
@@ -74,7 +74,7 @@ def _saved_files(label: str, directory: Path, split: str | None) -> tuple[Path, 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = read_json(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     if not isinstance(value, dict):
