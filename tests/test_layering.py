@@ -49,8 +49,8 @@ FLOORS = [
         "data": Room(
             "algos config report",
             "datasets jinja2 numpy pyarrow tokenizers torch transformers",
-            "columns directories json_stream layouts lengths messages nlg readers rows sharegpt "
-            "sources suffixes templates",
+            "arrow_rows columns directories json_stream layouts lengths messages nlg readers rows "
+            "sharegpt sources suffixes templates",
         ),
         "engine": Room("algos config", "deepspeed psutil torch", "ds_config meeting peers"),
         "lora": Room("config", "bitsandbytes regex torch"),

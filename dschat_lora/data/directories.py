@@ -33,8 +33,8 @@ def files_of_directory(label: str, directory: Path, split: str | None) -> tuple[
     """
     if (directory / "dataset_dict.json").is_file():
         splits = _read_json(directory / "dataset_dict.json").get("splits")
-        if not isinstance(splits, list) or not all(isinstance(each, str) for each in splits):
-            raise ValueError(f"{directory / 'dataset_dict.json'} has no list of 'splits'")
+        if not isinstance(splits, list) or not all(map(_is_name, splits)):
+            raise ValueError(f"{directory / 'dataset_dict.json'} has no list of names as 'splits'")
         directory, split = directory / _choose(label, directory, splits, split), None
     if (directory / "state.json").is_file() and (directory / "dataset_info.json").is_file():
         return _saved_files(label, directory, split)
@@ -70,6 +70,11 @@ def _saved_files(label: str, directory: Path, split: str | None) -> tuple[Path, 
         if not file.is_file():
             raise ValueError(f"{directory / 'state.json'} names {file.name}, which is not there")
     return files
+
+
+def _is_name(value: object) -> bool:
+    """Whether a split is a name of a directory, and not of one elsewhere."""
+    return isinstance(value, str) and value == Path(value).name and value != ".."
 
 
 def _read_json(path: Path) -> dict[str, Any]:
