@@ -1,12 +1,12 @@
 """Options of data: where rows come from, how they are read, and what becomes of them."""
 
 import difflib
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from dschat_lora.config.files import parse_json
 from dschat_lora.config.groups import require, require_numbers
 from dschat_lora.config.options import hidden, option
 
@@ -137,8 +137,8 @@ def parse_variables(text: object, name: str = "--chat_template_kwargs") -> dict[
     variables: object = {} if text is None else text
     if isinstance(text, str):
         try:
-            variables = json.loads(text)
-        except json.JSONDecodeError:
+            variables = parse_json(text)
+        except ValueError:
             variables = text
     if not isinstance(variables, dict):
         example = '{"enable_thinking": false}'
