@@ -7,10 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from dschat_lora.algos.finite import check_finite
 from dschat_lora.engine import peers
 from dschat_lora.engine.collectives import max_over_ranks
 from dschat_lora.engine.distributed import world_size
@@ -102,17 +100,8 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers is
         if max_over_ranks(float(self._interrupts.received)) > 0:
             control.should_save = self._is_stopping = True
 
-    def on_save(
-        self, settings: object, state: TrainerState, control: object, model: nn.Module, **more: Any
-    ) -> None:
-        """Make a checkpoint of what the Trainer wrote.
-
-        Raises:
-            ValueError: if a trained weight is not finite.
-        """
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                check_finite(parameter, f"checkpoint-{state.global_step} is not kept: {name}")
+    def on_save(self, settings: object, state: TrainerState, control: object, **more: Any) -> None:
+        """Make a checkpoint of what the Trainer wrote."""
         self._saved(state)
         if self._is_stopping:
             self._stop(state.global_step)
