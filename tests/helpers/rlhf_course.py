@@ -218,9 +218,20 @@ def train_rlhf_undrawn(argv, *, places):
         return train_rlhf(argv)
 
 
-def rlhf_refusal(argv):
-    """The line that ends :func:`train_rlhf`, on the first rank."""
-    with redirect_stderr(StringIO()) as written:
+def rlhf_refusal(argv, *, spoil):
+    """The line that ends :func:`train_rlhf`, on the first rank, where a weight breaks at its start.
+
+    ``spoil`` is the end of the weight's name.
+    """
+    train = course.train
+
+    def spoilt(ready, engines):
+        for name, parameter in ready.roles.rollout.named_parameters():
+            if name.endswith(spoil):
+                getattr(parameter, "ds_tensor", parameter).data.view(-1)[0] = torch.nan
+        return train(ready, engines)
+
+    with mock.patch.object(course, "train", spoilt), redirect_stderr(StringIO()) as written:
         try:
             train_rlhf(argv)
         except SystemExit:

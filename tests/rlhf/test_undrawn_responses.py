@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from helpers.rlhf_course import save_family, write_prompts
 
@@ -57,17 +56,8 @@ def test_responses_whose_tokens_cannot_be_drawn_are_left_out_and_counted(lines, 
 
 @pytest.mark.parametrize(("size", "stage"), [(1, 0), (2, 3)])
 def test_a_weight_that_is_not_finite_ends_the_run_by_its_name(home, ranks, size, stage):
-    base = home / "base" / "model.safetensors"
-    sound = load_file(base)
-    spoilt = {name: tensor.clone() for name, tensor in sound.items()}
-    name = next(name for name in spoilt if name.endswith("fc1.weight"))
-    spoilt[name][1, 2] = float("nan")
-    save_file(spoilt, base, metadata={"format": "pt"})
     argv = command_line(home, f"broken-{size}", size, "--actor_zero_stage", str(stage))
-    try:
-        found = ranks(size).run("helpers.rlhf_course:rlhf_refusal", argv=argv)
-    finally:
-        save_file(sound, base, metadata={"format": "pt"})
+    found = ranks(size).run("helpers.rlhf_course:rlhf_refusal", argv=argv, spoil="fc1.weight")
     line = found[0].splitlines()[-1]
     assert line.startswith("error: stopped after step 0: no token can be drawn: the model's log")
     assert "fc1.weight holds NaN or infinity" in line

@@ -17,6 +17,7 @@ from dschat_lora.generation import sampling
 from dschat_lora.models.build import build_causal_lm, build_reward_model
 from dschat_lora.models.causal_lm import load_tokenizer
 from dschat_lora.models.source import find_model
+from dschat_lora.supervised import generate
 from helpers.step1 import write_jsonl
 
 CARD = {"data": {}, "metrics": {}, "versions": {}}
@@ -145,17 +146,21 @@ def test_an_answer_that_cannot_be_drawn_is_left_out(verb, monkeypatch):
             assert found.count("(no token can be drawn)") == 1
 
 
-def test_a_weight_that_is_not_finite_is_named_by_generate(refused_verb, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(BUNDLED_MODEL)
-    name, weight = [*model.named_parameters()][5]
-    weight.data.view(-1)[0] = float("inf")
-    model.save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(BUNDLED_MODEL).save_pretrained(tmp_path)
-    line = refused_verb("generate", tmp_path, *PROMPTS)
-    assert line == (
-        "error: no token can be drawn: the model's logits are not finite, as its weight "
-        f"{name} holds NaN or infinity"
+def test_a_weight_that_is_not_finite_is_named_by_generate(refused_verb, monkeypatch):
+    load = generate.load_policy
+
+    def spoilt(config):
+        policy = load(config)
+        dict(policy.model.named_parameters())["lm_head.weight"].data[3] = torch.inf
+        return policy
+
+    monkeypatch.setattr(generate, "load_policy", spoilt)
+    line = refused_verb("generate", "sft", *PROMPTS)
+    assert line.startswith(
+        "error: no token can be drawn: the model's logits are not finite, as its"
     )
+    assert line.endswith("holds NaN or infinity")
+    assert "lm_head.weight" in line
 
 
 def greedy(model, tokenizer, prompt):
