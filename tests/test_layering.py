@@ -34,7 +34,7 @@ FLOORS = [
         "assets": Room(light="__init__ toy_world"),
         "config": Room(
             libraries="yaml",
-            light="data groups help hints options parser recipes stages values verbs",
+            light="data groups help hints options parser recipes stages texts values verbs",
         ),
         "report": Room(
             "",
@@ -102,7 +102,7 @@ FLOORS = [
         "pipeline": Room(
             "algos assets checkpoint config data engine generation lora models perf report rlhf"
             " runtime supervised",
-            "packaging psutil torch yaml",
+            "packaging psutil torch",
             "file_verbs launch recipe run stage_verbs stages stand_ins state validation",
         ),
         "serving": Room(

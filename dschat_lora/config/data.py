@@ -1,7 +1,6 @@
 """Options of data: where rows come from, how they are read, and what becomes of them."""
 
 import difflib
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from typing import Any, Literal
 
 from dschat_lora.config.groups import require, require_numbers
 from dschat_lora.config.options import hidden, option
+from dschat_lora.config.texts import json_value
 
 UnpairedRows = Literal["refuse", "good_only", "all"]
 # Columns that rows are read from, under these names or others given by --columns.
@@ -135,14 +135,17 @@ def parse_variables(text: object, name: str = "--chat_template_kwargs") -> dict[
         ValueError: naming ``name``, unless it is one, and of nothing that is set by the package.
     """
     variables: object = {} if text is None else text
+    reason = ""
     if isinstance(text, str):
         try:
-            variables = json.loads(text)
-        except json.JSONDecodeError:
-            variables = text
+            variables = json_value(text)
+        except ValueError as error:
+            reason = f" ({error})"
     if not isinstance(variables, dict):
         example = '{"enable_thinking": false}'
-        raise ValueError(f"{name} must be a JSON object such as {example}, got {text!s:.200}")
+        raise ValueError(
+            f"{name} must be a JSON object such as {example}, got {text!s:.200}{reason}"
+        )
     if taken := sorted(_NO_VARIABLES & variables.keys()):
         raise ValueError(f"{name} has {taken[0]!r}, which is no variable of a chat template")
     return variables

@@ -11,6 +11,7 @@ import os
 import sys
 import types
 import typing
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, overload
@@ -18,7 +19,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, overload
 from dschat_lora.config.help import COMPATIBILITY, by_section, section_of
 from dschat_lora.config.parser import Parser, unknown_option
 from dschat_lora.config.recipes import find_recipe
-from dschat_lora.config.values import from_yaml, is_switch, value_shape
+from dschat_lora.config.texts import yaml_value
+from dschat_lora.config.values import converter, from_yaml, is_switch, value_shape
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -150,8 +152,13 @@ def _by_position(
     for name in positionals:
         if not left or name in given:
             continue
-        _, _, many = value_shape(fields[name][1])
-        values[name], left = (left, []) if many else (left[0], left[1:])
+        kind, choices, many = value_shape(fields[name][1])
+        taken, left = (left, []) if many else (left[:1], left[1:])
+        try:
+            found = [converter(kind, choices)(word) for word in taken]
+        except ArgumentTypeError as error:
+            raise ValueError(f"--{name} {error}") from error
+        values[name] = found if many else found[0]
     return values, left
 
 
@@ -190,12 +197,10 @@ def read_mapping(path: str, *, label: str) -> dict[str, Any]:
     Raises:
         ValueError: if it cannot be read or holds something else; ``label`` begins the message.
     """
-    import yaml  # only where a file is given
-
     file = find_recipe(path, label=label)
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        content = yaml_value(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise ValueError(f"{label} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{label} must hold 'option: value' lines")

@@ -13,7 +13,7 @@ def converter(
     kind: type, choices: tuple[Scalar, ...] = (), *, hint: str = ""
 ) -> Callable[[str], Scalar]:
     """The conversion of one argument; its error names what is allowed, and ends with ``hint``."""
-    wanted = {int: "a whole number", float: "a number"}.get(kind, "text")
+    wanted = {int: "a whole number", float: "a number"}.get(kind, "some text, in UTF-8")
     allowed = "one of " + ", ".join(map(str, choices)) if choices else wanted
 
     def convert(text: str) -> Scalar:
@@ -22,12 +22,25 @@ def converter(
         except ValueError:
             value = None
         finite = not isinstance(value, float) or math.isfinite(value)
-        if value is None or not finite or (choices and value not in choices):
+        unusable = value is None or (kind is str and not _is_usable(text))
+        if unusable or not finite or (choices and value not in choices):
             more = f"; {hint}" if hint else ""
-            raise argparse.ArgumentTypeError(f"must be {allowed}, got {text!r}{more}")
+            raise argparse.ArgumentTypeError(f"must be {allowed}, got {text!r:.200}{more}")
         return value
 
     return convert
+
+
+def _is_usable(text: str) -> bool:
+    """Whether a text can be a file's name, be printed and be written.
+
+    An empty one is a variable of a shell that is not set; as a path it would mean this directory.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # bytes of a command line that are no UTF-8
+        return False
+    return bool(text) and "\0" not in text
 
 
 def value_shape(annotation: object) -> tuple[type, tuple[Scalar, ...], bool]:

@@ -14,6 +14,7 @@ from dschat_lora.config.options import (
     typed_options,
 )
 from dschat_lora.config.parser import unknown_option
+from dschat_lora.config.texts import yaml_value
 from dschat_lora.pipeline.launch import LauncherConfig
 from dschat_lora.pipeline.stages import STAGES
 
@@ -142,8 +143,6 @@ def _converted(name: str, values: Mapping[str, Any], *, label: str) -> dict[str,
 
 def _override(text: str, stages: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
     """Stage and ``{option: value}`` of ``STAGE.OPTION=VALUE``."""
-    import yaml  # only where one is given
-
     match = _OVERRIDE.fullmatch(text)
     if match is None:
         raise ValueError(f"--set {text} must be STAGE.OPTION=VALUE, such as {stages[0]}.seed=1")
@@ -151,8 +150,8 @@ def _override(text: str, stages: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
     if name not in stages:
         raise ValueError(f"--set {text}: the stages are {', '.join(stages)}, not {name}")
     try:
-        return name, {option_name: yaml.safe_load(value)}
-    except yaml.YAMLError as error:
+        return name, {option_name: yaml_value(value)}
+    except ValueError as error:
         raise ValueError(f"--set {text}: the value cannot be read: {error}") from error
 
 
