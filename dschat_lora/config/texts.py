@@ -42,17 +42,22 @@ def json_value(text: str) -> Any:
         ValueError: with the reason, if it is no JSON, or an object has a key twice.
     """
     try:
-        return json.loads(text, object_pairs_hook=_object)
+        return json.loads(text, object_pairs_hook=json_object)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
 
-def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise ValueError(f"{name!r} stands twice in an object")
-        found[name] = value
+def json_object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, as json's ``object_pairs_hook``.
+
+    Raises:
+        ValueError: if it has a key twice; of the two, json would take the last.
+    """
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twin = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"an object has {twin!r:.200} twice")
     return found
 
 

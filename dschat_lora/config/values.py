@@ -26,6 +26,8 @@ def converter(
         if unusable or not finite or (choices and value not in choices):
             more = f"; {hint}" if hint else ""
             raise argparse.ArgumentTypeError(f"must be {allowed}, got {text!r:.200}{more}")
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise argparse.ArgumentTypeError(f"must fit into 64 bits, got {text!r:.200}")
         return value
 
     return convert

@@ -4,6 +4,8 @@ import json
 import re
 from typing import IO, Any
 
+from dschat_lora.config.texts import json_object
+
 READ_AT_A_TIME = 2**20  # characters
 LOOK_AHEAD = 1000
 
@@ -21,7 +23,7 @@ class JsonStream:
 
     def __init__(self, file: IO[str]) -> None:
         self._file, self._text, self._at = file, "", 0
-        self._decode = json.JSONDecoder().raw_decode
+        self._decode = json.JSONDecoder(object_pairs_hook=json_object).raw_decode
         self._first_column = 1  # of the text that is in memory
         self._counted = 0  # characters of it, of whose lines ...
         self._line = 1  # ... this is the last
@@ -71,6 +73,10 @@ class JsonStream:
                 if not self._read():
                     raise self.error(error.msg, error.pos) from error
                 continue
+            except RecursionError:
+                raise self.error("it is nested too deeply") from None
+            except ValueError as error:  # of a key twice, or a number too long
+                raise self.error(str(error)) from error
             # A number may go on in what has not been read.
             whole = isinstance(value, (dict, list, str)) or len(self._text) - end >= LOOK_AHEAD
             if whole or not self._read():

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
+from dschat_lora.config.texts import json_object
 from dschat_lora.data.json_stream import JsonError, JsonStream
 from dschat_lora.data.nlg import dart_rows, e2e_row, is_dart_set, is_webnlg_entry, webnlg_rows
 from dschat_lora.data.sources import Source
@@ -23,8 +24,10 @@ if TYPE_CHECKING:
 
 # csv refuses cells longer than this; its own default, 128 KiB, is less than a long document.
 MAX_CSV_CELL = 2**30
+TOO_DEEP = "nested too deeply"  # for Python's stack
 ROWS_AT_A_TIME = 1000
 BYTES_AT_A_TIME = 4 * 2**20  # of these rows, about
+_DECODE = json.JSONDecoder(object_pairs_hook=json_object).decode
 ARROW_FILE = b"ARROW1"  # begins an Arrow file; a stream begins otherwise
 # A list of rows, or of WebNLG's entries.
 JSON_LIST = re.compile(r'\s*(\{\s*"entries"\s*:\s*)?\[')
@@ -150,7 +153,7 @@ def _iter_jsonl(path: Path) -> Iterator[Line]:
 
 
 def _json_row(location: str, line: str) -> RawRow:
-    return _object_row(location, json.loads(line))
+    return _object_row(location, _DECODE(line))
 
 
 def _e2e_row(location: str, line: str) -> RawRow:
@@ -207,7 +210,7 @@ def _parse_line(location: str, line: bytes, parse: Callable[[str, str], RawRow])
     except json.JSONDecodeError as error:
         return RawRow(location, {}, f"not valid JSON ({error.msg}, column {error.colno})")
     except RecursionError:
-        return RawRow(location, {}, "nested too deeply")
+        return RawRow(location, {}, TOO_DEEP)
     except ValueError as error:
         return RawRow(location, {}, str(error))
 
@@ -269,6 +272,8 @@ def _iter_csv(path: Path) -> Iterator[RawRow]:
             header = next(reader, None)
             if header is None:
                 return
+            if twins := {name for name in header if name and header.count(name) > 1}:
+                raise RowError(f"{path}:1", f"the header names {min(twins)!r} twice")
             # A cell may span lines: a row is named after its first one.
             first_line = reader.line_num + 1
             for cells in reader:

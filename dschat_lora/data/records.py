@@ -9,7 +9,7 @@ from dschat_lora.data.chat import Chat, Span
 from dschat_lora.data.conversations import Method, answer_spans, prompt_spans, supervise
 from dschat_lora.data.messages import Message
 from dschat_lora.data.nlg import TOKEN_IDS, token_texts
-from dschat_lora.data.readers import RowError
+from dschat_lora.data.readers import TOO_DEEP, RowError
 from dschat_lora.data.rows import DataKind, ParsedRow, RowType
 from dschat_lora.data.templates import ASSISTANT
 
@@ -99,6 +99,8 @@ def to_records(row: ParsedRow, chat: Chat, kind: DataKind = "samples") -> tuple[
         return (TextRecord(row.location, row.kind, spans, label=_label(row)),)
     except ValueError as error:
         raise RowError(row.location, str(error)) from error
+    except RecursionError:
+        raise RowError(row.location, TOO_DEEP) from None
 
 
 def _label(row: ParsedRow) -> bool | None:

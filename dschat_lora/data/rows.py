@@ -10,7 +10,7 @@ from dschat_lora.data.columns import EmptyTextError, rename
 from dschat_lora.data.layouts import is_good, to_canonical
 from dschat_lora.data.messages import EmptyRowError, check_message
 from dschat_lora.data.nlg import TOKEN_IDS
-from dschat_lora.data.readers import RawRow, RowError, iter_file
+from dschat_lora.data.readers import TOO_DEEP, RawRow, RowError, iter_file
 from dschat_lora.data.sources import Source, find_source
 
 RowType = Literal[
@@ -118,6 +118,8 @@ def parse_row(raw: RawRow, options: RowOptions = DEFAULT_OPTIONS) -> ParsedRow:
         raise EmptyRowError(raw.location, str(error)) from error
     except ValueError as error:
         raise RowError(raw.location, str(error)) from error
+    except RecursionError:
+        raise RowError(raw.location, TOO_DEEP) from None
     kind = classify(values, raw.location)
     if layout == TOKEN_IDS:
         return ParsedRow(raw.location, kind, values, layout)

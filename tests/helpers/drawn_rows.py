@@ -6,19 +6,14 @@ import json
 import re
 from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet
 from hypothesis import strategies as st
 
 from dschat_lora.config.data import COLUMNS
-from dschat_lora.data.chat import make_chat
-from dschat_lora.data.readers import iter_file, RawRow
-from dschat_lora.data.row_reader import RowCounts, RowReader
 from dschat_lora.data.rows import RowOptions
 
-KINDS = ("samples", "pairs", "unpaired", "prompts")
 MARK = re.compile(r"zq\d+zq")
 
 
@@ -170,15 +165,20 @@ HOSTILE = (
 )
 
 
-def _paths(value, path=()):
-    """Places in a value, itself first."""
+def paths_of(value, path=()):
+    """Places in a value, as keys and numbers, itself first."""
     yield path
-    if isinstance(value, dict):
-        for key in value:
-            yield from _paths(value[key], (*path, key))
-    elif isinstance(value, list):
-        for number, each in enumerate(value):
-            yield from _paths(each, (*path, number))
+    children = value.items() if isinstance(value, dict) else ()
+    children = enumerate(value) if isinstance(value, list) else children
+    for key, each in children:
+        yield from paths_of(each, (*path, key))
+
+
+def at(value, path):
+    """What is in a place of a value."""
+    for key in path:
+        value = value[key]
+    return value
 
 
 def _changed(value, path, change):
@@ -189,148 +189,140 @@ def _changed(value, path, change):
     return copy
 
 
+def _without(value, key):
+    if isinstance(value, dict):
+        return {name: each for name, each in value.items() if name != key}
+    return [each for number, each in enumerate(value) if number != key]
+
+
 @dataclass(frozen=True)
 class DrawnRow:
-    """A row, its text as JSON, and how it is read."""
+    """A row, what its file holds, and how a stage reads it."""
 
     shape: str
-    text: str  # JSON, or what was made of it
-    values: object  # None where the text is no longer that of a value
-    mutated: bool
+    values: object  # None where the text is no JSON of a value that is known
+    text: str
     kind: str
     template: str
     options: RowOptions
     suffix: str
+    is_valid: bool  # as the shape has it, nothing changed
+
+    def write(self, directory):
+        """The file with the row alone; None where its format cannot hold it."""
+        path = directory / f"row{self.suffix}"
+        if self.suffix == ".csv":
+            return _write_csv(path, self.values)
+        if self.suffix == ".parquet":
+            return _write_parquet(path, self.values)
+        text = '{"entries": [' + self.text + "]}" if self.shape == "webnlg" else self.text
+        data = text.encode("utf-8", "surrogatepass")
+        path.write_bytes(gzip.compress(data) if self.suffix.endswith(".gz") else data)
+        return path
+
+
+def _write_csv(path, values):
+    cells = {name: v if isinstance(v, str) else json.dumps(v) for name, v in values.items()}
+    with path.open("w", encoding="utf-8", errors="surrogatepass", newline="") as file:
+        writer = csv.DictWriter(file, list(cells))
+        writer.writeheader()
+        writer.writerow(cells)
+    return path
+
+
+def _write_parquet(path, values):
+    try:
+        pa.parquet.write_table(pa.Table.from_pylist([values]), path)
+    except (pa.ArrowException, ValueError, OverflowError, TypeError):
+        return None
+    return path
+
+
+def kinds_of(shape):
+    """What stages make of rows of a shape, most often what it is meant for."""
+    if shape.startswith("kto"):
+        return ("unpaired", "unpaired", "samples", "prompts")
+    if shape.startswith(("pair", "ultra")):
+        return ("pairs", "pairs", "samples", "prompts", "unpaired")
+    if shape in ("prompt", "prompt of messages"):
+        return ("prompts", "prompts", "samples")
+    return ("samples", "samples", "samples", "prompts", "pairs")
 
 
 @st.composite
-def drawn_rows(draw, templates=("built-in",)):
-    """A row of a shape, mutated up to three times, for a stage."""
-    marks = Marks()
-    shape = draw(st.sampled_from(sorted(SHAPES)))
+def drawn_rows(draw, templates):
+    """A row of a shape, changed up to three times, for a stage and a tokenizer's template."""
+    marks, shape = Marks(), draw(st.sampled_from(sorted(SHAPES)))
     values = SHAPES[shape](marks)
-    mutations = draw(st.integers(0, 3))
-    for _ in range(mutations):
-        values = _mutated(draw, values, marks)
-        if not isinstance(values, dict):
-            break
+    changes = draw(st.sampled_from((0, 1, 1, 1, 2, 3)))
+    for _ in range(changes):
+        values = draw(changed_values(values, marks))
     text = json.dumps(values, ensure_ascii=draw(st.booleans()))
-    mutated, known = mutations > 0, values
-    if draw(st.integers(0, 5)) == 0:
-        text, mutated, known = _mutated_text(draw, text), True, None
+    suffixes = (".jsonl", ".jsonl", ".json", ".jsonl.gz", ".csv", ".parquet")
+    suffix = ".json" if shape in ("webnlg", "dart") else draw(st.sampled_from(suffixes))
+    known, is_valid = values, changes == 0
+    if draw(st.integers(0, 4)) == 0 and suffix not in (".csv", ".parquet"):
+        text, known, is_valid = draw(changed_texts(text)), None, False
     columns = {}
-    if draw(st.integers(0, 5)) == 0 and isinstance(values, dict) and values:
-        columns = {draw(st.sampled_from(COLUMNS)): str(draw(st.sampled_from(sorted(values, key=str))))}
+    if draw(st.integers(0, 7)) == 0:
+        columns = {draw(st.sampled_from(COLUMNS)): draw(st.sampled_from([*values, "no_column"]))}
     options = RowOptions(columns, draw(st.sampled_from(("refuse", "good_only", "all"))))
-    suffix = draw(st.sampled_from((".jsonl", ".jsonl", ".json", ".csv", ".parquet", ".jsonl.gz")))
-    if shape in ("webnlg", "dart"):
-        suffix = ".json"
-    return DrawnRow(
-        shape,
-        text,
-        known,
-        mutated,
-        draw(st.sampled_from(KINDS)),
-        draw(st.sampled_from(templates)),
-        options,
-        suffix,
-    )
+    kind, template = draw(st.sampled_from(kinds_of(shape))), draw(st.sampled_from(templates))
+    return DrawnRow(shape, known, text, kind, template, options, suffix, is_valid)
 
 
-def _mutated(draw, values, marks):
-    kind = draw(st.sampled_from(("replace", "replace", "drop", "add", "nest", "wrap", "twin", "merge")))
-    paths = list(_paths(values))
-    path = draw(st.sampled_from(paths))
-    hostile = draw(st.one_of(st.sampled_from(HOSTILE), st.text(max_size=4), st.integers(), st.floats()))
-    if kind == "replace":
-        return _changed(values, path or paths[-1], lambda _: hostile)
-    if kind == "drop" and path:
-        return _changed(
-            values,
-            path[:-1],
-            lambda inner: (
-                {k: v for k, v in inner.items() if k != path[-1]}
-                if isinstance(inner, dict)
-                else [v for n, v in enumerate(inner) if n != path[-1]]
-            ),
-        )
-    if kind == "add":
-        name = draw(st.sampled_from((*COLUMNS, "extra", "context", "", "chat_template_kwargs", "message_id", "name", "reasoning_content", "weight")))
-        value = hostile if draw(st.booleans()) else marks.text()
-        places = [p for p in paths if isinstance(_at(values, p), dict)]
-        where = draw(st.sampled_from(places)) if places else ()
-        return _changed(values, where, lambda inner: {**inner, name: value} if isinstance(inner, dict) else inner)
-    if kind == "nest":
-        depth = draw(st.sampled_from((1, 3, 100, 400, 900, 960, 980, 990, 2000)))
-
-        def deeper(value):
-            for _ in range(min(depth, 900)):
-                value = [value]
-            return value
-
-        return _changed(values, path or paths[-1], deeper)
-    if kind == "wrap":
-        return _changed(values, path, lambda value: {"text": value} if path else value)
-    if kind == "merge":
-        other = SHAPES[draw(st.sampled_from(sorted(SHAPES)))](marks)
-        return {**other, **values}
-    return _changed(values, path, lambda value: [value, value] if path else value)
+@st.composite
+def changed_values(draw, values, marks):
+    """A row with one change to its values."""
+    places = list(paths_of(values))
+    path = draw(st.sampled_from(places[1:] or places))
+    hostile = draw(st.one_of(st.sampled_from(HOSTILE), st.text(max_size=4), st.integers()))
+    change = draw(st.sampled_from(("replace", "replace", "drop", "add", "twice", "merge", "text")))
+    if change == "add" or not path:
+        more = ("extra", "context", "", "chat_template_kwargs", "message_id", "name", "weight")
+        name = draw(st.sampled_from((*COLUMNS, *more, "reasoning_content", "tool_calls")))
+        where = draw(st.sampled_from([p for p in places if isinstance(at(values, p), dict)]))
+        value = draw(st.sampled_from((hostile, marks.text())))
+        return _changed(values, where, lambda inner: {**inner, name: value})
+    if change == "drop":
+        return _changed(values, path[:-1], lambda inner: _without(inner, path[-1]))
+    if change == "twice":
+        return _changed(values, path, lambda value: [value, value])
+    if change == "text":
+        return _changed(values, path, json.dumps)
+    if change == "merge":
+        return {**SHAPES[draw(st.sampled_from(sorted(SHAPES)))](marks), **values}
+    return _changed(values, path, lambda _: hostile)
 
 
-def _at(values, path):
-    for key in path:
-        values = values[key]
-    return values
+@st.composite
+def changed_texts(draw, text):
+    """The text of a row with one change, which may leave no JSON."""
+    change = draw(st.sampled_from(("cut", "insert", "twice", "list", "quotes", "deep", "long")))
+    place = draw(st.integers(0, len(text)))
+    hostile = ("\0", "\ufeff", "{", "}", '"', ",", "\n", "\r", "\\ud83d", "NaN", "\x1f", "//")
+    depth = draw(st.sampled_from((10, 500, 900, 950, 980, 990, 995, 5000)))
+    return {
+        "cut": text[:place],
+        "insert": text[:place] + draw(st.sampled_from((*hostile, "9" * 5000))) + text[place:],
+        "twice": f"{text[:-1]}, {text[1:]}",  # each key
+        "list": f"[{text}]",
+        "quotes": text.replace('"', "'"),
+        "deep": f'{text[:-1]}, "extra": {"[" * depth}{"]" * depth}}}',
+        "long": text.replace("zq", "z" * 3000 + "q", 1),
+    }[change]
 
 
-def _mutated_text(draw, text):
-    kind = draw(st.sampled_from(("cut", "insert", "twice", "array", "swap", "deep", "long")))
-    at = draw(st.integers(0, len(text)))
-    if kind == "cut":
-        return text[:at]
-    if kind == "insert":
-        return text[:at] + draw(st.sampled_from(("\0", "\ufeff", "{", "}", '"', ",", "\n", "\r", "\\ud83d", "NaN", "\x1f", "//", "9" * 5000))) + text[at:]
-    if kind == "twice":  # a key twice in the object
-        return text[:-1] + ", " + text[1:] if text.startswith("{") and len(text) > 2 else text
-    if kind == "array":
-        return f"[{text}]"
-    if kind == "deep":
-        n = draw(st.sampled_from((10, 500, 900, 950, 980, 990, 995, 5000)))
-        return text[:-1] + ', "extra": ' + "[" * n + "]" * n + "}" if text.startswith("{") else text
-    if kind == "long":
-        return text.replace("zq", "z" * 3000 + "q", 1)
-    return text.replace('"', "'", 1)
+def words_that_count(row):
+    """Marked words that a stage must find, by docs/data_formats.md, in a row as its shape has it.
 
-
-def write_row(path, row):
-    """A file with the row alone; returns whether its format holds it."""
-    if row.suffix in (".jsonl", ".json", ".jsonl.gz"):
-        text = row.text if row.suffix == ".json" else row.text.replace("\n", " ")
-        if row.shape == "webnlg" and row.values is not None:
-            text = '{"entries": [' + text + "]}"
-        data = text.encode("utf-8", "surrogatepass") + b"\n"
-        path.write_bytes(gzip.compress(data) if row.suffix.endswith(".gz") else data)
-        return True
-    if not isinstance(row.values, dict) or not row.values:
-        return False
-    if row.suffix == ".csv":
-        cells = {k: v if isinstance(v, str) else json.dumps(v) for k, v in row.values.items()}
-        with path.open("w", encoding="utf-8", errors="surrogatepass", newline="") as file:
-            writer = csv.DictWriter(file, list(cells))
-            writer.writeheader()
-            writer.writerow(cells)
-        return True
-    try:
-        pa.parquet.write_table(pa.Table.from_pylist([row.values]), path)
-    except (pa.ArrowException, UnicodeError, OverflowError, TypeError, ValueError, RecursionError):
-        return False
-    return True
-
-
-def read_row(path, row, chat):
-    """The records of a file of one row, or the error."""
-    reader = RowReader(row.options, chat, row.kind, skips=False)
-    found = []
-    for raw in iter_file(path):
-        found += reader.records(raw, RowCounts())[0]
-    return found
+    Left are the rejected answer where the chosen one is learnt, what tools, calls and thoughts say,
+    which templates may leave out, and the labels beside the texts.
+    """
+    used = dict(row.values)
+    if row.kind == "samples":
+        used.pop("rejected", None)
+    left = ("tools", "tool_calls", "reasoning_content", "chat_template_kwargs", "category")
+    places = [path for path in paths_of(used) if not set(left) & set(path)]
+    texts = [at(used, path) for path in places if isinstance(at(used, path), str)]
+    return MARK.findall(" ".join(text for text in texts if not text.startswith("{")))
