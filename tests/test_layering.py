@@ -104,7 +104,7 @@ FLOORS = [
         "pipeline": Room(
             "algos assets checkpoint config data engine generation lora models perf report rlhf"
             " runtime supervised",
-            "packaging psutil torch yaml",
+            "packaging psutil torch",
             "file_verbs launch recipe run stage_verbs stages stand_ins state validation",
         ),
         "serving": Room(

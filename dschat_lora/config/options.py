@@ -12,6 +12,7 @@ import re
 import sys
 import types
 import typing
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, overload
@@ -20,7 +21,7 @@ from dschat_lora.config.files import MOST_TYPED_BYTES, parse_yaml, read_text
 from dschat_lora.config.help import COMPATIBILITY, by_section, section_of
 from dschat_lora.config.parser import Parser, unknown_option
 from dschat_lora.config.recipes import find_recipe
-from dschat_lora.config.values import from_yaml, is_switch, value_shape
+from dschat_lora.config.values import converter, from_yaml, is_switch, value_shape
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -152,8 +153,13 @@ def _by_position(
     for name in positionals:
         if not left or name in given:
             continue
-        _, _, many = value_shape(fields[name][1])
-        values[name], left = (left, []) if many else (left[0], left[1:])
+        kind, choices, many = value_shape(fields[name][1])
+        taken, left = (left, []) if many else (left[:1], left[1:])
+        try:
+            found = [converter(kind, choices)(word) for word in taken]
+        except ArgumentTypeError as error:
+            raise ValueError(f"--{name} {error}") from error
+        values[name] = found if many else found[0]
     return values, left
 
 

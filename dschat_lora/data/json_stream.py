@@ -4,6 +4,8 @@ import json
 import re
 from typing import IO, Any
 
+from dschat_lora.config.files import TOO_DEEP, json_object
+
 READ_AT_A_TIME = 2**20  # characters
 LOOK_AHEAD = 1000
 MOST_CHARACTERS = 32 * 2**20  # of a value
@@ -24,7 +26,7 @@ class JsonStream:
     def __init__(self, file: IO[str], *, most: int = MOST_CHARACTERS) -> None:
         self._file, self._text, self._at = file, "", 0
         self._most = most
-        self._decode = json.JSONDecoder().raw_decode
+        self._decode = json.JSONDecoder(object_pairs_hook=json_object).raw_decode
         self._first_column = 1  # of the text that is in memory
         self._counted = 0  # characters of it, of whose lines ...
         self._line = 1  # ... this is the last
@@ -74,9 +76,9 @@ class JsonStream:
                     raise self.error(error.msg, error.pos) from error
                 continue
             except (RecursionError, ValueError) as error:
+                # Of a key twice, a number too long, or a value too large.
                 deep = isinstance(error, RecursionError)
-                reason = "lists or objects are nested too deeply" if deep else str(error)
-                raise self.error(reason) from error
+                raise self.error(TOO_DEEP if deep else str(error)) from error
             # A number may go on in what has not been read.
             whole = isinstance(value, (dict, list, str)) or len(self._text) - end >= LOOK_AHEAD
             if whole or not self._read():

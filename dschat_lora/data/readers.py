@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, AnyStr, cast
 
+from dschat_lora.config.files import TOO_DEEP, json_object
 from dschat_lora.data.arrow_rows import arrow_batches, parquet_batches, rows_of
 from dschat_lora.data.json_stream import JsonError, JsonStream
 from dschat_lora.data.nlg import dart_rows, e2e_row, is_dart_set, is_webnlg_entry, webnlg_rows
@@ -28,6 +29,7 @@ LINE_COST = 32  # what a line counts for besides its bytes: a million blank ones
 # A file that unpacks to more is refused if that is many times its size: text shrinks to a tenth.
 MOST_UNPACKED, MOST_RATIO = 2**30, 200
 MOST_WORDS = 2000  # characters of what is said of a row
+_DECODE = json.JSONDecoder(object_pairs_hook=json_object).decode
 # A list of rows, or of WebNLG's entries.
 JSON_LIST = re.compile(r'\s*(\{\s*"entries"\s*:\s*)?\[')
 
@@ -180,7 +182,7 @@ def _iter_jsonl(path: Path) -> Iterator[Line]:
 
 
 def _json_row(location: str, line: str) -> RawRow:
-    return _object_row(location, json.loads(line))
+    return _object_row(location, _DECODE(line))
 
 
 def _e2e_row(location: str, line: str) -> RawRow:
@@ -267,7 +269,7 @@ def _parse_line(location: str, line: bytes, parse: Callable[[str, str], RawRow])
     except json.JSONDecodeError as error:
         return RawRow(location, {}, f"not valid JSON ({error.msg}, column {error.colno})")
     except RecursionError:
-        return RawRow(location, {}, "nested too deeply")
+        return RawRow(location, {}, TOO_DEEP)
     except ValueError as error:
         return RawRow(location, {}, str(error))
 
@@ -331,6 +333,8 @@ def _iter_csv(path: Path) -> Iterator[RawRow]:
             header = next(reader, None)
             if header is None:
                 return
+            if twins := {name for name in header if name and header.count(name) > 1}:
+                raise RowError(f"{path}:1", f"the header names {min(twins)!r} twice")
             # A cell may span lines: a row is named after its first one.
             first_line = reader.line_num + 1
             for cells in reader:

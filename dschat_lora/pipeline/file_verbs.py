@@ -193,11 +193,11 @@ def extract(argv: list[str]) -> None:
         "--lora_alpha", metavar="X", type=float, help="of the training; no checkpoint says it"
     )
     parser.add_argument(
-        "--enable_lora", metavar="PART", nargs="*", default=[], help="q, k, v of packed layers"
+        "--enable_lora", metavar="PART", nargs="*", action="once", help="q, k, v of packed layers"
     )
     parser.add_argument("--output_dir", metavar="DIR", help="default: CHECKPOINT/adapter")
     chosen = parser.values(argv, ["base", "lora_alpha", "enable_lora", "output_dir"])
-    chosen["enable_lora"] = tuple(chosen["enable_lora"])
+    chosen["enable_lora"] = tuple(chosen["enable_lora"] or ())
     late("checkpoint.extract:extract")(**chosen, say=log_once)
 
 

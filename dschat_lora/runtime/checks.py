@@ -348,6 +348,14 @@ def check_can_be_made(path: Path, option: str = "output_dir") -> None:
         raise ValueError(f"--{option} {path} cannot be made: {nearest} is not writable")
 
 
+def check_file_can_be_made(name: str, option: str) -> None:
+    """Refuse a file that this user cannot create, before there is anything to write to it."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        raise ValueError(f"--{option} {name} is a directory; name a file")
+    check_can_be_made(path.parent, option)
+
+
 def check_room(path: Path, need: int) -> None:
     """Refuse a directory on a disk with fewer than ``need`` bytes free for this user."""
     nearest = next(p for p in (path, *path.absolute().parents) if p.exists())

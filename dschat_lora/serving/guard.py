@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from dschat_lora.config.files import json_object
 from dschat_lora.report.terminal import note
 from dschat_lora.serving.config import LOCAL_HOSTS
 from dschat_lora.serving.errors import ApiError, invalid
@@ -110,7 +111,7 @@ async def read_json(request: Request) -> Any:
             body.decode(),
             parse_constant=_finite,
             parse_float=_finite,
-            object_pairs_hook=_object,
+            object_pairs_hook=json_object,
         )
         _check_depth(value)
         json.dumps(value, ensure_ascii=False).encode()
@@ -129,15 +130,6 @@ def _finite(text: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{text:.80} is no finite number")
     return number
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise ValueError(f"{name!r:.80} is there twice")
-        found[name] = value
-    return found
 
 
 def _check_depth(value: object) -> None:

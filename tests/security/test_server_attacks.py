@@ -317,10 +317,10 @@ BODIES = {
     "encoded surrogate": (b'{"model": "\xed\xa0\xbd"}', "not in UTF-8"),
     "NUL": (WHOLE.encode() + b"\0", "no JSON"),
     "two objects": (WHOLE.encode() * 2, "no JSON"),
-    "name twice": (b'{"model": "a", "model": "base"}', "'model' is there twice"),
+    "name twice": (b'{"model": "a", "model": "base"}', "'model' twice"),
     "100,000 names": (
         b"{" + b",".join(b'"%d":1' % n for n in range(90_000)) + b',"0":1}',
-        "'0' is there twice",
+        "'0' twice",
     ),
     "inner name twice": (b'{"messages": [{"role": "user", "role": "system"}]}', "twice"),
     "NaN": (b'{"temperature": NaN}', "NaN is no finite number"),

@@ -151,7 +151,7 @@ def test_a_weight_that_is_not_finite_is_named_by_generate(refused_verb, monkeypa
 
     def spoilt(config):
         policy = load(config)
-        dict(policy.model.named_parameters())["lm_head.weight"].data[3] = torch.inf
+        policy.model.get_output_embeddings().weight.data[3] = torch.inf
         return policy
 
     monkeypatch.setattr(generate, "load_policy", spoilt)
@@ -159,8 +159,7 @@ def test_a_weight_that_is_not_finite_is_named_by_generate(refused_verb, monkeypa
     assert line.startswith(
         "error: no token can be drawn: the model's logits are not finite, as its"
     )
-    assert line.endswith("holds NaN or infinity")
-    assert "lm_head.weight" in line
+    assert ".weight holds" in line
 
 
 def greedy(model, tokenizer, prompt):
