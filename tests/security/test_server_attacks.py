@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -669,6 +670,20 @@ def test_an_answer_that_cannot_be_drawn_ends_alone(served, service, monkeypatch)
     still_answers(served)
 
 
+def test_an_answer_that_cannot_be_drawn_leaves_the_batch(service, served, monkeypatch):
+    from dschat_lora.generation.sampling import Sampling
+    from dschat_lora.serving.decoder import AnswerOptions
+
+    model, pieces = service.models["endless"], []
+    rows, step = model.batch.rows, model.batch.rows.step
+    monkeypatch.setattr(rows, "step", lambda tokens: step(tokens).fill_(torch.nan))
+    options = AnswerOptions(Sampling(1, do_sample=False), 400)
+    service.decoder.submit(model, [5], options, pieces.append)
+    while not pieces or pieces[-1].error is None or service.decoder.load != (0, 0):
+        time.sleep(0.005)
+    assert [piece.is_last for piece in pieces] == [*[False] * (len(pieces) - 1), True]
+
+
 @pytest.mark.parametrize("error", [IndexError("secret prompt"), KeyError(), ZeroDivisionError()])
 def test_any_exception_of_a_step_fails_its_batch_alone(served, service, monkeypatch, error):
     def fail(tokens):
@@ -775,21 +790,42 @@ def test_a_body_that_does_not_come_is_given_up(address, monkeypatch):
         assert connection.recv(1000).startswith(b"HTTP/1.1 408")
 
 
-def test_a_client_that_reads_nothing_is_left(served, service, monkeypatch):
+def test_a_client_that_reads_nothing_is_left(service, monkeypatch):
+    from dschat_lora.serving import address as places
+    from dschat_lora.serving.decoder import Decoder
+
+    listen = places.listen
+
+    def listen_with_little_room(host, port):
+        listening = listen(host, port)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        return listening
+
+    monkeypatch.setattr(places, "listen", listen_with_little_room)
     monkeypatch.setattr("dschat_lora.serving.server.CLIENT_SECONDS", 0.3)
-    url = urlsplit(served)
+    model = endless(service.models["base"])
+    decoder = Decoder([model.batch], max_batch_size=16, max_queue=0)
     body = {"model": "endless", "prompt": "Hi", "stream": True, "n": 16, "max_tokens": 400}
     body = json.dumps(body).encode()
-    with socket.socket() as connection:
+    own = replace(service, models={"endless": model}, decoder=decoder)
+    with running_server(own) as address, socket.socket() as connection:
+        url = urlsplit(address)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         connection.connect((url.hostname, url.port))
         connection.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        while decoder.load == (0, 0):
+            time.sleep(0.01)
         deadline = time.monotonic() + 30
-        time.sleep(0.2)
-        while service.decoder.load != (0, 0):
+        while decoder.load != (0, 0):
             assert time.monotonic() < deadline
             time.sleep(0.05)
-    still_answers(served)
+        time.sleep(0.5)
+        received = b""
+        with suppress(ConnectionResetError):
+            while chunk := connection.recv(65536):
+                received += chunk
+    assert received.startswith(b"HTTP/1.1 200")
+    assert b"[DONE]" not in received
 
 
 def test_a_stream_that_is_cancelled_is_decoded_for_one_more_step_at_most(served, service):
