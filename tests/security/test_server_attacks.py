@@ -279,7 +279,7 @@ def test_no_library_reads_the_path_for_the_guard(guarded, monkeypatch):
 
 
 def test_a_refusal_of_what_turns_out_to_be_no_http_leaves_no_traceback(guarded, capfd):
-    assert raw(guarded, HTTP["chunk size"]).startswith(b"HTTP/1.1 400")
+    assert raw(guarded, HTTP["negative chunk"]).startswith(b"HTTP/1.1 400")
     assert "Traceback" not in capfd.readouterr().err
 
 
