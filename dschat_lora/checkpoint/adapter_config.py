@@ -17,6 +17,7 @@ from dschat_lora.checkpoint.manifest import (
     verify,
     write_manifest,
 )
+from dschat_lora.config.files import read_json
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -78,10 +79,10 @@ def read_adapter_config(directory: str | Path) -> AdapterConfig:
     """
     path = Path(directory) / CONFIG_FILE
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = read_json(path)
     except FileNotFoundError:
         raise ValueError(f"{directory} is no adapter: it has no {CONFIG_FILE}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}") from None
     if not isinstance(fields, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(fields).__name__}")

@@ -1,6 +1,5 @@
 """Extraction of LoRA factors and head from a full checkpoint into PEFT's layout."""
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,6 +28,7 @@ from dschat_lora.checkpoint.lora_only import (
     rank_of,
     read_lora_only,
 )
+from dschat_lora.config.files import read_json
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.model import adapter_layout, apply_lora, lora_layers
 
@@ -143,7 +143,7 @@ def read_checkpoint(path: Path) -> LoraOnly:
     if not (path / _INDEX).is_file():
         raise ValueError(f"{path} holds no {', '.join(_FILES)} or {_INDEX}")
     try:
-        shards = json.loads((path / _INDEX).read_text(encoding="utf-8"))["weight_map"].values()
+        shards = read_json(path / _INDEX)["weight_map"].values()
         parts = [load_file(path / name) for name in sorted(set(shards))]
     except (OSError, ValueError, LookupError, SafetensorError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error

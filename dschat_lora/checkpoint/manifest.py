@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from dschat_lora.config.files import parse_json, read_bytes
+
 MANIFEST = "manifest.json"
 _FORMAT = 1
 _BLOCK = 2**20  # bytes read at a time
@@ -123,8 +125,8 @@ def _tensors(header: Mapping[str, Any]) -> dict[str, Any]:
 def _sound_content(path: Path) -> dict[str, Any]:
     """The object in the manifest ``path``, checked to be byte for byte as written."""
     try:
-        data = path.read_bytes()
-        content = json.loads(data)
+        data = read_bytes(path)
+        content = parse_json(data)
         if not isinstance(content, dict) or data != _canonical(content):
             raise ValueError("it is not in the form that is written")
         if content.get("sha256") != _own_sha256(content):
@@ -133,7 +135,7 @@ def _sound_content(path: Path) -> dict[str, Any]:
         raise DamagedError(f"{path} is missing") from None
     except OSError as error:
         raise DamagedError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise DamagedError(f"{path} is damaged: {error}") from None
     return content
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from dschat_lora.config.files import parse_json
 from dschat_lora.config.groups import require, require_numbers
 from dschat_lora.config.options import hidden, option
-from dschat_lora.config.texts import json_value
 
 UnpairedRows = Literal["refuse", "good_only", "all"]
 # Columns that rows are read from, under these names or others given by --columns.
@@ -139,9 +139,9 @@ def parse_variables(text: object, name: str = "--chat_template_kwargs") -> dict[
     reason = ""
     if isinstance(text, str):
         try:
-            variables = json_value(text)
+            variables = parse_json(text)
         except ValueError as error:
-            reason = f" ({error})"
+            variables, reason = text, f" ({error})"
     if not isinstance(variables, dict):
         example = '{"enable_thinking": false}'
         raise ValueError(

@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import functools
 import os
+import re
 import sys
 import types
 import typing
@@ -16,10 +17,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, overload
 
+from dschat_lora.config.files import MOST_TYPED_BYTES, parse_yaml, read_text
 from dschat_lora.config.help import COMPATIBILITY, by_section, section_of
 from dschat_lora.config.parser import Parser, unknown_option
 from dschat_lora.config.recipes import find_recipe
-from dschat_lora.config.texts import yaml_value
 from dschat_lora.config.values import converter, from_yaml, is_switch, value_shape
 
 if TYPE_CHECKING:
@@ -199,31 +200,12 @@ def read_mapping(path: str, *, label: str) -> dict[str, Any]:
     """
     file = find_recipe(path, label=label)
     try:
-        content = yaml_value(file.read_text(encoding="utf-8"))
+        content = parse_yaml(read_text(file, most=MOST_TYPED_BYTES))
     except (OSError, ValueError) as error:
         raise ValueError(f"{label} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{label} must hold 'option: value' lines")
-    if _is_larger(content, _MOST_VALUES):
-        raise ValueError(
-            f"{label} holds more than {_MOST_VALUES:,} values, its aliases written out"
-        )
     return content
-
-
-# Of a file of options; aliases that refer to aliases can make a short file endless.
-_MOST_VALUES = 100_000
-
-
-def _is_larger(content: object, most: int) -> bool:
-    """Whether ``content`` holds more than ``most`` values, lists and mappings."""
-    waiting, count = [content], 0
-    while waiting and count <= most:
-        value = waiting.pop()
-        count += 1
-        if isinstance(value, dict | list):
-            waiting += value.values() if isinstance(value, dict) else value
-    return count > most
 
 
 def options_of(
@@ -299,9 +281,22 @@ def pass_failures_to(tell: Callable[[str, int], bool] | None) -> None:
     _tell_others = tell
 
 
+# What a terminal may take for a command, but for tabs, ends of lines and the colours that are
+# used here; and half a character, which no terminal shows.
+_CONTROL = re.compile(r"\x1b(?!\[(?:1;32|0)m)|[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f\ud800-\udfff]")
+_MOST_WORDS = 4000  # characters of a message
+
+
+def harmless(text: str) -> str:
+    """``text`` with control characters written out, in a way that JSON reads too."""
+    return _CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
 def fail(message: str, *, code: int = 2) -> NoReturn:
     """End the process, and all others of the run, with one line on stderr from one of them."""
-    words = " ".join(message.split())
+    words = harmless(" ".join(message.split()))
+    if len(words) > _MOST_WORDS:
+        words = f"{words[:_MOST_WORDS]} ..."
     if _tell_others is None:
         is_said = os.environ.get("RANK", "0") != "0"
     else:

@@ -27,7 +27,7 @@ def converter(
             more = f"; {hint}" if hint else ""
             raise argparse.ArgumentTypeError(f"must be {allowed}, got {text!r:.200}{more}")
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
-            raise argparse.ArgumentTypeError(f"must fit into 64 bits, got {text!r:.200}")
+            raise argparse.ArgumentTypeError(f"must be in [-2**63, 2**63), got {text!r:.200}")
         return value
 
     return convert

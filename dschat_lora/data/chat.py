@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 from dschat_lora.config.data import parse_variables
+from dschat_lora.config.files import parse_json
 from dschat_lora.data.encoder import Tokenizer
 from dschat_lora.data.messages import Message
 from dschat_lora.data.template_probe import TemplateFacts, fit_messages, probe_template
@@ -233,6 +234,6 @@ def _from_json(value: object) -> object:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
-    except json.JSONDecodeError:
+        return parse_json(value)
+    except ValueError:
         return value

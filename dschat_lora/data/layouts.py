@@ -1,8 +1,8 @@
 """Layouts of published data sets, such as Alpaca and ShareGPT, as the columns of the row types."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 
+from dschat_lora.config.files import parse_json
 from dschat_lora.data.columns import Columns, EmptyTextError, Messages, message, text_of
 from dschat_lora.data.nlg import TOKEN_IDS, is_token_row
 from dschat_lora.data.sharegpt import conversation_of
@@ -162,9 +162,9 @@ def _with_tools(values: Columns) -> Columns:
     if not isinstance(values.get("tools"), str):
         return values
     try:
-        return {**values, "tools": json.loads(values["tools"] or "[]")}
-    except json.JSONDecodeError as error:
-        raise ValueError(f"`tools` is not valid JSON ({error.msg})") from error
+        return {**values, "tools": parse_json(values["tools"] or "[]")}
+    except ValueError as error:
+        raise ValueError(f"`tools` is not valid JSON ({getattr(error, 'msg', error)})") from error
 
 
 def _headed(values: Columns, messages: Messages) -> Messages:

@@ -5,11 +5,12 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
+from dschat_lora.config.files import TOO_DEEP
 from dschat_lora.data.chat import Chat, Span
 from dschat_lora.data.conversations import Method, answer_spans, prompt_spans, supervise
 from dschat_lora.data.messages import Message
 from dschat_lora.data.nlg import TOKEN_IDS, token_texts
-from dschat_lora.data.readers import TOO_DEEP, RowError
+from dschat_lora.data.readers import RowError
 from dschat_lora.data.rows import DataKind, ParsedRow, RowType
 from dschat_lora.data.templates import ASSISTANT
 

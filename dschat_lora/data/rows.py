@@ -6,11 +6,12 @@ from itertools import islice
 from typing import Any, Literal
 
 from dschat_lora.config.data import DataConfig, UnpairedRows, parse_columns
+from dschat_lora.config.files import TOO_DEEP
 from dschat_lora.data.columns import EmptyTextError, rename
 from dschat_lora.data.layouts import is_good, to_canonical
 from dschat_lora.data.messages import EmptyRowError, check_message
 from dschat_lora.data.nlg import TOKEN_IDS
-from dschat_lora.data.readers import TOO_DEEP, RawRow, RowError, iter_file
+from dschat_lora.data.readers import RawRow, RowError, iter_file
 from dschat_lora.data.sources import Source, find_source
 
 RowType = Literal[

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from dschat_lora.config.files import read_json
 from dschat_lora.config.groups import BatchConfig, ModelConfig, OptimConfig, ParallelConfig
 from dschat_lora.config.recipes import find_deepspeed_json
-from dschat_lora.config.texts import json_value
 
 AUTO = "auto"
 # JSON field -> the option that sets the same thing.
@@ -66,7 +66,7 @@ def read_deepspeed_json(path: str | None) -> dict[str, Any]:
         return {}
     file = find_deepspeed_json(path)
     try:
-        content = json_value(file.read_text(encoding="utf-8"))
+        content = read_json(file)
     except (OSError, ValueError) as error:
         raise ValueError(f"--deepspeed_config {path} cannot be read: {error}") from error
     if not isinstance(content, dict):

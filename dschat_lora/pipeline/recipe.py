@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dschat_lora.config.files import parse_yaml
 from dschat_lora.config.options import (
     build_config,
     option_names,
@@ -14,7 +15,6 @@ from dschat_lora.config.options import (
     typed_options,
 )
 from dschat_lora.config.parser import unknown_option
-from dschat_lora.config.texts import yaml_value
 from dschat_lora.pipeline.launch import LauncherConfig
 from dschat_lora.pipeline.stages import STAGES
 
@@ -150,7 +150,7 @@ def _override(text: str, stages: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
     if name not in stages:
         raise ValueError(f"--set {text}: the stages are {', '.join(stages)}, not {name}")
     try:
-        return name, {option_name: yaml_value(value)}
+        return name, {option_name: parse_yaml(value)}
     except ValueError as error:
         raise ValueError(f"--set {text}: the value cannot be read: {error}") from error
 

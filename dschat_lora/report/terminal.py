@@ -1,14 +1,16 @@
 """Terminal output: lines, tables and error messages, where there is no run to log to."""
 
+import io
 import json
 import os
-import re
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from dschat_lora.config.options import harmless
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -17,8 +19,6 @@ if TYPE_CHECKING:
 SECONDS_BETWEEN_LINES = 60.0
 # Where the text of a log's line begins, after the name of what it tells.
 _TEXT_COLUMN = 15
-# What a terminal may take for a command; tabs and ends of lines are none.
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def silence_stdout() -> None:
@@ -31,14 +31,22 @@ def silence_stdout() -> None:
 def log_once(text: str) -> None:
     """Print a line from the first rank alone."""
     if os.environ.get("RANK", "0") == "0":
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
+        write_text(text + "\n")
 
 
 def write_text(text: str) -> None:
     """Write text to the standard output at once, its control characters made harmless."""
-    sys.stdout.write(_CONTROL.sub(lambda match: ascii(match[0])[1:-1], text))
+    sys.stdout.write(harmless(text))
     sys.stdout.flush()
+
+
+class Screen(io.TextIOBase):
+    """The standard output as a file for a person, who reads it in a terminal."""
+
+    def write(self, text: str) -> int:
+        """Write text, its control characters made harmless."""
+        write_text(text)
+        return len(text)
 
 
 def to_json(value: object) -> str:
@@ -97,7 +105,7 @@ def _clock(seconds: float) -> str:
 
 def note(text: str) -> None:
     """Print a line to the standard error."""
-    sys.stderr.write(text + "\n")
+    sys.stderr.write(harmless(text) + "\n")
 
 
 def named(error: OSError, path: Path) -> OSError:

@@ -6,7 +6,6 @@ returns None.
 """
 
 import importlib.util
-import json
 import os
 import shutil
 import sys
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from dschat_lora.checkpoint.adapter_config import WEIGHTS_FILE, verify_adapter
 from dschat_lora.checkpoint.history import checkpoints_of, is_checkpoint
 from dschat_lora.checkpoint.manifest import DamagedError, safetensors_header
+from dschat_lora.config.files import read_json
 from dschat_lora.config.groups import LoadConfig, LoraConfig, ParallelConfig, Switch
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.models.quantization_checks import check_four_bits, stored_bits
@@ -75,7 +75,7 @@ def model_fields(source: ModelSource) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = read_json(path)
     except ValueError as error:
         raise ValueError(f"--model_name_or_path: {path} is damaged: {error}") from error
     if not isinstance(fields, dict):
@@ -146,7 +146,7 @@ def check_widths(adapter: Path, base: Path) -> None:
 def _weight_files(base: Path) -> list[Path]:
     """The safetensors files that make up a model; others may lie beside them."""
     try:
-        index = json.loads((base / "model.safetensors.index.json").read_text(encoding="utf-8"))
+        index = read_json(base / "model.safetensors.index.json")
         return [base / name for name in sorted(set(index["weight_map"].values()))]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return [file] if (file := base / "model.safetensors").is_file() else []

@@ -151,7 +151,7 @@ def lines(draw, commands=COMMANDS):
     extra, files = (), ()
     turn = draw(st.integers(0, 5))
     if turn == 0 and command.config is None:
-        files = (("recipe.yaml", draw(yaml_texts(command))),)
+        files = (("drawn", draw(yaml_texts(command))),)
     elif turn == 0:
         name = "deepspeed" if command.config is GlueConfig else "deepspeed_config"
         typed = [each for each in typed if each.option.name != name]

@@ -160,7 +160,7 @@ def test_a_question_without_an_answer_is_not_part_of_the_conversation(say, runs,
 
 def test_what_a_terminal_takes_for_commands_is_shown_as_text(capsys):
     chat_module.write_text("a\x1b[2Jb\r\tc\n\x07\x9b")
-    assert capsys.readouterr().out == "a\\x1b[2Jb\\r\tc\n\\x07\\x9b"
+    assert capsys.readouterr().out == "a\\u001b[2Jb\\u000d\tc\n\\u0007\\u009b"
 
 
 # The command lines

@@ -12,9 +12,9 @@ from dschat_lora.checkpoint.adapter_config import (
     read_adapter_config,
     verify_adapter,
 )
+from dschat_lora.config.files import read_json
 from dschat_lora.config.options import flatten
 from dschat_lora.config.recipes import find_deepspeed_json
-from dschat_lora.config.texts import json_value
 from dschat_lora.data.rows import SMALL_FILE
 from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.experiments.glue.data import find_files, read_split
@@ -224,7 +224,7 @@ def check_deepspeed(config: GlueConfig, source: ModelSource) -> None:
         return
     file = find_deepspeed_json(path, option="deepspeed")
     try:
-        content = json_value(file.read_text(encoding="utf-8"))
+        content = read_json(file)
     except (OSError, ValueError) as error:
         raise ValueError(f"--deepspeed {path} cannot be read: {error}") from error
     if not isinstance(content, dict):
