@@ -2,13 +2,19 @@
 
 import json
 import re
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from data.chat_tokenizers import build_chat_tokenizer
 from data.hand_tokenizers import build_byte_tokenizer
+from dschat_lora.config.data import DataConfig
 from dschat_lora.data.chat import make_chat
+from dschat_lora.data.prepare import prepare
 from dschat_lora.data.readers import iter_file
 from dschat_lora.data.row_reader import RowCounts, RowReader
 from dschat_lora.data.rows import DEFAULT_OPTIONS
@@ -16,6 +22,7 @@ from helpers.drawn_rows import drawn_rows, words_that_count
 from helpers.spread import ALL
 
 TEMPLATES = ("built-in", "qwen3", "qwen2_5_training")  # the last one marks answers
+KINDS = ("samples", "pairs", "unpaired", "prompts")
 EOS = 2
 
 
@@ -68,6 +75,38 @@ def test_a_drawn_row_is_read_or_refused_by_file_and_line(chats, directory, row):
         assert [word for word in words_that_count(row) if word not in said_by(records)] == []
 
 
+@settings(
+    max_examples=300 if ALL else 40,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+@given(rows=st.lists(drawn_rows(TEMPLATES), min_size=1, max_size=5), kind=st.sampled_from(KINDS))
+def test_files_of_mixed_drawn_rows_are_prepared_with_every_row_counted(directory, rows, kind):
+    path, lines = directory / "mixed.jsonl", [row.text.replace("\n", " ") for row in rows]
+    path.write_bytes("".join(f"{each}\n" for each in lines).encode("utf-8", "surrogatepass"))
+    audit, refusal = audit_of(path, kind)
+    if refusal is not None:  # no row at all, or of all answers to one prompt none to another
+        assert str(path) in refusal
+    else:
+        counted = sum(audit.rows_by_type.values()) + audit.bad_rows
+        assert counted == len(list(filter(str.strip, lines)))
+
+
+def audit_of(path, kind):
+    """The audit of a file whose bad rows are skipped, and the message where it is refused."""
+    config = DataConfig(data_path=(str(path),), bad_rows="skip", preprocessing_num_workers=1)
+    where = {"phase": 1, "seed": 0, "eos_id": EOS, "kind": kind}
+    with TemporaryDirectory() as cache:
+        try:
+            config = replace(config, unpaired_rows="all", max_seq_len=256)
+            found = prepare(config, build_byte_tokenizer(), **where, cache_dir=Path(cache))
+        except ValueError as error:
+            return None, str(error)
+    return found.audit, None
+
+
 def made_of(path, chat, row):
     """The records of a row, and the message where it is refused."""
     try:
@@ -102,6 +141,13 @@ def refusal(tmp_path, chats):
         return str(caught.value).removeprefix(str(path))
 
     return call
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_data_of_which_no_row_can_be_used_is_counted(directory, kind):
+    path = directory / "bad.jsonl"
+    path.write_text('{"extra": 1}\n')
+    assert audit_of(path, kind)[0].bad_rows == 1
 
 
 @pytest.mark.parametrize("ids", [[-5], [2**32], [2**70]])
