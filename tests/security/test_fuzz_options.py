@@ -164,3 +164,10 @@ def test_variables_of_a_template_are_refused_by_their_option(home, text, reason)
 def test_an_override_that_is_no_yaml_is_refused_by_name(home, value):
     message = refusal("pipeline", "recipe.yaml", "--set", f"sft.seed={value}")
     assert message.startswith(f"--set sft.seed={value}: the value cannot be read: "[:4000])
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward", "dpo", "rlhf"])
+def test_data_that_is_asked_for_and_not_named_is_refused_and_not_the_bundled_data(home, stage):
+    assert refusal(stage, "--data_path", "--seed", "1") == (
+        "--data_path names no data; give a file, or leave it out for the bundled data"
+    )
