@@ -107,7 +107,7 @@ def _loader_class() -> "type[SafeLoader]":
 
     kept = {f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "merge", "str", "seq", "map")}
 
-    class Loader(yaml.SafeLoader):
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
         yaml_implicit_resolvers = {  # noqa: RUF012
             first: [(tag, pattern) for tag, pattern in pairs if tag in kept]
             for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()

@@ -22,8 +22,8 @@ def converter(
         except ValueError:
             value = None
         finite = not isinstance(value, float) or math.isfinite(value)
-        unusable = value is None or (kind is str and not _is_usable(text))
-        if unusable or not finite or (choices and value not in choices):
+        usable = kind is not str or _is_usable(text)
+        if value is None or not (finite and usable) or (choices and value not in choices):
             more = f"; {hint}" if hint else ""
             raise argparse.ArgumentTypeError(f"must be {allowed}, got {text!r:.200}{more}")
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
