@@ -57,7 +57,7 @@ FLOORS = [
     },
     {
         "checkpoint": Room(
-            "config engine lora",
+            "algos config engine lora",
             "safetensors torch transformers",
             "adapter_config checkpoint_adapter history manifest staging",
         ),
@@ -92,7 +92,7 @@ FLOORS = [
     },
     {
         "experiments.glue": Room(
-            "checkpoint config data engine lora models report runtime",
+            "algos checkpoint config data engine lora models report runtime",
             "datasets numpy scipy sklearn torch transformers",
             "config data tasks validation",
         ),
@@ -109,7 +109,7 @@ FLOORS = [
         ),
         "serving": Room(
             "checkpoint config data engine generation lora models report runtime supervised",
-            "starlette torch uvicorn",
+            "h11 starlette torch uvicorn",
             "address config sources verbs",
         ),
     },

@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
-import torch
 from torch import Tensor, nn
 
+from dschat_lora.algos.finite import check_finite
 from dschat_lora.checkpoint.adapter_config import AdapterConfig
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.groups import Groups, groups_of_parts
@@ -93,5 +93,4 @@ def check_tensors(
                 raise ValueError(
                     f"{where}: {name} must be {wanted} for rank {r}, got {tuple(tensor.shape)}"
                 )
-        if not torch.isfinite(tensor).all():
-            raise ValueError(f"{where}: {name} holds values that are not finite")
+        check_finite(tensor, f"{where}: {name}")

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import reprlib
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ from dschat_lora.checkpoint.manifest import (
     write_manifest,
 )
 from dschat_lora.config.files import read_json
+from dschat_lora.config.values import fits_fp32
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -90,6 +92,8 @@ def read_adapter_config(directory: str | Path) -> AdapterConfig:
     r, alpha = _field(fields, path, "r", int), _field(fields, path, "lora_alpha", (int, float))
     if r <= 0 or alpha <= 0:
         raise ValueError(f"{path}: r and lora_alpha must be > 0, got {r} and {alpha}")
+    if not fits_fp32(alpha):
+        raise ValueError(f"{path}: lora_alpha is {reprlib.repr(alpha)}, which is beyond fp32")
     targets = _field(fields, path, "target_modules", (list, str), [])
     described = AdapterConfig(
         base_model_name_or_path=_field(fields, path, "base_model_name_or_path", str, None),
@@ -287,7 +291,7 @@ def _pattern(
     pattern: dict[str, Any] = _field(fields, path, name, dict, {})
     for key, value in pattern.items():
         is_number = isinstance(value, kind) and not isinstance(value, bool)
-        if not is_number or not value > 0:
+        if not is_number or not (value > 0 and fits_fp32(value)):
             raise ValueError(f"{path}: {name} of {key!r} must be a number > 0, got {value!r}")
     return pattern
 

@@ -14,6 +14,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from dschat_lora.algos.finite import check_finite
 from dschat_lora.checkpoint.adapter import write_adapter
 from dschat_lora.checkpoint.adapter_config import AdapterConfig, read_adapter_config
 from dschat_lora.checkpoint.model_card import model_card
@@ -127,10 +128,8 @@ def _merged_model(
     buffers = {name: b.detach().cpu() for name, b in model.named_buffers() if name in stored}
     state = merged_state_dict(model, tensors | buffers)
     for name, tensor in state.items():
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise ValueError(f"the model is not saved: {name} holds values that are not finite")
-        if tensor.dtype == model.dtype:
-            state[name] = tensor.to(dtype)
+        state[name] = tensor.to(dtype) if tensor.dtype == model.dtype else tensor
+        check_finite(state[name], f"the model is not saved: {name}")
     with torch.device("meta"):
         merged = _auto_class(model).from_config(model.config, dtype=dtype)
     if untied_by_merge(model):

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from dschat_lora.algos.finite import check_finite
 from dschat_lora.checkpoint.lora_only import (
     LoraOnly,
     LoraSettings,
@@ -57,7 +58,8 @@ def load_base(model: nn.Module, checkpoint: Gpt2Checkpoint) -> None:
     """Copy every weight of the base into a GPT-2 of transformers without adapters.
 
     Raises:
-        ValueError: naming the first weight that is missing, left over or of another shape.
+        ValueError: naming the first weight that is missing, left over, of another shape or not
+            finite.
     """
     own = dict(model.named_parameters())  # the tied head is the embedding
     for name, parameter in own.items():
@@ -69,6 +71,7 @@ def load_base(model: nn.Module, checkpoint: Gpt2Checkpoint) -> None:
                 f"{checkpoint.path}: {name} is {has}, the model has {wants}; it is of another size "
                 "(--model_card)"
             )
+        check_finite(checkpoint.base[name], f"{checkpoint.path}: {name}")
         parameter.copy_(checkpoint.base[name])
     if unknown := sorted(checkpoint.base.keys() - own.keys()):
         raise ValueError(f"{checkpoint.path} holds {unknown[0]}, which the model has no place for")

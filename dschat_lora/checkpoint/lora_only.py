@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from dschat_lora.algos.finite import check_finite
 from dschat_lora.checkpoint.adapter_checks import check_scaling
 from dschat_lora.checkpoint.manifest import safetensors_header
 from dschat_lora.checkpoint.staging import staged_file
@@ -241,8 +242,7 @@ def rank_of(tensors: Mapping[str, Tensor], path: Path) -> int:
     """
     ranks = {}
     for name, tensor in tensors.items():
-        if not torch.isfinite(tensor).all():
-            raise ValueError(f"{path}: {name} holds values that are not finite")
+        check_finite(tensor, f"{path}: {name}")
         if not is_factor(name):
             continue
         owner = _owner(name)

@@ -8,9 +8,9 @@ from queue import Full, Queue
 from threading import Thread
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from dschat_lora.algos.finite import check_finite
 from dschat_lora.checkpoint.history import STATE_FILE, rotate, step_directory
 from dschat_lora.checkpoint.manifest import write_manifest
 from dschat_lora.checkpoint.staging import staged_directory
@@ -110,10 +110,7 @@ class Saver:
                 if not name:
                     raise InterruptedError(f"{final} was given up: its tensors did not all come")
                 for key, tensor in tensors.items():
-                    if not torch.isfinite(tensor).all():
-                        raise ValueError(
-                            f"{final.name} was not written: {key} holds values that are not finite"
-                        )
+                    check_finite(tensor, f"{final.name} was not written: {key}")
                 save_tensors(tensors, staging / name)
             (staging / STATE_FILE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
             write_manifest(staging, kind="checkpoint")

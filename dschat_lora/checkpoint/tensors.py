@@ -9,6 +9,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save, save_file
 from torch import Tensor
 
+from dschat_lora.algos.finite import check_finite
+
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     """Write contiguous CPU tensors to one file.
@@ -26,12 +28,18 @@ class TensorFiles:
     """The tensors of several files by key, read when asked for."""
 
     def __init__(self, paths: list[Path]) -> None:
-        self._files: list[Any] = [safe_open(path, framework="pt") for path in paths]
-        self._owner = {key: file for file in self._files for key in file.keys()}  # noqa: SIM118
+        files: list[tuple[Path, Any]] = [(path, safe_open(path, framework="pt")) for path in paths]
+        self._owner = {key: each for each in files for key in each[1].keys()}  # noqa: SIM118
 
     def read(self, key: str) -> Tensor:
-        """One tensor, on CPU."""
-        tensor: Tensor = self._owner[key].get_tensor(key)
+        """One tensor, on CPU.
+
+        Raises:
+            ValueError: if it is not finite.
+        """
+        path, file = self._owner[key]
+        tensor: Tensor = file.get_tensor(key)
+        check_finite(tensor, f"{path}: {key}")
         return tensor
 
 

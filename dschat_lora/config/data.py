@@ -141,7 +141,7 @@ def parse_variables(text: object, name: str = "--chat_template_kwargs") -> dict[
         try:
             variables = parse_json(text)
         except ValueError as error:
-            variables, reason = text, f" ({error})"
+            reason = f" ({error})"
     if not isinstance(variables, dict):
         example = '{"enable_thinking": false}'
         raise ValueError(

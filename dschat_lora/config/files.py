@@ -1,4 +1,7 @@
-"""Reading of small files that may be anybody's: text, JSON and YAML, within bounds."""
+"""Reading of small files that may be anybody's: text, JSON and YAML, within bounds.
+
+Nothing that they hold is dropped, or read as something else.
+"""
 
 import json
 import os
@@ -9,15 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from yaml import MappingNode, Node, SafeLoader
+    import yaml
 
 #: of a file that is read whole; the largest are vocabularies and indexes of weights
 MOST_BYTES = 64 * 2**20
 #: of a file of options or a chat template, which people write
 MOST_TYPED_BYTES = 2**19
-TOO_DEEP = "lists or objects are nested too deeply"
 #: of a file of options; aliases that refer to aliases can make a short file endless
 MOST_VALUES = 100_000
+TOO_DEEP = "it is nested too deeply"  # for Python's stack
+# Of YAML's implicit types, those that are kept: a number, a date or a time stays text, which is
+# then converted as if typed on the command line. YAML makes 750 of 12:30 and 8 of 010.
+_KEPT = {f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "merge", "str", "seq", "map")}
 
 
 def read_bytes(path: Path, *, most: int = MOST_BYTES) -> bytes:
@@ -52,7 +58,7 @@ def parse_json(text: str | bytes) -> Any:
 
     Raises:
         ValueError: if the text is none, holds lists and objects nested too deeply, or an object
-            with a key twice.
+            has a key twice.
     """
     try:
         return json.loads(text, object_pairs_hook=json_object)
@@ -64,7 +70,7 @@ def json_object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object, as json's ``object_pairs_hook``.
 
     Raises:
-        ValueError: if it has a key twice; of the two values, json would take the last.
+        ValueError: if it has a key twice; of the two, json would take the last.
     """
     found = dict(pairs)
     if len(found) < len(pairs):
@@ -75,14 +81,11 @@ def json_object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def parse_yaml(text: str) -> Any:
-    """A YAML value: null, switches, lists and mappings, and all else as the text that it is.
-
-    So a number, a date or a time is converted as if typed on the command line; YAML itself makes
-    750 of 12:30 and 8 of 010.
+    """A YAML value: null, switches, lists, mappings, and all else as text.
 
     Raises:
-        ValueError: if the text is none, has a tag of another type, a mapping with a key twice, or
-            more than ``MOST_VALUES`` values.
+        ValueError: if the text is none, has a tag of another type, holds more than
+            ``MOST_VALUES`` values, or a mapping has a key twice.
     """
     import yaml  # only where it is needed
 
@@ -96,29 +99,26 @@ def parse_yaml(text: str) -> Any:
         raise ValueError(TOO_DEEP) from None
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
-    except KeyError as error:  # of what is tagged !!bool
+    except LookupError as error:  # of what is tagged !!bool
         raise ValueError(f"{error} is neither true nor false") from error
 
 
 @cache
-def _loader_class() -> "type[SafeLoader]":
-    """PyYAML's loader of the types that are kept, by their tags."""
+def _loader_class() -> "type[yaml.SafeLoader]":
     import yaml
-
-    kept = {f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "merge", "str", "seq", "map")}
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
         yaml_implicit_resolvers = {  # noqa: RUF012
-            first: [(tag, pattern) for tag, pattern in pairs if tag in kept]
+            first: [(tag, pattern) for tag, pattern in pairs if tag in _KEPT]
             for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
         }
         yaml_constructors = {  # noqa: RUF012
             tag: construct
             for tag, construct in yaml.SafeLoader.yaml_constructors.items()
-            if tag is None or tag in kept
+            if tag is None or tag in _KEPT
         }
 
-        def compose_mapping_node(self, anchor: str | None) -> "MappingNode":
+        def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
             node = super().compose_mapping_node(anchor)
             names = set()
             for key, _ in node.value:
@@ -132,7 +132,7 @@ def _loader_class() -> "type[SafeLoader]":
     return Loader
 
 
-def _is_larger(root: "Node") -> bool:
+def _is_larger(root: "yaml.Node") -> bool:
     """Whether the values below a node, with those of aliases each time, are too many."""
     waiting, count = [root], 0
     while waiting and count <= MOST_VALUES:

@@ -7,6 +7,8 @@ import typing
 from collections.abc import Callable, Sequence
 
 Scalar = int | float | str
+# Sizes of numbers that are well within fp32: models are computed in it, or in less.
+SIZES = (1e-30, 1e30)
 
 
 def converter(
@@ -21,6 +23,9 @@ def converter(
             value: Scalar | None = kind(text)
         except ValueError:
             value = None
+        if isinstance(value, float) and math.isfinite(value) and not fits_fp32(value):
+            sizes = " to ".join(f"{size:g}" for size in SIZES)
+            raise argparse.ArgumentTypeError(f"must be 0 or of a size from {sizes}, got {text!r}")
         finite = not isinstance(value, float) or math.isfinite(value)
         usable = kind is not str or _is_usable(text)
         if value is None or not (finite and usable) or (choices and value not in choices):
@@ -31,6 +36,12 @@ def converter(
         return value
 
     return convert
+
+
+def fits_fp32(number: float) -> bool:
+    """Whether a number is 0 or well within fp32, which makes others 0 or an infinity."""
+    smallest, largest = SIZES
+    return number == 0 or smallest <= abs(number) <= largest
 
 
 def _is_usable(text: str) -> bool:

@@ -76,8 +76,9 @@ class JsonStream:
                     raise self.error(error.msg, error.pos) from error
                 continue
             except (RecursionError, ValueError) as error:
-                reason = TOO_DEEP if isinstance(error, RecursionError) else str(error)
-                raise self.error(reason) from error
+                # Of a key twice, a number too long, or a value too large.
+                deep = isinstance(error, RecursionError)
+                raise self.error(TOO_DEEP if deep else str(error)) from error
             # A number may go on in what has not been read.
             whole = isinstance(value, (dict, list, str)) or len(self._text) - end >= LOOK_AHEAD
             if whole or not self._read():

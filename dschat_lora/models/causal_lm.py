@@ -30,7 +30,7 @@ from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.parallel import ParallelLinear, Shard, Split
 from dschat_lora.models.backbone import BackboneModel
 from dschat_lora.models.four_bit_base import hold_four_bits, take_four_bits
-from dschat_lora.models.loading import check_whole, hub_errors
+from dschat_lora.models.loading import check_loaded, hub_errors
 from dschat_lora.models.quantization_checks import stored_bits
 from dschat_lora.models.shard_loading import empty_parameters, load_parts
 from dschat_lora.models.tensor_parallel import divide
@@ -142,7 +142,7 @@ def load_causal_lm(
         model, report = AutoModelForCausalLM.from_pretrained(
             path, config=model_config, output_loading_info=True, **kwargs
         )
-        check_whole(report["missing_keys"])
+        check_loaded(model, report["missing_keys"])
         return model
 
 

@@ -1,18 +1,31 @@
 """Errors of loading a model's files, in one line of the user's terms."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 from safetensors import SafetensorError
+from torch import nn
 from transformers.utils import logging
 
+from dschat_lora.algos.finite import check_finite
 
-def check_whole(lacking: Iterable[str], *, new: Collection[str] = ()) -> None:
-    """Refuse a model whose files are ``lacking`` weights, but for ``new`` ones.
+
+def check_loaded(model: nn.Module, lacking: Collection[str], *, new: Collection[str] = ()) -> None:
+    """Refuse files that are ``lacking`` weights, but for ``new`` ones, or hold NaN or infinities.
+
+    Those may not show in what a model computes: torch's attention on a CPU hides NaN.
 
     Raises:
         ValueError: naming the first few.
     """
+    check_whole(lacking, new=new)
+    for name, parameter in model.named_parameters():
+        if name not in lacking:
+            check_finite(parameter, name)
+
+
+def check_whole(lacking: Collection[str], *, new: Collection[str] = ()) -> None:
+    """The part of :func:`check_loaded` about weights that are not there."""
     missing = sorted(set(lacking) - set(new))
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""

@@ -16,7 +16,7 @@ from dschat_lora.lora.parallel import group_of
 from dschat_lora.models.backbone import BackboneModel
 from dschat_lora.models.causal_lm import build_divided, load_options, sdpa_errors
 from dschat_lora.models.four_bit_base import hold_four_bits, take_four_bits
-from dschat_lora.models.loading import check_whole, hub_errors, only_errors
+from dschat_lora.models.loading import check_loaded, hub_errors, only_errors
 from dschat_lora.models.shard_loading import load_parts
 from dschat_lora.models.views import share_parameters
 
@@ -90,7 +90,7 @@ def _read(
             ignore_mismatched_sizes=True,
             **options,
         )
-    check_whole(report["missing_keys"], new=_HEAD_PARAMETERS)
+    check_loaded(model, report["missing_keys"], new=_HEAD_PARAMETERS)
     for name, found, *_ in report["mismatched_keys"]:
         if name.startswith(f"{HEAD}."):
             raise ValueError(f"a reward model gives one score, it has {found[0]}")

@@ -13,6 +13,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, rename_source_key
 from transformers.utils import cached_file
 
+from dschat_lora.algos.finite import check_finite
 from dschat_lora.config.files import read_json
 from dschat_lora.lora import nf4
 from dschat_lora.lora.layers import full_shape
@@ -57,8 +58,8 @@ def load_parts(model: PreTrainedModel, path: str, *, new: Collection[str] = ()) 
         The names that the files lacked.
 
     Raises:
-        ValueError: if the files lack a weight, or hold one of another shape, or the model is
-            divided and they are no safetensors.
+        ValueError: if the files lack a weight, or hold one of another shape or one that is not
+            finite, or the model is divided and they are no safetensors.
     """
     files = _files(path, pickled=group_of(model) is None)
     parts = [key for key in files if f"{key.rpartition('.weight.')[0]}.weight{_PACKED}" in files]
@@ -192,6 +193,7 @@ def _tensor(files: Mapping[str, str], key: str) -> Tensor:
         raise ValueError(f"lacks {key}")
     with _opened(files[key]) as tensors:
         found: Tensor = tensors.get_tensor(key)
+    check_finite(found, key)
     return found
 
 
@@ -203,6 +205,7 @@ def _read(piece: Any, key: str, shard: Shard | None, parameter: Tensor) -> Tenso
         raise ValueError(f"{key} has the shape {tuple(stored)}, the model {tuple(wanted)}")
     if shard is None:
         whole: Tensor = piece[:]
+        check_finite(whole, key)
         if nf4.state_of(parameter) is not None:
             return whole
         # A copy: of a pickle a view would keep the file's pages.
@@ -212,7 +215,9 @@ def _read(piece: Any, key: str, shard: Shard | None, parameter: Tensor) -> Tenso
         piece[tuple([slice(None)] * dim + [slice(start, stop)])] for start, stop in shard.ranges()
     ]
     # Never a view of more than the part.
-    return torch.cat([part.to(parameter.dtype) for part in parts], dim).contiguous()
+    own = torch.cat([part.to(parameter.dtype) for part in parts], dim).contiguous()
+    check_finite(own, key)
+    return own
 
 
 def _fill(model: nn.Module, aliases: list[str], value: Tensor | nn.Parameter) -> None:

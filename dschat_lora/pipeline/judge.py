@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 
 from dschat_lora.models.causal_lm import Tokenizer
+from dschat_lora.report.terminal import prints_on_stderr
 from dschat_lora.rlhf.batch import Response
 from dschat_lora.rlhf.rewards import load_function
 from dschat_lora.supervised.measure import Judge, OwnAnswer
@@ -23,6 +24,8 @@ def make_judge(name: str, tokenizer: Tokenizer, columns: Sequence[str]) -> Judge
             Response(each.prompt, each.tokens, each.ended, number, each.columns)
             for number, each in enumerate(answers)
         ]
-        return [None if math.isnan(each) else each for each in function.own_scores(responses)]
+        with prints_on_stderr():  # the standard output has nothing but the measures
+            scores = function.own_scores(responses)
+        return [None if math.isnan(each) else each for each in scores]
 
     return judge

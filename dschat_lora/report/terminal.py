@@ -7,6 +7,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,11 @@ def log_once(text: str) -> None:
     """Print a line from the first rank alone."""
     if os.environ.get("RANK", "0") == "0":
         write_text(text + "\n")
+
+
+def prints_on_stderr() -> AbstractContextManager[object]:
+    """A block within which what is printed goes to the standard error."""
+    return redirect_stdout(sys.stderr)
 
 
 def write_text(text: str) -> None:

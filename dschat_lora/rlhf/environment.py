@@ -67,8 +67,9 @@ class Environment(UserFunction):
                     "own are of 'user' or 'tool'"
                 )
         try:
-            found: list[Message] = json.loads(json.dumps(messages))
-        except TypeError as error:
+            text = json.dumps(messages, ensure_ascii=False, allow_nan=False).encode()
+            found: list[Message] = json.loads(text)
+        except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"{where} returned what JSON cannot hold: {error}") from error
         return found
 

@@ -16,6 +16,7 @@ from dschat_lora.rlhf.diagnostics import Diagnostics
 from dschat_lora.rlhf.engines import Engines
 from dschat_lora.rlhf.experience import score_responses
 from dschat_lora.rlhf.metrics import rewards_by_name, turn_metrics
+from dschat_lora.rlhf.reward_shaping import check_scores
 from dschat_lora.rlhf.rewards import RewardFunctions
 from dschat_lora.rlhf.rollout import Generator
 from dschat_lora.rlhf.setup import RlhfSetup
@@ -106,6 +107,7 @@ class RlhfEvaluator:
             scorer=setup.scorer,
             with_old=True,
         )
+        check_scores(experience, setup.tokenizer.decode)
         counts = experience.counts
         kl = response_sums(experience.kl(), experience.mask)[counts]
         found = {

@@ -42,6 +42,7 @@ from dschat_lora.rlhf.metrics import (
 )
 from dschat_lora.rlhf.pretraining import Pretraining
 from dschat_lora.rlhf.reward_shaping import (
+    check_scores,
     clipped_rewards,
     punish_overlong,
     rescale_values,
@@ -111,6 +112,7 @@ class Iterations:
                 with_old=extra_forward,
                 known=None if resampled is None else resampled.scores,
             )
+            check_scores(experience, self.setup.tokenizer.decode)
             rewards, clip_fraction = self._shape_rewards(experience)
         with self.timer.phase("training"):
             updater = self._updater(experience, rewards)

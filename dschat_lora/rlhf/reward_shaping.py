@@ -1,6 +1,6 @@
-"""Scaling, clipping and penalties that shape the scores of responses."""
+"""Scores of responses: their check, and the scaling, clipping and penalties that shape them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -8,10 +8,39 @@ from torch import Tensor
 from dschat_lora.algos.advantages import RunningMoments, soft_overlong_punishment
 from dschat_lora.algos.devices import to_device
 from dschat_lora.rlhf.config import RewardsConfig
+from dschat_lora.rlhf.experience import Experience
+from dschat_lora.rlhf.rewards import shortened
+from dschat_lora.rlhf.user_functions import UserFunctionError
 
 # Scores that the scale of --reward_scaling initial is taken from, at least. The standard error of
 # a deviation from n scores is about 1 / sqrt(2 n) of it: 18 % of 16 scores, 9 % of 64.
 INITIAL_SCORES = 64
+
+
+class ScoreError(UserFunctionError):
+    """A score is no number; the cause says which one. Raised on every rank."""
+
+    what = "a score"
+
+
+def check_scores(experience: Experience, decode: Callable[[Sequence[int]], str]) -> None:
+    """Refuse scores of a reward model that are not finite, and sums that fp32 does not hold.
+
+    A NaN of another origin is a function's None. Call on every rank.
+
+    Raises:
+        ScoreError: whose cause names the first response with such a score.
+    """
+    total, rewards = experience.scores, experience.rewards
+    model = rewards.get("reward_model", torch.zeros_like(total) if rewards else total)
+    for number in (~model.isfinite() | total.isinf()).nonzero().flatten().tolist()[:1]:
+        response = experience.responses[number]
+        found = float(total[number] if model[number].isfinite() else model[number])
+        who = "the weighted sum of rewards" if model[number].isfinite() else "the reward model"
+        raise ScoreError from ValueError(
+            f"{who} gives {found} for {shortened(decode(response.tokens))!r} after the prompt "
+            f"{shortened(decode(response.prompt))!r}; a score is a finite number"
+        )
 
 
 def shaped_rewards(

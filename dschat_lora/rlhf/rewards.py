@@ -1,6 +1,7 @@
 """Reward functions: several at once, each weighted, called with what they ask for."""
 
 import math
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -83,19 +84,20 @@ class RewardFunction(UserFunction):
         if value is None:
             return math.nan
         try:
-            number = float(value)
+            number = float(value.detach() if isinstance(value, Tensor) else value)
         except (TypeError, ValueError, RuntimeError, OverflowError):
             number = math.inf
-        if not math.isfinite(number):
-            prompt = _shortened(self.tokenizer.decode(response.prompt))
+        if not abs(number) <= torch.finfo(torch.float32).max:  # in which scores are kept
+            prompt = shortened(self.tokenizer.decode(response.prompt))
             raise ValueError(
-                f"--{self.option} {self.name} returned {value!r} for the prompt {prompt!r}; scores "
-                "are finite numbers, or None for a response that is not to count"
+                f"--{self.option} {self.name} returned {reprlib.repr(value)} for the prompt "
+                f"{prompt!r}; scores are finite numbers, or None for a response that is not to "
+                "count (they are kept in fp32, which ends at 3.4e38)"
             )
         return number
 
 
-def _shortened(text: str, most: int = 200) -> str:
+def shortened(text: str, most: int = 200) -> str:
     return text if len(text) <= most else f"...{text[-most:]}"
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from dschat_lora.models.causal_lm import Tokenizer
@@ -122,6 +123,13 @@ class UserFunction:
             ) from None
 
     def _returned(self, responses: Sequence[Response]) -> object:
+        try:
+            with same_gradients():
+                return self._called(responses)
+        except SystemExit as error:  # it would pass for the end of the run
+            raise RuntimeError(f"--{self.option} {self.name} called sys.exit") from error
+
+    def _called(self, responses: Sequence[Response]) -> object:
         calls = calls_of(self.function, responses, self.tokenizer)
         found = [self.function(**call) for call in calls]
         if any(inspect.isawaitable(each) for each in found):
@@ -134,6 +142,11 @@ class UserFunction:
 
     def _one_or_all(self, found: list[Any]) -> Any:
         return found if is_singular(self.function) else found[0]
+
+
+def same_gradients() -> torch.set_grad_enabled:
+    """A block after which gradients are taken as before, whatever code in it switched off."""
+    return torch.set_grad_enabled(torch.is_grad_enabled())
 
 
 # Modules that command lines know under another name.
@@ -159,7 +172,7 @@ def find_function(option: str, name: str) -> Callable[..., Any]:
 
 def _imported(option: str, name: str) -> Callable[..., Any]:
     module_name, _, function_name = name.partition(":")
-    with working_directory():
+    with working_directory(), same_gradients():
         try:
             module = importlib.import_module(_MOVED.get(module_name, module_name))
         except (ImportError, SyntaxError) as error:

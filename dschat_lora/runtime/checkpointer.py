@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from torch import Tensor
 
+from dschat_lora.algos.finite import is_finite
 from dschat_lora.checkpoint.history import quarantine_checkpoints
 from dschat_lora.checkpoint.manifest import read_manifest
 from dschat_lora.checkpoint.saver import Saver
@@ -189,6 +190,12 @@ class Checkpointer:
         self._run.log.say(
             f"{why} after step {step}; " + (where if step else "nothing was learnt yet")
         )
+
+    def broken_weight(self) -> str | None:
+        """The first trained weight that is not finite, known to rank 0; call on every rank."""
+        pairs = (pair for engine in self._engines.values() for pair in engine.tensors())
+        broken = [key for key, tensor in pairs if not is_finite(tensor)]
+        return broken[0] if broken else None
 
     def last_good(self) -> str:
         """The newest checkpoint, as a sentence."""

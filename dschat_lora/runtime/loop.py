@@ -93,7 +93,7 @@ def run_loop(
     every rank.
 
     Raises:
-        ValueError: when steps keep being skipped because the gradient is not finite.
+        ValueError: when steps keep being skipped, or all were, because the gradient is not finite.
     """
     total = schedule.num_iterations
     if progress.iteration and progress.iteration == total:
@@ -104,11 +104,11 @@ def run_loop(
     restart_clock()
     for outcome in iterations:
         peers.after_a_step()
-        _check_skips(progress, checkpointer, scales_loss=outcome.scales_loss)
+        last = progress.iteration == total
+        _check_skips(progress, checkpointer, scales_loss=outcome.scales_loss, last=last)
         due = _eval_due(schedule, progress, evaluated_up_to())
         if evaluates := due and not checkpointer.is_stopping(outcome.requests):
             _evaluate_or_stop(evaluate, checkpointer, progress.step)
-        last = progress.iteration == total
         saved = checkpointer.after_step(
             progress.step, outcome.requests, skipped=outcome.skipped, last=last
         )
@@ -133,14 +133,22 @@ def _evaluate_or_stop(
         checkpointer.stop(step)
 
 
-def _check_skips(progress: Progress, checkpointer: Checkpointer, *, scales_loss: bool) -> None:
-    """Stop a run whose gradient stays non-finite; falling loss scales need some patience."""
-    skipped = progress.skipped_in_a_row
-    if skipped >= (MAX_SKIPS_FP16 if scales_loss else MAX_SKIPS):
+def _check_skips(
+    progress: Progress, checkpointer: Checkpointer, *, scales_loss: bool, last: bool
+) -> None:
+    """Stop a run whose gradient stays non-finite; falling loss scales need some patience.
+
+    A run that never had another gradient is not passed off as finished.
+    """
+    skipped, patience = progress.skipped_in_a_row, MAX_SKIPS_FP16 if scales_loss else MAX_SKIPS
+    if skipped >= patience or (last and 0 < skipped == progress.step):
+        broken = checkpointer.broken_weight()
+        where = "" if broken is None else f"{broken} holds values that are not finite. "
+        times = "once" if skipped == 1 else f"{skipped} times in a row"
         raise ValueError(
-            f"training stopped at step {progress.step}: the gradient was not finite {skipped} "
-            "times in a row; those steps changed no weight. Lower the learning rate or try "
-            f"--dtype bf16. {checkpointer.last_good()}"
+            f"training stopped at step {progress.step}: the gradient was not finite {times}; "
+            f"such steps change no weight. {where}Lower the learning rate or try --dtype bf16. "
+            f"{checkpointer.last_good()}"
         )
 
 

@@ -1,5 +1,6 @@
 """Evaluation on held-out rows before, during and after training: metrics, and sample answers."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -54,6 +55,17 @@ class SupervisedEvaluator:
             **self._objective.describe(result.loss, result.columns),
         }
         self.results.add(step, metrics)
+
+    def check_finite(self, step: int) -> None:
+        """Refuse to begin with, or to pass off as trained, a model that cannot be evaluated.
+
+        Raises:
+            ValueError: if the loss after ``step`` optimizer steps is not finite.
+        """
+        loss = float(self.results.by_step.get(step, {}).get("loss", 0.0))
+        if not math.isfinite(loss):
+            how = "the learning rate may be too high" if step else "try --dtype bf16 or fp32"
+            raise ValueError(f"the held-out loss after step {step} is {loss}: {how}")
 
     def __iter__(self) -> Iterator[Any]:
         """This rank's batches, each time anew."""

@@ -1,5 +1,6 @@
 """Trained models and rows of data, for verbs that train nothing."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -90,6 +91,22 @@ def last_record(row: ParsedRow, chat: Chat, kind: DataKind) -> TextRecord:
     """The record of a row, up to its last answer or prompt."""
     *_, record = to_records(row, chat, kind)
     return record
+
+
+def check_measured(
+    records: Sequence[TextRecord], values: Sequence[float | None], what: str
+) -> None:
+    """Refuse measures of rows that are not finite, which overflow makes.
+
+    Raises:
+        ValueError: naming the first such row.
+    """
+    for record, value in zip(records, values, strict=True):
+        if value is not None and not math.isfinite(value):
+            raise ValueError(
+                f"{record.location}: {what} is {value}, as the model overflows; try --dtype fp32, "
+                "or an earlier checkpoint of it"
+            )
 
 
 class LossMeter:

@@ -13,16 +13,19 @@ from dschat_lora.data.encoder import Tokenizer, make_encoder
 from dschat_lora.data.records import TextRecord
 from dschat_lora.data.samples import Sample
 from dschat_lora.data.tokenize import TokenRule, tokenize
-from dschat_lora.generation.sampling import Sampling
+from dschat_lora.generation.sampling import Sampling, undrawn_reason
+from dschat_lora.report.log import jsonable
 from dschat_lora.report.terminal import log_once, to_json
 from dschat_lora.supervised.generate import Generator, prompt_ids, room_for_prompts, row_prompts
 from dschat_lora.supervised.inference import (
     LossMeter,
     Policy,
+    check_measured,
     last_record,
     load_policy,
     read_rows,
 )
+from dschat_lora.supervised.objectives import describe_perplexity
 from dschat_lora.supervised.score import Scorer, answers_of
 
 ROWS_AT_A_TIME = 1024
@@ -78,7 +81,7 @@ def evaluate_model(
     """
     found = score_rows(config) if scores else measure_policy(config, make_judge)
     if config.json:
-        log_once(to_json(found))
+        log_once(to_json(jsonable(found)))
         return
     for name, value in found.items():
         text = f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
@@ -117,7 +120,9 @@ def measure_policy(config: EvalConfig, make_judge: MakeJudge | None = None) -> d
     values, row = next(read_rows(config, kind=None, limit=1))
     judge = None if make_judge is None else make_judge(policy.tokenizer, [*values])
     scored = own_scores(config, policy, judge)
-    if scored and row.kind == "prompt":
+    if row.kind == "prompt" and (config.reward_model is not None or judge is not None):
+        if not scored:
+            raise ValueError("no answer got a score: the rows are too long, or a judge gave None")
         return scored
     return measure_answers(config, policy) | scored
 
@@ -157,14 +162,18 @@ def measure_answers(config: EvalConfig, policy: Policy) -> dict[str, float]:
         data = " ".join(config.data_path)
         raise ValueError(f"--data_path {data} has no row with an answer within {limit} tokens")
     found: dict[str, float] = {"rows": rows, "too_long": too_long, "tokens": tokens}
-    found |= {"loss": loss / tokens, "perplexity": math.exp(loss / tokens)}
+    found |= {"loss": loss / tokens, **describe_perplexity(loss / tokens, {})}
     return found | pairs.summary("logprob")
 
 
 def sample_losses(
     records: Sequence[TextRecord], policy: Policy, meter: LossMeter, limit: int, batch_size: int
 ) -> list[tuple[float, int] | None]:
-    """Loss in nats and supervised tokens of each record; None for those that are too long."""
+    """Loss in nats and supervised tokens of each record; None for those that are too long.
+
+    Raises:
+        ValueError: naming a row whose loss is not finite.
+    """
     rule = TokenRule(int(policy.tokenizer.eos_token_id), limit, "drop", False)
     tokenized = tokenize(records, make_encoder(policy.tokenizer), rule)
     samples = {i: t.sample for i, t in enumerate(tokenized) if isinstance(t.sample, Sample)}
@@ -174,6 +183,7 @@ def sample_losses(
         chunk = order[first : first + batch_size]
         for i, loss in zip(chunk, meter.losses([samples[i] for i in chunk]), strict=True):
             found[i] = loss
+    check_measured(records, [each and each[0] for each in found], "the loss")
     return found
 
 
@@ -194,6 +204,8 @@ def own_scores(config: EvalConfig, policy: Policy, judge: Judge | None) -> dict[
         ids = prompt_ids(chunk, policy, room)
         kept = [(record, each) for record, each in zip(chunk, ids, strict=True) if each is not None]
         answers = generate([prompt for _, prompt in kept], seeds=[[0]] * len(kept))
+        if any(own.undrawn for (own,) in answers):
+            raise ValueError(f"the model's answers cannot be scored: {undrawn_reason(())}")
         if scorer is not None:
             records = [
                 record._replace(spans=(*record.context, Span(own[0].text, target=True)))

@@ -28,7 +28,7 @@ from dschat_lora.models.reward_model import RewardModel
 from dschat_lora.models.source import find_model
 from dschat_lora.report.log import jsonable
 from dschat_lora.report.terminal import Screen, note
-from dschat_lora.supervised.inference import last_record, read_rows
+from dschat_lora.supervised.inference import check_measured, last_record, read_rows
 
 ROWS_AT_A_TIME = 4096  # held in memory, sorted by length
 
@@ -80,7 +80,11 @@ class Scorer:
 
     @torch.no_grad()
     def scores(self, records: Sequence[TextRecord]) -> list[float | None]:
-        """The score of each record's answer at its end; None for those that are too long."""
+        """The score of each record's answer at its end; None for those that are too long.
+
+        Raises:
+            ValueError: naming a row whose score is not finite.
+        """
         rule = TokenRule(int(self.tokenizer.eos_token_id), self.max_seq_len, "drop", False)
         tokenized = tokenize(records, make_encoder(self.tokenizer), rule)
         results: list[float | None] = [None] * len(records)
@@ -90,6 +94,7 @@ class Scorer:
             chunk = order[first : first + self._batch_size]
             for number, score in zip(chunk, self._score([samples[i] for i in chunk]), strict=True):
                 results[number] = score
+        check_measured(records, results, "the score")
         return results
 
     def _score(self, samples: Sequence[Sample]) -> list[float]:

@@ -81,6 +81,8 @@ def train(
         if on_epoch is not None and step and (step % per_epoch == 0 or step == schedule.num_steps):
             on_epoch(math.ceil(step / per_epoch))
         evaluator(step)
+        if step in (0, schedule.num_steps):
+            evaluator.check_finite(step)
 
     with run.interrupts.deferred():
         fit(

@@ -187,7 +187,9 @@ def test_wrong_command_lines_are_told_in_one_line(refused, runs, tmp_path, verb)
     assert "is of kind SEQ_CLS, and this takes CAUSAL_LM" in refused(verb, reward)
     assert "--reward output/none does not" in refused(verb, "base", "--reward", "output/none")
     assert "of kind CAUSAL_LM" in refused(verb, "base", "--reward", runs["a"])
-    assert "--temperature must be >= 0, got -1" in refused(verb, "base", "--temperature", "-1")
+    assert "--temperature must be >= 1e-06, or 0 (greedy), got -1" in refused(
+        verb, "base", "--temperature", "-1"
+    )
     assert "did you mean --top_p?" in refused(verb, "base", "--topp", "1")
     write_adapter_config(tmp_path / "half")
     assert "holds no LoRA factor" in refused(verb, tmp_path / "half")

@@ -1,6 +1,7 @@
 """What the Trainer says, into metrics.jsonl and onto the terminal."""
 
 import json
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -137,6 +138,11 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers is
             f"lr {fields['learning_rate']:.2e}  grad {fields['grad_norm'] or 0:.3g}  "
             f"{fields['step_seconds']:.2f} s"
         )
+        if not math.isfinite(fields["loss"]):
+            raise ValueError(
+                f"training stopped at step {step}: the loss is {fields['loss']}; lower "
+                "--learning_rate"
+            )
 
     def _evaluated(self, step: int, logs: dict[str, Any]) -> None:
         mismatched = any(name.startswith(_MISMATCHED) for name in logs)

@@ -20,6 +20,7 @@ from dschat_lora.config.groups import LoraConfig
 from dschat_lora.experiments.glue.bottleneck import add_adapters, is_adapter
 from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.lora.model import apply_lora, lora_layers, seeded_generator
+from dschat_lora.models.loading import check_loaded, hub_errors
 
 # Query and value projections by model type.
 _TARGETS = {
@@ -194,6 +195,8 @@ def _pretrained(config: GlueConfig, say: Callable[[str], None]) -> PreTrainedMod
         ignore_mismatched_sizes=True,
         output_loading_info=True,
     )
+    with hub_errors("--model_name_or_path", name, "model"):
+        check_loaded(model, info["missing_keys"], new=info["missing_keys"])
     other = sorted(key for key, *_ in info["mismatched_keys"])
     absent = sorted(info["missing_keys"])
     for keys, what in ((other, "of another shape"), (absent, "missing")):

@@ -124,6 +124,7 @@ def training_arguments(config: GlueConfig) -> TrainingArguments:
         use_cpu=not torch.accelerator.is_available(),
         dataloader_pin_memory=torch.accelerator.is_available(),
         report_to="none",
+        logging_nan_inf_filter=False,  # it shows the loss before in place of NaN
         disable_tqdm=True,
     )
     if settings.n_gpu > 1:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Trainer
 
+from dschat_lora.algos.finite import check_finite
 from dschat_lora.experiments.glue.callback import MetricsCallback
 from dschat_lora.experiments.glue.regularize import two_pass_loss
 from dschat_lora.experiments.glue.tasks import GlueTask
@@ -52,6 +53,18 @@ class GlueTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
         """Train an epoch, but not where ``--max_steps`` ended a resumed run within it."""
         if self.state.global_step < self.state.max_steps:
             super()._run_epoch(*arguments, **named)
+
+    def _save_checkpoint(self, *arguments: Any, **named: Any) -> None:
+        """Write a checkpoint.
+
+        Raises:
+            ValueError: if a trained weight is not finite.
+        """
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                step = self.state.global_step
+                check_finite(parameter, f"checkpoint-{step} was not written: {name}")
+        super()._save_checkpoint(*arguments, **named)
 
     def _load_best_model(self) -> None:
         if self.before_best is not None:
