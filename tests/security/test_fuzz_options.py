@@ -21,7 +21,7 @@ def home(tmp_path, monkeypatch):
 
 
 @settings(
-    max_examples=2000 if ALL else 250,
+    max_examples=2000 if ALL else 200,
     derandomize=True,
     database=None,
     deadline=None,
