@@ -72,11 +72,11 @@ def json_object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     Raises:
         ValueError: if it has a key twice; of the two, json would take the last.
     """
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise ValueError(f"an object has {name!r:.200} twice")
-        found[name] = value
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twin = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"an object has {twin!r:.200} twice")
     return found
 
 
@@ -89,8 +89,8 @@ def parse_yaml(text: str) -> Any:
     """
     import yaml  # only where it is needed
 
-    loader = _loader_class()(text)
     try:
+        loader = _loader_class()(text)
         node = loader.get_single_node()
         if node is not None and _is_larger(node):
             raise ValueError(f"it holds more than {MOST_VALUES:,} values, its aliases written out")
@@ -101,15 +101,13 @@ def parse_yaml(text: str) -> Any:
         raise ValueError(str(error)) from error
     except LookupError as error:  # of what is tagged !!bool
         raise ValueError(f"{error} is neither true nor false") from error
-    finally:
-        loader.dispose()
 
 
 @cache
 def _loader_class() -> "type[yaml.SafeLoader]":
     import yaml
 
-    class Loader(yaml.SafeLoader):
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
         yaml_implicit_resolvers = {  # noqa: RUF012
             first: [(tag, pattern) for tag, pattern in pairs if tag in _KEPT]
             for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()

@@ -93,7 +93,7 @@ class Parser(argparse.ArgumentParser):
         # argparse drops two dashes, also where they are a value.
         if action.option_strings and "--" in words:
             raise ValueError(f"{action.option_strings[0]} cannot be --, which ends the options")
-        return super()._get_values(action, words)  # type: ignore[misc]
+        return super()._get_values(action, words)
 
     def add_file(self, name: str, help: str) -> None:
         """Add an option that names a file."""

@@ -27,12 +27,12 @@ def converter(
             sizes = " to ".join(f"{size:g}" for size in SIZES)
             raise argparse.ArgumentTypeError(f"must be 0 or of a size from {sizes}, got {text!r}")
         finite = not isinstance(value, float) or math.isfinite(value)
-        unusable = value is None or (kind is str and not _is_usable(text))
-        if unusable or not finite or (choices and value not in choices):
+        usable = kind is not str or _is_usable(text)
+        if value is None or not (finite and usable) or (choices and value not in choices):
             more = f"; {hint}" if hint else ""
             raise argparse.ArgumentTypeError(f"must be {allowed}, got {text!r:.200}{more}")
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
-            raise argparse.ArgumentTypeError(f"must fit into 64 bits, got {text!r:.200}")
+            raise argparse.ArgumentTypeError(f"must be in [-2**63, 2**63), got {text!r:.200}")
         return value
 
     return convert

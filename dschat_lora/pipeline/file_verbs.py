@@ -25,7 +25,7 @@ from dschat_lora.report.terminal import log_once, to_json
 from dschat_lora.rlhf.builtin_rewards import is_builtin
 from dschat_lora.rlhf.config import RewardsConfig
 from dschat_lora.runtime import describe, gguf
-from dschat_lora.runtime.checks import check_function
+from dschat_lora.runtime.checks import check_file_can_be_made, check_function
 from dschat_lora.runtime.stage_main import ended_in_one_line, late
 from dschat_lora.runtime.validation import check_audit, check_eval, check_generate, check_score
 
@@ -85,6 +85,7 @@ def report(argv: list[str]) -> None:
         if not (home / "run.json").is_file():
             raise ValueError(f"{home} holds no run.json: it is not the output directory of a run")
     path = Path(chosen["output_path"] or homes[0] / "report.html").expanduser()
+    check_file_can_be_made(str(path), "output_path")
     title = ", ".join(home.resolve().name for home in homes)
     write_report(path, render_report(title, read_stories(homes), {}))
     log_once(f"report: {path}")

@@ -391,6 +391,14 @@ def parallel_without_effect(parallel: ParallelConfig) -> list[str]:
     return []
 
 
+def check_data_is_named(given: frozenset[str]) -> None:
+    """Refuse ``--data_path`` without a value, before the bundled data takes its place."""
+    if "data_path" in given:
+        raise ValueError(
+            "--data_path names no data; give a file, or leave it out for the bundled data"
+        )
+
+
 def check_function(option: str, name: str) -> None:
     """Refuse a function whose module cannot be found, without importing it."""
     module = name.partition(":")[0]

@@ -29,6 +29,7 @@ from dschat_lora.runtime.checks import (
     apply_checks,
     check_adapter_files,
     check_compile,
+    check_data_is_named,
     check_divided,
     check_file_can_be_made,
     check_output_dir,
@@ -184,6 +185,7 @@ def with_bundled_data(config: ConfigT, inputs: SupervisedInputs) -> ConfigT:
     if "sft_only_data_path" in inputs.rules.unused:
         data = replace(data, sft_only_data_path=())
     if not (data.data_path or data.sft_only_data_path):
+        check_data_is_named(config.given)
         data = replace(
             data,
             data_path=(str(BUNDLED_DATA["train"]),),

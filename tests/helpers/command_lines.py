@@ -4,6 +4,8 @@ import contextlib
 import dataclasses
 import io
 import os
+import re
+import shutil
 import signal
 import socket
 import sys
@@ -29,6 +31,7 @@ from dschat_lora.config.verbs import (
 from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.experiments.nlg.config import DecodeConfig, EvaluateConfig, NlgConfig
 from dschat_lora.experiments.nlg.scorer_files import FormatConfig
+from dschat_lora.pipeline import run as pipeline
 from dschat_lora.pipeline import stage_verbs
 from dschat_lora.pipeline.stages import STAGES
 from dschat_lora.runtime import stage_main
@@ -95,7 +98,9 @@ ANSWERING = ("export", "inspect", "plan", "doctor", "audit")
 
 
 def make_home(home):
-    """Fill a directory with what drawn command lines name."""
+    """Fill a directory with what drawn command lines name, and with nothing else."""
+    shutil.rmtree(home, ignore_errors=True)
+    home.mkdir()
     (home / "file.txt").write_text("some text\n")
     (home / "e2e.txt").write_text("name[A]||A is it.\nname[B]||B is it.\n")
     (home / "hostile.jsonl").write_text('{"prompt": 1}\n')
@@ -206,6 +211,7 @@ class Line:
         kept, skips = [], False
         for word in self.command.needed:  # unless it is typed otherwise
             skips = word in names if word.startswith("--") else skips
+            word = "drawn" if word == "recipe.yaml" and self.files else word
             kept += [] if skips else [word]
         own = [word for each in self.typed for word in each.words]
         return [*self.command.words, *kept, *own, *self.extra]
@@ -265,6 +271,9 @@ def _run(argv, outcome):
         def __getattr__(self, name):
             return reach
 
+    def import_late(name):
+        return pipeline if name == pipeline.__name__ else Late()
+
     def listen(where, **_):
         where[0].encode("idna")
         if where[0] not in ("127.0.0.1", "localhost", "::1", "0.0.0.0"):
@@ -275,10 +284,11 @@ def _run(argv, outcome):
         with (
             replaced(
                 (sys, "argv", ["dschat-lora", *argv]),
-                (stage_main, "_import", lambda name: Late()),
+                (stage_main, "_import", import_late),
                 (stage_verbs, "launch_stage", reach),
                 (program, "launch_stage", reach),
                 (program, "run_seeds", reach),
+                (pipeline, "alone", reach),
                 (address.socket, "create_server", listen),
             ),
             contextlib.redirect_stdout(out),
@@ -334,9 +344,12 @@ def _is_named(line, words):
     """Whether a message names an option, or something that was typed."""
     typed = [part for word in line.argv for part in word.split("=", 1) if part.strip("-/ ")]
     names = [name for option in option_table(line.command) for name in option.names]
-    names += ["OUT", "unknown option -", "unexpected argument", *(name for name, _ in line.files)]
-    if "begins with ~" in words:
-        return any(each.startswith("~") for each in typed)
+    names += ["OUT", "RUN", "unknown option -", "unexpected argument"]
+    names += [name for name, _ in line.files]
+    if any(each.startswith("~") for each in typed) and ("~" in words or str(Path.home()) in words):
+        return True
+    if re.search(r"[\w./]+\.(jsonl|csv|txt):\d+: ", words):
+        return True
     # Long ones are cut, and control characters are not printed as they are.
     return any(name in words for name in (*names, *(repr(each)[1:-1][:100] for each in typed)))
 
@@ -369,5 +382,6 @@ def _is_settled(line, typed, found):
         or name == "report_to"  # none beside nothing else
         or (name == "sft_only_data_path" and line.command.verb in ("reward", "dpo"))  # by a note
         or (name == "output_path" and line.command.words == ("nlg", "decode"))  # in --work_dir
+        or (typed.option.many and found[: len(typed.value)] == typed.value)  # with a stray word
         or (name == "set" and typed.value == tuple(found[-len(typed.value) :]))  # adds up
     )

@@ -149,40 +149,17 @@ SHAPES = {
     },
 }
 HOSTILE = (
-    *(None, True, False, 0, 1, -1, 1.5, float("nan"), float("inf"), 10**30, -(2**63)),
-    *(
-        "",
-        " ",
-        "\n\t",
-        "\0",
-        "a\0b",
-        "\ud83d",
-        "\udc00x",
-        "\U0001f600",
-        "\u2028",
-        "\ufeff",
-        "x" * 5000,
-    ),
+    *(None, True, False, 0, 1, -1, 1.5, float("nan"), float("inf"), 10**30, -(2**63), "x" * 5000),
+    *("", " ", "\n\t", "\0", "a\0b", "\ud83d", "\udc00x", "\U0001f600", "\u2028", "\ufeff"),
     *([], {}, [[]], [{}], [None], [[], []], ["a", "b"], {"role": "user"}, {"content": "x"}),
     *({"": ""}, {"role": 1, "content": "x"}, {"role": "user", "content": None}, [1, 2]),
     *({"role": "user", "content": []}, {"role": "user", "content": [{"type": "image"}]}),
     *({"role": "nobody", "content": "x"}, {"role": "assistant", "content": "x", "tool_calls": 1}),
     *({"role": "assistant", "tool_calls": [{"name": "f"}]}, {"from": 1, "value": "x"}),
-    *(
-        {"from": "human", "value": None},
-        {"from": "nobody", "value": "x"},
-        {"from": "gpt", "value": ""},
-    ),
+    *({"from": "human", "value": None}, {"from": "gpt", "value": ""}, {"from": "me", "value": "x"}),
     *("true", "False", "1.0", "yes", "null", "{}", "[]", "[1]", "{", '[{"a": 1}]', "[" * 3000),
     *({"messages": 1}, {"tools": []}, '{"messages": 1}', "<|im_end|>", "<|endoftext|>", "</s>"),
-    *(
-        "\n\nAssistant:",
-        "\n\nHuman: x\n\nAssistant: y",
-        "{{ 1 }}",
-        "{% raise %}",
-        "||",
-        "assistant",
-    ),
+    *("\n\nAssistant:", "\n\nHuman: x\n\nAssistant: y", "{{ 1 }}", "{% raise %}", "||"),
 )
 
 
@@ -343,7 +320,7 @@ def words_that_count(row):
     used = dict(row.values)
     if row.kind == "samples":
         used.pop("rejected", None)
-    left = ("tools", "tool_calls", "reasoning_content", "chat_template_kwargs", "category")
+    left = ("tools", "tool_calls", "reasoning_content", "chat_template_kwargs")
     places = [path for path in paths_of(used) if not set(left) & set(path)]
     texts = [at(used, path) for path in places if isinstance(at(used, path), str)]
     return MARK.findall(" ".join(text for text in texts if not text.startswith("{")))
