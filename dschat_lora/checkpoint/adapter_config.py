@@ -34,6 +34,7 @@ _HARMLESS = {
     *("auto_mapping", "eva_config", "exclude_modules", "inference_mode", "init_lora_weights"),
     *("layers_pattern", "layers_to_transform", "loftq_config"),
 }
+_MOST_ALPHA = 1e30  # a scaling above it overflows with the weights
 # Ways to start that leave the base weights as they are; others train against a changed base.
 _PLAIN_INITS = (True, False, None, "gaussian", "orthogonal", "eva")
 
@@ -88,19 +89,26 @@ def read_adapter_config(directory: str | Path) -> AdapterConfig:
         raise ValueError(f"{path} must hold a JSON object, got {type(fields).__name__}")
     _check_plain_lora(fields, path)
     r, alpha = _field(fields, path, "r", int), _field(fields, path, "lora_alpha", (int, float))
-    if r <= 0 or alpha <= 0:
-        raise ValueError(f"{path}: r and lora_alpha must be > 0, got {r} and {alpha}")
+    if r <= 0 or not 0 < alpha <= _MOST_ALPHA:
+        raise ValueError(f"{path}: r and lora_alpha must be > 0, got {r} and {alpha!s:.40}")
+    dropout = _field(fields, path, "lora_dropout", (int, float), 0.0)
+    if not 0 <= dropout < 1:
+        raise ValueError(f"{path}: lora_dropout must be in [0, 1), got {dropout!s:.40}")
     targets = _field(fields, path, "target_modules", (list, str), [])
+    saved = _field(fields, path, "modules_to_save", list, [])
+    for name in (*saved, *(targets if isinstance(targets, list) else ())):
+        if not isinstance(name, str):
+            raise ValueError(f"{path} names modules by text, got {name!r:.40}")
     described = AdapterConfig(
         base_model_name_or_path=_field(fields, path, "base_model_name_or_path", str, None),
         task_type=_field(fields, path, "task_type", str, None),
         r=r,
         lora_alpha=float(alpha),
-        lora_dropout=float(_field(fields, path, "lora_dropout", (int, float), 0.0)),
+        lora_dropout=float(dropout),
         use_rslora=_field(fields, path, "use_rslora", bool, False),
         bias=_field(fields, path, "bias", str, "none"),
         target_modules=targets if isinstance(targets, str) else tuple(targets),
-        modules_to_save=tuple(_field(fields, path, "modules_to_save", list, [])),
+        modules_to_save=tuple(saved),
         fan_in_fan_out=_field(fields, path, "fan_in_fan_out", bool, False),
         rank_pattern=_pattern(fields, path, "rank_pattern", int),
         alpha_pattern=_pattern(fields, path, "alpha_pattern", (int, float)),
@@ -287,8 +295,8 @@ def _pattern(
     pattern: dict[str, Any] = _field(fields, path, name, dict, {})
     for key, value in pattern.items():
         is_number = isinstance(value, kind) and not isinstance(value, bool)
-        if not is_number or not value > 0:
-            raise ValueError(f"{path}: {name} of {key!r} must be a number > 0, got {value!r}")
+        if not is_number or not 0 < value <= _MOST_ALPHA:
+            raise ValueError(f"{path}: {name} of {key!r} must be a number > 0, got {value!r:.40}")
     return pattern
 
 

@@ -106,7 +106,9 @@ def serve() -> None:
         used = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
     reply: dict[str, Any]
-    for line in sys.stdin.buffer:
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever else is printed is no reply
+    for line in os.fdopen(0, "rb"):
         signal.setitimer(signal.ITIMER_PROF, SECONDS)  # whose signal ends the process
         try:
             request = json.loads(line)
@@ -117,8 +119,8 @@ def serve() -> None:
         except MemoryError:
             reply = {}
         signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.write(json.dumps(reply) + "\n")
-        sys.stdout.flush()
+        replies.write(json.dumps(reply).encode() + b"\n")
+        replies.flush()
 
 
 def _render(render: Any, request: dict[str, Any]) -> tuple[str, list[Any]]:
