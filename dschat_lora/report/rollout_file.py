@@ -47,7 +47,7 @@ def _is_rollout(row: object) -> bool:
         return False
     try:
         [float(n) for n in (*numbers, *row["rewards"].values()) if n is not None]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return False
     return True
 
