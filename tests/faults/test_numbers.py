@@ -280,6 +280,18 @@ def test_merge_that_overflows_in_fp16_is_not_written(refused):
 # ---------------------------------------------------------------------------- checkpoints
 
 
+def spoil_state(checkpoint, part, value):
+    """Put ``value`` into a tensor whose name begins with ``part``; returns file and name."""
+    path = sorted(checkpoint.glob("*.safetensors"))[0]
+    tensors = load_file(path)
+    name = next(each for each in tensors if each.startswith(part))
+    tensors[name].view(-1)[0] = value
+    save_file(tensors, path)
+    (checkpoint / "manifest.json").unlink()
+    write_manifest(checkpoint, kind="checkpoint")
+    return path, name
+
+
 STATES = {
     "moment": ("exp_avg:", NAN),
     "second moment": ("exp_avg_sq:", INF),
@@ -297,13 +309,7 @@ def test_state_of_a_checkpoint_that_is_not_finite_is_named_with_its_file(
         line = f"{RLHF} --critic_model_name_or_path opt/reward"
     assert run(line.replace("--max_steps 4", "--max_steps 2")).code == 0
     newest, *_ = checkpoints_of(home / "out")
-    path = sorted(newest.glob("*.safetensors"))[0]
-    tensors = load_file(path)
-    name = next(each for each in tensors if each.startswith(part))
-    tensors[name].view(-1)[0] = value
-    save_file(tensors, path)
-    (newest / "manifest.json").unlink()
-    write_manifest(newest, kind="checkpoint")
+    path, name = spoil_state(newest, part, value)
     more = line.replace("--max_steps 2", "--max_steps 4") + " --resume_from_checkpoint latest"
     ended = run(more, keep=True)
     assert ended.code == 2
@@ -312,6 +318,32 @@ def test_state_of_a_checkpoint_that_is_not_finite_is_named_with_its_file(
         "step-00000002",
         "step-00000001",
     ]
+
+
+@pytest.mark.stage
+@pytest.mark.skipif(not ALL, reason="processes of its own; part of make test-all")
+@pytest.mark.parametrize("stage", ["0", "3"])
+def test_all_processes_end_where_one_reads_what_is_not_finite(launcher, run, home, stage):
+    line = (
+        SFT.replace("MODEL", "opt/base").removeprefix("sft") + f" --lora_dim 2 --zero_stage {stage}"
+    )
+    assert run(f"sft {line}").code == 0
+    newest, *_ = checkpoints_of(home / "out")
+    spoil_state(newest, "exp_avg:", NAN)
+    spoilt("opt/base", Q, NAN)
+    halves = "train_batch_size 4", "train_batch_size 2"
+    for argv, words in (
+        (
+            line.replace("max_steps 2", "max_steps 3") + " --resume_from_checkpoint latest",
+            "exp_avg:",
+        ),
+        (line.replace("opt/base", "spoilt").replace("dir out", "dir other"), Q),
+    ):
+        running = launcher.start(argv.replace(*halves).split(), home, ranks=2)
+        assert running.wait(60) == [2, 2]
+        assert running.err().count("error: ") == 1
+        assert words in running.err()
+        assert "Traceback" not in running.err()
 
 
 # ---------------------------------------------------------------------------- training
