@@ -25,6 +25,7 @@ from dschat_lora import __main__ as command
 from dschat_lora.algos.finite import is_finite
 from dschat_lora.checkpoint.history import checkpoints_of
 from dschat_lora.checkpoint.manifest import write_manifest
+from dschat_lora.generation.beam_search import Search, TextRules
 from dschat_lora.rlhf.batch import Response
 from dschat_lora.rlhf.environment import Environment
 from dschat_lora.rlhf.rewards import RewardFunction
@@ -371,14 +372,16 @@ def test_base_that_overflows_on_held_out_rows_is_not_trained(refused, home):
     assert not metrics(home / "out", "train")
 
 
-def test_weights_that_a_step_destroyed_are_named(refused):
-    # Decay of more than all of a weight, which the next steps make an infinity of.
-    line = refused(
-        SFT.replace("MODEL", "opt/base").replace("--save_interval 1", "--save_interval 0")
-        + " --lora_dim 2 --weight_decay 1e30 --lora_learning_rate 1e30 --max_steps 5"
-    )
-    assert "weight:model.decoder.layers.0" in line
-    assert "lora_A holds values that are not finite. Lower the learning rate" in line
+def test_weights_that_a_step_destroyed_are_named(refused, home):
+    # By a decay of more than all of a weight, to an infinity.
+    line = SFT.replace("MODEL", "opt/base") + " --lora_dim 2 --max_steps 5"
+    line += " --weight_decay 1e30 --lora_learning_rate 1e30"
+    words = refused(line.replace("--save_interval 1", "--save_interval 0"))
+    assert "weight:model.decoder.layers.0" in words
+    assert "lora_A holds values that are not finite. Lower the learning rate" in words
+    words = refused(line)
+    assert "step-00000001 was not written: weight:model.decoder.layers.0" in words
+    assert not checkpoints_of(home / "out")
 
 
 EXTREMES = {
@@ -690,6 +693,16 @@ def test_score_that_is_not_finite_is_named_with_its_row(refused, line, row):
     assert row in words
     assert "the score is " in words
     assert not Path("scores.jsonl").exists()
+
+
+@pytest.mark.parametrize("bad", [[NAN, 0.0, 0.0], [INF, 0.0, 0.0], [-INF, -INF, -INF]])
+def test_beam_search_does_not_go_on_where_no_token_has_a_probability(bad):
+    rules = TextRules(Search(2, 8, (2,), 0), start=1)
+    fine = [0.0, 1.0, -INF]
+    rows = torch.tensor([[1, 0], [1, 2]])
+    assert rules(rows, torch.tensor([fine, fine])).exp().sum(-1).tolist() == [1.0, 1.0]
+    with pytest.raises(ValueError, match="token 2 of a text has no probability, as the model"):
+        rules(rows, torch.tensor([fine, bad]))
 
 
 # ---------------------------------------------------------------------------- data
