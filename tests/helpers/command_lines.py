@@ -380,6 +380,7 @@ def _is_settled(line, typed, found):
     return (
         typed.value == ()  # as if it were not there
         or name == "report_to"  # none beside nothing else
+        or (name == "enable_lora" and set(found) == set(typed.value))  # in the order q, k, v
         or (name == "sft_only_data_path" and line.command.verb in ("reward", "dpo"))  # by a note
         or (name == "output_path" and line.command.words == ("nlg", "decode"))  # in --work_dir
         or (typed.option.many and found[: len(typed.value)] == typed.value)  # with a stray word

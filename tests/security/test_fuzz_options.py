@@ -111,6 +111,12 @@ def test_a_seed_that_no_stage_takes_is_refused_before_the_demo_writes(home):
     assert refusal("demo", "--seed=-1") == "--seed must be in [0, 2**63), got -1"
 
 
+@pytest.mark.parametrize("host", [".", "a..b", "x" * 64])
+def test_what_is_no_name_of_a_host_is_refused_by_its_option(home, host):
+    message = refusal("serve", MODEL, "--port", "0", "--token", "t", "--host", host)
+    assert message.startswith(f"--host {host} ")
+
+
 @pytest.mark.parametrize("word", ["nan", "inf", "1e400"])
 def test_alpha_of_extract_is_a_finite_number(home, word):
     message = refusal("extract", "adapter", "--base", MODEL, "--lora_alpha", word)
