@@ -64,6 +64,7 @@ EXTRA = (
     *(("--nothing",), ("--nothing=1",), ("--local_rank=0",), ("--=",), ("--\udcff", "1")),
     *(("--num_gpus", "0"), ("--master_port", "x"), ("--hostfile", "\0"), ("--", "--seed", "1")),
     *(("--see", "1"), ("--lora-dim", "4"), ("--LORA_DIM", "4"), ("--lora_dim=4=5",)),
+    *(("-m",), ("-m", ","), ("-m", "bleu,x"), ("-R",), ("-H", "file.txt"), ("-nr", "x"), ("-p",)),
 )
 HOSTILE_YAML = (
     *("", "- 1\n", "a\n", "{\n", "? [a]: b\n", "seed: 1\nseed: 2\n", "1: 2\n", "on: off\n"),

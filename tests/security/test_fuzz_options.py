@@ -55,9 +55,8 @@ def refusal(*argv, files=()):
 
 
 def test_a_path_of_nobodys_home_is_refused(home):
-    message = "a path begins with ~, and there is no such home directory"
-    assert refusal("sft", "--data_path", "~nobody_at_all/x") == message
-    assert refusal("chat", "~nobody_at_all/x") == message
+    for argv in (("sft", "--data_path", "~nobody_at_all/x"), ("chat", "~nobody_at_all/x")):
+        assert refusal(*argv).startswith("a path begins with ~")
 
 
 @pytest.mark.parametrize(
