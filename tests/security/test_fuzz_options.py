@@ -4,12 +4,12 @@ import json
 import os
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 
 from dschat_lora import __main__ as program
 from helpers.command_lines import COMMANDS, MODEL, Command, Line, faults_of, make_home, run_line
+from helpers.drawing import drawing
 from helpers.drawn_lines import lines
-from helpers.spread import ALL
 
 
 @pytest.fixture
@@ -20,13 +20,7 @@ def home(tmp_path, monkeypatch):
     return tmp_path / "home"
 
 
-@settings(
-    max_examples=2000 if ALL else 200,
-    derandomize=True,
-    database=None,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
+@drawing(200)
 @given(line=lines())
 def test_a_drawn_line_is_taken_as_typed_or_refused_in_one_line_that_names_it(home, line):
     make_home(home)

@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from data.chat_tokenizers import build_chat_tokenizer
@@ -18,8 +18,8 @@ from dschat_lora.data.prepare import prepare
 from dschat_lora.data.readers import iter_file
 from dschat_lora.data.row_reader import RowCounts, RowReader
 from dschat_lora.data.rows import DEFAULT_OPTIONS
+from helpers.drawing import drawing
 from helpers.drawn_rows import drawn_rows, words_that_count
-from helpers.spread import ALL
 
 TEMPLATES = ("built-in", "qwen3", "qwen2_5_training")  # the last one marks answers
 KINDS = ("samples", "pairs", "unpaired", "prompts")
@@ -54,13 +54,7 @@ def said_by(records):
     return " ".join([*texts, *(each.rejected or "" for each in records)])
 
 
-@settings(
-    max_examples=2000 if ALL else 500,
-    derandomize=True,
-    database=None,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
+@drawing(500)
 @given(row=drawn_rows(TEMPLATES))
 def test_a_drawn_row_is_read_or_refused_by_file_and_line(chats, directory, row):
     path = row.write(directory)
@@ -75,13 +69,7 @@ def test_a_drawn_row_is_read_or_refused_by_file_and_line(chats, directory, row):
         assert [word for word in words_that_count(row) if word not in said_by(records)] == []
 
 
-@settings(
-    max_examples=300 if ALL else 40,
-    derandomize=True,
-    database=None,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
+@drawing(40, every=300)
 @given(rows=st.lists(drawn_rows(TEMPLATES), min_size=1, max_size=5), kind=st.sampled_from(KINDS))
 def test_files_of_mixed_drawn_rows_are_prepared_with_every_row_counted(directory, rows, kind):
     path, lines = directory / "mixed.jsonl", [row.text.replace("\n", " ") for row in rows]
