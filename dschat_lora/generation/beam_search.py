@@ -42,9 +42,17 @@ class TextRules(LogitsProcessor):  # type: ignore[misc]  # transformers is untyp
 
         The log-probability of a token that the text has is multiplied by ``repetition_penalty``
         (arXiv:1909.05858); a token that would repeat an n-gram of the text gets -inf.
+
+        Raises:
+            ValueError: for logits that have no softmax; a search would go on with any token.
         """
         text = input_ids[:, self._start :]
         scores = scores.log_softmax(dim=-1)
+        if scores.isnan().any():
+            raise ValueError(
+                f"token {text.shape[1] + 1} of a text has no probability, as the model overflows; "
+                "try --dtype fp32, or an earlier checkpoint of it"
+            )
         if self._penalty != 1.0 and text.shape[1]:
             repeated = scores.gather(1, text)
             scores = scores.scatter(1, text, repeated * self._penalty)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dschat_lora.config.files import parse_json, read_bytes
-from dschat_lora.report.markup import amount
+from dschat_lora.report.markup import HUGE, amount
 from dschat_lora.report.rollout_file import FILE, read_rollouts
 
 # Bytes of metrics.jsonl; a step takes about one thousand.
@@ -83,7 +83,10 @@ def _is_token_row(row: object) -> bool:
         len(tokens) == len(supervised) == len(losses)
         and all(isinstance(each, str) for each in tokens)
         and all(
-            each is None or isinstance(each, int | float) or each in ("nan", "inf", "-inf")
+            each is None
+            or isinstance(each, float)
+            or (isinstance(each, int) and abs(each) < HUGE)
+            or each in ("nan", "inf", "-inf")
             for each in losses
         )
     )

@@ -1,5 +1,6 @@
 """Scores of responses: their check, and the scaling, clipping and penalties that shape them."""
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -33,10 +34,13 @@ def check_scores(experience: Experience, decode: Callable[[Sequence[int]], str])
     """
     total, rewards = experience.scores, experience.rewards
     model = rewards.get("reward_model", torch.zeros_like(total) if rewards else total)
-    for number in (~model.isfinite() | total.isinf()).nonzero().flatten().tolist()[:1]:
-        response = experience.responses[number]
-        found = float(total[number] if model[number].isfinite() else model[number])
-        who = "the weighted sum of rewards" if model[number].isfinite() else "the reward model"
+    scores = torch.stack([model, total], dim=1).tolist()  # read at once
+    for response, (own, added) in zip(experience.responses, scores, strict=True):
+        if math.isfinite(own) and not math.isinf(added):
+            continue
+        who, found = "the weighted sum of rewards", added
+        if not math.isfinite(own):
+            who, found = "the reward model", own
         raise ScoreError from ValueError(
             f"{who} gives {found} for {shortened(decode(response.tokens))!r} after the prompt "
             f"{shortened(decode(response.prompt))!r}; a score is a finite number"

@@ -17,7 +17,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from dschat_lora.checkpoint.adapter_config import WEIGHTS_FILE, verify_adapter
 from dschat_lora.checkpoint.history import checkpoints_of, is_checkpoint
-from dschat_lora.checkpoint.manifest import DamagedError, safetensors_header
+from dschat_lora.checkpoint.manifest import (
+    WEIGHTS_INDEX,
+    DamagedError,
+    safetensors_header,
+    weight_map,
+)
 from dschat_lora.config.files import read_json
 from dschat_lora.config.groups import LoadConfig, LoraConfig, ParallelConfig, Switch
 from dschat_lora.config.stages import StageConfig
@@ -134,7 +139,12 @@ def check_widths(adapter: Path, base: Path) -> None:
     for name, tensor in safetensors_header(adapter / WEIGHTS_FILE).items():
         module, _, factor = name.partition(".lora_A.")
         layers = shapes.get(module.rpartition(".")[2], [])
-        if factor and layers and not any(tensor["shape"][-1] in shape for shape in layers):
+        if (
+            factor
+            and layers
+            and tensor["shape"]
+            and not any(tensor["shape"][-1] in shape for shape in layers)
+        ):
             raise ValueError(
                 f"the adapter {adapter} is of another base than {base}: its factor A of {module} "
                 f"takes {tensor['shape'][-1]} inputs, and that layer of the base is "
@@ -146,17 +156,23 @@ def check_widths(adapter: Path, base: Path) -> None:
 def _weight_files(base: Path) -> list[Path]:
     """The safetensors files that make up a model; others may lie beside them."""
     try:
-        index = read_json(base / "model.safetensors.index.json")
-        return [base / name for name in sorted(set(index["weight_map"].values()))]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        names = weight_map(base / WEIGHTS_INDEX).values()
+        return [base / name for name in sorted(set(names))]
+    except DamagedError:
         return [file] if (file := base / "model.safetensors").is_file() else []
+
+
+def architecture_names(fields: Mapping[str, Any]) -> list[str]:
+    """What a model's configuration says of its class; empty if that is no list of names."""
+    names = fields.get("architectures")
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
 def task_of(source: ModelSource) -> str | None:
     """PEFT's name of the kind of model: that of its adapter, SEQ_CLS of scores; None if unknown."""
     if source.adapter_config is not None:
         return source.adapter_config.task_type
-    architectures = map(str, model_fields(source).get("architectures") or [])
+    architectures = architecture_names(model_fields(source))
     is_scored = any(name.endswith("ForSequenceClassification") for name in architectures)
     return "SEQ_CLS" if is_scored else None
 

@@ -7,8 +7,10 @@ import math
 import re
 import traceback
 from collections.abc import Collection
+from contextlib import suppress
 from typing import Any
 
+from h11 import LocalProtocolError
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -62,13 +64,15 @@ class Guard:
         async def watched(message: Message) -> None:
             nonlocal started
             started = True
-            await send(message)
+            # Raised where uvicorn has told the client that the rest of its request is no HTTP.
+            with suppress(LocalProtocolError):
+                await send(message)
 
         try:
             self._check(Headers(scope=scope), scope["path"])
             await self._app(scope, receive, watched)
         except ApiError as error:
-            await JSONResponse(error.body, error.status)(scope, receive, send)
+            await JSONResponse(error.body, error.status)(scope, receive, watched)
         except Exception as error:  # noqa: BLE001 - whatever it is, the client gets an answer
             # Where it happened, and nothing of what the request held.
             frame = traceback.extract_tb(error.__traceback__)[-1]
@@ -76,7 +80,7 @@ class Guard:
             note(f"error: {scope['method']} {scope['path']!r:.80} failed: {name} at {place}")
             if not started:  # else the server closes the connection of a response without end
                 body = ApiError(500, f"the server failed: {name}; its log says where").body
-                await JSONResponse(body, 500)(scope, receive, send)
+                await JSONResponse(body, 500)(scope, receive, watched)
 
     def _check(self, headers: Headers, path: str) -> None:
         host = headers.get("host", "").lower()  # the only one: h11 refuses two

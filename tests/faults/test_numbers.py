@@ -14,6 +14,7 @@ from fractions import Fraction
 from pathlib import Path
 from unittest import mock
 
+import deepspeed
 import numpy as np
 import pytest
 import torch
@@ -24,6 +25,7 @@ from dschat_lora import __main__ as command
 from dschat_lora.algos.finite import is_finite
 from dschat_lora.checkpoint.history import checkpoints_of
 from dschat_lora.checkpoint.manifest import write_manifest
+from dschat_lora.generation.beam_search import Search, TextRules
 from dschat_lora.rlhf.batch import Response
 from dschat_lora.rlhf.environment import Environment
 from dschat_lora.rlhf.rewards import RewardFunction
@@ -132,6 +134,8 @@ def home(tmp_path_factory):
             patch.setenv(name, "1")
         for name in ("LOCAL_RANK", "RANK"):
             patch.setenv(name, "0")
+        # As a run does, whose own group is the tests': nothing is compiled.
+        patch.setitem(deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm", False)
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         yield directory
         dist.destroy_process_group()
@@ -280,6 +284,18 @@ def test_merge_that_overflows_in_fp16_is_not_written(refused):
 # ---------------------------------------------------------------------------- checkpoints
 
 
+def spoil_state(checkpoint, part, value):
+    """Put ``value`` into a tensor whose name begins with ``part``; returns file and name."""
+    path = sorted(checkpoint.glob("*.safetensors"))[0]
+    tensors = load_file(path)
+    name = next(each for each in tensors if each.startswith(part))
+    tensors[name].view(-1)[0] = value
+    save_file(tensors, path)
+    (checkpoint / "manifest.json").unlink()
+    write_manifest(checkpoint, kind="checkpoint")
+    return path, name
+
+
 STATES = {
     "moment": ("exp_avg:", NAN),
     "second moment": ("exp_avg_sq:", INF),
@@ -297,13 +313,7 @@ def test_state_of_a_checkpoint_that_is_not_finite_is_named_with_its_file(
         line = f"{RLHF} --critic_model_name_or_path opt/reward"
     assert run(line.replace("--max_steps 4", "--max_steps 2")).code == 0
     newest, *_ = checkpoints_of(home / "out")
-    path = sorted(newest.glob("*.safetensors"))[0]
-    tensors = load_file(path)
-    name = next(each for each in tensors if each.startswith(part))
-    tensors[name].view(-1)[0] = value
-    save_file(tensors, path)
-    (newest / "manifest.json").unlink()
-    write_manifest(newest, kind="checkpoint")
+    path, name = spoil_state(newest, part, value)
     more = line.replace("--max_steps 2", "--max_steps 4") + " --resume_from_checkpoint latest"
     ended = run(more, keep=True)
     assert ended.code == 2
@@ -312,6 +322,32 @@ def test_state_of_a_checkpoint_that_is_not_finite_is_named_with_its_file(
         "step-00000002",
         "step-00000001",
     ]
+
+
+@pytest.mark.stage
+@pytest.mark.skipif(not ALL, reason="processes of its own; part of make test-all")
+@pytest.mark.parametrize("stage", ["0", "3"])
+def test_all_processes_end_where_one_reads_what_is_not_finite(launcher, run, home, stage):
+    line = (
+        SFT.replace("MODEL", "opt/base").removeprefix("sft") + f" --lora_dim 2 --zero_stage {stage}"
+    )
+    assert run(f"sft {line}").code == 0
+    newest, *_ = checkpoints_of(home / "out")
+    spoil_state(newest, "exp_avg:", NAN)
+    spoilt("opt/base", Q, NAN)
+    halves = "train_batch_size 4", "train_batch_size 2"
+    for argv, words in (
+        (
+            line.replace("max_steps 2", "max_steps 3") + " --resume_from_checkpoint latest",
+            "exp_avg:",
+        ),
+        (line.replace("opt/base", "spoilt").replace("dir out", "dir other"), Q),
+    ):
+        running = launcher.start(argv.replace(*halves).split(), home, ranks=2)
+        assert running.wait(60) == [2, 2]
+        assert running.err().count("error: ") == 1
+        assert words in running.err()
+        assert "Traceback" not in running.err()
 
 
 # ---------------------------------------------------------------------------- training
@@ -336,14 +372,16 @@ def test_base_that_overflows_on_held_out_rows_is_not_trained(refused, home):
     assert not metrics(home / "out", "train")
 
 
-def test_weights_that_a_step_destroyed_are_named(refused):
-    # Decay of more than all of a weight, which the next steps make an infinity of.
-    line = refused(
-        SFT.replace("MODEL", "opt/base").replace("--save_interval 1", "--save_interval 0")
-        + " --lora_dim 2 --weight_decay 1e30 --lora_learning_rate 1e30 --max_steps 5"
-    )
-    assert "weight:model.decoder.layers.0" in line
-    assert "lora_A holds values that are not finite. Lower the learning rate" in line
+def test_weights_that_a_step_destroyed_are_named(refused, home):
+    # By a decay of more than all of a weight, to an infinity.
+    line = SFT.replace("MODEL", "opt/base") + " --lora_dim 2 --max_steps 5"
+    line += " --weight_decay 1e30 --lora_learning_rate 1e30"
+    words = refused(line.replace("--save_interval 1", "--save_interval 0"))
+    assert "weight:model.decoder.layers.0" in words
+    assert "lora_A holds values that are not finite. Lower the learning rate" in words
+    words = refused(line)
+    assert "step-00000001 was not written: weight:model.decoder.layers.0" in words
+    assert not checkpoints_of(home / "out")
 
 
 EXTREMES = {
@@ -655,6 +693,16 @@ def test_score_that_is_not_finite_is_named_with_its_row(refused, line, row):
     assert row in words
     assert "the score is " in words
     assert not Path("scores.jsonl").exists()
+
+
+@pytest.mark.parametrize("bad", [[NAN, 0.0, 0.0], [INF, 0.0, 0.0], [-INF, -INF, -INF]])
+def test_beam_search_does_not_go_on_where_no_token_has_a_probability(bad):
+    rules = TextRules(Search(2, 8, (2,), 0), start=1)
+    fine = [0.0, 1.0, -INF]
+    rows = torch.tensor([[1, 0], [1, 2]])
+    assert rules(rows, torch.tensor([fine, fine])).exp().sum(-1).tolist() == [1.0, 1.0]
+    with pytest.raises(ValueError, match="token 2 of a text has no probability, as the model"):
+        rules(rows, torch.tensor([fine, bad]))
 
 
 # ---------------------------------------------------------------------------- data

@@ -33,4 +33,7 @@ def save_wide_model(directory):
     )
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
-    model.to_empty(device="cpu").save_pretrained(directory)
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        parameter.detach().fill_(0.01)
+    model.save_pretrained(directory)

@@ -278,6 +278,11 @@ def test_no_library_reads_the_path_for_the_guard(guarded, monkeypatch):
     assert send(guarded, "GET", "/settings")[0] == 401
 
 
+def test_a_refusal_of_what_turns_out_to_be_no_http_leaves_no_traceback(guarded, capfd):
+    assert raw(guarded, HTTP["negative chunk"]).startswith(b"HTTP/1.1 400")
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_with_the_token_all_is_given_and_the_page_and_health_without(guarded):
     headers = {"Authorization": "Bearer secret", "Host": "box", "Origin": "https://box"}
     assert send(guarded, "GET", "/settings", headers=headers)[0] == 200
@@ -944,4 +949,4 @@ def test_memory_stays_flat_and_logs_hold_no_secret(tmp_path):
         rest = process.communicate(timeout=60)[0]
     assert "PRIVATE" not in rest
     assert "TOPSECRET" not in rest
-    assert "Traceback" not in rest
+    assert "Traceback" not in rest, rest[rest.find("Traceback") - 200 :][:4000]

@@ -138,9 +138,9 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers is
             f"lr {fields['learning_rate']:.2e}  grad {fields['grad_norm'] or 0:.3g}  "
             f"{fields['step_seconds']:.2f} s"
         )
-        if not math.isfinite(fields["loss"]):
+        if not math.isfinite(logs["loss"]):
             raise ValueError(
-                f"training stopped at step {step}: the loss is {fields['loss']}; lower "
+                f"training stopped at step {step}: the loss is {logs['loss']}; lower "
                 "--learning_rate"
             )
 
