@@ -18,7 +18,7 @@ HOSTILE = (
     *("1_000", "\u0661\u0662", "\uff11", "0x10", "1.0", "1,5", "+3", " 3 ", "3\n", "1e3", "010"),
     *("None", "null", "true", "False", "on", "off", "auto", "yes", "[]", "{}", "{", '{"a": 1}'),
     *("[" * 2000, '{"a":' * 2000, '{"a": 1, "a": 2}', '{"messages": 1}', '{"a": NaN}'),
-    *("~", "~nobody_at_all/x", "~/x", ".", "..", "/", "/dev/null", "/nowhere/x", "a" * 300),
+    *("~", "~nobody_at_all/x", "~/x", ".", "..", "/", "/dev/null", "/proc/x/y", "a" * 300),
     *("a/" * 3000, "file.txt", "file.txt/x", "directory", "directory/x", "missing.jsonl"),
     *("%s", "%(prog)s", "{0}", "$HOME", "*", "?", "[", "[a", "**", "org/name", "org/name:a:b:c"),
     *("builtin:", "builtin:nothing", ":", "a:", ":b", "a:b:c", "json:loads", "..:x", ".:x"),

@@ -17,6 +17,7 @@ def home(tmp_path, monkeypatch):
     """The working directory of lines, with what they name."""
     make_home(tmp_path / "home")
     monkeypatch.chdir(tmp_path / "home")
+    monkeypatch.setenv("HOME", str(tmp_path))
     return tmp_path / "home"
 
 
