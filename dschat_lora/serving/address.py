@@ -13,9 +13,10 @@ def listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the second of what is no name of a host
         # The socket's own text names the address once more.
-        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+        number = getattr(error, "errno", None) or 0
+        reason = os.strerror(number) if number > 0 else str(error)
         raise ValueError(
             f"--host {host} --port {port} cannot be used: {reason}; --port 0 takes a free port"
         ) from error

@@ -33,6 +33,7 @@ from dschat_lora.experiments.nlg.config import DecodeConfig, EvaluateConfig, Nlg
 from dschat_lora.experiments.nlg.scorer_files import FormatConfig
 from dschat_lora.pipeline import run as pipeline
 from dschat_lora.pipeline import stage_verbs
+from dschat_lora.pipeline.launch import LauncherConfig
 from dschat_lora.pipeline.stages import STAGES
 from dschat_lora.runtime import stage_main
 from dschat_lora.serving import address
@@ -55,6 +56,11 @@ class Command:
     @property
     def verb(self):
         return self.words[0]
+
+    @property
+    def is_launched(self):
+        """Whether options of DeepSpeed's launcher may stand among its own."""
+        return self.verb in (*STAGES, "glue") or self.words == ("nlg", "train")
 
 
 COMMANDS = (
@@ -151,9 +157,11 @@ def option_table(command):
     """The options of a command, as its class of options, or its own parser, has them."""
     if command.config is None:
         return tuple(_of_parser(command))
+    classes = (command.config, LauncherConfig) if command.is_launched else (command.config,)
     return tuple(
-        _of_field(name, annotation, option_aliases(command.config))
-        for name, (_, annotation) in _option_fields(command.config)
+        _of_field(name, annotation, option_aliases(each))
+        for each in classes
+        for name, (_, annotation) in _option_fields(each)
     )
 
 
@@ -358,11 +366,13 @@ def _lost(line, outcome):
     """Values that were typed and are others, or none, in what the verb is called with."""
     if not outcome.calls or {"-h", "--help"} & set(line.argv):
         return
+    values, named = outcome.calls[-1]
+    config = next((each for each in values if dataclasses.is_dataclass(each)), None)
+    if isinstance(config, LauncherConfig) and line.command.verb in ("nlg", "glue"):
+        return  # the processes that are launched read the other options
     for each in line.typed:
         if each.value is REFUSED:
             yield f"{each.words!r:.200} was taken"
-    values, named = outcome.calls[-1]
-    config = next((each for each in values if dataclasses.is_dataclass(each)), None)
     arrived = named if config is None else flatten(config)
     if line.command.words[0] == "plan" and line.command.config is not None:
         arrived = values[1]
@@ -380,6 +390,7 @@ def _is_settled(line, typed, found):
     return (
         typed.value == ()  # as if it were not there
         or name == "report_to"  # none beside nothing else
+        or (name == "enable_lora" and set(found) == set(typed.value))  # in the order q, k, v
         or (name == "sft_only_data_path" and line.command.verb in ("reward", "dpo"))  # by a note
         or (name == "output_path" and line.command.words == ("nlg", "decode"))  # in --work_dir
         or (typed.option.many and found[: len(typed.value)] == typed.value)  # with a stray word

@@ -18,7 +18,7 @@ HOSTILE = (
     *("1_000", "\u0661\u0662", "\uff11", "0x10", "1.0", "1,5", "+3", " 3 ", "3\n", "1e3", "010"),
     *("None", "null", "true", "False", "on", "off", "auto", "yes", "[]", "{}", "{", '{"a": 1}'),
     *("[" * 2000, '{"a":' * 2000, '{"a": 1, "a": 2}', '{"messages": 1}', '{"a": NaN}'),
-    *("~", "~nobody_at_all/x", "~/x", ".", "..", "/", "/dev/null", "/nowhere/x", "a" * 300),
+    *("~", "~nobody_at_all/x", "~/x", ".", "..", "/", "/dev/null", "/proc/x/y", "a" * 300),
     *("a/" * 3000, "file.txt", "file.txt/x", "directory", "directory/x", "missing.jsonl"),
     *("%s", "%(prog)s", "{0}", "$HOME", "*", "?", "[", "[a", "**", "org/name", "org/name:a:b:c"),
     *("builtin:", "builtin:nothing", ":", "a:", ":b", "a:b:c", "json:loads", "..:x", ".:x"),
@@ -64,6 +64,7 @@ EXTRA = (
     *(("--nothing",), ("--nothing=1",), ("--local_rank=0",), ("--=",), ("--\udcff", "1")),
     *(("--num_gpus", "0"), ("--master_port", "x"), ("--hostfile", "\0"), ("--", "--seed", "1")),
     *(("--see", "1"), ("--lora-dim", "4"), ("--LORA_DIM", "4"), ("--lora_dim=4=5",)),
+    *(("-m",), ("-m", ","), ("-m", "bleu,x"), ("-R",), ("-H", "file.txt"), ("-nr", "x"), ("-p",)),
 )
 HOSTILE_YAML = (
     *("", "- 1\n", "a\n", "{\n", "? [a]: b\n", "seed: 1\nseed: 2\n", "1: 2\n", "on: off\n"),

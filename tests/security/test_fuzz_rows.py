@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from data.chat_tokenizers import build_chat_tokenizer
@@ -18,8 +18,9 @@ from dschat_lora.data.prepare import prepare
 from dschat_lora.data.readers import iter_file
 from dschat_lora.data.row_reader import RowCounts, RowReader
 from dschat_lora.data.rows import DEFAULT_OPTIONS
+from dschat_lora.experiments.nlg.predictions import read_predictions
+from helpers.drawing import drawing
 from helpers.drawn_rows import drawn_rows, words_that_count
-from helpers.spread import ALL
 
 TEMPLATES = ("built-in", "qwen3", "qwen2_5_training")  # the last one marks answers
 KINDS = ("samples", "pairs", "unpaired", "prompts")
@@ -54,13 +55,7 @@ def said_by(records):
     return " ".join([*texts, *(each.rejected or "" for each in records)])
 
 
-@settings(
-    max_examples=2000 if ALL else 500,
-    derandomize=True,
-    database=None,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
+@drawing(300)
 @given(row=drawn_rows(TEMPLATES))
 def test_a_drawn_row_is_read_or_refused_by_file_and_line(chats, directory, row):
     path = row.write(directory)
@@ -75,13 +70,7 @@ def test_a_drawn_row_is_read_or_refused_by_file_and_line(chats, directory, row):
         assert [word for word in words_that_count(row) if word not in said_by(records)] == []
 
 
-@settings(
-    max_examples=300 if ALL else 40,
-    derandomize=True,
-    database=None,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
+@drawing(40, every=300)
 @given(rows=st.lists(drawn_rows(TEMPLATES), min_size=1, max_size=5), kind=st.sampled_from(KINDS))
 def test_files_of_mixed_drawn_rows_are_prepared_with_every_row_counted(directory, rows, kind):
     path, lines = directory / "mixed.jsonl", [row.text.replace("\n", " ") for row in rows]
@@ -208,3 +197,21 @@ def test_a_number_of_more_digits_than_python_reads_is_named_by_its_line(refusal,
 )
 def test_what_no_template_renders_for_its_depth_is_a_bad_row(refusal, row, kind):
     assert refusal(row, kind=kind, template="qwen3").startswith(":1: ")
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (r'"\ud83d"', r"'\ud83d' is half a character (a lone surrogate)"),
+        ("[" * 5000, "not valid JSON (it is nested too deeply)"),
+        ("9" * 5000, "not valid JSON (Exceeds the limit"),
+        ('{"a": 1, "a": 2}', "not valid JSON (an object has 'a' twice)"),
+    ],
+    ids=["half a character", "depth", "digits", "a key twice"],
+)
+def test_a_prediction_that_cannot_be_scored_is_named_by_its_line(tmp_path, value, reason):
+    path = tmp_path / "p.jsonl"
+    good = '{"prediction": "a", "references": ["b"]}\n'
+    path.write_text(f'{good}{{"prediction": {value}, "references": ["b"]}}\n')
+    with pytest.raises(ValueError, match=re.escape(f"{path}:2: {reason}")):
+        read_predictions(str(path), "all")
