@@ -64,8 +64,8 @@ def parse_yaml(text: str) -> Any:
     """
     import yaml  # only where it is needed
 
-    loader = yaml.SafeLoader(text)
     try:
+        loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
         if node is not None and _is_larger(node):
             raise ValueError(f"it holds more than {MOST_VALUES:,} values, its aliases written out")

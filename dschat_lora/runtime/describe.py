@@ -123,7 +123,8 @@ def _run(path: Path) -> dict[str, Any]:
     facts: dict[str, Any] = {"kind": "run", "path": str(path)}
     facts |= {name: record.get(name) for name in ("stage", "status", "started", "world_size")}
     facts |= {name: record[name] for name in ("parameters", "results") if record.get(name)}
-    facts |= _training(record.get("config") or {})
+    options = record.get("config")
+    facts |= _training(options if isinstance(options, dict) else {})
     inside = [describe(path / part) for part in _PARTS if (path / part).is_dir()]
     facts["holds"] = [f"{each['kind']} {each['path']}" for each in inside]
     facts["checkpoints"] = [each.name for each in checkpoints_of(path)]
