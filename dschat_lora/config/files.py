@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 #: of a file that is read whole; the largest are vocabularies and indexes of weights
 MOST_BYTES = 64 * 2**20
 #: of a file of options or a chat template, which people write
-MOST_TYPED_BYTES = 2**19
+MOST_TYPED_BYTES = 2**18
 #: of a file of options; aliases that refer to aliases can make a short file endless
 MOST_VALUES = 100_000
 
