@@ -5,6 +5,7 @@ said. Each is refused by one ValueError that holds these words, in time and memo
 or, where nothing is said, read. The dear ones run where DSCHAT_LORA_TESTS=all.
 """
 
+import contextlib
 import gzip
 import json
 import os
@@ -499,7 +500,7 @@ attacks(
     "YAML",
     {
         "lists nested deeply": (mapping("[" * 100_000), rf"run\.yaml cannot be read: .*{DEEP}"),
-        "mappings nested deeply": (mapping("{a: " * 100_000), rf"run\.yaml .*{DEEP}"),
+        "mappings nested deeply": (mapping("{a: " * 50_000), rf"run\.yaml .*{DEEP}"),
         "mappings merged": (mapping("\n".join(MERGES)), MANY),
         "an alias of itself": (mapping("data_path: &a [*a]"), MANY),
         "120,000 values": (mapping("a: [" + "x," * 120_000 + "]"), MANY),
@@ -846,6 +847,49 @@ attacks(
         "a file that is a list": (manifest({"x": [1]}), r"lacks the size or SHA-256"),
         "a format of a list": (manifest({}, format=[1]), r"has format \[1\], this version reads 1"),
         "a kind of an object": (manifest({}, kind={"a": 1}), r"is of kind \{'a': 1\}, not"),
+    },
+)
+
+
+def state(**changes):
+    """A checkpoint whose state says something else; read by all that read one."""
+
+    def build(directory):
+        path = step_directory(directory / "out", 5)
+        path.mkdir(parents=True)
+        options = {"per_device_train_batch_size": 4, "lora_dim": 4, "only_optimize_lora": True}
+        identity = {"stage": "sft", "rows_per_step": 4}
+        content = {"step": 5, "identity": identity, "options": {}, "config": options}
+        content |= {"engines": {"model": {}}, **changes}
+        (path / "state.json").write_text(json.dumps(content))
+        write_manifest(path, kind="checkpoint")
+        argv = ["--output_dir", str(directory / "out"), "--resume_from_checkpoint", str(path)]
+
+        def read():
+            describe(path)
+            with contextlib.suppress(ValueError):
+                find_model(str(path))
+            settle(parse_config(SupervisedConfig, argv), stage="sft")
+
+        return read
+
+    return build
+
+
+NO_STATE = r"state\.json (is not the state of a run|of the checkpoint is damaged)"
+attacks(
+    "state",
+    {
+        "a step of text": (state(step="5"), NO_STATE),
+        "an identity of text": (state(identity="x"), NO_STATE),
+        "an empty identity": (state(identity={}), NO_STATE),
+        "options of a list": (state(options=[]), NO_STATE),
+        "settings of text": (state(config="x"), NO_STATE),
+        "empty settings": (state(config={}), NO_STATE),
+        "rows of text": (state(identity={"rows_per_step": "x"}), NO_STATE),
+        "rows without end": (state(identity={"rows_per_step": 10**12}), NO_STATE),
+        "a batch without end": (state(config={"per_device_train_batch_size": 10**12}), NO_STATE),
+        "a rank of 400 digits": (state(config={"lora_dim": HUGE}), NO_STATE),
     },
 )
 
