@@ -59,6 +59,9 @@ def describe_checkpoint(directory: str | Path) -> CheckpointAdapter:
         )
     engine = "actor" if "actor" in state["engines"] else "model"
     prefix = "actor_" if engine == "actor" else ""
+    trained_from = options.get(f"{prefix}model_name_or_path")
+    if not isinstance(trained_from, str | None):
+        raise ValueError(f"{directory / STATE_FILE} is not the state of a run")
     where = {
         key.removeprefix(WEIGHT): name
         for name, entry in files.items()
@@ -80,7 +83,7 @@ def describe_checkpoint(directory: str | Path) -> CheckpointAdapter:
     return CheckpointAdapter(
         config,
         engine,
-        options.get(f"{prefix}model_name_or_path"),
+        trained_from,
         bool(options.get("add_eot_token") or options.get("chat_template")),
         where,
     )

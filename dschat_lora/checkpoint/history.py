@@ -54,7 +54,8 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not the state of a run: {error}") from None
     found = state if isinstance(state, dict) else {}
-    are_objects = all(isinstance(found.get(name), dict) for name in ("identity", "config"))
+    parts = (found.get("identity"), found.get("config"), found.get("engines", {}))
+    are_objects = all(isinstance(part, dict) for part in parts)
     if type(found.get("step")) is not int or not are_objects:
         raise ValueError(f"{path} is not the state of a run")
     return found

@@ -17,6 +17,7 @@ import socket
 import zipfile
 from collections.abc import Callable
 from functools import cache, partial
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,7 +34,7 @@ from dschat_lora.checkpoint.history import step_directory
 from dschat_lora.checkpoint.lora_only import read_lora_only
 from dschat_lora.checkpoint.manifest import _canonical, _own_sha256, verify, write_manifest
 from dschat_lora.config.data import DataConfig
-from dschat_lora.config.groups import ModelConfig
+from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.config.options import parse_config, read_mapping
 from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.config.verbs import InspectConfig
@@ -44,6 +45,7 @@ from dschat_lora.data.readers import iter_file
 from dschat_lora.data.sources import find_source
 from dschat_lora.data.templates import read_chat_template
 from dschat_lora.engine.ds_config import read_deepspeed_json
+from dschat_lora.models.build import build_causal_lm
 from dschat_lora.models.causal_lm import load_causal_lm, load_config, load_tokenizer
 from dschat_lora.models.source import find_model
 from dschat_lora.pipeline.recipe import read_recipe
@@ -876,6 +878,7 @@ def state(**changes):
     return build
 
 
+RANK = {"per_device_train_batch_size": 4, "lora_dim": 4, "only_optimize_lora": True}
 NO_STATE = r"state\.json (is not the state of a run|of the checkpoint is damaged)"
 attacks(
     "state",
@@ -890,6 +893,8 @@ attacks(
         "rows without end": (state(identity={"rows_per_step": 10**12}), NO_STATE),
         "a batch without end": (state(config={"per_device_train_batch_size": 10**12}), NO_STATE),
         "a rank of 400 digits": (state(config={"lora_dim": HUGE}), NO_STATE),
+        "engines of a number": (state(engines=5), NO_STATE),
+        "a model of a number": (state(config={**RANK, "model_name_or_path": 5}), ""),
     },
 )
 
@@ -1020,6 +1025,24 @@ attacks(
     | {"a text of 10^10, replaced", "50 million characters", "an indent of 10^9"}
     | {"a text of 10^10, padded", "a list of 10^9"},
 )
+
+
+def beyond_the_embedding(directory):
+    path = copy_model(directory / "model")
+    content = json.loads((path / "tokenizer.json").read_text())
+    added(10**6)(content)
+    (path / "tokenizer.json").write_text(json.dumps(content))
+    source, options = find_model(str(path)), ModelConfig()
+
+    def read():
+        own = load_tokenizer(source.tokenizer, options)
+        lora, more = LoraConfig(lora_dim=2), {"dtype": torch.float32, "seed": 0, "meta": False}
+        build_causal_lm(source, own, options, lora, **more)
+
+    return read
+
+
+attacks("tokenizer", {"an id beyond the embedding": (beyond_the_embedding, r"have no embedding")})
 
 
 # ---------------------------------------------------------------------------- the table is run
@@ -1181,3 +1204,86 @@ def test_the_json_that_is_printed_can_be_read_with_its_control_characters(capsys
     text = "\x1b[2J\x07\x9b31m\x7f\u00e9"
     log_once(to_json({"a": text}))
     assert json.loads(seen(capsys)) == {"a": text}
+
+
+# ---------------------------------------------------------------------------- reports
+
+MARKUP = "</pre><script>alert(1)</script><img src=x onerror=alert(1)>" + ESCAPES[:-1]
+
+
+class Elements(HTMLParser):
+    """The elements and attributes of a page."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.found = set()
+        self.feed(html)
+
+    def handle_starttag(self, tag, attributes):
+        self.found |= {tag, *((tag, name) for name, _ in attributes)}
+
+
+def test_an_audit_of_data_that_is_markup_shows_it_as_text(capsys, tmp_path):
+    from dschat_lora.config.stages import AuditConfig
+    from dschat_lora.runtime.data_audit import audit_data
+
+    pages = []
+    for number, text in enumerate(("x", MARKUP)):
+        data = [{"prompt": f"{text}{n}", "completion": f" {text}"} for n in range(20)]
+        data.append({text: text})  # a bad row
+        path = tmp_path / f"{number}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in data))
+        argv = ["--data_path", str(path), "--html", str(tmp_path / f"{number}.html")]
+        audit_data(parse_config(AuditConfig, argv))
+        assert not has_control(seen(capsys))
+        pages.append(Elements((tmp_path / f"{number}.html").read_text()).found)
+    assert pages[1] == pages[0]
+
+
+def leaves(value, path=()):
+    """The path of each value, of lists the first two alone."""
+    yield path
+    parts = value.items() if isinstance(value, dict) else enumerate(value[:2])
+    for name, part in parts if isinstance(value, dict | list) else ():
+        if isinstance(part, dict | list):
+            yield from leaves(part, (*path, name))
+        else:
+            yield (*path, name)
+
+
+def changed(value, path, new):
+    """``value`` with ``new`` in place of what lies at ``path``."""
+    if not path:
+        return new
+    name, *rest = path
+    parts = dict(value) if isinstance(value, dict) else list(value)
+    parts[name] = changed(parts[name], rest, new)
+    return parts
+
+
+ODD = [MARKUP, {MARKUP: MARKUP}, [MARKUP], -1, 1e308, NAN, HUGE, True, None, [], {}, [[1]], "nan"]
+
+
+def test_a_report_shows_whatever_stands_in_place_of_a_value(tmp_path):
+    from dschat_lora.report.html import render_report
+    from dschat_lora.report.story import read_stories
+    from report.test_html import ATTRIBUTES, TAGS, rlhf_run, rollouts_of
+
+    run, rolled = rlhf_run(), rollouts_of("a", "b")
+    lines = [dict(each) for each in (run.train[0], run.evals[0], run.events[0])]
+    cases = [("run", path, odd) for path in leaves(dict(run.facts)) for odd in ODD]
+    cases += [("lines", path, odd) for path in leaves(lines) for odd in ODD]
+    cases += [("rolled", path, odd) for path in leaves(rolled) for odd in ODD]
+    allowed = TAGS | {(tag, name) for tag in TAGS for name in ATTRIBUTES}
+    for what, path, odd in cases if ALL else cases[::40]:
+        files = {"run": dict(run.facts), "lines": lines, "rolled": rolled}
+        files[what] = changed(files[what], path, odd)
+        (tmp_path / "run.json").write_text(json.dumps(files["run"]))
+        for name in ("lines", "rolled"):
+            files[name] = files[name] if isinstance(files[name], list) else [files[name]]
+        text = "".join(json.dumps(line) + "\n" for line in files["lines"])
+        (tmp_path / "metrics.jsonl").write_text(text)
+        text = "".join(json.dumps(line) + "\n" for line in files["rolled"])
+        (tmp_path / "rollouts.jsonl.gz").write_bytes(gzip.compress(text.encode(), 1))
+        found = Elements(render_report("t", read_stories([tmp_path]), {})).found
+        assert found <= allowed, (what, path, odd)
