@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from dschat_lora.checkpoint.adapter_config import AdapterConfig
-from dschat_lora.checkpoint.history import STATE_FILE
+from dschat_lora.checkpoint.history import STATE_FILE, read_state
 from dschat_lora.checkpoint.manifest import read_manifest
-from dschat_lora.config.files import read_json
 from dschat_lora.config.groups import OWN_SETTINGS
 
 #: prefix of trained parameters in a checkpoint, beside the moments of AdamW
@@ -38,8 +37,8 @@ def is_whole_model(directory: Path) -> bool:
     """Whether a checkpoint is a model that transformers loads: of GLUE in full, by the Trainer."""
     if not (directory / "config.json").is_file():
         return False
-    options = read_json(directory / STATE_FILE)["config"]
-    return not (options["apply_lora"] or options["apply_adapter"])
+    options = read_state(directory)["config"]
+    return not (options.get("apply_lora") or options.get("apply_adapter"))
 
 
 def describe_checkpoint(directory: str | Path) -> CheckpointAdapter:
@@ -50,8 +49,8 @@ def describe_checkpoint(directory: str | Path) -> CheckpointAdapter:
     """
     directory = Path(directory)
     files = read_manifest(directory, kind="checkpoint")["files"]
-    state = read_json(directory / STATE_FILE)
-    stage, options = state["identity"]["stage"], state["config"]
+    state = read_state(directory)
+    stage, options = state["identity"].get("stage"), state["config"]
     if "engines" not in state:
         raise ValueError(
             f"{directory} is a checkpoint of transformers' Trainer, for --resume_from_checkpoint; "
@@ -60,6 +59,9 @@ def describe_checkpoint(directory: str | Path) -> CheckpointAdapter:
         )
     engine = "actor" if "actor" in state["engines"] else "model"
     prefix = "actor_" if engine == "actor" else ""
+    trained_from = options.get(f"{prefix}model_name_or_path")
+    if not isinstance(trained_from, str | None):
+        raise ValueError(f"{directory / STATE_FILE} is not the state of a run")
     where = {
         key.removeprefix(WEIGHT): name
         for name, entry in files.items()
@@ -73,11 +75,15 @@ def describe_checkpoint(directory: str | Path) -> CheckpointAdapter:
             f"{directory} is a checkpoint with {OWN_SETTINGS} (rank_pattern, alpha_pattern), which "
             "it does not list; let the run end, and take its adapter/"
         )
-    config = _config(options, prefix, where, task="SEQ_CLS" if stage == "reward" else "CAUSAL_LM")
+    task = "SEQ_CLS" if stage == "reward" else "CAUSAL_LM"
+    try:
+        config = _config(options, prefix, where, task=task)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{directory / STATE_FILE} is damaged: {error}") from None
     return CheckpointAdapter(
         config,
         engine,
-        options.get(f"{prefix}model_name_or_path"),
+        trained_from,
         bool(options.get("add_eot_token") or options.get("chat_template")),
         where,
     )
@@ -85,7 +91,9 @@ def describe_checkpoint(directory: str | Path) -> CheckpointAdapter:
 
 def _check_adapter_alone(directory: Path, options: Mapping[str, Any], prefix: str) -> None:
     rank = options.get(f"{prefix}lora_dim") or 0
-    if not rank or not options.get(f"{prefix}only_optimize_lora", options["only_optimize_lora"]):
+    if not rank or not options.get(
+        f"{prefix}only_optimize_lora", options.get("only_optimize_lora")
+    ):
         raise ValueError(
             f"{directory} is a checkpoint of a run that trains more than an adapter; let the run "
             "end, and take its model/"

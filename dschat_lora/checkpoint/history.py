@@ -10,8 +10,10 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dschat_lora.checkpoint.manifest import DamagedError, verify
+from dschat_lora.config.files import read_json
 
 CHECKPOINTS = "checkpoints"
 #: beside the tensors of a checkpoint: everything that is none
@@ -38,6 +40,25 @@ class Choice:
 def is_checkpoint(path: str | Path) -> bool:
     """Whether ``path`` is a directory that holds the state of a run."""
     return (Path(path) / STATE_FILE).is_file()
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """What a checkpoint holds besides tensors: ``step``, ``identity``, ``config`` and more.
+
+    Raises:
+        ValueError: if it is not what a run writes.
+    """
+    path = checkpoint / STATE_FILE
+    try:
+        state = read_json(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is not the state of a run: {error}") from None
+    found = state if isinstance(state, dict) else {}
+    parts = (found.get("identity"), found.get("config"), found.get("engines", {}))
+    are_objects = all(isinstance(part, dict) for part in parts)
+    if type(found.get("step")) is not int or not are_objects:
+        raise ValueError(f"{path} is not the state of a run")
+    return found
 
 
 def step_directory(run: Path, step: int) -> Path:

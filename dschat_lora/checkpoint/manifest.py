@@ -8,7 +8,7 @@ import re
 import stat
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeGuard
 
 from dschat_lora.config.files import MOST_BYTES, parse_json, read_bytes, read_json
 
@@ -138,16 +138,16 @@ def _check_layout(entries: Mapping[str, Any], size: int) -> None:
     Raises:
         ValueError: naming the first.
     """
-    spans = []
+    spans: list[tuple[int, int, str]] = []
     for name, entry in entries.items():
         fields = entry if isinstance(entry, dict) else {}
-        dtype, shape, span = (fields.get(part) for part in ("dtype", "shape", "data_offsets"))
+        dtype, shape, span = map(fields.get, ("dtype", "shape", "data_offsets"))
         kind = _DTYPE.match(dtype) if isinstance(dtype, str) else None
         if kind is None or not (_are_counts(shape) and _are_counts(span) and len(span) == 2):
             raise ValueError(f"its header lacks dtype or shape of {name!r}, or its data_offsets")
         if 8 * (span[1] - span[0]) != int(kind[1] or 8) * math.prod(shape):
             raise ValueError(f"{name!r} of the type {dtype} and shape {shape} has other bytes")
-        spans.append((*span, name))
+        spans.append((span[0], span[1], name))
     end = 0
     for start, stop, name in sorted(spans):
         if start != end:
@@ -157,7 +157,7 @@ def _check_layout(entries: Mapping[str, Any], size: int) -> None:
         raise ValueError(f"its tensors are {end} bytes, and it has {size}")
 
 
-def _are_counts(value: object) -> bool:
+def _are_counts(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(each) is int and each >= 0 for each in value)
 
 

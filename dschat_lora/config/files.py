@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 #: of a file that is read whole; the largest are vocabularies and indexes of weights
 MOST_BYTES = 64 * 2**20
 #: of a file of options or a chat template, which people write
-MOST_TYPED_BYTES = 2**19
+MOST_TYPED_BYTES = 2**18
 #: of a file of options; aliases that refer to aliases can make a short file endless
 MOST_VALUES = 100_000
 TOO_DEEP = "it is nested too deeply"  # for Python's stack
@@ -72,11 +72,11 @@ def json_object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     Raises:
         ValueError: if it has a key twice; of the two, json would take the last.
     """
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twin = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"an object has {twin!r:.200} twice")
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"an object has {name!r:.200} twice")
+        found[name] = value
     return found
 
 

@@ -217,7 +217,8 @@ class _Lines(Iterator[AnyStr]):
 
     def __init__(self, path: Path, file: IO[AnyStr]) -> None:
         self.number, self.size = 0, 0
-        self._path, self._read = path, partial(file.readline, MOST_ROW + 1)
+        self._path = path
+        self._read: Callable[[], AnyStr] = partial(file.readline, MOST_ROW + 1)
 
     def __next__(self) -> AnyStr:
         line = self._read()
@@ -245,7 +246,7 @@ def _open(path: Path) -> Iterator[IO[bytes]]:
             yield io.BufferedReader(stream)
         return
     if name.endswith(".gz"):
-        with io.BufferedReader(gzip.GzipFile(path)) as file:  # type: ignore[type-var]
+        with io.BufferedReader(gzip.GzipFile(path)) as file:
             yield file
         return
     with path.open("rb") as file:

@@ -51,6 +51,8 @@ def find_source(option: str, entry: str, split: str | None = None) -> Source:
         return Source(option, entry, files_of_directory(label, path, split))
     if path.is_file():
         return Source(option, entry, (_checked_file(label, path, split),))
+    if path.exists():  # a pipe would be waited for, and a device has no end
+        raise ValueError(f"{label} is no regular file; give a file ({DATA_FILES})")
     if any(sign in entry for sign in "*?["):
         return Source(option, entry, _files_of_pattern(label, path, split))
     if data_suffix(path) is None and HUB_NAME.fullmatch(entry) and not _is_near_a_path(path):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from torch import Tensor
 
 from dschat_lora.algos.finite import is_finite
-from dschat_lora.checkpoint.history import quarantine_checkpoints
+from dschat_lora.checkpoint.history import quarantine_checkpoints, read_state
 from dschat_lora.checkpoint.manifest import read_manifest
 from dschat_lora.checkpoint.saver import Saver
 from dschat_lora.checkpoint.tensors import TensorFiles
@@ -26,7 +26,6 @@ from dschat_lora.runtime.resume import (
     check_identity,
     goes_on_in_place,
     options_to_keep,
-    read_state,
     run_of,
 )
 from dschat_lora.runtime.run import Run

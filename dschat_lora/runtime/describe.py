@@ -13,13 +13,12 @@ from dschat_lora.checkpoint.adapter_config import (
     verify_adapter,
 )
 from dschat_lora.checkpoint.checkpoint_adapter import describe_checkpoint
-from dschat_lora.checkpoint.history import checkpoints_of, is_checkpoint
+from dschat_lora.checkpoint.history import checkpoints_of, is_checkpoint, read_state
 from dschat_lora.checkpoint.manifest import read_manifest, safetensors_header, verify
 from dschat_lora.config.verbs import InspectConfig
 from dschat_lora.report.directory import read_object
 from dschat_lora.report.terminal import log_once, to_json
 from dschat_lora.runtime.checks import architecture_names
-from dschat_lora.runtime.resume import read_state
 
 _PARTS = ("adapter", "model", "actor", "critic", "actor_ema")
 # Of run.json: what tells how a model was trained.
@@ -86,7 +85,7 @@ def _checkpoint(path: Path) -> dict[str, Any]:
         state, manifest = read_state(path), read_manifest(path, kind="checkpoint")
     except ValueError as error:
         return {**facts, "damage": str(error)}
-    facts |= {"stage": state["identity"]["stage"], "step": state["step"]}
+    facts |= {"stage": state["identity"].get("stage"), "step": state["step"]}
     try:
         facts |= _settings(describe_checkpoint(path).config)
     except ValueError as error:
@@ -123,7 +122,8 @@ def _run(path: Path) -> dict[str, Any]:
     facts: dict[str, Any] = {"kind": "run", "path": str(path)}
     facts |= {name: record.get(name) for name in ("stage", "status", "started", "world_size")}
     facts |= {name: record[name] for name in ("parameters", "results") if record.get(name)}
-    facts |= _training(record.get("config") or {})
+    options = record.get("config")
+    facts |= _training(options if isinstance(options, dict) else {})
     inside = [describe(path / part) for part in _PARTS if (path / part).is_dir()]
     facts["holds"] = [f"{each['kind']} {each['path']}" for each in inside]
     facts["checkpoints"] = [each.name for each in checkpoints_of(path)]

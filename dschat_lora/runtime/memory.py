@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from dschat_lora.algos.sft import MAX_CHUNK_LOGITS, MAX_CHUNK_LOGITS_CPU
-from dschat_lora.checkpoint.history import checkpoints_of
+from dschat_lora.checkpoint.history import checkpoints_of, read_state
 from dschat_lora.config.groups import Switch, is_on
 from dschat_lora.config.stages import StageConfig, SupervisedConfig
 from dschat_lora.engine.build import EngineSettings
@@ -31,7 +31,6 @@ from dschat_lora.perf.memory import (
     rows_of,
 )
 from dschat_lora.perf.shape import describe
-from dschat_lora.runtime.resume import read_state
 
 GIB = 2**30
 # Names of roles that recompute their blocks -> bytes of a device that the run needs.

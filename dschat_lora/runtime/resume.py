@@ -15,6 +15,7 @@ from dschat_lora.checkpoint.history import (
     Rejected,
     checkpoints_of,
     newest_valid,
+    read_state,
     step_of,
 )
 from dschat_lora.checkpoint.manifest import MANIFEST, DamagedError, verify
@@ -30,7 +31,7 @@ from dschat_lora.config.options import (
 )
 from dschat_lora.engine.ds_config import fields_that_write
 from dschat_lora.models.tensor_parallel_checks import check_processes
-from dschat_lora.report.directory import check_idle, newest_directory, read_object
+from dschat_lora.report.directory import check_idle, newest_directory
 from dschat_lora.report.terminal import log_once
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ _RIVALS = (
         *("test_file", "test_mismatched_file"),
     },
 )
+_MOST_ROWS = 2**20  # of a step; more are none that a run has
 _TURNS = {"rows_per_step": "a step", "responses": "an iteration"}
 _IDENTITY = {
     "stage": "the stage",
@@ -159,18 +161,6 @@ def settle(config: ConfigT, *, stage: str) -> ConfigT:
     return resolved
 
 
-def read_state(checkpoint: Path) -> dict[str, Any]:
-    """What a verified checkpoint holds besides tensors.
-
-    Raises:
-        ValueError: if it is not what a run writes.
-    """
-    state = read_object(checkpoint / STATE_FILE)
-    if not state:
-        raise ValueError(f"{checkpoint / STATE_FILE} is not the state of a run")
-    return state
-
-
 def _read_strangers_state(checkpoint: Path) -> dict[str, Any]:
     """The state of a checkpoint that anybody may have written.
 
@@ -178,8 +168,7 @@ def _read_strangers_state(checkpoint: Path) -> dict[str, Any]:
         ValueError: if something is missing, or of another kind.
     """
     state = read_state(checkpoint)
-    objects = [state.get(name) for name in ("identity", "config", "options")]
-    if type(state.get("step")) is not int or not all(isinstance(each, dict) for each in objects):
+    if not isinstance(state.get("options"), dict):
         raise ValueError(f"{checkpoint / STATE_FILE} is not the state of a run")
     return state
 
@@ -390,7 +379,8 @@ def _with_same_rows(
     parallel, processes = config.parallel, launched_processes()
     shares = parallel.shares(processes)
     for name, options in config.rows.items():
-        rows, unit = state["identity"][name], "rows" if len(options) > 1 else "micro-batches"
+        rows = _count(state["identity"], name)
+        unit = "rows" if len(options) > 1 else "micro-batches"
         values = _same_product(rows, options, state["config"], now, shares=shares)
         product = math.prod(values.values()) * shares
         typed = [f"--{option} {value}" for option, value in values.items()]
@@ -401,7 +391,7 @@ def _with_same_rows(
             )
             continue
         config = with_options(config, values)
-        if any(state["config"][option] != value for option, value in values.items()):
+        if any(state["config"].get(option) != value for option, value in values.items()):
             notes.append(f"{' '.join(typed)}: {_TURNS[name]} keeps {rows} {unit}")
     return config, differences, notes
 
@@ -421,13 +411,27 @@ def _same_product(
     *micro_names, times_name = options
     values: dict[str, int] = {}
     for name in micro_names:
-        micro = now.get(name, then[name])
+        micro = now[name] if name in now else _count(then, name)
         if name not in now:
             fitting = [m for m in range(1, micro + 1) if rows % (m * shares) == 0]
             micro = max(fitting, default=min(micro, max(1, rows // shares)))
         values[name] = micro
     at_once = math.prod(values.values()) * shares
     return values | {times_name: now.get(times_name, max(1, rows // at_once))}
+
+
+def _count(values: Mapping[str, Any], name: str) -> int:
+    """A number of rows or steps in a checkpoint.
+
+    Raises:
+        ValueError: if it is none that a run has.
+    """
+    value = values.get(name)
+    if type(value) is not int or not 0 < value <= _MOST_ROWS:
+        raise ValueError(
+            f"{STATE_FILE} of the checkpoint is damaged: it has {value!a:.40} as {name}"
+        )
+    return value
 
 
 def launched_processes() -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 import torch
 
@@ -186,7 +186,7 @@ def answers_of(record: TextRecord) -> list[TextRecord]:
 def output_file(path: str | None) -> Iterator[TextIO]:
     """Standard output, or a file that takes its name when it is complete."""
     if path is None:
-        yield Screen() if sys.stdout.isatty() else sys.stdout
+        yield cast(TextIO, Screen()) if sys.stdout.isatty() else sys.stdout
         sys.stdout.flush()
         return
     final = Path(path).expanduser()

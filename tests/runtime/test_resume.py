@@ -9,14 +9,13 @@ import sys
 import pytest
 
 from dschat_lora.assets import BUNDLED_DATA
-from dschat_lora.checkpoint.history import step_directory
+from dschat_lora.checkpoint.history import read_state, step_directory
 from dschat_lora.checkpoint.manifest import write_manifest
 from dschat_lora.config.options import flatten
 from dschat_lora.runtime.resume import (
     check_identity,
     goes_on_in_place,
     options_to_keep,
-    read_state,
     run_of,
     settle,
 )

@@ -18,6 +18,7 @@ from transformers import (
     set_seed,
 )
 
+from dschat_lora.checkpoint.history import read_state
 from dschat_lora.config.files import read_json
 from dschat_lora.config.recipes import find_deepspeed_json
 from dschat_lora.engine import peers
@@ -52,7 +53,6 @@ from dschat_lora.runtime.resume import (
     check_identity,
     goes_on_in_place,
     launched_processes,
-    read_state,
 )
 from dschat_lora.runtime.run import (
     Run,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from dschat_lora.algos.schedules import constant, cosine, cycle, linear
 from dschat_lora.checkpoint.adapter_config import verify_adapter
+from dschat_lora.checkpoint.history import read_state
 from dschat_lora.config.data import DataConfig
 from dschat_lora.data.rows import check_sources
 from dschat_lora.experiments.nlg.config import (
@@ -19,7 +20,6 @@ from dschat_lora.experiments.nlg.original import weights_file, with_base, with_o
 from dschat_lora.experiments.nlg.predictions import chosen_predictions
 from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.runtime.checks import Check, check_file_can_be_made, check_task, model_fields
-from dschat_lora.runtime.resume import read_state
 from dschat_lora.runtime.seeds import check_starts_runs
 from dschat_lora.runtime.validation import StageRules, check_supervised
 
