@@ -565,12 +565,14 @@ def test_reward_model_that_overflows_is_named_with_prompt_and_response(refused, 
     assert "after the prompt 'ocdgnaxfd'; a score is a finite number" in line
 
 
-def test_sum_of_rewards_that_overflows_is_named(refused):
-    line = refused(
-        f"{RLHF} --algorithm rloo --reward_weights 1e30 1e30 "
+def test_sum_of_rewards_that_overflows_within_an_iteration_is_named(run):
+    ended = run(
+        f"{RLHF} --algorithm rloo --reward_weights 1e30 1e30 --eval_prompts 0 "
         "--reward_function numbers_functions:distinct numbers_functions:large"
     )
-    assert "error: the weighted sum of rewards gives inf for" in line
+    assert ended.code == 2
+    assert "stopped by a score that failed after step 0" in ended.out
+    assert "error: the weighted sum of rewards gives inf for" in ended.err
 
 
 # ---------------------------------------------------------------------------- environments
