@@ -12,6 +12,7 @@ from collections import namedtuple
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import deepspeed
@@ -28,6 +29,7 @@ from dschat_lora.checkpoint.manifest import write_manifest
 from dschat_lora.generation.beam_search import Search, TextRules
 from dschat_lora.rlhf.batch import Response
 from dschat_lora.rlhf.environment import Environment
+from dschat_lora.rlhf.reward_shaping import check_scores
 from dschat_lora.rlhf.rewards import RewardFunction
 from dschat_lora.rlhf.user_functions import UserFunctionError
 from helpers.glue_toys import save_encoder, write_task
@@ -573,6 +575,27 @@ def test_sum_of_rewards_that_overflows_within_an_iteration_is_named(run):
     assert ended.code == 2
     assert "stopped by a score that failed after step 0" in ended.out
     assert "error: the weighted sum of rewards gives inf for" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("total", "rewards", "words"),
+    [
+        ([1.0, NAN, 2.0], {}, "the reward model gives nan for"),
+        ([NAN, 1.0, 2.0], {"mine": [NAN, 1.0, 2.0]}, None),
+        ([NAN, 1.0, 2.0], {"mine": [NAN, 0.0, 1.0], "reward_model": [1.0] * 3}, None),
+        ([NAN] * 3, {"mine": [NAN] * 3, "reward_model": [0.0, INF, 0.0]}, "the reward model gives"),
+        ([0.0, -INF, 0.0], {"mine": [3e38] * 3}, "the weighted sum of rewards gives -inf for"),
+    ],
+)
+def test_score_is_no_number_by_the_model_and_left_out_by_a_function(total, rewards, words):
+    tensors = {name: torch.tensor(values) for name, values in rewards.items()}
+    experience = SimpleNamespace(scores=torch.tensor(total), rewards=tensors, responses=RESPONSES)
+    if words is None:
+        check_scores(experience, Words().decode)
+        return
+    with pytest.raises(UserFunctionError) as caught:
+        check_scores(experience, Words().decode)
+    assert str(caught.value.__cause__).startswith(words)
 
 
 # ---------------------------------------------------------------------------- environments
