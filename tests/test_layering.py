@@ -34,10 +34,12 @@ FLOORS = [
         "assets": Room(light="__init__ toy_world"),
         "config": Room(
             libraries="yaml",
-            light="data groups help hints options parser recipes stages values verbs",
+            light="data files groups help hints options parser recipes stages values verbs",
         ),
+    },
+    {
         "report": Room(
-            "",
+            "config",
             "torch tqdm trackio wandb",
             "answers costs curves data_view directory html markup metrics rollout_file "
             "rollout_view samples settings story terminal trackers verdict",
@@ -47,8 +49,8 @@ FLOORS = [
         "data": Room(
             "algos config report",
             "datasets jinja2 numpy pyarrow tokenizers torch transformers",
-            "columns directories json_stream layouts lengths messages nlg readers rows sharegpt "
-            "sources suffixes templates",
+            "arrow_rows columns directories json_stream layouts lengths messages nlg readers rows "
+            "sharegpt sources suffixes templates",
         ),
         "engine": Room("algos config", "deepspeed psutil torch", "ds_config meeting peers"),
         "lora": Room("config", "bitsandbytes regex torch"),
@@ -102,12 +104,12 @@ FLOORS = [
         "pipeline": Room(
             "algos assets checkpoint config data engine generation lora models perf report rlhf"
             " runtime supervised",
-            "packaging psutil torch yaml",
+            "packaging psutil torch",
             "file_verbs launch recipe run stage_verbs stages stand_ins state validation",
         ),
         "serving": Room(
             "checkpoint config data engine generation lora models report runtime supervised",
-            "starlette torch uvicorn",
+            "h11 starlette torch uvicorn",
             "address config sources verbs",
         ),
     },

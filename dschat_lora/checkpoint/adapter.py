@@ -222,6 +222,8 @@ def _load(directory: Path) -> Adapter:
     base_tensors: dict[str, Tensor] = {}
     groups = groups_of(config)
     for key, tensor in stored.items():
+        if not tensor.is_floating_point():
+            raise ValueError(f"{path}: {key} holds {tensor.dtype}, which is no type of a weight")
         name, is_base = our_name(key, config, path)
         if is_base:
             base_tensors[name] = tensor

@@ -18,6 +18,7 @@ from dschat_lora.checkpoint.manifest import (
     verify,
     write_manifest,
 )
+from dschat_lora.config.files import read_json
 from dschat_lora.config.values import fits_fp32
 
 CONFIG_FILE = "adapter_config.json"
@@ -80,30 +81,37 @@ def read_adapter_config(directory: str | Path) -> AdapterConfig:
     """
     path = Path(directory) / CONFIG_FILE
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = read_json(path)
     except FileNotFoundError:
         raise ValueError(f"{directory} is no adapter: it has no {CONFIG_FILE}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}") from None
     if not isinstance(fields, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(fields).__name__}")
     _check_plain_lora(fields, path)
     r, alpha = _field(fields, path, "r", int), _field(fields, path, "lora_alpha", (int, float))
     if r <= 0 or alpha <= 0:
-        raise ValueError(f"{path}: r and lora_alpha must be > 0, got {r} and {alpha}")
+        raise ValueError(f"{path}: r and lora_alpha must be > 0, got {r} and {alpha!s:.40}")
     if not fits_fp32(alpha):
         raise ValueError(f"{path}: lora_alpha is {reprlib.repr(alpha)}, which is beyond fp32")
+    dropout = _field(fields, path, "lora_dropout", (int, float), 0.0)
+    if not 0 <= dropout < 1:
+        raise ValueError(f"{path}: lora_dropout must be in [0, 1), got {dropout!s:.40}")
     targets = _field(fields, path, "target_modules", (list, str), [])
+    saved = _field(fields, path, "modules_to_save", list, [])
+    for name in (*saved, *(targets if isinstance(targets, list) else ())):
+        if not isinstance(name, str):
+            raise ValueError(f"{path} names modules by text, got {name!r:.40}")
     described = AdapterConfig(
         base_model_name_or_path=_field(fields, path, "base_model_name_or_path", str, None),
         task_type=_field(fields, path, "task_type", str, None),
         r=r,
         lora_alpha=float(alpha),
-        lora_dropout=float(_field(fields, path, "lora_dropout", (int, float), 0.0)),
+        lora_dropout=float(dropout),
         use_rslora=_field(fields, path, "use_rslora", bool, False),
         bias=_field(fields, path, "bias", str, "none"),
         target_modules=targets if isinstance(targets, str) else tuple(targets),
-        modules_to_save=tuple(_field(fields, path, "modules_to_save", list, [])),
+        modules_to_save=tuple(saved),
         fan_in_fan_out=_field(fields, path, "fan_in_fan_out", bool, False),
         rank_pattern=_pattern(fields, path, "rank_pattern", int),
         alpha_pattern=_pattern(fields, path, "alpha_pattern", (int, float)),
@@ -291,7 +299,7 @@ def _pattern(
     for key, value in pattern.items():
         is_number = isinstance(value, kind) and not isinstance(value, bool)
         if not is_number or not (value > 0 and fits_fp32(value)):
-            raise ValueError(f"{path}: {name} of {key!r} must be a number > 0, got {value!r}")
+            raise ValueError(f"{path}: {name} of {key!r} must be a number > 0, got {value!r:.40}")
     return pattern
 
 

@@ -1,6 +1,5 @@
 """The adapter in a checkpoint of a run, read as one in PEFT's layout is."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 from dschat_lora.checkpoint.adapter_config import AdapterConfig
 from dschat_lora.checkpoint.history import STATE_FILE
 from dschat_lora.checkpoint.manifest import read_manifest
+from dschat_lora.config.files import read_json
 from dschat_lora.config.groups import OWN_SETTINGS
 
 #: prefix of trained parameters in a checkpoint, beside the moments of AdamW
@@ -38,7 +38,7 @@ def is_whole_model(directory: Path) -> bool:
     """Whether a checkpoint is a model that transformers loads: of GLUE in full, by the Trainer."""
     if not (directory / "config.json").is_file():
         return False
-    options = json.loads((directory / STATE_FILE).read_text(encoding="utf-8"))["config"]
+    options = read_json(directory / STATE_FILE)["config"]
     return not (options["apply_lora"] or options["apply_adapter"])
 
 
@@ -50,7 +50,7 @@ def describe_checkpoint(directory: str | Path) -> CheckpointAdapter:
     """
     directory = Path(directory)
     files = read_manifest(directory, kind="checkpoint")["files"]
-    state = json.loads((directory / STATE_FILE).read_text(encoding="utf-8"))
+    state = read_json(directory / STATE_FILE)
     stage, options = state["identity"]["stage"], state["config"]
     if "engines" not in state:
         raise ValueError(

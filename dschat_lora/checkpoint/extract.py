@@ -1,6 +1,5 @@
 """Extraction of LoRA factors and head from a full checkpoint into PEFT's layout."""
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,11 +28,11 @@ from dschat_lora.checkpoint.lora_only import (
     rank_of,
     read_lora_only,
 )
+from dschat_lora.checkpoint.manifest import WEIGHTS_INDEX, weight_map
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.model import adapter_layout, apply_lora, lora_layers
 
 _FILES = ("model.safetensors", "pytorch_model.bin")
-_INDEX = "model.safetensors.index.json"
 _TOKENIZER = ["tokenizer*.json", "vocab.*", "merges.txt", "special_tokens_map.json", "*.model"]
 # Last layer of the head of transformers' classifiers, one row for each label.
 _LAST_LAYERS = ("classifier.out_proj.weight", "classifier.weight", "score.weight")
@@ -140,10 +139,10 @@ def read_checkpoint(path: Path) -> LoraOnly:
     for name in _FILES:
         if (path / name).is_file():
             return read_lora_only(path / name)
-    if not (path / _INDEX).is_file():
-        raise ValueError(f"{path} holds no {', '.join(_FILES)} or {_INDEX}")
+    if not (path / WEIGHTS_INDEX).is_file():
+        raise ValueError(f"{path} holds no {', '.join(_FILES)} or {WEIGHTS_INDEX}")
     try:
-        shards = json.loads((path / _INDEX).read_text(encoding="utf-8"))["weight_map"].values()
+        shards = weight_map(path / WEIGHTS_INDEX).values()
         parts = [load_file(path / name) for name in sorted(set(shards))]
     except (OSError, ValueError, LookupError, SafetensorError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error

@@ -2,15 +2,21 @@
 
 import hashlib
 import json
+import math
 import os
+import re
 import stat
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from dschat_lora.config.files import MOST_BYTES, parse_json, read_bytes, read_json
+
 MANIFEST = "manifest.json"
 _FORMAT = 1
 _BLOCK = 2**20  # bytes read at a time
+_DTYPE = re.compile(r"[A-Z]+(\d*)")  # with the bits of a value; BOOL has a byte
+WEIGHTS_INDEX = "model.safetensors.index.json"
 
 
 class DamagedError(ValueError):
@@ -91,19 +97,68 @@ def safetensors_header(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
-            if length > size - 8:
+            if length > min(size - 8, MOST_BYTES):
                 raise ValueError(f"{size} bytes do not hold its header")
-            header = json.loads(file.read(length))
+            header = parse_json(file.read(length))
+        if not isinstance(header, dict) or not isinstance(header.get("__metadata__", {}), dict):
+            raise ValueError("its header is no JSON object of tensors")
+        _check_layout(_tensors(header), size - 8 - length)
     except OSError as error:
         raise DamagedError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise DamagedError(f"{path} is damaged: {error}") from None
-    if not isinstance(header, dict) or not isinstance(header.get("__metadata__", {}), dict):
-        raise DamagedError(f"{path} is damaged: its header is no JSON object of tensors")
-    for name, entry in _tensors(header).items():
-        if not isinstance(entry, dict) or not {"dtype", "shape"} <= entry.keys():
-            raise DamagedError(f"{path} is damaged: its header lacks dtype or shape of {name!r}")
     return header
+
+
+def weight_map(index: Path) -> dict[str, str]:
+    """The file beside ``index`` that holds each tensor of a model in several.
+
+    Raises:
+        DamagedError: naming the index, if it names none, or a file elsewhere or that is none.
+    """
+    try:
+        content = read_json(index)
+    except (OSError, ValueError) as error:
+        raise DamagedError(f"{index} cannot be read: {error}") from None
+    names = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(names, dict):
+        raise DamagedError(f"{index} is damaged: it has no object weight_map")
+    for name in names.values():
+        # One of the hub that is not there yet is fetched.
+        if not isinstance(name, str) or name in ("", "..") or name != PurePosixPath(name).name:
+            raise DamagedError(f"{index} is damaged: {name!r} is no name of a file beside it")
+        if (index.parent / name).exists() and not (index.parent / name).is_file():
+            raise DamagedError(f"{index.parent / name} is no regular file")
+    return names
+
+
+def _check_layout(entries: Mapping[str, Any], size: int) -> None:
+    """Refuse tensors that are not ``size`` bytes in a row, each as many as its shape says.
+
+    Raises:
+        ValueError: naming the first.
+    """
+    spans = []
+    for name, entry in entries.items():
+        fields = entry if isinstance(entry, dict) else {}
+        dtype, shape, span = (fields.get(part) for part in ("dtype", "shape", "data_offsets"))
+        kind = _DTYPE.match(dtype) if isinstance(dtype, str) else None
+        if kind is None or not (_are_counts(shape) and _are_counts(span) and len(span) == 2):
+            raise ValueError(f"its header lacks dtype or shape of {name!r}, or its data_offsets")
+        if 8 * (span[1] - span[0]) != int(kind[1] or 8) * math.prod(shape):
+            raise ValueError(f"{name!r} of the type {dtype} and shape {shape} has other bytes")
+        spans.append((*span, name))
+    end = 0
+    for start, stop, name in sorted(spans):
+        if start != end:
+            raise ValueError(f"{name!r} begins at byte {start}, not at {end}")
+        end = stop
+    if end != size:
+        raise ValueError(f"its tensors are {end} bytes, and it has {size}")
+
+
+def _are_counts(value: object) -> bool:
+    return isinstance(value, list) and all(type(each) is int and each >= 0 for each in value)
 
 
 def _description(path: Path) -> dict[str, Any]:
@@ -123,8 +178,8 @@ def _tensors(header: Mapping[str, Any]) -> dict[str, Any]:
 def _sound_content(path: Path) -> dict[str, Any]:
     """The object in the manifest ``path``, checked to be byte for byte as written."""
     try:
-        data = path.read_bytes()
-        content = json.loads(data)
+        data = read_bytes(path)
+        content = parse_json(data)
         if not isinstance(content, dict) or data != _canonical(content):
             raise ValueError("it is not in the form that is written")
         if content.get("sha256") != _own_sha256(content):
@@ -133,7 +188,7 @@ def _sound_content(path: Path) -> dict[str, Any]:
         raise DamagedError(f"{path} is missing") from None
     except OSError as error:
         raise DamagedError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise DamagedError(f"{path} is damaged: {error}") from None
     return content
 
@@ -156,6 +211,8 @@ def _check_file(directory: Path, name: str, entry: Mapping[str, Any]) -> None:
         raise DamagedError(f"{path} is missing") from None
     except OSError as error:
         raise DamagedError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeEncodeError:
+        raise DamagedError(f"{directory / MANIFEST} lists {name!a}, which names no file") from None
     if digest != entry["sha256"]:
         raise DamagedError(f"{path} has another SHA-256 than its manifest says")
 

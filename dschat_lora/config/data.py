@@ -1,12 +1,12 @@
 """Options of data: where rows come from, how they are read, and what becomes of them."""
 
 import difflib
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from dschat_lora.config.files import parse_json
 from dschat_lora.config.groups import require, require_numbers
 from dschat_lora.config.options import hidden, option
 
@@ -17,6 +17,7 @@ COLUMNS = (
     *("conversations", "instruction", "input", "output", "system", "history"),
     *("question", "answer"),
 )
+MAX_WEIGHT = 10_000  # times that rows are used in an epoch
 Overlong = Literal["split", "drop", "truncate", "error"]
 
 
@@ -82,8 +83,8 @@ class SourceConfig:
         require_numbers(self, "in [0, 1)", "eval_ratio")
         require_numbers(self, ">= 0", "preprocessing_num_workers")
         weights, count = self.data_weights, len(self.data_path)
-        fits = not weights or (len(weights) == count and all(weight > 0 for weight in weights))
-        allowed = f"one positive number for each of the {count} --data_path"
+        fits = not weights or (len(weights) == count and all(0 < w <= MAX_WEIGHT for w in weights))
+        allowed = f"one positive number for each of the {count} --data_path, {MAX_WEIGHT} at most"
         require(fits, "data_weights", weights, allowed)
         splits = self.data_split_name
         allowed = f"one name, or one for each of the {count} --data_path"
@@ -135,14 +136,17 @@ def parse_variables(text: object, name: str = "--chat_template_kwargs") -> dict[
         ValueError: naming ``name``, unless it is one, and of nothing that is set by the package.
     """
     variables: object = {} if text is None else text
+    reason = ""
     if isinstance(text, str):
         try:
-            variables = json.loads(text)
-        except json.JSONDecodeError:
-            variables = text
+            variables = parse_json(text)
+        except ValueError as error:
+            reason = f" ({error})"
     if not isinstance(variables, dict):
         example = '{"enable_thinking": false}'
-        raise ValueError(f"{name} must be a JSON object such as {example}, got {text!s:.200}")
+        raise ValueError(
+            f"{name} must be a JSON object such as {example}, got {text!s:.200}{reason}"
+        )
     if taken := sorted(_NO_VARIABLES & variables.keys()):
         raise ValueError(f"{name} has {taken[0]!r}, which is no variable of a chat template")
     return variables

@@ -28,6 +28,9 @@ _RANGES: Mapping[str, Callable[[float], bool]] = {
     ">= 0": lambda number: number >= 0,
     ">= 1": lambda number: number >= 1,
     "> 0": lambda number: number > 0,
+    # That of a temperature, by which logits are divided in fp32.
+    ">= 1e-06 (greedy: --no-do_sample)": lambda number: number >= 1e-6,
+    ">= 1e-06, or 0 (greedy)": lambda number: number == 0 or number >= 1e-6,
     "in [0, 1)": lambda number: 0 <= number < 1,
     "in [0, 1]": lambda number: 0 <= number <= 1,
 }

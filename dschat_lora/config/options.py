@@ -8,17 +8,20 @@ import copy
 import dataclasses
 import functools
 import os
+import re
 import sys
 import types
 import typing
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, overload
 
+from dschat_lora.config.files import MOST_TYPED_BYTES, parse_yaml, read_text
 from dschat_lora.config.help import COMPATIBILITY, by_section, section_of
 from dschat_lora.config.parser import Parser, unknown_option
 from dschat_lora.config.recipes import find_recipe
-from dschat_lora.config.values import from_yaml, is_switch, value_shape
+from dschat_lora.config.values import converter, from_yaml, is_switch, value_shape
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -150,8 +153,13 @@ def _by_position(
     for name in positionals:
         if not left or name in given:
             continue
-        _, _, many = value_shape(fields[name][1])
-        values[name], left = (left, []) if many else (left[0], left[1:])
+        kind, choices, many = value_shape(fields[name][1])
+        taken, left = (left, []) if many else (left[:1], left[1:])
+        try:
+            found = [converter(kind, choices)(word) for word in taken]
+        except ArgumentTypeError as error:
+            raise ValueError(f"--{name} {error}") from error
+        values[name] = found if many else found[0]
     return values, left
 
 
@@ -190,35 +198,14 @@ def read_mapping(path: str, *, label: str) -> dict[str, Any]:
     Raises:
         ValueError: if it cannot be read or holds something else; ``label`` begins the message.
     """
-    import yaml  # only where a file is given
-
     file = find_recipe(path, label=label)
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        content = parse_yaml(read_text(file, most=MOST_TYPED_BYTES))
+    except (OSError, ValueError) as error:
         raise ValueError(f"{label} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{label} must hold 'option: value' lines")
-    if _is_larger(content, _MOST_VALUES):
-        raise ValueError(
-            f"{label} holds more than {_MOST_VALUES:,} values, its aliases written out"
-        )
     return content
-
-
-# Of a file of options; aliases that refer to aliases can make a short file endless.
-_MOST_VALUES = 100_000
-
-
-def _is_larger(content: object, most: int) -> bool:
-    """Whether ``content`` holds more than ``most`` values, lists and mappings."""
-    waiting, count = [content], 0
-    while waiting and count <= most:
-        value = waiting.pop()
-        count += 1
-        if isinstance(value, dict | list):
-            waiting += value.values() if isinstance(value, dict) else value
-    return count > most
 
 
 def options_of(
@@ -294,9 +281,22 @@ def pass_failures_to(tell: Callable[[str, int], bool] | None) -> None:
     _tell_others = tell
 
 
+# What a terminal may take for a command, but for tabs, ends of lines and the colours that are
+# used here; and half a character, which no terminal shows.
+_CONTROL = re.compile(r"\x1b(?!\[(?:1;32|0)m)|[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f\ud800-\udfff]")
+_MOST_WORDS = 4000  # characters of a message
+
+
+def harmless(text: str) -> str:
+    """``text`` with control characters written out, in a way that JSON reads too."""
+    return _CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
 def fail(message: str, *, code: int = 2) -> NoReturn:
     """End the process, and all others of the run, with one line on stderr from one of them."""
-    words = " ".join(message.split())
+    words = harmless(" ".join(message.split()))
+    if len(words) > _MOST_WORDS:
+        words = f"{words[:_MOST_WORDS]} ..."
     if _tell_others is None:
         is_said = os.environ.get("RANK", "0") != "0"
     else:

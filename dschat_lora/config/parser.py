@@ -35,6 +35,16 @@ class _HelpAction(argparse.Action):
         parser.exit()
 
 
+class _OnceAction(argparse.Action):
+    """Stores a list, or a file of options; by a second one the first would be lost."""
+
+    def __call__(self, parser: Any, namespace: object, values: object, flag: Any = None) -> None:
+        """Store it."""
+        if getattr(namespace, self.dest, None) is not None:
+            raise ValueError(f"{flag} is given twice, and takes all of its values at once")
+        setattr(namespace, self.dest, values)
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises instead of printing usage: a mistake is one line."""
 
@@ -50,6 +60,9 @@ class Parser(argparse.ArgumentParser):
             add_help=False,
         )
         self._sections = {OTHER: self._optionals}
+        self.register("action", "once", _OnceAction)
+        for name, kind in ((None, str), (int, int), (float, float)):
+            self.register("type", name, converter(kind))
         self.explains_all = False
         self.add_argument(
             *("-h", "--help"),
@@ -76,9 +89,15 @@ class Parser(argparse.ArgumentParser):
             raise ValueError(unknown_option(unknown[0], names))
         return vars(chosen)
 
+    def _get_values(self, action: argparse.Action, words: list[str]) -> Any:
+        # argparse drops two dashes, also where they are a value.
+        if action.option_strings and "--" in words:
+            raise ValueError(f"{action.option_strings[0]} cannot be --, which ends the options")
+        return super()._get_values(action, words)
+
     def add_file(self, name: str, help: str) -> None:
         """Add an option that names a file."""
-        self.add_argument(f"--{name}", metavar="FILE", help=help)
+        self.add_argument(f"--{name}", action="once", metavar="FILE", help=help)
 
     def add_ignored(self, names: Sequence[str]) -> None:
         """Add options that are accepted and not shown."""
@@ -115,7 +134,7 @@ class Parser(argparse.ArgumentParser):
             shared["metavar"] = {int: "N", float: "X"}.get(kind, "NAME" if choices else "TEXT")
             shared["help"] = option_help(field, choices)
         if many:
-            shared["nargs"] = "*"
+            shared |= {"nargs": "*", "action": "once"}
         hint = field.metadata.get("hint", "")
         group.add_argument(*flags, type=converter(kind, choices, hint=hint), **shared)
 

@@ -15,7 +15,7 @@ def converter(
     kind: type, choices: tuple[Scalar, ...] = (), *, hint: str = ""
 ) -> Callable[[str], Scalar]:
     """The conversion of one argument; its error names what is allowed, and ends with ``hint``."""
-    wanted = {int: "a whole number", float: "a number"}.get(kind, "text")
+    wanted = {int: "a whole number", float: "a number"}.get(kind, "some text, in UTF-8")
     allowed = "one of " + ", ".join(map(str, choices)) if choices else wanted
 
     def convert(text: str) -> Scalar:
@@ -27,9 +27,12 @@ def converter(
             sizes = " to ".join(f"{size:g}" for size in SIZES)
             raise argparse.ArgumentTypeError(f"must be 0 or of a size from {sizes}, got {text!r}")
         finite = not isinstance(value, float) or math.isfinite(value)
-        if value is None or not finite or (choices and value not in choices):
+        usable = kind is not str or _is_usable(text)
+        if value is None or not (finite and usable) or (choices and value not in choices):
             more = f"; {hint}" if hint else ""
-            raise argparse.ArgumentTypeError(f"must be {allowed}, got {text!r}{more}")
+            raise argparse.ArgumentTypeError(f"must be {allowed}, got {text!r:.200}{more}")
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise argparse.ArgumentTypeError(f"must be in [-2**63, 2**63), got {text!r:.200}")
         return value
 
     return convert
@@ -39,6 +42,18 @@ def fits_fp32(number: float) -> bool:
     """Whether a number is 0 or well within fp32, which makes others 0 or an infinity."""
     smallest, largest = SIZES
     return number == 0 or smallest <= abs(number) <= largest
+
+
+def _is_usable(text: str) -> bool:
+    """Whether a text can be a file's name, be printed and be written.
+
+    An empty one is a variable of a shell that is not set; as a path it would mean this directory.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # bytes of a command line that are no UTF-8
+        return False
+    return bool(text) and "\0" not in text
 
 
 def value_shape(annotation: object) -> tuple[type, tuple[Scalar, ...], bool]:

@@ -102,7 +102,7 @@ class GenerateConfig(ReadingConfig):
         given = bool(self.prompts) or bool(self.data_path)
         require(given, "prompts", "nothing", "texts, or --data_path a file of prompts")
         require_numbers(self, ">= 1", "max_new_tokens", "num_return_sequences")
-        require_numbers(self, "> 0", "temperature")
+        require_numbers(self, ">= 1e-06 (greedy: --no-do_sample)", "temperature")
         require_numbers(self, ">= 0", "top_k")
         require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
         if not self.do_sample and self.num_return_sequences > 1:

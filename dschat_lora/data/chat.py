@@ -2,19 +2,20 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from dschat_lora.config.data import parse_variables
+from dschat_lora.config.files import parse_json
 from dschat_lora.data.encoder import Tokenizer
 from dschat_lora.data.messages import Message
 from dschat_lora.data.template_probe import TemplateFacts, fit_messages, probe_template
+from dschat_lora.data.template_process import template_process
 from dschat_lora.data.templates import BUILT_IN_TEMPLATE, render_built_in
 
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-T = TypeVar("T")
 
 
 class Span(NamedTuple):
@@ -97,18 +98,9 @@ class Chat:
 
     def render_marked(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
         """Text of messages and the (start, end) of each ``{% generation %}`` block in it."""
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        texts, marks = self._refusing(
-            lambda: render_jinja_template(
-                conversations=[fit_messages(messages, self.facts)],
-                tools=self.tools,
-                chat_template=self.template,
-                return_assistant_tokens_mask=True,
-                **{**self.tokenizer.special_tokens_map, **self.variables},
-            )
-        )
-        return texts[0], [(start, end) for start, end in marks[0] if end > start]
+        fitted = fit_messages(messages, self.facts)
+        text, marks = self._in_process(fitted, return_assistant_tokens_mask=True)
+        return text, [(start, end) for start, end in marks if end > start]
 
     @cached_property
     def template(self) -> str:
@@ -168,8 +160,13 @@ class Chat:
         return length
 
     def _render(self, messages: list[Message], add_generation_prompt: bool) -> str:
-        return self._refusing(
-            lambda: self.tokenizer.apply_chat_template(
+        if self.template != BUILT_IN_TEMPLATE:
+            asked = add_generation_prompt
+            return self._in_process(messages, add_generation_prompt=asked)[0]
+        from jinja2 import TemplateError
+
+        try:
+            return self.tokenizer.apply_chat_template(
                 messages,
                 tools=self.tools,
                 chat_template=self.template,
@@ -177,17 +174,20 @@ class Chat:
                 add_generation_prompt=add_generation_prompt,
                 **self.variables,
             )
-        )
+        except (TemplateError, TypeError, LookupError, AttributeError) as error:
+            raise ValueError(str(error)) from error
+        except RecursionError:
+            raise ValueError("lists or objects are nested too deeply") from None
 
-    def _refusing(self, render: Callable[[], T]) -> T:
-        from jinja2 import TemplateError
-
+    def _in_process(self, messages: list[Message], **options: bool) -> tuple[str, list[list[int]]]:
+        """What the tokenizer's own template makes of messages."""
+        # As apply_chat_template has it: many templates write out what is None.
+        given = [{k: v for k, v in message.items() if v is not None} for message in messages]
+        variables = {**self.tokenizer.special_tokens_map, **self.variables}
+        request = {"messages": given, "tools": self.tools, "variables": variables, **options}
         try:
-            return render()
-        # Jinja lets through what the template's own operations raise.
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-            if self.template == BUILT_IN_TEMPLATE:
-                raise ValueError(str(error)) from error
+            return template_process().render(self.template, request)
+        except ValueError as error:
             raise ValueError(
                 f"the tokenizer's chat template refuses the messages: {error}"
             ) from error
@@ -233,6 +233,6 @@ def _from_json(value: object) -> object:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
-    except json.JSONDecodeError:
+        return parse_json(value)
+    except ValueError:
         return value

@@ -138,7 +138,7 @@ def _collected(config: DataConfig, kind: DataKind, files: RowFiles, parts: _Assi
     kept = overlaps & bool(config.eval_data_path) | ~overlaps
     train, times = train[kept], times[kept]
     shared = 0
-    if kind == "pairs":
+    if kind == "pairs" and len(files.prompts):
         prompts = files.prompts[files.first_records[1:] - 1]
         shared = int(np.isin(prompts[held_out], prompts[train]).sum())
     return Collected(

@@ -1,12 +1,12 @@
 """Data files of a directory: of one split, where the directory or its files name splits."""
 
-import json
 import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from dschat_lora.config.files import read_json
 from dschat_lora.data.suffixes import DATA_FILES, data_files, kind_of_file
 
 # Levels of directories that are searched for data below the one that is named.
@@ -33,8 +33,8 @@ def files_of_directory(label: str, directory: Path, split: str | None) -> tuple[
     """
     if (directory / "dataset_dict.json").is_file():
         splits = _read_json(directory / "dataset_dict.json").get("splits")
-        if not isinstance(splits, list) or not all(isinstance(each, str) for each in splits):
-            raise ValueError(f"{directory / 'dataset_dict.json'} has no list of 'splits'")
+        if not isinstance(splits, list) or not all(map(_is_name, splits)):
+            raise ValueError(f"{directory / 'dataset_dict.json'} has no list of names as 'splits'")
         directory, split = directory / _choose(label, directory, splits, split), None
     if (directory / "state.json").is_file() and (directory / "dataset_info.json").is_file():
         return _saved_files(label, directory, split)
@@ -72,9 +72,14 @@ def _saved_files(label: str, directory: Path, split: str | None) -> tuple[Path, 
     return files
 
 
+def _is_name(value: object) -> bool:
+    """Whether a split is a name of a directory, and not of one elsewhere."""
+    return isinstance(value, str) and value == Path(value).name and value != ".."
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = read_json(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     if not isinstance(value, dict):

@@ -4,8 +4,12 @@ import json
 import re
 from typing import IO, Any
 
+from dschat_lora.config.files import TOO_DEEP, json_object
+
 READ_AT_A_TIME = 2**20  # characters
 LOOK_AHEAD = 1000
+MOST_CHARACTERS = 32 * 2**20  # of a value
+_SPACE = re.compile(r"[ \t\r\n]*")
 
 
 class JsonError(ValueError):
@@ -19,9 +23,10 @@ class JsonError(ValueError):
 class JsonStream:
     """A cursor in a text: what is behind it is forgotten."""
 
-    def __init__(self, file: IO[str]) -> None:
+    def __init__(self, file: IO[str], *, most: int = MOST_CHARACTERS) -> None:
         self._file, self._text, self._at = file, "", 0
-        self._decode = json.JSONDecoder().raw_decode
+        self._most = most
+        self._decode = json.JSONDecoder(object_pairs_hook=json_object).raw_decode
         self._first_column = 1  # of the text that is in memory
         self._counted = 0  # characters of it, of whose lines ...
         self._line = 1  # ... this is the last
@@ -36,8 +41,7 @@ class JsonStream:
     def next(self) -> str:
         """The next character that is no white space, "" at the end; the cursor stands before it."""
         while True:
-            while self._at < len(self._text) and self._text[self._at] in " \t\r\n":
-                self._at += 1
+            self._at = _SPACE.match(self._text, self._at).end()  # type: ignore[union-attr]
             if self._at < len(self._text) or not self._read():
                 return self._text[self._at : self._at + 1]
 
@@ -71,6 +75,10 @@ class JsonStream:
                 if not self._read():
                     raise self.error(error.msg, error.pos) from error
                 continue
+            except (RecursionError, ValueError) as error:
+                # Of a key twice, a number too long, or a value too large.
+                deep = isinstance(error, RecursionError)
+                raise self.error(TOO_DEEP if deep else str(error)) from error
             # A number may go on in what has not been read.
             whole = isinstance(value, (dict, list, str)) or len(self._text) - end >= LOOK_AHEAD
             if whole or not self._read():
@@ -88,6 +96,8 @@ class JsonStream:
     def _read(self) -> bool:
         """Read on, twice as much each time that it is not enough; False at the end."""
         kept = self._text[self._at :]
+        if len(kept) > self._most:
+            raise self.error(f"the value is longer than {self._most:,} characters")
         more = self._file.read(max(READ_AT_A_TIME, len(kept)))
         if more:
             self._first_column = self.error("").column

@@ -1,8 +1,8 @@
 """Layouts of published data sets, such as Alpaca and ShareGPT, as the columns of the row types."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 
+from dschat_lora.config.files import parse_json
 from dschat_lora.data.columns import Columns, EmptyTextError, Messages, message, text_of
 from dschat_lora.data.nlg import TOKEN_IDS, is_token_row
 from dschat_lora.data.sharegpt import conversation_of
@@ -11,6 +11,8 @@ from dschat_lora.data.templates import HUMAN
 OF_LAYOUTS = frozenset(
     ("chosen", "rejected", "messages", "conversations", "instruction", "question", "message_id")
 )
+# Of richer row types, or asked already: beside them lists of token ids are further columns.
+_BEFORE_TOKENS = {"chosen", "rejected", "messages", "prompt"}
 LABELS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
 # What a question is about: without it, its answer would be another task's.
 BESIDE_A_QUESTION = {"context", "choices", "options"}
@@ -29,7 +31,7 @@ def to_canonical(values: Columns) -> tuple[Columns, str]:
     texts = (values.get("prompt", ""), values.get("completion", ""))
     if OF_LAYOUTS.isdisjoint(values) and isinstance(texts[0], str) and isinstance(texts[1], str):
         return values, ""  # as most rows are, so that they cost little
-    if is_token_row(values):
+    if is_token_row(values) and not values.keys() & _BEFORE_TOKENS:
         rest = {name: value for name, value in values.items() if name != "context"}
         return {**rest, "prompt": values["context"]}, TOKEN_IDS
     if answers := values.keys() & {"chosen", "rejected"}:
@@ -160,9 +162,9 @@ def _with_tools(values: Columns) -> Columns:
     if not isinstance(values.get("tools"), str):
         return values
     try:
-        return {**values, "tools": json.loads(values["tools"] or "[]")}
-    except json.JSONDecodeError as error:
-        raise ValueError(f"`tools` is not valid JSON ({error.msg})") from error
+        return {**values, "tools": parse_json(values["tools"] or "[]")}
+    except ValueError as error:
+        raise ValueError(f"`tools` is not valid JSON ({getattr(error, 'msg', error)})") from error
 
 
 def _headed(values: Columns, messages: Messages) -> Messages:

@@ -102,7 +102,12 @@ def token_texts(values: Mapping[str, Any], tokenizer: TwoWayTokenizer) -> dict[s
     for name in ("prompt", "completion"):
         ids = [int(token) for token in values[name]]
         ids = ids[:-1] if ids[-1] == tokenizer.eos_token_id else ids
-        text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        try:
+            text = tokenizer.decode(
+                ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        except OverflowError:  # of ids that no vocabulary has
+            text = ""
         if not text.strip() or tokenizer.encode(text, add_special_tokens=False) != ids:
             column = "context" if name == "prompt" else name
             raise ValueError(

@@ -11,8 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, TYPE_CHECKING, Any, AnyStr, cast
 
+from dschat_lora.config.files import TOO_DEEP, json_object
+from dschat_lora.data.arrow_rows import arrow_batches, parquet_batches, rows_of
 from dschat_lora.data.json_stream import JsonError, JsonStream
 from dschat_lora.data.nlg import dart_rows, e2e_row, is_dart_set, is_webnlg_entry, webnlg_rows
 from dschat_lora.data.sources import Source
@@ -21,11 +23,13 @@ from dschat_lora.data.suffixes import kind_of_file
 if TYPE_CHECKING:
     from datasets import Dataset
 
-# csv refuses cells longer than this; its own default, 128 KiB, is less than a long document.
-MAX_CSV_CELL = 2**30
-ROWS_AT_A_TIME = 1000
-BYTES_AT_A_TIME = 4 * 2**20  # of these rows, about
-ARROW_FILE = b"ARROW1"  # begins an Arrow file; a stream begins otherwise
+# Bytes of a row, or of a text file that is one: to tokenize a text takes a hundred times its size.
+MOST_ROW = 32 * 2**20
+LINE_COST = 32  # what a line counts for besides its bytes: a million blank ones are no row
+# A file that unpacks to more is refused if that is many times its size: text shrinks to a tenth.
+MOST_UNPACKED, MOST_RATIO = 2**30, 200
+MOST_WORDS = 2000  # characters of what is said of a row
+_DECODE = json.JSONDecoder(object_pairs_hook=json_object).decode
 # A list of rows, or of WebNLG's entries.
 JSON_LIST = re.compile(r'\s*(\{\s*"entries"\s*:\s*)?\[')
 
@@ -36,7 +40,8 @@ class RowError(ValueError):
     def __init__(self, location: str, reason: str) -> None:
         super().__init__(location, reason)
         self.location = location
-        self.reason = reason
+        # Of values of the row a message shows no more than a person reads.
+        self.reason = reason if len(reason) <= MOST_WORDS else f"{reason[:MOST_WORDS]} ..."
 
     def __str__(self) -> str:
         return f"{self.location}: {self.reason}"
@@ -54,6 +59,11 @@ class RawRow:
         """The row itself."""
         return self
 
+    @property
+    def size(self) -> int:
+        """Characters of all its texts."""
+        return _text_size(self.values)
+
 
 @dataclass(frozen=True)
 class Line:
@@ -62,6 +72,11 @@ class Line:
     location: str
     text: bytes
     parse: Callable[[str, str], RawRow]
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        return len(self.text)
 
     def read(self) -> RawRow:
         """The row, with a ``problem`` if the line cannot be read."""
@@ -121,9 +136,26 @@ def _iter_unread_file(path: Path) -> Iterator[RawRow | Line]:
         ".arrow": _iter_arrow,
     }
     try:
-        yield from readers[kind_of_file(path)](path)
+        unpacked, most = 0, max(MOST_UNPACKED, MOST_RATIO * path.stat().st_size)
+        for row in readers[kind_of_file(path)](path):
+            unpacked += row.size
+            if unpacked > most:
+                raise ValueError(
+                    f"{path} holds more than {MOST_RATIO:,} times its own size when it is "
+                    f"unpacked, {unpacked:,} bytes so far; unpack it yourself if that is meant"
+                )
+            yield row
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
+
+
+def _text_size(value: object) -> int:
+    """Characters of all texts in a value."""
+    if isinstance(value, dict):
+        return sum(map(_text_size, value.values()))
+    if isinstance(value, list):
+        return sum(map(_text_size, value))
+    return len(value) if isinstance(value, str | bytes) else 0
 
 
 def load_hub(source: Source) -> "Dataset":
@@ -150,7 +182,7 @@ def _iter_jsonl(path: Path) -> Iterator[Line]:
 
 
 def _json_row(location: str, line: str) -> RawRow:
-    return _object_row(location, json.loads(line))
+    return _object_row(location, _DECODE(line))
 
 
 def _e2e_row(location: str, line: str) -> RawRow:
@@ -160,7 +192,7 @@ def _e2e_row(location: str, line: str) -> RawRow:
 def _iter_txt(path: Path) -> Iterator[RawRow | Line]:
     """The lines of E2E, whose first has a ``||``, or the file's one document."""
     with _open(path) as file:
-        first = next((line for line in file if line.strip()), b"")
+        first = next((line for line in _Lines(path, file) if line.strip()), b"")
     if b"||" in first:
         return _iter_lines(path, _e2e_row)
     return _iter_document(path)
@@ -168,7 +200,9 @@ def _iter_txt(path: Path) -> Iterator[RawRow | Line]:
 
 def _iter_document(path: Path) -> Iterator[RawRow]:
     with _open(path) as file:
-        data = file.read()
+        data = file.read(MOST_ROW + 1)
+    if len(data) > MOST_ROW:
+        raise _too_large(f"{path}:1", "the file is one document, which")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -176,6 +210,28 @@ def _iter_document(path: Path) -> Iterator[RawRow]:
         return
     if text.strip():
         yield RawRow(f"{path}:1", {"text": text})
+
+
+class _Lines(Iterator[AnyStr]):
+    """Lines of a file, of which ``size`` characters, those since the last row, are bounded."""
+
+    def __init__(self, path: Path, file: IO[AnyStr]) -> None:
+        self.number, self.size = 0, 0
+        self._path, self._read = path, partial(file.readline, MOST_ROW + 1)
+
+    def __next__(self) -> AnyStr:
+        line = self._read()
+        if not line:
+            raise StopIteration
+        self.number += 1
+        self.size += len(line) + LINE_COST
+        if self.size > MOST_ROW:
+            raise _too_large(f"{self._path}:{self.number}", "the row")
+        return line
+
+
+def _too_large(location: str, what: str) -> RowError:
+    return RowError(location, f"{what} holds more than {MOST_ROW:,} bytes; divide it into several")
 
 
 @contextmanager
@@ -188,15 +244,21 @@ def _open(path: Path) -> Iterator[IO[bytes]]:
         with pyarrow.input_stream(str(path), compression="zstd") as stream:
             yield io.BufferedReader(stream)
         return
-    with gzip.GzipFile(path) if name.endswith(".gz") else path.open("rb") as file:
-        yield cast(IO[bytes], file)
+    if name.endswith(".gz"):
+        with io.BufferedReader(gzip.GzipFile(path)) as file:  # type: ignore[type-var]
+            yield file
+        return
+    with path.open("rb") as file:
+        yield file
 
 
 def _iter_lines(path: Path, parse: Callable[[str, str], RawRow]) -> Iterator[Line]:
-    with _open(path) as lines:
-        for number, line in enumerate(lines, start=1):
+    with _open(path) as file:
+        lines = _Lines(path, file)
+        for line in lines:
             if line.strip():
-                yield Line(f"{path}:{number}", line, parse)
+                yield Line(f"{path}:{lines.number}", line, parse)
+                lines.size = 0
 
 
 def _parse_line(location: str, line: bytes, parse: Callable[[str, str], RawRow]) -> RawRow:
@@ -207,7 +269,7 @@ def _parse_line(location: str, line: bytes, parse: Callable[[str, str], RawRow])
     except json.JSONDecodeError as error:
         return RawRow(location, {}, f"not valid JSON ({error.msg}, column {error.colno})")
     except RecursionError:
-        return RawRow(location, {}, "nested too deeply")
+        return RawRow(location, {}, TOO_DEEP)
     except ValueError as error:
         return RawRow(location, {}, str(error))
 
@@ -222,7 +284,8 @@ def _iter_json(path: Path) -> Iterator[RawRow]:
     """Rows of a JSON list, or of objects one after another, each with the line it begins on."""
     try:
         with _open(path) as file:
-            yield from _iter_json_text(path, JsonStream(io.TextIOWrapper(file, "utf-8-sig")))
+            text = io.TextIOWrapper(file, "utf-8-sig")
+            yield from _iter_json_text(path, JsonStream(text))
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8") from error
     except JsonError as error:
@@ -262,18 +325,22 @@ def _json_rows(location: str, value: object, *, webnlg: bool) -> Iterator[RawRow
 
 
 def _iter_csv(path: Path) -> Iterator[RawRow]:
-    csv.field_size_limit(MAX_CSV_CELL)
+    csv.field_size_limit(MOST_ROW)  # by default less than a long document
     with _open(path) as file:
-        reader = csv.reader(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""))
+        lines = _Lines(path, io.TextIOWrapper(file, encoding="utf-8-sig", newline=""))
+        reader = csv.reader(lines)
         try:
             header = next(reader, None)
             if header is None:
                 return
+            if twins := {name for name in header if name and header.count(name) > 1}:
+                raise RowError(f"{path}:1", f"the header names {min(twins)!r} twice")
             # A cell may span lines: a row is named after its first one.
             first_line = reader.line_num + 1
             for cells in reader:
                 if cells:
                     yield _csv_row(f"{path}:{first_line}", header, cells)
+                    lines.size = 0
                 first_line = reader.line_num + 1
         except (csv.Error, UnicodeDecodeError) as error:
             raise RowError(f"{path}:{reader.line_num + 1}", f"not valid CSV ({error})") from error
@@ -286,29 +353,11 @@ def _csv_row(location: str, header: list[str], cells: list[str]) -> RawRow:
 
 
 def _iter_parquet(path: Path) -> Iterator[RawRow]:
-    import pyarrow.parquet
-
-    def batches() -> Iterator[Any]:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            yield from file.iter_batches(batch_size=ROWS_AT_A_TIME)
-
-    return _iter_batches(path, batches())
+    return _iter_batches(path, parquet_batches(path))
 
 
 def _iter_arrow(path: Path) -> Iterator[RawRow]:
-    """Rows of an Arrow stream, which ``datasets`` writes, or of an Arrow file."""
-    import pyarrow
-
-    def batches() -> Iterator[Any]:
-        with pyarrow.memory_map(str(path)) as memory:
-            if memory.read(len(ARROW_FILE)) == ARROW_FILE:
-                file = pyarrow.ipc.open_file(memory)
-                yield from (file.get_batch(i) for i in range(file.num_record_batches))
-            else:
-                memory.seek(0)
-                yield from pyarrow.ipc.open_stream(memory)
-
-    return _iter_batches(path, batches())
+    return _iter_batches(path, arrow_batches(path))
 
 
 def _iter_batches(path: Path, batches: Iterator[Any]) -> Iterator[RawRow]:
@@ -318,11 +367,12 @@ def _iter_batches(path: Path, batches: Iterator[Any]) -> Iterator[RawRow]:
     number = 0
     try:
         for batch in batches:
-            fit = BYTES_AT_A_TIME * batch.num_rows // (batch.nbytes + 1)
-            size = max(1, min(ROWS_AT_A_TIME, fit))
-            for start in range(0, batch.num_rows, size):
-                for values in batch.slice(start, size).to_pylist():
-                    number += 1
-                    yield RawRow(f"{path}:{number}", values)
-    except pyarrow.ArrowException as error:
+            for values in rows_of(batch, most=MOST_ROW):
+                number += 1
+                if values is None:
+                    raise _too_large(f"{path}:{number}", "the row")
+                yield RawRow(f"{path}:{number}", values)
+    except RowError:
+        raise
+    except (pyarrow.ArrowException, ValueError, OverflowError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error

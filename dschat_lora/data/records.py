@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
+from dschat_lora.config.files import TOO_DEEP
 from dschat_lora.data.chat import Chat, Span
 from dschat_lora.data.conversations import Method, answer_spans, prompt_spans, supervise
 from dschat_lora.data.messages import Message
@@ -99,6 +100,8 @@ def to_records(row: ParsedRow, chat: Chat, kind: DataKind = "samples") -> tuple[
         return (TextRecord(row.location, row.kind, spans, label=_label(row)),)
     except ValueError as error:
         raise RowError(row.location, str(error)) from error
+    except RecursionError:
+        raise RowError(row.location, TOO_DEEP) from None
 
 
 def _label(row: ParsedRow) -> bool | None:

@@ -77,21 +77,12 @@ def _groups(rows: Iterator[RawRow | Line]) -> Iterator[list[RawRow | Line]]:
     size = 0
     for row in rows:
         group.append(row)
-        size += len(row.text) if isinstance(row, Line) else _text_size(row.values)
+        size += row.size
         if len(group) == ROWS_PER_FILE or size >= BYTES_PER_FILE:
             yield group
             group, size = [], 0
     if group:
         yield group
-
-
-def _text_size(value: object) -> int:
-    """Characters of all texts in a value."""
-    if isinstance(value, dict):
-        return sum(map(_text_size, value.values()))
-    if isinstance(value, list):
-        return sum(map(_text_size, value))
-    return len(value) if isinstance(value, str | bytes) else 0
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from itertools import islice
 from typing import Any, Literal
 
 from dschat_lora.config.data import DataConfig, UnpairedRows, parse_columns
+from dschat_lora.config.files import TOO_DEEP
 from dschat_lora.data.columns import EmptyTextError, rename
 from dschat_lora.data.layouts import is_good, to_canonical
 from dschat_lora.data.messages import EmptyRowError, check_message
@@ -118,6 +119,8 @@ def parse_row(raw: RawRow, options: RowOptions = DEFAULT_OPTIONS) -> ParsedRow:
         raise EmptyRowError(raw.location, str(error)) from error
     except ValueError as error:
         raise RowError(raw.location, str(error)) from error
+    except RecursionError:
+        raise RowError(raw.location, TOO_DEEP) from None
     kind = classify(values, raw.location)
     if layout == TOKEN_IDS:
         return ParsedRow(raw.location, kind, values, layout)

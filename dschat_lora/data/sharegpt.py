@@ -1,8 +1,8 @@
 """ShareGPT's conversations as messages."""
 
-import json
 from typing import Any
 
+from dschat_lora.config.files import parse_json
 from dschat_lora.data.columns import Columns, EmptyTextError, Messages, message
 
 # ShareGPT's names of the speakers, and the roles of chat templates.
@@ -47,8 +47,8 @@ def _sharegpt_message(where: str, item: object) -> dict[str, Any]:
 def _tool_calls(where: str, text: str) -> list[dict[str, Any]]:
     """The call, or list of calls, that is written as JSON."""
     try:
-        value = json.loads(text)
-    except (json.JSONDecodeError, RecursionError):
+        value = parse_json(text)
+    except ValueError:
         value = None
     calls = value if isinstance(value, list) else [value]
     if not all(isinstance(call, dict) and {"name", "arguments"} <= call.keys() for call in calls):

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from dschat_lora.config.files import parse_json
 from dschat_lora.data.messages import Message, content_text
 
 # A letter for private use: no template knows it, none trims it.
@@ -95,7 +96,7 @@ def _fit_call(call: dict[str, Any], facts: TemplateFacts) -> dict[str, Any]:
         return {**call, "function": _fit_call(call["function"], facts)}
     arguments = call.get("arguments")
     if facts.arguments == "object" and isinstance(arguments, str):
-        return {**call, "arguments": json.loads(arguments or "{}")}
+        return {**call, "arguments": parse_json(arguments or "{}")}
     if facts.arguments == "text" and isinstance(arguments, dict):
         return {**call, "arguments": json.dumps(arguments, ensure_ascii=False)}
     return call

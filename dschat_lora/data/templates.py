@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dschat_lora.config.files import MOST_TYPED_BYTES, read_text
 from dschat_lora.data.messages import Message
 
 if TYPE_CHECKING:
@@ -62,9 +63,11 @@ def read_chat_template(path: str) -> str:
     from jinja2.meta import find_undeclared_variables
 
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
+        text = read_text(Path(path).expanduser(), most=MOST_TYPED_BYTES)
     except UnicodeDecodeError as error:
         raise ValueError(f"--chat_template {path} is not UTF-8 text") from error
+    except ValueError as error:
+        raise ValueError(f"--chat_template {path} cannot be read: {error}") from error
     except OSError as error:
         raise ValueError(f"--chat_template {path} cannot be read: {error.strerror}") from error
     try:
@@ -72,6 +75,9 @@ def read_chat_template(path: str) -> str:
     except TemplateSyntaxError as error:
         reason = f"line {error.lineno}: {error.message}"
         raise ValueError(f"--chat_template {path} is no Jinja template: {reason}") from error
+    except RecursionError:
+        reason = "it is nested too deeply"
+        raise ValueError(f"--chat_template {path} is no Jinja template: {reason}") from None
     if "messages" not in variables:
         raise ValueError(f"--chat_template {path} must be a Jinja template that renders `messages`")
     return text

@@ -4,12 +4,12 @@ Imports nothing heavy, so that a contradiction is reported at once.
 """
 
 import difflib
-import json
-import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from dschat_lora.config.files import read_json
 from dschat_lora.config.groups import BatchConfig, ModelConfig, OptimConfig, ParallelConfig
 from dschat_lora.config.recipes import find_deepspeed_json
 
@@ -32,14 +32,17 @@ _WRITING = (
     "zero_optimization.offload_optimizer.nvme_path",
 )
 _SECTIONS = ("zero_optimization", "bf16", "fp16", "optimizer", "scheduler")
-_WHOLE = ("a whole number", lambda value: type(value) is int)
+_WHOLE = ("a whole number >= 1", lambda value: type(value) is int and value >= 1)
 _SWITCH = ("true or false", lambda value: isinstance(value, bool))
 # Values of a field that an option sets too, besides "auto".
 _ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "train_batch_size": _WHOLE,
     "train_micro_batch_size_per_gpu": _WHOLE,
     "gradient_accumulation_steps": _WHOLE,
-    "gradient_clipping": ("a number", lambda x: type(x) in (int, float) and math.isfinite(x)),
+    "gradient_clipping": (
+        "a number >= 0",
+        lambda x: type(x) in (int, float) and 0 <= x <= sys.float_info.max,
+    ),
     "zero_optimization.stage": ("0, 1, 2 or 3", lambda x: type(x) is int and x in range(4)),
     "bf16.enabled": _SWITCH,
     "fp16.enabled": _SWITCH,
@@ -63,7 +66,7 @@ def read_deepspeed_json(path: str | None) -> dict[str, Any]:
         return {}
     file = find_deepspeed_json(path)
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = read_json(file)
     except (OSError, ValueError) as error:
         raise ValueError(f"--deepspeed_config {path} cannot be read: {error}") from error
     if not isinstance(content, dict):

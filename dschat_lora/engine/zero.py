@@ -9,6 +9,7 @@ import deepspeed
 import torch
 from torch import Tensor, nn
 
+from dschat_lora.algos.finite import is_finite
 from dschat_lora.engine.collectives import broadcast_, gather_over_ranks
 from dschat_lora.engine.distributed import data_rank, data_world_size, device, grid, rank
 
@@ -59,6 +60,12 @@ def gather_to_cpu(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
             if rank() == 0:
                 full[name] = whole.to("cpu", copy=True)
     return full
+
+
+def broken_parameters(parameters: Mapping[str, Tensor]) -> list[str]:
+    """Names of the parameters that hold NaN or infinity, in this rank's part of them."""
+    own = {name: getattr(p, "ds_tensor", p).detach() for name, p in parameters.items()}
+    return [n for n, part in own.items() if part.is_floating_point() and not is_finite(part)]
 
 
 def tensor_shard(parameter: Tensor) -> TensorShard | None:

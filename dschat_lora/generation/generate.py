@@ -12,7 +12,7 @@ from dschat_lora.generation.fast_attention import fast_attention
 from dschat_lora.generation.fast_linears import FastLinears
 from dschat_lora.generation.forward import in_shards, takes_cache
 from dschat_lora.generation.recomputed_rows import RecomputedRows
-from dschat_lora.generation.sampling import Responses, Sampling
+from dschat_lora.generation.sampling import Responses, Sampling, undrawn_reason
 from dschat_lora.lora.layers import LoraLinear
 from dschat_lora.lora.parallel import group_of, whole_sequences
 
@@ -31,9 +31,16 @@ def decode(
     device: torch.device,
     keep_going: KeepGoing | None = None,
 ) -> list[list[list[int]]]:
-    """Responses to each prompt, by a :class:`Decoder` of its own."""
+    """Responses to each prompt, by a :class:`Decoder` of its own.
+
+    Raises:
+        ValueError: if a token cannot be drawn.
+    """
     decoder = Decoder(model, eos_ids=eos_ids, pad_id=pad_id, device=device)
-    found = decoder(prompts, sampling, seeds=seeds, keep_going=keep_going).tokens()
+    responses = decoder(prompts, sampling, seeds=seeds, keep_going=keep_going)
+    if any(responses.undrawn()):
+        raise ValueError(undrawn_reason(()))
+    found = responses.tokens()
     copies = max(1, len(found) // max(1, len(prompts)))
     return [found[i : i + copies] for i in range(0, len(found), copies)]
 
@@ -104,7 +111,8 @@ class Decoder:
         response, and how many tokens of it the prompt begins with: not its last one, which was
         not computed. No weight may have changed since.
 
-        Each is up to and including its end-of-sequence token, and depends on the model, the
+        Each is up to and including its end-of-sequence token, unless no token could be drawn
+        (:meth:`Responses.undrawn`), and depends on the model, the
         prompt, its seed and ``sampling`` alone, not on the rest of the batch, up to the rounding
         of the model's logits. The model's positions hold prompt and response together. What is
         returned holds until the next call.

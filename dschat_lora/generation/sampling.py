@@ -11,6 +11,10 @@ from dschat_lora.algos.devices import to_device
 from dschat_lora.algos.logprobs import token_logprobs
 from dschat_lora.lora.collectives import TensorGroup
 
+NO_TOKEN = -1  # in the place of a token that cannot be drawn
+# Logits of up to 1e32 divided by it are finite in fp32.
+MIN_TEMPERATURE = 1e-6
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -18,7 +22,7 @@ class Sampling:
 
     max_new_tokens: int  # bound on a response, its end-of-sequence token included
     do_sample: bool = True  # False takes the most probable token, and the rest has no effect
-    temperature: float = 1.0  # divides the logits, above 0
+    temperature: float = 1.0  # divides the logits, at least MIN_TEMPERATURE
     top_p: float = 1.0  # draw from the most probable tokens up to this sum, in (0, 1]
     top_k: int = 0  # draw from so many of the most probable tokens; 0 means all
     policy_temperature: float | None = None  # of kept log-probabilities; None: temperature
@@ -27,12 +31,13 @@ class Sampling:
         """Check the ranges."""
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, found {self.max_new_tokens}")
-        if not self.temperature > 0:
-            raise ValueError(
-                f"temperature must be above 0, found {self.temperature}; do_sample False is greedy"
-            )
-        if self.policy_temperature is not None and not self.policy_temperature > 0:
-            raise ValueError(f"policy_temperature must be above 0, found {self.policy_temperature}")
+        for name in ("temperature", "policy_temperature"):
+            value = getattr(self, name)
+            if value is not None and not value >= MIN_TEMPERATURE:
+                raise ValueError(
+                    f"{name} must be at least {MIN_TEMPERATURE:g}, found {value}; do_sample False "
+                    "is greedy"
+                )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], found {self.top_p}")
         if self.top_k < 0:
@@ -53,20 +58,22 @@ def uniforms(seeds: Sequence[int], count: int) -> Tensor:
 
 
 def choose(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Tensor:
-    """(B,) int64 token of each row.
+    """(B,) int64 token of each row; NO_TOKEN where its largest logit is not finite, or one is NaN.
 
     The drawn token is the first one, in vocabulary order, up to which the kept probabilities
     sum to at least ``uniform`` times their total. ``logits`` are (B, V) of any floating dtype,
     ``uniform`` (B,) float64 in (0, 1], so that a token of probability 0 is never drawn.
     """
     if not sampling.do_sample:
-        return logits.argmax(-1)
-    if sampling.temperature != 1:
-        logits = logits.float() / sampling.temperature
-    kept = keep_top(logits, sampling)
-    total = kept.softmax(-1, dtype=torch.float32).cumsum(-1, dtype=torch.float64)
-    drawn = torch.searchsorted(total, (uniform * total[:, -1])[:, None])
-    return drawn[:, 0]
+        total, drawn = logits.max(-1)
+    else:
+        if sampling.temperature != 1:
+            logits = logits.float() / sampling.temperature
+        kept = keep_top(logits, sampling)
+        sums = kept.softmax(-1, dtype=torch.float32).cumsum(-1, dtype=torch.float64)
+        total = sums[:, -1]  # NaN where a logit is NaN or infinity, or all are -infinity
+        drawn = torch.searchsorted(sums, (uniform * total)[:, None])[:, 0]
+    return drawn.where(total.isfinite(), NO_TOKEN)
 
 
 def keep_top(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -90,6 +97,15 @@ def keep_top(logits: Tensor, sampling: Sampling) -> Tensor:
         needed = 1 + (reached[:, :-1] < sampling.top_p).sum(-1, keepdim=True)
         cutoff = best.gather(-1, needed - 1)
     return logits.masked_fill(logits < cutoff, -torch.inf)
+
+
+def undrawn_reason(broken_weights: Sequence[str]) -> str:
+    """Why no token could be drawn, given the names of weights that are not finite."""
+    reason = "no token can be drawn: the model's logits are not finite"
+    if not broken_weights:
+        return reason
+    more = f" and {len(broken_weights) - 1} more" if broken_weights[1:] else ""
+    return f"{reason}, as its weight {broken_weights[0]}{more} holds NaN or infinity"
 
 
 class Responses:
@@ -117,8 +133,8 @@ class Responses:
         """Make room; ``ragged`` sequences have limits of their own."""
         self.capacity, self.size, self.ragged = capacity, 0, ragged
         self.limits: list[int] = []
-        self._sampling, self._eos_ids = sampling, frozenset(eos_ids)
-        self._ends = to_device(torch.tensor(sorted(eos_ids), dtype=torch.int64), device)
+        self._sampling, self._end_ids = sampling, frozenset((NO_TOKEN, *eos_ids))
+        self._ends = to_device(torch.tensor(sorted(self._end_ids), dtype=torch.int64), device)
         shape = (capacity + 1, sampling.max_new_tokens)
         self._tokens = torch.zeros(shape, dtype=torch.int64, device=device)
         self._uniforms = torch.ones(shape, dtype=torch.float64, device=device)
@@ -149,13 +165,15 @@ class Responses:
         ``logits`` are (B, V), after each row's last token; ``sequences`` says which sequence a row
         holds, (B,) int64, and ``number`` how many tokens each of them has, (1,) int64. The ranks
         of ``group``, among which the model is divided, take the first one's tokens: their logits
-        may round to different ones on a GPU.
+        may round to different ones on a GPU. A sequence whose token cannot be drawn ends, with
+        any token in its place; see :meth:`undrawn`.
         """
         place = (sequences, number.expand_as(sequences))
         chosen = choose(logits, self._uniforms[place], self._sampling)
         if group is not None:
             chosen = group.first(chosen)
         self._tokens.index_put_(place, chosen)
+        chosen = chosen.clamp(min=0)
         if self._logprobs is not None:
             sampling = self._sampling
             scaled = logits.float() / (sampling.policy_temperature or sampling.temperature)
@@ -173,8 +191,11 @@ class Responses:
 
     def tokens(self) -> list[list[int]]:
         """Every sequence's tokens, up to and including its end."""
-        rows = self._tokens[: self.size].tolist()
-        return [self._until_end(row[:n]) for row, n in zip(rows, self.limits, strict=True)]
+        return [[max(0, token) for token in row] for row in self._rows()]
+
+    def undrawn(self) -> list[bool]:
+        """Whether each sequence ended because no token could be drawn; its last one is none."""
+        return [row[-1] == NO_TOKEN for row in self._rows()]
 
     def logprobs(self) -> list[list[float]]:
         """Log-probability of every sequence's tokens, in nats, at the policy's temperature.
@@ -195,6 +216,10 @@ class Responses:
         rows = table[: self.size].tolist()
         return [row[: len(own)] for row, own in zip(rows, self.tokens(), strict=True)]
 
+    def _rows(self) -> list[list[int]]:
+        rows = self._tokens[: self.size].tolist()
+        return [self._until_end(row[:n]) for row, n in zip(rows, self.limits, strict=True)]
+
     def _until_end(self, row: list[int]) -> list[int]:
-        ends = (i + 1 for i, token in enumerate(row) if token in self._eos_ids)
+        ends = (i + 1 for i, token in enumerate(row) if token in self._end_ids)
         return row[: next(ends, len(row))]

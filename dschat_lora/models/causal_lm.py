@@ -30,7 +30,7 @@ from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.parallel import ParallelLinear, Shard, Split
 from dschat_lora.models.backbone import BackboneModel
 from dschat_lora.models.four_bit_base import hold_four_bits, take_four_bits
-from dschat_lora.models.loading import check_loaded, hub_errors
+from dschat_lora.models.loading import check_loaded, check_local_files, hub_errors
 from dschat_lora.models.quantization_checks import stored_bits
 from dschat_lora.models.shard_loading import empty_parameters, load_parts
 from dschat_lora.models.tensor_parallel import divide
@@ -103,6 +103,7 @@ def stored_dropouts(path: str, config: ModelConfig) -> dict[str, float]:
 
 def _read_config(path: str, config: ModelConfig) -> PretrainedConfig:
     with hub_errors("--model_name_or_path", path, "configuration"):
+        check_local_files(path, PretrainedConfig.get_config_dict(path)[0])
         return AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
 
 

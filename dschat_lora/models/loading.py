@@ -1,13 +1,19 @@
 """Errors of loading a model's files, in one line of the user's terms."""
 
-from collections.abc import Collection, Iterator
+import re
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
-from safetensors import SafetensorError
 from torch import nn
 from transformers.utils import logging
 
 from dschat_lora.algos.finite import check_finite
+from dschat_lora.checkpoint.manifest import WEIGHTS_INDEX, weight_map
+
+MOST_PARTS = 10_000  # layers or labels; no model has more
+_COUNTS = re.compile(r"(n|num)_(\w+_)?(layers?|labels)")
 
 
 def check_loaded(model: nn.Module, lacking: Collection[str], *, new: Collection[str] = ()) -> None:
@@ -32,13 +38,40 @@ def check_whole(lacking: Collection[str], *, new: Collection[str] = ()) -> None:
         raise ValueError(f"the files lack {', '.join(missing[:3])}{more}")
 
 
+def check_local_files(path: str, fields: Mapping[str, Any]) -> None:
+    """Refuse what transformers would read elsewhere, wait for, or build for hours.
+
+    ``fields`` are those of ``config.json``, ``path`` is a directory or a hub name.
+
+    Raises:
+        ValueError: naming the field or the file.
+    """
+    waiting: list[Any] = [fields]
+    while waiting:
+        part = waiting.pop()
+        waiting += [value for value in part.values() if isinstance(value, dict)]
+        for name, value in part.items():
+            counted = _COUNTS.fullmatch(str(name)) is not None and type(value) is int
+            if counted and not 0 <= value <= MOST_PARTS:
+                raise ValueError(f"{name} of config.json must be 0 to {MOST_PARTS:,}, got {value}")
+    index = Path(path) / WEIGHTS_INDEX
+    if index.is_file():
+        weight_map(index)
+
+
 @contextmanager
 def hub_errors(option: str, name: str, what: str) -> Iterator[None]:
     """Turn a failure to find or read ``name`` into a ValueError that names the option."""
     try:
         yield
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    except Exception as error:
+        # Of a damaged file libraries raise whatever its content leads them to, plain Exception
+        # and AssertionError too.
+        if type(error).__name__ == "OutOfMemoryError":  # of a GPU
+            raise
+        reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+        if "ignore_mismatched_sizes" in reason:
+            reason = "its config.json describes weights of other shapes than its files hold"
         raise ValueError(f"{option} {name}: its {what} cannot be loaded: {reason}") from error
 
 

@@ -1,6 +1,5 @@
 """Weights read from files one by one, so that no process ever holds the whole model."""
 
-import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from transformers.core_model_loading import WeightConverter, rename_source_key
 from transformers.utils import cached_file
 
 from dschat_lora.algos.finite import check_finite
+from dschat_lora.checkpoint.manifest import weight_map
 from dschat_lora.lora import nf4
 from dschat_lora.lora.layers import full_shape
 from dschat_lora.lora.model import replace_part
@@ -110,8 +110,7 @@ def _files(path: str, *, pickled: bool) -> dict[str, str]:
     """File of each key."""
     for single in (_SAFETENSORS, *([_PICKLE] if pickled else [])):
         if (index := _cached(path, single + _INDEX)) is not None:
-            content = json.loads(Path(index).read_text(encoding="utf-8"))
-            names: dict[str, str] = content["weight_map"]
+            names = weight_map(Path(index))
             found = {name: _cached(path, name) for name in set(names.values())}
             if lacking := sorted(name for name, file in found.items() if file is None):
                 raise ValueError(f"there is no {lacking[0]}")

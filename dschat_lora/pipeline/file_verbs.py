@@ -25,7 +25,7 @@ from dschat_lora.report.terminal import log_once, to_json
 from dschat_lora.rlhf.builtin_rewards import is_builtin
 from dschat_lora.rlhf.config import RewardsConfig
 from dschat_lora.runtime import describe, gguf
-from dschat_lora.runtime.checks import check_function
+from dschat_lora.runtime.checks import check_file_can_be_made, check_function
 from dschat_lora.runtime.stage_main import ended_in_one_line, late
 from dschat_lora.runtime.validation import check_audit, check_eval, check_generate, check_score
 
@@ -85,6 +85,7 @@ def report(argv: list[str]) -> None:
         if not (home / "run.json").is_file():
             raise ValueError(f"{home} holds no run.json: it is not the output directory of a run")
     path = Path(chosen["output_path"] or homes[0] / "report.html").expanduser()
+    check_file_can_be_made(str(path), "output_path")
     title = ", ".join(home.resolve().name for home in homes)
     write_report(path, render_report(title, read_stories(homes), {}))
     log_once(f"report: {path}")
@@ -193,11 +194,11 @@ def extract(argv: list[str]) -> None:
         "--lora_alpha", metavar="X", type=float, help="of the training; no checkpoint says it"
     )
     parser.add_argument(
-        "--enable_lora", metavar="PART", nargs="*", default=[], help="q, k, v of packed layers"
+        "--enable_lora", metavar="PART", nargs="*", action="once", help="q, k, v of packed layers"
     )
     parser.add_argument("--output_dir", metavar="DIR", help="default: CHECKPOINT/adapter")
     chosen = parser.values(argv, ["base", "lora_alpha", "enable_lora", "output_dir"])
-    chosen["enable_lora"] = tuple(chosen["enable_lora"])
+    chosen["enable_lora"] = tuple(chosen["enable_lora"] or ())
     late("checkpoint.extract:extract")(**chosen, say=log_once)
 
 

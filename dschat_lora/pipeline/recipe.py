@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dschat_lora.config.files import parse_yaml
 from dschat_lora.config.options import (
     build_config,
     option_names,
@@ -142,8 +143,6 @@ def _converted(name: str, values: Mapping[str, Any], *, label: str) -> dict[str,
 
 def _override(text: str, stages: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
     """Stage and ``{option: value}`` of ``STAGE.OPTION=VALUE``."""
-    import yaml  # only where one is given
-
     match = _OVERRIDE.fullmatch(text)
     if match is None:
         raise ValueError(f"--set {text} must be STAGE.OPTION=VALUE, such as {stages[0]}.seed=1")
@@ -151,8 +150,8 @@ def _override(text: str, stages: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
     if name not in stages:
         raise ValueError(f"--set {text}: the stages are {', '.join(stages)}, not {name}")
     try:
-        return name, {option_name: yaml.safe_load(value)}
-    except yaml.YAMLError as error:
+        return name, {option_name: parse_yaml(value)}
+    except ValueError as error:
         raise ValueError(f"--set {text}: the value cannot be read: {error}") from error
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from dschat_lora.config.groups import RunConfig
 from dschat_lora.config.options import parse_config, typed_options
 from dschat_lora.config.parser import Parser
 from dschat_lora.config.verbs import EXAMPLES
@@ -164,4 +165,6 @@ def demo(argv: list[str]) -> None:
     parser.add_argument(
         "--seed", metavar="N", type=int, default=1234, help="of all stages (default: 1234)"
     )
-    late("pipeline.demo:run_demo")(**parser.values(argv, ["output_dir", "seed"]))
+    chosen = parser.values(argv, ["output_dir", "seed"])
+    RunConfig(seed=chosen["seed"])  # refuses one that no stage takes, before anything is written
+    late("pipeline.demo:run_demo")(**chosen)

@@ -2,9 +2,10 @@
 
 import errno
 import fcntl
-import json
 from pathlib import Path
 from typing import Any, TextIO
+
+from dschat_lora.config.files import read_json
 
 # of steps 1 and 2, and of step 3
 _FINISHED = ("adapter", "model", "actor", "critic", "actor_ema", "bottleneck_adapter.safetensors")
@@ -89,7 +90,7 @@ def check_idle(path: Path) -> None:
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in ``path``; empty if there is none that can be read."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        content = read_json(path)
+    except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from dschat_lora.config.options import harmless
 from dschat_lora.report.directory import open_alone
 from dschat_lora.report.terminal import RemainingTime, named, silence_stdout, wrapped
 from dschat_lora.report.trackers import Tracker, numbers_of
@@ -152,7 +153,7 @@ class RunLog:
         if self._file is None:
             text = wrapped(text)
         try:
-            tqdm.write(text, file=sys.stdout)
+            tqdm.write(harmless(text), file=sys.stdout)
             sys.stdout.flush()
         except OSError:
             self._bar = None

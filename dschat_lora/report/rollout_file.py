@@ -1,11 +1,14 @@
 """Reading of ``rollouts.jsonl.gz``, gzip members of JSON lines, one for each iteration."""
 
-import json
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from dschat_lora.config.files import parse_json, read_bytes
+
+MOST_UNPACKED = 2**30  # bytes of all responses, which are in memory at once
+_BLOCK = 2**16  # bytes that are unpacked at a time: to 64 MiB at most
 FILE = "rollouts.jsonl.gz"
 
 
@@ -21,13 +24,15 @@ def read_rollouts(directory: Path) -> list[dict[str, Any]]:
             f"{path} does not exist: give the output directory of a run of step 3 that wrote its "
             "responses (--log_rollouts)"
         )
-    text = b"".join(part for part, _ in _members(path.read_bytes()))
+    rows: list[dict[str, Any]] = []
     try:
-        rows = [json.loads(line) for line in text.splitlines()]
+        for text, _ in _members(read_bytes(path, most=MOST_UNPACKED), most=MOST_UNPACKED):
+            for line in text.splitlines():
+                rows.append(parse_json(line))
+                if not _is_rollout(rows[-1]):
+                    raise ValueError(f"line {len(rows)} is none")
     except ValueError as error:
         raise ValueError(f"{path} holds no responses of a run: {error}") from error
-    if not all(map(_is_rollout, rows)):
-        raise ValueError(f"{path} holds no responses of a run")
     return rows
 
 
@@ -42,7 +47,7 @@ def _is_rollout(row: object) -> bool:
         return False
     try:
         [float(n) for n in (*numbers, *row["rewards"].values()) if n is not None]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return False
     return True
 
@@ -52,16 +57,25 @@ def end_of_members(content: bytes) -> int:
     return max((end for _, end in _members(content)), default=0)
 
 
-def _members(content: bytes) -> Iterator[tuple[bytes, int]]:
-    """Each whole gzip member's content, and where it ends."""
-    rest = content
-    while rest:
-        member = zlib.decompressobj(wbits=31)
-        try:
-            text = member.decompress(rest)
-        except zlib.error:
-            return
+def _members(content: bytes, *, most: int | None = None) -> Iterator[tuple[bytes, int]]:
+    """Each whole gzip member's content, and where it ends.
+
+    Raises:
+        ValueError: if they hold more than ``most`` bytes.
+    """
+    end = unpacked = 0
+    while end < len(content):
+        member, parts = zlib.decompressobj(wbits=31), []
+        while not member.eof and end < len(content):
+            try:
+                part = member.decompress(content[end : end + _BLOCK])
+            except zlib.error:
+                return
+            parts.append(part)
+            unpacked += len(part)
+            if most is not None and unpacked > most:
+                raise ValueError(f"unpacked it holds more than {most:,} bytes")
+            end = min(end + _BLOCK, len(content)) - len(member.unused_data)
         if not member.eof:
             return
-        rest = member.unused_data
-        yield text, len(content) - len(rest)
+        yield b"".join(parts), end

@@ -1,13 +1,16 @@
 """What a run left, or has written so far: run.json, metrics.jsonl, responses, checkpoints."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dschat_lora.report.markup import amount
+from dschat_lora.config.files import parse_json, read_bytes
+from dschat_lora.report.markup import HUGE, amount
 from dschat_lora.report.rollout_file import FILE, read_rollouts
+
+# Bytes of metrics.jsonl; a step takes about one thousand.
+MOST_METRICS = 2**28
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,10 @@ def _is_token_row(row: object) -> bool:
         len(tokens) == len(supervised) == len(losses)
         and all(isinstance(each, str) for each in tokens)
         and all(
-            each is None or isinstance(each, int | float) or each in ("nan", "inf", "-inf")
+            each is None
+            or isinstance(each, float)
+            or (isinstance(each, int) and abs(each) < HUGE)
+            or each in ("nan", "inf", "-inf")
             for each in losses
         )
     )
@@ -145,9 +151,13 @@ def _checkpoints(directory: Path) -> list[tuple[str, int]]:
 def _read_record(path: Path) -> tuple[dict[str, Any], list[str]]:
     """The object in run.json and notes on errors."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        text = read_bytes(path).decode(errors="replace")
     except FileNotFoundError:
         return {}, [f"{path} does not exist"]
+    except (OSError, ValueError) as error:
+        return {}, [f"{path} cannot be read: {error}"]
+    try:
+        content = parse_json(text)
     except ValueError:
         content = None
     return (content, []) if isinstance(content, dict) else ({}, [f"{path} is no JSON object"])
@@ -156,9 +166,11 @@ def _read_record(path: Path) -> tuple[dict[str, Any], list[str]]:
 def _read_lines(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """The objects in metrics.jsonl and notes on errors."""
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = read_bytes(path, most=MOST_METRICS).decode(errors="replace")
     except FileNotFoundError:
         return [], [f"{path} does not exist"]
+    except (OSError, ValueError) as error:
+        return [], [f"{path} cannot be read: {error}"]
     return _parse_lines(text, path)
 
 
@@ -166,7 +178,7 @@ def _parse_lines(text: str, path: Path) -> tuple[list[dict[str, Any]], list[str]
     lines, bad = [], 0
     for line in filter(str.strip, text.split("\n")):
         try:
-            content = json.loads(line)
+            content = parse_json(line)
         except ValueError:
             content = None
         if isinstance(content, dict):

@@ -1,8 +1,8 @@
 """Terminal output: lines, tables and error messages, where there is no run to log to."""
 
+import io
 import json
 import os
-import re
 import sys
 import textwrap
 import time
@@ -11,6 +11,8 @@ from contextlib import AbstractContextManager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dschat_lora.config.options import harmless
+
 if TYPE_CHECKING:
     from tqdm import tqdm
 
@@ -18,8 +20,6 @@ if TYPE_CHECKING:
 SECONDS_BETWEEN_LINES = 60.0
 # Where the text of a log's line begins, after the name of what it tells.
 _TEXT_COLUMN = 15
-# What a terminal may take for a command; tabs and ends of lines are none.
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def silence_stdout() -> None:
@@ -32,8 +32,7 @@ def silence_stdout() -> None:
 def log_once(text: str) -> None:
     """Print a line from the first rank alone."""
     if os.environ.get("RANK", "0") == "0":
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
+        write_text(text + "\n")
 
 
 def prints_on_stderr() -> AbstractContextManager[object]:
@@ -43,8 +42,17 @@ def prints_on_stderr() -> AbstractContextManager[object]:
 
 def write_text(text: str) -> None:
     """Write text to the standard output at once, its control characters made harmless."""
-    sys.stdout.write(_CONTROL.sub(lambda match: ascii(match[0])[1:-1], text))
+    sys.stdout.write(harmless(text))
     sys.stdout.flush()
+
+
+class Screen(io.TextIOBase):
+    """The standard output as a file for a person, who reads it in a terminal."""
+
+    def write(self, text: str) -> int:
+        """Write text, its control characters made harmless."""
+        write_text(text)
+        return len(text)
 
 
 def to_json(value: object) -> str:
@@ -103,7 +111,7 @@ def _clock(seconds: float) -> str:
 
 def note(text: str) -> None:
     """Print a line to the standard error."""
-    sys.stderr.write(text + "\n")
+    sys.stderr.write(harmless(text) + "\n")
 
 
 def named(error: OSError, path: Path) -> OSError:

@@ -34,6 +34,7 @@ class Response:
     actor_mask: tuple[bool, ...] = ()  # which of the tokens are the actor's; empty: all
     earlier: bytes = b""  # messages before the last turn, as JSON; empty: there is but one turn
     sampler_logprobs: tuple[float, ...] = ()  # in the distribution they were drawn from
+    undrawn: bool = False  # the last token could not be drawn; the response does not count
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.tokens)

@@ -114,10 +114,8 @@ class RolloutConfig:
         update = ("per_device_training_batch_size", "gradient_accumulation_steps")
         require_numbers(self, ">= 1", *rollout, *update, "max_turns")
         require_numbers(self, ">= 0", "tokens_per_device")
-        require(
-            self.temperature > 0, "temperature", self.temperature, "> 0 (greedy: --no-do_sample)"
-        )
-        require_numbers(self, "> 0", "rollout_temperature")
+        greedy = ">= 1e-06 (greedy: --no-do_sample)"
+        require_numbers(self, greedy, "temperature", "rollout_temperature")
         require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
         require_numbers(self, ">= 0", "top_k")
         for name in ("stop_tokens", "stop_strings"):

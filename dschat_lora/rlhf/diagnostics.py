@@ -13,7 +13,15 @@ RATIO_TOLERANCE = {"fp32": 1e-6, "bf16": 0.05, "fp16": 0.01}
 SAMPLER_TOLERANCE = {"fp32": 1e-4, "bf16": 0.05, "fp16": 0.02}
 _METRICS = (
     *("kl", "kl_standard_error", "eos_rate", "entropy", "explained_variance", "reward_std"),
-    *("ratio_error", "score_clip_fraction", "sampler_error", "reward", "dropped", "samples"),
+    *(
+        "ratio_error",
+        "score_clip_fraction",
+        "sampler_error",
+        "reward",
+        "dropped",
+        "samples",
+        "undrawn",
+    ),
 )
 
 
@@ -165,11 +173,17 @@ class Diagnostics:
 
     def _dropped(self, row: dict[str, float]) -> str | None:
         dropped, samples = row.get("dropped", 0.0), row.get("samples", 0.0)
+        undrawn = row.get("undrawn", 0.0)
         if not dropped:
             return None
+        why = ["a reward function returned None for them"] * (dropped > undrawn)
+        if undrawn:
+            why.append(
+                f"of {undrawn:.0f} a token could not be drawn, as the logits were not finite"
+            )
         return (
-            f"{dropped:.0f} of {samples:.0f} responses ({dropped / samples:.0%}) do not count: a "
-            "reward function returned None for them"
+            f"{dropped:.0f} of {samples:.0f} responses ({dropped / samples:.0%}) do not count: "
+            + " or ".join(why)
         )
 
     def _clipped(self) -> str | None:

@@ -162,7 +162,9 @@ def scores_alone(
 def _added(
     engines: Engines, responses: Sequence[Response], scorer: Scorer | None, model: Tensor
 ) -> Scores:
-    """The scores of functions and of the reward model, and their sum."""
+    """The scores of functions and of the reward model, and their sum; NaN where one is undrawn."""
+    undrawn = torch.tensor([each.undrawn for each in responses])
+    model = model.masked_fill(to_device(undrawn, model.device), torch.nan)
     if scorer is None:
         return Scores(model, {})
     rewards = scorer(responses, model.device)

@@ -44,8 +44,8 @@ class IterationReport:
             "empty_batch",
             progress,
             f"none of the {len(experience.responses)} responses of iteration "
-            f"{progress.iteration} counts: no score came for any of them, or "
-            "--mask_truncated_completions left them out; nothing was learnt",
+            f"{progress.iteration} counts: no score came for any of them, no token could be drawn, "
+            "or --mask_truncated_completions left them out; nothing was learnt",
         )
 
     def _warn(self, event: str, progress: RlhfProgress, message: str) -> None:

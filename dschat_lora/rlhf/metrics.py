@@ -95,6 +95,7 @@ def response_metrics(
         "eos_rate": eos_rate,
         "truncated_fraction": 1 - eos_rate,
         "dropped": len(responses) - len(kept),
+        "undrawn": sum(each.undrawn for each in responses),
         "samples": len(responses),
         "tokens": sum(map(len, responses)),
         "supervised_tokens": sum(r.num_actor_tokens for r in responses),

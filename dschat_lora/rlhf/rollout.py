@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,9 +16,9 @@ from dschat_lora.data.samples import PromptSample
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.collectives import gather_over_ranks, gather_texts, max_over_ranks
 from dschat_lora.engine.distributed import data_rank, data_world_size
-from dschat_lora.engine.zero import gathered
+from dschat_lora.engine.zero import broken_parameters, gathered
 from dschat_lora.generation.generate import Decoder, KeepGoing
-from dschat_lora.generation.sampling import Responses, Sampling
+from dschat_lora.generation.sampling import Responses, Sampling, undrawn_reason
 from dschat_lora.models.causal_lm import PreTrainedModel
 from dschat_lora.rlhf.batch import Response
 from dschat_lora.rlhf.episodes import Episodes
@@ -25,6 +26,10 @@ from dschat_lora.rlhf.roles import Network
 
 # Share of the free memory that the whole weights may take during generation at ZeRO 3.
 GATHER_SHARE = 0.6
+
+
+class BrokenWeightsError(ValueError):
+    """A weight of the actor is not finite. Raised on every rank."""
 
 
 @dataclass(frozen=True)
@@ -107,15 +112,21 @@ class _Turns:
         own = drawn = [list[float]() for _ in texts]
         if self.keep_logprobs:
             own, drawn = found.logprobs(), found.sampler_logprobs()
-        return [self._with_turn(*each) for each in zip(responses, texts, own, drawn, strict=True)]
+        turns = zip(responses, texts, own, drawn, found.undrawn(), strict=True)
+        return [self._with_turn(*each) for each in turns]
 
     def _with_turn(
-        self, to: Response, tokens: list[int], own: list[float], drawn: list[float]
+        self,
+        to: Response,
+        tokens: list[int],
+        own: list[float],
+        drawn: list[float],
+        undrawn: bool,
     ) -> Response:
-        ended = bool(tokens) and self.is_end(tokens[-1])
+        ended = bool(tokens) and not undrawn and self.is_end(tokens[-1])
         # What was drawn after it changes nothing: a token depends on those before it alone.
-        if (end := self.find_end(tokens)) is not None:
-            tokens, own, drawn, ended = tokens[:end], own[:end], drawn[:end], True
+        if (end := self.find_end(tokens[: len(tokens) - undrawn])) is not None:
+            tokens, own, drawn, ended, undrawn = tokens[:end], own[:end], drawn[:end], True, False
         return replace(
             to,
             tokens=(*to.tokens, *tokens),
@@ -123,6 +134,7 @@ class _Turns:
             logprobs=(*to.logprobs, *own),
             sampler_logprobs=(*to.sampler_logprobs, *drawn),
             actor_mask=to.actor_mask and (*to.actor_mask, *(True for _ in tokens)),
+            undrawn=undrawn,
         )
 
 
@@ -137,7 +149,8 @@ def _from_row(row: Tensor, blank: Response, width: int, earlier: str) -> Respons
     return replace(
         blank,
         tokens=tuple(torch.where(is_read, -1 - tokens, tokens).tolist()),
-        ended=bool(row[3]),
+        ended=bool(row[3] > 0),
+        undrawn=bool(row[3] < 0),
         logprobs=tuple(row[4 + width :][: int(row[2])].tolist()),
         sampler_logprobs=tuple(row[4 + 2 * width :][: int(row[2])].tolist()),
         actor_mask=tuple((~is_read).tolist()) if is_read.any() else (),
@@ -207,6 +220,9 @@ class Generator:
         The prompts are the same on every rank; each data rank answers a share of them. ``key`` is
         that of the random numbers, of which each response has its own. ``keep_logprobs`` keeps the
         decode loop's log-probabilities, of the policy and of what was drawn from.
+
+        Raises:
+            BrokenWeightsError: if a token could not be drawn, as a weight is not finite.
         """
         # Prompts of like length are decoded together, and ranks have equal work.
         order = sorted(range(len(prompts)), key=lambda n: -len(prompts[n].input_ids))
@@ -237,7 +253,12 @@ class Generator:
                 found |= dict(zip(places, responses, strict=True))
         blank = [_unanswered(n, prompt) for n, prompt in enumerate(prompts)]
         blank = [each for each in blank for _ in range(num_generations)]
-        return self._share(found, blank, width=sampling.max_new_tokens)
+        responses = self._share(found, blank, width=sampling.max_new_tokens)
+        if any(each.undrawn for each in responses):
+            own = broken_parameters(dict(self._rollout.named_parameters()))
+            if broken := [*dict.fromkeys(chain(*map(json.loads, gather_texts(json.dumps(own)))))]:
+                raise BrokenWeightsError(undrawn_reason(broken))
+        return responses
 
     def _share(
         self, own: Mapping[int, Response], blank: Sequence[Response], *, width: int
@@ -251,7 +272,7 @@ class Generator:
             if each.actor_mask:
                 tokens = torch.where(torch.tensor(each.actor_mask), tokens, -1 - tokens)
             kept = drawn.shape[1]
-            sizes = [number, len(tokens), kept, each.ended]
+            sizes = [number, len(tokens), kept, each.ended - each.undrawn]
             table[index, :4] = torch.tensor(sizes, dtype=torch.float64)
             table[index, 4 : 4 + len(tokens)] = tokens
             table[index, 4 + width :].view(2, width)[:, :kept] = drawn

@@ -1,10 +1,10 @@
 """Pretrained models and text that step 3 starts from."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from dschat_lora.config.data import DataConfig
+from dschat_lora.config.files import read_json
 from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.rlhf.config import RlhfConfig
 from dschat_lora.rlhf.role_config import option_errors_for
@@ -73,7 +73,7 @@ def check_vocabularies(config: RlhfConfig, sources: Sources) -> None:
 
 def _vocabulary(path: Path) -> object:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))["model"]["vocab"]
+        return read_json(path)["model"]["vocab"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
 

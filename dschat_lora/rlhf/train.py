@@ -19,7 +19,7 @@ from dschat_lora.rlhf.evaluation import RlhfEvaluator
 from dschat_lora.rlhf.iteration import Iterations
 from dschat_lora.rlhf.memory import cache_columns
 from dschat_lora.rlhf.pretraining import make_pretraining
-from dschat_lora.rlhf.rollout import Generator
+from dschat_lora.rlhf.rollout import BrokenWeightsError, Generator
 from dschat_lora.rlhf.schedule import RlhfProgress, RlhfSchedule, make_rlhf_schedule
 from dschat_lora.rlhf.setup import RlhfSetup
 from dschat_lora.rlhf.stops import end_of_text, stop_ids
@@ -105,11 +105,16 @@ def show_plan(setup: RlhfSetup) -> None:
 def _failures_saved(checkpointer: Checkpointer, progress: RlhfProgress) -> Iterator[None]:
     """Where a user's function fails in the block, save the last whole iteration, then raise.
 
-    It sees responses before any of their steps is taken: no iteration is saved in part.
+    It sees responses before any of their steps is taken: no iteration is saved in part. Weights
+    that are not finite are not saved.
     """
     try:
         yield
         return
+    except BrokenWeightsError as error:
+        raise ValueError(
+            f"stopped after step {progress.step}: {error}. {checkpointer.last_good()}"
+        ) from error
     except UserFunctionError as error:
         cause, what = error.__cause__, error.what
     checkpointer.save_rest(progress.step, f"stopped by {what} that failed")

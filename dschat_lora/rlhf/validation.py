@@ -27,6 +27,7 @@ from dschat_lora.runtime.checks import (
     Check,
     apply_checks,
     check_compile,
+    check_data_is_named,
     check_divided,
     check_function,
     check_output_dir,
@@ -67,6 +68,7 @@ def with_bundled_prompts(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
     """With bundled prompts where none are named; the world's own judge where nothing scores."""
     if config.data.data_path:
         return config
+    check_data_is_named(config.given)
     lengths: dict[str, Any] = {n: v for n, v in BUNDLED_LENGTHS.items() if n not in config.given}
     data = replace(
         config.data,

@@ -6,7 +6,6 @@ returns None.
 """
 
 import importlib.util
-import json
 import os
 import shutil
 import sys
@@ -18,7 +17,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from dschat_lora.checkpoint.adapter_config import WEIGHTS_FILE, verify_adapter
 from dschat_lora.checkpoint.history import checkpoints_of, is_checkpoint
-from dschat_lora.checkpoint.manifest import DamagedError, safetensors_header
+from dschat_lora.checkpoint.manifest import (
+    WEIGHTS_INDEX,
+    DamagedError,
+    safetensors_header,
+    weight_map,
+)
+from dschat_lora.config.files import read_json
 from dschat_lora.config.groups import LoadConfig, LoraConfig, ParallelConfig, Switch
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.models.quantization_checks import check_four_bits, stored_bits
@@ -75,7 +80,7 @@ def model_fields(source: ModelSource) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = read_json(path)
     except ValueError as error:
         raise ValueError(f"--model_name_or_path: {path} is damaged: {error}") from error
     if not isinstance(fields, dict):
@@ -134,7 +139,12 @@ def check_widths(adapter: Path, base: Path) -> None:
     for name, tensor in safetensors_header(adapter / WEIGHTS_FILE).items():
         module, _, factor = name.partition(".lora_A.")
         layers = shapes.get(module.rpartition(".")[2], [])
-        if factor and layers and not any(tensor["shape"][-1] in shape for shape in layers):
+        if (
+            factor
+            and layers
+            and tensor["shape"]
+            and not any(tensor["shape"][-1] in shape for shape in layers)
+        ):
             raise ValueError(
                 f"the adapter {adapter} is of another base than {base}: its factor A of {module} "
                 f"takes {tensor['shape'][-1]} inputs, and that layer of the base is "
@@ -146,17 +156,23 @@ def check_widths(adapter: Path, base: Path) -> None:
 def _weight_files(base: Path) -> list[Path]:
     """The safetensors files that make up a model; others may lie beside them."""
     try:
-        index = json.loads((base / "model.safetensors.index.json").read_text(encoding="utf-8"))
-        return [base / name for name in sorted(set(index["weight_map"].values()))]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        names = weight_map(base / WEIGHTS_INDEX).values()
+        return [base / name for name in sorted(set(names))]
+    except DamagedError:
         return [file] if (file := base / "model.safetensors").is_file() else []
+
+
+def architecture_names(fields: Mapping[str, Any]) -> list[str]:
+    """What a model's configuration says of its class; empty if that is no list of names."""
+    names = fields.get("architectures")
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
 def task_of(source: ModelSource) -> str | None:
     """PEFT's name of the kind of model: that of its adapter, SEQ_CLS of scores; None if unknown."""
     if source.adapter_config is not None:
         return source.adapter_config.task_type
-    architectures = map(str, model_fields(source).get("architectures") or [])
+    architectures = architecture_names(model_fields(source))
     is_scored = any(name.endswith("ForSequenceClassification") for name in architectures)
     return "SEQ_CLS" if is_scored else None
 
@@ -348,6 +364,14 @@ def check_can_be_made(path: Path, option: str = "output_dir") -> None:
         raise ValueError(f"--{option} {path} cannot be made: {nearest} is not writable")
 
 
+def check_file_can_be_made(name: str, option: str) -> None:
+    """Refuse a file that this user cannot create, before there is anything to write to it."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        raise ValueError(f"--{option} {name} is a directory; name a file")
+    check_can_be_made(path.parent, option)
+
+
 def check_room(path: Path, need: int) -> None:
     """Refuse a directory on a disk with fewer than ``need`` bytes free for this user."""
     nearest = next(p for p in (path, *path.absolute().parents) if p.exists())
@@ -381,6 +405,14 @@ def parallel_without_effect(parallel: ParallelConfig) -> list[str]:
     if parallel.sequence_parallel and parallel.tensor_parallel_size == 1:
         return ["--sequence_parallel has no effect without --tensor_parallel_size above 1"]
     return []
+
+
+def check_data_is_named(given: frozenset[str]) -> None:
+    """Refuse ``--data_path`` without a value, before the bundled data takes its place."""
+    if "data_path" in given:
+        raise ValueError(
+            "--data_path names no data; give a file, or leave it out for the bundled data"
+        )
 
 
 def check_function(option: str, name: str) -> None:

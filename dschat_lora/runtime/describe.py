@@ -18,6 +18,7 @@ from dschat_lora.checkpoint.manifest import read_manifest, safetensors_header, v
 from dschat_lora.config.verbs import InspectConfig
 from dschat_lora.report.directory import read_object
 from dschat_lora.report.terminal import log_once, to_json
+from dschat_lora.runtime.checks import architecture_names
 from dschat_lora.runtime.resume import read_state
 
 _PARTS = ("adapter", "model", "actor", "critic", "actor_ema")
@@ -103,7 +104,7 @@ def _model(path: Path) -> dict[str, Any]:
     facts = {
         "kind": "model",
         "path": str(path),
-        "architecture": ", ".join(fields.get("architectures") or []) or None,
+        "architecture": ", ".join(architecture_names(fields)) or None,
         "dtype": fields.get("dtype") or fields.get("torch_dtype"),
     }
     tensors: dict[str, Any] = {}

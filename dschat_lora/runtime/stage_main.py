@@ -81,8 +81,17 @@ def run_main(
         fail(str(error))
     except RecursionError:
         fail("a file that was named holds lists or objects nested too deeply")
+    except RuntimeError as error:
+        _fail_without_home(error)
+        raise
     peers.wait_until_all_are_ready()
     main(config)
+
+
+def _fail_without_home(error: Exception) -> None:
+    """End the process where a path's ``~`` could not be expanded, by pathlib's own words."""
+    if isinstance(error, RuntimeError) and "home directory" in str(error):
+        fail("a path begins with ~, and there is no such home directory")
 
 
 @contextmanager
@@ -101,6 +110,7 @@ def ended_in_one_line(*, stopped: str = "stopped") -> Iterator[None]:
     except (ValueError, OSError) as error:
         fail(error_message(error), code=1 if isinstance(error, OSError) else 2)
     except Exception as error:
+        _fail_without_home(error)
         # Types of libraries that are not imported here.
         if type(error).__name__ == "OutOfMemoryError":
             fail("the GPU is full: lower --per_device_eval_batch_size or the lengths", code=1)

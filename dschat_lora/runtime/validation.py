@@ -28,9 +28,10 @@ from dschat_lora.runtime.checks import (
     Check,
     apply_checks,
     check_adapter_files,
-    check_can_be_made,
     check_compile,
+    check_data_is_named,
     check_divided,
+    check_file_can_be_made,
     check_output_dir,
     check_source_is_kept,
     check_task,
@@ -154,7 +155,7 @@ def check_reading(config: ScoreConfig | ReadingConfig, tasks: tuple[str, ...]) -
             "prompts" if scored else "samples",  # own answers are scored
         )
     if isinstance(config, ScoreConfig | GenerateConfig) and config.output_path is not None:
-        check_can_be_made(Path(config.output_path).expanduser().parent, option="output_path")
+        check_file_can_be_made(config.output_path, "output_path")
     return source
 
 
@@ -164,7 +165,7 @@ def check_audit(config: AuditConfig) -> AuditConfig:
     if config.chat_template is not None:
         read_chat_template(config.chat_template)
     if config.html is not None:
-        check_can_be_made(Path(config.html).expanduser().parent, option="html")
+        check_file_can_be_made(config.html, "html")
     data = config.data
     if not (data.data_path or data.sft_only_data_path):
         data = replace(data, data_path=(str(BUNDLED_DATA["train"]),))
@@ -184,6 +185,7 @@ def with_bundled_data(config: ConfigT, inputs: SupervisedInputs) -> ConfigT:
     if "sft_only_data_path" in inputs.rules.unused:
         data = replace(data, sft_only_data_path=())
     if not (data.data_path or data.sft_only_data_path):
+        check_data_is_named(config.given)
         data = replace(
             data,
             data_path=(str(BUNDLED_DATA["train"]),),

@@ -5,6 +5,7 @@ import json
 import secrets
 import time
 from collections.abc import Coroutine
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -51,7 +52,8 @@ class RunningAnswers:
             options = replace(options, seed=options.seed + index % request.n)
 
         def emit(piece: Piece) -> None:
-            self._loop.call_soon_threadsafe(self._pieces.put_nowait, (index, piece))
+            with suppress(RuntimeError):  # the loop has been closed: nobody reads
+                self._loop.call_soon_threadsafe(self._pieces.put_nowait, (index, piece))
 
         prompt = request.prompts[index // request.n]
         self._answers.append(self._decoder.submit(request.model, prompt, options, emit))
@@ -73,10 +75,8 @@ class RunningAnswers:
         self.tokens[index] = piece.tokens
         if piece.error is not None:
             self.leave()
-            stopped = "stop" in piece.error
-            raise ApiError(
-                503 if stopped else 500, piece.error, code="stopped" if stopped else None
-            )
+            status, code = (503, "stopped") if piece.stopped else (500, None)
+            raise ApiError(status, piece.error, code=code)
         self._open -= piece.is_last
         return index, piece
 

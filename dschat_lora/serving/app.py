@@ -1,6 +1,7 @@
 """The web application: OpenAI's interface, the page, scores and votes."""
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -26,6 +27,7 @@ from dschat_lora.serving.reward import AnswerScorer
 from dschat_lora.serving.votes import VoteFile
 
 T = TypeVar("T")
+HEALTH = "/healthz"
 PAGE = {
     "/": "index.html",
     "/page.css": "page.css",
@@ -84,6 +86,13 @@ class Service:
         parsed = await self._alone(lambda: parse(body, self.models, self.config))
         return AnswerResponse(RunningAnswers(parsed, self.decoder), kind)
 
+    async def health(self, request: Request) -> Response:
+        """Whether requests are answered, and how many wait; 503 where they are not."""
+        alive, (running, waiting) = self.decoder.is_alive, self.decoder.load
+        state = "ok" if alive else "stopping" if self.decoder.failure is None else "failed"
+        content = {"status": state, "running": running, "waiting": waiting}
+        return JSONResponse(content, 200 if alive else 503)
+
     async def settings(self, request: Request) -> Response:
         """What the page shows."""
         return JSONResponse(
@@ -107,6 +116,8 @@ class Service:
             score = await asyncio.to_thread(scorer.score, messages)
         except ValueError as error:
             raise invalid(str(error), "messages") from error
+        if score is not None and not math.isfinite(score):
+            raise ApiError(500, f"the reward model's score is not finite: {score}")
         return JSONResponse({"score": score})
 
     async def vote(self, request: Request) -> Response:
@@ -135,20 +146,26 @@ def make_app(service: Service) -> Starlette:
         Route("/v1/models/{name:path}", service.show_model),
         Route("/v1/chat/completions", service.complete_chat, methods=["POST"]),
         Route("/v1/completions", service.complete_text, methods=["POST"]),
+        Route(HEALTH, service.health),
         Route("/settings", service.settings),
         Route("/score", service.score, methods=["POST"]),
         Route("/votes", service.vote, methods=["POST"]),
         *(Route(path, _page(name)) for path, name in PAGE.items()),
     ]
     guard = Middleware(
-        Guard, host=service.config.host, token=service.config.token, public=frozenset(PAGE)
+        Guard,
+        host=service.config.host,
+        token=service.config.token,
+        public=frozenset((HEALTH, *PAGE)),
     )
     handlers: Mapping[Any, Any] = {
         ApiError: _refuse,
         HTTPException: _refuse_route,
         ClientDisconnect: _nobody_listens,
     }
-    return Starlette(routes=routes, middleware=[guard], exception_handlers=handlers)
+    app = Starlette(routes=routes, middleware=[guard], exception_handlers=handlers)
+    app.router.redirect_slashes = False  # no addresses made of a request's Host
+    return app
 
 
 def _page(name: str) -> Callable[[Request], Awaitable[Response]]:
@@ -166,7 +183,7 @@ async def _refuse(request: Request, error: ApiError) -> Response:
 
 
 async def _refuse_route(request: Request, error: HTTPException) -> Response:
-    message = f"{request.method} {request.url.path[:80]}: {error.detail}"
+    message = f"{request.method} {request.scope['path'][:80]}: {error.detail}"
     return JSONResponse(ApiError(error.status_code, message).body, error.status_code)
 
 

@@ -11,7 +11,14 @@ from dschat_lora.data.messages import Message
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.report.terminal import is_terminal, log_once, note, write_text
 from dschat_lora.serving.config import ChatConfig
-from dschat_lora.serving.decoder import Answer, AnswerOptions, Decoder, Piece, TooLongError
+from dschat_lora.serving.decoder import (
+    Answer,
+    AnswerOptions,
+    Decoder,
+    Piece,
+    StoppedError,
+    TooLongError,
+)
 from dschat_lora.serving.models import ServedModel, open_models
 from dschat_lora.serving.reward import AnswerScorer
 
@@ -62,7 +69,7 @@ class ChatSession:
         self._decoder, self._scorer = decoder, scorer
 
     def run(self, read: Callable[[], str]) -> None:
-        """Answer what ``read`` returns, line by line, until it raises EOFError."""
+        """Answer what ``read`` returns, line by line, until EOFError or the decoder's end."""
         while True:
             try:
                 line = read().strip()
@@ -78,6 +85,8 @@ class ChatSession:
                     self.obey(line)
                 elif line:
                     self.ask(line)
+            except StoppedError:
+                return
             except (ValueError, OSError) as error:
                 note(f"error: {error}")
             except KeyboardInterrupt:
@@ -256,6 +265,7 @@ def run_chat(config: ChatConfig, read: Callable[[str], str] = input) -> None:
 
     Raises:
         ValueError: if a model cannot be loaded.
+        OSError: if decoding ends by itself.
     """
     served = open_models(config, with_base=False)
     scorer = AnswerScorer(config, served.values()) if config.reward is not None else None
@@ -270,3 +280,5 @@ def run_chat(config: ChatConfig, read: Callable[[str], str] = input) -> None:
     finally:
         decoder.close()
         decoder.join()
+    if decoder.failure is not None:
+        raise OSError(decoder.failure)

@@ -29,7 +29,8 @@ class AnswerConfig:
 
     def __post_init__(self) -> None:
         require(bool(self.models), "models", "nothing", "an output directory or more")
-        require_numbers(self, ">= 0", "temperature", "top_k", "max_seq_len")
+        require_numbers(self, ">= 1e-06, or 0 (greedy)", "temperature")
+        require_numbers(self, ">= 0", "top_k", "max_seq_len")
         require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
         require_numbers(self, ">= 1", "max_new_tokens")
 
@@ -59,6 +60,7 @@ class ServeConfig(AnswerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require(bool(self.host), "host", "''", "an address or a name")
         require(0 <= self.port < 65536, "port", self.port, "in [0, 65535]")
         require_numbers(self, ">= 1", "max_batch_size")
         require_numbers(self, ">= 0", "max_queue")

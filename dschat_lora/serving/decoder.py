@@ -11,13 +11,14 @@ from typing import Literal
 
 import torch
 
-from dschat_lora.generation.sampling import Sampling
+from dschat_lora.generation.sampling import NO_TOKEN, Sampling, undrawn_reason
 from dschat_lora.generation.slots import choose_each
 from dschat_lora.serving.models import BaseBatch, ServedModel
 from dschat_lora.serving.text_stream import TextStream
 
 # Tokens, padding included, of prompts that are read between two steps of the running rows.
 PROMPT_TOKENS = 8192
+STOPPING = "the server is stopping"
 Finish = Literal["stop", "length"]
 
 
@@ -53,6 +54,7 @@ class Piece:
     tokens: int  # of the answer so far, the end token included
     finish: Finish | None = None
     error: str | None = None  # why there will be no more
+    stopped: bool = False  # whether that is the decoder's end
 
     @property
     def is_last(self) -> bool:
@@ -106,9 +108,9 @@ class Answer:
             self._emit(Piece(text, self._count, "stop" if self._text.stopped else finish))
         return finish is not None
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str, *, stopped: bool = False) -> None:
         """End it with an error."""
-        self._emit(Piece("", self._count, error=reason))
+        self._emit(Piece("", self._count, error=reason, stopped=stopped))
 
 
 class Decoder:
@@ -118,6 +120,9 @@ class Decoder:
         batches: the bases of the models that will be asked.
         max_batch_size: answers of one base at a time.
         max_queue: answers that may wait.
+
+    Attributes:
+        failure: why the thread has ended, if it did so by itself.
     """
 
     def __init__(
@@ -127,12 +132,20 @@ class Decoder:
         self._waiting: deque[Answer] = deque()
         self._max_batch_size, self._max_queue = max_batch_size, max_queue
         self._changed = threading.Condition()
+        self.failure: str | None = None
         self._deadline: float | None = None  # of the answers that run when it is closed
         self._thread = threading.Thread(target=self._work, name="decoder", daemon=True)
+        self._on_failure: Callable[[], None] = lambda: None
 
-    def start(self) -> None:
-        """Start the thread."""
+    def start(self, on_failure: Callable[[], None] = lambda: None) -> None:
+        """Start the thread, which calls ``on_failure`` where it cannot go on."""
+        self._on_failure = on_failure
         self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it decodes what is submitted."""
+        return self._thread.is_alive() and self._deadline is None
 
     def submit(
         self, model: ServedModel, prompt: Sequence[int], options: AnswerOptions, emit: Emit
@@ -146,8 +159,8 @@ class Decoder:
         """
         answer = Answer(model, prompt, fitting(model, prompt, options), emit)
         with self._changed:
-            if self._deadline is not None or not self._thread.is_alive():
-                raise StoppedError("the server is stopping")
+            if not self.is_alive:
+                raise StoppedError(self.failure or STOPPING)
             # Those that have left make room when the next token comes.
             running = sum(not other.left for other in self._running[model.batch])
             waiting = sum(not other.left for other in self._waiting)
@@ -178,18 +191,28 @@ class Decoder:
 
     def _work(self) -> None:
         try:
-            with torch.inference_mode(), ExitStack() as stack:
-                for batch in self._running:
-                    stack.enter_context(batch.rows.kernels())
-                while self._has_work():
-                    for batch, running in self._running.items():
+            self._decode()
+        except BaseException as error:  # noqa: BLE001 - nobody waits for a thread's exceptions
+            self.failure = f"decoding ended: {_in_short(error)}"
+        with self._changed:
+            self._deadline = time.monotonic()
+        self._end(self._taken_from_queue(), self.failure or STOPPING, stopped=True)
+        for running in self._running.values():
+            self._end(running, self.failure or "the server was stopped", stopped=True)
+        if self.failure is not None:
+            self._on_failure()
+
+    def _decode(self) -> None:
+        with torch.inference_mode(), ExitStack() as stack:
+            for batch in self._running:
+                stack.enter_context(batch.rows.kernels())
+            while self._has_work():
+                for batch, running in self._running.items():
+                    try:
                         self._advance(batch, running)
-        finally:
-            with self._changed:
-                self._deadline = time.monotonic()
-            self._end(self._taken_from_queue(), "the server is stopping")
-            for running in self._running.values():
-                self._end(running, "the server was stopped")
+                    except Exception as error:  # noqa: BLE001 - ends this batch, not the others
+                        batch.rows.clear()
+                        self._end(running, f"the model failed: {_in_short(error)}")
 
     def _has_work(self) -> bool:
         """Wait for something to do; False after the end."""
@@ -200,7 +223,7 @@ class Decoder:
                 self._changed.wait()
             if self._deadline is None:
                 return True
-        self._end(self._taken_from_queue(), "the server is stopping")
+        self._end(self._taken_from_queue(), STOPPING, stopped=True)
         return any(self._running.values()) and time.monotonic() < self._deadline
 
     def _taken_from_queue(self) -> list[Answer]:
@@ -209,31 +232,26 @@ class Decoder:
             self._waiting.clear()
         return answers
 
-    def _end(self, answers: list[Answer], reason: str) -> None:
+    def _end(self, answers: list[Answer], reason: str, *, stopped: bool = False) -> None:
         for answer in answers:
             if not answer.left:
-                answer.fail(reason)
+                answer.fail(reason, stopped=stopped)
         answers.clear()
 
     def _advance(self, batch: BaseBatch, running: list[Answer]) -> None:
         """One token for each running answer, after new ones have joined."""
-        try:
-            self._drop(batch, running, [answer.left for answer in running])
-            joining = self._joining(batch, len(running))
-            if joining:
-                running += joining
-                prompts = [answer.prompt for answer in joining]
-                logits = batch.rows.join(prompts, [a.model.adapter for a in joining])
-                first = len(running) - len(joining)
-                ended = [False] * first + _push(joining, logits)
-                self._drop(batch, running, ended)
-            if running:
-                logits = batch.rows.step([answer.last_token for answer in running])
-                self._drop(batch, running, _push(running, logits))
-        except RuntimeError as error:  # of torch, a full GPU among them
-            batch.rows.clear()
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            self._end(running, f"the model failed: {reason}")
+        self._drop(batch, running, [answer.left for answer in running])
+        joining = self._joining(batch, len(running))
+        if joining:
+            running += joining
+            prompts = [answer.prompt for answer in joining]
+            logits = batch.rows.join(prompts, [a.model.adapter for a in joining])
+            first = len(running) - len(joining)
+            ended = [False] * first + _push(joining, logits)
+            self._drop(batch, running, ended)
+        if running:
+            logits = batch.rows.step([answer.last_token for answer in running])
+            self._drop(batch, running, _push(running, logits))
 
     def _joining(self, batch: BaseBatch, running: int) -> list[Answer]:
         """Take the answers from the queue that can join a batch."""
@@ -285,4 +303,15 @@ def _push(answers: Sequence[Answer], logits: torch.Tensor) -> list[bool]:
     """Choose the next token of each answer; returns which ended with it."""
     samplings = [answer.sampling for answer in answers]
     tokens = choose_each(logits, samplings, [answer.uniform() for answer in answers])
-    return [answer.push(token) for answer, token in zip(answers, tokens, strict=True)]
+    ended = []
+    for answer, token in zip(answers, tokens, strict=True):
+        if token == NO_TOKEN:
+            answer.fail(undrawn_reason(answer.model.batch.broken_weights))
+        ended.append(token == NO_TOKEN or answer.push(token))
+    return ended
+
+
+def _in_short(error: BaseException) -> str:
+    """Type and first line of an error."""
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0]:.200}" if lines else type(error).__name__

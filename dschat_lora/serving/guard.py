@@ -3,23 +3,35 @@
 import asyncio
 import hmac
 import json
+import math
+import re
+import traceback
 from collections.abc import Collection
+from contextlib import suppress
 from typing import Any
-from urllib.parse import urlsplit
 
+from h11 import LocalProtocolError
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from dschat_lora.config.files import json_object
+from dschat_lora.report.terminal import note
 from dschat_lora.serving.config import LOCAL_HOSTS
 from dschat_lora.serving.errors import ApiError, invalid
 
 MAX_BODY_BYTES = 2**20
+MAX_DEPTH = 64
 BODY_SECONDS = 30
+_HOST = re.compile(r"(?:\[([0-9a-f]*:[0-9a-f:.]*)\]|([0-9a-z._-]+))(?::[0-9]{1,5})?")
 
 
 class Guard:
-    """Refuses requests before anything of them is read.
+    """Refuses requests before anything of them is read, and answers where the application fails.
+
+    What it decides by, it takes from the request as it came, not from a URL that a library made of
+    it: the path is the one that requests are routed by.
 
     A page of another site can make a browser send requests to this machine. Its ``Origin`` gives
     it away, and where it has had its own name resolved to this machine (DNS rebinding), ``Host``.
@@ -40,32 +52,53 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer with an error."""
-        if scope["type"] == "http":
-            try:
-                self._check(Request(scope))
-            except ApiError as error:
-                await JSONResponse(error.body, error.status)(scope, receive, send)
-                return
-        elif scope["type"] != "lifespan":
-            return  # a web socket, of which there is none
-        await self._app(scope, receive, send)
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            await self._answer(scope, receive, send)
+        # Nothing else is there, such as web sockets.
 
-    def _check(self, request: Request) -> None:
-        host = request.headers.get("host", "")
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def watched(message: Message) -> None:
+            nonlocal started
+            started = True
+            # Raised where uvicorn has told the client that the rest of its request is no HTTP.
+            with suppress(LocalProtocolError):
+                await send(message)
+
+        try:
+            self._check(Headers(scope=scope), scope["path"])
+            await self._app(scope, receive, watched)
+        except ApiError as error:
+            await JSONResponse(error.body, error.status)(scope, receive, watched)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the client gets an answer
+            # Where it happened, and nothing of what the request held.
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            name, place = type(error).__name__, f"{frame.filename}:{frame.lineno}"
+            note(f"error: {scope['method']} {scope['path']!r:.80} failed: {name} at {place}")
+            if not started:  # else the server closes the connection of a response without end
+                body = ApiError(500, f"the server failed: {name}; its log says where").body
+                await JSONResponse(body, 500)(scope, receive, watched)
+
+    def _check(self, headers: Headers, path: str) -> None:
+        host = headers.get("host", "").lower()  # the only one: h11 refuses two
         if self._is_local and _name_of(host) not in LOCAL_HOSTS:
             raise ApiError(403, f"this server is no host {host!r:.80}", code="wrong_host")
-        origin = request.headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
+        origin = headers.get("origin")
+        schemes = ("http",) if self._is_local else ("http", "https")  # of a proxy in front
+        if origin is not None and origin.lower() not in [f"{each}://{host}" for each in schemes]:
             raise ApiError(403, f"pages of {origin!r:.80} are not let in", code="wrong_origin")
-        if self._token is not None and request.url.path not in self._public:
-            given = request.headers.get("authorization", "").encode()
+        if self._token is not None and path not in self._public:
+            given = headers.get("authorization", "").encode()
             if not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
                 message = "the token is missing or wrong; send Authorization: Bearer TOKEN"
                 raise ApiError(401, message, code="invalid_api_key")
 
 
 async def read_json(request: Request) -> Any:
-    """The JSON that a request holds.
+    """The JSON that a request holds: finite numbers, texts of whole characters, each name once.
 
     Raises:
         ApiError: if it is none, is too large, or does not come in time.
@@ -78,9 +111,43 @@ async def read_json(request: Request) -> Any:
     except asyncio.TimeoutError as error:
         raise ApiError(408, f"the body did not come within {BODY_SECONDS} seconds") from error
     try:
-        return json.loads(body)
+        value = json.loads(
+            body.decode(),
+            parse_constant=_finite,
+            parse_float=_finite,
+            object_pairs_hook=json_object,
+        )
+        _check_depth(value)
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        raise invalid(f"the body has text with {half}, which is half a character") from error
+    except UnicodeDecodeError as error:
+        raise invalid("the body is no JSON: it is not in UTF-8") from error
     except (ValueError, RecursionError) as error:
         raise invalid(f"the body is no JSON: {error}") from error
+    return value
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text:.80} is no finite number")
+    return number
+
+
+def _check_depth(value: object) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            child
+            for each in level
+            if isinstance(each, dict | list)
+            for child in (each.values() if isinstance(each, dict) else each)
+        ]
+        if not level:
+            return
+    raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
 
 
 async def _body(request: Request) -> bytes:
@@ -93,8 +160,6 @@ async def _body(request: Request) -> bytes:
 
 
 def _name_of(host: str) -> str:
-    """The name in a ``Host`` header, without its port."""
-    try:
-        return urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return ""
+    """The name in a ``Host`` header in lower case, without its port; empty where it is none."""
+    found = _HOST.fullmatch(host)
+    return (found[1] or found[2]) if found else ""

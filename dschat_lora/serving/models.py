@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -11,6 +12,7 @@ from dschat_lora.data.encoder import Encoder, make_encoder
 from dschat_lora.data.messages import Message
 from dschat_lora.engine.build import DTYPES, resolve_dtype
 from dschat_lora.engine.distributed import device
+from dschat_lora.engine.zero import broken_parameters
 from dschat_lora.generation.slots import SlotRows
 from dschat_lora.lora.mixed import AdapterRows, mix_adapters
 from dschat_lora.models.build import build_causal_lm
@@ -25,6 +27,7 @@ from dschat_lora.models.causal_lm import (
 from dschat_lora.models.views import share_parameters
 from dschat_lora.report.terminal import note
 from dschat_lora.serving.config import AnswerConfig
+from dschat_lora.serving.plain_text import chat_ids
 from dschat_lora.serving.sources import NamedSource, find_models
 
 NO_LIMIT = 2**31
@@ -37,6 +40,11 @@ class BaseBatch:
     base: PreTrainedModel  # without adapters
     rows: SlotRows
     limit: int  # most tokens of prompt and answer
+
+    @cached_property
+    def broken_weights(self) -> list[str]:
+        """Names of the base's weights that are not finite, looked at once an answer failed."""
+        return broken_parameters(dict(self.base.named_parameters()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,12 +65,12 @@ class ServedModel:
         return self.encoder.encode([prompt])[0]
 
     def chat_ids(self, messages: Sequence[Message]) -> list[int]:
-        """Tokens of messages up to the assistant's turn.
+        """Tokens of messages up to the assistant's turn; see :func:`chat_ids`.
 
         Raises:
             ValueError: if the chat template refuses them.
         """
-        return self.prompt_ids(self.chat.render(messages, add_generation_prompt=True))
+        return chat_ids(messages, self.chat, self.encoder, self.tokenizer)
 
 
 @torch.no_grad()

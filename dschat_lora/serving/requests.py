@@ -67,7 +67,7 @@ class Fields:
         words = f"{'a whole number' if whole else 'a number'} in [{low:g}, {high:g}]"
         value = self.take(name, int if whole else (int, float), words)
         if value is not None and not low <= value <= high:
-            raise invalid(f"{name} must be {words}, found {value}", name)
+            raise invalid(f"{name} must be {words}, found {_shown(value)}", name)
         return value
 
     def finish(self) -> None:
@@ -77,7 +77,7 @@ class Fields:
                 continue
             if name in _NEUTRAL:
                 raise invalid(f"{name} {_shown(value)} is not supported here", name)
-            raise invalid(f"{name} is no known field", name)
+            raise invalid(f"{name:.80} is no known field", name)
 
 
 def chat_request(
@@ -113,6 +113,7 @@ def text_request(
     if prompt is None or prompt == []:
         raise invalid("prompt is missing", "prompt")
     several = prompt if isinstance(prompt, list) and not _is_tokens(prompt) else [prompt]
+    _check_number(len(several))  # before any of them is tokenised
     prompts = tuple(tuple(_tokens(each, model, words)) for each in several)
     return _request(fields, model, prompts, config, default_tokens=16)
 
@@ -142,8 +143,7 @@ def _request(
     default_tokens: int | None,
 ) -> AnswerRequest:
     n = fields.number("n", 1, MAX_CHOICES, whole=True) or 1
-    if n * len(prompts) > MAX_CHOICES:
-        raise invalid(f"{n * len(prompts)} answers are asked for, at most {MAX_CHOICES} are given")
+    _check_number(n * len(prompts))
     stream = bool(fields.take("stream", bool, "true or false"))
     stream_options = fields.take("stream_options", dict, "an object") or {}
     if stream_options and not stream:
@@ -152,6 +152,11 @@ def _request(
     fields.finish()
     usage = bool(stream_options.get("include_usage"))
     return AnswerRequest(model, prompts, options, n, stream, usage)
+
+
+def _check_number(answers: int) -> None:
+    if answers > MAX_CHOICES:
+        raise invalid(f"{answers} answers are asked for, at most {MAX_CHOICES} are given")
 
 
 def _options(

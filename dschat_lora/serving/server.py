@@ -1,11 +1,14 @@
 """``dschat-lora serve``: load the models and serve them until Ctrl-C."""
 
+import asyncio
 import socket
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
 import uvicorn
+from h11 import IDLE
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dschat_lora.report.terminal import log_once
 from dschat_lora.serving.address import address_of
@@ -18,17 +21,66 @@ from dschat_lora.serving.votes import VoteFile
 
 # Seconds that running answers have after Ctrl-C.
 PATIENCE = 5.0
+# Seconds in which the head of a request must come, and a client must take what it is sent.
+CLIENT_SECONDS = 30.0
+
+
+class Connection(H11Protocol):
+    """Closes the connection of a client that neither says what it wants nor reads an answer."""
+
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect(True)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        # Idle: a request's head has not come whole. Between two requests uvicorn has its own timer.
+        if not self.flow.write_paused:
+            self._expect(self.conn.their_state is IDLE)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect(True)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._expect(False)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._expect(False)
+        super().connection_lost(exc)
+
+    def _expect(self, something: bool) -> None:
+        """Give the client its time, from the first call on, or stop counting."""
+        if something and self._timer is None:
+            self._timer = self.loop.call_later(CLIENT_SECONDS, self.transport.abort)
+        elif not something and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 class Server(uvicorn.Server):
-    """Ends running answers before it waits for their connections."""
+    """Ends running answers before it waits for their connections, and itself with the decoder."""
 
     def __init__(self, service: Service) -> None:
         app = make_app(service)
         super().__init__(
-            uvicorn.Config(app, log_level="warning", access_log=False, server_header=False)
+            uvicorn.Config(
+                app,
+                http=Connection,
+                ws="none",
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+            )
         )
         self._decoder = service.decoder
+
+    def fail(self) -> None:
+        """End, as the decoder has."""
+        self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Refuse new requests; a second signal ends running answers at once."""
@@ -41,19 +93,23 @@ def run_server(config: ServeConfig, votes: Path, listening: socket.socket) -> No
 
     Raises:
         ValueError: if a model cannot be loaded.
+        OSError: if decoding ends by itself.
     """
     service = make_service(config, votes)
     address, names = address_of(listening), ", ".join(service.models)
     log_once(f"{names} at {address} (a page) and {address}/v1 (OpenAI's interface)")
     log_once(f"votes go to {votes}; Ctrl-C ends")
-    service.decoder.start()
+    server = Server(service)
+    service.decoder.start(on_failure=server.fail)
     try:
         with suppress(KeyboardInterrupt):  # that uvicorn may raise once it has ended
-            Server(service).run(sockets=[listening])
-        log_once("stopped")
+            server.run(sockets=[listening])
     finally:
         service.decoder.close()
         service.decoder.join()
+    if service.decoder.failure is not None:
+        raise OSError(service.decoder.failure)
+    log_once("stopped")
 
 
 def make_service(config: ServeConfig, votes: Path) -> Service:

@@ -13,8 +13,9 @@ from dschat_lora.data.records import TextRecord
 from dschat_lora.data.samples import PromptSample
 from dschat_lora.data.tokenize import TokenRule, tokenize
 from dschat_lora.engine.distributed import device
+from dschat_lora.engine.zero import broken_parameters
 from dschat_lora.generation.generate import Decoder
-from dschat_lora.generation.sampling import Sampling
+from dschat_lora.generation.sampling import Sampling, undrawn_reason
 from dschat_lora.models.causal_lm import end_ids
 from dschat_lora.report.log import jsonable
 from dschat_lora.report.terminal import note
@@ -38,13 +39,15 @@ class Answer:
     text: str  # without special tokens
     tokens: list[int]  # its end token included, if it has one
     ended: bool  # by an end token, and not by the limit
+    undrawn: bool  # cut off, as the logits of its last token were not finite
 
 
 class Generator:
     """Answers tokenised prompts in batches of like length, on this machine's device."""
 
     def __init__(self, policy: Policy, sampling: Sampling, *, batch_size: int) -> None:
-        self._tokenizer, self._sampling, self._batch_size = policy.tokenizer, sampling, batch_size
+        self._policy, self._tokenizer = policy, policy.tokenizer
+        self._sampling, self._batch_size = sampling, batch_size
         self._ends = end_ids(policy.tokenizer)
         pad = int(policy.tokenizer.pad_token_id)
         self._decoder = Decoder(policy.model, eos_ids=self._ends, pad_id=pad, device=device())
@@ -52,22 +55,32 @@ class Generator:
     def __call__(
         self, prompts: Sequence[Sequence[int]], *, seeds: Sequence[Sequence[int]]
     ) -> list[list[Answer]]:
-        """As many answers to each prompt as it has seeds, in the order of the prompts."""
+        """As many answers to each prompt as it has seeds, in the order of the prompts.
+
+        Raises:
+            ValueError: if a token cannot be drawn, as a weight is not finite.
+        """
         found: list[list[Answer]] = [[] for _ in prompts]
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
         for first in range(0, len(order), self._batch_size):
             chunk = order[first : first + self._batch_size]
             copies = len(seeds[chunk[0]])
-            flat = self._decoder(
+            responses = self._decoder(
                 [prompts[i] for i in chunk], self._sampling, seeds=[seeds[i] for i in chunk]
-            ).tokens()
+            )
+            undrawn = responses.undrawn()
+            if any(undrawn):
+                weights = broken_parameters(dict(self._policy.model.named_parameters()))
+                if weights:
+                    raise ValueError(undrawn_reason(weights))
+            flat = list(map(self._answer, responses.tokens(), undrawn))
             for place, i in enumerate(chunk):
-                found[i] = [self._answer(ids) for ids in flat[place * copies :][:copies]]
+                found[i] = flat[place * copies :][:copies]
         return found
 
-    def _answer(self, ids: list[int]) -> Answer:
-        text = self._tokenizer.decode(ids, skip_special_tokens=True)
-        return Answer(text, ids, bool(ids) and ids[-1] in self._ends)
+    def _answer(self, ids: list[int], undrawn: bool) -> Answer:
+        text = self._tokenizer.decode(ids[: len(ids) - undrawn], skip_special_tokens=True)
+        return Answer(text, ids, not undrawn and ids[-1] in self._ends, undrawn)
 
 
 def generate_answers(config: GenerateConfig) -> None:
@@ -88,7 +101,7 @@ def generate_answers(config: GenerateConfig) -> None:
     )
     generate = Generator(policy, sampling, batch_size=config.per_device_eval_batch_size)
     in_json = config.json or config.output_path is not None
-    count = too_long = 0
+    count = too_long = undrawn = 0
     with output_file(config.output_path) as file:
         for records in _chunks(config, policy, config.per_device_eval_batch_size):
             prompts = prompt_ids(records, policy, room)
@@ -105,8 +118,11 @@ def generate_answers(config: GenerateConfig) -> None:
                     file.write(_line(record, answer, in_json=in_json) + "\n")
             file.flush()
             count, too_long = count + len(records), too_long + len(records) - len(kept)
+            undrawn += sum(each.undrawn for own in answered.values() for each in own)
     if too_long:
         note(f"{too_long:,} prompts are longer than {room:,} tokens: they have no answer")
+    if undrawn:
+        note(f"{undrawn:,} answers are missing: {undrawn_reason(())}")
     if config.output_path is not None:
         note(f"{count:,} prompts answered to {config.output_path}")
 
@@ -175,8 +191,10 @@ def _copies(config: GenerateConfig) -> int:
 
 def _line(record: TextRecord, answer: Answer | None, *, in_json: bool) -> str:
     if not in_json:
-        return "(too long)" if answer is None else answer.text
+        if answer is None:
+            return "(too long)"
+        return "(no token can be drawn)" if answer.undrawn else answer.text
     fields: dict[str, Any] = {"prompt": record.prompt, "response": None}
-    if answer is not None:
+    if answer is not None and not answer.undrawn:
         fields |= {"response": answer.text, "tokens": answer.tokens, "ended": answer.ended}
     return json.dumps(jsonable(fields), ensure_ascii=False)

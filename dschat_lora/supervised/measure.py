@@ -13,7 +13,7 @@ from dschat_lora.data.encoder import Tokenizer, make_encoder
 from dschat_lora.data.records import TextRecord
 from dschat_lora.data.samples import Sample
 from dschat_lora.data.tokenize import TokenRule, tokenize
-from dschat_lora.generation.sampling import Sampling
+from dschat_lora.generation.sampling import Sampling, undrawn_reason
 from dschat_lora.report.log import jsonable
 from dschat_lora.report.terminal import log_once, to_json
 from dschat_lora.supervised.generate import Generator, prompt_ids, room_for_prompts, row_prompts
@@ -204,6 +204,8 @@ def own_scores(config: EvalConfig, policy: Policy, judge: Judge | None) -> dict[
         ids = prompt_ids(chunk, policy, room)
         kept = [(record, each) for record, each in zip(chunk, ids, strict=True) if each is not None]
         answers = generate([prompt for _, prompt in kept], seeds=[[0]] * len(kept))
+        if any(own.undrawn for (own,) in answers):
+            raise ValueError(f"the model's answers cannot be scored: {undrawn_reason(())}")
         if scorer is not None:
             records = [
                 record._replace(spans=(*record.context, Span(own[0].text, target=True)))

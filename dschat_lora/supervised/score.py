@@ -27,7 +27,7 @@ from dschat_lora.models.causal_lm import PreTrainedModel, load_tokenizer
 from dschat_lora.models.reward_model import RewardModel
 from dschat_lora.models.source import find_model
 from dschat_lora.report.log import jsonable
-from dschat_lora.report.terminal import note
+from dschat_lora.report.terminal import Screen, note
 from dschat_lora.supervised.inference import check_measured, last_record, read_rows
 
 ROWS_AT_A_TIME = 4096  # held in memory, sorted by length
@@ -186,7 +186,7 @@ def answers_of(record: TextRecord) -> list[TextRecord]:
 def output_file(path: str | None) -> Iterator[TextIO]:
     """Standard output, or a file that takes its name when it is complete."""
     if path is None:
-        yield sys.stdout
+        yield Screen() if sys.stdout.isatty() else sys.stdout
         sys.stdout.flush()
         return
     final = Path(path).expanduser()

@@ -399,7 +399,7 @@ def test_header_of_a_file_without_tensors_is_empty(tmp_path):
         ('{"__metadata__":[]}', 19, "no JSON object of tensors"),
         ('{"w":[]}', 8, "lacks dtype or shape of 'w'"),
         ('{"w":{"dtype":"F32"}}', 21, "lacks dtype or shape of 'w'"),
-        ("[" * 100_000, 100_000, "recursion"),
+        ("[" * 100_000, 100_000, "nested too deeply"),
     ],
     ids=range(10),
 )

@@ -364,7 +364,7 @@ def test_yaml_null_is_the_absent_value_of_an_optional_field(from_yaml):
         ("size: 8.0", ["size", "a whole number", "8.0"]),
         ("size: true", ["size", "a whole number", "True"]),
         ("size: null", ["size", "a whole number"]),
-        ("size: [8]", ["size", "a whole number", "[8]"]),
+        ("size: [8]", ["size", "a whole number", "['8']"]),
         ("rate: .nan", ["rate", "a number", "nan"]),
         ("rate: .inf", ["rate", "a number", "inf"]),
         ("kind: three", ["kind", "one of one, two", "three"]),
@@ -394,6 +394,61 @@ def test_yaml_mistake_names_the_file_the_option_and_what_is_allowed(from_yaml, t
         from_yaml(text)
     for part in parts:
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("size: 1\nname: a\nsize: 2", "'size' stands twice"),
+        ("name: &a {x: 1, x: 2}", "'x' stands twice"),
+        ("size: !!int ''", "int"),
+        ("fast: !!bool x", "'x' is neither true nor false"),
+        ("name: !!timestamp x", "timestamp"),
+        ("name: !!binary eA==", "binary"),
+        ("name: " + "[" * 5000, "nested too deeply"),
+    ],
+)
+def test_yaml_that_was_a_traceback_or_lost_a_value_is_refused(from_yaml, text, words):
+    with pytest.raises(ValueError, match=r"^--config .*run\.yaml cannot be read: ") as caught:
+        from_yaml(text)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["12:30", "010", "0x10", "1.50", "1_000", "2024-01-02", "1e3", "=", "+3"]
+)
+def test_yaml_text_arrives_as_it_is_written(from_yaml, text):
+    assert from_yaml(f"name: {text}\npaths: [{text}]\n") == parse(f"--name {text} --paths {text}")
+
+
+def test_yaml_merges_and_aliases_are_read(from_yaml):
+    assert from_yaml("<<: &a {size: 4}\nname: &b n\npaths: [*b, *b]\n") == parse(
+        "--size 4 --name n --paths n n"
+    )
+
+
+@pytest.mark.parametrize("option", ["name", "paths"])
+def test_an_empty_text_is_refused_as_that_of_a_variable_which_is_not_set(from_yaml, option):
+    message = f"--{option}: must be some text, in UTF-8, got ''"
+    for words in ([f"--{option}", ""], [f"--{option}="]):
+        with pytest.raises(ValueError, match=message):
+            parse_config(Whole, words)
+    with pytest.raises(ValueError, match=f"run.yaml: {option} must be some text, in UTF-8, got ''"):
+        from_yaml(f"{option}: ''\n")
+
+
+@pytest.mark.parametrize("option", ["name", "paths"])
+def test_two_dashes_as_a_value_are_refused_and_not_dropped(option):
+    with pytest.raises(ValueError, match=f"--{option} cannot be --, which ends the options"):
+        parse_config(Whole, [f"--{option}=--"])
+
+
+def test_a_list_or_a_file_given_twice_is_refused_as_the_first_would_be_lost():
+    with pytest.raises(ValueError, match="--paths is given twice, and takes all of its values"):
+        parse("--paths a b --paths c")
+    with pytest.raises(ValueError, match="--config is given twice"):
+        parse("--config a.yaml --config b.yaml")
+    assert parse("--size 1 --size 2").part.size == 2, "of a single value the last one counts"
 
 
 def test_missing_yaml_file_is_named():

@@ -214,7 +214,7 @@ WRONG = [
     ("merge adapter --merge_max_kl -1", ["--merge_max_kl", "-1", ">= 0"]),
     ("merge adapter extra", ["'extra'"]),
     ("generate adapter", ["--prompts", "--data_path"]),
-    ("generate adapter a --temperature 0", ["--temperature", "0", "> 0"]),
+    ("generate adapter a --temperature 0", ["--temperature", "0", ">= 1e-06"]),
     ("generate adapter a --top_p 2", ["--top_p", "2", "(0, 1]"]),
     ("generate adapter a --num_return_sequences 3", ["--num_return_sequences 3", "--do_sample"]),
     ("generate adapter --data_path none.jsonl", ["--data_path", "none.jsonl"]),

@@ -24,6 +24,7 @@ from helpers.step1 import parsed
         ("--preprocessing_num_workers -1", "--preprocessing_num_workers must be >= 0, got -1"),
         ("--data_path a b --data_weights 1", "one positive number for each of the 2 --data_path"),
         ("--data_path a --data_weights 0", "one positive number for each of the 1 --data_path"),
+        ("--data_path a --data_weights 1e30", "1 --data_path, 10000 at most, got"),
         ("--data_path a b c --data_split_name d e", "one name, or one for each of the 3 --data_p"),
         ("--columns promt=a", "did you mean prompt?"),
         ("--data_split 2,4", "--data_split must be three numbers >= 0 such as 2,4,4, got '2,4'"),
@@ -57,7 +58,7 @@ from helpers.step1 import parsed
         ("--merge_max_kl=-1", "--merge_max_kl must be >= 0, got -1.0"),
         ("--logging_steps 0", "--logging_steps must be >= 1, got 0"),
         ("--seed -1", r"--seed must be in \[0, 2\*\*63\), got -1"),
-        (f"--seed {2**63}", r"--seed must be in \[0, 2\*\*63\)"),
+        (f"--seed {2**63}", r"--seed: must be in \[-2\*\*63, 2\*\*63\), got '9223372036854775808'"),
         (f"--output_dir {__file__}", "is a file, not a directory"),
     ],
 )

@@ -373,7 +373,7 @@ def test_every_step_draws_from_the_models_distribution_by_its_own_random_number(
     ("options", "message"),
     [
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, found 0"),
-        ({"temperature": 0.0}, "temperature must be above 0, found 0.0"),
+        ({"temperature": 0.0}, "temperature must be at least 1e-06, found 0.0"),
         ({"top_p": 0.0}, r"top_p must be in \(0, 1\], found 0.0"),
         ({"top_p": 1.1}, r"top_p must be in \(0, 1\], found 1.1"),
         ({"top_k": -1}, r"top_k must be 0 \(all\) or more, found -1"),

@@ -1,7 +1,8 @@
 """Tiny models for whole runs of step 3, and such runs in the processes of ``Ranks``."""
 
 import json
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stderr
+from io import StringIO
 from pathlib import Path
 from unittest import mock
 
@@ -13,6 +14,7 @@ from data.hand_tokenizers import build_byte_tokenizer
 from dschat_lora.config.options import parse_config
 from dschat_lora.engine.distributed import rank
 from dschat_lora.engine.zero import gather_to_cpu
+from dschat_lora.generation import sampling
 from dschat_lora.lora.model import adapter_parameters
 from dschat_lora.rlhf import export, iteration, setup
 from dschat_lora.rlhf import train as course
@@ -197,3 +199,41 @@ def _as_numbers(result):
         **{f"{role}_norm": outcome.grad_norm for role, outcome in result.outcomes.items()},
         "tokens": result.num_tokens,
     }
+
+
+def train_rlhf_undrawn(argv, *, places):
+    """:func:`train_rlhf` where tokens cannot be drawn: (number of the draw, row) of rollouts."""
+    choose, draws = sampling.choose, []
+
+    def spoilt(logits, uniform, options):
+        chosen = choose(logits, uniform, options)
+        if options.draws_from_policy and options.max_new_tokens > 1:
+            draws.append(1)
+            for draw, row in places:
+                if draw == len(draws) - 1:
+                    chosen[row] = sampling.NO_TOKEN
+        return chosen
+
+    with mock.patch.object(sampling, "choose", spoilt):
+        return train_rlhf(argv)
+
+
+def rlhf_refusal(argv, *, spoil):
+    """The line that ends :func:`train_rlhf`, on the first rank, where a weight breaks at its start.
+
+    ``spoil`` is the end of the weight's name.
+    """
+    train = course.train
+
+    def spoilt(ready, engines):
+        for name, parameter in ready.roles.rollout.named_parameters():
+            if name.endswith(spoil):
+                getattr(parameter, "ds_tensor", parameter).data.view(-1)[0] = torch.nan
+        return train(ready, engines)
+
+    with mock.patch.object(course, "train", spoilt), redirect_stderr(StringIO()) as written:
+        try:
+            train_rlhf(argv)
+        except SystemExit:
+            return written.getvalue()
+    return None

@@ -109,7 +109,7 @@ def test_command_line_wins(recipe_of):
         ("stage: {}", "run.yaml: unknown stage; did you mean stages?"),
         ("stages: {}", "run.yaml: stages must name one or more of sft, reward, dpo, rlhf"),
         ("stages: {stf: {}}", "run.yaml: stages: unknown stf; did you mean sft?"),
-        ("stages: {sft: 3}", "run.yaml: stage sft must hold 'name: value' lines, got 3"),
+        ("stages: {sft: 3}", "run.yaml: stage sft must hold 'name: value' lines, got '3'"),
         (
             "stages: {sft: {lora_dmi: 3}}",
             "run.yaml: stage sft: unknown option --lora_dmi; did you mean --lora_dim?",
@@ -120,7 +120,7 @@ def test_command_line_wins(recipe_of):
         ),
         (
             "stages: {sft: {packing: 1}}",
-            "run.yaml: stage sft: packing must be true or false, got 1",
+            "run.yaml: stage sft: packing must be true or false, got '1'",
         ),
         (
             "stages: {sft: {}, rlhf: {kl_coef: -1}}",

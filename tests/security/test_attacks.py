@@ -325,7 +325,9 @@ def test_a_config_file_that_grows_when_it_is_read_is_refused(refused, tmp_path):
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 5)]
     (tmp_path / "run.yaml").write_text("\n".join([*lines, "data_path: *a4"]))
-    assert "run.yaml holds more than 100,000 values" in refused("--config", "run.yaml")
+    assert "run.yaml cannot be read: it holds more than 100,000 values" in refused(
+        "--config", "run.yaml"
+    )
 
 
 def test_a_cache_cannot_name_files_elsewhere(tmp_path):

@@ -160,7 +160,7 @@ def test_a_question_without_an_answer_is_not_part_of_the_conversation(say, runs,
 
 def test_what_a_terminal_takes_for_commands_is_shown_as_text(capsys):
     chat_module.write_text("a\x1b[2Jb\r\tc\n\x07\x9b")
-    assert capsys.readouterr().out == "a\\x1b[2Jb\\r\tc\n\\x07\\x9b"
+    assert capsys.readouterr().out == "a\\u001b[2Jb\\u000d\tc\n\\u0007\\u009b"
 
 
 # The command lines
@@ -187,7 +187,9 @@ def test_wrong_command_lines_are_told_in_one_line(refused, runs, tmp_path, verb)
     assert "is of kind SEQ_CLS, and this takes CAUSAL_LM" in refused(verb, reward)
     assert "--reward output/none does not" in refused(verb, "base", "--reward", "output/none")
     assert "of kind CAUSAL_LM" in refused(verb, "base", "--reward", runs["a"])
-    assert "--temperature must be >= 0, got -1" in refused(verb, "base", "--temperature", "-1")
+    assert "--temperature must be >= 1e-06, or 0 (greedy), got -1" in refused(
+        verb, "base", "--temperature", "-1"
+    )
     assert "did you mean --top_p?" in refused(verb, "base", "--topp", "1")
     write_adapter_config(tmp_path / "half")
     assert "holds no LoRA factor" in refused(verb, tmp_path / "half")

@@ -192,7 +192,7 @@ def test_a_model_that_fails_ends_what_runs_and_not_the_server(slow, monkeypatch)
 
     monkeypatch.setattr(model.batch.rows, "step", fail)
     decoder.submit(model, [5], LONG, queue.put)
-    assert pieces_of(queue)[-1].error == "the model failed: CUDA out of memory"
+    assert pieces_of(queue)[-1].error == "the model failed: OutOfMemoryError: CUDA out of memory"
     monkeypatch.setattr(model.batch.rows, "step", step)
     decoder.submit(model, [5], AnswerOptions(LONG.sampling, 3), queue.put)
     assert pieces_of(queue)[-1].tokens == 3

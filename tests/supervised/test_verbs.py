@@ -13,9 +13,11 @@ from dschat_lora import __main__ as command
 from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.checkpoint.export import save_adapter
 from dschat_lora.config.groups import LoraConfig, ModelConfig
+from dschat_lora.generation import sampling
 from dschat_lora.models.build import build_causal_lm, build_reward_model
 from dschat_lora.models.causal_lm import load_tokenizer
 from dschat_lora.models.source import find_model
+from dschat_lora.supervised import generate
 from helpers.step1 import write_jsonl
 
 CARD = {"data": {}, "metrics": {}, "versions": {}}
@@ -115,6 +117,49 @@ def refused_verb(home, monkeypatch, capsys):
         return line
 
     return run
+
+
+def test_an_answer_that_cannot_be_drawn_is_left_out(verb, monkeypatch):
+    choose, draws = sampling.choose, []
+
+    def spoilt(logits, uniform, options):
+        chosen = choose(logits, uniform, options)
+        draws.append(len(chosen))
+        if len(draws) == 2:
+            chosen[0] = sampling.NO_TOKEN
+        return chosen
+
+    whole = verb("generate", "sft", *PROMPTS, "--max_new_tokens", "4", "--json").splitlines()
+    for more in ((), ("--json",)):
+        draws.clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(sampling, "choose", spoilt)
+            found = verb("generate", "sft", *PROMPTS, "--max_new_tokens", "4", *more).splitlines()
+        if more:
+            rows = [json.loads(line) for line in found]
+            (missing,) = [n for n, row in enumerate(rows) if row["response"] is None]
+            assert rows[missing] == {"prompt": PROMPTS[missing], "response": None}
+            assert [x for n, x in enumerate(found) if n != missing] == [
+                x for n, x in enumerate(whole) if n != missing
+            ]
+        else:
+            assert found.count("(no token can be drawn)") == 1
+
+
+def test_a_weight_that_is_not_finite_is_named_by_generate(refused_verb, monkeypatch):
+    load = generate.load_policy
+
+    def spoilt(config):
+        policy = load(config)
+        policy.model.get_output_embeddings().weight.data[3] = torch.inf
+        return policy
+
+    monkeypatch.setattr(generate, "load_policy", spoilt)
+    line = refused_verb("generate", "sft", *PROMPTS)
+    assert line.startswith(
+        "error: no token can be drawn: the model's logits are not finite, as its"
+    )
+    assert ".weight holds" in line
 
 
 def greedy(model, tokenizer, prompt):

@@ -18,6 +18,7 @@ from transformers import (
     set_seed,
 )
 
+from dschat_lora.config.files import read_json
 from dschat_lora.config.recipes import find_deepspeed_json
 from dschat_lora.engine import peers
 from dschat_lora.engine.collectives import (
@@ -137,7 +138,7 @@ def deepspeed_settings(path: str) -> dict[str, Any]:
     Those of the loss scale it does not know; without them DeepSpeed takes its own defaults.
     """
     file = find_deepspeed_json(path, option="deepspeed")
-    content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    content: dict[str, Any] = read_json(file)
     scale = content.get("fp16", {})
     content["fp16"] = {n: v for n, v in scale.items() if v != "auto" or n == "enabled"}
     return content

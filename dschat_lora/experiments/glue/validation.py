@@ -1,6 +1,5 @@
 """Validation of a GLUE run: its checks in their order, before torch is imported."""
 
-import json
 import os
 import sys
 from dataclasses import replace
@@ -13,6 +12,7 @@ from dschat_lora.checkpoint.adapter_config import (
     read_adapter_config,
     verify_adapter,
 )
+from dschat_lora.config.files import read_json
 from dschat_lora.config.options import flatten
 from dschat_lora.config.recipes import find_deepspeed_json
 from dschat_lora.data.rows import SMALL_FILE
@@ -224,7 +224,7 @@ def check_deepspeed(config: GlueConfig, source: ModelSource) -> None:
         return
     file = find_deepspeed_json(path, option="deepspeed")
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = read_json(file)
     except (OSError, ValueError) as error:
         raise ValueError(f"--deepspeed {path} cannot be read: {error}") from error
     if not isinstance(content, dict):

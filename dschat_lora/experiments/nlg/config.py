@@ -115,8 +115,11 @@ class DecodeConfig:
 
     def __post_init__(self) -> None:
         require(bool(self.data_path), "data_path", "nothing", "a file or more of meanings")
-        require_numbers(self, ">= 1", "num_beams", "max_new_tokens", "per_device_eval_batch_size")
-        require_numbers(self, ">= 0", "no_repeat_ngram_size", "min_length", "length_penalty")
+        require_numbers(self, ">= 1", "max_new_tokens", "per_device_eval_batch_size")
+        require_numbers(self, ">= 0", "no_repeat_ngram_size", "min_length")
+        # More are too many for the memory, and lengths to a higher power for a float.
+        require(1 <= self.num_beams <= 1000, "num_beams", self.num_beams, "in [1, 1000]")
+        require(0 <= self.length_penalty <= 10, "length_penalty", self.length_penalty, "in [0, 10]")
         require_numbers(self, ">= 0", "lora_dim")
         if (self.epochs == "best") != bool(self.eval_data_path):
             raise ValueError("--epochs best and --eval_data_path, which it chooses by, go together")

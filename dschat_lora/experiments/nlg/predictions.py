@@ -8,6 +8,7 @@ from itertools import count, islice, takewhile
 from pathlib import Path
 from typing import Any
 
+from dschat_lora.config.files import parse_json
 from dschat_lora.experiments.nlg.config import EvaluateConfig, Filter
 
 # The categories of WebNLG 2017 with texts to train on.
@@ -119,11 +120,16 @@ def _lines_of(name: str, option: str) -> list[str]:
 
 def _object(location: str, line: bytes) -> dict[str, Any]:
     try:
-        values: Any = json.loads(line.decode("utf-8-sig"))
+        values = parse_json(line.decode("utf-8-sig"))
+        json.dumps(values, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
         raise ValueError(f"{location}: not UTF-8 (byte {error.start + 1} of the line)") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{location}: not valid JSON ({error.msg})") from error
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise ValueError(f"{location}: {half!a} is half a character (a lone surrogate)") from error
+    except ValueError as error:
+        reason = getattr(error, "msg", error)
+        raise ValueError(f"{location}: not valid JSON ({reason})") from error
     return values if isinstance(values, dict) else {}
 
 

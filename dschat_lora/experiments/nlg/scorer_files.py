@@ -13,7 +13,7 @@ from dschat_lora.experiments.nlg.config import Filter, Profile
 from dschat_lora.experiments.nlg.predictions import Prediction, json_lines, read_predictions
 from dschat_lora.report.directory import read_object
 from dschat_lora.report.terminal import log_once
-from dschat_lora.runtime.checks import check_can_be_made
+from dschat_lora.runtime.checks import check_can_be_made, check_file_can_be_made
 
 _END = "<|endoftext|>"
 
@@ -54,8 +54,11 @@ class FormatConfig:
 def check_format(config: FormatConfig) -> FormatConfig:
     """The config, if its files can be read and made."""
     texts_of(config)
-    for name, path in (("ref", config.output_ref_file), ("pred", config.output_pred_file)):
-        check_can_be_made(Path(path).expanduser().parent, option=f"output_{name}_file")
+    check_file_can_be_made(config.output_pred_file, "output_pred_file")
+    if config.profile == "e2e":
+        check_file_can_be_made(config.output_ref_file, "output_ref_file")
+    else:
+        check_can_be_made(Path(config.output_ref_file).expanduser(), "output_ref_file")
     return config
 
 

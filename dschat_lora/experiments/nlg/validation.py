@@ -18,7 +18,7 @@ from dschat_lora.experiments.nlg.optim_config import NlgOptimConfig
 from dschat_lora.experiments.nlg.original import weights_file, with_base, with_our_options
 from dschat_lora.experiments.nlg.predictions import chosen_predictions
 from dschat_lora.models.source import ModelSource, find_model
-from dschat_lora.runtime.checks import Check, check_can_be_made, check_task, model_fields
+from dschat_lora.runtime.checks import Check, check_file_can_be_made, check_task, model_fields
 from dschat_lora.runtime.resume import read_state
 from dschat_lora.runtime.seeds import check_starts_runs
 from dschat_lora.runtime.validation import StageRules, check_supervised
@@ -168,7 +168,7 @@ def check_decode(config: DecodeConfig) -> DecodeConfig:
         check_packages("decode --epochs best")
     data = DataConfig(data_path=config.data_path, eval_data_path=config.eval_data_path)
     check_sources(data, "prompts")
-    _check_output_file(config.output_path)
+    check_file_can_be_made(config.output_path, "output_path")
     return config
 
 
@@ -177,7 +177,7 @@ def check_evaluate(config: EvaluateConfig) -> EvaluateConfig:
     chosen_predictions(config)
     check_packages("evaluate")
     if config.output_path is not None:
-        _check_output_file(config.output_path)
+        check_file_can_be_made(config.output_path, "output_path")
     return config
 
 
@@ -207,13 +207,6 @@ def epoch_files(config: DecodeConfig) -> list[Path]:
             f"--model_name_or_path {config.model_name_or_path} holds no {home.name}/{epoch_file(1)}"
         )
     return files
-
-
-def _check_output_file(name: str) -> None:
-    path = Path(name).expanduser()
-    if path.is_dir():
-        raise ValueError(f"--output_path {name} is a directory; name a file")
-    check_can_be_made(path.parent, option="output_path")
 
 
 def _check_factors(config: DecodeConfig, found: ModelSource) -> None:

@@ -103,7 +103,7 @@ def test_a_meaning_begins_and_ends_as_in_training(meanings):
         ({"lora_alpha": 8.0}, "--lora_alpha describes a --lora_path, and there is none"),
         ({"enable_lora": ("q",)}, "--enable_lora describes a --lora_path, and there is none"),
         ({"output_path": "/"}, "--output_path / is a directory; name a file"),
-        ({"num_beams": 0}, "--num_beams must be >= 1, got 0"),
+        ({"num_beams": 0}, "--num_beams must be in [1, 1000], got 0"),
         ({"min_length": 65}, "--min_length must be at most --max_new_tokens 64, got 65"),
         ({"data_path": ()}, "--data_path must be a file or more of meanings, got 'nothing'"),
     ],

@@ -1,0 +1,130 @@
+"""Rows of Parquet and Arrow files, of which a bounded part is in memory.
+
+What a file repeats by reference, such as a long text in a dictionary, can be a million times larger
+in memory than on the disk. So values are counted before they become objects of Python, and of a
+Parquet file so few rows are decoded at a time that none of its dictionaries makes them too large.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROWS_AT_A_TIME = 1000
+BYTES_AT_A_TIME = 4 * 2**20  # of rows that become objects of Python at once, about
+MOST_DECODED = 2**30  # bytes of the rows of a Parquet file that are decoded at once
+ARROW_FILE = b"ARROW1"  # begins an Arrow file; a stream begins otherwise
+
+
+def parquet_batches(path: Path) -> Iterator[Any]:
+    """The record batches of a Parquet file."""
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(path) as file:
+        rows, kept = _bounds(path, file.metadata)
+    with pyarrow.parquet.ParquetFile(path, read_dictionary=kept) as file:
+        yield from file.iter_batches(batch_size=rows)
+
+
+def arrow_batches(path: Path) -> Iterator[Any]:
+    """The record batches of an Arrow stream, which ``datasets`` writes, or of an Arrow file."""
+    import pyarrow
+
+    with pyarrow.memory_map(str(path)) as memory:
+        if memory.read(len(ARROW_FILE)) == ARROW_FILE:
+            file = pyarrow.ipc.open_file(memory)
+            yield from (file.get_batch(i) for i in range(file.num_record_batches))
+        else:
+            memory.seek(0)
+            yield from pyarrow.ipc.open_stream(memory)
+
+
+def rows_of(batch: Any, *, most: int) -> Iterator[dict[str, Any] | None]:
+    """The rows of a record batch; None in place of one that is larger than ``most`` bytes.
+
+    Raises:
+        pyarrow.ArrowInvalid: if its offsets lie, or a text is not UTF-8.
+    """
+    batch.validate(full=True)
+    fit = BYTES_AT_A_TIME * batch.num_rows // (_size(batch) + 1)
+    count = max(1, min(ROWS_AT_A_TIME, fit))
+    for start in range(0, batch.num_rows, count):
+        part = batch.slice(start, count)
+        if _size(part) <= most:
+            yield from part.to_pylist()
+            continue
+        for row in (part.slice(i, 1) for i in range(part.num_rows)):
+            yield None if _size(row) > most else row.to_pylist()[0]
+
+
+def _size(batch: Any) -> int:
+    """Bytes of the values of a record batch, each counted as often as it occurs."""
+    return sum(map(_array_size, batch.columns))
+
+
+def _array_size(array: Any) -> int:
+    import pyarrow.compute as pc
+    from pyarrow import types
+
+    kind = array.type
+    own = 8 * len(array)
+    if types.is_dictionary(kind):
+        values = array.dictionary
+        if types.is_string(values.type) or types.is_large_string(values.type):
+            lengths = pc.binary_length(values).take(array.indices)
+            return own + (pc.sum(lengths).as_py() or 0)
+        return own + len(array) * _array_size(values)
+    if types.is_struct(kind):
+        return own + sum(map(_array_size, array.flatten()))
+    if types.is_fixed_size_list(kind):
+        return own + _array_size(array.flatten())
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_map(kind):
+        start, stop = array.offsets[0].as_py(), array.offsets[-1].as_py()
+        inner = (array.keys, array.items) if types.is_map(kind) else (array.values,)
+        return own + sum(_array_size(each.slice(start, stop - start)) for each in inner)
+    if str(kind) in ("string_view", "binary_view"):
+        views = memoryview(array.buffers()[1]).cast("B").cast("i")
+        return own + sum(views[4 * array.offset : 4 * (array.offset + len(array)) : 4])
+    if "view" in str(kind) or "run_end_encoded" in str(kind):
+        raise ValueError(f"columns of the type {kind} are not read")
+    return own + int(array.nbytes)
+
+
+def _bounds(path: Path, metadata: Any) -> tuple[int, list[str]]:
+    """Rows to decode at a time, and columns whose dictionaries are to be kept as such.
+
+    No value is larger than its dictionary. A column of lists may have all its values in one row.
+    """
+    rows, kept = ROWS_AT_A_TIME, set[str]()
+    with path.open("rb") as file:
+        for number in range(metadata.num_row_groups):
+            group = metadata.row_group(number)
+            largest = 0
+            for column in map(group.column, range(group.num_columns)):
+                dictionary = 0
+                if column.dictionary_page_offset:
+                    file.seek(column.dictionary_page_offset)
+                    dictionary = _page_size(file.read(16))
+                elif "DELTA_BYTE_ARRAY" in column.encodings:  # shares beginnings
+                    dictionary = MOST_DECODED
+                if dictionary * column.num_values <= MOST_DECODED:
+                    continue
+                if "." in column.path_in_schema:
+                    kept.add(column.path_in_schema)
+                largest += dictionary
+            rows = min(rows, MOST_DECODED // max(largest, 1))
+    return max(1, rows), sorted(kept)
+
+
+def _page_size(header: bytes) -> int:
+    """Bytes of an unpacked page, the second field of its header in Thrift's compact form."""
+    at, number = 1, 0
+    for _ in range(2):  # the kind of page, and its size
+        number = shift = 0
+        while at < len(header):
+            number |= (header[at] & 0x7F) << shift
+            shift += 7
+            at += 1
+            if header[at - 1] < 0x80:
+                break
+        at += 1  # the next field's own byte
+    return number >> 1

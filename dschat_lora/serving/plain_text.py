@@ -1,0 +1,59 @@
+"""Prompts of a chat in which special tokens that a user typed stay text."""
+
+import re
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dschat_lora.data.chat import Chat
+from dschat_lora.data.encoder import Encoder
+from dschat_lora.data.messages import Message
+from dschat_lora.models.causal_lm import Tokenizer
+
+
+def chat_ids(
+    messages: Sequence[Message], chat: Chat, encoder: Encoder, tokenizer: Tokenizer
+) -> list[int]:
+    """Tokens of messages up to the assistant's turn; only the template's special tokens are such.
+
+    Those that stand in a message, such as ``<|im_end|>``, would let it forge turns of others. They
+    are left out when the messages are rendered, and put in place as the tokens of their text.
+
+    Raises:
+        ValueError: if the chat template refuses the messages, or the tokenizer cannot read a
+            special token as text.
+    """
+    added = tokenizer.added_tokens_decoder.items()
+    special = {token.content: number for number, token in added if token.special}
+    longest_first = sorted(special, key=len, reverse=True)
+    pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+    mark = secrets.token_hex(8)  # that nobody knows
+    typed: list[str] = []
+
+    def hide(found: re.Match[str]) -> str:
+        typed.append(found[0])
+        return f"{mark}{len(typed) - 1};"
+
+    text = chat.render(_mapped(list(messages), pattern, hide), add_generation_prompt=True)
+    if not typed:
+        return encoder.encode([text])[0]
+    first, *rest = re.split(f"{mark}([0-9]+);", text)
+    ids = encoder.encode([first])[0]
+    for number, part in zip(rest[::2], rest[1::2], strict=True):
+        token = typed[int(number)]
+        as_text = tokenizer(token, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        if special[token] in as_text:
+            raise ValueError(f"the tokenizer cannot read the special token {token!r} as text")
+        ids += as_text + encoder.encode_alone(part)
+    return ids
+
+
+def _mapped(value: Any, pattern: re.Pattern[str], hide: Callable[[re.Match[str]], str]) -> Any:
+    """The value with ``hide`` in the place of matches in all its texts."""
+    if isinstance(value, str):
+        return pattern.sub(hide, value)
+    if isinstance(value, list):
+        return [_mapped(each, pattern, hide) for each in value]
+    if isinstance(value, dict):
+        return {name: _mapped(each, pattern, hide) for name, each in value.items()}
+    return value
