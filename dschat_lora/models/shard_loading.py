@@ -204,11 +204,11 @@ def _read(piece: Any, key: str, shard: Shard | None, parameter: Tensor) -> Tenso
         raise ValueError(f"{key} has the shape {tuple(stored)}, the model {tuple(wanted)}")
     if shard is None:
         whole: Tensor = piece[:]
+        if nf4.state_of(parameter) is None:
+            # A copy: of a pickle a view would keep the file's pages.
+            whole = whole.to(parameter.dtype, copy=isinstance(piece, Tensor))
         check_finite(whole, key)
-        if nf4.state_of(parameter) is not None:
-            return whole
-        # A copy: of a pickle a view would keep the file's pages.
-        return whole.to(parameter.dtype, copy=isinstance(piece, Tensor))
+        return whole
     dim = shard.dim % len(stored)
     parts = [
         piece[tuple([slice(None)] * dim + [slice(start, stop)])] for start, stop in shard.ranges()

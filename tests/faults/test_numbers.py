@@ -12,6 +12,7 @@ from collections import namedtuple
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import deepspeed
@@ -28,6 +29,7 @@ from dschat_lora.checkpoint.manifest import write_manifest
 from dschat_lora.generation.beam_search import Search, TextRules
 from dschat_lora.rlhf.batch import Response
 from dschat_lora.rlhf.environment import Environment
+from dschat_lora.rlhf.reward_shaping import check_scores
 from dschat_lora.rlhf.rewards import RewardFunction
 from dschat_lora.rlhf.user_functions import UserFunctionError
 from helpers.glue_toys import save_encoder, write_task
@@ -565,12 +567,35 @@ def test_reward_model_that_overflows_is_named_with_prompt_and_response(refused, 
     assert "after the prompt 'ocdgnaxfd'; a score is a finite number" in line
 
 
-def test_sum_of_rewards_that_overflows_is_named(refused):
-    line = refused(
-        f"{RLHF} --algorithm rloo --reward_weights 1e30 1e30 "
+def test_sum_of_rewards_that_overflows_within_an_iteration_is_named(run):
+    ended = run(
+        f"{RLHF} --algorithm rloo --reward_weights 1e30 1e30 --eval_prompts 0 "
         "--reward_function numbers_functions:distinct numbers_functions:large"
     )
-    assert "error: the weighted sum of rewards gives inf for" in line
+    assert ended.code == 2
+    assert "stopped by a score that failed after step 0" in ended.out
+    assert "error: the weighted sum of rewards gives inf for" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("total", "rewards", "words"),
+    [
+        ([1.0, NAN, 2.0], {}, "the reward model gives nan for"),
+        ([NAN, 1.0, 2.0], {"mine": [NAN, 1.0, 2.0]}, None),
+        ([NAN, 1.0, 2.0], {"mine": [NAN, 0.0, 1.0], "reward_model": [1.0] * 3}, None),
+        ([NAN] * 3, {"mine": [NAN] * 3, "reward_model": [0.0, INF, 0.0]}, "the reward model gives"),
+        ([0.0, -INF, 0.0], {"mine": [3e38] * 3}, "the weighted sum of rewards gives -inf for"),
+    ],
+)
+def test_score_is_no_number_by_the_model_and_left_out_by_a_function(total, rewards, words):
+    tensors = {name: torch.tensor(values) for name, values in rewards.items()}
+    experience = SimpleNamespace(scores=torch.tensor(total), rewards=tensors, responses=RESPONSES)
+    if words is None:
+        check_scores(experience, Words().decode)
+        return
+    with pytest.raises(UserFunctionError) as caught:
+        check_scores(experience, Words().decode)
+    assert str(caught.value.__cause__).startswith(words)
 
 
 # ---------------------------------------------------------------------------- environments
@@ -724,7 +749,8 @@ def test_rows_of_one_token_are_learnt(run, home):
     assert all(math.isfinite(each["loss"]) for each in metrics(home / "out", "train"))
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", "rloo", "grpo"] if ALL else ["grpo"])
+@pytest.mark.skipif(not ALL, reason="three runs; part of make test-all")
+@pytest.mark.parametrize("algorithm", ["ppo", "rloo", "grpo"])
 def test_prompts_and_answers_of_one_token_are_learnt(run, home, algorithm):
     line = RLHF.replace("prompts.jsonl", "prompt.jsonl").replace(
         "answer_seq_len 8", "answer_seq_len 1"
