@@ -1,8 +1,8 @@
-"""Rendering of chat templates in a process of its own, whose time and memory are bounded.
+"""Rendering of chat templates in a process whose time and memory are bounded.
 
 A template is a program that came with a model. The sandbox of transformers keeps it from files and
 from Python's objects; what it keeps from neither, a loop without end or a text of gigabytes, ends
-this process alone. Requests and replies are lines of JSON.
+in a process of its own, or in one that prepares data. Requests and replies are lines of JSON.
 """
 
 import json
@@ -12,7 +12,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 SECONDS = 5  # of the processor, for one rendering
@@ -46,7 +47,9 @@ class TemplateProcess:
         except RecursionError:
             raise ValueError("lists or objects are nested too deeply") from None
         with self._lock:
-            reply = {} if template in self._endless else self._ask(line)
+            reply = {}
+            if template not in self._endless:
+                reply = _answer(line, _bounded_here) if _works_here else self._ask(line)
             if not reply:
                 self._endless.add(template)
         if "text" in reply:
@@ -86,6 +89,7 @@ class TemplateProcess:
 
 
 _processes: dict[int, TemplateProcess] = {}
+_works_here = False
 
 
 def template_process() -> TemplateProcess:
@@ -93,8 +97,24 @@ def template_process() -> TemplateProcess:
     return _processes.setdefault(os.getpid(), TemplateProcess())
 
 
+def render_here() -> None:
+    """Have this process, which prepares data for another one, render by itself: that is faster."""
+    global _works_here
+    signal.signal(signal.SIGPROF, _give_up)
+    _works_here = True
+
+
 def serve() -> None:
     """Answer requests until there are no more."""
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever else is printed is no reply
+    for line in os.fdopen(0, "rb"):
+        replies.write(json.dumps(_answer(line, _bounded_process)).encode() + b"\n")
+        replies.flush()
+
+
+def _answer(line: bytes, bounded: Callable[[], AbstractContextManager[None]]) -> dict[str, Any]:
+    """The text and its marks, or the error; nothing where a bound is exceeded."""
     from jinja2 import TemplateError
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -102,28 +122,57 @@ def serve() -> None:
         *(TemplateError, ArithmeticError, AttributeError, ImportError, LookupError),
         *(RuntimeError, TypeError, ValueError),
     )
+    request = json.loads(line)
+    messages, variables = request.pop("messages"), request.pop("variables")
+    try:
+        with bounded():
+            texts, marks = render_jinja_template(conversations=[messages], **request, **variables)
+    except refusals as error:
+        return {"error": str(error)[:2000] or type(error).__name__}
+    except (MemoryError, TimeoutError):
+        return {}
+    if len(texts[0]) > MOST_CHARACTERS:
+        return {}
+    return {"text": texts[0], "marks": marks[0] if marks else []}
+
+
+@contextmanager
+def _bounded_process() -> Iterator[None]:
+    """Within, what takes too long ends the process."""
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    with _bounded_memory():
+        yield
+    signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+@contextmanager
+def _bounded_here() -> Iterator[None]:
+    """Within, what takes too long raises TimeoutError.
+
+    A single operation of Python's own that takes minutes ends the process.
+    """
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    signal.setitimer(signal.ITIMER_REAL, 12 * SECONDS)
+    try:
+        with _bounded_memory():
+            yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _give_up(*_: object) -> None:
+    raise TimeoutError
+
+
+@contextmanager
+def _bounded_memory() -> Iterator[None]:
     with open("/proc/self/statm", encoding="ascii") as file:
         used = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
-    reply: dict[str, Any]
-    replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever else is printed is no reply
-    for line in os.fdopen(0, "rb"):
-        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # whose signal ends the process
-        try:
-            request = json.loads(line)
-            text, marks = _render(render_jinja_template, request)
-            reply = {"text": text, "marks": marks} if len(text) <= MOST_CHARACTERS else {}
-        except refusals as error:
-            reply = {"error": str(error)[:2000] or type(error).__name__}
-        except MemoryError:
-            reply = {}
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        replies.write(json.dumps(reply).encode() + b"\n")
-        replies.flush()
-
-
-def _render(render: Any, request: dict[str, Any]) -> tuple[str, list[Any]]:
-    messages, variables = request.pop("messages"), request.pop("variables")
-    texts, marks = render(conversations=[messages], **request, **variables)
-    return texts[0], marks[0] if marks else []
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    most = min([used + MEMORY, *(each for each in before if each >= 0)])  # below 0: no limit
+    resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)

@@ -14,6 +14,8 @@ from itertools import chain, islice
 from multiprocessing.connection import wait
 from typing import Any, TypeVar
 
+from dschat_lora.data.template_process import render_here
+
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 TASKS_PER_WORKER = 3  # that wait or are worked on, so that memory does not grow with their number
@@ -76,6 +78,7 @@ def _set_function(function: Callable[[Any], Any]) -> None:
     # Ctrl-C reaches every process of a terminal; the first one ends the others.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    render_here()
     _worker["function"] = function
     # What was imported is neither searched for garbage nor, by that, copied; the lists of a task's
     # rows, of which none is garbage before its end, are seldom searched.

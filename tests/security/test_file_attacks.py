@@ -44,6 +44,7 @@ from dschat_lora.data.prepare import prepare
 from dschat_lora.data.readers import iter_file
 from dschat_lora.data.sources import find_source
 from dschat_lora.data.templates import read_chat_template
+from dschat_lora.data.workers import map_in_order
 from dschat_lora.engine.ds_config import read_deepspeed_json
 from dschat_lora.models.build import build_causal_lm
 from dschat_lora.models.causal_lm import load_causal_lm, load_config, load_tokenizer
@@ -1133,6 +1134,31 @@ def test_what_a_template_renders_is_what_transformers_makes_of_it():
     for asked in (False, True):
         expected = own.apply_chat_template(turns, tokenize=False, add_generation_prompt=asked)
         assert make_chat(own).render(turns, add_generation_prompt=asked) == expected
+
+
+def render_by(template):
+    own = load_tokenizer(str(BUNDLED_MODEL), ModelConfig())
+    own.chat_template = template
+    try:
+        return make_chat(own).render(TURNS, add_generation_prompt=False)
+    except ValueError as error:
+        return str(error)
+
+
+def test_processes_that_prepare_data_render_the_same_within_the_same_bounds(monkeypatch):
+    monkeypatch.setattr(template_process, "SECONDS", 0.5)
+    templates = [
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}",
+        "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}",
+        "{{ 'b' * 10**10 }}",
+        "{{ messages[7].content }}",
+        "{{ 'b' * (40 * 2**20) }}",
+    ]
+    here = [render_by(each) for each in (templates[0], templates[3])]
+    text, endless, large, missing, long = map_in_order(render_by, templates, workers=2)
+    assert [text, missing] == here
+    for refusal in (endless, large, long):
+        assert re.search(BOUND, refusal)
 
 
 # ---------------------------------------------------------------------------- terminals
