@@ -27,7 +27,8 @@ class ScoreError(UserFunctionError):
 def check_scores(experience: Experience, decode: Callable[[Sequence[int]], str]) -> None:
     """Refuse scores of a reward model that are not finite, and sums that fp32 does not hold.
 
-    A NaN of another origin is a function's None. Call on every rank.
+    A NaN of another origin is a function's None, or of a response that could not be drawn. Call on
+    every rank.
 
     Raises:
         ScoreError: whose cause names the first response with such a score.
@@ -36,7 +37,7 @@ def check_scores(experience: Experience, decode: Callable[[Sequence[int]], str])
     model = rewards.get("reward_model", torch.zeros_like(total) if rewards else total)
     scores = torch.stack([model, total], dim=1).tolist()  # read at once
     for response, (own, added) in zip(experience.responses, scores, strict=True):
-        if math.isfinite(own) and not math.isinf(added):
+        if response.undrawn or (math.isfinite(own) and not math.isinf(added)):
             continue
         who, found = "the weighted sum of rewards", added
         if not math.isfinite(own):

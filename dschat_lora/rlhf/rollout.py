@@ -29,7 +29,7 @@ GATHER_SHARE = 0.6
 
 
 class BrokenWeightsError(ValueError):
-    """A weight of the actor is not finite. Raised on every rank."""
+    """A weight of the actor is not finite, or no answer can be drawn. Raised on every rank."""
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,8 @@ class Generator:
         decode loop's log-probabilities, of the policy and of what was drawn from.
 
         Raises:
-            BrokenWeightsError: if a token could not be drawn, as a weight is not finite.
+            BrokenWeightsError: if a token could not be drawn, as a weight is not finite, or one of
+                no response could be.
         """
         # Prompts of like length are decoded together, and ranks have equal work.
         order = sorted(range(len(prompts)), key=lambda n: -len(prompts[n].input_ids))
@@ -256,7 +257,8 @@ class Generator:
         responses = self._share(found, blank, width=sampling.max_new_tokens)
         if any(each.undrawn for each in responses):
             own = broken_parameters(dict(self._rollout.named_parameters()))
-            if broken := [*dict.fromkeys(chain(*map(json.loads, gather_texts(json.dumps(own)))))]:
+            broken = [*dict.fromkeys(chain(*map(json.loads, gather_texts(json.dumps(own)))))]
+            if broken or all(each.undrawn for each in responses):
                 raise BrokenWeightsError(undrawn_reason(broken))
         return responses
 

@@ -9,6 +9,7 @@ import math
 import shutil
 import sys
 from collections import namedtuple
+from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -386,6 +387,16 @@ def test_weights_that_a_step_destroyed_are_named(refused, home):
     assert not checkpoints_of(home / "out")
 
 
+def test_actor_that_can_answer_nothing_any_more_is_not_finished(refused, home):
+    line = f"{RLHF} --algorithm rloo --reward_function numbers_functions:distinct --max_steps 1"
+    words = refused(f"{line} --actor_lora_learning_rate 1e30")
+    assert "stopped after step 1: no token can be drawn: the model's logits are not finite" in words
+    assert not checkpoints_of(home / "out")
+    words = refused(f"{line} --actor_lora_learning_rate 1e30 --max_steps 2 --eval_prompts 0")
+    assert "stopped after step 1: no token can be drawn" in words
+    assert words.endswith("step-00000001")
+
+
 EXTREMES = {
     "KL in PPO's rewards": "--algorithm ppo --critic_model_name_or_path opt/reward --kl_coef 1e30",
     "KL in RLOO's rewards": "--algorithm rloo --kl_coef 1e30",
@@ -447,6 +458,7 @@ def test_number_that_fp32_would_turn_into_another_is_refused(run, verb, option, 
 # ---------------------------------------------------------------------------- rewards
 
 RESPONSES = [Response((5, n), (7, n, 2), True, n) for n in (3, 4, 6)]
+UNDRAWN = replace(RESPONSES[0], undrawn=True)
 
 
 def score_of(found):
@@ -593,6 +605,8 @@ def test_score_is_no_number_by_the_model_and_left_out_by_a_function(total, rewar
     if words is None:
         check_scores(experience, Words().decode)
         return
+    undrawn = SimpleNamespace(**{**vars(experience), "responses": [UNDRAWN] * 3})
+    check_scores(undrawn, Words().decode)  # left out, whatever its score is
     with pytest.raises(UserFunctionError) as caught:
         check_scores(experience, Words().decode)
     assert str(caught.value.__cause__).startswith(words)
