@@ -68,9 +68,10 @@ class TemplateProcess:
         if reply.endswith(b"\n"):
             found: dict[str, Any] = json.loads(reply)
             return found
-        process.kill()
         process.communicate()
         self._process = None
+        if process.returncode > 0:  # no signal of a bound
+            return {"error": f"the process that renders it ended with {process.returncode}"}
         return {}
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -102,9 +103,10 @@ def serve() -> None:
         *(TemplateError, ArithmeticError, AttributeError, ImportError, LookupError),
         *(RuntimeError, TypeError, ValueError),
     )
-    with open("/proc/self/statm", encoding="ascii") as file:
-        used = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
+    if os.path.exists("/proc/self/statm"):  # on Linux
+        with open("/proc/self/statm", encoding="ascii") as file:
+            used = int(file.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
     reply: dict[str, Any]
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever else is printed is no reply
