@@ -204,10 +204,10 @@ def empty_classifier(settings: PretrainedConfig) -> PreTrainedModel:
 def _settings_of(base: str) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(base)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # a damaged file leads transformers to any
         raise ValueError(
             f"--base {base} is no model: give a hub name or a directory with config.json "
-            f"({str(error).strip().splitlines()[0]})"
+            f"({next(iter(str(error).strip().splitlines()), type(error).__name__)})"
         ) from error
 
 

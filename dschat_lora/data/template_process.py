@@ -71,9 +71,10 @@ class TemplateProcess:
         if reply.endswith(b"\n"):
             found: dict[str, Any] = json.loads(reply)
             return found
-        process.kill()
         process.communicate()
         self._process = None
+        if process.returncode > 0:  # no signal of a bound
+            return {"error": f"the process that renders it ended with {process.returncode}"}
         return {}
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -140,9 +141,11 @@ def _answer(line: bytes, bounded: Callable[[], AbstractContextManager[None]]) ->
 def _bounded_process() -> Iterator[None]:
     """Within, what takes too long ends the process."""
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
-    with _bounded_memory():
-        yield
-    signal.setitimer(signal.ITIMER_PROF, 0)
+    try:
+        with _bounded_memory():
+            yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 @contextmanager
@@ -167,6 +170,9 @@ def _give_up(*_: object) -> None:
 
 @contextmanager
 def _bounded_memory() -> Iterator[None]:
+    if not os.path.exists("/proc/self/statm"):  # not on Linux
+        yield
+        return
     with open("/proc/self/statm", encoding="ascii") as file:
         used = int(file.read().split()[0]) * resource.getpagesize()
     before = resource.getrlimit(resource.RLIMIT_AS)

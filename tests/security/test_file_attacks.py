@@ -1124,6 +1124,15 @@ def test_a_template_that_exceeds_a_bound_is_not_tried_again():
     assert make_chat(own).render(TURNS, add_generation_prompt=False) == "ab"
 
 
+def test_a_process_that_cannot_render_is_no_fault_of_the_template(monkeypatch):
+    monkeypatch.setattr(template_process, "_START", "raise SystemExit(3)")
+    process = template_process.TemplateProcess()
+    request = {"messages": TURNS, "tools": None, "variables": {}}
+    for _ in range(2):
+        with pytest.raises(ValueError, match="the process that renders it ended with 3"):
+            process.render("{{ messages }}", request)
+
+
 def test_what_a_template_renders_is_what_transformers_makes_of_it():
     own = load_tokenizer(str(BUNDLED_MODEL), ModelConfig())
     own.chat_template = (

@@ -20,7 +20,7 @@ from dschat_lora.config.groups import LoraConfig
 from dschat_lora.experiments.glue.bottleneck import add_adapters, is_adapter
 from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.lora.model import apply_lora, lora_layers, seeded_generator
-from dschat_lora.models.loading import check_loaded, hub_errors
+from dschat_lora.models.loading import check_loaded, check_local_files, hub_errors
 
 # Query and value projections by model type.
 _TARGETS = {
@@ -173,7 +173,9 @@ def _start_adapters(model: PreTrainedModel, path: Path, say: Callable[[str], Non
 def _pretrained(config: GlueConfig, say: Callable[[str], None]) -> PreTrainedModel:
     task, name = config.task, config.model_name_or_path
     trust = config.trust_remote_code
-    settings = AutoConfig.from_pretrained(name, trust_remote_code=trust)
+    with hub_errors("--model_name_or_path", name, "configuration"):
+        check_local_files(name, PretrainedConfig.get_config_dict(name)[0])
+        settings = AutoConfig.from_pretrained(name, trust_remote_code=trust)
     named = [str(label).lower() for _, label in sorted(settings.id2label.items())]
     settings.num_labels = task.num_labels
     settings.problem_type = "regression" if task.is_regression else "single_label_classification"
@@ -187,15 +189,15 @@ def _pretrained(config: GlueConfig, say: Callable[[str], None]) -> PreTrainedMod
         deberta = settings.model_type.startswith("deberta")
         for each in known or (["cls_dropout"] if deberta else ["classifier_dropout"]):
             setattr(settings, each, config.classifier_dropout)
-    model, info = AutoModelForSequenceClassification.from_pretrained(
-        name,
-        config=settings,
-        dtype=torch.float32,
-        trust_remote_code=trust,
-        ignore_mismatched_sizes=True,
-        output_loading_info=True,
-    )
     with hub_errors("--model_name_or_path", name, "model"):
+        model, info = AutoModelForSequenceClassification.from_pretrained(
+            name,
+            config=settings,
+            dtype=torch.float32,
+            trust_remote_code=trust,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
         check_loaded(model, info["missing_keys"], new=info["missing_keys"])
     other = sorted(key for key, *_ in info["mismatched_keys"])
     absent = sorted(info["missing_keys"])

@@ -47,6 +47,7 @@ from dschat_lora.experiments.glue.results import (
 from dschat_lora.experiments.glue.trainer import GlueTrainer, mean_loss
 from dschat_lora.experiments.glue.validation import check_glue
 from dschat_lora.models.fingerprint import weights_fingerprint
+from dschat_lora.models.loading import hub_errors
 from dschat_lora.runtime.checkpointer import take_over
 from dschat_lora.runtime.consistency import tokenizer_digest
 from dschat_lora.runtime.resume import (
@@ -157,9 +158,9 @@ def build_trainer(
         lambda: {f"the {name} rows": _digest(split) for name, split in splits.items()},
         remedy="give all hosts the same files",
     )
-    tokenizer = AutoTokenizer.from_pretrained(
-        config.model_name_or_path, trust_remote_code=config.trust_remote_code
-    )
+    name = config.model_name_or_path
+    with hub_errors("--model_name_or_path", name, "tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=config.trust_remote_code)
     model = build_model(config, say=say)
     most = tokenizer.model_max_length = min(tokenizer.model_max_length, max_positions(model.config))
     if config.max_seq_length > most:
