@@ -20,11 +20,12 @@ from dschat_lora.pipeline.launch import (
     launch_command,
     launch_stage,
     launcher_command,
+    run_or_end,
     split_launcher_options,
 )
 from dschat_lora.report.terminal import log_once
 from dschat_lora.runtime.seeds import run_seeds
-from dschat_lora.runtime.stage_main import ended_in_one_line, late, run_main
+from dschat_lora.runtime.stage_main import ended_in_one_line, late, prepare_process, run_main
 from dschat_lora.serving.verbs import chat, serve
 
 
@@ -37,14 +38,18 @@ class Verb(NamedTuple):
 
 def main() -> None:
     """Run the verb given on the command line."""
-    verb, argv = chosen_verb(sys.argv[1:], ("", *VERBS))
+    prepare_process()
+    with ended_in_one_line():
+        _run(*chosen_verb(sys.argv[1:], ("", *VERBS)))
+
+
+def _run(verb: str, argv: list[str]) -> None:
     if verb:
         # The first writes to the standard output, which results go to; the second, on a CPU, names
         # a package that nothing here needs.
         for name in ("DeepSpeed", "bitsandbytes.backends.cpu.ops"):
             getLogger(name).addFilter(_is_error)
-        with ended_in_one_line():
-            VERBS[verb].run(argv)
+        VERBS[verb].run(argv)
     elif argv in (["-h"], ["--help"]):
         _show_help()
     elif argv == ["--version"]:
@@ -119,7 +124,7 @@ def _once_or_by_seeds(
 
     def run(config: GlueConfig | NlgConfig) -> None:
         if config.seeds > 1 and not flatten(config)["dry_run"]:
-            run_seeds(config, name=name, prefix=prefix)
+            run_seeds(config, name=name, prefix=prefix, run=run_or_end)
         else:
             run_once(config)
 

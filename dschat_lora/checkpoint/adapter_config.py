@@ -14,9 +14,9 @@ from dschat_lora.checkpoint.history import is_checkpoint
 from dschat_lora.checkpoint.manifest import (
     MANIFEST,
     DamagedError,
+    replace_manifest,
     safetensors_header,
     verify,
-    write_manifest,
 )
 from dschat_lora.config.files import read_json
 from dschat_lora.config.values import fits_fp32
@@ -148,7 +148,7 @@ def accept_adapter(directory: str | Path) -> None:
         ValueError: as :func:`read_adapter_config`, or if the weights have no readable header.
     """
     read_adapter_config(directory)
-    write_manifest(Path(directory), kind="adapter")
+    replace_manifest(Path(directory), kind="adapter")
 
 
 def peft_fields(config: AdapterConfig) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from dschat_lora.checkpoint.adapter import write_adapter
 from dschat_lora.checkpoint.adapter_config import AdapterConfig, read_adapter_config
 from dschat_lora.checkpoint.model_card import model_card
 from dschat_lora.checkpoint.staging import staged_directory
+from dschat_lora.checkpoint.tensors import writing
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.engine.collectives import on_rank_zero
 from dschat_lora.engine.distributed import device
@@ -104,7 +105,8 @@ def save_merged(
         for name, value in dropouts.items():
             setattr(merged.config, name, value)
         with staged_directory(directory) as staging:
-            merged.save_pretrained(staging)
+            with writing(directory):
+                merged.save_pretrained(staging)
             _save_tokenizer(tokenizer, staging)
             written = _auto_class(model).from_pretrained(staging, dtype=kept)
             after = probe_logits(written.to(_device_with_room(written)).eval(), probe_ids)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeGuard
 
+from dschat_lora.checkpoint.staging import staged_file
 from dschat_lora.config.files import MOST_BYTES, parse_json, read_bytes, read_json
 
 MANIFEST = "manifest.json"
@@ -31,14 +32,31 @@ def write_manifest(directory: Path, *, kind: str) -> None:
     Raises:
         DamagedError: if a ``.safetensors`` file has no readable header.
     """
-    manifest = directory / MANIFEST
+    (directory / MANIFEST).write_bytes(_described(directory, kind))
+
+
+def replace_manifest(directory: Path, *, kind: str) -> None:
+    """Write the manifest anew, as :func:`write_manifest`; an earlier one stays until it is whole.
+
+    Raises:
+        DamagedError: as :func:`write_manifest`.
+        OSError: if the disk refuses.
+    """
+    content = _described(directory, kind)
+    with staged_file(directory / MANIFEST) as staging:
+        staging.write_bytes(content)
+
+
+def _described(directory: Path, kind: str) -> bytes:
     files = {
         path.relative_to(directory).as_posix(): _description(path)
         for path in directory.rglob("*")
-        if path.is_file() and not path.is_symlink() and path != manifest
+        if path.is_file() and not path.is_symlink()
     }
+    for own in (MANIFEST, f".{MANIFEST}.tmp"):
+        files.pop(own, None)
     content = {"format": _FORMAT, "kind": kind, "files": files}
-    manifest.write_bytes(_canonical({**content, "sha256": _own_sha256(content)}))
+    return _canonical({**content, "sha256": _own_sha256(content)})
 
 
 def read_manifest(directory: Path, *, kind: str) -> dict[str, Any]:

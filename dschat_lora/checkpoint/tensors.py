@@ -1,7 +1,8 @@
 """safetensors files: write, with errors of the disk as OSError, and read by key."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,15 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     Raises:
         OSError: if the disk refuses; safetensors has an error of its own for that.
     """
-    try:
+    with writing(path):
         save_file(dict(tensors), path)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Inside the block an error of safetensors is one of the disk that refuses ``path``."""
+    try:
+        yield
     except SafetensorError as error:
         raise OSError(f"{path} cannot be written: {error}") from error
 

@@ -372,5 +372,6 @@ class RunConfig:
         if len(self.report_to) > 1 and "none" in self.report_to:
             raise ValueError(f"--report_to {' '.join(self.report_to)}: none stands alone")
         require(0 <= self.seed < 2**63, "seed", self.seed, "in [0, 2**63)")
+        require(self.output_dir != "", "output_dir", "", "a directory; . is the current one")
         if self.output_dir is not None and Path(self.output_dir).is_file():
             raise ValueError(f"--output_dir {self.output_dir} is a file, not a directory")

@@ -14,6 +14,7 @@ import types
 import typing
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, overload
 
@@ -302,8 +303,9 @@ def fail(message: str, *, code: int = 2) -> NoReturn:
     else:
         is_said = _tell_others(words, code)
     if not is_said:
-        sys.stderr.write(f"error: {words}\n")
-        sys.stderr.flush()
+        with suppress(OSError):  # the exit code says it where nobody can be told
+            sys.stderr.write(f"error: {words}\n")
+            sys.stderr.flush()
     raise SystemExit(code)
 
 

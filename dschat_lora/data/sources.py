@@ -41,6 +41,8 @@ def find_source(option: str, entry: str, split: str | None = None) -> Source:
     Raises:
         ValueError: naming the option, if the path is missing or holds no data file.
     """
+    if not entry:
+        raise ValueError(f"--{option} is empty; leave it out for the bundled data")
     path, label = Path(entry).expanduser(), f"--{option} {entry}"
     before, colon, own = entry.rpartition(":")
     if colon and not path.exists() and Path(before).expanduser().is_dir():

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from dschat_lora.data.rows import DataKind
 from dschat_lora.data.samples import AnySample, PairSample, PromptSample, Sample, UnpairedSample
+from dschat_lora.report.terminal import naming
 
 LIST = pa.large_list(pa.int32())  # 64-bit offsets: more than 2**31 tokens fit
 TEXT = pa.large_binary()
@@ -120,10 +122,16 @@ def write_table(
 ) -> None:
     """Write rows of columns to an Arrow file, a batch in memory at a time."""
     schema = pa.schema([pa.field(*field) for field in types.items()], metadata=notes)
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, schema) as writer:
+    with _writer(path, schema) as writer:
         for batch in batches:
             columns = [_arrow(batch[name], stored) for name, stored in types.items()]
             writer.write_batch(pa.record_batch(columns, schema=schema))
+
+
+@contextmanager
+def _writer(path: Path, schema: pa.Schema) -> Iterator[pa.ipc.RecordBatchFileWriter]:
+    with naming(path), pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, schema) as writer:
+        yield writer
 
 
 def read_table(path: Path) -> Table:
@@ -153,7 +161,7 @@ def join(parts: Iterable[Path], path: Path, kind: DataKind) -> str:
     """Write the samples of several files to one, and return the digest of all."""
     schema = pa.schema([pa.field(*field) for field in COLUMNS[kind].items()])
     digest = _Digest()
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, schema) as writer:
+    with _writer(path, schema) as writer:
         for part in parts:
             with pa.memory_map(str(part)) as source:
                 for batch in _batches(pa.ipc.open_file(source)):

@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import socket
 import struct
 import time
@@ -79,6 +80,33 @@ class Connection:
         with suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
         self.sock.close()
+
+
+def check_environment() -> None:
+    """Refuse numbers that no launcher sets; without one, forget names that it would have set.
+
+    Raises:
+        ValueError: naming the variable, and what it may be.
+    """
+    if "WORLD_SIZE" not in os.environ:
+        for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
+            os.environ.pop(name, None)
+    size = _checked("WORLD_SIZE", "1", range(1, 2**20))
+    for name in ("RANK", "LOCAL_RANK"):
+        _checked(name, "0", range(size))
+    _checked("LOCAL_WORLD_SIZE", "1", range(1, size + 1))
+    _checked("MASTER_PORT", "1", range(1, 2**16))
+
+
+def _checked(name: str, default: str, allowed: range) -> int:
+    text = os.environ.get(name, default)
+    if not re.fullmatch("[0-9]{1,7}", text) or int(text) not in allowed:
+        os.environ.pop("RANK", None)  # for rank 0 alone tells an error
+        raise ValueError(
+            f"{name} of the environment must be a whole number from {allowed[0]} to {allowed[-1]}, "
+            f"as launchers set it, got {text!r}; without WORLD_SIZE one process runs"
+        )
+    return int(text)
 
 
 def complete_environment() -> None:

@@ -2,7 +2,6 @@
 
 import json
 import shlex
-import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from dschat_lora.pipeline.launch import (
     LauncherConfig,
     launch_command,
     launcher_command,
+    run_or_end,
     typed_command,
 )
 from dschat_lora.report.directory import leftovers
@@ -112,9 +112,8 @@ def _run_stage(name: str, options: dict[str, Any]) -> None:
     log_once(f"$ {shlex.join(typed_command(name, launcher, options))}")
     argv = command_line(options)
     command = launch_command(name, launcher, argv, program=launcher_command())
-    result = subprocess.run(command, check=False)
-    if result.returncode != 0:
-        fail(f"the stage {name} ended with exit code {result.returncode}")
+    if code := run_or_end(command):
+        fail(f"the stage {name} ended with exit code {code}")
 
 
 def _tables(

@@ -18,6 +18,7 @@ from dschat_lora.config.verbs import (
     MergeConfig,
     PushConfig,
 )
+from dschat_lora.pipeline.launch import run_or_end
 from dschat_lora.report.html import render_report, write_report
 from dschat_lora.report.rollout_view import show_rollouts
 from dschat_lora.report.story import read_stories
@@ -171,7 +172,8 @@ def push(argv: list[str]) -> None:
 
 def export(argv: list[str]) -> None:
     """Run ``dschat-lora export``."""
-    if not gguf.export_gguf(_parsed_config("export RUN", ExportConfig, argv)):
+    config = _parsed_config("export RUN", ExportConfig, argv)
+    if not gguf.export_gguf(config, partial(run_or_end, stdout=2)):  # as the converter logs
         raise SystemExit(1)
 
 

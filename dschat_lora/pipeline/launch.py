@@ -79,14 +79,18 @@ def typed_command(stage: str, launcher: LauncherConfig, options: Mapping[str, ob
 
 
 def launch_stage(stage: str, launcher: LauncherConfig, argv: Sequence[str]) -> NoReturn:
-    """Run a stage in the launcher's processes, and end this one with their exit code.
+    """Run a stage in the launcher's processes, and end this one with their exit code."""
+    raise SystemExit(run_or_end(launch_command(stage, launcher, argv, program=launcher_command())))
 
-    They get the signals that this process gets.
-    """
+
+def run_or_end(command: Sequence[str], *, stdout: int | None = None) -> int:
+    """Exit code of a command that gets the signals of this process, which then ends by them."""
     relay = Relay()
     with relay.listening():
-        code = relay.run(launch_command(stage, launcher, argv, program=launcher_command()))
-    raise SystemExit(128 + relay.received if relay.received else code)
+        code = relay.run(command, stdout=stdout)
+    if relay.received:
+        raise SystemExit(128 + relay.received)
+    return code
 
 
 def split_launcher_options(argv: Sequence[str]) -> tuple[LauncherConfig | None, list[str]]:
@@ -132,9 +136,9 @@ class Relay:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def run(self, command: Sequence[str]) -> int:
+    def run(self, command: Sequence[str], *, stdout: int | None = None) -> int:
         """Exit code of the command by a shell's convention."""
-        with subprocess.Popen(command, start_new_session=True) as process:
+        with subprocess.Popen(command, stdout=stdout, start_new_session=True) as process:
             self._running = process
             if self.received:
                 self._pass_on(self.received)

@@ -26,7 +26,7 @@ from dschat_lora.report.data_view import data_section
 from dschat_lora.report.markup import duration, html_table, safe, short, value_text
 from dschat_lora.report.settings import differences, settings_section
 from dschat_lora.report.story import StageStory
-from dschat_lora.report.terminal import named
+from dschat_lora.report.terminal import naming
 from dschat_lora.report.verdict import (
     TITLES,
     WORDS,
@@ -51,13 +51,11 @@ def write_report(path: Path, html: str) -> None:
     """
     staged = path.with_name(path.name + ".partial")
     try:
-        with staged.open("w", encoding="utf-8", newline="\n") as file:
+        with naming(path), staged.open("w", encoding="utf-8", newline="\n") as file:
             file.write(html)
             file.flush()
             os.fsync(file.fileno())
         staged.replace(path)
-    except OSError as error:
-        raise named(error, path) from error
     finally:
         staged.unlink(missing_ok=True)
 

@@ -1,5 +1,6 @@
 """Log of a run: metrics.jsonl, trackers, and the terminal."""
 
+import errno
 import json
 import math
 import os
@@ -13,7 +14,7 @@ from tqdm import tqdm
 
 from dschat_lora.config.options import harmless
 from dschat_lora.report.directory import open_alone
-from dschat_lora.report.terminal import RemainingTime, named, silence_stdout, wrapped
+from dschat_lora.report.terminal import RemainingTime, named, naming, silence, wrapped
 from dschat_lora.report.trackers import Tracker, numbers_of
 
 
@@ -111,6 +112,7 @@ class RunLog:
             self._file.write(json.dumps(jsonable(record)) + "\n")
             self._file.flush()
             self._num_lines += 1
+            _check_in_place(self._file)
             for tracker in self._trackers:
                 tracker.add(step, numbers_of(kind, fields))
         except OSError as error:
@@ -136,12 +138,11 @@ class RunLog:
             raise self.failure
         if self._file is None:
             return
-        try:
+        with naming(Path(self._file.name)):
             for tracker in self._trackers:
                 tracker.flush()
             os.fsync(self._file.fileno())
-        except OSError as error:
-            raise named(error, Path(self._file.name)) from error
+            _check_in_place(self._file)
 
     def say(self, text: str) -> None:
         """Print a line, above the progress bar if there is one.
@@ -156,8 +157,7 @@ class RunLog:
             tqdm.write(harmless(text), file=sys.stdout)
             sys.stdout.flush()
         except OSError:
-            self._bar = None
-            silence_stdout()
+            silence(1)
 
     def advance(self) -> None:
         """One optimizer step, or iteration of step 3, further."""
@@ -169,7 +169,7 @@ class RunLog:
             self._bar.update()
         except OSError:
             self._bar = None
-            silence_stdout()
+            silence(2)
 
     def close(self) -> None:
         """Close files and the bar."""
@@ -189,6 +189,20 @@ class RunLog:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _check_in_place(file: TextIO) -> None:
+    """Refuse to go on where the file, and its directory, are no longer under their names.
+
+    Another run may begin there, unlocked; and what was saved so far is not with what follows.
+    """
+    try:
+        is_in_place = os.path.samestat(os.fstat(file.fileno()), os.stat(file.name))
+    except FileNotFoundError:
+        is_in_place = False
+    if not is_in_place:
+        words = "it was moved or deleted while the run was writing to it"
+        raise FileNotFoundError(errno.ENOENT, words, file.name)
 
 
 def _truncate(file: TextIO, num_lines: int) -> list[bytes]:

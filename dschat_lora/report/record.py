@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -53,6 +54,8 @@ class RunRecord:
                 staged.replace(self._path)
             except OSError as error:
                 self.failure = self.failure or named(error, self._path)
+                with suppress(OSError):
+                    staged.unlink(missing_ok=True)
 
     def check(self) -> None:
         """Raise the OSError with which the disk refused an update, if it did."""

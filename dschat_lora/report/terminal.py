@@ -1,13 +1,14 @@
 """Terminal output: lines, tables and error messages, where there is no run to log to."""
 
+import codecs
 import io
 import json
 import os
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, redirect_stdout
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,13 +21,45 @@ if TYPE_CHECKING:
 SECONDS_BETWEEN_LINES = 60.0
 # Where the text of a log's line begins, after the name of what it tells.
 _TEXT_COLUMN = 15
+# How messages name it, beside files.
+STDOUT = Path("standard output")
 
 
-def silence_stdout() -> None:
-    """Discard all further output to the standard streams, as nobody reads them any more."""
+def prepare_standard_streams() -> None:
+    """Let the standard streams take any text, whoever started this process.
+
+    One that is closed becomes an empty file: else the next file to be opened would be it, and would
+    receive what libraries and other processes print. Characters that the encoding of the standard
+    output lacks, with which a run would end, are written as JSON has them.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
+    codecs.register_error("json", _escaped)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="json")
+
+
+def _escaped(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    return json.dumps(error.object[error.start : error.end])[1:-1], error.end
+
+
+def silence(descriptor: int) -> None:
+    """Discard all further output to a standard stream, 1 or 2, as nobody reads it any more."""
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
-        for descriptor in (1, 2):
-            os.dup2(nowhere.fileno(), descriptor)
+        os.dup2(nowhere.fileno(), descriptor)
+
+
+def say_once(text: str) -> None:
+    """Print a line of a run, which goes on silently if nobody can read it; see :func:`log_once`."""
+    try:
+        log_once(text)
+    except OSError:
+        silence(1)
 
 
 def log_once(text: str) -> None:
@@ -42,8 +75,9 @@ def prints_on_stderr() -> AbstractContextManager[object]:
 
 def write_text(text: str) -> None:
     """Write text to the standard output at once, its control characters made harmless."""
-    sys.stdout.write(harmless(text))
-    sys.stdout.flush()
+    with naming(STDOUT):
+        sys.stdout.write(harmless(text))
+        sys.stdout.flush()
 
 
 class Screen(io.TextIOBase):
@@ -110,8 +144,9 @@ def _clock(seconds: float) -> str:
 
 
 def note(text: str) -> None:
-    """Print a line to the standard error."""
-    sys.stderr.write(harmless(text) + "\n")
+    """Print a line to the standard error; one that cannot be written is no reason to fail."""
+    with suppress(OSError):
+        sys.stderr.write(harmless(text) + "\n")
 
 
 def named(error: OSError, path: Path) -> OSError:
@@ -121,8 +156,38 @@ def named(error: OSError, path: Path) -> OSError:
     return OSError(error.errno, error.strerror, str(path))
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Inside the block an error of the disk gets the name of its file, as :func:`named` does."""
+    try:
+        yield
+    except OSError as error:
+        raise named(error, path) from error
+
+
+# By parts of messages, for each library raises them as a type of its own.
+_LIMITS = {
+    "allocate memory": "out of memory: the system gives this process no more (ulimit -v, -d)",
+    "bad_alloc": "out of memory: the system gives this process no more (ulimit -v, -d)",
+    "start new thread": "the system gives this process no more memory or threads (ulimit -v, -u)",
+    "temporarily unavailable": "the system gives this process no more memory or threads "
+    "(ulimit -v, -u)",
+    "Too many open files": "the system lets this process open no more files (ulimit -n)",
+    "determine home directory": "a path begins with ~ and a name that is no user's of this system",
+}
+
+
+def words_of_limit(error: BaseException) -> str | None:
+    """What to say of an error that the system caused; None of any other."""
+    if isinstance(error, MemoryError):
+        return _LIMITS["allocate memory"]
+    return next((words for part, words in _LIMITS.items() if part in str(error)), None)
+
+
 def error_message(error: BaseException) -> str:
     """The message of an error; an error of the disk begins with its file."""
+    if isinstance(error, FileNotFoundError) and error.filename is None:
+        return "the current directory was removed; change to another one"
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{os.fsdecode(error.filename)}: {error.strerror}"
     return str(error)

@@ -1,6 +1,6 @@
 """First lines of a run of step 3: models, reward and data, and options without effect."""
 
-from dschat_lora.report.terminal import log_once
+from dschat_lora.report.terminal import say_once
 from dschat_lora.rlhf.config import RlhfConfig
 from dschat_lora.rlhf.role_config import RoleConfig
 from dschat_lora.rlhf.sources import RlhfInputs
@@ -23,7 +23,7 @@ def announce(config: RlhfConfig, inputs: RlhfInputs) -> None:
     by += [f"the function {function}" for function in functions]
     bundled = config.data.data_path != inputs.asked
     data = "the bundled prompts" if bundled else " ".join(config.data.data_path)
-    log_once(f"actor: {model_name(actor)}; reward: {' and '.join(by)}; data: {data}")
+    say_once(f"actor: {model_name(actor)}; reward: {' and '.join(by)}; data: {data}")
 
 
 def note_without_effect(config: RlhfConfig, inputs: RlhfInputs) -> None:
@@ -60,7 +60,7 @@ def note_without_effect(config: RlhfConfig, inputs: RlhfInputs) -> None:
         )
     notes += _of_sampling(config)
     for note in notes:
-        log_once(f"  note         {note}")
+        say_once(f"  note         {note}")
 
 
 def _of_sampling(config: RlhfConfig) -> list[str]:

@@ -11,7 +11,7 @@ from dschat_lora.data.templates import read_chat_template
 from dschat_lora.engine.ds_config import reconcile
 from dschat_lora.models.source import ModelSource
 from dschat_lora.models.tensor_parallel_checks import check_processes, check_training
-from dschat_lora.report.terminal import log_once
+from dschat_lora.report.terminal import say_once
 from dschat_lora.rlhf.builtin_rewards import is_builtin
 from dschat_lora.rlhf.config import RlhfConfig
 from dschat_lora.rlhf.notes import announce, note_without_effect
@@ -273,7 +273,7 @@ def with_whole_steps(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
     wanted = batch.per_device_training_batch_size * batch.gradient_accumulation_steps
     if wanted > batch.per_device_generation_batch_size * batch.generation_batches:
         times = -(-wanted // batch.per_device_generation_batch_size)
-        log_once(
+        say_once(
             f"  note         --generation_batches {times}: a step of {wanted * shares} "
             "responses needs as many of one policy"
         )

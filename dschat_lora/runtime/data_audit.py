@@ -14,7 +14,7 @@ from dschat_lora.data.preview import ShownSample, preview
 from dschat_lora.data.rows import DataKind
 from dschat_lora.models.causal_lm import Tokenizer, load_tokenizer
 from dschat_lora.models.source import find_model
-from dschat_lora.report.html import page
+from dschat_lora.report.html import page, write_report
 from dschat_lora.report.markup import safe
 from dschat_lora.report.samples import histogram, sample_html, sample_text
 from dschat_lora.report.terminal import is_terminal, log_once
@@ -77,7 +77,7 @@ def audit_data(config: AuditConfig) -> bool:
         for line in _lines(found, tokenizer, colour=is_terminal()):
             log_once(line)
     if config.html is not None:
-        Path(config.html).expanduser().write_text(_page(found, tokenizer), encoding="utf-8")
+        write_report(Path(config.html).expanduser(), _page(found, tokenizer))
     return found.refusal is None
 
 

@@ -2,11 +2,12 @@
 
 import shlex
 import shutil
-import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dschat_lora.checkpoint.adapter_config import is_adapter_directory, read_adapter_config
+from dschat_lora.checkpoint.staging import staged_file
 from dschat_lora.config.verbs import ExportConfig
 from dschat_lora.report.terminal import log_once, note, to_json
 from dschat_lora.runtime.saved import saved_directory
@@ -14,8 +15,10 @@ from dschat_lora.runtime.saved import saved_directory
 REPOSITORY = "https://github.com/ggml-org/llama.cpp"
 
 
-def export_gguf(config: ExportConfig) -> bool:
+def export_gguf(config: ExportConfig, run: Callable[[Sequence[str]], int]) -> bool:
     """Convert, or print the commands that do; returns whether the file was written.
+
+    ``run`` gives the exit code of a command.
 
     Raises:
         ValueError: if there is nothing to convert, or the converter fails.
@@ -38,9 +41,11 @@ def export_gguf(config: ExportConfig) -> bool:
         _say(config, None, commands)
         return False
     command = [sys.executable, str(converter), *arguments]
-    done = subprocess.run(command, check=False, stdout=2)  # as it logs
-    if done.returncode or not output.is_file():
-        raise ValueError(f"{converter} ended with exit code {done.returncode} and wrote no file")
+    with staged_file(output) as staging:
+        there = [str(staging) if word == str(output) else word for word in command]
+        code = run(there)
+        if code or not staging.is_file():
+            raise ValueError(f"{converter} ended with exit code {code} and wrote no file")
     _say(config, output, [shlex.join(command)])
     return True
 

@@ -32,7 +32,7 @@ from dschat_lora.config.options import (
 from dschat_lora.engine.ds_config import fields_that_write
 from dschat_lora.models.tensor_parallel_checks import check_processes
 from dschat_lora.report.directory import check_idle, newest_directory
-from dschat_lora.report.terminal import log_once
+from dschat_lora.report.terminal import say_once
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -129,11 +129,11 @@ def settle(config: ConfigT, *, stage: str) -> ConfigT:
         return replace(config, checkpoint="")
     run, choice = _choose(wanted, config.run.output_dir, stage)
     for rejected in choice.rejected:
-        log_once(f"  note         checkpoint rejected: {rejected.reason}")
+        say_once(f"  note         checkpoint rejected: {rejected.reason}")
     if choice.path is None:
         if wanted == "auto":
             where = f" in {run}" if run is not None else ""
-            log_once(f"no checkpoint to go on from{where}: a fresh start")
+            say_once(f"no checkpoint to go on from{where}: a fresh start")
             return replace(config, checkpoint="")
         raise ValueError(_nothing_found(wanted, run, choice.rejected))
     state = _read_strangers_state(choice.path)
@@ -157,7 +157,7 @@ def settle(config: ConfigT, *, stage: str) -> ConfigT:
             "--resume_from_checkpoint goes on with a run that --overwrite_output_dir would "
             "delete; give one"
         )
-    log_once(f"going on from {choice.path}, after step {state['step']:,}")
+    say_once(f"going on from {choice.path}, after step {state['step']:,}")
     return resolved
 
 
@@ -308,11 +308,11 @@ def _with_options_of(state: Mapping[str, Any], config: ConfigT, path: Path) -> C
             f"--resume_from_checkpoint {path}: the run was another one: {'; '.join(differences)}"
         )
     for note in notes:
-        log_once(f"  note         {note}")
+        say_once(f"  note         {note}")
     for name, (before, after) in changed.items():
         if name not in (*_OF_THE_PROCESS, *chain.from_iterable(config.rows.values())):
             words = f"{value_text(after)} from here on, {value_text(before)} so far"
-            log_once(f"  note         --{name} {words}")
+            say_once(f"  note         --{name} {words}")
     return merged
 
 
@@ -347,7 +347,7 @@ def _inherited(
         )
     elsewhere = [name for name in _WRITES_ELSEWHERE if then.get(name) and name not in now]
     if elsewhere:
-        log_once(
+        say_once(
             f"  note         not taken over from the checkpoint, as it reaches outside the run: "
             f"{_typed(elsewhere, then)}; type it again where it is wanted"
         )

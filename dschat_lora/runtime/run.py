@@ -23,7 +23,7 @@ from dschat_lora.engine.distributed import form_grid, init_distributed, rank, sh
 from dschat_lora.report.live import LiveReport
 from dschat_lora.report.log import RunLog
 from dschat_lora.report.record import RunRecord, environment
-from dschat_lora.report.terminal import error_message
+from dschat_lora.report.terminal import error_message, words_of_limit
 from dschat_lora.report.trackers import Tracker, make_trackers
 from dschat_lora.runtime.consistency import check_same_options
 from dschat_lora.runtime.directory import RunDirectory
@@ -272,5 +272,7 @@ def _fail_if_expected(error: BaseException, ending: Ending) -> None:
         fail(words)
     if isinstance(error, KeyboardInterrupt):
         fail("stopped by SIGINT", code=130)
-    if isinstance(error, OSError | SafetensorError | torch.OutOfMemoryError | MemoryError):
-        fail(words or "out of memory", code=1)
+    if isinstance(error, OSError | SafetensorError | torch.OutOfMemoryError):
+        fail(words, code=1)
+    if limit := words_of_limit(error):
+        fail(limit, code=1)

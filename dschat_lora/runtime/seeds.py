@@ -3,8 +3,7 @@
 import json
 import os
 import statistics
-import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
@@ -64,12 +63,19 @@ def check_starts_runs(seeds: int, verb: str) -> None:
         )
 
 
-def run_seeds(config: "StageOptions", *, name: str, prefix: Sequence[str]) -> None:
+def run_seeds(
+    config: "StageOptions",
+    *,
+    name: str,
+    prefix: Sequence[str],
+    run: Callable[[Sequence[str]], int],
+) -> None:
     """Run ``--seeds`` runs from ``--seed`` on, one after another, each with its own processes.
 
     They get the options that were given. Their directories are ``OUTPUT_DIR/seed-N``; the spread
     of what their ``run.json`` calls results is shown, and written to ``OUTPUT_DIR/seeds.json``.
-    ``prefix`` is the command without options; ``name`` that of the default directory.
+    ``prefix`` is the command without options, ``run`` gives the exit code of a command, and
+    ``name`` is that of the default directory.
 
     Raises:
         SystemExit: with the exit code of the first run that fails.
@@ -83,7 +89,7 @@ def run_seeds(config: "StageOptions", *, name: str, prefix: Sequence[str]) -> No
         own = home / f"seed-{seed}"
         log_once(f"seed {seed}: {own}")
         options = command_line({**given, "seed": seed, "output_dir": str(own)})
-        code = subprocess.run([*prefix, *options], check=False).returncode
+        code = run([*prefix, *options])
         if code:
             raise SystemExit(code)
         runs.append(read_object(own / "run.json").get("results") or {})

@@ -1,6 +1,7 @@
 """The main function of a stage script: its processes meet, its options are checked, and it runs."""
 
 import gc
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,7 +11,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from dschat_lora.config.options import fail, parse_config
 from dschat_lora.engine import peers
-from dschat_lora.report.terminal import error_message, silence_stdout
+from dschat_lora.engine.meeting import check_environment
+from dschat_lora.report.terminal import (
+    STDOUT,
+    error_message,
+    prepare_standard_streams,
+    silence,
+    words_of_limit,
+)
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -49,6 +57,18 @@ def _import(name: str) -> ModuleType:
             gc.enable()
 
 
+def prepare_process() -> None:
+    """Make this process ready to run a command, whatever started it."""
+    prepare_standard_streams()
+    try:
+        for word in sys.argv:
+            if not word.isascii() and re.search("[\ud800-\udfff]", word):
+                raise ValueError(f"the argument {word!a} holds bytes that are no UTF-8")
+        check_environment()
+    except ValueError as error:
+        fail(str(error))
+
+
 def run_main(
     config_class: type[ConfigT],
     check: Callable[[ConfigT], ConfigT],
@@ -66,6 +86,7 @@ def run_main(
     finds mistakes before anything heavy is imported, and returns the resolved config.
     The processes of a launch go on together, once all have found their options in order.
     """
+    prepare_process()
     try:
         peers.join()
         config = parse_config(
@@ -78,42 +99,40 @@ def run_main(
         )
         config = check(config)
     except (ValueError, OSError) as error:
-        fail(str(error))
+        fail(error_message(error))
     except RecursionError:
         fail("a file that was named holds lists or objects nested too deeply")
     except RuntimeError as error:
-        _fail_without_home(error)
+        if words := words_of_limit(error):
+            fail(words)
         raise
     peers.wait_until_all_are_ready()
     main(config)
-
-
-def _fail_without_home(error: Exception) -> None:
-    """End the process where a path's ``~`` could not be expanded, by pathlib's own words."""
-    if isinstance(error, RuntimeError) and "home directory" in str(error):
-        fail("a path begins with ~, and there is no such home directory")
 
 
 @contextmanager
 def ended_in_one_line(*, stopped: str = "stopped") -> Iterator[None]:
     """End the process in one line on stderr where something expected ends the block.
 
-    A user's mistake has exit code 2, an error of the disk or a full GPU 1, Ctrl-C 130 with the
-    words ``stopped``. A reader of the standard output who has read enough is no error.
+    A user's mistake has exit code 2, an error of the disk, a full GPU or a limit of the system 1,
+    Ctrl-C 130 with the words ``stopped``. A reader of the standard output who has read enough is no
+    error.
     """
     try:
         yield
-    except BrokenPipeError:
-        silence_stdout()
     except KeyboardInterrupt:
         fail(stopped, code=130)
     except (ValueError, OSError) as error:
+        if isinstance(error, BrokenPipeError) and error.filename == str(STDOUT):
+            silence(1)
+            return
         fail(error_message(error), code=1 if isinstance(error, OSError) else 2)
     except Exception as error:
-        _fail_without_home(error)
         # Types of libraries that are not imported here.
         if type(error).__name__ == "OutOfMemoryError":
             fail("the GPU is full: lower --per_device_eval_batch_size or the lengths", code=1)
         if type(error).__name__ == "SafetensorError":
             fail(f"a file of weights is damaged: {error}", code=1)
+        if words := words_of_limit(error):
+            fail(words, code=1)
         raise

@@ -23,7 +23,7 @@ from dschat_lora.data.templates import read_chat_template
 from dschat_lora.engine.ds_config import reconcile
 from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.models.tensor_parallel_checks import check_processes, check_training
-from dschat_lora.report.terminal import log_once
+from dschat_lora.report.terminal import say_once
 from dschat_lora.runtime.checks import (
     Check,
     apply_checks,
@@ -339,7 +339,7 @@ def announce(config: SupervisedConfig, inputs: SupervisedInputs) -> None:
     bundled = data.data_path != inputs.asked.data_path
     paths = "the bundled data" if bundled else " ".join(data.data_path)
     more = " ".join(data.sft_only_data_path)
-    log_once(f"model: {model_name(inputs.source)}; data: {paths} {more}".rstrip())
+    say_once(f"model: {model_name(inputs.source)}; data: {paths} {more}".rstrip())
 
 
 def note_without_effect(config: SupervisedConfig, inputs: SupervisedInputs) -> None:
@@ -356,7 +356,7 @@ def note_without_effect(config: SupervisedConfig, inputs: SupervisedInputs) -> N
     if "eot_token" in given and not config.model.add_eot_token:
         notes.append("--eot_token has no effect without --add_eot_token")
     for note in notes:
-        log_once(f"  note         {note}")
+        say_once(f"  note         {note}")
 
 
 def _follows_base_rate(config: SupervisedConfig) -> bool:

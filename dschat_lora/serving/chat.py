@@ -1,12 +1,15 @@
 """Chat in the terminal."""
 
+import errno
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from dschat_lora.checkpoint.staging import write_whole
 from dschat_lora.data.messages import Message
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.report.terminal import is_terminal, log_once, note, write_text
@@ -152,8 +155,9 @@ class ChatSession:
         if not rows:
             raise ValueError("/save: nothing has been said")
         path = Path(file).expanduser()
-        with path.open("x", encoding="utf-8") as target:
-            target.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        if path.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+        write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         log_once(f"saved to {path}")
 
     def ask(self, text: str) -> None:

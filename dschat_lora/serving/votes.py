@@ -1,5 +1,6 @@
 """Votes for answers, appended to a file of pairs that step 2 reads."""
 
+import errno
 import json
 import os
 import threading
@@ -29,13 +30,20 @@ class VoteFile:
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         with self._lock:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("ab+") as file:
-                if file.tell():  # a line that a crash left unfinished stays a line of its own
+            with self.path.open("ab+", buffering=0) as file:
+                if (
+                    size := file.tell()
+                ):  # a line that a crash left unfinished stays a line of its own
                     file.seek(-1, os.SEEK_END)
                     text = text if file.read(1) == b"\n" else f"\n{text}"
-                file.write(text.encode())
-                file.flush()
-                os.fsync(file.fileno())
+                try:
+                    # A disk that is nearly full takes a part.
+                    if file.write(text.encode()) < len(text.encode()):
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+                    os.fsync(file.fileno())
+                except OSError:
+                    file.truncate(size)
+                    raise
         return len(rows)
 
 

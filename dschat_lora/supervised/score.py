@@ -27,7 +27,7 @@ from dschat_lora.models.causal_lm import PreTrainedModel, load_tokenizer
 from dschat_lora.models.reward_model import RewardModel
 from dschat_lora.models.source import find_model
 from dschat_lora.report.log import jsonable
-from dschat_lora.report.terminal import Screen, note
+from dschat_lora.report.terminal import STDOUT, Screen, naming, note
 from dschat_lora.supervised.inference import check_measured, last_record, read_rows
 
 ROWS_AT_A_TIME = 4096  # held in memory, sorted by length
@@ -186,17 +186,17 @@ def answers_of(record: TextRecord) -> list[TextRecord]:
 def output_file(path: str | None) -> Iterator[TextIO]:
     """Standard output, or a file that takes its name when it is complete."""
     if path is None:
-        yield cast(TextIO, Screen()) if sys.stdout.isatty() else sys.stdout
-        sys.stdout.flush()
+        with naming(STDOUT):
+            yield cast(TextIO, Screen()) if sys.stdout.isatty() else sys.stdout
+            sys.stdout.flush()
         return
     final = Path(path).expanduser()
     staged = final.with_name(f".{final.name}.{os.getpid()}")
     try:
-        final.parent.mkdir(parents=True, exist_ok=True)
-        with staged.open("w", encoding="utf-8") as file:
-            yield file
-        staged.replace(final)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(final)) from error
+        with naming(final):
+            final.parent.mkdir(parents=True, exist_ok=True)
+            with staged.open("w", encoding="utf-8") as file:
+                yield file
+            staged.replace(final)
     finally:
         staged.unlink(missing_ok=True)

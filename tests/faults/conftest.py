@@ -1,10 +1,13 @@
+import os
+from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 pytest.register_assert_rewrite("harness")
 
-from harness import TINY  # noqa: E402
+from harness import RLHF, TINY  # noqa: E402
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -31,3 +34,51 @@ def tiny_run(launcher, tmp_path_factory):
         return SimpleNamespace(home=home, out=out, log=log, codes=codes, running=running)
 
     return call
+
+
+@pytest.fixture(scope="session")
+def verb_run(launcher):
+    """``verb_run(*words, home, ...)``: how a verb ended, in a process that PREPARE was done to.
+
+    ``act(running)`` is called once it has begun; further names are of its environment.
+    """
+    script = Path(__file__).with_name("verb.py")
+
+    def call(*words, home, act=None, timeout=60, **environment):
+        running = launcher.start(words, home, env=environment, script=script)
+        if act is not None:
+            act(running)
+        (code,) = running.wait(timeout)
+        (session,) = running.pids
+        left = [p for p in psutil.process_iter() if is_left_of(p, session)]
+        return SimpleNamespace(
+            home=home, code=code, out=running.out(), err=running.err(), left=left
+        )
+
+    return call
+
+
+def is_left_of(process, session):
+    try:
+        return os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE
+    except (ProcessLookupError, psutil.NoSuchProcess):
+        return False
+
+
+@pytest.fixture(scope="session")
+def trained(launcher, tmp_path_factory):
+    """Runs by the words that stand for them: SFT, REWARD, and PPO with its rollouts."""
+    home, runs = tmp_path_factory.mktemp("trained"), {}
+    script = Path(__file__).with_name("verb.py")
+
+    def train(name, *words):
+        options = [*words, "--output_dir", str(home / name)]
+        running = launcher.start(options, home, script=script)
+        assert running.wait() == [0], running.output()
+        runs[name] = str(home / name)
+
+    each = ["--save_interval", "1"]
+    train("SFT", "sft", *TINY, *each)
+    train("REWARD", "reward", *TINY)
+    train("PPO", "rlhf", *(runs.get(word, word) for word in RLHF), *each)
+    return runs

@@ -21,6 +21,12 @@ TINY = f"""
     --lora_dim 4 --max_steps 2 --eval_iters 1 --sample_generations 0 --output_dir out
     --per_device_train_batch_size 4 --max_seq_len 64 --data_path {BUNDLED_DATA["eval"]}
 """.split()
+#: a step 3 of a second; SFT and REWARD stand for runs
+RLHF = f"""
+    --actor_model_name_or_path SFT --critic_model_name_or_path REWARD --max_steps 2
+    --data_path {BUNDLED_DATA["eval"]} --max_prompt_seq_len 64 --max_answer_seq_len 16
+    --per_device_generation_batch_size 4 --per_device_training_batch_size 4 --output_dir out
+""".split()
 MANIFEST = "manifest.json"
 CHECKPOINT = re.compile(r"step-(\d{8})")
 TIMING = re.compile(r"time|step_seconds|.*_per_second|(hardware_)?tflops.*|mfu|peak_memory_bytes")

@@ -2,9 +2,13 @@
 
 import json
 import random
+import shutil
+from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
+from harness import LONG
 from safetensors.torch import save_file
 from torch import nn
 
@@ -163,6 +167,88 @@ def test_damaged_adapter_is_refused_by_name_of_the_file(run):
         seen.add((damaged.path.name, damaged.kind))
     check_all_hit(seen, ADAPTER_FILES)
     assert read_adapter(directory).config.r == 2
+
+
+# ------------------------------------------------------------------------- real checkpoints
+
+BYTES = 60
+RESUME = ("--output_dir", "out", "--resume_from_checkpoint", "latest")
+VERBS = {"SFT": "sft", "PPO": "rlhf"}
+ADAPTERS = {"SFT": 1, "PPO": 2}
+
+
+def damaged_bytes(trained, name):
+    """(file, position, change): as many in each file of the newest checkpoint, drawn at random."""
+    newest = max((Path(trained[name]) / "checkpoints").glob("step-*"))
+    rng, files = random.Random(name), sorted(path for path in newest.rglob("*") if path.is_file())
+    for number in range(BYTES // 2):
+        path = files[number % len(files)]
+        yield path, rng.randrange(path.stat().st_size), rng.randrange(1, 256)
+
+
+def change_byte(path, position, change):
+    data = bytearray(path.read_bytes())
+    data[position] = (data[position] + change) % 256
+    path.write_bytes(data)
+
+
+@pytest.mark.stage
+@pytest.mark.parametrize("name", VERBS)
+def test_a_byte_of_a_real_checkpoint_is_found_and_its_file_named(name, trained):
+    points = list(damaged_bytes(trained, name))
+    for path, position, change in points:
+        before = path.read_bytes()
+        change_byte(path, position, change)
+        choice = newest_valid(Path(trained[name]))
+        path.write_bytes(before)
+        assert choice.path == path.parent.with_name("step-00000001"), (path, position)
+        assert choice.rejected[0].reason.startswith(f"{path} "), (path, position)
+    assert len(points) == BYTES // 2
+    assert newest_valid(Path(trained[name])).rejected == ()
+
+
+@pytest.mark.stage
+@pytest.mark.parametrize("name", VERBS)
+def test_run_goes_on_from_before_a_damaged_byte_and_ends_as_if_it_were_whole(
+    name, trained, verb_run, tmp_path
+):
+    points = list(damaged_bytes(trained, name))
+    for number, (path, position, change) in enumerate(points if LONG else points[1:2]):
+        home = tmp_path / str(number)
+        shutil.copytree(trained[name], home / "out")
+        own = home / "out" / path.relative_to(trained[name])
+        change_byte(own, position, change)
+        done = verb_run(VERBS[name], *RESUME, home=home)
+        assert done.code == 0, done.err
+        assert f"checkpoint rejected: {own.relative_to(home)} " in done.out
+        for directory in {"SFT": ["."], "PPO": ["actor", "critic"]}[name]:
+            ours, whole = (
+                run / directory / "adapter" / "adapter_model.safetensors"
+                for run in (home / "out", Path(trained[name]))
+            )
+            assert ours.read_bytes() == whole.read_bytes(), (path, position)
+
+
+@pytest.mark.stage
+@pytest.mark.skipif(not LONG, reason="every kind of damage to every file of two runs")
+@pytest.mark.parametrize("name", VERBS)
+def test_damaged_notes_of_a_run_do_not_keep_it_from_going_on(name, trained, verb_run, tmp_path):
+    rng = random.Random(name)
+    notes = [path for path in sorted(Path(trained[name]).iterdir()) if path.is_file()]
+    assert {path.name for path in notes} >= {"metrics.jsonl", "run.json"}
+    for path, kind in product(notes, (flip_byte, truncate, empty, delete)):
+        home = tmp_path / f"{path.name} {kind.__name__}"
+        shutil.copytree(trained[name], home / "out")
+        after = kind(path.read_bytes(), rng)
+        own = home / "out" / path.name
+        own.unlink() if after is None else own.write_bytes(after)
+        done = verb_run(VERBS[name], *RESUME, "--max_steps", "3", home=home)
+        assert done.code == 0, (path.name, kind.__name__, done.err)
+        assert "Traceback" not in done.err
+        adapters = [each for each in (home / "out").rglob("adapter") if each.is_dir()]
+        for each in adapters:
+            verify_adapter(each)
+        assert len(adapters) == ADAPTERS[name]
 
 
 def test_number_of_trials():

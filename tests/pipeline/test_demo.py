@@ -34,10 +34,7 @@ def ran(monkeypatch, tmp_path):
     """(commands, output directory) of a demo whose stages are written down, not run."""
     commands = []
 
-    class Done:
-        returncode = 0
-
-    def run(command, check):
+    def run(command):
         commands.append(command)
         directory = tmp_path / "demo" / ("sft", "reward", "rlhf")[len(commands) - 1]
         evals = [
@@ -45,9 +42,9 @@ def ran(monkeypatch, tmp_path):
             {"perplexity": 1.5, "accuracy": 0.9, "reward": 3.5, "kl": 0.625},
         ]
         write_metrics(directory, evals)
-        return Done
+        return 0
 
-    monkeypatch.setattr(demo.subprocess, "run", run)
+    monkeypatch.setattr(demo, "run_or_end", run)
     models = {"base": judged(0.1), "SFT": judged(0.5), "PPO": judged(0.9)}
     monkeypatch.setattr(demo, "evaluate_by_rule", lambda sft, policy: models)
     monkeypatch.setattr(demo, "accuracy_by_flaw", lambda directory: {"curt": 0.75})
@@ -90,10 +87,14 @@ def test_tables_show_each_model_the_reward_model_and_the_divergence(ran):
 
 
 def test_a_stage_that_fails_ends_the_demo(monkeypatch, tmp_path, capsys):
-    class Failed:
-        returncode = 3
-
-    monkeypatch.setattr(demo.subprocess, "run", lambda command, check: Failed)
+    monkeypatch.setattr(demo, "run_or_end", lambda command: 3)
     with pytest.raises(SystemExit):
         demo.run_demo(str(tmp_path / "demo"))
     assert "exit code 3" in capsys.readouterr().err
+
+
+def test_a_signal_ends_the_stage_and_the_demo(monkeypatch, tmp_path):
+    command = ["sh", "-c", "kill -TERM $PPID; sleep 60"]
+    monkeypatch.setattr(demo, "launch_command", lambda *_, program: command)
+    with pytest.raises(SystemExit, match="143"):
+        demo.run_demo(str(tmp_path / "demo"))

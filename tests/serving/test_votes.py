@@ -1,6 +1,7 @@
 """Votes as rows that step 2 reads."""
 
 import json
+import resource
 import threading
 
 import pytest
@@ -42,6 +43,22 @@ def test_earlier_votes_stay_also_behind_a_line_that_was_cut_off(tmp_path):
     first, *lines = path.read_text().splitlines()
     assert first == '{"prompt": "a", "chosen"'
     assert [json.loads(line)["chosen"][0]["content"] for line in lines] == ["A pear.", "An apple."]
+
+
+def test_vote_that_the_disk_takes_a_part_of_leaves_the_file_as_it_was(tmp_path):
+    file = VoteFile(tmp_path / "votes.jsonl")
+    file.append(vote("A pear.", "A car."))
+    before = file.path.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 20, limits[1]))
+    try:
+        with pytest.raises(OSError, match="No space left on device"):
+            file.append(vote("An apple.", "A bus."))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert file.path.read_bytes() == before
+    assert file.append(vote("An apple.", "A bus.")) == 1
+    assert len([json.loads(line) for line in file.path.read_text().splitlines()]) == 2
 
 
 def test_votes_at_one_time_do_not_mix(tmp_path):

@@ -2,7 +2,6 @@
 
 import gzip
 import shutil
-import sys
 
 import pytest
 
@@ -160,16 +159,22 @@ def test_endless_path_is_one_line_too(refused, option):
     assert "too long" in refused(option, "x" * 5000)
 
 
-def test_every_process_but_the_first_is_silent(monkeypatch, capsys):
-    monkeypatch.setenv("RANK", "3")
-    monkeypatch.setattr(sys, "argv", ["main.py", "--lora_dm", "8"])
-    from dschat_lora.config.stages import SupervisedConfig
-    from dschat_lora.runtime.stage_main import run_main
-    from dschat_lora.runtime.validation import check_supervised
+def test_rank_that_no_launcher_set_silences_nothing(refused, monkeypatch):
+    monkeypatch.setenv("RANK", "16")
+    assert "--lora_dim" in refused("--lora_dm", "8")
 
-    with pytest.raises(SystemExit, match="2"):
-        run_main(SupervisedConfig, check_supervised, lambda config: None)
-    assert capsys.readouterr() == ("", "")
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("WORLD_SIZE", "word"), ("WORLD_SIZE", "0"), ("RANK", "16"), ("MASTER_PORT", "-1")],
+)
+def test_number_that_no_launcher_sets_is_named(refused, monkeypatch, name, value):
+    for each, number in {"WORLD_SIZE": "1", name: value}.items():
+        monkeypatch.setenv(each, number)
+    message = refused()
+    assert message.startswith(f"{name} of the environment must be a whole number from ")
+    assert message.endswith("without WORLD_SIZE one process runs")
+    assert repr(value) in message
 
 
 def test_hub_names_are_not_looked_up_before_the_run(workplace):

@@ -426,6 +426,18 @@ def test_export_runs_the_converter_and_says_what_to_type_without_one(verb, home,
         verb("export", "sft/adapter", "--llama_cpp", tmp_path, "--outtype", "q8_0", "--json")
     )
     base = BUNDLED_MODEL.resolve()
-    assert Path(found["written"]).read_text() == (
-        f"sft/adapter --outfile {home / 'sft' / 'adapter.gguf'} --outtype q8_0 --base {base}"
-    )
+    written = home / "sft" / "adapter.gguf"
+    assert found["written"] == str(written)
+    staged = written.with_name(".adapter.gguf.tmp")
+    assert written.read_text() == (f"sft/adapter --outfile {staged} --outtype q8_0 --base {base}")
+
+
+def test_export_that_fails_leaves_the_file_that_was_there(verb, home, tmp_path):
+    script = tmp_path / "convert_lora_to_gguf.py"
+    script.write_text("import sys; open(sys.argv[3], 'w').write('half'); sys.exit(3)")
+    written = tmp_path / "there.gguf"
+    written.write_text("whole")
+    verb(*("export", "sft/adapter", "--llama_cpp", tmp_path, "--output_path", written), code=2)
+    assert written.read_text() == "whole"
+    assert {path.name for path in tmp_path.iterdir()} >= {"there.gguf", script.name}
+    assert not list(tmp_path.glob(".*.tmp"))

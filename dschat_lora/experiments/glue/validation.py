@@ -19,7 +19,7 @@ from dschat_lora.data.rows import SMALL_FILE
 from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.experiments.glue.data import find_files, read_split
 from dschat_lora.models.source import ModelSource, find_model
-from dschat_lora.report.terminal import log_once
+from dschat_lora.report.terminal import log_once, say_once
 from dschat_lora.runtime.checks import (
     Check,
     apply_checks,
@@ -148,7 +148,7 @@ def with_evaluation_alone(config: GlueConfig, source: ModelSource) -> GlueConfig
         return config
     if config.resume_from_checkpoint is not None:
         return config
-    log_once("  note         --do_eval without --do_train: evaluates what is there")
+    say_once("  note         --do_eval without --do_train: evaluates what is there")
     return replace(config, do_train=False)
 
 
