@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -548,6 +549,24 @@ def test_special_tokens_that_a_user_types_stay_text(service, content):
     assert content.strip() in model.tokenizer.decode(ids)
 
 
+def test_a_special_token_that_a_tokenizer_cannot_read_as_text_is_refused():
+    from types import SimpleNamespace
+
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from dschat_lora.data.encoder import make_encoder
+    from dschat_lora.serving.plain_text import chat_ids
+
+    backend = Tokenizer(models.WordLevel({"<s>": 0, "a": 1, "?": 2}, unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", unk_token="?")
+    chat = SimpleNamespace(render=lambda messages, **_: messages[0]["content"])
+    with pytest.raises(ValueError, match="cannot read the special token '<s>' as text"):
+        chat_ids([{"content": "a <s> a"}], chat, make_encoder(tokenizer), tokenizer)
+    assert chat_ids([{"content": "a a"}], chat, make_encoder(tokenizer), tokenizer) == [1, 1]
+
+
 def test_a_prompt_without_special_tokens_is_that_of_training(service):
     model = service.models["a"]
     text = model.chat.render(HI, add_generation_prompt=True)
@@ -748,11 +767,15 @@ def test_the_command_ends_with_one_line_where_decoding_does(service, monkeypatch
     monkeypatch.setattr(server, "make_service", lambda config, votes: own)
     monkeypatch.setattr(Decoder, "_advance", lambda *_: (_ for _ in ()).throw(SystemExit("gone")))
     body = json.dumps({"model": "endless", "prompt": "Hi"}).encode()
+    late = threading.Timer(30, signal.raise_signal, [signal.SIGINT])  # where it goes on
+    late.start()
     with listen("127.0.0.1", 0) as listening, ThreadPoolExecutor(1) as pool:
         asked = pool.submit(send, address_of(listening), "POST", TEXT, body)
         with pytest.raises(OSError, match="decoding ended: SystemExit: gone"):
             server.run_server(own.config, tmp_path / "votes.jsonl", listening)
         assert asked.result()[0] == 503
+    assert late.is_alive()
+    late.cancel()
 
 
 # ---------------------------------------------------------------------------- slow and many clients
