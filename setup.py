@@ -9,13 +9,13 @@ TENSORBOARD = ["tensorboard>=2.15,<3"]
 WANDB = ["wandb>=0.31,<1"]
 TRACKIO = ["trackio>=0.43,<1"]
 # GLUE with transformers' Trainer, and its metrics.
-GLUE = ["accelerate>=1.2,<2", "scikit-learn>=1.4,<2", "scipy>=1.11,<2"]
+GLUE = ["accelerate>=1.7,<2", "scikit-learn>=1.4,<2", "scipy>=1.11,<2"]
 # Metrics of generated text.
-NLG = ["nltk>=3.9,<4", "sacrebleu>=2.4,<3"]
+NLG = ["nltk>=3.9.1,<4", "sacrebleu>=2.4,<3"]
 # METEOR 1.5, which runs on Java: 100 MB.
 METEOR = ["pycocoevalcap>=1.2,<2"]
 # dschat-lora serve.
-SERVE = ["starlette>=1,<2", "uvicorn>=0.35,<1"]
+SERVE = ["starlette>=1.0.1,<2", "uvicorn>=0.35,<1"]
 # The documentation, which needs nothing of the package itself (make docs), and its pictures.
 DOCS = [
     "mkdocs>=1.6,<2",
