@@ -296,8 +296,8 @@ def harmless(text: str) -> str:
 def fail(message: str, *, code: int = 2) -> NoReturn:
     """End the process, and all others of the run, with one line on stderr from one of them."""
     words = harmless(" ".join(message.split()))
-    if len(words) > _MOST_WORDS:
-        words = f"{words[:_MOST_WORDS]} ..."
+    if len(words) > _MOST_WORDS:  # a name without end may stand first, or last
+        words = f"{words[: _MOST_WORDS // 2]} ... {words[-_MOST_WORDS // 2 :]}"
     if _tell_others is None:
         is_said = os.environ.get("RANK", "0") != "0"
     else:

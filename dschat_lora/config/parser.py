@@ -4,7 +4,9 @@ import argparse
 import dataclasses
 import difflib
 import inspect
+import os
 import re
+import sys
 from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
@@ -36,12 +38,22 @@ class _HelpAction(argparse.Action):
 
 
 class _OnceAction(argparse.Action):
-    """Stores a list, or a file of options; by a second one the first would be lost."""
+    """Stores a file of options, which is given once: by a second one the first would be lost."""
 
     def __call__(self, parser: Any, namespace: object, values: object, flag: Any = None) -> None:
         """Store it."""
         if getattr(namespace, self.dest, None) is not None:
-            raise ValueError(f"{flag} is given twice, and takes all of its values at once")
+            raise ValueError(f"{flag} is given twice")
+        setattr(namespace, self.dest, values)
+
+
+class _ListAction(argparse.Action):
+    """Stores a list, and says so if that takes the place of an earlier one."""
+
+    def __call__(self, parser: Any, namespace: object, values: object, flag: Any = None) -> None:
+        """Store it."""
+        if getattr(namespace, self.dest, None) is not None and os.environ.get("RANK", "0") == "0":
+            sys.stderr.write(f"note: {flag} is given twice; the last list of values counts\n")
         setattr(namespace, self.dest, values)
 
 
@@ -61,6 +73,7 @@ class Parser(argparse.ArgumentParser):
         )
         self._sections = {OTHER: self._optionals}
         self.register("action", "once", _OnceAction)
+        self.register("action", "list", _ListAction)
         for name, kind in ((None, str), (int, int), (float, float)):
             self.register("type", name, converter(kind))
         self.explains_all = False
@@ -134,7 +147,7 @@ class Parser(argparse.ArgumentParser):
             shared["metavar"] = {int: "N", float: "X"}.get(kind, "NAME" if choices else "TEXT")
             shared["help"] = option_help(field, choices)
         if many:
-            shared |= {"nargs": "*", "action": "once"}
+            shared |= {"nargs": "*", "action": "list"}
         hint = field.metadata.get("hint", "")
         group.add_argument(*flags, type=converter(kind, choices, hint=hint), **shared)
 

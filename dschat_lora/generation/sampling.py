@@ -65,15 +65,17 @@ def choose(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Tensor:
     ``uniform`` (B,) float64 in (0, 1], so that a token of probability 0 is never drawn.
     """
     if not sampling.do_sample:
-        total, drawn = logits.max(-1)
+        largest, drawn = logits.max(-1)
+        undrawn = largest - largest != 0  # NaN, of infinities too
     else:
         if sampling.temperature != 1:
             logits = logits.float() / sampling.temperature
         kept = keep_top(logits, sampling)
         sums = kept.softmax(-1, dtype=torch.float32).cumsum(-1, dtype=torch.float64)
-        total = sums[:, -1]  # NaN where a logit is NaN or infinity, or all are -infinity
+        total = sums[:, -1]
         drawn = torch.searchsorted(sums, (uniform * total)[:, None])[:, 0]
-    return drawn.where(total.isfinite(), NO_TOKEN)
+        undrawn = total != total  # NaN where a logit is NaN or infinity, or all are -infinity
+    return drawn.masked_fill(undrawn, NO_TOKEN)
 
 
 def keep_top(logits: Tensor, sampling: Sampling) -> Tensor:

@@ -165,6 +165,7 @@ def naming(path: Path) -> Iterator[None]:
         raise named(error, path) from error
 
 
+NO_HOME = "a path begins with ~ and a name that is no user's of this system"
 # By parts of messages, for each library raises them as a type of its own.
 _LIMITS = {
     "allocate memory": "out of memory: the system gives this process no more (ulimit -v, -d)",
@@ -173,7 +174,7 @@ _LIMITS = {
     "temporarily unavailable": "the system gives this process no more memory or threads "
     "(ulimit -v, -u)",
     "Too many open files": "the system lets this process open no more files (ulimit -n)",
-    "determine home directory": "a path begins with ~ and a name that is no user's of this system",
+    "determine home directory": NO_HOME,
 }
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from dschat_lora.algos.sft import MAX_CHUNK_LOGITS, MAX_CHUNK_LOGITS_CPU
-from dschat_lora.checkpoint.history import checkpoints_of, read_state
+from dschat_lora.checkpoint.history import STATE_FILE, checkpoints_of
 from dschat_lora.config.groups import Switch, is_on
 from dschat_lora.config.stages import StageConfig, SupervisedConfig
 from dschat_lora.engine.build import EngineSettings
@@ -214,7 +214,8 @@ def _decide(
     config: StageConfig, switches: Mapping[str, Switch], need: Need, free: int
 ) -> tuple[list[str], str | None]:
     """Options that are on, and a note on those that were ``auto``."""
-    before = read_state(Path(config.checkpoint))["config"] if config.checkpoint else {}
+    before = read_object(Path(config.checkpoint) / STATE_FILE) if config.checkpoint else {}
+    before = before.get("config", {})
     # The checkpoint holds what auto was resolved to; a typed auto is resolved anew.
     kept = {n: before[n] for n, v in switches.items() if v == "auto" and n in before}
     known = {n: v if n in config.given else kept.get(n, v) for n, v in switches.items()}

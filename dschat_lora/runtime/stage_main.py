@@ -1,7 +1,6 @@
 """The main function of a stage script: its processes meet, its options are checked, and it runs."""
 
 import gc
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -61,9 +60,6 @@ def prepare_process() -> None:
     """Make this process ready to run a command, whatever started it."""
     prepare_standard_streams()
     try:
-        for word in sys.argv:
-            if not word.isascii() and re.search("[\ud800-\udfff]", word):
-                raise ValueError(f"the argument {word!a} holds bytes that are no UTF-8")
         check_environment()
     except ValueError as error:
         fail(str(error))
@@ -134,5 +130,5 @@ def ended_in_one_line(*, stopped: str = "stopped") -> Iterator[None]:
         if type(error).__name__ == "SafetensorError":
             fail(f"a file of weights is damaged: {error}", code=1)
         if words := words_of_limit(error):
-            fail(words, code=1)
+            fail(words, code=2 if words == NO_HOME else 1)
         raise

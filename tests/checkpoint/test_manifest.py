@@ -206,7 +206,7 @@ def test_repeated_name_is_damage_even_if_the_hash_is_right(saved):
     path = saved / "manifest.json"
     text = path.read_text()
     path.write_text(text.replace('  "format": 1,\n', '  "format": 1,\n  "format": 1,\n'))
-    refused(saved, "not in the form that is written")
+    refused(saved, "is damaged: an object has 'format' twice")
 
 
 def test_missing_manifest_is_reported(saved):

@@ -443,9 +443,10 @@ def test_two_dashes_as_a_value_are_refused_and_not_dropped(option):
         parse_config(Whole, [f"--{option}=--"])
 
 
-def test_a_list_or_a_file_given_twice_is_refused_as_the_first_would_be_lost():
-    with pytest.raises(ValueError, match="--paths is given twice, and takes all of its values"):
-        parse("--paths a b --paths c")
+def test_of_an_option_given_twice_the_last_counts_and_of_a_list_it_is_said(capsys):
+    assert parse("--paths a b --paths c").paths == ("c",)
+    note = "note: --paths is given twice; the last list of values counts\n"
+    assert capsys.readouterr().err == note
     with pytest.raises(ValueError, match="--config is given twice"):
         parse("--config a.yaml --config b.yaml")
     assert parse("--size 1 --size 2").part.size == 2, "of a single value the last one counts"

@@ -207,7 +207,7 @@ NAMES = {
     "250": "d" * 250,
 }
 REFUSED_NAMES = {
-    "bytes": (os.fsdecode(b"a\xff\xfeb"), "holds bytes that are no UTF-8"),
+    "bytes": (os.fsdecode(b"a\xff\xfeb"), "in UTF-8, got"),
     "256": ("e" * 256, "too long"),
     "5000": ("/".join(["f" * 200] * 25), "too long"),
     "empty": ("", ""),

@@ -223,17 +223,20 @@ def rlhf_refusal(argv, *, spoil):
 
     ``spoil`` is the end of the weight's name.
     """
-    train = course.train
+    train, started = course.train, []
 
     def spoilt(ready, engines):
         for name, parameter in ready.roles.rollout.named_parameters():
             if name.endswith(spoil):
                 getattr(parameter, "ds_tensor", parameter).data.view(-1)[0] = torch.nan
+        started.append(engines)
         return train(ready, engines)
 
     with mock.patch.object(course, "train", spoilt), redirect_stderr(StringIO()) as written:
         try:
             train_rlhf(argv)
         except SystemExit:
+            for engine in started[0].trained.values():
+                release(engine)
             return written.getvalue()
     return None

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from helpers.rlhf_course import save_family, write_prompts
+from helpers.spread import ALL
 
 pytestmark = pytest.mark.stage
 OPTIONS = """
@@ -54,10 +55,12 @@ def test_responses_whose_tokens_cannot_be_drawn_are_left_out_and_counted(lines, 
     )
 
 
-@pytest.mark.parametrize(("size", "stage"), [(1, 0), (2, 3)])
+@pytest.mark.parametrize(("size", "stage"), [(1, 0), (1, 3), *[(2, 3)] * ALL])
 def test_a_weight_that_is_not_finite_ends_the_run_by_its_name(home, ranks, size, stage):
-    argv = command_line(home, f"broken-{size}", size, "--actor_zero_stage", str(stage))
+    argv = command_line(home, f"broken-{size}-{stage}", size, "--actor_zero_stage", str(stage))
     found = ranks(size).run("helpers.rlhf_course:rlhf_refusal", argv=argv, spoil="fc1.weight")
+    if size > 1:
+        ranks(size).stop()  # a run that ends early leaves its ranks at different places
     line = found[0].splitlines()[-1]
     assert line.startswith("error: stopped after step 0: no token can be drawn: the model's log")
     assert "fc1.weight holds NaN or infinity" in line

@@ -163,7 +163,7 @@ def test_variables_of_a_template_are_refused_by_their_option(home, text, reason)
 @pytest.mark.parametrize("value", ["!!int ''", "!!bool x", "[" * 5000, "{a: 1, a: 2}"])
 def test_an_override_that_is_no_yaml_is_refused_by_name(home, value):
     message = refusal("pipeline", "recipe.yaml", "--set", f"sft.seed={value}")
-    assert message.startswith(f"--set sft.seed={value}: the value cannot be read: "[:4000])
+    assert message.startswith(f"--set sft.seed={value}: the value cannot be read: "[:2000])
 
 
 @pytest.mark.parametrize("stage", ["sft", "reward", "dpo", "rlhf"])

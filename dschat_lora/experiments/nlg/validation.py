@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dschat_lora.algos.schedules import constant, cosine, cycle, linear
 from dschat_lora.checkpoint.adapter_config import verify_adapter
-from dschat_lora.checkpoint.history import read_state
+from dschat_lora.checkpoint.history import STATE_FILE
 from dschat_lora.config.data import DataConfig
 from dschat_lora.data.rows import check_sources
 from dschat_lora.experiments.nlg.config import (
@@ -83,7 +83,8 @@ def check_accumulation(config: NlgConfig, source: ModelSource) -> None:
     """Refuse to resume at another accumulation with a schedule that counts micro-batches."""
     if not config.checkpoint or not config.optim.scheduler_counts_micro_steps:
         return
-    before = read_state(Path(config.checkpoint))["config"]["gradient_accumulation_steps"]
+    state = read_object(Path(config.checkpoint) / STATE_FILE)
+    before = state["config"]["gradient_accumulation_steps"]
     now = config.batch.gradient_accumulation_steps
     if now != before:
         raise ValueError(
