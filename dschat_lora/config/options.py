@@ -122,6 +122,10 @@ def parse_config(
     parser.add_file("config", "YAML file of these options, or the name of a recipe")
     parser.add_ignored(_LAUNCHER_FLAGS)
     namespace, unknown = parser.parse_known_args(argv)
+    if parser.repeated and os.environ.get("RANK", "0") == "0":
+        note = f"note: {parser.repeated[0]} is given twice; the last list of values counts\n"
+        with suppress(OSError):
+            sys.stderr.write(note)
     if positionals and not any(word.startswith("-") for word in unknown):
         given = {name for name in positionals if hasattr(namespace, name)}
         taken, unknown = _by_position(unknown, positionals, fields, given)

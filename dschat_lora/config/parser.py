@@ -4,9 +4,7 @@ import argparse
 import dataclasses
 import difflib
 import inspect
-import os
 import re
-import sys
 from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
@@ -48,12 +46,12 @@ class _OnceAction(argparse.Action):
 
 
 class _ListAction(argparse.Action):
-    """Stores a list, and says so if that takes the place of an earlier one."""
+    """Stores a list; the parser keeps the names of those that took the place of an earlier one."""
 
     def __call__(self, parser: Any, namespace: object, values: object, flag: Any = None) -> None:
         """Store it."""
-        if getattr(namespace, self.dest, None) is not None and os.environ.get("RANK", "0") == "0":
-            sys.stderr.write(f"note: {flag} is given twice; the last list of values counts\n")
+        if getattr(namespace, self.dest, None) is not None:
+            parser.repeated.append(flag)
         setattr(namespace, self.dest, values)
 
 
@@ -77,6 +75,7 @@ class Parser(argparse.ArgumentParser):
         for name, kind in ((None, str), (int, int), (float, float)):
             self.register("type", name, converter(kind))
         self.explains_all = False
+        self.repeated: list[str] = []
         self.add_argument(
             *("-h", "--help"),
             action=_HelpAction,

@@ -31,6 +31,7 @@ from dschat_lora.perf.memory import (
     rows_of,
 )
 from dschat_lora.perf.shape import describe
+from dschat_lora.report.directory import read_object
 
 GIB = 2**30
 # Names of roles that recompute their blocks -> bytes of a device that the run needs.

@@ -12,6 +12,7 @@ from dschat_lora.config.options import fail, parse_config
 from dschat_lora.engine import peers
 from dschat_lora.engine.meeting import check_environment
 from dschat_lora.report.terminal import (
+    NO_HOME,
     STDOUT,
     error_message,
     prepare_standard_streams,

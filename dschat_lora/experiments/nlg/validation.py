@@ -19,6 +19,7 @@ from dschat_lora.experiments.nlg.optim_config import NlgOptimConfig
 from dschat_lora.experiments.nlg.original import weights_file, with_base, with_our_options
 from dschat_lora.experiments.nlg.predictions import chosen_predictions
 from dschat_lora.models.source import ModelSource, find_model
+from dschat_lora.report.directory import read_object
 from dschat_lora.runtime.checks import Check, check_file_can_be_made, check_task, model_fields
 from dschat_lora.runtime.seeds import check_starts_runs
 from dschat_lora.runtime.validation import StageRules, check_supervised
