@@ -353,15 +353,15 @@ def is_stream(node):
     )
 
 
-def test_options_write_one_line_in_fail_alone():
+def test_options_write_single_lines_in_one_place():
     tree = ast.parse((PACKAGE / "config" / "options.py").read_text(encoding="utf-8"))
-    (fail,) = [node for node in tree.body if getattr(node, "name", "") == "fail"]
+    (say,) = [node for node in tree.body if getattr(node, "name", "") == "_say"]
     streams = {
         node.lineno
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and node.attr in ("stdout", "stderr")
     }
-    assert streams <= set(range(fail.lineno, fail.end_lineno + 1))
+    assert streams <= set(range(say.lineno, say.end_lineno + 1))
 
 
 def test_no_namespace_of_arguments_travels():
