@@ -110,7 +110,11 @@ def _checked(name: str, default: str, allowed: range) -> int:
 
 
 def complete_environment() -> None:
-    """Set what a launcher has not: without one, a single process."""
+    """Set what a launcher has not: without one, a single process.
+
+    Raises:
+        ValueError: if MASTER_ADDR is a name that does not resolve, for which torch would wait.
+    """
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1"))
@@ -118,6 +122,15 @@ def complete_environment() -> None:
     if os.environ["WORLD_SIZE"] != "1":
         os.environ.setdefault("MASTER_PORT", "29500")
     _launch()
+    address, host = os.environ["MASTER_ADDR"], socket.gethostname()
+    try:
+        socket.getaddrinfo(address, None)
+    except (socket.gaierror, UnicodeError) as error:
+        raise ValueError(
+            f"host {host} cannot resolve MASTER_ADDR {address!a}, the name of rank 0's host "
+            f"({error}): give its address (deepspeed or torchrun --master_addr ADDRESS, torchrun "
+            "--local_addr ADDRESS on that host), or add the name to /etc/hosts"
+        ) from error
 
 
 def this_member() -> Member:
@@ -249,12 +262,6 @@ def _reach_rank_zero(me: Member, deadline: float) -> Connection:
                 return Connection(sock)
             port = port or _rank_zeros_port()
             return Connection(socket.create_connection((address, port), timeout=5))
-        except socket.gaierror as error:
-            raise ValueError(
-                f"host {me.host} cannot resolve {address}, the name of rank 0's host ({error}): "
-                "give its address (deepspeed or torchrun --master_addr ADDRESS, torchrun "
-                "--local_addr ADDRESS on that host), or add the name to /etc/hosts"
-            ) from error
         except OSError as error:
             if time.monotonic() > deadline:
                 place = "this host" if _is_one_host() else f"{address}:{port}"
@@ -297,7 +304,6 @@ def _agent_store() -> Any:
     from torch.distributed import PrefixStore, TCPStore
 
     address, port = _launch()["MASTER_ADDR"], int(_launch()["MASTER_PORT"] or 0)
-    socket.getaddrinfo(address, port)  # raises what can be told in a line
     store = TCPStore(address or "", port, timeout=timedelta(seconds=MEETING_SECONDS))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(f"dschat_lora/{attempt}", store)

@@ -65,7 +65,8 @@ class EngineState:
         and is called on rank 0 alone.
 
         Raises:
-            ValueError: if the trained parameters are not those of ``facts``.
+            ValueError: if the trained parameters are not those of ``facts``, or a tensor has
+                another shape.
         """
         steps: dict[str, int] = facts["optimizer_steps"]
         check_same_names(self._parameters, steps)
@@ -75,7 +76,11 @@ class EngineState:
                 value = torch.empty(_shape(parameter), device=self._engine.device)
                 if rank() == 0:
                     saved = read(f"{key}:{name}")
-                    assert saved.shape == value.shape, f"{key}:{name}"
+                    if saved.shape != value.shape:
+                        raise ValueError(
+                            f"the checkpoint's {key}:{name} has shape {list(saved.shape)}, not "
+                            f"{list(value.shape)}; resume with the options it was written with"
+                        )
                     value.copy_(saved)
                 shard, whole = tensor_shard(parameter), broadcast_(value)
                 self._set(parameter, key, whole if shard is None else shard.own(whole))

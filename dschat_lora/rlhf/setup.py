@@ -14,7 +14,7 @@ from dschat_lora.data.prepare import Prepared
 from dschat_lora.engine.build import EngineSettings
 from dschat_lora.engine.distributed import data_rank, device
 from dschat_lora.models.build import recompute_blocks
-from dschat_lora.models.causal_lm import Tokenizer, load_tokenizer
+from dschat_lora.models.causal_lm import Tokenizer, load_config, load_tokenizer
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
 from dschat_lora.models.offload import offload_inputs
 from dschat_lora.rlhf.config import RlhfConfig
@@ -45,6 +45,7 @@ from dschat_lora.rlhf.sources import (
 from dschat_lora.rlhf.throughput import FlopCounter
 from dschat_lora.rlhf.turns import TurnTokens
 from dschat_lora.rlhf.user_functions import UserFunction
+from dschat_lora.rlhf.validation import fit_lengths
 from dschat_lora.runtime.consistency import check_same_models
 from dschat_lora.runtime.memory import MemoryPlan, free_memory
 from dschat_lora.runtime.run import Run
@@ -99,6 +100,7 @@ def set_up(run: Run[RlhfConfig]) -> RlhfSetup:
         prepare_to_compile(run)
     sources = find_sources(config)
     check_same_models(sources.actor, sources.critic)
+    config = _with_fitting_lengths(config, sources)
     tokenizer = _load_tokenizer(config, sources)
     scorer = load_functions(config.rewards, tokenizer) if config.rewards.reward_function else None
     name = config.rewards.judge_function
@@ -167,6 +169,16 @@ def _episodes(config: RlhfConfig, tokenizer: Tokenizer) -> Episodes | None:
         TurnTokens(make_chat(tokenizer, config.data.data.chat_template_kwargs), tokenizer),
         config.batch.max_turns,
     )
+
+
+def _with_fitting_lengths(config: RlhfConfig, sources: Sources) -> RlhfConfig:
+    """With lengths that the models have positions for; those of the hub are known only here."""
+    fields = []
+    for role, source in sources.by_role.items():
+        with option_errors_for(role):
+            options: RoleConfig = getattr(config, role)
+            fields.append(load_config(source.base, options.model(config.load)).to_dict())
+    return fit_lengths(config, fields)
 
 
 def _load_tokenizer(config: RlhfConfig, sources: Sources) -> Tokenizer:

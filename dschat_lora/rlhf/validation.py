@@ -1,5 +1,6 @@
 """Validation of step 3: its checks in their order, before anything heavy is imported."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -146,9 +147,17 @@ def _with_adapter(config: RlhfConfig, role: str, source: ModelSource) -> RoleCon
 
 
 def with_fitting_lengths(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
-    """With lengths that the models have positions for; longer ones are refused if typed."""
+    """With lengths that local models have positions for; longer ones are refused if typed."""
+    return fit_lengths(config, map(model_fields, inputs.sources.by_role.values()))
+
+
+def fit_lengths(config: RlhfConfig, fields: Iterable[Mapping[str, Any]]) -> RlhfConfig:
+    """With lengths that models of these configurations have positions for.
+
+    Raises:
+        ValueError: if longer ones were typed.
+    """
     data, given = config.data, config.given
-    fields = [model_fields(source) for source in inputs.sources.by_role.values()]
     limits = [f.get("max_position_embeddings") or f.get("n_positions") for f in fields]
     limit = min((n for n in limits if isinstance(n, int)), default=data.max_seq_len)
     if data.max_seq_len <= limit:

@@ -1,5 +1,6 @@
 """Validation of the supervised stages: the checks of steps 1, 2 and DPO, in their order."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -269,9 +270,19 @@ def with_fitting_length(config: ConfigT, inputs: SupervisedInputs) -> ConfigT:
     return replace(config, data=replace(config.data, max_seq_len=length))
 
 
-def fitting_length(length: int, source: ModelSource, given: frozenset[str]) -> int:
-    """``length`` or, unless the user chose it, what a local model's positions allow."""
-    path, fields = Path(source.base) / "config.json", model_fields(source)
+def fitting_length(
+    length: int,
+    source: ModelSource,
+    given: frozenset[str],
+    *,
+    fields: Mapping[str, Any] | None = None,
+) -> int:
+    """``length`` or, unless the user chose it, what the model's positions allow.
+
+    ``fields`` are those of its configuration; a local one's are read where they are absent.
+    """
+    path = Path(source.base) / "config.json"
+    fields = model_fields(source) if fields is None else fields
     limit = fields.get("max_position_embeddings") or fields.get("n_positions") or length
     if not isinstance(limit, int):
         raise ValueError(f"--model_name_or_path: {path} says {limit!r} of its positions")

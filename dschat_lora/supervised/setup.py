@@ -18,7 +18,7 @@ from dschat_lora.models.build import (
     check_targets,
     recompute_blocks,
 )
-from dschat_lora.models.causal_lm import Tokenizer, load_tokenizer
+from dschat_lora.models.causal_lm import Tokenizer, load_config, load_tokenizer
 from dschat_lora.models.compile import compile_blocks
 from dschat_lora.models.offload import offload_inputs
 from dschat_lora.models.source import ModelSource, find_model
@@ -47,6 +47,7 @@ from dschat_lora.runtime.setup import (
     tensor_group,
     trained_elements,
 )
+from dschat_lora.runtime.validation import fitting_length
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,10 @@ def set_up(
     check_same_models(source)
     group = tensor_group(config.parallel)
     check_targets(source, config.model, config.lora, task, group=group)
+    # A model of the hub is known only here.
+    fields = load_config(source.base, config.model).to_dict()
+    length = fitting_length(config.data.max_seq_len, source, config.given, fields=fields)
+    config = replace(config, data=replace(config.data, max_seq_len=length))
     tokenizer = load_tokenizer(source.tokenizer, config.model)
     data = read_training_data(config.data, tokenizer, run, phase=phase, kind=kind)
     settings = engine_settings(

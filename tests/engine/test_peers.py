@@ -213,13 +213,13 @@ def test_a_launch_is_known_by_clock_ticks_and_not_by_the_time_of_day(monkeypatch
     assert meeting._name_on_this_host() == before
 
 
-def test_a_name_that_does_not_resolve_is_told_with_the_remedy(monkeypatch):
-    for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "RANK": "1"}.items():
+@pytest.mark.parametrize("address", ["no-such-host.invalid", "", "a" * 70 + ".invalid"])
+@pytest.mark.parametrize("size", ["1", "2"])
+def test_a_name_that_does_not_resolve_is_told_at_once_on_every_rank(size, address, monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": size, "MASTER_ADDR": address}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
-    monkeypatch.setenv("MASTER_PORT", "29500")
-    with pytest.raises(ValueError, match=r"cannot resolve no-such-host.invalid.*--master_addr"):
-        meeting._reach_rank_zero(meeting.this_member(), time.monotonic() + 5)
+    with pytest.raises(ValueError, match=r"cannot resolve MASTER_ADDR '.*--master_addr"):
+        meeting.complete_environment()
 
 
 def test_other_software_than_rank_0s_is_refused():

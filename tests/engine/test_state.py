@@ -2,11 +2,12 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from dschat_lora.engine.state import check_same_names
+from dschat_lora.engine.state import EngineState, check_same_names
 from helpers.states import Toy, toy_groups, toy_loss
 
 pytestmark = pytest.mark.stage
@@ -230,3 +231,15 @@ def test_state_of_other_parameters_is_refused_by_name(now, then, message):
     whole = re.escape(f"{message}; resume with the options it was written with")
     with pytest.raises(ValueError, match=f"^{whole}$"):
         check_same_names(dict.fromkeys(now.split()), dict.fromkeys(then.split()))
+
+
+def test_tensor_of_another_shape_is_refused_and_never_broadcast():
+    layer = torch.nn.Linear(3, 2, bias=False)
+    before = layer.weight.detach().clone()
+    engine = SimpleNamespace(zero_stage=0, device="cpu", optimizer=None, loss_scaler=None)
+    state = EngineState(engine, layer)
+    facts = {"optimizer_steps": {"weight": 0}, "loss_scaler": None}
+    message = r"the checkpoint's weight:weight has shape \[1, 3\], not \[2, 3\]"
+    with pytest.raises(ValueError, match=message):
+        state.load(facts, lambda key: torch.ones(1, 3))
+    assert torch.equal(layer.weight, before)
