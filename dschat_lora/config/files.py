@@ -34,8 +34,11 @@ def read_bytes(path: Path, *, most: int = MOST_BYTES) -> bytes:
         ValueError: if it is no regular file, such as a pipe, which is not waited for, or a
             device; or if it holds more than ``most`` bytes. The message does not name it.
     """
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+    # A pipe that the shell has made, such as <(...), has somebody who writes to it.
+    from_shell = str(path).startswith(("/dev/fd/", "/dev/stdin", "/proc/self/fd/"))
+    with open(os.open(path, os.O_RDONLY | (0 if from_shell else os.O_NONBLOCK)), "rb") as file:
+        mode = os.fstat(file.fileno()).st_mode
+        if not (stat.S_ISREG(mode) or (from_shell and stat.S_ISFIFO(mode))):
             raise ValueError("it is no regular file")
         content = file.read(most + 1)
     if len(content) > most:

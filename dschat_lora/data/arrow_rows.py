@@ -104,8 +104,9 @@ def _bounds(path: Path, metadata: Any) -> tuple[int, list[str]]:
                 if column.dictionary_page_offset:
                     file.seek(column.dictionary_page_offset)
                     dictionary = _page_size(file.read(16))
-                elif "DELTA_BYTE_ARRAY" in column.encodings:  # shares beginnings
-                    dictionary = MOST_DECODED
+                elif "DELTA_BYTE_ARRAY" in column.encodings:  # shares beginnings, at most all
+                    file.seek(column.data_page_offset)
+                    dictionary = max(column.total_uncompressed_size, _page_size(file.read(16)))
                 if dictionary * column.num_values <= MOST_DECODED:
                     continue
                 if "." in column.path_in_schema:

@@ -32,7 +32,8 @@ class TemplateProcess:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._endless: set[str] = set()  # templates that exceeded a bound
+        # Templates that exceeded a bound, and the shortest request with which they did.
+        self._endless: dict[str, int] = {}
 
     def render(self, template: str, request: Mapping[str, Any]) -> tuple[str, list[list[int]]]:
         """Text, and (start, end) of each ``{% generation %}`` block if ``request`` asks for them.
@@ -48,34 +49,39 @@ class TemplateProcess:
             raise ValueError("lists or objects are nested too deeply") from None
         with self._lock:
             reply = {}
-            if template not in self._endless:
+            if len(line) < self._endless.get(template, len(line) + 1):
                 reply = _answer(line, _bounded_here) if _works_here else self._ask(line)
             if not reply:
-                self._endless.add(template)
+                self._endless[template] = min(len(line), self._endless.get(template, len(line)))
         if "text" in reply:
             return reply["text"], reply["marks"]
         limits = f"{SECONDS} s, {MEMORY / 2**30:g} GiB of memory or {MOST_CHARACTERS:,} characters"
         raise ValueError(reply.get("error") or f"it takes more than {limits}")
 
     def _ask(self, line: bytes) -> dict[str, Any]:
-        """The reply; empty if there is none."""
-        process = self._process or self._start()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            process.stdin.write(line + b"\n")
-            process.stdin.flush()
-            reply = process.stdout.readline()
-        except BrokenPipeError:
+        """The reply; empty if a bound is exceeded. If it ends otherwise, it is asked once more."""
+        for _ in range(2):
+            process = self._process or self._start()
+            assert process.stdin is not None
+            assert process.stdout is not None
             reply = b""
-        if reply.endswith(b"\n"):
-            found: dict[str, Any] = json.loads(reply)
-            return found
-        process.communicate()
-        self._process = None
-        if process.returncode > 0:  # no signal of a bound
-            return {"error": f"the process that renders it ended with {process.returncode}"}
-        return {}
+            try:
+                process.stdin.write(line + b"\n")
+                process.stdin.flush()
+                reply = process.stdout.readline()
+            except BrokenPipeError:
+                pass
+            finally:
+                if not reply.endswith(b"\n"):  # of Ctrl-C too: a later request has its own reply
+                    process.kill()
+                    process.communicate()
+                    self._process = None
+            if self._process is not None:
+                found: dict[str, Any] = json.loads(reply)
+                return found
+            if process.returncode == -signal.SIGPROF:
+                return {}
+        return {"error": f"the process that renders it ended with {process.returncode}"}
 
     def _start(self) -> subprocess.Popen[bytes]:
         path = [each or os.getcwd() for each in sys.path]
@@ -107,6 +113,7 @@ def render_here() -> None:
 
 def serve() -> None:
     """Answer requests until there are no more."""
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # whoever ignored it
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever else is printed is no reply
     for line in os.fdopen(0, "rb"):

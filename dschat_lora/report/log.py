@@ -196,11 +196,7 @@ def _check_in_place(file: TextIO) -> None:
 
     Another run may begin there, unlocked; and what was saved so far is not with what follows.
     """
-    try:
-        is_in_place = os.path.samestat(os.fstat(file.fileno()), os.stat(file.name))
-    except FileNotFoundError:
-        is_in_place = False
-    if not is_in_place:
+    if not os.path.exists(file.name):
         words = "it was moved or deleted while the run was writing to it"
         raise FileNotFoundError(errno.ENOENT, words, file.name)
 

@@ -171,7 +171,7 @@ _LIMITS = {
     "allocate memory": "out of memory: the system gives this process no more (ulimit -v, -d)",
     "bad_alloc": "out of memory: the system gives this process no more (ulimit -v, -d)",
     "start new thread": "the system gives this process no more memory or threads (ulimit -v, -u)",
-    "temporarily unavailable": "the system gives this process no more memory or threads "
+    "Resource temporarily unavailable": "the system gives this process no more memory or threads "
     "(ulimit -v, -u)",
     "Too many open files": "the system lets this process open no more files (ulimit -n)",
     "determine home directory": NO_HOME,
@@ -187,7 +187,7 @@ def words_of_limit(error: BaseException) -> str | None:
 
 def error_message(error: BaseException) -> str:
     """The message of an error; an error of the disk begins with its file."""
-    if isinstance(error, FileNotFoundError) and error.filename is None:
+    if isinstance(error, FileNotFoundError) and error.filename is None and error.errno:
         return "the current directory was removed; change to another one"
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{os.fsdecode(error.filename)}: {error.strerror}"

@@ -70,7 +70,8 @@ class ServedModel:
         Raises:
             ValueError: if the chat template refuses them.
         """
-        return chat_ids(messages, self.chat, self.encoder, self.tokenizer)
+        most = self.batch.limit
+        return chat_ids(messages, self.chat, self.encoder, self.tokenizer, most=most)
 
 
 @torch.no_grad()

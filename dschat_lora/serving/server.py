@@ -36,9 +36,11 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        # Idle: a request's head has not come whole. Between two requests uvicorn has its own timer.
+        # Idle: a request's head has not come whole. Between two requests uvicorn has its own timer,
+        # which what comes of a body that nobody reads would stop.
+        answered = self.cycle is not None and self.cycle.response_complete
         if not self.flow.write_paused:
-            self._expect(self.conn.their_state is IDLE)
+            self._expect(self.conn.their_state is IDLE or answered)
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -14,6 +14,8 @@ import resource
 import shutil
 import signal
 import socket
+import threading
+import time
 import zipfile
 from collections.abc import Callable
 from functools import cache, partial
@@ -1121,7 +1123,11 @@ def test_a_template_that_exceeds_a_bound_is_not_tried_again():
         BOUND, raised(partial(make_chat(own).render, TURNS, add_generation_prompt=False))
     )
     process = template_process.template_process()
-    assert own.chat_template in process._endless
+    begun = time.monotonic()
+    assert re.search(
+        BOUND, raised(partial(make_chat(own).render, [*TURNS, *TURNS], add_generation_prompt=False))
+    )
+    assert time.monotonic() - begun < 1
     assert process._process is not None  # which still renders others
     own.chat_template = "{% for each in messages %}{{ each.content }}{% endfor %}"
     assert make_chat(own).render(TURNS, add_generation_prompt=False) == "ab"
@@ -1134,6 +1140,54 @@ def test_a_process_that_cannot_render_is_no_fault_of_the_template(monkeypatch):
     for _ in range(2):
         with pytest.raises(ValueError, match="the process that renders it ended with 3"):
             process.render("{{ messages }}", request)
+
+
+def test_a_template_that_exceeds_a_bound_for_many_messages_still_renders_few():
+    process = template_process.TemplateProcess()
+    template = "{% for m in messages %}{{ 'b' * (5 * 2**20) }}{% endfor %}"
+    request = {"tools": None, "variables": {}}
+    for count, is_refused in ((9, True), (1, False), (10, True), (2, False)):
+        messages = [{"role": "user", "content": "a"}] * count
+        if is_refused:
+            with pytest.raises(ValueError, match="it takes more than"):
+                process.render(template, {**request, "messages": messages})
+        else:
+            text, _ = process.render(template, {**request, "messages": messages})
+            assert len(text) == count * 5 * 2**20
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGINT"])
+def test_a_request_that_was_ended_from_outside_leaves_no_reply_to_the_next(name):
+    process = template_process.TemplateProcess()
+
+    def said(text, template="{{ messages[0].content }}"):
+        messages = [{"role": "user", "content": text}]
+        return process.render(template, {"tools": None, "variables": {}, "messages": messages})[0]
+
+    assert said("a") == "a"
+    if name == "SIGKILL":
+        process._process.kill()
+    else:
+        slow = "{% for a in range(9999) %}{% for b in range(200) %}{% endfor %}{% endfor %}x"
+        late = threading.Timer(0.05, signal.raise_signal, [signal.SIGINT])
+        late.start()
+        with pytest.raises(KeyboardInterrupt):
+            said("b", slow)
+    assert said("c") == "c"
+    assert process._endless == {}
+
+
+def test_a_pipe_of_the_shell_is_read_and_another_is_not(tmp_path):
+    from dschat_lora.config.files import read_text
+
+    reading, writing = os.pipe()
+    os.write(writing, b"seed: 1\n")
+    os.close(writing)
+    assert read_text(Path(f"/dev/fd/{reading}")) == "seed: 1\n"
+    os.close(reading)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="it is no regular file"):
+        read_text(tmp_path / "pipe")
 
 
 def test_what_a_template_renders_is_what_transformers_makes_of_it():

@@ -549,6 +549,60 @@ def test_special_tokens_that_a_user_types_stay_text(service, content):
     assert content.strip() in model.tokenizer.decode(ids)
 
 
+def special_of(model):
+    return next(iter(model.tokenizer.added_tokens_decoder.values())).content
+
+
+@pytest.mark.parametrize("where", ["parts", "key", "argument", "name"])
+def test_special_tokens_hidden_in_other_places_stay_text_too(service, where):
+    model = service.models["a"]
+    token = special_of(model)
+    template = "{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}"
+    template += "{% else %}{% for p in m.content or [] %}{{ p.text }}{% endfor %}{% endif %}"
+    template += "{{ m.tool_calls | string if m.tool_calls }}{% endfor %}"
+    chat = replace(model.chat, _facts={})
+    object.__setattr__(chat, "template", template)
+
+    def turns(text):
+        if where == "parts":
+            half = len(text) // 2
+            parts = [{"type": "text", "text": text[:half]}, {"type": "text", "text": text[half:]}]
+            return [{"role": "user", "content": parts}]
+        arguments = {text: 1} if where == "key" else {"a": text} if where == "argument" else {}
+        name = text if where == "name" else "f"
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        return [*HI, {"role": "assistant", "content": "", "tool_calls": [call]}]
+
+    def count(text):
+        ids = replace(model, chat=chat).chat_ids(turns(text))
+        special = {n for n, t in model.tokenizer.added_tokens_decoder.items() if t.special}
+        return sum(each in special for each in ids)
+
+    if where == "parts":
+        with pytest.raises(ValueError, match="is spelt over several parts of a content"):
+            count(token)
+    else:
+        assert count(token) == count("x" * len(token))
+
+
+def test_many_special_tokens_are_refused_before_they_are_read(service, monkeypatch):
+    model = service.models["a"]
+    messages = [{"role": "user", "content": special_of(model) * 20_000}]
+    monkeypatch.setattr(type(model.chat), "render", None)
+    with pytest.raises(ValueError, match="they hold 20000 special tokens, more than the model has"):
+        model.chat_ids(messages)
+
+
+def test_a_template_that_changes_texts_with_special_tokens_is_refused(service):
+    model = service.models["a"]
+    chat = replace(model.chat, _facts={})
+    object.__setattr__(
+        chat, "template", "{% for m in messages %}{{ m.content | upper }}{% endfor %}"
+    )
+    with pytest.raises(ValueError, match="the chat template changes texts, in which"):
+        replace(model, chat=chat).chat_ids([{"role": "user", "content": special_of(model)}])
+
+
 def test_a_special_token_that_a_tokenizer_cannot_read_as_text_is_refused():
     from types import SimpleNamespace
 
@@ -784,7 +838,7 @@ def test_the_command_ends_with_one_line_where_decoding_does(service, monkeypatch
 def test_a_head_that_does_not_come_ends_its_connection(served, monkeypatch):
     monkeypatch.setattr("dschat_lora.serving.server.CLIENT_SECONDS", 0.3)
     url = urlsplit(served)
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(5) as pool:
 
         def trickle(start):
             begun = time.monotonic()
@@ -796,7 +850,7 @@ def test_a_head_that_does_not_come_ends_its_connection(served, monkeypatch):
                         connection.sendall(b"X: 1\r\n" if start else b"")
                         connection.setblocking(False)
                         try:
-                            if connection.recv(100) == b"":
+                            if connection.recv(10_000) == b"":
                                 break
                         except BlockingIOError:
                             pass
@@ -805,7 +859,8 @@ def test_a_head_that_does_not_come_ends_its_connection(served, monkeypatch):
                     pass
             return time.monotonic() - begun
 
-        seconds = list(pool.map(trickle, [b"", GET, b"GET /v1", POST]))
+        unread = GET + b"Content-Length: 10000000\r\n\r\n"  # a body that nobody waits for
+        seconds = list(pool.map(trickle, [b"", GET, b"GET /v1", POST, unread]))
     assert max(seconds) < 5
     still_answers(served)
 
