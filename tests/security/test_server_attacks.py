@@ -621,6 +621,21 @@ def test_a_special_token_that_a_tokenizer_cannot_read_as_text_is_refused():
     assert chat_ids([{"content": "a a"}], chat, make_encoder(tokenizer), tokenizer) == [1, 1]
 
 
+def test_text_behind_a_typed_token_has_no_beginning_of_sequence():
+    from types import SimpleNamespace
+
+    from data.hand_tokenizers import build_byte_tokenizer
+    from dschat_lora.data.encoder import make_encoder
+    from dschat_lora.serving.plain_text import chat_ids
+
+    tokenizer = build_byte_tokenizer(bos=True)
+    chat = SimpleNamespace(render=lambda messages, **_: messages[0]["content"])
+    ids = chat_ids([{"content": "a</s>b</s>c"}], chat, make_encoder(tokenizer), tokenizer)
+    assert ids.count(tokenizer.bos_token_id) == 1
+    assert tokenizer.eos_token_id not in ids
+    assert tokenizer.decode(ids[1:]) == "a</s>b</s>c"
+
+
 def test_a_prompt_without_special_tokens_is_that_of_training(service):
     model = service.models["a"]
     text = model.chat.render(HI, add_generation_prompt=True)
