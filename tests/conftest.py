@@ -43,6 +43,21 @@ def pytest_collection_finish(session):
     gc.enable()
 
 
+_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(autouse=True)
+def launcher_variables():
+    """What commands in this process set or forget of a launcher's variables ends with the test."""
+    before = {name: os.environ.get(name) for name in _LAUNCHER}
+    yield
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
 @pytest.fixture
 def one_rank():
     """A process group of this process alone."""

@@ -353,15 +353,15 @@ def is_stream(node):
     )
 
 
-def test_options_write_single_lines_in_one_place():
+def test_options_write_one_line_in_fail_alone():
     tree = ast.parse((PACKAGE / "config" / "options.py").read_text(encoding="utf-8"))
-    (say,) = [node for node in tree.body if getattr(node, "name", "") == "_say"]
+    (fail,) = [node for node in tree.body if getattr(node, "name", "") == "fail"]
     streams = {
         node.lineno
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and node.attr in ("stdout", "stderr")
     }
-    assert streams <= set(range(say.lineno, say.end_lineno + 1))
+    assert streams <= set(range(fail.lineno, fail.end_lineno + 1))
 
 
 def test_no_namespace_of_arguments_travels():

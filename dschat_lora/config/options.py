@@ -122,8 +122,6 @@ def parse_config(
     parser.add_file("config", "YAML file of these options, or the name of a recipe")
     parser.add_ignored(_LAUNCHER_FLAGS)
     namespace, unknown = parser.parse_known_args(argv)
-    if parser.repeated and os.environ.get("RANK", "0") == "0":
-        _say(f"note: {parser.repeated[0]} is given twice; the last list of values counts")
     if positionals and not any(word.startswith("-") for word in unknown):
         given = {name for name in positionals if hasattr(namespace, name)}
         taken, unknown = _by_position(unknown, positionals, fields, given)
@@ -305,14 +303,10 @@ def fail(message: str, *, code: int = 2) -> NoReturn:
     else:
         is_said = _tell_others(words, code)
     if not is_said:
-        _say(f"error: {words}")  # the exit code says it where nobody can be told
+        with suppress(OSError):  # the exit code says it where nobody can be told
+            sys.stderr.write(f"error: {words}\n")
+            sys.stderr.flush()
     raise SystemExit(code)
-
-
-def _say(line: str) -> None:
-    with suppress(OSError):
-        sys.stderr.write(f"{line}\n")
-        sys.stderr.flush()
 
 
 def value_text(value: object) -> str:

@@ -45,16 +45,6 @@ class _OnceAction(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
-class _ListAction(argparse.Action):
-    """Stores a list; the parser keeps the names of those that took the place of an earlier one."""
-
-    def __call__(self, parser: Any, namespace: object, values: object, flag: Any = None) -> None:
-        """Store it."""
-        if getattr(namespace, self.dest, None) is not None:
-            parser.repeated.append(flag)
-        setattr(namespace, self.dest, values)
-
-
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises instead of printing usage: a mistake is one line."""
 
@@ -71,11 +61,9 @@ class Parser(argparse.ArgumentParser):
         )
         self._sections = {OTHER: self._optionals}
         self.register("action", "once", _OnceAction)
-        self.register("action", "list", _ListAction)
         for name, kind in ((None, str), (int, int), (float, float)):
             self.register("type", name, converter(kind))
         self.explains_all = False
-        self.repeated: list[str] = []
         self.add_argument(
             *("-h", "--help"),
             action=_HelpAction,
@@ -146,7 +134,7 @@ class Parser(argparse.ArgumentParser):
             shared["metavar"] = {int: "N", float: "X"}.get(kind, "NAME" if choices else "TEXT")
             shared["help"] = option_help(field, choices)
         if many:
-            shared |= {"nargs": "*", "action": "list"}
+            shared |= {"nargs": "*"}
         hint = field.metadata.get("hint", "")
         group.add_argument(*flags, type=converter(kind, choices, hint=hint), **shared)
 
