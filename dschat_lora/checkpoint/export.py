@@ -107,7 +107,7 @@ def save_merged(
         with staged_directory(directory) as staging:
             with writing(directory):
                 merged.save_pretrained(staging)
-            _save_tokenizer(tokenizer, staging)
+                tokenizer.save_pretrained(staging)
             written = _auto_class(model).from_pretrained(staging, dtype=kept)
             after = probe_logits(written.to(_device_with_room(written)).eval(), probe_ids)
             before = unmerged
@@ -179,21 +179,12 @@ def _device_with_room(model: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
-def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
-    try:
-        tokenizer.save_pretrained(directory)
-    except Exception as error:
-        # The tokenizers library has no type of its own for errors of the disk.
-        if type(error) is not Exception:
-            raise
-        raise OSError(f"{directory}: the tokenizer cannot be written: {error}") from error
-
-
 def _write_beside(
     staging: Path, model: nn.Module, tokenizer: PreTrainedTokenizerBase, card: Mapping[str, Any]
 ) -> None:
     """Write tokenizer and model card, and the end tokens where there are several."""
-    _save_tokenizer(tokenizer, staging)
+    with writing(staging):
+        tokenizer.save_pretrained(staging)
     ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     if isinstance(ends, list):
         GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id).save_pretrained(

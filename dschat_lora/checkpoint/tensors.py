@@ -12,6 +12,9 @@ from torch import Tensor
 
 from dschat_lora.algos.finite import check_finite
 
+# In what torch.save says where the disk refuses; it keeps no reason.
+_OF_TORCH_SAVE = ("inline_container", "iostream error", "PytorchStreamWriter")
+
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     """Write contiguous CPU tensors to one file.
@@ -25,10 +28,19 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Inside the block an error of safetensors is one of the disk that refuses ``path``."""
+    """Inside the block an error of safetensors, tokenizers or torch.save is one of the disk.
+
+    Raises:
+        OSError: naming ``path``.
+    """
     try:
         yield
-    except SafetensorError as error:
+    except Exception as error:
+        if type(error) is RuntimeError and any(word in str(error) for word in _OF_TORCH_SAVE):
+            raise OSError(f"{path} cannot be written: is the disk full? ({error})") from error
+        # The tokenizers library has no type of its own for errors of the disk.
+        if type(error) not in (Exception, SafetensorError):
+            raise
         raise OSError(f"{path} cannot be written: {error}") from error
 
 

@@ -7,7 +7,10 @@ import pytest
 
 pytest.register_assert_rewrite("harness")
 
-from harness import RLHF, TINY  # noqa: E402
+from harness import GLUE, NLG, RLHF, TINY  # noqa: E402
+
+from helpers.glue_toys import save_encoder, write_task  # noqa: E402
+from helpers.restaurants import save_base, write_data  # noqa: E402
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -51,6 +54,7 @@ def verb_run(launcher):
         (code,) = running.wait(timeout)
         (session,) = running.pids
         left = [p for p in psutil.process_iter() if is_left_of(p, session)]
+        _, left = psutil.wait_procs(left, timeout=10)  # a compiler that was probed ends by itself
         return SimpleNamespace(
             home=home, code=code, out=running.out(), err=running.err(), left=left
         )
@@ -63,6 +67,24 @@ def is_left_of(process, session):
         return os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE
     except (ProcessLookupError, psutil.NoSuchProcess):
         return False
+
+
+@pytest.fixture(scope="session")
+def experiments(launcher, tmp_path_factory):
+    """What GLUE and NLG stand on, by the words that stand for it, and a run of each."""
+    home = tmp_path_factory.mktemp("experiments")
+    found = {name: str(home / name) for name in ("ENCODER", "TASK", "GPT2", "GLUE", "NLG")}
+    save_encoder("roberta", home / "ENCODER")
+    write_task("mrpc", home / "TASK")
+    save_base(home / "GPT2")
+    found["TRAIN"], found["HELD"] = map(str, write_data(home))
+    script = Path(__file__).with_name("verb.py")
+    for name, words in {"GLUE": GLUE, "NLG": NLG}.items():
+        words = [name.lower(), *(found.get(word, word) for word in words)]
+        running = launcher.start([*words, "--output_dir", found[name]], home, script=script)
+        assert running.wait() == [0], running.output()
+    found["CHECKPOINT"] = str(home / "GLUE" / "checkpoint-12")
+    return found
 
 
 @pytest.fixture(scope="session")

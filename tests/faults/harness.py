@@ -27,6 +27,21 @@ RLHF = f"""
     --data_path {BUNDLED_DATA["eval"]} --max_prompt_seq_len 64 --max_answer_seq_len 16
     --per_device_generation_batch_size 4 --per_device_training_batch_size 4 --output_dir out
 """.split()
+#: GLUE and GPT-2 on data in words, a second each; ENCODER, TASK and the like stand for what
+#: the fixture experiments makes
+GLUE = """
+    --model_name_or_path ENCODER --task_name mrpc --data_dir TASK --apply_lora --do_predict
+    --per_device_train_batch_size 4 --num_train_epochs 2 --save_strategy epoch
+    --eval_strategy epoch --output_dir out
+""".split()
+NLG = """
+    --model_name_or_path GPT2 --data_path TRAIN --eval_data_path HELD --max_steps 6
+    --save_interval 2 --eval_interval 3 --output_dir out
+""".split()
+DECODE = """
+    decode --model_name_or_path NLG --data_path HELD --max_new_tokens 8 --num_beams 2
+    --output_path o
+""".split()
 MANIFEST = "manifest.json"
 CHECKPOINT = re.compile(r"step-(\d{8})")
 TIMING = re.compile(r"time|step_seconds|.*_per_second|(hardware_)?tflops.*|mfu|peak_memory_bytes")

@@ -4,14 +4,20 @@ import json
 import random
 import signal
 import time
+from pathlib import Path
 
 import pytest
 from harness import (
+    DECODE,
+    GLUE,
     LONG,
+    NLG,
     RLHF,
     TINY,
     broken_checkpoints,
     check_same_end,
+    read_manifested,
+    same_bits,
     trained_steps,
     valid_checkpoints,
     wait_until,
@@ -198,3 +204,55 @@ def test_output_directory_that_vanishes_ends_the_run_in_a_line(verb, verb_run, t
     assert not valid_checkpoints(out)
     assert not (out / "adapter").exists()
     assert not broken_checkpoints(tmp_path / "elsewhere")
+
+
+#: words, seconds of CPU
+EXPERIMENTS = {
+    "glue": (["glue", *GLUE], 2.0),
+    "nlg": (["nlg", *NLG], 1.5),
+    "decode": (["nlg", *DECODE], 1.0),
+    "extract": (["extract", "CHECKPOINT", "--base", "ENCODER", "--lora_alpha", "16"], 0.6),
+}
+
+
+@pytest.mark.skipif(not LONG, reason="two runs for each signal; test_glue_train.py stops one")
+@pytest.mark.parametrize("verb", EXPERIMENTS)
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("attempt", range(3))
+def test_experiment_that_was_stopped_or_held_up_ends_as_one_that_was_not(
+    verb, number, attempt, verb_run, experiments, tmp_path
+):
+    words, seconds = EXPERIMENTS[verb]
+    words = [experiments.get(word, word) for word in words]
+    words += ["--output_dir", "out"] if verb == "extract" else []
+    words += ["--resume_from_checkpoint", "auto"] if verb in ("glue", "nlg") else []
+    instant = random.Random(f"{verb} {number} {attempt}").uniform(0.05, seconds)
+
+    def act(running):
+        time.sleep(instant)
+        running.signal(number)
+        if number == signal.SIGSTOP:
+            time.sleep(0.3)
+            running.signal(signal.SIGCONT)
+
+    done = verb_run(*words, home=tmp_path, act=act)
+    assert done.code in {0, *SIGNALS[number]}, f"{instant}: {done.code} {done.out} {done.err}"
+    assert "Traceback" not in done.out + done.err.partition("Exception ignored in atexit")[0]
+    assert not done.left
+    for checkpoint in tmp_path.glob("out/**/manifest.json"):
+        read_manifested(checkpoint.parent)
+    out, output = tmp_path / "out", tmp_path / "o"
+    if done.code == 0 and verb == "extract":
+        return  # it does not write over what is there
+    again = verb_run(*words, home=tmp_path)
+    assert again.code == 0, f"{instant}: {done.code} {done.err} {again.err}"
+    if verb == "decode":
+        lines = output.read_text(encoding="utf-8").splitlines()
+        assert len([json.loads(line) for line in lines]) == 4
+        return
+    name = "adapter_model.safetensors"
+    adapter = out / name if verb == "extract" else out / "adapter" / name
+    whole = {"nlg": "NLG"}.get(verb, "GLUE")
+    same_bits(adapter, Path(experiments[whole]) / "adapter" / name)
+    left = [path for path in tmp_path.rglob("*") if path.name.endswith((".tmp", ".old"))]
+    assert not left

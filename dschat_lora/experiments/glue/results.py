@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from dschat_lora.checkpoint.extract import empty_classifier, write_trained
 from dschat_lora.checkpoint.lora_only import LoraOnly
 from dschat_lora.checkpoint.staging import staged_file, write_whole
-from dschat_lora.checkpoint.tensors import save_weights
+from dschat_lora.checkpoint.tensors import save_weights, writing
 from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.experiments.glue.data import TaskSplit
 from dschat_lora.experiments.glue.features import tokenize
@@ -118,7 +118,8 @@ def save_trained(
     """The adapter with its head, or after full fine-tuning the model."""
     config = run.config
     if not (config.apply_lora or config.apply_adapter):
-        trainer.save_model(str(directory / "model"))
+        with writing(directory / "model"):
+            trainer.save_model(str(directory / "model"))
         run.log.say(f"model: {directory / 'model'}")
         return
     if trainer.is_world_process_zero():
@@ -137,12 +138,13 @@ def _write_trained(
             save_weights(staging, tensors, {"format": "pt"})
         return path
     path = directory / "adapter"
-    write_trained(
-        path,
-        LoraOnly(path, config.lora_r, tensors, None),
-        lora_settings(model, config),
-        empty_classifier(model.config),
-        base_model_name_or_path=config.model_name_or_path,
-        write_more=tokenizer.save_pretrained,
-    )
+    with writing(path):
+        write_trained(
+            path,
+            LoraOnly(path, config.lora_r, tensors, None),
+            lora_settings(model, config),
+            empty_classifier(model.config),
+            base_model_name_or_path=config.model_name_or_path,
+            write_more=tokenizer.save_pretrained,
+        )
     return path

@@ -1,6 +1,7 @@
 """transformers' Trainer for GLUE: MNLI's two evaluations, two passes, the loss of a mean row."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from dschat_lora.algos.finite import check_finite
+from dschat_lora.checkpoint.tensors import writing
 from dschat_lora.experiments.glue.callback import MetricsCallback
 from dschat_lora.experiments.glue.regularize import two_pass_loss
 from dschat_lora.experiments.glue.tasks import GlueTask
@@ -64,7 +66,8 @@ class GlueTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
             if parameter.requires_grad:
                 step = self.state.global_step
                 check_finite(parameter, f"checkpoint-{step} was not written: {name}")
-        super()._save_checkpoint(*arguments, **named)
+        with writing(Path(self.args.output_dir)):
+            super()._save_checkpoint(*arguments, **named)
 
     def _load_best_model(self) -> None:
         if self.before_best is not None:
