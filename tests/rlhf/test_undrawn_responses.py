@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from dschat_lora.rlhf.batch import Response
+from dschat_lora.rlhf.rollout import _Turns
 from helpers.rlhf_course import save_family, write_prompts
 from helpers.spread import ALL
 
@@ -65,3 +67,14 @@ def test_a_weight_that_is_not_finite_ends_the_run_by_its_name(home, ranks, size,
     assert line.startswith("error: stopped after step 0: no token can be drawn: the model's log")
     assert "fc1.weight holds NaN or infinity" in line
     assert line.endswith(". There is no checkpoint yet")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "end", "kept"),
+    [([7, 0], None, ((7, 0), False, True)), ([7, 8, 0], 1, ((7,), True, False))],
+    ids=["nothing ends it", "a text ended it before"],
+)
+def test_what_cannot_be_drawn_is_no_end_unless_the_text_had_ended(tokens, end, kept):
+    turns = _Turns(None, (), 4, False, is_end={0}.__contains__, find_end=lambda found: end)
+    found = turns._with_turn(Response((5,), (), False, 0), tokens, [], [], True)
+    assert (found.tokens, found.ended, found.undrawn) == kept
