@@ -1169,7 +1169,8 @@ def test_a_request_that_was_ended_from_outside_leaves_no_reply_to_the_next(name)
         process._process.kill()
     else:
         slow = "{% for a in range(9999) %}{% for b in range(200) %}{% endfor %}{% endfor %}x"
-        late = threading.Timer(0.05, signal.raise_signal, [signal.SIGINT])
+        main = threading.main_thread().ident
+        late = threading.Timer(0.05, signal.pthread_kill, [main, signal.SIGINT])
         late.start()
         with pytest.raises(KeyboardInterrupt):
             said("b", slow)
