@@ -27,6 +27,7 @@ from dschat_lora import __main__ as command
 from dschat_lora.algos.finite import is_finite
 from dschat_lora.checkpoint.history import checkpoints_of
 from dschat_lora.checkpoint.manifest import write_manifest
+from dschat_lora.engine.distributed import shutdown
 from dschat_lora.generation.beam_search import Search, TextRules
 from dschat_lora.rlhf.batch import Response
 from dschat_lora.rlhf.environment import Environment
@@ -141,7 +142,7 @@ def home(tmp_path_factory):
         patch.setitem(deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm", False)
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         yield directory
-        dist.destroy_process_group()
+        shutdown()  # with what DeepSpeed remembers of the group
 
 
 @pytest.fixture
