@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dschat_lora.data.messages import Message, check_message
-from dschat_lora.generation.sampling import Sampling
+from dschat_lora.generation.sampling import MIN_TEMPERATURE, Sampling
 from dschat_lora.serving.config import ServeConfig
 from dschat_lora.serving.decoder import AnswerOptions
 from dschat_lora.serving.errors import ApiError, invalid
@@ -186,6 +186,9 @@ def _sampling(fields: Fields, config: ServeConfig) -> Sampling:
     temperature = config.temperature if temperature is None else float(temperature)
     if temperature == 0:
         return Sampling(1, do_sample=False)
+    if temperature < MIN_TEMPERATURE:
+        words = f"0 (greedy) or at least {MIN_TEMPERATURE:g}, found {temperature}"
+        raise invalid(f"temperature must be {words}", "temperature")
     try:
         return Sampling(
             1,

@@ -73,6 +73,7 @@ class Server(uvicorn.Server):
                 app,
                 http=Connection,
                 ws="none",
+                lifespan="off",  # whose end by a second Ctrl-C uvicorn logs with a traceback
                 log_level="warning",
                 access_log=False,
                 server_header=False,

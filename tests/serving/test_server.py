@@ -140,6 +140,7 @@ WRONG = {
     "role": ({"model": "a", "messages": [{"role": "boss", "content": "a"}]}, 400, "role 'boss'"),
     "too long": ({"model": "a", "messages": asked("a " * 900)}, 400, "has room for 512 tokens"),
     "temperature": ({"temperature": 9}, 400, "temperature must be a number in [0, 2], found 9"),
+    "cold": ({"temperature": 1e-300}, 400, "must be 0 (greedy) or at least 1e-06, found 1e-300"),
     "boolean": ({"max_tokens": True}, 400, "max_tokens must be a whole number in [1, 512]"),
     "top_p": ({"top_p": 0, "temperature": 1}, 400, "top_p must be in (0, 1], found 0"),
     "stop": ({"stop": [""]}, 400, "stop must be up to 16 texts, none empty"),
