@@ -134,7 +134,7 @@ class Parser(argparse.ArgumentParser):
             shared["metavar"] = {int: "N", float: "X"}.get(kind, "NAME" if choices else "TEXT")
             shared["help"] = option_help(field, choices)
         if many:
-            shared |= {"nargs": "*"}
+            shared["nargs"] = "*"
         hint = field.metadata.get("hint", "")
         group.add_argument(*flags, type=converter(kind, choices, hint=hint), **shared)
 

@@ -48,11 +48,11 @@ class TemplateProcess:
         except RecursionError:
             raise ValueError("lists or objects are nested too deeply") from None
         with self._lock:
-            reply = {}
-            if len(line) < self._endless.get(template, len(line) + 1):
+            reply, shortest = {}, self._endless.get(template)
+            if shortest is None or len(line) < shortest:
                 reply = _answer(line, _bounded_here) if _works_here else self._ask(line)
-            if not reply:
-                self._endless[template] = min(len(line), self._endless.get(template, len(line)))
+                if not reply:
+                    self._endless[template] = len(line)
         if "text" in reply:
             return reply["text"], reply["marks"]
         limits = f"{SECONDS} s, {MEMORY / 2**30:g} GiB of memory or {MOST_CHARACTERS:,} characters"
