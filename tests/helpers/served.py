@@ -1,10 +1,13 @@
 """Runs on the bundled model that say different things, and servers of them in this process."""
 
+import http.client
+import json
 import threading
 import time
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import torch
 from peft import PeftModel
@@ -91,3 +94,15 @@ def running_server(service):
             server.should_exit = True
             thread.join()
             service.decoder.join()
+
+
+def send(address, method, path, body=None, headers=()):
+    """(status, JSON) of a request; a body that is not bytes is sent as JSON."""
+    connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=60)
+    kind = {} if body is None else {"Content-Type": "application/json"}
+    content = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+    connection.request(method, path, content, {**kind, **dict(headers)})
+    response = connection.getresponse()
+    text = response.read()
+    connection.close()
+    return response.status, json.loads(text)

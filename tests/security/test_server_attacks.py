@@ -2,7 +2,6 @@
 
 import asyncio
 import gzip
-import http.client
 import json
 import os
 import re
@@ -24,7 +23,7 @@ import torch
 
 from dschat_lora.serving.config import ServeConfig
 from helpers.chromium import Page, find_chromium
-from helpers.served import endless, running_server, write_run
+from helpers.served import endless, running_server, send, write_run
 from helpers.spread import ALL
 
 pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
@@ -69,17 +68,6 @@ def still_answers(address):
     assert status == 200, answer
     assert answer["usage"]["completion_tokens"] == 1
     assert send(address, "GET", "/healthz")[1]["status"] == "ok"
-
-
-def send(address, method, path, body=None, headers=()):
-    """(status, JSON) of a request."""
-    connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=60)
-    kind = {} if body is None else {"Content-Type": "application/json"}
-    connection.request(method, path, body, {**kind, **dict(headers)})
-    response = connection.getresponse()
-    text = response.read()
-    connection.close()
-    return response.status, json.loads(text)
 
 
 def raw(address, content):

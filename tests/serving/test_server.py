@@ -18,7 +18,7 @@ import pytest
 
 from dschat_lora.serving.config import ServeConfig
 from helpers.chromium import Page, find_chromium
-from helpers.served import QUESTIONS, endless, peft_greedy, running_server, write_run
+from helpers.served import QUESTIONS, endless, peft_greedy, running_server, send, write_run
 
 pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
 openai = pytest.importorskip("openai", reason="openai's client is not installed")
@@ -66,19 +66,6 @@ def client(address):
 
 def asked(question):
     return [{"role": "user", "content": question}]
-
-
-def send(address, method, path, body=None, **headers):
-    """(status, JSON) of a request with these headers."""
-    connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=60)
-    if body is not None:
-        headers = {"Content-Type": "application/json", **headers}
-        body = body if isinstance(body, bytes) else json.dumps(body).encode()
-    connection.request(method, path, body, headers)
-    response = connection.getresponse()
-    text = response.read()
-    connection.close()
-    return response.status, json.loads(text)
 
 
 # OpenAI's client
