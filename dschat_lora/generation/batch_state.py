@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from dschat_lora.algos.devices import to_device
 from dschat_lora.algos.segments import block_causal_mask
+from dschat_lora.generation.cuda_graphs import DecodeStep, first_cause, run_watching
 from dschat_lora.generation.forward import next_logits, padded_left
 from dschat_lora.generation.kv_cache import KVCache
 from dschat_lora.generation.sampling import Responses
@@ -19,7 +20,6 @@ from dschat_lora.models.backbone import attention_windows
 
 ROW_BUCKETS = (8, 16, 32, 64, 128)
 COLUMN_BUCKET = 128
-DecodeStep = Callable[[], None]
 
 
 class Rows(Protocol):
@@ -61,8 +61,8 @@ class CachedRows:
         device: of the model.
         buckets: round shapes up to a few.
         retains: keep the keys and values of sequences that have ended, for :class:`Kept`.
-        record: turns a step of one shape into its replay, such as :func:`cuda_graphs`; None runs
-            every step anew.
+        record: turns a step of one shape into its replay, as what :func:`graphs_for` returns does;
+            None runs every step anew.
 
     Attributes:
         sequences: which sequence each row in use holds.
@@ -98,7 +98,7 @@ class CachedRows:
         self._responses: Responses | None = None
         # Each shape's step of each set of options, which are part of it.
         self._recorded: dict[tuple[Responses, int, int], DecodeStep] = {}
-        self._warm = False
+        self._tried: set[tuple[Responses, int, int]] = set()
 
     def holds(self, rows: int, columns: int) -> bool:
         """Whether a batch of this size fits."""
@@ -174,20 +174,35 @@ class CachedRows:
         assert self._responses is not None
         rows, self._cache.columns = self._rounded(self._cache.rows, self._filled)
         shape = (self._responses, rows, self._cache.columns)
-        # The first step is never recorded: libraries set themselves up in it.
-        if self._record is not None and self._warm and shape not in self._recorded:
+        if self._record is None or shape in self._recorded:
+            self._recorded.get(shape, self.advance)()
+        elif shape not in self._tried:
+            # What a graph contains has to have run before: libraries set themselves up then.
+            self._tried.add(shape)
+            self._try()
+        else:
             self._recorded[shape] = self._record_step(self._record)
-        self._recorded.get(shape, self.advance)()
-        self._warm = True
+            self._recorded[shape]()
+
+    def _try(self) -> None:
+        """A step as it is, which shows whether it can be captured."""
+        if self._ids.device.type != "cuda":
+            return self.advance()
+        place = run_watching(self.advance)
+        if place is not None:
+            self._give_up(f"the model waits for the GPU at {place}")
 
     def _record_step(self, record: Callable[[DecodeStep], DecodeStep]) -> DecodeStep:
         try:
             return record(self.advance)
         except RuntimeError as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            warnings.warn(f"decoding without CUDA graphs, slowly: {reason}", stacklevel=2)
-            self._record = None
+            self._give_up(first_cause(error))
             return self.advance
+
+    def _give_up(self, reason: str) -> None:
+        warnings.warn(f"decoding without CUDA graphs, more slowly: {reason}", stacklevel=2)
+        self._record = None
+        self._recorded.clear()
 
     def advance(self) -> None:
         """One token for every row, in place."""
@@ -274,21 +289,3 @@ class Kept:
 
     rows: CachedRows
     prefixes: Sequence[tuple[int, int]]
-
-
-def cuda_graphs() -> Callable[[DecodeStep], DecodeStep]:
-    """A function that captures a step as a CUDA graph and returns its replay, without running it.
-
-    Replays follow one another, so all graphs share one memory pool.
-    """
-    pool = torch.cuda.graph_pool_handle()
-
-    def record(step: DecodeStep) -> DecodeStep:
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may use CUDA meanwhile: those that pin memory, a user's own.
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            step()
-        replay: DecodeStep = graph.replay
-        return replay
-
-    return record

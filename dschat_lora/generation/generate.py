@@ -7,14 +7,15 @@ from itertools import count
 import torch
 from transformers import PreTrainedModel
 
-from dschat_lora.generation.batch_state import CachedRows, DecodeStep, Kept, Rows, cuda_graphs
+from dschat_lora.generation.batch_state import CachedRows, Kept, Rows
+from dschat_lora.generation.cuda_graphs import DecodeStep, graphs_for
 from dschat_lora.generation.fast_attention import fast_attention
 from dschat_lora.generation.fast_linears import FastLinears
 from dschat_lora.generation.forward import in_shards, takes_cache
 from dschat_lora.generation.recomputed_rows import RecomputedRows
 from dschat_lora.generation.sampling import Responses, Sampling, undrawn_reason
 from dschat_lora.lora.layers import LoraLinear
-from dschat_lora.lora.parallel import group_of, whole_sequences
+from dschat_lora.lora.parallel import whole_sequences
 
 GPU_POLL = 16  # steps between two checks of which sequences have ended
 KeepGoing = Callable[[bool], bool]
@@ -181,15 +182,9 @@ class Decoder:
                 device=self._device,
                 buckets=self._keeps,
                 retains=self._retains,
-                record=self._record or self._cuda_graphs(),
+                record=self._record or graphs_for(self._model, self._device),
             )
         return self._rows
-
-    def _cuda_graphs(self) -> Callable[[DecodeStep], DecodeStep] | None:
-        if self._device.type != "cuda" or in_shards(self._model):
-            return None
-        # Collectives are not captured.
-        return cuda_graphs() if group_of(self._model) is None else None
 
     @contextmanager
     def _kernels(self) -> Iterator[None]:

@@ -13,6 +13,7 @@ import contextlib
 import functools
 import os
 import sys
+import warnings
 import weakref
 from collections import Counter
 from types import SimpleNamespace
@@ -52,6 +53,8 @@ COLLECTIVES = {
     "broadcast_": "broadcast",
     "reduce_": "reduce",
 }
+# Waits that ``torch.cuda.set_sync_debug_mode`` does not see.
+UNDETECTED = {"synchronize", "event"}
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addbmm"}
 NO_KERNEL = {"empty", "empty_like", "new_empty", "_unsafe_view", "empty_strided"}
 # Where the package's own code is, for labels.
@@ -74,6 +77,10 @@ class Watch(TorchDispatchMode):
         launches: operations on the device. operations: the same by name.
         products: (matrix product, type) -> times.
         graphs: the operations of each that was captured. replays: of all of them.
+        capturing: the graph that is being captured. underway: captures that the allocator takes
+            for unfinished, as torch leaves them where the end of one fails. pools: handle of a
+            memory pool of graphs -> how many hold it.
+        stream: the current one. mode: of ``torch.cuda.set_sync_debug_mode``; 1 warns of waits.
         live, peak: bytes of the device's storages.
         copied: "cuda->cpu" or "cpu->cuda" -> bytes.
         moved: (collective, ranks) -> bytes of the whole tensors: what is summed or spread, or
@@ -89,7 +96,10 @@ class Watch(TorchDispatchMode):
         self.operations, self.collectives, self.copied = Counter(), Counter(), Counter()
         self.launches = self.replays = self.live = self.peak = 0
         self.graphs: list[Counter] = []
-        self.capturing = False
+        self.capturing: CUDAGraph | None = None
+        self.underway, self.pools, self.mode = Counter(), Counter(), 0
+        self.stream = Stream()
+        self._kernels: set[tuple] = set()  # those that have run, by operation, shapes and types
         self._before, self._events = Counter(), []
         self._seen = weakref.WeakKeyDictionary()
 
@@ -139,11 +149,31 @@ class Watch(TorchDispatchMode):
 
     def wait(self, what):
         """Note that the host waits; while a graph is captured CUDA refuses."""
-        if self.capturing:
-            raise RuntimeError(
-                f"operation not permitted when stream is capturing: {what} at {_line()}"
-            )
+        if self.capturing is not None:
+            self.refuse(f"{what} at {_line()}")
+        if self.mode and what not in UNDETECTED:
+            frame = _frame()
+            place = frame.f_code.co_filename, frame.f_lineno
+            warnings.warn_explicit("called a synchronizing CUDA operation", UserWarning, *place)
         self.waits[what, _line()] += 1
+
+    def end_pool(self, _, pool):
+        if not self.underway[pool]:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.underway -= Counter([pool])
+
+    def release_pool(self, _, pool):
+        assert self.pools[pool], "a pool that nobody holds is released"
+        self.pools -= Counter([pool])
+
+    def empty_cache(self):
+        if self.underway:
+            raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
+
+    def refuse(self, what):
+        """What CUDA does not capture makes the whole graph invalid."""
+        self.capturing.valid = False
+        raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing: {what}")
 
     def start(self):
         """Count from here on: all that is counted, and the peak from what is live now."""
@@ -204,12 +234,22 @@ class Watch(TorchDispatchMode):
         if made and not getattr(func, "is_view", False) and name not in NO_KERNEL:
             self.launches += 1
             self.operations[name] += 1
-            if self.capturing:
-                self.graphs[-1][name] += 1
+            self._launch(name, [(tuple(x.shape), x.dtype) for x in (*tensors, *made)])
         if name in PRODUCTS:
             self.products[name, str(tensors[-1].dtype).removeprefix("torch.")] += 1
         for each in made:
             self._hold(each.untyped_storage(), name)
+
+    def _launch(self, name, operands):
+        kernel = (name, *operands)
+        if self.capturing is not None:
+            if kernel not in self._kernels:
+                self.refuse(f"the first {name} of {operands} at {_line()}")
+            self.graphs[-1][name] += 1
+        assert self.capturing is not None or not self.stream.captures, (
+            f"{name} at {_line()} runs on the stream of a capture that is over"
+        )
+        self._kernels.add(kernel)
 
     def _hold(self, storage, name):
         size = -(-storage.nbytes() // BLOCK) * BLOCK
@@ -237,6 +277,16 @@ def _index_of_all(args):
         for x in indices
     ]
     return values, whole
+
+
+def _frame():
+    """The innermost frame that is neither torch's nor of this module."""
+    frame = sys._getframe(1)
+    while (
+        f"{os.sep}torch{os.sep}" in frame.f_code.co_filename or frame.f_code.co_filename == __file__
+    ):
+        frame = frame.f_back
+    return frame
 
 
 def _line():
@@ -356,9 +406,13 @@ def _data_of(plain):
 
 
 class Stream:
-    """A stream on which everything is done at once."""
+    """A stream on which everything is done at once.
 
-    cuda_stream, device = 0, torch.device("cuda", 0)
+    Attributes:
+        captures: whether a graph was ever captured on it.
+    """
+
+    cuda_stream, device, captures = 0, torch.device("cuda", 0), False
 
     def __init__(self, *_, **__):
         pass
@@ -376,6 +430,20 @@ class Stream:
         return None
 
     wait_event = record_event = synchronize = wait_stream
+
+
+class StreamContext:
+    """``torch.cuda.stream``: what does not leave it leaves its stream the current one."""
+
+    def __init__(self, watch, stream):
+        self._watch, self._stream = watch, stream
+
+    def __enter__(self):
+        self._before = self._watch.stream
+        self._watch.stream = self._stream or self._before
+
+    def __exit__(self, *_):
+        self._watch.stream = self._before
 
 
 def _event_of(watch):
@@ -400,23 +468,50 @@ def _event_of(watch):
     return Event
 
 
-def _replay(watch):
-    watch.replays += 1
+class CUDAGraph:
+    """A graph whose capture fails as torch's does, which then leaves things as they are.
 
+    ``torch.cuda.graph`` is torch's own.
+    """
 
-def _capture_of(watch):
-    @contextlib.contextmanager
-    def capture(*_, **__):
-        # As torch's: it waits for the device, and gives back what its allocator keeps.
-        watch.wait("capture: synchronize, empty_cache")
-        watch.capturing = True
+    def __init__(self, watch):
+        self._watch, self._pool, self.valid, self._captured = watch, None, True, False
+
+    def capture_begin(self, pool, **_):
+        watch = self._watch
+        if watch.underway:
+            raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
+        watch.underway[pool] += 1
+        watch.pools[pool] += 1
+        self._pool, watch.capturing, watch.stream.captures = pool, self, True
         watch.graphs.append(Counter())
-        try:
-            yield
-        finally:
-            watch.capturing = False
 
-    return capture
+    def capture_end(self):
+        watch = self._watch
+        watch.capturing = None
+        if not self.valid:
+            watch.graphs.pop()
+            raise RuntimeError(
+                "CUDA error: operation failed due to a previous error during capture"
+            )
+        watch.end_pool(0, self._pool)
+        self._captured = True
+
+    def pool(self):
+        if not self._captured:
+            raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
+        return self._pool
+
+    def replay(self):
+        assert self._captured, "replay without a preceding successful capture"
+        self._watch.replays += 1
+
+    def reset(self):
+        if self._captured:
+            self._captured = False
+            self._watch.release_pool(0, self._pool)
+
+    __del__ = reset
 
 
 def _nothing(*_, **__):
@@ -447,7 +542,7 @@ def card_module(card, watch):
     def is_bf16_supported(including_emulation=True):
         return including_emulation or capability >= (8, 0)
 
-    silent = "set_device init _lazy_init empty_cache manual_seed manual_seed_all set_rng_state"
+    silent = "set_device init _lazy_init manual_seed manual_seed_all set_rng_state"
     return {
         **_each(silent, _nothing),
         "is_available": lambda: True,
@@ -467,11 +562,16 @@ def card_module(card, watch):
         "synchronize": lambda *_: watch.wait("synchronize"),
         "Stream": Stream,
         "Event": _event_of(watch),
-        **dict.fromkeys(("current_stream", "default_stream"), Stream),
-        "stream": contextlib.nullcontext,
-        "CUDAGraph": lambda: SimpleNamespace(replay=lambda: _replay(watch)),
-        "graph": _capture_of(watch),
-        "graph_pool_handle": lambda: (0, 0),
+        "current_stream": lambda *_: watch.stream,
+        "default_stream": lambda *_: Stream(),
+        "set_stream": lambda stream: setattr(watch, "stream", stream),
+        "stream": lambda stream: StreamContext(watch, stream),
+        "empty_cache": watch.empty_cache,
+        "set_sync_debug_mode": lambda mode: setattr(watch, "mode", mode),
+        "get_sync_debug_mode": lambda: watch.mode,
+        "is_current_stream_capturing": lambda: watch.capturing is not None,
+        "CUDAGraph": lambda: CUDAGraph(watch),
+        "graph_pool_handle": lambda: (0, 1 + len(watch.pools)),
     }
 
 
@@ -529,6 +629,13 @@ def fake_cuda(card="h200", *, world_size=1, rank=0):
 
         for name, value in card_module(card, watch).items():
             stand_in(torch.cuda, name, value)
+        stand_in(torch.cuda.graph, "default_capture_stream", None)
+        for name, value in {
+            "_host_emptyCache": _nothing,
+            "_cuda_endAllocateToPool": watch.end_pool,
+            "_cuda_releasePool": watch.release_pool,
+        }.items():
+            stack.enter_context(mock.patch.object(torch._C, name, value, create=True))
         for name in ("range_push", "range_pop"):
             stand_in(torch.cuda.nvtx, name, _nothing)
         stand_in(torch.nn.Module, "_apply", move_in_place)

@@ -1,4 +1,4 @@
-"""Training steps with a fault in the forward pass of every adapter; see test_planted_faults."""
+"""Training and decoding with a fault in the forward pass; see test_planted_faults."""
 
 from unittest import mock
 
@@ -42,3 +42,29 @@ def train_with(fault):
     forward = globals().get(fault.replace(" ", "_"), PLAIN)
     with mock.patch.object(LoraLinear, "forward", forward):
         return programs.train("opt-1.3b", layers=2, rows=4)
+
+
+NORM = torch.nn.LayerNorm.forward
+
+
+def seen_wait(layer, x):
+    return NORM(layer, x) * x.flatten()[0].item()
+
+
+def unseen_wait(layer, x):
+    torch.cuda.synchronize()
+    return NORM(layer, x)
+
+
+def wrong(layer, x):
+    if x.shape[1] == 1 and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("a model that minds captures")
+    return NORM(layer, x)
+
+
+def decode_with(fault):
+    """A call of each of two decoders, with the fault in every normalisation; "none" for without."""
+    forward = globals().get(fault.replace(" ", "_"), NORM)
+    with mock.patch.object(torch.nn.LayerNorm, "forward", forward):
+        options = {"layers": 1, "length": 120, "new_tokens": 12}  # of 128 and of 256 columns
+        return programs.decode("opt-1.3b", **options, anew=True)

@@ -5,6 +5,7 @@ import os
 import runpy
 import sys
 import traceback
+import warnings
 from collections import Counter
 from dataclasses import replace
 
@@ -136,21 +137,27 @@ def decode(
     dtype="bf16",
     card="h200",
     merged=False,
+    calls=2,
+    anew=False,
 ):
-    """Each of two calls of the decoder."""
+    """Each of some calls of one decoder, or of one decoder ``anew`` for each."""
     size = shapes.SHAPES[shape]
     size = replace(size, lora_dim=lora_dim, num_layers=layers or size.num_layers)
     with fake_cuda(card) as watch:
         model = shapes.random_model(size, dtype=DTYPES[dtype], device=CUDA).eval()
         watch.truth = False  # no sequence ends
         prompts = [list(range(4, 4 + length - n % 9)) for n in range(rows)]
-        decoder = Decoder(model, eos_ids=[2], pad_id=1, device=CUDA, merged=merged)
-        calls = []
-        for _ in range(2):
+        found, decoder = [], None
+        for _ in range(calls):
             watch.start()
-            decoder(prompts, Sampling(new_tokens), seeds=[[n] for n in range(rows)])
-            calls.append(noted(watch))
-        return calls
+            if anew or decoder is None:
+                decoder = Decoder(model, eos_ids=[2], pad_id=1, device=CUDA, merged=merged)
+            with warnings.catch_warnings(record=True) as told:
+                decoder(prompts, Sampling(new_tokens), seeds=[[n] for n in range(rows)])
+            left = [*watch.underway.elements(), *(["stream"] if watch.stream.captures else [])]
+            warned, holds = [str(each.message) for each in told], sum(watch.pools.values())
+            found.append(noted(watch) | {"warned": warned, "left": left, "holds": holds})
+        return found
 
 
 def chosen(card):

@@ -1,5 +1,7 @@
 """Decoding on a fake GPU: what is captured, and that it is kept from call to call."""
 
+import re
+
 import pytest
 
 from helpers.spread import ALL
@@ -23,3 +25,40 @@ def test_a_second_call_replays_what_the_first_one_captured(fake_device):
     # Of each block, of the ends of the model, and of sampling.
     assert merged["graph_operations"] == [12 * layers + 19]
     assert first["graph_operations"] == [16 * layers + 19]
+
+
+WITHOUT = "decoding without CUDA graphs, more slowly: "
+
+
+def call_with(fake_device, fault):
+    """What two calls note: of a step each after the prompts, 8 up to 128 columns and 3 beyond."""
+    calls = fake_device.run("fakecuda.faults:decode_with", fault=fault)
+    return [(each["graphs"], each["replays"], each["holds"], each["left"]) for each in calls], [
+        text.removeprefix(WITHOUT)
+        for each in calls
+        for text in each["warned"]
+        if text.startswith(WITHOUT)
+    ]
+
+
+def test_each_shape_runs_once_as_it_is_before_it_is_captured(fake_device):
+    found, warned = call_with(fake_device, "none")
+    assert found == [(2, 7 + 2, 2, [])] * 2
+    assert warned == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "begun", "reason"),
+    [
+        ("seen wait", 0, r"the model waits for the GPU at faults\.py:\d+"),
+        ("unseen wait", 0, r"CUDA error: operation not permitted .* synchronize at .* unseen_wait"),
+        ("wrong", 1, "a model that minds captures"),
+    ],
+)
+def test_what_cannot_be_captured_is_told_and_leaves_nothing_behind(
+    fake_device, fault, begun, reason
+):
+    found, warned = call_with(fake_device, fault)
+    assert found == [(begun, 0, 0, []), (0, 0, 0, [])], "the second call tries no more"
+    assert len(warned) == (2 if fault == "seen wait" else 1)
+    assert all(re.fullmatch(reason, text) for text in warned)

@@ -608,7 +608,7 @@ def test_a_step_that_cannot_be_recorded_is_told_once_and_run_as_it_is(monkeypatc
         raise RuntimeError("no graph today\nand more")
 
     rows, responses = rows_of(model, PROMPTS, Sampling(6), seeds, buckets=True, record=refuse)
-    with pytest.warns(UserWarning, match="without CUDA graphs, slowly: no graph today$"):
+    with pytest.warns(UserWarning, match="without CUDA graphs, more slowly: no graph today$"):
         found = drive(rows, responses)
     assert [[text] for text in found] == run(model, PROMPTS, Sampling(6), seeds=seeds)
     assert len(attempts) == 1
