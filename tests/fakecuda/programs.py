@@ -145,11 +145,15 @@ def decode(
         watch.truth = False  # no sequence ends
         prompts = [list(range(4, 4 + length - n % 9)) for n in range(rows)]
         decoder = Decoder(model, eos_ids=[2], pad_id=1, device=CUDA, merged=merged)
+        kinds = Counter()
+        model.get_output_embeddings().register_forward_hook(
+            lambda head, inputs, logits: kinds.update([str(logits.dtype).removeprefix("torch.")])
+        )
         calls = []
         for _ in range(2):
             watch.start()
             decoder(prompts, Sampling(new_tokens), seeds=[[n] for n in range(rows)])
-            calls.append(noted(watch))
+            calls.append(noted(watch) | {"logits": [*kinds]})
         return calls
 
 
