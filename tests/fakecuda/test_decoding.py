@@ -25,3 +25,12 @@ def test_a_second_call_replays_what_the_first_one_captured(fake_device):
     assert merged["graph_operations"] == [12 * layers + 18]
     assert first["graph_operations"] == [16 * layers + 18]
     assert first["logits"] == second["logits"] == ["float32"], "the sums of 16-bit products"
+
+
+def test_cudnn_plans_attention_where_it_is_asked_for_and_for_few_shapes(fake_device):
+    longest = [50, 65, 70, 100, 127, 128, 129, 200]
+    assert fake_device.run("fakecuda.programs:planned", longest=longest, asked=False) == []
+    # Prompts up to multiples of 64, but the last of which the cache has room for 248; steps by
+    # buckets of 128 columns.
+    found = fake_device.run("fakecuda.programs:planned", longest=longest, asked=True)
+    assert found == [[1, 128], [1, 256], [64, 64], [128, 128], [192, 192], [248, 248]]

@@ -111,7 +111,8 @@ def play(model, *, keeps, ends=(2, 7, 11, 13), **options):
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("options", [{}, {"record": lambda step: step}], ids=["plain", "in place"])
-def test_turns_that_keep_keys_and_values_say_what_turns_read_anew_say(kind, options):
+def test_turns_that_keep_keys_and_values_say_what_turns_read_anew_say(kind, options, monkeypatch):
+    monkeypatch.setattr("dschat_lora.generation.batch_state.PROMPT_BUCKET", 4)
     model = MODELS[kind]()
     kept, fewer = play(model, keeps=True, **options)
     anew, more = play(model, keeps=False, **options)
