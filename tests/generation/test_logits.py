@@ -205,17 +205,17 @@ def test_every_way_of_decoding_has_unrounded_logits(way, kind, fp32_products):
         torch.testing.assert_close(logits.double(), hidden.double() @ weight.T, **CLOSE)
 
 
-def test_a_divided_heads_logits_are_not_rounded_before_they_are_gathered(
-    fp32_products, monkeypatch
-):
-    monkeypatch.setattr(TensorGroup, "gather", lambda self, own: [own])
+def test_a_divided_heads_logits_are_gathered_before_anything_is_rounded(fp32_products, monkeypatch):
+    # The other rank's words have the logits of the first 30 of this one's 31.
+    monkeypatch.setattr(TensorGroup, "gather", lambda self, own: [own, own])
     model = random_model("llama")
-    divide(model, TensorGroup(None, 0, 1))
+    divide(model, TensorGroup(None, 0, 2))
     head = model.get_output_embeddings()
     hidden = torch.randn(2, 3, 32).bfloat16()
     with fp32_logits(model), torch.no_grad():
         logits = head(hidden)
-    torch.testing.assert_close(logits.double(), hidden.double() @ head.weight.double().T, **CLOSE)
+    own = hidden.double() @ head.weight.double().T
+    torch.testing.assert_close(logits.double(), torch.cat([own, own[..., :30]], -1), **CLOSE)
 
 
 def test_heads_that_losses_call_and_those_of_fp32_stay_as_they_are():
