@@ -65,17 +65,39 @@ def chunk_rows(
 
 
 def head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """(N, V) ``hidden W^T + b`` in fp32, of fp64 in fp64.
+    """(N, V) ``hidden W^T + b`` in fp32, of fp64 in fp64, with gradient.
 
     A GPU keeps the fp32 sums of 16-bit products: rounded to bf16, a token's log-probability would
     be off by some 0.02 nats.
     """
-    narrow = hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16)
-    if narrow and torch.version.hip is None and hasattr(torch.ops.aten.mm, "dtype"):
-        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    if _keeps_sums(hidden):
+        logits: Tensor = _Fp32Product.apply(hidden, weight)  # type: ignore[no-untyped-call]
         return logits if bias is None else logits.add_(bias)
     logits = F.linear(hidden, weight, bias)
     return logits.to(torch.promote_types(hidden.dtype, torch.float32))
+
+
+def _keeps_sums(x: Tensor) -> bool:
+    """Whether a 16-bit ``x`` is on a device whose products can be fp32."""
+    narrow = x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
+    return narrow and torch.version.hip is None and hasattr(torch.ops.aten.mm, "dtype")
+
+
+class _Fp32Product(torch.autograd.Function):
+    """``x W^T`` of 16-bit matrices in fp32, of which torch has no derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        narrow = grad.to(x.dtype)
+        wants_x, wants_weight = ctx.needs_input_grad
+        return narrow @ weight if wants_x else None, narrow.T @ x if wants_weight else None
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

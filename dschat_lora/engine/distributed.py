@@ -236,6 +236,17 @@ def device() -> torch.device:
     """Where this process computes: DeepSpeed's choice, which DS_ACCELERATOR can override."""
     from deepspeed.accelerator import get_accelerator
 
+    choose_attention_kernels()
     if get_accelerator().device_name() == "cpu":
         return torch.device("cpu")
     return torch.device(get_accelerator().device_name(), local_rank())
+
+
+def choose_attention_kernels() -> None:
+    """Do without cuDNN's attention, unless TORCH_CUDNN_SDPA_DEPRIORITIZED, torch's own, is 0.
+
+    Where torch prefers it, on compute capability 9 and 10, each new shape is planned for half a
+    second, and rows have many.
+    """
+    asked = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "0"
+    torch.backends.cuda.enable_cudnn_sdp(asked)

@@ -20,6 +20,7 @@ from dschat_lora.models.backbone import attention_windows
 
 ROW_BUCKETS = (8, 16, 32, 64, 128)
 COLUMN_BUCKET = 128
+PROMPT_BUCKET = 64  # columns of prompts that are read at once
 
 
 class Rows(Protocol):
@@ -117,7 +118,9 @@ class CachedRows:
         """Process each prompt once for all its copies, and choose the first tokens."""
         self._responses, count = responses, len(prompts) * copies
         lengths, device = torch.tensor([len(prompt) for prompt in prompts]), self._ids.device
-        self._filled = int(lengths.max())
+        self._filled = self._width(
+            int(lengths.max()), self._cache.capacity[1] - max(responses.limits)
+        )
         # On a CPU every row holds a sequence, and attention is ours; in 16 bits the sum of both
         # parts would be rounded once more.
         shares = device.type == "cpu" and not self._buckets and self._model.dtype.itemsize > 2
@@ -126,7 +129,7 @@ class CachedRows:
         self._sequence.fill_(responses.capacity)
         for mask in self._masks.values():
             mask.fill_(torch.finfo(mask.dtype).min)
-        ids, segments = padded_left(prompts, self._pad_id, device)
+        ids, segments = padded_left(prompts, self._pad_id, device, width=self._filled)
         positions = (segments.cumsum(-1) - 1).clamp(min=0)
         masks = {
             kind: block_causal_mask(segments, self._model.dtype, window=window)
@@ -158,7 +161,8 @@ class CachedRows:
         known = torch.tensor([length for _, length in kept.prefixes])
         rows = torch.tensor([source._order.index(sequence) for sequence, _ in kept.prefixes])
         first = torch.tensor([source._first[sequence] for sequence, _ in kept.prefixes])
-        width, new = self._filled, int((lengths - known).max())
+        width = self._filled
+        new = self._width(int((lengths - known).max()), width)
         columns = torch.arange(width) + (first + lengths - width)[:, None]
         columns = columns.clamp(0, source._cache.capacity[1] - 1)
         self._cache.take(source._cache, to_device(rows, device), to_device(columns, device))
@@ -268,6 +272,10 @@ class CachedRows:
         if window is not None:
             mask.index_fill_(3, cache.column, torch.finfo(mask.dtype).min)
         return mask[: cache.rows, :, :, window or 0 :][..., : cache.columns]
+
+    def _width(self, tokens: int, most: int) -> int:
+        """Columns that are read for so many tokens, ``most`` where rounded they would be more."""
+        return min(-(-tokens // PROMPT_BUCKET) * PROMPT_BUCKET, most) if self._buckets else tokens
 
     def _rounded(self, rows: int, columns: int) -> tuple[int, int]:
         """The shape that a batch takes, where shapes are to be few."""

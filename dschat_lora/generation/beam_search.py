@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from dschat_lora.generation.forward import padded_left
+from dschat_lora.models.causal_lm import fp32_logits
 
 
 @dataclass(frozen=True)
@@ -91,23 +92,24 @@ def write_texts(
     width = ids.shape[1]
     # transformers would fill in options that are not given here from the model's own config.
     model.generation_config = GenerationConfig()
-    output = model.generate(
-        input_ids=ids,
-        attention_mask=mask,
-        max_new_tokens=search.max_new_tokens,
-        min_new_tokens=search.min_length,
-        do_sample=False,
-        num_beams=search.num_beams,
-        length_penalty=search.length_penalty,
-        early_stopping="never" if search.num_beams > 1 else False,
-        logits_processor=LogitsProcessorList([TextRules(search, width)]),
-        renormalize_logits=True,
-        no_repeat_ngram_size=0,
-        repetition_penalty=1.0,
-        eos_token_id=list(search.eos_ids),
-        pad_token_id=search.pad_id,
-        use_cache=use_cache,
-    )
+    with fp32_logits(model):
+        output = model.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            max_new_tokens=search.max_new_tokens,
+            min_new_tokens=search.min_length,
+            do_sample=False,
+            num_beams=search.num_beams,
+            length_penalty=search.length_penalty,
+            early_stopping="never" if search.num_beams > 1 else False,
+            logits_processor=LogitsProcessorList([TextRules(search, width)]),
+            renormalize_logits=True,
+            no_repeat_ngram_size=0,
+            repetition_penalty=1.0,
+            eos_token_id=list(search.eos_ids),
+            pad_token_id=search.pad_id,
+            use_cache=use_cache,
+        )
     return [_until(text, search.eos_ids) for text in output[:, width:].tolist()]
 
 

@@ -47,10 +47,17 @@ def next_logits(
 
 
 def padded_left(
-    prompts: Sequence[Sequence[int]], pad_id: int, device: torch.device
+    prompts: Sequence[Sequence[int]],
+    pad_id: int,
+    device: torch.device,
+    *,
+    width: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(B, T) int64 tokens padded on the left, and their mask: 1 on tokens, 0 on padding."""
-    width = max(len(prompt) for prompt in prompts)
+    """(B, T) int64 tokens padded on the left, and their mask: 1 on tokens, 0 on padding.
+
+    T is ``width``, by default the length of the longest prompt.
+    """
+    width = width or max(len(prompt) for prompt in prompts)
     ids = [[pad_id] * (width - len(prompt)) + list(prompt) for prompt in prompts]
     real = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
     return to_device(torch.tensor(ids), device), to_device(torch.tensor(real), device)

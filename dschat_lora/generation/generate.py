@@ -16,6 +16,7 @@ from dschat_lora.generation.recomputed_rows import RecomputedRows
 from dschat_lora.generation.sampling import Responses, Sampling, undrawn_reason
 from dschat_lora.lora.layers import LoraLinear
 from dschat_lora.lora.parallel import whole_sequences
+from dschat_lora.models.causal_lm import fp32_logits
 
 GPU_POLL = 16  # steps between two checks of which sequences have ended
 KeepGoing = Callable[[bool], bool]
@@ -197,6 +198,7 @@ class Decoder:
                     )
                     self._weights = _weights_of(self._model)  # some may have been moved
                 stack.enter_context(self._linears.in_use())
+            stack.enter_context(fp32_logits(self._model))
             if takes_cache(self._model):
                 stack.enter_context(fast_attention(self._model))
             yield

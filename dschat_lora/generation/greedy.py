@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from dschat_lora.generation.forward import padded_left
 from dschat_lora.lora.parallel import whole_sequences
-from dschat_lora.models.causal_lm import Tokenizer
+from dschat_lora.models.causal_lm import Tokenizer, fp32_logits
 
 
 @torch.no_grad()
@@ -33,7 +33,7 @@ def answer(
         prompts = [prompt[-room:] for prompt in prompts]
         max_new_tokens = min(max_new_tokens, limit - 1)
     ids, mask = padded_left(prompts, tokenizer.pad_token_id, device)
-    with whole_sequences(model):
+    with whole_sequences(model), fp32_logits(model):
         output = model.generate(
             input_ids=ids,
             attention_mask=mask,

@@ -15,6 +15,7 @@ from dschat_lora.generation.forward import next_logits, padded_left, takes_cache
 from dschat_lora.generation.sampling import Sampling, choose
 from dschat_lora.lora.mixed import AdapterRows
 from dschat_lora.models.backbone import attention_windows
+from dschat_lora.models.causal_lm import fp32_logits
 
 COLUMN_BUCKET = 64  # columns by which a cache grows at least
 
@@ -139,6 +140,7 @@ class SlotRows:
         """Within, layers compute as is best for a few tokens; weights must not change."""
         with ExitStack() as stack:
             stack.enter_context(self._linears.in_use())
+            stack.enter_context(fp32_logits(self._model))
             stack.enter_context(fast_attention(self._model))
             yield
 

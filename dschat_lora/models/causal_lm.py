@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from dschat_lora.algos.logprobs import linear_logprobs, token_logprobs
 from dschat_lora.algos.segments import Spans
-from dschat_lora.algos.sft import MAX_CHUNK_LOGITS, linear_cross_entropy
+from dschat_lora.algos.sft import MAX_CHUNK_LOGITS, head_logits, linear_cross_entropy
 from dschat_lora.algos.vocabulary import VocabularyPart
 from dschat_lora.config.groups import ModelConfig
 from dschat_lora.data.chat import end_tokens
@@ -194,7 +194,8 @@ class LMHeadModel(BackboneModel):
 
     def logits(self, logit_positions: Tensor, *inputs: Tensor) -> Tensor:
         """(N, V) of the model's own head; the inputs are those of ``Backbone.inputs``."""
-        logits: Tensor = self.model(**self.backbone.inputs(*inputs)).logits
+        with fp32_logits(self.model):
+            logits: Tensor = self.model(**self.backbone.inputs(*inputs)).logits
         return logits.flatten(0, 1)[logit_positions]
 
 
@@ -270,10 +271,10 @@ class LinearHead(nn.Module):
     def __init__(self, head: nn.Module, vocab_size: int) -> None:
         super().__init__()
         self.rows = max(1, MAX_CHUNK_LOGITS // vocab_size)
-        self.plain = type(head) in (nn.Linear, ParallelLinear)
+        self.plain = is_plain(head)
         self.split: Split | None = None
         self.part: VocabularyPart | None = None
-        if isinstance(head, nn.Linear | ParallelLinear) and self.plain:
+        if is_plain(head):
             self.weight: Tensor = head.weight
             self.bias: Tensor | None = head.bias
         else:
@@ -308,11 +309,46 @@ class LinearHead(nn.Module):
         """(N, V) logits of (N, H) hidden states, all of them on every rank."""
         if not self.plain:
             return self.module(hidden)
-        if self.split is None:
-            return nn.functional.linear(hidden, self.weight, self.bias)
-        return self.split.around(
-            hidden, lambda x, bias: nn.functional.linear(x, self.weight, bias), self.bias
-        )
+        return _whole_logits(hidden, self.weight, self.bias, self.split)
+
+
+def is_plain(head: nn.Module) -> TypeGuard[nn.Linear | ParallelLinear]:
+    """Whether logits are a product with the head's own weight, which is not called for it."""
+    return type(head) in (nn.Linear, ParallelLinear)
+
+
+@contextmanager
+def fp32_logits(model: PreTrainedModel) -> Iterator[None]:
+    """Within, the model's own head computes 16-bit weights by :func:`head_logits`, as losses do.
+
+    What the model does to its logits is then done in fp32. A head that losses call, adapted or
+    quantised, stays as it is.
+    """
+    head = model.get_output_embeddings()
+    if not is_plain(head) or head.weight.dtype.itemsize > 2:
+        yield
+        return
+    split = head.split if isinstance(head, ParallelLinear) else None
+    module: nn.Module = head
+    before = vars(module).get("forward")
+    module.forward = lambda x: _whole_logits(x, head.weight, head.bias, split)
+    try:
+        yield
+    finally:
+        del module.forward
+        if before is not None:
+            module.forward = before
+
+
+def _whole_logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, split: Split | None
+) -> Tensor:
+    """(..., V) logits of (..., H) hidden states, of a divided head all of them on every rank."""
+
+    def product(x: Tensor, bias: Tensor | None) -> Tensor:
+        return head_logits(x.flatten(0, -2), weight, bias).view(*x.shape[:-1], len(weight))
+
+    return product(hidden, bias) if split is None else split.around(hidden, product, bias)
 
 
 def summed_cross_entropy(logits: Tensor, targets: Tensor, label_smoothing: float) -> Tensor:

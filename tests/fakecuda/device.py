@@ -81,6 +81,7 @@ class Watch(TorchDispatchMode):
             for unfinished, as torch leaves them where the end of one fails. pools: handle of a
             memory pool of graphs -> how many hold it.
         stream: the current one. mode: of ``torch.cuda.set_sync_debug_mode``; 1 warns of waits.
+        plans: shapes that cuDNN has planned attention for, in the life of the process.
         live, peak: bytes of the device's storages.
         copied: "cuda->cpu" or "cpu->cuda" -> bytes.
         moved: (collective, ranks) -> bytes of the whole tensors: what is summed or spread, or
@@ -96,6 +97,7 @@ class Watch(TorchDispatchMode):
         self.operations, self.collectives, self.copied = Counter(), Counter(), Counter()
         self.launches = self.replays = self.live = self.peak = 0
         self.graphs: list[Counter] = []
+        self.plans = set()
         self.capturing: CUDAGraph | None = None
         self.underway, self.pools, self.mode = Counter(), Counter(), 0
         self.stream = Stream()
@@ -304,10 +306,11 @@ def _line():
     return found or "(autograd)"
 
 
-def attention_of(capability):
+def attention_of(capability, watch):
     """``scaled_dot_product_attention`` by the kernel that a card takes.
 
-    torch would ask its CPU build, which takes the products written out.
+    torch would ask its CPU build, which takes the products written out. In the order of its
+    ``sdp_utils.cpp``: cuDNN, where it is preferred and enabled, flash, memory-efficient attention.
     """
     aten, plain = torch.ops.aten, torch.nn.functional.scaled_dot_product_attention
 
@@ -321,6 +324,14 @@ def attention_of(capability):
         scale=None,
         enable_gqa=False,
     ):
+        narrow = query.dtype in (torch.float16, torch.bfloat16)
+        if query.device.type == "cuda" and narrow and _takes_cudnn(capability, query, key, value):
+            shapes = [None if x is None else (*x.shape,) for x in (query, key, value, attn_mask)]
+            trains = torch.is_grad_enabled() and query.requires_grad
+            watch.plans.add((*shapes, query.dtype, is_causal, trains))
+            return aten._scaled_dot_product_cudnn_attention(
+                query, key, value, attn_mask, trains, dropout_p, is_causal, False, scale=scale
+            )[0]
         if query.device.type != "cuda" or enable_gqa:
             return plain(
                 query,
@@ -332,7 +343,6 @@ def attention_of(capability):
                 scale=scale,
                 enable_gqa=enable_gqa,
             )
-        narrow = query.dtype in (torch.float16, torch.bfloat16)
         if attn_mask is None and narrow and capability >= (8, 0):
             return aten._scaled_dot_product_flash_attention(
                 query, key, value, dropout_p, is_causal, False, scale=scale
@@ -349,6 +359,13 @@ def attention_of(capability):
         )[0]
 
     return attend
+
+
+def _takes_cudnn(capability, query, key, value):
+    """Whether 16-bit attention is cuDNN's."""
+    sizes = (query.shape[-1], value.shape[-1])
+    fits = all(size <= 128 and size % 8 == 0 for size in sizes) and key.shape[2] > 1
+    return torch.backends.cuda.cudnn_sdp_enabled() and capability[0] in (9, 10) and fits
 
 
 def move_in_place(module, change, recurse=True):
@@ -639,7 +656,9 @@ def fake_cuda(card="h200", *, world_size=1, rank=0):
         for name in ("range_push", "range_pop"):
             stand_in(torch.cuda.nvtx, name, _nothing)
         stand_in(torch.nn.Module, "_apply", move_in_place)
-        stand_in(torch.nn.functional, "scaled_dot_product_attention", attention_of(capability))
+        stand_in(
+            torch.nn.functional, "scaled_dot_product_attention", attention_of(capability, watch)
+        )
         flash = capability >= (8, 0)
         stand_in(torch.backends.cuda, "is_flash_attention_available", lambda: flash)
         stand_in(torch._TorchCompileInductorWrapper, "__call__", _traced)

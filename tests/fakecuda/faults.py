@@ -62,9 +62,9 @@ def wrong(layer, x):
     return NORM(layer, x)
 
 
-def decode_with(fault):
+def decode_with(fault, new_tokens):
     """A call of each of two decoders, with the fault in every normalisation; "none" for without."""
     forward = globals().get(fault.replace(" ", "_"), NORM)
     with mock.patch.object(torch.nn.LayerNorm, "forward", forward):
-        options = {"layers": 1, "length": 120, "new_tokens": 12}  # of 128 and of 256 columns
+        options = {"layers": 1, "length": 60, "new_tokens": new_tokens}
         return programs.decode("opt-1.3b", **options, anew=True)

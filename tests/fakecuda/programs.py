@@ -19,6 +19,7 @@ from benchmarks.common import shapes
 from benchmarks.common.bundled import make_engine
 from benchmarks.parts.tensor_memory import divided_among
 from dschat_lora.engine.build import DTYPES, resolve_dtype
+from dschat_lora.engine.distributed import device
 from dschat_lora.generation.generate import Decoder
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.models.backbone import Backbone
@@ -42,6 +43,7 @@ def noted(watch):
         "copied": dict(watch.copied),
         "launches": watch.launches,
         "operations": dict(watch.operations),
+        "plans": len(watch.plans),
         "graphs": len(watch.graphs),
         "replays": watch.replays,
         "graph_operations": [sum(operations.values()) for operations in watch.graphs],
@@ -147,17 +149,38 @@ def decode(
         model = shapes.random_model(size, dtype=DTYPES[dtype], device=CUDA).eval()
         watch.truth = False  # no sequence ends
         prompts = [list(range(4, 4 + length - n % 9)) for n in range(rows)]
+        kinds = Counter()
+        model.get_output_embeddings().register_forward_hook(
+            lambda head, inputs, logits: kinds.update([str(logits.dtype).removeprefix("torch.")])
+        )
         found, decoder = [], None
         for _ in range(calls):
             watch.start()
             if anew or decoder is None:
-                decoder = Decoder(model, eos_ids=[2], pad_id=1, device=CUDA, merged=merged)
+                decoder = Decoder(model, eos_ids=[2], pad_id=1, device=device(), merged=merged)
             with warnings.catch_warnings(record=True) as told:
                 decoder(prompts, Sampling(new_tokens), seeds=[[n] for n in range(rows)])
             left = [*watch.underway.elements(), *(["stream"] if watch.stream.captures else [])]
             warned, holds = [str(each.message) for each in told], sum(watch.pools.values())
-            found.append(noted(watch) | {"warned": warned, "left": left, "holds": holds})
+            more = {"warned": warned, "left": left, "holds": holds, "logits": [*kinds]}
+            found.append(noted(watch) | more)
         return found
+
+
+def planned(longest, asked):
+    """(queries, keys) that cuDNN plans attention for, in calls with such longest prompts."""
+    if asked:
+        os.environ["TORCH_CUDNN_SDPA_DEPRIORITIZED"] = "0"
+    size = replace(shapes.SHAPES["opt-1.3b"], num_layers=1)
+    with fake_cuda("h200") as watch:
+        watch.truth = False  # no sequence ends
+        model = shapes.random_model(size, dtype=torch.bfloat16, device=CUDA).eval()
+        largest = (2, max(longest) + 8)
+        options = {"eos_ids": [2], "pad_id": 1, "device": device(), "largest": largest}
+        decoder = Decoder(model, **options)
+        for length in longest:
+            decoder([[5] * length, [5]], Sampling(8), seeds=[[0], [1]])
+        return sorted({(query[2], key[2]) for query, key, *_ in watch.plans})
 
 
 def chosen(card):

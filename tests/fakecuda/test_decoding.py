@@ -22,17 +22,20 @@ def test_a_second_call_replays_what_the_first_one_captured(fake_device):
     (merged, _) = fake_device.run(
         "fakecuda.programs:decode", shape="opt-1.3b", layers=layers, merged=True
     )
-    # Of each block, of the ends of the model, and of sampling.
-    assert merged["graph_operations"] == [12 * layers + 19]
-    assert first["graph_operations"] == [16 * layers + 19]
+    # Of each block; 8 before and after them: the counters, the mask, three of the embeddings and
+    # their sum, the last norm, the head; and 10 of sampling, which casts no logits.
+    assert merged["graph_operations"] == [12 * layers + 18]
+    assert first["graph_operations"] == [16 * layers + 18]
+    assert first["logits"] == second["logits"] == ["float32"], "the sums of 16-bit products"
 
 
 WITHOUT = "decoding without CUDA graphs, more slowly: "
 
 
-def call_with(fake_device, fault):
-    """What two calls note: of a step each after the prompts, 8 up to 128 columns and 3 beyond."""
-    calls = fake_device.run("fakecuda.faults:decode_with", fault=fault)
+def call_with(fake_device, fault, new_tokens):
+    """What two calls note, whose prompts take 64 columns, and of what they warn."""
+    options = {"fault": fault, "new_tokens": new_tokens}
+    calls = fake_device.run("fakecuda.faults:decode_with", **options)
     return [(each["graphs"], each["replays"], each["holds"], each["left"]) for each in calls], [
         text.removeprefix(WITHOUT)
         for each in calls
@@ -42,8 +45,9 @@ def call_with(fake_device, fault):
 
 
 def test_each_shape_runs_once_as_it_is_before_it_is_captured(fake_device):
-    found, warned = call_with(fake_device, "none")
-    assert found == [(2, 7 + 2, 2, [])] * 2
+    found, warned = call_with(fake_device, "none", 70)
+    # 64 steps up to 128 columns, and 5 beyond.
+    assert found == [(2, 63 + 4, 2, [])] * 2
     assert warned == []
 
 
@@ -58,7 +62,16 @@ def test_each_shape_runs_once_as_it_is_before_it_is_captured(fake_device):
 def test_what_cannot_be_captured_is_told_and_leaves_nothing_behind(
     fake_device, fault, begun, reason
 ):
-    found, warned = call_with(fake_device, fault)
+    found, warned = call_with(fake_device, fault, 4)
     assert found == [(begun, 0, 0, []), (0, 0, 0, [])], "the second call tries no more"
     assert len(warned) == (2 if fault == "seen wait" else 1)
     assert all(re.fullmatch(reason, text) for text in warned)
+
+
+def test_cudnn_plans_attention_where_it_is_asked_for_and_for_few_shapes(fake_device):
+    longest = [50, 65, 70, 100, 127, 128, 129, 200]
+    assert fake_device.run("fakecuda.programs:planned", longest=longest, asked=False) == []
+    # Prompts up to multiples of 64, but the last of which the cache has room for 248; steps by
+    # buckets of 128 columns.
+    found = fake_device.run("fakecuda.programs:planned", longest=longest, asked=True)
+    assert found == [[1, 128], [1, 256], [64, 64], [128, 128], [192, 192], [248, 248]]

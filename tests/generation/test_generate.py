@@ -622,6 +622,27 @@ def test_rows_come_in_few_sizes_where_a_gpu_repeats_them(rows, bucket):
     assert cached._cache.capacity == (bucket, 128)
 
 
+@pytest.mark.parametrize("make", [*KINDS, "mistral", "gemma3"])
+@pytest.mark.parametrize(
+    ("columns", "width"), [(64, 24), (4, 20)], ids=["rounded up", "as far as the cache has room"]
+)
+def test_prompts_are_read_in_few_widths_where_shapes_are_to_be_few(
+    make, columns, width, monkeypatch
+):
+    monkeypatch.setattr("dschat_lora.generation.batch_state.COLUMN_BUCKET", columns)
+    monkeypatch.setattr("dschat_lora.generation.batch_state.PROMPT_BUCKET", 8)
+    model = adapted(make) if make in KINDS else sliding(make, "sdpa")
+    widths = []
+    model.register_forward_pre_hook(
+        lambda _, args, inputs: widths.append(inputs["input_ids"].shape[1]), with_kwargs=True
+    )
+    sampling, seeds = Sampling(12), [[i, i + 9] for i in range(len(PROMPTS))]
+    options = {"eos_ids": [], "pad_id": PAD, "device": CPU}
+    found = Decoder(model, **options, record=lambda step: step)(PROMPTS, sampling, seeds=seeds)
+    assert widths == [width] + [1] * 11
+    assert found.tokens() == Decoder(model, **options)(PROMPTS, sampling, seeds=seeds).tokens()
+
+
 def test_ended_rows_are_let_go_and_the_living_move_into_their_places():
     model = tiny_model("opt")
     prompts = [[5 + i] for i in range(6)]

@@ -111,7 +111,8 @@ def play(model, *, keeps, ends=(2, 7, 11, 13), **options):
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("options", [{}, {"record": lambda step: step}], ids=["plain", "in place"])
-def test_turns_that_keep_keys_and_values_say_what_turns_read_anew_say(kind, options):
+def test_turns_that_keep_keys_and_values_say_what_turns_read_anew_say(kind, options, monkeypatch):
+    monkeypatch.setattr("dschat_lora.generation.batch_state.PROMPT_BUCKET", 4)
     model = MODELS[kind]()
     kept, fewer = play(model, keeps=True, **options)
     anew, more = play(model, keeps=False, **options)
@@ -122,3 +123,27 @@ def test_turns_that_keep_keys_and_values_say_what_turns_read_anew_say(kind, opti
         for mine, other in zip(logprobs, wanted, strict=True):
             assert mine == pytest.approx(other, abs=2e-5)
     assert sum(fewer) < sum(more)
+
+
+@pytest.mark.parametrize(
+    ("known", "width"), [(14, 8), (1, 20)], ids=["rounded up", "no more than there are"]
+)
+@pytest.mark.parametrize("kind", MODELS)
+def test_what_follows_kept_tokens_is_read_in_few_widths(kind, known, width, monkeypatch):
+    monkeypatch.setattr("dschat_lora.generation.batch_state.COLUMN_BUCKET", 4)
+    monkeypatch.setattr("dschat_lora.generation.batch_state.PROMPT_BUCKET", 8)
+    model, cpu, widths = MODELS[kind](), torch.device("cpu"), []
+    prompt, sampling, options = [5, 6, 7, 8], Sampling(12), {"eos_ids": [], "pad_id": 0}
+    decoder = Decoder(
+        model, **options, device=cpu, largest=(1, 32), retains=True, record=lambda step: step
+    )
+    (answer,) = decoder([prompt], sampling, seeds=[[0]]).tokens()
+    text = [*prompt, *answer[:-1], 9, 10, 11, 12]
+    model.register_forward_pre_hook(
+        lambda module, args, given: widths.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    found = decoder([text], sampling, seeds=[[1]], prefixes=[(0, known)]).tokens()
+    # 32 columns, of which 12 are left to the answer.
+    assert widths == [width] + [1] * 11
+    plain = Decoder(model, **options, device=cpu)
+    assert found == plain([text], sampling, seeds=[[1]]).tokens()

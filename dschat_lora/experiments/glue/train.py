@@ -28,7 +28,11 @@ from dschat_lora.engine.collectives import (
     on_rank_zero,
     raise_together,
 )
-from dschat_lora.engine.distributed import init_distributed, world_size
+from dschat_lora.engine.distributed import (
+    choose_attention_kernels,
+    init_distributed,
+    world_size,
+)
 from dschat_lora.experiments.glue.callback import MetricsCallback, evaluations_in
 from dschat_lora.experiments.glue.checkpoints import best_before, check_pickles, complete, stop
 from dschat_lora.experiments.glue.config import GlueConfig
@@ -152,6 +156,7 @@ def build_trainer(
     config, say = run.config, run.log.say
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     torch.use_deterministic_algorithms(config.use_deterministic_algorithms)
+    choose_attention_kernels()  # the Trainer chooses the device itself
     set_seed(config.seed)
     splits = raise_together(lambda: _read(config))
     check_same(

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
 
 from dschat_lora.checkpoint.adapter_config import accept_adapter
 from dschat_lora.config.options import parse_config
@@ -268,6 +269,21 @@ def test_a_run_on_other_rows_is_not_gone_on_with(
     assert ("the base model's weights" in said) is not same_base
     assert "the training data (was " in said
     assert said.endswith("the rows of a step (was 8, now 16)\n")
+
+
+def test_the_trainer_too_does_without_cudnns_attention(glue_run, tmp_path, monkeypatch):
+    def stop(seed):
+        raise RuntimeError("seen enough")
+
+    monkeypatch.setattr(train, "set_seed", stop)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        with pytest.raises(RuntimeError, match="seen enough"):
+            glue_run(tmp_path, "mnli")
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def test_auto_begins_where_there_is_nothing_to_go_on_with(checked, trained, tmp_path):
