@@ -1,5 +1,6 @@
 """Rollouts: the actor's responses to prompts, the same for any number of processes."""
 
+import gc
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -261,6 +262,19 @@ class Generator:
             if broken or all(each.undrawn for each in responses):
                 raise BrokenWeightsError(undrawn_reason(broken))
         return responses
+
+    @property
+    def keeps(self) -> bool:
+        """Whether anything is kept in memory for the next call."""
+        return bool(self._decoders)
+
+    def release(self) -> None:
+        """Free what is kept, from here on after every call."""
+        self._keeps_memory = False
+        self._decoders.clear()
+        gc.collect()
+        if self._engine.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _share(
         self, own: Mapping[int, Response], blank: Sequence[Response], *, width: int

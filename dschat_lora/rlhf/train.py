@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from dschat_lora.rlhf.evaluation import RlhfEvaluator
 from dschat_lora.rlhf.iteration import Iterations
 from dschat_lora.rlhf.memory import cache_columns
 from dschat_lora.rlhf.pretraining import make_pretraining
+from dschat_lora.rlhf.retry import Retry
 from dschat_lora.rlhf.rollout import BrokenWeightsError, Generator
 from dschat_lora.rlhf.schedule import RlhfProgress, RlhfSchedule, make_rlhf_schedule
 from dschat_lora.rlhf.setup import RlhfSetup
@@ -29,6 +30,11 @@ from dschat_lora.runtime.dry_run import say_options, say_sample
 from dschat_lora.runtime.loop import IterationOutcome, run_loop
 from dschat_lora.runtime.resume import goes_on_in_place, run_of
 from dschat_lora.runtime.run import Run
+
+RELEASED = (
+    "the GPU was full: what decoding keeps was freed, and the pass made again with the same "
+    "result; from here on it is freed after every rollout, as by --release_inference_cache"
+)
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,7 @@ def train(setup: RlhfSetup, engines: Engines) -> TrainResult:
     schedule = make_rlhf_schedule(config, len(setup.prompts.train))
     _announce(schedule, run.log.say)
     generator = make_generator(setup, engines)
+    engines = replace(engines, retry=Retry(engines.trained.values(), generator))
     pretraining = average = None
     if setup.text is not None:
         pad_id = int(setup.tokenizer.pad_token_id)
@@ -72,10 +79,14 @@ def train(setup: RlhfSetup, engines: Engines) -> TrainResult:
     )
 
     def iterations() -> Iterator[IterationOutcome]:
-        scales_loss = setup.settings["actor"].dtype == "fp16"
+        scales_loss, kept = setup.settings["actor"].dtype == "fp16", True
         while progress.iteration < schedule.num_iterations:
             skipped = iterate()
-            requests = sum_over_processes(checkpointer.requests())
+            own = [*checkpointer.requests(), float(engines.retry.made)]
+            *requests, retried = sum_over_processes(own)
+            if retried and kept:
+                kept = False
+                _release(generator, run, progress.step)
             yield IterationOutcome(requests, skipped, scales_loss)
 
     with _failures_saved(checkpointer, progress), run.interrupts.deferred():
@@ -90,6 +101,13 @@ def train(setup: RlhfSetup, engines: Engines) -> TrainResult:
         )
     _check_learnt(progress)
     return TrainResult(evaluator.before_and_after(), progress, average)
+
+
+def _release(generator: Generator, run: Run[RlhfConfig], step: int) -> None:
+    """Free what decoding keeps where a rank's memory ran out, on those that had room yet too."""
+    generator.release()
+    run.log.say(f"  note         {RELEASED}")
+    run.log.write("event", step, {"event": "note", "message": RELEASED})
 
 
 def show_plan(setup: RlhfSetup) -> None:
