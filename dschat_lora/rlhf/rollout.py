@@ -21,6 +21,7 @@ from dschat_lora.engine.zero import broken_parameters, gathered
 from dschat_lora.generation.generate import Decoder, KeepGoing
 from dschat_lora.generation.sampling import Responses, Sampling, undrawn_reason
 from dschat_lora.models.causal_lm import PreTrainedModel
+from dschat_lora.rlhf.advice import FullWhileDecodingError
 from dschat_lora.rlhf.batch import Response
 from dschat_lora.rlhf.episodes import Episodes
 from dschat_lora.rlhf.roles import Network
@@ -319,6 +320,8 @@ class Generator:
                 return
             with gathered(parameters):
                 yield self._decoder(self._rollout), None
+        except torch.OutOfMemoryError as error:
+            raise FullWhileDecodingError(str(error)) from error
         finally:
             if not self._keeps_memory:
                 self._decoders.clear()

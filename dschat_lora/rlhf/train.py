@@ -7,10 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dschat_lora.engine.collectives import sum_over_processes
 from dschat_lora.engine.distributed import rank
 from dschat_lora.engine.state import EngineState
 from dschat_lora.report.rollouts import RolloutLog
+from dschat_lora.rlhf.advice import FullAfterReleaseError, FullWhileDecodingError
 from dschat_lora.rlhf.config import RlhfConfig
 from dschat_lora.rlhf.diagnostics import Diagnostics
 from dschat_lora.rlhf.ema import MovingAverage
@@ -31,7 +34,7 @@ from dschat_lora.runtime.loop import IterationOutcome, run_loop
 from dschat_lora.runtime.resume import goes_on_in_place, run_of
 from dschat_lora.runtime.run import Run
 
-RELEASED = (
+NOTE = (
     "the GPU was full: what decoding keeps was freed, and the pass made again with the same "
     "result; from here on it is freed after every rollout, as by --release_inference_cache"
 )
@@ -89,7 +92,7 @@ def train(setup: RlhfSetup, engines: Engines) -> TrainResult:
                 _release(generator, run, progress.step)
             yield IterationOutcome(requests, skipped, scales_loss)
 
-    with _failures_saved(checkpointer, progress), run.interrupts.deferred():
+    with _failures_saved(checkpointer, progress, engines.retry), run.interrupts.deferred():
         run_loop(
             iterations(),
             schedule,
@@ -106,8 +109,8 @@ def train(setup: RlhfSetup, engines: Engines) -> TrainResult:
 def _release(generator: Generator, run: Run[RlhfConfig], step: int) -> None:
     """Free what decoding keeps where a rank's memory ran out, on those that had room yet too."""
     generator.release()
-    run.log.say(f"  note         {RELEASED}")
-    run.log.write("event", step, {"event": "note", "message": RELEASED})
+    run.log.say(f"  note         {NOTE}")
+    run.log.write("event", step, {"event": "note", "message": NOTE})
 
 
 def show_plan(setup: RlhfSetup) -> None:
@@ -120,7 +123,9 @@ def show_plan(setup: RlhfSetup) -> None:
 
 
 @contextmanager
-def _failures_saved(checkpointer: Checkpointer, progress: RlhfProgress) -> Iterator[None]:
+def _failures_saved(
+    checkpointer: Checkpointer, progress: RlhfProgress, retry: Retry
+) -> Iterator[None]:
     """Where a user's function fails in the block, save the last whole iteration, then raise.
 
     It sees responses before any of their steps is taken: no iteration is saved in part. Weights
@@ -129,6 +134,10 @@ def _failures_saved(checkpointer: Checkpointer, progress: RlhfProgress) -> Itera
     try:
         yield
         return
+    except torch.OutOfMemoryError as error:
+        if retry.made and not isinstance(error, FullWhileDecodingError):
+            raise FullAfterReleaseError(str(error)) from error
+        raise
     except BrokenWeightsError as error:
         raise ValueError(
             f"stopped after step {progress.step}: {error}. {checkpointer.last_good()}"
