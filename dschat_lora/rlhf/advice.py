@@ -89,7 +89,8 @@ def memory_advice(
         training = found.updating + (found.cache if found.keeps_cache else 0)
         own, other = (decoding, training) if decodes else (training, decoding)
         # The other phase matters where it would not fit either.
-        return max(own, other if device_bytes and other > USABLE * device_bytes else 0)
+        excess = 0 if device_bytes is None else max(0, other - int(USABLE * device_bytes))
+        return max(own, other * bool(excess)) + excess
 
     # What ran out takes all of the device, whatever the estimate says.
     budget = None if device_bytes is None else int(USABLE * min(device_bytes, need({})))
