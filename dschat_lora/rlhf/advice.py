@@ -1,6 +1,5 @@
 """Advice where step 3 runs out of GPU memory: options to change, from the plan of its memory."""
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -72,31 +71,29 @@ def memory_advice(
     unpacked = plan.cache - whole.cache if (whole := planned(config)) is not None else 0
 
     @cache
-    def changed(options: frozenset[tuple[str, object]]) -> MemoryPlan | None:
-        with suppress(ValueError):
-            return planned(_with_options(config, dict(options)))
-        return None
+    def phases(options: frozenset[tuple[str, object]]) -> tuple[int, int]:
+        """Bytes that are needed with these options: of the phase that ran out, of the other."""
+        found, keeps = plan, plan.keeps_cache
+        if change := dict(options):
+            with suppress(ValueError):  # what is refused saves nothing
+                found = planned(_with_options(config, change)) or plan
+                found = replace(found, cache=found.cache + unpacked)
+            keeps = keeps and "release_inference_cache" not in change
+        decoding = found.weights + found.training + found.cache
+        training = found.updating + (found.cache if keeps else 0)
+        return (decoding, training) if decodes else (training, decoding)
 
     def need(change: Change) -> int:
-        found = changed(frozenset(change.items())) if change else plan
-        if found is None:
-            return sys.maxsize
-        if change:
-            frees = "release_inference_cache" in change
-            keeps = plan.keeps_cache and not frees
-            found = replace(found, cache=found.cache + unpacked, keeps_cache=keeps)
-        decoding = found.weights + found.training + found.cache
-        training = found.updating + (found.cache if found.keeps_cache else 0)
-        own, other = (decoding, training) if decodes else (training, decoding)
+        own, other = phases(frozenset(change.items()))
         # The other phase matters where it would not fit either.
-        excess = 0 if device_bytes is None else max(0, other - int(USABLE * device_bytes))
-        return max(own, other * bool(excess)) + excess
+        return own + (0 if device_bytes is None or other <= USABLE * device_bytes else other)
 
     # What ran out takes all of the device, whatever the estimate says.
-    budget = None if device_bytes is None else int(USABLE * min(device_bytes, need({})))
+    now, _ = phases(frozenset())
+    budget = None if device_bytes is None else int(USABLE * min(device_bytes, now))
     sizes = {"of weights": plan.weights, "of gradients and optimizer state": plan.training}
     if not decodes:
-        sizes["of activations and logits"] = plan.update
+        sizes["for a micro-batch"] = plan.update
     if decodes or plan.keeps_cache:
         sizes["for decoding"] = plan.cache
     return (

@@ -59,9 +59,10 @@ def keeping(plan, *_, **__):
 
 
 def train_full(argv, *, failing=(), on_rank=0, keeps=True):
-    """:func:`train_rlhf` where these passes of a rank fail, and how often it made each kind.
+    """:func:`train_rlhf` where these passes of a rank fail, and the number of its last one by kind.
 
-    What it wrote on stderr, where it failed, is ``said``.
+    ``keeps`` has decoding keep its memory, as on a GPU. Of a run that fails the report is what it
+    wrote on stderr, and its exit code.
     """
     passes = Passes(failing if rank() == on_rank else ())
     with ExitStack() as stack:
@@ -76,9 +77,4 @@ def train_full(argv, *, failing=(), on_rank=0, keeps=True):
         except SystemExit as end:
             for engine in set(passes.engines):
                 release(engine)
-            return {"said": said.getvalue(), "code": end.code}
-
-
-def train_full_many(runs):
-    """Several runs after another, as :func:`train_full`."""
-    return [train_full(**arguments) for arguments in runs]
+            return {"said": said.getvalue(), "code": end.code, "passes": passes.counts}
