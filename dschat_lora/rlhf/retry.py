@@ -29,7 +29,6 @@ class Retry:
         self, engines: Collection[TrainEngine[nn.Module]] = (), generator: Generator | None = None
     ) -> None:
         self._engines, self._generator, self._meeting = engines, generator, False
-        self.made = False  # whether there was a second attempt
 
     def forward(self, compute: Callable[[], ResultT]) -> ResultT:
         """What ``compute`` returns, which makes forward passes."""
@@ -58,7 +57,6 @@ class Retry:
                 raise
         # The error is gone, and with it the frames that held what the first attempt had made.
         generator.release()
-        self.made = True
         for engine in self._engines if forgets else ():
             engine.forget_gradients()
         return compute()

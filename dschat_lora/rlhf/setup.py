@@ -85,7 +85,7 @@ class RlhfSetup:
     judge: RewardFunction | None
     episodes: Episodes | None  # None: of one turn
     identity: dict[str, Any]
-    keeps_cache: bool  # of decoding, while weights are updated
+    plan: MemoryPlan | None  # None for an architecture that is not understood
     unpacked: bool | None  # 4-bit weights once for a rollout; None: as the free memory allows
     run: Run[RlhfConfig]
 
@@ -153,7 +153,7 @@ def set_up(run: Run[RlhfConfig]) -> RlhfSetup:
         judge,
         episodes,
         identity,
-        plan is not None and plan.keeps_cache,
+        plan,
         unpacked,
         run,
     )

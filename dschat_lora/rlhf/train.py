@@ -35,8 +35,8 @@ from dschat_lora.runtime.resume import goes_on_in_place, run_of
 from dschat_lora.runtime.run import Run
 
 NOTE = (
-    "the GPU was full: what decoding keeps was freed, and the pass made again with the same "
-    "result; from here on it is freed after every rollout, as by --release_inference_cache"
+    "the GPU had no room to train beside what decoding keeps: that was freed, which changes no "
+    "result, and is after every rollout from here on, as by --release_inference_cache"
 )
 
 
@@ -85,14 +85,14 @@ def train(setup: RlhfSetup, engines: Engines) -> TrainResult:
         scales_loss, kept = setup.settings["actor"].dtype == "fp16", True
         while progress.iteration < schedule.num_iterations:
             skipped = iterate()
-            own = [*checkpointer.requests(), float(engines.retry.made)]
-            *requests, retried = sum_over_processes(own)
-            if retried and kept:
+            own = [*checkpointer.requests(), float(generator.released)]
+            *requests, released = sum_over_processes(own)
+            if released and kept:
                 kept = False
                 _release(generator, run, progress.step)
             yield IterationOutcome(requests, skipped, scales_loss)
 
-    with _failures_saved(checkpointer, progress, engines.retry), run.interrupts.deferred():
+    with _failures_saved(checkpointer, progress, generator), run.interrupts.deferred():
         run_loop(
             iterations(),
             schedule,
@@ -107,7 +107,7 @@ def train(setup: RlhfSetup, engines: Engines) -> TrainResult:
 
 
 def _release(generator: Generator, run: Run[RlhfConfig], step: int) -> None:
-    """Free what decoding keeps where a rank's memory ran out, on those that had room yet too."""
+    """Free what decoding keeps, as a rank had to, on those too that had room; and say so."""
     generator.release()
     run.log.say(f"  note         {NOTE}")
     run.log.write("event", step, {"event": "note", "message": NOTE})
@@ -124,7 +124,7 @@ def show_plan(setup: RlhfSetup) -> None:
 
 @contextmanager
 def _failures_saved(
-    checkpointer: Checkpointer, progress: RlhfProgress, retry: Retry
+    checkpointer: Checkpointer, progress: RlhfProgress, generator: Generator
 ) -> Iterator[None]:
     """Where a user's function fails in the block, save the last whole iteration, then raise.
 
@@ -135,7 +135,7 @@ def _failures_saved(
         yield
         return
     except torch.OutOfMemoryError as error:
-        if retry.made and not isinstance(error, FullWhileDecodingError):
+        if generator.released and not isinstance(error, FullWhileDecodingError):
             raise FullAfterReleaseError(str(error)) from error
         raise
     except BrokenWeightsError as error:
@@ -174,7 +174,7 @@ def make_generator(setup: RlhfSetup, engines: Engines) -> Generator:
     Raises:
         ValueError: if one of ``--stop_tokens`` is not one token.
     """
-    batch, decode = setup.config.batch, setup.tokenizer.decode
+    batch, decode, plan = setup.config.batch, setup.tokenizer.decode, setup.plan
     return Generator(
         engines.actor,
         setup.roles.rollout,
@@ -183,7 +183,8 @@ def make_generator(setup: RlhfSetup, engines: Engines) -> Generator:
         pad_id=int(setup.tokenizer.pad_token_id),
         batch_size=batch.per_device_generation_batch_size,
         max_length=cache_columns(setup.config),
-        keeps_memory=setup.keeps_cache,
+        keeps_memory=plan is not None and plan.keeps_cache,
+        update_bytes=0 if plan is None else plan.update,
         merged=batch.merge_for_rollouts,
         unpacked=setup.unpacked,
         find_end=partial(end_of_text, stop_strings=batch.stop_strings, decode=decode),

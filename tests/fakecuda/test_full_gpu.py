@@ -40,8 +40,8 @@ def test_what_decoding_keeps_makes_room_for_training(fake_device, tmp_path):
     assert record["memory"]["keeps_cache"]
     assert record["status"] == "finished"
     assert events == [
-        "the GPU was full: what decoding keeps was freed, and the pass made again with the same "
-        "result; from here on it is freed after every rollout, as by --release_inference_cache"
+        "the GPU had no room to train beside what decoding keeps: that was freed, which changes "
+        "no result, and is after every rollout from here on, as by --release_inference_cache"
     ]
 
 
