@@ -126,6 +126,30 @@ class TrainEngine(Generic[NetworkT]):
             group["lr"] = peak * factor
         return {n: g["lr"] for n, g in zip(self.group_names, groups, strict=True)}
 
+    @property
+    def repeats_forward(self) -> bool:
+        """Whether a forward pass that failed can be made again, by this process alone.
+
+        At ZeRO 3, and where processes hold one model between them, others take part in it.
+        """
+        # DeepSpeed's own clocks run on, and refuse to be started twice.
+        timed = self._engine.wall_clock_breakdown() or self._engine.flops_profiler_enabled()
+        return self.zero_stage < 3 and grid() is None and not timed
+
+    @property
+    def repeats_backward(self) -> bool:
+        """Whether those since the last step can be made again, after :meth:`forget_gradients`.
+
+        From ZeRO 1 on DeepSpeed has put gradients into buckets, and may have sent some.
+        """
+        return self.zero_stage == 0 and self.repeats_forward
+
+    def forget_gradients(self) -> None:
+        """Be as before the first backward pass since the last step; at ZeRO 0 alone."""
+        assert self.zero_stage == 0
+        for parameter in self._parameters:
+            parameter.grad = None
+
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add the gradient of ``loss`` summed over ranks; ``last`` ends the step's window."""
         self._engine.set_gradient_accumulation_boundary(last)
@@ -134,8 +158,6 @@ class TrainEngine(Generic[NetworkT]):
         if self._scaler is not None and self.zero_stage == 0:
             loss = loss * self._scaler.cur_scale
         self._engine.backward(loss, scale_wrt_gas=False)
-        if last and self.zero_stage == 0:
-            self._average_gradients()
 
     def step(self) -> StepOutcome:
         """Clip and update, or skip if the gradient is not finite; call on every rank."""
@@ -165,6 +187,7 @@ class TrainEngine(Generic[NetworkT]):
             torch._foreach_copy_(gradients, self._engine.unflatten(mean, gradients))
 
     def _plain_step(self) -> Callable[[], StepOutcome]:
+        self._average_gradients()
         scale = 1.0 if self._scaler is None else float(self._scaler.cur_scale)
         norm = self._grad_norm() / scale
         limit = self.settings.max_grad_norm

@@ -8,7 +8,7 @@ gradients and optimizer state.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import combinations, product
 from typing import Protocol
 
@@ -75,9 +75,11 @@ class MemoryOptions:
 
 
 @dataclass(frozen=True)
-class _Remedy:
+class Remedy:
+    """Changes to the same end, the mildest first; one of them is enough."""
+
     words: str
-    changes: Sequence[Change]  # the mildest first; one of them is enough
+    changes: Sequence[Change]
 
 
 def out_of_memory_advice(
@@ -98,19 +100,56 @@ def out_of_memory_advice(
     ``larger_groups`` are multiples of ``--tensor_parallel_size`` that the processes and the model
     allow as well.
     """
+    typed = partial(_typed, now)
     if estimate is None:
         remedies = _remedies(now, larger_groups, rows_matter=True)
-        advice = f"try in this order: {_alternatives(now, remedies)}"
-        return f"out of GPU memory: {advice if remedies else _NOTHING_LEFT}"
+        return f"out of GPU memory: {untested(remedies, typed)}"
 
     @cache
     def needed(options: MemoryOptions) -> MemoryEstimate:
         return _resident(estimate, options, now)
 
     budget = None if device_bytes is None else int(USABLE * device_bytes)
-    use = _parts_in_use(needed(now), device_bytes)
-    advice = _advice(now, needed, budget, larger_groups)
-    return f"out of GPU memory: by estimate {use}; {advice}"
+    memory = needed(now)
+    sizes = {_PARTS.get(name, f"of {name}"): count for name, count in asdict(memory).items()}
+    remedies = _remedies(
+        now, larger_groups, rows_matter=memory.weights < max(asdict(memory).values())
+    )
+    advice = sufficient(
+        remedies, lambda change: needed(now.changed(change)).total, budget=budget, typed=typed
+    )
+    return f"out of GPU memory: by estimate {parts_in_use(sizes, device_bytes)}; {advice}"
+
+
+def untested(remedies: Sequence[Remedy], typed: Callable[[Change], str]) -> str:
+    """The remedies in words, where nothing can be estimated; ``typed`` gives a change's options."""
+    advice = f"try in this order: {_alternatives(remedies, typed)}"
+    return advice if remedies else _NOTHING_LEFT
+
+
+def sufficient(
+    remedies: Sequence[Remedy],
+    need: Callable[[Change], int],
+    *,
+    budget: int | None,
+    typed: Callable[[Change], str],
+) -> str:
+    """The remedies of which one is enough, else the fewest that are together, in words.
+
+    Args:
+        remedies: the least costly first.
+        need: bytes of the device with a change; with an empty one, as it is.
+        budget: bytes that are enough; None: the most effective remedies come first.
+        typed: the options of a change, as they are typed.
+    """
+    most = (1 - _WORTHWHILE) * need({})
+    remedies = _restricted(remedies, lambda change: need(change) <= most)
+    if not remedies:
+        return _NOTHING_LEFT
+    if budget is None:
+        remedies.sort(key=lambda remedy: need(remedy.changes[0]))
+        return _alternatives(remedies[:_MOST_ALTERNATIVES], typed)
+    return _fitting(remedies, lambda change: need(change) <= budget, typed)
 
 
 def _resident(estimate: Estimator, options: MemoryOptions, built: MemoryOptions) -> MemoryEstimate:
@@ -140,7 +179,7 @@ def _resident(estimate: Estimator, options: MemoryOptions, built: MemoryOptions)
     return memory
 
 
-def _remedies(now: MemoryOptions, groups: Sequence[int], *, rows_matter: bool) -> list[_Remedy]:
+def _remedies(now: MemoryOptions, groups: Sequence[int], *, rows_matter: bool) -> list[Remedy]:
     """Changes that are left, the least costly first.
 
     ``rows_matter`` is False where weights take the most, which fewer positions do not reduce.
@@ -162,7 +201,7 @@ def _remedies(now: MemoryOptions, groups: Sequence[int], *, rows_matter: bool) -
         ),
     ]
     remedies = (
-        _Remedy(words, [each for each in changes if now.changed(each) != now])
+        Remedy(words, [each for each in changes if now.changed(each) != now])
         for applies, words, changes in table
         if applies
     )
@@ -197,51 +236,25 @@ def _offloading(now: MemoryOptions) -> list[Change]:
     return [{"zero_stage": stage, "offload": True} for stage in stages]
 
 
-def _advice(
-    now: MemoryOptions,
-    needed: Callable[[MemoryOptions], MemoryEstimate],
-    budget: int | None,
-    groups: Sequence[int],
-) -> str:
-    """Changes to ``now`` that keep ``needed`` within ``budget``, in words."""
-    memory = needed(now)
-
-    def total(change: Change) -> int:
-        return needed(now.changed(change)).total
-
-    def is_worthwhile(change: Change) -> bool:
-        return total(change) <= (1 - _WORTHWHILE) * memory.total
-
-    rows_matter = memory.weights < max(asdict(memory).values())
-    remedies = _restricted(_remedies(now, groups, rows_matter=rows_matter), is_worthwhile)
-    if not remedies:
-        return _NOTHING_LEFT
-    if budget is None:
-        remedies.sort(key=lambda remedy: total(remedy.changes[0]))
-        return _alternatives(now, remedies[:_MOST_ALTERNATIVES])
-    return _fitting(now, remedies, lambda change: total(change) <= budget)
-
-
 def _fitting(
-    now: MemoryOptions, remedies: Sequence[_Remedy], fits: Callable[[Change], bool]
+    remedies: Sequence[Remedy], fits: Callable[[Change], bool], typed: Callable[[Change], str]
 ) -> str:
-    """The remedies of which one is enough, else the fewest that are enough together."""
     if alone := _restricted(remedies, fits):
-        return _alternatives(now, alone[:_MOST_ALTERNATIVES])
+        return _alternatives(alone[:_MOST_ALTERNATIVES], typed)
     together = next(filter(fits, _merged(remedies)), None)
     if together is not None:
-        return f"no single change is enough, take together {_typed(now, together)}"
-    everything = _typed(now, _merge([remedy.changes[-1] for remedy in remedies]))
+        return f"no single change is enough, take together {typed(together)}"
+    everything = typed(_merge([remedy.changes[-1] for remedy in remedies]))
     return f"all that helps is not enough ({everything}): take a larger device or a smaller model"
 
 
-def _restricted(remedies: Sequence[_Remedy], condition: Callable[[Change], bool]) -> list[_Remedy]:
+def _restricted(remedies: Sequence[Remedy], condition: Callable[[Change], bool]) -> list[Remedy]:
     """The remedies with those of their changes that meet the condition, if any does."""
     kept = (replace(each, changes=list(filter(condition, each.changes))) for each in remedies)
     return [remedy for remedy in kept if remedy.changes]
 
 
-def _merged(remedies: Sequence[_Remedy]) -> Iterator[Change]:
+def _merged(remedies: Sequence[Remedy]) -> Iterator[Change]:
     """Combinations of remedies: the fewest first, of as many the least costly first."""
     for count in range(2, len(remedies) + 1):
         for chosen in combinations(remedies, count):
@@ -252,9 +265,9 @@ def _merge(changes: Sequence[Change]) -> Change:
     return {name: value for change in changes for name, value in change.items()}
 
 
-def _alternatives(now: MemoryOptions, remedies: Sequence[_Remedy]) -> str:
+def _alternatives(remedies: Sequence[Remedy], typed: Callable[[Change], str]) -> str:
     """Each remedy in words and as options, in its mildest form."""
-    return ", or ".join(f"{each.words} ({_typed(now, each.changes[0])})" for each in remedies)
+    return ", or ".join(f"{each.words} ({typed(each.changes[0])})" for each in remedies)
 
 
 def _typed(now: MemoryOptions, change: Change) -> str:
@@ -275,16 +288,19 @@ def _typed(now: MemoryOptions, change: Change) -> str:
     return f"{' '.join(flags)}: the same batch of {rows} rows a step{resumable}"
 
 
-def _parts_in_use(memory: MemoryEstimate, device_bytes: int | None) -> str:
-    """The parts that fill the device, the largest first, without negligible ones."""
-    sizes = sorted(asdict(memory).items(), key=lambda part: -part[1])
-    sizes = [(name, count) for name, count in sizes if count >= 0.005 * memory.total]
-    parts = [f"{_gib(count)} {_PARTS.get(name, f'of {name}')}" for name, count in sizes]
+def parts_in_use(sizes: Mapping[str, int], device_bytes: int | None) -> str:
+    """The parts that fill the device, the largest first, without negligible ones.
+
+    ``sizes`` are their bytes by what they are of or for, such as "of weights".
+    """
+    total = sum(sizes.values())
+    largest = sorted(sizes.items(), key=lambda part: -part[1])
+    parts = [f"{_gib(count)} {words}" for words, count in largest if count >= 0.005 * total]
     listed = " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
     if device_bytes is None:
         return listed
     on = f"{listed}, on a device of {_gib(device_bytes)}"
-    if memory.total > USABLE * device_bytes:
+    if total > USABLE * device_bytes:
         return on
     return f"{on}, where training should fit unless another program uses it"
 

@@ -1,7 +1,8 @@
 """The engines of a run, and each role's outputs for a batch of responses."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +16,7 @@ from dschat_lora.models.policy import Policy
 from dschat_lora.models.reward_model import RewardModel
 from dschat_lora.rlhf.batch import ResponseBatch
 from dschat_lora.rlhf.config import RlhfConfig
+from dschat_lora.rlhf.retry import Retry
 from dschat_lora.rlhf.role_config import RoleConfig
 from dschat_lora.rlhf.roles import Network
 from dschat_lora.rlhf.setup import RlhfSetup
@@ -31,6 +33,7 @@ class Engines:
     reward: TrainEngine[Network] | None  # which of the two has the reward model, if there is one
     temperature: float  # of all log-probabilities
     shares_prompts: bool = False  # whether responses to one prompt may be branches of one row
+    retry: Retry = field(default_factory=Retry)  # of passes that run out of memory
 
     @property
     def trained(self) -> Mapping[str, TrainEngine[Network]]:
@@ -72,7 +75,8 @@ class Engines:
         return self._policy("reference", batch, width)[0]
 
     def _policy(self, role: str, batch: ResponseBatch, width: int) -> tuple[Tensor, Tensor]:
-        logprobs, entropies = self.actor(
+        logprobs, entropies = self._forward(
+            self.actor,
             role,
             *batch.inputs,
             batch.logit_positions,
@@ -85,18 +89,21 @@ class Engines:
     def values(self, batch: ResponseBatch, width: int) -> Tensor:
         """(n, width) values before each response token."""
         assert self.critic is not None
-        found = self.critic("critic", *batch.inputs, None, batch.logit_positions, batch.spans)
+        inputs = *batch.inputs, None, batch.logit_positions, batch.spans
+        found = self._forward(self.critic, "critic", *inputs)
         return batch.table(found, width)
 
     def scores(self, batch: ResponseBatch) -> Tensor:
         """(n,) scores of the reward model at the end of each response."""
         assert self.reward is not None
-        scores: Tensor = self.reward("reward", *batch.inputs, None, batch.ends, batch.spans)
+        inputs = *batch.inputs, None, batch.ends, batch.spans
+        scores: Tensor = self._forward(self.reward, "reward", *inputs)
         return scores
 
     def text_loss(self, batch: Batch) -> Tensor:
         """Summed loss of the actor on text, in nats."""
-        logprobs, _ = self.actor(
+        logprobs, _ = self._forward(
+            self.actor,
             "actor",
             batch.input_ids,
             batch.position_ids,
@@ -108,6 +115,9 @@ class Engines:
         )
         loss: Tensor = -logprobs.sum()
         return loss
+
+    def _forward(self, engine: TrainEngine[Network], *inputs: object) -> Any:
+        return self.retry.forward(partial(engine, *inputs))
 
 
 def build_engines(setup: RlhfSetup) -> Engines:

@@ -93,6 +93,7 @@ class Iterations:
         resampled = self._resample(responses)
         if resampled is not None:
             responses = resampled.responses
+        self.generator.make_room()
         with self.timer.phase("scoring"):
             minibatches = self._minibatches(
                 responses,

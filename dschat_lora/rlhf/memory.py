@@ -1,10 +1,7 @@
-"""Memory of step 3: a plan of roles, moving average and decoding cache; advice when it is full."""
+"""Memory of step 3: a plan of roles, moving average and decoding cache."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
-import torch
 from torch import nn
 
 from dschat_lora.config.groups import is_on
@@ -130,26 +127,3 @@ def cache_bytes(config: RlhfConfig, model: nn.Module) -> int:
         tokens *= 2
     group = group_of(model)
     return tokens * cached_token_bytes(model) // (1 if group is None else group.size)
-
-
-@contextmanager
-def explaining_memory(config: RlhfConfig, roles: Roles) -> Iterator[None]:
-    """Inside the block, running out of GPU memory says what to change."""
-    kept = [
-        f"--{role}_gradient_checkpointing"
-        for role in roles.trained
-        if not getattr(config, role).gradient_checkpointing
-    ]
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        rows = (
-            "--tokens_per_device"
-            if config.batch.tokens_per_device
-            else "--per_device_training_batch_size (and raise --gradient_accumulation_steps by as "
-            "much)"
-        )
-        raise torch.OutOfMemoryError(
-            f"the GPU is full: lower {rows} or --per_device_generation_batch_size (and "
-            "raise --generation_batches)" + (f", or use {' '.join(kept)}" if kept else "")
-        ) from error

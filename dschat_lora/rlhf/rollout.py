@@ -1,5 +1,6 @@
 """Rollouts: the actor's responses to prompts, the same for any number of processes."""
 
+import gc
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from dschat_lora.engine.zero import broken_parameters, gathered
 from dschat_lora.generation.generate import Decoder, KeepGoing
 from dschat_lora.generation.sampling import Responses, Sampling, undrawn_reason
 from dschat_lora.models.causal_lm import PreTrainedModel
+from dschat_lora.rlhf.advice import FullWhileDecodingError
 from dschat_lora.rlhf.batch import Response
 from dschat_lora.rlhf.episodes import Episodes
 from dschat_lora.rlhf.roles import Network
@@ -176,6 +178,7 @@ class Generator:
         batch_size: int,
         max_length: int = 0,
         keeps_memory: bool = False,
+        update_bytes: int = 0,
         merged: bool = False,
         unpacked: bool | None = None,
         find_end: Callable[[Sequence[int]], int | None] = lambda tokens: None,
@@ -183,7 +186,8 @@ class Generator:
     ) -> None:
         """Prepare to decode ``batch_size`` responses at a time, of ``max_length`` with the prompt.
 
-        What a GPU needs for that stays in its memory between calls if ``keeps_memory``. With
+        What a GPU needs for that stays in its memory between calls if ``keeps_memory``, as long as
+        an update, which takes ``update_bytes`` by estimate, has room beside it. With
         ``merged``, adapters are added to copies of the weights, and ``unpacked`` ones are copies of
         4-bit weights (None: as the free memory allows).
         ``find_end`` says after how many tokens the text of a turn ends, if it does, and
@@ -193,6 +197,8 @@ class Generator:
         """
         self._engine, self._rollout, self._batch_size = engine, rollout.eval(), batch_size
         self._eos_ids, self._keeps_memory = frozenset(eos_ids), keeps_memory
+        self._update_bytes = update_bytes
+        self.released = False  # whether what was kept had to go
         self._sharded, self._decoders = sharded, dict[int, Decoder]()
         self._find_end, self._episodes = find_end, episodes
         self._make_decoder = partial(
@@ -262,6 +268,25 @@ class Generator:
                 raise BrokenWeightsError(undrawn_reason(broken))
         return responses
 
+    @property
+    def keeps(self) -> bool:
+        """Whether anything is kept in memory for the next call."""
+        return bool(self._decoders)
+
+    def release(self) -> None:
+        """Free what is kept, from here on after every call."""
+        self.released, self._keeps_memory = True, False
+        self._decoders.clear()
+        gc.collect()
+        if self._engine.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def make_room(self) -> None:
+        """Free what is kept where it leaves less memory than an update takes."""
+        on_gpu = self._engine.device.type == "cuda"
+        if self.keeps and on_gpu and self._free_bytes() < self._update_bytes:
+            self.release()
+
     def _share(
         self, own: Mapping[int, Response], blank: Sequence[Response], *, width: int
     ) -> list[Response]:
@@ -305,6 +330,8 @@ class Generator:
                 return
             with gathered(parameters):
                 yield self._decoder(self._rollout), None
+        except torch.OutOfMemoryError as error:
+            raise FullWhileDecodingError(str(error)) from error
         finally:
             if not self._keeps_memory:
                 self._decoders.clear()
@@ -318,9 +345,12 @@ class Generator:
         """Whether the free memory of every rank holds the whole weights."""
         fits = True
         if self._engine.device.type == "cuda":
-            here = self._engine.device
             size = sum(p.ds_numel * p.element_size() for p in parameters)
-            # Memory that torch has reserved and does not use is free too.
-            unused = torch.cuda.memory_reserved(here) - torch.cuda.memory_allocated(here)
-            fits = size < GATHER_SHARE * (torch.cuda.mem_get_info(here)[0] + unused)
+            fits = size < GATHER_SHARE * self._free_bytes()
         return max_over_ranks(float(not fits)) == 0
+
+    def _free_bytes(self) -> int:
+        """Memory of the GPU that is free, and what torch has reserved and does not use."""
+        here = self._engine.device
+        unused = torch.cuda.memory_reserved(here) - torch.cuda.memory_allocated(here)
+        return int(torch.cuda.mem_get_info(here)[0] + unused)

@@ -1,8 +1,9 @@
 """Setup of step 3: prompts, roles and engines of two trained models, and their record."""
 
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -17,11 +18,11 @@ from dschat_lora.models.build import recompute_blocks
 from dschat_lora.models.causal_lm import Tokenizer, load_config, load_tokenizer
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
 from dschat_lora.models.offload import offload_inputs
+from dschat_lora.rlhf.advice import explaining_memory
 from dschat_lora.rlhf.config import RlhfConfig
 from dschat_lora.rlhf.environment import load_environment
 from dschat_lora.rlhf.episodes import Episodes
 from dschat_lora.rlhf.memory import (
-    explaining_memory,
     keeping_cache,
     memory_plan,
     unpacking_for_rollouts,
@@ -84,7 +85,7 @@ class RlhfSetup:
     judge: RewardFunction | None
     episodes: Episodes | None  # None: of one turn
     identity: dict[str, Any]
-    keeps_cache: bool  # of decoding, while weights are updated
+    plan: MemoryPlan | None  # None for an architecture that is not understood
     unpacked: bool | None  # 4-bit weights once for a rollout; None: as the free memory allows
     run: Run[RlhfConfig]
 
@@ -115,14 +116,14 @@ def set_up(run: Run[RlhfConfig]) -> RlhfSetup:
     text = _read_text(config, tokenizer, run)
     settings = role_settings(config)
     free = free_memory()
-    roles = build_roles(
-        config,
-        sources,
-        tokenizer,
+    build = partial(
+        build_roles,
+        sources=sources,
+        tokenizer=tokenizer,
         dtype=settings["actor"].torch_dtype,
-        meta=builds_shapes_alone(config.run, settings.values()),
         group=tensor_group(config.parallel),
     )
+    roles = build(config, meta=builds_shapes_alone(config.run, settings.values()))
     config = _resolve_recomputation(config, settings, roles, run, free=free)
     run = replace(run, config=config)
     counter = _counter(config, roles, run)
@@ -133,7 +134,8 @@ def set_up(run: Run[RlhfConfig]) -> RlhfSetup:
         run.log.say(f"  note         {unpacking_note(roles, unpacked)}")
     identity: dict[str, Any] = {}
     if run.directory is not None:
-        run.closing.enter_context(explaining_memory(config, roles))
+        planned = partial(_plan_of, roles=roles, built=config, build=build)
+        run.closing.enter_context(explaining_memory(config, plan, planned, run.directory))
         identity = _identity(roles, tokenizer, prompts, text, settings)
         _shard_roles(roles, settings)
         # Those that no engine knows as well, such as the rotary tables of the rollout's modules.
@@ -151,7 +153,7 @@ def set_up(run: Run[RlhfConfig]) -> RlhfSetup:
         judge,
         episodes,
         identity,
-        plan is not None and plan.keeps_cache,
+        plan,
         unpacked,
         run,
     )
@@ -281,6 +283,15 @@ def _resolve_recomputation(
             if config.parallel.offload_activations:
                 offload_inputs(roles.trained[role].model)
     return config
+
+
+def _plan_of(
+    config: RlhfConfig, *, roles: Roles, built: RlhfConfig, build: Callable[..., Roles]
+) -> MemoryPlan | None:
+    """The memory of ``roles``, which were ``built`` otherwise, at other options."""
+    if config.load.base_bits != built.load.base_bits:
+        roles = build(config, meta=True)
+    return memory_plan(config, roles, role_settings(config))
 
 
 def _shard_roles(roles: Roles, settings: dict[str, EngineSettings]) -> None:

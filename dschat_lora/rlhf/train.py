@@ -2,15 +2,18 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from dschat_lora.engine.collectives import sum_over_processes
 from dschat_lora.engine.distributed import rank
 from dschat_lora.engine.state import EngineState
 from dschat_lora.report.rollouts import RolloutLog
+from dschat_lora.rlhf.advice import FullAfterReleaseError, FullWhileDecodingError
 from dschat_lora.rlhf.config import RlhfConfig
 from dschat_lora.rlhf.diagnostics import Diagnostics
 from dschat_lora.rlhf.ema import MovingAverage
@@ -19,6 +22,7 @@ from dschat_lora.rlhf.evaluation import RlhfEvaluator
 from dschat_lora.rlhf.iteration import Iterations
 from dschat_lora.rlhf.memory import cache_columns
 from dschat_lora.rlhf.pretraining import make_pretraining
+from dschat_lora.rlhf.retry import Retry
 from dschat_lora.rlhf.rollout import BrokenWeightsError, Generator
 from dschat_lora.rlhf.schedule import RlhfProgress, RlhfSchedule, make_rlhf_schedule
 from dschat_lora.rlhf.setup import RlhfSetup
@@ -29,6 +33,11 @@ from dschat_lora.runtime.dry_run import say_options, say_sample
 from dschat_lora.runtime.loop import IterationOutcome, run_loop
 from dschat_lora.runtime.resume import goes_on_in_place, run_of
 from dschat_lora.runtime.run import Run
+
+NOTE = (
+    "the GPU had no room to train beside what decoding keeps: that was freed, which changes no "
+    "result, and is after every rollout from here on, as by --release_inference_cache"
+)
 
 
 @dataclass(frozen=True)
@@ -46,6 +55,7 @@ def train(setup: RlhfSetup, engines: Engines) -> TrainResult:
     schedule = make_rlhf_schedule(config, len(setup.prompts.train))
     _announce(schedule, run.log.say)
     generator = make_generator(setup, engines)
+    engines = replace(engines, retry=Retry(engines.trained.values(), generator))
     pretraining = average = None
     if setup.text is not None:
         pad_id = int(setup.tokenizer.pad_token_id)
@@ -72,13 +82,17 @@ def train(setup: RlhfSetup, engines: Engines) -> TrainResult:
     )
 
     def iterations() -> Iterator[IterationOutcome]:
-        scales_loss = setup.settings["actor"].dtype == "fp16"
+        scales_loss, kept = setup.settings["actor"].dtype == "fp16", True
         while progress.iteration < schedule.num_iterations:
             skipped = iterate()
-            requests = sum_over_processes(checkpointer.requests())
+            own = [*checkpointer.requests(), float(generator.released)]
+            *requests, released = sum_over_processes(own)
+            if released and kept:
+                kept = False
+                _release(generator, run, progress.step)
             yield IterationOutcome(requests, skipped, scales_loss)
 
-    with _failures_saved(checkpointer, progress), run.interrupts.deferred():
+    with _failures_saved(checkpointer, progress, generator), run.interrupts.deferred():
         run_loop(
             iterations(),
             schedule,
@@ -92,6 +106,13 @@ def train(setup: RlhfSetup, engines: Engines) -> TrainResult:
     return TrainResult(evaluator.before_and_after(), progress, average)
 
 
+def _release(generator: Generator, run: Run[RlhfConfig], step: int) -> None:
+    """Free what decoding keeps, as a rank had to, on those too that had room; and say so."""
+    generator.release()
+    run.log.say(f"  note         {NOTE}")
+    run.log.write("event", step, {"event": "note", "message": NOTE})
+
+
 def show_plan(setup: RlhfSetup) -> None:
     """Say what the run would do, for a dry run."""
     config, run = setup.config, setup.run
@@ -102,7 +123,9 @@ def show_plan(setup: RlhfSetup) -> None:
 
 
 @contextmanager
-def _failures_saved(checkpointer: Checkpointer, progress: RlhfProgress) -> Iterator[None]:
+def _failures_saved(
+    checkpointer: Checkpointer, progress: RlhfProgress, generator: Generator
+) -> Iterator[None]:
     """Where a user's function fails in the block, save the last whole iteration, then raise.
 
     It sees responses before any of their steps is taken: no iteration is saved in part. Weights
@@ -111,6 +134,10 @@ def _failures_saved(checkpointer: Checkpointer, progress: RlhfProgress) -> Itera
     try:
         yield
         return
+    except torch.OutOfMemoryError as error:
+        if generator.released and not isinstance(error, FullWhileDecodingError):
+            raise FullAfterReleaseError(str(error)) from error
+        raise
     except BrokenWeightsError as error:
         raise ValueError(
             f"stopped after step {progress.step}: {error}. {checkpointer.last_good()}"
@@ -147,7 +174,7 @@ def make_generator(setup: RlhfSetup, engines: Engines) -> Generator:
     Raises:
         ValueError: if one of ``--stop_tokens`` is not one token.
     """
-    batch, decode = setup.config.batch, setup.tokenizer.decode
+    batch, decode, plan = setup.config.batch, setup.tokenizer.decode, setup.plan
     return Generator(
         engines.actor,
         setup.roles.rollout,
@@ -156,7 +183,8 @@ def make_generator(setup: RlhfSetup, engines: Engines) -> Generator:
         pad_id=int(setup.tokenizer.pad_token_id),
         batch_size=batch.per_device_generation_batch_size,
         max_length=cache_columns(setup.config),
-        keeps_memory=setup.keeps_cache,
+        keeps_memory=plan is not None and plan.keeps_cache,
+        update_bytes=0 if plan is None else plan.update,
         merged=batch.merge_for_rollouts,
         unpacked=setup.unpacked,
         find_end=partial(end_of_text, stop_strings=batch.stop_strings, decode=decode),

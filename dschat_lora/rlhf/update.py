@@ -127,6 +127,7 @@ class Updater:
         self.importance: Tensor | None = None  # (N, R) weights of tokens; None: all are 1
         self.experience = experience  # complete from the first step on
         self.targets: AdvantagesAndReturns | None = None  # None before the first step
+        self._totals: _Sums | None = None  # of the step, of all ranks; None before they met
 
     def steps(
         self,
@@ -155,23 +156,31 @@ class Updater:
             }
             self._engines.train(self._learning)
             learning_rates = self._engines.set_rates(rate_factor(index))
+            texts = self._pretraining.window() if self._pretraining is not None else None
+            first, self._totals = self.targets is None, None
             with self._casts.in_use():
-                sums, ratio_error = self._backward(batches, divisors)
+                passes = partial(self._backward, batches, divisors, texts)
+                sums, largest = self._engines.retry.step(passes)
+            ratio_error = max_over_ranks(float(largest)) if first else None
+            if texts is not None:
+                sums.text = sum_tensor_(sums.text) / texts.num_targets
             outcomes = self._engines.step(self._learning)
             yield self._result(sums, divisors, outcomes, learning_rates, ratio_error)
 
     def _backward(
-        self, batches: Sequence[ResponseBatch], divisors: Mapping[str, int]
-    ) -> tuple[_Sums, float | None]:
-        """Backward passes of a step; the largest |ratio - 1| too at the first one.
+        self,
+        batches: Sequence[ResponseBatch],
+        divisors: Mapping[str, int],
+        texts: TextWindow | None,
+    ) -> tuple[_Sums, Tensor]:
+        """Backward passes of a step; this rank's largest |ratio - 1|, and its loss of texts.
 
-        ``divisors`` are those of each role's sums.
+        ``divisors`` are those of each role's sums. All may be made again, as long as no gradient
+        is taken twice: what ranks have told each other is not asked for again.
         """
         engines, width = self._engines, self.experience.mask.shape[1]
-        first = self.targets is None
         sums = _Sums.zero(engines.actor.device)
         actor_learns = "actor" in self._learning
-        texts = self._pretraining.window() if self._pretraining is not None else None
         largest = torch.zeros((), device=engines.actor.device)
         for batch in batches:
             last = batch is batches[-1]
@@ -182,7 +191,9 @@ class Updater:
                 values = self._rescale_values(engines.values(batch, width))
             if self.experience.logprobs is None:
                 assert len(batches) == 1, "responses of other batches have to be known"
-                self.experience = add_old_outputs(self.experience, batch.numbers, logprobs, values)
+                with engines.retry.meeting():
+                    old = logprobs, values
+                    self.experience = add_old_outputs(self.experience, batch.numbers, *old)
             if self.targets is None:
                 self._find_targets()
             rows = to_device(torch.tensor(batch.numbers, dtype=torch.int64), logprobs.device)
@@ -192,7 +203,8 @@ class Updater:
                 losses["critic"] = self._value_loss(rows, values, sums)
             largest = torch.maximum(largest, ratio_error)
             if last:
-                sums = sums.over_ranks()
+                with engines.retry.meeting():
+                    sums = self._totals = self._totals or sums.over_ranks()
             for role, loss in losses.items():
                 if last:
                     loss = broken_unless_finite(loss, sums.policy + sums.value)
@@ -200,7 +212,7 @@ class Updater:
                 engines.trained[role].backward(loss / divisors[role], last=ends)
         if texts is not None:
             sums.text = self._backward_texts(texts)
-        return sums, max_over_ranks(float(largest)) if first else None
+        return sums, largest
 
     def _find_targets(self) -> None:
         """Advantages, returns and importance weights of a complete experience."""
@@ -262,7 +274,7 @@ class Updater:
         return parts.total
 
     def _backward_texts(self, texts: TextWindow) -> Tensor:
-        """Backward passes of pretraining text; its mean loss over all ranks."""
+        """Backward passes of pretraining text; its summed loss on this rank."""
         assert self._pretraining is not None
         engine, total = self._engines.actor, torch.zeros((), device=self._engines.actor.device)
         for number, batch in enumerate(texts.batches):
@@ -270,7 +282,7 @@ class Updater:
             total = total + loss.detach()
             weight = self._pretraining.coefficient / texts.num_targets
             engine.backward(weight * loss, last=number == len(texts.batches) - 1)
-        return sum_tensor_(total.double()) / texts.num_targets
+        return total.double()
 
     def _result(
         self,

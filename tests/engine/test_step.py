@@ -75,6 +75,29 @@ def test_step_reads_one_number_and_that_after_all_else(ranks, size, dtype, limit
         assert report["skipped"] == overflow
 
 
+def repeatable_passes(stages, timed):
+    """Whether engines of these ZeRO stages repeat forward and backward passes."""
+    found = []
+    for stage in stages:
+        model = Toy()
+        json = {"wall_clock_breakdown": True} if timed else {}
+        settings = engine_settings(stage=stage, deepspeed_json=json)
+        shard_model(model, settings)
+        engine = TrainEngine(model, toy_groups(model), settings)
+        found.append((engine.repeats_forward, engine.repeats_backward))
+        release(engine)
+    return found
+
+
+def test_passes_are_repeated_where_deepspeed_keeps_nothing_of_them(ranks):
+    ask = partial(ranks(2).run, "engine.test_step:repeatable_passes")
+    alone, in_buckets, shared = (True, True), (True, False), (False, False)
+    expected = [alone, in_buckets, in_buckets, shared]
+    assert ask(stages=[0, 1, 2, 3], timed=False) == [expected] * 2
+    # A clock of DeepSpeed that runs refuses to be started.
+    assert ask(stages=[0], timed=True) == [[shared]] * 2
+
+
 def operations_of_a_whole_step(task, path):
     """Names of the operations of one turn of the training loop, counts to metrics."""
     from helpers import pair_runs, runs

@@ -82,7 +82,7 @@ class Watch(TorchDispatchMode):
             memory pool of graphs -> how many hold it.
         stream: the current one. mode: of ``torch.cuda.set_sync_debug_mode``; 1 warns of waits.
         plans: shapes that cuDNN has planned attention for, in the life of the process.
-        live, peak: bytes of the device's storages.
+        live, peak: bytes of the device's storages. memory: at how many the device is full.
         copied: "cuda->cpu" or "cpu->cuda" -> bytes.
         moved: (collective, ranks) -> bytes of the whole tensors: what is summed or spread, or
             what the ranks' parts make. collectives: the same -> times.
@@ -96,6 +96,7 @@ class Watch(TorchDispatchMode):
         self.waits, self.products, self.moved = Counter(), Counter(), Counter()
         self.operations, self.collectives, self.copied = Counter(), Counter(), Counter()
         self.launches = self.replays = self.live = self.peak = 0
+        self.memory = sys.maxsize
         self.graphs: list[Counter] = []
         self.plans = set()
         self.capturing: CUDAGraph | None = None
@@ -258,6 +259,11 @@ class Watch(TorchDispatchMode):
         if storage in self._seen or not size:
             return
         label = f"{name}  {_line()}"
+        if self.live + size > self.memory:
+            raise torch.OutOfMemoryError(
+                f"CUDA out of memory. Tried to allocate {_gib(size)}. GPU 0 has a total capacity "
+                f"of {_gib(self.memory)} of which {_gib(self.memory - self.live)} is free."
+            )
         self._seen[storage] = weakref.finalize(storage, self._free, size, label)
         self.live += size
         self.peak = max(self.peak, self.live)
@@ -266,6 +272,10 @@ class Watch(TorchDispatchMode):
     def _free(self, size, label):
         self.live -= size
         self._events.append((-size, label))
+
+
+def _gib(count):
+    return f"{count / GIB:.2f} GiB"
 
 
 def _index_of_all(args):
@@ -630,12 +640,14 @@ def _traced(_, graph, inputs):
 
 
 @contextlib.contextmanager
-def fake_cuda(card="h200", *, world_size=1, rank=0):
+def fake_cuda(card="h200", *, world_size=1, rank=0, memory=None):
     """Within, "cuda" is that card, and ``world_size`` processes but this one are imagined.
 
-    Those bring nothing to collectives, whose bytes are counted.
+    Those bring nothing to collectives, whose bytes are counted. The card is full at ``memory``
+    bytes where that is given, as if another program had taken the rest since it was asked.
     """
     watch, capability = Watch(), CARDS[card][1]
+    watch.memory = memory or CARDS[card][2] * 10**9
     for name, value in {"RANK": rank, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}.items():
         os.environ[name] = str(value)
     os.environ["WORLD_SIZE"] = str(world_size)

@@ -203,9 +203,12 @@ def chosen(card):
         ]
 
 
-def stage(script, options, card="h200", world_size=1):
+def stage(script, options, card="h200", world_size=1, memory=None):
     """A stage script, whose files are read and written for real."""
-    with fake_cuda(card, world_size=world_size) as watch, contextlib.ExitStack() as stack:
+    with (
+        fake_cuda(card, world_size=world_size, memory=memory) as watch,
+        contextlib.ExitStack() as stack,
+    ):
         watch.number = 0.0
         stack.callback(setattr, sys, "argv", sys.argv)
         sys.argv = [script, *options]

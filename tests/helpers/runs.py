@@ -259,7 +259,7 @@ def release(engine):
 
 def _record_gradient(engine, model):
     """A dict that holds the first step's whole gradient once the engine has stepped."""
-    gradient, step = {}, engine.step
+    gradient, step = {}, engine._engine.step
     parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
 
     def recording_step():
@@ -269,7 +269,7 @@ def _record_gradient(engine, model):
                 gradient[name] = full.detach().clone()
         return step()
 
-    engine.step = recording_step
+    engine._engine.step = recording_step
     return gradient
 
 

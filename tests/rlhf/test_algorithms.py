@@ -13,6 +13,7 @@ from dschat_lora.algos.ppo import importance_weights
 from dschat_lora.engine.build import StepOutcome
 from dschat_lora.rlhf.batch import Minibatch, Response, collate, response_mask
 from dschat_lora.rlhf.experience import Experience, advantages_and_returns
+from dschat_lora.rlhf.retry import Retry
 from dschat_lora.rlhf.update import Updater
 from dschat_lora.rlhf.update_config import PpoConfig
 from helpers.iterations import ragged_responses
@@ -46,7 +47,7 @@ class Actor:
 class Roles:
     """Engines of an actor alone."""
 
-    critic = None
+    critic, retry = None, Retry()
 
     def __init__(self, logprobs):
         self.actor = Actor(logprobs)

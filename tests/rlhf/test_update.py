@@ -19,6 +19,7 @@ from dschat_lora.rlhf.experience import (
 )
 from dschat_lora.rlhf.metrics import update_metrics
 from dschat_lora.rlhf.pretraining import Pretraining
+from dschat_lora.rlhf.retry import Retry
 from dschat_lora.rlhf.update import StepResult, Updater
 from dschat_lora.rlhf.update_config import PpoConfig
 from helpers.iterations import ragged_responses, ragged_texts, text_loader
@@ -50,6 +51,7 @@ class Roles:
         self.actor, self.critic = Engine(), Engine() if critic else None
         self.logprob, self.value, self.text = logprob, value, text
         self.passes, self.factors, self.modes = [], [], []
+        self.retry = Retry()
 
     @property
     def trained(self):
