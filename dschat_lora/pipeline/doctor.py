@@ -20,6 +20,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from dschat_lora.config.data import DataConfig
+from dschat_lora.engine import gpu
 from dschat_lora.engine.build import DTYPES
 from dschat_lora.models.varlen import has_varlen
 from dschat_lora.pipeline.launch import PACKAGE
@@ -121,15 +122,12 @@ def devices() -> list[torch.device]:
 
 def describe_device(device: torch.device) -> Finding:
     """A device with its memory and the types that it computes in."""
+    subject = "device" if device.type == "cpu" else str(device)
+    if problem := gpu.problem(device):
+        return Finding(subject, "error", *problem)
     if device.type == "cpu":
         found = f"{torch.get_num_threads()} CPU threads, no GPU: fp32 by default, bf16 by --dtype"
-        if shutil.which("nvidia-smi") is None:
-            return Finding("device", "ok", found)
-        build = f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
-        if torch.version.cuda is None:
-            build = f"torch {torch.__version__} is built for CPUs alone"
-        remedy = "install the torch that fits the driver which nvidia-smi shows, from pytorch.org"
-        return Finding("device", "warning", f"{found}; nvidia-smi is here, but {build}", remedy)
+        return Finding(subject, "ok", found)
     free, total = torch.cuda.mem_get_info(device)
     has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     types = "bf16, fp16, fp32" if has_bf16 else "fp16, fp32 (no bf16)"
@@ -139,8 +137,8 @@ def describe_device(device: torch.device) -> Finding:
     )
     if free < total / 2:
         remedy = "another program uses it: nvidia-smi lists which; or choose GPUs by --include"
-        return Finding(str(device), "warning", found, remedy)
-    return Finding(str(device), "ok", found)
+        return Finding(subject, "warning", found, remedy)
+    return Finding(subject, "ok", found)
 
 
 def attention(found: list[torch.device]) -> Iterator[Finding]:
