@@ -26,8 +26,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dschat_lora.engine import gpu
-
 GIB = 2**30
 BLOCK = 512  # bytes; CUDA's allocator rounds up to it
 CARDS = {  # name, compute capability, memory in GB
@@ -547,8 +545,6 @@ def fake_cuda(card="h200", *, world_size=1, rank=0):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
         stack.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
         _stub_comparisons(stand_in)
-        # Another process, which sees no device, tries it out.
-        stand_in(gpu, "TRIAL", "")
         # It would touch the device, as torch.cuda.is_available().
         stand_in(FakeTensorMode, "avoid_device_init", True)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))

@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections import Counter
 from dataclasses import replace
+from unittest import mock
 
 import bitsandbytes  # noqa: F401 - binds what torch has of CUDA as it is imported
 import deepspeed  # noqa: F401 - imported once, before the forks
@@ -17,6 +18,7 @@ from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: F401 - compiles 
 from benchmarks.common import shapes
 from benchmarks.common.bundled import make_engine
 from benchmarks.parts.tensor_memory import divided_among
+from dschat_lora.engine import gpu
 from dschat_lora.engine.build import DTYPES, resolve_dtype
 from dschat_lora.generation.generate import Decoder
 from dschat_lora.generation.sampling import Sampling
@@ -173,9 +175,10 @@ def chosen(card):
         ]
 
 
-def stage(script, options, card="h200", world_size=1):
-    """A stage script, whose files are read and written for real."""
+def stage(script, options, card="h200", world_size=1, trial=""):
+    """A stage script, whose files are read and written for real; ``trial`` is the allocator's."""
     with fake_cuda(card, world_size=world_size) as watch, contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(gpu, "TRIAL", trial))
         watch.number = 0.0
         stack.callback(setattr, sys, "argv", sys.argv)
         sys.argv = [script, *options]
