@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from packaging.specifiers import SpecifierSet
 from dschat_lora.config.data import DataConfig
 from dschat_lora.engine import gpu
 from dschat_lora.engine.build import DTYPES
+from dschat_lora.models.compile import compiler_for
 from dschat_lora.models.varlen import has_varlen
 from dschat_lora.pipeline.launch import PACKAGE
 from dschat_lora.report.terminal import log_once, to_json, wrapped
@@ -52,7 +54,7 @@ def examine(*, trains: bool) -> Iterator[Finding]:
     for device in found:
         yield describe_device(device)
     yield from attention(found)
-    yield from compilers()
+    yield compiler(found[0])
     yield memory()
     yield from disks()
     yield from network()
@@ -155,23 +157,30 @@ def attention(found: list[torch.device]) -> Iterator[Finding]:
             yield Finding("attention", "warning", words, remedy)
 
 
-def compilers() -> Iterator[Finding]:
-    """What --compile and DeepSpeed's own operators are built with."""
-    name = os.environ.get("CXX", "g++")
-    if shutil.which(name) is None:
-        remedy = "install g++ or set CXX: --compile and --offload (DeepSpeed's CPU Adam) need it"
-        yield Finding("compiler", "warning", f"no C++ compiler ({name})", remedy)
-        return
-    source = "#include <vector>\nint main() { return std::vector<int>(1, 0)[0]; }\n"
+def compiler(device: torch.device) -> Finding:
+    """What torch.compile needs on this device; nothing else here compiles."""
+    language, name, variable = compiler_for(device)
+    needed_by = "--compile needs it"
+    if device.type == "cuda":
+        needed_by = "--compile and --attn_implementation flex_attention need it"
+    remedy = f"nothing else does: install {name} and Python's headers, or set {variable}"
+    if (path := shutil.which(name)) is None:
+        found = f"no {language} compiler ({name}); {needed_by}"
+        return Finding("compiler", "warning", found, remedy)
+    source = "#include <Python.h>\nint main(void) { return 0; }\n"
+    if language == "C++":
+        source = f"#include <vector>\n{source}"
+    headers = sysconfig.get_path("include")
     with tempfile.TemporaryDirectory() as directory:
-        command = [name, "-x", "c++", "-", "-o", f"{directory}/program"]
+        kind = ["-x", language.lower(), "-I", headers]
+        command = [name, *kind, "-", "-o", f"{directory}/program"]
         done = subprocess.run(command, input=source, capture_output=True, text=True, check=False)
     if done.returncode:
-        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        remedy = "install its headers and libraries: --compile and --offload need it"
-        yield Finding("compiler", "warning", f"{name} builds nothing: {reason}", remedy)
-        return
-    yield Finding("compiler", "ok", f"{shutil.which(name)} works")
+        said = done.stderr.strip().splitlines()
+        errors = [line for line in said if "error" in line] or said or ["no reason given"]
+        found = f"{name} builds nothing: {errors[0]}; {needed_by}"
+        return Finding("compiler", "warning", found, remedy)
+    return Finding("compiler", "ok", f"{path} works, for --compile")
 
 
 def memory() -> Finding:

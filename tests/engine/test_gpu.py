@@ -1,6 +1,7 @@
 """A GPU that torch cannot use ends a command in one line; refused segments are done without."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -171,6 +172,27 @@ def test_doctor_calls_it_an_error(smi, monkeypatch):
     assert found.state == "error"
     assert "needs driver 580" in found.found
     assert OLDER in found.remedy
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+@pytest.mark.parametrize(
+    ("answer", "code", "wheel"),
+    [
+        ("535.104.05, 8.0", 0, OLDER.removeprefix("pip install ")),  # an A100 with an old driver
+        ("580.65.06, 7.0", 0, OLDER.removeprefix("pip install ")),  # a V100
+        ("580.65.06, 7.5", 0, "torch==2.13.0"),
+        ("580.65.06, 12.0\n580.65.06, 12.0", 0, "torch==2.13.0"),
+        ("NVIDIA-SMI has failed because", 9, "torch==2.13.0"),
+        ("535.104.05, 8.0", 0, "torch==2.13.0+cpu"),  # as asked for
+    ],
+)
+def test_make_installs_a_wheel_that_the_driver_and_the_card_run(smi, tmp_path, answer, code, wheel):
+    smi(answer, code)
+    asked = [f"TORCH_WHEEL={wheel}"] if wheel.endswith("cpu") else []
+    command = ["make", "--dry-run", f"VENV={tmp_path}/venv", f"{tmp_path}/venv/.run", *asked]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    (line,) = [line for line in said.splitlines() if "torch==" in line]
+    assert line.endswith(f"--constraint constraints.txt {wheel}")
 
 
 CU130 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
