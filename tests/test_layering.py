@@ -65,7 +65,7 @@ FLOORS = [
     },
     {
         "models": Room(
-            "algos assets checkpoint config data lora",
+            "algos assets checkpoint config data engine lora",
             "safetensors torch transformers",
             "published quantization_checks source tensor_parallel_checks",
         ),

@@ -13,31 +13,34 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from dschat_lora.engine import peers
+from dschat_lora.engine import gpu, peers
 from dschat_lora.engine.meeting import complete_environment, settle_port
 
 # Of a collective. That a peer is lost is known long before, by engine/peers.py.
 TIMEOUT = timedelta(hours=2)
 
 
-def init_distributed() -> None:
+def init_distributed() -> str | None:
     """Join the process group of the launcher, or form one of a single process without it.
 
     A single host whose MASTER_PORT is taken moves to a free port.
 
+    Returns:
+        What a log is to say of this process's GPU, if anything.
+
     Raises:
-        ValueError: if the processes cannot meet.
+        ValueError: if the processes cannot meet, or a GPU is here that torch cannot use.
     """
     complete_environment()
-    # Rows of ever other lengths would leave holes between memory segments of a fixed size.
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     import deepspeed  # late: GLUE can do without it
     from deepspeed.accelerator import get_accelerator
 
     if os.environ["WORLD_SIZE"] == "1":
         settle_port()
     peers.join()
+    note = None
+    if get_accelerator().device_name() == "cuda":
+        note = gpu.allow_expandable_segments(local_rank())
     if device().type != "cpu":
         get_accelerator().set_device(local_rank())
     # Compiled at the first use on CPU, for inference alone. A compile that is killed leaves a
@@ -52,6 +55,7 @@ def init_distributed() -> None:
             f"another run took the port; start again, or choose one with: deepspeed "
             f"--master_port PORT ... ({error})"
         ) from error
+    return note
 
 
 class Destroyable(Protocol):
@@ -233,13 +237,16 @@ def device_type() -> str:
 
 
 def device() -> torch.device:
-    """Where this process computes: DeepSpeed's choice, which DS_ACCELERATOR can override."""
+    """Where this process computes: DeepSpeed's choice, which DS_ACCELERATOR can override.
+
+    Raises:
+        ValueError: if a GPU is here that torch cannot use, and DS_ACCELERATOR is not set.
+    """
     from deepspeed.accelerator import get_accelerator
 
     choose_attention_kernels()
-    if get_accelerator().device_name() == "cpu":
-        return torch.device("cpu")
-    return torch.device(get_accelerator().device_name(), local_rank())
+    kind = get_accelerator().device_name()
+    return gpu.usable(torch.device("cpu") if kind == "cpu" else torch.device(kind, local_rank()))
 
 
 def choose_attention_kernels() -> None:

@@ -85,6 +85,8 @@ class Connection:
 def check_environment() -> None:
     """Refuse numbers that no launcher sets; without one, forget names that it would have set.
 
+    Where CUDA_VISIBLE_DEVICES hides all GPUs, which launchers undo, processes take the CPU.
+
     Raises:
         ValueError: naming the variable, and what it may be.
     """
@@ -96,6 +98,8 @@ def check_environment() -> None:
         _checked(name, "0", range(size))
     _checked("LOCAL_WORLD_SIZE", "1", range(1, size + 1))
     _checked("MASTER_PORT", "1", range(1, 2**16))
+    if not re.match(r"\d|GPU-|MIG-", os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip()):
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 def _checked(name: str, default: str, allowed: range) -> int:

@@ -104,17 +104,24 @@ def value_shape(weight: Tensor) -> torch.Size | None:
 
 
 @torch.no_grad()
-def quantize(weight: Tensor, *, dtype: torch.dtype, transposed: bool = False) -> nn.Parameter:
+def quantize(
+    weight: Tensor,
+    *,
+    dtype: torch.dtype,
+    transposed: bool = False,
+    worker: torch.device | None = None,
+) -> nn.Parameter:
     """A frozen parameter that holds ``weight`` in NF4, on the device of ``weight``.
 
-    Values are quantised as they are given, whatever ``dtype`` they will compute in. A GPU does the
-    work where there is one. On the meta device the result has shapes alone.
+    Values are quantised as they are given, whatever ``dtype`` they will compute in. The device
+    ``worker`` does the work, by default that of ``weight``. On the meta device the result has
+    shapes alone.
     """
     _register_operators()
     matrix = weight.t() if transposed else weight
     if weight.is_meta:
         return _empty(matrix.shape, dtype, transposed)
-    worker = torch.device("cuda") if torch.cuda.is_available() else weight.device
+    worker = worker or weight.device
     codes, absmax = _packed(matrix, worker)
     from bitsandbytes.functional import quantize_blockwise
 

@@ -1,5 +1,7 @@
 """Blocks compiled by torch, for training and evaluation; decoding runs them as they are."""
 
+import os
+import shutil
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,8 +16,16 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 _MOST_VARIANTS = 64
 
 
-def check_compiler(device: torch.device) -> None:
-    """Compile a trifle, to find out early whether this machine can.
+def compiler_for(device: torch.device) -> tuple[str, str, str]:
+    """Language, program and variable of what torch.compile calls: Triton's C compiler on a GPU."""
+    if device.type == "cpu":
+        return "C++", os.environ.get("CXX", "g++"), "CXX"
+    default = next(filter(shutil.which, ("gcc", "clang")), "gcc")
+    return "C", os.environ.get("CC", default), "CC"
+
+
+def check_compiler(device: torch.device, option: str = "--compile") -> None:
+    """Compile a trifle, to find out early whether this machine can, as ``option`` needs.
 
     Raises:
         ValueError: if it cannot, with the compiler's reason.
@@ -25,9 +35,11 @@ def check_compiler(device: torch.device) -> None:
         trifle(torch.ones(4, device=device))
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[0]
+        language, program, variable = compiler_for(device)
         raise ValueError(
-            f"--compile needs a C++ compiler such as g++ that works here ({reason}); install one, "
-            "name it by the environment variable CXX, or drop the option"
+            f"{option} needs a {language} compiler such as {program} that works here, and Python's "
+            f"headers ({reason}); install them, name the compiler by the environment variable "
+            f"{variable}, or drop the option"
         ) from error
 
 

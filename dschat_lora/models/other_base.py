@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from dschat_lora.assets import BUNDLED_DATA
 from dschat_lora.checkpoint.export import probe_logits
+from dschat_lora.engine.distributed import device
 from dschat_lora.lora.layers import LoraLinear, is_transposed
 from dschat_lora.lora.merge import merge_deviation
 from dschat_lora.lora.nf4 import NF4Linear, quantize, values_of
@@ -87,7 +88,8 @@ def _distance(
 def _rounded(name: str, layer: nn.Module) -> Tensor:
     """The weight of a layer as NF4 would hold it."""
     weight = layer.get_parameter("weight").detach()
-    return values_of(quantize(weight, dtype=weight.dtype, transposed=is_transposed(layer)))
+    transposed = is_transposed(layer)
+    return values_of(quantize(weight, dtype=weight.dtype, transposed=transposed, worker=device()))
 
 
 def _stored(model: PreTrainedModel, path: str) -> Weights:

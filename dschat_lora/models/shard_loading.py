@@ -15,6 +15,7 @@ from transformers.utils import cached_file
 
 from dschat_lora.algos.finite import check_finite
 from dschat_lora.checkpoint.manifest import weight_map
+from dschat_lora.engine.distributed import device
 from dschat_lora.lora import nf4
 from dschat_lora.lora.layers import full_shape
 from dschat_lora.lora.model import replace_part
@@ -184,7 +185,7 @@ def _value(files: Mapping[str, str], key: str, parameter: Tensor) -> Tensor:
         value = _read(tensors.get_slice(key), key, shard_of(parameter), parameter)
         if state is None:
             return value
-        return nf4.quantize(value, dtype=state.dtype, transposed=state.transposed)
+        return nf4.quantize(value, dtype=state.dtype, transposed=state.transposed, worker=device())
 
 
 def _tensor(files: Mapping[str, str], key: str) -> Tensor:

@@ -10,7 +10,7 @@ USABLE = 0.9  # of a device's memory; the rest is for temporaries and fragmentat
 # Name as :func:`dschat_lora.perf.peak.tabled_peak` knows it -> GB, GB/s.
 _CARDS: dict[str, tuple[int, int]] = {
     "T4": (16, 320),
-    "V100": (32, 900),
+    "V100": (32, 900),  # by torch for CUDA 12: CUDA 13 has no kernels for it
     "L4": (24, 300),
     "A10": (24, 600),
     "RTX 3090": (24, 936),

@@ -29,7 +29,7 @@ _PEAKS: tuple[tuple[str, float | None, float | None, float | None], ...] = (
     (r"\bA10\b", 125, 125, 31.2),  # NVIDIA A10 data sheet
     (r"\bRTX 4090\b", 165.2, 165.2, 82.6),  # NVIDIA Ada architecture white paper
     (r"\bRTX 3090\b", 71, 71, 35.6),  # NVIDIA GA102 architecture white paper
-    (r"\bV100S\b", 130, None, 16.4),  # NVIDIA V100 data sheet; no bf16 units
+    (r"\bV100S\b", 130, None, 16.4),  # NVIDIA V100 data sheet; no bf16, no CUDA 13
     (r"\bV100-PCIE\b", 112, None, 14),
     (r"\bV100\b", 125, None, 15.7),
     (r"\bT4\b", 65, None, 8.1),  # NVIDIA T4 data sheet

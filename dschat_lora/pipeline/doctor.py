@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
@@ -20,7 +21,9 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from dschat_lora.config.data import DataConfig
+from dschat_lora.engine import gpu
 from dschat_lora.engine.build import DTYPES
+from dschat_lora.models.compile import compiler_for
 from dschat_lora.models.varlen import has_varlen
 from dschat_lora.pipeline.launch import PACKAGE
 from dschat_lora.report.terminal import log_once, to_json, wrapped
@@ -51,7 +54,7 @@ def examine(*, trains: bool) -> Iterator[Finding]:
     for device in found:
         yield describe_device(device)
     yield from attention(found)
-    yield from compilers()
+    yield compiler(found[0])
     yield memory()
     yield from disks()
     yield from network()
@@ -121,15 +124,12 @@ def devices() -> list[torch.device]:
 
 def describe_device(device: torch.device) -> Finding:
     """A device with its memory and the types that it computes in."""
+    subject = "device" if device.type == "cpu" else str(device)
+    if problem := gpu.problem(device):
+        return Finding(subject, "error", *problem)
     if device.type == "cpu":
         found = f"{torch.get_num_threads()} CPU threads, no GPU: fp32 by default, bf16 by --dtype"
-        if shutil.which("nvidia-smi") is None:
-            return Finding("device", "ok", found)
-        build = f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
-        if torch.version.cuda is None:
-            build = f"torch {torch.__version__} is built for CPUs alone"
-        remedy = "install the torch that fits the driver which nvidia-smi shows, from pytorch.org"
-        return Finding("device", "warning", f"{found}; nvidia-smi is here, but {build}", remedy)
+        return Finding(subject, "ok", found)
     free, total = torch.cuda.mem_get_info(device)
     has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     types = "bf16, fp16, fp32" if has_bf16 else "fp16, fp32 (no bf16)"
@@ -139,8 +139,8 @@ def describe_device(device: torch.device) -> Finding:
     )
     if free < total / 2:
         remedy = "another program uses it: nvidia-smi lists which; or choose GPUs by --include"
-        return Finding(str(device), "warning", found, remedy)
-    return Finding(str(device), "ok", found)
+        return Finding(subject, "warning", found, remedy)
+    return Finding(subject, "ok", found)
 
 
 def attention(found: list[torch.device]) -> Iterator[Finding]:
@@ -157,23 +157,30 @@ def attention(found: list[torch.device]) -> Iterator[Finding]:
             yield Finding("attention", "warning", words, remedy)
 
 
-def compilers() -> Iterator[Finding]:
-    """What --compile and DeepSpeed's own operators are built with."""
-    name = os.environ.get("CXX", "g++")
-    if shutil.which(name) is None:
-        remedy = "install g++ or set CXX: --compile and --offload (DeepSpeed's CPU Adam) need it"
-        yield Finding("compiler", "warning", f"no C++ compiler ({name})", remedy)
-        return
-    source = "#include <vector>\nint main() { return std::vector<int>(1, 0)[0]; }\n"
+def compiler(device: torch.device) -> Finding:
+    """What torch.compile needs on this device; nothing else here compiles."""
+    language, name, variable = compiler_for(device)
+    needed_by = "--compile needs it"
+    if device.type == "cuda":
+        needed_by = "--compile and --attn_implementation flex_attention need it"
+    remedy = f"nothing else does: install {name} and Python's headers, or set {variable}"
+    if (path := shutil.which(name)) is None:
+        found = f"no {language} compiler ({name}); {needed_by}"
+        return Finding("compiler", "warning", found, remedy)
+    source = "#include <Python.h>\nint main(void) { return 0; }\n"
+    if language == "C++":
+        source = f"#include <vector>\n{source}"
+    headers = sysconfig.get_path("include")
     with tempfile.TemporaryDirectory() as directory:
-        command = [name, "-x", "c++", "-", "-o", f"{directory}/program"]
+        kind = ["-x", language.lower(), "-I", headers]
+        command = [name, *kind, "-", "-o", f"{directory}/program"]
         done = subprocess.run(command, input=source, capture_output=True, text=True, check=False)
     if done.returncode:
-        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        remedy = "install its headers and libraries: --compile and --offload need it"
-        yield Finding("compiler", "warning", f"{name} builds nothing: {reason}", remedy)
-        return
-    yield Finding("compiler", "ok", f"{shutil.which(name)} works")
+        said = done.stderr.strip().splitlines()
+        errors = [line for line in said if "error" in line] or said or ["no reason given"]
+        found = f"{name} builds nothing: {errors[0]}; {needed_by}"
+        return Finding("compiler", "warning", found, remedy)
+    return Finding("compiler", "ok", f"{path} works, for --compile")
 
 
 def memory() -> Finding:

@@ -75,7 +75,7 @@ def open_run(
     ranks that wait for rank 0 to resolve a resumed run.
     """
     with ended_in_words() as ending:
-        init_distributed()
+        note = init_distributed()
         config = resolved_together(config, check)
         peers.set_timeout(config.run.distributed_timeout)
         form_grid(config.parallel.tensor_parallel_size)
@@ -93,6 +93,8 @@ def open_run(
         with open_files(
             config, directory, ending, name=name, earlier=earlier, trackers=trackers
         ) as run:
+            if note is not None:
+                run.log.say(f"  note         {note}")
             yield run
 
 

@@ -64,14 +64,14 @@ def tensor_group(parallel: ParallelConfig) -> TensorGroup | None:
     )
 
 
-def prepare_to_compile(run: Run[StageConfig]) -> None:
-    """Refuse ``--compile`` where it cannot work, and say what it costs; call on every rank.
+def prepare_to_compile(run: Run[StageConfig], option: str = "--compile") -> None:
+    """Refuse ``option`` where torch cannot compile, and say what it costs; call on every rank.
 
     Raises:
         ValueError: if there is no working compiler on some rank.
     """
-    raise_together(lambda: check_compiler(device()))
-    run.log.say("  note         --compile: the first evaluation and steps wait for the compiler")
+    raise_together(lambda: check_compiler(device(), option))
+    run.log.say(f"  note         {option}: the first evaluation and steps wait for the compiler")
 
 
 def prepare_data(

@@ -119,9 +119,9 @@ def _open_base(
 
 
 def _load_base(base: str, options: ModelConfig) -> PreTrainedModel:
-    dtype = DTYPES[resolve_dtype(options.dtype)]
+    here, dtype = device(), DTYPES[resolve_dtype(options.dtype)]
     model = load_causal_lm(base, load_config(base, options), options, dtype=dtype, meta=False)
-    return model.requires_grad_(False).to(device()).eval()
+    return model.requires_grad_(False).to(here).eval()
 
 
 def _adapted(

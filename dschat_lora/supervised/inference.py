@@ -61,6 +61,7 @@ def load_policy(config: ModelConfig) -> Policy:
     Raises:
         ValueError: if it cannot be loaded, or its adapter does not fit.
     """
+    here = device()
     source = find_model(config.model_name_or_path)
     tokenizer = load_tokenizer(source.tokenizer, config)
     dtype = DTYPES[resolve_dtype(config.dtype)]
@@ -69,7 +70,7 @@ def load_policy(config: ModelConfig) -> Policy:
     )
     if adapted.warning is not None:
         note(f"warning: {adapted.warning}")
-    return Policy(source, adapted.model.eval().to(device()), tokenizer)
+    return Policy(source, adapted.model.eval().to(here), tokenizer)
 
 
 def read_rows(

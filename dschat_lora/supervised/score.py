@@ -51,6 +51,7 @@ class Scorer:
         max_seq_len: int = 0,
         bases: Mapping[str, PreTrainedModel] = MappingProxyType({}),
     ) -> None:
+        here = device()
         source = find_model(config.model_name_or_path)
         self.tokenizer = load_tokenizer(source.tokenizer, config)
         base = bases.get(source.base) if source.adapter is not None else None
@@ -68,7 +69,7 @@ class Scorer:
         )
         if adapted.warning is not None:
             note(f"warning: {adapted.warning}")
-        self._network = RewardModel(adapted.model).to(device()).eval()
+        self._network = RewardModel(adapted.model).to(here).eval()
         self._batch_size = batch_size
         self._collate = SampleCollator(int(self.tokenizer.pad_token_id))
         limit = getattr(adapted.model.config, "max_position_embeddings", None)

@@ -75,10 +75,11 @@ def set_up(
         ValueError: if data or model cannot be used.
     """
     config = run.config
-    if config.model.attn_implementation == "flex_attention" and device().type == "cpu":
-        raise ValueError(
-            "--attn_implementation flex_attention trains on a GPU only; use sdpa or eager on a CPU"
-        )
+    if config.model.attn_implementation == "flex_attention":
+        option = "--attn_implementation flex_attention"
+        if device().type == "cpu":
+            raise ValueError(f"{option} trains on a GPU only; use sdpa or eager on a CPU")
+        prepare_to_compile(run, option)
     if config.model.compile:
         prepare_to_compile(run)
     source = find_model(config.model.model_name_or_path)

@@ -8,6 +8,7 @@ import traceback
 import warnings
 from collections import Counter
 from dataclasses import replace
+from unittest import mock
 
 import bitsandbytes  # noqa: F401 - binds what torch has of CUDA as it is imported
 import deepspeed  # noqa: F401 - imported once, before the forks
@@ -18,6 +19,7 @@ from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: F401 - compiles 
 from benchmarks.common import shapes
 from benchmarks.common.bundled import make_engine
 from benchmarks.parts.tensor_memory import divided_among
+from dschat_lora.engine import gpu
 from dschat_lora.engine.build import DTYPES, resolve_dtype
 from dschat_lora.engine.distributed import device
 from dschat_lora.generation.generate import Decoder
@@ -203,10 +205,11 @@ def chosen(card):
         ]
 
 
-def stage(script, options, card="h200", world_size=1, memory=None):
-    """A stage script, whose files are read and written for real."""
+def stage(script, options, card="h200", world_size=1, memory=None, trial=""):
+    """A stage script, whose files are read and written for real; ``trial`` is the allocator's."""
     with (
         fake_cuda(card, world_size=world_size, memory=memory) as watch,
+        mock.patch.object(gpu, "TRIAL", trial),
         contextlib.ExitStack() as stack,
     ):
         watch.number = 0.0

@@ -66,6 +66,7 @@ class Launcher:
         """Run ``python script argv...`` in ``cwd`` on so many ranks of one node, from ``first`` on.
 
         Each reads its standard input from ``Running.inputs`` if it is ``listening``, else nothing.
+        ``env`` is added to the environment, from which it takes names whose value is None.
         """
         self._starts += 1
         private = self._directory / f"start-{self._starts}"
@@ -78,8 +79,9 @@ class Launcher:
             "MASTER_PORT": str(free_port()),
             # All commands have one parent, by which two launches would take each other's port.
             "TMPDIR": str(private),
-            **{name: str(value) for name, value in (env or {}).items()},
+            **(env or {}),
         }
+        common = {name: str(value) for name, value in common.items() if value is not None}
         pids, inputs = [], []
         for rank in range(ranks):
             source = private / f"in-{rank}" if listening else Path(os.devnull)

@@ -1,5 +1,7 @@
 """Compiled blocks: the same numbers at any lengths, names as they were, decoding left alone."""
 
+import shutil
+
 import pytest
 import torch
 from torch import nn
@@ -129,7 +131,16 @@ def test_model_without_blocks_is_refused():
         compile_blocks(nn.Linear(2, 2))
 
 
-def test_missing_compiler_is_one_clear_line(monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("cpu", r"C\+\+ compiler such as g\+\+"), ("cuda", "C compiler such as gcc")],
+)
+def test_missing_compiler_is_one_clear_line(monkeypatch, kind, words):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(torch, "ones", lambda *_, **__: None)  # there is no such device
+
     def compile_nothing(function, **options):
         def fail(x):
             raise RuntimeError("InvalidCxxCompiler: no working C++ compiler\nin many\nlines")
@@ -137,8 +148,8 @@ def test_missing_compiler_is_one_clear_line(monkeypatch):
         return fail
 
     monkeypatch.setattr(torch, "compile", compile_nothing)
-    with pytest.raises(ValueError, match=r"^--compile needs a C\+\+ compiler[^\n]+$") as caught:
-        check_compiler(torch.device("cpu"))
+    with pytest.raises(ValueError, match=rf"^--compile needs a {words} [^\n]+$") as caught:
+        check_compiler(torch.device(kind))
     assert "no working C++ compiler" in str(caught.value)
 
 

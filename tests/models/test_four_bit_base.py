@@ -16,6 +16,7 @@ from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.generation.fast_linears import FastLinears
 from dschat_lora.generation.generate import decode
 from dschat_lora.generation.sampling import Sampling
+from dschat_lora.lora import nf4
 from dschat_lora.lora.merge import merge_deviation, merged_state_dict
 from dschat_lora.lora.model import (
     adapter_layout,
@@ -24,7 +25,7 @@ from dschat_lora.lora.model import (
     apply_lora,
 )
 from dschat_lora.lora.nf4 import is_quantized, quantize, state_of, stored_bytes, values_of
-from dschat_lora.models import other_base
+from dschat_lora.models import other_base, shard_loading
 from dschat_lora.models.causal_lm import load_causal_lm, load_config
 from dschat_lora.models.fingerprint import base_fingerprint, weights_fingerprint
 from dschat_lora.models.other_base import base_warning
@@ -359,6 +360,27 @@ def test_a_conv1d_is_packed_by_its_outputs_as_in_transformers(model_directory):
     rows = quantize(weight.t().contiguous(), dtype=torch.float32)
     assert torch.equal(held, rows)
     assert torch.equal(values_of(held), values_of(rows).t())
+
+
+def test_the_device_that_is_trained_on_quantizes(model_directory, monkeypatch):
+    path, plain, workers = model_directory("opt"), nf4.quantize, set()
+    # A GPU that is here is none of ours: DS_ACCELERATOR chose the CPU.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    expected = codes_of(load(path))
+
+    def noted(weight, worker=None, **options):
+        workers.update([] if weight.is_meta else [worker])
+        return plain(weight, **options)
+
+    monkeypatch.setattr(nf4, "quantize", noted)
+    monkeypatch.setattr(other_base, "quantize", noted)
+    for module in (shard_loading, other_base):
+        monkeypatch.setattr(module, "device", lambda: torch.device("cuda", 3))
+    model = load(path)
+    other_base._rounded("", torch.nn.Linear(64, 4))
+    assert workers == {torch.device("cuda", 3)}
+    for name, codes in codes_of(model).items():
+        assert torch.equal(codes, expected[name])
 
 
 def memory_of_loading(path, tiny_path):

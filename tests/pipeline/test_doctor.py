@@ -1,6 +1,7 @@
 """Each thing that keeps a machine from training is found, with what to do about it."""
 
 import json
+import shutil
 import socket
 import subprocess
 from collections import namedtuple
@@ -9,6 +10,7 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
+from dschat_lora.models.compile import compiler_for
 from dschat_lora.pipeline import doctor, stage_verbs
 from helpers.spread import ALL
 
@@ -35,25 +37,37 @@ def test_a_local_build_counts_as_its_version():
     assert doctor._version(Requirement(f"torch=={torch.__version__.split('+')[0]}")) is None
 
 
-def test_a_gpu_that_torch_cannot_use_is_named(monkeypatch):
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/bin/{name}")
-    found = doctor.describe_device(torch.device("cpu"))
+@pytest.mark.parametrize(
+    ("kind", "variable", "words"),
+    [("cpu", "CXX", "no C++ compiler"), ("cuda", "CC", "no C compiler")],
+)
+def test_no_compiler_is_a_warning_for_the_options_that_need_one(monkeypatch, kind, variable, words):
+    monkeypatch.setenv(variable, "no-such-compiler")
+    found = doctor.compiler(torch.device(kind))
     assert found.state == "warning"
-    assert "built for" in found.found
+    assert f"{words} (no-such-compiler); --compile" in found.found
+    assert ("flex_attention" in found.found) == (kind == "cuda")
+    assert "--offload" not in found.found + found.remedy
+    assert variable in found.remedy
 
 
-def test_no_compiler_is_a_warning(monkeypatch):
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    (found,) = doctor.compilers()
+@pytest.mark.skipif(not all(map(shutil.which, ("gcc", "g++"))), reason="no compilers")
+@pytest.mark.parametrize(("kind", "variable"), [("cpu", "CXX"), ("cuda", "CC")])
+def test_a_compiler_without_pythons_headers_is_a_warning(monkeypatch, tmp_path, kind, variable):
+    monkeypatch.delenv(variable, raising=False)
+    assert doctor.compiler(torch.device(kind)).state == "ok"
+    monkeypatch.setattr(doctor.sysconfig, "get_path", lambda name: str(tmp_path))
+    found = doctor.compiler(torch.device(kind))
     assert found.state == "warning"
-    assert "no-such-compiler" in found.found
-    assert "--offload" in found.remedy
+    assert "Python.h" in found.found
+    monkeypatch.setenv(variable, "false")
+    assert "no reason given" in doctor.compiler(torch.device(kind)).found
 
 
-def test_a_compiler_that_builds_nothing_is_a_warning(monkeypatch):
-    monkeypatch.setenv("CXX", "false")
-    (found,) = doctor.compilers()
-    assert states([found]) == ["warning"]
+def test_a_gpu_takes_clang_where_there_is_no_gcc(monkeypatch):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: name if name == "clang" else None)
+    assert compiler_for(torch.device("cuda")) == ("C", "clang", "CC")
 
 
 @pytest.mark.parametrize(("free", "state"), [(2**28, "error"), (2**30, "warning"), (2**40, "ok")])

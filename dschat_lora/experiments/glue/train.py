@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from transformers import (
 from dschat_lora.checkpoint.history import read_state
 from dschat_lora.config.files import read_json
 from dschat_lora.config.recipes import find_deepspeed_json
-from dschat_lora.engine import peers
+from dschat_lora.engine import gpu, peers
 from dschat_lora.engine.collectives import (
     broadcast_string,
     check_same,
@@ -73,8 +74,9 @@ def run_glue(config: GlueConfig) -> None:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     with ended_in_words() as ending:
+        note = None
         if launched_processes() > 1 or config.deepspeed is not None:
-            init_distributed()
+            note = init_distributed()
         config = resolved_together(config, check_glue)
         peers.set_timeout(config.distributed_timeout)
         settings = training_arguments(config)
@@ -82,6 +84,8 @@ def run_glue(config: GlueConfig) -> None:
         settings.output_dir = str(directory)
         earlier = goes_on_in_place(config)
         with open_files(config, directory, ending, name="glue", earlier=earlier) as run:
+            if note is not None:
+                run.log.say(f"  note         {note}")
             _train_and_measure(run, settings, directory)
 
 
@@ -103,9 +107,12 @@ def training_arguments(config: GlueConfig) -> TrainingArguments:
     """The options in the Trainer's words.
 
     Raises:
-        ValueError: on fp16 without a GPU, where the Trainer would compute in fp32.
+        ValueError: on fp16 without a GPU, where the Trainer would compute in fp32, and if torch
+            cannot use a GPU that is here.
     """
-    if config.fp16 and not torch.accelerator.is_available():
+    on_gpu = torch.accelerator.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
+    gpu.usable(torch.device("cuda" if on_gpu else "cpu"))
+    if config.fp16 and not on_gpu:
         raise ValueError("--fp16 needs a GPU; --bf16 computes on the CPU too")
     same = (
         *("do_train", "do_eval", "do_predict", "learning_rate", "lr_scheduler_type", "seed"),
@@ -126,8 +133,8 @@ def training_arguments(config: GlueConfig) -> TrainingArguments:
         ddp_find_unused_parameters=False,
         deepspeed=None if config.deepspeed is None else deepspeed_settings(config.deepspeed),
         # Without this word the Trainer leaves out the processes of a launcher.
-        use_cpu=not torch.accelerator.is_available(),
-        dataloader_pin_memory=torch.accelerator.is_available(),
+        use_cpu=not on_gpu,
+        dataloader_pin_memory=on_gpu,
         report_to="none",
         logging_nan_inf_filter=False,  # it shows the loss before in place of NaN
         disable_tqdm=True,

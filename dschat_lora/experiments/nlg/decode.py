@@ -30,7 +30,7 @@ from dschat_lora.experiments.nlg.validation import epoch_files
 from dschat_lora.generation.beam_search import Search, write_texts
 from dschat_lora.models.causal_lm import Tokenizer, load_tokenizer
 from dschat_lora.models.source import find_model
-from dschat_lora.report.terminal import error_message, log_once
+from dschat_lora.report.terminal import error_message, log_once, note
 
 
 def run_decode(config: DecodeConfig) -> None:
@@ -43,7 +43,8 @@ def run_decode(config: DecodeConfig) -> None:
         log_once("decode: options, files and data are in order")
         return
     try:
-        init_distributed()
+        if words := init_distributed():
+            note(words)
         torch.manual_seed(config.seed)
         _decode(config)
     except (ValueError, OSError) as error:

@@ -1,0 +1,296 @@
+"""A GPU that torch cannot use ends a command in one line; refused segments are done without."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dschat_lora.engine import gpu
+from dschat_lora.engine.meeting import check_environment
+from dschat_lora.pipeline import doctor
+
+ROOT = Path(__file__).resolve().parents[2]
+MAIN = ROOT / "dschat_lora" / "__main__.py"
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def smi(tmp_path, monkeypatch):
+    """``smi(text, code)``: an ``nvidia-smi`` that prints the text; no device is chosen by name."""
+    monkeypatch.delenv("DS_ACCELERATOR")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    gpu._unseen_gpu.cache_clear()
+
+    def write(text, code=0):
+        path = tmp_path / "nvidia-smi"
+        path.write_text(f"#!/bin/sh\necho '{text}'\nexit {code}\n")
+        path.chmod(0o755)
+
+    yield write
+    gpu._unseen_gpu.cache_clear()
+
+
+def wheel(monkeypatch, version, cuda):
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+
+
+INSTALL = "pip install torch=={0} --index-url https://download.pytorch.org/whl/{1}"
+OLDER = INSTALL.format("2.13.0+cu126", "cu126")
+NEWER = INSTALL.format("2.13.0+cu130", "cu130")
+
+
+# What runs what: https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
+@pytest.mark.parametrize(
+    ("driver", "version", "cuda", "why", "remedy"),
+    [
+        ("535.104.05", "2.13.0+cu130", "13.0", "needs driver 580", f"driver or {OLDER}, or"),
+        ("570.86.15", "2.13.0+cu132", "13.2", "needs driver 580", f"driver or {OLDER}, or"),
+        ("470.82.01", "2.13.0+cu130", "13.0", "needs driver 580", "update the driver, or"),
+        ("470.82.01", "2.13.0+cu126", "12.6", "needs driver 525", "update the driver, or"),
+        ("440.33.01", "2.6.0+cu118", "11.8", "needs driver 450", "update the driver, or"),
+        ("535.104.05", "2.13.0+cpu", None, "built without CUDA", OLDER),
+        ("580.65.06", "2.13.0+cpu", None, "built without CUDA", NEWER),
+        ("470.82.01", "2.13.0+cpu", None, "built without CUDA", f"update the driver and {OLDER}"),
+    ],
+)
+def test_a_driver_and_a_wheel_that_do_not_fit_are_named_with_the_remedy(
+    smi, monkeypatch, driver, version, cuda, why, remedy
+):
+    wheel(monkeypatch, version, cuda)
+    smi(f"{driver}\n{driver}")  # two cards
+    with pytest.raises(ValueError, match="sees no GPU") as caught:
+        gpu.usable(CPU)
+    words = str(caught.value)
+    assert f"driver {driver} is here" in words
+    assert f"torch {version}" in words
+    assert cuda is None or f"built for CUDA {cuda}" in words
+    assert why in words
+    assert remedy in words
+    assert words.endswith("or compute on the CPU by DS_ACCELERATOR=cpu")
+
+
+@pytest.mark.parametrize(("driver", "cuda"), [("525.60.13", "12.9"), ("580.65.06", "13.0")])
+def test_a_driver_that_is_new_enough_is_not_blamed(smi, monkeypatch, driver, cuda):
+    wheel(monkeypatch, "2.13.0+cu130", cuda)
+
+    def fail():
+        raise RuntimeError("CUDA unknown error - this may be due to\nmany things")
+
+    monkeypatch.setattr(torch.cuda, "init", fail)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    smi(driver)
+    found, remedy = gpu.problem(CPU)
+    assert "needs driver" not in found
+    assert found.endswith("(CUDA unknown error - this may be due to; CUDA_VISIBLE_DEVICES=7)")
+    assert "nvidia-smi" in remedy
+
+
+def test_a_driver_in_the_kernel_that_shows_no_card_asks_for_one(smi, monkeypatch, tmp_path):
+    wheel(monkeypatch, "2.13.0+cu130", "13.0")
+    smi("NVIDIA-SMI has failed because it could not communicate with the driver 999.1", code=9)
+    module = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n"
+    (tmp_path / "version").write_text(f"{module}GCC version:  gcc version 13.3.0\n")
+    loaded = gpu._loaded_driver
+    monkeypatch.setattr(gpu, "_loaded_driver", lambda: loaded(str(tmp_path / "version")))
+    found, remedy = gpu.problem(CPU)
+    assert "NVIDIA driver 580.65.06 is here: it is built for CUDA 13.0, and no card" in found
+    assert "--gpus all" in remedy
+
+
+def test_machines_without_a_driver_and_hidden_gpus_compute_on_the_cpu(smi, monkeypatch):
+    smi("NVIDIA-SMI has failed because it could not communicate with the driver 999.1", code=9)
+    assert gpu.usable(CPU) == CPU
+    gpu._unseen_gpu.cache_clear()
+    smi("535.104.05")
+    for hidden in ("", "-1", "NoDevFiles", " "):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+        check_environment()
+        assert os.environ["DS_ACCELERATOR"] == "cpu"
+        assert gpu.usable(CPU) == CPU
+        gpu._unseen_gpu.cache_clear()
+    for shown in ("0", "GPU-3a2b", "MIG-3a2b", "2,3"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+        monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+        check_environment()
+        with pytest.raises(ValueError, match="sees no GPU"):
+            gpu.usable(CPU)
+
+
+BROKEN = {"DS_ACCELERATOR": None, "CUDA_VISIBLE_DEVICES": None}
+SFT = ("sft", "--lora_dim", "4", "--max_steps", "1", "--output_dir", "out")
+MODEL = ("--model_name_or_path", str(ROOT / "dschat_lora" / "assets" / "model"))
+
+
+@pytest.mark.stage
+@pytest.mark.parametrize(
+    ("argv", "ranks"),
+    [
+        (SFT, 2),
+        ((*SFT, "--dtype", "bf16"), 1),
+        (("generate", *MODEL, "--prompts", "a", "--dtype", "fp32"), 1),
+        (("chat", MODEL[1], "--dtype", "fp32"), 1),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else str(value),
+)
+def test_what_computes_ends_early_in_one_line(smi, launcher, tmp_path, argv, ranks):
+    smi("535.104.05")
+    env = BROKEN | {"PATH": os.environ["PATH"]}
+    running = launcher.start(argv, tmp_path, script=MAIN, ranks=ranks, env=env)
+    assert running.wait() == [2] * ranks
+    said = "".join(running.err(rank) for rank in range(ranks)).splitlines()
+    lines = [line for line in said if "real_accelerator" not in line]
+    assert len(lines) == 1, said
+    assert lines[0].startswith("error: torch ")
+    assert "NVIDIA driver 535.104.05 is here" in lines[0]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.stage
+def test_what_only_looks_and_a_chosen_cpu_go_on(smi, launcher, tmp_path):
+    smi("535.104.05")
+    env = BROKEN | {"PATH": os.environ["PATH"]}
+    plan = launcher.start(["plan", "sft", "--for", "24GB"], tmp_path, script=MAIN, env=env)
+    dry = (*SFT, "--dry_run")
+    chosen = launcher.start(dry, tmp_path, script=MAIN, env=env | {"DS_ACCELERATOR": "cpu"})
+    hidden = launcher.start(dry, tmp_path, script=MAIN, env=env | {"CUDA_VISIBLE_DEVICES": ""})
+    for each in (plan, chosen, hidden):
+        assert each.wait() == [0], each.output()
+
+
+def test_doctor_calls_it_an_error(smi, monkeypatch):
+    wheel(monkeypatch, "2.13.0+cu130", "13.0")
+    smi("535.104.05")
+    found = doctor.describe_device(CPU)
+    assert found.state == "error"
+    assert "needs driver 580" in found.found
+    assert OLDER in found.remedy
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+@pytest.mark.parametrize(
+    ("answer", "code", "wheel"),
+    [
+        ("535.104.05, 8.0", 0, OLDER.removeprefix("pip install ")),  # an A100 with an old driver
+        ("580.65.06, 7.0", 0, OLDER.removeprefix("pip install ")),  # a V100
+        ("580.65.06, 7.5", 0, "torch==2.13.0"),
+        ("580.65.06, 12.0\n580.65.06, 12.0", 0, "torch==2.13.0"),
+        ("NVIDIA-SMI has failed because", 9, "torch==2.13.0"),
+        ("535.104.05, 8.0", 0, "torch==2.13.0+cpu"),  # as asked for
+    ],
+)
+def test_make_installs_a_wheel_that_the_driver_and_the_card_run(smi, tmp_path, answer, code, wheel):
+    smi(answer, code)
+    asked = [f"TORCH_WHEEL={wheel}"] if wheel.endswith("cpu") else []
+    command = ["make", "--dry-run", f"VENV={tmp_path}/venv", f"{tmp_path}/venv/.run", *asked]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    (line,) = [line for line in said.splitlines() if "torch==" in line]
+    assert line.endswith(f"--constraint constraints.txt {wheel}")
+
+
+CU130 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
+CU126 = ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "built", "runs"),
+    [
+        ((7, 0), CU130, False),  # V100
+        ((7, 0), CU126, True),
+        ((7, 5), CU130, True),  # T4
+        ((8, 6), ["sm_80"], True),  # code of the same major version
+        ((8, 0), ["sm_86"], False),  # but of no later minor one
+        ((8, 9), CU130, True),
+        ((9, 0), ["sm_80"], False),
+        ((12, 0), CU126, False),
+        ((12, 0), ["sm_80", "compute_90"], True),  # portable code, compiled at the start
+        ((8, 9), ["sm_80", "compute_90"], True),
+        ((7, 5), ["compute_80"], False),
+        ((12, 1), ["sm_120a"], True),
+        ((9, 4), ["gfx90a", "gfx942"], True),  # another vendor's
+        ((9, 0), [], True),
+    ],
+)
+def test_a_card_runs_code_for_it_or_portable_code(monkeypatch, capability, built, runs):
+    gpu._lacking_kernels.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: built)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some Card")
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
+    card = torch.device("cuda", 0)
+    if runs:
+        assert gpu.usable(card) == card
+        return
+    with pytest.raises(ValueError, match="has no kernels for Some Card") as caught:
+        gpu.usable(card)
+    words = str(caught.value)
+    assert "compute capability {}.{}".format(*capability) in words
+    assert (OLDER in words) == (capability == (7, 0))
+    assert doctor.describe_device(card).state == "error"
+
+
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+REFUSES = "import sys; sys.exit('CUDA driver error: operation not supported')"
+WANTS = f"import os; assert os.environ['{ALLOCATOR}'] == 'expandable_segments:True'"
+
+
+@pytest.fixture
+def allocator(monkeypatch):
+    """No setting of the user's."""
+    for name in (ALLOCATOR, "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize(
+    ("trial", "said"),
+    [
+        (REFUSES, "CUDA driver error: operation not supported"),
+        ("import os, sys; sys.stderr.close(); os.abort()", "exit code -6"),
+        ("import time; time.sleep(60)", "no answer in 0.5 s"),
+    ],
+    ids=["refused", "aborted", "hung"],
+)
+def test_segments_that_another_process_cannot_extend_stay_of_a_fixed_size(
+    allocator, monkeypatch, trial, said
+):
+    monkeypatch.setattr(gpu, "TRIAL", trial)
+    monkeypatch.setattr(gpu, "_TRIAL_SECONDS", 0.5 if "sleep" in trial else 60)
+    note = gpu.allow_expandable_segments(1)
+    assert note.endswith(f": {said}")
+    assert "expandable segments" in note
+    assert "\n" not in note
+    assert ALLOCATOR not in os.environ
+
+
+def test_segments_are_extended_where_the_trial_with_them_on_this_gpu_succeeds(
+    allocator, monkeypatch
+):
+    monkeypatch.setattr(gpu, "TRIAL", f"import sys; assert sys.argv[1] == 'cuda:3'; {WANTS}")
+    assert gpu.allow_expandable_segments(3) is None
+    assert os.environ[ALLOCATOR] == "expandable_segments:True"
+
+
+@pytest.mark.parametrize("name", [ALLOCATOR, "PYTORCH_ALLOC_CONF"])
+def test_a_setting_of_the_users_is_left_alone(allocator, monkeypatch, name):
+    monkeypatch.setattr(gpu, "TRIAL", REFUSES)
+    monkeypatch.setenv(name, "max_split_size_mb:512")
+    assert gpu.allow_expandable_segments(0) is None
+    found = [os.environ[each] for each in (ALLOCATOR, "PYTORCH_ALLOC_CONF") if each in os.environ]
+    assert found == ["max_split_size_mb:512"]
+
+
+def test_the_trial_says_why_in_one_line():
+    """The program itself, on a torch whose allocator refuses."""
+    stub = "class torch:\n uint8 = 0\n def zeros(*_, **__): raise RuntimeError('no VMM\\nmore')\n"
+    program = stub + gpu.TRIAL.replace("import sys, torch", "import sys")
+    command = [sys.executable, "-c", program, "cuda:0"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "no VMM\n")
