@@ -4,11 +4,15 @@ import json
 import re
 import shlex
 import subprocess
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+
+from dschat_lora.config.options import parse_config
+from dschat_lora.config.stages import SupervisedConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 # Ways to install that leave the same packages behind.
@@ -128,3 +132,15 @@ def test_what_is_copied_into_the_image_is_what_is_installed():
     taken = {line.removeprefix("!") for line in rules if line.startswith("!")}
     sources = {"setup.py", "pyproject.toml", "README.md", "LICENSE", "dschat_lora", "configs"}
     assert taken == sources | {"constraints.txt"}
+
+
+def test_commands_for_containers_mount_both_volumes_and_take_options_that_exist():
+    text = INSTALL.replace("\\\n", " ")
+    found = re.findall(r"^((?:docker|podman) run .*) dschat_lora (sft .*)$", text, re.M)
+    assert [each.split()[0] for each, _ in found] == ["docker", "docker", "podman"]
+    for container, command in found:
+        options = shlex.split(container)
+        volumes = [after for word, after in pairwise(options) if word == "--volume"]
+        assert [each.split(":")[1] for each in volumes] == ["/work", "/cache"]
+        argv = shlex.split(re.sub(r"--num_gpus \d+", "", command))
+        parse_config(SupervisedConfig, argv[1:])

@@ -172,8 +172,10 @@ class Watch(TorchDispatchMode):
         return [(size, label) for label, size in highest.most_common(most)]
 
     def _made_up(self, dtype):
-        if dtype in (torch.bool, torch.uint8):  # DeepSpeed's flags are bytes
-            return self.truth if dtype == torch.bool else int(self.truth)
+        if dtype == torch.bool:
+            return self.truth
+        if dtype == torch.uint8:  # of DeepSpeed: whether a gradient overflows
+            return 0
         return self.number if dtype.is_floating_point else 1
 
     def _copy(self, name, args, kwargs, tensors):
@@ -553,12 +555,13 @@ def fake_cuda(card="h200", *, world_size=1, rank=0):
 
 
 def _stub_comparisons(stand_in):
-    """DeepSpeed's ranks compare numbers by way of the device, whose values are made up."""
+    """DeepSpeed's ranks compare numbers, and norms with infinity, by values, which are made up."""
     import deepspeed
 
     deepspeed.init_distributed(verbose=False)
     modules = [m for n, m in list(sys.modules.items()) if n.startswith("deepspeed.runtime.zero")]
+    same = ("assert_ints_same_as_other_ranks", "assert_lst_len_same_as_other_ranks")
     for module in modules:
-        for name in ("assert_ints_same_as_other_ranks", "assert_lst_len_same_as_other_ranks"):
+        for name in (*same, "is_invalid_grad_norm"):
             if hasattr(module, name):
                 stand_in(module, name, _nothing)

@@ -59,21 +59,22 @@ FAMILIES = {
 }
 
 
-def write_model(family, directory):
+def write_model(family, layers, directory):
     """Write weights, configuration and tokenizer of a family's model."""
     kind, others = FAMILIES[family]
     config = AutoConfig.for_model(kind, **_SIZE | others)
+    config.num_hidden_layers = layers
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(directory)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(MODEL / name, directory)
 
 
-def stage_of(family, directory, **stage):
+def stage_of(family, layers, directory, **stage):
     """:func:`fakecuda.programs.stage` of a family's model; ``said`` is what it says of graphs."""
-    write_model(family, directory)
+    write_model(family, layers, directory)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        found = programs.stage(**stage, truth=False)
+        found = programs.stage(**stage)
     words = [str(each.message) for each in said]
     return found | {"said": [text for text in words if "CUDA graphs" in text]}

@@ -112,8 +112,8 @@ def captures(row):
     return rolls_out and row["family"] not in UNCAPTURED and row["processes"] != "2 to a model"
 
 
-def run(fake_device, row, directory):
-    """What was noted of two steps, ``record`` of ``run.json`` and ``said`` of graphs included."""
+def run(fake_device, row, directory, *, steps=2, layers=2):
+    """What was noted of a run, ``said`` of graphs, and of what it wrote ``status`` and ``skipped``."""
     lines = islice(BUNDLED_DATA["train"].open(encoding="utf-8"), 36)
     for name, count in (("train", 32), ("eval", 4)):
         (directory / f"{name}.jsonl").write_text("".join(islice(lines, count)), encoding="utf-8")
@@ -123,18 +123,22 @@ def run(fake_device, row, directory):
     found = fake_device.run(
         "fakecuda.families:stage_of",
         family=row["family"],
+        layers=layers,
         directory=str(base),
         script=f"training/{script}/main.py",
         options=[
             *(f"--{actor}model_name_or_path", str(base), *options, *options_of(row)),
-            *("--data_path", str(directory / "train.jsonl"), "--max_steps", "2"),
+            *("--data_path", str(directory / "train.jsonl"), "--max_steps", str(steps)),
             *("--eval_data_path", str(directory / "eval.jsonl"), "--output_dir", str(out)),
         ],
         card=row["card"],
         world_size=int(row["processes"][0]),
     )
     record = out / "run.json"
-    return found | {"record": json.loads(record.read_text()) if record.exists() else {}}
+    status = json.loads(record.read_text())["status"] if record.exists() else found["error"]
+    metrics = map(json.loads, (out / "metrics.jsonl").open()) if record.exists() else ()
+    skipped = [row for row in metrics if row.get("skipped")]
+    return found | {"status": status, "skipped": skipped}
 
 
 def graphs_of(row, found):
@@ -150,8 +154,8 @@ def graphs_of(row, found):
 
 def result_of(row, found):
     """A row of the table."""
-    ended = found["record"].get("status", "nothing written")
-    ended = "finished" if ended == "finished" and found["error"] is None else found["error"]
+    ended = found["status"] if found["error"] is None else found["error"].splitlines()[-1]
+    ended += f", {len(found['skipped'])} steps skipped" if found["skipped"] else ""
     peak = f"{found['peak'] / 2**20:.1f} MiB"
     return row | {"graphs": graphs_of(row, found), "peak": peak, "ended": ended}
 

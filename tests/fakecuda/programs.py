@@ -173,13 +173,10 @@ def chosen(card):
         ]
 
 
-def stage(script, options, card="h200", world_size=1, truth=True):
-    """A stage script, whose files are read and written for real.
-
-    With ``truth`` all sequences have ended wherever it is looked; without, none ever ends.
-    """
+def stage(script, options, card="h200", world_size=1):
+    """A stage script, whose files are read and written for real."""
     with fake_cuda(card, world_size=world_size) as watch, contextlib.ExitStack() as stack:
-        watch.number, watch.truth = 0.0, truth
+        watch.number = 0.0
         stack.callback(setattr, sys, "argv", sys.argv)
         sys.argv = [script, *options]
         error = None
