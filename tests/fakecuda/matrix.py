@@ -17,6 +17,52 @@ from fakecuda import shim
 from fakecuda.conftest import FakeDevice
 from helpers.spread import pairs
 
+SIZE = {
+    "vocab_size": 1024,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": 2,
+    "pad_token_id": 1,
+}
+_MIXED = ["sliding_attention", "full_attention"]
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_PARTS = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+
+
+def _stretched(kind, **parameters):
+    """Llama with rotary embeddings that reach further than those it was trained with."""
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0, **parameters}
+    return "llama", {"rope_parameters": rope}
+
+
+# name -> (type, what differs from the sizes above)
+FAMILIES = {
+    "opt": ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
+    "gpt2": ("gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}),
+    "gpt_neox": ("gpt_neox", {}),
+    "llama": ("llama", {}),
+    "llama linear": _stretched("linear"),
+    "llama dynamic": _stretched("dynamic"),
+    "llama yarn": _stretched("yarn", original_max_position_embeddings=128),
+    "llama longrope": _stretched("longrope", original_max_position_embeddings=128, **_PARTS),
+    "mistral": ("mistral", {"sliding_window": 16}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "gemma3_text": ("gemma3_text", {"head_dim": 16, "sliding_window": 16, "layer_types": _MIXED}),
+    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"], "block_multiple_of": 16}),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}),
+    "olmo3": ("olmo3", {"sliding_window": 16, "layer_types": _MIXED}),
+    "phi3": ("phi3", {"original_max_position_embeddings": 512}),
+    "granite": ("granite", {}),
+    "mixtral": ("mixtral", {"num_local_experts": 4}),
+    "qwen3_moe": ("qwen3_moe", {"head_dim": 16, **_EXPERTS}),
+    "olmoe": ("olmoe", _EXPERTS),
+}
 # Families whose steps of decoding are no graph, and why.
 UNCAPTURED = {
     "llama dynamic": "waits for the device",
@@ -47,11 +93,6 @@ STAGES = {
     "grpo": ("step3_rlhf", (*_GROUPS, "grpo")),
     "rloo": ("step3_rlhf", (*_GROUPS, "rloo")),
 }
-FAMILIES = (
-    *("opt", "gpt2", "gpt_neox", "llama", "llama linear", "llama dynamic", "llama yarn"),
-    *("llama longrope", "mistral", "qwen2", "qwen3", "gemma3_text", "lfm2", "smollm3", "olmo3"),
-    *("phi3", "granite", "mixtral", "qwen3_moe", "olmoe"),
-)
 
 
 def allowed(row):
@@ -113,7 +154,7 @@ def captures(row):
 
 
 def run(fake_device, row, directory, *, steps=2, layers=2):
-    """What was noted of a run, ``said`` of graphs, and of what it wrote ``status`` and ``skipped``."""
+    """What was noted of a run, with its ``status``, ``skipped`` steps and what is ``said``."""
     lines = islice(BUNDLED_DATA["train"].open(encoding="utf-8"), 36)
     for name, count in (("train", 32), ("eval", 4)):
         (directory / f"{name}.jsonl").write_text("".join(islice(lines, count)), encoding="utf-8")
@@ -168,7 +209,8 @@ def main(path):
         for number, row in enumerate(rows()):
             (directory / str(number)).mkdir()
             table.append(result_of(row, run(device, row, directory / str(number))))
-            print("|", " | ".join(map(str, table[-1].values())), "|", flush=True)
+            sys.stdout.write(f"| {' | '.join(map(str, table[-1].values()))} |\n")
+            sys.stdout.flush()
         device.stop()
     Path(path).write_text(json.dumps(table, indent=1))
 
