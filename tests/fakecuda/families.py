@@ -6,9 +6,11 @@ from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations.moe import _grouped_mm
 
 from dschat_lora import assets
 from fakecuda import programs
+from fakecuda.device import fake_cuda
 from fakecuda.matrix import FAMILIES, SIZE
 
 MODEL = Path(assets.__file__).parent / "model"  # whose tokenizer they take
@@ -33,3 +35,13 @@ def stage_of(family, layers, directory, **stage):
         found = programs.stage(**stage)
     words = [str(each.message) for each in said]
     return found | {"said": [text for text in words if "CUDA graphs" in text]}
+
+
+def waits_of_experts(card, dtype):
+    """Times that the host waits for a product of two groups of rows with a matrix each."""
+    with fake_cuda(card) as watch:
+        kind = {"dtype": getattr(torch, dtype), "device": programs.CUDA}
+        rows, weights = torch.empty(8, 16, **kind), torch.empty(2, 16, 16, **kind)
+        ends = torch.empty(2, dtype=torch.int32, device=programs.CUDA)
+        _grouped_mm(rows, weights, ends)
+        return sum(watch.waits.values())

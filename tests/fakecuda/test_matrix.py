@@ -40,3 +40,13 @@ REFUSED = {
     *((("zero", 0), ("memory", memory)) for memory in ("offload", "offload, recompute")),
     (("processes", "2 to a model"), ("base_bits", 4)),
 }
+
+
+def test_experts_wait_but_for_bf16_on_cards_that_group_products(fake_device):
+    found = {
+        (card, dtype): fake_device.run("fakecuda.families:waits_of_experts", card=card, dtype=dtype)
+        for card in ("h200", "a100", "t4")
+        for dtype in ("bfloat16", "float16")
+    }
+    assert found.pop(("h200", "bfloat16")) == 0
+    assert set(found.values()) == {1}
