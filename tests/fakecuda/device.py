@@ -90,9 +90,9 @@ class Watch(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self):
+    def __init__(self, capability):
         super().__init__()
-        self.truth, self.number = True, 1.0
+        self.capability, self.truth, self.number = capability, True, 1.0
         self.waits, self.products, self.moved = Counter(), Counter(), Counter()
         self.operations, self.collectives, self.copied = Counter(), Counter(), Counter()
         self.launches = self.replays = self.live = self.peak = 0
@@ -123,7 +123,7 @@ class Watch(TorchDispatchMode):
         if name == "_local_scalar_dense":
             self.wait("item")
             return self._made_up(tensors[0].dtype)
-        if name in VALUE_SHAPED:
+        if name in VALUE_SHAPED or self._reads_groups(name, tensors):
             self.wait(name)
         if name == "index" and any(x is not None and x.dtype == torch.bool for x in args[1]):
             self.wait("index by a mask")
@@ -132,7 +132,12 @@ class Watch(TorchDispatchMode):
             done, result = self._copy(name, args, kwargs, tensors)
             if done:
                 return result
-        result = func(*args, **kwargs)
+        if name == "_grouped_mm" and args[0].dtype != torch.bfloat16:
+            # torch's shapes are of bf16 alone; its kernels take fp16 and fp32 too
+            args = [x.bfloat16() for x in args[:2]] + [*args[2:]]
+            result = func(*args, **kwargs).to(tensors[0].dtype)
+        else:
+            result = func(*args, **kwargs)
         self._note(func, name, tensors, result)
         if name.startswith("c10d::") and tensors:
             self._exchanged(name.removeprefix("c10d::"), args)
@@ -142,6 +147,16 @@ class Watch(TorchDispatchMode):
     def ignore_compile_internals(cls):
         """Dynamo may trace under this mode, which sees what is then run."""
         return True
+
+    def _reads_groups(self, name, tensors):
+        """Whether the host reads how many rows each group of a grouped product has.
+
+        torch's kernel for bf16 on these cards alone does not (``_grouped_mm_cuda`` of its source).
+        """
+        if name == "_grouped_mm":
+            narrow = all(x.dtype == torch.bfloat16 for x in tensors[:2])
+            return not (narrow and self.capability in ((9, 0), (10, 0)))
+        return name.startswith("transformers::grouped_mm_fallback")
 
     def _exchanged(self, name, args):
         group = next(each for each in args if isinstance(each, torch.ScriptObject))
@@ -205,8 +220,10 @@ class Watch(TorchDispatchMode):
         return [(size, label) for label, size in highest.most_common(most)]
 
     def _made_up(self, dtype):
-        if dtype in (torch.bool, torch.uint8):  # DeepSpeed's flags are bytes
-            return self.truth if dtype == torch.bool else int(self.truth)
+        if dtype == torch.bool:
+            return self.truth
+        if dtype == torch.uint8:  # of DeepSpeed: whether a gradient overflows
+            return 0
         return self.number if dtype.is_floating_point else 1
 
     def _copy(self, name, args, kwargs, tensors):
@@ -646,7 +663,8 @@ def fake_cuda(card="h200", *, world_size=1, rank=0, memory=None):
     Those bring nothing to collectives, whose bytes are counted. The card is full at ``memory``
     bytes where that is given, as if another program had taken the rest since it was asked.
     """
-    watch, capability = Watch(), CARDS[card][1]
+    capability = CARDS[card][1]
+    watch = Watch(capability)
     watch.memory = memory or CARDS[card][2] * 10**9
     for name, value in {"RANK": rank, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}.items():
         os.environ[name] = str(value)
@@ -691,12 +709,13 @@ def fake_cuda(card="h200", *, world_size=1, rank=0, memory=None):
 
 
 def _stub_comparisons(stand_in):
-    """DeepSpeed's ranks compare numbers by way of the device, whose values are made up."""
+    """DeepSpeed's ranks compare numbers, and norms with infinity, by values, which are made up."""
     import deepspeed
 
     deepspeed.init_distributed(verbose=False)
     modules = [m for n, m in list(sys.modules.items()) if n.startswith("deepspeed.runtime.zero")]
+    same = ("assert_ints_same_as_other_ranks", "assert_lst_len_same_as_other_ranks")
     for module in modules:
-        for name in ("assert_ints_same_as_other_ranks", "assert_lst_len_same_as_other_ranks"):
+        for name in (*same, "is_invalid_grad_norm"):
             if hasattr(module, name):
                 stand_in(module, name, _nothing)

@@ -1,0 +1,146 @@
+"""README, Makefile, image and Colab install by the same steps; what the image is, and is not."""
+
+import json
+import re
+import shlex
+import subprocess
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from dschat_lora.config.options import parse_config
+from dschat_lora.config.stages import SupervisedConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+# Ways to install that leave the same packages behind.
+SILENT = {"--quiet", "--no-cache-dir", "--editable"}
+INSTALL = (ROOT / "docs" / "install.md").read_text("utf-8")
+
+
+def instructions():
+    """(name, words) of each instruction of the Dockerfile."""
+    text = re.sub(r"^\s*#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.M)
+    lines = text.replace("\\\n", " ").splitlines()
+    return [tuple(line.split(maxsplit=1)) for line in lines if line]
+
+
+def given(name):
+    """What instructions of this name say."""
+    return [words for each, words in instructions() if each == name]
+
+
+def steps(text):
+    """Arguments of each ``pip install`` of a text, in order."""
+    found = re.findall(r"\bpip install ([^&\n]+)", text)
+    return [[word for word in shlex.split(each) if word not in SILENT] for each in found]
+
+
+def readme_steps():
+    block = (ROOT / "README.md").read_text("utf-8").split("```\npython3 -m venv")[1].split("```")[0]
+    return steps(block)
+
+
+def colab():
+    """Commands of the cell."""
+    cell = INSTALL.split("<!-- colab -->")[1].split("```")[1]
+    return [line.removeprefix("!") for line in cell.strip().splitlines()]
+
+
+def dockerfile_steps():
+    (default,) = (each.split("=")[1] for each in given("ARG"))
+    return steps("\n".join(given("RUN")).replace("${EXTRAS}", default))
+
+
+def makefile_steps():
+    command = ["make", "--dry-run", "demo", "VENV=elsewhere"]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    return steps(done.stdout)
+
+
+def test_the_readme_installs_in_three_steps_by_the_tested_versions():
+    assert len(readme_steps()) == 3
+    assert all(each[:2] == ["--constraint", "constraints.txt"] for each in readme_steps())
+    (pinned,) = re.findall(r"^torch==.*", (ROOT / "constraints.txt").read_text(), re.M)
+    assert readme_steps()[1][2:] == [pinned]
+
+
+@pytest.mark.parametrize(
+    "found", [makefile_steps, dockerfile_steps, lambda: steps(INSTALL.split("## In a con")[0])]
+)
+def test_the_same_steps_install_everywhere(found):
+    assert found() == readme_steps()
+
+
+def test_colab_keeps_its_torch_and_takes_the_other_versions(tmp_path):
+    (clear,) = [line for line in colab() if line.startswith("grep")]
+    name = clear.split("> ")[1]
+    subprocess.run(
+        ["bash", "-c", clear.replace("constraints.txt", f"{ROOT}/constraints.txt")],
+        cwd=tmp_path,
+        check=True,
+    )
+    kept = (tmp_path / name).read_text().splitlines()
+    everything = (ROOT / "constraints.txt").read_text().splitlines()
+    assert [line for line in everything if line not in kept] == readme_steps()[1][2:]
+    last = [name if word == "constraints.txt" else word for word in readme_steps()[2]]
+    assert steps("\n".join(colab())) == [last]
+
+
+def test_the_torch_that_fits_on_colab_is_what_setup_declares():
+    low, below = re.search(r"any from ([\d.]+) on,\s+below ([\d.]+),", INSTALL).groups()
+    declared = re.search(r'"(torch\W[^"]+)"', (ROOT / "setup.py").read_text())[1]
+    assert Requirement(declared).specifier == SpecifierSet(f">={low},<{below}")
+
+
+def test_the_image_has_no_compiler_and_a_user_without_rights():
+    packages = re.findall(r"apt-get install (.*?)\s+(?:&&|$)", "\n".join(given("RUN")))
+    assert [each.split()[-1] for each in packages] == ["python3-venv"]
+    assert "-devel" not in given("FROM")[0]
+    last = given("USER")[-1].split(":")[0]
+    assert last.isdecimal()
+    assert int(last) > 0
+
+
+def test_caches_and_outputs_of_the_image_lie_on_its_volumes():
+    volumes = json.loads(given("VOLUME")[0])
+    variables = dict(word.split("=") for each in given("ENV") for word in shlex.split(each))
+    places = [variables[name] for name in ("HOME", "HF_HOME", "XDG_CACHE_HOME")]
+    for place in (*places, given("WORKDIR")[-1]):
+        assert f"/{place.split('/')[1]}" in volumes
+    made = next(each for each in given("RUN") if "install --directory --mode 1777" in each)
+    assert made.split("1777")[1].split() == volumes
+
+
+def test_the_image_says_whether_it_can_train_and_its_health_leaves_the_gpu_alone():
+    assert json.loads(given("ENTRYPOINT")[0]) + json.loads(given("CMD")[0]) == [
+        "dschat-lora",
+        "doctor",
+    ]
+    health = json.loads(given("HEALTHCHECK")[0].split(" CMD ")[1])
+    assert health[-3:] == ["dschat-lora", "doctor", "--no_training"]
+    assert {"CUDA_VISIBLE_DEVICES=", "DS_ACCELERATOR=cpu"} <= set(health)
+
+
+def test_what_is_copied_into_the_image_is_what_is_installed():
+    """As the wheel of tests/stages/test_wheel_command.py is made, and the constraints."""
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    rules = [line for line in lines if not line.startswith("#")]
+    assert rules[0] == "*"
+    taken = {line.removeprefix("!") for line in rules if line.startswith("!")}
+    sources = {"setup.py", "pyproject.toml", "README.md", "LICENSE", "dschat_lora", "configs"}
+    assert taken == sources | {"constraints.txt"}
+
+
+def test_commands_for_containers_mount_both_volumes_and_take_options_that_exist():
+    text = INSTALL.replace("\\\n", " ")
+    found = re.findall(r"^((?:docker|podman) run .*) dschat_lora (sft .*)$", text, re.M)
+    assert [each.split()[0] for each, _ in found] == ["docker", "docker", "podman"]
+    for container, command in found:
+        options = shlex.split(container)
+        volumes = [after for word, after in pairwise(options) if word == "--volume"]
+        assert [each.split(":")[1] for each in volumes] == ["/work", "/cache"]
+        argv = shlex.split(re.sub(r"--num_gpus \d+", "", command))
+        parse_config(SupervisedConfig, argv[1:])
