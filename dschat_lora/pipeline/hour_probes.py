@@ -86,8 +86,8 @@ def graphs(dtype: str, file: str) -> None:
     capture = cuda_graphs() if device().type == "cuda" else None
 
     def record(step: DecodeStep) -> DecodeStep:
-        captured.append(step)
-        return step if capture is None else capture(step)
+        captured.append(step if capture is None else capture(step))
+        return captured[-1]
 
     texts = []
     for each in (record, lambda step: step):
@@ -99,7 +99,8 @@ def graphs(dtype: str, file: str) -> None:
             record=each,
         )
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # of a capture that failed, decoding goes on without
+            # Where a capture fails, decoding goes on without.
+            warnings.filterwarnings("error", message=".*without CUDA graphs")
             found = decoder(prompts, Sampling(NEW_TOKENS), seeds=[[n] for n in range(ROWS)])
         texts.append(found.tokens())
     if not captured:
