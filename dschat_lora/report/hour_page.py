@@ -12,8 +12,8 @@ _ABOUT = (
     "Each check compares what the card computes with the CPU, or two of its own ways with each "
     "other, on the bundled model from the same seed: the largest relative difference found, and "
     "the largest that rounding explains. In fp32 that is 1e-4, for sums in another order. In 16 "
-    "bits it is 16 roundings of the type, 2^-8 each in bf16 and 2^-11 in fp16: on a CPU these types "
-    "are up to 3.6 roundings off from fp32. Rounding also lets RLHF draw other tokens; values are "
+    "bits it is 8 roundings of the type, 2^-8 each in bf16 and 2^-11 in fp16: on a CPU these types "
+    "are up to 2.1 roundings off from fp32. Rounding also lets RLHF draw other tokens; values are "
     "compared up to the first of them, and scores where responses are equal."
 )
 _SPEED = (

@@ -93,12 +93,17 @@ def test_a_crash_a_hang_and_an_exception_leave_the_other_checks(hour, tmp_path, 
     assert f"attach it and {tmp_path / 'first_hour.json'} to a bug report" in out
 
 
-def test_what_hangs_is_killed_with_what_it_has_started(hour):
+def test_what_is_killed_is_killed_with_what_it_has_started(tmp_path):
     program = "import subprocess; p = subprocess.Popen(['sleep', '30']); print(p.pid, flush=True)"
-    hour.run(command("hang", f"{program}; p.wait()", seconds=0.5))
-    child = int((hour.work / "hang.out").read_text())
+    output = tmp_path / "hang.out"
+    process = start([f"{program}; p.wait()"], os.environ, output)
+    while not output.read_text().endswith("\n"):
+        assert process.poll() is None
+    process.kill()
+    child = int(output.read_text())
     with suppress(psutil.NoSuchProcess):  # unless nobody has waited for it yet
         assert psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+    process.kill()  # does nothing to one that has ended
 
 
 def test_nothing_begins_once_the_time_is_over(hour, tmp_path):
@@ -200,11 +205,11 @@ def test_the_largest_relative_difference_of_a_step_counts(tmp_path):
     assert found["loss"].found == pytest.approx(1e-4)
     assert found["gradient norm"].found == pytest.approx(0.1)
     assert not found["gradient norm"].holds
-    # 16 roundings of bf16's 8 bits of precision, and of fp16's 11
+    # 8 roundings of bf16's 8 bits of precision, and of fp16's 11
     found = differences("sft", theirs, tmp_path / "card", "bf16")
-    assert found["loss"].allowed == 16 / 256
+    assert found["loss"].allowed == 8 / 256
     assert found["loss"].holds
-    assert differences("sft", theirs, tmp_path / "card", "fp16")["loss"].allowed == 16 / 2048
+    assert differences("sft", theirs, tmp_path / "card", "fp16")["loss"].allowed == 8 / 2048
 
 
 def test_a_loss_that_is_no_number_does_not_hold_nor_do_missing_steps(tmp_path):
