@@ -1,0 +1,265 @@
+"""``dschat-lora doctor --first_hour``: what a card computes, how fast and in how much memory.
+
+Every command is a process of its own with a time limit, so that neither a crash nor a hang keeps
+the rest from running.
+"""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from dschat_lora.pipeline.hour_checks import (
+    PROBES,
+    Command,
+    Item,
+    checks,
+    measurements,
+    write_data,
+)
+from dschat_lora.report.hour_page import render_hour
+from dschat_lora.report.html import write_report
+from dschat_lora.report.terminal import log_once, to_json, wrapped
+from dschat_lora.runtime.directory import RunDirectory
+
+SECONDS = 40 * 60.0
+LEAST_SECONDS = 20.0  # no command begins that has less left
+NO_TIME = "no time"
+_TAIL_LINES = 25
+_LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Process(Protocol):
+    """A process that was started."""
+
+    def wait(self, timeout: float) -> int:
+        """Its exit code, or :class:`subprocess.TimeoutExpired`."""
+
+    def kill(self) -> None:
+        """End it and what it has started."""
+
+
+Start = Callable[[Sequence[str], Mapping[str, str], Path], Process]
+
+
+class _Group(subprocess.Popen[bytes]):
+    """A process with a group of its own, which is killed whole."""
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.killpg(self.pid, signal.SIGKILL)
+            super().wait()
+
+
+def start_python(words: Sequence[str], environment: Mapping[str, str], output: Path) -> Process:
+    """``python -m`` words; its output goes to ``output`` and the same with .log, of errors."""
+    with output.open("wb") as out, output.with_suffix(".log").open("wb") as log:
+        command = [sys.executable, "-m", *words]
+        return _Group(command, env=environment, stdout=out, stderr=log, start_new_session=True)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended: ``reason`` is empty if well; ``state`` is that of what needs it."""
+
+    state: str = "passed"
+    reason: str = ""
+    tail: str = ""
+
+
+@dataclass
+class Hour:
+    """Runs commands, each once, until the time is over."""
+
+    work: Path
+    start: Start = start_python
+    seconds: float = SECONDS
+    done: dict[str, Outcome] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.deadline = time.monotonic() + self.seconds
+
+    def measure(self, item: Item) -> dict[str, Any]:
+        """What came of an item: ``state`` is passed, failed or not run."""
+        begun = time.monotonic()
+        result: dict[str, Any] = {"name": item.name}
+        outcome = Outcome()
+        for command in item.commands:
+            outcome = self.run(command)
+            if outcome.reason:
+                break
+        if not outcome.reason:
+            try:
+                result |= _judged(item.read())
+            except Exception as error:  # noqa: BLE001 - what a broken run wrote can be anything
+                reason = f"{type(error).__name__}: {error}"
+                outcome = Outcome("failed", public(f"its results cannot be read: {reason}"))
+        state = result.get("state", outcome.state)
+        seconds = round(time.monotonic() - begun, 1)
+        return (
+            result
+            | {"state": state, "reason": outcome.reason, "tail": outcome.tail}
+            | {"seconds": seconds}
+        )
+
+    def run(self, command: Command) -> Outcome:
+        """How the command ended; one that has run is not run again."""
+        if command.name not in self.done:
+            self.done[command.name] = self._run(command)
+        return self.done[command.name]
+
+    def _run(self, command: Command) -> Outcome:
+        left = self.deadline - time.monotonic()
+        limit = min(command.seconds, left)
+        if limit < min(LEAST_SECONDS, command.seconds):
+            return Outcome("not run", NO_TIME)
+        output = self.work / f"{command.name}.out"
+        process = self.start(command.words, environment_of(command), output)
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            if limit < command.seconds:
+                return Outcome("not run", NO_TIME)
+            reason = f"{command.name}: no end within {command.seconds:g} s"
+            return Outcome("failed", reason, tail_of(output))
+        finally:
+            process.kill()
+        if code == 0:
+            return Outcome()
+        if code in command.refusals:
+            return Outcome("not run", command.refusals[code])
+        tail = tail_of(output)
+        return Outcome("failed", f"{command.name}: {_cause(code, tail)}", tail)
+
+
+def _judged(found: dict[str, Any]) -> dict[str, Any]:
+    differences = found.get("differences")
+    if differences is None:
+        return found
+    rows = [{**each._asdict(), "holds": each.holds} for each in differences]
+    return {"differences": rows} | (
+        {} if all(row["holds"] for row in rows) else {"state": "failed"}
+    )
+
+
+def environment_of(command: Command) -> dict[str, str]:
+    """Of a command: one process on one device, offline, without TF32."""
+    inherited = {n: v for n, v in os.environ.items() if n not in _LAUNCHED}
+    chosen = {"DS_ACCELERATOR": command.device, "NVIDIA_TF32_OVERRIDE": "0"}
+    if command.device == "cuda":
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+        chosen["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0]
+    return inherited | chosen | {"HF_HUB_OFFLINE": "1"}
+
+
+def tail_of(output: Path) -> str:
+    """The last lines that a command wrote, errors if there are any, as :func:`public` text."""
+    texts = [
+        path.read_text(encoding="utf-8", errors="replace").strip()
+        for path in (output.with_suffix(".log"), output)
+        if path.is_file()
+    ]
+    text = next(filter(None, texts), "")
+    return public("\n".join(text.splitlines()[-_TAIL_LINES:]))
+
+
+def public(text: str) -> str:
+    """Text without directories and without the host's name, as it goes into a bug report."""
+    text = re.sub(r"(/[\w.+@-]+)+/(?=[\w.+@-])", "", text)
+    return re.sub(rf"\b{re.escape(socket.gethostname())}\b", "HOST", text)
+
+
+def _cause(code: int, tail: str) -> str:
+    """Why it ended, in words: the signal, or the last line."""
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    last = (tail.splitlines() or ["it said nothing"])[-1].strip()
+    return f"exit code {code}: {last}"
+
+
+def first_hour() -> None:
+    """Run all on the first card; the exit code is 1 if a check failed.
+
+    Raises:
+        ValueError: if torch sees no card.
+    """
+    with tempfile.TemporaryDirectory(prefix="dschat-lora-") as directory:
+        hour = Hour(Path(directory))
+        machine = find_machine(hour)
+        output = RunDirectory.claim(None, name="first-hour").path
+        write_data(hour.work)
+        dtype = machine["dtype"]
+        items = {
+            "checks": checks(hour.work, dtype),
+            "measurements": measurements(hour.work, dtype, machine["memory_bytes"]),
+        }
+        passed = run_items(hour, machine, items, output)
+    if not passed:
+        raise SystemExit(1)
+
+
+def find_machine(hour: Hour) -> dict[str, Any]:
+    """What the card is.
+
+    Raises:
+        ValueError: if there is none, or asking for it fails.
+    """
+    file = hour.work / "machine.json"
+    outcome = hour.run(Command("machine", (PROBES, "machine", str(file)), "cuda", 120))
+    if outcome.reason:
+        raise ValueError(f"--first_hour cannot ask torch for the GPU: {outcome.reason}")
+    machine: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    if "card" not in machine:
+        raise ValueError(
+            "--first_hour needs a GPU, and torch sees none; dschat-lora doctor says what is here"
+        )
+    return machine
+
+
+def run_items(
+    hour: Hour, machine: Mapping[str, Any], items: Mapping[str, Sequence[Item]], output: Path
+) -> bool:
+    """Run the items, print a line for each, and keep JSON and page up to date.
+
+    Whether none of the checks failed, and at least one passed.
+    """
+    log_once(f"{machine['card']}; at most {hour.seconds / 60:g} minutes; results in {output}")
+    found: dict[str, Any] = {"machine": machine, "checks": [], "measurements": []}
+    for kind, each in items.items():
+        for item in each:
+            result = hour.measure(item)
+            found[kind].append(result)
+            log_once(wrapped(_line(result)))
+            write_report(output / "first_hour.json", to_json(found) + "\n")
+            write_report(output / "first_hour.html", render_hour(found))
+    states = [result["state"] for result in found["checks"]]
+    counts = ", ".join(f"{states.count(s)} {s}" for s in ("passed", "failed", "not run"))
+    log_once(f"checks: {counts}")
+    log_once(f"page: {output / 'first_hour.html'} (open it in a browser)")
+    log_once(
+        f"attach it and {output / 'first_hour.json'} to a bug report; they name the card and "
+        "versions, and neither the host, its user, nor directories"
+    )
+    return "failed" not in states and "passed" in states
+
+
+def _line(result: Mapping[str, Any]) -> str:
+    """What came of an item, in a line of the terminal."""
+    marks = {"passed": "  ", "failed": "X ", "not run": "- "}
+    words = result["reason"]
+    if not words and "differences" in result:
+        worst = max(result["differences"], key=lambda row: row["found"] / (row["allowed"] or 1e-9))
+        words = f"{worst['quantity']} {worst['found']:.2g}, allowed {worst['allowed']:.2g}"
+    elif not words:
+        words = f"{result['tokens_per_second']:,.0f} tokens/s"
+    state = result["state"] if result["state"] != "passed" or "differences" in result else "done"
+    return f"{marks[result['state']]}{result['name']}: {state}, {words}"

@@ -1,0 +1,305 @@
+"""What the first hour on a card runs: checks by value against the CPU, and measurements.
+
+Each is a list of commands, ``python -m ...``, and a function that reads what they wrote.
+"""
+
+import gzip
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice, takewhile
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal, NamedTuple
+
+from dschat_lora.assets import BUNDLED_DATA
+
+PROBES = "dschat_lora.pipeline.hour_probes"
+STAGES = ("sft", "reward", "rlhf")
+DTYPES = ("fp32", "bf16", "fp16")
+Device = Literal["cpu", "cuda"]
+DEVICES: tuple[Device, Device] = ("cpu", "cuda")
+# Of a rounding to nearest: half the distance from 1 to the next number.
+ROUNDING = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
+# Relative: sums in another order differ by some roundings for each of their thousands of terms.
+FP32_LIMIT = 1e-4
+FOUR_DIGITS = 1e-3  # as rollouts.jsonl.gz has values of tokens
+# Relative, of the type's: bf16 and fp16 on a CPU are up to 2.1 off from fp32 there, in every stage.
+ROUNDINGS = 8
+OTHER_RESPONSES = {"fp32": 0.0, "bf16": 0.4, "fp16": 0.1}  # share; on a CPU 0, 0.03 and 0.02
+_CONSTANT = ("--lr_scheduler_type", "constant")
+
+
+@dataclass(frozen=True)
+class Command:
+    """Arguments of ``python``, on the CPU or on the card, and what its exit codes may say."""
+
+    name: str
+    words: tuple[str, ...]
+    device: Device
+    seconds: float = 180.0
+    refusals: Mapping[int, str] = field(default_factory=dict)  # why what needs it is not run
+
+
+class Difference(NamedTuple):
+    """How far a quantity on the card is from the reference, and how far it may be."""
+
+    quantity: str
+    found: float
+    allowed: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether it is as near as it should be; no number is not."""
+        return self.found <= self.allowed
+
+
+@dataclass(frozen=True)
+class Item:
+    """A check or a measurement: commands, one after another, and what their files say."""
+
+    name: str
+    commands: tuple[Command, ...]
+    read: Callable[[], dict[str, Any]]  # {"differences": ...} of a check, else a row of a table
+
+
+@dataclass(frozen=True)
+class Size:
+    """A published shape with random weights, and the rows of a step."""
+
+    model: str
+    rows: int
+    length: int
+    new_tokens: int = 256
+
+
+SIZES = (Size("facebook/opt-1.3b", 8, 2048), Size("facebook/opt-6.7b", 4, 2048))
+
+
+def write_data(work: Path) -> None:
+    """The first rows of the bundled data: the checks train on them, and all evaluate on them."""
+    for name, count in (("train", 400), ("eval", 16)):
+        with open(BUNDLED_DATA[name], encoding="utf-8") as file:
+            (work / f"{name}.jsonl").write_text("".join(islice(file, count)), encoding="utf-8")
+
+
+def checks(work: Path, dtype: str) -> list[Item]:
+    """The twelve checks; ``dtype`` is the 16-bit type that the card has."""
+    runs = {stage: _run(work, stage, "cpu", "fp32") for stage in STAGES}
+    before = {stage: tuple(runs[each] for each in STAGES[:n]) for n, stage in enumerate(STAGES)}
+
+    def against(reference: Command, run: Command, name: str, stage: str, kind: str) -> Item:
+        read = partial(compare, stage, work / reference.name, work / run.name, kind)
+        return Item(name, (*before[stage], reference, run), read)
+
+    found = []
+    for stage in STAGES:
+        for kind in DTYPES:
+            run = _run(work, stage, "cuda", kind)
+            name = f"{stage} in {kind} against fp32 on the CPU"
+            found.append(against(runs[stage], run, name, stage, kind))
+    four = [_run(work, "sft", each, "fp32", "--base_bits", "4") for each in DEVICES]
+    found.append(against(four[0], four[1], "sft on a 4-bit base against the CPU", "sft", "fp32"))
+    # eager attention has a dense mask, by default the samples of a row are computed by themselves
+    dense = _run(work, "sft", "cuda", dtype, "--attn_implementation", "eager")
+    packed = _run(work, "sft", "cuda", dtype)
+    found.append(against(dense, packed, "packed rows against a dense mask", "sft", dtype))
+    file = work / "graphs.json"
+    probe = Command("graphs", (PROBES, "graphs", dtype, str(file)), "cuda")
+    found.append(
+        Item("CUDA graphs on and off: equal tokens", (probe,), partial(_differences, file))
+    )
+    return found
+
+
+def _run(work: Path, stage: str, device: Device, dtype: str, *more: str) -> Command:
+    """A stage on the bundled model, with the CPU's results of the stages before."""
+    name = "-".join((stage, device, dtype, *(word.strip("-") for word in more)))
+    lora = ("--lora_dim", "8", "--max_steps", "4", "--per_device_train_batch_size", "8")
+    options = {
+        "sft": (*lora, "--sample_generations", "0", "--max_seq_len", "128"),
+        "reward": (*lora, "--model_name_or_path", f"{work}/sft-cpu-fp32"),
+        "rlhf": (
+            *("--actor_lora_dim", "8", "--critic_lora_dim", "8", "--max_steps", "2"),
+            *("--actor_model_name_or_path", f"{work}/sft-cpu-fp32", "--max_answer_seq_len", "16"),
+            *("--critic_model_name_or_path", f"{work}/reward-cpu-fp32"),
+            *("--generation_batches", "4", "--per_device_training_batch_size", "64"),
+            *("--reward_scaling", "none", "--print_answers_interval", "0"),
+        ),
+    }[stage]
+    words = ("dschat_lora", stage, *options, *_CONSTANT, *_files(work, name, work / "train.jsonl"))
+    return Command(
+        name, (*words, "--dtype", dtype, *more), device, 300.0 if device == "cpu" else 180.0
+    )
+
+
+def _files(work: Path, name: str, data: Path) -> tuple[str, ...]:
+    return (
+        *("--data_path", str(data), "--eval_data_path", f"{work}/eval.jsonl"),
+        *("--data_output_path", f"{work}/cache", "--output_dir", f"{work}/{name}"),
+    )
+
+
+def compare(stage: str, reference: Path, run: Path, dtype: str) -> dict[str, Any]:
+    """Differences of a run's losses and gradients, and of RLHF's values, relative to another's.
+
+    Of RLHF in 16 bits rounding lets tokens be drawn otherwise: values are compared up to the
+    first of them, and losses are not.
+    """
+    theirs, ours = (_records(each, "train") for each in (reference, run))
+    if len(theirs) != len(ours):
+        raise ValueError(f"{len(ours)} steps on the card, {len(theirs)} in the reference")
+    found: dict[str, float] = {}
+    if stage != "rlhf" or dtype == "fp32":
+        keys = {"loss": "loss", "gradient norm": "grad_norm"}
+        if stage == "rlhf":
+            keys = {"value loss": "value_loss", "gradient norm": "grad_norm"}
+            keys["critic's gradient norm"] = "critic_grad_norm"
+        found = {name: _largest(theirs, ours, key) for name, key in keys.items()}
+    if stage == "rlhf":
+        found |= _rollouts(reference, run)
+        found["log-probabilities of decoding"] = max(each["sampler_error"] for each in ours)
+    limits = {name: _limit(name, dtype) for name in found}
+    return {"differences": [Difference(n, value, limits[n]) for n, value in found.items()]}
+
+
+def _limit(quantity: str, dtype: str) -> float:
+    if quantity == "other responses":
+        return OTHER_RESPONSES[dtype]
+    if dtype == "fp32":
+        return FOUR_DIGITS if quantity == "values" else FP32_LIMIT
+    return ROUNDINGS * ROUNDING[dtype]
+
+
+def _largest(theirs: Sequence[Any], ours: Sequence[Any], key: str) -> float:
+    """Largest difference of a step, relative to the reference; NaN where one is none."""
+    apart = [
+        abs(b[key] - a[key]) / abs(a[key]) if a[key] else abs(b[key])
+        for a, b in zip(theirs, ours, strict=True)
+    ]
+    return max(apart, key=lambda each: (each != each, each))
+
+
+def _rollouts(reference: Path, run: Path) -> dict[str, float]:
+    """Of the first iteration: responses that differ, and what the models say of the others.
+
+    Scores are of responses that are equal, and values, which a few responses have, of their tokens
+    up to another one; means of the differences, relative to the mean size.
+    """
+    theirs, ours = (
+        {row["prompt"]: row for row in _lines(each / "rollouts.jsonl.gz") if row["iteration"] == 1}
+        for each in (reference, run)
+    )
+    pairs = [(row, ours[prompt]) for prompt, row in theirs.items()]
+    equal = [(a, b) for a, b in pairs if a["response"] == b["response"]]
+    values = [
+        (row["token_value"][n], other["token_value"][n])
+        for row, other in pairs
+        if "tokens" in row
+        for n in range(_alike(row["tokens"], other["tokens"]))
+    ]
+    return {
+        "other responses": 1 - len(equal) / len(pairs),
+        "scores": _mean([(a["reward"], b["reward"]) for a, b in equal]),
+        "values": _mean(values),
+    }
+
+
+def _alike(first: Sequence[str], second: Sequence[str]) -> int:
+    """How many tokens two responses begin with alike."""
+    pairs = zip(first, second, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _mean(pairs: Sequence[tuple[float, float]]) -> float:
+    """Mean difference over mean size; NaN of nothing."""
+    size = sum(abs(a) for a, _ in pairs)
+    return sum(abs(b - a) for a, b in pairs) / size if size else float("nan")
+
+
+def _records(directory: Path, kind: str) -> list[dict[str, Any]]:
+    return [each for each in _lines(directory / "metrics.jsonl") if each["kind"] == kind]
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    read = gzip.open if path.suffix == ".gz" else open
+    with read(path, "rt", encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+def _differences(file: Path) -> dict[str, Any]:
+    return {"differences": [Difference(*each) for each in json.loads(file.read_text("utf-8"))]}
+
+
+def measurements(
+    work: Path, dtype: str, memory_bytes: int, sizes: Sequence[Size] = SIZES
+) -> list[Item]:
+    """SFT of each size, of the last one on a 4-bit base too, and GRPO of the first one."""
+    found = []
+    for size in sizes:
+        found.append(_measure(work, "sft", size, dtype, memory_bytes))
+        if size is sizes[0]:
+            found.append(_measure(work, "rlhf", size, dtype, memory_bytes))
+    found.append(_measure(work, "sft", sizes[-1], dtype, memory_bytes, "--base_bits", "4"))
+    return found
+
+
+def _measure(work: Path, stage: str, size: Size, dtype: str, memory_bytes: int, *more: str) -> Item:
+    model = work / size.model.split("/")[-1]
+    name = "-".join((stage, model.name, *(word.strip("-") for word in more)))
+    rows = str(size.rows)
+    option, options = {
+        "sft": (
+            "--model_name_or_path",
+            (
+                *("--lora_dim", "16", "--max_steps", "8", "--sample_generations", "0"),
+                *("--per_device_train_batch_size", rows, "--max_seq_len", str(size.length)),
+            ),
+        ),
+        "rlhf": (
+            "--actor_model_name_or_path",
+            (
+                *("--actor_lora_dim", "16", "--max_steps", "3", "--print_answers_interval", "0"),
+                *("--algorithm", "grpo", "--num_generations", "8"),
+                *("--per_device_generation_batch_size", "64", "--reward_function"),
+                *("builtin:length=100", "--per_device_training_batch_size", rows),
+                *("--max_answer_seq_len", str(size.new_tokens)),
+            ),
+        ),
+    }[stage]
+    options = (*options, *_files(work, name, BUNDLED_DATA["train"]), "--dtype", dtype, *more)
+    planned = (
+        stage,
+        option,
+        size.model,
+        *options,
+        "--for",
+        f"{memory_bytes / 1e9:.3f}GB",
+        "--json",
+    )
+    weights = (PROBES, "weights", size.model, str(model))
+    too_large = {1: "does not fit this card, says dschat-lora plan"}
+    no_room = {3: "the host has no room for a random model of this size, in memory or on disk"}
+    return Item(
+        f"{'GRPO' if stage == 'rlhf' else 'SFT'}, {model.name}{', 4-bit base' if more else ''}",
+        (
+            Command(f"plan-{name}", ("dschat_lora", "plan", *planned), "cpu", 90, too_large),
+            Command(f"weights-{model.name}", weights, "cpu", 300, no_room),
+            Command(name, ("dschat_lora", stage, option, str(model), *options), "cuda", 420),
+        ),
+        partial(_row, work, name),
+    )
+
+
+def _row(work: Path, name: str) -> dict[str, Any]:
+    """Of the step of median duration after the first two, the peak memory and plan's estimate."""
+    steps = _records(work / name, "train")
+    counted = steps[2:] or steps[-1:]
+    rate = median(each["tokens_per_second"] for each in counted)
+    middle = min(counted, key=lambda each: abs(each["tokens_per_second"] - rate))
+    keys = ("tokens_per_second", "generation_tokens_per_second", "tflops_per_device", "mfu")
+    row = {key: middle.get(key) for key in (*keys, "step_seconds")}
+    planned = json.loads((work / f"plan-{name}.out").read_text("utf-8"))["peak"]
+    peak = max(each["peak_memory_bytes"] for each in steps)
+    return {**row, "peak_bytes": peak, "planned_bytes": planned}
