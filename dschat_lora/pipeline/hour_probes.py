@@ -16,7 +16,7 @@ from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.engine.build import DTYPES, resolve_dtype
 from dschat_lora.engine.distributed import device
-from dschat_lora.generation.batch_state import DecodeStep, cuda_graphs
+from dschat_lora.generation.cuda_graphs import DecodeStep, cuda_graphs
 from dschat_lora.generation.generate import Decoder
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.models.build import build_causal_lm
