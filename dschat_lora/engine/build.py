@@ -19,6 +19,7 @@ from dschat_lora.engine.adamw import SteppedAdamW, Update
 from dschat_lora.engine.distributed import data_world_size, destroy_at_shutdown, device, grid
 from dschat_lora.engine.ds_config import engine_config, loss_scaling, zero_options
 from dschat_lora.engine.linear import free_between_passes
+from dschat_lora.engine.zero import gather_with_parents
 
 NetworkT = TypeVar("NetworkT", bound=nn.Module, covariant=True)
 
@@ -78,6 +79,7 @@ class TrainEngine(Generic[NetworkT]):
         self.group_names = [group.get("name", "") for group in self.adam.param_groups]
         if self.zero_stage == 3:
             free_between_passes(model)
+            gather_with_parents(model)
         self._engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=self.adam,

@@ -128,6 +128,19 @@ def shard_from_rank_zero(model: nn.Module, ds_config: Mapping[str, Any]) -> None
             )
 
 
+def gather_with_parents(model: nn.Module) -> None:
+    """Have ZeRO 3 gather each convolution's weight for the module around it.
+
+    Layers of LFM2, Mamba and others read the weight of a convolution that they never call.
+    DeepSpeed finds that out in the forward pass of a whole model alone.
+    """
+    for module in model.modules():
+        for child in module.children():
+            if isinstance(child, nn.Conv1d):
+                for parameter in child.parameters():
+                    deepspeed.zero.register_external_parameter(module, parameter)
+
+
 def quantized_state(parameter: Tensor) -> QuantizedState | None:
     """What a quantised parameter's values are made of besides itself; None for any other."""
     return getattr(parameter, "nf4", None)

@@ -1,9 +1,10 @@
-"""ZeRO 3 gives gathered weights back after the forward pass: the LoRA product holds none."""
+"""ZeRO 3 gathers every weight that is read, and gives it back after the forward pass."""
 
 import pytest
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from transformers.models.lfm2.modeling_lfm2 import Lfm2Config, Lfm2ShortConv
 
 from dschat_lora.lora import layers
 from dschat_lora.lora.layers import LoraLinear
@@ -11,6 +12,7 @@ from dschat_lora.lora.matmul import lora_linear, lora_linear_reference
 
 pytestmark = pytest.mark.stage
 WIDE, DEEP = 64, 4
+STATES = torch.linspace(-1, 1, 5 * 16).view(1, 5, 16)
 KEEP_NOTHING = {
     "stage3_param_persistence_threshold": 0,
     "stage3_max_live_parameters": 0,
@@ -70,3 +72,38 @@ def test_no_gathered_weight_outlives_the_forward_pass(ranks):
     assert ours[0] == DEEP
     assert ours[1] <= 1
     assert ours[2] == pytest.approx(plain[2], rel=1e-5)
+
+
+def short_convolution():
+    """A layer that reads the weight of a convolution which it never calls; that is frozen."""
+    torch.manual_seed(0)
+    layer = Lfm2ShortConv(Lfm2Config(hidden_size=16), 0)
+    layer.conv.requires_grad_(False)
+    return nn.Sequential(layer)
+
+
+def states_and_norm():
+    """Sum of the states that the layer alone returns, and norm of the gradient of a step."""
+    from dschat_lora.engine.build import TrainEngine
+    from helpers.runs import engine_settings, release
+
+    settings = engine_settings(stage=3, deepspeed_json={"zero_optimization": KEEP_NOTHING})
+    model = short_convolution()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    engine = TrainEngine(model, [{"params": trained, "lr": 0.1, "weight_decay": 0.0}], settings)
+    with torch.no_grad():  # a part of the model, as probes and evaluation call it
+        states = float(engine.module[0](STATES).sum())
+    engine.backward(engine(STATES).square().sum(), last=True)
+    norm = engine.step().grad_norm
+    release(engine)
+    return states, norm
+
+
+def test_a_convolution_whose_weight_another_module_reads(ranks):
+    model = short_convolution()
+    states = model(STATES)
+    states.square().sum().backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.requires_grad]).norm()
+    for found in ranks(2).run("engine.test_zero3_weights:states_and_norm"):
+        # Both ranks bring the same rows.
+        assert found == pytest.approx((states.sum().item(), 2 * norm.item()), rel=1e-5)

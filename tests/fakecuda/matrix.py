@@ -109,7 +109,7 @@ def allowed(row):
 def rows():
     """Each family with each stage; settings are drawn, of which those with new pairs are taken."""
     chosen = [
-        _row("llama", "ppo", "bf16", 3, "offload, recompute", "2", "h200", 16),
+        _row("llama", "grpo", "bf16", 3, "offload, recompute", "2", "h200", 16),
         _row("qwen3_moe", "grpo", "fp16", 0, "", "1", "t4", 16),
         _row("mixtral", "grpo", "bf16", 1, "", "2", "h200", 16),
         _row("llama dynamic", "rloo", "bf16", 2, "offload", "1", "4090", 16),
@@ -157,7 +157,7 @@ def captures(row):
     return row["family"] not in UNCAPTURED
 
 
-def run(fake_device, row, directory, *, steps=2, layers=2):
+def run(fake_device, row, directory, *, steps=2, layers=2, more=()):
     """What was noted of a run, with its ``status``, ``skipped`` steps and what is ``said``."""
     lines = islice(BUNDLED_DATA["train"].open(encoding="utf-8"), 36)
     for name, count in (("train", 32), ("eval", 4)):
@@ -172,7 +172,7 @@ def run(fake_device, row, directory, *, steps=2, layers=2):
         directory=str(base),
         script=f"training/{script}/main.py",
         options=[
-            *(f"--{actor}model_name_or_path", str(base), *options, *options_of(row)),
+            *(f"--{actor}model_name_or_path", str(base), *options, *options_of(row), *more),
             *("--data_path", str(directory / "train.jsonl"), "--max_steps", str(steps)),
             *("--eval_data_path", str(directory / "eval.jsonl"), "--output_dir", str(out)),
         ],
