@@ -245,10 +245,8 @@ def run_items(
     counts = ", ".join(f"{states.count(s)} {s}" for s in ("passed", "failed", "not run"))
     log_once(f"checks: {counts}")
     log_once(f"page: {output / 'first_hour.html'} (open it in a browser)")
-    log_once(
-        f"attach it and {output / 'first_hour.json'} to a bug report; they name the card and "
-        "versions, and neither the host, its user, nor directories"
-    )
+    log_once(f"attach it and {output / 'first_hour.json'} to a bug report:")
+    log_once("they name card and versions, and neither the host, its user, nor directories")
     return "failed" not in states and "passed" in states
 
 
