@@ -269,5 +269,8 @@ def test_a_module_is_started_as_a_process(tmp_path):
     process = first_hour.start_python(["this"], os.environ, tmp_path / "this.out")
     assert process.wait(30) == 0
     assert "Beautiful is better" in (tmp_path / "this.out").read_text()
+    endless = first_hour.start_python(["timeit", "-n1", "while 1: pass"], {}, tmp_path / "t")
     with pytest.raises(subprocess.TimeoutExpired):
-        first_hour.start_python(["timeit", "-n1", "while 1: pass"], {}, tmp_path / "t").wait(0.1)
+        endless.wait(0.1)
+    endless.kill()
+    assert endless.wait(30) != 0
