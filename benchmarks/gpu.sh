@@ -2,11 +2,8 @@
 # Checks and measures training on this machine's GPU, or with tiny shapes on a CPU:
 #
 #     benchmarks/gpu.sh [PART ...]
-#     benchmarks/gpu.sh first-hour 1|2|3|4
 #
-# The second form is what a first machine with a GPU should run, 9 minutes at most a call, the most
-# valuable first: whether everything runs, with tiny shapes; whether it is right, with the tests
-# marked gpu; then speed.
+# A first machine with a GPU should run `dschat-lora doctor --first_hour` before.
 # Parts, all by default: env trajectories scaling reload saving commands pairs sft decode ppo attention
 # lora optimizer throughput-1.3b throughput-6.7b throughput-llama-2-7b tensor-parallel ragged
 # Environment:
@@ -53,31 +50,9 @@ limit() {
     throughput-llama-2-7b) echo 240 ;;
     tensor-parallel) [[ -n ${BENCH_TENSOR:-} ]] && echo 595 || echo 105 ;;
     ragged) echo 60 ;;
-    gpu-tests) echo 200 ;;  # of the first hour alone
     *) return 1 ;;
   esac
 }
-
-# Parts of a call of the first hour.
-hour() {
-  case $1 in
-    1) echo "${PARTS[*]}" ;;
-    2) echo env trajectories scaling reload attention gpu-tests ;;
-    3) echo throughput-1.3b decode ragged saving ;;
-    4) echo ppo throughput-llama-2-7b ;;
-    *) return 1 ;;
-  esac
-}
-
-if [[ ${1:-} == first-hour ]]; then
-  if [[ $# -ne 2 ]] || ! hour "$2" > /dev/null; then
-    echo "gpu.sh: first-hour takes the number of a call, 1 to 4" >&2
-    exit 2
-  fi
-  [[ $2 -eq 1 ]] && export BENCH_TINY=1
-  # shellcheck disable=SC2046 # parts are words
-  set -- $(hour "$2")
-fi
 
 for part in "$@"; do
   if ! limit "$part" > /dev/null; then
@@ -91,9 +66,8 @@ failed=()
 for part in "${PARTS[@]}"; do
   seconds=$(limit "$part")
   printf '\n== %s (at most %s s)\n' "$part" "$seconds"
-  command=("$ROOT/benchmarks/gpu.py" "$part" --output "$BENCH_OUTPUT" ${BENCH_TINY:+--tiny})
-  [[ $part == gpu-tests ]] && command=(-m pytest -m gpu "$ROOT/tests/gpu")
-  timeout --kill-after=5 "$seconds" "$PYTHON" "${command[@]}"
+  timeout --kill-after=5 "$seconds" "$PYTHON" "$ROOT/benchmarks/gpu.py" "$part" \
+    --output "$BENCH_OUTPUT" ${BENCH_TINY:+--tiny}
   status=$?
   if [[ $status -eq 124 || $status -eq 137 ]]; then
     echo "$part: stopped after $seconds s; what it had measured is kept" >&2

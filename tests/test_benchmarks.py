@@ -404,23 +404,6 @@ def test_each_documented_group_of_parts_ends_within_ten_minutes_even_if_all_have
         assert sum(limits[part] + 5 for part in group) <= 10 * 60
 
 
-@pytest.mark.parametrize("call", [1, 2, 3, 4])
-def test_a_call_of_the_first_hour_ends_within_nine_minutes(call):
-    result = run("first-hour", str(call), python="/bin/false")
-    limits = [int(limit) for _, limit in re.findall(r"== (\S+) \(at most (\d+) s\)", result.stdout)]
-    assert limits
-    if call == 1:
-        assert len(limits) == len(PARTS), "tiny shapes: far below the limits"
-    else:
-        assert sum(limits) <= 9 * 60
-
-
-def test_the_first_hour_has_four_calls():
-    result = run("first-hour", "5")
-    assert result.returncode == 2
-    assert result.stderr == "gpu.sh: first-hour takes the number of a call, 1 to 4\n"
-
-
 def test_the_documentation_gives_the_limits_that_hold():
     limits = limits_of_all_parts()
     text = README.read_text()

@@ -116,7 +116,7 @@ OWN = {
     "nlg": set().union(*map(option_names, STAGES["nlg_gpt2"].values())),
     "pipeline": {"dry_run"},
     "plan": {"for", "num_gpus", "json"}.union(*map(option_names, _STAGE_CONFIGS)),
-    "doctor": {"json", "no_training"},
+    "doctor": {"json", "no_training", "first_hour"},
     "extract": {"base", "lora_alpha", "enable_lora", "output_dir"},
 }
 LAUNCHER = {"num_gpus", "include", "hostfile", "master_port", "config", "help"}

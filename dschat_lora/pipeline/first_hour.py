@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,6 +28,8 @@ from dschat_lora.pipeline.hour_checks import (
 )
 from dschat_lora.report.hour_page import render_hour
 from dschat_lora.report.html import write_report
+from dschat_lora.report.log import jsonable
+from dschat_lora.report.markup import number, short
 from dschat_lora.report.terminal import log_once, to_json, wrapped
 from dschat_lora.runtime.directory import RunDirectory
 
@@ -90,26 +92,24 @@ class Hour:
 
     def measure(self, item: Item) -> dict[str, Any]:
         """What came of an item: ``state`` is passed, failed or not run."""
-        begun = time.monotonic()
-        result: dict[str, Any] = {"name": item.name}
-        outcome = Outcome()
+        begun, outcome, found = time.monotonic(), Outcome(), dict[str, Any]()
         for command in item.commands:
             outcome = self.run(command)
             if outcome.reason:
                 break
-        if not outcome.reason:
+        else:
             try:
-                result |= _judged(item.read())
+                found = item.read()
             except Exception as error:  # noqa: BLE001 - what a broken run wrote can be anything
-                reason = f"{type(error).__name__}: {error}"
-                outcome = Outcome("failed", public(f"its results cannot be read: {reason}"))
-        state = result.get("state", outcome.state)
+                reason = f"its results cannot be read: {type(error).__name__}: {error}"
+                outcome = Outcome("failed", public(reason))
+        if "differences" in found:
+            rows = [each._asdict() | {"holds": each.holds} for each in found["differences"]]
+            found = {"differences": rows}
+            if not all(row["holds"] for row in rows):
+                outcome = Outcome("failed")
         seconds = round(time.monotonic() - begun, 1)
-        return (
-            result
-            | {"state": state, "reason": outcome.reason, "tail": outcome.tail}
-            | {"seconds": seconds}
-        )
+        return {"name": item.name, **asdict(outcome), **found, "seconds": seconds}
 
     def run(self, command: Command) -> Outcome:
         """How the command ended; one that has run is not run again."""
@@ -139,16 +139,6 @@ class Hour:
             return Outcome("not run", command.refusals[code])
         tail = tail_of(output)
         return Outcome("failed", f"{command.name}: {_cause(code, tail)}", tail)
-
-
-def _judged(found: dict[str, Any]) -> dict[str, Any]:
-    differences = found.get("differences")
-    if differences is None:
-        return found
-    rows = [{**each._asdict(), "holds": each.holds} for each in differences]
-    return {"differences": rows} | (
-        {} if all(row["holds"] for row in rows) else {"state": "failed"}
-    )
 
 
 def environment_of(command: Command) -> dict[str, str]:
@@ -239,16 +229,14 @@ def run_items(
             result = hour.measure(item)
             found[kind].append(result)
             log_once(wrapped(_line(result)))
-            write_report(output / "first_hour.json", to_json(found) + "\n")
+            write_report(output / "first_hour.json", to_json(jsonable(found)) + "\n")
             write_report(output / "first_hour.html", render_hour(found))
     states = [result["state"] for result in found["checks"]]
     counts = ", ".join(f"{states.count(s)} {s}" for s in ("passed", "failed", "not run"))
     log_once(f"checks: {counts}")
     log_once(f"page: {output / 'first_hour.html'} (open it in a browser)")
-    log_once(
-        f"attach it and {output / 'first_hour.json'} to a bug report; they name the card and "
-        "versions, and neither the host, its user, nor directories"
-    )
+    log_once(f"attach it and {output / 'first_hour.json'} to a bug report:")
+    log_once("they name card and versions, and neither the host, its user, nor directories")
     return "failed" not in states and "passed" in states
 
 
@@ -257,9 +245,14 @@ def _line(result: Mapping[str, Any]) -> str:
     marks = {"passed": "  ", "failed": "X ", "not run": "- "}
     words = result["reason"]
     if not words and "differences" in result:
-        worst = max(result["differences"], key=lambda row: row["found"] / (row["allowed"] or 1e-9))
+        worst = min(result["differences"], key=lambda row: (row["holds"], -_share(row)))
         words = f"{worst['quantity']} {worst['found']:.2g}, allowed {worst['allowed']:.2g}"
     elif not words:
-        words = f"{result['tokens_per_second']:,.0f} tokens/s"
+        words = f"{short(number(result['tokens_per_second']))} tokens/s"
     state = result["state"] if result["state"] != "passed" or "differences" in result else "done"
     return f"{marks[result['state']]}{result['name']}: {state}, {words}"
+
+
+def _share(row: Mapping[str, Any]) -> float:
+    """How much of what is allowed was found."""
+    return float(row["found"] / row["allowed"]) if row["allowed"] else 0.0

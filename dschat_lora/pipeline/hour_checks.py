@@ -159,7 +159,7 @@ def compare(stage: str, reference: Path, run: Path, dtype: str) -> dict[str, Any
         found = {name: _largest(theirs, ours, key) for name, key in keys.items()}
     if stage == "rlhf":
         found |= _rollouts(reference, run)
-        found["log-probabilities of decoding"] = max(each["sampler_error"] for each in ours)
+        found["log-probabilities of decoding"] = max(float(each["sampler_error"]) for each in ours)
     limits = {name: _limit(name, dtype) for name in found}
     return {"differences": [Difference(n, value, limits[n]) for n, value in found.items()]}
 
@@ -174,10 +174,10 @@ def _limit(quantity: str, dtype: str) -> float:
 
 def _largest(theirs: Sequence[Any], ours: Sequence[Any], key: str) -> float:
     """Largest difference of a step, relative to the reference; NaN where one is none."""
-    apart = [
-        abs(b[key] - a[key]) / abs(a[key]) if a[key] else abs(b[key])
-        for a, b in zip(theirs, ours, strict=True)
-    ]
+    apart = []
+    for step in zip(theirs, ours, strict=True):
+        a, b = (float(each[key]) for each in step)  # "nan" where it was none
+        apart.append(abs(b - a) / abs(a) if a else abs(b))
     return max(apart, key=lambda each: (each != each, each))
 
 

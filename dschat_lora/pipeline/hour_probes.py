@@ -42,7 +42,7 @@ def main() -> None:
 
 def machine(file: str) -> None:
     """Write what the card and its software are, and nothing that names a host or its user."""
-    found: dict[str, Any] = {"versions": package_versions(), "cuda": torch.version.cuda}
+    found: dict[str, Any] = {}
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
         found |= {
@@ -52,6 +52,8 @@ def machine(file: str) -> None:
             "multiprocessors": properties.multi_processor_count,
             "architectures": torch.cuda.get_arch_list(),
             "driver": _driver(),
+            "cuda": torch.version.cuda,
+            "versions": package_versions(),
             "dtype": resolve_dtype("auto"),
             "host_memory_bytes": psutil.virtual_memory().total,
         }

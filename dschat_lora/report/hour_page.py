@@ -58,26 +58,24 @@ def _machine(machine: Mapping[str, Any]) -> str:
 
 
 def _checks(results: Sequence[Mapping[str, Any]]) -> str:
-    rows = [
-        [r["name"], _chip(r["state"]), _differences(r), safe(duration(r["seconds"]))]
-        for r in results
-    ]
-    header = ["check", "result", "found, allowed", "time"]
-    table = html_table(header, rows, markup=(1, 2, 3))
-    return f"<p>{safe(_ABOUT)}</p>{table}{_logs(results)}"
-
-
-def _chip(state: str) -> str:
-    return f'<span class="chip {_CHIPS[state]}">{state}</span>'
+    cards = "".join(
+        f'<article class="card"><h3><span class="chip {_CHIPS[result["state"]]}">'
+        f"{result['state']}</span> {safe(result['name'])}</h3>"
+        f"<ul>{_differences(result)}</ul><p>{safe(result['reason'])}</p>{_log(result)}"
+        f"<small>{duration(result['seconds'])}</small></article>"
+        for result in results
+    )
+    return f'<p>{safe(_ABOUT)}</p><div class="cards">{cards}</div>'
 
 
 def _differences(result: Mapping[str, Any]) -> str:
-    lines = [
-        f"{'' if row['holds'] else '<b>'}{safe(row['quantity'])}: {short(number(row['found']))}, "
-        f"{short(number(row['allowed']))}{'' if row['holds'] else '</b>'}"
-        for row in result.get("differences", ())
-    ]
-    return "<br>".join(lines + ([safe(result["reason"])] if result["reason"] else []))
+    """A list's items, those that are too large in bold."""
+    items = []
+    for row in result.get("differences", ()):
+        found, allowed = number(row["found"]), number(row["allowed"])
+        words = f"{safe(row['quantity'])}: {found:.2g}, allowed {allowed:.2g}"
+        items.append(f"<li>{words if row['holds'] else f'<b>{words}</b>'}</li>")
+    return "".join(items)
 
 
 def _measurements(results: Sequence[Mapping[str, Any]]) -> str:
@@ -105,18 +103,16 @@ def _measurements(results: Sequence[Mapping[str, Any]]) -> str:
         ),
         html_table(["", "result", "reason"], reasons, caption="Without figures"),
     ]
-    return f"<p>{safe(_SPEED)}</p>{''.join(tables)}{_logs(results)}"
+    return f"<p>{safe(_SPEED)}</p>{''.join(tables)}{''.join(map(_log, results))}"
 
 
 def _ratio(result: Mapping[str, Any]) -> str:
     return short(number(result["peak_bytes"]) / number(result["planned_bytes"]))
 
 
-def _logs(results: Sequence[Mapping[str, Any]]) -> str:
+def _log(result: Mapping[str, Any]) -> str:
     """The last lines of what failed."""
-    return "".join(
-        f"<details><summary>Last lines of {safe(r['name'])}</summary>"
-        f'<p class="tokens">{safe(r["tail"])}</p></details>'
-        for r in results
-        if r["tail"]
-    )
+    if not result["tail"]:
+        return ""
+    tail = f'<p class="tokens">{safe(result["tail"])}</p>'
+    return f"<details><summary>Last lines of {safe(result['name'])}</summary>{tail}</details>"

@@ -17,8 +17,6 @@ from deepspeed.accelerator.real_accelerator import set_accelerator
 from dschat_lora.pipeline import first_hour, hour_checks
 from fakecuda.device import fake_cuda
 
-CARD = {"card": "fake", "versions": {}, "dtype": "bf16", "memory_bytes": 141 * 10**9}
-
 
 class Forked:
     """A fork, waited for as a subprocess is."""
@@ -89,12 +87,13 @@ def run(directory, names, *, model=None, cpu_forks=True):
             return (first_hour.start_python if on_cpu else fork)(words, environment, output)
 
     hour = first_hour.Hour(work, start)
+    machine = first_hour.find_machine(hour)
     hour_checks.write_data(work)
-    items = {"checks": hour_checks.checks(work, "bf16"), "measurements": []}
+    items = {"checks": hour_checks.checks(work, machine["dtype"]), "measurements": []}
     if names is not None:
         items["checks"] = [each for each in items["checks"] if each.name in names]
     if model is not None:
         sizes = [hour_checks.Size(model, 2, 128, 8)]
         items["measurements"] = hour_checks.measurements(work, "bf16", 10**11, sizes)
-    first_hour.run_items(hour, CARD, items, out)
+    first_hour.run_items(hour, machine, items, out)
     return json.loads((out / "first_hour.json").read_text())

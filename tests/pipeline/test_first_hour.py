@@ -5,9 +5,11 @@ import json
 import math
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +20,7 @@ import pytest
 from dschat_lora.pipeline import first_hour, hour_checks, stage_verbs
 from dschat_lora.pipeline.first_hour import Hour, run_items
 from dschat_lora.pipeline.hour_checks import Command, Difference, Item, Size
+from dschat_lora.report.log import jsonable
 
 MACHINE = {"card": "Card <1>", "memory_bytes": 2**34, "driver": "1.2", "versions": {"torch": "3"}}
 GOOD = "pass"
@@ -93,6 +96,14 @@ def test_a_crash_a_hang_and_an_exception_leave_the_other_checks(hour, tmp_path, 
     assert f"attach it and {tmp_path / 'first_hour.json'} to a bug report" in out
 
 
+def test_a_command_that_is_out_of_time_does_not_go_on(hour):
+    processes = []
+    hour.start = lambda *given: processes.append(start(*given)) or processes[-1]
+    hour.run(command("hang", HANG, seconds=0.3))
+    (process,) = processes
+    assert process.poll() == -signal.SIGKILL
+
+
 def test_what_is_killed_is_killed_with_what_it_has_started(tmp_path):
     program = "import subprocess; p = subprocess.Popen(['sleep', '30']); print(p.pid, flush=True)"
     output = tmp_path / "hang.out"
@@ -100,9 +111,11 @@ def test_what_is_killed_is_killed_with_what_it_has_started(tmp_path):
     while not output.read_text().endswith("\n"):
         assert process.poll() is None
     process.kill()
-    child = int(output.read_text())
-    with suppress(psutil.NoSuchProcess):  # unless nobody has waited for it yet
-        assert psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+    deadline = time.monotonic() + 10
+    with suppress(psutil.NoSuchProcess):  # a zombie, as long as nobody has waited for it
+        child = psutil.Process(int(output.read_text()))
+        while child.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline, "it goes on"
     process.kill()  # does nothing to one that has ended
 
 
@@ -111,6 +124,7 @@ def test_nothing_begins_once_the_time_is_over(hour, tmp_path):
     assert not run_items(short, MACHINE, {"checks": [item("late", CRASH)]}, tmp_path)
     (late,) = json.loads((tmp_path / "first_hour.json").read_text())["checks"]
     assert (late["state"], late["reason"]) == ("not run", "no time")
+    assert not list(hour.work.iterdir())
 
 
 def test_a_command_that_the_total_time_cuts_short_has_not_failed(hour, monkeypatch):
@@ -135,6 +149,18 @@ def test_all_twelve_checks_are_named_and_fail_one_by_one(hour, tmp_path):
     found = json.loads((tmp_path / "first_hour.json").read_text())["checks"]
     assert [each["state"] for each in found] == ["failed"] * 12
     assert all("illegal memory access" in each["reason"] for each in found)
+
+
+def test_what_is_no_number_is_shown_and_kept_as_json(hour, tmp_path, capsys):
+    checks = [item("nan", GOOD, found=math.nan)]
+    speed = [Item("speed", (), lambda: {"tokens_per_second": None})]
+    assert not run_items(hour, MACHINE, {"checks": checks, "measurements": speed}, tmp_path)
+    text = (tmp_path / "first_hour.json").read_text()
+    (nan,) = json.loads(text, parse_constant=pytest.fail)["checks"]
+    assert nan["state"] == "failed"
+    assert nan["differences"][0]["holds"] is False
+    assert "loss: nan, allowed 0.5" in (tmp_path / "first_hour.html").read_text()
+    assert "X nan: failed, loss nan, allowed 0.5" in capsys.readouterr().out
 
 
 def test_the_checks_alone_decide_the_exit_code_and_one_must_have_run(hour, tmp_path):
@@ -185,7 +211,9 @@ def test_commands_on_the_card_take_the_first_one_and_inherit_no_launcher(monkeyp
 def write_run(directory, steps, rollouts=()):
     directory.mkdir()
     rows = [{"kind": "eval", "loss": 9.0}, *({"kind": "train"} | step for step in steps)]
-    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (directory / "metrics.jsonl").write_text(
+        "".join(json.dumps(jsonable(row)) + "\n" for row in rows)
+    )
     if rollouts:
         with gzip.open(directory / "rollouts.jsonl.gz", "wt") as file:
             file.writelines(json.dumps(row) + "\n" for row in rollouts)
