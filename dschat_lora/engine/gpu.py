@@ -89,7 +89,7 @@ def _driver_of_cards() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     found = re.match(r"\d+(\.\d+)+", done.stdout.strip())
-    return found[0] if found and done.returncode == 0 else None
+    return found and found[0]
 
 
 def _loaded_driver(path: str = "/proc/driver/nvidia/version") -> str | None:
