@@ -44,7 +44,10 @@ def main() -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     import torch
 
+    from dschat_lora.engine import gpu
+
     on_gpu = torch.cuda.is_available()
+    gpu.usable(torch.device("cuda" if on_gpu else "cpu"))
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if on_gpu else "cpu")
     from benchmarks.common.report import PartReport
     from dschat_lora.engine.distributed import init_distributed, shutdown

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from dschat_lora.engine.meeting import hides_gpus
+
 # It says in many lines, at every look for a GPU, what :func:`problem` says in one.
 warnings.filterwarnings("ignore", message="CUDA initialization")
 # CUDA's major version -> the oldest driver that runs it: table 1 of
@@ -49,7 +51,7 @@ def problem(device: torch.device) -> tuple[str, str] | None:
 @cache
 def _unseen_gpu() -> tuple[str, str] | None:
     """That torch sees no GPU although an NVIDIA driver is here, and what to do."""
-    if "DS_ACCELERATOR" in os.environ or torch.cuda.is_available():
+    if "DS_ACCELERATOR" in os.environ or hides_gpus() or torch.cuda.is_available():
         return None
     shown, files = _driver_of_cards(), list(Path("/dev").glob("nvidia[0-9]*"))
     driver = shown or _loaded_driver()
@@ -87,7 +89,7 @@ def _driver_of_cards() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     found = re.match(r"\d+(\.\d+)+", done.stdout.strip())
-    return found[0] if found and done.returncode == 0 else None
+    return found and found[0]
 
 
 def _loaded_driver(path: str = "/proc/driver/nvidia/version") -> str | None:

@@ -98,8 +98,14 @@ def check_environment() -> None:
         _checked(name, "0", range(size))
     _checked("LOCAL_WORLD_SIZE", "1", range(1, size + 1))
     _checked("MASTER_PORT", "1", range(1, 2**16))
-    if not re.match(r"\d|GPU-|MIG-", os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip()):
+    if hides_gpus():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+def hides_gpus() -> bool:
+    """Whether CUDA_VISIBLE_DEVICES is set, and begins with no number or name of a GPU."""
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip()
+    return not re.match(r"\d|GPU-|MIG-", shown)
 
 
 def _checked(name: str, default: str, allowed: range) -> int:

@@ -112,10 +112,10 @@ def test_machines_without_a_driver_and_hidden_gpus_compute_on_the_cpu(smi, monke
     for hidden in ("", "-1", "NoDevFiles", " "):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
         monkeypatch.delenv("DS_ACCELERATOR", raising=False)
-        check_environment()
-        assert os.environ["DS_ACCELERATOR"] == "cpu"
         assert gpu.usable(CPU) == CPU
         gpu._unseen_gpu.cache_clear()
+        check_environment()
+        assert os.environ["DS_ACCELERATOR"] == "cpu"
     for shown in ("0", "GPU-3a2b", "MIG-3a2b", "2,3"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
         monkeypatch.delenv("DS_ACCELERATOR", raising=False)

@@ -30,7 +30,7 @@ from dschat_lora.experiments.nlg.validation import epoch_files
 from dschat_lora.generation.beam_search import Search, write_texts
 from dschat_lora.models.causal_lm import Tokenizer, load_tokenizer
 from dschat_lora.models.source import find_model
-from dschat_lora.report.terminal import error_message, log_once, note
+from dschat_lora.report.terminal import error_message, log_once
 
 
 def run_decode(config: DecodeConfig) -> None:
@@ -44,7 +44,7 @@ def run_decode(config: DecodeConfig) -> None:
         return
     try:
         if words := init_distributed():
-            note(words)
+            log_once(f"  note         {words}")
         torch.manual_seed(config.seed)
         _decode(config)
     except (ValueError, OSError) as error:

@@ -220,6 +220,16 @@ def test_fp16_needs_a_gpu(monkeypatch):
         train.training_arguments(config)
 
 
+def test_the_trainer_takes_the_cpu_where_it_is_chosen_and_no_gpu_that_torch_cannot_use(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)  # DS_ACCELERATOR: cpu
+    config = GlueConfig(model_name_or_path="m", task_name="rte")
+    settings = train.training_arguments(config)
+    assert (settings.use_cpu, settings.dataloader_pin_memory) == (True, False)
+    monkeypatch.setattr(train.gpu, "problem", lambda device: ("an old driver", "update it"))
+    with pytest.raises(ValueError, match="^an old driver; update it$"):
+        train.training_arguments(config)
+
+
 def test_optimizer_state_is_that_of_the_trained_parameters(trained):
     state = torch.load(trained / "checkpoint-6" / "optimizer.pt", weights_only=True)
     counts = [entry["exp_avg"].numel() for entry in state["state"].values()]
