@@ -2,9 +2,11 @@
 
 import gc
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -60,6 +62,14 @@ def _import(name: str) -> ModuleType:
 def prepare_process() -> None:
     """Make this process ready to run a command, whatever started it."""
     prepare_standard_streams()
+    plain = warnings.formatwarning
+    package = str(Path(__file__).parents[1])
+
+    def in_one_line(text: Any, category: Any, file: str, *place: Any) -> str:
+        ours = file.startswith(package)
+        return f"note: {text}\n" if ours else plain(text, category, file, *place)
+
+    warnings.formatwarning = in_one_line  # type: ignore[assignment]
     try:
         check_environment()
     except ValueError as error:
