@@ -68,7 +68,7 @@ def diagnose(*, as_json: bool, trains: bool) -> bool:
     for each in examine(trains=trains):
         findings.append(each)
         if not as_json:
-            log_once(wrapped(f"{_MARKS[each.state]}{each.subject:<13}{each.found}"))
+            log_once(_MARKS[each.state] + wrapped(f"  {each.subject:<13}{each.found}")[2:])
             if each.remedy:
                 log_once(wrapped(f"  {'':<13}{each.remedy}"))
     errors = sum(each.state == "error" for each in findings)

@@ -46,6 +46,20 @@ def drawn(*shape, dtype=torch.float32, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+@pytest.mark.parametrize("worker", [torch.device("cuda", 3), None])
+def test_the_given_device_does_the_work(monkeypatch, worker):
+    class AskedError(Exception):
+        pass
+
+    def ask(matrix, device):
+        raise AskedError(device)
+
+    monkeypatch.setattr(nf4, "_packed", ask)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(AskedError, match="^cpu$" if worker is None else "^cuda:3$"):
+        quantize(drawn(8, 64), dtype=torch.float32, worker=worker)
+
+
 @pytest.mark.parametrize("shape", [(8, 64), (6, 40), (7, 33)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_values_are_those_of_the_paper(shape, dtype):
