@@ -28,6 +28,7 @@ FOUR_DIGITS = 1e-3  # as rollouts.jsonl.gz has values of tokens
 # Relative, of the type's: bf16 and fp16 on a CPU are up to 2.1 off from fp32 there, in every stage.
 ROUNDINGS = 8
 OTHER_RESPONSES = {"fp32": 0.0, "bf16": 0.4, "fp16": 0.1}  # share; on a CPU 0, 0.03 and 0.02
+RESPONSES = 64  # of an iteration of GRPO that is measured
 _CONSTANT = ("--lr_scheduler_type", "constant")
 
 
@@ -262,9 +263,11 @@ def _measure(work: Path, stage: str, size: Size, dtype: str, memory_bytes: int, 
             (
                 *("--actor_lora_dim", "16", "--max_steps", "3", "--print_answers_interval", "0"),
                 *("--algorithm", "grpo", "--num_generations", "8"),
-                *("--per_device_generation_batch_size", "64", "--reward_function"),
-                *("builtin:length=100", "--per_device_training_batch_size", rows),
-                *("--max_answer_seq_len", str(size.new_tokens)),
+                *("--reward_function", "builtin:length=100"),
+                # an optimizer step an iteration
+                *("--per_device_generation_batch_size", str(RESPONSES)),
+                *("--per_device_training_batch_size", rows, "--gradient_accumulation_steps"),
+                *(str(RESPONSES // size.rows), "--max_answer_seq_len", str(size.new_tokens)),
             ),
         ),
     }[stage]
