@@ -2,9 +2,11 @@
 
 import gc
 import sys
+import warnings
 
 import pytest
 
+from dschat_lora.runtime import stage_main
 from dschat_lora.runtime.stage_main import late
 
 NAME = "late_module_of_a_test"
@@ -44,3 +46,12 @@ def test_an_import_that_fails_leaves_the_collector_on(module):
     with pytest.raises(ZeroDivisionError):
         module("1 / 0")()
     assert gc.isenabled()
+
+
+def test_a_warning_of_the_package_is_one_line(monkeypatch):
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    stage_main.prepare_process()
+    places = (stage_main.__file__, "/elsewhere/module.py")
+    ours, other = (warnings.formatwarning("slow", UserWarning, each, 7) for each in places)
+    assert ours == "note: slow\n"
+    assert other == "/elsewhere/module.py:7: UserWarning: slow\n"
