@@ -53,7 +53,7 @@ def _unseen_gpu() -> tuple[str, str] | None:
     """That torch sees no GPU although an NVIDIA driver is here, and what to do."""
     if "DS_ACCELERATOR" in os.environ or hides_gpus() or torch.cuda.is_available():
         return None
-    shown, files = _driver_of_cards(), list(Path("/dev").glob("nvidia[0-9]*"))
+    shown, files = driver_of_cards(), list(Path("/dev").glob("nvidia[0-9]*"))
     driver = shown or _loaded_driver()
     if driver is None and not files:
         return None
@@ -81,7 +81,7 @@ def _unseen_gpu() -> tuple[str, str] | None:
     return found, f"{remedy}, {_OR_THE_CPU}"
 
 
-def _driver_of_cards() -> str | None:
+def driver_of_cards() -> str | None:
     """The driver's version as nvidia-smi gives it for a card; None where it shows no card."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:

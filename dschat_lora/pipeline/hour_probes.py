@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.engine.build import DTYPES, resolve_dtype
 from dschat_lora.engine.distributed import device
+from dschat_lora.engine.gpu import driver_of_cards
 from dschat_lora.generation.cuda_graphs import DecodeStep, cuda_graphs
 from dschat_lora.generation.generate import Decoder
 from dschat_lora.generation.sampling import Sampling
@@ -51,22 +51,13 @@ def machine(file: str) -> None:
             "memory_bytes": properties.total_memory,
             "multiprocessors": properties.multi_processor_count,
             "architectures": torch.cuda.get_arch_list(),
-            "driver": _driver(),
+            "driver": driver_of_cards(),
             "cuda": torch.version.cuda,
             "versions": package_versions(),
             "dtype": resolve_dtype("auto"),
             "host_memory_bytes": psutil.virtual_memory().total,
         }
     Path(file).write_text(json.dumps(found), encoding="utf-8")
-
-
-def _driver() -> str | None:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return next(iter(done.stdout.split()), None)
 
 
 def graphs(dtype: str, file: str) -> None:
