@@ -93,16 +93,16 @@ class Hour:
     def measure(self, item: Item) -> dict[str, Any]:
         """What came of an item: ``state`` is passed, failed or not run."""
         begun, outcome, found = time.monotonic(), Outcome(), dict[str, Any]()
-        for command in item.commands:
-            outcome = self.run(command)
-            if outcome.reason:
-                break
-        else:
-            try:
+        try:
+            for command in item.commands:
+                outcome = self.run(command)
+                if outcome.reason:
+                    break
+            else:
                 found = item.read()
-            except Exception as error:  # noqa: BLE001 - what a broken run wrote can be anything
-                reason = f"its results cannot be read: {type(error).__name__}: {error}"
-                outcome = Outcome("failed", public(reason))
+        except Exception as error:  # noqa: BLE001 - what a broken run wrote can be anything
+            reason = f"its results cannot be read: {type(error).__name__}: {error}"
+            outcome = Outcome("failed", public(reason))
         if "differences" in found:
             rows = [each._asdict() | {"holds": each.holds} for each in found["differences"]]
             found = {"differences": rows}
@@ -133,10 +133,12 @@ class Hour:
             return Outcome("failed", reason, tail_of(output))
         finally:
             process.kill()
-        if code == 0:
-            return Outcome()
-        if code in command.refusals:
-            return Outcome("not run", command.refusals[code])
+        if code:
+            reason = command.refusals.get(code, "")
+        else:
+            reason = command.objection(output.read_text(encoding="utf-8"))
+        if reason or code == 0:
+            return Outcome("not run", reason) if reason else Outcome()
         tail = tail_of(output)
         return Outcome("failed", f"{command.name}: {_cause(code, tail)}", tail)
 

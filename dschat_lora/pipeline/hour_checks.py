@@ -34,13 +34,18 @@ _CONSTANT = ("--lr_scheduler_type", "constant")
 
 @dataclass(frozen=True)
 class Command:
-    """Arguments of ``python``, on the CPU or on the card, and what its exit codes may say."""
+    """Arguments of ``python -m``, on the CPU or on the card.
+
+    ``refusals`` and ``objection`` say why what needs it is not run: by its exit code, and by its
+    output where it ends well.
+    """
 
     name: str
     words: tuple[str, ...]
     device: Device
     seconds: float = 180.0
-    refusals: Mapping[int, str] = field(default_factory=dict)  # why what needs it is not run
+    refusals: Mapping[int, str] = field(default_factory=dict)
+    objection: Callable[[str], str] = lambda output: ""
 
 
 class Difference(NamedTuple):
@@ -282,17 +287,27 @@ def _measure(work: Path, stage: str, size: Size, dtype: str, memory_bytes: int, 
         "--json",
     )
     weights = (PROBES, "weights", size.model, str(model))
-    too_large = {1: "does not fit this card, says dschat-lora plan"}
     no_room = {3: "the host has no room for a random model of this size, in memory or on disk"}
     return Item(
         f"{'GRPO' if stage == 'rlhf' else 'SFT'}, {model.name}{', 4-bit base' if more else ''}",
         (
-            Command(f"plan-{name}", ("dschat_lora", "plan", *planned), "cpu", 90, too_large),
+            Command(
+                *(f"plan-{name}", ("dschat_lora", "plan", *planned), "cpu", 90),
+                refusals={1: "does not fit this card, says dschat-lora plan"},
+                objection=_misfit,
+            ),
             Command(f"weights-{model.name}", weights, "cpu", 300, no_room),
             Command(name, ("dschat_lora", stage, option, str(model), *options), "cuda", 420),
         ),
         partial(_row, work, name),
     )
+
+
+def _misfit(plan: str) -> str:
+    found = json.loads(plan)
+    if found["fits"]:
+        return ""
+    return f"takes {found['peak'] / 2**30:.3g} GiB by dschat-lora plan, more than this card has room for"
 
 
 def _row(work: Path, name: str) -> dict[str, Any]:

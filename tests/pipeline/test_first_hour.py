@@ -26,6 +26,7 @@ MACHINE = {"card": "Card <1>", "memory_bytes": 2**34, "driver": "1.2", "versions
 GOOD = "pass"
 CRASH = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
 HANG = "import subprocess; subprocess.run(['sleep', '30'])"
+ODD = "its results cannot be read: JSONDecodeError: Expecting value: line 1 column 1 (char 0)"
 RAISES = "raise RuntimeError('CUDA error: an illegal memory access was encountered')"
 
 
@@ -66,6 +67,8 @@ def test_a_crash_a_hang_and_an_exception_leave_the_other_checks(hour, tmp_path, 
         item("exception", RAISES),
         Item("unreadable", (command("unreadable"),), raises),
         item("too large", "raise SystemExit(3)", refusals={3: "no room"}),
+        Item("objected", (command("plan", "print(7)", objection=str.strip),), raises),
+        Item("odd", (command("odd", objection=json.loads),), raises),
         item("off", GOOD, found=0.6),
         item("good", GOOD, found=0.4),
     ]
@@ -82,6 +85,8 @@ def test_a_crash_a_hang_and_an_exception_leave_the_other_checks(hour, tmp_path, 
         "exception": ("failed", f"exception-0: exit code 1: {illegal}"),
         "unreadable": ("failed", "its results cannot be read: KeyError: 'loss'"),
         "too large": ("not run", "no room"),
+        "objected": ("not run", "7"),
+        "odd": ("failed", ODD),
         "off": ("failed", ""),
         "good": ("passed", ""),
     }
@@ -91,8 +96,8 @@ def test_a_crash_a_hang_and_an_exception_leave_the_other_checks(hour, tmp_path, 
     assert all(name in page for name in states)
     assert illegal in page
     out = capsys.readouterr().out
-    assert len(re.findall(r"^(?:  |X |- )\S", out, re.MULTILINE)) == 8
-    assert "checks: 1 passed, 5 failed, 1 not run" in out
+    assert len(re.findall(r"^(?:  |X |- )\S", out, re.MULTILINE)) == 10
+    assert "checks: 1 passed, 6 failed, 2 not run" in out
     assert f"attach it and {tmp_path / 'first_hour.json'} to a bug report" in out
 
 
@@ -288,6 +293,10 @@ def test_a_speed_row_is_the_median_step_after_two_beside_the_plan(tmp_path):
         "GRPO, opt-125m",
         "SFT, opt-125m, 4-bit base",
     ]
+    plan = items[0].commands[0]
+    assert plan.objection('{"fits": true}') == ""
+    found = plan.objection('{"fits": false, "peak": 3221225472}')
+    assert found == "takes 3 GiB by dschat-lora plan, more than this card has room for"
     row = items[0].read()
     assert (row["tokens_per_second"], row["step_seconds"]) == (40.0, 1 / 40)
     assert (row["peak_bytes"], row["planned_bytes"]) == (99.0, 77)
