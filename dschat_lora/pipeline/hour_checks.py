@@ -307,7 +307,8 @@ def _misfit(plan: str) -> str:
     found = json.loads(plan)
     if found["fits"]:
         return ""
-    return f"takes {found['peak'] / 2**30:.3g} GiB by dschat-lora plan, more than this card has room for"
+    peak = found["peak"] / 2**30
+    return f"takes {peak:.3g} GiB by dschat-lora plan, more than this card has room for"
 
 
 def _row(work: Path, name: str) -> dict[str, Any]:
