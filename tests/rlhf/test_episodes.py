@@ -311,7 +311,9 @@ def test_a_failed_environment_saves_the_last_whole_iteration_and_shows_its_own_e
     saved = []
     checkpointer = SimpleNamespace(save_rest=lambda *each: saved.append(each))
     error = KeyError("the sandbox is gone")
-    with pytest.raises(KeyError) as caught, _failures_saved(checkpointer, SimpleNamespace(step=7)):
+    progress, generator = SimpleNamespace(step=7), SimpleNamespace(released=False)
+    saved = _failures_saved(checkpointer, progress, generator)
+    with pytest.raises(KeyError) as caught, saved:
         raise EnvironmentFailedError from error
     assert caught.value is error
     assert saved == [(7, "stopped by an environment that failed")]
