@@ -319,6 +319,8 @@ def _row(work: Path, name: str) -> dict[str, Any]:
     middle = min(counted, key=lambda each: abs(each["tokens_per_second"] - rate))
     keys = ("tokens_per_second", "generation_tokens_per_second", "tflops_per_device", "mfu")
     row = {key: middle.get(key) for key in (*keys, "step_seconds")}
-    planned = json.loads((work / f"plan-{name}.out").read_text("utf-8"))["peak"]
+    plan = json.loads((work / f"plan-{name}.out").read_text("utf-8"))
+    # A run on a GPU keeps the cache during updates where there is room, which plan does not count.
+    planned = max(plan["peak"], plan["phases"]["training"] + plan["cache"])
     peak = max(each["peak_memory_bytes"] for each in steps)
     return {**row, "peak_bytes": peak, "planned_bytes": planned}

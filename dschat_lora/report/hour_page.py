@@ -18,7 +18,8 @@ _ABOUT = (
 )
 _SPEED = (
     "Models of published shapes with random weights, on the bundled data. The peak is that of "
-    "torch's tensors; the plan is what dschat-lora plan says before the run."
+    "torch's tensors; the plan is what dschat-lora plan says before the run, with the cache of "
+    "decoding kept during updates, as a run keeps it where there is room."
 )
 
 

@@ -285,7 +285,9 @@ def test_a_speed_row_is_the_median_step_after_two_beside_the_plan(tmp_path):
         {"tokens_per_second": r, "step_seconds": 1 / r, "peak_memory_bytes": 100 - r} for r in rates
     ]
     write_run(tmp_path / "sft-opt-125m", steps)
-    (tmp_path / "plan-sft-opt-125m.out").write_text('{"peak": 77}')
+    (tmp_path / "plan-sft-opt-125m.out").write_text(
+        '{"peak": 77, "cache": 0, "phases": {"training": 77}}'
+    )
     size = Size("facebook/opt-125m", 2, 128)
     items = hour_checks.measurements(tmp_path, "bf16", 10**10, [size])
     assert [each.name for each in items] == [
@@ -300,6 +302,17 @@ def test_a_speed_row_is_the_median_step_after_two_beside_the_plan(tmp_path):
     row = items[0].read()
     assert (row["tokens_per_second"], row["step_seconds"]) == (40.0, 1 / 40)
     assert (row["peak_bytes"], row["planned_bytes"]) == (99.0, 77)
+
+
+def test_the_plan_of_rlhf_is_with_the_cache_that_a_run_keeps_during_updates(tmp_path):
+    step = {"tokens_per_second": 1.0, "step_seconds": 1.0, "peak_memory_bytes": 90}
+    write_run(tmp_path / "rlhf-opt-125m", [step])
+    (tmp_path / "plan-rlhf-opt-125m.out").write_text(
+        '{"peak": 70, "cache": 40, "phases": {"training": 60, "generation": 70}}'
+    )
+    size = Size("facebook/opt-125m", 2, 128)
+    row = hour_checks.measurements(tmp_path, "bf16", 10**10, [size])[1].read()
+    assert row["planned_bytes"] == 60 + 40
 
 
 def test_a_module_is_started_as_a_process(tmp_path):
