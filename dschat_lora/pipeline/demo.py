@@ -1,6 +1,5 @@
 """Demo: all stages on the bundled model and data, with a table of results."""
 
-import json
 import shlex
 import time
 from collections.abc import Mapping
@@ -19,7 +18,7 @@ from dschat_lora.pipeline.launch import (
 )
 from dschat_lora.report.directory import leftovers
 from dschat_lora.report.html import render_report, write_report
-from dschat_lora.report.story import read_story
+from dschat_lora.report.story import read_metrics, read_story
 from dschat_lora.report.terminal import log_once, table
 from dschat_lora.runtime.directory import RunDirectory
 
@@ -121,7 +120,7 @@ def _tables(
 ) -> dict[str, tuple[list[str], Rows]]:
     """Title -> header and rows."""
     judged = evaluate_by_rule(stages["sft"], stages["rlhf"] / "actor")
-    evals = evaluations(stages["rlhf"])
+    evals = read_metrics(stages["rlhf"], "eval")
     spent = f"{evals[-1]['kl']:.3f}"
     rewards = [f"{evals[i]['reward']:.2f}" for i in (0, -1)]
     answers = [
@@ -153,15 +152,9 @@ def judgement_rows(judged: Mapping[str, Judgement]) -> Rows:
     return rows
 
 
-def evaluations(directory: Path) -> list[dict[str, Any]]:
-    """The evaluation lines of a stage."""
-    lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [record for record in map(json.loads, lines) if record["kind"] == "eval"]
-
-
 def reward_rows(directory: Path) -> Rows:
     """Accuracy on held-out pairs before and after training, and after it for each flaw."""
-    evals = evaluations(directory)
+    evals = read_metrics(directory, "eval")
     accuracy = [f"{evals[i]['accuracy']:.3f}" for i in (0, -1)]
     after = accuracy_by_flaw(directory)
     return [

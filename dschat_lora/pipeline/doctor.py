@@ -25,7 +25,8 @@ from dschat_lora.engine import gpu
 from dschat_lora.engine.build import DTYPES
 from dschat_lora.models.compile import compiler_for
 from dschat_lora.models.varlen import has_varlen
-from dschat_lora.pipeline.launch import PACKAGE
+from dschat_lora.pipeline.launch import PACKAGE, environment_of_no_launch
+from dschat_lora.report.story import read_metrics
 from dschat_lora.report.terminal import log_once, to_json, wrapped
 from dschat_lora.runtime.setup import cache_directory
 
@@ -260,11 +261,7 @@ def training_step(device: torch.device) -> Finding:
             reason = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
             remedy = "what the run said is above; docs/troubleshooting.md lists errors by text"
             return Finding("training", "error", f"{device}: {reason}", remedy)
-        losses = [
-            row["loss"]
-            for row in map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
-            if row["kind"] == "train"
-        ]
+        losses = [row["loss"] for row in read_metrics(output, "train")]
     words = f"{device}: a run of {len(losses)} steps in {seconds:.3g} s, loss {losses[-1]:.4g}"
     return Finding("training", "ok", words)
 
@@ -284,12 +281,11 @@ def _timed(
     words: list[str], environment: dict[str, str]
 ) -> tuple[subprocess.CompletedProcess[str] | None, float]:
     """A command of this package in a process of its own, None if it takes too long."""
-    launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     start = time.monotonic()
     try:
         done = subprocess.run(
             [sys.executable, "-m", PACKAGE, *words],
-            env={n: v for n, v in os.environ.items() if n not in launched} | environment,
+            env=environment_of_no_launch() | environment,
             capture_output=True,
             text=True,
             timeout=STEP_SECONDS,

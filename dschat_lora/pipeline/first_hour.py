@@ -26,6 +26,7 @@ from dschat_lora.pipeline.hour_checks import (
     measurements,
     write_data,
 )
+from dschat_lora.pipeline.launch import environment_of_no_launch
 from dschat_lora.report.hour_page import render_hour
 from dschat_lora.report.html import write_report
 from dschat_lora.report.log import jsonable
@@ -37,7 +38,6 @@ SECONDS = 40 * 60.0
 LEAST_SECONDS = 20.0  # no command begins that has less left
 NO_TIME = "no time"
 _TAIL_LINES = 25
-_LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Process(Protocol):
@@ -145,12 +145,11 @@ class Hour:
 
 def environment_of(command: Command) -> dict[str, str]:
     """Of a command: one process on one device, offline, without TF32."""
-    inherited = {n: v for n, v in os.environ.items() if n not in _LAUNCHED}
     chosen = {"DS_ACCELERATOR": command.device, "NVIDIA_TF32_OVERRIDE": "0"}
     if command.device == "cuda":
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
         chosen["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0]
-    return inherited | chosen | {"HF_HUB_OFFLINE": "1"}
+    return environment_of_no_launch() | chosen | {"HF_HUB_OFFLINE": "1"}
 
 
 def tail_of(output: Path) -> str:

@@ -3,7 +3,6 @@
 Each is a list of commands, ``python -m ...``, and a function that reads what they wrote.
 """
 
-import gzip
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,8 @@ from statistics import median
 from typing import Any, Literal, NamedTuple
 
 from dschat_lora.assets import BUNDLED_DATA
+from dschat_lora.report.rollout_file import read_rollouts
+from dschat_lora.report.story import read_metrics
 
 PROBES = "dschat_lora.pipeline.hour_probes"
 STAGES = ("sft", "reward", "rlhf")
@@ -153,7 +154,7 @@ def compare(stage: str, reference: Path, run: Path, dtype: str) -> dict[str, Any
     Of RLHF in 16 bits rounding lets tokens be drawn otherwise: values are compared up to the
     first of them, and losses are not.
     """
-    theirs, ours = (_records(each, "train") for each in (reference, run))
+    theirs, ours = (read_metrics(each, "train") for each in (reference, run))
     if len(theirs) != len(ours):
         raise ValueError(f"{len(ours)} steps on the card, {len(theirs)} in the reference")
     found: dict[str, float] = {}
@@ -194,7 +195,7 @@ def _rollouts(reference: Path, run: Path) -> dict[str, float]:
     up to another one; means of the differences, relative to the mean size.
     """
     theirs, ours = (
-        {row["prompt"]: row for row in _lines(each / "rollouts.jsonl.gz") if row["iteration"] == 1}
+        {row["prompt"]: row for row in read_rollouts(each) if row["iteration"] == 1}
         for each in (reference, run)
     )
     pairs = [(row, ours[prompt]) for prompt, row in theirs.items()]
@@ -222,16 +223,6 @@ def _mean(pairs: Sequence[tuple[float, float]]) -> float:
     """Mean difference over mean size; NaN of nothing."""
     size = sum(abs(a) for a, _ in pairs)
     return sum(abs(b - a) for a, b in pairs) / size if size else float("nan")
-
-
-def _records(directory: Path, kind: str) -> list[dict[str, Any]]:
-    return [each for each in _lines(directory / "metrics.jsonl") if each["kind"] == kind]
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    read = gzip.open if path.suffix == ".gz" else open
-    with read(path, "rt", encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
 
 
 def _differences(file: Path) -> dict[str, Any]:
@@ -313,7 +304,7 @@ def _misfit(plan: str) -> str:
 
 def _row(work: Path, name: str) -> dict[str, Any]:
     """Of the step of median duration after the first two, the peak memory and plan's estimate."""
-    steps = _records(work / name, "train")
+    steps = read_metrics(work / name, "train")
     counted = steps[2:] or steps[-1:]
     rate = median(each["tokens_per_second"] for each in counted)
     middle = min(counted, key=lambda each: abs(each["tokens_per_second"] - rate))

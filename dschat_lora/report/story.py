@@ -137,6 +137,17 @@ def read_story(directory: Path, *, metrics: str | None = None) -> StageStory:
     )
 
 
+def read_metrics(directory: Path, kind: str) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl that are of this kind, such as "train" or "eval".
+
+    Raises:
+        OSError, ValueError: if there is no such file, or it cannot be read; :func:`read_story`
+            takes what it can.
+    """
+    lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [row for row in map(parse_json, lines) if row["kind"] == kind]
+
+
 def _checkpoints(directory: Path) -> list[tuple[str, int]]:
     """Name and bytes of each directory of a checkpoint."""
     found = []

@@ -258,6 +258,7 @@ def test_a_loss_that_is_no_number_does_not_hold_nor_do_missing_steps(tmp_path):
 
 def rollout(prompt, response, reward, values, iteration=1):
     row = {"iteration": iteration, "prompt": prompt, "response": response, "reward": reward}
+    row |= {"rewards": {}, "advantage": 0.0, "kl": 0.0, "length": len(values)}
     return row | {"tokens": response.split(), "token_value": values}
 
 
