@@ -1,21 +1,20 @@
 """Advice where step 3 runs out of GPU memory: options to change, from the plan of its memory."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import torch
 
-from dschat_lora.checkpoint.history import checkpoints_of
 from dschat_lora.config.groups import is_on
 from dschat_lora.config.options import build_config, flatten
-from dschat_lora.engine.distributed import data_world_size, device
+from dschat_lora.engine.distributed import data_world_size
 from dschat_lora.perf.advice import Change, Remedy, parts_in_use, sufficient, untested
 from dschat_lora.perf.cards import USABLE
 from dschat_lora.rlhf.config import RlhfConfig, RolloutConfig
-from dschat_lora.runtime.memory import MemoryPlan
+from dschat_lora.runtime.memory import MemoryPlan, advising
 
 
 class FullWhileDecodingError(torch.OutOfMemoryError):
@@ -26,30 +25,26 @@ class FullAfterReleaseError(torch.OutOfMemoryError):
     """The GPU was full in another pass, although decoding kept nothing."""
 
 
-@contextmanager
 def explaining_memory(
     config: RlhfConfig,
     plan: MemoryPlan | None,
     planned: Callable[[RlhfConfig], MemoryPlan | None],
     directory: Path,
-) -> Iterator[None]:
-    """Raise an out-of-memory error of the block anew with advice and the newest checkpoint.
+) -> AbstractContextManager[None]:
+    """Raise an out-of-memory error of the block anew, with what to change; see :func:`advising`.
 
     ``plan`` is that of the run, ``planned`` that of its models with other options; it may raise a
-    ValueError. Any rank may run out alone, so no collective is called.
+    ValueError.
     """
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        here = device()
-        total = torch.cuda.get_device_properties(here).total_memory if here.type == "cuda" else None
+
+    def advise(error: torch.OutOfMemoryError, device_bytes: int | None) -> str:
+        known = plan
         if plan is not None and isinstance(error, FullAfterReleaseError):
-            plan = replace(plan, keeps_cache=False)
+            known = replace(plan, keeps_cache=False)
         decodes = isinstance(error, FullWhileDecodingError)
-        advice = memory_advice(config, plan, planned, decodes=decodes, device_bytes=total)
-        if found := checkpoints_of(directory):
-            advice += f". The newest checkpoint is {found[0]}"
-        raise torch.OutOfMemoryError(advice) from error
+        return memory_advice(config, known, planned, decodes=decodes, device_bytes=device_bytes)
+
+    return advising(advise, directory)
 
 
 def memory_advice(

@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
@@ -305,18 +305,31 @@ def _larger_groups(adapted: AdaptedModel, config: SupervisedConfig) -> list[int]
 
 
 @contextmanager
-def explaining_memory(
-    adapted: AdaptedModel, config: SupervisedConfig, settings: EngineSettings, directory: Path
+def advising(
+    advise: Callable[[torch.OutOfMemoryError, int | None], str], directory: Path
 ) -> Iterator[None]:
     """Raise an out-of-memory error of the block anew with advice and the newest checkpoint.
 
-    Any rank may run out alone, so no collective is called.
+    Any rank may run out alone, so no collective is called. ``advise`` gets the error and the bytes
+    of the GPU, None on a CPU.
     """
     try:
         yield
     except torch.OutOfMemoryError as error:
         here = device()
         total = torch.cuda.get_device_properties(here).total_memory if here.type == "cuda" else None
+        advice = advise(error, total)
+        if found := checkpoints_of(directory):
+            advice += f". The newest checkpoint is {found[0]}"
+        raise torch.OutOfMemoryError(advice) from error
+
+
+def explaining_memory(
+    adapted: AdaptedModel, config: SupervisedConfig, settings: EngineSettings, directory: Path
+) -> AbstractContextManager[None]:
+    """Raise an out-of-memory error of the block anew, with what to change; see :func:`advising`."""
+
+    def advise(_: torch.OutOfMemoryError, device_bytes: int | None) -> str:
         now, lora_dim = trained_model(adapted, config, settings), adapted.lora.lora_dim
         advice = out_of_memory_advice(
             make_estimator(adapted, config, settings),
@@ -334,11 +347,11 @@ def explaining_memory(
                 max_seq_len=config.data.max_seq_len,
                 world_size=data_world_size(),
             ),
-            device_bytes=total,
+            device_bytes=device_bytes,
             larger_groups=_larger_groups(adapted, config),
         )
         if tokens := config.batch.tokens_per_device:
             advice += f". Fewer than --tokens_per_device {tokens} take less, in another run"
-        if found := checkpoints_of(directory):
-            advice += f". The newest checkpoint is {found[0]}"
-        raise torch.OutOfMemoryError(advice) from error
+        return advice
+
+    return advising(advise, directory)
