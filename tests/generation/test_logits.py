@@ -28,30 +28,18 @@ from dschat_lora.models.architecture_checks import head_is_linear
 from dschat_lora.models.causal_lm import CausalLMLogprobs, CausalLMLoss, fp32_logits
 from dschat_lora.models.policy import Policy
 from dschat_lora.models.tensor_parallel import divide
-from helpers.tiny import KINDS, VOCAB, tiny_model
+from helpers.tiny import KINDS, SHAPE, VOCAB, tiny_model
 
 CPU = torch.device("cpu")
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11], list(range(3, 20)), [21]]
-_SHAPE = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 # Configuration, and what the model does to its logits.
 TRANSFORMING = {
     "gemma2": (
-        lambda: Gemma2Config(**_SHAPE, head_dim=8, final_logit_softcapping=2.0),
+        lambda: Gemma2Config(**SHAPE, head_dim=8, final_logit_softcapping=2.0),
         lambda logits: 2.0 * torch.tanh(logits / 2.0),
     ),
-    "granite": (lambda: GraniteConfig(**_SHAPE, logits_scaling=0.5), lambda logits: logits / 0.5),
-    "cohere": (lambda: CohereConfig(**_SHAPE, logit_scale=0.25), lambda logits: logits * 0.25),
+    "granite": (lambda: GraniteConfig(**SHAPE, logits_scaling=0.5), lambda logits: logits / 0.5),
+    "cohere": (lambda: CohereConfig(**SHAPE, logit_scale=0.25), lambda logits: logits * 0.25),
 }
 FAMILIES = [*KINDS, *TRANSFORMING]
 # Logits rounded to 16 bits give log-probabilities that differ by more than 1e-4.

@@ -11,7 +11,7 @@ from dschat_lora.generation.slots import SlotRows, choose_each
 from dschat_lora.lora.mixed import AdapterRows, mix_adapters
 from dschat_lora.lora.model import apply_lora
 from dschat_lora.models.views import share_parameters
-from helpers.tiny import KINDS, VOCAB, tiny_model
+from helpers.tiny import KINDS, SHAPE, tiny_model
 
 CPU = torch.device("cpu")
 GREEDY = Sampling(1, do_sample=False)
@@ -96,17 +96,7 @@ SLIDING = {
         )
     ),
 }
-_SMALL = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "initializer_range": 0.3,
-}
+_SMALL = SHAPE | {"initializer_range": 0.3}
 
 
 @pytest.mark.parametrize("kind", SLIDING)

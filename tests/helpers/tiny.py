@@ -26,6 +26,7 @@ _LLAMA = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
+SHAPE = _LLAMA | _COMMON
 
 
 def _config(kind):
@@ -51,9 +52,9 @@ def _config(kind):
             **_COMMON,
         )
     if kind == "llama":  # untied, rotary, grouped queries
-        return LlamaConfig(tie_word_embeddings=False, **_LLAMA, **_COMMON)
+        return LlamaConfig(tie_word_embeddings=False, **SHAPE)
     if kind == "qwen2":  # tied, rotary, grouped queries, biases
-        return Qwen2Config(tie_word_embeddings=True, **_LLAMA, **_COMMON)
+        return Qwen2Config(tie_word_embeddings=True, **SHAPE)
     raise KeyError(kind)
 
 
