@@ -30,11 +30,16 @@ def graphs_for(
     return cuda_graphs()
 
 
+def has_failed() -> bool:
+    """Whether a capture has, in this process; graphs of before it are then not to be replayed."""
+    return _failed
+
+
 def cuda_graphs() -> Callable[[DecodeStep], DecodeStep]:
     """A function that captures a step as a CUDA graph and returns its replay, without running it.
 
     Replays follow one another, so all graphs share one memory pool. An exception is passed on;
-    after one, steps are returned and run as they are, in the whole process.
+    after one, steps are returned as they are, in the whole process.
     """
     pool = torch.cuda.graph_pool_handle()
 
@@ -51,14 +56,15 @@ def cuda_graphs() -> Callable[[DecodeStep], DecodeStep]:
         except BaseException:
             _failed = True
             torch.cuda.set_stream(stream)
-            # Up to 2.12 a generator's state takes such a capture for unfinished: it serves neither
+            # Up to 2.12 a generator's state takes such a capture for unfinished, and serves neither
             # what draws next nor graphs of before (pytorch #171263).
             generator = torch.cuda.default_generators[torch.cuda.current_device()]
             generator.graphsafe_set_state(generator.clone_state())
             if begun:
                 _abandon(graph, pool)
             raise
-        return lambda: step() if _failed else graph.replay()
+        replay: DecodeStep = graph.replay
+        return replay
 
     return record
 
