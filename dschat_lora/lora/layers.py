@@ -223,10 +223,6 @@ class TrainedModule(nn.Module):
         return output.to(next(self.base.parameters()).dtype)
 
 
-LoraLayer = LoraLinear | LoraEmbedding
-AdapterLayer = LoraLayer | TrainedBias | TrainedModule
-
-
 def active_bias(layer: LoraLinear | TrainedBias) -> Tensor | None:
     """The trained bias in the weight's type, if the layer has one; else that of the base."""
     if layer.trained_bias is None:

@@ -55,6 +55,7 @@ ConfigT = TypeVar("ConfigT", bound=SupervisedConfig)
 BUNDLED_SEQ_LEN = 128
 _LORA_ONLY = (
     *("lora_alpha", "lora_dropout", "use_rslora", "train_bias", "enable_lora"),
+    *("expert_lora_dim", "expert_lora_alpha", "expert_learning_rate"),
     *("only_optimize_lora", "lora_learning_rate", "lora_lr_multiplier", "loraplus_lr_ratio"),
     "merge_adapter",
 )
