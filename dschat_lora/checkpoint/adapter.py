@@ -284,9 +284,7 @@ def _check_base(model: nn.Module, base_tensors: Mapping[str, Tensor], where: str
             )
 
 
-def _patterns(
-    own: Iterable[tuple[str, NumberT]], layout: AdapterLayout
-) -> dict[str, NumberT]:
+def _patterns(own: Iterable[tuple[str, NumberT]], layout: AdapterLayout) -> dict[str, NumberT]:
     """PEFT's ``rank_pattern`` or ``alpha_pattern`` of modules by name.
 
     PEFT compares it with whole names, of adapted parameters where it finds a layer by one.

@@ -91,8 +91,8 @@ def factor_of_experts(name: str, tensor: Tensor, rank: int, path: Path) -> Tenso
             f"{path}: {name} is {tuple(tensor.shape)}, no whole number of experts of rank {rank}"
         )
     if name.endswith("A"):
-        return tensor.unflatten(0, (count, rank))
-    return tensor.unflatten(1, (rank, count)).permute(2, 0, 1).contiguous()
+        return tensor.view(count, rank, -1)
+    return tensor.view(-1, rank, count).permute(2, 0, 1).contiguous()
 
 
 def _parameter(module: str, targets: Collection[str]) -> str | None:

@@ -114,10 +114,16 @@ class ModelConfig(LoadConfig):
         section=PROCESSES,
     )
     dropout: float = option(0.0, help="every dropout probability of the base model, in [0, 1)")
+    router_aux_loss_coef: float = option(
+        0.0,
+        help="SFT's loss grows by this times the load-balancing loss that the model has for its "
+        "experts; 0: without",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_numbers(self, "in [0, 1)", "dropout")
+        require_numbers(self, ">= 0", "router_aux_loss_coef")
 
 
 @dataclass(frozen=True)

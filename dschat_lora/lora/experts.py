@@ -121,6 +121,7 @@ def expert_linear(x: Tensor, weight: Tensor, ends: Tensor, *, transposed: bool =
         x: (S, in) rows sorted by expert.
         weight: (E, out, in), or (E, in, out) if ``transposed``; quantised or not.
         ends: (E,) int32, the number of rows of all experts up to each.
+        transposed: how ``weight`` is stored.
 
     Returns:
         (S, out).
@@ -133,10 +134,9 @@ def expert_linear(x: Tensor, weight: Tensor, ends: Tensor, *, transposed: bool =
 def _routed(
     module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """(T, H) outputs of experts for (T, H) states, each token's sum over the k experts it chose.
+    """(T, H) outputs for (T, H) states, each token's weighted sum over the k experts it chose.
 
-    Args:
-        top_k_index: (T, k) experts. top_k_weights: (T, k) factors of their outputs.
+    Which they are, and the factors of their outputs, is (T, k).
     """
     count, chosen = top_k_index.shape
     experts, order = top_k_index.flatten().sort(stable=True)
@@ -211,8 +211,8 @@ class _LoraExperts(torch.autograd.Function):
         if wants_b:
             grad_b = _grouped_gradient(grad, inner, ends).mul_(ctx.scaling).to(lora_B.dtype)
         if wants_weight:
-            pair = (x, grad) if ctx.transposed else (grad, x)
-            grad_weight = _grouped_gradient(*pair, ends)
+            left, right = (x, grad) if ctx.transposed else (grad, x)
+            grad_weight = _grouped_gradient(left, right, ends)
         return grad_x, grad_weight, grad_a, grad_b, *[None] * 6
 
 
@@ -245,7 +245,7 @@ def _grouped_gradient(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 
 def _has_kernel(x: Tensor) -> bool:
     """Whether torch multiplies groups on this device without being told their sizes."""
-    if not hasattr(F, "grouped_mm"):
+    if not hasattr(F, "grouped_mm") or x.dtype == torch.float64:
         return False
     if x.device.type == "cuda":
         return torch.cuda.get_device_capability(x.device) >= (8, 0)

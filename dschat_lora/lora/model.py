@@ -36,8 +36,8 @@ from dschat_lora.lora.targets import (
     is_inside,
     minimal_endings,
     minimal_saved_endings,
-    parameter_endings,
     packed_groups,
+    parameter_endings,
 )
 
 LoraLayer = LoraLinear | LoraEmbedding | LoraExperts
@@ -210,7 +210,9 @@ def adapter_layout(model: nn.Module) -> AdapterLayout:
         target_modules=minimal_endings(layers.keys() - parameters.keys(), names),
         target_parameters=parameter_endings(parameters.values(), base_names(model)),
         modules_to_save=minimal_saved_endings(saved, names),
-        fan_in_fan_out=any(getattr(layer, "transposed", False) for layer in layers.values()),
+        fan_in_fan_out=any(
+            isinstance(layer, LoraLinear) and layer.transposed for layer in layers.values()
+        ),
         groups=next((getattr(layer, "groups", None) for layer in layers.values()), None),
     )
 

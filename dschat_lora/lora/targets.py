@@ -62,8 +62,8 @@ def choose_targets(model: nn.Module, config: LoraConfig) -> list[str]:
     chosen = _chosen(model, config, candidates)
     if config.expert_lora_dim and not experts:
         raise ValueError(
-            f"--expert_lora_dim {config.expert_lora_dim} is for mixtures of experts, and this model "
-            "has no experts that could be adapted; drop the option"
+            f"--expert_lora_dim {config.expert_lora_dim} is for mixtures of experts, and this "
+            "model has no experts that could be adapted; drop the option"
         )
     return [name for name in candidates if name in chosen]
 
