@@ -233,10 +233,10 @@ def test_a_path_leaves_the_name_of_its_file_and_none_of_user_or_domain(monkeypat
 
 
 def test_the_directories_of_user_and_command_are_known_with_spaces_too(monkeypatch, tmp_path):
-    monkeypatch.setenv("HOME", "/home/alice smith")
+    monkeypatch.setenv("HOME", "/shared disk/alice smith")
     (tmp_path / "my thesis").mkdir()
     monkeypatch.chdir(tmp_path / "my thesis")
-    found = first_hour.public(f"/home/alice smith/x.py; '/data/alice smith'; {Path.cwd()}/y")
+    found = first_hour.public(f"/shared disk/alice smith/x.py; '/data/alice smith'; {Path.cwd()}/y")
     assert found == "x.py; 'DIRECTORY'; DIRECTORY"
 
 
