@@ -14,9 +14,12 @@ from dschat_lora.algos.segments import Spans, block_causal_mask, find_spans, len
 from dschat_lora.lora.parallel import group_of
 from dschat_lora.models.blocks import understand_spans
 from dschat_lora.models.flex import flex_mask
+from dschat_lora.models.recurrent import recurrent_layers, separate_sequences
 from dschat_lora.models.varlen import fits, has_varlen
 
 Mask = Tensor | BlockMask
+# Kinds of layers, by transformers' names, that take no mask but one of padding.
+WITHOUT_MASK = {"linear_attention", "conv", "mlp", "moe"}
 
 
 class Backbone:
@@ -36,6 +39,7 @@ class Backbone:
         self.by_spans = self._windows is not None and _takes_spans(model, self._windows)
         if self.by_spans:
             understand_spans()
+            separate_sequences(model)
         self._group = group_of(model)
         accepted = inspect.signature(model.base_model.forward).parameters
         self._takes_positions = "position_ids" in accepted
@@ -144,12 +148,17 @@ class BackboneModel(nn.Module):
 def _takes_spans(model: PreTrainedModel, windows: dict[str, int | None]) -> bool:
     """Whether every layer passes unknown options on, and its window if it has one.
 
-    That is what transformers means by support of its backends, and of flash attention.
+    That is what transformers means by support of its backends, and of flash attention. Types with
+    recurrent layers pass options on without that mark, all that a look at packed rows has shown;
+    those that have no attention are called eager.
     """
-    backend = bool(getattr(model, "_supports_attention_backend", False))
     windowless = windows == {"full_attention": None}
     passes_window = windowless or bool(getattr(model, "_supports_flash_attn", False))
-    return model.config._attn_implementation == "sdpa" and backend and passes_window
+    sdpa = model.config._attn_implementation == "sdpa"
+    if recurrent_layers(model):
+        attends = set(getattr(model.config, "layer_types", None) or ()) - {"linear_attention"}
+        return passes_window and (sdpa or not attends)
+    return sdpa and bool(getattr(model, "_supports_attention_backend", False)) and passes_window
 
 
 def _suits_kernel(config: PretrainedConfig) -> bool:
@@ -179,7 +188,9 @@ def attention_windows(config: PretrainedConfig) -> dict[str, int | None] | None:
         ``{kind: window}`` by transformers' names of kinds; None where the model has layers
         whose mask is none of ours (linear, chunked, ...).
     """
-    kinds = set(getattr(config, "layer_types", None) or ())
+    kinds = set(getattr(config, "layer_types", None) or ()) - WITHOUT_MASK
+    if "hybrid" in kinds:
+        kinds = kinds - {"hybrid"} | {"full_attention"}
     if kinds - {"full_attention", "sliding_attention"}:
         return None
     window = getattr(config, "sliding_window", None)
