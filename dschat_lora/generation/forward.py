@@ -5,21 +5,37 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from dschat_lora.algos.devices import to_device
 from dschat_lora.models.backbone import attention_windows
+from dschat_lora.models.recurrent import recurrent_layers
 
 
 def takes_cache(model: PreTrainedModel) -> bool:
     """Whether the model works with our masks, positions and cache."""
-    accepted = inspect.signature(model.forward).parameters
+    accepted = inspect.signature(model.forward).parameters.keys()
+    named = {"position_ids", "past_key_values"} <= accepted or "cache_params" in accepted
     return (
-        {"position_ids", "past_key_values", "logits_to_keep"} <= accepted.keys()
+        named
+        and "logits_to_keep" in accepted
         and attention_windows(model.config) is not None
         and model.config._attn_implementation in ("sdpa", "eager")
-        and bool(getattr(model, "_supports_attention_backend", False))
+        and _keeps_states(model)
     )
+
+
+def _keeps_states(model: PreTrainedModel) -> bool:
+    """Whether all that layers keep of earlier tokens is in the cache."""
+    layers = recurrent_layers(model)
+    kinds = set(getattr(model.config, "layer_types", None) or ())
+    if not layers:
+        backend = bool(getattr(model, "_supports_attention_backend", False))
+        return backend and not kinds & {"linear_attention", "conv"}
+    # Versions before have no such method of a cache; some types keep states in the layers.
+    accepted = (inspect.signature(layer.forward).parameters for layer in layers)
+    caches = all({"cache_params", "past_key_values"} & names.keys() for names in accepted)
+    return caches and hasattr(Cache, "get_conv_state")
 
 
 def in_shards(model: PreTrainedModel) -> bool:
@@ -35,14 +51,13 @@ def next_logits(
 
     ``masks`` are by kind of attention layer, of which most models have one.
     """
-    logits: Tensor = model(
-        input_ids=ids,
-        position_ids=positions,
-        attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
-    ).logits
+    inputs: dict[str, object] = {"input_ids": ids, "use_cache": True, "logits_to_keep": 1}
+    if "cache_params" in inspect.signature(model.forward).parameters:  # there is no attention
+        inputs["cache_params"] = cache
+    else:
+        mask = masks if len(masks) > 1 else next(iter(masks.values()))
+        inputs |= {"position_ids": positions, "attention_mask": mask, "past_key_values": cache}
+    logits: Tensor = model(**inputs).logits
     return logits[:, -1]
 
 
