@@ -61,8 +61,9 @@ class LoadConfig:
     )
     attn_implementation: Literal["auto", "sdpa", "flex_attention", "eager"] = option(
         "auto",
-        help="attention kernel; auto: sdpa where the architecture has it, else eager; sdpa computes "
-        "each sequence of a row alone where it can, flex_attention is for GPUs where it cannot",
+        help="attention kernel; auto: sdpa where the architecture has it, else eager; sdpa "
+        "computes each sequence of a row alone where it can, flex_attention is for GPUs where it "
+        "cannot",
         section=PROCESSES,
         hint="sdpa runs PyTorch's flash attention where the GPU has it, of packed rows too",
     )

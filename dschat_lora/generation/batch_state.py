@@ -168,11 +168,11 @@ class CachedRows:
         """(B, V) logits after prompts, those of one length together: padding has no state."""
         found: list[Tensor] = []
         copies = torch.arange(self._cache.copies)
-        for length in lengths.unique():
+        for length in sorted({*lengths.tolist()}):
             own = (lengths == length).nonzero()
             rows = to_device((own * len(copies) + copies).flatten(), ids.device)
             own = to_device(own[:, 0], ids.device)
-            first = self._filled - int(length)
+            first = self._filled - length
             self._cache.read(rows, first)
             of_own = {kind: mask[own, :, first:, first:] for kind, mask in masks.items()}
             inputs = ids[own, first:], positions[own, first:], of_own

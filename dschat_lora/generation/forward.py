@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -10,6 +11,9 @@ from transformers import Cache, PreTrainedModel
 from dschat_lora.algos.devices import to_device
 from dschat_lora.models.backbone import attention_windows
 from dschat_lora.models.recurrent import recurrent_layers
+
+# Whether models gave with our cache what they give without, where that was tried.
+TRIED: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 
 
 def takes_cache(model: PreTrainedModel) -> bool:
@@ -22,6 +26,7 @@ def takes_cache(model: PreTrainedModel) -> bool:
         and attention_windows(model.config) is not None
         and model.config._attn_implementation in ("sdpa", "eager")
         and _keeps_states(model)
+        and TRIED.get(model, True)
     )
 
 
@@ -35,7 +40,8 @@ def _keeps_states(model: PreTrainedModel) -> bool:
     # Versions before have no such method of a cache; some types keep states in the layers.
     accepted = (inspect.signature(layer.forward).parameters for layer in layers)
     caches = all({"cache_params", "past_key_values"} & names.keys() for names in accepted)
-    return caches and hasattr(Cache, "get_conv_state")
+    # Prompts of each length are read by a pass of their own, of which ranks have unlike numbers.
+    return caches and hasattr(Cache, "get_conv_state") and not in_shards(model)
 
 
 def in_shards(model: PreTrainedModel) -> bool:

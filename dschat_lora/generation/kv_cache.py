@@ -27,7 +27,7 @@ class SharedPrompts:
 
 
 class RecurrentStates:
-    """States of recurrent layers, as a cache of transformers hands them out: a row for each sequence.
+    """States of recurrent layers, a row for each sequence, by the methods of transformers' caches.
 
     Prompts are read without padding, which such layers would take for tokens.
     """
@@ -41,7 +41,7 @@ class RecurrentStates:
         raise NotImplementedError
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """(rows, channels, width) of a step, to be changed in place; None where prompts are read."""
+        """(rows, channels, width) of a step, changed in place; None where prompts are read."""
         return self._state(layer_idx, "convolution", state_idx)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:

@@ -47,10 +47,10 @@ class SlotCache(RecurrentStates):
         for index, (keys, values) in self._layers.items():
             if keys.shape[0] < self._rows or keys.shape[2] < self._columns:
                 self._layers[index] = self._grown(keys), self._grown(values)
-        for key, state in self._states.items():
-            grown = state.new_zeros(self._rows, *state.shape[1:])
-            grown[: len(state)] = state
-            self._states[key] = grown
+        for name, state in self._states.items():
+            if len(state) < self._rows:
+                self._states[name] = state.new_zeros(self._rows, *state.shape[1:])
+                self._states[name][: len(state)] = state
 
     def _grown(self, store: Tensor) -> Tensor:
         rows, heads, columns, size = store.shape

@@ -35,6 +35,7 @@ class Backbone:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self._windows = attention_windows(model.config)
+        self._recurrent = bool(recurrent_layers(model))
         self.own_mask = self._windows is None
         self.by_spans = self._windows is not None and _takes_spans(model, self._windows)
         if self.by_spans:
@@ -81,9 +82,14 @@ class Backbone:
 
         A GPU without a kernel for that takes less time for a dense mask than for many calls.
         """
+        if not self.by_spans or self.own_mask or self._gathers_unevenly():
+            return False
         kernel = has_varlen(device, self.model.dtype) and _suits_kernel(self.model.config)
-        fast = device.type == "cpu" or kernel
-        return fast and self.by_spans and not self.own_mask
+        return device.type == "cpu" or kernel
+
+    def _gathers_unevenly(self) -> bool:
+        """Whether layers gather their weights when called, of which ranks have unlike numbers."""
+        return self._recurrent and any(hasattr(p, "ds_id") for p in self.model.parameters())
 
     def _by_spans(self, input_ids: Tensor, position_ids: Tensor, spans: Spans) -> Tensor:
         """As :meth:`__call__`; zeros on padding, which is not computed."""

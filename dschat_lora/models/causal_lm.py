@@ -182,7 +182,7 @@ def attention_errors(model_config: PretrainedConfig, config: ModelConfig) -> Ite
         if "does not support an attention implementation through" in str(error):
             raise ValueError(
                 f"--attn_implementation {config.attn_implementation}: {model_config.model_type} "
-                "has no such kernel in transformers; leave the option out, which takes one that it has"
+                "has no such kernel in transformers; leave the option out, which takes another"
             ) from error
         raise
 

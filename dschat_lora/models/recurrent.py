@@ -26,7 +26,7 @@ def separate_sequences(model: nn.Module) -> None:
     """
     for kind in {type(layer) for layer in recurrent_layers(model)}:
         if not hasattr(kind.forward, "by_sequence"):
-            kind.forward = _by_sequence(kind.forward)  # type: ignore[method-assign]
+            kind.forward = _by_sequence(kind.forward)
 
 
 def _by_sequence(forward: Callable[..., Any]) -> Callable[..., Any]:
