@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from dschat_lora.algos.devices import to_device
-from dschat_lora.models.backbone import attention_windows
+from dschat_lora.models.backbone import attends, attention_windows
 from dschat_lora.models.recurrent import recurrent_layers
 
 # Whether models gave with our cache what they give without, where that was tried.
@@ -19,10 +19,9 @@ TRIED: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 def takes_cache(model: PreTrainedModel) -> bool:
     """Whether the model works with our masks, positions and cache."""
     accepted = inspect.signature(model.forward).parameters.keys()
-    named = {"position_ids", "past_key_values"} <= accepted or "cache_params" in accepted
+    own = {"position_ids", "past_key_values"} if attends(model.config) else {"cache_params"}
     return (
-        named
-        and "logits_to_keep" in accepted
+        own | {"logits_to_keep"} <= accepted
         and attention_windows(model.config) is not None
         and model.config._attn_implementation in ("sdpa", "eager")
         and _keeps_states(model)
@@ -58,7 +57,7 @@ def next_logits(
     ``masks`` are by kind of attention layer, of which most models have one.
     """
     inputs: dict[str, object] = {"input_ids": ids, "use_cache": True, "logits_to_keep": 1}
-    if "cache_params" in inspect.signature(model.forward).parameters:  # there is no attention
+    if not attends(model.config):
         inputs["cache_params"] = cache
     else:
         mask = masks if len(masks) > 1 else next(iter(masks.values()))

@@ -35,7 +35,7 @@ class Backbone:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self._windows = attention_windows(model.config)
-        self._recurrent = bool(recurrent_layers(model))
+        self._recurrent, self._attends = bool(recurrent_layers(model)), attends(model.config)
         self.own_mask = self._windows is None
         self.by_spans = self._windows is not None and _takes_spans(model, self._windows)
         if self.by_spans:
@@ -98,11 +98,12 @@ class Backbone:
         extra = self._lacking(count)
         inputs: dict[str, Any] = {
             "input_ids": _longer(tokens, extra),
-            # Of this shape, it keeps the model from making one.
-            "attention_mask": input_ids.new_zeros(1, 1, 1, 1),
             "spans": lengthened(spans, extra),
             "use_cache": False,
         }
+        if self._attends:
+            # Of this shape, it keeps the model from making one.
+            inputs["attention_mask"] = input_ids.new_zeros(1, 1, 1, 1)
         if self._takes_positions:
             inputs["position_ids"] = _longer(_real(position_ids, spans), extra)
         hidden: Tensor = self.model.base_model(**inputs).last_hidden_state[0, :count]
@@ -130,7 +131,7 @@ class Backbone:
         self, position_ids: Tensor, segment_ids: Tensor, branch_ids: Tensor | None
     ) -> Mask | dict[str, Mask]:
         """What the model takes as ``attention_mask``: one mask, or one for each kind of layer."""
-        if self.own_mask or self._windows is None:
+        if self.own_mask or self._windows is None or not self._attends:
             return (segment_ids > 0).long()
         if self.model.config._attn_implementation == "flex_attention":
             make: Callable[..., Mask] = partial(flex_mask, segment_ids, position_ids)
@@ -162,8 +163,7 @@ def _takes_spans(model: PreTrainedModel, windows: dict[str, int | None]) -> bool
     passes_window = windowless or bool(getattr(model, "_supports_flash_attn", False))
     sdpa = model.config._attn_implementation == "sdpa"
     if recurrent_layers(model):
-        attends = set(getattr(model.config, "layer_types", None) or ()) - {"linear_attention"}
-        return passes_window and (sdpa or not attends)
+        return passes_window and (sdpa or not attends(model.config))
     return sdpa and bool(getattr(model, "_supports_attention_backend", False)) and passes_window
 
 
@@ -185,6 +185,12 @@ def _real(values: Tensor, spans: Spans) -> Tensor:
     if spans.places is None:
         return values.reshape(1, -1).clone()
     return values.flatten()[spans.places[None]]
+
+
+def attends(config: PretrainedConfig) -> bool:
+    """Whether any layer has attention, of which a state alone needs no mask and no kernel."""
+    kinds = set(getattr(config, "layer_types", None) or ())
+    return not kinds or bool(kinds - WITHOUT_MASK)
 
 
 def attention_windows(config: PretrainedConfig) -> dict[str, int | None] | None:
