@@ -38,7 +38,7 @@ def check_cache(model: PreTrainedModel) -> None:
 @torch.no_grad()
 def _cache_error(model: PreTrainedModel) -> float:
     """Relative error of logits of given responses, two to each of two prompts."""
-    vocabulary = model.get_input_embeddings().num_embeddings
+    vocabulary = model.config.vocab_size
     generator = torch.Generator().manual_seed(0)
 
     def draw(count: int) -> list[int]:

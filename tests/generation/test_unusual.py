@@ -96,6 +96,14 @@ def test_what_a_state_has_passed_is_read_again_in_a_later_turn(kind):
     assert found == Decoder(model, **options)(longer, Sampling(5), seeds=seeds).tokens()
 
 
+def test_ranks_that_gather_weights_read_prompts_by_as_many_passes():
+    model = unusual_model("lfm2")
+    assert takes_cache(model)
+    for parameter in model.parameters():
+        parameter.ds_numel = 2 * parameter.numel()  # as ZeRO 3 marks what is elsewhere too
+    assert not takes_cache(model)  # each token is then one pass over all texts
+
+
 @pytest.mark.parametrize("fault", ["state of the step before", "state of another row"])
 def test_a_model_that_decodes_otherwise_with_our_cache_goes_without(fault, monkeypatch):
     plain = RecurrentStates.get_recurrent_state
