@@ -15,7 +15,7 @@ from dschat_lora.data.prepare import Prepared
 from dschat_lora.engine.build import EngineSettings
 from dschat_lora.engine.distributed import data_rank, device
 from dschat_lora.models.build import recompute_blocks
-from dschat_lora.models.causal_lm import Tokenizer, load_config, load_tokenizer
+from dschat_lora.models.causal_lm import Tokenizer, attention_note, load_config, load_tokenizer
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
 from dschat_lora.models.offload import offload_inputs
 from dschat_lora.rlhf.advice import explaining_memory
@@ -336,6 +336,9 @@ def _describe(
         + ", ".join(f"{name} {count:,}" for name, count in trained.items())
         + f"; {engine_words(actor, roles.actor.model)}"
     )
+    notes = (attention_note(each.model, run.config.load) for each in roles.models.values())
+    for words in sorted(set(filter(None, notes))):
+        run.log.say(f"  note         {words}")
     for role, model in roles.trained.items():
         if model.warning is not None:
             run.log.say(f"  warning      {model.warning}")

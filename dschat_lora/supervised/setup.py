@@ -18,7 +18,7 @@ from dschat_lora.models.build import (
     check_targets,
     recompute_blocks,
 )
-from dschat_lora.models.causal_lm import Tokenizer, load_config, load_tokenizer
+from dschat_lora.models.causal_lm import Tokenizer, attention_note, load_config, load_tokenizer
 from dschat_lora.models.compile import compile_blocks
 from dschat_lora.models.offload import offload_inputs
 from dschat_lora.models.source import ModelSource, find_model
@@ -170,6 +170,8 @@ def _describe(
     )
     if adapted.warning is not None:
         run.log.say(f"  warning      {adapted.warning}")
+    if words := attention_note(adapted.model, config.model):
+        run.log.say(f"  note         {words}")
     if config.lora.lora_dim == 0:
         note_all_weights(run, "lora_dim")
     if warning := rate_warning(config.optim, config.lora):
