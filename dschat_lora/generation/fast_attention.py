@@ -66,6 +66,8 @@ def attend_by_products(
     shared: SharedPrompts | None = getattr(key, "prompts", None)
     if shared is not None and 2 * len(shared.keys) > rows:
         shared = None  # most responses have ended
+    if shared is not getattr(value, "prompts", None):
+        shared = None  # what the layer made of the cache's
     width = 0 if shared is None else shared.keys.shape[2]
     scores = torch.matmul(grouped, key[:, :, width:].transpose(2, 3))
     if shared is not None:

@@ -11,7 +11,8 @@ class SharedPrompts:
     """Keys and values of the first columns, which several rows have in common.
 
     A CPU reads them once for all responses to a prompt (Hydragen, arXiv:2402.05099, section 3.2);
-    keys of a step have them as their attribute ``prompts``.
+    keys and values of a step have them as their attribute ``prompts``, which a layer that computes
+    others of them loses.
 
     Attributes:
         keys, values: (prompts, heads, W, D).
@@ -58,7 +59,7 @@ class KVCache:
         """Take the prompts of another batch; what masks do not hide is written anew.
 
         With ``sequences``, (rows,) int64 that their owner keeps up to date, :class:`SharedPrompts`
-        come with the keys of a step.
+        come with the keys and values of a step.
         """
         self.rows, self.columns, self.copies = rows, self.capacity[1], copies
         self._prompts.clear()
@@ -106,7 +107,7 @@ class KVCache:
         if layer_idx in self._prompts and self._shared_by is not None:
             sequences, copies = self._shared_by
             shared = SharedPrompts(*self._prompts[layer_idx], sequences[: self.rows], copies)
-            vars(keys)["prompts"] = shared
+            vars(keys)["prompts"] = vars(values)["prompts"] = shared
         return keys, values
 
     def _allocate(self, key: Tensor, value: Tensor) -> Tensor | tuple[Tensor, Tensor]:

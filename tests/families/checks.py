@@ -42,10 +42,12 @@ from helpers.tiny import VOCAB, ragged_samples
 
 CPU = torch.device("cpu")
 PAD, END, RATE, STEPS, ROWS = 1, 2, 5e-3, 3, 4
-EXACT = 1e-5  # losses, factors and logits, absolute
+EXACT = 1e-5  # losses and factors, absolute; logits, of the largest where that is above 1
+EPSILON = 1e-4  # of AdamW: a gradient of rounding errors alone then moves nothing
 SAMPLED = 1e-4  # log-probabilities of the sampler and of training, nats
 # Parts of the names of layers that hold a mixture of experts, or are an MLP beside one.
 _OF_EXPERTS = ("mlp", "moe", "feed_forward", "expert", "ffn")
+_OF_MLPS = ("gate_proj", "up_proj", "down_proj")  # whatever has these names, for PEFT
 
 
 class Family:
@@ -131,11 +133,11 @@ class Family:
         resolve_head(engine, VOCAB, run)
         packs = resolve_packing(engine, True, VOCAB, run)
         windows = [ragged_samples(ROWS, seed=seed, longest=30) for seed in range(STEPS)]
-        options = {"rates": [RATE] * STEPS, "max_grad_norm": None}
+        options = {"rates": [RATE] * STEPS, "max_grad_norm": None, "epsilon": EPSILON}
         wanted, _ = plain.train(theirs, windows, **options)
         parameters = list(adapter_parameters(model).values())
         optimizer = torch.optim.AdamW(
-            parameters, lr=RATE, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0
+            parameters, lr=RATE, betas=(0.9, 0.95), eps=EPSILON, weight_decay=0.0
         )
         losses = []
         for window in windows:
@@ -189,7 +191,8 @@ def _endings_beside_experts(model):
         parts = name.split(".")
         inside = any(part.isdigit() for part in parts)
         if isinstance(module, torch.nn.Linear) and inside:
-            if not any(word in part for part in parts for word in _OF_EXPERTS):
+            beside = not any(word in part for part in parts for word in _OF_EXPERTS)
+            if beside and parts[-1] not in _OF_MLPS:
                 yield parts[-1]
 
 
@@ -339,7 +342,8 @@ def from_peft(family):
 
 
 def _distance(first, second):
-    return float((logits_of(first) - logits_of(second)).abs().max())
+    ours, theirs = logits_of(first), logits_of(second)
+    return float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1))
 
 
 _RL = ("--max_steps", "1", "--max_answer_seq_len", "12", "--eval_prompts", "2")

@@ -16,6 +16,7 @@ SIZE = {
 }
 # What some types know besides, by value.
 _FURTHER = {
+    0: ("first_k_dense_replace", "moe_layer_start_index"),
     1: ("n_shared_experts", "moe_num_shared_experts", "n_group", "topk_group", "mamba_n_groups"),
     2: ("num_experts_per_tok", "moe_k", "linear_num_key_heads", "n_groups", "expand"),
     4: (
@@ -37,15 +38,17 @@ _FURTHER = {
 }
 _LATENT = dict.fromkeys(("q_lora_rank", "kv_lora_rank", "v_head_dim"), 16)
 _LATENT |= dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "head_dim"), 8)
+_LATENT["num_key_value_heads"] = 4
 _FULL, _LINEAR = "full_attention", "linear_attention"
 _SLIDING = ["sliding_attention", _FULL]
 _TINY_SHARED = {"vocab_size_per_layer_input": 1024, "hidden_size_per_layer_input": 8}
-_SELECTED = {"num_key_value_heads": 4, "index_topk": 4, "index_head_dim": 16, "index_n_heads": 2}
+# As many as there are tokens: of equal scores, of which the smallest indexer has many, any is taken.
+_SELECTED = {"index_topk": 64, "index_head_dim": 16, "index_n_heads": 2}
 # Types that need something else, and what.
 _OTHERS = {
-    "axk1": {"first_k_dense_replace": 0},
     "axk2": _SELECTED,
     "bamba": {"attn_layer_indices": [1]},
+    "beam": {"mlp_layer_types": ["sparse"] * 2},
     "cwm": {"bos_token_id": 3},
     "deepseek_v32": _SELECTED,
     "falcon_h1": {"mamba_d_ssm": 128},
@@ -64,7 +67,7 @@ _OTHERS = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
     "granitemoehybrid": {"layer_types": [_LINEAR, _FULL]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
-    "kimi_linear": {"num_local_experts": 4},
+    "kimi_linear": {"num_experts_per_token": 2},
     "lfm2": {"layer_types": ["conv", _FULL], "block_multiple_of": 16},
     "lfm2_moe": {"layer_types": ["conv", _FULL], "num_dense_layers": 1},
     "lfm3": {"layer_types": ["conv", _FULL]},
