@@ -11,8 +11,7 @@ class SharedPrompts:
     """Keys and values of the first columns, which several rows have in common.
 
     A CPU reads them once for all responses to a prompt (Hydragen, arXiv:2402.05099, section 3.2);
-    keys and values of a step have them as their attribute ``prompts``, which a layer that computes
-    others of them loses.
+    keys and values of a step have them as their attribute ``prompts``.
 
     Attributes:
         keys, values: (prompts, heads, W, D).
@@ -59,7 +58,7 @@ class KVCache:
         """Take the prompts of another batch; what masks do not hide is written anew.
 
         With ``sequences``, (rows,) int64 that their owner keeps up to date, :class:`SharedPrompts`
-        come with the keys and values of a step.
+        come with the keys of a step.
         """
         self.rows, self.columns, self.copies = rows, self.capacity[1], copies
         self._prompts.clear()
