@@ -139,12 +139,19 @@ def load_causal_lm(
                 load_parts(model, path)
                 with suppress(OSError):  # as transformers, which many models do without
                     model.generation_config = GenerationConfig.from_pretrained(path)
-            return model
+            return _with_body(model)
         model, report = AutoModelForCausalLM.from_pretrained(
             path, config=model_config, output_loading_info=True, **kwargs
         )
         check_loaded(model, report["missing_keys"])
-        return model
+        return _with_body(model)
+
+
+def _with_body(model: PreTrainedModel) -> PreTrainedModel:
+    """The model, whose ``base_model`` is what lies below its head."""
+    if model.base_model is model and isinstance(getattr(model, "model", None), PreTrainedModel):
+        model.base_model_prefix = "model"  # Llama 4 has that of a whole with vision
+    return model
 
 
 def load_options(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:

@@ -192,7 +192,8 @@ def _endings_beside_experts(model):
         inside = any(part.isdigit() for part in parts)
         if isinstance(module, torch.nn.Linear) and inside:
             beside = not any(word in part for part in parts for word in _OF_EXPERTS)
-            if beside and parts[-1] not in _OF_MLPS:
+            recurrent = hasattr(model.get_submodule(".".join(parts[:-1])), "A_log")
+            if beside and parts[-1] not in _OF_MLPS and not (recurrent and parts[-1] == "out_proj"):
                 yield parts[-1]
 
 
