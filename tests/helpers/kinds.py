@@ -1,4 +1,8 @@
-"""Tiny configurations of many types of transformers, and the types that are not tried."""
+"""Tiny configurations of many types of transformers, and the types that are not tried.
+
+A type that a new version of transformers adds to its causal language models goes into ``TYPES``,
+with what its tiny model needs in ``_OTHERS``, or into ``LEFT_OUT``.
+"""
 
 from transformers import AutoConfig
 
@@ -42,7 +46,7 @@ _LATENT["num_key_value_heads"] = 4
 _FULL, _LINEAR = "full_attention", "linear_attention"
 _SLIDING = ["sliding_attention", _FULL]
 _TINY_SHARED = {"vocab_size_per_layer_input": 1024, "hidden_size_per_layer_input": 8}
-# As many as there are tokens: of equal scores, of which the smallest indexer has many, any is taken.
+# At least as many as there are tokens: of equal scores, which a tiny indexer has, any is taken.
 _SELECTED = {"index_topk": 64, "index_head_dim": 16, "index_n_heads": 2}
 # Types that need something else, and what.
 _OTHERS = {
@@ -81,7 +85,12 @@ _OTHERS = {
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "smollm3": {"no_rope_layers": [1, 0]},
-    "zamba": {"num_hidden_layers": 4, "layer_types": [_LINEAR, "hybrid"] * 2, "n_mamba_heads": 2, "num_key_value_heads": 4},
+    "zamba": {
+        "num_hidden_layers": 4,
+        "layer_types": [_LINEAR, "hybrid"] * 2,
+        "n_mamba_heads": 2,
+        "num_key_value_heads": 4,
+    },
     "zamba2": {
         **{"layers_block_type": [_LINEAR, "hybrid"] * 2, "n_mamba_heads": 8},
         **{"num_hidden_layers": 4, "mamba_ngroups": 1, "num_key_value_heads": 4},
@@ -104,3 +113,53 @@ def tiny_config(kind, **others):
     if kinds:
         sizes["layer_types"] = [*kinds, *kinds][:2]
     return AutoConfig.for_model(kind, **sizes | _OTHERS.get(kind, {}) | others)
+
+
+# Causal language models that are tried.
+TYPES = (
+    *("afmoe", "apertus", "arcee", "aria_text", "axk1", "axk2", "bailing_hybrid", "bamba", "beam"),
+    *("biogpt", "bitnet", "bloom", "codegen", "cohere", "cohere2", "cohere2_moe", "ctrl", "cwm"),
+    *("deepseek_v2", "deepseek_v3", "deepseek_v32", "diffllama", "doge", "dots1", "ernie4_5"),
+    *("ernie4_5_moe", "exaone4", "exaone_moe", "falcon", "falcon_h1", "falcon_mamba", "flex_olmo"),
+    *("flint", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "glm", "glm4"),
+    *("glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox"),
+    *("gpt_neox_japanese", "gpt_oss", "gptj", "granite", "granite_swa", "granitemoe"),
+    *("granitemoe_swa", "granitemoehybrid", "granitemoeshared", "helium", "hrm_text"),
+    *("hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "jais2", "jamba", "jetmoe"),
+    *("kimi_linear", "kolibri1", "laguna", "lfm2", "lfm2_moe", "lfm3", "llama", "llama4_text"),
+    *("longcat_flash", "mamba", "mamba2", "mellum", "mimo_v2_flash", "minicpm3", "minimax"),
+    *("minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "modernbert-decoder", "mpt"),
+    *("nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe"),
+    *("openai-gpt", "opt", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3"),
+    *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "recurrent_gemma"),
+    *("seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma", "xglm", "youtu"),
+    *("zamba", "zamba2", "zaya"),
+)
+_REASONS = {
+    "a decoder of an encoder-decoder model": (
+        *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "moshi"),
+        *("musicgen", "musicgen_melody", "mvp", "pegasus", "plbart", "prophetnet", "trocr"),
+        "whisper",
+    ),
+    "an encoder, whose tokens see those after them": (
+        *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie"),
+        *("megatron-bert", "reformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert"),
+        *("roformer", "xlm", "xlm-roberta", "xlm-roberta-xl", "xlnet", "xmod"),
+    ),
+    "a composite with images or sound, whose text model is a type of its own": (
+        *("cohere_compass_text", "dots3_note", "dots3_note_text", "emu3", "fuyu", "gemma3"),
+        *("gemma3n", "gemma4", "gemma4_unified", "gemma4_unified_text", "git", "got_ocr2"),
+        *("llama4", "minimax_m3_vl_text", "mllama", "moss_transcribe_diarize", "phi4_multimodal"),
+        *("qwen3_5", "qwen3_5_moe"),
+    ),
+    "a draft model beside another": ("gemma4_assistant", "gemma4_unified_assistant"),
+    "the class of another type": ("gpt-sw3", "internlm3", "iquestcoder"),
+    "reads bytes by a tokenizer within": ("blt",),
+    "reads other inputs than tokens": ("cpmant", "inkling2_text", "inkling_text"),
+    "its code on a CPU fails in transformers itself": ("dbrx", "rwkv", "xlstm"),
+    "selects what it attends to by layers of which no tiny shape is known": (
+        *("deepseek_v4", "hy_v4", "qwen4_exp", "qwen4_exp_text"),
+    ),
+}
+# Type -> why it is not tried.
+LEFT_OUT = {kind: reason for reason, kinds in _REASONS.items() for kind in kinds}
