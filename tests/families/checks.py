@@ -385,7 +385,9 @@ def resume(family):
     whole = family.command("step1_sft", *options)
     (middle,) = (whole / "checkpoints").glob("*2")
     again = family.command("step1_sft", *options, "--resume_from_checkpoint", middle)
-    ours, theirs = (load_file(each / "adapter_model.safetensors") for each in (again, whole))
+    ours, theirs = (
+        load_file(each / "adapter" / "adapter_model.safetensors") for each in (again, whole)
+    )
     assert ours.keys() == theirs.keys()
     unlike = [name for name in ours if not torch.equal(ours[name], theirs[name])]
     assert not unlike, f"{len(unlike)} tensors differ, such as {unlike[0]}"

@@ -73,11 +73,14 @@ def main(file, *arguments):
             rows += cells(kind, directory, checks, **options)
             Path(file).write_text(json.dumps(rows, indent=1), encoding="utf-8")
         launcher.stop()
-    print(table_of(rows))
+    lines = [table_of(rows)]
     right = [k for k in kinds if all(row["ok"] for row in rows if row["type"] == k)]
-    print(f"{len(right)} of {len(kinds)} types are right")
+    lines.append(f"{len(right)} of {len(kinds)} types are right")
     untried = CAUSAL.keys() - {*TYPES, *LEFT_OUT}
-    print(f"new types, neither tried nor left out: {', '.join(sorted(untried)) or 'none'}")
+    lines.append(
+        f"types that are neither tried nor left out: {', '.join(sorted(untried)) or 'none'}"
+    )
+    sys.stdout.write("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":
