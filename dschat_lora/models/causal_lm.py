@@ -87,9 +87,15 @@ def load_config(path: str, config: ModelConfig) -> PretrainedConfig:
     """The model's configuration with every dropout set to ``--dropout``.
 
     Raises:
-        ValueError: if it cannot be read, or the weights are quantised in a way that is not known.
+        ValueError: if it cannot be read, is that of an encoder-decoder model, or the weights are
+            quantised in a way that is not known.
     """
     model_config = _read_config(path, config)
+    if getattr(model_config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"--model_name_or_path {path}: {model_config.model_type} models are encoder-decoders, "
+            "and only decoders train here: causal language models such as Llama, Qwen or OPT"
+        )
     stored_bits(vars(model_config), path)
     for name in _dropouts(model_config):
         setattr(model_config, name, 0.0 if name == "layerdrop" else config.dropout)
