@@ -82,7 +82,7 @@ class Means(_Means, GenerationMixin):
     def get_output_embeddings(self):
         return None if self.config.way == "no head" else self.lm_head
 
-    def prepare_inputs_for_generation(self, input_ids, **_):
+    def prepare_inputs_for_generation(self, input_ids, attention_mask=None, **_):
         return {"input_ids": input_ids}  # there is no cache
 
     def forward(self, input_ids=None, attention_mask=None, **others):
