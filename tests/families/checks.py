@@ -45,9 +45,6 @@ PAD, END, RATE, STEPS, ROWS = 1, 2, 5e-3, 3, 4
 EXACT = 1e-5  # losses and factors, absolute; logits, of the largest where that is above 1
 EPSILON = 1e-4  # of AdamW: a gradient of rounding errors alone then moves nothing
 SAMPLED = 1e-4  # log-probabilities of the sampler and of training, nats
-# Parts of the names of layers that hold a mixture of experts, or are an MLP beside one.
-_OF_EXPERTS = ("mlp", "moe", "feed_forward", "expert", "ffn")
-_OF_MLPS = ("gate_proj", "up_proj", "down_proj")  # whatever has these names, for PEFT
 
 
 class Family:
@@ -56,12 +53,11 @@ class Family:
     Args:
         kind: the type, as a configuration's ``model_type``.
         directory: of its own, for files.
-        experts: adapt experts too; else attention alone of a type that has some.
         launcher: starts commands; None where none are checked.
         others: changes of the configuration.
     """
 
-    def __init__(self, kind, directory, *, experts=False, launcher=None, others=None):
+    def __init__(self, kind, directory, *, launcher=None, others=None):
         self.kind, self.directory, self.launcher = kind, Path(directory), launcher
         self.base = self.directory / "base"
         self.said = []
@@ -79,28 +75,22 @@ class Family:
         model.generation_config.eos_token_id = END
         model.save_pretrained(self.base)
         self.attention = model.config._attn_implementation
-        self.targets = ("all-linear",)
-        names = [name for name, p in model.named_parameters() if p.ndim == 3 and "expert" in name]
-        if names and not experts:
-            self.targets = tuple(sorted(set(_endings_beside_experts(model))))
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(BUNDLED_MODEL / name, self.base)
 
-    @property
-    def lora(self):
-        return LoraConfig(lora_dim=4, lora_alpha=8.0, target_modules=self.targets)
-
     def ours(self, adapter=None):
         """Our model with its adapter, as a stage builds it."""
-        return build_causal_lm(
+        adapted = build_causal_lm(
             find_model(str(adapter or self.base)),
             Words(),
             ModelConfig(attn_implementation=self.attention),
-            LoraConfig() if adapter else self.lora,
+            LoraConfig() if adapter else LoraConfig(lora_dim=4, lora_alpha=8.0),
             dtype=torch.float32,
             seed=1,
             meta=False,
-        ).model.eval()
+        )
+        self.applied = adapted.lora
+        return adapted.model.eval()
 
     def stock(self, adapter=None):
         """Transformers' model, under PEFT's adapter."""
@@ -114,7 +104,7 @@ class Family:
         write_adapter(
             self.directory / name,
             {name: p.detach() for name, p in adapter_parameters(model).items()},
-            self.lora,
+            self.applied,
             layout=adapter_layout(model),
             base_model_name_or_path=str(self.base),
         )
@@ -183,18 +173,6 @@ class _Engine:
 
     def eval(self):
         self.module.eval()
-
-
-def _endings_beside_experts(model):
-    """Last names of the linear layers of blocks outside mixtures of experts."""
-    for name, module in model.named_modules():
-        parts = name.split(".")
-        inside = any(part.isdigit() for part in parts)
-        if isinstance(module, torch.nn.Linear) and inside:
-            beside = not any(word in part for part in parts for word in _OF_EXPERTS)
-            recurrent = hasattr(model.get_submodule(".".join(parts[:-1])), "A_log")
-            if beside and parts[-1] not in _OF_MLPS and not (recurrent and parts[-1] == "out_proj"):
-                yield parts[-1]
 
 
 def _last_line(text):
@@ -370,8 +348,7 @@ def ppo(family):
 
 
 def _iteration(family, *options):
-    lora = ("--actor_lora_dim", "4", "--actor_target_modules", *family.targets)
-    out = family.command("step3_rlhf", *_RL, *lora, *options)
+    out = family.command("step3_rlhf", *_RL, "--actor_lora_dim", "4", *options)
     lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
     error = max(line["sampler_error_max"] for line in lines if "sampler_error_max" in line)
     return _require(error, SAMPLED, "log-probabilities of sampler and trainer")
@@ -379,7 +356,7 @@ def _iteration(family, *options):
 
 def resume(family):
     """A run that goes on from a checkpoint writes the adapter of one that was not stopped."""
-    options = ("--lora_dim", "4", "--target_modules", *family.targets, "--max_steps", "4")
+    options = ("--lora_dim", "4", "--max_steps", "4")
     options += ("--save_interval", "2", "--save_total_limit", "0", "--sample_generations", "0")
     options += ("--max_seq_len", "48", "--per_device_train_batch_size", "2", "--eval_iters", "1")
     whole = family.command("step1_sft", *options)

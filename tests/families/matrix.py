@@ -2,7 +2,7 @@
 
 ``PYTHONPATH=.:tests python -m families.matrix FILE.json`` tries all types with the installed
 versions and prints a table, which the file gets too; types that are named behind it are tried
-alone. ``--experts`` adapts experts besides attention, ``--quick`` runs no commands.
+alone. ``--quick`` runs no commands.
 """
 
 import json
@@ -20,11 +20,11 @@ from helpers.kinds import LEFT_OUT, TYPES
 from helpers.launcher import Launcher
 
 
-def cells(kind, directory, checks, **options):
+def cells(kind, directory, checks, launcher):
     """What each check found of a type: ``{"type", "check", "ok", "found"}``."""
     names = [check.__name__ for check in checks]
     try:
-        family = Family(kind, directory, **options)
+        family = Family(kind, directory, launcher=launcher)
     except Exception as error:  # noqa: BLE001 - a cell says what failed
         return [_cell(kind, name, False, _words(error)) for name in names]
     found = []
@@ -69,8 +69,7 @@ def main(file, *arguments):
         for kind in kinds:
             directory = Path(temporary) / kind
             directory.mkdir()
-            options = {"experts": "--experts" in arguments, "launcher": launcher}
-            rows += cells(kind, directory, checks, **options)
+            rows += cells(kind, directory, checks, launcher)
             Path(file).write_text(json.dumps(rows, indent=1), encoding="utf-8")
         launcher.stop()
     lines = [table_of(rows)]

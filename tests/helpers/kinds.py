@@ -51,7 +51,7 @@ _SELECTED = {"index_topk": 64, "index_head_dim": 16, "index_n_heads": 2}
 # Types that need something else, and what.
 _OTHERS = {
     "axk2": _SELECTED,
-    "bailing_hybrid": {"num_expert_group": 1},
+    "bailing_hybrid": {"num_expert_group": 1, "num_experts_per_token": 2},
     "bamba": {"attn_layer_indices": [1]},
     "beam": {"mlp_layer_types": ["sparse"] * 2},
     "cwm": {"bos_token_id": 3},
