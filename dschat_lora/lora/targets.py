@@ -44,10 +44,10 @@ def choose_targets(model: nn.Module, config: LoraConfig) -> list[str]:
     ``--lora_module_name`` takes every linear layer whose name contains it. Otherwise
     ``--target_modules`` is ``all-linear`` (every linear layer inside a ``ModuleList``, that is
     of the transformer blocks, but for routers of experts and ``out_proj`` of Mamba blocks; an
-    output head or OPT-350m's ``project_in`` and ``project_out`` stand outside), a regular expression
-    matched against whole names, or names each of which takes the linear layers and embeddings equal
-    to it or ending in ``.name``. Modules of ``--modules_to_save`` are never taken: they train in
-    full, nor are experts with ``--expert_lora_dim 0``.
+    output head or OPT-350m's ``project_in`` and ``project_out`` stand outside), a regular
+    expression matched against whole names, or names each of which takes the linear layers and
+    embeddings equal to it or ending in ``.name``. Modules of ``--modules_to_save`` are never taken:
+    they train in full, nor are experts with ``--expert_lora_dim 0``.
 
     Raises:
         ValueError: if a rule matches nothing (the message lists the candidates), or if rules
