@@ -26,8 +26,10 @@ NAMES_OF_EXPERTS = frozenset(("gate", "gate_proj", "up_proj", "down_proj", "w1",
 _FUSED = dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), "gate_up_proj") | {"w2": "down_proj"}
 # Types with Mamba blocks, whose kernel on a GPU reads the weight of this layer, not its output.
 # PEFT refuses it in five of them.
-_FUSED_MAMBA = ("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "mamba", "mamba2")
-_FUSED_MAMBA += ("nemotron_h", "zamba2")
+_FUSED_MAMBA = (
+    *("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "mamba", "mamba2", "nemotron_h"),
+    "zamba2",
+)
 _BYPASSED = "out_proj"
 # Subclasses of a linear layer whose own forward is that of one.
 _LINEAR_CLASSES = ("FalconLinear",)

@@ -173,7 +173,7 @@ def _tree(start: Tensor, *branches: Tensor) -> dict[str, Any]:
 def _in_rows(backbone: Backbone, samples: list[Tensor], *, own_mask: bool) -> Tensor:
     """Hidden states of the samples, padded to rows of their own, as they will be trained."""
     packed = [_packed([sample]) for sample in samples]
-    rows = {
+    rows: dict[str, Any] = {
         name: nn.utils.rnn.pad_sequence([each[name][0] for each in packed], batch_first=True)
         for name in packed[0]
     }

@@ -23,7 +23,7 @@ from dschat_lora.checkpoint.export import save_merged
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.data.batch import SampleCollator
 from dschat_lora.generation.generate import Decoder
-from dschat_lora.generation.sampling import Sampling
+from dschat_lora.generation.sampling import Responses, Sampling
 from dschat_lora.lora.model import adapter_layout, adapter_parameters
 from dschat_lora.models.build import build_causal_lm
 from dschat_lora.models.causal_lm import CausalLMLoss
@@ -325,14 +325,21 @@ def _distance(first, second):
     return float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1))
 
 
-_RL = ("--max_steps", "1", "--max_answer_seq_len", "12", "--eval_prompts", "2")
-_RL += ("--reward_function", "families.checks:lengths", "--per_device_generation_batch_size", "4")
-_RL += ("--per_device_training_batch_size", "4", "--max_prompt_seq_len", "40")
+RL = ("--max_steps", "1", "--max_answer_seq_len", "12", "--eval_prompts", "2")
+RL += ("--reward_function", "families.checks:lengths", "--per_device_generation_batch_size", "4")
+RL += ("--per_device_training_batch_size", "4", "--max_prompt_seq_len", "40")
 
 
 def lengths(prompts, responses):
     """A reward function for runs."""
     return [float(len(each)) for each in responses]
+
+
+def lengths_and_another_sampler(prompts, responses):
+    """Likewise, in a process whose sampler says something else of its tokens from then on."""
+    own = Responses.logprobs
+    Responses.logprobs = lambda self: [[each - 0.3 for each in row] for row in own(self)]
+    return lengths(prompts, responses)
 
 
 def grpo(family):
@@ -348,7 +355,7 @@ def ppo(family):
 
 
 def _iteration(family, *options):
-    out = family.command("step3_rlhf", *_RL, "--actor_lora_dim", "4", *options)
+    out = family.command("step3_rlhf", *RL, "--actor_lora_dim", "4", *options)
     lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
     error = max(line["sampler_error_max"] for line in lines if "sampler_error_max" in line)
     return _require(error, SAMPLED, "log-probabilities of sampler and trainer")

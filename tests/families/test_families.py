@@ -3,7 +3,7 @@
 import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
-from families.checks import COMMANDS, IN_PROCESS, Family
+from families.checks import COMMANDS, IN_PROCESS, RL, Family
 from helpers.kinds import LEFT_OUT, TYPES
 from helpers.spread import ALL
 
@@ -37,6 +37,16 @@ def test_family_is_that_of_transformers_and_peft(family, check):
 @pytest.mark.parametrize("check", COMMANDS, ids=lambda check: check.__name__)
 def test_family_runs_and_goes_on(family, check):
     check(family)
+
+
+@pytest.mark.skipif(not ALL, reason="a whole command, under make test-all")
+@pytest.mark.stage
+def test_a_run_whose_sampler_is_another_policy_stops(launcher, tmp_path):
+    family = Family("llama", tmp_path, launcher=launcher)
+    grouped = ("--algorithm", "grpo", "--num_generations", "2", "--max_steps", "9")
+    function = ("--reward_function", "families.checks:lengths_and_another_sampler")
+    with pytest.raises(AssertionError, match=r"^error: .* are 0\.\d nats per token .* the run stops"):
+        family.command("step3_rlhf", *RL, *grouped, *function)
 
 
 def test_every_causal_language_model_is_tried_or_left_out_for_a_reason():
