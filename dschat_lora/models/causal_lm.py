@@ -89,9 +89,15 @@ def load_config(path: str, config: ModelConfig) -> PretrainedConfig:
     """The model's configuration with every dropout set to ``--dropout``.
 
     Raises:
-        ValueError: if it cannot be read, or the weights are quantised in a way that is not known.
+        ValueError: if it cannot be read, is that of an encoder-decoder model, or the weights are
+            quantised in a way that is not known.
     """
     model_config = _read_config(path, config)
+    if getattr(model_config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"--model_name_or_path {path}: {model_config.model_type} models are encoder-decoders, "
+            "and only decoders train here: causal language models such as Llama, Qwen or OPT"
+        )
     stored_bits(vars(model_config), path)
     for name in _dropouts(model_config):
         setattr(model_config, name, 0.0 if name == "layerdrop" else config.dropout)
@@ -141,12 +147,19 @@ def load_causal_lm(
                 load_parts(model, path)
                 with suppress(OSError):  # as transformers, which many models do without
                     model.generation_config = GenerationConfig.from_pretrained(path)
-            return model
+            return _with_body(model)
         model, report = AutoModelForCausalLM.from_pretrained(
             path, config=model_config, output_loading_info=True, **kwargs
         )
         check_loaded(model, report["missing_keys"])
-        return model
+        return _with_body(model)
+
+
+def _with_body(model: PreTrainedModel) -> PreTrainedModel:
+    """The model, whose ``base_model`` is what lies below its head."""
+    if model.base_model is model and isinstance(getattr(model, "model", None), PreTrainedModel):
+        model.base_model_prefix = "model"  # Llama 4 has that of a whole with vision
+    return model
 
 
 def load_options(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:

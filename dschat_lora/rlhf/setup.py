@@ -14,6 +14,7 @@ from dschat_lora.data.fingerprint import describe_tokenizer
 from dschat_lora.data.prepare import Prepared
 from dschat_lora.engine.build import EngineSettings
 from dschat_lora.engine.distributed import data_rank, device
+from dschat_lora.lora.merge import check_mergeable
 from dschat_lora.models.build import recompute_blocks
 from dschat_lora.models.causal_lm import Tokenizer, attention_note, load_config, load_tokenizer
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
@@ -340,6 +341,8 @@ def _describe(
     for words in sorted(set(filter(None, notes))):
         run.log.say(f"  note         {words}")
     for role, model in roles.trained.items():
+        if run.config.run.merge_adapter:
+            check_mergeable(model.model)
         if model.warning is not None:
             run.log.say(f"  warning      {model.warning}")
         options: RoleConfig = getattr(run.config, role)

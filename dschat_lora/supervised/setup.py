@@ -9,6 +9,7 @@ from dschat_lora.data.prepare import Prepared
 from dschat_lora.data.rows import DataKind
 from dschat_lora.engine.build import EngineSettings, TrainEngine
 from dschat_lora.engine.distributed import device
+from dschat_lora.lora.merge import check_mergeable
 from dschat_lora.lora.rates import parameter_groups, rate_warning
 from dschat_lora.models.build import (
     AdaptedModel,
@@ -168,6 +169,8 @@ def _describe(
         f"  parameters   {total:,}, of which {trained:,} train ({trained / total:.2%}); "
         f"{len(adapted.targets)} adapted layers; {engine_words(settings, adapted.model)}"
     )
+    if config.run.merge_adapter:
+        check_mergeable(adapted.model)
     if adapted.warning is not None:
         run.log.say(f"  warning      {adapted.warning}")
     if words := attention_note(adapted.model, config.model):
