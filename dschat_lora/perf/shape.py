@@ -21,7 +21,9 @@ _DROPOUT_OPTIONS = ("dropout", "resid_pdrop", "hidden_dropout", "hidden_dropout_
 _POST_NORMS = ("output.LayerNorm", "post_feedforward_layernorm")  # BERT; Gemma 2, OLMo 2
 # What a layer has that carries a state from token to token in place of attention.
 _STATE = ("A_log", "time_decay", "slope_rate")
-_STATEFUL = re.compile("mamba|deltanet|lightning|linearattention|rglru|mlstm")
+_STATEFUL = re.compile("mamba|delta|lightning|textlinear|rglru|mlstm")
+_KEYS = re.compile(r"\.([kv]|kv)_proj\b|\.(key|value)\b|\.[kv]_lin\b")
+_LATENT = re.compile(r"\.kv_a_")  # of which keys and values are made
 _ATTENTION = re.compile("attn|attention(?!.*norm)|attention$")
 # Parts of blocks that read what an encoder made of another input.
 _CROSS = ("cross_attn", "encoder_attn", "crossattention", "cross_attention")
@@ -46,6 +48,7 @@ class LinearShape:
     input_needs_grad: bool = True
     uses: float = 1  # of a position: how many experts it is sent to
     closes: bool = False  # reads what layers before it made of the input of its half
+    routed: bool = False  # an expert's: what it reads is a copy of the tokens sent to it
 
     @property
     def saves_input(self) -> bool:
@@ -96,7 +99,9 @@ class BlockShape:
     # How many of dP, dV, dQ, dK autograd forms; below 4 only where q, k, v need none.
     attention_backward: int
     recomputed: float  # FLOPs per position of the linears which checkpointing runs again
+    norm_width: int = 0  # numbers that norms read beside the one before each half
     has_state: bool = False  # carried from token to token, as in linear attention
+    uncounted: tuple[str, ...] = ()  # weights of products that are not understood
 
     @property
     def linears(self) -> tuple[LinearShape, ...]:
@@ -133,12 +138,10 @@ class ModelShape:
     def uncounted(self) -> str:
         """What counts leave out, for the log; empty where nothing is."""
         count = sum(block.has_state for block in self.blocks)
-        if not count:
-            return ""
-        return (
-            f"the recurrence of {count} of {self.num_layers} layers (linear attention, state "
-            "space) is not counted"
-        )
+        names = dict.fromkeys(_last(name) for block in self.blocks for name in block.uncounted)
+        parts = [f"the recurrence of {count} of {self.num_layers} layers"] * (count > 0)
+        parts += [f"products with {', '.join(names)}"] * bool(names)
+        return " and ".join(parts)
 
 
 def describe(model: nn.Module) -> ModelShape:
@@ -228,14 +231,16 @@ class _Layers:
             number = uses * self._chosen(each.num_experts, holders)
             held = each.adapter or each
             sizes = each.in_features, each.out_features
-            found.append(_linear(held, name + dot + each.name, *sizes, uses=number))
-        if lists_experts(module, name):
+            linear = _linear(held, name + dot + each.name, *sizes, uses=number)
+            found.append(replace(linear, routed=True))
+        listed = lists_experts(module, name)
+        if listed:
             uses *= self._chosen(len(module), holders) / len(module)  # type: ignore[arg-type]
         for child, inner in module.named_children():
             if all(child != each.name for each in fused):
                 within = {"skip": skip, "around": (*around, module), "uses": uses}
                 found += self.of(inner, name + dot + child, **within)
-        return found
+        return [replace(x, routed=True) for x in found] if listed else found
 
     def _chosen(self, count: int, holders: Sequence[nn.Module]) -> int:
         chosen = experts_per_token(holders[:3], self.config)
@@ -308,11 +313,8 @@ def _block(block: nn.Module, stream: bool, layers: _Layers) -> tuple[BlockShape,
     linears = [] if hasattr(block, _CROSS[0]) else layers.of(block)
     linears = [x for x in linears if not any(word in x.name for word in _CROSS)]
     names = tuple(linear.name + "." for linear in linears)
-    norm_trains = any(
-        parameter.requires_grad
-        for name, parameter in block.named_parameters()
-        if not name.startswith(names)
-    )
+    rest = {n: p for n, p in block.named_parameters() if not f"{n}.".startswith(names)}
+    norm_trains = any(parameter.requires_grad for parameter in rest.values())
     needs_grad = stream or norm_trains
     owned = _by_attention(block, linears)
     attention = {n: _read_attention(of, needs_grad, width) for n, of in owned.items()}
@@ -335,7 +337,9 @@ def _block(block: nn.Module, stream: bool, layers: _Layers) -> tuple[BlockShape,
         cache_width=sum(each.cache_width for each in scored),
         attention_backward=_attention_backward(flat[:-1]),
         recomputed=_recomputed([*flat, *mlp], tail_saves=_tail_saves(block, config)),
+        norm_width=_norm_width(block, flat, sum(each.score_width for each in scored), width),
         has_state=any(map(_has_state, block.modules())),
+        uncounted=tuple(n for n, p in rest.items() if linears and _multiplies(block, n, p)),
     )
     return shape, after or norm_trains or any(x.output_needs_grad for x in mlp)
 
@@ -346,7 +350,7 @@ def _by_attention(
     """The linears of each attention of the block, the output last, by the attention's name."""
     owned: dict[str, list[LinearShape]] = {}
     for name, module in block.named_modules():
-        words = f"{name.rpartition('.')[2]} {type(module).__name__}".lower()
+        words = f"{_last(name.rstrip('.0123456789'))} {type(module).__name__}".lower()
         inside = any(name.startswith(f"{other}.") for other in owned)
         if inside or not name or isinstance(module, nn.ModuleList) or not _ATTENTION.search(words):
             continue
@@ -406,22 +410,42 @@ class _Scored:
         of_query = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None)
         if of_value and of_query:
             score = values * of_query // of_value
-        heads = getattr(module, "num_heads", None) or field(config, "num_attention_heads")
+        heads = field(config, "num_attention_heads")
         if not isinstance(heads, int):
-            size = of_value or of_query or field(config, "head_dim")
+            size = of_value or of_query
             if not size:
                 raise ValueError(f"{type(module).__name__} does not say how many heads it has")
             heads = values // size
-        made = {_last(x.name): x.out_features for x in readers}
+        keys = [x for x in readers if _KEYS.search(x.name)]
         if getattr(module, "is_kv_shared_layer", False):
             cached = 0
-        elif any(name.startswith(("kv_a", "kv_b")) for name in made):  # latent, kept as made of it
-            cached = score + values
-        elif keys := [n for n in made if n.startswith(("k_proj", "key", "v_proj", "value", "kv"))]:
-            cached = sum(made[name] for name in keys) * (1 + (keys == ["k_proj"]))
-        else:
-            cached = sum(made.values()) - score
+        elif latent := [x for x in readers if _LATENT.search(x.name)]:
+            cached = latent[0].out_features
+        elif keys:
+            both = len(keys) == 1 and "kv" not in keys[0].name  # keys are values too
+            cached = sum(x.out_features for x in keys) * (1 + both)
+        else:  # fused with the queries
+            cached = sum(x.out_features for x in readers) - score
         return cls(values, score, heads, cached)
+
+
+def _norm_width(
+    block: nn.Module, attention: Sequence[LinearShape], queries: int, width: int
+) -> int:
+    """Numbers of a position that norms of queries and keys, and of what halves return, read."""
+    names = [n for n, module in block.named_modules() if "Norm" in type(module).__name__]
+    own = sum("." not in name for name in names)
+    keys = sum(x.out_features for x in attention if _last(x.name).startswith("k_"))
+    read = {"q_norm": queries, "k_norm": keys}
+    return max(0, own - 2) * width + sum(read.get(_last(name), 0) for name in names)
+
+
+def _multiplies(block: nn.Module, name: str, parameter: nn.Parameter) -> bool:
+    """Whether the parameter is a matrix of no layer whose work is known to be small."""
+    owner = block.get_submodule(name.rpartition(".")[0])
+    if "bias" in name or any(word in name for word in _CROSS) or len(full_shape(parameter)) < 2:
+        return False
+    return not isinstance(owner, nn.Embedding | ParallelEmbedding | nn.modules.conv._ConvNd)
 
 
 def _last(name: str) -> str:

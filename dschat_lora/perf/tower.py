@@ -45,21 +45,22 @@ def text_blocks(model: nn.Module) -> dict[str, nn.Module]:
     Raises:
         ValueError: if there is no such list.
     """
-    tower, count = text_tower(model), field(text_config(model), "num_hidden_layers")
+    tower, config = text_tower(model), text_config(model)
     start = next(name for name, module in model.named_modules() if module is tower)
     lists = {
         name: module
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and name.startswith(start) and reads_text(name)
+        if any(member._modules for member in module)
     }
-    outermost = [
-        n for n in lists if not any(n.startswith(f"{other}.") for other in lists if other != n)
-    ]
-    chosen = [name for name in lists if len(lists[name]) == count][:1] or outermost
+    outermost = [n for n in lists if not any(n.startswith(f"{other}.") for other in lists)]
+    # Where a block has two attentions, num_hidden_layers counts these (LongCat).
+    counts = [field(config, name) for name in ("num_hidden_layers", "num_layers")]
+    chosen = next(([n] for c in counts for n in outermost if len(lists[n]) == c), outermost)
     blocks = {f"{name}.{i}": m for name in chosen for i, m in enumerate(lists[name])}
-    if not blocks or len(blocks) != (count or len(blocks)):
+    if not blocks or (any(counts) and len(blocks) not in counts):
         raise ValueError(
-            f"{type(model).__name__} holds no list of {count or 'its'} blocks (num_hidden_layers); "
+            f"{type(model).__name__} holds no list of {counts[0]} blocks (num_hidden_layers); "
             "FLOPs and activations are counted for models whose blocks form one nn.ModuleList, or "
             "several of so many together"
         )
