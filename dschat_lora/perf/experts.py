@@ -24,6 +24,7 @@ class ExpertWeight:
     in_features: int
     out_features: int
     weight: Tensor
+    bias: Tensor | None
     adapter: Any = None  # the module that adds low-rank factors to it
 
 
@@ -47,7 +48,8 @@ def expert_weights(module: nn.Module, hidden_size: int) -> list[ExpertWeight]:
         if transposed:
             outputs, inputs = inputs, outputs
         adapter = held if hasattr(held, "lora_A") else None
-        found.append(ExpertWeight(name, count, inputs, outputs, weight, adapter))
+        bias = getattr(module, f"{name}_bias", None)
+        found.append(ExpertWeight(name, count, inputs, outputs, weight, bias, adapter))
     return found
 
 

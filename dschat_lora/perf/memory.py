@@ -17,7 +17,7 @@ from torch import nn
 
 from dschat_lora.lora.nf4 import is_quantized, stored_bytes, value_bytes
 from dschat_lora.lora.parallel import ParallelLinear, group_of
-from dschat_lora.perf.shape import BlockShape, LinearShape, ModelShape, describe
+from dschat_lora.perf.shape import BlockShape, LinearShape, ModelShape, chains_of, describe
 from dschat_lora.perf.tower import field, text_config, text_tower
 
 # Tensors as wide as the MLP that its activation keeps, besides its own result.
@@ -187,7 +187,7 @@ def activation_bytes(
     config = text_config(model)
     group = group_of(model)
     ranks = 1 if group is None else group.size
-    per_feature = _norm_bytes(text_tower(model), width)
+    per_feature = _norm_bytes(text_tower(model)[1], width)
     stream = _stream_width(model, shape)
     activation = field(config, "hidden_act", field(config, "activation_function", ""))
     kept = _Kept(shape, width, length, per_feature, stream * per_feature, activation, ranks)
@@ -258,13 +258,15 @@ class _Kept:
             return self.by_layers(block.attention)
         *readers, output = block.attention
         direct = [x for x in readers if not x.closes]
-        kept = self.norm if readers[0].input_needs_grad else 0
+        kept = float(self.norm if readers[0].input_needs_grad else 0)
         kept += self.inputs(direct, self.shape.hidden_size)
         for x in readers:  # of a latent, which a norm made
             if x.closes:
                 kept += x.in_features * self.per_feature * x.input_needs_grad
                 kept += self.inputs([x], x.in_features)
-        scores, values = (n // self.ranks * self.width for n in (block.score_width, block.attention_width))
+        scores, values = (
+            n // self.ranks * self.width for n in (block.score_width, block.attention_width)
+        )
         heads = block.heads // self.ranks
         if block.attention_backward and self.shape.fused_attention:
             # q, k, v (repeated for grouped queries), the result and its log-sum-exp
@@ -280,10 +282,10 @@ class _Kept:
 
     def by_layers(self, linears: Sequence[LinearShape]) -> float:
         """Of layers that read the normed stream, and of those that read what these make."""
-        kept = self.norm if linears[0].input_needs_grad else 0
+        kept = float(self.norm if linears[0].input_needs_grad else 0)
         shared = [x for x in linears if not x.closes and not x.routed]
         kept += self.inputs(shared, self.shape.hidden_size)
-        return kept + sum(self.by_chain(chain) for chain in _chains(linears))
+        return kept + sum(self.by_chain(chain) for chain in chains_of(linears))
 
     def by_chain(self, chain: Sequence[LinearShape]) -> float:
         """Of one MLP or expert; its input counts where it is a copy of the tokens routed to it."""
@@ -311,22 +313,6 @@ class _Kept:
         shared = max((x.uses for x in linears if x.saves_input), default=0) * features
         ranks = sum(x.uses * x.rank for x in linears if x.adapter_trained)
         return (shared + ranks) * self.width
-
-
-def _chains(linears: Sequence[LinearShape]) -> list[list[LinearShape]]:
-    """Layers side by side, each with those whose results it reads before it."""
-    chains: list[list[LinearShape]] = []
-    for x in linears:
-        before = chains[-1][-1] if chains else None
-        begins = before is None or before.closes or _parent(before.name) != _parent(x.name)
-        if begins and not x.closes:
-            chains.append([])
-        chains[-1].append(x)
-    return chains
-
-
-def _parent(name: str) -> str:
-    return name.rpartition(".")[0]
 
 
 def _loss_bytes(

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from dschat_lora.lora.layers import LoraLinear, TrainedBias, TrainedModule, full_shape, is_conv1d
 from dschat_lora.lora.nf4 import NF4Linear
 from dschat_lora.lora.parallel import ParallelEmbedding, ParallelLinear
-from dschat_lora.perf.experts import experts_per_token, expert_weights, lists_experts
-from dschat_lora.perf.tower import field, reads_text, text_blocks, text_config, text_tower
+from dschat_lora.perf.experts import expert_weights, experts_per_token, lists_experts
+from dschat_lora.perf.tower import beside_text, field, text_blocks, text_config
 
 _DROPOUT_OPTIONS = ("dropout", "resid_pdrop", "hidden_dropout", "hidden_dropout_prob")
 _POST_NORMS = ("output.LayerNorm", "post_feedforward_layernorm")  # BERT; Gemma 2, OLMo 2
@@ -34,7 +34,8 @@ class LinearShape:
     """One ``x W^T + s (x A^T) B^T``. FLOPs are per position; a multiply-add counts two.
 
     Of experts, ``uses`` of a position are those it is routed to, as a share of all where each is a
-    layer of its own. A low-rank update of an embedding has ``in_features = 0``: looking up a row is no matmul.
+    layer of its own. A low-rank update of an embedding has ``in_features = 0``: looking up a row
+    is no matmul.
     """
 
     name: str
@@ -168,7 +169,7 @@ def describe(model: nn.Module) -> ModelShape:
     head = model.get_output_embeddings()  # type: ignore[operator]
     layers = _Layers(config, width)
     # Either it turns embeddings into the residual stream, or it reads the finished stream.
-    outside = [x for x in layers.of(_around(model), skip=(*blocks, head)) if reads_text(x.name)]
+    outside = layers.of(model, skip=(*blocks, head, *beside_text(model).values()))
     stem = [linear for linear in outside if linear.in_features != width]
     top = [linear for linear in outside if linear.in_features == width]
     flows = _embedding_needs_grad(model, tuple(f"{name}." for name in named))
@@ -187,15 +188,6 @@ def describe(model: nn.Module) -> ModelShape:
         vocab_size=heads[0].out_features if heads else field(config, "vocab_size", 0),
         fused_attention=field(config, "_attn_implementation", "sdpa") != "eager",
     )
-
-
-def _around(model: nn.Module) -> nn.ModuleList:
-    """What holds all layers that text runs through, or of several towers the text's and a head."""
-    tower = text_tower(model)
-    if tower is model:
-        return nn.ModuleList([model])
-    own = [m for m in model.children() if all(tower is not inner for inner in m.modules())]
-    return nn.ModuleList([tower, *own])
 
 
 @dataclass(frozen=True)
@@ -220,7 +212,7 @@ class _Layers:
         if isinstance(module, TrainedModule):
             inner = module.trained if module.enabled else module.base
             return self.of(inner, name, around=around, uses=uses)
-        sizes = _sizes(module)
+        sizes = layer_sizes(module)
         if sizes is not None:
             return [_linear(module, name, *sizes, uses=uses)]
         holders = (module, *reversed(around))
@@ -238,8 +230,8 @@ class _Layers:
             uses *= self._chosen(len(module), holders) / len(module)  # type: ignore[arg-type]
         for child, inner in module.named_children():
             if all(child != each.name for each in fused):
-                within = {"skip": skip, "around": (*around, module), "uses": uses}
-                found += self.of(inner, name + dot + child, **within)
+                path, within = name + dot + child, (*around, module)
+                found += self.of(inner, path, skip=skip, around=within, uses=uses)
         return [replace(x, routed=True) for x in found] if listed else found
 
     def _chosen(self, count: int, holders: Sequence[nn.Module]) -> int:
@@ -249,7 +241,7 @@ class _Layers:
         return min(chosen, count)
 
 
-def _sizes(module: Any) -> tuple[int, int] | None:
+def layer_sizes(module: Any) -> tuple[int, int] | None:
     """(in, out) of a layer that multiplies by its weight or by low-rank factors, else None."""
     if hasattr(module, "lora_embedding_A"):
         return 0, module.out_features
@@ -296,7 +288,7 @@ def _embedding_needs_grad(model: nn.Module, blocks: tuple[str, ...]) -> bool:
     return any(
         parameter.requires_grad
         for name, module in model.named_modules()
-        if not name.startswith(blocks) and _sizes(module) is None
+        if not name.startswith(blocks) and layer_sizes(module) is None
         if isinstance(module, nn.Embedding) or "embed" in name
         for parameter in module.parameters(recurse=False)
     )
@@ -312,7 +304,7 @@ def _block(block: nn.Module, stream: bool, layers: _Layers) -> tuple[BlockShape,
     # Llama 3.2 Vision leaves out whole blocks where there is no image.
     linears = [] if hasattr(block, _CROSS[0]) else layers.of(block)
     linears = [x for x in linears if not any(word in x.name for word in _CROSS)]
-    names = tuple(linear.name + "." for linear in linears)
+    names = tuple(x.name + end for x in linears for end in (".", "_bias."))
     rest = {n: p for n, p in block.named_parameters() if not f"{n}.".startswith(names)}
     norm_trains = any(parameter.requires_grad for parameter in rest.values())
     needs_grad = stream or norm_trains
@@ -344,9 +336,7 @@ def _block(block: nn.Module, stream: bool, layers: _Layers) -> tuple[BlockShape,
     return shape, after or norm_trains or any(x.output_needs_grad for x in mlp)
 
 
-def _by_attention(
-    block: nn.Module, linears: Sequence[LinearShape]
-) -> dict[str, list[LinearShape]]:
+def _by_attention(block: nn.Module, linears: Sequence[LinearShape]) -> dict[str, list[LinearShape]]:
     """The linears of each attention of the block, the output last, by the attention's name."""
     owned: dict[str, list[LinearShape]] = {}
     for name, module in block.named_modules():
@@ -375,7 +365,7 @@ def _read_attention(
 
 def _read_mlp(linears: Sequence[LinearShape], needs_grad: bool, width: int) -> list[LinearShape]:
     """The same for layers side by side, such as experts, each with a last one of its own."""
-    parents = [None, *(x.name.rpartition(".")[0] for x in linears), None]
+    parents = [None, *(_parent(x.name) for x in linears), None]
     closing = (
         i > 1 and (x.in_features != width or parents[i - 1] == parents[i] != parents[i + 1])
         for i, x in enumerate(linears, start=1)
@@ -386,10 +376,28 @@ def _read_mlp(linears: Sequence[LinearShape], needs_grad: bool, width: int) -> l
 
 def _in_order(linears: Sequence[LinearShape], needs_grad: bool) -> list[LinearShape]:
     found: list[LinearShape] = []
-    for x in linears:
-        made = x.closes and any(y.output_needs_grad for y in found)
-        found.append(replace(x, input_needs_grad=needs_grad or made))
+    for chain in chains_of(linears):
+        made = needs_grad
+        for x in chain:
+            found.append(replace(x, input_needs_grad=made if x.closes else needs_grad))
+            made |= found[-1].output_needs_grad
     return found
+
+
+def chains_of(linears: Sequence[LinearShape]) -> list[list[LinearShape]]:
+    """Layers side by side, each with those whose results it reads before it."""
+    chains: list[list[LinearShape]] = []
+    for x in linears:
+        before = chains[-1][-1] if chains else None
+        apart = before is None or before.closes or _parent(before.name) != _parent(x.name)
+        if apart and not x.closes:
+            chains.append([])
+        chains[-1].append(x)
+    return chains
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 @dataclass(frozen=True)

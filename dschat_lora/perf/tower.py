@@ -24,16 +24,24 @@ def text_config(model: Any) -> Any:
     return model.config if get is None else get(decoder=True)
 
 
-def text_tower(model: Any) -> nn.Module:
-    """The module that reads text: the model, of one with several towers the language model."""
+def text_tower(model: Any) -> tuple[str, nn.Module]:
+    """Name and module of what reads text: the model, of one with several towers one of these."""
     if text_config(model) is model.config or not hasattr(model, "get_decoder"):
-        return model  # type: ignore[no-any-return]
-    return model.get_decoder()  # type: ignore[no-any-return]
+        return "", model
+    tower = model.get_decoder()
+    return next(named for named in model.named_modules() if named[1] is tower)
 
 
-def reads_text(name: str) -> bool:
-    """Whether a module of this name runs on text."""
-    return _OTHER_INPUTS.search(name.lower()) is None
+def beside_text(model: nn.Module) -> dict[str, nn.Module]:
+    """The outermost modules that text does not run through, such as a vision tower, by name."""
+    path = text_tower(model)[0].split(".")
+    found = {name: m for name, m in model.named_modules() if _OTHER_INPUTS.search(name.lower())}
+    for i in range(1, len(path)):
+        around = ".".join(path[:i])
+        children = model.get_submodule(around).named_children()
+        found |= {f"{around}.{name}": module for name, module in children if name != path[i]}
+    outermost = (n for n in found if not any(n.startswith(f"{other}.") for other in found))
+    return {name: found[name] for name in outermost}
 
 
 def text_blocks(model: nn.Module) -> dict[str, nn.Module]:
@@ -45,12 +53,11 @@ def text_blocks(model: nn.Module) -> dict[str, nn.Module]:
     Raises:
         ValueError: if there is no such list.
     """
-    tower, config = text_tower(model), text_config(model)
-    start = next(name for name, module in model.named_modules() if module is tower)
+    config, others = text_config(model), tuple(f"{name}." for name in beside_text(model))
     lists = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and name.startswith(start) and reads_text(name)
+        if isinstance(module, nn.ModuleList) and not name.startswith(others)
         if any(member._modules for member in module)
     }
     outermost = [n for n in lists if not any(n.startswith(f"{other}.") for other in lists)]

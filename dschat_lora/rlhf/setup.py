@@ -62,6 +62,7 @@ from dschat_lora.runtime.setup import (
     read_training_data,
     record_models,
     resolve_recomputation,
+    say_coverage,
     shard_model,
     state_identity,
     tensor_group,
@@ -336,6 +337,7 @@ def _describe(
         + ", ".join(f"{name} {count:,}" for name, count in trained.items())
         + f"; {engine_words(actor, roles.actor.model)}"
     )
+    say_coverage(run, {role: model.model for role, model in roles.trained.items()})
     for role, model in roles.trained.items():
         if model.warning is not None:
             run.log.say(f"  warning      {model.warning}")

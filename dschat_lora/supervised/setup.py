@@ -42,6 +42,7 @@ from dschat_lora.runtime.setup import (
     read_training_data,
     record_models,
     resolve_recomputation,
+    say_coverage,
     shard_model,
     state_identity,
     tensor_group,
@@ -168,6 +169,7 @@ def _describe(
         f"  parameters   {total:,}, of which {trained:,} train ({trained / total:.2%}); "
         f"{len(adapted.targets)} adapted layers; {engine_words(settings, adapted.model)}"
     )
+    say_coverage(run, {"model": adapted.model})
     if adapted.warning is not None:
         run.log.say(f"  warning      {adapted.warning}")
     if config.lora.lora_dim == 0:
