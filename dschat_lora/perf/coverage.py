@@ -44,7 +44,8 @@ class Coverage:
     @property
     def words(self) -> str:
         """In one line for the log."""
-        frozen = dict.fromkeys(self._name(part) for part in self.parts if not part.learns)
+        still = sorted((p for p in self.parts if not p.learns), key=lambda p: p.weights == 0)
+        frozen = dict.fromkeys(map(self._name, still))
         if not frozen:
             return "every weight"
         kinds: dict[int, list[str]] = {}  # by the number of blocks that they learn in
@@ -153,14 +154,16 @@ class _Units:
         """Of a module that is a layer itself."""
         if isinstance(module, nn.Embedding | ParallelEmbedding | LoraEmbedding):
             yield name, "embeddings", _learns(module), 0
-        elif (sizes := layer_sizes(module)) is not None:
+            return
+        if (sizes := layer_sizes(module)) is not None:
             kind = "router" if routes else group + _last(name)
             yield name, kind, _learns(module), 0 if module is self.head else sizes[0] * sizes[1]
             if getattr(module, "trained_bias", None) is not None:
                 yield name, "biases", True, 0
-        elif "Norm" in type(module).__name__ or isinstance(module, TrainedBias):
-            if own := list(module.parameters(recurse=False)):
-                yield name, "norms", any(p.requires_grad for p in own), 0
+            return
+        is_norm = "Norm" in type(module).__name__ or isinstance(module, TrainedBias)
+        if is_norm and (own := list(module.parameters(recurse=False))):
+            yield name, "norms", any(p.requires_grad for p in own), 0
 
     @staticmethod
     def _parameters(
