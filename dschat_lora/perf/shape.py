@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from dschat_lora.lora.experts import LoraExperts
 from dschat_lora.lora.layers import LoraLinear, TrainedBias, TrainedModule, full_shape, is_conv1d
 from dschat_lora.lora.nf4 import NF4Linear
 from dschat_lora.lora.parallel import ParallelEmbedding, ParallelLinear
@@ -272,7 +273,7 @@ def _linear(module: Any, name: str, inputs: int, outputs: int, *, uses: float) -
         bias_trained=any(bias is not None and bias.requires_grad for bias in biases),
         rank=0 if factor is None else full_shape(factor)[-2],
         adapter_trained=factor is not None and factor.requires_grad,
-        whole=factor is not None and isinstance(module, LoraLinear),
+        whole=factor is not None and isinstance(module, LoraLinear | LoraExperts),
         uses=uses,
     )
 
@@ -328,7 +329,7 @@ def _block(block: nn.Module, stream: bool, layers: _Layers) -> tuple[BlockShape,
         heads=max((each.heads for each in scored), default=0),
         cache_width=sum(each.cache_width for each in scored),
         attention_backward=_attention_backward(flat[:-1]),
-        recomputed=_recomputed([*flat, *mlp], tail_saves=_tail_saves(block, config)),
+        recomputed=_recomputed([*flat, *mlp], tail_saves=_tail_saves(block, config, mlp)),
         norm_width=_norm_width(block, flat, sum(each.score_width for each in scored), width),
         has_state=any(map(_has_state, block.modules())),
         uncounted=tuple(n for n, p in rest.items() if linears and _multiplies(block, n, p)),
@@ -476,8 +477,13 @@ def _attention_backward(readers: Sequence[LinearShape]) -> int:
     return (needs["q"] or needs["k"]) + sum(needs.values())
 
 
-def _tail_saves(block: nn.Module, config: object) -> bool:
-    """Whether something after the last linear of a block keeps a tensor: a norm, a dropout."""
+def _tail_saves(block: nn.Module, config: object, mlp: Sequence[LinearShape]) -> bool:
+    """Whether something after the last linear of a block keeps a tensor: a norm, a dropout.
+
+    What experts return is multiplied by the router's weights, which need a gradient.
+    """
+    if any(x.routed and x.output_needs_grad for x in mlp):
+        return True
     post_norm = not field(config, "do_layer_norm_before", True) or any(
         name.endswith(_POST_NORMS) for name, _ in block.named_modules()
     )

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from perf_models import gpt2, llama, opt
-from test_experts import adapt, adapt_experts, build
+from test_expert_counts import adapt, adapt_experts, build
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForSequenceClassification
 
@@ -49,6 +49,14 @@ def test_adapted_experts_are_one_kind_of_their_number_of_layers():
     assert found.words == f"experts of 1 layer; frozen: {QKVO}, {MLP}, router, {REST}"
     kinds = [(part.kind, part.learns, part.layers) for part in found.parts]
     assert ("experts", True, 1) in kinds
+
+
+def test_experts_that_the_package_adapts_learn_and_their_router_does_not():
+    found = coverage(adapt(build("gpt_oss"), experts=2))
+    assert found.words == (
+        f"{QKVO}, experts of 2 layers; frozen: router, embeddings, sinks, norms, lm_head"
+    )
+    assert found.warning is None
 
 
 def test_one_matrix_of_the_experts_is_named_where_the_other_stays_frozen():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from perf_models import VOCAB, executed_flops, flop_counter
+from perf_models import VOCAB, checkpoint, executed_flops, flop_counter
 from test_memory import estimate, kept_bytes
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -76,8 +76,10 @@ def _has(config, name):
         return False
 
 
-def adapt(model, *targets):
-    apply_lora(model, LoraConfig(lora_dim=4, target_modules=targets or ("all-linear",)), seed=0)
+def adapt(model, *targets, experts=0):
+    """Adapters of rank 4, and of another rank in experts."""
+    options = {"target_modules": targets or ("all-linear",), "expert_lora_dim": experts}
+    apply_lora(model, LoraConfig(lora_dim=4, **options), seed=0)
     return model
 
 
@@ -218,7 +220,7 @@ def test_experts_that_are_modules_of_their_own_count_by_the_share_of_them_that_a
     for layer in model.model.layers:
         layer.mlp = ListedExperts(2, 4, 64, 32)
     if targets:
-        adapt(model, *targets)
+        adapt(model, *targets, experts=2)
 
     def evenly(scores, k):
         tokens = torch.arange(len(scores))[:, None]
@@ -298,3 +300,21 @@ def test_what_no_count_understands_is_named():
     mixed = build("mixtral")
     mixed.model.layers[0].mlp.mixing = nn.Parameter(torch.zeros(3, 3))
     assert describe(mixed).uncounted == "products with mixing"
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["stored", "checkpointed"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "mixtral"])
+def test_the_packages_adapters_of_experts_are_counted(kind, checkpointing):
+    """In float64 each expert's products are torch's own, which its counter sees."""
+    model = adapt(build(kind).double(), experts=3)
+    if checkpointing:
+        checkpoint(model)
+    executed = executed_flops(model, rows=ROWS, length=LENGTH)
+    assert counted(model, checkpointing=checkpointing) == pytest.approx(executed, rel=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_activations_of_the_packages_adapters_of_experts_are_what_autograd_keeps(kind):
+    model = adapt(build(kind, attn="sdpa", experts="grouped_mm"), experts=4)
+    model.enable_input_require_grads()
+    assert estimate(model).activations == pytest.approx(kept_bytes(model), rel=0.05)
