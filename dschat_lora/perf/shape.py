@@ -451,7 +451,9 @@ def _norm_width(
 
 def _multiplies(block: nn.Module, name: str, parameter: nn.Parameter) -> bool:
     """Whether the parameter is a matrix of no layer whose work is known to be small."""
-    owner = block.get_submodule(name.rpartition(".")[0])
+    owner = block.get_submodule(_parent(name))
+    if _has_state(owner):
+        return False  # counted as its state
     if "bias" in name or any(word in name for word in _CROSS) or len(full_shape(parameter)) < 2:
         return False
     return not isinstance(owner, nn.Embedding | ParallelEmbedding | nn.modules.conv._ConvNd)

@@ -63,6 +63,7 @@ from dschat_lora.runtime.setup import (
     record_models,
     resolve_recomputation,
     say_coverage,
+    say_uncounted,
     shard_model,
     state_identity,
     tensor_group,
@@ -127,7 +128,7 @@ def set_up(run: Run[RlhfConfig]) -> RlhfSetup:
     roles = build(config, meta=builds_shapes_alone(config.run, settings.values()))
     config = _resolve_recomputation(config, settings, roles, run, free=free)
     run = replace(run, config=config)
-    counter = _counter(config, roles, run)
+    counter = _counter(config, roles)
     plan, unpacked = unpacking_for_rollouts(memory_plan(config, roles, settings), roles, free=free)
     plan = keeping_cache(plan, config, settings, free=free)
     _describe(plan, roles, settings, run)
@@ -307,7 +308,7 @@ def _shard_roles(roles: Roles, settings: dict[str, EngineSettings]) -> None:
     shard_model(scorers, settings["critic"])
 
 
-def _counter(config: RlhfConfig, roles: Roles, run: Run[RlhfConfig]) -> FlopCounter | None:
+def _counter(config: RlhfConfig, roles: Roles) -> FlopCounter | None:
     try:
         return FlopCounter(
             roles,
@@ -317,8 +318,7 @@ def _counter(config: RlhfConfig, roles: Roles, run: Run[RlhfConfig]) -> FlopCoun
             num_generations=config.batch.num_generations,
             batch_size=config.batch.per_device_generation_batch_size,
         )
-    except ValueError as error:
-        run.log.say(f"  note         TFLOPs are not reported: {error}")
+    except ValueError:  # the start-up says why
         return None
 
 
@@ -337,7 +337,9 @@ def _describe(
         + ", ".join(f"{name} {count:,}" for name, count in trained.items())
         + f"; {engine_words(actor, roles.actor.model)}"
     )
-    say_coverage(run, {role: model.model for role, model in roles.trained.items()})
+    models = {role: each.model for role, each in roles.models.items()}
+    say_coverage(run, {role: models[role] for role in roles.trained})
+    say_uncounted(run, models)
     for role, model in roles.trained.items():
         if model.warning is not None:
             run.log.say(f"  warning      {model.warning}")

@@ -282,24 +282,30 @@ def note_all_weights(run: Run[StageConfig], option: str) -> None:
 
 
 def say_coverage(run: Run[StageConfig], models: Mapping[str, nn.Module]) -> None:
-    """Show and record which kinds of layers learn, and what is not known of FLOPs and memory.
-
-    ``models`` are those that train, by role.
-    """
+    """Show and record which kinds of layers learn, of models that train, by role."""
     found = {role: coverage(model) for role, model in models.items()}
-    for role, model in models.items():
+    for role, each in found.items():
         whose = f"{role}: " if len(models) > 1 else ""
-        run.log.say(f"  learns       {whose}{found[role].words}")
-        if warning := found[role].warning:
-            run.log.say(f"  warning      {whose}{warning}")
+        run.log.say(f"  learns       {whose}{each.words}")
+        if each.warning is not None:
+            run.log.say(f"  warning      {whose}{each.warning}")
+    run.record.update({"learns": {role: each.to_dict() for role, each in found.items()}})
+
+
+def say_uncounted(run: Run[StageConfig], models: Mapping[str, nn.Module]) -> None:
+    """Say what is not known of the memory and the FLOPs of models, by role; roles may share one."""
+    roles: dict[str, list[str]] = {}
+    for role, model in models.items():
         try:
             uncounted = describe(model).uncounted
+            line = f"note         FLOPs and memory leave out {uncounted}" if uncounted else ""
         except ValueError as error:
-            run.log.say(f"  memory       {whose}unknown: {error}")
-        else:
-            if uncounted:
-                run.log.say(f"  note         {whose}FLOPs and memory leave out {uncounted}")
-    run.record.update({"learns": {role: each.to_dict() for role, each in found.items()}})
+            line = f"memory       unknown, and so are TFLOPs: {error}"
+        roles.setdefault(line, []).append(role)
+    for line, whose in roles.items():
+        if line:
+            suffix = f" ({', '.join(whose)})" if len(models) > 1 else ""
+            run.log.say(f"  {line}{suffix}")
 
 
 def check_room_for(run: Run[StageConfig], trained: int) -> None:

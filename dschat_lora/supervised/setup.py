@@ -43,6 +43,7 @@ from dschat_lora.runtime.setup import (
     record_models,
     resolve_recomputation,
     say_coverage,
+    say_uncounted,
     shard_model,
     state_identity,
     tensor_group,
@@ -170,6 +171,7 @@ def _describe(
         f"{len(adapted.targets)} adapted layers; {engine_words(settings, adapted.model)}"
     )
     say_coverage(run, {"model": adapted.model})
+    say_uncounted(run, {"model": adapted.model})
     if adapted.warning is not None:
         run.log.say(f"  warning      {adapted.warning}")
     if config.lora.lora_dim == 0:
