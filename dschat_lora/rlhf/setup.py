@@ -63,6 +63,8 @@ from dschat_lora.runtime.setup import (
     read_training_data,
     record_models,
     resolve_recomputation,
+    say_coverage,
+    say_uncounted,
     shard_model,
     state_identity,
     tensor_group,
@@ -127,7 +129,7 @@ def set_up(run: Run[RlhfConfig]) -> RlhfSetup:
     roles = build(config, meta=builds_shapes_alone(config.run, settings.values()))
     config = _resolve_recomputation(config, settings, roles, run, free=free)
     run = replace(run, config=config)
-    counter = _counter(config, roles, run)
+    counter = _counter(config, roles)
     plan, unpacked = unpacking_for_rollouts(memory_plan(config, roles, settings), roles, free=free)
     plan = keeping_cache(plan, config, settings, free=free)
     _describe(plan, roles, settings, run)
@@ -307,7 +309,7 @@ def _shard_roles(roles: Roles, settings: dict[str, EngineSettings]) -> None:
     shard_model(scorers, settings["critic"])
 
 
-def _counter(config: RlhfConfig, roles: Roles, run: Run[RlhfConfig]) -> FlopCounter | None:
+def _counter(config: RlhfConfig, roles: Roles) -> FlopCounter | None:
     try:
         return FlopCounter(
             roles,
@@ -317,8 +319,7 @@ def _counter(config: RlhfConfig, roles: Roles, run: Run[RlhfConfig]) -> FlopCoun
             num_generations=config.batch.num_generations,
             batch_size=config.batch.per_device_generation_batch_size,
         )
-    except ValueError as error:
-        run.log.say(f"  note         TFLOPs are not reported: {error}")
+    except ValueError:  # the start-up says why
         return None
 
 
@@ -340,6 +341,9 @@ def _describe(
     notes = (attention_note(each.model, run.config.load) for each in roles.models.values())
     for words in sorted(set(filter(None, notes))):
         run.log.say(f"  note         {words}")
+    models = {role: each.model for role, each in roles.models.items()}
+    say_coverage(run, {role: models[role] for role in roles.trained})
+    say_uncounted(run, models)
     for role, model in roles.trained.items():
         if run.config.run.merge_adapter:
             check_mergeable(model.model)

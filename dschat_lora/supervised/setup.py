@@ -43,6 +43,8 @@ from dschat_lora.runtime.setup import (
     read_training_data,
     record_models,
     resolve_recomputation,
+    say_coverage,
+    say_uncounted,
     shard_model,
     state_identity,
     tensor_group,
@@ -171,6 +173,8 @@ def _describe(
     )
     if config.run.merge_adapter:
         check_mergeable(adapted.model)
+    say_coverage(run, {"model": adapted.model})
+    say_uncounted(run, {"model": adapted.model})
     if adapted.warning is not None:
         run.log.say(f"  warning      {adapted.warning}")
     if words := attention_note(adapted.model, config.model):
