@@ -148,9 +148,9 @@ def _is_reward_model(model: PreTrainedModel) -> bool:
     return hasattr(model, "score")
 
 
-def _auto_class(
-    model: PreTrainedModel,
-) -> type[AutoModelForCausalLM] | type[AutoModelForSequenceClassification]:
+def _auto_class(model: PreTrainedModel) -> Any:
+    if hasattr(model, "from_config"):  # the text model of a composite one
+        return type(model)
     return AutoModelForSequenceClassification if _is_reward_model(model) else AutoModelForCausalLM
 
 

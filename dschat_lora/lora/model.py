@@ -169,7 +169,8 @@ def adapter_layout(model: nn.Module) -> AdapterLayout:
     names = {name for name in originals if name is not None}
     layers = lora_layers(model)
     return AdapterLayout(
-        target_modules=minimal_endings(layers, names),
+        # Set by the text model of a composite one, which has more than this model.
+        target_modules=minimal_endings(layers, names, within=getattr(model, "text_path", None)),
         modules_to_save=minimal_saved_endings(saved, names),
         fan_in_fan_out=any(getattr(layer, "transposed", False) for layer in layers.values()),
         groups=next((getattr(layer, "groups", None) for layer in layers.values()), None),
