@@ -190,5 +190,7 @@ def _write_beside(
         GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id).save_pretrained(
             staging
         )
-    text = model_card(read_adapter_config(staging), **card)
+    # Of a composite model others load more than this.
+    auto = getattr(model, "auto_name", None)
+    text = model_card(read_adapter_config(staging), auto=auto, **card)
     (staging / "README.md").write_text(text, encoding="utf-8")

@@ -163,7 +163,7 @@ def minimal_endings(
 
 
 def _pattern_within(parent: str, names: Collection[str], all_names: Collection[str]) -> str:
-    """A regular expression of ``names``: endings below ``parent`` in one group, which vLLM reads."""
+    """A regular expression of ``names``, with endings in one group at its end, as vLLM reads it."""
     inside, own = (
         {name.removeprefix(f"{parent}.") for name in each if name.startswith(f"{parent}.")}
         for each in (all_names, names)

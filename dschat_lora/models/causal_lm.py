@@ -28,7 +28,7 @@ from dschat_lora.data.templates import BUILT_IN_TEMPLATE, read_chat_template
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.parallel import ParallelLinear, Shard, Split
 from dschat_lora.models.backbone import BackboneModel
-from dschat_lora.models.composite import auto_class, text_config
+from dschat_lora.models.composite import auto_class, check_alone, text_config
 from dschat_lora.models.four_bit_base import hold_four_bits, take_four_bits
 from dschat_lora.models.loading import check_loaded, check_local_files, hub_errors
 from dschat_lora.models.quantization_checks import stored_bits
@@ -84,7 +84,9 @@ def stop_at(model: PreTrainedModel, ids: Sequence[int]) -> None:
 
 
 def load_config(path: str, config: ModelConfig) -> PretrainedConfig:
-    """The model's configuration with every dropout set to ``--dropout``; of a composite, its text's.
+    """The model's configuration with every dropout set to ``--dropout``.
+
+    Of a composite model it is that of the text model.
 
     Raises:
         ValueError: if it cannot be read, or the weights are quantised in a way that is not known.
@@ -139,6 +141,7 @@ def load_causal_lm(
                 hold_four_bits(model, path, four_bits)
             if not meta:
                 load_parts(model, path)
+                check_alone(model)
                 with suppress(OSError):  # as transformers, which many models do without
                     model.generation_config = GenerationConfig.from_pretrained(path)
             return model
@@ -146,6 +149,7 @@ def load_causal_lm(
             path, config=model_config, output_loading_info=True, **kwargs
         )
         check_loaded(model, report["missing_keys"])
+        check_alone(model)
         return model
 
 

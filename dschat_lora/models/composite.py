@@ -28,7 +28,8 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dschat_lora.lora.model import replace_part
-from dschat_lora.models.shard_loading import add_files, cached, other_tensors
+from dschat_lora.lora.parallel import group_of
+from dschat_lora.models.shard_loading import add_tensors, cached, other_tensors
 
 # PEFT's names of the two kinds of model.
 Task = Literal["CAUSAL_LM", "SEQ_CLS"]
@@ -41,7 +42,7 @@ _WHOLE = "composite"  # field of the text model's configuration
 # Of images, sound and chats; tokenizers write their own.
 _BESIDE = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 # Types whose text model is tested to compute alone what it computes in the composite one.
-_TRIED = frozenset(
+TRIED = frozenset(
     (
         *("gemma3", "gemma3n", "gemma4", "internvl", "llama4", "llava", "mistral3", "qwen2_5_vl"),
         *("qwen3_5", "qwen3_5_moe", "qwen3_vl", "smolvlm"),
@@ -53,9 +54,10 @@ _TRIED = frozenset(
 class Place:
     """Where the text model stands in its composite model."""
 
+    auto: str  # transformers' Auto class of the composite model
     shell: type[PreTrainedModel]  # the composite class, which builds the text model alone
     kind: type[PreTrainedModel]  # of the text model below its head
-    decoder: str  # its path
+    path: str  # of that
     head: str | None  # path of the output head; None where the composite model has none
     tied: bool  # the head is the embedding
     left_out: tuple[str, ...]  # paths of what is not built
@@ -67,7 +69,7 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
     Raises:
         ValueError: if the text model cannot be taken out.
     """
-    if "text_config" not in config.sub_configs or _model_class(config, "CAUSAL_LM") is None:
+    if "text_config" not in config.sub_configs or _find_class(config, "CAUSAL_LM")[0] is None:
         return config
     text = copy.deepcopy(config.get_text_config())
     text.tie_word_embeddings = _find_place(config, "CAUSAL_LM").tied
@@ -90,75 +92,120 @@ def auto_class(config: PretrainedConfig, task: Task) -> Any:
     if whole is None:
         return _AUTOS[task][0]
     place = _find_place(whole, task)
-    found = _model_class(config, task)
+    found, _ = _find_class(config, task)
     if found is None and task == "CAUSAL_LM":
         found = _causal_lm_over(place.kind)
     if found is None:
-        raise ValueError(f"transformers has no reward model of {config.model_type}")
-    paths = {"model": place.decoder, _HEADS[task]: place.head or _HEADS[task]}
+        raise ValueError(f"transformers has no class of reward models of {config.model_type}")
+    paths = {"model": place.path, _HEADS[task]: place.head or _HEADS[task]}
     members = {"place": place, "paths": paths, "__module__": found.__module__}
     members |= {name: _part(name) for name, path in paths.items() if path.split(".")[0] != name}
     return type(found.__name__, (TextModel, found), members)
 
 
-def left_out(model: nn.Module) -> tuple[str, ...]:
-    """Paths of what a composite model has beside the text model that ``model`` is."""
-    return model.place.left_out if isinstance(model, TextModel) else ()
+def left_out_words(model: PreTrainedModel) -> str | None:
+    """What to say where ``model`` is the text model of a composite one."""
+    whole = whole_config(model.config)
+    if whole is None or not isinstance(model, TextModel):
+        return None
+    rest = ", ".join(model.place.left_out)
+    return f"the text model of {whole.model_type}, {model.text_path}, trains; {rest} not loaded"
 
 
-class TextModel:
+def check_alone(model: PreTrainedModel) -> None:
+    """Refuse a text model that computes something else without the rest of its composite model.
+
+    Types for which that is tested are not tried here. Nothing is on the meta device.
+
+    Raises:
+        ValueError: saying how much they differ on eight tokens, or why they cannot be compared.
+    """
+    whole = whole_config(model.config)
+    if whole is None or whole.model_type in TRIED:
+        return
+    if group_of(model) is not None:
+        raise ValueError(_cannot(whole, "untried with --tensor_parallel_size above 1"))
+    shell, is_causal = model.on_meta(), "lm_head" in model.paths
+    for part in model.paths.values() if is_causal else [model.text_path]:
+        replace_part(shell, part, model.get_submodule(part))
+    inputs = {"input_ids": torch.arange(1, 9, device=model.device)[None], "use_cache": False}
+    try:
+        with torch.no_grad():
+            alone, within = (
+                each(**inputs).logits if is_causal else each.base_model(**inputs)[0]
+                for each in (model.eval(), shell.eval())
+            )
+    except (AttributeError, RuntimeError, TypeError, ValueError, IndexError) as error:
+        raise ValueError(_cannot(whole, f"it does not work so: {error}")) from error
+    off = (alone - within).abs().max() / within.abs().max().clamp(min=1e-12)
+    if not off <= 1e-3:
+        raise ValueError(_cannot(whole, f"its outputs differ by {off:.2g}"))
+
+
+class TextModel(PreTrainedModel):  # type: ignore[misc]
     """Mixed into a class of text models: its modules stand where the composite model has them."""
 
     place: Place
     paths: Mapping[str, str]  # of the model below its head, and of the head
 
     def __init__(self, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
-        if type(self._modules.get("model")) is not self.place.kind:
-            raise ValueError(_cannot(config, f"{type(self).__name__} has no {self.place.kind.__name__}"))
+        super().__init__(config, *args, **kwargs)
+        kind = self.place.kind
+        if type(self._modules.get("model")) is not kind:
+            raise ValueError(_cannot(config, f"{type(self).__name__} is not over {kind.__name__}"))
         parts = dict(self._modules)
         self._modules.clear()
         for name, module in parts.items():
+            assert module is not None
             _put(self, name, self.paths.get(name, name), module)
-        self._tied_weights_keys = {
-            self._renamed(a): self._renamed(b) for a, b in (self._tied_weights_keys or {}).items()
-        }
-        self.all_tied_weights_keys = {
-            self._renamed(a): self._renamed(b) for a, b in self.all_tied_weights_keys.items()
-        }
+        for tied in ("_tied_weights_keys", "all_tied_weights_keys"):
+            setattr(self, tied, self._moved(getattr(self, tied) or {}))
 
-    def _renamed(self, name: str) -> str:
-        first, dot, rest = name.partition(".")
-        return self.paths.get(first, first) + dot + rest
+    def _moved(self, names: Mapping[str, str]) -> dict[str, str]:
+        """Names of parameters, each with the one that it is tied to, by their paths."""
+
+        def moved(name: str) -> str:
+            first, dot, rest = name.partition(".")
+            return self.paths.get(first, first) + dot + rest
+
+        return {moved(name): moved(other) for name, other in names.items()}
 
     @property
     def text_path(self) -> str:
-        """Path of what is trained; beside it the composite model has modules of like names."""
-        return self.place.decoder
+        """Path of the text model; the composite one has modules of like names beside it."""
+        return self.place.path
+
+    @property
+    def auto_name(self) -> str:
+        """The Auto class of transformers that loads the composite model."""
+        return self.place.auto
 
     @property
     def base_model(self) -> nn.Module:
         """The model below its head."""
         own = self._modules.get("model")
-        return self.get_submodule(self.place.decoder) if own is None or isinstance(own, _Seat) else own
+        if own is None or isinstance(own, _Seat):
+            return self.get_submodule(self.text_path)
+        return own
 
     def set_input_embeddings(self, value: nn.Module) -> None:
         """Put another embedding in place."""
-        self.base_model.set_input_embeddings(value)
+        self.base_model.set_input_embeddings(value)  # type: ignore[operator]
 
     def set_output_embeddings(self, value: nn.Module) -> None:
         """Put another output head in place."""
         replace_part(self, self.paths["lm_head"], value)
 
     def on_meta(self) -> PreTrainedModel:
-        """The composite class with the text model alone, whose rules name what is in files."""
+        """The composite class without the rest; its names are those that files are read by."""
         return _on_meta(self.place.shell, _with_text(self.config))
 
     @classmethod
     def from_config(cls, config: PretrainedConfig, **options: Any) -> PreTrainedModel:
         """As ``AutoModel.from_config``."""
         options.pop("trust_remote_code", None)
-        return cls._from_config(config, **options)
+        model: PreTrainedModel = cls._from_config(config, **options)
+        return model
 
     @classmethod
     def from_pretrained(
@@ -169,44 +216,63 @@ class TextModel:
         output_loading_info: bool = False,
         **options: Any,
     ) -> Any:
-        """As ``AutoModel.from_pretrained``, of files of the composite model."""
-        options.pop("trust_remote_code", None)
-        config = text_config(AutoConfig.from_pretrained(path)) if config is None else config
+        """As ``AutoModel.from_pretrained``, of the files of a composite model.
+
+        Without ``config`` they may also be of a text model that :meth:`save_pretrained` wrote.
+        """
+        config = config or text_config(AutoConfig.from_pretrained(path))
+        if (whole := whole_config(config)) is None:
+            return AutoModelForSequenceClassification.from_pretrained(path, **options)
         shell, report = cls.place.shell.from_pretrained(
             path, config=_with_text(config), output_loading_info=True, **options
         )
-        options.pop("ignore_mismatched_sizes", None)
         with torch.device("meta"):
-            model = cls._from_config(config, **options)
-        for part in filter(None, (cls.place.decoder, cls.place.head)):
+            model = cls._from_config(config)
+        for part in filter(None, (cls.place.path, cls.place.head)):
             replace_part(model, part, shell.get_submodule(part))
-        whole = whole_config(config)
         model.config = model.base_model.config
         setattr(model.config, _WHOLE, whole)
         # A head that the composite model does not have.
-        new = [name for name, each in model.named_parameters() if each.is_meta]
+        new = [name for name, parameter in model.named_parameters() if parameter.is_meta]
         for name in new:
-            empty = torch.empty_like(model.get_parameter(name), device="cpu")
+            empty = torch.empty_like(model.get_parameter(name), device="cpu", dtype=shell.dtype)
             replace_part(model, name, nn.Parameter(empty))
-        report["missing_keys"] = {*report["missing_keys"], *new}
         if model.can_generate():
             model.generation_config = shell.generation_config
-        return (model, report) if output_loading_info else model
+        report["missing_keys"] = {*report["missing_keys"], *new}
+        return (model.eval(), report) if output_loading_info else model.eval()
 
     def save_pretrained(self, directory: str | Path) -> None:
-        """Write the composite model: its text model as this one is, the rest as it was read."""
-        whole = _with_text(self.config)
-        shell = _on_meta(self.place.shell, whole)
+        """Write the composite model: its text model as this one is, the rest as it was read.
+
+        A head that the composite model does not have is saved with the text model alone.
+        """
+        whole, directory = whole_config(self.config), Path(directory)
+        assert whole is not None
+        if self.place.head is None:
+            self._save_alone(directory)
+            return
+        shell = self.on_meta()
         shell.load_state_dict(self.state_dict(), strict=False, assign=True)
         shell.tie_weights()
         if self.can_generate():
             shell.generation_config = self.generation_config
         shell.save_pretrained(directory)
-        origin = whole_config(self.config)._name_or_path
-        add_files(Path(directory), other_tensors(shell, origin))
+        add_tensors(directory, other_tensors(shell, whole._name_or_path))
         for name in _BESIDE:
-            if (found := cached(origin, name)) is not None:
-                shutil.copy(found, Path(directory) / name)
+            if (found := cached(whole._name_or_path, name)) is not None:
+                shutil.copy(found, directory / name)
+
+    def _save_alone(self, directory: Path) -> None:
+        config = copy.deepcopy(self.config)
+        vars(config).pop(_WHOLE)
+        with torch.device("meta"):
+            model = AutoModelForSequenceClassification.from_config(config, dtype=self.dtype)
+        prefix = f"{self.text_path}."
+        own = {name: f"model.{name.removeprefix(prefix)}" for name in self.state_dict()}
+        own = {name: new if name.startswith(prefix) else name for name, new in own.items()}
+        model.load_state_dict({own[n]: t for n, t in self.state_dict().items()}, assign=True)
+        model.save_pretrained(directory)
 
 
 class _Seat(nn.Module):
@@ -251,15 +317,20 @@ def _part(name: str) -> property:
     return property(get)
 
 
-def _model_class(config: PretrainedConfig, task: Task) -> type[PreTrainedModel] | None:
-    """transformers' class of models with this very configuration."""
+def _find_class(
+    config: PretrainedConfig, task: Task
+) -> tuple[type[PreTrainedModel], str] | tuple[None, str]:
+    """transformers' class of models with this very configuration, and the Auto class that knows it.
+
+    None and the first Auto class where there is none.
+    """
     for auto in _AUTOS[task]:
         if type(config) in auto._model_mapping:
             found = auto._model_mapping[type(config)]
             found = found[0] if isinstance(found, tuple) else found
             if found.config_class is type(config):
-                return found
-    return None
+                return found, auto.__name__
+    return None, _AUTOS[task][0].__name__
 
 
 def _causal_lm_over(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
@@ -306,46 +377,43 @@ def _find_place(config: PretrainedConfig, task: Task) -> Place:
     Raises:
         ValueError: if it cannot be taken out.
     """
-    whole = _model_class(config, task)
-    causal = whole is None or task == "CAUSAL_LM"
-    whole = whole or _model_class(config, "CAUSAL_LM")
+    whole, auto = _find_class(config, task)
+    has_head = whole is not None
+    whole = whole or _find_class(config, "CAUSAL_LM")[0]
     assert whole is not None
     shell = type(whole.__name__, (_Shell, whole), {"__module__": whole.__module__})
-    shell.head_name = None if causal else _HEADS[task]
     model = _on_meta(shell, config)
     names = {id(module): name for name, module in model.named_modules()}
     decoder, head = model.text_parts()
-    embedding = model.get_input_embeddings()
     return Place(
+        auto,
         shell,
         type(decoder),
         names[id(decoder)],
-        names[id(head)] if task == "SEQ_CLS" or causal else None,
-        head.weight is embedding.weight,
+        names[id(head)] if has_head else None,
+        head.weight is model.get_input_embeddings().weight,
         tuple(model.left_out),
     )
 
 
-class _Shell:
+class _Shell(PreTrainedModel):  # type: ignore[misc]
     """Mixed into a composite class: of its model the text model and its head alone are built."""
 
-    head_name: str | None
     _keys_to_ignore_on_load_unexpected = (".*",)
 
     def __init__(self, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
         with _unbuildable_left_out():
-            super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+            super().__init__(config, *args, **kwargs)
         self.left_out = _prune(self, self.text_parts())
 
-    def text_parts(self) -> tuple[nn.Module, nn.Module]:
+    def text_parts(self) -> tuple[PreTrainedModel, nn.Module]:
         """The text model below its head, and the head."""
-        name, decoder = self.head_name, self.get_decoder()
-        head = self.get_output_embeddings() if name is None else self.get_submodule(name)
+        head = getattr(self, "score", None) or self.get_output_embeddings()
+        decoder = self.get_decoder()
         while head in decoder.modules():
             decoder = decoder.model
-        config = self.config
-        if type(decoder.config) is not type(config.get_text_config()) or head is None:
-            raise ValueError(_cannot(config, "it has no decoder with an output head of its own"))
+        if type(decoder.config) is not type(self.config.get_text_config()) or head is None:
+            raise ValueError(_cannot(self.config, "it has no decoder of its own with a head"))
         return decoder, head
 
 

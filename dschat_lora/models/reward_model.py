@@ -14,8 +14,8 @@ from dschat_lora.lora.layers import TrainedModule
 from dschat_lora.lora.model import replace_part, seeded_generator
 from dschat_lora.lora.parallel import group_of
 from dschat_lora.models.backbone import BackboneModel
-from dschat_lora.models.composite import auto_class
 from dschat_lora.models.causal_lm import build_divided, load_options, sdpa_errors
+from dschat_lora.models.composite import auto_class, check_alone
 from dschat_lora.models.four_bit_base import hold_four_bits, take_four_bits
 from dschat_lora.models.loading import check_loaded, hub_errors, only_errors
 from dschat_lora.models.shard_loading import load_parts
@@ -62,8 +62,10 @@ def load_reward_model(
                 hold_four_bits(model, path, four_bits)
             if not meta:
                 missing = load_parts(model, path, new=_HEAD_PARAMETERS)
+                check_alone(model)
         else:
             model, missing = _read(path, model_config, options)
+            check_alone(model)
     if not isinstance(getattr(model, HEAD, None), nn.Linear):
         raise ValueError(
             f"--model_name_or_path {path}: a {model_config.model_type} model has no {HEAD!r} head "

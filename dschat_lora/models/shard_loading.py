@@ -112,11 +112,11 @@ def other_tensors(model: PreTrainedModel, path: str) -> dict[str, Tensor]:
     state = model.state_dict()
     keys = [key for key, (name, _) in _names(model, files).items() if name not in state]
     if quantised := [key for key in keys if key.endswith(_PACKED)]:
-        raise ValueError(f"{path} holds {quantised[0]} in 4 bits, beside which no merged model fits")
+        raise ValueError(f"{path} holds {quantised[0]} in 4 bits, which fits no merged model")
     return {key: _tensor(files, key) for key in keys}
 
 
-def add_files(directory: Path, tensors: Mapping[str, Tensor]) -> None:
+def add_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
     """Put further tensors into a saved model, in a file of their own."""
     if not tensors:
         return
@@ -127,7 +127,7 @@ def add_files(directory: Path, tensors: Mapping[str, Tensor]) -> None:
         single.rename(directory / "model-text.safetensors")
     else:
         names = dict(weight_map(index))
-    save_tensors({k: t.contiguous() for k, t in tensors.items()}, directory / "model-rest.safetensors")
+    save_tensors(tensors, directory / "model-rest.safetensors")
     names |= dict.fromkeys(tensors, "model-rest.safetensors")
     size = sum((directory / name).stat().st_size for name in set(names.values()))
     index.write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": names}, indent=2))

@@ -16,6 +16,7 @@ from dschat_lora.engine.build import EngineSettings
 from dschat_lora.engine.distributed import data_rank, device
 from dschat_lora.models.build import recompute_blocks
 from dschat_lora.models.causal_lm import Tokenizer, load_config, load_tokenizer
+from dschat_lora.models.composite import left_out_words
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
 from dschat_lora.models.offload import offload_inputs
 from dschat_lora.rlhf.advice import explaining_memory
@@ -337,6 +338,8 @@ def _describe(
         + f"; {engine_words(actor, roles.actor.model)}"
     )
     for role, model in roles.trained.items():
+        if words := left_out_words(model.model):
+            run.log.say(f"  composite    {words}")
         if model.warning is not None:
             run.log.say(f"  warning      {model.warning}")
         options: RoleConfig = getattr(run.config, role)

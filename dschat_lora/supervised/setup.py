@@ -20,6 +20,7 @@ from dschat_lora.models.build import (
 )
 from dschat_lora.models.causal_lm import Tokenizer, load_config, load_tokenizer
 from dschat_lora.models.compile import compile_blocks
+from dschat_lora.models.composite import left_out_words
 from dschat_lora.models.offload import offload_inputs
 from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.models.views import ModuleT
@@ -168,6 +169,8 @@ def _describe(
         f"  parameters   {total:,}, of which {trained:,} train ({trained / total:.2%}); "
         f"{len(adapted.targets)} adapted layers; {engine_words(settings, adapted.model)}"
     )
+    if words := left_out_words(adapted.model):
+        run.log.say(f"  composite    {words}")
     if adapted.warning is not None:
         run.log.say(f"  warning      {adapted.warning}")
     if config.lora.lora_dim == 0:

@@ -97,7 +97,7 @@ _FIELDS = {
     ),
     "smolvlm": ({"model_type": "llama", "pad_token_id": 0}, {}, {"scale_factor": 2}),
     "mllama": (
-        {"cross_attention_layers": [1], "num_hidden_layers": 3},
+        {"cross_attention_layers": [1], "num_hidden_layers": 3, "bos_token_id": 1},
         {
             "attention_heads": 2,
             "num_global_layers": 1,
