@@ -25,6 +25,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dschat_lora.lora.model import replace_part
@@ -92,13 +93,10 @@ def auto_class(config: PretrainedConfig, task: Task) -> Any:
     if whole is None:
         return _AUTOS[task][0]
     place = _find_place(whole, task)
-    found, _ = _find_class(config, task)
-    if found is None and task == "CAUSAL_LM":
-        found = _causal_lm_over(place.kind)
-    if found is None:
-        raise ValueError(f"transformers has no class of reward models of {config.model_type}")
+    make = _causal_lm_over if task == "CAUSAL_LM" else _reward_model_over
+    found = _find_class(config, task)[0] or make(place.kind)
     paths = {"model": place.path, _HEADS[task]: place.head or _HEADS[task]}
-    members = {"place": place, "paths": paths, "__module__": found.__module__}
+    members = {"place": place, "paths": paths, "__module__": place.kind.__module__}
     members |= {name: _part(name) for name, path in paths.items() if path.split(".")[0] != name}
     return type(found.__name__, (TextModel, found), members)
 
@@ -266,6 +264,11 @@ class TextModel(PreTrainedModel):  # type: ignore[misc]
     def _save_alone(self, directory: Path) -> None:
         config = copy.deepcopy(self.config)
         vars(config).pop(_WHOLE)
+        if type(config) not in AutoModelForSequenceClassification._model_mapping:
+            raise ValueError(
+                f"transformers has no reward model of {config.model_type} that could be written; "
+                "use the adapter"
+            )
         with torch.device("meta"):
             model = AutoModelForSequenceClassification.from_config(config, dtype=self.dtype)
         prefix = f"{self.text_path}."
@@ -320,7 +323,7 @@ def _part(name: str) -> property:
 def _find_class(
     config: PretrainedConfig, task: Task
 ) -> tuple[type[PreTrainedModel], str] | tuple[None, str]:
-    """transformers' class of models with this very configuration, and the Auto class that knows it.
+    """transformers' class of a model, not of its text model alone, and the Auto class of that.
 
     None and the first Auto class where there is none.
     """
@@ -328,16 +331,16 @@ def _find_class(
         if type(config) in auto._model_mapping:
             found = auto._model_mapping[type(config)]
             found = found[0] if isinstance(found, tuple) else found
-            if found.config_class is type(config):
+            text = type(config.get_text_config())
+            if text is type(config) or found.config_class is not text:
                 return found, auto.__name__
     return None, _AUTOS[task][0].__name__
 
 
 def _causal_lm_over(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """A causal language model over a text model of a type that transformers has none for."""
-    base = next(each for each in kind.__mro__[1:] if issubclass(each, PreTrainedModel))
 
-    class TextForCausalLM(base, GenerationMixin):  # type: ignore[valid-type, misc]
+    class TextForCausalLM(_pretrained(kind), GenerationMixin):  # type: ignore[misc]
         config_class = kind.config_class
         base_model_prefix = "model"
         _tied_weights_keys: Mapping[str, str] = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -367,8 +370,18 @@ def _causal_lm_over(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
             logits = self.lm_head(outputs.last_hidden_state[:, -logits_to_keep:])
             return CausalLMOutputWithPast(logits=logits, past_key_values=outputs.past_key_values)
 
-    TextForCausalLM.__module__ = kind.__module__
     return TextForCausalLM
+
+
+def _reward_model_over(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """A model with a score over a text model of a type that transformers has none for."""
+    base = _pretrained(kind)
+    return type("TextForSequenceClassification", (GenericForSequenceClassification, base), {})
+
+
+def _pretrained(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """What a class of models has its settings from."""
+    return next(each for each in kind.__mro__[1:] if issubclass(each, PreTrainedModel))
 
 
 def _find_place(config: PretrainedConfig, task: Task) -> Place:

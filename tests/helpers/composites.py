@@ -1,9 +1,17 @@
-"""Tiny composite checkpoints: a text tower, a vision tower and what joins them, of random weights."""
+"""Tiny composite checkpoints of random weights: text, vision and what joins them."""
 
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedModel,
+)
+from transformers.models.timm_wrapper import TimmWrapperModel
 
 from dschat_lora.assets import BUNDLED_MODEL
 
@@ -145,13 +153,35 @@ def save_composite(kind: str, directory: Path) -> Path:
         vision_config=_VISION | vision,
         **dict(zip(ids, range(10_000, 11_000), strict=False)) | own,
     )
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), without_timm():
         torch.manual_seed(0)
         model = AutoModelForImageTextToText.from_config(config)
         with torch.no_grad():
             for parameter in model.parameters():
-                if parameter.is_floating_point():
-                    parameter.add_(0.05 * torch.randn(parameter.shape))
+                parameter.add_(0.05 * torch.randn(parameter.shape))
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
+
+
+def whole_model(directory: Path) -> PreTrainedModel:
+    """transformers' model of the checkpoint."""
+    with without_timm():
+        return AutoModelForImageTextToText.from_pretrained(directory)
+
+
+@contextmanager
+def without_timm():
+    """Within, a vision tower that takes timm is a linear layer, for timm is not installed."""
+    init = TimmWrapperModel.__init__
+
+    def plain(self, config):
+        PreTrainedModel.__init__(self, config)
+        self.layer = nn.Linear(4, 4)
+        self.post_init()
+
+    TimmWrapperModel.__init__ = plain
+    try:
+        yield
+    finally:
+        TimmWrapperModel.__init__ = init
