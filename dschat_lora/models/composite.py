@@ -375,8 +375,18 @@ def _causal_lm_over(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 def _reward_model_over(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """A model with a score over a text model of a type that transformers has none for."""
-    base = _pretrained(kind)
-    return type("TextForSequenceClassification", (GenericForSequenceClassification, base), {})
+
+    class TextForSequenceClassification(  # type: ignore[misc]
+        GenericForSequenceClassification, _pretrained(kind)
+    ):
+        def __init__(self, config: PretrainedConfig) -> None:
+            _pretrained(kind).__init__(self, config)
+            self.num_labels = config.num_labels
+            self.model = kind(config)
+            self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+            self.post_init()
+
+    return TextForSequenceClassification
 
 
 def _pretrained(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:

@@ -177,7 +177,7 @@ def without_timm():
 
     def plain(self, config):
         PreTrainedModel.__init__(self, config)
-        self.layer = nn.Linear(4, 4)
+        self.timm_model = nn.Linear(4, 4)
         self.post_init()
 
     TimmWrapperModel.__init__ = plain

@@ -30,6 +30,8 @@ KINDS = COMPOSITES if ALL else ("gemma3", "qwen3_5")
 IDS = torch.arange(3, 83).view(2, 40) * 7 % 500
 CARD = {"data": {}, "metrics": {}, "versions": {}}
 OPTIONS = ModelConfig()
+# A merge adds the update to the weights, which rounds them.
+ROUNDED = {"rtol": 1e-3, "atol": 1e-4}
 
 
 @torch.no_grad()
@@ -111,6 +113,7 @@ def test_the_adapter_is_continued_as_it_was(case):
 def test_an_adapter_of_peft_on_the_composite_model_is_continued(case):
     config = peft.LoraConfig(
         r=3,
+        lora_alpha=6,
         target_modules=case.written.target_modules,
         init_lora_weights=False,
         task_type="CAUSAL_LM",
@@ -124,7 +127,7 @@ def test_an_adapter_of_peft_on_the_composite_model_is_continued(case):
 def test_the_merge_is_the_checkpoint_with_another_text_model(case):
     merge(case.home / "merged", case.adapted.model, case.base)
     before, after = whole_model(case.base), whole_model(case.home / "merged")
-    torch.testing.assert_close(logits(after), case.said)
+    torch.testing.assert_close(logits(after), case.said, **ROUNDED)
     rest = case.adapted.model.place.left_out
     values = after.state_dict()
     assert all(
@@ -135,7 +138,7 @@ def test_the_merge_is_the_checkpoint_with_another_text_model(case):
     assert keys_of(case.home / "merged") == keys_of(case.base)
     assert after.config.vision_config.to_dict() == before.config.vision_config.to_dict()
     assert (case.home / "merged" / "preprocessor_config.json").read_text() == '{"size": 16}'
-    torch.testing.assert_close(logits(build(case.home / "merged").model), case.said)
+    assert torch.equal(logits(build(case.home / "merged").model), logits(after))
 
 
 def test_weights_that_are_read_one_by_one_are_the_same(case):
@@ -210,7 +213,7 @@ def test_a_head_that_is_trained_is_no_longer_the_embedding_in_the_merge(gemma, t
     torch.testing.assert_close(logits(loaded), logits(adapted.model))
     merge(tmp_path / "merged", adapted.model, gemma)
     torch.testing.assert_close(
-        logits(whole_model(tmp_path / "merged")), logits(adapted.model), rtol=1e-4, atol=1e-4
+        logits(whole_model(tmp_path / "merged")), logits(adapted.model), **ROUNDED
     )
 
 
