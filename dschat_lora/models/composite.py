@@ -339,8 +339,9 @@ def _find_class(
 
 def _causal_lm_over(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """A causal language model over a text model of a type that transformers has none for."""
+    base: Any = _pretrained(kind)
 
-    class TextForCausalLM(_pretrained(kind), GenerationMixin):  # type: ignore[misc]
+    class TextForCausalLM(base, GenerationMixin):  # type: ignore[misc]
         config_class = kind.config_class
         base_model_prefix = "model"
         _tied_weights_keys: Mapping[str, str] = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -375,12 +376,11 @@ def _causal_lm_over(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 def _reward_model_over(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """A model with a score over a text model of a type that transformers has none for."""
+    base: Any = _pretrained(kind)
 
-    class TextForSequenceClassification(  # type: ignore[misc]
-        GenericForSequenceClassification, _pretrained(kind)
-    ):
+    class TextForSequenceClassification(GenericForSequenceClassification, base):  # type: ignore[misc]
         def __init__(self, config: PretrainedConfig) -> None:
-            _pretrained(kind).__init__(self, config)
+            base.__init__(self, config)
             self.num_labels = config.num_labels
             self.model = kind(config)
             self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
