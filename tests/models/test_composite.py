@@ -218,7 +218,7 @@ def test_a_head_that_is_trained_is_no_longer_the_embedding_in_the_merge(gemma, t
     )
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "llama4"] if ALL else ["llama4"])
+@pytest.mark.parametrize("kind", ["gemma3", "llama4"])
 def test_a_text_model_trained_in_full_with_more_tokens_is_written_into_the_checkpoint(
     kind, tmp_path
 ):
