@@ -151,9 +151,9 @@ def _is_reward_model(model: PreTrainedModel) -> bool:
     return hasattr(model, "score")
 
 
-def _auto_class(
-    model: PreTrainedModel,
-) -> type[AutoModelForCausalLM] | type[AutoModelForSequenceClassification]:
+def _auto_class(model: PreTrainedModel) -> Any:
+    if hasattr(model, "from_config"):  # the text model of a composite one
+        return type(model)
     return AutoModelForSequenceClassification if _is_reward_model(model) else AutoModelForCausalLM
 
 
@@ -193,5 +193,7 @@ def _write_beside(
         GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id).save_pretrained(
             staging
         )
-    text = model_card(read_adapter_config(staging), **card)
+    # Of a composite model others load more than this.
+    auto = getattr(model, "auto_name", None)
+    text = model_card(read_adapter_config(staging), auto=auto, **card)
     (staging / "README.md").write_text(text, encoding="utf-8")

@@ -222,17 +222,37 @@ def _outputs(module: nn.Module) -> int:
     return full_shape(module.get_parameter("weight"))[1 if is_transposed(module) else 0]
 
 
-def minimal_endings(names: Collection[str], all_names: Iterable[str]) -> list[str] | str:
+def minimal_endings(
+    names: Collection[str], all_names: Collection[str], *, within: str | None = None
+) -> list[str] | str:
     """PEFT's ``target_modules`` that hit ``names`` of all module paths, and nothing else.
+
+    Paths ``within`` a module may have others of the same endings beside it that are not listed.
 
     Returns:
         The shortest dotted endings, sorted; one regular expression of whole paths where no
         list can tell a path from another that ends in it.
     """
+    if within is not None and names:
+        return _pattern_within(within, names, all_names)
     endings = _endings(names, all_names, is_ending)
     if endings is None:
         return "|".join(re.escape(name) for name in sorted(names))
     return endings
+
+
+def _pattern_within(parent: str, names: Collection[str], all_names: Collection[str]) -> str:
+    """A regular expression of ``names``, with endings in one group at its end, as vLLM reads it."""
+    inside, own = (
+        {name.removeprefix(f"{parent}.") for name in each if name.startswith(f"{parent}.")}
+        for each in (all_names, names)
+    )
+    endings = set(_endings(own, inside, is_ending) or own) - own
+    whole = [name for name in names if not name.endswith(tuple(f".{each}" for each in endings))]
+    patterns = sorted(map(re.escape, whole))
+    if endings:
+        patterns.append(rf"{re.escape(parent)}\..*\.({'|'.join(map(re.escape, sorted(endings)))})")
+    return "|".join(patterns)
 
 
 def parameter_endings(names: Collection[str], all_names: Iterable[str]) -> list[str]:

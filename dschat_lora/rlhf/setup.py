@@ -17,6 +17,7 @@ from dschat_lora.engine.distributed import data_rank, device
 from dschat_lora.lora.merge import check_mergeable
 from dschat_lora.models.build import recompute_blocks
 from dschat_lora.models.causal_lm import Tokenizer, attention_note, load_config, load_tokenizer
+from dschat_lora.models.composite import left_out_words
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
 from dschat_lora.models.offload import offload_inputs
 from dschat_lora.rlhf.advice import explaining_memory
@@ -347,6 +348,8 @@ def _describe(
     for role, model in roles.trained.items():
         if run.config.run.merge_adapter:
             check_mergeable(model.model)
+        if words := left_out_words(model.model):
+            run.log.say(f"  composite    {words}")
         if model.warning is not None:
             run.log.say(f"  warning      {model.warning}")
         options: RoleConfig = getattr(run.config, role)
