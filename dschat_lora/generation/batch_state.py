@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from dschat_lora.algos.devices import to_device
 from dschat_lora.algos.segments import block_causal_mask
-from dschat_lora.generation.cuda_graphs import DecodeStep, first_cause, run_watching
+from dschat_lora.generation.cuda_graphs import DecodeStep, first_cause, has_failed, run_watching
 from dschat_lora.generation.forward import next_logits, padded_left
 from dschat_lora.generation.kv_cache import KVCache
 from dschat_lora.generation.sampling import Responses
@@ -203,6 +203,9 @@ class CachedRows:
         assert self._responses is not None
         rows, self._cache.columns = self._rounded(self._cache.rows, self._filled)
         shape = (self._responses, rows, self._cache.columns)
+        if has_failed():
+            self._record = None
+            self._recorded.clear()
         if self._record is None or shape in self._recorded:
             self._recorded.get(shape, self.advance)()
         elif shape not in self._tried:
