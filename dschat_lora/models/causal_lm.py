@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
@@ -30,6 +29,7 @@ from dschat_lora.data.templates import BUILT_IN_TEMPLATE, read_chat_template
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.parallel import ParallelLinear, Shard, Split
 from dschat_lora.models.backbone import BackboneModel
+from dschat_lora.models.composite import auto_class, check_alone, text_config
 from dschat_lora.models.four_bit_base import hold_four_bits, take_four_bits
 from dschat_lora.models.loading import check_loaded, check_local_files, hub_errors
 from dschat_lora.models.quantization_checks import stored_bits
@@ -88,10 +88,18 @@ def stop_at(model: PreTrainedModel, ids: Sequence[int]) -> None:
 def load_config(path: str, config: ModelConfig) -> PretrainedConfig:
     """The model's configuration with every dropout set to ``--dropout``.
 
+    Of a composite model it is that of the text model.
+
     Raises:
-        ValueError: if it cannot be read, or the weights are quantised in a way that is not known.
+        ValueError: if it cannot be read, is that of an encoder-decoder model, or the weights are
+            quantised in a way that is not known.
     """
     model_config = _read_config(path, config)
+    if getattr(model_config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"--model_name_or_path {path}: {model_config.model_type} models are encoder-decoders, "
+            "and only decoders train here: causal language models such as Llama, Qwen or OPT"
+        )
     stored_bits(vars(model_config), path)
     for name in _dropouts(model_config):
         setattr(model_config, name, 0.0 if name == "layerdrop" else config.dropout)
@@ -106,7 +114,8 @@ def stored_dropouts(path: str, config: ModelConfig) -> dict[str, float]:
 def _read_config(path: str, config: ModelConfig) -> PretrainedConfig:
     with hub_errors("--model_name_or_path", path, "configuration"):
         check_local_files(path, PretrainedConfig.get_config_dict(path)[0])
-        return AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+        found = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+        return text_config(found)
 
 
 def _dropouts(config: PretrainedConfig) -> dict[str, float]:
@@ -132,21 +141,31 @@ def load_causal_lm(
     kwargs = load_options(config, dtype)
     four_bits = take_four_bits(model_config, config, path)
     with hub_errors("--model_name_or_path", path, "model"), attention_errors(model_config, config):
+        auto = auto_class(model_config, "CAUSAL_LM")
         if meta or group is not None or four_bits is not None:
-            build = partial(AutoModelForCausalLM.from_config, model_config, **kwargs)
+            build = partial(auto.from_config, model_config, **kwargs)
             model = build_divided(build, group, meta=meta)
             if four_bits is not None:
                 hold_four_bits(model, path, four_bits)
             if not meta:
                 load_parts(model, path)
+                check_alone(model)
                 with suppress(OSError):  # as transformers, which many models do without
                     model.generation_config = GenerationConfig.from_pretrained(path)
-            return model
-        model, report = AutoModelForCausalLM.from_pretrained(
+            return _with_body(model)
+        model, report = auto.from_pretrained(
             path, config=model_config, output_loading_info=True, **kwargs
         )
         check_loaded(model, report["missing_keys"])
-        return model
+        check_alone(model)
+        return _with_body(model)
+
+
+def _with_body(model: PreTrainedModel) -> PreTrainedModel:
+    """The model, whose ``base_model`` is what lies below its head."""
+    if model.base_model is model and isinstance(getattr(model, "model", None), PreTrainedModel):
+        model.base_model_prefix = "model"  # Llama 4 has that of a whole with vision
+    return model
 
 
 def load_options(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
