@@ -2,7 +2,7 @@
 
 The file is ``{"transformers": version, "types": {type: {column: true | "reason"}}, "left_out":
 {type: "reason"}}``. A reason says why not; a column that a type lacks was not tried. The file is
-written by ``scripts/families_table.py``. Imports nothing heavy: the documentation's page is made of
+written by ``tests/families/table.py``. Imports nothing heavy: the documentation's page is made of
 it too.
 """
 

@@ -1,8 +1,8 @@
 """Writes dschat_lora/assets/families.json from the cells that families.matrix found.
 
-``PYTHONPATH=.:tests python scripts/families_table.py MATRIX.json`` adds what the matrix does not
-run: 4 bits, batches of ``serve``, tensor parallelism and, with ``--llama_cpp CHECKOUT``, what
-llama.cpp's converter knows. Without it the cells of GGUF stay as they are.
+``PYTHONPATH=.:tests python -m families.table MATRIX.json`` adds what the matrix does not run: 4
+bits, batches of ``serve``, tensor parallelism and, with ``--llama_cpp CHECKOUT``, what llama.cpp's
+converter knows. Without it the cells of GGUF stay as they are.
 """
 
 import argparse
