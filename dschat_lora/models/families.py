@@ -28,8 +28,10 @@ COLUMNS = {
     "serve": "several requests and adapters in one batch, with the logits of the model alone",
     "gguf": "llama.cpp's converter knows the class",
 }
-_SHORT = {"ppo": "PPO", "grpo": "GRPO", "four_bit": "4-bit", "tensor_parallel": "TP"}
-_SHORT |= {"peft": "PEFT", "gguf": "GGUF"}
+_SHORT = {
+    **{"ppo": "PPO", "grpo": "GRPO", "four_bit": "4-bit"},
+    **{"tensor_parallel": "TP", "peft": "PEFT", "gguf": "GGUF"},
+}
 NO_EXPERTS = "it has no experts"
 
 
