@@ -27,6 +27,7 @@ from dschat_lora.engine.zero import gather_to_cpu
 from dschat_lora.lora.merge import (
     MergeReport,
     check_merge,
+    check_mergeable,
     merge_deviation,
     merged_state_dict,
     untied_by_merge,
@@ -93,8 +94,10 @@ def save_merged(
     from the model's values.
 
     Raises:
-        ValueError: if it exceeds ``max_kl`` nats per token; nothing is written then.
+        ValueError: if it exceeds ``max_kl`` nats per token, or the model cannot be merged; nothing
+            is written then.
     """
+    check_mergeable(model)
     unmerged, kept = probe_logits(model, probe_ids), dtype or model.dtype
     whole = gather_to_cpu(dict(model.named_parameters()))
     for name, tensor in (tensors or {}).items():
@@ -148,9 +151,9 @@ def _is_reward_model(model: PreTrainedModel) -> bool:
     return hasattr(model, "score")
 
 
-def _auto_class(
-    model: PreTrainedModel,
-) -> type[AutoModelForCausalLM] | type[AutoModelForSequenceClassification]:
+def _auto_class(model: PreTrainedModel) -> Any:
+    if hasattr(model, "from_config"):  # the text model of a composite one
+        return type(model)
     return AutoModelForSequenceClassification if _is_reward_model(model) else AutoModelForCausalLM
 
 
@@ -190,5 +193,7 @@ def _write_beside(
         GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id).save_pretrained(
             staging
         )
-    text = model_card(read_adapter_config(staging), **card)
+    # Of a composite model others load more than this.
+    auto = getattr(model, "auto_name", None)
+    text = model_card(read_adapter_config(staging), auto=auto, **card)
     (staging / "README.md").write_text(text, encoding="utf-8")

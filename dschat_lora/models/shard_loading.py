@@ -1,5 +1,6 @@
 """Weights read from files one by one, so that no process ever holds the whole model."""
 
+import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from transformers.utils import cached_file
 
 from dschat_lora.algos.finite import check_finite
 from dschat_lora.checkpoint.manifest import weight_map
+from dschat_lora.checkpoint.tensors import save_tensors
 from dschat_lora.engine.distributed import device
 from dschat_lora.lora import nf4
 from dschat_lora.lora.layers import full_shape
@@ -100,6 +102,37 @@ def read_weights(model: PreTrainedModel, path: str) -> Callable[[str], Tensor]:
     return read
 
 
+def other_tensors(model: PreTrainedModel, path: str) -> dict[str, Tensor]:
+    """What the files at ``path`` hold beside the weights of ``model``, by key.
+
+    Raises:
+        ValueError: if some of it is quantised: beside whole weights it could not be read.
+    """
+    files = _files(path, pickled=True)
+    state = model.state_dict()
+    keys = [key for key, (name, _) in _names(model, files).items() if name not in state]
+    if quantised := [key for key in keys if key.endswith(_PACKED)]:
+        raise ValueError(f"{path} holds {quantised[0]} in 4 bits, which fits no merged model")
+    return {key: _tensor(files, key) for key in keys}
+
+
+def add_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Put further tensors into a saved model, in a file of their own."""
+    if not tensors:
+        return
+    index, single = directory / (_SAFETENSORS + _INDEX), directory / _SAFETENSORS
+    if single.is_file():
+        with _opened(str(single)) as stored:
+            names = dict.fromkeys(stored.keys(), "model-text.safetensors")
+        single.rename(directory / "model-text.safetensors")
+    else:
+        names = dict(weight_map(index))
+    save_tensors(tensors, directory / "model-rest.safetensors")
+    names |= dict.fromkeys(tensors, "model-rest.safetensors")
+    size = sum((directory / name).stat().st_size for name in set(names.values()))
+    index.write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": names}, indent=2))
+
+
 def packed_layers(model: PreTrainedModel, path: str) -> list[str]:
     """Names of the layers of ``model`` whose weights the files at ``path`` hold in NF4."""
     files = _files(path, pickled=True)
@@ -110,13 +143,13 @@ def packed_layers(model: PreTrainedModel, path: str) -> list[str]:
 def _files(path: str, *, pickled: bool) -> dict[str, str]:
     """File of each key."""
     for single in (_SAFETENSORS, *([_PICKLE] if pickled else [])):
-        if (index := _cached(path, single + _INDEX)) is not None:
+        if (index := cached(path, single + _INDEX)) is not None:
             names = weight_map(Path(index))
-            found = {name: _cached(path, name) for name in set(names.values())}
+            found = {name: cached(path, name) for name in set(names.values())}
             if lacking := sorted(name for name, file in found.items() if file is None):
                 raise ValueError(f"there is no {lacking[0]}")
             return {key: str(found[name]) for key, name in names.items()}
-        if (file := _cached(path, single)) is not None:
+        if (file := cached(path, single)) is not None:
             with _opened(file) as tensors:
                 return dict.fromkeys(tensors.keys(), file)
     if pickled:
@@ -127,7 +160,8 @@ def _files(path: str, *, pickled: bool) -> dict[str, str]:
     )
 
 
-def _cached(path: str, name: str) -> str | None:
+def cached(path: str, name: str) -> str | None:
+    """Where a file of a directory or a hub name lies; None where it has none."""
     found = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
     return None if found is None else str(found)
 
@@ -150,21 +184,31 @@ def _opened(file: str) -> Iterator[Any]:
 
 def _names_of_keys(model: PreTrainedModel, keys: Collection[str]) -> dict[str, str]:
     """Key in the files of each name in the model, by the rules of transformers."""
-    rules = get_model_conversion_mapping(model)
-    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    renamings = [rule for rule in rules if not isinstance(rule, WeightConverter)]
-    state = model.state_dict()
     found = {}
-    for key in keys:
-        name, converted = rename_source_key(
-            key, renamings, converters, model.base_model_prefix, state
-        )
-        if converted is not None:
+    state = model.state_dict()
+    for key, (name, is_converted) in _names(model, keys).items():
+        if is_converted and name in state:
             raise ValueError(
                 f"{key} is stored in another form than the model's; load and save the model with "
                 "transformers once, or use --tensor_parallel_size 1 and --base_bits 16"
             )
         found[name] = key
+    return found
+
+
+def _names(model: PreTrainedModel, keys: Collection[str]) -> dict[str, tuple[str, bool]]:
+    """Of each key the name in the model, and whether several keys make a weight, or one several."""
+    # The text model of a composite one is named by the rules of that.
+    model = model.on_meta() if hasattr(model, "on_meta") else model
+    rules = get_model_conversion_mapping(model)
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    renamings = [rule for rule in rules if not isinstance(rule, WeightConverter)]
+    state, found = model.state_dict(), {}
+    for key in keys:
+        name, converted = rename_source_key(
+            key, renamings, converters, model.base_model_prefix, state
+        )
+        found[key] = name, converted is not None
     return found
 
 

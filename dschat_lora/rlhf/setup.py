@@ -14,8 +14,10 @@ from dschat_lora.data.fingerprint import describe_tokenizer
 from dschat_lora.data.prepare import Prepared
 from dschat_lora.engine.build import EngineSettings
 from dschat_lora.engine.distributed import data_rank, device
+from dschat_lora.lora.merge import check_mergeable
 from dschat_lora.models.build import recompute_blocks
-from dschat_lora.models.causal_lm import Tokenizer, load_config, load_tokenizer
+from dschat_lora.models.causal_lm import Tokenizer, attention_note, load_config, load_tokenizer
+from dschat_lora.models.composite import left_out_words
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
 from dschat_lora.models.offload import offload_inputs
 from dschat_lora.rlhf.advice import explaining_memory
@@ -337,10 +339,17 @@ def _describe(
         + ", ".join(f"{name} {count:,}" for name, count in trained.items())
         + f"; {engine_words(actor, roles.actor.model)}"
     )
+    notes = (attention_note(each.model, run.config.load) for each in roles.models.values())
+    for words in sorted(set(filter(None, notes))):
+        run.log.say(f"  note         {words}")
     models = {role: each.model for role, each in roles.models.items()}
     say_coverage(run, {role: models[role] for role in roles.trained})
     say_uncounted(run, models)
     for role, model in roles.trained.items():
+        if run.config.run.merge_adapter:
+            check_mergeable(model.model)
+        if words := left_out_words(model.model):
+            run.log.say(f"  composite    {words}")
         if model.warning is not None:
             run.log.say(f"  warning      {model.warning}")
         options: RoleConfig = getattr(run.config, role)
