@@ -27,6 +27,7 @@ from dschat_lora.engine.zero import gather_to_cpu
 from dschat_lora.lora.merge import (
     MergeReport,
     check_merge,
+    check_mergeable,
     merge_deviation,
     merged_state_dict,
     untied_by_merge,
@@ -93,8 +94,10 @@ def save_merged(
     from the model's values.
 
     Raises:
-        ValueError: if it exceeds ``max_kl`` nats per token; nothing is written then.
+        ValueError: if it exceeds ``max_kl`` nats per token, or the model cannot be merged; nothing
+            is written then.
     """
+    check_mergeable(model)
     unmerged, kept = probe_logits(model, probe_ids), dtype or model.dtype
     whole = gather_to_cpu(dict(model.named_parameters()))
     for name, tensor in (tensors or {}).items():

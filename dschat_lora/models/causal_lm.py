@@ -23,7 +23,7 @@ from dschat_lora.algos.logprobs import linear_logprobs, token_logprobs
 from dschat_lora.algos.segments import Spans
 from dschat_lora.algos.sft import MAX_CHUNK_LOGITS, head_logits, linear_cross_entropy
 from dschat_lora.algos.vocabulary import VocabularyPart
-from dschat_lora.config.groups import ACTIVE_EXPERTS, ModelConfig
+from dschat_lora.config.groups import ACTIVE_EXPERTS, LoadConfig, ModelConfig
 from dschat_lora.data.chat import end_tokens
 from dschat_lora.data.templates import BUILT_IN_TEMPLATE, read_chat_template
 from dschat_lora.lora.collectives import TensorGroup
@@ -91,9 +91,15 @@ def load_config(path: str, config: ModelConfig) -> PretrainedConfig:
     Of a composite model it is that of the text model.
 
     Raises:
-        ValueError: if it cannot be read, or the weights are quantised in a way that is not known.
+        ValueError: if it cannot be read, is that of an encoder-decoder model, or the weights are
+            quantised in a way that is not known.
     """
     model_config = _read_config(path, config)
+    if getattr(model_config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"--model_name_or_path {path}: {model_config.model_type} models are encoder-decoders, "
+            "and only decoders train here: causal language models such as Llama, Qwen or OPT"
+        )
     stored_bits(vars(model_config), path)
     for name in _dropouts(model_config):
         setattr(model_config, name, 0.0 if name == "layerdrop" else config.dropout)
@@ -134,7 +140,7 @@ def load_causal_lm(
     """
     kwargs = load_options(config, dtype)
     four_bits = take_four_bits(model_config, config, path)
-    with hub_errors("--model_name_or_path", path, "model"), sdpa_errors(model_config):
+    with hub_errors("--model_name_or_path", path, "model"), attention_errors(model_config, config):
         auto = auto_class(model_config, "CAUSAL_LM")
         if meta or group is not None or four_bits is not None:
             build = partial(auto.from_config, model_config, **kwargs)
@@ -146,20 +152,29 @@ def load_causal_lm(
                 check_alone(model)
                 with suppress(OSError):  # as transformers, which many models do without
                     model.generation_config = GenerationConfig.from_pretrained(path)
-            return model
+            return _with_body(model)
         model, report = auto.from_pretrained(
             path, config=model_config, output_loading_info=True, **kwargs
         )
         check_loaded(model, report["missing_keys"])
         check_alone(model)
-        return model
+        return _with_body(model)
+
+
+def _with_body(model: PreTrainedModel) -> PreTrainedModel:
+    """The model, whose ``base_model`` is what lies below its head."""
+    if model.base_model is model and isinstance(getattr(model, "model", None), PreTrainedModel):
+        model.base_model_prefix = "model"  # Llama 4 has that of a whole with vision
+    return model
 
 
 def load_options(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
     """What ``from_config`` and ``from_pretrained`` are given besides a configuration."""
+    auto = config.attn_implementation == "auto"
     return {
         "dtype": dtype,
-        "attn_implementation": config.attn_implementation,
+        # Given none, transformers chooses as "auto" does.
+        "attn_implementation": None if auto else config.attn_implementation,
         "trust_remote_code": config.trust_remote_code,
     }
 
@@ -180,15 +195,24 @@ def build_divided(
 
 
 @contextmanager
-def sdpa_errors(model_config: PretrainedConfig) -> Iterator[None]:
-    """Say what to do where an architecture lacks the fused attention kernel."""
+def attention_errors(model_config: PretrainedConfig, config: ModelConfig) -> Iterator[None]:
+    """Say what to do where an architecture lacks the kernel that was asked for."""
     try:
         yield
     except ValueError as error:
-        if "scaled_dot_product_attention" in str(error):
-            kind = model_config.model_type
-            raise ValueError(f"{kind} has no sdpa: use --attn_implementation eager") from error
+        if "does not support an attention implementation through" in str(error):
+            raise ValueError(
+                f"--attn_implementation {config.attn_implementation}: {model_config.model_type} "
+                "has no such kernel in transformers; leave the option out, which takes another"
+            ) from error
         raise
+
+
+def attention_note(model: PreTrainedModel, config: LoadConfig) -> str | None:
+    """What to tell of the kernel that ``--attn_implementation auto`` has chosen, if not sdpa."""
+    if config.attn_implementation != "auto" or model.config._attn_implementation != "eager":
+        return None
+    return f"attention is eager: {model.config.model_type} has no sdpa in transformers"
 
 
 class LMHeadModel(BackboneModel):

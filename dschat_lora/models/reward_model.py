@@ -14,7 +14,7 @@ from dschat_lora.lora.layers import TrainedModule
 from dschat_lora.lora.model import replace_part, seeded_generator
 from dschat_lora.lora.parallel import group_of
 from dschat_lora.models.backbone import BackboneModel
-from dschat_lora.models.causal_lm import build_divided, load_options, sdpa_errors
+from dschat_lora.models.causal_lm import attention_errors, build_divided, load_options
 from dschat_lora.models.composite import auto_class, check_alone
 from dschat_lora.models.four_bit_base import hold_four_bits, take_four_bits
 from dschat_lora.models.loading import check_loaded, hub_errors, only_errors
@@ -51,7 +51,7 @@ def load_reward_model(
     options = load_options(config, dtype)
     missing: set[str] = set()
     four_bits = take_four_bits(model_config, config, path)
-    with hub_errors("--model_name_or_path", path, "model"), sdpa_errors(model_config):
+    with hub_errors("--model_name_or_path", path, "model"), attention_errors(model_config, config):
         build = partial(auto_class(model_config, "SEQ_CLS").from_config, model_config, **options)
         if base is not None:
             model = build_divided(build, None, meta=True)
