@@ -13,8 +13,6 @@ from pathlib import Path
 
 import torch
 import transformers
-from families.checks import PAD, Family
-from helpers.kinds import LEFT_OUT
 
 from dschat_lora.assets import FAMILIES
 from dschat_lora.config.groups import LoraConfig, ModelConfig
@@ -27,6 +25,8 @@ from dschat_lora.models.source import find_model
 from dschat_lora.models.tensor_parallel_checks import check_divides
 from dschat_lora.models.views import share_parameters
 from dschat_lora.perf.coverage import coverage
+from families.checks import PAD, Family
+from helpers.kinds import LEFT_OUT
 from helpers.roles import Words
 
 # Checks of the matrix by column; all must hold.
