@@ -13,8 +13,6 @@ from pathlib import Path
 
 import torch
 import transformers
-from families.checks import PAD, Family
-from helpers.kinds import LEFT_OUT
 
 from dschat_lora.assets import FAMILIES
 from dschat_lora.config.groups import LoraConfig, ModelConfig
@@ -27,6 +25,8 @@ from dschat_lora.models.source import find_model
 from dschat_lora.models.tensor_parallel_checks import check_divides
 from dschat_lora.models.views import share_parameters
 from dschat_lora.perf.coverage import coverage
+from families.checks import PAD, Family
+from helpers.kinds import LEFT_OUT
 from helpers.roles import Words
 
 # Checks of the matrix by column; all must hold.
@@ -96,7 +96,7 @@ def experts(family):
     parts = [part for part in coverage(family.ours()).parts if part.kind.startswith("experts")]
     if not parts:
         return NO_EXPERTS
-    frozen = [part.kind for part in parts if not part.learns]
+    frozen = dict.fromkeys(part.kind for part in parts if not part.learns)
     return f"frozen: {', '.join(frozen)}" if frozen else None
 
 
