@@ -94,7 +94,7 @@ def load_config(path: str, config: ModelConfig) -> PretrainedConfig:
         ValueError: if it cannot be read, is that of an encoder-decoder model, or the weights are
             quantised in a way that is not known.
     """
-    model_config = _read_config(path, config)
+    model_config = read_config(path, config)
     if getattr(model_config, "is_encoder_decoder", False):
         raise ValueError(
             f"--model_name_or_path {path}: {model_config.model_type} models are encoder-decoders, "
@@ -108,10 +108,15 @@ def load_config(path: str, config: ModelConfig) -> PretrainedConfig:
 
 def stored_dropouts(path: str, config: ModelConfig) -> dict[str, float]:
     """Dropout probabilities that the model came with, by the names of its configuration."""
-    return _dropouts(_read_config(path, config))
+    return _dropouts(read_config(path, config))
 
 
-def _read_config(path: str, config: ModelConfig) -> PretrainedConfig:
+def read_config(path: str, config: ModelConfig) -> PretrainedConfig:
+    """The configuration as it is stored, of the text model where there are several.
+
+    Raises:
+        ValueError: if it cannot be read.
+    """
     with hub_errors("--model_name_or_path", path, "configuration"):
         check_local_files(path, PretrainedConfig.get_config_dict(path)[0])
         found = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
