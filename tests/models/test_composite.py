@@ -208,6 +208,8 @@ def test_a_reward_model_is_merged_alone_where_transformers_has_none_of_the_whole
     merge(tmp_path / "merged", adapted.model, base)
     merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
     assert merged.config.model_type == "mistral"
+    words = "it is the text model alone: transformers has no reward model of mistral3"
+    assert composite.merged_words(adapted.model) == words
     merged.config.pad_token_id = 999
     torch.testing.assert_close(logits(merged), logits(adapted.model))
     again = build(tmp_path / "merged", partial(build_reward_model, new_head=False), lora_dim=0)
