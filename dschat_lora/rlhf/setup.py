@@ -340,8 +340,8 @@ def _describe(
         + f"; {engine_words(actor, roles.actor.model)}"
     )
     notes = (attention_note(each.model, run.config.load) for each in roles.models.values())
-    for words in sorted(set(filter(None, notes))):
-        run.log.say(f"  note         {words}")
+    for note in sorted(set(filter(None, notes))):
+        run.log.say(f"  note         {note}")
     models = {role: each.model for role, each in roles.models.items()}
     say_coverage(run, {role: models[role] for role in roles.trained})
     say_uncounted(run, models)
