@@ -110,6 +110,19 @@ def left_out_words(model: PreTrainedModel) -> str | None:
     return f"the text model of {whole.model_type}, {model.text_path}, trains; {rest} not loaded"
 
 
+def merged_words(model: PreTrainedModel) -> str | None:
+    """What a merge of ``model`` holds beside it, where it is the text model of a composite one."""
+    whole = whole_config(model.config)
+    if whole is None or not isinstance(model, TextModel):
+        return None
+    if model.place.head is None:
+        kind = whole.model_type
+        return f"it is the text model alone: transformers has no reward model of {kind}"
+    return (
+        f"it is a {whole.model_type} model as before: {', '.join(model.place.left_out)} unchanged"
+    )
+
+
 def check_alone(model: PreTrainedModel) -> None:
     """Refuse a text model that computes something else without the rest of its composite model.
 
