@@ -202,7 +202,8 @@ def _adapt(
     new_parts: tuple[str, ...] = ()
     if source.adapter is not None:
         stored = source.planned or lora_config_of(source.adapter)
-        _check_layers(model, source.adapter, stored)
+        if source.planned is None:
+            _check_layers(model, source.adapter, stored)
         new_parts = _new_parts(source, stored, task)
         lora = replace(
             stored,
