@@ -59,12 +59,12 @@ def check_architecture(
                 f"{kind} cannot be trained: three short samples of random tokens failed "
                 f"({type(error).__name__}: {first})"
             ) from error
-    if not report.causal_error <= _LATER[backbone.model.dtype]:
+    if report.causal_error > _LATER[backbone.model.dtype]:
         raise ValueError(
             f"{kind} is no causal language model: of a sample of random tokens, hidden states "
             f"change with the tokens after them (relative error {report.causal_error:.1g})"
         )
-    if not report.row_error <= _WRONG[backbone.model.dtype]:
+    if report.row_error > _WRONG[backbone.model.dtype]:
         raise ValueError(
             f"{kind} cannot be trained rightly: hidden states of random samples in padded rows "
             f"differ from those of each sample alone (relative error {report.row_error:.1g})"
@@ -193,5 +193,8 @@ def _alone(backbone: Backbone, sample: Tensor) -> Tensor:
 
 
 def _relative(value: Tensor, reference: Tensor) -> float:
+    """NaN where the reference overflows: its loss is refused by name, no difference tells more."""
+    if not torch.isfinite(reference).all():
+        return float("nan")
     error = (value - reference).norm() / reference.norm().clamp(min=1e-12)
     return float("inf") if not torch.isfinite(error) else float(error)

@@ -26,6 +26,7 @@ from dschat_lora.config.verbs import (
     GenerateConfig,
     InspectConfig,
     MergeConfig,
+    ModelsConfig,
     PushConfig,
 )
 from dschat_lora.experiments.glue.config import GlueConfig
@@ -81,6 +82,7 @@ COMMANDS = (
     Command(("pipeline",), None, ("recipe.yaml",)),
     Command(("demo",)),
     Command(("recipes",)),
+    Command(("models",), ModelsConfig, (MODEL,)),
     Command(("audit",), AuditConfig),
     *(Command(("plan", name), stage.config) for name, stage in STAGES.items()),
     Command(("plan",), None, ("recipe.yaml",)),

@@ -470,6 +470,7 @@ def large_roles(tmp_path, monkeypatch):
 
     monkeypatch.setattr("dschat_lora.models.build.lora_config_of", stored)
     monkeypatch.setattr("dschat_lora.models.build.load_adapter", lambda *_, **__: None)
+    monkeypatch.setattr("dschat_lora.models.build._check_layers", lambda *_: None)
     actor, reward = with_adapter_configs(tmp_path, 16)
     config = config_of(
         actor={"lora_dim": 16},
