@@ -29,10 +29,11 @@ from dschat_lora.data.templates import BUILT_IN_TEMPLATE, read_chat_template
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.parallel import ParallelLinear, Shard, Split
 from dschat_lora.models.backbone import BackboneModel
-from dschat_lora.models.four_bit_base import hold_four_bits, take_four_bits
+from dschat_lora.models.four_bit_base import four_bits_of, hold_four_bits, take_kind
 from dschat_lora.models.loading import check_loaded, check_local_files, hub_errors
 from dschat_lora.models.quantization_checks import stored_bits
 from dschat_lora.models.shard_loading import empty_parameters, load_parts
+from dschat_lora.models.source import located
 from dschat_lora.models.tensor_parallel import divide
 
 # The run has a log of its own; a bar for each of a few weights says nothing.
@@ -51,7 +52,9 @@ def load_tokenizer(path: str, config: ModelConfig) -> Tokenizer:
         ValueError: if there is none at ``path``, or it knows no end of sequence.
     """
     with hub_errors("--model_name_or_path", path, "tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+        where, more = located(path)
+        code = config.trust_remote_code
+        tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=code, **more)
     if config.add_eot_token:
         tokenizer.add_special_tokens({"eos_token": config.eot_token})
     if tokenizer.eos_token_id is None:
@@ -103,8 +106,10 @@ def stored_dropouts(path: str, config: ModelConfig) -> dict[str, float]:
 
 def _read_config(path: str, config: ModelConfig) -> PretrainedConfig:
     with hub_errors("--model_name_or_path", path, "configuration"):
-        check_local_files(path, PretrainedConfig.get_config_dict(path)[0])
-        return AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+        where, more = located(path)
+        check_local_files(where, PretrainedConfig.get_config_dict(where, **more)[0])
+        code = config.trust_remote_code
+        return AutoConfig.from_pretrained(where, trust_remote_code=code, **more)
 
 
 def _dropouts(config: PretrainedConfig) -> dict[str, float]:
@@ -128,9 +133,10 @@ def load_causal_lm(
     ``group`` each reads its part alone; without one the model is whole.
     """
     kwargs = load_options(config, dtype)
-    four_bits = take_four_bits(model_config, config, path)
+    kind = take_kind(model_config, path)
+    four_bits = four_bits_of(kind, config)
     with hub_errors("--model_name_or_path", path, "model"), sdpa_errors(model_config):
-        if meta or group is not None or four_bits is not None:
+        if meta or group is not None or kind is not None or four_bits is not None:
             build = partial(AutoModelForCausalLM.from_config, model_config, **kwargs)
             model = build_divided(build, group, meta=meta)
             if four_bits is not None:
@@ -138,7 +144,7 @@ def load_causal_lm(
             if not meta:
                 load_parts(model, path)
                 with suppress(OSError):  # as transformers, which many models do without
-                    model.generation_config = GenerationConfig.from_pretrained(path)
+                    model.generation_config = GenerationConfig.from_pretrained(located(path)[0])
             return model
         model, report = AutoModelForCausalLM.from_pretrained(
             path, config=model_config, output_loading_info=True, **kwargs

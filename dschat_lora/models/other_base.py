@@ -20,8 +20,8 @@ from dschat_lora.lora.nf4 import NF4Linear, quantize, values_of
 from dschat_lora.lora.parallel import group_of
 from dschat_lora.lora.targets import is_inside, is_plain_linear
 from dschat_lora.models.fingerprint import weights_fingerprint
-from dschat_lora.models.shard_loading import read_weights
 from dschat_lora.models.source import ModelSource
+from dschat_lora.models.stored_weights import StoredWeights
 
 # Tokens of a probe on which a merged model is compared, and an adapter on two bases.
 MERGE_PROBE, BASE_PROBE = 256, 48
@@ -94,8 +94,8 @@ def _rounded(name: str, layer: nn.Module) -> Tensor:
 
 def _stored(model: PreTrainedModel, path: str) -> Weights:
     """Weights of quantised layers as the files hold them."""
-    read = read_weights(model, path)
-    return lambda name, layer: read(f"{name}.weight").to(model.dtype)
+    stored = StoredWeights(model, path)
+    return lambda name, layer: stored.read(f"{name}.weight").to(model.dtype)
 
 
 @contextmanager
