@@ -23,6 +23,7 @@ from dschat_lora.algos.logprobs import linear_logprobs, token_logprobs
 from dschat_lora.algos.segments import Spans
 from dschat_lora.algos.sft import MAX_CHUNK_LOGITS, head_logits, linear_cross_entropy
 from dschat_lora.algos.vocabulary import VocabularyPart
+from dschat_lora.checkpoint.quantization import located, stored_kind
 from dschat_lora.config.groups import ModelConfig
 from dschat_lora.data.chat import end_tokens
 from dschat_lora.data.templates import BUILT_IN_TEMPLATE, read_chat_template
@@ -31,9 +32,7 @@ from dschat_lora.lora.parallel import ParallelLinear, Shard, Split
 from dschat_lora.models.backbone import BackboneModel
 from dschat_lora.models.four_bit_base import four_bits_of, hold_four_bits, take_kind
 from dschat_lora.models.loading import check_loaded, check_local_files, hub_errors
-from dschat_lora.models.quantization_checks import stored_bits
 from dschat_lora.models.shard_loading import empty_parameters, load_parts
-from dschat_lora.models.source import located
 from dschat_lora.models.tensor_parallel import divide
 
 # The run has a log of its own; a bar for each of a few weights says nothing.
@@ -93,7 +92,7 @@ def load_config(path: str, config: ModelConfig) -> PretrainedConfig:
         ValueError: if it cannot be read, or the weights are quantised in a way that is not known.
     """
     model_config = _read_config(path, config)
-    stored_bits(vars(model_config), path)
+    stored_kind(vars(model_config), path)
     for name in _dropouts(model_config):
         setattr(model_config, name, 0.0 if name == "layerdrop" else config.dropout)
     return model_config

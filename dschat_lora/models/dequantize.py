@@ -45,7 +45,10 @@ def gptq_values(
     Args:
         codes: (in * bits / 32, out) int32, consecutive inputs from the lowest bits on.
         zeros: (groups, out * bits / 32) int32, each ``offset`` less than the zero that it means.
-        scales: (groups, out). groups: (in,) of each input; consecutive inputs by default.
+        scales: (groups, out).
+        groups: (in,) of each input; consecutive inputs by default.
+        bits: 2, 4 or 8.
+        offset: 1, or 0 in the second version of the format.
     """
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     mask = 2**bits - 1
@@ -62,7 +65,8 @@ def awq_values(codes: Tensor, zeros: Tensor, scales: Tensor) -> Tensor:
 
     Args:
         codes: (in, out / 8) int32, whose nibbles are columns in an order of AWQ's own.
-        zeros: (groups, out / 8) int32, likewise. scales: (groups, out).
+        zeros: (groups, out / 8) int32, likewise.
+        scales: (groups, out).
     """
     shifts = 4 * torch.tensor(_AWQ_ORDER, dtype=torch.int32).argsort()
 
@@ -77,7 +81,8 @@ def dequantizer(kind: str, settings: Mapping[str, Any], model: nn.Module) -> HfQ
     """What has transformers' rules of conversion give values of weights that are stored so.
 
     Args:
-        kind: int8, gptq or awq. settings: the ``quantization_config`` of the files.
+        kind: int8, gptq or awq.
+        settings: the ``quantization_config`` of the files.
         model: whose weights they are.
     """
     functions: dict[str, Callable[..., Tensor]] = {
@@ -124,17 +129,19 @@ class _Dequantize(ConversionOps):  # type: ignore[misc]
         first, *others = self.quantizer.parts
         made: dict[str, Any] = {}
         for name, tensors in input_dict.items():
-            stem, found, _ = name.rpartition(first)
-            if not found or name.endswith(tuple(others)):
+            if not name.endswith(first):
                 continue
+            stem = name.removesuffix(first)
             more = [input_dict[stem + part] for part in others if stem + part in input_dict]
             values = [
                 self.quantizer.function(*parts) if more else parts[0]
                 for parts in zip(tensors, *more, strict=True)
             ]
             if stem:  # of the experts of a layer, which further operations join
-                made[f"{stem}weight"] = values
+                made[name] = values
             else:
                 layer = self.quantizer.model.get_submodule(full_layer_name.rpartition(".")[0])
-                made[full_layer_name] = values[0].t() if more and is_transposed(layer) else values[0]
+                made[full_layer_name] = (
+                    values[0].t() if more and is_transposed(layer) else values[0]
+                )
         return made

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import cached_file
 
+from dschat_lora.checkpoint.quantization import located
 from dschat_lora.lora.layers import full_shape
 from dschat_lora.lora.model import adapter_parameters
 from dschat_lora.lora.nf4 import state_of
 from dschat_lora.lora.parallel import shard_of
-from dschat_lora.models.source import located
 
 SAMPLED_VALUES = 4096  # of each tensor
 

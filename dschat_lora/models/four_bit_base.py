@@ -5,12 +5,13 @@ from typing import Literal
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from dschat_lora.checkpoint.quantization import FIELD, Kind, stored_kind
 from dschat_lora.config.groups import ModelConfig
 from dschat_lora.lora.layers import is_conv1d
 from dschat_lora.lora.model import replace_part
 from dschat_lora.lora.nf4 import NF4Linear
 from dschat_lora.lora.targets import is_inside, is_plain_linear
-from dschat_lora.models.quantization_checks import FIELD, Kind, check_installed, stored_kind
+from dschat_lora.models.quantization_checks import check_installed
 from dschat_lora.models.stored_weights import StoredWeights
 
 FourBits = Literal["as the files are", "once read"]

@@ -16,8 +16,8 @@ from dschat_lora.checkpoint.adapter_config import (
 )
 from dschat_lora.checkpoint.checkpoint_adapter import describe_checkpoint, is_whole_model
 from dschat_lora.checkpoint.history import is_checkpoint, newest_valid
+from dschat_lora.checkpoint.quantization import GGUF
 from dschat_lora.config.groups import LoraConfig
-from dschat_lora.models.quantization_checks import GGUF, check_gguf
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
@@ -51,20 +51,6 @@ class ModelSource:
     def bundled(self) -> bool:
         """Whether the base is the tiny model that comes with the package."""
         return self.base == str(BUNDLED_MODEL.resolve())
-
-
-def located(base: str) -> tuple[str, dict[str, str]]:
-    """Where transformers finds a base, and the file to name besides if it is of GGUF.
-
-    Such a base is the path of a file, or ``repository:file`` of the hub.
-    """
-    if not base.endswith(GGUF):
-        return base, {}
-    path = Path(base)
-    where, _, file = base.rpartition(":")
-    if path.is_file() or not where:
-        where, file = str(path.parent), path.name
-    return where, {"gguf_file": file}
 
 
 def find_model(name: str | None) -> ModelSource:
@@ -162,8 +148,12 @@ def _gguf_base(name: str) -> str | None:
         ValueError: if it cannot be read.
     """
     path = Path(name).expanduser()
-    repository, _, file = name.rpartition(":")
+    repository = name.rpartition(":")[0]
     if not name.endswith(GGUF) or not (path.is_file() or _HUB_NAME.fullmatch(repository)):
         return None
-    check_gguf(path.name if path.is_file() else file)
+    if re.search(r"-\d{5}-of-\d{5}\.gguf$", name):
+        raise ValueError(
+            f"--model_name_or_path {name} is one of several parts of a model, which transformers "
+            "does not read: join them by `llama-gguf-split --merge FIRST_PART WHOLE.gguf`"
+        )
     return str(path.resolve()) if path.is_file() else name

@@ -26,11 +26,10 @@ from transformers.utils import cached_file
 
 from dschat_lora.algos.finite import check_finite
 from dschat_lora.checkpoint.manifest import weight_map
+from dschat_lora.checkpoint.quantization import located, quantization, stored_kind
 from dschat_lora.lora import nf4
 from dschat_lora.lora.layers import full_shape
 from dschat_lora.models.dequantize import dequantizer
-from dschat_lora.models.quantization_checks import quantization, stored_kind
-from dschat_lora.models.source import located
 
 _SAFETENSORS, _PICKLE = "model.safetensors", "pytorch_model.bin"
 _INDEX = ".index.json"
@@ -111,7 +110,7 @@ class StoredWeights:
     def read(self, name: str) -> Tensor:
         """A weight, whole."""
         with self.piece(name) as piece:
-            weight: Tensor = piece[:] if len(_shape(piece)) else piece[...]
+            weight: Tensor = piece[...]
         return weight
 
     def _converted(self, source: _Source, name: str) -> Tensor:
@@ -191,9 +190,10 @@ def _sources(model: PreTrainedModel, keys: Collection[str], rules: list[Any]) ->
         if pattern is None:
             found[name] = _Source(None, name, [("", key)])
             continue
-        source = found.setdefault(name, _Source(of_pattern[pattern], name))
+        rule = of_pattern[pattern]
+        source = found.setdefault(name, _Source(rule, name))
         source.keys.append((pattern, key))
-        first, *others = source.rule.target_patterns
+        first, *others = rule.target_patterns
         found |= {name.replace(first, other): source for other in others}
     return found
 

@@ -1,4 +1,4 @@
-"""Tiny models whose files hold FP8, MXFP4, int8, GPTQ, AWQ or GGUF, written by each format's definition.
+"""Tiny models whose files hold FP8, MXFP4, GPTQ or AWQ, written by each format's definition.
 
 Each writer returns the values that its files stand for, by the names of the model.
 """
@@ -77,7 +77,10 @@ def gptq(weight):
         for i in range(inputs // 8)
     ]
     qzeros = [
-        [_int32(sum((int(row[8 * j + k]) - 1) % 16 << 4 * k for k in range(8))) for j in range(out // 8)]
+        [
+            _int32(sum((int(row[8 * j + k]) - 1) % 16 << 4 * k for k in range(8)))
+            for j in range(out // 8)
+        ]
         for row in zeros
     ]
     values = torch.stack(
@@ -96,7 +99,7 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True
 
 
 def awq(weight):
-    """AWQ: an int32 holds eight outputs, in the order 0, 2, 4, 6, 1, 3, 5, 7 from the lowest bits."""
+    """AWQ: an int32 holds eight outputs, from the lowest bits in the order below."""
     codes, zeros, scales, values = _grouped_codes(weight)
 
     def packed(rows):
