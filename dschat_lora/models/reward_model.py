@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 
 from dschat_lora.algos.segments import Spans
+from dschat_lora.checkpoint.score_class import register_score_class
 from dschat_lora.config.groups import ModelConfig
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.layers import TrainedModule
@@ -47,6 +48,7 @@ def load_reward_model(
             none and ``seed`` is None.
     """
     model_config.num_labels = 1
+    register_score_class(model_config)
     options = load_options(config, dtype)
     build = partial(AutoModelForSequenceClassification.from_config, model_config, **options)
     missing: set[str] = set()
