@@ -1,7 +1,7 @@
 """Adapters on disk: write, read and load ``adapter_model.safetensors`` in PEFT's layout."""
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, cast
@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from dschat_lora.checkpoint.adapter_checks import (
+    NumberT,
     check_scaling,
     check_tensors,
     groups_of,
@@ -30,7 +31,13 @@ from dschat_lora.checkpoint.adapter_config import (
 from dschat_lora.checkpoint.checkpoint_adapter import WEIGHT, describe_checkpoint
 from dschat_lora.checkpoint.history import is_checkpoint
 from dschat_lora.checkpoint.manifest import write_manifest
-from dschat_lora.checkpoint.peft_names import file_name, our_name
+from dschat_lora.checkpoint.peft_names import (
+    factor_of_experts,
+    file_name,
+    flat_factor,
+    is_of_experts,
+    our_name,
+)
 from dschat_lora.checkpoint.staging import staged_directory
 from dschat_lora.checkpoint.tensors import TensorFiles, save_weights
 from dschat_lora.config.groups import LoraConfig
@@ -38,6 +45,7 @@ from dschat_lora.lora.groups import PARTS
 from dschat_lora.lora.layers import full_shape
 from dschat_lora.lora.model import AdapterLayout, adapter_parameters, base_names, lora_layers
 from dschat_lora.lora.parallel import own_part
+from dschat_lora.lora.targets import is_ending, is_expert_weight
 
 
 @dataclass(frozen=True)
@@ -82,7 +90,8 @@ def write_adapter(
         task_type=task_type,
         r=config.lora_dim,
         lora_alpha=config.lora_alpha,
-        lora_dropout=config.lora_dropout,
+        # PEFT knows no dropout of the input of a parameter.
+        lora_dropout=0.0 if layout.target_parameters else config.lora_dropout,
         use_rslora=config.use_rslora,
         bias=config.train_bias,
         target_modules=layout.target_modules
@@ -90,10 +99,11 @@ def write_adapter(
         else tuple(layout.target_modules),
         modules_to_save=tuple(layout.modules_to_save),
         fan_in_fan_out=layout.fan_in_fan_out,
+        target_parameters=tuple(layout.target_parameters),
         enable_lora=tuple(part for part in PARTS if part in config.enable_lora),
         group_sizes=() if layout.groups is None else layout.groups.sizes,
-        rank_pattern={f"^{name}": rank for name, rank in config.ranks},
-        alpha_pattern={f"^{name}": alpha for name, alpha in config.alphas},
+        rank_pattern=_patterns(config.ranks, layout),
+        alpha_pattern=_patterns(config.alphas, layout),
         base_bits=base_bits,
         base_fingerprint=base_fingerprint,
     )
@@ -103,7 +113,7 @@ def write_adapter(
         whole = tensor.detach().float()
         if layout.groups is not None and name.endswith(".lora_B"):
             whole = layout.groups.expand(whole)
-        stored[file_name(name, adapted)] = whole.contiguous()
+        stored[file_name(name, adapted)] = flat_factor(name, whole).contiguous()
     with staged_directory(final) as staging:
         fields = json.dumps(peft_fields(described), indent=2, sort_keys=True) + "\n"
         (staging / CONFIG_FILE).write_text(fields, encoding="utf-8")
@@ -221,6 +231,7 @@ def _load(directory: Path) -> Adapter:
     tensors: dict[str, Tensor] = {}
     base_tensors: dict[str, Tensor] = {}
     groups = groups_of(config)
+    settings = lora_settings(config, (our_name(key, config, path)[0] for key in stored))
     for key, tensor in stored.items():
         if not tensor.is_floating_point():
             raise ValueError(f"{path}: {key} holds {tensor.dtype}, which is no type of a weight")
@@ -229,6 +240,9 @@ def _load(directory: Path) -> Adapter:
             base_tensors[name] = tensor
             continue
         tensors[name] = tensor.float()
+        if is_of_experts(name) and tensor.ndim == 2:
+            rank = settings.of_module(name.rpartition(".")[0]).lora_dim
+            tensors[name] = factor_of_experts(name, tensor.float(), rank, path)
         if groups is not None and name.endswith(".lora_B"):
             try:
                 tensors[name] = groups.compact(tensors[name])
@@ -268,6 +282,19 @@ def _check_base(model: nn.Module, base_tensors: Mapping[str, Tensor], where: str
                 f"{where} holds {name} of another base: resized or trained in full; "
                 "merge it into its base with PEFT and train on the result"
             )
+
+
+def _patterns(own: Iterable[tuple[str, NumberT]], layout: AdapterLayout) -> dict[str, NumberT]:
+    """PEFT's ``rank_pattern`` or ``alpha_pattern`` of modules by name.
+
+    PEFT compares it with whole names, of adapted parameters where it finds a layer by one.
+    """
+    patterns = dict[str, NumberT]()
+    for name, value in own:
+        whole = name if is_expert_weight(name) else f"{name}.weight"
+        endings = (each for each in layout.target_parameters if is_ending(whole, each))
+        patterns[next(endings, f"^{name}")] = value
+    return patterns
 
 
 def _some(names: list[str]) -> str:

@@ -1,6 +1,6 @@
 """Checks of LoRA factors: shapes, rank, scaling and parts of packed layers."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TypeVar
 
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from dschat_lora.checkpoint.adapter_config import AdapterConfig
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.groups import Groups, groups_of_parts
 from dschat_lora.lora.model import lora_layers, lora_scaling
-from dschat_lora.lora.targets import matching_key
+from dschat_lora.lora.targets import is_ending, is_expert_weight, matching_key
 
 NumberT = TypeVar("NumberT", int, float)
 
@@ -32,21 +32,34 @@ def lora_settings(config: AdapterConfig, names: Iterable[str]) -> LoraConfig:
         ValueError: if a pattern of the adapter cannot be read.
     """
     modules = sorted({name.rpartition(".")[0] for name in names if ".lora_" in name})
+    has_experts = any(".experts." in name for name in modules)
     return LoraConfig(
         lora_dim=config.r,
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,
         use_rslora=config.use_rslora,
         enable_lora=config.enable_lora,
-        ranks=_own(config.rank_pattern, modules),
-        alphas=_own(config.alpha_pattern, modules),
+        expert_lora_dim=config.r if has_experts else None,  # but for those that have their own
+        ranks=_own(config.rank_pattern, modules, config.target_parameters),
+        alphas=_own(config.alpha_pattern, modules, config.target_parameters),
     )
 
 
-def _own(pattern: Mapping[str, NumberT], modules: Iterable[str]) -> tuple[tuple[str, NumberT], ...]:
-    """(module, its number) of those that the pattern says one for."""
-    found = ((name, matching_key(pattern, name)) for name in modules) if pattern else ()
-    return tuple((name, pattern[key]) for name, key in found if key is not None)
+def _own(
+    pattern: Mapping[str, NumberT], modules: Iterable[str], parameters: Collection[str]
+) -> tuple[tuple[str, NumberT], ...]:
+    """(module, its number) of those that the pattern says one for.
+
+    PEFT compares it with the name of the weight where it finds a layer by one of ``parameters``.
+    """
+    found = []
+    for name in modules if pattern else ():
+        weight = f"{name}.weight"
+        found_by = (not is_expert_weight(name) and is_ending(weight, e) for e in parameters)
+        by_weight = any(found_by)
+        if (key := matching_key(pattern, weight if by_weight else name)) is not None:
+            found.append((name, pattern[key]))
+    return tuple(found)
 
 
 def check_scaling(model: nn.Module, config: LoraConfig, *, where: str) -> None:
@@ -88,8 +101,8 @@ def check_tensors(
             r = config.of_module(name.rpartition(".")[0]).lora_dim
             rank = r * groups.count if groups is not None and factor == "A" else r
             wanted = f"({rank}, n)" if factor == "A" else f"(n, {rank})"
-            rank_axis = 0 if factor == "A" else 1
-            if tensor.ndim != 2 or tensor.shape[rank_axis] != rank or tensor.numel() == 0:
+            rank_axis = -2 if factor == "A" else -1
+            if tensor.ndim not in (2, 3) or tensor.shape[rank_axis] != rank or tensor.numel() == 0:
                 raise ValueError(
                     f"{where}: {name} must be {wanted} for rank {r}, got {tuple(tensor.shape)}"
                 )

@@ -58,6 +58,7 @@ class AdapterConfig:
     target_modules: tuple[str, ...] | str  # name endings, or one regular expression
     modules_to_save: tuple[str, ...]  # name endings of modules stored in full
     fan_in_fan_out: bool
+    target_parameters: tuple[str, ...] = ()  # name endings; fused weights of experts, as a rule
     enable_lora: tuple[str, ...] = ()
     group_sizes: tuple[int, ...] = ()  # outputs of q, k and v in packed layers
     # By regular expressions of names or their ends; the first that matches counts.
@@ -99,7 +100,8 @@ def read_adapter_config(directory: str | Path) -> AdapterConfig:
         raise ValueError(f"{path}: lora_dropout must be in [0, 1), got {dropout!s:.40}")
     targets = _field(fields, path, "target_modules", (list, str), [])
     saved = _field(fields, path, "modules_to_save", list, [])
-    for name in (*saved, *(targets if isinstance(targets, list) else ())):
+    parameters = _field(fields, path, "target_parameters", list, [])
+    for name in (*saved, *parameters, *(targets if isinstance(targets, list) else ())):
         if not isinstance(name, str):
             raise ValueError(f"{path} names modules by text, got {name!r:.40}")
     described = AdapterConfig(
@@ -113,6 +115,7 @@ def read_adapter_config(directory: str | Path) -> AdapterConfig:
         target_modules=targets if isinstance(targets, str) else tuple(targets),
         modules_to_save=tuple(saved),
         fan_in_fan_out=_field(fields, path, "fan_in_fan_out", bool, False),
+        target_parameters=tuple(parameters),
         rank_pattern=_pattern(fields, path, "rank_pattern", int),
         alpha_pattern=_pattern(fields, path, "alpha_pattern", (int, float)),
     )
@@ -175,6 +178,7 @@ def peft_fields(config: AdapterConfig) -> dict[str, Any]:
         "target_modules": config.target_modules
         if isinstance(config.target_modules, str)
         else list(config.target_modules),
+        "target_parameters": list(config.target_parameters) or None,
         "task_type": config.task_type,
         "use_dora": False,
         "use_rslora": config.use_rslora,

@@ -1,6 +1,6 @@
 """The adapter in a checkpoint of a run, read as one in PEFT's layout is."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,14 @@ def describe_checkpoint(directory: str | Path) -> CheckpointAdapter:
         for key in entry.get("tensors", {})
         if key.startswith(WEIGHT)
     }
+    # (r, in) of a layer's A, (E, r, in) of experts'
+    ranks = {
+        key.removeprefix(WEIGHT).removesuffix(".lora_A"): tensor["shape"][-2]
+        for name, entry in files.items()
+        if name.startswith(f"{engine}-")
+        for key, tensor in entry.get("tensors", {}).items()
+        if key.endswith(".lora_A") and len(tensor["shape"]) > 1
+    }
     _check_adapter_alone(directory, options, prefix)
     if OWN_SETTINGS in str(state["identity"].get("adapter")):
         raise ValueError(
@@ -77,7 +85,7 @@ def describe_checkpoint(directory: str | Path) -> CheckpointAdapter:
         )
     task = "SEQ_CLS" if stage == "reward" else "CAUSAL_LM"
     try:
-        config = _config(options, prefix, where, task=task)
+        config = _config(options, prefix, where, ranks, task=task)
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{directory / STATE_FILE} is damaged: {error}") from None
     return CheckpointAdapter(
@@ -106,12 +114,20 @@ def _check_adapter_alone(directory: Path, options: Mapping[str, Any], prefix: st
 
 
 def _config(
-    options: Mapping[str, Any], prefix: str, names: Mapping[str, str], *, task: str
+    options: Mapping[str, Any],
+    prefix: str,
+    names: Collection[str],
+    ranks: Mapping[str, int],
+    *,
+    task: str,
 ) -> AdapterConfig:
     def value(name: str) -> Any:
         return options.get(prefix + name, options.get(name))
 
     saved = {name.partition(".trained.")[0] for name in names if ".trained." in name}
+    targets = sorted({n.rpartition(".")[0] for n in names if ".lora_" in n})
+    experts = [name for name in targets if ".experts." in name]
+    alpha = value("expert_lora_alpha")
     return AdapterConfig(
         base_model_name_or_path=value("model_name_or_path"),
         task_type=task,
@@ -120,8 +136,10 @@ def _config(
         lora_dropout=float(value("lora_dropout") or 0.0),
         use_rslora=bool(value("use_rslora")),
         bias=str(value("train_bias") or "none"),
-        target_modules=tuple(sorted({n.rpartition(".")[0] for n in names if ".lora_" in n})),
+        target_modules=tuple(targets),
         modules_to_save=tuple(sorted(saved)),
         fan_in_fan_out=False,
+        rank_pattern={f"^{name}": ranks[name] for name in experts},
+        alpha_pattern={f"^{name}": float(alpha) for name in experts if alpha is not None},
         base_bits=int(options.get("base_bits") or 16),
     )

@@ -16,6 +16,9 @@ Scheduler = Literal[
 ]
 # In the description of an adapter that has them: PEFT's rank_pattern and alpha_pattern.
 OWN_SETTINGS = "modules of another rank or alpha"
+# What configurations of models call the number of experts, and of those that a token is sent to.
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+ACTIVE_EXPERTS = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "moe_top_k")
 
 
 def require(condition: bool, name: str, value: object, allowed: str) -> None:
@@ -111,10 +114,16 @@ class ModelConfig(LoadConfig):
         section=PROCESSES,
     )
     dropout: float = option(0.0, help="every dropout probability of the base model, in [0, 1)")
+    router_aux_loss_coef: float = option(
+        0.0,
+        help="SFT's loss grows by this times the load-balancing loss that the model has for its "
+        "experts; 0: without",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_numbers(self, "in [0, 1)", "dropout")
+        require_numbers(self, ">= 0", "router_aux_loss_coef")
 
 
 @dataclass(frozen=True)
@@ -144,6 +153,14 @@ class LoraConfig:
         help="q, k, v: the parts of a packed projection that get factors of their own; the layer "
         "has one pair for all of it when absent",
     )
+    expert_lora_dim: int | None = option(
+        None,
+        help="rank of each expert's update in a mixture of experts; 0 leaves experts frozen; "
+        "default: lora_dim over the experts that a token is sent to, at least 1",
+    )
+    expert_lora_alpha: float | None = option(
+        None, help="the update of an expert is scaled by this over its rank; default: lora_alpha"
+    )
     only_optimize_lora: bool = option(
         True, help="freeze the base model when lora_dim > 0 (no-: train it too)"
     )
@@ -153,7 +170,8 @@ class LoraConfig:
 
     def __post_init__(self) -> None:
         require(self.lora_dim >= 0, "lora_dim", self.lora_dim, ">= 0 (0 disables LoRA)")
-        require_numbers(self, "> 0", "lora_alpha")
+        require_numbers(self, "> 0", "lora_alpha", "expert_lora_alpha")
+        require_numbers(self, ">= 0", "expert_lora_dim")
         require_numbers(self, "in [0, 1)", "lora_dropout")
         require(bool(self.target_modules), "target_modules", (), "one name or more")
         parts = self.enable_lora
@@ -168,14 +186,24 @@ class LoraConfig:
         kind = " rank-stabilised" if self.use_rslora else ""
         biases = f", biases {self.train_bias}" if self.train_bias != "none" else ""
         parts = f", parts {' '.join(self.enable_lora)}" if self.enable_lora else ""
-        own = len({name for name, _ in (*self.ranks, *self.alphas)})
-        others = f", {own} {OWN_SETTINGS}" if own else ""
-        return f"r {self.lora_dim}, alpha {self.lora_alpha:g}{kind}{parts}{biases}{others}"
+        rank, alpha = self.of_experts().lora_dim, self.of_experts().lora_alpha
+        mixed = (rank, alpha) != (self.lora_dim, self.lora_alpha)
+        more = f", experts r {rank}, alpha {alpha:g}" if mixed else ""
+        modules = {name: self.of_module(name) for name, _ in (*self.ranks, *self.alphas)}
+        own = [m for m in modules.values() if (m.lora_dim, m.lora_alpha) != (rank, alpha)]
+        others = f", {len(own)} {OWN_SETTINGS}" if own else ""
+        return f"r {self.lora_dim}, alpha {self.lora_alpha:g}{kind}{more}{parts}{biases}{others}"
 
     def of_module(self, name: str) -> "LoraConfig":
         """The settings of one module: its own rank and alpha, where it has them."""
         rank = dict(self.ranks).get(name, self.lora_dim)
         alpha = dict(self.alphas).get(name, self.lora_alpha)
+        return replace(self, lora_dim=rank, lora_alpha=alpha)
+
+    def of_experts(self) -> "LoraConfig":
+        """The settings of an expert of a mixture, where it has none of its own."""
+        rank = self.lora_dim if self.expert_lora_dim is None else self.expert_lora_dim
+        alpha = self.lora_alpha if self.expert_lora_alpha is None else self.expert_lora_alpha
         return replace(self, lora_dim=rank, lora_alpha=alpha)
 
 
@@ -246,12 +274,16 @@ class OptimConfig(ScheduleConfig):
         help="adapters train at this multiple of --learning_rate; measured best: about 10, up to "
         "15 in runs of 100 steps; to be cautious: 2 to 3",
     )
+    expert_learning_rate: float | None = option(
+        None, help="peak rate of experts' adapters in a mixture; default: that of the adapters"
+    )
     weight_decay: float = option(0.0, help="decoupled weight decay; biases and norms exempt")
     default_lora_learning_rate: float | None = hidden(5e-4)  # None: that of base weights
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_numbers(self, "> 0", "learning_rate", "lora_learning_rate", "lora_lr_multiplier")
+        require_numbers(self, "> 0", "expert_learning_rate")
         require_numbers(self, ">= 0", "weight_decay")
         if self.lora_learning_rate is not None and self.lora_lr_multiplier is not None:
             raise ValueError(

@@ -132,6 +132,7 @@ class DpoConfig:
 _FIXED = frozenset(
     (
         *("lora_dim", "lora_alpha", "use_rslora", "target_modules", "lora_module_name"),
+        *("expert_lora_dim", "expert_lora_alpha"),
         *("train_bias", "modules_to_save", "enable_lora", "only_optimize_lora"),
         *("add_eot_token", "eot_token", "base_bits"),
         *("max_seq_len", "overlong", "bad_rows", "train_on_prompt", "packing", "data_split"),
@@ -148,6 +149,8 @@ _FIXED = frozenset(
                 "lora_dim",
                 "lora_alpha",
                 "use_rslora",
+                "expert_lora_dim",
+                "expert_lora_alpha",
                 "target_modules",
                 "lora_module_name",
             )

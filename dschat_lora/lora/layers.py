@@ -211,8 +211,11 @@ class TrainedModule(nn.Module):
         self.trained = float32_module(base).requires_grad_(True)
         self.train(base.training)
 
-    def forward(self, *args: object, **kwargs: object) -> Tensor:
-        """What the original returns, in its dtype, computed with the trained weights."""
+    def forward(self, *args: object, **kwargs: object) -> Any:
+        """What the original returns, in its dtype, computed with the trained weights.
+
+        That may be a tuple, as of a router of experts.
+        """
         if not self.enabled:
             return self.base(*args, **kwargs)
         # float32, unless DeepSpeed keeps the fp32 masters of all that trains.
@@ -220,11 +223,10 @@ class TrainedModule(nn.Module):
         args = tuple(_cast(value, dtype) for value in args)
         kwargs = {name: _cast(value, dtype) for name, value in kwargs.items()}
         output = self.trained(*args, **kwargs)
-        return output.to(next(self.base.parameters()).dtype)
-
-
-LoraLayer = LoraLinear | LoraEmbedding
-AdapterLayer = LoraLayer | TrainedBias | TrainedModule
+        dtype = next(self.base.parameters()).dtype
+        if isinstance(output, tuple):
+            return tuple(_cast(value, dtype) for value in output)
+        return _cast(output, dtype)
 
 
 def active_bias(layer: LoraLinear | TrainedBias) -> Tensor | None:

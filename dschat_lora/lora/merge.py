@@ -6,14 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dschat_lora.lora.layers import (
-    AdapterLayer,
-    LoraEmbedding,
-    LoraLayer,
-    TrainedModule,
-    full_shape,
-)
-from dschat_lora.lora.model import base_names
+from dschat_lora.lora.layers import LoraEmbedding, TrainedModule, full_shape
+from dschat_lora.lora.model import AdapterLayer, LoraLayer, base_names
 from dschat_lora.lora.nf4 import dequantize, state_of
 
 
@@ -52,9 +46,10 @@ def merged_state_dict(
         dtype = weight.dtype if state is None else state.dtype
         if state is not None:
             weight = dequantize(weight, state, torch.float32)
-        owner, layer = _adapter_of(model, original)
-        part = original.removeprefix(f"{owner}.")
+        owner, layer = _adapter_of(model, name)
+        part = name.removeprefix(f"{owner}.")
         if isinstance(layer, TrainedModule):
+            part = part.removeprefix("base.")
             weight = values[f"{owner}.trained.{part}"].detach().to(dtype, copy=True)
         elif part == "bias" and f"{owner}.trained_bias" in values:
             weight = values[f"{owner}.trained_bias"].detach().to(dtype, copy=True)
@@ -71,13 +66,13 @@ def untied_by_merge(model: nn.Module) -> list[str]:
 
     Where there are any, the merged model's config must say ``tie_word_embeddings: false``.
     """
-    state = model.state_dict(keep_vars=True)
+    state, names = model.state_dict(keep_vars=True), base_names(model)
     groups: dict[int, list[str]] = {}
-    for original, name in base_names(model).items():
+    for original, name in names.items():
         groups.setdefault(id(state[name]), []).append(original)
 
-    def has_own_weight(name: str) -> bool:
-        return isinstance(_adapter_of(model, name)[1], LoraLayer | TrainedModule)
+    def has_own_weight(original: str) -> bool:
+        return isinstance(_adapter_of(model, names[original])[1], LoraLayer | TrainedModule)
 
     tied = [group for group in groups.values() if len(group) > 1]
     return [name for group in tied if any(map(has_own_weight, group)) for name in group]
@@ -131,7 +126,7 @@ def _whole_values(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, 
 
 
 def _adapter_of(model: nn.Module, name: str) -> tuple[str, nn.Module | None]:
-    """The adapter layer that the pretrained tensor ``name`` lies in, with its path."""
+    """The adapter layer that the model's tensor ``name`` lies in, with its path."""
     module, path = model, ""
     for part in name.split(".")[:-1]:
         module, path = module.get_submodule(part), f"{path}.{part}".lstrip(".")

@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dschat_lora.lora.layers import AdapterLayer, LoraLinear
-from dschat_lora.lora.model import adapter_layers, replace_part
+from dschat_lora.lora.experts import LoraExperts
+from dschat_lora.lora.layers import LoraLinear
+from dschat_lora.lora.model import AdapterLayer, adapter_layers, replace_part
 from dschat_lora.lora.nf4 import value_dtype
 from dschat_lora.lora.parallel import ParallelLinear
 from dschat_lora.lora.targets import is_inside
@@ -140,7 +141,12 @@ def mix_adapters(base: nn.Module, adapted: Sequence[nn.Module], *, rows: Adapter
     for number, model in enumerate(adapted, start=1):
         for name, layer in adapter_layers(model).items():
             found.setdefault(name, {})[number] = layer
-    for name in found:
+    for name, layers in found.items():
+        if any(isinstance(layer, LoraExperts) for layer in layers.values()):
+            raise ValueError(
+                f"{name} is adapted for each expert; such adapters cannot answer in one batch with "
+                "others: serve each by itself, or its merged model"
+            )
         outer = [other for other in found if other != name and is_inside(name, [other])]
         if outer:
             raise ValueError(

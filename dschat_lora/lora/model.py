@@ -3,18 +3,17 @@
 import contextlib
 import hashlib
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from dschat_lora.config.groups import LoraConfig
+from dschat_lora.config.groups import ACTIVE_EXPERTS, LoraConfig
+from dschat_lora.lora.experts import LoraExperts, adapt_experts, expert_weights
 from dschat_lora.lora.groups import Groups, PackedLoraLinear
 from dschat_lora.lora.layers import (
-    AdapterLayer,
     LoraEmbedding,
-    LoraLayer,
     LoraLinear,
     TrainedBias,
     TrainedModule,
@@ -30,13 +29,19 @@ from dschat_lora.lora.parallel import (
 )
 from dschat_lora.lora.parallel_layers import ParallelLoraEmbedding, ParallelLoraLinear
 from dschat_lora.lora.targets import (
+    NAMES_OF_EXPERTS,
     choose_saved,
     choose_targets,
+    expert_names,
     is_inside,
     minimal_endings,
     minimal_saved_endings,
     packed_groups,
+    parameter_endings,
 )
+
+LoraLayer = LoraLinear | LoraEmbedding | LoraExperts
+AdapterLayer = LoraLayer | TrainedBias | TrainedModule
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,7 @@ class AdapterLayout:
     """
 
     target_modules: list[str] | str
+    target_parameters: list[str]
     modules_to_save: list[str]
     fan_in_fan_out: bool
     groups: Groups | None = None
@@ -80,10 +86,14 @@ def apply_lora(model: nn.Module, config: LoraConfig, *, seed: int) -> list[str]:
     groups = packed_groups(model, targets, config.enable_lora)
     if config.only_optimize_lora:
         model.requires_grad_(False)
+    config = with_expert_settings(model, config, targets)
+    fused = expert_weights(model)
     for name in targets:
-        replace_part(
-            model, name, _lora_layer(model.get_submodule(name), config.of_module(name), groups)
-        )
+        own = config.of_module(name)
+        if name in fused:
+            adapt_experts(*fused[name], r=own.lora_dim, scaling=lora_scaling(own))
+        else:
+            replace_part(model, name, _lora_layer(model.get_submodule(name), own, groups))
     for name in saved:
         replace_part(model, name, TrainedModule(model.get_submodule(name)))
     if config.train_bias != "none":
@@ -91,6 +101,31 @@ def apply_lora(model: nn.Module, config: LoraConfig, *, seed: int) -> list[str]:
     _freeze_replaced(model)
     init_adapter_(model, seed=seed)
     return targets
+
+
+def with_expert_settings(
+    model: nn.Module, config: LoraConfig, targets: Sequence[str]
+) -> LoraConfig:
+    """The options with rank and alpha of each expert among ``targets``.
+
+    The default rank is that of other layers over the number of experts that a token is sent to: in
+    its experts a token then meets as many trained numbers as in a dense layer, as in "LoRA Without
+    Regret" (Thinking Machines, 2025).
+    """
+    names = [name for name in targets if name in expert_names(model)]
+    if not names:
+        return config
+    if config.expert_lora_dim is None:
+        fields = vars(getattr(model, "config", object()))
+        active = next((n for k in ACTIVE_EXPERTS if isinstance(n := fields.get(k), int)), 1)
+        config = replace(config, expert_lora_dim=max(1, config.lora_dim // active))
+    own = config.of_experts()
+    ranks, alphas = dict(config.ranks), dict(config.alphas)
+    if own.lora_dim != config.lora_dim:
+        ranks = dict.fromkeys(names, own.lora_dim) | ranks
+    if own.lora_alpha != config.lora_alpha:
+        alphas = dict.fromkeys(names, own.lora_alpha) | alphas
+    return replace(config, ranks=tuple(ranks.items()), alphas=tuple(alphas.items()))
 
 
 def lora_scaling(config: LoraConfig) -> float:
@@ -157,7 +192,10 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def base_names(model: nn.Module) -> dict[str, str]:
     """Name in the pretrained state dict -> name in ``model``, tied weights under every name."""
     adapter, saved = adapter_parameters(model), _saved_names(model)
-    originals = {n: _original_name(n, saved) for n in model.state_dict() if n not in adapter}
+    fused = {f"{name}.weight": name for name in _fused_names(model)}
+    originals = {
+        n: fused.get(n, _original_name(n, saved)) for n in model.state_dict() if n not in adapter
+    }
     return {original: name for name, original in originals.items() if original is not None}
 
 
@@ -167,11 +205,14 @@ def adapter_layout(model: nn.Module) -> AdapterLayout:
     # PEFT meets the pretrained model, in which our copies of saved modules do not exist.
     originals = [_original_name(name, saved) for name, _ in model.named_modules() if name]
     names = {name for name in originals if name is not None}
-    layers = lora_layers(model)
+    layers, parameters = lora_layers(model), _target_parameters(model)
     return AdapterLayout(
-        target_modules=minimal_endings(layers, names),
+        target_modules=minimal_endings(layers.keys() - parameters.keys(), names),
+        target_parameters=parameter_endings(parameters.values(), base_names(model)),
         modules_to_save=minimal_saved_endings(saved, names),
-        fan_in_fan_out=any(getattr(layer, "transposed", False) for layer in layers.values()),
+        fan_in_fan_out=any(
+            isinstance(layer, LoraLinear) and layer.transposed for layer in layers.values()
+        ),
         groups=next((getattr(layer, "groups", None) for layer in layers.values()), None),
     )
 
@@ -273,6 +314,22 @@ def _freeze_replaced(model: nn.Module) -> None:
     for name in replaced:
         if id(parameters[name]) not in used:
             parameters[name].requires_grad_(False)
+
+
+def _fused_names(model: nn.Module) -> list[str]:
+    return [name for name, m in model.named_modules() if isinstance(m, LoraExperts)]
+
+
+def _target_parameters(model: nn.Module) -> dict[str, str]:
+    """Adapted layers that PEFT has to find by a parameter, and the parameter.
+
+    Those are the fused weights of experts. In such a model PEFT takes names of linear layers as
+    ``down_proj`` for experts, whatever stands before them, and drops factors of shared experts.
+    """
+    fused = _fused_names(model)
+    linear = lora_layers(model) if any(expert_weights(model)) else {}
+    names = {n: f"{n}.weight" for n in linear if n.rpartition(".")[2] in NAMES_OF_EXPERTS}
+    return names | {name: name for name in fused}
 
 
 def _saved_names(model: nn.Module) -> list[str]:

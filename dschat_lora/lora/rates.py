@@ -66,11 +66,12 @@ def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any
     Vectors (biases and the weights of every norm) do not decay; matrices, adapters' too, do.
     With ``--loraplus_lr_ratio`` (LoRA+, arXiv:2402.12354) ``lora_B`` has its own group; the
     factors of embeddings, whose A starts at zero instead of B, keep the adapters' rate, as do
-    trained biases and saved modules.
+    trained biases and saved modules. Experts of a mixture have groups of their own where
+    ``--expert_learning_rate`` gives them another rate.
 
     Returns:
-        Dicts with ``name`` ("base", "base_no_decay", "lora", "lora_B", "lora_no_decay"),
-        ``params``, ``lr`` and ``weight_decay``; no group is empty.
+        Dicts with ``name`` ("base", "base_no_decay", "lora", "lora_B", "experts", "experts_B",
+        "lora_no_decay"), ``params``, ``lr`` and ``weight_decay``; no group is empty.
     """
     rate, ratio = adapter_learning_rate(optim), optim.loraplus_lr_ratio
     adapter = adapter_parameters(model)
@@ -84,12 +85,17 @@ def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any
         return {"name": name, "params": params, "lr": lr, "weight_decay": weight_decay}
 
     base, own = trained.keys() - adapter.keys(), trained.keys() & adapter.keys()
+    expert_rate = optim.expert_learning_rate
+    experts = {name for name in own if ".experts." in name} if expert_rate is not None else set()
+    layers, expert_rate = (own & matrices) - experts, expert_rate or rate
     decay = optim.weight_decay
     groups = [
         group("base", base & matrices, optim.learning_rate, decay),
         group("base_no_decay", base - matrices, optim.learning_rate, 0.0),
-        group("lora", (own & matrices) - fast, rate, decay),
-        group("lora_B", own & fast, rate * ratio, decay),
+        group("lora", layers - fast, rate, decay),
+        group("lora_B", layers & fast, rate * ratio, decay),
+        group("experts", experts - fast, expert_rate, decay),
+        group("experts_B", experts & fast, expert_rate * ratio, decay),
         group("lora_no_decay", own - matrices, rate, 0.0),
     ]
     return [each for each in groups if each["params"]]

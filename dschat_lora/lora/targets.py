@@ -2,13 +2,14 @@
 
 import difflib
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Protocol
 
 import regex
 from torch import nn
 
 from dschat_lora.config.groups import LoraConfig
+from dschat_lora.lora.experts import EXPERT_WEIGHTS, expert_weights, fused_experts
 from dschat_lora.lora.groups import Groups, groups_of_parts
 from dschat_lora.lora.layers import full_shape, is_conv1d, is_transposed
 from dschat_lora.lora.nf4 import NF4Linear
@@ -20,6 +21,9 @@ _REGEX_CHARACTERS = frozenset("*?+()[]{}|\\^$")
 # By model type, the layer whose outputs are all of q, then all of k, then all of v. Others pack
 # them head by head (GPT-NeoX, BLOOM, Falcon).
 _PACKED = {"gpt2": "c_attn", "mpt": "Wqkv", "openai-gpt": "c_attn", "phi3": "qkv_proj"}
+# What the weights of one expert are called, by the fused weight of all.
+NAMES_OF_EXPERTS = frozenset(("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"))
+_FUSED = dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), "gate_up_proj") | {"w2": "down_proj"}
 
 
 class _AttentionConfig(Protocol):
@@ -28,25 +32,72 @@ class _AttentionConfig(Protocol):
 
 
 def choose_targets(model: nn.Module, config: LoraConfig) -> list[str]:
-    """Names of the modules that get LoRA factors, in model order.
+    """Names of the modules that get LoRA factors, in model order; of experts, fused parameters.
 
     ``--lora_module_name`` takes every linear layer whose name contains it. Otherwise
     ``--target_modules`` is ``all-linear`` (every linear layer inside a ``ModuleList``, that is
-    of the transformer blocks; an output head or OPT-350m's ``project_in`` and ``project_out``
-    stand outside), a regular expression matched against whole names, or names each of which
-    takes the linear layers and embeddings equal to it or ending in ``.name``. Modules of
-    ``--modules_to_save`` are never taken: they train in full.
+    of the transformer blocks, but for routers of experts; an output head or OPT-350m's
+    ``project_in`` and ``project_out`` stand outside), a regular expression matched against whole
+    names, or names each of which takes the linear layers and embeddings equal to it or ending in
+    ``.name``. Modules of ``--modules_to_save`` are never taken: they train in full, nor are
+    experts with ``--expert_lora_dim 0``.
 
     Raises:
         ValueError: if a rule matches nothing (the message lists the candidates), or if rules
             contradict each other.
     """
     saved = choose_saved(model, config.modules_to_save)
+    experts = expert_names(model)
+    fused, candidates = expert_weights(model), dict[str, nn.Module]()
+    for name, module in model.named_modules():
+        if _is_adaptable(module):
+            candidates[name] = module
+        candidates |= {own: part for own, (part, _) in fused.items() if part is module}
+    left_out = experts if config.expert_lora_dim == 0 else ()
     candidates = {
         name: module
-        for name, module in model.named_modules()
-        if _is_adaptable(module) and not is_inside(name, saved)
+        for name, module in candidates.items()
+        if not is_inside(name, saved) and name not in left_out
     }
+    chosen = _chosen(model, config, candidates)
+    if config.expert_lora_dim and not experts:
+        raise ValueError(
+            f"--expert_lora_dim {config.expert_lora_dim} is for mixtures of experts, and this "
+            "model has no experts that could be adapted; drop the option"
+        )
+    return [name for name in candidates if name in chosen]
+
+
+def expert_names(model: nn.Module) -> set[str]:
+    """Names of what a model's experts multiply by: fused weights, or linear layers of each."""
+    lists = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and name.endswith(".experts")
+    ]
+    linear = (name for name, module in model.named_modules() if _is_adaptable(module))
+    return {*expert_weights(model), *(n for n in linear if is_inside(n, lists, strictly=True))}
+
+
+def is_expert_weight(name: str) -> bool:
+    """Whether an adapted layer of this name is the fused weight of experts."""
+    experts, _, weight = name.rpartition(".")
+    return is_ending(experts, "experts") and weight in EXPERT_WEIGHTS
+
+
+def router_names(model: nn.Module) -> set[str]:
+    """Names of linear layers beside fused experts that score each of them."""
+    found = set()
+    for name, module in fused_experts(model):
+        parent = name.rpartition(".")[0]
+        for own, each in model.get_submodule(parent).named_modules():
+            if is_plain_linear(each) and _outputs(each) == module.num_experts:
+                found.add(f"{parent}.{own}")
+    return found
+
+
+def _chosen(model: nn.Module, config: LoraConfig, candidates: Mapping[str, nn.Module]) -> set[str]:
+    """Those of ``candidates`` that the options name."""
     embeddings = nn.Embedding | ParallelEmbedding
     linear = [name for name, m in candidates.items() if not isinstance(m, embeddings)]
     targets = config.target_modules
@@ -64,12 +115,13 @@ def choose_targets(model: nn.Module, config: LoraConfig) -> list[str]:
     elif targets == (ALL_LINEAR,):
         blocks = [name for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
         chosen = {name for name in linear if is_inside(name, blocks, strictly=True)}
+        chosen -= router_names(model)
         _require_match(chosen, "--target_modules", ALL_LINEAR, linear)
     elif len(targets) == 1 and _REGEX_CHARACTERS & set(targets[0]):
         chosen = _matching_regex(targets[0], list(candidates))
     else:
-        chosen = _matching_names(targets, list(candidates))
-    return [name for name in candidates if name in chosen]
+        chosen = _matching_names(targets, list(candidates), set(expert_weights(model)))
+    return chosen
 
 
 def choose_saved(model: nn.Module, endings: Collection[str]) -> list[str]:
@@ -81,7 +133,7 @@ def choose_saved(model: nn.Module, endings: Collection[str]) -> list[str]:
     modules = {name: m for name, m in model.named_modules() if name}
     matched = []
     for ending in endings:
-        hits = [name for name in modules if _has_ending(name, ending)]
+        hits = [name for name in modules if is_ending(name, ending)]
         _require_match(hits, "--modules_to_save", ending, modules)
         matched += hits
     for name in matched:
@@ -113,7 +165,7 @@ def packed_groups(
     kind = getattr(config, "model_type", None)
     packed = _PACKED.get(str(kind))
     for name in targets:
-        if packed is None or not _has_ending(name, packed):
+        if packed is None or not is_ending(name, packed):
             use = f"--target_modules {packed}" if packed else "it with one of " + ", ".join(_PACKED)
             raise ValueError(
                 f"--enable_lora {' '.join(parts)}: {name} of this model ({kind}) does not hold "
@@ -150,10 +202,16 @@ def minimal_endings(names: Collection[str], all_names: Iterable[str]) -> list[st
         The shortest dotted endings, sorted; one regular expression of whole paths where no
         list can tell a path from another that ends in it.
     """
-    endings = _endings(names, all_names, _has_ending)
+    endings = _endings(names, all_names, is_ending)
     if endings is None:
         return "|".join(re.escape(name) for name in sorted(names))
     return endings
+
+
+def parameter_endings(names: Collection[str], all_names: Iterable[str]) -> list[str]:
+    """As :func:`minimal_endings`, for ``target_parameters``, which are never a pattern."""
+    endings = _endings(names, all_names, is_ending)
+    return sorted(names) if endings is None else endings
 
 
 def minimal_saved_endings(names: Collection[str], all_names: Iterable[str]) -> list[str]:
@@ -230,20 +288,24 @@ def _matching_regex(pattern: str, names: list[str]) -> set[str]:
     return chosen
 
 
-def _matching_names(targets: tuple[str, ...], names: list[str]) -> set[str]:
+def _matching_names(targets: tuple[str, ...], names: list[str], fused: set[str]) -> set[str]:
     chosen: set[str] = set()
     for target in targets:
         if target == ALL_LINEAR or _REGEX_CHARACTERS & set(target):
             raise ValueError(
                 f"--target_modules {target!r} must stand alone, got {len(targets)} values"
             )
-        hits = {name for name in names if _has_ending(name, target)}
+        hits = {name for name in names if is_ending(name, target)}
+        path, dot, last = target.rpartition(".")
+        whole = f"{path}{dot}{_FUSED.get(last)}"
+        hits |= {name for name in fused.intersection(names) if is_ending(name, whole)}
         _require_match(hits, "--target_modules", target, names)
         chosen |= hits
     return chosen
 
 
-def _has_ending(name: str, ending: str) -> bool:
+def is_ending(name: str, ending: str) -> bool:
+    """Whether a dotted name is ``ending``, or ends in it after a dot."""
     return name == ending or name.endswith(f".{ending}")
 
 
@@ -253,7 +315,7 @@ def _endings(
     others = [name for name in all_names if name not in names]
     chosen: set[str] = set()
     for name in names:
-        if any(_has_ending(name, ending) for ending in chosen):
+        if any(is_ending(name, ending) for ending in chosen):
             continue
         parts = name.split(".")
         tails = (".".join(parts[start:]) for start in reversed(range(len(parts))))

@@ -24,6 +24,8 @@ class Backbone:
 
     Attributes:
         model: the whole transformers model.
+        records_routers: keep what routers of experts score each token with, in
+            ``router_logits``, (tokens, E) of each layer of the last forward pass.
         own_mask: the model makes its own mask, from which positions are padding, for
             architectures that take no other; rows must hold one sequence each.
         by_spans: whether the model's layers accept spans: which tokens are a sequence.
@@ -36,6 +38,8 @@ class Backbone:
         self.by_spans = self._windows is not None and _takes_spans(model, self._windows)
         if self.by_spans:
             understand_spans()
+        self.records_routers = False
+        self.router_logits: tuple[Tensor, ...] = ()
         self._group = group_of(model)
         accepted = inspect.signature(model.base_model.forward).parameters
         self._takes_positions = "position_ids" in accepted
@@ -63,8 +67,16 @@ class Backbone:
         ids, positions, segments = (_longer(x, extra) for x in rows)
         branches = None if branch_ids is None else _longer(branch_ids, extra)
         inputs = self.inputs(ids, positions, segments, branches)
-        hidden: Tensor = self.model.base_model(**inputs).last_hidden_state
-        return hidden[:, :width]
+        return self._hidden(inputs)[:, :width]
+
+    def _hidden(self, inputs: dict[str, Any]) -> Tensor:
+        """The model's last hidden states; scores of its routers are kept where they are wanted."""
+        if not self.records_routers:
+            hidden: Tensor = self.model.base_model(**inputs).last_hidden_state
+            return hidden
+        output = self.model.base_model(**inputs, output_router_logits=True)
+        self.router_logits, hidden = output.router_logits, output.last_hidden_state
+        return hidden
 
     def _lacking(self, count: int) -> int:
         """Tokens to add for ranks that compute as many each."""
@@ -95,7 +107,7 @@ class Backbone:
         }
         if self._takes_positions:
             inputs["position_ids"] = _longer(_real(position_ids, spans), extra)
-        hidden: Tensor = self.model.base_model(**inputs).last_hidden_state[0, :count]
+        hidden = self._hidden(inputs)[0, :count]
         if spans.places is not None:
             rows = hidden.new_zeros(input_ids.numel(), hidden.shape[-1])
             hidden = rows.index_copy(0, spans.places, hidden)

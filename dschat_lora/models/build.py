@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from dschat_lora.checkpoint.adapter import load_adapter, lora_config_of
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.lora.collectives import TensorGroup
-from dschat_lora.lora.model import adapter_parameters, apply_lora
+from dschat_lora.lora.model import adapter_parameters, apply_lora, with_expert_settings
 from dschat_lora.lora.nf4 import is_quantized
 from dschat_lora.lora.targets import is_inside
 from dschat_lora.models.causal_lm import Tokenizer, load_causal_lm, load_config
@@ -212,6 +212,7 @@ def _adapt(
             modules_to_save=(*stored.modules_to_save, *new_parts),
         )
     targets = apply_lora(model, lora, seed=seed)
+    lora = with_expert_settings(model, lora, targets)
     if source.adapter is not None and source.planned is None:
         names = adapter_parameters(model)
         load_adapter(model, source.adapter, new={n for n in names if is_inside(n, new_parts)})

@@ -1,5 +1,6 @@
 """Pretrained causal language models, their tokenizers, and the loss without full logits."""
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -24,7 +25,7 @@ from dschat_lora.algos.segments import Spans
 from dschat_lora.algos.sft import MAX_CHUNK_LOGITS, head_logits, linear_cross_entropy
 from dschat_lora.algos.vocabulary import VocabularyPart
 from dschat_lora.checkpoint.quantization import located, stored_kind
-from dschat_lora.config.groups import ModelConfig
+from dschat_lora.config.groups import ACTIVE_EXPERTS, ModelConfig
 from dschat_lora.data.chat import end_tokens
 from dschat_lora.data.templates import BUILT_IN_TEMPLATE, read_chat_template
 from dschat_lora.lora.collectives import TensorGroup
@@ -38,6 +39,7 @@ from dschat_lora.models.tensor_parallel import divide
 # The run has a log of its own; a bar for each of a few weights says nothing.
 disable_progress_bar()
 T = TypeVar("T")
+_BALANCE = "load_balancing_loss_func"  # of a module of transformers that has experts
 _DROPOUT_NAMES = ("dropout", "drop", "pdrop", "layerdrop")
 
 
@@ -208,12 +210,28 @@ class CausalLMLoss(LMHeadModel):
     """A causal language model that returns the summed loss of a batch.
 
     Hidden states of supervised positions alone reach the output head, a chunk at a time. Labels are
-    smoothed in training alone.
+    smoothed in training alone, where ``router_aux_loss_coef`` times the load-balancing loss of the
+    model's experts is added for each supervised token.
+
+    Raises:
+        ValueError: if the model has no such loss.
     """
 
-    def __init__(self, model: PreTrainedModel, *, label_smoothing: float = 0.0) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        label_smoothing: float = 0.0,
+        router_aux_loss_coef: float = 0.0,
+    ) -> None:
         super().__init__(model)
-        self.label_smoothing = label_smoothing
+        self.label_smoothing, self.router_aux_loss_coef = label_smoothing, router_aux_loss_coef
+        self._balance: Any = getattr(sys.modules[type(model).__module__], _BALANCE, None)
+        if router_aux_loss_coef and self._balance is None:
+            raise ValueError(
+                f"--router_aux_loss_coef {router_aux_loss_coef:g}: {type(model).__name__} of "
+                "transformers has no load-balancing loss; drop the option"
+            )
         self.head = LinearHead(model.get_output_embeddings(), model.config.vocab_size)
 
     def forward(
@@ -230,11 +248,22 @@ class CausalLMLoss(LMHeadModel):
         if self.full_logits:
             logits = self.logits(logit_positions, input_ids, position_ids, segment_ids)
             return summed_cross_entropy(logits, target_ids, smoothing)
+        self.backbone.records_routers = balances = self.training and self.router_aux_loss_coef > 0
         hidden = self.backbone(input_ids, position_ids, segment_ids, spans=spans)
         # Without a supervised position the graph still spans the model: every rank and every
         # micro-batch must run the same backward hooks.
         loss: Tensor = self.head(hidden.flatten(0, 1)[logit_positions], target_ids, smoothing)
-        return loss + 0.0 * hidden[:, 0].float().sum()
+        loss = loss + 0.0 * hidden[:, 0].float().sum()
+        return loss + len(target_ids) * self._router_loss(segment_ids) if balances else loss
+
+    def _router_loss(self, segment_ids: Tensor) -> Tensor:
+        """The model's own load-balancing loss of the batch, times its coefficient."""
+        logits, config = self.backbone.router_logits, self.model.config
+        has_padding = len(logits[0]) == segment_ids.numel()  # else it was not computed
+        mask = (segment_ids > 0).long() if has_padding else None
+        active = next(n for name in ACTIVE_EXPERTS if (n := getattr(config, name, None)))
+        balance: Tensor = self._balance(logits, logits[0].shape[-1], active, mask)
+        return self.router_aux_loss_coef * balance
 
 
 class CausalLMLogprobs(LMHeadModel):

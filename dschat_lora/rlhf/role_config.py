@@ -36,6 +36,14 @@ class RoleConfig:
     )
     lora_alpha: float = option(32.0, help="the update is scaled by lora_alpha / lora_dim")
     use_rslora: bool = option(False, help="scale by lora_alpha / sqrt(lora_dim)")
+    expert_lora_dim: int | None = option(
+        None,
+        help="rank of each expert's update in a mixture of experts; 0 leaves experts frozen; "
+        "default: lora_dim over the experts that a token is sent to, at least 1",
+    )
+    expert_lora_alpha: float | None = option(
+        None, help="the update of an expert is scaled by this over its rank; default: lora_alpha"
+    )
     target_modules: tuple[str, ...] = option(
         ("all-linear",),
         help="layers to adapt: all-linear, name endings, or one regular expression",
@@ -45,6 +53,9 @@ class RoleConfig:
     )
     learning_rate: float = option(9.65e-6, help="peak rate of base weights, where they train")
     lora_learning_rate: float = option(5e-4, help="peak rate of the adapter")
+    expert_learning_rate: float | None = option(
+        None, help="peak rate of experts' adapters in a mixture; default: that of the adapter"
+    )
     weight_decay: float = option(0.0, help="decoupled weight decay; biases and norms exempt")
     zero_stage: Literal[0, 1, 2, 3] | None = option(
         None, help="ZeRO stage of this role; default: --zero_stage"
@@ -62,9 +73,10 @@ class RoleConfig:
         role = self.role
         require(self.lora_dim >= 0, f"{role}_lora_dim", self.lora_dim, ">= 0 (0 disables LoRA)")
         require(bool(self.target_modules), f"{role}_target_modules", (), "one name or more")
-        rates = ("learning_rate", "lora_learning_rate")
-        require_numbers(self, "> 0", "lora_alpha", *rates, prefix=f"{role}_")
-        require_numbers(self, ">= 0", "weight_decay", prefix=f"{role}_")
+        rates = ("learning_rate", "lora_learning_rate", "expert_learning_rate")
+        alphas = ("lora_alpha", "expert_lora_alpha")
+        require_numbers(self, "> 0", *alphas, *rates, prefix=f"{role}_")
+        require_numbers(self, ">= 0", "weight_decay", "expert_lora_dim", prefix=f"{role}_")
         require_numbers(self, "in [0, 1)", "dropout", prefix=f"{role}_")
 
     def rate_warning(self, parameters: int, *, given: Collection[str]) -> str | None:
@@ -87,6 +99,8 @@ class RoleConfig:
             lora_dim=self.lora_dim,
             lora_alpha=self.lora_alpha,
             use_rslora=self.use_rslora,
+            expert_lora_dim=self.expert_lora_dim,
+            expert_lora_alpha=self.expert_lora_alpha,
             target_modules=self.target_modules,
             lora_module_name=self.lora_module_name,
             only_optimize_lora=only_optimize_lora,
@@ -102,6 +116,7 @@ class RoleConfig:
             **vars(schedule),
             learning_rate=self.learning_rate,
             lora_learning_rate=self.lora_learning_rate,
+            expert_learning_rate=self.expert_learning_rate,
             weight_decay=self.weight_decay,
         )
 

@@ -142,7 +142,8 @@ def _with_adapter(config: RlhfConfig, role: str, source: ModelSource) -> RoleCon
     given = frozenset(n.removeprefix(prefix) for n in config.given if n.startswith(prefix))
     with option_errors_for(role):
         lora = continued_lora(options.lora(config.classic.only_optimize_lora), source, given)
-    stored = {name: getattr(lora, name) for name in ("lora_dim", "lora_alpha", "use_rslora")}
+    names = ("lora_dim", "lora_alpha", "use_rslora", "expert_lora_dim", "expert_lora_alpha")
+    stored = {name: getattr(lora, name) for name in names}
     return replace(options, **stored)
 
 

@@ -25,7 +25,7 @@ from dschat_lora.checkpoint.manifest import (
 )
 from dschat_lora.checkpoint.quantization import stored_bits
 from dschat_lora.config.files import read_json
-from dschat_lora.config.groups import LoadConfig, LoraConfig, ParallelConfig, Switch
+from dschat_lora.config.groups import EXPERT_COUNTS, LoadConfig, LoraConfig, ParallelConfig, Switch
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.models.quantization_checks import check_four_bits
 from dschat_lora.models.source import ModelSource, find_model
@@ -207,6 +207,7 @@ def continued_lora(lora: LoraConfig, source: ModelSource, given: frozenset[str])
     """
     adapter = source.adapter_config
     if adapter is None:
+        _check_experts(lora, source)
         return lora
     if "lora_dropout" not in given:
         lora = replace(lora, lora_dropout=adapter.lora_dropout)
@@ -227,9 +228,21 @@ def continued_lora(lora: LoraConfig, source: ModelSource, given: frozenset[str])
                 f"{value!r}; drop the option to continue it, or merge it first (--merge_adapter) "
                 "to train another on top"
             )
-    for name in sorted({"lora_module_name", "target_modules", "modules_to_save"} & given):
+    settled = {"lora_module_name", "target_modules", "modules_to_save"}
+    for name in sorted((settled | {"expert_lora_dim", "expert_lora_alpha"}) & given):
         raise ValueError(f"--{name} is settled by the adapter {source.adapter}; drop the option")
     return replace(lora, **stored)
+
+
+def _check_experts(lora: LoraConfig, source: ModelSource) -> None:
+    """Refuse a rank of experts' updates for a local model without experts."""
+    fields = model_fields(source)
+    fields = fields | fields.get("text_config", {})
+    if lora.expert_lora_dim and fields and not any(fields.get(name) for name in EXPERT_COUNTS):
+        raise ValueError(
+            f"--expert_lora_dim {lora.expert_lora_dim} is for mixtures of experts, and "
+            f"{source.base} is none; drop the option"
+        )
 
 
 def settled_base_bits(

@@ -53,8 +53,10 @@ ConfigT = TypeVar("ConfigT", bound=SupervisedConfig)
 
 # Rows of the bundled data are short; longer packed rows would leave few optimizer steps.
 BUNDLED_SEQ_LEN = 128
+_SFT_ONLY = ("train_on_prompt", "sft_only_data_path", "router_aux_loss_coef")
 _LORA_ONLY = (
     *("lora_alpha", "lora_dropout", "use_rslora", "train_bias", "enable_lora"),
+    *("expert_lora_dim", "expert_lora_alpha", "expert_learning_rate"),
     *("only_optimize_lora", "lora_learning_rate", "lora_lr_multiplier", "loraplus_lr_ratio"),
     "merge_adapter",
 )
@@ -85,9 +87,9 @@ REWARD = StageRules(
     "reward",
     "pairs",
     ("CAUSAL_LM", "SEQ_CLS"),
-    ("train_on_prompt", "sft_only_data_path", "unpaired_rows", "sample_generations"),
+    (*_SFT_ONLY, "unpaired_rows", "sample_generations"),
 )
-DPO = StageRules("dpo", "pairs", unused=("train_on_prompt", "sft_only_data_path", "unpaired_rows"))
+DPO = StageRules("dpo", "pairs", unused=(*_SFT_ONLY, "unpaired_rows"))
 
 
 def check_supervised(config: ConfigT, *, rules: StageRules = SFT) -> ConfigT:

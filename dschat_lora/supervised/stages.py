@@ -46,7 +46,9 @@ def train_sft(run: Run[SupervisedConfig]) -> None:
     if run.directory is None:
         show_plan(setup, "samples")
         return
-    engine = build_engine(setup, CausalLMLoss(setup.adapted.model))
+    coefficient = run.config.model.router_aux_loss_coef
+    network = CausalLMLoss(setup.adapted.model, router_aux_loss_coef=coefficient)
+    engine = build_engine(setup, network)
     resolve_head(engine, len(setup.tokenizer), run)
     layout, answers = make_sample_layout(setup, engine), make_answers(setup, engine)
     train(setup, engine, setup.data, layout, SUPERVISED, answers=answers)

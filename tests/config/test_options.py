@@ -23,6 +23,7 @@ from helpers.step1 import parsed
 
 # What users' scripts rely on. A flag may be added here, never taken away or renamed.
 STEP1_FLAGS = """
+    expert_lora_dim expert_lora_alpha expert_learning_rate router_aux_loss_coef
     model_name_or_path dtype gradient_checkpointing dropout attn_implementation base_bits
     trust_remote_code add_eot_token eot_token chat_template compile compute_fp32_loss
     lora_dim lora_alpha lora_dropout use_rslora target_modules lora_module_name train_bias

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from dschat_lora.lora.conv import LoraConv
-from dschat_lora.lora.layers import AdapterLayer
 from dschat_lora.lora.loralib.layers import Embedding, FrozenLinear, LoRALayer, wide
+from dschat_lora.lora.model import AdapterLayer
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 Bias = Literal["none", "all", "lora_only"]

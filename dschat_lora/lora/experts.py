@@ -1,0 +1,269 @@
+"""LoRA of experts whose weights are fused: one 3-D parameter for all experts of a layer.
+
+transformers 5 holds mixtures of experts so. PEFT adapts such a parameter by ``target_parameters``:
+each expert has a pair of factors of its own. Here the parameter gives way to a module of its name,
+:class:`LoraExperts`, and tokens run sorted by expert: an expert that no token was sent to costs
+nothing.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from dschat_lora.lora.layers import full_shape, zeros
+from dschat_lora.lora.nf4 import dequantize, state_of
+
+# In the order in which every class of experts registers them, and PEFT wraps them, inmost first.
+EXPERT_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
+_ALIGNMENT = 16  # bytes; of rows and matrices of a grouped product
+
+
+class LoraExperts(nn.Module):
+    """``x_e -> x_e W_e^T + scaling * x_e A_e^T B_e^T`` for the rows of every expert e, W frozen.
+
+    The update has no dropout, as in PEFT.
+
+    Attributes:
+        weight: (E, out, in) of the base, or (E, in, out) if ``transposed``.
+        lora_A: (E, r, in) float32. lora_B: (E, out, r) float32.
+        scaling: factor of the update. enabled: False gives the base.
+        num_experts, in_features, out_features: E, and those of one expert.
+        casts: copies of both factors to compute with, see :mod:`dschat_lora.lora.casts`.
+    """
+
+    casts: tuple[Tensor, Tensor] | None = None
+    dropout = 0.0
+    trained_bias = None
+
+    def __init__(
+        self, weight: nn.Parameter, *, r: int, scaling: float, transposed: bool = False
+    ) -> None:
+        super().__init__()
+        self.weight, self.transposed = weight, transposed
+        self.num_experts, rows, columns = full_shape(weight)
+        self.out_features, self.in_features = (columns, rows) if transposed else (rows, columns)
+        self.r, self.scaling, self.enabled = r, scaling, True
+        self.lora_A = zeros(self.num_experts, r, self.in_features, device=weight.device)
+        self.lora_B = zeros(self.num_experts, self.out_features, r, device=weight.device)
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        """(S, in) rows sorted by expert -> (S, out); ``ends`` is where each expert's rows end."""
+        if not self.enabled:
+            return expert_linear(x, self.weight, ends, transposed=self.transposed)
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        output: Tensor = _LoraExperts.apply(  # type: ignore[no-untyped-call]
+            x.to(dtype),
+            self.weight if state_of(self.weight) is not None else self.weight.to(dtype),
+            self.lora_A,
+            self.lora_B,
+            ends,
+            self.scaling,
+            self.transposed,
+            *(self.casts or (None, None)),
+            state_of(self.weight),
+        )
+        return output
+
+    def delta(self, lora_A: Tensor, lora_B: Tensor) -> Tensor:  # noqa: N803
+        """The update these factors make to ``weight``, in its shape, float32."""
+        update = self.scaling * (lora_B.float() @ lora_A.float())
+        return update.transpose(1, 2) if self.transposed else update
+
+    def extra_repr(self) -> str:
+        """Shape and adapter settings, for ``print(model)``."""
+        return (
+            f"num_experts={self.num_experts}, in_features={self.in_features}, "
+            f"out_features={self.out_features}, r={self.r}, scaling={self.scaling:g}"
+        )
+
+
+def fused_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules of fused experts with their names, those that transformers' kernels may compute."""
+    for name, module in model.named_modules():
+        down = getattr(module, "down_proj", None)
+        is_fused = isinstance(down, LoraExperts) or (
+            isinstance(down, nn.Parameter) and len(full_shape(down)) == 3
+        )
+        if is_fused and hasattr(module, "_apply_gate") and hasattr(module, "is_transposed"):
+            yield name, module
+
+
+def expert_weights(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """The fused weights of experts by name, in model order, with their module and own name."""
+    return {
+        f"{name}.{weight}": (module, weight)
+        for name, module in fused_experts(model)
+        for weight in EXPERT_WEIGHTS
+        if getattr(module, weight, None) is not None
+    }
+
+
+def adapt_experts(module: nn.Module, weight: str, *, r: int, scaling: float) -> None:
+    """Put factors beside a fused weight of ``module``, in place."""
+    transposed: Any = module.is_transposed
+    lora = LoraExperts(module.get_parameter(weight), r=r, scaling=scaling, transposed=transposed)
+    del module._parameters[weight]
+    setattr(module, weight, lora.train(module.training))
+    module.forward = MethodType(_routed, module)
+
+
+def expert_linear(x: Tensor, weight: Tensor, ends: Tensor, *, transposed: bool = False) -> Tensor:
+    """``x_e W_e^T`` for the rows x_e of every expert e.
+
+    Args:
+        x: (S, in) rows sorted by expert.
+        weight: (E, out, in), or (E, in, out) if ``transposed``; quantised or not.
+        ends: (E,) int32, the number of rows of all experts up to each.
+        transposed: how ``weight`` is stored.
+
+    Returns:
+        (S, out).
+    """
+    state = state_of(weight)
+    values = weight.to(x.dtype) if state is None else dequantize(weight, state, x.dtype)
+    return _grouped(x, values if transposed else values.transpose(1, 2), ends)
+
+
+def _routed(
+    module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """(T, H) outputs for (T, H) states, each token's weighted sum over the k experts it chose.
+
+    Which they are, and the factors of their outputs, is (T, k).
+    """
+    count, chosen = top_k_index.shape
+    experts, order = top_k_index.flatten().sort(stable=True)
+    numbers = torch.arange(module.num_experts, device=experts.device)
+    ends = torch.searchsorted(experts, numbers, right=True).int()
+    rows = hidden_states[order // chosen]
+    if module.has_gate:
+        inner = module._apply_gate(_product(module, "gate_up_proj", rows, experts, ends))
+    else:
+        inner = module.act_fn(_product(module, "up_proj", rows, experts, ends))
+    outputs = _product(module, "down_proj", inner, experts, ends)
+    if getattr(module, "has_post_expert_norm", False):
+        outputs = module.post_expert_norm(outputs)
+    outputs = outputs * top_k_weights.flatten()[order, None]
+    # Back in the order of tokens, whose k outputs are added: no sum depends on another order.
+    summed: Tensor = outputs[order.argsort()].view(count, chosen, -1).sum(1)
+    return summed.to(hidden_states.dtype)
+
+
+def _product(module: Any, weight: str, x: Tensor, experts: Tensor, ends: Tensor) -> Tensor:
+    """(S, out) of (S, in) rows, with the bias of each row's expert."""
+    own = getattr(module, weight)
+    if isinstance(own, LoraExperts):
+        output: Tensor = own(x, ends)
+    else:
+        output = expert_linear(x, own, ends, transposed=module.is_transposed)
+    bias = getattr(module, f"{weight}_bias", None) if module.has_bias else None
+    return output if bias is None else output + bias[experts].to(output.dtype)
+
+
+class _LoraExperts(torch.autograd.Function):
+    """Grouped products; weights are read anew in the backward pass, when ZeRO 3 has them again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        lora_A: Tensor,  # noqa: N803
+        lora_B: Tensor,  # noqa: N803
+        ends: Tensor,
+        scaling: float,
+        transposed: bool,
+        down: Tensor | None,
+        up: Tensor | None,
+        state: Any,
+    ) -> Tensor:
+        down, up = (lora_A if down is None else down), (lora_B if up is None else up)
+        values = weight if state is None else dequantize(weight.detach(), state, x.dtype)
+        output = _grouped(x, values if transposed else values.transpose(1, 2), ends)
+        del values
+        inner = _grouped(x, down.to(x.dtype).transpose(1, 2), ends)
+        output.add_(_grouped(inner, up.to(x.dtype).transpose(1, 2), ends), alpha=scaling)
+        ctx.save_for_backward(x, weight, lora_A, lora_B, down, up, inner, ends)
+        ctx.scaling, ctx.transposed, ctx.state = scaling, transposed, state
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, lora_A, lora_B, down, up, inner, ends = ctx.saved_tensors  # noqa: N806
+        wants_x, wants_weight, wants_a, wants_b = ctx.needs_input_grad[:4]
+        grad_inner = _grouped(grad, up.to(grad.dtype), ends).mul_(ctx.scaling)
+        grad_x = grad_weight = grad_a = grad_b = None
+        if wants_x:
+            values = weight if ctx.state is None else dequantize(weight, ctx.state, grad.dtype)
+            grad_x = _grouped(grad, values.transpose(1, 2) if ctx.transposed else values, ends)
+            del values
+            grad_x.add_(_grouped(grad_inner, down.to(grad.dtype), ends))
+        if wants_a:
+            grad_a = _grouped_gradient(grad_inner, x, ends).to(lora_A.dtype)
+        if wants_b:
+            grad_b = _grouped_gradient(grad, inner, ends).mul_(ctx.scaling).to(lora_B.dtype)
+        if wants_weight:
+            left, right = (x, grad) if ctx.transposed else (grad, x)
+            grad_weight = _grouped_gradient(left, right, ends)
+        return grad_x, grad_weight, grad_a, grad_b, *[None] * 6
+
+
+def _grouped(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """(S, out): the rows of each group times its matrix of (E, in, out)."""
+    if not _has_kernel(x):
+        bounds = zip(_bounds(ends), matrices, strict=True)
+        return torch.cat([x[a:b] @ matrix for (a, b), matrix in bounds])
+    inner, outer = _missing(x, x.shape[1]), _missing(x, matrices.shape[2])
+    if inner or outer:  # a small rank, as a rule
+        x, matrices = F.pad(x, (0, inner)), F.pad(matrices, (0, outer, 0, inner))
+    product: Tensor = F.grouped_mm(_aligned(x), _aligned(matrices), offs=ends)
+    return product[:, : product.shape[1] - outer].contiguous() if outer else product
+
+
+def _grouped_gradient(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """(E, m, n): of each group of rows of (S, m) and (S, n), left^T right; zero where it is empty.
+
+    That is the gradient of a group's matrix.
+    """
+    if not _has_kernel(left):
+        return torch.stack([left[a:b].t() @ right[a:b] for a, b in _bounds(ends)])
+    m, n = left.shape[1], right.shape[1]
+    left, right = (F.pad(x, (0, _missing(x, x.shape[1]))) for x in (left, right))
+    product = F.grouped_mm(left.t(), right, offs=ends)[:, :m, :n]
+    # Of groups without rows some kernels write nothing.
+    is_hit = torch.diff(ends, prepend=ends.new_zeros(1)) > 0
+    return torch.where(is_hit[:, None, None], product, 0)
+
+
+def _has_kernel(x: Tensor) -> bool:
+    """Whether torch multiplies groups on this device without being told their sizes."""
+    if not hasattr(F, "grouped_mm") or x.dtype == torch.float64:
+        return False
+    if x.device.type == "cuda":
+        return torch.cuda.get_device_capability(x.device) >= (8, 0)
+    # Before, on a CPU, memory had to be aligned, which that of loaded files is not.
+    return torch.torch_version.TorchVersion(torch.__version__) >= "2.11"
+
+
+def _missing(x: Tensor, features: int) -> int:
+    """Features to add until a row of them fills the bytes that a grouped product wants."""
+    return -features % (_ALIGNMENT // x.element_size())
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """The tensor, where a grouped product takes its strides; else a copy."""
+    strides = [stride for stride in tensor.stride() if stride != 1]
+    fits = 1 in tensor.stride()[-2:] and not any(_missing(tensor, each) for each in strides)
+    return tensor if fits else tensor.contiguous()
+
+
+def _bounds(ends: Tensor) -> Iterator[tuple[int, int]]:
+    return pairwise([0, *ends.tolist()])

@@ -1,0 +1,262 @@
+"""Fused experts with factors, against a plain loop over experts and stock PEFT."""
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig as PeftConfig
+from peft import get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from dschat_lora.config.groups import LoraConfig
+from dschat_lora.lora import experts
+from dschat_lora.lora.experts import LoraExperts, expert_linear
+from dschat_lora.lora.merge import merged_state_dict, untied_by_merge
+from dschat_lora.lora.model import (
+    adapter_parameters,
+    adapters_disabled,
+    apply_lora,
+    base_names,
+    lora_layers,
+    with_expert_settings,
+)
+from dschat_lora.lora.targets import router_names
+from fakecuda.captured import tiny
+
+# Gated; gated, transposed, with biases and gates between outputs; a linear layer as router.
+KINDS = ("qwen3_moe", "gpt_oss", "hunyuan_v1_moe")
+IDS = torch.tensor([[5, 9, 11, 3, 7, 8, 200, 41], [6, 4, 300, 2, 77, 15, 16, 400]])
+
+
+def make_base(kind):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny(kind)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.08)
+    return model
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def base(request):
+    return make_base(request.param)
+
+
+def adapted(base, **options):
+    model = copy.deepcopy(base)
+    apply_lora(model, LoraConfig(**{"lora_dim": 4, "lora_alpha": 6, **options}), seed=1)
+    generator = torch.Generator().manual_seed(2)
+    for parameter in adapter_parameters(model).values():
+        parameter.data.normal_(0, 0.1, generator=generator)
+    return model
+
+
+def by_loop(x, weight, lora_A, lora_B, ends, scaling):  # noqa: N803
+    """Rows of each expert times its weight with the update added, one row at a time."""
+    rows, start = [], 0
+    for expert, end in enumerate(ends.tolist()):
+        matrix = weight[expert] + scaling * lora_B[expert] @ lora_A[expert]
+        rows += [matrix @ row for row in x[start:end]]
+        start = end
+    return torch.stack(rows)
+
+
+def operands(dtype, r=3):
+    generator = torch.Generator().manual_seed(4)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    ends = torch.tensor([2, 2, 7, 9], dtype=torch.int32)  # the second expert has no rows
+    x, weight = draw(9, 12), draw(4, 10, 12)
+    return [each.requires_grad_() for each in (x, weight, draw(4, r, 12), draw(4, 10, r))], ends
+
+
+def run(values, ends, transposed):
+    x, weight, lora_a, lora_b = values
+    stored = weight.transpose(1, 2).contiguous() if transposed else weight
+    layer = LoraExperts(nn.Parameter(stored.detach()), r=3, scaling=0.7, transposed=transposed)
+    del layer._parameters["weight"], layer._parameters["lora_A"], layer._parameters["lora_B"]
+    layer.weight, layer.lora_A, layer.lora_B = stored, lora_a, lora_b
+    return layer(x, ends)
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_output_and_gradients_are_those_of_a_loop_over_experts(kernel, transposed, monkeypatch):
+    if not kernel:
+        monkeypatch.setattr(experts, "_has_kernel", lambda x: False)
+    values, ends = operands(torch.float32)
+    output = run(values, ends, transposed)
+    expected = by_loop(*values, ends, 0.7)
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+    weights = torch.linspace(-1, 1, output.numel()).view(output.shape)
+    ours = torch.autograd.grad(output, values, weights)
+    theirs = torch.autograd.grad(expected, values, weights)
+    for own, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_are_those_of_finite_differences():
+    values, ends = operands(torch.float64)
+    assert torch.autograd.gradcheck(lambda *given: run(given, ends, False), values)
+
+
+def test_a_rank_below_a_kernels_alignment_computes_in_16_bits():
+    values, ends = operands(torch.bfloat16)
+    exact = by_loop(*(value.float() for value in values), ends, 0.7)
+    output = run(values, ends, False)
+    assert output.dtype == torch.bfloat16
+    assert (output.float() - exact).norm() < 0.01 * exact.norm()
+
+
+def test_an_expert_without_rows_gets_no_gradient():
+    values, ends = operands(torch.float32)
+    (gradient,) = torch.autograd.grad(run(values, ends, False).sum(), values[2])
+    assert not gradient[1].any()
+    assert all(gradient[expert].any() for expert in (0, 2, 3))
+
+
+def test_a_frozen_weight_multiplies_each_experts_rows():
+    (x, weight, _, _), ends = operands(torch.float32)
+    expected = by_loop(x, weight, torch.zeros(4, 1, 12), torch.zeros(4, 10, 1), ends, 0.0)
+    torch.testing.assert_close(expert_linear(x, weight, ends), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_all_linear_takes_experts_and_leaves_routers(base):
+    model = adapted(base)
+    fused = [name for name, m in lora_layers(model).items() if isinstance(m, LoraExperts)]
+    assert [name.rpartition(".")[2] for name in fused] == 2 * ["gate_up_proj", "down_proj"]
+    assert not lora_layers(model).keys() & {f"model.layers.{i}.mlp.gate.wg" for i in range(2)}
+    if base.config.model_type == "hunyuan_v1_moe":
+        assert len(router_names(base)) == 2
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained == set(adapter_parameters(model))
+
+
+def test_the_rank_of_experts_is_that_of_layers_over_the_experts_of_a_token(base):
+    config = LoraConfig(lora_dim=9)
+    targets = apply_lora(copy.deepcopy(base), config, seed=0)
+    settings = with_expert_settings(base, config, targets)
+    chosen = base.config.num_experts_per_tok
+    assert chosen == 2
+    assert settings.of_module("model.layers.0.mlp.experts.down_proj").lora_dim == 9 // chosen
+    assert settings.of_module("model.layers.0.self_attn.q_proj").lora_dim == 9
+    assert "experts r 4" in settings.described()
+
+
+def test_a_fresh_adapter_changes_nothing_and_a_disabled_one_is_the_base(base):
+    expected = base(IDS).logits
+    fresh = copy.deepcopy(base)
+    apply_lora(fresh, LoraConfig(lora_dim=4), seed=3)
+    torch.testing.assert_close(fresh(IDS).logits, expected, rtol=0, atol=2e-6)
+    model = adapted(base)
+    assert (model(IDS).logits - expected).abs().max() > 0.05
+    with adapters_disabled(model):
+        torch.testing.assert_close(model(IDS).logits, expected, rtol=0, atol=2e-6)
+
+
+def test_initial_factors_are_drawn_as_pefts(base):
+    fresh = copy.deepcopy(base)
+    apply_lora(fresh, LoraConfig(lora_dim=4), seed=3)
+    for layer in lora_layers(fresh).values():
+        bound = layer.in_features**-0.5
+        assert not layer.lora_B.any()
+        assert bound * 0.9 < layer.lora_A.abs().max() <= bound
+
+
+def test_merged_weights_are_those_with_the_update_of_every_expert(base):
+    model = adapted(base)
+    merged = merged_state_dict(model)
+    assert merged.keys() == base.state_dict().keys()
+    layer = lora_layers(model)["model.layers.1.mlp.experts.gate_up_proj"]
+    before = base.state_dict()["model.layers.1.mlp.experts.gate_up_proj"]
+    for expert in range(4):
+        update = 3.0 * layer.lora_B[expert] @ layer.lora_A[expert]  # alpha 6 over rank 2
+        update = update.T if layer.transposed else update
+        after = merged["model.layers.1.mlp.experts.gate_up_proj"][expert]
+        torch.testing.assert_close(after, before[expert] + update, rtol=0, atol=1e-6)
+    whole = copy.deepcopy(base)
+    whole.load_state_dict(merged)
+    torch.testing.assert_close(whole(IDS).logits, model(IDS).logits, rtol=0, atol=2e-5)
+    assert untied_by_merge(model) == []
+    assert set(base_names(model)) == set(base.state_dict())
+
+
+def test_three_steps_are_pefts(base):
+    """The same factors at the start, batches and AdamW: equal losses and factors after it."""
+    attention = ("q_proj", "k_proj", "v_proj", "o_proj")
+    fused = ("experts.gate_up_proj", "experts.down_proj")
+    ours = copy.deepcopy(base)
+    config = LoraConfig(4, 6, expert_lora_dim=4, target_modules=attention + fused)
+    apply_lora(ours, config, seed=1)
+    theirs = get_peft_model(
+        copy.deepcopy(base),
+        PeftConfig(r=4, lora_alpha=6, target_modules=attention, target_parameters=fused),
+    )
+    twins = {}
+    for name, parameter in adapter_parameters(ours).items():
+        layer, _, factor = name.rpartition(".")
+        owner, _, weight = layer.rpartition(".")
+        if parameter.ndim == 3:
+            layer = f"{owner}.base_layer" if weight == "gate_up_proj" else owner
+        twin = theirs.get_parameter(f"base_model.model.{layer}.{factor}.default.weight")
+        flat = parameter.detach()
+        if parameter.ndim == 3:
+            flat = flat.flatten(0, 1) if factor == "lora_A" else flat.permute(1, 2, 0).flatten(1)
+        twin.data.copy_(flat)
+        twins[name] = twin
+    for model in (ours, theirs):
+        model.train()
+    parameters = adapter_parameters(ours)
+    optimizers = [
+        torch.optim.AdamW(each, lr=5e-3) for each in (parameters.values(), twins.values())
+    ]
+    for step in range(3):
+        ids = torch.randint(3, 1000, (2, 9), generator=torch.Generator().manual_seed(step))
+        losses = []
+        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+            loss = model(input_ids=ids, labels=ids).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert losses[0] == pytest.approx(losses[1], abs=2e-6)
+    for name, parameter in parameters.items():
+        flat = parameter.detach()
+        if parameter.ndim == 3:
+            flat = flat.flatten(0, 1) if name.endswith("A") else flat.permute(1, 2, 0).flatten(1)
+        # AdamW divides by gradients near zero.
+        assert (flat - twins[name]).norm() < 1e-4 * flat.norm(), name
+
+
+def test_options_choose_experts(base):
+    def names(**options):
+        model = copy.deepcopy(base)
+        targets = apply_lora(model, LoraConfig(lora_dim=4, **options), seed=0)
+        return sorted({name.rpartition(".")[2] for name in targets})
+
+    without = names(expert_lora_dim=0)
+    assert {"k_proj", "o_proj", "q_proj", "v_proj"} <= set(without)
+    assert "gate_up_proj" not in without
+    assert names(target_modules=("q_proj", "experts.down_proj")) == ["down_proj", "q_proj"]
+    # as the weights of one expert are called
+    assert names(target_modules=("experts.up_proj",)) == ["gate_up_proj"]
+    assert names(lora_module_name="experts") == ["down_proj", "gate_up_proj"]
+
+
+def test_a_rank_of_experts_is_refused_for_a_dense_model():
+    dense = AutoModelForCausalLM.from_config(tiny("qwen3"))
+    with pytest.raises(ValueError, match="--expert_lora_dim 2 is for mixtures of experts"):
+        apply_lora(dense, LoraConfig(lora_dim=4, expert_lora_dim=2), seed=0)
+
+
+def test_a_router_trains_in_full_where_it_is_asked_for():
+    base = make_base("qwen3_moe")
+    model = adapted(base, modules_to_save=("mlp.gate",))
+    trained = adapter_parameters(model)
+    assert "model.layers.0.mlp.gate.trained.weight" in trained
+    assert model(IDS).logits.shape == (2, 8, 1024)
+    merged = merged_state_dict(model)["model.layers.0.mlp.gate.weight"]
+    assert torch.equal(merged, trained["model.layers.0.mlp.gate.trained.weight"])
