@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,13 @@ def model_card(
     metrics: Mapping[str, Any],
     versions: Mapping[str, str | None],
     training: Mapping[str, Any] | None = None,
+    score_class: Sequence[str] = (),
+    notes: Sequence[str] = (),
 ) -> str:
     """A model card in Markdown: front matter, how to load, settings, data, metrics, versions.
 
-    ``training`` are rates, lengths and sizes of the run. A directory is named by
+    ``training`` are rates, lengths and sizes of the run, ``score_class`` Python that makes the
+    class of a reward model, ``notes`` further paragraphs. A directory is named by
     :func:`public_name`.
     """
     stored = config.base_model_name_or_path
@@ -56,11 +59,13 @@ def model_card(
     lines += [
         "```python",
         "from peft import PeftModel",
-        *_load_base(auto, base, labels, config.base_bits, stored or ""),
+        *_load_base(auto, base, labels, config.base_bits, stored or "", score_class),
         _LOAD_LINE,
         "```",
     ]
     lines += ["", _SCORE_NOTE] if reward else ["", "A chat with it:", "", *_CHAT]
+    for note in notes:
+        lines += ["", note]
     for heading, rows in sections:
         lines += ["", f"## {heading}", "", *_table(rows)]
     return "\n".join(lines) + "\n"
@@ -76,7 +81,9 @@ def _own_settings(config: AdapterConfig) -> dict[str, str]:
     }
 
 
-def _load_base(auto: str, base: str, labels: str, bits: int | None, stored: str) -> list[str]:
+def _load_base(
+    auto: str, base: str, labels: str, bits: int | None, stored: str, score_class: Sequence[str]
+) -> list[str]:
     """Python that loads the base as the adapter was trained on it."""
     config = Path(stored) / "config.json"
     fields = json.loads(config.read_text("utf-8")) if config.is_file() else {}
@@ -99,6 +106,7 @@ def _load_base(auto: str, base: str, labels: str, bits: int | None, stored: str)
         arguments.append("quantization_config=nf4")
     return [
         f"from transformers import {', '.join(filter(None, (auto, found)))}",
+        *score_class,
         "",
         *lines,
         f"base_model = {auto}.from_pretrained({', '.join(arguments)}{labels})",

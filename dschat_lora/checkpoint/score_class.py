@@ -1,5 +1,9 @@
 """A sequence classifier of each decoder: transformers' own, or one made where it has none."""
 
+import sys
+from typing import Any
+
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -20,36 +24,41 @@ def register_score_class(config: PretrainedConfig) -> None:
     decoders = AutoModelForCausalLM._model_mapping
     if kind in known or kind not in decoders or getattr(config, "is_encoder_decoder", False):
         return
-    decoder = decoders[kind]
-    assert isinstance(decoder, type)
+    decoder: Any = decoders[kind]
     pretrained = _pretrained_class(decoder)
     name = pretrained.__name__.removesuffix("PreTrainedModel") + "ForSequenceClassification"
     # transformers looks into the module of a class for what its experts can do.
-    body = {"__module__": decoder.__module__, "base_model_prefix": decoder.base_model_prefix}
+    body = {
+        "__module__": decoder.__module__,
+        "base_model_prefix": decoder.base_model_prefix,
+        "config_class": kind,
+    }
     made = type(name, (GenericForSequenceClassification, pretrained), body)
-    AutoModelForSequenceClassification.register(kind, made)
+    AutoModelForSequenceClassification.register(kind, made, exist_ok=True)
 
 
-def score_class_code(model: object) -> list[str]:
-    """Python that registers the class of ``model`` anew, if it is one that was made here."""
-    kind = type(model)
+def score_class_code(model: nn.Module) -> list[str]:
+    """Python that makes the class of ``model``, if :func:`register_score_class` has made it."""
+    kind: Any = type(model)
     if not isinstance(model, GenericForSequenceClassification) or hasattr(
-        __import__(kind.__module__, fromlist=[kind.__name__]), kind.__name__
+        sys.modules[kind.__module__], kind.__name__
     ):
         return []
-    pretrained = _pretrained_class(kind).__name__
+    pretrained, config = _pretrained_class(kind), kind.config_class
     return [
         "from transformers.modeling_layers import GenericForSequenceClassification",
-        f"from {kind.__module__} import {pretrained}",
+        f"from {config.__module__} import {config.__name__}",
+        f"from {pretrained.__module__} import {pretrained.__name__}",
         "",
         "",
-        f"class {kind.__name__}(GenericForSequenceClassification, {pretrained}):",
-        f"    __module__ = {pretrained}.__module__",
+        f"class {kind.__name__}(GenericForSequenceClassification, {pretrained.__name__}):",
+        f'    __module__ = "{kind.__module__}"',
         f'    base_model_prefix = "{kind.base_model_prefix}"',
+        f"    config_class = {config.__name__}",
         "",
         "",
         "AutoModelForSequenceClassification.register(",
-        f"    {pretrained}.config_class, {kind.__name__}",
+        f"    {config.__name__}, {kind.__name__}, exist_ok=True",
         ")",
     ]
 

@@ -174,8 +174,7 @@ def build_divided(
         model = build()
     if group is not None:
         divide(model, group)
-        model.eval()
-    return model
+    return model.eval()
 
 
 @contextmanager

@@ -7,10 +7,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from dschat_lora.checkpoint.quantization import FIELD, Kind, stored_kind
 from dschat_lora.config.groups import ModelConfig
+from dschat_lora.lora.experts import expert_weights, quantize_experts
 from dschat_lora.lora.layers import is_conv1d
 from dschat_lora.lora.model import replace_part
 from dschat_lora.lora.nf4 import NF4Linear
-from dschat_lora.lora.targets import is_inside, is_plain_linear
+from dschat_lora.lora.targets import is_inside, is_plain_linear, router_names
 from dschat_lora.models.quantization_checks import check_installed
 from dschat_lora.models.stored_weights import StoredWeights
 
@@ -46,12 +47,19 @@ def four_bits_of(kind: Kind | None, config: ModelConfig) -> FourBits | None:
 def hold_four_bits(model: PreTrainedModel, path: str, how: FourBits) -> None:
     """Have layers of ``model``, which is on the meta device, hold NF4.
 
-    They are those whose weights the files at ``path`` hold so, or the linear layers of the blocks:
-    output heads, embeddings and what stands beside the blocks then keep 16 bits.
+    They are those whose weights the files at ``path`` hold so, or the linear layers of the blocks
+    and their fused experts: output heads, embeddings, routers and what stands beside the blocks
+    then keep 16 bits.
     """
     blocks = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     linear = {name: module for name, module in model.named_modules() if is_plain_linear(module)}
-    inside = [name for name in linear if is_inside(name, blocks, strictly=True)]
-    for name in StoredWeights(model, path).packed_layers() if how == "as the files are" else inside:
+    routers = router_names(model)
+    names = [n for n in linear if is_inside(n, blocks, strictly=True) and n not in routers]
+    if how == "as the files are":
+        names = StoredWeights(model, path).packed_layers()
+    for name in names:
         layer = NF4Linear(linear[name], transposed=is_conv1d(linear[name]), dtype=model.dtype)
         replace_part(model, name, layer)
+    if how == "once read":
+        for module, weight in expert_weights(model).values():
+            quantize_experts(module, weight, dtype=model.dtype)

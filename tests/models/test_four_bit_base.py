@@ -383,7 +383,7 @@ def test_the_device_that_is_trained_on_quantizes(model_directory, monkeypatch):
     for module in (shard_loading, other_base):
         monkeypatch.setattr(module, "device", lambda: torch.device("cuda", 3))
     model = load(path)
-    other_base._rounded("", torch.nn.Linear(64, 4))
+    other_base._rounded("", torch.randn(64, 4), False)
     assert workers == {torch.device("cuda", 3)}
     for name, codes in codes_of(model).items():
         assert torch.equal(codes, expected[name])
