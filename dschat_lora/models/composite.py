@@ -28,9 +28,10 @@ from transformers import (
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from dschat_lora.checkpoint.quantization import FIELD
 from dschat_lora.lora.model import replace_part
 from dschat_lora.lora.parallel import group_of
-from dschat_lora.models.shard_loading import add_tensors, cached, other_tensors
+from dschat_lora.models.stored_weights import StoredWeights, add_tensors, cached
 
 # PEFT's names of the two kinds of model.
 Task = Literal["CAUSAL_LM", "SEQ_CLS"]
@@ -67,6 +68,8 @@ class Place:
 def text_config(config: PretrainedConfig) -> PretrainedConfig:
     """The configuration of the text model in a composite one, which it keeps; else ``config``.
 
+    How files are quantised it says in place of the composite one's.
+
     Raises:
         ValueError: if the text model cannot be taken out.
     """
@@ -74,6 +77,8 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
         return config
     text = copy.deepcopy(config.get_text_config())
     text.tie_word_embeddings = _find_place(config, "CAUSAL_LM").tied
+    if (quantised := vars(config).pop(FIELD, None)) is not None:
+        setattr(text, FIELD, quantised)
     setattr(text, _WHOLE, config)
     return text
 
@@ -256,7 +261,7 @@ class TextModel(PreTrainedModel):  # type: ignore[misc]
         if self.can_generate():
             shell.generation_config = self.generation_config
         shell.save_pretrained(directory)
-        add_tensors(directory, other_tensors(shell, whole._name_or_path))
+        add_tensors(directory, StoredWeights(shell, whole._name_or_path).others())
         for name in _BESIDE:
             if (found := cached(whole._name_or_path, name)) is not None:
                 shutil.copy(found, directory / name)
