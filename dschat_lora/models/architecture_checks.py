@@ -182,7 +182,8 @@ def _in_rows(backbone: Backbone, samples: list[Tensor], *, own_mask: bool) -> Te
         hidden = backbone(**rows)
     finally:
         backbone.own_mask = before
-    return hidden[rows["segment_ids"] > 0].float()
+    pairs = zip(hidden, samples, strict=True)
+    return torch.cat([row[: len(sample)] for row, sample in pairs]).float()
 
 
 def _alone(backbone: Backbone, sample: Tensor) -> Tensor:

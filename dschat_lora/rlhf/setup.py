@@ -340,16 +340,16 @@ def _describe(
         + f"; {engine_words(actor, roles.actor.model)}"
     )
     notes = (attention_note(each.model, run.config.load) for each in roles.models.values())
-    for words in sorted(set(filter(None, notes))):
-        run.log.say(f"  note         {words}")
+    for note in sorted(set(filter(None, notes))):
+        run.log.say(f"  note         {note}")
     models = {role: each.model for role, each in roles.models.items()}
     say_coverage(run, {role: models[role] for role in roles.trained})
     say_uncounted(run, models)
     for role, model in roles.trained.items():
         if run.config.run.merge_adapter:
             check_mergeable(model.model)
-        if left_out := left_out_words(model.model):
-            run.log.say(f"  composite    {left_out}")
+        if words := left_out_words(model.model):
+            run.log.say(f"  composite    {words}")
         if model.warning is not None:
             run.log.say(f"  warning      {model.warning}")
         options: RoleConfig = getattr(run.config, role)

@@ -252,7 +252,8 @@ class Watch(TorchDispatchMode):
         return True, result
 
     def _note(self, func, name, tensors, result):
-        draws = torch.Tag.nondeterministic_seeded in func.tags and name not in ATTENTION
+        tags = getattr(func, "tags", ())  # flex attention has none
+        draws = torch.Tag.nondeterministic_seeded in tags and name not in ATTENTION
         if draws and self.capturing is None:
             self.generator.check()
         made = [x for x in tree_leaves(result) if isinstance(x, FakeTensor) and _is_cuda(x)]

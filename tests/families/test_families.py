@@ -45,9 +45,8 @@ def test_a_run_whose_sampler_is_another_policy_stops(launcher, tmp_path):
     family = Family("llama", tmp_path, launcher=launcher)
     grouped = ("--algorithm", "grpo", "--num_generations", "2", "--max_steps", "9")
     function = ("--reward_function", "families.checks:lengths_and_another_sampler")
-    with pytest.raises(
-        AssertionError, match=r"^error: .* are 0\.\d nats per token .* the run stops"
-    ):
+    told = r"^error: .* are 0\.\d nats per token .* the run stops"
+    with pytest.raises(AssertionError, match=told):
         family.command("step3_rlhf", *RL, *grouped, *function)
 
 

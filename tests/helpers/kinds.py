@@ -22,7 +22,7 @@ SIZE = {
 _FURTHER = {
     0: ("first_k_dense_replace", "moe_layer_start_index"),
     1: ("n_shared_experts", "moe_num_shared_experts", "n_group", "topk_group", "mamba_n_groups"),
-    2: ("num_experts_per_tok", "moe_k", "linear_num_key_heads", "n_groups", "expand"),
+    2: ("num_experts_per_tok", "moe_k", "moe_topk", "linear_num_key_heads", "n_groups", "expand"),
     4: (
         *("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
         *("linear_num_value_heads", "linear_num_heads"),

@@ -98,6 +98,8 @@ def test_the_text_model_computes_what_the_composite_model_computes_of_text(case)
     missing = {name for name, _ in whole.named_parameters()} - base_names(text).keys()
     assert missing
     assert all(name.startswith(text.place.left_out) for name in missing)
+    tied = {name for pair in text._tied_weights_keys.items() for name in pair}
+    assert tied <= base_names(text).keys()
 
 
 def test_the_adapter_is_the_same_model_in_peft_on_the_original_checkpoint(case):
@@ -131,6 +133,7 @@ def test_an_adapter_of_peft_on_the_composite_model_is_continued(case):
 
 
 def test_the_merge_is_the_checkpoint_with_another_text_model(case):
+    case.adapted.model.generation_config.eos_token_id = [3, 5]
     merge(case.home / "merged", case.adapted.model, case.base)
     before, after = whole_model(case.base), whole_model(case.home / "merged")
     torch.testing.assert_close(logits(after), case.said, **ROUNDED)
@@ -143,6 +146,7 @@ def test_the_merge_is_the_checkpoint_with_another_text_model(case):
     )
     assert keys_of(case.home / "merged") == keys_of(case.base)
     assert after.config.vision_config.to_dict() == before.config.vision_config.to_dict()
+    assert after.generation_config.eos_token_id == [3, 5]
     assert (case.home / "merged" / "preprocessor_config.json").read_text() == '{"size": 16}'
     assert torch.equal(logits(build(case.home / "merged").model), logits(after))
 
