@@ -40,9 +40,8 @@ def register_score_class(config: PretrainedConfig) -> None:
 def score_class_code(model: nn.Module) -> list[str]:
     """Python that makes the class of ``model``, if :func:`register_score_class` has made it."""
     kind: Any = type(model)
-    if not isinstance(model, GenericForSequenceClassification) or hasattr(
-        sys.modules[kind.__module__], kind.__name__
-    ):
+    is_own = getattr(sys.modules[kind.__module__], kind.__name__, None) is kind
+    if is_own or not isinstance(model, GenericForSequenceClassification):
         return []
     pretrained, config = _pretrained_class(kind), kind.config_class
     return [
