@@ -12,6 +12,7 @@ from dschat_lora.lora.nf4 import is_quantized, quantize, state_of, value_bytes, 
 from dschat_lora.lora.targets import router_names
 from dschat_lora.models import other_base
 from dschat_lora.models.causal_lm import load_causal_lm, load_config
+from dschat_lora.models.four_bit_base import whole_weights_warning
 from dschat_lora.models.views import share_parameters
 from fakecuda.captured import tiny
 from helpers.spread import ALL
@@ -146,3 +147,34 @@ def test_the_distance_between_two_bases_counts_experts(pair):
             torch.testing.assert_close(logits(whole), logits(four), rtol=1e-4, atol=1e-5)
         assert (before - logits(four)).abs().max() > 1e-4
         assert torch.equal(logits(whole), before)
+
+
+def saved(directory, kind, change=lambda model: None):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny(kind))
+    with torch.no_grad():
+        change(model)
+    model.save_pretrained(directory)
+    return model
+
+
+def test_buffers_of_the_files_are_read_too(tmp_path):
+    def draw(model):
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.linspace(-1, 1, buffer.numel()))
+
+    expected = dict(saved(tmp_path, "glm4_moe", draw).named_buffers())
+    names = [name for name in expected if name.endswith("e_score_correction_bias")]
+    assert names
+    for name in names:
+        assert torch.equal(load(str(tmp_path), 4).get_buffer(name), expected[name])
+
+
+def test_weights_that_four_bits_do_not_reach_are_told_of(pair, tmp_path):
+    four, twin, _ = pair
+    assert whole_weights_warning(four) is None
+    assert whole_weights_warning(twin) is None
+    saved(tmp_path, "llama4_text")
+    told = whole_weights_warning(load(str(tmp_path), 4))
+    assert "% of the weights of the blocks are held in 16 bits, model.layers.0.feed_forward" in told
