@@ -1,6 +1,8 @@
 # dschat_lora without a compiler, as a user without rights; docs/install.md shows how to run it.
 # The image has CUDA's runtime and its compatibility libraries; torch's wheel brings the others.
-FROM nvidia/cuda:13.0.1-base-ubuntu24.04
+ARG BASE=nvidia/cuda:13.0.1-base-ubuntu24.04
+# hadolint ignore=DL3006
+FROM ${BASE}
 
 # hadolint ignore=DL3008
 RUN apt-get update \
@@ -11,9 +13,12 @@ WORKDIR /opt/dschat_lora
 ENV PATH=/opt/dschat_lora/.venv/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 # torch has a layer of its own, which other code does not fetch again.
 COPY constraints.txt ./
+# The words that pip gets, as of the Makefile.
+ARG TORCH_WHEEL=torch==2.13.0
+# hadolint ignore=SC2086
 RUN python3 -m venv .venv \
     && pip install --constraint constraints.txt --upgrade pip setuptools wheel \
-    && pip install --constraint constraints.txt torch==2.13.0
+    && pip install --constraint constraints.txt ${TORCH_WHEEL}
 COPY . .
 # Extras of setup.py, such as [serve,qlora].
 ARG EXTRAS=

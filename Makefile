@@ -8,12 +8,14 @@ PYTHON ?= python3
 PIP = $(VENV)/bin/python -m pip install --quiet --constraint constraints.txt
 SOURCES = setup.py constraints.txt
 # PyPI's torch is built for CUDA 13.0, which needs driver 580 and a card of compute capability 7.5;
-# where nvidia-smi shows less, the build for CUDA 12.6 is taken: driver 525, capability 5.0 to 9.0.
+# where nvidia-smi shows less, the build for CUDA 12.6 is taken: driver 525, capability 5.0 to 9.0,
+# unless a card needs the usual one, and with it the newer driver.
 # make demo TORCH_WHEEL='...' gives pip other words.
 CU126 = torch==2.13.0+cu126 --index-url https://download.pytorch.org/whl/cu126
 TORCH_WHEEL ?= $(shell nvidia-smi --query-gpu=driver_version,compute_cap --format=csv,noheader \
-	2>/dev/null | awk -F'[., ]+' '/^[0-9]/ && ($$1 < 580 || ($$(NF - 1) $$NF) + 0 < 75) { old = 1 } \
-	END { print old ? "$(CU126)" : "torch==2.13.0" }')
+	2>/dev/null | awk -F'[., ]+' '/^[0-9]/ { card = $$NF ~ /^[0-9]+$$/ ? ($$(NF - 1) $$NF) + 0 : 75; \
+	if ($$1 < 580 || card < 75) old = 1; if (card < 50 || card > 90) usual = 1 } \
+	END { print old && !usual ? "$(CU126)" : "torch==2.13.0" }')
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
 .PHONY: demo test test-all lint format docs bench bench-gpu clean

@@ -159,6 +159,7 @@ VERBS = {
     "pipeline": Verb("run all stages of a YAML file, or go on", stage_verbs.pipeline),
     "demo": Verb("train on the bundled model and data, show what changed", stage_verbs.demo),
     "recipes": Verb("list the recipes that come with the package", file_verbs.list_recipes),
+    "models": Verb("types of models, and what each can do", file_verbs.models),
     "audit": Verb("show what a stage would learn of data", file_verbs.audit),
     "plan": Verb("memory, time and what fits, before a run", stage_verbs.plan),
     "doctor": Verb("whether this machine can train, and what to do", stage_verbs.doctor),
@@ -178,7 +179,7 @@ VERBS = {
 }
 GROUPS = {
     "train": ("sft", "reward", "dpo", "rlhf", "pipeline", "demo", "nlg", "glue"),
-    "look": ("doctor", "recipes", "plan", "audit", "inspect", "report", "rollouts"),
+    "look": ("doctor", "models", "recipes", "plan", "audit", "inspect", "report", "rollouts"),
     "try": ("chat", "serve", "generate", "eval", "score"),
     "carry away": ("merge", "push", "export", "extract", "accept"),
 }

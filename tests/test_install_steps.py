@@ -28,8 +28,14 @@ def instructions():
 
 
 def given(name):
-    """What instructions of this name say."""
-    return [words for each, words in instructions() if each == name]
+    """What instructions of this name say, by the defaults of arguments."""
+    defaults = dict(words.split("=", 1) for each, words in instructions() if each == "ARG")
+    filled = re.compile(r"\$\{(\w+)\}")
+    return [
+        filled.sub(lambda found: defaults[found[1]], words)
+        for each, words in instructions()
+        if each == name
+    ]
 
 
 def steps(text):
@@ -50,8 +56,7 @@ def colab():
 
 
 def dockerfile_steps():
-    (default,) = (each.split("=")[1] for each in given("ARG"))
-    return steps("\n".join(given("RUN")).replace("${EXTRAS}", default))
+    return steps("\n".join(given("RUN")))
 
 
 def makefile_steps():
@@ -98,7 +103,7 @@ def test_the_torch_that_fits_on_colab_is_what_setup_declares():
 def test_the_image_has_no_compiler_and_a_user_without_rights():
     packages = re.findall(r"apt-get install (.*?)\s+(?:&&|$)", "\n".join(given("RUN")))
     assert [each.split()[-1] for each in packages] == ["python3-venv"]
-    assert "-devel" not in given("FROM")[0]
+    assert re.fullmatch(r"nvidia/cuda:[\d.]+-base-ubuntu[\d.]+", given("FROM")[0])
     last = given("USER")[-1].split(":")[0]
     assert last.isdecimal()
     assert int(last) > 0
@@ -112,6 +117,12 @@ def test_caches_and_outputs_of_the_image_lie_on_its_volumes():
         assert f"/{place.split('/')[1]}" in volumes
     made = next(each for each in given("RUN") if "install --directory --mode 1777" in each)
     assert made.split("1777")[1].split() == volumes
+
+
+def test_the_image_for_older_drivers_takes_arguments_that_the_dockerfile_has():
+    asked = re.findall(r"--build-arg ['\"]?(\w+)=", INSTALL)
+    assert {"BASE", "TORCH_WHEEL"} <= set(asked)
+    assert set(asked) <= {words.split("=")[0] for words in given("ARG")}
 
 
 def test_the_image_says_whether_it_can_train_and_its_health_leaves_the_gpu_alone():

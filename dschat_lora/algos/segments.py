@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from dschat_lora.algos.devices import to_device
 # one sequence has the first number alone.
 Sizes = tuple[int, ...]
 SizeT = TypeVar("SizeT", int, NDArray[np.int64])
+BATCH_FILL = 0.75  # least length of a sequence beside the longest one of its batch
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,34 @@ class Spans:
             if isinstance(value := getattr(self, f.name), Tensor)
         }
         return replace(self, **tensors)
+
+    @cached_property
+    def batches(self) -> tuple[list[Tensor], Tensor]:
+        """Sequences as right-padded batches of similar lengths, for layers that know no spans.
+
+        Returns:
+            (rows, width) int64 tokens of each batch in [0, N), a sequence's last key again as
+            padding; and (N,) int64, where the flattened outputs of all batches, one after another,
+            have each token.
+        """
+        device = self.query_ends.device
+        starts = [0, *accumulate(keys for _, keys in self.lengths)]
+        order = sorted(range(len(self.lengths)), key=lambda i: -self.lengths[i][1])
+        batches: list[Tensor] = []
+        places = [torch.empty(0, dtype=torch.int64)] * len(order)
+        first = computed = 0
+        while first < len(order):
+            width = self.lengths[order[first]][1]
+            rows = [i for i in order[first:] if self.lengths[i][1] > BATCH_FILL * width]
+            for row, i in enumerate(rows):
+                queries, keys = self.lengths[i]
+                places[i] = computed + row * width + torch.arange(keys - queries, keys)
+            last = torch.tensor([[self.lengths[i][1] - 1] for i in rows])
+            tokens = torch.tensor([[starts[i]] for i in rows]) + torch.arange(width).minimum(last)
+            tokens = to_device(tokens, device)
+            batches.append(tokens if self.keys is None else self.keys[tokens])
+            first, computed = first + len(rows), computed + len(rows) * width
+        return batches, to_device(torch.cat(places), device)
 
 
 def make_spans(rows: Sequence[Sequence[Sizes]], width: int) -> Spans:

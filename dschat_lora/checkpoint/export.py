@@ -28,6 +28,7 @@ from dschat_lora.engine.zero import gather_to_cpu
 from dschat_lora.lora.merge import (
     MergeReport,
     check_merge,
+    check_mergeable,
     merge_deviation,
     merged_state_dict,
     untied_by_merge,
@@ -100,8 +101,10 @@ def save_merged(
     from the model's values.
 
     Raises:
-        ValueError: if it exceeds ``max_kl`` nats per token; nothing is written then.
+        ValueError: if it exceeds ``max_kl`` nats per token, or the model cannot be merged; nothing
+            is written then.
     """
+    check_mergeable(model)
     unmerged, kept = probe_logits(model, probe_ids), dtype or model.dtype
     whole = gather_to_cpu(dict(model.named_parameters()))
     for name, tensor in (tensors or {}).items():
@@ -155,9 +158,9 @@ def _is_reward_model(model: PreTrainedModel) -> bool:
     return hasattr(model, "score")
 
 
-def _auto_class(
-    model: PreTrainedModel,
-) -> type[AutoModelForCausalLM] | type[AutoModelForSequenceClassification]:
+def _auto_class(model: PreTrainedModel) -> Any:
+    if hasattr(model, "from_config"):  # the text model of a composite one
+        return type(model)
     return AutoModelForSequenceClassification if _is_reward_model(model) else AutoModelForCausalLM
 
 
@@ -201,6 +204,8 @@ def _write_beside(
     text = model_card(
         read_adapter_config(staging),
         **card,
+        # Of a composite model others load more than this.
+        auto=getattr(model, "auto_name", None),
         score_class=score_class_code(model),
         notes=[_EXPERTS_NOTE] if fused else [],
     )

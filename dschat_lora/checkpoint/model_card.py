@@ -18,13 +18,15 @@ def model_card(
     metrics: Mapping[str, Any],
     versions: Mapping[str, str | None],
     training: Mapping[str, Any] | None = None,
+    auto: str | None = None,
     score_class: Sequence[str] = (),
     notes: Sequence[str] = (),
 ) -> str:
     """A model card in Markdown: front matter, how to load, settings, data, metrics, versions.
 
-    ``training`` are rates, lengths and sizes of the run, ``score_class`` Python that makes the
-    class of a reward model, ``notes`` further paragraphs. A directory is named by
+    ``training`` are rates, lengths and sizes of the run, ``auto`` is the class that loads the base
+    (default: by the task), ``score_class`` Python that makes the class of a reward model, ``notes``
+    are further paragraphs. A directory is named by
     :func:`public_name`.
     """
     stored = config.base_model_name_or_path
@@ -53,7 +55,7 @@ def model_card(
             front.insert(2, f"license: {licence}")
     sections = [("LoRA", settings), *([("Training", training)] if training is not None else [])]
     sections += [("Data", data), ("Metrics", metrics), ("Versions", versions)]
-    auto = "AutoModelForSequenceClassification" if reward else "AutoModelForCausalLM"
+    auto = auto or ("AutoModelForSequenceClassification" if reward else "AutoModelForCausalLM")
     labels = ", num_labels=1" if reward else ""
     lines = [*front, "", f"# {title}", "", f"LoRA adapter for `{base}`, in the layout of PEFT:", ""]
     lines += [

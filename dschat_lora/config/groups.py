@@ -62,10 +62,11 @@ class LoadConfig:
         help="compute type; auto: bf16 where the GPU has it, fp16 on older GPUs, fp32 on CPU",
         section=PROCESSES,
     )
-    attn_implementation: Literal["sdpa", "flex_attention", "eager"] = option(
-        "sdpa",
-        help="attention kernel; sdpa computes each sequence of a row alone where it can, "
-        "flex_attention is for GPUs where it cannot",
+    attn_implementation: Literal["auto", "sdpa", "flex_attention", "eager"] = option(
+        "auto",
+        help="attention kernel; auto: sdpa where the architecture has it, else eager; sdpa "
+        "computes each sequence of a row alone where it can, flex_attention is for GPUs where it "
+        "cannot",
         section=PROCESSES,
         hint="sdpa runs PyTorch's flash attention where the GPU has it, of packed rows too",
     )

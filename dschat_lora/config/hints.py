@@ -14,7 +14,7 @@ HINTS: Mapping[str, tuple[str, str]] = {
     "load_in_8bit": ("zero_stage", f"there is no 8-bit base; {_WIDTH}"),
     "use_flash_attention_2": (
         "attn_implementation",
-        "--attn_implementation sdpa, the default, runs flash attention where the GPU has it",
+        "the default of --attn_implementation runs flash attention where the GPU has it",
     ),
     "warmup_ratio": (
         "num_warmup_steps",

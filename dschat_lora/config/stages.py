@@ -238,8 +238,8 @@ class InferenceConfig:
     """Loading of trained models that are not trained further, and their chat template."""
 
     dtype: Dtype = option("auto", help="compute type; auto: as in training")
-    attn_implementation: Literal["sdpa", "eager"] = option(
-        "sdpa", help="attention kernel of transformers"
+    attn_implementation: Literal["auto", "sdpa", "eager"] = option(
+        "auto", help="attention kernel of transformers; auto: sdpa where it has it, else eager"
     )
     base_bits: Literal[16, 4] | None = option(
         None,

@@ -7,6 +7,10 @@ from dschat_lora.data.readers import RowError
 Message = dict[str, Any]
 
 
+# Types of parts that are no text, as chat templates and OpenAI's interface call them.
+_NO_TEXT = ("image", "image_url", "input_image", "video", "video_url", "audio", "input_audio")
+
+
 class EmptyRowError(RowError):
     """A row whose text is there but empty."""
 
@@ -52,11 +56,12 @@ def _check_content(location: str, name: str, content: object) -> None:
         raise RowError(location, f"{name}: 'content' must be text, found {kind}")
     for number, part in enumerate(content, start=1):
         if not (isinstance(part, dict) and isinstance(part.get("text"), str)):
+            where = f"{name}: part {number} of 'content'"
+            if isinstance(part, dict) and part.get("type") in _NO_TEXT:
+                raise RowError(location, f"{where} is {part['type']!r}; text alone is read")
             found = repr(part.get("type")) if isinstance(part, dict) else type(part).__name__
             form = '{"type": "text", "text": ...}'
-            raise RowError(
-                location, f"{name}: part {number} of 'content' must be {form}, found {found}"
-            )
+            raise RowError(location, f"{where} must be {form}, found {found}")
 
 
 def _check_calls(location: str, name: str, calls: object) -> None:

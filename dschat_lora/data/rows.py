@@ -145,6 +145,8 @@ def parse_row(raw: RawRow, options: RowOptions = DEFAULT_OPTIONS) -> ParsedRow:
 def classify(values: dict[str, Any], location: str) -> RowType:
     """The type of a row by its columns, the richest that fits."""
     has = values.keys()
+    if values.get("images"):
+        raise RowError(location, "`images` is not empty; text alone trains, without images")
     if has & {"chosen", "rejected"}:
         if missing := {"chosen", "rejected"} - has:
             raise RowError(location, f"row lacks {sorted(missing)[0]!r}; it has {sorted(has)}")

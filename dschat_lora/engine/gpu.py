@@ -5,20 +5,38 @@ import re
 import subprocess
 import sys
 import warnings
+from collections.abc import Collection
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from dschat_lora.engine.meeting import hides_gpus
+
+Capability = tuple[int, int]
 
 # It says in many lines, at every look for a GPU, what :func:`problem` says in one.
 warnings.filterwarnings("ignore", message="CUDA initialization")
 # CUDA's major version -> the oldest driver that runs it: table 1 of
 # https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
 OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}
-# torch's build for CUDA 12.6, which has kernels for cards of compute capability 5.0 to 9.0.
-_OLDER_BUILD = "cu126"
+
+
+class _Build(NamedTuple):
+    """Of torch: the first release that has it, its oldest driver, and its cards by capability."""
+
+    first: tuple[int, int]
+    driver: int
+    lowest: Capability
+    highest: Capability
+
+
+_BUILDS = {
+    "cu130": _Build((2, 9), 580, (7, 5), (99, 0)),
+    "cu126": _Build((2, 6), 525, (5, 0), (9, 0)),
+}
+ROOT = Path("/")  # of the files by which the driver shows itself
 _OR_THE_CPU = "or compute on the CPU by DS_ACCELERATOR=cpu"
 _TRIAL_SECONDS = 120
 TRIAL = """
@@ -53,62 +71,118 @@ def _unseen_gpu() -> tuple[str, str] | None:
     """That torch sees no GPU although an NVIDIA driver is here, and what to do."""
     if "DS_ACCELERATOR" in os.environ or hides_gpus() or torch.cuda.is_available():
         return None
-    shown, files = driver_of_cards(), list(Path("/dev").glob("nvidia[0-9]*"))
-    driver = shown or _loaded_driver()
+    cards, files = shown_cards(), list((ROOT / "dev").glob("nvidia[0-9]*"))
+    driver = cards[0][0] if cards else _loaded_driver()
     if driver is None and not files:
         return None
     words = f"torch {torch.__version__} sees no GPU, though NVIDIA driver"
     found = f"{words} {driver or 'of an unknown version'} is here"
-    version = int(driver.split(".")[0]) if driver else OLDEST_DRIVERS[13]
+    version = _major(driver) if driver else OLDEST_DRIVERS[13]
+    capabilities = [capability for _, capability in cards if capability is not None]
     cuda = torch.version.cuda
     if cuda is None:
-        return f"{found}: it is built without CUDA", f"{_install(version)}, {_OR_THE_CPU}"
+        install = _install(version, capabilities)
+        return f"{found}: it is built without CUDA", f"{install}, {_OR_THE_CPU}"
     found = f"{found}: it is built for CUDA {cuda}"
-    oldest = OLDEST_DRIVERS.get(int(cuda.split(".")[0]), 0)
+    oldest = OLDEST_DRIVERS.get(_major(cuda), 0)
     if version < oldest:
         found = f"{found}, which needs driver {oldest} or newer"
-        remedy = "update the driver"
-        if version >= OLDEST_DRIVERS[12]:
-            remedy = f"{remedy} or {_install(version)}"
-    elif not (shown or files):
+        builds = _builds_for(capabilities)
+        remedy = _update(oldest)
+        if _major(cuda) == 13 and "cu130" not in builds:
+            remedy = _install(version, capabilities)
+        elif version >= OLDEST_DRIVERS[12] and "cu126" in builds:
+            remedy = f"{remedy} or {_install(version, capabilities)}"
+        return found, f"{remedy}, {_OR_THE_CPU}"
+    remedies = ["see what nvidia-smi shows; after an update of the driver restart the machine"]
+    if not cards:
         found = f"{found}, and no card is shown here"
-        remedy = "start a container with docker run --gpus all, a Slurm job with --gres=gpu:1"
-    else:
+        ask = "start a container with docker run --gpus all, a Slurm job with --gres=gpu:1"
+        remedies = [ask, *(remedies if files else [])]
+    if cards or files:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         setting = "" if visible is None else f"; CUDA_VISIBLE_DEVICES={visible}"
         found = f"{found} ({_reason()}{setting})"
-        remedy = "see what nvidia-smi shows; after an update of the driver restart the machine"
-    return found, f"{remedy}, {_OR_THE_CPU}"
+    return found, ", or ".join([*remedies, _OR_THE_CPU.removeprefix("or ")])
 
 
-def driver_of_cards() -> str | None:
-    """The driver's version as nvidia-smi gives it for a card; None where it shows no card."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    found = re.match(r"\d+(\.\d+)+", done.stdout.strip())
-    return found and found[0]
+def shown_cards() -> list[tuple[str, Capability | None]]:
+    """Driver's version and compute capability, if known, of each card that nvidia-smi shows."""
+    for fields in ("driver_version,compute_cap", "driver_version"):  # old ones refuse the first
+        command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            return []
+        found = re.findall(r"^(\d+(?:\.\d+)+)(?:, *(\d+)\.(\d+))?", done.stdout, re.MULTILINE)
+        if found:
+            return [(d, (int(major), int(minor)) if major else None) for d, major, minor in found]
+    return []
 
 
-def _loaded_driver(path: str = "/proc/driver/nvidia/version") -> str | None:
+def _loaded_driver() -> str | None:
     """The version of the driver in the kernel, which containers see, too."""
     try:
-        found = re.search(r"\d{3,}(\.\d+)+", Path(path).read_text(encoding="utf-8"))
+        text = (ROOT / "proc/driver/nvidia/version").read_text(encoding="utf-8")
     except OSError:
         return None
+    found = re.search(r"\d{3,}(\.\d+)+", text)
     return found and found[0]
 
 
-def _install(driver: int) -> str:
-    """The command for torch's build that a driver of this major version runs."""
-    build = _OLDER_BUILD if driver < OLDEST_DRIVERS[13] else "cu130"
-    version = torch.__version__.split("+")[0]
+def _major(version: str) -> int:
+    return int(version.split(".")[0])
+
+
+def _builds_for(capabilities: Collection[Capability]) -> list[str]:
+    """Builds of torch that have kernels for all these cards, the newest first."""
+    return [
+        name
+        for name, build in _BUILDS.items()
+        if all(build.lowest <= each <= build.highest for each in capabilities)
+    ]
+
+
+def _install(driver: int, capabilities: Collection[Capability]) -> str:
+    """How to get the newest build that the cards and this major version of the driver run."""
+    builds, release = _builds_for(capabilities), _release()
+    if not builds:
+        lowest, highest = (".".join(map(str, end(capabilities))) for end in (min, max))
+        if min(capabilities) < _BUILDS["cu126"].lowest:
+            return f"use a card of compute capability 5.0 or above, which {lowest} is not"
+        return (
+            f"no one build of torch serves compute capabilities {lowest} and {highest}: name cards "
+            f"of one of them in CUDA_VISIBLE_DEVICES, and for those up to 9.0 {_command('cu126')}, "
+            f"for newer ones {_update(580)} and {_command('cu130')}"
+        )
+    if release is not None:
+        builds = [name for name in builds if release >= _BUILDS[name].first] or builds
+    build = next((name for name in builds if driver >= _BUILDS[name].driver), builds[-1])
+    oldest, command = _BUILDS[build].driver, _command(build)
+    return command if driver >= oldest else f"{_update(oldest)} and {command}"
+
+
+def _update(oldest: int) -> str:
+    return f"update the driver to {oldest} or newer"
+
+
+def _command(build: str) -> str:
+    """The command for this torch's build of that name, or for the first torch that has one."""
+    release = _release()
+    if release is None:
+        return f"install a CUDA build from pytorch.org ({build})"
     # With the build's name, or pip takes the version for installed.
-    index = f"https://download.pytorch.org/whl/{build}"
-    command = f"pip install torch=={version}+{build} --index-url {index}"
-    return command if driver >= OLDEST_DRIVERS[12] else f"update the driver and {command}"
+    wanted = f"torch=={torch.__version__.split('+')[0]}+{build}"
+    first = _BUILDS[build].first
+    if release < first:
+        wanted = "'torch>={}.{}'".format(*first)
+    return f"pip install {wanted} --index-url https://download.pytorch.org/whl/{build}"
+
+
+def _release() -> tuple[int, int] | None:
+    """Of this torch; None for one between releases, which no index keeps."""
+    found = re.fullmatch(r"(\d+)\.(\d+)\.\d+", torch.__version__.split("+")[0])
+    return found and (int(found[1]), int(found[2]))
 
 
 def _reason() -> str:
@@ -141,8 +215,12 @@ def _lacking_kernels(device: torch.device) -> tuple[str, str] | None:
         f"compute capability {capability[0]}.{capability[1]}: it is built for {for_cards}"
     )
     remedy = "install a newer torch from pytorch.org"
-    if (5, 0) <= capability < (7, 5):
-        remedy = _install(OLDEST_DRIVERS[12])
+    cuda = torch.version.cuda
+    if capability < (7, 5) or (capability > (9, 0) and cuda is not None and _major(cuda) < 13):
+        cards = shown_cards()
+        seen = [torch.cuda.get_device_capability(n) for n in range(torch.cuda.device_count())]
+        driver = _major(cards[0][0]) if cards else OLDEST_DRIVERS.get(_major(cuda or "13"), 0)
+        remedy = _install(driver, {capability, *seen})
     return found, f"{remedy}, {_OR_THE_CPU}"
 
 
@@ -162,6 +240,7 @@ def allow_expandable_segments(number: int) -> str | None:
     chosen = {names[0]: "expandable_segments:True"}
     command = [sys.executable, "-c", TRIAL, f"cuda:{number}"]
     refused = "the GPU refuses expandable segments, without which memory may be fragmented"
+    full = "another program fills the GPU, where expandable segments cannot be tried"
     try:
         done = subprocess.run(
             command,
@@ -177,6 +256,6 @@ def allow_expandable_segments(number: int) -> str | None:
         return f"{refused}: no answer in {_TRIAL_SECONDS} s"
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        return f"{refused}: {said[-1]}"
+        return f"{full if 'out of memory' in said[-1] else refused}: {said[-1]}"
     os.environ.update(chosen)
     return None

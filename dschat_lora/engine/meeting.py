@@ -85,7 +85,8 @@ class Connection:
 def check_environment() -> None:
     """Refuse numbers that no launcher sets; without one, forget names that it would have set.
 
-    Where CUDA_VISIBLE_DEVICES hides all GPUs, which launchers undo, processes take the CPU.
+    Where CUDA_VISIBLE_DEVICES hides all GPUs, which launchers undo, processes take the CPU, unless
+    another accelerator is here.
 
     Raises:
         ValueError: naming the variable, and what it may be.
@@ -98,8 +99,11 @@ def check_environment() -> None:
         _checked(name, "0", range(size))
     _checked("LOCAL_WORLD_SIZE", "1", range(1, size + 1))
     _checked("MASTER_PORT", "1", range(1, 2**16))
-    if hides_gpus():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    if "DS_ACCELERATOR" not in os.environ and hides_gpus():
+        import torch  # late: it takes seconds
+
+        if torch.version.cuda is not None or not torch.accelerator.is_available():
+            os.environ["DS_ACCELERATOR"] = "cpu"
 
 
 def hides_gpus() -> bool:

@@ -129,15 +129,15 @@ def shard_from_rank_zero(model: nn.Module, ds_config: Mapping[str, Any]) -> None
 
 
 def gather_with_parents(model: nn.Module) -> None:
-    """Have ZeRO 3 gather each convolution's weight for the module around it.
+    """Have ZeRO 3 gather for the module around it what a module has that is never called.
 
-    Layers of LFM2, Mamba and others read the weight of a convolution that they never call.
-    DeepSpeed finds that out in the forward pass of a whole model alone.
+    Layers of LFM2, Mamba and others read the weight of a convolution, those of Gemma 3n call other
+    methods of a module. DeepSpeed finds that out in the forward pass of a whole model alone.
     """
     for module in model.modules():
         for child in module.children():
-            if isinstance(child, nn.Conv1d):
-                for parameter in child.parameters():
+            if isinstance(child, nn.Conv1d) or type(child).__name__ == "Gemma3nTextAltUp":
+                for parameter in child.parameters(recurse=False):
                     deepspeed.zero.register_external_parameter(module, parameter)
 
 

@@ -11,12 +11,13 @@ from transformers import PreTrainedModel
 
 from dschat_lora.algos.devices import to_device
 from dschat_lora.algos.segments import block_causal_mask
-from dschat_lora.generation.cuda_graphs import DecodeStep, first_cause, run_watching
+from dschat_lora.generation.cuda_graphs import DecodeStep, first_cause, has_failed, run_watching
 from dschat_lora.generation.forward import next_logits, padded_left
 from dschat_lora.generation.kv_cache import KVCache
 from dschat_lora.generation.sampling import Responses
 from dschat_lora.lora.parallel import group_of
 from dschat_lora.models.backbone import attention_windows
+from dschat_lora.models.recurrent import recurrent_layers
 
 ROW_BUCKETS = (8, 16, 32, 64, 128)
 COLUMN_BUCKET = 128
@@ -82,6 +83,7 @@ class CachedRows:
     ) -> None:
         self._model, self._group, self._pad_id = model, group_of(model), pad_id
         self._buckets, self._retains, self._record = buckets, retains, record
+        self._recurrent = bool(recurrent_layers(model))
         self._order: list[int] = []  # which sequence each row holds, in use or ended
         self._first: list[int] = []  # column that each sequence begins in
         self.sequences: list[int] = []
@@ -124,6 +126,7 @@ class CachedRows:
         # On a CPU every row holds a sequence, and attention is ours; in 16 bits the sum of both
         # parts would be rounded once more.
         shares = device.type == "cpu" and not self._buckets and self._model.dtype.itemsize > 2
+        shares = shares and not self._recurrent
         self._cache.start(self._rounded(count, 0)[0], copies, self._sequence if shares else None)
         # Rows that are not in use write where nobody reads.
         self._sequence.fill_(responses.capacity)
@@ -135,9 +138,13 @@ class CachedRows:
             kind: block_causal_mask(segments, self._model.dtype, window=window)
             for kind, window in self._windows.items()
         }
-        new = self._filled if kept is None else self._take(kept, lengths)
-        of_new = {kind: mask[:, :, -new:] for kind, mask in masks.items()}
-        logits = next_logits(self._model, ids[:, -new:], positions[:, -new:], of_new, self._cache)
+        if self._recurrent:
+            logits = self._read_by_length(ids, positions, masks, lengths)
+        else:
+            new = self._filled if kept is None else self._take(kept, lengths)
+            of_new = {kind: mask[:, :, -new:] for kind, mask in masks.items()}
+            inputs = ids[:, -new:], positions[:, -new:], of_new
+            logits = next_logits(self._model, *inputs, self._cache)
         logits = logits.repeat_interleave(copies, 0)
         self.sequences = list(range(count))
         self._order = [*self.sequences, *(-1 for _ in range(self._cache.capacity[0] - count))]
@@ -154,6 +161,24 @@ class CachedRows:
             self._masks[kind][:count, :, :, window or 0 :][..., :width] = last
         place = self._sequence[:count], self._chosen
         self._ids[:count, 0] = responses.advance(logits, *place, self._group)
+
+    def _read_by_length(
+        self, ids: Tensor, positions: Tensor, masks: dict[str, Tensor], lengths: Tensor
+    ) -> Tensor:
+        """(B, V) logits after prompts, those of one length together: padding has no state."""
+        found: list[Tensor] = []
+        copies = torch.arange(self._cache.copies)
+        for length in sorted({*lengths.tolist()}):
+            own = (lengths == length).nonzero()
+            rows = to_device((own * len(copies) + copies).flatten(), ids.device)
+            own = to_device(own[:, 0], ids.device)
+            first = self._filled - length
+            self._cache.read(rows, first)
+            of_own = {kind: mask[own, :, first:, first:] for kind, mask in masks.items()}
+            inputs = ids[own, first:], positions[own, first:], of_own
+            found.append(next_logits(self._model, *inputs, self._cache))
+        order = lengths.argsort(stable=True).argsort()
+        return torch.cat(found)[to_device(order, ids.device)]
 
     def _take(self, kept: "Kept", lengths: Tensor) -> int:
         """Put what was computed before in place; how many of the last columns are not."""
@@ -178,6 +203,9 @@ class CachedRows:
         assert self._responses is not None
         rows, self._cache.columns = self._rounded(self._cache.rows, self._filled)
         shape = (self._responses, rows, self._cache.columns)
+        if has_failed():
+            self._record = None
+            self._recorded.clear()
         if self._record is None or shape in self._recorded:
             self._recorded.get(shape, self.advance)()
         elif shape not in self._tried:

@@ -30,6 +30,11 @@ def graphs_for(
     return cuda_graphs()
 
 
+def has_failed() -> bool:
+    """Whether a capture has, in this process; graphs of before it are then not to be replayed."""
+    return _failed
+
+
 def cuda_graphs() -> Callable[[DecodeStep], DecodeStep]:
     """A function that captures a step as a CUDA graph and returns its replay, without running it.
 
@@ -51,6 +56,10 @@ def cuda_graphs() -> Callable[[DecodeStep], DecodeStep]:
         except BaseException:
             _failed = True
             torch.cuda.set_stream(stream)
+            # Up to 2.12 a generator's state takes such a capture for unfinished, and serves neither
+            # what draws next nor graphs of before (pytorch #171263).
+            generator = torch.cuda.default_generators[torch.cuda.current_device()]
+            generator.graphsafe_set_state(generator.clone_state())
             if begun:
                 _abandon(graph, pool)
             raise

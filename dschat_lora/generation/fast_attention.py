@@ -64,8 +64,11 @@ def attend_by_products(
     # Heads that share a key (grouped-query attention) are rows of one product.
     grouped = query.reshape(rows, key.shape[1], -1, size)
     shared: SharedPrompts | None = getattr(key, "prompts", None)
-    if shared is not None and 2 * len(shared.keys) > rows:
-        shared = None  # most responses have ended
+    if shared is not None and (
+        # most responses have ended, or the layer attends to other values than it has stored
+        2 * len(shared.keys) > rows or getattr(value, "prompts", None) is not shared
+    ):
+        shared = None
     width = 0 if shared is None else shared.keys.shape[2]
     scores = torch.matmul(grouped, key[:, :, width:].transpose(2, 3))
     if shared is not None:

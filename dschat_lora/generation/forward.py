@@ -2,24 +2,45 @@
 
 import inspect
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from dschat_lora.algos.devices import to_device
-from dschat_lora.models.backbone import attention_windows
+from dschat_lora.models.backbone import attends, attention_windows
+from dschat_lora.models.recurrent import recurrent_layers
+
+# Whether models gave with our cache what they give without, where that was tried.
+TRIED: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 
 
 def takes_cache(model: PreTrainedModel) -> bool:
     """Whether the model works with our masks, positions and cache."""
-    accepted = inspect.signature(model.forward).parameters
+    accepted = inspect.signature(model.forward).parameters.keys()
+    own = {"position_ids", "past_key_values"} if attends(model.config) else {"cache_params"}
     return (
-        {"position_ids", "past_key_values", "logits_to_keep"} <= accepted.keys()
+        own | {"logits_to_keep"} <= accepted
         and attention_windows(model.config) is not None
         and model.config._attn_implementation in ("sdpa", "eager")
-        and bool(getattr(model, "_supports_attention_backend", False))
+        and _keeps_states(model)
+        and TRIED.get(model, True)
     )
+
+
+def _keeps_states(model: PreTrainedModel) -> bool:
+    """Whether all that layers keep of earlier tokens is in the cache."""
+    layers = recurrent_layers(model)
+    kinds = set(getattr(model.config, "layer_types", None) or ())
+    if not layers:
+        backend = bool(getattr(model, "_supports_attention_backend", False))
+        return backend and not kinds & {"linear_attention", "conv"}
+    # Versions before have no such method of a cache; some types keep states in the layers.
+    accepted = (inspect.signature(layer.forward).parameters for layer in layers)
+    caches = all({"cache_params", "past_key_values"} & names.keys() for names in accepted)
+    # Prompts of each length are read by a pass of their own, of which ranks have unlike numbers.
+    return caches and hasattr(Cache, "get_conv_state") and not in_shards(model)
 
 
 def in_shards(model: PreTrainedModel) -> bool:
@@ -35,14 +56,13 @@ def next_logits(
 
     ``masks`` are by kind of attention layer, of which most models have one.
     """
-    logits: Tensor = model(
-        input_ids=ids,
-        position_ids=positions,
-        attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
-    ).logits
+    inputs: dict[str, object] = {"input_ids": ids, "use_cache": True, "logits_to_keep": 1}
+    if not attends(model.config):
+        inputs["cache_params"] = cache
+    else:
+        mask = masks if len(masks) > 1 else next(iter(masks.values()))
+        inputs |= {"position_ids": positions, "attention_mask": mask, "past_key_values": cache}
+    logits: Tensor = model(**inputs).logits
     return logits[:, -1]
 
 

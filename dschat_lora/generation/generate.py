@@ -14,7 +14,7 @@ from dschat_lora.generation.fast_linears import FastLinears
 from dschat_lora.generation.forward import in_shards, takes_cache
 from dschat_lora.generation.recomputed_rows import RecomputedRows
 from dschat_lora.generation.sampling import Responses, Sampling, undrawn_reason
-from dschat_lora.lora.layers import LoraLinear
+from dschat_lora.lora.model import adapter_layers
 from dschat_lora.lora.parallel import whole_sequences
 from dschat_lora.models.causal_lm import fp32_logits
 
@@ -225,7 +225,7 @@ class Decoder:
 def _weights_of(model: PreTrainedModel) -> object:
     """Where the weights lie, and whether each adapter is in use: equal while both are."""
     addresses = [parameter.data_ptr() for parameter in model.parameters()]
-    return addresses, [m.enabled for m in model.modules() if isinstance(m, LoraLinear)]
+    return addresses, [layer.enabled for layer in adapter_layers(model).values()]
 
 
 def _copies(prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]]) -> int:

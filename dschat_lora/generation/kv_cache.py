@@ -1,8 +1,9 @@
-"""A static key-value cache for decoding, allocated once for all columns."""
+"""A static cache for decoding, of keys and values for all columns and of recurrent states."""
 
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -11,7 +12,7 @@ class SharedPrompts:
     """Keys and values of the first columns, which several rows have in common.
 
     A CPU reads them once for all responses to a prompt (Hydragen, arXiv:2402.05099, section 3.2);
-    keys of a step have them as their attribute ``prompts``.
+    keys and values of a step have them as their attribute ``prompts``.
 
     Attributes:
         keys, values: (prompts, heads, W, D).
@@ -25,7 +26,69 @@ class SharedPrompts:
     copies: int
 
 
-class KVCache:
+class RecurrentStates:
+    """States of recurrent layers, a row for each sequence, by the methods of transformers' caches.
+
+    Prompts are read without padding, which such layers would take for tokens.
+    """
+
+    def __init__(self) -> None:
+        # Of each layer, kind (convolution or recurrence) and number, at fixed addresses.
+        self._states: dict[tuple[int, str, int], Tensor] = {}
+
+    def _state_rows(self) -> tuple[int, Tensor | None, int]:
+        """Rows that a layer holds; the rows of each prompt's copies, or of a step their number."""
+        raise NotImplementedError
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """(rows, channels, width) of a step, changed in place; None where prompts are read."""
+        return self._state(layer_idx, "convolution", state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """(rows, ...) likewise."""
+        return self._state(layer_idx, "recurrence", state_idx)
+
+    def update_conv_state(
+        self, inputs: Tensor, layer_idx: int, state_idx: int = 0, *, conv_kernel_size: int
+    ) -> Tensor:
+        """Keep the last of (B, channels, T) inputs of prompts; returns all."""
+        width = inputs.shape[-1]
+        last = F.pad(inputs, (max(0, conv_kernel_size - width), 0))[..., -conv_kernel_size:]
+        self._store_state(last, (layer_idx, "convolution", state_idx))
+        return inputs
+
+    def update_recurrent_state(
+        self, state: Tensor, layer_idx: int, state_idx: int = 0, **_: object
+    ) -> Tensor:
+        """Keep the (B, ...) state after prompts or a step."""
+        self._store_state(state, (layer_idx, "recurrence", state_idx))
+        return state
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Whether steps are taken back."""
+        return False
+
+    def _state(self, layer: int, kind: str, number: int) -> Tensor | None:
+        _, prompts, count = self._state_rows()
+        state = self._states.get((layer, kind, number))
+        return None if prompts is not None or state is None else state[:count]
+
+    def _store_state(self, state: Tensor, key: tuple[int, str, int]) -> None:
+        most, prompts, count = self._state_rows()
+        if key not in self._states:
+            self._states[key] = state.new_zeros(most, *state.shape[1:])
+        store = self._states[key]
+        if prompts is None:
+            store[:count] = state
+        else:
+            store[prompts] = state.repeat_interleave(len(prompts) // len(state), 0)
+
+    def _move_states(self, sources: Tensor, targets: Tensor) -> None:
+        for store in self._states.values():
+            store.index_copy_(0, targets, store.index_select(0, sources))
+
+
+class KVCache(RecurrentStates):
     """``past_key_values`` of a transformers model; layers are allocated as they are used.
 
     A layer's keys and values are (rows, heads, columns, D) each, at fixed addresses, one behind
@@ -44,6 +107,7 @@ class KVCache:
     is_compileable = False
 
     def __init__(self, capacity: tuple[int, int], column: Tensor) -> None:
+        super().__init__()
         self.capacity, self.copies = capacity, 0
         self.rows, self.columns = capacity
         self.column = column
@@ -53,6 +117,7 @@ class KVCache:
         self._layers: dict[int, Tensor | tuple[Tensor, Tensor]] = {}
         self._prompts: dict[int, tuple[Tensor, Tensor]] = {}  # those that a CPU shares
         self._shared_by: tuple[Tensor, int] | None = None  # the rows' sequences, of how many copies
+        self._part: tuple[Tensor, int] | None = None  # rows of some prompts, and their first column
 
     def start(self, rows: int, copies: int, sequences: Tensor | None = None) -> None:
         """Take the prompts of another batch; what masks do not hide is written anew.
@@ -62,7 +127,16 @@ class KVCache:
         """
         self.rows, self.columns, self.copies = rows, self.capacity[1], copies
         self._prompts.clear()
+        self._part = None
         self._shared_by = (sequences, copies) if sequences is not None and copies > 1 else None
+
+    def read(self, rows: Tensor, column: int) -> None:
+        """Take some of the prompts, whose copies go to ``rows``, into columns from one on."""
+        self._part = rows, column
+
+    def _state_rows(self) -> tuple[int, Tensor | None, int]:
+        rows = self._part[0] if self._part is not None and self.copies else None
+        return self.capacity[0], rows, self.rows
 
     def take(self, source: "KVCache", rows: Tensor, columns: Tensor) -> None:
         """Take what was computed before, from this cache or another.
@@ -106,7 +180,7 @@ class KVCache:
         if layer_idx in self._prompts and self._shared_by is not None:
             sequences, copies = self._shared_by
             shared = SharedPrompts(*self._prompts[layer_idx], sequences[: self.rows], copies)
-            vars(keys)["prompts"] = shared
+            vars(keys)["prompts"] = vars(values)["prompts"] = shared
         return keys, values
 
     def _allocate(self, key: Tensor, value: Tensor) -> Tensor | tuple[Tensor, Tensor]:
@@ -118,6 +192,10 @@ class KVCache:
 
     def _store_prompts(self, store: Tensor, new: Tensor) -> None:
         count, heads, width, size = new.shape
+        if self._part is not None:
+            rows, column = self._part
+            store[rows, :, column : column + width] = new.repeat_interleave(self.copies, 0)
+            return
         rows = store[: count * self.copies, :, :width]
         rows.view(count, self.copies, heads, width, size).copy_(new[:, None])
 
@@ -127,6 +205,7 @@ class KVCache:
             for store in layer:
                 used = store[:, :, : self.columns]
                 used.index_copy_(0, targets, used.index_select(0, sources))
+        self._move_states(sources, targets)
 
     def swap(self, first: Tensor, second: Tensor) -> None:
         """Exchange the used columns of rows ``first`` and of rows ``second``."""

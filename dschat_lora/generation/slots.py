@@ -12,15 +12,17 @@ from dschat_lora.algos.segments import block_causal_mask
 from dschat_lora.generation.fast_attention import fast_attention
 from dschat_lora.generation.fast_linears import FastLinears
 from dschat_lora.generation.forward import next_logits, padded_left, takes_cache
+from dschat_lora.generation.kv_cache import RecurrentStates
 from dschat_lora.generation.sampling import Sampling, choose
 from dschat_lora.lora.mixed import AdapterRows
 from dschat_lora.models.backbone import attention_windows
 from dschat_lora.models.causal_lm import fp32_logits
+from dschat_lora.models.recurrent import recurrent_layers
 
 COLUMN_BUCKET = 64  # columns by which a cache grows at least
 
 
-class SlotCache:
+class SlotCache(RecurrentStates):
     """``past_key_values`` of a transformers model, where token p of a row lies in column p.
 
     A layer's keys and values are (rows, heads, columns, D) each. They grow with the batch and are
@@ -28,6 +30,7 @@ class SlotCache:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._rows = self._columns = 0  # that each layer holds
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._prompts: tuple[Tensor, Tensor] | None = None
@@ -44,6 +47,10 @@ class SlotCache:
         for index, (keys, values) in self._layers.items():
             if keys.shape[0] < self._rows or keys.shape[2] < self._columns:
                 self._layers[index] = self._grown(keys), self._grown(values)
+        for name, state in self._states.items():
+            if len(state) < self._rows:
+                self._states[name] = state.new_zeros(self._rows, *state.shape[1:])
+                self._states[name][: len(state)] = state
 
     def _grown(self, store: Tensor) -> Tensor:
         rows, heads, columns, size = store.shape
@@ -51,18 +58,21 @@ class SlotCache:
         grown[:rows, :, :columns] = store
         return grown
 
-    def read_prompts(self, first: int, padding: Tensor) -> None:
-        """What is stored next are prompts of rows from ``first`` on, (B,) ``padding`` on the left.
+    def read_prompts(self, rows: Tensor, padding: Tensor) -> None:
+        """What is stored next are prompts of (B,) rows, (B,) ``padding`` on the left of each.
 
         There must be room for their full width.
         """
-        rows = first + torch.arange(len(padding), device=padding.device)
         self._prompts, self._tokens = (rows, padding), None
 
     def read_tokens(self, positions: Tensor, width: int) -> None:
         """What is stored next is one token of each row, at its (B,) position below ``width``."""
         rows = torch.arange(len(positions), device=positions.device)
         self._prompts, self._tokens, self._width = None, (rows, positions), width
+
+    def _state_rows(self) -> tuple[int, Tensor | None, int]:
+        prompts = None if self._prompts is None else self._prompts[0]
+        return self._rows, prompts, 0 if self._tokens is None else len(self._tokens[0])
 
     def update(
         self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object
@@ -96,6 +106,8 @@ class SlotCache:
         for stores in self._layers.values():
             for store in stores:
                 store[target, :, :columns] = store[source, :, :columns]
+        for state in self._states.values():
+            state[target] = state[source]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns in use; some models call it, but with given positions none depends on it."""
@@ -121,7 +133,7 @@ class SlotRows:
         if windows is None or not takes_cache(model):
             raise ValueError(
                 f"{type(model).__name__} cannot decode several requests in one batch: it has "
-                "layers other than full or sliding attention with a key-value cache"
+                "layers whose states our cache does not hold"
             )
         self._model, self._adapters, self._pad_id = model, adapters, pad_id
         self._windows, self._device = windows, model.device
@@ -146,19 +158,33 @@ class SlotRows:
 
     def join(self, prompts: Sequence[Sequence[int]], adapters: Sequence[int]) -> Tensor:
         """(B, V) logits after prompts that become the last rows, each with its adapter's number."""
-        first, width = len(self._lengths), max(map(len, prompts))
+        self._cache.reserve(len(self) + len(prompts), max(map(len, prompts)) + 1)
+        numbers = range(len(prompts))
+        batches = [list(numbers)]
+        if recurrent_layers(self._model):  # which would take padding for tokens
+            lengths = [*map(len, prompts)]
+            batches = [[i for i in numbers if lengths[i] == n] for n in sorted({*lengths})]
+        logits = torch.cat(
+            [self._read([prompts[i] for i in b], b, [adapters[i] for i in b]) for b in batches]
+        )
+        order = [i for batch in batches for i in batch]
+        self._lengths += map(len, prompts)
+        self._numbers += adapters
+        return logits[sorted(numbers, key=order.__getitem__)]
+
+    def _read(
+        self, prompts: Sequence[Sequence[int]], numbers: Sequence[int], adapters: Sequence[int]
+    ) -> Tensor:
+        """(B, V) logits after prompts that have these numbers among those that join."""
         ids, real = padded_left(prompts, self._pad_id, self._device)
         positions = (real.cumsum(-1) - 1).clamp(min=0)
-        self._cache.reserve(first + len(prompts), width + 1)
-        self._cache.read_prompts(first, width - real.sum(-1))
+        rows = to_device(len(self) + torch.tensor(numbers), self._device)
+        self._cache.read_prompts(rows, ids.shape[1] - real.sum(-1))
         masks = {
             kind: block_causal_mask(real, self._model.dtype, window=window)
             for kind, window in self._windows.items()
         }
-        logits = self._forward(ids, positions, masks, adapters)
-        self._lengths += map(len, prompts)
-        self._numbers += adapters
-        return logits
+        return self._forward(ids, positions, masks, adapters)
 
     def step(self, tokens: Sequence[int]) -> Tensor:
         """(B, V) logits after one more token of every row."""

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from dschat_lora.lora.experts import LoraExperts
 from dschat_lora.lora.layers import LoraLinear
 from dschat_lora.lora.nf4 import value_dtype
 from dschat_lora.lora.parallel_layers import ParallelLoraLinear
@@ -19,9 +20,15 @@ class FactorCasts:
     """
 
     def __init__(self, *models: nn.Module) -> None:
-        kinds = (LoraLinear, ParallelLoraLinear)  # others make their factors of what they hold
+        kinds = (
+            LoraLinear,
+            ParallelLoraLinear,
+            LoraExperts,
+        )  # others make theirs of what they hold
         found = [each for model in models for each in model.modules() if type(each) in kinds]
-        self._layers = [layer for layer in found if isinstance(layer, LoraLinear) and _casts(layer)]
+        self._layers = [
+            each for each in found if isinstance(each, LoraLinear | LoraExperts) and _casts(each)
+        ]
         self._copies: list[Tensor] = []
 
     @contextmanager
@@ -45,6 +52,6 @@ class FactorCasts:
                 layer.casts = None
 
 
-def _casts(layer: LoraLinear) -> bool:
+def _casts(layer: LoraLinear | LoraExperts) -> bool:
     sharded = hasattr(layer.lora_A, "ds_id")
     return layer.lora_A.dtype != value_dtype(layer.weight) and not sharded

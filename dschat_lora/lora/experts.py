@@ -9,7 +9,7 @@ nothing.
 from collections.abc import Iterator
 from itertools import pairwise
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,15 @@ from dschat_lora.lora.nf4 import NF4State, dequantize, quantize, state_of
 # In the order in which every class of experts registers them, and PEFT wraps them, inmost first.
 EXPERT_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 _ALIGNMENT = 16  # bytes; of rows and matrices of a grouped product
+
+
+class Routing(NamedTuple):
+    """Which rows go to which experts: S rows sorted by expert, of tokens that chose k experts."""
+
+    experts: Tensor  # (S,) of each row
+    ends: Tensor  # (E,) int32, the number of rows of all experts up to each
+    tokens: Tensor  # (S,) the token of each row
+    num_tokens: int
 
 
 class LoraExperts(nn.Module):
@@ -52,10 +61,10 @@ class LoraExperts(nn.Module):
         self.lora_A = zeros(self.num_experts, r, self.in_features, device=weight.device)
         self.lora_B = zeros(self.num_experts, self.out_features, r, device=weight.device)
 
-    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        """(S, in) rows sorted by expert -> (S, out); ``ends`` is where each expert's rows end."""
+    def forward(self, x: Tensor, routing: Routing) -> Tensor:
+        """(S, in) rows sorted by expert -> (S, out)."""
         if not self.enabled:
-            return expert_linear(x, self.weight, ends, transposed=self.transposed)
+            return expert_linear(x, self.weight, routing.ends, transposed=self.transposed)
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         output: Tensor = _LoraExperts.apply(  # type: ignore[no-untyped-call]
@@ -63,7 +72,7 @@ class LoraExperts(nn.Module):
             self.weight if state_of(self.weight) is not None else self.weight.to(dtype),
             self.lora_A,
             self.lora_B,
-            ends,
+            routing.ends,
             self.scaling,
             self.transposed,
             *(self.casts or (None, None)),
@@ -88,9 +97,9 @@ def fused_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Modules of fused experts with their names, those that transformers' kernels may compute."""
     for name, module in model.named_modules():
         down = getattr(module, "down_proj", None)
-        is_fused = isinstance(down, LoraExperts) or (
-            isinstance(down, nn.Parameter) and len(full_shape(down)) == 3
-        )
+        if isinstance(down, nn.Module):
+            down = getattr(down, "weight", None)
+        is_fused = isinstance(down, nn.Parameter) and len(full_shape(down)) == 3
         if is_fused and hasattr(module, "_apply_gate") and hasattr(module, "is_transposed"):
             yield name, module
 
@@ -110,16 +119,21 @@ def expert_holders(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     found = {}
     for weight in EXPERT_WEIGHTS:
         if (own := getattr(module, weight, None)) is not None:
-            found[weight] = (own, "weight") if isinstance(own, LoraExperts) else (module, weight)
+            found[weight] = (own, "weight") if isinstance(own, nn.Module) else (module, weight)
     return found
 
 
-def adapt_experts(module: nn.Module, weight: str, *, r: int, scaling: float) -> None:
+def adapt_experts(module: Any, weight: str, *, r: int, scaling: float) -> None:
     """Put factors beside a fused weight of ``module``, in place."""
-    transposed: Any = module.is_transposed
-    lora = LoraExperts(module.get_parameter(weight), r=r, scaling=scaling, transposed=transposed)
+    base, transposed = module.get_parameter(weight), module.is_transposed
+    lora = LoraExperts(base, r=r, scaling=scaling, transposed=transposed)
+    compute_by(module, weight, lora.train(module.training))
+
+
+def compute_by(module: nn.Module, weight: str, layer: nn.Module) -> None:
+    """Have a module of experts multiply by ``layer`` in place of its fused weight."""
     del module._parameters[weight]
-    setattr(module, weight, lora.train(module.training))
+    setattr(module, weight, layer)
     module.forward = MethodType(_routed, module)
 
 
@@ -135,7 +149,7 @@ def expert_linear(x: Tensor, weight: Tensor, ends: Tensor, *, transposed: bool =
     Args:
         x: (S, in) rows sorted by expert.
         weight: (E, out, in), or (E, in, out) if ``transposed``; quantised or not.
-        ends: (E,) int32, the number of rows of all experts up to each.
+        ends: (E,), as in :class:`Routing`.
         transposed: how ``weight`` is stored.
 
     Returns:
@@ -146,7 +160,7 @@ def expert_linear(x: Tensor, weight: Tensor, ends: Tensor, *, transposed: bool =
         output: Tensor = product(x, weight, ends, transposed, state)
         return output
     weight = weight.to(x.dtype)
-    return _grouped(x, weight if transposed else weight.transpose(1, 2), ends)
+    return grouped(x, weight if transposed else weight.transpose(1, 2), ends)
 
 
 def _routed(
@@ -160,12 +174,13 @@ def _routed(
     experts, order = top_k_index.flatten().sort(stable=True)
     numbers = torch.arange(module.num_experts, device=experts.device)
     ends = torch.searchsorted(experts, numbers, right=True).int()
-    rows = hidden_states[order // chosen]
+    routing = Routing(experts, ends, order // chosen, count)
+    rows = hidden_states[routing.tokens]
     if module.has_gate:
-        inner = module._apply_gate(_product(module, "gate_up_proj", rows, experts, ends))
+        inner = module._apply_gate(_product(module, "gate_up_proj", rows, routing))
     else:
-        inner = module.act_fn(_product(module, "up_proj", rows, experts, ends))
-    outputs = _product(module, "down_proj", inner, experts, ends)
+        inner = module.act_fn(_product(module, "up_proj", rows, routing))
+    outputs = _product(module, "down_proj", inner, routing)
     if getattr(module, "has_post_expert_norm", False):
         outputs = module.post_expert_norm(outputs)
     outputs = outputs * top_k_weights.flatten()[order, None]
@@ -174,15 +189,15 @@ def _routed(
     return summed.to(hidden_states.dtype)
 
 
-def _product(module: Any, weight: str, x: Tensor, experts: Tensor, ends: Tensor) -> Tensor:
+def _product(module: Any, weight: str, x: Tensor, routing: Routing) -> Tensor:
     """(S, out) of (S, in) rows, with the bias of each row's expert."""
     own = getattr(module, weight)
-    if isinstance(own, LoraExperts):
-        output: Tensor = own(x, ends)
+    if isinstance(own, nn.Module):
+        output: Tensor = own(x, routing)
     else:
-        output = expert_linear(x, own, ends, transposed=module.is_transposed)
+        output = expert_linear(x, own, routing.ends, transposed=module.is_transposed)
     bias = getattr(module, f"{weight}_bias", None) if module.has_bias else None
-    return output if bias is None else output + bias[experts].to(output.dtype)
+    return output if bias is None else output + bias[routing.experts].to(output.dtype)
 
 
 class _QuantizedExperts(torch.autograd.Function):
@@ -195,14 +210,14 @@ class _QuantizedExperts(torch.autograd.Function):
         ctx.save_for_backward(weight, ends)
         ctx.state, ctx.transposed = state, transposed
         values = dequantize(weight.detach(), state, x.dtype)
-        return _grouped(x, values if transposed else values.transpose(1, 2), ends)
+        return grouped(x, values if transposed else values.transpose(1, 2), ends)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, ends = ctx.saved_tensors
         values = dequantize(weight, ctx.state, grad.dtype)
-        grad_x = _grouped(grad, values.transpose(1, 2) if ctx.transposed else values, ends)
+        grad_x = grouped(grad, values.transpose(1, 2) if ctx.transposed else values, ends)
         return grad_x, *[None] * 4
 
 
@@ -225,10 +240,10 @@ class _LoraExperts(torch.autograd.Function):
     ) -> Tensor:
         down, up = (lora_A if down is None else down), (lora_B if up is None else up)
         values = weight if state is None else dequantize(weight.detach(), state, x.dtype)
-        output = _grouped(x, values if transposed else values.transpose(1, 2), ends)
+        output = grouped(x, values if transposed else values.transpose(1, 2), ends)
         del values
-        inner = _grouped(x, down.to(x.dtype).transpose(1, 2), ends)
-        output.add_(_grouped(inner, up.to(x.dtype).transpose(1, 2), ends), alpha=scaling)
+        inner = grouped(x, down.to(x.dtype).transpose(1, 2), ends)
+        output.add_(grouped(inner, up.to(x.dtype).transpose(1, 2), ends), alpha=scaling)
         ctx.save_for_backward(x, weight, lora_A, lora_B, down, up, inner, ends)
         ctx.scaling, ctx.transposed, ctx.state = scaling, transposed, state
         return output
@@ -238,13 +253,13 @@ class _LoraExperts(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, lora_A, lora_B, down, up, inner, ends = ctx.saved_tensors  # noqa: N806
         wants_x, wants_weight, wants_a, wants_b = ctx.needs_input_grad[:4]
-        grad_inner = _grouped(grad, up.to(grad.dtype), ends).mul_(ctx.scaling)
+        grad_inner = grouped(grad, up.to(grad.dtype), ends).mul_(ctx.scaling)
         grad_x = grad_weight = grad_a = grad_b = None
         if wants_x:
             values = weight if ctx.state is None else dequantize(weight, ctx.state, grad.dtype)
-            grad_x = _grouped(grad, values.transpose(1, 2) if ctx.transposed else values, ends)
+            grad_x = grouped(grad, values.transpose(1, 2) if ctx.transposed else values, ends)
             del values
-            grad_x.add_(_grouped(grad_inner, down.to(grad.dtype), ends))
+            grad_x.add_(grouped(grad_inner, down.to(grad.dtype), ends))
         if wants_a:
             grad_a = _grouped_gradient(grad_inner, x, ends).to(lora_A.dtype)
         if wants_b:
@@ -255,7 +270,7 @@ class _LoraExperts(torch.autograd.Function):
         return grad_x, grad_weight, grad_a, grad_b, *[None] * 6
 
 
-def _grouped(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+def grouped(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """(S, out): the rows of each group times its matrix of (E, in, out)."""
     if not _has_kernel(x):
         bounds = zip(_bounds(ends), matrices, strict=True)

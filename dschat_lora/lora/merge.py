@@ -78,6 +78,26 @@ def untied_by_merge(model: nn.Module) -> list[str]:
     return [name for group in tied if any(map(has_own_weight, group)) for name in group]
 
 
+def check_mergeable(model: nn.Module) -> None:
+    """Refuse to merge where blocks share a weight, and each has an adapter of its own for it.
+
+    Of shared weights transformers loads one, but for those of embeddings and head.
+
+    Raises:
+        ValueError: naming the first such weight.
+    """
+    ends = ("get_input_embeddings", "get_output_embeddings")
+    modules = [getattr(model, name)() for name in ends if hasattr(model, name)]
+    embeddings = {id(each) for m in modules if m is not None for each in m.parameters()}
+    state, names = model.state_dict(keep_vars=True), base_names(model)
+    for name in untied_by_merge(model):
+        if id(state[names[name]]) not in embeddings:
+            raise ValueError(
+                f"this model cannot be merged: blocks share {name}, with an adapter for each, and "
+                "a merged model can hold one value of it; use the adapter unmerged"
+            )
+
+
 def merge_deviation(logits_before: Tensor, logits_after: Tensor, mask: Tensor) -> MergeReport:
     """Differences of (B, T, V) logits before and after merging, where the (B, T) mask is True.
 

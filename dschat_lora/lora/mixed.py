@@ -6,7 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dschat_lora.lora.experts import LoraExperts
+from dschat_lora.lora.experts import (
+    LoraExperts,
+    Routing,
+    compute_by,
+    expert_linear,
+    expert_weights,
+    grouped,
+)
 from dschat_lora.lora.layers import LoraLinear
 from dschat_lora.lora.model import AdapterLayer, adapter_layers, replace_part
 from dschat_lora.lora.nf4 import value_dtype
@@ -31,12 +38,16 @@ class AdapterRows:
         Raises:
             ValueError: if they are neither, as where tokens are routed to experts.
         """
-        if len(x) == len(self._rows):
+        return self.of_count(len(x))
+
+    def of_count(self, count: int) -> Tensor:
+        """As :meth:`of`, of an input with so many rows."""
+        if count == len(self._rows):
             return self._rows
-        if len(x) == len(self._tokens):
+        if count == len(self._tokens):
             return self._tokens
         raise ValueError(
-            f"a layer of the model reads {len(x)} rows of a batch of {len(self._rows)} rows and "
+            f"a layer of the model reads {count} rows of a batch of {len(self._rows)} rows and "
             f"{len(self._tokens)} tokens; its adapters cannot answer in one batch"
         )
 
@@ -90,6 +101,49 @@ class MixedLinear(nn.Module):
         return flat.addmm_(inner.view(-1, inner.shape[-1]), self.up).view(output.shape)
 
 
+class MixedExperts(nn.Module):
+    """As :class:`MixedLinear`, for the fused weight of experts.
+
+    Args:
+        weight: of the base, (E, out, in) or (E, in, out).
+        layers: the adapted weight, by the adapter's number.
+        count: number of adapters.
+        rows: which adapter each row uses.
+    """
+
+    gates: Tensor
+    down: Tensor
+    up: Tensor
+
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        layers: Mapping[int, LoraExperts],
+        *,
+        count: int,
+        rows: AdapterRows,
+    ) -> None:
+        super().__init__()
+        self.weight, self._rows = weight, rows
+        self.transposed = next(iter(layers.values())).transposed
+        dtype = value_dtype(weight)
+        down = torch.cat([layer.lora_A.detach() for layer in layers.values()], dim=1)
+        ups = [layer.scaling * layer.lora_B.detach() for layer in layers.values()]
+        numbers = [number for number, layer in layers.items() for _ in range(layer.r)]
+        gates = torch.zeros(count + 1, len(numbers), dtype=dtype, device=down.device)
+        gates[numbers, range(len(numbers))] = 1
+        self.register_buffer("down", down.to(dtype), persistent=False)
+        self.register_buffer("up", torch.cat(ups, dim=2).to(dtype), persistent=False)
+        self.register_buffer("gates", gates, persistent=False)
+
+    def forward(self, x: Tensor, routing: Routing) -> Tensor:
+        """(S, in) rows sorted by expert -> (S, out)."""
+        gates = self.gates[self._rows.of_count(routing.num_tokens)[routing.tokens]]
+        inner = grouped(x, self.down.transpose(1, 2), routing.ends) * gates
+        output = expert_linear(x, self.weight, routing.ends, transposed=self.transposed)
+        return output + grouped(inner, self.up.transpose(1, 2), routing.ends)
+
+
 class MixedModule(nn.Module):
     """Any other adapted module (embedding, bias, whole module), one adapter after another.
 
@@ -141,19 +195,22 @@ def mix_adapters(base: nn.Module, adapted: Sequence[nn.Module], *, rows: Adapter
     for number, model in enumerate(adapted, start=1):
         for name, layer in adapter_layers(model).items():
             found.setdefault(name, {})[number] = layer
-    for name, layers in found.items():
-        if any(isinstance(layer, LoraExperts) for layer in layers.values()):
-            raise ValueError(
-                f"{name} is adapted for each expert; such adapters cannot answer in one batch with "
-                "others: serve each by itself, or its merged model"
-            )
+    for name in found:
         outer = [other for other in found if other != name and is_inside(name, [other])]
         if outer:
             raise ValueError(
                 f"one adapter adapts {name}, another one trains all of {outer[0]}; these cannot "
                 "answer in one batch"
             )
+    fused = expert_weights(base)
     for name, layers in found.items():
+        if name in fused:
+            module, weight = fused[name]
+            experts = {n: layer for n, layer in layers.items() if isinstance(layer, LoraExperts)}
+            base_weight = module.get_parameter(weight)
+            mixed: nn.Module = MixedExperts(base_weight, experts, count=len(adapted), rows=rows)
+            compute_by(module, weight, mixed)
+            continue
         module = base.get_submodule(name)
         if isinstance(module, ParallelLinear):
             raise ValueError(f"{name} is divided among processes; load the model in one")
@@ -163,7 +220,7 @@ def mix_adapters(base: nn.Module, adapted: Sequence[nn.Module], *, rows: Adapter
             if isinstance(layer, LoraLinear) and layer.trained_bias is None
         }
         if len(linear) == len(layers):
-            mixed: nn.Module = MixedLinear(module, linear, count=len(adapted), rows=rows)
+            mixed = MixedLinear(module, linear, count=len(adapted), rows=rows)
         else:
             mixed = MixedModule(module, layers, rows=rows)
         replace_part(base, name, mixed)

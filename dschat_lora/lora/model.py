@@ -206,9 +206,13 @@ def adapter_layout(model: nn.Module) -> AdapterLayout:
     originals = [_original_name(name, saved) for name, _ in model.named_modules() if name]
     names = {name for name in originals if name is not None}
     layers, parameters = lora_layers(model), _target_parameters(model)
+    # Of the text model of a composite one, which has more than this model.
+    within = getattr(model, "text_path", None)
     return AdapterLayout(
-        target_modules=minimal_endings(layers.keys() - parameters.keys(), names),
-        target_parameters=parameter_endings(parameters.values(), base_names(model)),
+        target_modules=minimal_endings(layers.keys() - parameters.keys(), names, within=within),
+        target_parameters=sorted(parameters.values())
+        if within
+        else parameter_endings(parameters.values(), base_names(model)),
         modules_to_save=minimal_saved_endings(saved, names),
         fan_in_fan_out=any(
             isinstance(layer, LoraLinear) and layer.transposed for layer in layers.values()

@@ -24,6 +24,15 @@ _PACKED = {"gpt2": "c_attn", "mpt": "Wqkv", "openai-gpt": "c_attn", "phi3": "qkv
 # What the weights of one expert are called, by the fused weight of all.
 NAMES_OF_EXPERTS = frozenset(("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"))
 _FUSED = dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), "gate_up_proj") | {"w2": "down_proj"}
+# Types with Mamba blocks, whose kernel on a GPU reads the weight of this layer, not its output.
+# PEFT refuses it in five of them.
+_FUSED_MAMBA = (
+    *("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "mamba", "mamba2", "nemotron_h"),
+    "zamba2",
+)
+_BYPASSED = "out_proj"
+# Subclasses of a linear layer whose own forward is that of one.
+_LINEAR_CLASSES = ("FalconLinear",)
 
 
 class _AttentionConfig(Protocol):
@@ -36,11 +45,11 @@ def choose_targets(model: nn.Module, config: LoraConfig) -> list[str]:
 
     ``--lora_module_name`` takes every linear layer whose name contains it. Otherwise
     ``--target_modules`` is ``all-linear`` (every linear layer inside a ``ModuleList``, that is
-    of the transformer blocks, but for routers of experts; an output head or OPT-350m's
-    ``project_in`` and ``project_out`` stand outside), a regular expression matched against whole
-    names, or names each of which takes the linear layers and embeddings equal to it or ending in
-    ``.name``. Modules of ``--modules_to_save`` are never taken: they train in full, nor are
-    experts with ``--expert_lora_dim 0``.
+    of the transformer blocks, but for routers of experts and ``out_proj`` of Mamba blocks; an
+    output head or OPT-350m's ``project_in`` and ``project_out`` stand outside), a regular
+    expression matched against whole names, or names each of which takes the linear layers and
+    embeddings equal to it or ending in ``.name``. Modules of ``--modules_to_save`` are never taken:
+    they train in full, nor are experts with ``--expert_lora_dim 0``.
 
     Raises:
         ValueError: if a rule matches nothing (the message lists the candidates), or if rules
@@ -121,7 +130,25 @@ def _chosen(model: nn.Module, config: LoraConfig, candidates: Mapping[str, nn.Mo
         chosen = _matching_regex(targets[0], list(candidates))
     else:
         chosen = _matching_names(targets, list(candidates), set(expert_weights(model)))
-    return chosen
+    return chosen - _bypassed(model, chosen, config)
+
+
+def _bypassed(model: nn.Module, chosen: Collection[str], config: LoraConfig) -> set[str]:
+    """Layers that all-linear leaves out, as a kernel would pass their adapters by.
+
+    Raises:
+        ValueError: if they were asked for by name.
+    """
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    found = {name for name in chosen if name.endswith(f".{_BYPASSED}") and kind in _FUSED_MAMBA}
+    by_name = config.lora_module_name is not None or config.target_modules != (ALL_LINEAR,)
+    if found and by_name:
+        raise ValueError(
+            f"the layers to adapt include {_BYPASSED!r}, whose adapter the GPU kernel of Mamba "
+            f"blocks ({kind}) would pass by, and which PEFT refuses: leave it out, or use "
+            f"--target_modules {ALL_LINEAR}"
+        )
+    return found
 
 
 def choose_saved(model: nn.Module, endings: Collection[str]) -> list[str]:
@@ -195,17 +222,37 @@ def _outputs(module: nn.Module) -> int:
     return full_shape(module.get_parameter("weight"))[1 if is_transposed(module) else 0]
 
 
-def minimal_endings(names: Collection[str], all_names: Iterable[str]) -> list[str] | str:
+def minimal_endings(
+    names: Collection[str], all_names: Collection[str], *, within: str | None = None
+) -> list[str] | str:
     """PEFT's ``target_modules`` that hit ``names`` of all module paths, and nothing else.
+
+    Paths ``within`` a module may have others of the same endings beside it that are not listed.
 
     Returns:
         The shortest dotted endings, sorted; one regular expression of whole paths where no
         list can tell a path from another that ends in it.
     """
+    if within is not None and names:
+        return _pattern_within(within, names, all_names)
     endings = _endings(names, all_names, is_ending)
     if endings is None:
         return "|".join(re.escape(name) for name in sorted(names))
     return endings
+
+
+def _pattern_within(parent: str, names: Collection[str], all_names: Collection[str]) -> str:
+    """A regular expression of ``names``, with endings in one group at its end, as vLLM reads it."""
+    inside, own = (
+        {name.removeprefix(f"{parent}.") for name in each if name.startswith(f"{parent}.")}
+        for each in (all_names, names)
+    )
+    endings = set(_endings(own, inside, is_ending) or own) - own
+    whole = [name for name in names if not name.endswith(tuple(f".{each}" for each in endings))]
+    patterns = sorted(map(re.escape, whole))
+    if endings:
+        patterns.append(rf"{re.escape(parent)}\..*\.({'|'.join(map(re.escape, sorted(endings)))})")
+    return "|".join(patterns)
 
 
 def parameter_endings(names: Collection[str], all_names: Iterable[str]) -> list[str]:
@@ -256,8 +303,10 @@ def is_inside(name: str, parents: Iterable[str], *, strictly: bool = False) -> b
 
 def is_plain_linear(module: nn.Module) -> bool:
     """Whether it is a linear layer or a Conv1D, and no subclass that computes something else."""
+    own = type(module)
     return is_conv1d(module) or (
-        isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+        isinstance(module, nn.Linear)
+        and (own.forward is nn.Linear.forward or own.__name__ in _LINEAR_CLASSES)
     )
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dschat_lora.lora.parallel import whole_sequences
@@ -14,7 +14,12 @@ from dschat_lora.models.backbone import Backbone
 # may not move with its neighbours; packed and alone the kernels differ, and round differently.
 _LEAK = {torch.float32: 1e-5, torch.bfloat16: 1e-3, torch.float16: 1e-3}
 _ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.05}
+# The same of tokens that follow, whose number per expert may choose another kernel.
+_LATER = {torch.float32: 1e-4, torch.bfloat16: 0.01, torch.float16: 0.01}
+# What no rounding explains, not even that which sends a token to another expert.
+_WRONG = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.3}
 _LENGTHS = (7, 5, 9)
+_FAILURES = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError)
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,8 @@ class ArchitectureReport:
     packing_error: float  # hidden states of packed samples against each sample alone
     branch_leak_error: float  # hidden states of a tree's second branch when the first changes
     tree_error: float  # hidden states of the two branches of a tree against each sequence alone
+    causal_error: float  # hidden states of a sample's first tokens when later ones change
+    row_error: float  # hidden states of padded samples, a row for each, against each sample alone
     packing_is_exact: bool  # samples of a packed row do not see each other
     tree_is_exact: bool  # nor do branches, which see what they begin with
 
@@ -36,23 +43,53 @@ def check_architecture(
     """Run three short random samples packed, as a tree, and alone; call on every rank.
 
     The model is in evaluation mode; ids are drawn below ``vocab_size``.
+
+    Raises:
+        ValueError: if the model cannot be run, is not causal, or is another model in padded rows.
     """
+    kind = type(backbone.model).__name__
     with whole_sequences(backbone.model):
-        return _probe(backbone, vocab_size, device)
+        try:
+            report = _probe(backbone, vocab_size, device)
+        except torch.OutOfMemoryError:
+            raise
+        except _FAILURES as error:
+            first = str(error).partition("\n")[0]
+            raise ValueError(
+                f"{kind} cannot be trained: three short samples of random tokens failed "
+                f"({type(error).__name__}: {first})"
+            ) from error
+    if not report.causal_error <= _LATER[backbone.model.dtype]:
+        raise ValueError(
+            f"{kind} is no causal language model: of a sample of random tokens, hidden states "
+            f"change with the tokens after them (relative error {report.causal_error:.1g})"
+        )
+    if not report.row_error <= _WRONG[backbone.model.dtype]:
+        raise ValueError(
+            f"{kind} cannot be trained rightly: hidden states of random samples in padded rows "
+            f"differ from those of each sample alone (relative error {report.row_error:.1g})"
+        )
+    return report
 
 
 def _probe(backbone: Backbone, vocab_size: int, device: torch.device) -> ArchitectureReport:
     samples, others = (_draw(vocab_size, device, seed=seed) for seed in (0, 1))
+    *_, other = others
     others[-1] = samples[-1]
     start, first, second = samples
     alone = torch.cat([_alone(backbone, sample) for sample in samples])
     sequences = torch.cat([_alone(backbone, torch.cat([start, x])) for x in (first, second)])
+    known = len(second) // 2
+    before = alone[-len(second) :][:known]
+    after = _alone(backbone, torch.cat([second[:known], other[known:]]))[:known]
     try:
         packed, changed = (backbone(**_packed(row))[0].float() for row in (samples, others))
         tree, changed_tree = (
             backbone(**_tree(start, x, second))[0].float() for x in (first, others[1])
         )
-    except (RuntimeError, ValueError, TypeError, IndexError):
+    except torch.OutOfMemoryError:
+        raise
+    except _FAILURES:
         # an architecture that takes no mask of ours
         packed = changed = tree = changed_tree = torch.full_like(alone, float("inf"))
     last = slice(-len(second), None)
@@ -62,12 +99,16 @@ def _probe(backbone: Backbone, vocab_size: int, device: torch.device) -> Archite
     )
     packing_error, tree_error = _relative(packed, alone), _relative(along, sequences)
     leak, rounding = _LEAK[backbone.model.dtype], _ROUNDING[backbone.model.dtype]
+    packing_is_exact = leak_error <= leak and packing_error <= rounding
+    rows = _in_rows(backbone, samples, own_mask=backbone.own_mask or not packing_is_exact)
     return ArchitectureReport(
         leak_error,
         packing_error,
         branch_leak_error,
         tree_error,
-        packing_is_exact=leak_error <= leak and packing_error <= rounding,
+        causal_error=_relative(after, before),
+        row_error=_relative(rows, alone),
+        packing_is_exact=packing_is_exact,
         tree_is_exact=branch_leak_error <= leak and tree_error <= rounding,
     )
 
@@ -76,13 +117,17 @@ def _probe(backbone: Backbone, vocab_size: int, device: torch.device) -> Archite
 def head_error(model: PreTrainedModel, *, vocab_size: int, device: torch.device) -> float:
     """Relative difference of the output embedding's logits from the model's own, on a sample.
 
-    0 where logits are the output embedding applied to hidden states; call on every rank.
+    0 where logits are the output embedding applied to hidden states, infinite where they cannot be;
+    call on every rank.
     """
+    head = model.get_output_embeddings()
     sample = _draw(vocab_size, device, seed=0)[0][None]
     with whole_sequences(model):
         hidden = model.base_model(input_ids=sample, use_cache=False)[0]
         logits = model(input_ids=sample, use_cache=False).logits
-        own = model.get_output_embeddings()(hidden)
+        if head is None or hidden.shape[-1] != getattr(head, "in_features", hidden.shape[-1]):
+            return float("inf")
+        own = head(hidden)
     return _relative(own.float(), logits.float())
 
 
@@ -123,6 +168,22 @@ def _tree(start: Tensor, *branches: Tensor) -> dict[str, Any]:
         "segment_ids": torch.ones_like(numbers),
         "branch_ids": numbers - 1,
     }
+
+
+def _in_rows(backbone: Backbone, samples: list[Tensor], *, own_mask: bool) -> Tensor:
+    """Hidden states of the samples, padded to rows of their own, as they will be trained."""
+    packed = [_packed([sample]) for sample in samples]
+    rows: dict[str, Any] = {
+        name: nn.utils.rnn.pad_sequence([each[name][0] for each in packed], batch_first=True)
+        for name in packed[0]
+    }
+    before, backbone.own_mask = backbone.own_mask, own_mask
+    try:
+        hidden = backbone(**rows)
+    finally:
+        backbone.own_mask = before
+    pairs = zip(hidden, samples, strict=True)
+    return torch.cat([row[: len(sample)] for row, sample in pairs]).float()
 
 
 def _alone(backbone: Backbone, sample: Tensor) -> Tensor:

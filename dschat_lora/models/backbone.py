@@ -14,9 +14,12 @@ from dschat_lora.algos.segments import Spans, block_causal_mask, find_spans, len
 from dschat_lora.lora.parallel import group_of
 from dschat_lora.models.blocks import understand_spans
 from dschat_lora.models.flex import flex_mask
+from dschat_lora.models.recurrent import recurrent_layers, separate_sequences
 from dschat_lora.models.varlen import fits, has_varlen
 
 Mask = Tensor | BlockMask
+# Kinds of layers, by transformers' names, that take no mask but one of padding.
+WITHOUT_MASK = {"linear_attention", "conv", "mlp", "moe"}
 
 
 class Backbone:
@@ -34,10 +37,12 @@ class Backbone:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self._windows = attention_windows(model.config)
+        self._recurrent, self._attends = bool(recurrent_layers(model)), attends(model.config)
         self.own_mask = self._windows is None
         self.by_spans = self._windows is not None and _takes_spans(model, self._windows)
         if self.by_spans:
             understand_spans()
+            separate_sequences(model)
         self.records_routers = False
         self.router_logits: tuple[Tensor, ...] = ()
         self._group = group_of(model)
@@ -89,9 +94,14 @@ class Backbone:
 
         A GPU without a kernel for that takes less time for a dense mask than for many calls.
         """
+        if not self.by_spans or self.own_mask or self._gathers_unevenly():
+            return False
         kernel = has_varlen(device, self.model.dtype) and _suits_kernel(self.model.config)
-        fast = device.type == "cpu" or kernel
-        return fast and self.by_spans and not self.own_mask
+        return device.type == "cpu" or kernel
+
+    def _gathers_unevenly(self) -> bool:
+        """Whether layers gather their weights when called, of which ranks have unlike numbers."""
+        return self._recurrent and any(hasattr(p, "ds_id") for p in self.model.parameters())
 
     def _by_spans(self, input_ids: Tensor, position_ids: Tensor, spans: Spans) -> Tensor:
         """As :meth:`__call__`; zeros on padding, which is not computed."""
@@ -100,11 +110,12 @@ class Backbone:
         extra = self._lacking(count)
         inputs: dict[str, Any] = {
             "input_ids": _longer(tokens, extra),
-            # Of this shape, it keeps the model from making one.
-            "attention_mask": input_ids.new_zeros(1, 1, 1, 1),
             "spans": lengthened(spans, extra),
             "use_cache": False,
         }
+        if self._attends:
+            # Of this shape, it keeps the model from making one.
+            inputs["attention_mask"] = input_ids.new_zeros(1, 1, 1, 1)
         if self._takes_positions:
             inputs["position_ids"] = _longer(_real(position_ids, spans), extra)
         hidden = self._hidden(inputs)[0, :count]
@@ -132,7 +143,7 @@ class Backbone:
         self, position_ids: Tensor, segment_ids: Tensor, branch_ids: Tensor | None
     ) -> Mask | dict[str, Mask]:
         """What the model takes as ``attention_mask``: one mask, or one for each kind of layer."""
-        if self.own_mask or self._windows is None:
+        if self.own_mask or self._windows is None or not self._attends:
             return (segment_ids > 0).long()
         if self.model.config._attn_implementation == "flex_attention":
             make: Callable[..., Mask] = partial(flex_mask, segment_ids, position_ids)
@@ -156,12 +167,16 @@ class BackboneModel(nn.Module):
 def _takes_spans(model: PreTrainedModel, windows: dict[str, int | None]) -> bool:
     """Whether every layer passes unknown options on, and its window if it has one.
 
-    That is what transformers means by support of its backends, and of flash attention.
+    That is what transformers means by support of its backends, and of flash attention. Types with
+    recurrent layers pass options on without that mark, all that a look at packed rows has shown;
+    those that have no attention are called eager.
     """
-    backend = bool(getattr(model, "_supports_attention_backend", False))
     windowless = windows == {"full_attention": None}
     passes_window = windowless or bool(getattr(model, "_supports_flash_attn", False))
-    return model.config._attn_implementation == "sdpa" and backend and passes_window
+    sdpa = model.config._attn_implementation == "sdpa"
+    if recurrent_layers(model):
+        return passes_window and (sdpa or not attends(model.config))
+    return sdpa and bool(getattr(model, "_supports_attention_backend", False)) and passes_window
 
 
 def _suits_kernel(config: PretrainedConfig) -> bool:
@@ -184,6 +199,12 @@ def _real(values: Tensor, spans: Spans) -> Tensor:
     return values.flatten()[spans.places[None]]
 
 
+def attends(config: PretrainedConfig) -> bool:
+    """Whether any layer has attention, of which a state alone needs no mask and no kernel."""
+    kinds = set(getattr(config, "layer_types", None) or ())
+    return not kinds or bool(kinds - WITHOUT_MASK)
+
+
 def attention_windows(config: PretrainedConfig) -> dict[str, int | None] | None:
     """Sliding window of each kind of attention layer, None for all that precedes.
 
@@ -191,7 +212,9 @@ def attention_windows(config: PretrainedConfig) -> dict[str, int | None] | None:
         ``{kind: window}`` by transformers' names of kinds; None where the model has layers
         whose mask is none of ours (linear, chunked, ...).
     """
-    kinds = set(getattr(config, "layer_types", None) or ())
+    kinds = set(getattr(config, "layer_types", None) or ()) - WITHOUT_MASK
+    if "hybrid" in kinds:
+        kinds = kinds - {"hybrid"} | {"full_attention"}
     if kinds - {"full_attention", "sliding_attention"}:
         return None
     window = getattr(config, "sliding_window", None)

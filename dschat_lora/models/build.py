@@ -1,7 +1,7 @@
 """A pretrained model with its adapter, whole or as the empty shape of one."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
@@ -13,14 +13,12 @@ from dschat_lora.lora.model import adapter_parameters, apply_lora, with_expert_s
 from dschat_lora.lora.nf4 import is_quantized
 from dschat_lora.lora.targets import is_inside
 from dschat_lora.models.causal_lm import Tokenizer, load_causal_lm, load_config
+from dschat_lora.models.composite import Task
 from dschat_lora.models.four_bit_base import whole_weights_warning
 from dschat_lora.models.other_base import base_warning
 from dschat_lora.models.reward_model import HEAD, load_reward_model
 from dschat_lora.models.source import ModelSource
 from dschat_lora.models.views import share_parameters
-
-# PEFT's names of the two kinds of model.
-Task = Literal["CAUSAL_LM", "SEQ_CLS"]
 
 
 @dataclass(frozen=True)
@@ -205,6 +203,8 @@ def _adapt(
     new_parts: tuple[str, ...] = ()
     if source.adapter is not None:
         stored = source.planned or lora_config_of(source.adapter)
+        if source.planned is None:
+            _check_layers(model, source.adapter, stored)
         new_parts = _new_parts(source, stored, task)
         lora = replace(
             stored,
@@ -222,6 +222,17 @@ def _adapt(
     bits = bits_of(model)
     warning = base_warning(model, source, tokenizer, bits=bits) or whole_weights_warning(model)
     return AdaptedModel(model, lora, targets, task, bits, warning)
+
+
+def _check_layers(model: PreTrainedModel, adapter: Path, stored: LoraConfig) -> None:
+    """Refuse an adapter of layers that the model does not have."""
+    known = {name for each in (model.named_modules(), model.named_parameters()) for name, _ in each}
+    if lost := [name for name in stored.target_modules if name not in known]:
+        where = getattr(model, "text_path", None)
+        raise ValueError(
+            f"the adapter {adapter} has factors of {lost[0]}, which is no layer of this model"
+            + ("" if where is None else f": of a composite model {where} alone is loaded")
+        )
 
 
 def _new_parts(source: ModelSource, stored: LoraConfig, task: Task) -> tuple[str, ...]:

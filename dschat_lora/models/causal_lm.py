@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
@@ -24,14 +23,15 @@ from dschat_lora.algos.logprobs import linear_logprobs, token_logprobs
 from dschat_lora.algos.segments import Spans
 from dschat_lora.algos.sft import MAX_CHUNK_LOGITS, head_logits, linear_cross_entropy
 from dschat_lora.algos.vocabulary import VocabularyPart
-from dschat_lora.checkpoint.quantization import located, stored_kind
-from dschat_lora.config.groups import ACTIVE_EXPERTS, ModelConfig
+from dschat_lora.checkpoint.quantization import located
+from dschat_lora.config.groups import ACTIVE_EXPERTS, LoadConfig, ModelConfig
 from dschat_lora.data.chat import end_tokens
 from dschat_lora.data.templates import BUILT_IN_TEMPLATE, read_chat_template
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.parallel import ParallelLinear, Shard, Split
 from dschat_lora.models.backbone import BackboneModel
-from dschat_lora.models.four_bit_base import four_bits_of, hold_four_bits, take_kind
+from dschat_lora.models.composite import auto_class, check_alone, text_config
+from dschat_lora.models.four_bit_base import four_bits_of, hold_four_bits, kind_of, take_kind
 from dschat_lora.models.loading import check_loaded, check_local_files, hub_errors
 from dschat_lora.models.shard_loading import empty_parameters, load_parts
 from dschat_lora.models.tensor_parallel import divide
@@ -90,11 +90,19 @@ def stop_at(model: PreTrainedModel, ids: Sequence[int]) -> None:
 def load_config(path: str, config: ModelConfig) -> PretrainedConfig:
     """The model's configuration with every dropout set to ``--dropout``.
 
+    Of a composite model it is that of the text model.
+
     Raises:
-        ValueError: if it cannot be read, or the weights are quantised in a way that is not known.
+        ValueError: if it cannot be read, is that of an encoder-decoder model, or the weights are
+            quantised in a way that is not known.
     """
-    model_config = _read_config(path, config)
-    stored_kind(vars(model_config), path)
+    model_config = read_config(path, config)
+    if getattr(model_config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"--model_name_or_path {path}: {model_config.model_type} models are encoder-decoders, "
+            "and only decoders train here: causal language models such as Llama, Qwen or OPT"
+        )
+    kind_of(model_config, path)
     for name in _dropouts(model_config):
         setattr(model_config, name, 0.0 if name == "layerdrop" else config.dropout)
     return model_config
@@ -102,15 +110,20 @@ def load_config(path: str, config: ModelConfig) -> PretrainedConfig:
 
 def stored_dropouts(path: str, config: ModelConfig) -> dict[str, float]:
     """Dropout probabilities that the model came with, by the names of its configuration."""
-    return _dropouts(_read_config(path, config))
+    return _dropouts(read_config(path, config))
 
 
-def _read_config(path: str, config: ModelConfig) -> PretrainedConfig:
+def read_config(path: str, config: ModelConfig) -> PretrainedConfig:
+    """The configuration as it is stored, of the text model where there are several.
+
+    Raises:
+        ValueError: if it cannot be read.
+    """
     with hub_errors("--model_name_or_path", path, "configuration"):
         where, more = located(path)
         check_local_files(where, PretrainedConfig.get_config_dict(where, **more)[0])
         code = config.trust_remote_code
-        return AutoConfig.from_pretrained(where, trust_remote_code=code, **more)
+        return text_config(AutoConfig.from_pretrained(where, trust_remote_code=code, **more))
 
 
 def _dropouts(config: PretrainedConfig) -> dict[str, float]:
@@ -136,29 +149,41 @@ def load_causal_lm(
     kwargs = load_options(config, dtype)
     kind = take_kind(model_config, path)
     four_bits = four_bits_of(kind, config)
-    with hub_errors("--model_name_or_path", path, "model"), sdpa_errors(model_config):
+    with hub_errors("--model_name_or_path", path, "model"), attention_errors(model_config, config):
+        auto = auto_class(model_config, "CAUSAL_LM")
         if meta or group is not None or kind is not None or four_bits is not None:
-            build = partial(AutoModelForCausalLM.from_config, model_config, **kwargs)
+            build = partial(auto.from_config, model_config, **kwargs)
             model = build_divided(build, group, meta=meta)
             if four_bits is not None:
                 hold_four_bits(model, path, four_bits)
             if not meta:
                 load_parts(model, path)
+                check_alone(model)
                 with suppress(OSError):  # as transformers, which many models do without
                     model.generation_config = GenerationConfig.from_pretrained(located(path)[0])
-            return model
-        model, report = AutoModelForCausalLM.from_pretrained(
+            return _with_body(model)
+        model, report = auto.from_pretrained(
             path, config=model_config, output_loading_info=True, **kwargs
         )
         check_loaded(model, report["missing_keys"])
-        return model
+        check_alone(model)
+        return _with_body(model)
+
+
+def _with_body(model: PreTrainedModel) -> PreTrainedModel:
+    """The model, whose ``base_model`` is what lies below its head."""
+    if model.base_model is model and isinstance(getattr(model, "model", None), PreTrainedModel):
+        model.base_model_prefix = "model"  # Llama 4 has that of a whole with vision
+    return model
 
 
 def load_options(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
     """What ``from_config`` and ``from_pretrained`` are given besides a configuration."""
+    auto = config.attn_implementation == "auto"
     return {
         "dtype": dtype,
-        "attn_implementation": config.attn_implementation,
+        # Given none, transformers chooses as "auto" does.
+        "attn_implementation": None if auto else config.attn_implementation,
         "trust_remote_code": config.trust_remote_code,
     }
 
@@ -178,15 +203,24 @@ def build_divided(
 
 
 @contextmanager
-def sdpa_errors(model_config: PretrainedConfig) -> Iterator[None]:
-    """Say what to do where an architecture lacks the fused attention kernel."""
+def attention_errors(model_config: PretrainedConfig, config: ModelConfig) -> Iterator[None]:
+    """Say what to do where an architecture lacks the kernel that was asked for."""
     try:
         yield
     except ValueError as error:
-        if "scaled_dot_product_attention" in str(error):
-            kind = model_config.model_type
-            raise ValueError(f"{kind} has no sdpa: use --attn_implementation eager") from error
+        if "does not support an attention implementation through" in str(error):
+            raise ValueError(
+                f"--attn_implementation {config.attn_implementation}: {model_config.model_type} "
+                "has no such kernel in transformers; leave the option out, which takes another"
+            ) from error
         raise
+
+
+def attention_note(model: PreTrainedModel, config: LoadConfig) -> str | None:
+    """What to tell of the kernel that ``--attn_implementation auto`` has chosen, if not sdpa."""
+    if config.attn_implementation != "auto" or model.config._attn_implementation != "eager":
+        return None
+    return f"attention is eager: {model.config.model_type} has no sdpa in transformers"
 
 
 class LMHeadModel(BackboneModel):

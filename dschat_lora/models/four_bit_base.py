@@ -12,6 +12,7 @@ from dschat_lora.lora.layers import full_shape, is_conv1d
 from dschat_lora.lora.model import adapter_parameters, replace_part
 from dschat_lora.lora.nf4 import NF4Linear, is_quantized
 from dschat_lora.lora.targets import is_inside, is_plain_linear, router_names
+from dschat_lora.models.composite import whole_config
 from dschat_lora.models.quantization_checks import check_installed
 from dschat_lora.models.stored_weights import StoredWeights
 
@@ -19,17 +20,24 @@ MOST_IN_16_BITS = 0.2  # of the weights of the blocks, that nothing is said of
 FourBits = Literal["as the files are", "once read"]
 
 
-def take_kind(model_config: PretrainedConfig, path: str) -> Kind | None:
+def kind_of(model_config: PretrainedConfig, path: str) -> Kind | None:
     """How the files at ``path`` are quantised, None where they are not.
-
-    ``model_config`` keeps nothing of it: a model built of it may be saved with whole weights.
 
     Raises:
         ValueError: if they are in a way that cannot be trained on.
     """
-    kind = stored_kind(vars(model_config), path)
-    for part in (model_config, model_config.get_text_config()):
-        vars(part).pop(FIELD, None)
+    return stored_kind(vars(whole_config(model_config) or model_config), path)
+
+
+def take_kind(model_config: PretrainedConfig, path: str) -> Kind | None:
+    """As :func:`kind_of`; ``model_config`` keeps nothing of it.
+
+    A model built of it may be saved with whole weights.
+    """
+    kind = kind_of(model_config, path)
+    for each in filter(None, (model_config, whole_config(model_config))):
+        for part in (each, each.get_text_config()):
+            vars(part).pop(FIELD, None)
     return kind
 
 

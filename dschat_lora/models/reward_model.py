@@ -5,17 +5,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from dschat_lora.algos.segments import Spans
-from dschat_lora.checkpoint.score_class import register_score_class
 from dschat_lora.config.groups import ModelConfig
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.layers import TrainedModule
-from dschat_lora.lora.model import seeded_generator
+from dschat_lora.lora.model import replace_part, seeded_generator
 from dschat_lora.lora.parallel import group_of
 from dschat_lora.models.backbone import BackboneModel
-from dschat_lora.models.causal_lm import build_divided, load_options, sdpa_errors
+from dschat_lora.models.causal_lm import attention_errors, build_divided, load_options
+from dschat_lora.models.composite import auto_class, check_alone
 from dschat_lora.models.four_bit_base import four_bits_of, hold_four_bits, take_kind
 from dschat_lora.models.loading import check_loaded, hub_errors, only_errors
 from dschat_lora.models.shard_loading import load_parts
@@ -48,13 +48,12 @@ def load_reward_model(
             none and ``seed`` is None.
     """
     model_config.num_labels = 1
-    register_score_class(model_config)
     options = load_options(config, dtype)
-    build = partial(AutoModelForSequenceClassification.from_config, model_config, **options)
     missing: set[str] = set()
     kind = take_kind(model_config, path)
     four_bits = four_bits_of(kind, config)
-    with hub_errors("--model_name_or_path", path, "model"), sdpa_errors(model_config):
+    with hub_errors("--model_name_or_path", path, "model"), attention_errors(model_config, config):
+        build = partial(auto_class(model_config, "SEQ_CLS").from_config, model_config, **options)
         if base is not None:
             model = build_divided(build, None, meta=True)
             missing = _share_backbone(model, base)
@@ -64,8 +63,10 @@ def load_reward_model(
                 hold_four_bits(model, path, four_bits)
             if not meta:
                 missing = load_parts(model, path, new=_HEAD_PARAMETERS)
+                check_alone(model)
         else:
             model, missing = _read(path, model_config, options)
+            check_alone(model)
     if not isinstance(getattr(model, HEAD, None), nn.Linear):
         raise ValueError(
             f"--model_name_or_path {path}: a {model_config.model_type} model has no {HEAD!r} head "
@@ -86,7 +87,7 @@ def _read(
 ) -> tuple[PreTrainedModel, set[str]]:
     """The model in its files, and the names of what they lack."""
     with only_errors():  # it would advise to train the head that will be trained
-        model, report = AutoModelForSequenceClassification.from_pretrained(
+        model, report = auto_class(model_config, "SEQ_CLS").from_pretrained(
             path,
             config=model_config,
             output_loading_info=True,
@@ -103,7 +104,8 @@ def _read(
 
 def _share_backbone(model: PreTrainedModel, base: PreTrainedModel) -> set[str]:
     """Use the weights of ``base``, which is loaded; returns the names of what it lacks."""
-    setattr(model, model.base_model_prefix, share_parameters(base.base_model))
+    names = {id(module): name for name, module in model.named_modules()}
+    replace_part(model, names[id(model.base_model)], share_parameters(base.base_model))
     if hasattr(base, HEAD):
         setattr(model, HEAD, share_parameters(base.score))
         return set()

@@ -4,7 +4,8 @@ transformers' own rules rename, join and split what is stored (per-expert weight
 and turn FP8, MXFP4 and GGUF blocks into values; one weight is made at a time.
 """
 
-from collections.abc import Collection, Iterator
+import json
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from transformers.utils import cached_file
 from dschat_lora.algos.finite import check_finite
 from dschat_lora.checkpoint.manifest import weight_map
 from dschat_lora.checkpoint.quantization import located, quantization, stored_kind
+from dschat_lora.checkpoint.tensors import save_tensors
 from dschat_lora.lora import nf4
 from dschat_lora.lora.layers import full_shape
 from dschat_lora.models.dequantize import dequantizer
@@ -107,6 +109,20 @@ class StoredWeights:
         with _opened(self._files[key]) as tensors:
             yield tensors.get_slice(key)
 
+    def others(self) -> dict[str, Tensor]:
+        """What the files hold beside the weights of the model, by key.
+
+        Raises:
+            ValueError: if some of it is quantised: beside whole weights it could not be read.
+        """
+        names = self._model.state_dict()
+        keys = {key for n, each in self._sources.items() if n not in names for _, key in each.keys}
+        found = {key: self._tensor(key) for key in sorted(keys)}
+        for key, tensor in found.items():
+            if f"{key}{_PACKED}" in self._files or tensor.dtype.itemsize < 2:
+                raise ValueError(f"{key} is quantised, which fits no merged model")
+        return found
+
     def read(self, name: str) -> Tensor:
         """A weight, whole."""
         with self.piece(name) as piece:
@@ -169,8 +185,14 @@ def _rules(model: PreTrainedModel, path: str) -> list[Any]:
         quantizer = AutoHfQuantizer.from_config({**settings, "dequantize": True})
     elif kind in ("int8", "gptq", "awq"):
         quantizer = dequantizer(kind, settings, model)
-    rules: list[Any] = get_model_conversion_mapping(model, hf_quantizer=quantizer)
+    rules: list[Any] = get_model_conversion_mapping(_named(model), hf_quantizer=quantizer)
     return rules
+
+
+def _named(model: PreTrainedModel) -> PreTrainedModel:
+    """The model whose names the files have: of a text model the composite one, without data."""
+    whole: PreTrainedModel = model.on_meta() if hasattr(model, "on_meta") else model
+    return whole
 
 
 def _sources(model: PreTrainedModel, keys: Collection[str], rules: list[Any]) -> dict[str, _Source]:
@@ -178,12 +200,13 @@ def _sources(model: PreTrainedModel, keys: Collection[str], rules: list[Any]) ->
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     renamings = [rule for rule in rules if not isinstance(rule, WeightConverter)]
     of_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-    names = model.state_dict()
+    # The text model of a composite one is named by the rules of that.
+    names = _named(model).state_dict()
     found: dict[str, _Source] = {}
     # In the order in which transformers reads them, or experts would change places.
     for key in sorted(keys, key=dot_natural_key):
         name, pattern = rename_source_key(
-            key, renamings, converters, model.base_model_prefix, names
+            key, renamings, converters, _named(model).base_model_prefix, names
         )
         if name not in names and key in names:
             name, pattern = key, None
@@ -198,16 +221,33 @@ def _sources(model: PreTrainedModel, keys: Collection[str], rules: list[Any]) ->
     return found
 
 
+def add_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Put further tensors into a saved model, in a file of their own."""
+    if not tensors:
+        return
+    index, single = directory / (_SAFETENSORS + _INDEX), directory / _SAFETENSORS
+    if single.is_file():
+        with _opened(str(single)) as stored:
+            names = dict.fromkeys(stored.keys(), "model-text.safetensors")
+        single.rename(directory / "model-text.safetensors")
+    else:
+        names = dict(weight_map(index))
+    save_tensors(tensors, directory / "model-rest.safetensors")
+    names |= dict.fromkeys(tensors, "model-rest.safetensors")
+    size = sum((directory / name).stat().st_size for name in set(names.values()))
+    index.write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": names}, indent=2))
+
+
 def _files(path: str, *, pickled: bool) -> dict[str, Any]:
     """File of each key."""
     for single in (_SAFETENSORS, *([_PICKLE] if pickled else [])):
-        if (index := _cached(path, single + _INDEX)) is not None:
+        if (index := cached(path, single + _INDEX)) is not None:
             names = weight_map(Path(index))
-            found = {name: _cached(path, name) for name in set(names.values())}
+            found = {name: cached(path, name) for name in set(names.values())}
             if lacking := sorted(name for name, file in found.items() if file is None):
                 raise ValueError(f"there is no {lacking[0]}")
             return {key: str(found[name]) for key, name in names.items()}
-        if (file := _cached(path, single)) is not None:
+        if (file := cached(path, single)) is not None:
             with _opened(file) as tensors:
                 return dict.fromkeys(tensors.keys(), file)
     if pickled:
@@ -252,7 +292,8 @@ def _gguf(model: PreTrainedModel, file: str) -> tuple[dict[str, Any], list[Any]]
     return dict.fromkeys(tensors, _Tensors(tensors)), rules
 
 
-def _cached(path: str, name: str) -> str | None:
+def cached(path: str, name: str) -> str | None:
+    """Where a file of a directory or a hub name lies; None where it has none."""
     found = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
     return None if found is None else str(found)
 

@@ -52,14 +52,14 @@ def step_flops(
     model += linear * num_tokens
     hardware += linear * positions
     for block in shape.blocks:
-        product = 2 * block.attention_width
-        needed = executed = block.attention_backward
-        if shape.fused_attention and needed:
-            executed = 5
-        model += needed * product * num_attended
-        hardware += executed * product * scored
+        # dP and dV cost what a forward product with the values does, dQ and dK one of scores.
+        needed = block.attention_backward * block.pair / 2
+        again = 2 * block.score_width if shape.fused_attention and needed else 0
+        executed = 2 * block.pair if again else needed
+        model += needed * num_attended
+        hardware += (executed + again) * scored
         if gradient_checkpointing and block.recomputed:
-            hardware += block.recomputed * positions + 2 * product * scored
+            hardware += block.recomputed * positions + block.pair * scored
     head = 0 if shape.head is None else shape.head.forward + shape.head.backward
     return Flops(model + head * num_targets, hardware + head * num_targets)
 
@@ -86,7 +86,7 @@ def _forward(shape: ModelShape, positions: float, pairs: float) -> float:
     """Forward FLOPs without the head."""
     linear = sum(x.forward for block in shape.blocks for x in block.linears)
     linear += sum(x.forward for x in shape.outside)
-    return linear * positions + sum(4 * block.attention_width for block in shape.blocks) * pairs
+    return linear * positions + sum(block.pair for block in shape.blocks) * pairs
 
 
 def deepspeed_chat_flops(

@@ -8,7 +8,7 @@ Of a model that is divided among tensor-parallel ranks, what one of them keeps i
 Not included: temporaries of running kernels, fragmentation, device context.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,8 @@ from torch import nn
 
 from dschat_lora.lora.nf4 import is_quantized, stored_bytes, value_bytes
 from dschat_lora.lora.parallel import ParallelLinear, group_of
-from dschat_lora.perf.shape import BlockShape, LinearShape, ModelShape, describe
+from dschat_lora.perf.shape import BlockShape, LinearShape, ModelShape, chains_of, describe
+from dschat_lora.perf.tower import field, text_config, text_tower
 
 # Tensors as wide as the MLP that its activation keeps, besides its own result.
 _KEPT_BY_ACTIVATION = {"relu": 0, "gelu_new": 4, "gelu_fast": 4}
@@ -156,11 +157,14 @@ def rows_of(tokens: int, length: int) -> tuple[int, int]:
 
 
 def cached_token_bytes(model: Any) -> int:
-    """Bytes of the keys and values that decoding keeps of one token, on all ranks of a model."""
-    config = model.config
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(2 * config.num_hidden_layers * heads * size * model.dtype.itemsize)
+    """Bytes of the keys and values that decoding keeps of one token, on all ranks of a model.
+
+    What layers with a state keep is of one size, however long a sequence is, and does not count.
+
+    Raises:
+        ValueError: for a model that :func:`dschat_lora.perf.shape.describe` does not understand.
+    """
+    return sum(block.cache_width for block in describe(model).blocks) * model.dtype.itemsize
 
 
 def activation_bytes(
@@ -180,22 +184,20 @@ def activation_bytes(
     host.
     """
     width = compute_dtype.itemsize
-    config: Any = model.config
+    config = text_config(model)
     group = group_of(model)
     ranks = 1 if group is None else group.size
-    per_feature = _norm_bytes(model, width)
+    per_feature = _norm_bytes(text_tower(model)[1], width)
     stream = _stream_width(model, shape)
-    norm = stream * per_feature
-    heads = config.num_attention_heads // ranks
-    activation = getattr(config, "hidden_act", getattr(config, "activation_function", ""))
+    activation = field(config, "hidden_act", field(config, "activation_function", ""))
+    kept = _Kept(shape, width, length, per_feature, stream * per_feature, activation, ranks)
     inside = [
-        _attention_bytes(block, shape, heads, length, norm, width, ranks)
-        + _mlp_bytes(block, shape, activation, norm, width, ranks)
+        round(kept.by_attention(block) + kept.by_mlp(block)) + block.norm_width * per_feature
         for block in shape.blocks
     ]
     mask = length * width  # one (B, 1, T, T) for all blocks
     outside = shape.hidden_size * per_feature + mask
-    outside += sum(_input_bytes([x], x.in_features, width) for x in shape.outside)
+    outside += round(sum(kept.inputs([x], x.in_features) for x in shape.outside))
     if gradient_checkpointing:
         inputs = min(len(inside), INPUTS_ON_DEVICE) if offload_activations else len(inside)
         return outside + inputs * stream * width + max(inside)
@@ -237,47 +239,80 @@ def _norm_bytes(model: nn.Module, width: int) -> int:
     return 4 + (width if any(p.requires_grad for p in rms[0].parameters()) else 0)
 
 
-def _attention_bytes(
-    block: BlockShape, shape: ModelShape, heads: int, length: int, norm: int, width: int, ranks: int
-) -> int:
-    if not block.attention:
-        return 0
-    *readers, output = block.attention
-    kept = norm if readers[0].input_needs_grad else 0
-    kept += _input_bytes(readers, shape.hidden_size, width)
-    queries = block.attention_width // ranks * width
-    if block.attention_backward and shape.fused_attention:
-        # q, k, v (repeated for grouped queries), the result and its log-sum-exp
-        kept += 4 * queries + 4 * heads
-        return kept + output.rank * width
-    if block.attention_backward:
-        # The softmax is taken in fp32 and kept once more in the compute type.
-        kept += 3 * queries + heads * length * (4 if width == 4 else 4 + width)
-    return kept + _input_bytes([output], output.in_features // ranks, width)
+@dataclass(frozen=True)
+class _Kept:
+    """Bytes per position that the halves of a block keep for the backward pass."""
 
+    shape: ModelShape
+    width: int  # bytes of a number
+    length: int
+    per_feature: int  # bytes of a norm for each number that it reads
+    norm: int  # of the residual stream
+    activation: str
+    ranks: int
 
-def _mlp_bytes(
-    block: BlockShape, shape: ModelShape, activation: str, norm: int, width: int, ranks: int
-) -> int:
-    if not block.mlp:
-        return 0
-    *readers, down = block.mlp
-    kept = norm if readers[0].input_needs_grad else 0
-    kept += _input_bytes(readers, shape.hidden_size, width)
-    if down.input_needs_grad:
+    def by_attention(self, block: BlockShape) -> float:
+        if not block.attention:
+            return 0
+        if not block.attention_width:  # with a state, which its kernel makes again
+            return self.by_layers(block.attention)
+        *readers, output = block.attention
+        direct = [x for x in readers if not x.closes]
+        kept = float(self.norm if readers[0].input_needs_grad else 0)
+        kept += self.inputs(direct, self.shape.hidden_size)
+        for x in readers:  # of a latent, which a norm made
+            if x.closes:
+                kept += x.in_features * self.per_feature * x.input_needs_grad
+                kept += self.inputs([x], x.in_features)
+        scores, values = (
+            n // self.ranks * self.width for n in (block.score_width, block.attention_width)
+        )
+        heads = block.heads // self.ranks
+        if block.attention_backward and self.shape.fused_attention:
+            # q, k, v (repeated for grouped queries), the result and its log-sum-exp
+            return kept + 2 * scores + 2 * values + 4 * heads + output.rank * self.width
+        if block.attention_backward:
+            # The softmax is taken in fp32 and kept once more in the compute type.
+            kept += 2 * scores + values
+            kept += heads * self.length * (4 if self.width == 4 else 4 + self.width)
+        return kept + self.inputs([output], output.in_features // self.ranks)
+
+    def by_mlp(self, block: BlockShape) -> float:
+        return self.by_layers(block.mlp) if block.mlp else 0
+
+    def by_layers(self, linears: Sequence[LinearShape]) -> float:
+        """Of layers that read the normed stream, and of those that read what these make."""
+        kept = float(self.norm if linears[0].input_needs_grad else 0)
+        shared = [x for x in linears if not x.closes and not x.routed]
+        kept += self.inputs(shared, self.shape.hidden_size)
+        return kept + sum(self.by_chain(chain) for chain in chains_of(linears))
+
+    def by_chain(self, chain: Sequence[LinearShape]) -> float:
+        """Of one MLP or expert; its input counts where it is a copy of the tokens routed to it."""
+        *readers, down = chain
+        uses = down.uses
+        kept = self.inputs(readers, self.shape.hidden_size) if down.routed else 0
+        if not down.closes:  # a router takes the softmax of its scores in fp32
+            return kept + 4 * down.out_features * down.input_needs_grad
+        if down.routed and down.output_needs_grad:
+            # What is multiplied by the router's weights; two places in the order of experts.
+            kept += uses * (self.shape.hidden_size * self.width + 16)
+        features = down.in_features // self.ranks
+        if not down.input_needs_grad:
+            return kept + self.inputs([down], features)
         # Gated: input and output of the activation, and its multiplier.
-        gated = len(readers) > 1
-        tensors = 3 if gated else _KEPT_BY_ACTIVATION.get(activation, 1)
-        result_kept = down.saves_input or activation == "relu"
-        kept += (tensors + result_kept) * (down.in_features // ranks) * width
-        return kept + (down.rank * width if down.adapter_trained else 0)
-    return kept + _input_bytes([down], down.in_features // ranks, width)
+        made = sum(x.out_features for x in readers)
+        gated = len(readers) > 1 or made == 2 * down.in_features
+        tensors = 3 if gated else _KEPT_BY_ACTIVATION.get(self.activation, 1)
+        tensors += down.saves_input or self.activation == "relu"
+        kept += uses * tensors * features * self.width
+        return kept + uses * (down.rank * self.width if down.adapter_trained else 0)
 
-
-def _input_bytes(linears: list[LinearShape], features: int, width: int) -> int:
-    """The input that ``linears`` share, if any of them reads it again, and each ``x A^T``."""
-    shared = features if any(x.saves_input for x in linears) else 0
-    return (shared + sum(x.rank for x in linears if x.adapter_trained)) * width
+    def inputs(self, linears: Sequence[LinearShape], features: int) -> float:
+        """The input that ``linears`` share, if any of them reads it again, and each ``x A^T``."""
+        shared = max((x.uses for x in linears if x.saves_input), default=0) * features
+        ranks = sum(x.uses * x.rank for x in linears if x.adapter_trained)
+        return (shared + ranks) * self.width
 
 
 def _loss_bytes(

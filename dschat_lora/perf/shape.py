@@ -4,26 +4,39 @@
 that ZeRO 3 has partitioned: sizes come from the modules' attributes.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
+from dschat_lora.lora.experts import LoraExperts
 from dschat_lora.lora.layers import LoraLinear, TrainedBias, TrainedModule, full_shape, is_conv1d
 from dschat_lora.lora.nf4 import NF4Linear
-from dschat_lora.lora.parallel import ParallelLinear
+from dschat_lora.lora.parallel import ParallelEmbedding, ParallelLinear
+from dschat_lora.perf.experts import expert_weights, experts_per_token, lists_experts
+from dschat_lora.perf.tower import beside_text, field, text_blocks, text_config
 
-_EXPERT_OPTIONS = ("num_local_experts", "num_experts", "n_routed_experts")
 _DROPOUT_OPTIONS = ("dropout", "resid_pdrop", "hidden_dropout", "hidden_dropout_prob")
 _POST_NORMS = ("output.LayerNorm", "post_feedforward_layernorm")  # BERT; Gemma 2, OLMo 2
+# What a layer has that carries a state from token to token in place of attention.
+_STATE = ("A_log", "time_decay", "slope_rate")
+_STATEFUL = re.compile("mamba|delta|lightning|textlinear|rglru|mlstm")
+_KEYS = re.compile(r"\.([kv]|kv)_proj\b|\.(key|value)\b|\.[kv]_lin\b")
+_LATENT = re.compile(r"\.kv_a_")  # of which keys and values are made
+_ATTENTION = re.compile("attn|attention(?!.*norm)|attention$")
+# Parts of blocks that read what an encoder made of another input.
+_CROSS = ("cross_attn", "encoder_attn", "crossattention", "cross_attention")
 
 
 @dataclass(frozen=True)
 class LinearShape:
     """One ``x W^T + s (x A^T) B^T``. FLOPs are per position; a multiply-add counts two.
 
-    A low-rank update of an embedding has ``in_features = 0``: looking up a row is no matmul.
+    Of experts, ``uses`` of a position are those it is routed to, as a share of all where each is a
+    layer of its own. A low-rank update of an embedding has ``in_features = 0``: looking up a row
+    is no matmul.
     """
 
     name: str
@@ -35,6 +48,9 @@ class LinearShape:
     adapter_trained: bool = False
     whole: bool = False  # base and update are one operation, run as a whole or not at all
     input_needs_grad: bool = True
+    uses: float = 1  # of a position: how many experts it is sent to
+    closes: bool = False  # reads what layers before it made of the input of its half
+    routed: bool = False  # an expert's: what it reads is a copy of the tokens sent to it
 
     @property
     def saves_input(self) -> bool:
@@ -46,23 +62,28 @@ class LinearShape:
         return self.input_needs_grad or self.saves_input or self.bias_trained
 
     @property
-    def base(self) -> int:
+    def base(self) -> float:
         """FLOPs of ``x W^T``, and of each of the two products of its backward pass."""
-        return 2 * self.in_features * self.out_features
+        return 2 * self.uses * self.in_features * self.out_features
 
     @property
-    def forward(self) -> int:
-        return self.base + 2 * self.rank * (self.in_features + self.out_features)
+    def low_rank(self) -> float:
+        """FLOPs of a product of the update for each feature of its input or output."""
+        return 2 * self.uses * self.rank
 
     @property
-    def backward(self) -> int:
+    def forward(self) -> float:
+        return self.base + self.low_rank * (self.in_features + self.out_features)
+
+    @property
+    def backward(self) -> float:
         flops = (self.input_needs_grad + self.trained) * self.base
         if self.adapter_trained:  # gradients of A and B
-            flops += 2 * self.rank * (self.in_features + self.out_features)
+            flops += self.low_rank * (self.in_features + self.out_features)
         if self.adapter_trained or self.input_needs_grad:  # dY B, the gradient of x A^T
-            flops += 2 * self.rank * self.out_features
+            flops += self.low_rank * self.out_features
         if self.input_needs_grad:  # (dY B) A
-            flops += 2 * self.rank * self.in_features
+            flops += self.low_rank * self.in_features
         return flops
 
 
@@ -71,15 +92,27 @@ class BlockShape:
     """One transformer block, which is also the unit of gradient checkpointing."""
 
     attention: tuple[LinearShape, ...]  # q, k, v in some order, or fused; then the output
-    mlp: tuple[LinearShape, ...]  # up, or gate and up; then down
-    attention_width: int  # query heads x head dimension, 0 without attention
+    mlp: tuple[LinearShape, ...]  # up, or gate and up; then down; routers and experts alike
+    # Query heads x dimension of a value, 0 where no token is scored against others.
+    attention_width: int
+    score_width: int  # query heads x dimension of a query
+    heads: int
+    cache_width: int  # numbers of a token that decoding keeps: keys and values
     # How many of dP, dV, dQ, dK autograd forms; below 4 only where q, k, v need none.
     attention_backward: int
-    recomputed: int  # FLOPs per position of the linears which checkpointing runs again
+    recomputed: float  # FLOPs per position of the linears which checkpointing runs again
+    norm_width: int = 0  # numbers that norms read beside the one before each half
+    has_state: bool = False  # carried from token to token, as in linear attention
+    uncounted: tuple[str, ...] = ()  # weights of products that are not understood
 
     @property
     def linears(self) -> tuple[LinearShape, ...]:
         return (*self.attention, *self.mlp)
+
+    @property
+    def pair(self) -> int:
+        """FLOPs of a query with a key: its score, and its share of the values."""
+        return 2 * (self.score_width + self.attention_width)
 
 
 @dataclass(frozen=True)
@@ -103,83 +136,113 @@ class ModelShape:
         linears = (*self.outside, *(x for block in self.blocks for x in block.linears))
         return max((linear.rank for linear in linears), default=0)
 
+    @property
+    def uncounted(self) -> str:
+        """What counts leave out, for the log; empty where nothing is."""
+        count = sum(block.has_state for block in self.blocks)
+        names = dict.fromkeys(_last(name) for block in self.blocks for name in block.uncounted)
+        parts = [f"the recurrence of {count} of {self.num_layers} layers"] * (count > 0)
+        parts += [f"products with {', '.join(names)}"] * bool(names)
+        return " and ".join(parts)
+
 
 def describe(model: nn.Module) -> ModelShape:
     """The shape of a transformers model whose linear layers may carry low-rank updates.
 
     Layers are known by what they hold: ``lora_A``, or ``in_features``, or the ``nx`` and ``nf``
-    of GPT-2's Conv1D. Which inputs need a gradient follows autograd, from ``requires_grad`` flags
+    of GPT-2's Conv1D, or a fused weight of all experts; a token goes through as many experts as
+    the router says. Which inputs need a gradient follows autograd, from ``requires_grad`` flags
     as in training: without a trained embedding or ``enable_input_require_grads``, none is formed
-    below the first trained weight.
+    below the first trained weight. Of a model with several towers the one that reads text counts.
 
     A model that is divided among tensor-parallel ranks is described like the whole one: what its
     ranks do between them, where products that each repeats count once.
 
     Raises:
-        ValueError: if the blocks are not found, or are a mixture of experts, where the number
-            of tokens a layer sees depends on the data.
+        ValueError: if the blocks are not found, or a size is not known.
     """
-    config: Any = model.config
-    for option in _EXPERT_OPTIONS:
-        if getattr(config, option, None):
-            raise ValueError(
-                f"{type(model).__name__} has {option} = {getattr(config, option)}: FLOPs are "
-                "counted for dense models, not for a mixture of experts"
-            )
-    prefix, blocks = _find_blocks(model, config.num_hidden_layers)
+    config = text_config(model)
+    width = field(config, "hidden_size")
+    if width is None:
+        raise ValueError(f"{type(config).__name__} has no hidden_size, of which counts are made")
+    named = text_blocks(model)
+    blocks = tuple(named.values())
     head = model.get_output_embeddings()  # type: ignore[operator]
-    outside = _linears(model, skip=(blocks, head))
+    layers = _Layers(config, width)
     # Either it turns embeddings into the residual stream, or it reads the finished stream.
-    stem = [linear for linear in outside if linear.in_features != config.hidden_size]
-    top = [linear for linear in outside if linear.in_features == config.hidden_size]
-    flows = _embedding_needs_grad(model, prefix)
+    outside = layers.of(model, skip=(*blocks, head, *beside_text(model).values()))
+    stem = [linear for linear in outside if linear.in_features != width]
+    top = [linear for linear in outside if linear.in_features == width]
+    flows = _embedding_needs_grad(model, tuple(f"{name}." for name in named))
     stem = [replace(x, input_needs_grad=flows and x.in_features > 0) for x in stem]
     flows = flows or any(linear.output_needs_grad for linear in stem)
     shapes = []
     for block in blocks:
-        shape, flows = _block(block, flows, config)
+        shape, flows = _block(block, flows, layers)
         shapes.append(shape)
-    top, heads = _fed(top, flows), _fed([] if head is None else _linears(head), flows)
+    top, heads = _fed(top, flows), _fed([] if head is None else layers.of(head), flows)
     return ModelShape(
         blocks=tuple(shapes),
         outside=(*stem, *top),
         head=heads[0] if heads else None,
-        hidden_size=config.hidden_size,
-        vocab_size=config.vocab_size,
-        fused_attention=getattr(config, "_attn_implementation", "sdpa") != "eager",
+        hidden_size=width,
+        vocab_size=heads[0].out_features if heads else field(config, "vocab_size", 0),
+        fused_attention=field(config, "_attn_implementation", "sdpa") != "eager",
     )
 
 
-def _find_blocks(model: nn.Module, count: int) -> tuple[str, nn.ModuleList]:
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return name + ".", module
-    raise ValueError(
-        f"{type(model).__name__} holds no list of {count} blocks (num_hidden_layers); "
-        "FLOPs are counted for models whose blocks form one nn.ModuleList"
-    )
+@dataclass(frozen=True)
+class _Layers:
+    """Finds the matmuls of a module by the configuration of the model it is part of."""
+
+    config: object
+    width: int  # of the residual stream
+
+    def of(
+        self,
+        module: nn.Module,
+        name: str = "",
+        *,
+        skip: Sequence[nn.Module | None] = (),
+        around: tuple[nn.Module, ...] = (),
+        uses: float = 1,
+    ) -> list[LinearShape]:
+        """Every matmul of a weight within ``module``, in order of registration."""
+        if any(module is each for each in skip):
+            return []
+        if isinstance(module, TrainedModule):
+            inner = module.trained if module.enabled else module.base
+            return self.of(inner, name, around=around, uses=uses)
+        sizes = layer_sizes(module)
+        if sizes is not None:
+            return [_linear(module, name, *sizes, uses=uses)]
+        holders = (module, *reversed(around))
+        dot = "." if name else ""
+        found = []
+        fused = expert_weights(module, self.width)
+        for each in fused:
+            number = uses * self._chosen(each.num_experts, holders)
+            held = each.adapter or each
+            sizes = each.in_features, each.out_features
+            linear = _linear(held, name + dot + each.name, *sizes, uses=number)
+            found.append(replace(linear, routed=True))
+        listed = lists_experts(module, name)
+        if listed:
+            uses *= self._chosen(len(module), holders) / len(module)  # type: ignore[arg-type]
+        for child, inner in module.named_children():
+            if all(child != each.name for each in fused):
+                path, within = name + dot + child, (*around, module)
+                found += self.of(inner, path, skip=skip, around=within, uses=uses)
+        return [replace(x, routed=True) for x in found] if listed else found
+
+    def _chosen(self, count: int, holders: Sequence[nn.Module]) -> int:
+        chosen = experts_per_token(holders[:3], self.config)
+        if chosen is None:
+            raise ValueError(f"how many of {count} experts a token is sent to is not known")
+        return min(chosen, count)
 
 
-def _linears(
-    module: nn.Module, name: str = "", *, skip: Sequence[nn.Module | None] = ()
-) -> list[LinearShape]:
-    """Every matmul of a weight within ``module``, in order of registration."""
-    if module in skip:
-        return []
-    if isinstance(module, TrainedModule):
-        return _linears(module.trained if module.enabled else module.base, name)
-    sizes = _sizes(module)
-    if sizes is not None:
-        return [_linear(module, name, *sizes)]
-    dot = "." if name else ""
-    return [
-        linear
-        for child, inner in module.named_children()
-        for linear in _linears(inner, name + dot + child, skip=skip)
-    ]
-
-
-def _sizes(module: Any) -> tuple[int, int] | None:
+def layer_sizes(module: Any) -> tuple[int, int] | None:
     """(in, out) of a layer that multiplies by its weight or by low-rank factors, else None."""
     if hasattr(module, "lora_embedding_A"):
         return 0, module.out_features
@@ -190,10 +253,14 @@ def _sizes(module: Any) -> tuple[int, int] | None:
     if isinstance(module, TrainedBias) and module.kind in ("Linear", "Conv1D", "NF4Linear"):
         inputs, outputs = full_shape(module.weight)
         return (inputs, outputs) if module.transposed else (outputs, inputs)
-    return None
+    weight = module._parameters.get("weight")  # of a router: (experts, in)
+    if weight is None or isinstance(module, nn.Embedding | ParallelEmbedding | TrainedBias):
+        return None
+    shape = full_shape(weight)
+    return (shape[1], shape[0]) if len(shape) == 2 else None
 
 
-def _linear(module: Any, name: str, inputs: int, outputs: int) -> LinearShape:
+def _linear(module: Any, name: str, inputs: int, outputs: int, *, uses: float) -> LinearShape:
     factor: Tensor | None = None
     if getattr(module, "enabled", True):
         factor = getattr(module, "lora_embedding_A", getattr(module, "lora_A", None))
@@ -204,9 +271,10 @@ def _linear(module: Any, name: str, inputs: int, outputs: int) -> LinearShape:
         out_features=outputs,
         trained=inputs > 0 and module.weight.requires_grad,
         bias_trained=any(bias is not None and bias.requires_grad for bias in biases),
-        rank=0 if factor is None else full_shape(factor)[0],
+        rank=0 if factor is None else full_shape(factor)[-2],
         adapter_trained=factor is not None and factor.requires_grad,
-        whole=factor is not None and isinstance(module, LoraLinear),
+        whole=factor is not None and isinstance(module, LoraLinear | LoraExperts),
+        uses=uses,
     )
 
 
@@ -214,58 +282,202 @@ def _fed(linears: Sequence[LinearShape], needs_grad: bool) -> list[LinearShape]:
     return [replace(linear, input_needs_grad=needs_grad) for linear in linears]
 
 
-def _embedding_needs_grad(model: nn.Module, prefix: str) -> bool:
+def _embedding_needs_grad(model: nn.Module, blocks: tuple[str, ...]) -> bool:
     """Whether the embeddings or their norm train, or their output needs a gradient."""
     if getattr(model, "_require_grads_hooks", None):  # enable_input_require_grads()
         return True
     return any(
         parameter.requires_grad
         for name, module in model.named_modules()
-        if not name.startswith(prefix) and _sizes(module) is None
+        if not name.startswith(blocks) and layer_sizes(module) is None
         if isinstance(module, nn.Embedding) or "embed" in name
         for parameter in module.parameters(recurse=False)
     )
 
 
-def _block(block: nn.Module, stream: bool, config: object) -> tuple[BlockShape, bool]:
+def _block(block: nn.Module, stream: bool, layers: _Layers) -> tuple[BlockShape, bool]:
     """The block, and whether its output needs a gradient, given whether its input does.
 
     In each half, attention and MLP, the layer registered last reads what the others produce,
     and those read the normed residual stream.
     """
-    linears = _linears(block)
-    names = tuple(linear.name + "." for linear in linears)
-    norm_trains = any(
-        parameter.requires_grad
-        for name, parameter in block.named_parameters()
-        if not name.startswith(names)
-    )
-    attention = [x for x in linears if "attn" in x.name or "attention" in x.name]
-    mlp = [x for x in linears if x not in attention]
-    attention = _half(attention, stream or norm_trains)
-    after = stream or any(x.output_needs_grad for x in attention)
-    parallel = getattr(config, "use_parallel_residual", False)
-    mlp = _half(mlp, (stream if parallel else after) or norm_trains)
+    config, width = layers.config, layers.width
+    # Llama 3.2 Vision leaves out whole blocks where there is no image.
+    linears = [] if hasattr(block, _CROSS[0]) else layers.of(block)
+    linears = [x for x in linears if not any(word in x.name for word in _CROSS)]
+    names = tuple(x.name + end for x in linears for end in (".", "_bias."))
+    rest = {n: p for n, p in block.named_parameters() if not f"{n}.".startswith(names)}
+    norm_trains = any(parameter.requires_grad for parameter in rest.values())
+    needs_grad = stream or norm_trains
+    owned = _by_attention(block, linears)
+    attention = {n: _read_attention(of, needs_grad, width) for n, of in owned.items()}
+    flat = [x for of in attention.values() for x in of]
+    after = stream or any(x.output_needs_grad for x in flat)
+    parallel = field(config, "use_parallel_residual", False)
+    mlp = [x for x in linears if all(x not in of for of in owned.values())]
+    mlp = _read_mlp(mlp, (stream if parallel else after) or norm_trains, width)
+    scored = [
+        _Scored.of(block.get_submodule(name), of, config)
+        for name, of in attention.items()
+        if not any(map(_has_state, block.get_submodule(name).modules()))
+    ]
     shape = BlockShape(
-        attention=tuple(attention),
+        attention=tuple(flat),
         mlp=tuple(mlp),
-        attention_width=attention[-1].in_features if attention else 0,
-        attention_backward=_attention_backward(attention[:-1]),
-        recomputed=_recomputed([*attention, *mlp], tail_saves=_tail_saves(block, config)),
+        attention_width=sum(each.value_width for each in scored),
+        score_width=sum(each.score_width for each in scored),
+        heads=max((each.heads for each in scored), default=0),
+        cache_width=sum(each.cache_width for each in scored),
+        attention_backward=_attention_backward(flat[:-1]),
+        recomputed=_recomputed([*flat, *mlp], tail_saves=_tail_saves(block, config, mlp)),
+        norm_width=_norm_width(block, flat, sum(each.score_width for each in scored), width),
+        has_state=any(map(_has_state, block.modules())),
+        uncounted=_uncounted(block, rest) if linears else (),
     )
     return shape, after or norm_trains or any(x.output_needs_grad for x in mlp)
 
 
-def _half(linears: Sequence[LinearShape], needs_grad: bool) -> list[LinearShape]:
-    readers = _fed(linears[:-1], needs_grad)
-    # An MLP of one layer reads the stream itself.
-    needs_grad = any(x.output_needs_grad for x in readers) if readers else needs_grad
-    return [*readers, *_fed(linears[-1:], needs_grad)]
+def _by_attention(block: nn.Module, linears: Sequence[LinearShape]) -> dict[str, list[LinearShape]]:
+    """The linears of each attention of the block, the output last, by the attention's name."""
+    owned: dict[str, list[LinearShape]] = {}
+    for name, module in block.named_modules():
+        words = f"{_last(name.rstrip('.0123456789'))} {type(module).__name__}".lower()
+        inside = any(name.startswith(f"{other}.") for other in owned)
+        if inside or not name or isinstance(module, nn.ModuleList) or not _ATTENTION.search(words):
+            continue
+        own = [x for x in linears if x.name.startswith(f"{name}.")]
+        if own:
+            owned[name] = sorted(own, key=lambda x: _last(x.name).startswith("o"))
+    return owned
+
+
+def _read_attention(
+    linears: Sequence[LinearShape], needs_grad: bool, width: int
+) -> list[LinearShape]:
+    """With what each reads: the last one, and those of another width, what others made."""
+    return _in_order(
+        [
+            replace(x, closes=i > 0 and (x.in_features != width or i == len(linears) - 1))
+            for i, x in enumerate(linears)
+        ],
+        needs_grad,
+    )
+
+
+def _read_mlp(linears: Sequence[LinearShape], needs_grad: bool, width: int) -> list[LinearShape]:
+    """The same for layers side by side, such as experts, each with a last one of its own."""
+    parents = [None, *(_parent(x.name) for x in linears), None]
+    closing = (
+        i > 1 and (x.in_features != width or parents[i - 1] == parents[i] != parents[i + 1])
+        for i, x in enumerate(linears, start=1)
+    )
+    marked = [replace(x, closes=closes) for x, closes in zip(linears, closing, strict=True)]
+    return _in_order(marked, needs_grad)
+
+
+def _in_order(linears: Sequence[LinearShape], needs_grad: bool) -> list[LinearShape]:
+    found: list[LinearShape] = []
+    for chain in chains_of(linears):
+        made = needs_grad
+        for x in chain:
+            found.append(replace(x, input_needs_grad=made if x.closes else needs_grad))
+            made |= found[-1].output_needs_grad
+    return found
+
+
+def chains_of(linears: Sequence[LinearShape]) -> list[list[LinearShape]]:
+    """Layers side by side, each with those whose results it reads before it."""
+    chains: list[list[LinearShape]] = []
+    for x in linears:
+        before = chains[-1][-1] if chains else None
+        apart = before is None or before.closes or _parent(before.name) != _parent(x.name)
+        if apart and not x.closes:
+            chains.append([])
+        chains[-1].append(x)
+    return chains
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """Sizes of an attention that scores each token against others."""
+
+    value_width: int
+    score_width: int
+    heads: int
+    cache_width: int
+
+    @classmethod
+    def of(cls, module: nn.Module, linears: Sequence[LinearShape], config: object) -> "_Scored":
+        """By the layers of ``module``, the output last, and by what it says of its heads."""
+        *readers, output = linears
+        values = score = int(output.in_features * output.uses)
+        of_value = getattr(module, "v_head_dim", None)
+        of_query = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None)
+        if of_value and of_query:
+            score = values * of_query // of_value
+        heads = field(config, "num_attention_heads")
+        if not isinstance(heads, int):
+            size = of_value or of_query
+            if not size:
+                raise ValueError(f"{type(module).__name__} does not say how many heads it has")
+            heads = values // size
+        keys = [x for x in readers if _KEYS.search(x.name)]
+        if getattr(module, "is_kv_shared_layer", False):
+            cached = 0
+        elif latent := [x for x in readers if _LATENT.search(x.name)]:
+            cached = latent[0].out_features
+        elif keys:
+            both = len(keys) == 1 and "kv" not in keys[0].name  # keys are values too
+            cached = sum(x.out_features for x in keys) * (1 + both)
+        else:  # fused with the queries
+            cached = sum(x.out_features for x in readers) - score
+        return cls(values, score, heads, cached)
+
+
+def _norm_width(
+    block: nn.Module, attention: Sequence[LinearShape], queries: int, width: int
+) -> int:
+    """Numbers of a position that norms of queries and keys, and of what halves return, read."""
+    names = [n for n, module in block.named_modules() if "Norm" in type(module).__name__]
+    own = sum("." not in name for name in names)
+    keys = sum(x.out_features for x in attention if _last(x.name).startswith("k_"))
+    read = {"q_norm": queries, "k_norm": keys}
+    return max(0, own - 2) * width + sum(read.get(_last(name), 0) for name in names)
+
+
+def _uncounted(block: nn.Module, rest: Mapping[str, nn.Parameter]) -> tuple[str, ...]:
+    """Weights of products that are not understood; what chooses the tokens to attend to."""
+    indexers = [name for name, _ in block.named_modules() if _last(name) == "indexer"]
+    return (*indexers, *(name for name, p in rest.items() if _multiplies(block, name, p)))
+
+
+def _multiplies(block: nn.Module, name: str, parameter: nn.Parameter) -> bool:
+    """Whether the parameter is a matrix of no layer whose work is known to be small."""
+    owner = block.get_submodule(_parent(name))
+    if _has_state(owner):
+        return False  # counted as its state
+    if "bias" in name or any(word in name for word in _CROSS) or len(full_shape(parameter)) < 2:
+        return False
+    return not isinstance(owner, nn.Embedding | ParallelEmbedding | nn.modules.conv._ConvNd)
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _has_state(module: nn.Module) -> bool:
+    return _STATEFUL.search(type(module).__name__.lower()) is not None or any(
+        hasattr(module, name) for name in _STATE
+    )
 
 
 def _attention_backward(readers: Sequence[LinearShape]) -> int:
     """How many of dP = dO V^T, dV = P^T dO, dQ = dS K and dK = dS^T Q autograd forms."""
-    initials = [x.name.rpartition(".")[2][0] for x in readers]  # q_proj, key, ...
+    initials = [_last(x.name)[0] for x in readers]  # q_proj, key, ...
     if set(initials) == set("qkv"):
         needs = {i: x.output_needs_grad for i, x in zip(initials, readers, strict=True)}
     else:  # one fused layer, or other names, stand for all three
@@ -273,15 +485,20 @@ def _attention_backward(readers: Sequence[LinearShape]) -> int:
     return (needs["q"] or needs["k"]) + sum(needs.values())
 
 
-def _tail_saves(block: nn.Module, config: object) -> bool:
-    """Whether something after the last linear of a block keeps a tensor: a norm, a dropout."""
-    post_norm = not getattr(config, "do_layer_norm_before", True) or any(
+def _tail_saves(block: nn.Module, config: object, mlp: Sequence[LinearShape]) -> bool:
+    """Whether something after the last linear of a block keeps a tensor: a norm, a dropout.
+
+    What experts return is multiplied by the router's weights, which need a gradient.
+    """
+    if any(x.routed and x.output_needs_grad for x in mlp):
+        return True
+    post_norm = not field(config, "do_layer_norm_before", True) or any(
         name.endswith(_POST_NORMS) for name, _ in block.named_modules()
     )
-    return post_norm or any(getattr(config, option, 0) for option in _DROPOUT_OPTIONS)
+    return post_norm or any(field(config, name, 0) for name in _DROPOUT_OPTIONS)
 
 
-def _recomputed(linears: Sequence[LinearShape], *, tail_saves: bool) -> int:
+def _recomputed(linears: Sequence[LinearShape], *, tail_saves: bool) -> float:
     """FLOPs per position that a checkpointed block runs a second time.
 
     Non-reentrant checkpointing stops right before the operation that takes the last tensor it
@@ -294,6 +511,6 @@ def _recomputed(linears: Sequence[LinearShape], *, tail_saves: bool) -> int:
     if tail_saves:
         return sum(x.forward for x in linears)
     final = linears[last]
-    skipped = 2 * final.rank * final.out_features if final.rank else final.base
+    skipped = final.low_rank * final.out_features if final.rank else final.base
     skipped *= not final.whole
     return sum(x.forward for x in linears[: last + 1]) - skipped

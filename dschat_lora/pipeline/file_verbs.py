@@ -16,8 +16,10 @@ from dschat_lora.config.verbs import (
     GenerateConfig,
     InspectConfig,
     MergeConfig,
+    ModelsConfig,
     PushConfig,
 )
+from dschat_lora.pipeline.families import show_families
 from dschat_lora.pipeline.launch import run_or_end
 from dschat_lora.report.html import render_report, write_report
 from dschat_lora.report.rollout_view import show_rollouts
@@ -148,6 +150,15 @@ def evaluate(argv: list[str]) -> None:
         judge = partial(late("pipeline.judge:make_judge"), name)
     scores = check_eval(config)
     late("supervised.measure:evaluate_model")(config, scores=scores, make_judge=judge)
+
+
+def models(argv: list[str]) -> None:
+    """Run ``dschat-lora models``."""
+    config = _parsed_config("models [MODEL]", ModelsConfig, argv)
+    if config.model_name_or_path is None:
+        show_families(as_json=config.json)
+    elif not late("pipeline.known_models:show_model")(config):
+        raise SystemExit(1)
 
 
 def inspect(argv: list[str]) -> None:

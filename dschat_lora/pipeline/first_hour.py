@@ -4,6 +4,7 @@ Every command is a process of its own with a time limit, so that neither a crash
 the rest from running.
 """
 
+import getpass
 import json
 import os
 import re
@@ -14,7 +15,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,6 +41,9 @@ SECONDS = 40 * 60.0
 LEAST_SECONDS = 20.0  # no command begins that has less left
 NO_TIME = "no time"
 _TAIL_LINES = 25
+_IN_PATHS = r"[\w.+@~-]"
+# An address of the web, or words between slashes, of which the last one ends with no point.
+_PATH = re.compile(rf"https?://\S+|(?<!{_IN_PATHS}){_IN_PATHS}*(?:/{_IN_PATHS}*[\w+~-])+/?")
 
 
 class Process(Protocol):
@@ -92,6 +98,8 @@ class Hour:
 
     def measure(self, item: Item) -> dict[str, Any]:
         """What came of an item: ``state`` is passed, failed or not run."""
+        if item.lacks:
+            return {"name": item.name, **asdict(Outcome("not run", item.lacks)), "seconds": 0.0}
         begun, outcome, found = time.monotonic(), Outcome(), dict[str, Any]()
         try:
             for command in item.commands:
@@ -164,9 +172,47 @@ def tail_of(output: Path) -> str:
 
 
 def public(text: str) -> str:
-    """Text without directories and without the host's name, as it goes into a bug report."""
-    text = re.sub(r"(/[\w.+@-]+)+/(?=[\w.+@-])", "", text)
-    return re.sub(rf"\b{re.escape(socket.gethostname())}\b", "HOST", text)
+    """Text without directories and the names of host and user, as it goes into a bug report."""
+    for name, instead in _private_names():
+        starts = "" if name.startswith("/") else r"(?<!\w)"
+        text = re.sub(rf"{starts}{re.escape(name)}(?!\w)", instead, text)
+    return _PATH.sub(_file_alone, text)
+
+
+def _private_names() -> list[tuple[str, str]]:
+    """What a report leaves out, each before its parts, and what stands for it."""
+    directories, users = [], []
+    with suppress(OSError):  # it was removed
+        directories.append(str(Path.cwd()))
+    with suppress(RuntimeError):  # there is none
+        directories += [str(Path.home()), f"/{Path.home().name}"]
+    with suppress(OSError, KeyError):  # the user's number has no name
+        users.append(getpass.getuser())
+    host, full = socket.gethostname(), _full_host_name()
+    hosts = [full, host, host.partition(".")[0]]
+    domain = full.partition(".")[2]
+    return [
+        *((each, "/DIRECTORY") for each in directories if each != "/"),
+        *((each, "HOST") for each in hosts if not each.isdecimal()),
+        *((each, "DOMAIN") for each in [domain] if "." in each),
+        *((each, "USER") for each in users if each != "root"),
+    ]
+
+
+@cache
+def _full_host_name() -> str:
+    return socket.getfqdn()  # asks the network
+
+
+def _file_alone(found: re.Match[str]) -> str:
+    """Of a path the name of its file, or that it is a directory; anything else as it is."""
+    path = found[0]
+    name = path.rpartition("/")[2]
+    if path.startswith("http"):
+        return path
+    if re.search(r"\w\.[A-Za-z]\w*$", name):
+        return name
+    return "DIRECTORY" if path[0] in "/~-." else path
 
 
 def _cause(code: int, tail: str) -> str:

@@ -5,8 +5,9 @@ Each is a list of commands, ``python -m ...``, and a function that reads what th
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.util import find_spec
 from itertools import islice, takewhile
 from pathlib import Path
 from statistics import median
@@ -64,11 +65,15 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True)
 class Item:
-    """A check or a measurement: commands, one after another, and what their files say."""
+    """A check or a measurement: commands, one after another, and what their files say.
+
+    ``lacks`` says why nothing of it is run, if so.
+    """
 
     name: str
     commands: tuple[Command, ...]
     read: Callable[[], dict[str, Any]]  # {"differences": ...} of a check, else a row of a table
+    lacks: str = ""
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,8 @@ def checks(work: Path, dtype: str) -> list[Item]:
             name = f"{stage} in {kind} against fp32 on the CPU"
             found.append(against(runs[stage], run, name, stage, kind))
     four = [_run(work, "sft", each, "fp32", "--base_bits", "4") for each in DEVICES]
-    found.append(against(four[0], four[1], "sft on a 4-bit base against the CPU", "sft", "fp32"))
+    on_four_bits = against(four[0], four[1], "sft on a 4-bit base against the CPU", "sft", "fp32")
+    found.append(replace(on_four_bits, lacks=_lacks_four_bits()))
     # eager attention has a dense mask, by default the samples of a row are computed by themselves
     dense = _run(work, "sft", "cuda", dtype, "--attn_implementation", "eager")
     packed = _run(work, "sft", "cuda", dtype)
@@ -118,6 +124,10 @@ def checks(work: Path, dtype: str) -> list[Item]:
         Item("CUDA graphs on and off: equal tokens", (probe,), partial(_differences, file))
     )
     return found
+
+
+def _lacks_four_bits() -> str:
+    return "" if find_spec("bitsandbytes") else "needs dschat_lora[qlora]"
 
 
 def _run(work: Path, stage: str, device: Device, dtype: str, *more: str) -> Command:
@@ -291,6 +301,7 @@ def _measure(work: Path, stage: str, size: Size, dtype: str, memory_bytes: int, 
             Command(name, ("dschat_lora", stage, option, str(model), *options), "cuda", 420),
         ),
         partial(_row, work, name),
+        _lacks_four_bits() if more else "",
     )
 
 

@@ -15,7 +15,7 @@ from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.engine.build import DTYPES, resolve_dtype
 from dschat_lora.engine.distributed import device
-from dschat_lora.engine.gpu import driver_of_cards
+from dschat_lora.engine.gpu import shown_cards
 from dschat_lora.generation.cuda_graphs import DecodeStep, cuda_graphs
 from dschat_lora.generation.generate import Decoder
 from dschat_lora.generation.sampling import Sampling
@@ -51,7 +51,7 @@ def machine(file: str) -> None:
             "memory_bytes": properties.total_memory,
             "multiprocessors": properties.multi_processor_count,
             "architectures": torch.cuda.get_arch_list(),
-            "driver": driver_of_cards(),
+            "driver": next((driver for driver, _ in shown_cards()), None),
             "cuda": torch.version.cuda,
             "versions": package_versions(),
             "dtype": resolve_dtype("auto"),

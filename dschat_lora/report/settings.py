@@ -25,6 +25,7 @@ def settings_section(story: StageStory) -> str:
         "command": shlex.join(map(str, command)) if isinstance(command, list) else command,
         **{k: facts.get(k) for k in ("started", "git_commit", "platform", "world_size")},
         "dtype used": facts.get("dtype"),
+        **{f"learns ({role})": each.get("words") for role, each in story.objects("learns").items()},
         "versions": ", ".join(f"{k} {value_text(v)}" for k, v in story.part("versions").items()),
         "data fingerprint": story.part("data").get("fingerprint"),
     }

@@ -37,11 +37,14 @@ class StageStory:
         """Every option of the run."""
         return self.part("config")
 
+    def objects(self, name: str) -> Mapping[str, Mapping[str, Any]]:
+        """The objects in the object under ``name`` in run.json, by name."""
+        return {key: each for key, each in self.part(name).items() if isinstance(each, Mapping)}
+
     @property
     def phases(self) -> Mapping[str, Mapping[str, Any]]:
         """``seconds`` and ``flops`` of each phase, where the stage has phases."""
-        phases = self.part("phases")
-        return {name: phase for name, phase in phases.items() if isinstance(phase, Mapping)}
+        return self.objects("phases")
 
     @property
     def answers(self) -> Sequence[Mapping[str, Any]]:

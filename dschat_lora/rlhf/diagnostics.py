@@ -11,6 +11,8 @@ PATIENCE = 20  # iterations before the critic is expected to explain anything
 RATIO_TOLERANCE = {"fp32": 1e-6, "bf16": 0.05, "fp16": 0.01}
 # The decode loop computes one token at a time, by other kernels: mean error in nats per token.
 SAMPLER_TOLERANCE = {"fp32": 1e-4, "bf16": 0.05, "fp16": 0.02}
+# So many times that no rounding explains.
+SAMPLER_LIMIT = 5
 _METRICS = (
     *("kl", "kl_standard_error", "eos_rate", "entropy", "explained_variance", "reward_std"),
     *(
@@ -23,6 +25,21 @@ _METRICS = (
         "undrawn",
     ),
 )
+
+
+def check_sampler(metrics: Mapping[str, Any], dtype: str) -> None:
+    """Stop a run whose responses are another policy's than the one that learns.
+
+    Raises:
+        ValueError: if the two passes differ by more than rounding could make of them.
+    """
+    limit, found = SAMPLER_LIMIT * SAMPLER_TOLERANCE[dtype], metrics.get("sampler_error", 0.0)
+    if found > limit:
+        raise ValueError(
+            f"the decode loop's log-probabilities are {found:.2g} nats per token from those that "
+            f"are trained on, which no rounding in {dtype} explains (more than {limit:g}): this "
+            "model is decoded or trained wrongly here, and the run stops"
+        )
 
 
 @dataclass

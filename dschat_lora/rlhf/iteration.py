@@ -22,7 +22,7 @@ from dschat_lora.rlhf.batch import (
     collate,
     make_minibatches,
 )
-from dschat_lora.rlhf.diagnostics import Diagnostics
+from dschat_lora.rlhf.diagnostics import Diagnostics, check_sampler
 from dschat_lora.rlhf.dynamic_sampling import Resampled, resample
 from dschat_lora.rlhf.ema import MovingAverage
 from dschat_lora.rlhf.engines import Engines
@@ -142,6 +142,7 @@ class Iterations:
                 responses, batches, passes=passes, extra_forward=extra_forward, learning=learning
             ),
         }
+        check_sampler(metrics, self.diagnostics.dtype)
         self._report(self.progress, metrics, experience)
         return results[-1].skipped
 

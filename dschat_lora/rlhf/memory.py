@@ -33,12 +33,16 @@ def memory_plan(
     """
     sharded = settings["actor"].zero_stage == 3 and data_world_size() > 1
     trained = [p for p in roles.actor.model.parameters() if p.requires_grad]
+    try:
+        cache = cache_bytes(config, roles.actor.model)
+    except ValueError:
+        return None
     return plan_memory(
         list(trained_models(config, roles, settings).values()),
         models=[each.model for each in roles.models.values()],
         averaged=4 * sum(p.numel() for p in trained) if config.classic.enable_ema else 0,
         # At ZeRO 3 the weights are whole for as long as responses are generated.
-        cache=cache_bytes(config, roles.actor.model)
+        cache=cache
         + (_adapted_bytes(roles.actor.model) if config.batch.merge_for_rollouts else 0)
         + largest_unpacked(roles.actor.model.parameters())
         + (parameter_bytes(roles.rollout.parameters()) if sharded else 0),
@@ -121,6 +125,9 @@ def cache_bytes(config: RlhfConfig, model: nn.Module) -> int:
     """Bytes on one device of keys and values of the responses decoded at a time.
 
     With an environment, a CPU has those of two turns at a time, of which one reads the other.
+
+    Raises:
+        ValueError: for an architecture that is not understood.
     """
     tokens = config.batch.per_device_generation_batch_size * cache_columns(config)
     if config.batch.environment is not None and device_type() == "cpu":

@@ -18,6 +18,7 @@ from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.collectives import gather_over_ranks, gather_texts, max_over_ranks
 from dschat_lora.engine.distributed import data_rank, data_world_size
 from dschat_lora.engine.zero import broken_parameters, gathered
+from dschat_lora.generation.cache_check import check_cache
 from dschat_lora.generation.generate import Decoder, KeepGoing
 from dschat_lora.generation.sampling import Responses, Sampling, undrawn_reason
 from dschat_lora.models.causal_lm import PreTrainedModel
@@ -338,6 +339,7 @@ class Generator:
 
     def _decoder(self, model: PreTrainedModel) -> Decoder:
         if id(model) not in self._decoders:
+            check_cache(model)
             self._decoders[id(model)] = self._make_decoder(model)
         return self._decoders[id(model)]
 

@@ -14,8 +14,10 @@ from dschat_lora.data.fingerprint import describe_tokenizer
 from dschat_lora.data.prepare import Prepared
 from dschat_lora.engine.build import EngineSettings
 from dschat_lora.engine.distributed import data_rank, device
+from dschat_lora.lora.merge import check_mergeable
 from dschat_lora.models.build import recompute_blocks
-from dschat_lora.models.causal_lm import Tokenizer, load_config, load_tokenizer
+from dschat_lora.models.causal_lm import Tokenizer, attention_note, load_config, load_tokenizer
+from dschat_lora.models.composite import left_out_words
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
 from dschat_lora.models.offload import offload_inputs
 from dschat_lora.rlhf.advice import explaining_memory
@@ -62,6 +64,8 @@ from dschat_lora.runtime.setup import (
     read_training_data,
     record_models,
     resolve_recomputation,
+    say_coverage,
+    say_uncounted,
     shard_model,
     state_identity,
     tensor_group,
@@ -126,7 +130,7 @@ def set_up(run: Run[RlhfConfig]) -> RlhfSetup:
     roles = build(config, meta=builds_shapes_alone(config.run, settings.values()))
     config = _resolve_recomputation(config, settings, roles, run, free=free)
     run = replace(run, config=config)
-    counter = _counter(config, roles, run)
+    counter = _counter(config, roles)
     plan, unpacked = unpacking_for_rollouts(memory_plan(config, roles, settings), roles, free=free)
     plan = keeping_cache(plan, config, settings, free=free)
     _describe(plan, roles, settings, run)
@@ -306,7 +310,7 @@ def _shard_roles(roles: Roles, settings: dict[str, EngineSettings]) -> None:
     shard_model(scorers, settings["critic"])
 
 
-def _counter(config: RlhfConfig, roles: Roles, run: Run[RlhfConfig]) -> FlopCounter | None:
+def _counter(config: RlhfConfig, roles: Roles) -> FlopCounter | None:
     try:
         return FlopCounter(
             roles,
@@ -316,8 +320,7 @@ def _counter(config: RlhfConfig, roles: Roles, run: Run[RlhfConfig]) -> FlopCoun
             num_generations=config.batch.num_generations,
             batch_size=config.batch.per_device_generation_batch_size,
         )
-    except ValueError as error:
-        run.log.say(f"  note         TFLOPs are not reported: {error}")
+    except ValueError:  # the start-up says why
         return None
 
 
@@ -336,7 +339,17 @@ def _describe(
         + ", ".join(f"{name} {count:,}" for name, count in trained.items())
         + f"; {engine_words(actor, roles.actor.model)}"
     )
+    notes = (attention_note(each.model, run.config.load) for each in roles.models.values())
+    for note in sorted(set(filter(None, notes))):
+        run.log.say(f"  note         {note}")
+    models = {role: each.model for role, each in roles.models.items()}
+    say_coverage(run, {role: models[role] for role in roles.trained})
+    say_uncounted(run, models)
     for role, model in roles.trained.items():
+        if run.config.run.merge_adapter:
+            check_mergeable(model.model)
+        if rest := left_out_words(model.model):
+            run.log.say(f"  composite    {rest}")
         if model.warning is not None:
             run.log.say(f"  warning      {model.warning}")
         options: RoleConfig = getattr(run.config, role)

@@ -122,6 +122,10 @@ def _run(path: Path) -> dict[str, Any]:
     facts: dict[str, Any] = {"kind": "run", "path": str(path)}
     facts |= {name: record.get(name) for name in ("stage", "status", "started", "world_size")}
     facts |= {name: record[name] for name in ("parameters", "results") if record.get(name)}
+    learns = record.get("learns")
+    learns = learns.items() if isinstance(learns, dict) else ()
+    words = {role: each.get("words") for role, each in learns if isinstance(each, dict)}
+    facts |= {"learns": words} if words else {}
     options = record.get("config")
     facts |= _training(options if isinstance(options, dict) else {})
     inside = [describe(path / part) for part in _PARTS if (path / part).is_dir()]

@@ -36,6 +36,8 @@ from dschat_lora.models.build import AdaptedModel, can_recompute
 from dschat_lora.models.causal_lm import Tokenizer
 from dschat_lora.models.compile import check_compiler
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
+from dschat_lora.perf.coverage import coverage
+from dschat_lora.perf.shape import describe
 from dschat_lora.runtime.checks import check_room
 from dschat_lora.runtime.consistency import check_same_data, tokenizer_digest
 from dschat_lora.runtime.memory import settle_recomputation
@@ -277,6 +279,33 @@ def note_all_weights(run: Run[StageConfig], option: str) -> None:
         run.log.say(
             f"  note         --{option} is 0: every weight trains; --{option} 16 trains an adapter"
         )
+
+
+def say_coverage(run: Run[StageConfig], models: Mapping[str, nn.Module]) -> None:
+    """Show and record which kinds of layers learn, of models that train, by role."""
+    found = {role: coverage(model) for role, model in models.items()}
+    for role, each in found.items():
+        whose = f"{role}: " if len(models) > 1 else ""
+        run.log.say(f"  learns       {whose}{each.words}")
+        if each.warning is not None:
+            run.log.say(f"  warning      {whose}{each.warning}")
+    run.record.update({"learns": {role: each.to_dict() for role, each in found.items()}})
+
+
+def say_uncounted(run: Run[StageConfig], models: Mapping[str, nn.Module]) -> None:
+    """Say what is not known of the memory and the FLOPs of models, by role; roles may share one."""
+    roles: dict[str, list[str]] = {}
+    for role, model in models.items():
+        try:
+            uncounted = describe(model).uncounted
+            line = f"note         FLOPs and memory leave out {uncounted}" if uncounted else ""
+        except ValueError as error:
+            line = f"memory       unknown, and so are TFLOPs: {error}"
+        roles.setdefault(line, []).append(role)
+    for line, whose in roles.items():
+        if line:
+            suffix = f" ({', '.join(whose)})" if len(models) > 1 else ""
+            run.log.say(f"  {line}{suffix}")
 
 
 def check_room_for(run: Run[StageConfig], trained: int) -> None:

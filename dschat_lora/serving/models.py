@@ -13,6 +13,8 @@ from dschat_lora.data.messages import Message
 from dschat_lora.engine.build import DTYPES, resolve_dtype
 from dschat_lora.engine.distributed import device
 from dschat_lora.engine.zero import broken_parameters
+from dschat_lora.generation.cache_check import check_cache
+from dschat_lora.generation.forward import TRIED
 from dschat_lora.generation.slots import SlotRows
 from dschat_lora.lora.mixed import AdapterRows, mix_adapters
 from dschat_lora.models.build import build_causal_lm
@@ -100,6 +102,7 @@ def _open_base(
         bits = {each.source.base_bits for each in named if each.source.adapter is not None}
         options = replace(options, base_bits=4 if bits == {4} else None)
     model = _load_base(base, options)
+    check_cache(model)
     tokenizers = {each.name: load_tokenizer(each.source.tokenizer, options) for each in named}
     adapted = [each for each in named if each.source.adapter is not None]
     numbers = {each.name: number for number, each in enumerate(adapted, start=1)}
@@ -107,6 +110,7 @@ def _open_base(
     if adapted:
         trees = [_adapted(each, model, tokenizers[each.name], options) for each in adapted]
         mixed, rows = share_parameters(model), AdapterRows(model.device)
+        TRIED[mixed] = TRIED.get(model, False)
         mix_adapters(mixed, trees, rows=rows)
     pad_id = int(tokenizers[named[0].name].pad_token_id)
     batch = BaseBatch(

@@ -14,6 +14,7 @@ from dschat_lora.data.samples import PromptSample
 from dschat_lora.data.tokenize import TokenRule, tokenize
 from dschat_lora.engine.distributed import device
 from dschat_lora.engine.zero import broken_parameters
+from dschat_lora.generation.cache_check import check_cache
 from dschat_lora.generation.generate import Decoder
 from dschat_lora.generation.sampling import Sampling, undrawn_reason
 from dschat_lora.models.causal_lm import end_ids
@@ -50,6 +51,7 @@ class Generator:
         self._sampling, self._batch_size = sampling, batch_size
         self._ends = end_ids(policy.tokenizer)
         pad = int(policy.tokenizer.pad_token_id)
+        check_cache(policy.model)
         self._decoder = Decoder(policy.model, eos_ids=self._ends, pad_id=pad, device=device())
 
     def __call__(

@@ -9,6 +9,7 @@ from dschat_lora.data.prepare import Prepared
 from dschat_lora.data.rows import DataKind
 from dschat_lora.engine.build import EngineSettings, TrainEngine
 from dschat_lora.engine.distributed import device
+from dschat_lora.lora.merge import check_mergeable
 from dschat_lora.lora.rates import parameter_groups, rate_warning
 from dschat_lora.models.build import (
     AdaptedModel,
@@ -18,8 +19,9 @@ from dschat_lora.models.build import (
     check_targets,
     recompute_blocks,
 )
-from dschat_lora.models.causal_lm import Tokenizer, load_config, load_tokenizer
+from dschat_lora.models.causal_lm import Tokenizer, attention_note, load_config, load_tokenizer
 from dschat_lora.models.compile import compile_blocks
+from dschat_lora.models.composite import left_out_words
 from dschat_lora.models.offload import offload_inputs
 from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.models.views import ModuleT
@@ -42,6 +44,8 @@ from dschat_lora.runtime.setup import (
     read_training_data,
     record_models,
     resolve_recomputation,
+    say_coverage,
+    say_uncounted,
     shard_model,
     state_identity,
     tensor_group,
@@ -168,8 +172,16 @@ def _describe(
         f"  parameters   {total:,}, of which {trained:,} train ({trained / total:.2%}); "
         f"{len(adapted.targets)} adapted layers; {engine_words(settings, adapted.model)}"
     )
+    if config.run.merge_adapter:
+        check_mergeable(adapted.model)
+    say_coverage(run, {"model": adapted.model})
+    say_uncounted(run, {"model": adapted.model})
+    if words := left_out_words(adapted.model):
+        run.log.say(f"  composite    {words}")
     if adapted.warning is not None:
         run.log.say(f"  warning      {adapted.warning}")
+    if words := attention_note(adapted.model, config.model):
+        run.log.say(f"  note         {words}")
     if config.lora.lora_dim == 0:
         note_all_weights(run, "lora_dim")
     if warning := rate_warning(config.optim, config.lora):

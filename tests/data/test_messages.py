@@ -39,7 +39,15 @@ def test_messages_of_today_are_taken(message):
         ),
         (
             {"role": "user", "content": [PART, {"type": "image", "url": "x"}]},
-            f": part 2 of 'content' must be {FORM}, found 'image'",
+            ": part 2 of 'content' is 'image'; text alone is read",
+        ),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+            ": part 1 of 'content' is 'image_url'; text alone is read",
+        ),
+        (
+            {"role": "user", "content": [{"type": "tool"}]},
+            f": part 1 of 'content' must be {FORM}, found 'tool'",
         ),
         ({"role": "user", "content": ["a"]}, f": part 1 of 'content' must be {FORM}, found str"),
         (

@@ -254,6 +254,14 @@ def test_the_check_names_a_first_row_that_supervised_training_cannot_use(jsonl):
     check_sources(DataConfig(eval_data_path=(str(path),), bad_rows="skip"))
 
 
+def test_a_row_with_images_is_refused_and_one_with_none_is_not(jsonl):
+    path = jsonl([{**PAIR, "images": []}, {**PAIR, "images": ["a.png"]}])
+    with pytest.raises(RowError) as error:
+        check_sources(DataConfig(data_path=(str(path),)))
+    assert str(error.value) == f"{path}:2: `images` is not empty; text alone trains, without images"
+    check_sources(DataConfig(data_path=(str(path),), bad_rows="skip"))
+
+
 def test_the_check_refuses_a_file_without_rows(jsonl):
     path = jsonl(["", ""])
     with pytest.raises(ValueError, match=r"--data_path .*train\.jsonl has no rows"):

@@ -21,11 +21,15 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def smi(tmp_path, monkeypatch):
-    """``smi(text, code)``: an ``nvidia-smi`` that prints the text; no device is chosen by name."""
+    """``smi(text, code)``: an ``nvidia-smi`` that prints the text; no device is chosen by name.
+
+    The driver's files are those below ``tmp_path``.
+    """
     monkeypatch.delenv("DS_ACCELERATOR")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
     gpu._unseen_gpu.cache_clear()
 
     def write(text, code=0):
@@ -45,20 +49,32 @@ def wheel(monkeypatch, version, cuda):
 INSTALL = "pip install torch=={0} --index-url https://download.pytorch.org/whl/{1}"
 OLDER = INSTALL.format("2.13.0+cu126", "cu126")
 NEWER = INSTALL.format("2.13.0+cu130", "cu130")
+UPDATE = "update the driver to"
+
+
+FROM_SITE = "install a CUDA build from pytorch.org"
+NO_ONE = (
+    "no one build of torch serves compute capabilities 7.0 and 10.0: name cards of one of them in "
+    f"CUDA_VISIBLE_DEVICES, and for those up to 9.0 {OLDER}, for newer ones {UPDATE} 580 or newer "
+    f"and {NEWER}"
+)
 
 
 # What runs what: https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
 @pytest.mark.parametrize(
     ("driver", "version", "cuda", "why", "remedy"),
     [
-        ("535.104.05", "2.13.0+cu130", "13.0", "needs driver 580", f"driver or {OLDER}, or"),
-        ("570.86.15", "2.13.0+cu132", "13.2", "needs driver 580", f"driver or {OLDER}, or"),
-        ("470.82.01", "2.13.0+cu130", "13.0", "needs driver 580", "update the driver, or"),
-        ("470.82.01", "2.13.0+cu126", "12.6", "needs driver 525", "update the driver, or"),
-        ("440.33.01", "2.6.0+cu118", "11.8", "needs driver 450", "update the driver, or"),
-        ("535.104.05", "2.13.0+cpu", None, "built without CUDA", OLDER),
-        ("580.65.06", "2.13.0+cpu", None, "built without CUDA", NEWER),
-        ("470.82.01", "2.13.0+cpu", None, "built without CUDA", f"update the driver and {OLDER}"),
+        ("535.104.05", "2.13.0+cu130", "13.0", "needs driver 580", f"580 or newer or {OLDER}, or"),
+        ("570.86.15", "2.13.0+cu132", "13.2", "needs driver 580", f"580 or newer or {OLDER}, or"),
+        ("470.82.01", "2.13.0+cu130", "13.0", "needs driver 580", f"{UPDATE} 580 or newer, or c"),
+        ("470.82.01", "2.13.0+cu126", "12.6", "needs driver 525", f"{UPDATE} 525 or newer, or c"),
+        ("440.33.01", "2.6.0+cu118", "11.8", "needs driver 450", f"{UPDATE} 450 or newer, or c"),
+        ("535.104.05", "2.13.0+cpu", None, "built without CUDA", f": {OLDER}, or"),
+        ("580.65.06", "2.13.0+cpu", None, "built without CUDA", f": {NEWER}, or"),
+        (
+            *("470.82.01", "2.13.0+cpu", None, "built without CUDA"),
+            f": {UPDATE} 525 or newer and {OLDER}, or",
+        ),
     ],
 )
 def test_a_driver_and_a_wheel_that_do_not_fit_are_named_with_the_remedy(
@@ -73,8 +89,52 @@ def test_a_driver_and_a_wheel_that_do_not_fit_are_named_with_the_remedy(
     assert f"torch {version}" in words
     assert cuda is None or f"built for CUDA {cuda}" in words
     assert why in words
-    assert remedy in words
+    assert remedy in words.replace("; ", ": ")
     assert words.endswith("or compute on the CPU by DS_ACCELERATOR=cpu")
+
+
+@pytest.mark.parametrize(
+    ("cards", "version", "cuda", "remedy"),
+    [
+        ("570.86.15, 12.0", "2.13.0+cu130", "13.0", f"{UPDATE} 580 or newer"),  # an RTX 5090
+        ("570.86.15, 9.0", "2.13.0+cu130", "13.0", f"{UPDATE} 580 or newer or {OLDER}"),
+        ("570.86.15, [N/A]", "2.13.0+cu130", "13.0", f"{UPDATE} 580 or newer or {OLDER}"),
+        ("535.104.05, 7.0", "2.13.0+cu130", "13.0", OLDER),  # a V100, of which cu130 has none
+        ("470.82.01, 7.0", "2.13.0+cu130", "13.0", f"{UPDATE} 525 or newer and {OLDER}"),
+        ("580.65.06, 7.0", "2.13.0+cpu", None, OLDER),
+        ("580.65.06, [N/A]", "2.13.0+cpu", None, NEWER),
+        ("580.65.06, 12.1", "2.13.0+cpu", None, NEWER),
+        ("570.86.15, 12.0", "2.13.0+cpu", None, f"{UPDATE} 580 or newer and {NEWER}"),
+        ("580.65.06, 8.0", "2.6.0+cpu", None, INSTALL.format("2.6.0+cu126", "cu126")),
+        ("580.65.06, 8.0", "2.9.0+cpu", None, INSTALL.format("2.9.0+cu130", "cu130")),
+        (
+            *("580.65.06, 10.0", "2.8.0+cpu", None),
+            "pip install 'torch>=2.9' --index-url https://download.pytorch.org/whl/cu130",
+        ),
+        ("580.65.06, 8.0", "2.14.0.dev20261101+cpu", None, f"{FROM_SITE} (cu130)"),
+        ("580.65.06, 8.0", "2.9.0a0+git1", None, f"{FROM_SITE} (cu130)"),
+        (
+            *("470.82.01, 3.5", "2.13.0+cpu", None),
+            "use a card of compute capability 5.0 or above, which 3.5 is not",
+        ),
+        ("580.65.06, 7.0\n580.65.06, 10.0", "2.13.0+cpu", None, NO_ONE),  # a V100 beside a B200
+        ("570.86.15, 10.0\n570.86.15, 7.0", "2.13.0+cu130", "13.0", NO_ONE),
+    ],
+)
+def test_the_remedy_fits_the_cards(smi, monkeypatch, cards, version, cuda, remedy):
+    wheel(monkeypatch, version, cuda)
+    smi(cards)
+    _, found = gpu.problem(CPU)
+    assert found == f"{remedy}, or compute on the CPU by DS_ACCELERATOR=cpu"
+
+
+def test_a_driver_that_knows_no_compute_capability_is_asked_without(smi, monkeypatch, tmp_path):
+    wheel(monkeypatch, "2.13.0+cu130", "13.0")
+    smi("")
+    script = '#!/bin/sh\ncase "$1" in *compute_cap*) echo Field is not valid; exit 2;; esac\n'
+    (tmp_path / "nvidia-smi").write_text(f"{script}echo 470.82.01\n")
+    found, _ = gpu.problem(CPU)
+    assert "NVIDIA driver 470.82.01 is here" in found
 
 
 @pytest.mark.parametrize(("driver", "cuda"), [("525.60.13", "12.9"), ("580.65.06", "13.0")])
@@ -97,12 +157,27 @@ def test_a_driver_in_the_kernel_that_shows_no_card_asks_for_one(smi, monkeypatch
     wheel(monkeypatch, "2.13.0+cu130", "13.0")
     smi("NVIDIA-SMI has failed because it could not communicate with the driver 999.1", code=9)
     module = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n"
-    (tmp_path / "version").write_text(f"{module}GCC version:  gcc version 13.3.0\n")
-    loaded = gpu._loaded_driver
-    monkeypatch.setattr(gpu, "_loaded_driver", lambda: loaded(str(tmp_path / "version")))
+    version = tmp_path / "proc/driver/nvidia/version"
+    version.parent.mkdir(parents=True)
+    version.write_text(f"{module}GCC version:  gcc version 13.3.0\n")
     found, remedy = gpu.problem(CPU)
     assert "NVIDIA driver 580.65.06 is here: it is built for CUDA 13.0, and no card" in found
     assert "--gpus all" in remedy
+    assert "restart" not in remedy
+
+
+def test_files_of_cards_that_nvidia_smi_does_not_show_ask_for_one_too(smi, monkeypatch, tmp_path):
+    """A Slurm job without --gres, or a pod that sees the host's files."""
+    wheel(monkeypatch, "2.13.0+cu130", "13.0")
+    smi("No devices were found", code=6)
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/nvidia0").touch()
+    monkeypatch.setattr(gpu, "_reason", lambda: "no CUDA-capable device is detected")
+    found, remedy = gpu.problem(CPU)
+    assert "no card is shown here (no CUDA-capable device is detected)" in found
+    assert "--gpus all" in remedy
+    assert "--gres=gpu:1" in remedy
+    assert "see what nvidia-smi shows" in remedy
 
 
 def test_machines_without_a_driver_and_hidden_gpus_compute_on_the_cpu(smi, monkeypatch):
@@ -126,7 +201,23 @@ def test_machines_without_a_driver_and_hidden_gpus_compute_on_the_cpu(smi, monke
             gpu.usable(CPU)
 
 
-BROKEN = {"DS_ACCELERATOR": None, "CUDA_VISIBLE_DEVICES": None}
+@pytest.mark.parametrize(
+    ("cuda", "other", "chosen"),
+    [(None, True, None), (None, False, "cpu"), ("13.0", True, "cpu")],
+    ids=["XPU", "CPU build", "CUDA build"],
+)
+def test_hidden_gpus_of_nvidia_leave_other_accelerators(monkeypatch, cuda, other, chosen):
+    monkeypatch.setenv("DS_ACCELERATOR", "")
+    monkeypatch.delenv("DS_ACCELERATOR")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: other)
+    check_environment()
+    assert os.environ.get("DS_ACCELERATOR") == chosen
+
+
+# No machine has that card.
+BROKEN = {"DS_ACCELERATOR": None, "CUDA_VISIBLE_DEVICES": "999"}
 SFT = ("sft", "--lora_dim", "4", "--max_steps", "1", "--output_dir", "out")
 
 
@@ -182,6 +273,12 @@ def test_doctor_calls_it_an_error(smi, monkeypatch):
         ("580.65.06, 7.0", 0, OLDER.removeprefix("pip install ")),  # a V100
         ("580.65.06, 7.5", 0, "torch==2.13.0"),
         ("580.65.06, 12.0\n580.65.06, 12.0", 0, "torch==2.13.0"),
+        ("570.86.15, 9.0", 0, OLDER.removeprefix("pip install ")),
+        ("570.86.15, 12.0", 0, "torch==2.13.0"),  # which needs a newer driver
+        ("580.65.06, 7.0\n580.65.06, 10.0", 0, "torch==2.13.0"),
+        ("470.82.01, 3.5", 0, "torch==2.13.0"),
+        ("580.65.06, [N/A]", 0, "torch==2.13.0"),
+        ("535.104.05, [N/A]", 0, OLDER.removeprefix("pip install ")),
         ("NVIDIA-SMI has failed because", 9, "torch==2.13.0"),
         ("535.104.05, 8.0", 0, "torch==2.13.0+cpu"),  # as asked for
     ],
@@ -236,6 +333,38 @@ def test_a_card_runs_code_for_it_or_portable_code(monkeypatch, capability, built
     assert doctor.describe_device(card).state == "error"
 
 
+@pytest.mark.parametrize(
+    ("capability", "cuda", "cards", "remedy"),
+    [
+        ((12, 0), "12.6", "570.86.15, 12.0", f"{UPDATE} 580 or newer and {NEWER}"),
+        ((12, 0), "12.6", "no driver", f"{UPDATE} 580 or newer and {NEWER}"),
+        ((12, 0), "12.6", "580.65.06, 12.0", NEWER),
+        ((13, 0), "13.0", "580.65.06, 13.0", "install a newer torch from pytorch.org"),
+        ((7, 0), "13.0", "no driver", OLDER),
+    ],
+)
+def test_lacking_kernels_are_in_the_build_for_the_card(
+    smi, monkeypatch, capability, cuda, cards, remedy
+):
+    gpu._lacking_kernels.cache_clear()
+    wheel(monkeypatch, "2.13.0", cuda)
+    smi(cards)
+    built = CU130[:-1] if cuda == "13.0" else CU126
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: built)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some Card")
+    _, found = gpu.problem(torch.device("cuda", 0))
+    assert found == f"{remedy}, or compute on the CPU by DS_ACCELERATOR=cpu"
+    other = {0: capability, 1: (7, 0) if capability > (9, 0) else (10, 0)}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_capability", lambda d: other[getattr(d, "index", d)]
+    )
+    gpu._lacking_kernels.cache_clear()
+    _, found = gpu.problem(torch.device("cuda", 0))
+    assert ("no one build of torch serves" in found) == ("newer torch" not in remedy)
+
+
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 REFUSES = "import sys; sys.exit('CUDA driver error: operation not supported')"
 WANTS = f"import os; assert os.environ['{ALLOCATOR}'] == 'expandable_segments:True'"
@@ -267,6 +396,16 @@ def test_segments_that_another_process_cannot_extend_stay_of_a_fixed_size(
     assert note.endswith(f": {said}")
     assert "expandable segments" in note
     assert "\n" not in note
+    assert ALLOCATOR not in os.environ
+
+
+def test_a_trial_that_finds_the_gpu_full_does_not_blame_the_gpu(allocator, monkeypatch):
+    full = "CUDA out of memory. Tried to allocate 64.00 MiB"
+    monkeypatch.setattr(gpu, "TRIAL", f"import sys; sys.exit({full!r})")
+    note = gpu.allow_expandable_segments(0)
+    assert note.startswith("another program fills the GPU")
+    assert "refuses" not in note
+    assert note.endswith(f": {full}")
     assert ALLOCATOR not in os.environ
 
 

@@ -3,38 +3,14 @@
 import warnings
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from dschat_lora.generation.forward import takes_cache
 from dschat_lora.generation.generate import Decoder
 from dschat_lora.generation.sampling import Sampling
 from fakecuda.device import fake_cuda
-from fakecuda.matrix import SIZE
 from fakecuda.programs import CUDA
-
-_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_CHOSEN = ("num_experts_per_tok", "moe_k")
-_SHARED = ("n_shared_experts", "moe_num_shared_experts", "n_group", "topk_group")
-_WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size")
-EXPERTS = (
-    dict.fromkeys(_COUNTS, 4)
-    | dict.fromkeys(_CHOSEN, 2)
-    | dict.fromkeys(_SHARED, 1)
-    | dict.fromkeys(_WIDTHS, 32)
-    | {"first_k_dense_replace": 0, "moe_layer_start_index": 0}
-)
-LATENT = dict.fromkeys(("q_lora_rank", "kv_lora_rank", "v_head_dim"), 16)
-LATENT |= dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim"), 8)
-
-
-def tiny(kind):
-    """The configuration of a type, which gets what it knows of the sizes."""
-    default = AutoConfig.for_model(kind)
-    known = EXPERTS | (LATENT if hasattr(default, "kv_lora_rank") else {"head_dim": 16})
-    sizes = SIZE | {name: value for name, value in known.items() if hasattr(default, name)}
-    if layers := getattr(default, "layer_types", None):
-        sizes["layer_types"] = [layers[0], layers[-1]]
-    return AutoConfig.for_model(kind, **sizes)
+from helpers.kinds import tiny_config as tiny
 
 
 def decode(kind, card, dtype):

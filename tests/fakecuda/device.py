@@ -55,6 +55,8 @@ COLLECTIVES = {
 }
 # Waits that ``torch.cuda.set_sync_debug_mode`` does not see.
 UNDETECTED = {"synchronize", "event"}
+# Operations that draw random numbers only for dropout.
+ATTENTION = {f"_scaled_dot_product_{kind}_attention" for kind in ("cudnn", "efficient", "flash")}
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addbmm"}
 NO_KERNEL = {"empty", "empty_like", "new_empty", "_unsafe_view", "empty_strided"}
 # Where the package's own code is, for labels.
@@ -81,6 +83,7 @@ class Watch(TorchDispatchMode):
             for unfinished, as torch leaves them where the end of one fails. pools: handle of a
             memory pool of graphs -> how many hold it.
         stream: the current one. mode: of ``torch.cuda.set_sync_debug_mode``; 1 warns of waits.
+        generator: of random numbers.
         plans: shapes that cuDNN has planned attention for, in the life of the process.
         live, peak: bytes of the device's storages. memory: at how many the device is full.
         copied: "cuda->cpu" or "cpu->cuda" -> bytes.
@@ -101,7 +104,7 @@ class Watch(TorchDispatchMode):
         self.plans = set()
         self.capturing: CUDAGraph | None = None
         self.underway, self.pools, self.mode = Counter(), Counter(), 0
-        self.stream = Stream()
+        self.stream, self.generator = Stream(), Generator()
         self._kernels: set[tuple] = set()  # those that have run, by operation, shapes and types
         self._before, self._events = Counter(), []
         self._seen = weakref.WeakKeyDictionary()
@@ -249,6 +252,10 @@ class Watch(TorchDispatchMode):
         return True, result
 
     def _note(self, func, name, tensors, result):
+        tags = getattr(func, "tags", ())  # flex attention has none
+        draws = torch.Tag.nondeterministic_seeded in tags and name not in ATTENTION
+        if draws and self.capturing is None:
+            self.generator.check()
         made = [x for x in tree_leaves(result) if isinstance(x, FakeTensor) and _is_cuda(x)]
         if made and not getattr(func, "is_view", False) and name not in NO_KERNEL:
             self.launches += 1
@@ -511,6 +518,26 @@ def _event_of(watch):
     return Event
 
 
+class Generator:
+    """A generator of random numbers, whose state takes a failed capture for unfinished.
+
+    torch's up to 2.12 does. A list of one: whether the state is being captured.
+    """
+
+    def __init__(self):
+        self.state = [False]
+
+    def clone_state(self):
+        return Generator()
+
+    def graphsafe_set_state(self, generator):
+        self.state = generator.state
+
+    def check(self, state=None):
+        if (state or self.state)[0]:
+            raise RuntimeError("Offset increment outside graph capture encountered unexpectedly.")
+
+
 class CUDAGraph:
     """A graph whose capture fails as torch's does, which then leaves things as they are.
 
@@ -519,11 +546,13 @@ class CUDAGraph:
 
     def __init__(self, watch):
         self._watch, self._pool, self.valid, self._captured = watch, None, True, False
+        self._random = watch.generator.state
 
     def capture_begin(self, pool, **_):
         watch = self._watch
         if watch.underway:
             raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
+        self._random[0] = True
         watch.underway[pool] += 1
         watch.pools[pool] += 1
         self._pool, watch.capturing, watch.stream.captures = pool, self, True
@@ -538,7 +567,7 @@ class CUDAGraph:
                 "CUDA error: operation failed due to a previous error during capture"
             )
         watch.end_pool(0, self._pool)
-        self._captured = True
+        self._random[0], self._captured = False, True
 
     def pool(self):
         if not self._captured:
@@ -547,6 +576,7 @@ class CUDAGraph:
 
     def replay(self):
         assert self._captured, "replay without a preceding successful capture"
+        self._watch.generator.check(self._random)
         self._watch.replays += 1
 
     def reset(self):
@@ -675,6 +705,7 @@ def fake_cuda(card="h200", *, world_size=1, rank=0, memory=None):
 
         for name, value in card_module(card, watch).items():
             stand_in(torch.cuda, name, value)
+        stand_in(torch.cuda, "default_generators", (watch.generator,))
         stand_in(torch.cuda.graph, "default_capture_stream", None)
         for name, value in {
             "_host_emptyCache": _nothing,

@@ -11,7 +11,8 @@ from transformers.integrations.moe import _grouped_mm
 from dschat_lora import assets
 from fakecuda import programs
 from fakecuda.device import fake_cuda
-from fakecuda.matrix import FAMILIES, SIZE
+from fakecuda.matrix import FAMILIES
+from helpers.kinds import SIZE
 
 MODEL = Path(assets.__file__).parent / "model"  # whose tokenizer they take
 

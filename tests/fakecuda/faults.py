@@ -1,11 +1,18 @@
 """Training and decoding with a fault in the forward pass; see test_planted_faults."""
 
+from contextlib import suppress
+from dataclasses import replace
 from unittest import mock
 
 import torch
 
+from benchmarks.common import shapes
+from dschat_lora.generation.cuda_graphs import cuda_graphs
+from dschat_lora.generation.generate import Decoder
+from dschat_lora.generation.sampling import Sampling
 from dschat_lora.lora.layers import LoraLinear
 from fakecuda import programs
+from fakecuda.device import fake_cuda
 
 PLAIN = LoraLinear.forward
 KEPT = []
@@ -60,6 +67,23 @@ def wrong(layer, x):
     if x.shape[1] == 1 and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("a model that minds captures")
     return NORM(layer, x)
+
+
+def decode_around_a_failed_capture():
+    """(graphs, replays, graphs that are held) of a call before it and one after, then a draw."""
+    with fake_cuda() as watch:
+        watch.truth, found = False, []  # no sequence ends
+        size = replace(shapes.SHAPES["opt-1.3b"], num_layers=1)
+        model = shapes.random_model(size, dtype=torch.bfloat16, device=torch.device("cuda")).eval()
+        decoder = Decoder(model, eos_ids=[2], pad_id=1, device=torch.device("cuda"))
+        for _ in range(2):
+            watch.start()
+            decoder([[5] * 60], Sampling(8), seeds=[[0]])
+            found.append([len(watch.graphs), watch.replays, sum(watch.pools.values())])
+            with suppress(RuntimeError):
+                cuda_graphs()(torch.cuda.synchronize)
+        torch.zeros(4, device="cuda").bernoulli_()
+        return found
 
 
 def decode_with(fault, new_tokens):

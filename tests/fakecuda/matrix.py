@@ -17,18 +17,6 @@ from fakecuda import shim
 from fakecuda.conftest import FakeDevice
 from helpers.spread import pairs
 
-SIZE = {
-    "vocab_size": 1024,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "bos_token_id": None,
-    "eos_token_id": 2,
-    "pad_token_id": 1,
-}
 _MIXED = ["sliding_attention", "full_attention"]
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _PARTS = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}

@@ -68,6 +68,13 @@ def test_what_cannot_be_captured_is_told_and_leaves_nothing_behind(
     assert all(re.fullmatch(reason, text) for text in warned)
 
 
+def test_after_a_failed_capture_numbers_are_drawn_and_no_graph_of_before_is_replayed(fake_device):
+    before, after = fake_device.run("fakecuda.faults:decode_around_a_failed_capture")
+    # 8 tokens: the first from the prompts, one as it is before the capture.
+    assert before == [1, 6, 1]
+    assert after == [0, 0, 0]
+
+
 def test_cudnn_plans_attention_where_it_is_asked_for_and_for_few_shapes(fake_device):
     longest = [50, 65, 70, 100, 127, 128, 129, 200]
     assert fake_device.run("fakecuda.programs:planned", longest=longest, asked=False) == []

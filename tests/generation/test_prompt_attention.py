@@ -37,7 +37,7 @@ def test_each_row_attends_to_the_prompt_that_it_answers(key_heads, sequences):
     # Only what is shared may be read of the prompts' columns, where there is enough of it.
     if rows >= 2 * PROMPT_COUNT:
         key[:, :, :WIDTH], value[:, :, :WIDTH] = torch.nan, torch.nan
-    key.prompts = SharedPrompts(*prompts, torch.tensor(sequences), COPIES)
+    key.prompts = value.prompts = SharedPrompts(*prompts, torch.tensor(sequences), COPIES)
     found, _ = attend_by_products(None, query, key, value, mask, scaling=0.7)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 

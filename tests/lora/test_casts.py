@@ -41,7 +41,7 @@ def gradients(model):
     return loss.detach(), [layer.lora_A.grad.clone() for layer in adapter_layers(model).values()]
 
 
-@pytest.mark.parametrize("kind", ["opt", "gpt2"])
+@pytest.mark.parametrize("kind", ["opt", "gpt2", "qwen3_moe"])
 def test_a_pass_with_copies_equals_one_without_and_casts_no_factor(kind):
     model = adapted(kind, torch.bfloat16)
     layers = adapter_layers(model).values()

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora import experts
-from dschat_lora.lora.experts import LoraExperts, expert_linear
+from dschat_lora.lora.experts import LoraExperts, Routing, expert_linear
 from dschat_lora.lora.merge import merged_state_dict, untied_by_merge
 from dschat_lora.lora.model import (
     adapter_parameters,
@@ -79,7 +79,7 @@ def run(values, ends, transposed):
     layer = LoraExperts(nn.Parameter(stored.detach()), r=3, scaling=0.7, transposed=transposed)
     del layer._parameters["weight"], layer._parameters["lora_A"], layer._parameters["lora_B"]
     layer.weight, layer.lora_A, layer.lora_B = stored, lora_a, lora_b
-    return layer(x, ends)
+    return layer(x, Routing(torch.empty(0), ends, torch.empty(0), 9))
 
 
 @pytest.mark.parametrize("kernel", [True, False])

@@ -6,6 +6,7 @@ from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.merge import (
     MergeReport,
     check_merge,
+    check_mergeable,
     merge_deviation,
     merged_state_dict,
     untied_by_merge,
@@ -54,6 +55,30 @@ def test_merging_leaves_the_model_untouched_and_shares_no_adapted_memory():
         merged[name].zero_()
     after = model.state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+def test_a_weight_that_blocks_share_is_refused_if_each_adapts_it():
+    def shared():
+        model = toy_model()
+        model.blocks[1].q_proj.weight = model.blocks[0].q_proj.weight
+        return model
+
+    model = shared()
+    apply_lora(model, LoraConfig(lora_dim=2), seed=0)
+    with pytest.raises(
+        ValueError, match=r"blocks share blocks.0.q_proj.weight, with an adapter for"
+    ):
+        check_mergeable(model)
+    model = shared()
+    apply_lora(model, LoraConfig(lora_dim=2, target_modules=("c_proj",)), seed=0)
+    check_mergeable(model)
+
+
+def test_an_adapted_head_that_shares_the_embedding_can_be_merged():
+    model = trained(EVERYTHING)
+    model.get_input_embeddings, model.get_output_embeddings = lambda: model.embed, lambda: None
+    assert untied_by_merge(model)
+    check_mergeable(model)
 
 
 def test_merge_of_a_16_bit_base_rounds_once():

@@ -35,14 +35,14 @@ def mixed(base, adapters):
     return model.eval(), rows
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "qwen3_moe"])
 @torch.no_grad()
 def test_each_row_has_the_logits_of_its_own_adapter(kind):
     base = tiny_model(kind)
     configs = list(ADAPTERS.values())
     if kind in ("gpt2", "neox"):  # a tied or otherwise named head
         configs[1] = LoraConfig(lora_dim=3, lora_alpha=3.0)
-    if kind == "llama":  # without biases
+    if kind in ("llama", "qwen3_moe"):  # without biases
         configs[2] = LoraConfig(lora_dim=2, modules_to_save=("embed_tokens", "norm"))
     models = [adapted(base, config, seed) for seed, config in enumerate(configs)]
     model, rows = mixed(base, models)

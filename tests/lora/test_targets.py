@@ -1,4 +1,5 @@
 import re
+from types import SimpleNamespace
 
 import pytest
 from torch import nn
@@ -157,3 +158,35 @@ def test_saved_endings_allow_for_matching_inside_a_part():
     assert minimal_saved_endings(["old_score"], PATHS) == ["old_score"]
     with pytest.raises(ValueError, match="PEFT would save further modules too"):
         minimal_saved_endings(["score"], PATHS)
+
+
+# Those that PEFT refuses, and those whose kernel on a GPU takes the weight alone as well.
+MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
+MAMBA += ("bamba", "granitemoehybrid", "zamba2")
+
+
+def of_type(kind):
+    """A block with the layers of a recurrent one."""
+    model = nn.Module()
+    block = nn.ModuleDict({"in_proj": nn.Linear(2, 2), "out_proj": nn.Linear(2, 2)})
+    model.layers, model.config = nn.ModuleList([block]), SimpleNamespace(model_type=kind)
+    return model
+
+
+@pytest.mark.parametrize("kind", MAMBA)
+def test_all_linear_leaves_out_what_the_kernel_of_mamba_blocks_passes_by(kind):
+    assert choose_targets(of_type(kind), LoraConfig(lora_dim=2)) == ["layers.0.in_proj"]
+
+
+@pytest.mark.parametrize(
+    "options", [{"target_modules": ("in_proj", "out_proj")}, {"lora_module_name": "proj"}]
+)
+def test_what_the_kernel_of_mamba_blocks_passes_by_is_refused_by_name(options):
+    words = r"'out_proj', whose adapter the GPU kernel of Mamba blocks \(mamba2\) would pass by"
+    with pytest.raises(ValueError, match=words):
+        choose_targets(of_type("mamba2"), LoraConfig(lora_dim=2, **options))
+
+
+def test_out_proj_of_other_types_is_adapted():
+    names = choose_targets(of_type("qwen3_next"), LoraConfig(lora_dim=2))
+    assert names == ["layers.0.in_proj", "layers.0.out_proj"]

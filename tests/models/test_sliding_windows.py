@@ -72,6 +72,6 @@ def test_window_of_two_sees_itself_and_its_neighbour():
 
 def test_layers_whose_mask_is_none_of_ours_are_told():
     config = tiny("mistral").config
-    config.layer_types = ["linear_attention", "full_attention"]
+    config.layer_types = ["chunked_attention", "full_attention"]
     assert attention_windows(config) is None
     assert Backbone(tiny("mistral")).own_mask is False

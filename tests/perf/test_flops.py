@@ -17,13 +17,7 @@ from perf_models import (
     opt,
     project_lora,
 )
-from torch import nn
-from transformers import (
-    MixtralConfig,
-    OPTConfig,
-    OPTForCausalLM,
-    OPTForSequenceClassification,
-)
+from transformers import OPTConfig, OPTForCausalLM, OPTForSequenceClassification
 
 from dschat_lora.algos.sft import linear_cross_entropy
 from dschat_lora.config.groups import LoraConfig
@@ -342,13 +336,6 @@ def test_parameters_that_zero_3_partitioned_are_described_like_whole_ones():
         parameter.ds_shape, parameter.ds_numel = parameter.shape, parameter.numel()
         parameter.data = torch.empty(0)
     assert describe(whole) == expected
-
-
-def test_mixtures_of_experts_are_refused_by_name():
-    model = nn.Linear(1, 1)
-    model.config = MixtralConfig(num_local_experts=8)
-    with pytest.raises(ValueError, match=r"num_local_experts = 8.*mixture of experts"):
-        describe(model)
 
 
 def test_a_model_without_a_list_of_blocks_is_refused():

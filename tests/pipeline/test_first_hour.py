@@ -156,6 +156,27 @@ def test_all_twelve_checks_are_named_and_fail_one_by_one(hour, tmp_path):
     assert all("illegal memory access" in each["reason"] for each in found)
 
 
+def test_without_bitsandbytes_what_needs_four_bits_is_not_run(hour, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    hour.start = lambda words, environment, output: start([GOOD], environment, output)
+    items = {
+        "checks": hour_checks.checks(hour.work, "bf16"),
+        "measurements": hour_checks.measurements(hour.work, "bf16", 10**10),
+    }
+    needs = "needs dschat_lora[qlora]"
+    assert {each.name: each.lacks for kind in items.values() for each in kind if each.lacks} == {
+        "sft on a 4-bit base against the CPU": needs,
+        "SFT, opt-6.7b, 4-bit base": needs,
+    }
+    lacking = {kind: [each for each in items[kind] if each.lacks] for kind in items}
+    lacking["checks"].append(item("good", GOOD))
+    assert run_items(hour, MACHINE, lacking, tmp_path)
+    found = json.loads((tmp_path / "first_hour.json").read_text())
+    for four_bits in (found["checks"][0], found["measurements"][0]):
+        assert (four_bits["state"], four_bits["reason"]) == ("not run", needs)
+    assert [*hour.done] == ["good-0"], "no other command was begun"
+
+
 def test_what_is_no_number_is_shown_and_kept_as_json(hour, tmp_path, capsys):
     checks = [item("nan", GOOD, found=math.nan)]
     speed = [Item("speed", (), lambda: {"tokens_per_second": None})]
@@ -185,6 +206,38 @@ def test_the_results_name_neither_host_nor_directories_nor_variables(hour, tmp_p
         assert "model.py on HOST: lost" in text
         assert "private" not in text
         assert "hf_secret" not in text
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("Permission denied: '/home/alice'", "Permission denied: 'DIRECTORY'"),
+        ("cannot write /home/alice: No space left", "cannot write DIRECTORY: No space left"),
+        ("/home/alice smith/x.py", "DIRECTORY x.py"),
+        ("/data/alice", "DIRECTORY"),
+        ("-I/home/bob/include -I/home/alice", "DIRECTORY DIRECTORY"),
+        ("alice@n7: refused by n8.cluster.example.org", "USER@HOST: refused by n8.DOMAIN"),
+        ("n7.cluster.example.org:29500 of malice", "HOST:29500 of malice"),
+        ("dschat_lora/engine/gpu.py:12, ../secret/y", "gpu.py:12, DIRECTORY"),
+        ("lost /data/secret/m.safetensors.", "lost m.safetensors."),
+        ("5 tokens/s of facebook/opt-1.3b", "5 tokens/s of facebook/opt-1.3b"),
+        ("https://download.pytorch.org/whl/cu126", "https://download.pytorch.org/whl/cu126"),
+    ],
+)
+def test_a_path_leaves_the_name_of_its_file_and_none_of_user_or_domain(monkeypatch, text, shown):
+    monkeypatch.setenv("HOME", "/home/alice")
+    monkeypatch.setenv("LOGNAME", "alice")
+    monkeypatch.setattr(first_hour, "_full_host_name", lambda: "n7.cluster.example.org")
+    monkeypatch.setattr(socket, "gethostname", lambda: "n7")
+    assert first_hour.public(text) == shown
+
+
+def test_the_directories_of_user_and_command_are_known_with_spaces_too(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", "/shared disk/alice smith")
+    (tmp_path / "my thesis").mkdir()
+    monkeypatch.chdir(tmp_path / "my thesis")
+    found = first_hour.public(f"/shared disk/alice smith/x.py; '/data/alice smith'; {Path.cwd()}/y")
+    assert found == "x.py; 'DIRECTORY'; DIRECTORY"
 
 
 def test_a_machine_without_a_card_is_told_so(monkeypatch, capsys):

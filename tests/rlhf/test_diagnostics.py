@@ -6,7 +6,7 @@ import math
 import pytest
 
 from dschat_lora.report.log import jsonable
-from dschat_lora.rlhf.diagnostics import PATIENCE, WINDOW, Diagnostics
+from dschat_lora.rlhf.diagnostics import PATIENCE, WINDOW, Diagnostics, check_sampler
 
 HEALTHY = {
     "kl": 0.4,
@@ -236,3 +236,16 @@ def test_figures_that_were_no_numbers_come_back_as_they_were():
     assert math.isinf(again.evaluations[0]["judge_standard_error"])
     assert again.evaluation({"reward": 2.0, "judge": 0.0, "judge_standard_error": 0.1}) == []
     assert again.iteration(HEALTHY) == []
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rounding", "wrong"),
+    [("fp32", 4e-4, 6e-4), ("bf16", 0.2, 0.3), ("fp16", 0.09, 0.11)],
+)
+def test_a_sampler_that_no_rounding_explains_stops_the_run(dtype, rounding, wrong):
+    check_sampler({"sampler_error": rounding}, dtype)
+    check_sampler({}, dtype)
+    with pytest.raises(
+        ValueError, match=rf"are {wrong:g} nats per token .* no rounding in {dtype}"
+    ):
+        check_sampler({"sampler_error": wrong}, dtype)

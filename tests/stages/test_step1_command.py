@@ -153,6 +153,8 @@ def test_record_says_what_was_run_and_how_it_ended(title, home):
     width, inner = config["hidden_size"], config["ffn_dim"]
     block = 128 * (4 * 2 * width + 2 * (width + inner))
     assert record["parameters"]["trainable"] == config["num_hidden_layers"] * block
+    assert record["learns"]["model"]["linear_share"] == 1
+    assert record["learns"]["model"]["learns"]["q_proj"]["layers"] == config["num_hidden_layers"]
 
 
 def test_adapter_directory_is_complete_and_loads_in_peft(title, home):
@@ -261,11 +263,11 @@ def test_dry_run_prints_the_options_and_leaves_no_trace(own_data, home, launcher
     assert running.wait() == [0], running.output()
     for line in ("--lora_dim 8", "--max_seq_len 128", "--zero_stage 0", "dry run"):
         assert line in running.out()
-    for name in ("parameters", "memory", "packing", "steps", "time", "sample"):
+    for name in ("parameters", "learns", "memory", "packing", "steps", "time", "sample"):
         assert f"\n  {name} " in running.out()
     assert "--adam_beta1" not in running.out()
     lines = running.out().splitlines()
-    assert len(lines) <= 26
+    assert len(lines) <= 27
     assert max(map(len, lines[1:])) <= 80
     assert "step 1/" not in running.out()
     assert sorted(home.rglob("*")) == before

@@ -105,8 +105,8 @@ class DecodeConfig:
     )
     per_device_eval_batch_size: int = option(16, help="meanings at a time on each device")
     dtype: Dtype = option("auto", help="compute type; auto: as in training")
-    attn_implementation: Literal["sdpa", "eager"] = option(
-        "sdpa", help="attention kernel of transformers"
+    attn_implementation: Literal["auto", "sdpa", "eager"] = option(
+        "auto", help="attention kernel of transformers; auto: sdpa where it has it, else eager"
     )
     trust_remote_code: bool = option(False, help="run model code that comes with a hub repository")
     seed: int = option(1234, help="accepted from the original; the search draws nothing")

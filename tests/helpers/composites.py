@@ -1,0 +1,187 @@
+"""Tiny composite checkpoints of random weights: text, vision and what joins them."""
+
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedModel,
+)
+from transformers.models.timm_wrapper import TimmWrapperModel
+
+from dschat_lora.assets import BUNDLED_MODEL
+
+_TEXT = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
+}
+_KINDS = ["sliding_attention", "full_attention"]
+_QWEN = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "patch_size": 8,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+}
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+_LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+_AUDIO = {"hidden_size": 16, "conf_num_hidden_layers": 1, "conf_num_attention_heads": 2}
+# By model type: the text tower's fields, the vision tower's, and the composite's own.
+_FIELDS = {
+    "gemma3": (
+        {"sliding_window": 16, "layer_types": _KINDS, "tie_word_embeddings": True},
+        {},
+        {"mm_tokens_per_image": 4, "tie_word_embeddings": True},
+    ),
+    "gemma3n": (
+        {
+            "sliding_window": 16,
+            "layer_types": _KINDS,
+            "num_kv_shared_layers": 0,
+            "laurel_rank": 4,
+            "hidden_size_per_layer_input": 4,
+            "activation_sparsity_pattern": [0.5, 0.0],
+            "tie_word_embeddings": True,
+        },
+        {"architecture": "mobilenetv5_300m_enc", "hidden_size": 16},
+        {"audio_config": _AUDIO, "tie_word_embeddings": True},
+    ),
+    "gemma4": (
+        {
+            "sliding_window": 16,
+            "layer_types": _KINDS,
+            "hidden_size_per_layer_input": 4,
+            "tie_word_embeddings": True,
+        },
+        {"num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 64},
+        {"tie_word_embeddings": True, "audio_config": None},
+    ),
+    "qwen3_5": (_LINEAR | {"rope_parameters": _MROPE | {"partial_rotary_factor": 1.0}}, _QWEN, {}),
+    "qwen3_vl": (
+        {"rope_parameters": _MROPE},
+        _QWEN | {"deepstack_visual_indexes": [0]},
+        {},
+    ),
+    "mistral3": (
+        {"model_type": "mistral"},
+        {"model_type": "pixtral", "head_dim": 8},
+        {"tie_word_embeddings": False, "vision_feature_layer": -1},
+    ),
+    "llama4": (
+        {
+            "intermediate_size_mlp": 48,
+            "num_local_experts": 4,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": 64,
+        },
+        {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16},
+        {},
+    ),
+    "smolvlm": ({"model_type": "llama", "pad_token_id": 0}, {}, {"scale_factor": 2}),
+    "mllama": (
+        {"cross_attention_layers": [1], "num_hidden_layers": 3, "bos_token_id": 1},
+        {
+            "attention_heads": 2,
+            "num_global_layers": 1,
+            "vision_output_dim": 32,
+            "intermediate_layers_indices": [0],
+        },
+        {},
+    ),
+    "qwen2_5_vl": ({"rope_parameters": _MROPE}, _QWEN, {}),
+    "internvl": ({"model_type": "qwen2"}, {}, {}),
+    "llava": ({"model_type": "llama"}, {"model_type": "clip_vision_model"}, {}),
+    "qwen3_5_moe": (
+        _LINEAR
+        | {
+            "rope_parameters": _MROPE | {"partial_rotary_factor": 1.0},
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+        },
+        _QWEN,
+        {},
+    ),
+}
+COMPOSITES = tuple(_FIELDS)
+
+
+def save_composite(kind: str, directory: Path) -> Path:
+    """A random composite model with the bundled tokenizer, under the keys that are published."""
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
+    text, vision, own = _FIELDS[kind]
+    tokens = {
+        "vocab_size": len(tokenizer),
+        "vocab_size_per_layer_input": len(tokenizer),
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+    # Ids of images, which no text of the tokenizer has.
+    default = AutoConfig.for_model(kind).to_dict()
+    ids = [name for name in default if name.endswith(("token_id", "token_index"))]
+    config = AutoConfig.for_model(
+        kind,
+        text_config=tokens | _TEXT | text,
+        vision_config=_VISION | vision,
+        **dict(zip(ids, range(10_000, 11_000), strict=False)) | own,
+    )
+    with torch.random.fork_rng(), without_timm():
+        torch.manual_seed(0)
+        model = AutoModelForImageTextToText.from_config(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.05 * torch.randn(parameter.shape))
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def whole_model(directory: Path) -> PreTrainedModel:
+    """transformers' model of the checkpoint."""
+    with without_timm():
+        return AutoModelForImageTextToText.from_pretrained(directory)
+
+
+@contextmanager
+def without_timm():
+    """Within, a vision tower that takes timm is a linear layer, for timm is not installed."""
+    init = TimmWrapperModel.__init__
+
+    def plain(self, config):
+        PreTrainedModel.__init__(self, config)
+        self.timm_model = nn.Linear(4, 4)
+        self.post_init()
+
+    TimmWrapperModel.__init__ = plain
+    try:
+        yield
+    finally:
+        TimmWrapperModel.__init__ = init

@@ -1,0 +1,166 @@
+"""Tiny configurations of many types of transformers, and the types that are not tried.
+
+A type that a new version of transformers adds to its causal language models goes into ``TYPES``,
+with what its tiny model needs in ``_OTHERS``, or into ``LEFT_OUT``.
+"""
+
+from transformers import AutoConfig
+
+SIZE = {
+    "vocab_size": 1024,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": 2,
+    "pad_token_id": 1,
+}
+# What some types know besides, by value.
+_FURTHER = {
+    0: ("first_k_dense_replace", "moe_layer_start_index"),
+    1: ("n_shared_experts", "moe_num_shared_experts", "n_group", "topk_group", "mamba_n_groups"),
+    2: ("num_experts_per_tok", "moe_k", "moe_topk", "linear_num_key_heads", "n_groups", "expand"),
+    4: (
+        *("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+        *("linear_num_value_heads", "linear_num_heads"),
+    ),
+    8: (
+        *("num_heads", "mamba_n_heads", "mamba_num_heads", "rotary_dim", "mamba_chunk_size"),
+        *("chunk_size", "attention_chunk_size", "sliding_window", "attention_window_size"),
+    ),
+    16: (
+        *("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim", "mamba_d_head"),
+        *("mamba_d_state", "state_size", "ssm_state_size", "mamba_head_dim", "head_dim"),
+    ),
+    32: (
+        *("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"),
+        "moe_shared_expert_intermediate_size",
+    ),
+}
+_LATENT = dict.fromkeys(("q_lora_rank", "kv_lora_rank", "v_head_dim"), 16)
+_LATENT |= dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "head_dim"), 8)
+_LATENT["num_key_value_heads"] = 4
+_FULL, _LINEAR = "full_attention", "linear_attention"
+_SLIDING = ["sliding_attention", _FULL]
+_TINY_SHARED = {"vocab_size_per_layer_input": 1024, "hidden_size_per_layer_input": 8}
+# At least as many as there are tokens: of equal scores, which a tiny indexer has, any is taken.
+_SELECTED = {"index_topk": 64, "index_head_dim": 16, "index_n_heads": 2}
+# Types that need something else, and what.
+_OTHERS = {
+    "axk2": _SELECTED,
+    "bailing_hybrid": {"num_expert_group": 1, "num_experts_per_token": 2},
+    "bamba": {"attn_layer_indices": [1]},
+    "beam": {"mlp_layer_types": ["sparse"] * 2},
+    "cwm": {"bos_token_id": 3},
+    "deepseek_v32": _SELECTED,
+    "falcon_h1": {"mamba_d_ssm": 128},
+    "gemma3_text": {"layer_types": _SLIDING},
+    "gemma3n_text": {
+        **_TINY_SHARED,
+        **{"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": [*_SLIDING] * 2},
+        **{"laurel_rank": 8, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * 4},
+    },
+    "gemma4_text": {
+        **_TINY_SHARED,
+        **{"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": [*_SLIDING] * 2},
+        **{"head_dim": 16, "global_head_dim": 16},
+    },
+    "glm_moe_dsa": _SELECTED,
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
+    "granitemoehybrid": {"layer_types": [_LINEAR, _FULL]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
+    "kimi_linear": {"num_experts_per_token": 2},
+    "lfm2": {"layer_types": ["conv", _FULL], "block_multiple_of": 16},
+    "lfm2_moe": {"layer_types": ["conv", _FULL], "num_dense_layers": 1},
+    "lfm3": {"layer_types": ["conv", _FULL]},
+    "longcat_flash": {
+        **{"num_layers": 2, "zero_expert_num": 2, "moe_topk": 2},
+        **{"ffn_hidden_size": 96, "expert_ffn_hidden_size": 32},
+    },
+    "ministral": {"layer_types": _SLIDING},
+    "modernbert-decoder": {"bos_token_id": 3, "local_attention": 8, "layer_types": _SLIDING},
+    "nemotron_h": {"layer_types": [_LINEAR, "moe", _FULL, "mlp"], "num_hidden_layers": 4},
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "zamba": {
+        "num_hidden_layers": 4,
+        "layer_types": [_LINEAR, "hybrid"] * 2,
+        "n_mamba_heads": 2,
+        "num_key_value_heads": 4,
+    },
+    "zamba2": {
+        **{"layers_block_type": [_LINEAR, "hybrid"] * 2, "n_mamba_heads": 8},
+        **{"num_hidden_layers": 4, "mamba_ngroups": 1, "num_key_value_heads": 4},
+    },
+    "zaya": {"num_experts_per_tok": 1},
+}
+
+
+def tiny_config(kind, **others):
+    """The configuration of a type, which gets what it knows of the sizes, and ``others``."""
+    default = AutoConfig.for_model(kind)
+    kinds = dict.fromkeys(vars(default).get("layer_types") or ())
+    known = {name: value for value, names in _FURTHER.items() for name in names}
+    if "kv_lora_rank" in vars(default):
+        known |= _LATENT
+    if vars(default).get("sliding_window") is None:
+        del known["sliding_window"]
+    # What is no variable follows from others.
+    sizes = SIZE | {n: v for n, v in known.items() if n in vars(default)}
+    if kinds:
+        sizes["layer_types"] = [*kinds, *kinds][:2]
+    return AutoConfig.for_model(kind, **sizes | _OTHERS.get(kind, {}) | others)
+
+
+# Causal language models that are tried.
+TYPES = (
+    *("afmoe", "apertus", "arcee", "aria_text", "axk1", "axk2", "bailing_hybrid", "bamba", "beam"),
+    *("biogpt", "bitnet", "bloom", "codegen", "cohere", "cohere2", "cohere2_moe", "ctrl", "cwm"),
+    *("deepseek_v2", "deepseek_v3", "deepseek_v32", "diffllama", "doge", "dots1", "ernie4_5"),
+    *("ernie4_5_moe", "exaone4", "exaone_moe", "falcon", "falcon_h1", "falcon_mamba", "flex_olmo"),
+    *("flint", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "glm", "glm4"),
+    *("glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox"),
+    *("gpt_neox_japanese", "gpt_oss", "gptj", "granite", "granite_swa", "granitemoe"),
+    *("granitemoe_swa", "granitemoehybrid", "granitemoeshared", "helium", "hrm_text"),
+    *("hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "jais2", "jamba", "jetmoe"),
+    *("kimi_linear", "kolibri1", "laguna", "lfm2", "lfm2_moe", "lfm3", "llama", "llama4_text"),
+    *("longcat_flash", "mamba", "mamba2", "mellum", "mimo_v2_flash", "minicpm3", "minimax"),
+    *("minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "modernbert-decoder", "mpt"),
+    *("nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe"),
+    *("openai-gpt", "opt", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3"),
+    *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "recurrent_gemma"),
+    *("seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma", "xglm", "youtu"),
+    *("zamba", "zamba2", "zaya"),
+)
+_REASONS = {
+    "a decoder of an encoder-decoder model": (
+        *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "moshi"),
+        *("musicgen", "musicgen_melody", "mvp", "pegasus", "plbart", "prophetnet", "trocr"),
+        "whisper",
+    ),
+    "an encoder, whose tokens see those after them": (
+        *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie"),
+        *("megatron-bert", "reformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert"),
+        *("roformer", "xlm", "xlm-roberta", "xlm-roberta-xl", "xlnet", "xmod"),
+    ),
+    "a composite with images or sound, whose text model is a type of its own": (
+        *("cohere_compass_text", "dots3_note", "dots3_note_text", "emu3", "fuyu", "gemma3"),
+        *("gemma3n", "gemma4", "gemma4_unified", "gemma4_unified_text", "git", "got_ocr2"),
+        *("llama4", "minimax_m3_vl_text", "mllama", "moss_transcribe_diarize", "phi4_multimodal"),
+        *("qwen3_5", "qwen3_5_moe"),
+    ),
+    "a draft model beside another": ("gemma4_assistant", "gemma4_unified_assistant"),
+    "the class of another type": ("gpt-sw3", "internlm3", "iquestcoder"),
+    "reads bytes by a tokenizer within": ("blt",),
+    "reads other inputs than tokens": ("cpmant", "inkling2_text", "inkling_text"),
+    "its code on a CPU fails in transformers itself": ("dbrx", "rwkv", "xlstm"),
+    "selects what it attends to by layers of which no tiny shape is known": (
+        *("deepseek_v4", "hy_v4", "qwen4_exp", "qwen4_exp_text"),
+    ),
+}
+# Type -> why it is not tried.
+LEFT_OUT = {kind: reason for reason, kinds in _REASONS.items() for kind in kinds}

@@ -1,0 +1,120 @@
+"""Packed rows of models whose layers carry a state, against stock transformers on each sample."""
+
+import pytest
+import torch
+from torch import nn
+
+from dschat_lora.algos.segments import make_spans
+from dschat_lora.models.architecture_checks import check_architecture
+from dschat_lora.models.backbone import Backbone
+from dschat_lora.models.build import recompute_blocks
+from dschat_lora.models.recurrent import recurrent_layers
+from helpers.spread import ALL
+from helpers.unusual import FEW, RECURRENT, UNPACKED, VOCAB, unusual_model
+
+CPU = torch.device("cpu")
+LENGTHS = (7, 1, 5, 9, 2, 13)
+PACKED = RECURRENT if ALL else [kind for kind in FEW if kind in RECURRENT]
+
+
+def samples():
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(VOCAB, (length,), generator=generator) for length in LENGTHS]
+
+
+def rows():
+    """Two rows of three samples each, the second one padded."""
+    width = sum(LENGTHS[3:])
+    ids, positions, segments = torch.zeros(3, 2, width, dtype=torch.int64)
+    for row, part in enumerate((samples()[:3], samples()[3:])):
+        start = 0
+        for number, sample in enumerate(part, 1):
+            place = row, slice(start, start + len(sample))
+            ids[place], positions[place] = sample, torch.arange(len(sample))
+            segments[place] = number
+            start += len(sample)
+    return ids, positions, segments
+
+
+def of_samples(hidden, segments):
+    return [x[s == n] for x, s in zip(hidden, segments, strict=True) for n in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_samples_of_a_packed_row_are_computed_as_stock_transformers_does_alone(kind):
+    model = unusual_model(kind)
+    ids, positions, segments = rows()
+    stock = [model.base_model(input_ids=s[None], use_cache=False)[0][0] for s in samples()]
+    sum(x.square().sum() for x in stock).backward()
+    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    backbone = Backbone(model)
+    assert backbone.skips_padding(CPU)
+    for recomputes in (False, True):
+        if recomputes:
+            recompute_blocks(model.train())
+        found = of_samples(backbone(ids, positions, segments), segments)
+        for mine, theirs in zip(found, stock, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+        sum(x.square().sum() for x in found).backward()
+        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        assert grads.keys() == expected.keys()
+        for name, grad in grads.items():
+            error = (grad - expected[name]).norm() / expected[name].norm().clamp(min=1e-6)
+            assert error < 1e-5, (name, recomputes)
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_a_look_at_the_model_finds_packed_rows_and_trees_exact(kind):
+    report = check_architecture(Backbone(unusual_model(kind)), vocab_size=VOCAB, device=CPU)
+    assert report.packing_is_exact
+    assert report.tree_is_exact
+
+
+@pytest.mark.parametrize("kind", UNPACKED)
+def test_types_whose_blocks_hand_nothing_on_are_found_to_mix_samples(kind):
+    report = check_architecture(Backbone(unusual_model(kind)), vocab_size=VOCAB, device=CPU)
+    assert not report.packing_is_exact
+    assert not report.tree_is_exact
+
+
+def test_a_state_that_goes_on_into_the_next_sample_is_found(monkeypatch):
+    model = unusual_model("lfm2")
+    backbone = Backbone(model)
+    (layer,) = recurrent_layers(model)
+    plain = layer.forward
+    monkeypatch.setattr(layer, "forward", lambda *a, spans=None, **options: plain(*a, **options))
+    report = check_architecture(backbone, vocab_size=VOCAB, device=CPU)
+    assert report.leak_error > 0.1
+    assert not report.packing_is_exact
+
+
+def test_batches_of_sequences_are_of_similar_lengths_and_hold_each_token_once():
+    spans = make_spans([[(9,), (2,), (8,)], [(3, 4, 1)], [(40,)]], 40)
+    batches, places = spans.batches
+    # Of the tree, prefix and first branch are a sequence of 7, prefix and second one of 4.
+    assert [tuple(each.shape) for each in batches] == [(1, 40), (3, 9), (1, 4), (1, 2)]
+    flat = torch.cat([each.flatten() for each in batches])
+    assert flat[places].tolist() == list(range(19 + 8 + 40))
+    assert batches[1].tolist() == [
+        [0, 1, 2, 3, 4, 5, 6, 7, 8],
+        [11, 12, 13, 14, 15, 16, 17, 18, 18],
+        [19, 20, 21, 22, 23, 24, 25, 25, 25],
+    ]
+    assert batches[2].tolist() == [[19, 20, 21, 26]]
+
+
+def test_sharded_layers_are_not_called_as_often_as_a_rank_has_batches():
+    backbone = Backbone(unusual_model("lfm2"))
+    assert backbone.skips_padding(CPU)
+    for parameter in backbone.model.parameters():
+        parameter.ds_id = 0  # as ZeRO 3 marks what layers gather when they are called
+    assert not backbone.skips_padding(CPU)
+    assert not check_architecture(backbone, vocab_size=VOCAB, device=CPU).packing_is_exact
+
+
+def test_layers_with_a_convolution_over_time_are_the_recurrent_ones():
+    model = unusual_model("falcon_h1")
+    assert recurrent_layers(model) == [each.mamba for each in model.model.layers]
+    assert recurrent_layers(nn.Sequential(nn.Linear(2, 2), nn.ReLU())) == []
