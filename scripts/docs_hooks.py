@@ -1,6 +1,8 @@
-"""Hooks of mkdocs.yml: documents from outside of docs/, and pages of the API from docstrings."""
+"""Hooks of mkdocs.yml: documents from outside of docs/, and pages made of docstrings and tables."""
 
 import re
+import sys
+from importlib import import_module
 from pathlib import Path
 from posixpath import dirname, join, normpath, relpath
 
@@ -57,7 +59,17 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         text += f"# dschat_lora.{room}\n\n{about[0].upper()}{about[1:]}.\n"
         text += "".join(f"\n::: {name}\n" for name in modules_of(room))
         files.append(File.generated(config, f"api/{room}.md", content=text))
+    files.append(File.generated(config, "families.md", content=families_page()))
     return files
+
+
+def families_page() -> str:
+    """The page of the types of models, by a module of the package that needs no library."""
+    sys.path.insert(0, str(ROOT))
+    try:
+        return import_module("dschat_lora.models.families").page()  # type: ignore[no-any-return]
+    finally:
+        sys.path.remove(str(ROOT))
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:

@@ -20,8 +20,8 @@ DOCUMENTS = [
     ROOT / "configs" / "ds" / "README.md",
     *sorted(DOCS.glob("*.md")),
 ]
-# Pages that exist in the site alone: scripts/docs_hooks.py makes them from docstrings.
-MADE = re.compile(r"api/\w+\.md")
+# Pages that exist in the site alone: scripts/docs_hooks.py makes them.
+MADE = re.compile(r"api/\w+\.md|families\.md")
 
 
 def prose(path):

@@ -67,7 +67,7 @@ FLOORS = [
         "models": Room(
             "algos assets checkpoint config data engine lora",
             "safetensors torch transformers",
-            "published quantization_checks source tensor_parallel_checks",
+            "families published quantization_checks source tensor_parallel_checks",
         ),
     },
     {
@@ -105,7 +105,7 @@ FLOORS = [
             "algos assets checkpoint config data engine generation lora models perf report rlhf"
             " runtime supervised",
             "packaging psutil torch",
-            "file_verbs launch recipe run stage_verbs stages stand_ins state validation",
+            "families file_verbs launch recipe run stage_verbs stages stand_ins state validation",
         ),
         "serving": Room(
             "checkpoint config data engine generation lora models report runtime supervised",

@@ -45,7 +45,7 @@ def score_class_code(model: Any) -> list[str]:
     Of the text model of a composite one that is a class of the whole, and empty too where none can
     be made so.
     """
-    if not hasattr(model, "score"):
+    if not isinstance(model, GenericForSequenceClassification):
         return []
     kind: Any = type(model)
     name, prefix = kind.__name__, kind.base_model_prefix
@@ -58,7 +58,7 @@ def score_class_code(model: Any) -> list[str]:
         if hasattr(whole, "score") or is_renamed or not has_body:
             return []
         name = _score_class_name(_pretrained_class(kind))
-    if hasattr(sys.modules[kind.__module__], name):
+    elif getattr(sys.modules[kind.__module__], name, None) is kind:
         return []
     pretrained, config = _pretrained_class(kind), kind.config_class
     return [

@@ -88,7 +88,7 @@ def check_mergeable(model: nn.Module) -> None:
     """
     ends = ("get_input_embeddings", "get_output_embeddings")
     modules = [getattr(model, name)() for name in ends if hasattr(model, name)]
-    embeddings = {id(weight) for m in modules if m is not None for weight in m.parameters()}
+    embeddings = {id(each) for m in modules if m is not None for each in m.parameters()}
     state, names = model.state_dict(keep_vars=True), base_names(model)
     for name in untied_by_merge(model):
         if id(state[names[name]]) not in embeddings:

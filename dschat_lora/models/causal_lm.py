@@ -23,7 +23,7 @@ from dschat_lora.algos.logprobs import linear_logprobs, token_logprobs
 from dschat_lora.algos.segments import Spans
 from dschat_lora.algos.sft import MAX_CHUNK_LOGITS, head_logits, linear_cross_entropy
 from dschat_lora.algos.vocabulary import VocabularyPart
-from dschat_lora.checkpoint.quantization import located, stored_kind
+from dschat_lora.checkpoint.quantization import located
 from dschat_lora.config.groups import ACTIVE_EXPERTS, LoadConfig, ModelConfig
 from dschat_lora.data.chat import end_tokens
 from dschat_lora.data.templates import BUILT_IN_TEMPLATE, read_chat_template
@@ -31,7 +31,7 @@ from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.parallel import ParallelLinear, Shard, Split
 from dschat_lora.models.backbone import BackboneModel
 from dschat_lora.models.composite import auto_class, check_alone, text_config
-from dschat_lora.models.four_bit_base import four_bits_of, hold_four_bits, take_kind
+from dschat_lora.models.four_bit_base import four_bits_of, hold_four_bits, kind_of, take_kind
 from dschat_lora.models.loading import check_loaded, check_local_files, hub_errors
 from dschat_lora.models.shard_loading import empty_parameters, load_parts
 from dschat_lora.models.tensor_parallel import divide
@@ -96,13 +96,13 @@ def load_config(path: str, config: ModelConfig) -> PretrainedConfig:
         ValueError: if it cannot be read, is that of an encoder-decoder model, or the weights are
             quantised in a way that is not known.
     """
-    model_config = _read_config(path, config)
+    model_config = read_config(path, config)
     if getattr(model_config, "is_encoder_decoder", False):
         raise ValueError(
             f"--model_name_or_path {path}: {model_config.model_type} models are encoder-decoders, "
             "and only decoders train here: causal language models such as Llama, Qwen or OPT"
         )
-    stored_kind(vars(model_config), path)
+    kind_of(model_config, path)
     for name in _dropouts(model_config):
         setattr(model_config, name, 0.0 if name == "layerdrop" else config.dropout)
     return model_config
@@ -110,10 +110,15 @@ def load_config(path: str, config: ModelConfig) -> PretrainedConfig:
 
 def stored_dropouts(path: str, config: ModelConfig) -> dict[str, float]:
     """Dropout probabilities that the model came with, by the names of its configuration."""
-    return _dropouts(_read_config(path, config))
+    return _dropouts(read_config(path, config))
 
 
-def _read_config(path: str, config: ModelConfig) -> PretrainedConfig:
+def read_config(path: str, config: ModelConfig) -> PretrainedConfig:
+    """The configuration as it is stored, of the text model where there are several.
+
+    Raises:
+        ValueError: if it cannot be read.
+    """
     with hub_errors("--model_name_or_path", path, "configuration"):
         where, more = located(path)
         check_local_files(where, PretrainedConfig.get_config_dict(where, **more)[0])

@@ -28,7 +28,7 @@ from transformers import (
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from dschat_lora.checkpoint.quantization import FIELD
+from dschat_lora.checkpoint.score_class import register_score_class
 from dschat_lora.lora.model import replace_part
 from dschat_lora.lora.parallel import group_of
 from dschat_lora.models.stored_weights import StoredWeights, add_tensors, cached
@@ -68,8 +68,6 @@ class Place:
 def text_config(config: PretrainedConfig) -> PretrainedConfig:
     """The configuration of the text model in a composite one, which it keeps; else ``config``.
 
-    How files are quantised it says in place of the composite one's.
-
     Raises:
         ValueError: if the text model cannot be taken out.
     """
@@ -77,8 +75,6 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
         return config
     text = copy.deepcopy(config.get_text_config())
     text.tie_word_embeddings = _find_place(config, "CAUSAL_LM").tied
-    if (quantised := vars(config).pop(FIELD, None)) is not None:
-        setattr(text, FIELD, quantised)
     setattr(text, _WHOLE, config)
     return text
 
@@ -96,6 +92,8 @@ def auto_class(config: PretrainedConfig, task: Task) -> Any:
     """
     whole = whole_config(config)
     if whole is None:
+        if task == "SEQ_CLS":
+            register_score_class(config)
         return _AUTOS[task][0]
     place = _find_place(whole, task)
     make = _causal_lm_over if task == "CAUSAL_LM" else _reward_model_over
@@ -113,6 +111,19 @@ def left_out_words(model: PreTrainedModel) -> str | None:
         return None
     rest = ", ".join(model.place.left_out)
     return f"the text model of {whole.model_type}, {model.text_path}, trains; {rest} not loaded"
+
+
+def merged_words(model: PreTrainedModel) -> str | None:
+    """What a merge of ``model`` holds beside it, where it is the text model of a composite one."""
+    whole = whole_config(model.config)
+    if whole is None or not isinstance(model, TextModel):
+        return None
+    if model.place.head is None:
+        kind = whole.model_type
+        return f"it is the text model alone: transformers has no reward model of {kind}"
+    return (
+        f"it is a {whole.model_type} model as before: {', '.join(model.place.left_out)} unchanged"
+    )
 
 
 def check_alone(model: PreTrainedModel) -> None:

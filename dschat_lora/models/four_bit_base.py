@@ -8,27 +8,36 @@ from transformers import PretrainedConfig, PreTrainedModel
 from dschat_lora.checkpoint.quantization import FIELD, Kind, stored_kind
 from dschat_lora.config.groups import ModelConfig
 from dschat_lora.lora.experts import expert_weights, quantize_experts
-from dschat_lora.lora.layers import is_conv1d
-from dschat_lora.lora.model import replace_part
-from dschat_lora.lora.nf4 import NF4Linear
+from dschat_lora.lora.layers import full_shape, is_conv1d
+from dschat_lora.lora.model import adapter_parameters, replace_part
+from dschat_lora.lora.nf4 import NF4Linear, is_quantized
 from dschat_lora.lora.targets import is_inside, is_plain_linear, router_names
+from dschat_lora.models.composite import whole_config
 from dschat_lora.models.quantization_checks import check_installed
 from dschat_lora.models.stored_weights import StoredWeights
 
+MOST_IN_16_BITS = 0.2  # of the weights of the blocks, that nothing is said of
 FourBits = Literal["as the files are", "once read"]
 
 
-def take_kind(model_config: PretrainedConfig, path: str) -> Kind | None:
+def kind_of(model_config: PretrainedConfig, path: str) -> Kind | None:
     """How the files at ``path`` are quantised, None where they are not.
-
-    ``model_config`` keeps nothing of it: a model built of it may be saved with whole weights.
 
     Raises:
         ValueError: if they are in a way that cannot be trained on.
     """
-    kind = stored_kind(vars(model_config), path)
-    for part in (model_config, model_config.get_text_config()):
-        vars(part).pop(FIELD, None)
+    return stored_kind(vars(whole_config(model_config) or model_config), path)
+
+
+def take_kind(model_config: PretrainedConfig, path: str) -> Kind | None:
+    """As :func:`kind_of`; ``model_config`` keeps nothing of it.
+
+    A model built of it may be saved with whole weights.
+    """
+    kind = kind_of(model_config, path)
+    for each in filter(None, (model_config, whole_config(model_config))):
+        for part in (each, each.get_text_config()):
+            vars(part).pop(FIELD, None)
     return kind
 
 
@@ -63,3 +72,27 @@ def hold_four_bits(model: PreTrainedModel, path: str, how: FourBits) -> None:
     if how == "once read":
         for module, weight in expert_weights(model).values():
             quantize_experts(module, weight, dtype=model.dtype)
+
+
+def whole_weights_warning(model: nn.Module) -> str | None:
+    """What to say where much of the blocks of a base in 4 bits is held in 16; None where little is.
+
+    Of experts that belong to no class of transformers' kernels that is so, and of packed files
+    that hold some weights in 16 bits.
+    """
+    adapter = adapter_parameters(model)
+    blocks = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    own = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if name not in adapter and is_inside(name, blocks, strictly=True)
+    }
+    whole = {name: full_shape(p).numel() for name, p in own.items() if not is_quantized(p)}
+    share = sum(whole.values()) / max(1, sum(full_shape(p).numel() for p in own.values()))
+    if len(whole) == len(own) or share < MOST_IN_16_BITS:
+        return None
+    largest = max(whole, key=lambda name: whole[name])
+    return (
+        f"{share:.0%} of the weights of the blocks are held in 16 bits, {largest} for one: "
+        "4 bits are for linear layers, and for experts that transformers' kernels compute"
+    )

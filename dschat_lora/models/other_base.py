@@ -20,7 +20,7 @@ from dschat_lora.lora.layers import LoraLinear, is_transposed
 from dschat_lora.lora.merge import merge_deviation
 from dschat_lora.lora.nf4 import NF4Linear, quantize, values_of
 from dschat_lora.lora.parallel import group_of
-from dschat_lora.lora.targets import is_inside, is_plain_linear
+from dschat_lora.lora.targets import is_inside, is_plain_linear, router_names
 from dschat_lora.models.fingerprint import weights_fingerprint
 from dschat_lora.models.source import ModelSource
 from dschat_lora.models.stored_weights import StoredWeights
@@ -106,10 +106,12 @@ def _other_weights(model: nn.Module, weights: Weights) -> Iterator[None]:
     Of a mixture of experts all are there whose layer runs.
     """
     blocks = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    routers = router_names(model)
     layers = {
         name: module
         for name, module in model.named_modules()
         if is_inside(name, blocks, strictly=True)
+        and name not in routers
         and (isinstance(module, NF4Linear | LoraLinear) or is_plain_linear(module))
     }
     experts = [hook for each in fused_experts(model) for hook in _hooked(*each, weights)]

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from dschat_lora.algos.segments import Spans
-from dschat_lora.checkpoint.score_class import register_score_class
 from dschat_lora.config.groups import ModelConfig
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.layers import TrainedModule
@@ -49,7 +48,6 @@ def load_reward_model(
             none and ``seed`` is None.
     """
     model_config.num_labels = 1
-    register_score_class(model_config)
     options = load_options(config, dtype)
     missing: set[str] = set()
     kind = take_kind(model_config, path)

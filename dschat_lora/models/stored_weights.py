@@ -136,8 +136,9 @@ class StoredWeights:
             for _, key in source.keys
         )
         found = {key: self._tensor(key) for key in keys}
-        if codes := [key for key, tensor in found.items() if tensor.dtype in _CODES]:
-            raise ValueError(f"{codes[0]} is quantised, which fits no merged model")
+        for key, tensor in found.items():
+            if f"{key}{_PACKED}" in self._files or tensor.dtype in _CODES:
+                raise ValueError(f"{key} is quantised, which fits no merged model")
         return found
 
     def _converted(self, source: _Source, name: str) -> Tensor:

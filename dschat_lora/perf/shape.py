@@ -5,7 +5,7 @@ that ZeRO 3 has partitioned: sizes come from the modules' attributes.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -332,7 +332,7 @@ def _block(block: nn.Module, stream: bool, layers: _Layers) -> tuple[BlockShape,
         recomputed=_recomputed([*flat, *mlp], tail_saves=_tail_saves(block, config, mlp)),
         norm_width=_norm_width(block, flat, sum(each.score_width for each in scored), width),
         has_state=any(map(_has_state, block.modules())),
-        uncounted=tuple(n for n, p in rest.items() if linears and _multiplies(block, n, p)),
+        uncounted=_uncounted(block, rest) if linears else (),
     )
     return shape, after or norm_trains or any(x.output_needs_grad for x in mlp)
 
@@ -447,6 +447,12 @@ def _norm_width(
     keys = sum(x.out_features for x in attention if _last(x.name).startswith("k_"))
     read = {"q_norm": queries, "k_norm": keys}
     return max(0, own - 2) * width + sum(read.get(_last(name), 0) for name in names)
+
+
+def _uncounted(block: nn.Module, rest: Mapping[str, nn.Parameter]) -> tuple[str, ...]:
+    """Weights of products that are not understood; what chooses the tokens to attend to."""
+    indexers = [name for name, _ in block.named_modules() if _last(name) == "indexer"]
+    return (*indexers, *(name for name, p in rest.items() if _multiplies(block, name, p)))
 
 
 def _multiplies(block: nn.Module, name: str, parameter: nn.Parameter) -> bool:

@@ -5,7 +5,7 @@ from typing import Any
 
 from dschat_lora.config.groups import ModelConfig
 from dschat_lora.config.verbs import ModelsConfig
-from dschat_lora.models.causal_lm import load_config
+from dschat_lora.models.causal_lm import read_config
 from dschat_lora.models.families import COLUMNS, Families, read_families, short, word
 from dschat_lora.models.source import find_model
 from dschat_lora.models.tensor_parallel_checks import check_divides
@@ -46,7 +46,7 @@ def model_facts(name: str, families: Families) -> dict[str, Any]:
     """What is known of a model, JSON-ready: its type, what learns, what is refused, its cells."""
     with planning() as home:
         values = with_stand_ins("sft", {"model_name_or_path": name}, home)
-        config = load_config(find_model(values["model_name_or_path"]).base, ModelConfig())
+        config = read_config(find_model(values["model_name_or_path"]).base, ModelConfig())
         kinds = [config.model_type, config.get_text_config(decoder=True).model_type]
         facts: dict[str, Any] = {"model": name, "type": kinds[0], "refused": {}}
         for stage, options in _STAGES.items():

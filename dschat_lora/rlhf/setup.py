@@ -348,8 +348,8 @@ def _describe(
     for role, model in roles.trained.items():
         if run.config.run.merge_adapter:
             check_mergeable(model.model)
-        if words := left_out_words(model.model):
-            run.log.say(f"  composite    {words}")
+        if rest := left_out_words(model.model):
+            run.log.say(f"  composite    {rest}")
         if model.warning is not None:
             run.log.say(f"  warning      {model.warning}")
         options: RoleConfig = getattr(run.config, role)

@@ -14,6 +14,7 @@ from dschat_lora.engine.build import DTYPES
 from dschat_lora.engine.distributed import device
 from dschat_lora.models.build import build_causal_lm, build_reward_model
 from dschat_lora.models.causal_lm import Tokenizer, load_config, load_tokenizer, stored_dropouts
+from dschat_lora.models.composite import merged_words
 from dschat_lora.models.other_base import probe_ids
 from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.report.terminal import log_once, note, to_json
@@ -56,6 +57,8 @@ def merge_model(config: MergeConfig) -> None:
         f"adapter on its base, largest logit difference {report.max_abs_logit:.2g}, KL "
         f"{report.kl_nats_per_token:.2g} nats per token"
     )
+    if words := merged_words(model):
+        log_once(words)
     if adapted.base_bits == 4:
         log_once(
             f"it was trained on a 4-bit base: serve {directory}, which has that base's values in "

@@ -96,7 +96,7 @@ def experts(family):
     parts = [part for part in coverage(family.ours()).parts if part.kind.startswith("experts")]
     if not parts:
         return NO_EXPERTS
-    frozen = [part.kind for part in parts if not part.learns]
+    frozen = dict.fromkeys(part.kind for part in parts if not part.learns)
     return f"frozen: {', '.join(frozen)}" if frozen else None
 
 

@@ -524,9 +524,11 @@ def test_settings_that_matter_come_first_and_the_others_are_folded_again():
         "print_loss": False,
     }
     facts = {"config": config, "versions": {"torch": "2.13.0"}, "world_size": 2}
+    facts["learns"] = {"model": {"words": "q_proj of 2 layers; frozen: norms"}, "other": 1}
     html, _ = report_of(StageStory("sft", facts))
     _, first, second = html.split('<section id="stage-0">')[1].split("<details>")
-    for text in ("lora_learning_rate", "0.0015", "lora_dim", "1234", "torch 2.13.0"):
+    shown = ("lora_learning_rate", "0.0015", "lora_dim", "1234", "torch 2.13.0")
+    for text in (*shown, "learns (model)", "q_proj of 2 layers; frozen: norms"):
         assert text in first
     assert "print_loss" in second
     assert "1e-08" in second

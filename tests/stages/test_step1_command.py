@@ -153,6 +153,8 @@ def test_record_says_what_was_run_and_how_it_ended(title, home):
     width, inner = config["hidden_size"], config["ffn_dim"]
     block = 128 * (4 * 2 * width + 2 * (width + inner))
     assert record["parameters"]["trainable"] == config["num_hidden_layers"] * block
+    assert record["learns"]["model"]["linear_share"] == 1
+    assert record["learns"]["model"]["learns"]["q_proj"]["layers"] == config["num_hidden_layers"]
 
 
 def test_adapter_directory_is_complete_and_loads_in_peft(title, home):

@@ -161,6 +161,9 @@ def test_directory_holds_what_the_stage_writes_and_nothing_else(finished):
     assert {"reward before", "reward after", "kl after", "judge after"} <= record["results"].keys()
     assert [texts["when"] for texts in record["answers"]] == ["before", "after"]
     assert record["pretraining text"]["audit"]["train_samples"] == 5
+    assert record["learns"].keys() == {"actor", "critic"}
+    for role, learns in record["learns"].items():
+        assert f"\n  learns       {role}: {learns['words']}\n" in ended.out
     assert ended.err == ""
     assert ended.out.splitlines()[0].startswith("actor: ")
     assert "with the adapter" in ended.out.splitlines()[0]

@@ -17,6 +17,7 @@ from dschat_lora.generation import sampling
 from dschat_lora.models.build import build_causal_lm, build_reward_model
 from dschat_lora.models.causal_lm import load_tokenizer
 from dschat_lora.models.source import find_model
+from dschat_lora.runtime.describe import describe
 from dschat_lora.supervised import generate
 from helpers.step1 import write_jsonl
 
@@ -394,6 +395,12 @@ def test_inspect_says_what_an_adapter_is(verb, home):
     assert found["tensors"] == 4 * layers
     assert found["parameters"] == layers * 4 * width * 4
     assert found["damage"] is None
+
+
+def test_inspect_says_what_of_a_run_learns(tmp_path):
+    learns = {"actor": {"words": "q_proj of 4 layers; frozen: norms"}, "critic": None}
+    (tmp_path / "run.json").write_text(json.dumps({"stage": "rlhf", "learns": learns}))
+    assert describe(tmp_path)["learns"] == {"actor": "q_proj of 4 layers; frozen: norms"}
 
 
 def test_inspect_of_a_damaged_adapter_has_code_1(verb, home, tmp_path):
