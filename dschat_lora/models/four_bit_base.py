@@ -17,6 +17,8 @@ from dschat_lora.models.quantization_checks import check_installed
 from dschat_lora.models.stored_weights import StoredWeights
 
 MOST_IN_16_BITS = 0.2  # of the weights of the blocks, that nothing is said of
+# Linear layers that are not called: Mamba's blocks and LongCat's router read their weights.
+_READ = frozenset(("dt_proj", "classifier"))
 FourBits = Literal["as the files are", "once read"]
 
 
@@ -63,11 +65,19 @@ def hold_four_bits(model: PreTrainedModel, path: str, how: FourBits) -> None:
     blocks = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     linear = {name: module for name, module in model.named_modules() if is_plain_linear(module)}
     routers = router_names(model)
-    names = [n for n in linear if is_inside(n, blocks, strictly=True) and n not in routers]
+    names = [
+        name
+        for name in linear
+        if is_inside(name, blocks, strictly=True)
+        and name not in routers
+        and name.rpartition(".")[2] not in _READ
+    ]
     if how == "as the files are":
         names = StoredWeights(model, path).packed_layers()
+    tied: dict[int, nn.Parameter] = {}
     for name in names:
         layer = NF4Linear(linear[name], transposed=is_conv1d(linear[name]), dtype=model.dtype)
+        layer.weight = tied.setdefault(id(linear[name].weight), layer.weight)
         replace_part(model, name, layer)
     if how == "once read":
         for module, weight in expert_weights(model).values():
