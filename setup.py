@@ -27,6 +27,8 @@ DOCS = [
 ]
 # --base_bits 4: packs the frozen base; transformers loads such checkpoints with accelerate.
 QLORA = ["bitsandbytes>=0.50,<1", "accelerate>=1.2,<2"]
+# Bases in GGUF files of most architectures.
+GGUF = ["gguf>=0.19,<1"]
 # What the benchmark compares with.
 BENCH = ["peft>=0.18,<1", "trl>=1.16,<2"]
 TEST = [
@@ -36,6 +38,7 @@ TEST = [
     *NLG,
     *SERVE,
     *QLORA,
+    *GGUF,
     "openai>=3,<4",
     "loralib>=0.1.2,<0.2",
     "hypothesis>=6.100,<7",
@@ -80,6 +83,7 @@ setup(
     extras_require={
         "bench": BENCH,
         "docs": DOCS,
+        "gguf": GGUF,
         "glue": GLUE,
         "meteor": METEOR,
         "nlg": NLG,

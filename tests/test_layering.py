@@ -59,7 +59,7 @@ FLOORS = [
         "checkpoint": Room(
             "algos config engine lora",
             "safetensors torch transformers",
-            "adapter_config checkpoint_adapter history manifest staging",
+            "adapter_config checkpoint_adapter history manifest quantization staging",
         ),
         "perf": Room("lora", "torch", "cards"),
     },

@@ -18,6 +18,7 @@ from dschat_lora.algos.finite import check_finite
 from dschat_lora.checkpoint.adapter import write_adapter
 from dschat_lora.checkpoint.adapter_config import AdapterConfig, read_adapter_config
 from dschat_lora.checkpoint.model_card import model_card
+from dschat_lora.checkpoint.score_class import score_class_code
 from dschat_lora.checkpoint.staging import staged_directory
 from dschat_lora.checkpoint.tensors import writing
 from dschat_lora.config.groups import LoraConfig
@@ -33,7 +34,13 @@ from dschat_lora.lora.merge import (
     untied_by_merge,
 )
 from dschat_lora.lora.model import adapter_layout, adapter_parameters
+from dschat_lora.lora.nf4 import value_shape
 from dschat_lora.lora.parallel import whole_sequences
+
+_EXPERTS_NOTE = (
+    "Experts of the base were in 4 bits too, which bitsandbytes' layers leave in 16 bits: a merged "
+    "model (`dschat-lora merge`) holds the very values that the adapter was trained on."
+)
 
 
 def save_adapter(
@@ -193,7 +200,13 @@ def _write_beside(
         GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id).save_pretrained(
             staging
         )
-    # Of a composite model others load more than this.
-    auto = getattr(model, "auto_name", None)
-    text = model_card(read_adapter_config(staging), auto=auto, **card)
+    fused = [n for n, p in model.named_parameters() if len(value_shape(p) or ()) == 3]
+    text = model_card(
+        read_adapter_config(staging),
+        **card,
+        # Of a composite model others load more than this.
+        auto=getattr(model, "auto_name", None),
+        score_class=score_class_code(model),
+        notes=[_EXPERTS_NOTE] if fused else [],
+    )
     (staging / "README.md").write_text(text, encoding="utf-8")

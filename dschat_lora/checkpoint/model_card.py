@@ -2,11 +2,12 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dschat_lora.checkpoint.adapter_config import AdapterConfig
+from dschat_lora.checkpoint.quantization import located, stored_kind
 
 
 def model_card(
@@ -18,12 +19,14 @@ def model_card(
     versions: Mapping[str, str | None],
     training: Mapping[str, Any] | None = None,
     auto: str | None = None,
+    score_class: Sequence[str] = (),
+    notes: Sequence[str] = (),
 ) -> str:
     """A model card in Markdown: front matter, how to load, settings, data, metrics, versions.
 
     ``training`` are rates, lengths and sizes of the run, ``auto`` is the class that loads the base
-    (default: by the task). A directory is named by
-    :func:`public_name`.
+    (default: by the task), ``score_class`` Python that makes the class of a reward model, ``notes``
+    are further paragraphs. A directory is named by :func:`public_name`.
     """
     stored = config.base_model_name_or_path
     base = "the base model" if stored is None else public_name(stored)
@@ -57,13 +60,13 @@ def model_card(
     lines += [
         "```python",
         "from peft import PeftModel",
-        f"from transformers import {auto}{', BitsAndBytesConfig' if config.base_bits == 4 else ''}",
-        "",
-        *_load_base(auto, f"{json.dumps(base)}{labels}", config.base_bits),
+        *_load_base(auto, base, labels, config.base_bits, stored or "", score_class),
         _LOAD_LINE,
         "```",
     ]
     lines += ["", _SCORE_NOTE] if reward else ["", "A chat with it:", "", *_CHAT]
+    for note in notes:
+        lines += ["", note]
     for heading, rows in sections:
         lines += ["", f"## {heading}", "", *_table(rows)]
     return "\n".join(lines) + "\n"
@@ -79,16 +82,35 @@ def _own_settings(config: AdapterConfig) -> dict[str, str]:
     }
 
 
-def _load_base(auto: str, base: str, bits: int | None) -> list[str]:
+def _load_base(
+    auto: str, base: str, labels: str, bits: int | None, stored: str, score_class: Sequence[str]
+) -> list[str]:
     """Python that loads the base as the adapter was trained on it."""
-    if bits != 4:
-        return [f"base_model = {auto}.from_pretrained({base})"]
+    config = Path(stored) / "config.json"
+    fields = json.loads(config.read_text("utf-8")) if config.is_file() else {}
+    where, more = located(base)
+    arguments = [json.dumps(where), *(f"{k}={json.dumps(v)}" for k, v in more.items())]
+    kind = stored_kind(fields, stored)
+    found, lines = _CONFIGS.get(kind or "", ""), []
+    if found:
+        lines = ["# Trained on the values that the files stand for, in 16 bits."]
+        arguments.append(f"quantization_config={found}(dequantize=True)")
+    elif bits == 4 and kind is None:
+        found = "BitsAndBytesConfig"
+        lines = [
+            "# The adapter was trained on the base in these 4 bits; on another it answers "
+            "otherwise.",
+            "nf4 = BitsAndBytesConfig(",
+            '    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True',
+            ")",
+        ]
+        arguments.append("quantization_config=nf4")
     return [
-        "# The adapter was trained on the base in these 4 bits; on another it answers otherwise.",
-        "nf4 = BitsAndBytesConfig(",
-        '    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True',
-        ")",
-        f"base_model = {auto}.from_pretrained({base}, quantization_config=nf4)",
+        f"from transformers import {', '.join(filter(None, (auto, found)))}",
+        *score_class,
+        "",
+        *lines,
+        f"base_model = {auto}.from_pretrained({', '.join(arguments)}{labels})",
     ]
 
 
@@ -121,6 +143,8 @@ def license_of(base: str) -> str | None:
     return None
 
 
+# Of bases that transformers loads as values.
+_CONFIGS = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
 _CHAT = [
     "```python",
     "from transformers import AutoTokenizer",

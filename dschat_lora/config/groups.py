@@ -73,8 +73,9 @@ class LoadConfig:
     trust_remote_code: bool = option(False, help="run model code that comes with a hub repository")
     base_bits: Literal[16, 4] | None = option(
         None,
-        help="bits of the frozen base's weights: 16, or 4 (NF4, QLoRA), for the linear layers of "
-        "the blocks; by default those with which the adapter that is loaded was trained, else 16",
+        help="bits of the frozen base's weights: 16, or 4 (NF4, QLoRA), for linear layers and "
+        "experts of the blocks; by default those with which the adapter that is loaded was "
+        "trained, else 16",
         section=PROCESSES,
     )
     add_eot_token: bool = option(
@@ -105,8 +106,8 @@ class ModelConfig(LoadConfig):
 
     model_name_or_path: str | None = option(
         None,
-        help="hub name, local model directory, or the output directory of an earlier stage; "
-        "the bundled tiny model when absent",
+        help="hub name, local model directory, GGUF file (of the hub: repository:file.gguf), or "
+        "the output directory of an earlier stage; the bundled tiny model when absent",
     )
     gradient_checkpointing: Switch = option(
         "auto",

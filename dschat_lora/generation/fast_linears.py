@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dschat_lora.generation.stacked import ROWS_MULTIPLE, StackedLinears, stack_weights
+from dschat_lora.lora.experts import expert_holders, fused_experts
 from dschat_lora.lora.layers import LoraLinear, active_bias, full_shape, is_conv1d
 from dschat_lora.lora.nf4 import NF4Linear, is_quantized, value_bytes, value_dtype, values_of
 from dschat_lora.lora.parallel import ParallelLinear, RowParallel, Split
@@ -37,7 +38,7 @@ class FastLinears:
     CPU, float32 weights are copied into the layout of oneDNN. No value of a parameter is changed.
     Weights must be whole, not sharded, and keep their values, but for those of adapters, which
     :meth:`in_use` reads again. Quantised weights are unpacked once, into copies, or by each layer
-    whenever it runs.
+    whenever it runs; so are those of experts.
 
     Args:
         model: with or without adapters.
@@ -59,6 +60,9 @@ class FastLinears:
         self._copies: list[Tensor] = []
         self._sources: list[Callable[[], Tensor]] = []  # of what each is a copy
         self._forwards: dict[nn.Module, Forward] = {}
+        self._experts: list[tuple[nn.Module, str, nn.Parameter]] = []  # with unpacked weights
+        if self._unpacked:
+            self._experts += _unpacked_experts(model)
         for layers in _adapted_groups(model):
             stacks = layers[0].weight.is_cuda if stacked is None else stacked
             if merged:
@@ -77,11 +81,16 @@ class FastLinears:
         """Within, the layers compute so, with the values that adapters have now."""
         for copy, source in zip(self._copies, self._sources, strict=True):
             copy.copy_(source())  # one by one: merged weights in fp32 take memory
+        codes = [holder._parameters[name] for holder, name, _ in self._experts]
         try:
+            for holder, name, values in self._experts:
+                holder._parameters[name] = values
             for module, forward in self._forwards.items():
                 module.forward = forward
             yield
         finally:
+            for (holder, name, _), packed in zip(self._experts, codes, strict=True):
+                holder._parameters[name] = packed
             for module in self._forwards:
                 del module.forward
 
@@ -241,6 +250,14 @@ def _stack_of(layers: Sequence[LoraLinear], *, spare: int) -> Tensor:
         stack[row : row + len(values)] = values
         row += len(values)
     return stack
+
+
+def _unpacked_experts(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """Modules with quantised weights of experts, the names of those there, and their values."""
+    for _, experts in fused_experts(model):
+        for module, name in expert_holders(experts).values():
+            if is_quantized(weight := module.get_parameter(name)):
+                yield module, name, nn.Parameter(values_of(weight), requires_grad=False)
 
 
 def has_room_unpacked(model: nn.Module) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from dschat_lora.lora.layers import full_shape, zeros
-from dschat_lora.lora.nf4 import dequantize, state_of
+from dschat_lora.lora.nf4 import NF4State, dequantize, quantize, state_of
 
 # In the order in which every class of experts registers them, and PEFT wraps them, inmost first.
 EXPERT_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
@@ -114,6 +114,15 @@ def expert_weights(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     }
 
 
+def expert_holders(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """The fused weights of experts by their names in ``module``: whose parameter each is."""
+    found = {}
+    for weight in EXPERT_WEIGHTS:
+        if (own := getattr(module, weight, None)) is not None:
+            found[weight] = (own, "weight") if isinstance(own, nn.Module) else (module, weight)
+    return found
+
+
 def adapt_experts(module: Any, weight: str, *, r: int, scaling: float) -> None:
     """Put factors beside a fused weight of ``module``, in place."""
     base, transposed = module.get_parameter(weight), module.is_transposed
@@ -125,6 +134,12 @@ def compute_by(module: nn.Module, weight: str, layer: nn.Module) -> None:
     """Have a module of experts multiply by ``layer`` in place of its fused weight."""
     del module._parameters[weight]
     setattr(module, weight, layer)
+    module.forward = MethodType(_routed, module)
+
+
+def quantize_experts(module: nn.Module, weight: str, *, dtype: torch.dtype) -> None:
+    """Have ``module`` hold a fused weight, which is on the meta device, in NF4."""
+    module._parameters[weight] = quantize(module.get_parameter(weight), dtype=dtype)
     module.forward = MethodType(_routed, module)
 
 
@@ -140,9 +155,12 @@ def expert_linear(x: Tensor, weight: Tensor, ends: Tensor, *, transposed: bool =
     Returns:
         (S, out).
     """
-    state = state_of(weight)
-    values = weight.to(x.dtype) if state is None else dequantize(weight, state, x.dtype)
-    return grouped(x, values if transposed else values.transpose(1, 2), ends)
+    if (state := state_of(weight)) is not None:
+        product: Any = _QuantizedExperts.apply
+        output: Tensor = product(x, weight, ends, transposed, state)
+        return output
+    weight = weight.to(x.dtype)
+    return grouped(x, weight if transposed else weight.transpose(1, 2), ends)
 
 
 def _routed(
@@ -180,6 +198,27 @@ def _product(module: Any, weight: str, x: Tensor, routing: Routing) -> Tensor:
         output = expert_linear(x, own, routing.ends, transposed=module.is_transposed)
     bias = getattr(module, f"{weight}_bias", None) if module.has_bias else None
     return output if bias is None else output + bias[routing.experts].to(output.dtype)
+
+
+class _QuantizedExperts(torch.autograd.Function):
+    """Keeps the codes for the backward pass: the values would take the room that they save."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, transposed: bool, state: NF4State
+    ) -> Tensor:
+        ctx.save_for_backward(weight, ends)
+        ctx.state, ctx.transposed = state, transposed
+        values = dequantize(weight.detach(), state, x.dtype)
+        return grouped(x, values if transposed else values.transpose(1, 2), ends)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weight, ends = ctx.saved_tensors
+        values = dequantize(weight, ctx.state, grad.dtype)
+        grad_x = grouped(grad, values.transpose(1, 2) if ctx.transposed else values, ends)
+        return grad_x, *[None] * 4
 
 
 class _LoraExperts(torch.autograd.Function):

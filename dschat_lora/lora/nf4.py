@@ -30,8 +30,9 @@ class NF4State:
     ``absmax = scale_values[scales] * scale_absmax + offset`` where scales are quantised in turn.
 
     Attributes:
-        shape: of the matrix of codes, (out, in). transposed: the weight is that matrix's
-            transpose, (in, out), as in GPT-2.
+        shape: of the matrix of codes, (out, in), or of those of several experts, in the order in
+            which the model has them. transposed: the weight is that matrix's transpose, (in, out),
+            as in GPT-2.
         dtype: in which the weight computes by default.
         scales: (blocks,) uint8 codes of ``absmax``, or ``absmax`` itself in float32.
         scale_values: (256,) float32 values of those codes, or None.
@@ -137,6 +138,7 @@ def _packed(matrix: Tensor, worker: torch.device) -> tuple[Tensor, Tensor]:
     ``worker`` computes them. A CPU takes a piece at a time: temporaries have 20 bytes a weight, and
     between the codes of two layers they would leave the heap fragmented.
     """
+    matrix = matrix.flatten(0, -2)
     count, width = matrix.numel(), matrix.shape[1]
     codes = matrix.new_empty(math.ceil(count / 2), 1, dtype=torch.uint8)
     absmax = matrix.new_empty(math.ceil(count / BLOCK_SIZE), dtype=torch.float32)

@@ -14,6 +14,7 @@ from dschat_lora.lora.nf4 import is_quantized
 from dschat_lora.lora.targets import is_inside
 from dschat_lora.models.causal_lm import Tokenizer, load_causal_lm, load_config
 from dschat_lora.models.composite import Task
+from dschat_lora.models.four_bit_base import whole_weights_warning
 from dschat_lora.models.other_base import base_warning
 from dschat_lora.models.reward_model import HEAD, load_reward_model
 from dschat_lora.models.source import ModelSource
@@ -219,7 +220,7 @@ def _adapt(
     if config.add_eot_token:
         model.config.eos_token_id = tokenizer.eos_token_id
     bits = bits_of(model)
-    warning = base_warning(model, source, tokenizer, bits=bits)
+    warning = base_warning(model, source, tokenizer, bits=bits) or whole_weights_warning(model)
     return AdaptedModel(model, lora, targets, task, bits, warning)
 
 

@@ -23,6 +23,7 @@ from dschat_lora.algos.logprobs import linear_logprobs, token_logprobs
 from dschat_lora.algos.segments import Spans
 from dschat_lora.algos.sft import MAX_CHUNK_LOGITS, head_logits, linear_cross_entropy
 from dschat_lora.algos.vocabulary import VocabularyPart
+from dschat_lora.checkpoint.quantization import located
 from dschat_lora.config.groups import ACTIVE_EXPERTS, LoadConfig, ModelConfig
 from dschat_lora.data.chat import end_tokens
 from dschat_lora.data.templates import BUILT_IN_TEMPLATE, read_chat_template
@@ -30,9 +31,8 @@ from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.parallel import ParallelLinear, Shard, Split
 from dschat_lora.models.backbone import BackboneModel
 from dschat_lora.models.composite import auto_class, check_alone, text_config
-from dschat_lora.models.four_bit_base import hold_four_bits, take_four_bits
+from dschat_lora.models.four_bit_base import four_bits_of, hold_four_bits, kind_of, take_kind
 from dschat_lora.models.loading import check_loaded, check_local_files, hub_errors
-from dschat_lora.models.quantization_checks import stored_bits
 from dschat_lora.models.shard_loading import empty_parameters, load_parts
 from dschat_lora.models.tensor_parallel import divide
 
@@ -53,7 +53,9 @@ def load_tokenizer(path: str, config: ModelConfig) -> Tokenizer:
         ValueError: if there is none at ``path``, or it knows no end of sequence.
     """
     with hub_errors("--model_name_or_path", path, "tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+        where, more = located(path)
+        code = config.trust_remote_code
+        tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=code, **more)
     if config.add_eot_token:
         tokenizer.add_special_tokens({"eos_token": config.eot_token})
     if tokenizer.eos_token_id is None:
@@ -100,7 +102,7 @@ def load_config(path: str, config: ModelConfig) -> PretrainedConfig:
             f"--model_name_or_path {path}: {model_config.model_type} models are encoder-decoders, "
             "and only decoders train here: causal language models such as Llama, Qwen or OPT"
         )
-    stored_bits(vars(model_config), path)
+    kind_of(model_config, path)
     for name in _dropouts(model_config):
         setattr(model_config, name, 0.0 if name == "layerdrop" else config.dropout)
     return model_config
@@ -118,9 +120,10 @@ def read_config(path: str, config: ModelConfig) -> PretrainedConfig:
         ValueError: if it cannot be read.
     """
     with hub_errors("--model_name_or_path", path, "configuration"):
-        check_local_files(path, PretrainedConfig.get_config_dict(path)[0])
-        found = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
-        return text_config(found)
+        where, more = located(path)
+        check_local_files(where, PretrainedConfig.get_config_dict(where, **more)[0])
+        code = config.trust_remote_code
+        return text_config(AutoConfig.from_pretrained(where, trust_remote_code=code, **more))
 
 
 def _dropouts(config: PretrainedConfig) -> dict[str, float]:
@@ -144,10 +147,11 @@ def load_causal_lm(
     ``group`` each reads its part alone; without one the model is whole.
     """
     kwargs = load_options(config, dtype)
-    four_bits = take_four_bits(model_config, config, path)
+    kind = take_kind(model_config, path)
+    four_bits = four_bits_of(kind, config)
     with hub_errors("--model_name_or_path", path, "model"), attention_errors(model_config, config):
         auto = auto_class(model_config, "CAUSAL_LM")
-        if meta or group is not None or four_bits is not None:
+        if meta or group is not None or kind is not None or four_bits is not None:
             build = partial(auto.from_config, model_config, **kwargs)
             model = build_divided(build, group, meta=meta)
             if four_bits is not None:
@@ -156,7 +160,7 @@ def load_causal_lm(
                 load_parts(model, path)
                 check_alone(model)
                 with suppress(OSError):  # as transformers, which many models do without
-                    model.generation_config = GenerationConfig.from_pretrained(path)
+                    model.generation_config = GenerationConfig.from_pretrained(located(path)[0])
             return _with_body(model)
         model, report = auto.from_pretrained(
             path, config=model_config, output_loading_info=True, **kwargs
@@ -195,8 +199,7 @@ def build_divided(
         model = build()
     if group is not None:
         divide(model, group)
-        model.eval()
-    return model
+    return model.eval()
 
 
 @contextmanager

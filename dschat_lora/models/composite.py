@@ -28,9 +28,10 @@ from transformers import (
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from dschat_lora.checkpoint.score_class import register_score_class
 from dschat_lora.lora.model import replace_part
 from dschat_lora.lora.parallel import group_of
-from dschat_lora.models.shard_loading import add_tensors, cached, other_tensors
+from dschat_lora.models.stored_weights import StoredWeights, add_tensors, cached
 
 # PEFT's names of the two kinds of model.
 Task = Literal["CAUSAL_LM", "SEQ_CLS"]
@@ -91,6 +92,8 @@ def auto_class(config: PretrainedConfig, task: Task) -> Any:
     """
     whole = whole_config(config)
     if whole is None:
+        if task == "SEQ_CLS":
+            register_score_class(config)
         return _AUTOS[task][0]
     place = _find_place(whole, task)
     make = _causal_lm_over if task == "CAUSAL_LM" else _reward_model_over
@@ -269,7 +272,7 @@ class TextModel(PreTrainedModel):  # type: ignore[misc]
         if self.can_generate():
             shell.generation_config = self.generation_config
         shell.save_pretrained(directory)
-        add_tensors(directory, other_tensors(shell, whole._name_or_path))
+        add_tensors(directory, StoredWeights(shell, whole._name_or_path).others())
         for name in _BESIDE:
             if (found := cached(whole._name_or_path, name)) is not None:
                 shutil.copy(found, directory / name)

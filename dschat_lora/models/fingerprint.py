@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import cached_file
 
+from dschat_lora.checkpoint.quantization import located
 from dschat_lora.lora.layers import full_shape
 from dschat_lora.lora.model import adapter_parameters
 from dschat_lora.lora.nf4 import state_of
@@ -57,12 +58,12 @@ def weights_fingerprint(name: str) -> str:
     Args:
         name: directory or hub name, whose files are here.
     """
-    directory = Path(name)
-    if not directory.is_dir():
-        directory = Path(str(cached_file(name, "config.json"))).parent
+    where, gguf = located(name)
+    known = Path(str(cached_file(where, gguf.get("gguf_file", "config.json"))))
+    weights = [known] if gguf else sorted(known.parent.glob("*"))
     digest = hashlib.blake2b(digest_size=16)
-    for path in sorted(directory.glob("*")):
-        if path.suffix in (".safetensors", ".bin"):
+    for path in weights:
+        if path.suffix in (".safetensors", ".bin", ".gguf"):
             _add_samples(digest, path)
     return digest.hexdigest()
 

@@ -8,25 +8,27 @@ from itertools import islice
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from dschat_lora.assets import BUNDLED_DATA
 from dschat_lora.checkpoint.export import probe_logits
 from dschat_lora.engine.distributed import device
+from dschat_lora.lora.experts import expert_holders, fused_experts
 from dschat_lora.lora.layers import LoraLinear, is_transposed
 from dschat_lora.lora.merge import merge_deviation
 from dschat_lora.lora.nf4 import NF4Linear, quantize, values_of
 from dschat_lora.lora.parallel import group_of
-from dschat_lora.lora.targets import is_inside, is_plain_linear
+from dschat_lora.lora.targets import is_inside, is_plain_linear, router_names
 from dschat_lora.models.fingerprint import weights_fingerprint
-from dschat_lora.models.shard_loading import read_weights
 from dschat_lora.models.source import ModelSource
+from dschat_lora.models.stored_weights import StoredWeights
 
 # Tokens of a probe on which a merged model is compared, and an adapter on two bases.
 MERGE_PROBE, BASE_PROBE = 256, 48
-# The weight of a layer, given its name, in the layer's own layout.
-Weights = Callable[[str, nn.Module], Tensor]
+# A weight in its own layout: of its name, what the model holds, and whether that is (in, out).
+Weights = Callable[[str, Tensor, bool], Tensor]
 
 
 def probe_ids(tokenizer: Tokenizer, positions: int | None, most: int = MERGE_PROBE) -> Tensor:
@@ -85,29 +87,34 @@ def _distance(
     return merge_deviation(there, here, mask).kl_nats_per_token
 
 
-def _rounded(name: str, layer: nn.Module) -> Tensor:
-    """The weight of a layer as NF4 would hold it."""
-    weight = layer.get_parameter("weight").detach()
-    transposed = is_transposed(layer)
+def _rounded(name: str, weight: Tensor, transposed: bool) -> Tensor:
+    """A weight as NF4 would hold it."""
+    weight = weight.detach()
     return values_of(quantize(weight, dtype=weight.dtype, transposed=transposed, worker=device()))
 
 
 def _stored(model: PreTrainedModel, path: str) -> Weights:
-    """Weights of quantised layers as the files hold them."""
-    read = read_weights(model, path)
-    return lambda name, layer: read(f"{name}.weight").to(model.dtype)
+    """Weights as the files hold them."""
+    stored = StoredWeights(model, path)
+    return lambda name, *_: stored.read(name).to(model.dtype)
 
 
 @contextmanager
 def _other_weights(model: nn.Module, weights: Weights) -> Iterator[None]:
-    """Within, layers of the blocks compute with other weights, one of which is there at a time."""
+    """Within, layers of the blocks compute with other weights, one of which is there at a time.
+
+    Of a mixture of experts all are there whose layer runs.
+    """
     blocks = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    routers = router_names(model)
     layers = {
         name: module
         for name, module in model.named_modules()
         if is_inside(name, blocks, strictly=True)
+        and name not in routers
         and (isinstance(module, NF4Linear | LoraLinear) or is_plain_linear(module))
     }
+    experts = [hook for each in fused_experts(model) for hook in _hooked(*each, weights)]
     try:
         for name, layer in layers.items():
             layer.forward = partial(_forward_with, weights, name, layer, layer.forward)
@@ -115,6 +122,27 @@ def _other_weights(model: nn.Module, weights: Weights) -> Iterator[None]:
     finally:
         for layer in layers.values():
             del layer.forward
+        for hook in experts:
+            hook.remove()
+
+
+def _hooked(name: str, module: nn.Module, weights: Weights) -> list[RemovableHandle]:
+    """Hooks by which fused experts compute with weights from ``weights``."""
+    fused = expert_holders(module)
+    held: list[nn.Parameter] = []
+
+    def put(*_: object) -> None:
+        held.extend(holder.get_parameter(own) for holder, own in fused.values())
+        for (own_name, (holder, own)), weight in zip(fused.items(), held, strict=True):
+            values = weights(f"{name}.{own_name}", weight, False)
+            holder._parameters[own] = nn.Parameter(values, requires_grad=False)
+
+    def restore(*_: object) -> None:
+        for (holder, own), weight in zip(fused.values(), held, strict=True):
+            holder._parameters[own] = weight
+        held.clear()
+
+    return [module.register_forward_pre_hook(put), module.register_forward_hook(restore)]
 
 
 def _forward_with(
@@ -125,7 +153,8 @@ def _forward_with(
     x: Tensor,
 ) -> Tensor:
     """The layer's output with its weight from ``weights``."""
-    own, other = layer.get_parameter("weight"), weights(name, layer)
+    own = layer.get_parameter("weight")
+    other = weights(f"{name}.weight", own, is_transposed(layer))
     if isinstance(layer, NF4Linear):
         matrix = other.t() if layer.transposed else other
         return F.linear(x, matrix.to(x.dtype), layer._parameters["bias"])

@@ -1,38 +1,8 @@
-"""Quantised models and ``--base_bits``: what can be loaded. Imports no model library."""
+"""What ``--base_bits 4`` needs and cannot do. Imports no model library."""
 
 import importlib.util
-from collections.abc import Mapping
-from typing import Any
 
 from dschat_lora.config.groups import LoraConfig
-
-FIELD = "quantization_config"  # of a model's configuration
-
-
-def stored_bits(fields: Mapping[str, Any], name: str) -> int:
-    """Bits in which the files of a model hold the weights of its blocks: 16 or 4.
-
-    Args:
-        fields: of the model's configuration.
-        name: of the model, for the message.
-
-    Raises:
-        ValueError: if they are quantised in another way than bitsandbytes' NF4.
-    """
-    found = fields.get(FIELD)
-    if found is None:
-        return 16
-    method = found.get("quant_method") if isinstance(found, dict) else found
-    kind = found.get("bnb_4bit_quant_type", "fp4") if method == "bitsandbytes" else method
-    if method == "bitsandbytes" and found.get("load_in_4bit") and kind == "nf4":
-        return 4
-    if method == "bitsandbytes":
-        kind = f"bitsandbytes {kind if found.get('load_in_4bit') else 'int8'}"
-    raise ValueError(
-        f"--model_name_or_path {name} is quantised ({kind}), and of quantised weights only "
-        "bitsandbytes' nf4 can be loaded; give the original 16-bit model, with --base_bits 4 to "
-        "hold it in 4 bits"
-    )
 
 
 def check_installed() -> None:

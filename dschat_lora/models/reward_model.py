@@ -16,7 +16,7 @@ from dschat_lora.lora.parallel import group_of
 from dschat_lora.models.backbone import BackboneModel
 from dschat_lora.models.causal_lm import attention_errors, build_divided, load_options
 from dschat_lora.models.composite import auto_class, check_alone
-from dschat_lora.models.four_bit_base import hold_four_bits, take_four_bits
+from dschat_lora.models.four_bit_base import four_bits_of, hold_four_bits, take_kind
 from dschat_lora.models.loading import check_loaded, hub_errors, only_errors
 from dschat_lora.models.shard_loading import load_parts
 from dschat_lora.models.views import share_parameters
@@ -50,13 +50,14 @@ def load_reward_model(
     model_config.num_labels = 1
     options = load_options(config, dtype)
     missing: set[str] = set()
-    four_bits = take_four_bits(model_config, config, path)
+    kind = take_kind(model_config, path)
+    four_bits = four_bits_of(kind, config)
     with hub_errors("--model_name_or_path", path, "model"), attention_errors(model_config, config):
         build = partial(auto_class(model_config, "SEQ_CLS").from_config, model_config, **options)
         if base is not None:
             model = build_divided(build, None, meta=True)
             missing = _share_backbone(model, base)
-        elif meta or group is not None or four_bits is not None:
+        elif meta or group is not None or kind is not None or four_bits is not None:
             model = build_divided(build, group, meta=meta)
             if four_bits is not None:
                 hold_four_bits(model, path, four_bits)

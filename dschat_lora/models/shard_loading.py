@@ -1,32 +1,23 @@
 """Weights read from files one by one, so that no process ever holds the whole model."""
 
-import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, rename_source_key
-from transformers.utils import cached_file
 
 from dschat_lora.algos.finite import check_finite
-from dschat_lora.checkpoint.manifest import weight_map
-from dschat_lora.checkpoint.tensors import save_tensors
 from dschat_lora.engine.distributed import device
 from dschat_lora.lora import nf4
 from dschat_lora.lora.layers import full_shape
 from dschat_lora.lora.model import replace_part
 from dschat_lora.lora.parallel import Shard, group_of, shard_of
 from dschat_lora.models.loading import check_whole
+from dschat_lora.models.stored_weights import StoredWeights
 
-_SAFETENSORS, _PICKLE = "model.safetensors", "pytorch_model.bin"
-_INDEX = ".index.json"
-_PACKED = f".{nf4.STATE_KEY}"
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @contextmanager
@@ -64,20 +55,21 @@ def load_parts(model: PreTrainedModel, path: str, *, new: Collection[str] = ()) 
         ValueError: if the files lack a weight, or hold one of another shape or one that is not
             finite, or the model is divided and they are no safetensors.
     """
-    files = _files(path, pickled=group_of(model) is None)
-    parts = [key for key in files if f"{key.rpartition('.weight.')[0]}.weight{_PACKED}" in files]
-    keys = _names_of_keys(model, files.keys() - set(parts))
+    stored = StoredWeights(model, path, pickled=group_of(model) is None)
     missing: set[str] = set()
     for aliases in parameter_names(model):
         parameter = model.get_parameter(aliases[0])
-        key = next((keys[name] for name in aliases if name in keys), None)
-        if key is None:
+        name = next((name for name in aliases if name in stored), None)
+        if name is None:
             missing.update(aliases)
             value = torch.empty(parameter.shape, dtype=parameter.dtype)
         else:
-            value = _value(files, key, parameter)
+            value = _value(stored, name, parameter)
         _fill(model, aliases, value)
     check_whole(missing, new=new)
+    for name, buffer in model.named_buffers():
+        if name in stored:
+            buffer.copy_(stored.read(name))
     return missing
 
 
@@ -89,156 +81,16 @@ def parameter_names(model: nn.Module) -> list[list[str]]:
     return list(names.values())
 
 
-def read_weights(model: PreTrainedModel, path: str) -> Callable[[str], Tensor]:
-    """A function that reads a weight by its name in ``model``, as the files at ``path`` hold it."""
-    files = _files(path, pickled=True)
-    keys = _names_of_keys(model, files)
-
-    def read(name: str) -> Tensor:
-        with _opened(files[keys[name]]) as tensors:
-            weight: Tensor = tensors.get_slice(keys[name])[:]
-        return weight
-
-    return read
-
-
-def other_tensors(model: PreTrainedModel, path: str) -> dict[str, Tensor]:
-    """What the files at ``path`` hold beside the weights of ``model``, by key.
-
-    Raises:
-        ValueError: if some of it is quantised: beside whole weights it could not be read.
-    """
-    files = _files(path, pickled=True)
-    state = model.state_dict()
-    keys = [key for key, (name, _) in _names(model, files).items() if name not in state]
-    if quantised := [key for key in keys if key.endswith(_PACKED)]:
-        raise ValueError(f"{path} holds {quantised[0]} in 4 bits, which fits no merged model")
-    return {key: _tensor(files, key) for key in keys}
-
-
-def add_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Put further tensors into a saved model, in a file of their own."""
-    if not tensors:
-        return
-    index, single = directory / (_SAFETENSORS + _INDEX), directory / _SAFETENSORS
-    if single.is_file():
-        with _opened(str(single)) as stored:
-            names = dict.fromkeys(stored.keys(), "model-text.safetensors")
-        single.rename(directory / "model-text.safetensors")
-    else:
-        names = dict(weight_map(index))
-    save_tensors(tensors, directory / "model-rest.safetensors")
-    names |= dict.fromkeys(tensors, "model-rest.safetensors")
-    size = sum((directory / name).stat().st_size for name in set(names.values()))
-    index.write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": names}, indent=2))
-
-
-def packed_layers(model: PreTrainedModel, path: str) -> list[str]:
-    """Names of the layers of ``model`` whose weights the files at ``path`` hold in NF4."""
-    files = _files(path, pickled=True)
-    names = _names_of_keys(model, [key for key in files if f"{key}{_PACKED}" in files])
-    return [name.removesuffix(".weight") for name in names]
-
-
-def _files(path: str, *, pickled: bool) -> dict[str, str]:
-    """File of each key."""
-    for single in (_SAFETENSORS, *([_PICKLE] if pickled else [])):
-        if (index := cached(path, single + _INDEX)) is not None:
-            names = weight_map(Path(index))
-            found = {name: cached(path, name) for name in set(names.values())}
-            if lacking := sorted(name for name, file in found.items() if file is None):
-                raise ValueError(f"there is no {lacking[0]}")
-            return {key: str(found[name]) for key, name in names.items()}
-        if (file := cached(path, single)) is not None:
-            with _opened(file) as tensors:
-                return dict.fromkeys(tensors.keys(), file)
-    if pickled:
-        raise ValueError(f"there is neither {_SAFETENSORS} nor {_PICKLE}")
-    raise ValueError(
-        f"there is no {_SAFETENSORS}; --tensor_parallel_size above 1 reads weights in parts, "
-        "which takes safetensors files"
-    )
-
-
-def cached(path: str, name: str) -> str | None:
-    """Where a file of a directory or a hub name lies; None where it has none."""
-    found = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
-    return None if found is None else str(found)
-
-
-class _Pickled(dict[str, Tensor]):
-    """The tensors of a pickle, by the methods of an open safetensors file."""
-
-    get_tensor = get_slice = dict.__getitem__
-
-
-@contextmanager
-def _opened(file: str) -> Iterator[Any]:
-    """The tensors of a file, which it maps: pages of one that stays open count as memory."""
-    if file.endswith(".safetensors"):
-        with safe_open(file, framework="pt") as tensors:
-            yield tensors
-    else:
-        yield _Pickled(torch.load(file, map_location="cpu", mmap=True, weights_only=True))
-
-
-def _names_of_keys(model: PreTrainedModel, keys: Collection[str]) -> dict[str, str]:
-    """Key in the files of each name in the model, by the rules of transformers."""
-    found = {}
-    state = model.state_dict()
-    for key, (name, is_converted) in _names(model, keys).items():
-        if is_converted and name in state:
-            raise ValueError(
-                f"{key} is stored in another form than the model's; load and save the model with "
-                "transformers once, or use --tensor_parallel_size 1 and --base_bits 16"
-            )
-        found[name] = key
-    return found
-
-
-def _names(model: PreTrainedModel, keys: Collection[str]) -> dict[str, tuple[str, bool]]:
-    """Of each key the name in the model, and whether several keys make a weight, or one several."""
-    # The text model of a composite one is named by the rules of that.
-    model = model.on_meta() if hasattr(model, "on_meta") else model
-    rules = get_model_conversion_mapping(model)
-    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    renamings = [rule for rule in rules if not isinstance(rule, WeightConverter)]
-    state, found = model.state_dict(), {}
-    for key in keys:
-        name, converted = rename_source_key(
-            key, renamings, converters, model.base_model_prefix, state
-        )
-        found[key] = name, converted is not None
-    return found
-
-
-def _value(files: Mapping[str, str], key: str, parameter: Tensor) -> Tensor:
+def _value(stored: StoredWeights, name: str, parameter: Tensor) -> Tensor:
     """What is to stand in place of a meta parameter."""
     state = nf4.state_of(parameter)
-    if state is not None and f"{key}{_PACKED}" in files:
-        try:
-            return nf4.from_stored(
-                lambda part: _tensor(files, f"{key}{part}"),
-                shape=full_shape(parameter),
-                dtype=state.dtype,
-                transposed=state.transposed,
-            )
-        except ValueError as error:
-            raise ValueError(f"{key} {error}") from None
-    with _opened(files[key]) as tensors:
-        value = _read(tensors.get_slice(key), key, shard_of(parameter), parameter)
+    if state is not None and (codes := stored.packed(name, state)) is not None:
+        return codes
+    with stored.piece(name) as piece:
+        value = _read(piece, name, shard_of(parameter), parameter)
         if state is None:
             return value
         return nf4.quantize(value, dtype=state.dtype, transposed=state.transposed, worker=device())
-
-
-def _tensor(files: Mapping[str, str], key: str) -> Tensor:
-    if key not in files:
-        raise ValueError(f"lacks {key}")
-    with _opened(files[key]) as tensors:
-        found: Tensor = tensors.get_tensor(key)
-    check_finite(found, key)
-    return found
 
 
 def _read(piece: Any, key: str, shard: Shard | None, parameter: Tensor) -> Tensor:
@@ -249,6 +101,8 @@ def _read(piece: Any, key: str, shard: Shard | None, parameter: Tensor) -> Tenso
         raise ValueError(f"{key} has the shape {tuple(stored)}, the model {tuple(wanted)}")
     if shard is None:
         whole: Tensor = piece[:]
+        if whole.dtype not in (*_FLOATS, parameter.dtype):
+            raise ValueError(f"{key} holds {whole.dtype} codes without scales that are known")
         if nf4.state_of(parameter) is None:
             # A copy: of a pickle a view would keep the file's pages.
             whole = whole.to(parameter.dtype, copy=isinstance(piece, Tensor))

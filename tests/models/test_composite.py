@@ -1,6 +1,7 @@
 """The text model of a composite checkpoint against transformers and PEFT on the whole model."""
 
 import json
+import shutil
 from functools import partial, partialmethod
 from types import SimpleNamespace
 
@@ -8,9 +9,12 @@ import peft
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
+    BitsAndBytesConfig,
 )
 from transformers.models.gemma3 import Gemma3ForConditionalGeneration
 
@@ -18,11 +22,12 @@ from dschat_lora.checkpoint.export import save_adapter, save_merged
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.lora.model import adapter_parameters, base_names
 from dschat_lora.models import composite
-from dschat_lora.models.build import build_causal_lm, build_reward_model
+from dschat_lora.models.build import bits_of, build_causal_lm, build_reward_model
 from dschat_lora.models.causal_lm import build_divided, load_causal_lm, load_config, load_tokenizer
 from dschat_lora.models.shard_loading import load_parts
 from dschat_lora.models.source import find_model
 from helpers.composites import COMPOSITES, save_composite, whole_model
+from helpers.quantised import FP8, GPTQ, fp8, gptq, rewrite
 from helpers.spread import ALL
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -150,10 +155,6 @@ def test_weights_that_are_read_one_by_one_are_the_same(case):
     config = load_config(str(case.base), OPTIONS)
     make = partial(composite.auto_class(config, "CAUSAL_LM").from_config, config)
     parts = build_divided(make, None, meta=False)
-    if case.kind == "qwen3_5_moe":
-        with pytest.raises(ValueError, match="is stored in another form than the model's"):
-            load_parts(parts, str(case.base))
-        return
     load_parts(parts, str(case.base))
     whole = load_causal_lm(str(case.base), config, OPTIONS, dtype=torch.float32, meta=False)
     values = whole.state_dict()
@@ -313,3 +314,57 @@ def test_a_checkpoint_in_several_files_is_merged_into_several(gemma, tmp_path, m
     assert set(index["weight_map"]) == keys_of(gemma)
     assert len(set(index["weight_map"].values())) > 2
     torch.testing.assert_close(logits(whole_model(tmp_path / "merged")), logits(adapted.model))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["mistral3", "qwen3_5_moe", "qwen3_vl"] if ALL else ["mistral3"])
+def test_the_card_makes_a_reward_model_of_the_whole_where_transformers_has_none(
+    kind, tmp_path, monkeypatch
+):
+    base = save_composite(kind, tmp_path / "base")
+    adapted = build_changed(base, build_reward_model)
+    adapted.model.config.pad_token_id = 999
+    write_adapter(tmp_path / "reward", adapted, base)
+    code = (tmp_path / "reward" / "README.md").read_text().split("```")[1].removeprefix("python")
+    monkeypatch.chdir(tmp_path)
+    # The class is registered for this one test.
+    known = AutoModelForSequenceClassification._model_mapping
+    monkeypatch.setattr(known, "_extra_content", dict(known._extra_content))
+    scope = {}
+    exec(code.replace("path/of/this/directory", "reward"), scope)
+    scope["base_model"].config.get_text_config().pad_token_id = 999
+    torch.testing.assert_close(logits(scope["model"]), logits(adapted.model))
+
+
+QUANTISED = {"fp8": (fp8, FP8), "gptq": (gptq, GPTQ)}
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_a_quantised_composite_model_is_read_as_values_and_merged_whole(kind, gemma, tmp_path):
+    base = shutil.copytree(gemma, tmp_path / "base")
+    values = rewrite(gemma, base, *QUANTISED[kind], part="language_model")
+    plain = shutil.copytree(gemma, tmp_path / "plain")
+    values = {name: value.contiguous() for name, value in values.items()}
+    save_file(values, plain / "model.safetensors", metadata={"format": "pt"})
+    torch.testing.assert_close(logits(build(base).model), logits(whole_model(plain)))
+    assert (logits(whole_model(plain)) - logits(whole_model(gemma))).abs().max() > 1e-3
+    adapted = build_changed(base)
+    merge(tmp_path / "merged", adapted.model, base)
+    assert "quantization_config" not in (tmp_path / "merged" / "config.json").read_text()
+    assert keys_of(tmp_path / "merged") == keys_of(gemma)
+    torch.testing.assert_close(
+        logits(whole_model(tmp_path / "merged")), logits(adapted.model), **ROUNDED
+    )
+
+
+def test_a_composite_model_of_bitsandbytes_is_read_and_its_vision_is_not_merged(gemma, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    stock = AutoModelForImageTextToText.from_pretrained(gemma, quantization_config=four_bits)
+    base = shutil.copytree(gemma, tmp_path / "base")
+    stock.save_pretrained(base)
+    model = build(base).model
+    assert bits_of(model) == 4
+    torch.testing.assert_close(logits(model), logits(stock).to(torch.float32), **ROUNDED)
+    with pytest.raises(ValueError, match="is quantised, which fits no merged model"):
+        merge(tmp_path / "merged", model, base)

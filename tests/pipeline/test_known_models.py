@@ -10,7 +10,7 @@ from dschat_lora.config.verbs import ModelsConfig
 from dschat_lora.models.families import COLUMNS, NO_EXPERTS, Families, page, read_families, word
 from dschat_lora.pipeline.file_verbs import models
 from dschat_lora.pipeline.known_models import model_facts
-from families.table import NO_HEAD, UNPACKED, from_matrix
+from families.table import UNPACKED, from_matrix
 
 SIZES = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 1}
@@ -49,13 +49,18 @@ def test_cells_of_the_matrix_become_columns_of_which_each_needs_all_its_checks()
         {"type": "a", "check": "greedy", "ok": True, "found": "equal"},
         {"type": "a", "check": "logprobs", "ok": False, "found": "they differ by 0.3"},
         {"type": "a", "check": "packed", "ok": True, "found": "unpacked, 1e-7"},
-        {"type": "a", "check": "ppo", "ok": True, "found": "no reward head"},
+        {"type": "a", "check": "ppo", "ok": False, "found": "it stopped"},
         {"type": "b", "check": "packed", "ok": True, "found": "1e-7"},
         {"type": "b", "check": "to_peft", "ok": False, "found": "logits differ"},
         {"type": "b", "check": "from_peft", "ok": True, "found": "1e-7"},
     ]
     assert from_matrix(rows) == {
-        "a": {"trains": True, "packed": UNPACKED, "rollouts": "they differ by 0.3", "ppo": NO_HEAD},
+        "a": {
+            "trains": True,
+            "packed": UNPACKED,
+            "rollouts": "they differ by 0.3",
+            "ppo": "it stopped",
+        },
         "b": {"packed": True, "peft": "logits differ"},
     }
 

@@ -1,0 +1,326 @@
+"""Weights in files by the names that they have in the model, whatever form the files hold them in.
+
+transformers' own rules rename, join and split what is stored (per-expert weights become fused ones)
+and turn FP8, MXFP4 and GGUF blocks into values; one weight is made at a time.
+"""
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    dot_natural_key,
+    rename_source_key,
+)
+from transformers.quantizers.auto import AutoHfQuantizer
+from transformers.utils import cached_file
+
+from dschat_lora.algos.finite import check_finite
+from dschat_lora.checkpoint.manifest import weight_map
+from dschat_lora.checkpoint.quantization import located, quantization, stored_kind
+from dschat_lora.checkpoint.tensors import save_tensors
+from dschat_lora.lora import nf4
+from dschat_lora.lora.layers import full_shape
+from dschat_lora.models.dequantize import dequantizer
+
+_SAFETENSORS, _PICKLE = "model.safetensors", "pytorch_model.bin"
+_INDEX = ".index.json"
+_PACKED = f".{nf4.STATE_KEY}"
+_CODES = (torch.uint8, torch.int8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@dataclass
+class _Source:
+    """What a weight is made of: the one key that it has, or those that a rule joins.
+
+    Attributes:
+        keys: in the files, with the part of the rule that each matches.
+        rule: None where the weight is stored as it is.
+        name: of the first weight that the rule makes.
+    """
+
+    rule: WeightConverter | None
+    name: str
+    keys: list[tuple[str, str]] = field(default_factory=list)
+
+
+class StoredWeights:
+    """The weights at ``path``, a directory, a name on the hub or a GGUF file, for ``model``.
+
+    Raises:
+        ValueError: if there are no files, or none of a kind that may be read: without ``pickled``
+            they must be safetensors.
+    """
+
+    def __init__(self, model: PreTrainedModel, path: str, *, pickled: bool = True) -> None:
+        self._model = model
+        # The text model of a composite one is named by the rules of that.
+        named = model.on_meta() if hasattr(model, "on_meta") else model
+        self._whole = _Whole(model, config=named.config)
+        where, gguf = located(path)
+        if gguf:
+            self._files, rules = _gguf(model, str(cached_file(where, gguf["gguf_file"])))
+        else:
+            self._files, rules = _files(path, pickled=pickled), _rules(model, named, path)
+        weights = {key.rpartition(_PACKED)[0] for key in self._files if key.endswith(_PACKED)}
+        parts = {key for key in self._files if key.rpartition(".weight.")[0] + ".weight" in weights}
+        self._sources = _sources(named, self._files.keys() - parts, rules)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._sources
+
+    def packed_layers(self) -> list[str]:
+        """Names of the layers whose weights are stored in NF4."""
+        own = self._model.state_dict()
+        return [
+            name.removesuffix(".weight")
+            for name, source in self._sources.items()
+            if name in own
+            and source.rule is None
+            and f"{source.keys[0][1]}{_PACKED}" in self._files
+        ]
+
+    def packed(self, name: str, state: nf4.NF4State) -> nn.Parameter | None:
+        """A weight that is to have this ``state``, where it is stored in NF4."""
+        key = self._sources[name].keys[0][1]
+        if f"{key}{_PACKED}" not in self._files:
+            return None
+        try:
+            return nf4.from_stored(
+                lambda part: self._tensor(f"{key}{part}"),
+                shape=full_shape(self._model.get_parameter(name)),
+                dtype=state.dtype,
+                transposed=state.transposed,
+            )
+        except ValueError as error:
+            raise ValueError(f"{key} {error}") from None
+
+    @contextmanager
+    def piece(self, name: str) -> Iterator[Any]:
+        """A weight, to be sliced: a tensor, or the handle of one that a safetensors file holds."""
+        source = self._sources[name]
+        if source.rule is not None:
+            yield self._converted(source, name)
+            return
+        key = source.keys[0][1]
+        with _opened(self._files[key]) as tensors:
+            yield tensors.get_slice(key)
+
+    def read(self, name: str) -> Tensor:
+        """A weight, whole."""
+        with self.piece(name) as piece:
+            weight: Tensor = piece[...]
+        return weight
+
+    def others(self) -> dict[str, Tensor]:
+        """What the files hold beside the weights of the model, by key.
+
+        Raises:
+            ValueError: if some of it is quantised: beside whole weights it could not be read.
+        """
+        own = self._model.state_dict()
+        keys = (
+            key
+            for name, source in self._sources.items()
+            if name not in own
+            for _, key in source.keys
+        )
+        found = {key: self._tensor(key) for key in keys}
+        for key, tensor in found.items():
+            if f"{key}{_PACKED}" in self._files or tensor.dtype in _CODES:
+                raise ValueError(f"{key} is quantised, which fits no merged model")
+        return found
+
+    def _converted(self, source: _Source, name: str) -> Tensor:
+        rule = deepcopy(source.rule)
+        assert rule is not None
+        for pattern, key in source.keys:
+            rule.add_tensor(source.name, key, pattern, lambda key=key: self._read(key))
+        made = rule.convert(source.name, model=self._whole, config=self._whole.config)
+        if name not in made:
+            raise ValueError(f"{source.keys[0][1]} cannot be made into {name}")
+        value = made[name]
+        weight: Tensor = value[0] if isinstance(value, list) else value
+        return weight.detach()
+
+    def _read(self, key: str) -> Tensor:
+        with _opened(self._files[key]) as tensors:
+            weight: Tensor = tensors.get_slice(key)[...]
+        return weight
+
+    def _tensor(self, key: str) -> Tensor:
+        if key not in self._files:
+            raise ValueError(f"lacks {key}")
+        with _opened(self._files[key]) as tensors:
+            found: Tensor = tensors.get_tensor(key)
+        check_finite(found, key)
+        return found
+
+
+class _Whole:
+    """A model as rules of conversion ask for it: parameters whole and not quantised, without data.
+
+    Rules make values in the type of the parameter; those to be quantised are made in float32.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, prefix: str = "", *, config: PretrainedConfig
+    ) -> None:
+        self._model, self._prefix, self.config = model, prefix, config
+
+    def get_submodule(self, name: str) -> "_Whole":
+        return _Whole(self._model, f"{self._prefix}{name}.", config=self.config)
+
+    def get_parameter(self, name: str) -> Tensor:
+        own = self._model.get_parameter(self._prefix + name)
+        dtype = torch.float32 if nf4.is_quantized(own) else own.dtype
+        return torch.empty(full_shape(own), dtype=dtype, device="meta")
+
+    def __getattr__(self, name: str) -> Tensor:
+        return self.get_parameter(name)
+
+
+def add_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Put further tensors into a saved model, in a file of their own."""
+    if not tensors:
+        return
+    index, single = directory / (_SAFETENSORS + _INDEX), directory / _SAFETENSORS
+    if single.is_file():
+        with _opened(str(single)) as stored:
+            names = dict.fromkeys(stored.keys(), "model-text.safetensors")
+        single.rename(directory / "model-text.safetensors")
+    else:
+        names = dict(weight_map(index))
+    save_tensors(tensors, directory / "model-rest.safetensors")
+    names |= dict.fromkeys(tensors, "model-rest.safetensors")
+    size = sum((directory / name).stat().st_size for name in set(names.values()))
+    index.write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": names}, indent=2))
+
+
+def _rules(model: PreTrainedModel, named: PreTrainedModel, path: str) -> list[Any]:
+    """transformers' rules for the files at ``path``: renamings, and conversions to values.
+
+    They are those of ``named``, which is ``model`` or the composite one that it is in.
+    """
+    fields = PretrainedConfig.get_config_dict(path)[0]
+    kind, settings = stored_kind(fields, path), quantization(fields)
+    quantizer = None
+    if kind in ("fp8", "mxfp4"):
+        quantizer = AutoHfQuantizer.from_config({**settings, "dequantize": True})
+    elif kind in ("int8", "gptq", "awq"):
+        quantizer = dequantizer(kind, settings, model)
+    rules: list[Any] = get_model_conversion_mapping(named, hf_quantizer=quantizer)
+    return rules
+
+
+def _sources(model: PreTrainedModel, keys: Collection[str], rules: list[Any]) -> dict[str, _Source]:
+    """What each weight of the model is made of, by its name there."""
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    renamings = [rule for rule in rules if not isinstance(rule, WeightConverter)]
+    of_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    names = model.state_dict()
+    found: dict[str, _Source] = {}
+    # In the order in which transformers reads them, or experts would change places.
+    for key in sorted(keys, key=dot_natural_key):
+        name, pattern = rename_source_key(
+            key, renamings, converters, model.base_model_prefix, names
+        )
+        if name not in names and key in names:
+            name, pattern = key, None
+        if pattern is None:
+            found[name] = _Source(None, name, [("", key)])
+            continue
+        rule = of_pattern[pattern]
+        source = found.setdefault(name, _Source(rule, name))
+        source.keys.append((pattern, key))
+        first, *others = rule.target_patterns
+        found |= {name.replace(first, other): source for other in others}
+    return found
+
+
+def _files(path: str, *, pickled: bool) -> dict[str, Any]:
+    """File of each key."""
+    for single in (_SAFETENSORS, *([_PICKLE] if pickled else [])):
+        if (index := cached(path, single + _INDEX)) is not None:
+            names = weight_map(Path(index))
+            found = {name: cached(path, name) for name in set(names.values())}
+            if lacking := sorted(name for name, file in found.items() if file is None):
+                raise ValueError(f"there is no {lacking[0]}")
+            return {key: str(found[name]) for key, name in names.items()}
+        if (file := cached(path, single)) is not None:
+            with _opened(file) as tensors:
+                return dict.fromkeys(tensors.keys(), file)
+    if pickled:
+        raise ValueError(f"there is neither {_SAFETENSORS} nor {_PICKLE}")
+    raise ValueError(
+        f"there is no {_SAFETENSORS}; --tensor_parallel_size above 1 reads weights in parts, "
+        "which takes safetensors files"
+    )
+
+
+def _gguf(model: PreTrainedModel, file: str) -> tuple[dict[str, Any], list[Any]]:
+    """The tensors of a GGUF file, and the rules that make weights of them.
+
+    Of most architectures transformers gives values alone, of all weights at once.
+    """
+    # Of a few architectures, whose blocks are unpacked weight by weight.
+    from transformers.integrations.gguf import (
+        GgufHeader,
+        get_gguf_conversion_mapping,
+        get_gguf_plan,
+        is_gguf_arch_supported,
+        load_gguf_state_dict,
+        read_gguf_metadata,
+    )
+    from transformers.integrations.gguf.utils import add_gguf_load_ops
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    kind = read_gguf_metadata(file)[0]["general.architecture"]
+    if is_gguf_arch_supported(kind):
+        header = GgufHeader.from_file(file)
+        rules = get_gguf_conversion_mapping(kind, model.config)
+        blocks = get_gguf_plan(header, rules)[0]
+        rules = add_gguf_load_ops(rules, blocks, header, torch.float32)
+        tensors = load_gguf_state_dict(header)
+    else:
+        packs = any(nf4.is_quantized(p) for p in model.parameters())
+        dtype = torch.float32 if packs else model.dtype
+        rules = []
+        tensors = load_gguf_checkpoint(
+            file, return_tensors=True, model_to_load=model, torch_dtype=dtype
+        )["tensors"]
+    return dict.fromkeys(tensors, _Tensors(tensors)), rules
+
+
+def cached(path: str, name: str) -> str | None:
+    """Where a file of a directory or a hub name lies; None where it has none."""
+    found = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+    return None if found is None else str(found)
+
+
+class _Tensors(dict[str, Any]):
+    """Tensors by the methods of an open safetensors file."""
+
+    get_tensor = get_slice = dict.__getitem__
+
+
+@contextmanager
+def _opened(file: Any) -> Iterator[Any]:
+    """The tensors of a file, which it maps: pages of one that stays open count as memory."""
+    if isinstance(file, _Tensors):
+        yield file
+    elif file.endswith(".safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            yield tensors
+    else:
+        yield _Tensors(torch.load(file, map_location="cpu", mmap=True, weights_only=True))
