@@ -104,8 +104,13 @@ def _read(piece: Any, key: str, shard: Shard | None, parameter: Tensor) -> Tenso
         if whole.dtype not in (*_FLOATS, parameter.dtype):
             raise ValueError(f"{key} holds {whole.dtype} codes without scales that are known")
         if nf4.state_of(parameter) is None:
-            # A copy: of a pickle a view would keep the file's pages.
-            whole = whole.to(parameter.dtype, copy=isinstance(piece, Tensor))
+            # A copy: of a pickle a view would keep the file's pages, and unpacked values may be
+            # transposed, which DeepSpeed does not broadcast.
+            whole = whole.to(
+                parameter.dtype,
+                copy=isinstance(piece, Tensor),
+                memory_format=torch.contiguous_format,
+            )
         check_finite(whole, key)
         return whole
     dim = shard.dim % len(stored)
