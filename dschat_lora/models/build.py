@@ -1,5 +1,6 @@
 """A pretrained model with its adapter, whole or as the empty shape of one."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -7,14 +8,15 @@ import torch
 from transformers import PreTrainedModel
 
 from dschat_lora.checkpoint.adapter import load_adapter, lora_config_of
+from dschat_lora.checkpoint.quantization import Kind
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.model import adapter_parameters, apply_lora, with_expert_settings
 from dschat_lora.lora.nf4 import is_quantized
 from dschat_lora.lora.targets import is_inside
 from dschat_lora.models.causal_lm import Tokenizer, load_causal_lm, load_config
-from dschat_lora.models.composite import Task
-from dschat_lora.models.four_bit_base import whole_weights_warning
+from dschat_lora.models.composite import Task, left_out_words
+from dschat_lora.models.four_bit_base import kind_of, whole_weights_warning
 from dschat_lora.models.other_base import base_warning
 from dschat_lora.models.reward_model import HEAD, load_reward_model
 from dschat_lora.models.source import ModelSource
@@ -31,6 +33,20 @@ class AdaptedModel:
     task: Task = "CAUSAL_LM"
     base_bits: int = 16  # of the linear layers of the blocks
     warning: str | None = None  # where the adapter is on another base than its own
+    stored_as: Kind | None = None  # how files hold the weights, where they are quantised
+
+    def facts(self) -> Iterator[str]:
+        """What the start-up says of the base, a line each."""
+        if words := left_out_words(self.model):
+            yield f"composite    {words}"
+        if self.stored_as not in (None, "nf4"):
+            dtype = str(self.model.dtype).removeprefix("torch.")
+            yield f"base         {self.stored_as} files, whose values are unpacked to {dtype}"
+        if self.base_bits == 4:
+            how = "as the files are" if self.stored_as == "nf4" else "once read"
+            yield f"base         linear layers of the blocks are held in 4 bits (NF4), {how}"
+        if self.warning is not None:
+            yield f"warning      {self.warning}"
 
 
 def build_causal_lm(
@@ -55,17 +71,19 @@ def build_causal_lm(
         ValueError: if something cannot be loaded or does not fit.
     """
     config = with_own_bits(config, source)
+    kind: Kind | None = None
     if base is not None:
         model = share_parameters(base)
     else:
         model_config = load_config(source.base, config)
+        kind = kind_of(model_config, source.base)
         model = load_causal_lm(
             source.base, model_config, config, dtype=dtype, meta=meta, group=group
         )
     adapted = _adapt(model, source, tokenizer, config, lora, seed=seed, task="CAUSAL_LM")
     if config.add_eot_token:
         model.generation_config.eos_token_id = tokenizer.eos_token_id
-    return adapted
+    return replace(adapted, stored_as=kind)
 
 
 def build_reward_model(
@@ -98,6 +116,7 @@ def build_reward_model(
         )
     config = with_own_bits(config, source)
     model_config = load_config(source.base, config)
+    kind = kind_of(model_config, source.base) if base is None else None
     # transformers scores the token before the padding: with end-of-sequence as padding it would
     # look before the end of every answer. Without any, it takes one sequence at a time.
     pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
@@ -116,7 +135,8 @@ def build_reward_model(
         group=group,
     )
     lora = _with_head(lora)
-    return _adapt(model, source, tokenizer, config, lora, seed=seed, task="SEQ_CLS")
+    adapted = _adapt(model, source, tokenizer, config, lora, seed=seed, task="SEQ_CLS")
+    return replace(adapted, stored_as=kind)
 
 
 def with_own_bits(config: ModelConfig, source: ModelSource) -> ModelConfig:

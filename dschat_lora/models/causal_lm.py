@@ -1,5 +1,6 @@
 """Pretrained causal language models, their tokenizers, and the loss without full logits."""
 
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -121,6 +122,8 @@ def read_config(path: str, config: ModelConfig) -> PretrainedConfig:
     """
     with hub_errors("--model_name_or_path", path, "configuration"):
         where, more = located(path)
+        if more and importlib.util.find_spec("gguf") is None:
+            raise ImportError("GGUF files need a package: pip install 'dschat_lora[gguf]'")
         check_local_files(where, PretrainedConfig.get_config_dict(where, **more)[0])
         code = config.trust_remote_code
         return text_config(AutoConfig.from_pretrained(where, trust_remote_code=code, **more))

@@ -17,7 +17,6 @@ from dschat_lora.engine.distributed import data_rank, device
 from dschat_lora.lora.merge import check_mergeable
 from dschat_lora.models.build import recompute_blocks
 from dschat_lora.models.causal_lm import Tokenizer, attention_note, load_config, load_tokenizer
-from dschat_lora.models.composite import left_out_words
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
 from dschat_lora.models.offload import offload_inputs
 from dschat_lora.rlhf.advice import explaining_memory
@@ -348,10 +347,8 @@ def _describe(
     for role, model in roles.trained.items():
         if run.config.run.merge_adapter:
             check_mergeable(model.model)
-        if rest := left_out_words(model.model):
-            run.log.say(f"  composite    {rest}")
-        if model.warning is not None:
-            run.log.say(f"  warning      {model.warning}")
+        for fact in model.facts():
+            run.log.say(f"  {fact}")
         options: RoleConfig = getattr(run.config, role)
         if options.lora_dim == 0:
             note_all_weights(run, f"{role}_lora_dim")

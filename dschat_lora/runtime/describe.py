@@ -149,6 +149,7 @@ def _settings(config: AdapterConfig) -> dict[str, Any]:
         "layers": [targets]
         if isinstance(targets, str)
         else sorted({name.rpartition(".")[2] for name in targets}),
+        **({"experts": list(config.target_parameters)} if config.target_parameters else {}),
         "stored_in_full": list(config.modules_to_save),
     }
 

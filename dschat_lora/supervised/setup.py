@@ -21,7 +21,6 @@ from dschat_lora.models.build import (
 )
 from dschat_lora.models.causal_lm import Tokenizer, attention_note, load_config, load_tokenizer
 from dschat_lora.models.compile import compile_blocks
-from dschat_lora.models.composite import left_out_words
 from dschat_lora.models.offload import offload_inputs
 from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.models.views import ModuleT
@@ -176,10 +175,8 @@ def _describe(
         check_mergeable(adapted.model)
     say_coverage(run, {"model": adapted.model})
     say_uncounted(run, {"model": adapted.model})
-    if words := left_out_words(adapted.model):
-        run.log.say(f"  composite    {words}")
-    if adapted.warning is not None:
-        run.log.say(f"  warning      {adapted.warning}")
+    for fact in adapted.facts():
+        run.log.say(f"  {fact}")
     if words := attention_note(adapted.model, config.model):
         run.log.say(f"  note         {words}")
     if config.lora.lora_dim == 0:

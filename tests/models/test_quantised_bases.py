@@ -17,13 +17,14 @@ from transformers import (
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.lora.model import apply_lora
 from dschat_lora.lora.nf4 import quantize, values_of
-from dschat_lora.models.build import bits_of
+from dschat_lora.models.build import bits_of, build_causal_lm
 from dschat_lora.models.causal_lm import load_causal_lm, load_config
 from dschat_lora.models.fingerprint import weights_fingerprint
 from dschat_lora.models.reward_model import load_reward_model
 from dschat_lora.models.source import find_model
 from helpers.gguf_files import save_gguf
 from helpers.quantised import AWQ, FP8, GPTQ, MXFP4_VALUES, awq, fp8, gptq, rewrite, save_gpt_oss
+from helpers.roles import Words
 from helpers.tiny import SHAPE
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -156,12 +157,15 @@ def test_codes_without_known_scales_are_refused(model_directory, tmp_path):
 
 @pytest.mark.parametrize("kind", ["lfm2", "llama"])
 def test_a_gguf_file_is_a_base_and_peft_has_the_same_one(kind, tmp_path):
-    if kind == "llama":
-        pytest.importorskip("gguf")
     values = save_gguf(kind, tmp_path / "tiny.gguf")
     source = find_model(str(tmp_path / "tiny.gguf"))
     model = load(source.base)
     assert_values(model, values)
+    built = build_causal_lm(
+        *(source, Words(), ModelConfig(), LoraConfig()),
+        **{"dtype": torch.float32, "seed": 0, "meta": True},
+    )
+    assert list(built.facts()) == ["base         gguf files, whose values are unpacked to float32"]
     stock = AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file="tiny.gguf", dtype=torch.float32
     )
