@@ -43,7 +43,14 @@ from dschat_lora.checkpoint.tensors import TensorFiles, save_weights
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.groups import PARTS
 from dschat_lora.lora.layers import full_shape
-from dschat_lora.lora.model import AdapterLayout, adapter_parameters, base_names, lora_layers
+from dschat_lora.lora.model import (
+    AdapterLayout,
+    adapter_parameters,
+    base_names,
+    lora_layers,
+    lora_scaling,
+    saved_buffers,
+)
 from dschat_lora.lora.parallel import own_part
 from dschat_lora.lora.targets import is_ending, is_expert_weight
 
@@ -84,7 +91,9 @@ def write_adapter(
         OSError: if what was read back differs from what was written.
     """
     final = Path(directory)
+    tensors = {**tensors, **layout.buffers}
     check_tensors(tensors, config, where=str(final), groups=layout.groups)
+    adapted = {name.rpartition(".")[0] for name in tensors if ".lora_" in name}
     described = AdapterConfig(
         base_model_name_or_path=base_model_name_or_path,
         task_type=task_type,
@@ -102,12 +111,11 @@ def write_adapter(
         target_parameters=tuple(layout.target_parameters),
         enable_lora=tuple(part for part in PARTS if part in config.enable_lora),
         group_sizes=() if layout.groups is None else layout.groups.sizes,
-        rank_pattern=_patterns(config.ranks, layout),
-        alpha_pattern=_patterns(config.alphas, layout),
+        rank_pattern=_patterns(config.ranks, layout, adapted),
+        alpha_pattern=_patterns(config.alphas, layout, adapted),
         base_bits=base_bits,
         base_fingerprint=base_fingerprint,
     )
-    adapted = {name.rpartition(".")[0] for name in tensors if ".lora_" in name}
     stored = {}
     for name, tensor in tensors.items():
         whole = tensor.detach().float()
@@ -121,7 +129,7 @@ def write_adapter(
         save_weights(staging / WEIGHTS_FILE, stored, metadata)
         if write_more is not None:
             write_more(staging)
-        _verify_written(staging, described, tensors)
+        _verify_written(staging, described, config, tensors)
         write_manifest(staging, kind="adapter")
     return described
 
@@ -173,7 +181,7 @@ def load_adapter(
     """
     adapter = read_adapter(directory)
     check_fits(model, adapter, where=str(directory), new=new)
-    parameters = adapter_parameters(model)
+    parameters = {**adapter_parameters(model), **saved_buffers(model)}
     loaded = [name for name in adapter.tensors if name not in new]
     for name in loaded:
         parameters[name].copy_(own_part(parameters[name], adapter.tensors[name]))
@@ -190,8 +198,9 @@ def check_fits(
     Raises:
         ValueError: naming ``where`` and the difference.
     """
-    parameters = adapter_parameters(model)
+    parameters: dict[str, Tensor] = dict(adapter_parameters(model))
     missing = sorted(parameters.keys() - adapter.tensors.keys() - set(new))
+    parameters |= saved_buffers(model)
     surplus = sorted(adapter.tensors.keys() - parameters.keys())
     if missing:
         raise ValueError(f"{where} lacks {_some(missing)}, which the model has")
@@ -260,10 +269,15 @@ def _load_checkpoint(directory: Path) -> Adapter:
     return Adapter(described.config, tensors, {})
 
 
-def _verify_written(staging: Path, config: AdapterConfig, tensors: Mapping[str, Tensor]) -> None:
+def _verify_written(
+    staging: Path, config: AdapterConfig, settings: LoraConfig, tensors: Mapping[str, Tensor]
+) -> None:
     """Read back what was written, and raise OSError if it differs."""
     back = _load(staging)
     same = back.config == config and back.tensors.keys() == tensors.keys()
+    read = lora_settings(back.config, back.tensors)
+    for name in {name.rpartition(".")[0] for name in tensors if ".lora_" in name}:
+        same &= lora_scaling(read.of_module(name)) == lora_scaling(settings.of_module(name))
     if not same or not all(torch.equal(back.tensors[n], t.float()) for n, t in tensors.items()):
         raise OSError(f"{staging}: the adapter read back differs from the one written")
 
@@ -284,16 +298,26 @@ def _check_base(model: nn.Module, base_tensors: Mapping[str, Tensor], where: str
             )
 
 
-def _patterns(own: Iterable[tuple[str, NumberT]], layout: AdapterLayout) -> dict[str, NumberT]:
-    """PEFT's ``rank_pattern`` or ``alpha_pattern`` of modules by name.
+def _patterns(
+    own: Iterable[tuple[str, NumberT]], layout: AdapterLayout, adapted: Collection[str]
+) -> dict[str, NumberT]:
+    """PEFT's ``rank_pattern`` or ``alpha_pattern`` of those ``adapted`` modules with a number.
 
-    PEFT compares it with whole names, of adapted parameters where it finds a layer by one.
+    PEFT compares it with whole names, of adapted parameters where it finds a layer by one: the
+    ending of such is a pattern where all that end in it have the number.
     """
-    patterns = dict[str, NumberT]()
-    for name, value in own:
-        whole = name if is_expert_weight(name) else f"{name}.weight"
-        endings = (each for each in layout.target_parameters if is_ending(whole, each))
-        patterns[next(endings, f"^{name}")] = value
+
+    def weight(name: str) -> str:
+        return name if is_expert_weight(name) else f"{name}.weight"
+
+    numbers, patterns = dict(own), dict[str, NumberT]()
+    for name, value in numbers.items():
+        key = f"^{name}"
+        for ending in layout.target_parameters:
+            if is_ending(weight(name), ending):
+                alike = (numbers.get(n) for n in adapted if is_ending(weight(n), ending))
+                key = ending if all(n == value for n in alike) else f"^{weight(name)}"
+        patterns[key] = value
     return patterns
 
 

@@ -1,5 +1,6 @@
 """Checks of LoRA factors: shapes, rank, scaling and parts of packed layers."""
 
+import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import TypeVar
 
@@ -32,7 +33,7 @@ def lora_settings(config: AdapterConfig, names: Iterable[str]) -> LoraConfig:
         ValueError: if a pattern of the adapter cannot be read.
     """
     modules = sorted({name.rpartition(".")[0] for name in names if ".lora_" in name})
-    has_experts = any(".experts." in name for name in modules)
+    has_experts = any(is_expert_weight(n) or re.search(r"\.experts\.\d+\.", n) for n in modules)
     return LoraConfig(
         lora_dim=config.r,
         lora_alpha=config.lora_alpha,

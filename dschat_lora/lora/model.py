@@ -3,8 +3,8 @@
 import contextlib
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,7 @@ class AdapterLayout:
     modules_to_save: list[str]
     fan_in_fan_out: bool
     groups: Groups | None = None
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)  # of saved modules
 
 
 def apply_lora(model: nn.Module, config: LoraConfig, *, seed: int) -> list[str]:
@@ -189,6 +190,16 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
+def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers of modules that are saved in full, which PEFT stores beside their parameters."""
+    stored = model.state_dict(keep_vars=True)
+    return {
+        name: buffer
+        for name, buffer in model.named_buffers()
+        if ".trained." in name and name in stored and buffer.is_floating_point()
+    }
+
+
 def base_names(model: nn.Module) -> dict[str, str]:
     """Name in the pretrained state dict -> name in ``model``, tied weights under every name."""
     adapter, saved = adapter_parameters(model), _saved_names(model)
@@ -218,6 +229,7 @@ def adapter_layout(model: nn.Module) -> AdapterLayout:
             isinstance(layer, LoraLinear) and layer.transposed for layer in layers.values()
         ),
         groups=next((getattr(layer, "groups", None) for layer in layers.values()), None),
+        buffers=saved_buffers(model),
     )
 
 

@@ -77,6 +77,12 @@ def choose_targets(model: nn.Module, config: LoraConfig) -> list[str]:
     return [name for name in candidates if name in chosen]
 
 
+def adaptable_names(model: nn.Module) -> set[str]:
+    """Names of what factors can be added to: linear layers, embeddings, fused experts."""
+    layers = {name for name, module in model.named_modules() if _is_adaptable(module)}
+    return layers | expert_weights(model).keys()
+
+
 def expert_names(model: nn.Module) -> set[str]:
     """Names of what a model's experts multiply by: fused weights, or linear layers of each."""
     lists = [

@@ -13,7 +13,7 @@ from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.model import adapter_parameters, apply_lora, with_expert_settings
 from dschat_lora.lora.nf4 import is_quantized
-from dschat_lora.lora.targets import is_inside
+from dschat_lora.lora.targets import adaptable_names, is_inside
 from dschat_lora.models.causal_lm import Tokenizer, load_causal_lm, load_config
 from dschat_lora.models.composite import Task, left_out_words
 from dschat_lora.models.four_bit_base import kind_of, whole_weights_warning
@@ -245,14 +245,24 @@ def _adapt(
 
 
 def _check_layers(model: PreTrainedModel, adapter: Path, stored: LoraConfig) -> None:
-    """Refuse an adapter of layers that the model does not have."""
-    known = {name for each in (model.named_modules(), model.named_parameters()) for name, _ in each}
-    if lost := [name for name in stored.target_modules if name not in known]:
-        where = getattr(model, "text_path", None)
+    """Refuse an adapter of layers that the model does not have, or that take none here."""
+    known = adaptable_names(model)
+    lost = [name for name in stored.target_modules if name not in known]
+    if not lost:
+        return
+    found = f"the adapter {adapter} has factors of {lost[0]}, which "
+    where = getattr(model, "text_path", None)
+    named = {**dict(model.named_parameters()), **dict(model.named_modules())}
+    if lost[0] in named:
+        kind = type(named[lost[0]]).__name__
         raise ValueError(
-            f"the adapter {adapter} has factors of {lost[0]}, which is no layer of this model"
-            + ("" if where is None else f": of a composite model {where} alone is loaded")
+            f"{found}is a {kind} that takes no adapter here: merge the adapter into its base with "
+            "PEFT and train on the result"
         )
+    raise ValueError(
+        f"{found}is no layer of this model"
+        + ("" if where is None else f": of a composite model {where} alone is loaded")
+    )
 
 
 def _new_parts(source: ModelSource, stored: LoraConfig, task: Task) -> tuple[str, ...]:

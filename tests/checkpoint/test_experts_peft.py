@@ -145,3 +145,37 @@ def test_factors_that_do_not_fit_are_refused(kind, tmp_path):
         other = AutoModelForCausalLM.from_config(config)
         with pytest.raises(ValueError, match=r"\(4, 4, 64\), the model has \(8, 4, 64\)"):
             read(other, tmp_path)
+
+
+def test_numbers_of_one_layer_of_experts_stay_its_own(tmp_path):
+    base = make_base("qwen3_moe")
+    own = {"layers.1.mlp.experts.down_proj": 3}, {"layers.1.mlp.experts.down_proj": 40}
+    options = {"rank_pattern": own[0], "alpha_pattern": own[1], "init_lora_weights": False}
+    names = ["gate_up_proj", "down_proj"]
+    options |= {"r": 4, "lora_alpha": 8, "target_modules": [], "target_parameters": names}
+    theirs = get_peft_model(copy.deepcopy(base), PeftConfig(**options))
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours, config = read(base, tmp_path / "theirs"), lora_config_of(tmp_path / "theirs")
+    written = {"layout": adapter_layout(ours), "base_model_name_or_path": "base"}
+    write_adapter(tmp_path / "ours", adapter_parameters(ours), config, **written)
+    back = PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "ours")
+    torch.testing.assert_close(back(IDS).logits, theirs(IDS).logits, rtol=0, atol=5e-6)
+
+
+def test_buffers_of_a_router_that_trains_are_stored_beside_it(tmp_path):
+    base = make_base("glm4_moe")
+    for name, buffer in base.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.linspace(0, 0.1, len(buffer)))
+    ours = write(base, tmp_path / "ours", modules_to_save=("mlp.gate",))
+    theirs = PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "ours")
+    torch.testing.assert_close(theirs(IDS).logits, ours(IDS).logits, rtol=0, atol=5e-6)
+    theirs.save_pretrained(tmp_path / "theirs")
+    back = read(make_base("glm4_moe"), tmp_path / "theirs")
+    assert torch.equal(back(IDS).logits, ours(IDS).logits)
+
+
+def test_an_adapter_of_layers_that_only_stand_beside_experts_is_read(tmp_path):
+    base = make_base("jetmoe")  # whose router is a linear layer, and whose experts are none
+    ours = write(base, tmp_path, target_modules=("router.layer", "kv_proj"))
+    assert torch.equal(read(base, tmp_path)(IDS).logits, ours(IDS).logits)
