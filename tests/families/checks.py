@@ -19,6 +19,7 @@ from dschat_lora.checkpoint.adapter import read_adapter, write_adapter
 from dschat_lora.checkpoint.export import save_merged
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.data.batch import SampleCollator
+from dschat_lora.generation.cache_check import check_cache
 from dschat_lora.generation.generate import Decoder
 from dschat_lora.generation.sampling import Responses, Sampling
 from dschat_lora.lora.model import adapter_layout, adapter_parameters
@@ -134,6 +135,7 @@ class Family:
             optimizer.zero_grad()
             losses.append(loss.item())
         theirs.save_pretrained(self.directory / "theirs")
+        check_cache(model)
         return SimpleNamespace(
             model=model, network=network, theirs=theirs, losses=losses, wanted=wanted, packs=packs
         )
