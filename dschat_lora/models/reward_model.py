@@ -55,10 +55,10 @@ def load_reward_model(
     with hub_errors("--model_name_or_path", path, "model"), attention_errors(model_config, config):
         build = partial(auto_class(model_config, "SEQ_CLS").from_config, model_config, **options)
         if base is not None:
-            model = build_divided(build, None, meta=True)
+            model = _with_score(build_divided(build, None, meta=True))
             missing = _share_backbone(model, base)
         elif meta or group is not None or kind is not None or four_bits is not None:
-            model = build_divided(build, group, meta=meta)
+            model = _with_score(build_divided(build, group, meta=meta))
             if four_bits is not None:
                 hold_four_bits(model, path, four_bits)
             if not meta:
@@ -66,12 +66,8 @@ def load_reward_model(
                 check_alone(model)
         else:
             model, missing = _read(path, model_config, options)
+            _with_score(model)
             check_alone(model)
-    if not isinstance(getattr(model, HEAD, None), nn.Linear):
-        raise ValueError(
-            f"--model_name_or_path {path}: a {model_config.model_type} model has no {HEAD!r} head "
-            "that could be read at the last token; use a decoder such as OPT, GPT-2 or Llama"
-        )
     if f"{HEAD}.weight" in missing:
         if seed is None:
             raise ValueError(
@@ -79,6 +75,15 @@ def load_reward_model(
             )
         if not model.score.weight.is_meta:
             init_head_(model.score, seed=seed)
+    return model
+
+
+def _with_score(model: PreTrainedModel) -> PreTrainedModel:
+    if not isinstance(getattr(model, HEAD, None), nn.Linear):
+        raise ValueError(
+            f"a {model.config.model_type} model has no {HEAD!r} head that could be read at the "
+            "last token; use a decoder such as OPT, GPT-2 or Llama"
+        )
     return model
 
 
