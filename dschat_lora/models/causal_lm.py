@@ -41,7 +41,7 @@ from dschat_lora.models.tensor_parallel import divide
 disable_progress_bar()
 T = TypeVar("T")
 _BALANCE = "load_balancing_loss_func"  # of a module of transformers that has experts
-_DROPOUT_NAMES = ("dropout", "drop", "pdrop", "layerdrop")
+_DROPOUT_NAMES = ("dropout", "dropout_prob", "drop", "pdrop", "layerdrop")
 
 
 def load_tokenizer(path: str, config: ModelConfig) -> Tokenizer:

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.models.build import build_causal_lm
-from dschat_lora.models.causal_lm import load_tokenizer, stored_dropouts
+from dschat_lora.models.causal_lm import load_config, load_tokenizer, stored_dropouts
 from dschat_lora.models.source import find_model
 
 SOURCE = find_model(None)
@@ -70,3 +71,13 @@ def test_dropout_of_training_is_not_that_of_the_model(tmp_path):
     assert stored_dropouts(str(tmp_path), ModelConfig())["dropout"] == 0.1
     _, model = build(ModelConfig(dropout=0.25), meta=True)
     assert model.config.dropout == 0.25
+
+
+@pytest.mark.parametrize("kind", ["biogpt", "gpt2", "llama", "opt"])
+def test_every_dropout_is_off_by_default(kind, tmp_path):
+    fields = AutoConfig.for_model(kind).to_dict() | {"attention_dropout": 0.1}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    loaded = load_config(str(tmp_path), ModelConfig()).to_dict()
+    left = {n: loaded[n] for n in fields if "drop" in n and isinstance(fields[n], float)}
+    assert left
+    assert set(left.values()) == {0.0}
