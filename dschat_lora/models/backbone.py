@@ -57,24 +57,46 @@ class Backbone:
         branch_ids: Tensor | None = None,
         spans: Spans | None = None,
     ) -> Tensor:
-        """(B, T, H) last hidden states; tensors are (B, T), as in ``Batch`` or ``PairBatch``.
+        """(B, T, H) last hidden states, zeros on padding that is not computed.
 
-        Without ``branch_ids`` there are no trees. Without ``spans`` they are found, for which the
-        device is waited for.
+        Tensors are (B, T), as in ``Batch`` or ``PairBatch``. Without ``branch_ids`` there are no
+        trees. Without ``spans`` they are found, for which the device is waited for.
+        """
+        rows = input_ids, position_ids, segment_ids, branch_ids, spans
+        hidden, places = self.run(self._hidden, *rows)
+        if places is not None:
+            padded = hidden.new_zeros(input_ids.numel(), hidden.shape[-1])
+            hidden = padded.index_copy(0, places, hidden)
+        return hidden.view(*input_ids.shape, -1)
+
+    def run(
+        self,
+        call: Callable[..., Tensor],
+        input_ids: Tensor,
+        position_ids: Tensor,
+        segment_ids: Tensor,
+        branch_ids: Tensor | None = None,
+        spans: Spans | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """What ``call`` makes of the model's inputs, every sequence of a row by itself.
+
+        ``call`` runs the model, whole or below its head, on keyword arguments. Of what it returns
+        for each token, these are the (N, X) values of those that were computed, and their places in
+        the flattened (B T), in ascending order; None where all were.
         """
         if self.skips_padding(input_ids.device):
             spans = find_spans(segment_ids, branch_ids) if spans is None else spans
             if spans.lengths:
-                return self._by_spans(input_ids, position_ids, spans)
+                return self._by_spans(call, input_ids, position_ids, spans), spans.places
         width = input_ids.shape[1]
         extra = self._lacking(width)
         rows = input_ids, position_ids, segment_ids
         ids, positions, segments = (_longer(x, extra) for x in rows)
         branches = None if branch_ids is None else _longer(branch_ids, extra)
-        inputs = self.inputs(ids, positions, segments, branches)
-        return self._hidden(inputs)[:, :width]
+        values = call(**self.inputs(ids, positions, segments, branches))
+        return values[:, :width].flatten(0, 1), None
 
-    def _hidden(self, inputs: dict[str, Any]) -> Tensor:
+    def _hidden(self, **inputs: Any) -> Tensor:
         """The model's last hidden states; scores of its routers are kept where they are wanted."""
         if not self.records_routers:
             hidden: Tensor = self.model.base_model(**inputs).last_hidden_state
@@ -103,8 +125,10 @@ class Backbone:
         """Whether layers gather their weights when called, of which ranks have unlike numbers."""
         return self._recurrent and any(hasattr(p, "ds_id") for p in self.model.parameters())
 
-    def _by_spans(self, input_ids: Tensor, position_ids: Tensor, spans: Spans) -> Tensor:
-        """As :meth:`__call__`; zeros on padding, which is not computed."""
+    def _by_spans(
+        self, call: Callable[..., Tensor], input_ids: Tensor, position_ids: Tensor, spans: Spans
+    ) -> Tensor:
+        """(N, X) values of the tokens that are no padding."""
         tokens = _real(input_ids, spans)
         count = tokens.shape[1]
         extra = self._lacking(count)
@@ -118,11 +142,7 @@ class Backbone:
             inputs["attention_mask"] = input_ids.new_zeros(1, 1, 1, 1)
         if self._takes_positions:
             inputs["position_ids"] = _longer(_real(position_ids, spans), extra)
-        hidden = self._hidden(inputs)[0, :count]
-        if spans.places is not None:
-            rows = hidden.new_zeros(input_ids.numel(), hidden.shape[-1])
-            hidden = rows.index_copy(0, spans.places, hidden)
-        return hidden.view(*input_ids.shape, -1)
+        return call(**inputs)[0, :count]
 
     def inputs(
         self,

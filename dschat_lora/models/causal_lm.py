@@ -235,11 +235,13 @@ class LMHeadModel(BackboneModel):
 
     full_logits = False
 
-    def logits(self, logit_positions: Tensor, *inputs: Tensor) -> Tensor:
-        """(N, V) of the model's own head; the inputs are those of ``Backbone.inputs``."""
+    def logits(self, logit_positions: Tensor, *rows: Any) -> Tensor:
+        """(N, V) of the model's own head; the rows are as for the backbone."""
         with fp32_logits(self.model):
-            logits: Tensor = self.model(**self.backbone.inputs(*inputs)).logits
-        return logits.flatten(0, 1)[logit_positions]
+            logits, places = self.backbone.run(lambda **x: self.model(**x).logits, *rows)
+        if places is not None:
+            logit_positions = torch.searchsorted(places, logit_positions)
+        return logits[logit_positions]
 
 
 class CausalLMLoss(LMHeadModel):
@@ -281,11 +283,12 @@ class CausalLMLoss(LMHeadModel):
     ) -> Tensor:
         """Summed cross-entropy, fp32 scalar in nats; all arguments as in ``Batch``."""
         smoothing = self.label_smoothing if self.training else 0.0
+        rows = input_ids, position_ids, segment_ids, None, spans
         if self.full_logits:
-            logits = self.logits(logit_positions, input_ids, position_ids, segment_ids)
+            logits = self.logits(logit_positions, *rows)
             return summed_cross_entropy(logits, target_ids, smoothing)
         self.backbone.records_routers = balances = self.training and self.router_aux_loss_coef > 0
-        hidden = self.backbone(input_ids, position_ids, segment_ids, spans=spans)
+        hidden = self.backbone(*rows)
         # Without a supervised position the graph still spans the model: every rank and every
         # micro-batch must run the same backward hooks.
         loss: Tensor = self.head(hidden.flatten(0, 1)[logit_positions], target_ids, smoothing)
@@ -323,10 +326,10 @@ class CausalLMLogprobs(LMHeadModel):
 
         Without a token to predict the graph still spans the model.
         """
+        rows = input_ids, position_ids, segment_ids, branch_ids, spans
         if self.full_logits:
-            inputs = input_ids, position_ids, segment_ids, branch_ids
-            return token_logprobs(self.logits(logit_positions, *inputs), target_ids)
-        hidden = self.backbone(input_ids, position_ids, segment_ids, branch_ids, spans)
+            return token_logprobs(self.logits(logit_positions, *rows), target_ids)
+        hidden = self.backbone(*rows)
         return self.head(hidden.flatten(0, 1)[logit_positions], target_ids)
 
 

@@ -46,8 +46,9 @@ _BESIDE = ("preprocessor_config.json", "processor_config.json", "video_preproces
 # Types whose text model is tested to compute alone what it computes in the composite one.
 TRIED = frozenset(
     (
-        *("gemma3", "gemma3n", "gemma4", "internvl", "llama4", "llava", "mistral3", "qwen2_5_vl"),
-        *("qwen3_5", "qwen3_5_moe", "qwen3_vl", "smolvlm"),
+        *("gemma3", "gemma3n", "gemma4", "internvl", "llama4", "llava", "llava_next"),
+        *("llava_onevision", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl"),
+        "smolvlm",
     )
 )
 
@@ -477,6 +478,7 @@ def _prune(module: nn.Module, kept: tuple[nn.Module, ...], prefix: str = "") -> 
     for name in list(module._parameters):
         delattr(module, name)
         gone.append(f"{prefix}{name}")
+    vars(module)["_is_hf_initialized"] = True  # transformers would draw values of what went
     return gone
 
 

@@ -1,11 +1,13 @@
-"""Hashes of base weights and adapters."""
+"""Hashes of base weights, configurations and adapters."""
 
 import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 from transformers.utils import cached_file
 
 from dschat_lora.checkpoint.quantization import located
@@ -15,6 +17,8 @@ from dschat_lora.lora.nf4 import state_of
 from dschat_lora.lora.parallel import shard_of
 
 SAMPLED_VALUES = 4096  # of each tensor
+# Fields of a configuration that change nothing of what a text model computes.
+_ASIDE = ("_name_or_path", "architectures", "composite", "transformers_version", "use_cache")
 
 
 @torch.no_grad()
@@ -34,6 +38,17 @@ def base_fingerprint(model: nn.Module) -> str:
 def adapter_fingerprint(model: nn.Module) -> str:
     """32 hex digits that differ where any value of the adapter does."""
     return _fingerprint(adapter_parameters(model), sampled=False)
+
+
+def config_fingerprint(config: PretrainedConfig) -> str:
+    """32 hex digits that differ where a configuration has the same weights compute something else.
+
+    Dropout does not count, which is for training alone.
+    """
+    fields = {**config.to_dict(), "attention": config._attn_implementation}
+    used = {k: v for k, v in fields.items() if k not in _ASIDE and "drop" not in k}
+    text = json.dumps(used, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def file_fingerprint(directory: str | Path) -> str:

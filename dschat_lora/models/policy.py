@@ -34,11 +34,11 @@ class Policy(LMHeadModel):
         The (B, T) ids are those of a ``Batch``, as are the (N,) ``logit_positions`` in the
         flattened (B T), and ``target_ids``, the tokens that follow there.
         """
+        rows = input_ids, position_ids, segment_ids, None, spans
         if self.full_logits:
-            logits = self.logits(logit_positions, input_ids, position_ids, segment_ids)
-            logits = logits.float() / temperature
+            logits = self.logits(logit_positions, *rows).float() / temperature
             return token_logprobs(logits, target_ids), token_entropy(logits)
-        hidden = self.backbone(input_ids, position_ids, segment_ids, spans=spans)
+        hidden = self.backbone(*rows)
         return self.head(hidden.flatten(0, 1)[logit_positions], target_ids, temperature)
 
 

@@ -172,6 +172,4 @@ def resolve_architecture(engines: Engines, vocab_size: int, run: Run[RlhfConfig]
     actor = engines.actor.module
     policies = [actor.policy("actor"), actor.policy("reference")]
     resolve_logits(policies, vocab_size=vocab_size, device=device, run=run)
-    # The model's own logits come from its own masks.
-    whole = any(policy.full_logits for policy in policies)
-    return replace(engines, shares_prompts=shares_prompts and not whole)
+    return replace(engines, shares_prompts=shares_prompts)

@@ -25,6 +25,7 @@ from dschat_lora.engine.collectives import broadcast_, on_rank_zero, sum_tensor_
 from dschat_lora.engine.distributed import data_rank, data_world_size, rank
 from dschat_lora.engine.zero import Snapshot
 from dschat_lora.models.backbone import BackboneModel
+from dschat_lora.models.fingerprint import config_fingerprint
 from dschat_lora.perf.flops import Flops, forward_flops
 from dschat_lora.perf.shape import describe as describe_shape
 from dschat_lora.perf.throughput import StepCounts
@@ -213,7 +214,10 @@ def make_reference(
         cache=cache_directory(config.data),
         say=setup.run.log.say,
         unit="answers" if dpo.is_unpaired else "pairs",
-        identity=[setup.identity.get(name) for name in ("model", "start", "adapter", "dtype")],
+        identity=[
+            *(setup.identity.get(name) for name in ("model", "start", "adapter", "dtype")),
+            config_fingerprint(setup.adapted.model.config),
+        ],
     )
     # Training pairs are not looked at by a run that only evaluates.
     sets = (data.train, data.eval) if config.optim.num_train_epochs else (data.eval,)

@@ -117,6 +117,8 @@ _FIELDS = {
     "qwen2_5_vl": ({"rope_parameters": _MROPE}, _QWEN, {}),
     "internvl": ({"model_type": "qwen2"}, {}, {}),
     "llava": ({"model_type": "llama"}, {"model_type": "clip_vision_model"}, {}),
+    "llava_next": ({"model_type": "mistral"}, {"model_type": "clip_vision_model"}, {}),
+    "llava_onevision": ({"model_type": "qwen2"}, {}, {}),
     "qwen3_5_moe": (
         _LINEAR
         | {

@@ -229,6 +229,13 @@ def test_a_head_that_is_trained_is_no_longer_the_embedding_in_the_merge(gemma, t
     )
 
 
+def test_parameters_that_stand_beside_the_text_model_are_left_out(tmp_path):
+    base = save_composite("llava_next", tmp_path / "base")
+    text = build(base).model
+    assert "model.image_newline" in text.place.left_out
+    torch.testing.assert_close(logits(text), logits(whole_model(base)))
+
+
 @pytest.mark.parametrize("kind", ["gemma3", "llama4"])
 def test_a_text_model_trained_in_full_with_more_tokens_is_written_into_the_checkpoint(
     kind, tmp_path

@@ -3,10 +3,15 @@
 import pytest
 import torch
 from torch import nn
+from transformers import Gemma2Config
 
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.model import adapter_parameters, apply_lora
-from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
+from dschat_lora.models.fingerprint import (
+    adapter_fingerprint,
+    base_fingerprint,
+    config_fingerprint,
+)
 from helpers.tiny import tiny_model
 
 
@@ -107,3 +112,23 @@ def test_any_value_of_an_adapter_counts():
             changed = adapter_fingerprint(model)
             assert changed != before
             before = changed
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"final_logit_softcapping": 2.0},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+        {"query_pre_attn_scalar": 8},
+        {"attn_implementation": "eager"},
+    ],
+    ids=str,
+)
+def test_a_configuration_that_computes_something_else_has_another_fingerprint(changed):
+    assert config_fingerprint(Gemma2Config(**changed)) != config_fingerprint(Gemma2Config())
+
+
+def test_a_fingerprint_of_a_configuration_knows_no_names_and_no_dropout():
+    other = Gemma2Config(name_or_path="elsewhere", attention_dropout=0.1, architectures=["One"])
+    other.transformers_version = "0"
+    assert config_fingerprint(other) == config_fingerprint(Gemma2Config())

@@ -5,11 +5,18 @@ import torch
 from torch import nn
 
 from dschat_lora.algos.segments import make_spans
+from dschat_lora.data.batch import PairCollator, SampleCollator
 from dschat_lora.models.architecture_checks import check_architecture
 from dschat_lora.models.backbone import Backbone
 from dschat_lora.models.build import recompute_blocks
+from dschat_lora.models.causal_lm import CausalLMLogprobs, CausalLMLoss
+from dschat_lora.models.policy import Policy
 from dschat_lora.models.recurrent import recurrent_layers
+from dschat_lora.supervised.objectives import answer_logprobs, causal_lm_loss
+from helpers import plain
+from helpers.pairs import plain_logprobs, ragged_pairs
 from helpers.spread import ALL
+from helpers.tiny import ragged_samples
 from helpers.unusual import FEW, RECURRENT, UNPACKED, VOCAB, unusual_model
 
 CPU = torch.device("cpu")
@@ -70,6 +77,34 @@ def test_a_look_at_the_model_finds_packed_rows_and_trees_exact(kind):
     report = check_architecture(Backbone(unusual_model(kind)), vocab_size=VOCAB, device=CPU)
     assert report.packing_is_exact
     assert report.tree_is_exact
+
+
+@pytest.mark.parametrize("kind", ["granitemoehybrid", "recurrent_gemma"])
+@torch.no_grad()
+def test_logits_that_such_a_model_transforms_are_those_of_each_sample_alone(kind):
+    model = unusual_model(kind)
+    model.config.logits_scaling = 0.5  # recurrent_gemma caps them
+
+    def whole(network):
+        network.full_logits = True
+        return network
+
+    samples = ragged_samples(5, longest=13)
+    batch = SampleCollator(0)([samples[:3], samples[3:]])
+    expected = sum(plain.sample_loss(model, sample)[0] for sample in samples)
+    found = causal_lm_loss(whole(CausalLMLoss(model)), batch).total
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-5)
+    rows = batch.input_ids, batch.position_ids, batch.segment_ids
+    asked = *rows, batch.logit_positions, batch.target_ids, 1.0
+    for spans in (batch.spans, None):
+        logprobs, _ = whole(Policy(model))(*asked, spans)
+        torch.testing.assert_close(-logprobs.sum(), expected, rtol=1e-6, atol=1e-5)
+    pairs = ragged_pairs(3)
+    trees = PairCollator(0, "shared")([[pair.sample() for pair in pairs]])
+    sequences = [(p.sequences[side], len(p.prompt)) for side in (0, 1) for p in pairs]
+    expected = torch.stack([plain_logprobs(model, *each).sum() for each in sequences])
+    found = answer_logprobs(whole(CausalLMLogprobs(model)), trees)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", UNPACKED)

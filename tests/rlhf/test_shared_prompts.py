@@ -38,12 +38,14 @@ def outputs(engines, batch):
     )
 
 
-@pytest.mark.parametrize("kind", ["opt", "llama"])
+@pytest.mark.parametrize(("kind", "whole"), [("opt", False), ("llama", False), ("llama", True)])
 def test_roles_say_the_same_of_branches_as_of_rows_and_learn_the_same(
-    kind, model_directory, tmp_path
+    kind, whole, model_directory, tmp_path
 ):
     adapters = save_adapters(kind, model_directory(kind), tmp_path)
     engines = asked_of(roles_of(ADAPTERS, *adapters))
+    for name in ("actor", "reference"):
+        engines.actor.policy(name).full_logits = whole
     alone, shared = (
         collate(RESPONSES, ORDER, 0, shares_prompts=shares) for shares in (False, True)
     )
