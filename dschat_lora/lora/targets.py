@@ -95,8 +95,14 @@ def is_expert_weight(name: str) -> bool:
 
 
 def router_names(model: nn.Module) -> set[str]:
-    """Names of linear layers beside fused experts that score each of them."""
-    found = set()
+    """Names of linear layers that score experts: within a router, or as wide as fused ones."""
+    routers = [
+        name
+        for name, module in model.named_modules()
+        if is_ending(name, "router") or "Router" in type(module).__name__
+    ]
+    linear = (name for name, module in model.named_modules() if is_plain_linear(module))
+    found = {name for name in linear if is_inside(name, routers)}
     for name, module in fused_experts(model):
         parent = name.rpartition(".")[0]
         for own, each in model.get_submodule(parent).named_modules():

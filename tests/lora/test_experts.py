@@ -21,7 +21,7 @@ from dschat_lora.lora.model import (
     lora_layers,
     with_expert_settings,
 )
-from dschat_lora.lora.targets import router_names
+from dschat_lora.lora.targets import choose_targets, router_names
 from fakecuda.captured import tiny
 
 # Gated; gated, transposed, with biases and gates between outputs; a linear layer as router.
@@ -133,6 +133,23 @@ def test_all_linear_takes_experts_and_leaves_routers(base):
         assert len(router_names(base)) == 2
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert trained == set(adapter_parameters(model))
+
+
+@pytest.mark.parametrize(
+    ("kind", "router"),
+    [
+        ("longcat_flash", "mlp.router.classifier"),
+        ("jetmoe", "self_attention.experts.router.layer"),
+        ("zaya", "mlp.gate.router_mlp.fc1"),
+    ],
+)
+def test_routers_stay_frozen_unless_they_are_named(kind, router):
+    with torch.device("meta"):
+        base = AutoModelForCausalLM.from_config(tiny(kind))
+    name = f"model.layers.0.{router}"
+    assert name in router_names(base)
+    assert not set(choose_targets(base, LoraConfig(lora_dim=4))) & router_names(base)
+    assert name in choose_targets(base, LoraConfig(lora_dim=4, target_modules=(router,)))
 
 
 def test_the_rank_of_experts_is_that_of_layers_over_the_experts_of_a_token(base):
