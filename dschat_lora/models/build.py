@@ -20,6 +20,7 @@ from dschat_lora.models.four_bit_base import kind_of, whole_weights_warning
 from dschat_lora.models.other_base import base_warning
 from dschat_lora.models.reward_model import HEAD, load_reward_model
 from dschat_lora.models.source import ModelSource
+from dschat_lora.models.stock_peft import peft_warning
 from dschat_lora.models.views import share_parameters
 
 
@@ -47,6 +48,8 @@ class AdaptedModel:
             yield f"base         linear layers of the blocks are held in 4 bits (NF4), {how}"
         if self.warning is not None:
             yield f"warning      {self.warning}"
+        if words := peft_warning(self.model):
+            yield f"warning      {words}"
 
 
 def build_causal_lm(
