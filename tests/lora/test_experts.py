@@ -263,10 +263,19 @@ def test_options_choose_experts(base):
     assert names(lora_module_name="experts") == ["down_proj", "gate_up_proj"]
 
 
-def test_a_rank_of_experts_is_refused_for_a_dense_model():
-    dense = AutoModelForCausalLM.from_config(tiny("qwen3"))
-    with pytest.raises(ValueError, match="--expert_lora_dim 2 is for mixtures of experts"):
-        apply_lora(dense, LoraConfig(lora_dim=4, expert_lora_dim=2), seed=0)
+@pytest.mark.parametrize(
+    ("named", "options"),
+    [
+        ("--target_modules 'experts.down_proj'", {"target_modules": ("experts.down_proj",)}),
+        ("--target_modules 'up_proj'", {"target_modules": ("q_proj", "up_proj")}),
+        ("--lora_module_name 'experts'", {"lora_module_name": "experts"}),
+    ],
+)
+def test_experts_that_stay_frozen_are_not_named(named, options):
+    with torch.device("meta"):
+        base = AutoModelForCausalLM.from_config(tiny("qwen3_moe"))
+    with pytest.raises(ValueError, match=f"^{named} names experts, and --expert_lora_dim 0 leaves"):
+        choose_targets(base, LoraConfig(lora_dim=4, expert_lora_dim=0, **options))
 
 
 def test_a_router_trains_in_full_where_it_is_asked_for():
