@@ -33,6 +33,7 @@ from dschat_lora.lora.targets import (
     choose_saved,
     choose_targets,
     expert_names,
+    is_expert_weight,
     is_inside,
     minimal_endings,
     minimal_saved_endings,
@@ -339,11 +340,12 @@ def _fused_names(model: nn.Module) -> list[str]:
 def _target_parameters(model: nn.Module) -> dict[str, str]:
     """Adapted layers that PEFT has to find by a parameter, and the parameter.
 
-    Those are the fused weights of experts. In such a model PEFT takes names of linear layers as
-    ``down_proj`` for experts, whatever stands before them, and drops factors of shared experts.
+    Those are the fused weights of experts. In a model that has such, adapted or not, PEFT takes
+    names of linear layers as ``down_proj`` for experts, whatever stands before them, and drops
+    factors of shared experts and dense layers.
     """
     fused = _fused_names(model)
-    linear = lora_layers(model) if any(expert_weights(model)) else {}
+    linear = lora_layers(model) if any(map(is_expert_weight, base_names(model))) else {}
     names = {n: f"{n}.weight" for n in linear if n.rpartition(".")[2] in NAMES_OF_EXPERTS}
     return names | {name: name for name in fused}
 

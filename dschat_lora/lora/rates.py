@@ -72,6 +72,9 @@ def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any
     Returns:
         Dicts with ``name`` ("base", "base_no_decay", "lora", "lora_B", "experts", "experts_B",
         "lora_no_decay"), ``params``, ``lr`` and ``weight_decay``; no group is empty.
+
+    Raises:
+        ValueError: if there is a rate of experts, and none is adapted.
     """
     rate, ratio = adapter_learning_rate(optim), optim.loraplus_lr_ratio
     adapter = adapter_parameters(model)
@@ -87,6 +90,11 @@ def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any
     base, own = trained.keys() - adapter.keys(), trained.keys() & adapter.keys()
     expert_rate = optim.expert_learning_rate
     experts = {name for name in own if ".experts." in name} if expert_rate is not None else set()
+    if expert_rate is not None and not experts:
+        raise ValueError(
+            f"--expert_learning_rate {expert_rate:g} is for experts, and the adapter has factors "
+            "of none; drop the option"
+        )
     layers, expert_rate = (own & matrices) - experts, expert_rate or rate
     decay = optim.weight_decay
     groups = [

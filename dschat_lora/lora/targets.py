@@ -3,6 +3,7 @@
 import difflib
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import Protocol
 
 import regex
@@ -62,18 +63,11 @@ def choose_targets(model: nn.Module, config: LoraConfig) -> list[str]:
         if _is_adaptable(module):
             candidates[name] = module
         candidates |= {own: part for own, (part, _) in fused.items() if part is module}
-    left_out = experts if config.expert_lora_dim == 0 else ()
-    candidates = {
-        name: module
-        for name, module in candidates.items()
-        if not is_inside(name, saved) and name not in left_out
-    }
+    candidates = {name: m for name, m in candidates.items() if not is_inside(name, saved)}
+    if config.expert_lora_dim == 0:
+        _check_not_frozen(model, config, candidates, experts)
+        candidates = {name: m for name, m in candidates.items() if name not in experts}
     chosen = _chosen(model, config, candidates)
-    if config.expert_lora_dim and not experts:
-        raise ValueError(
-            f"--expert_lora_dim {config.expert_lora_dim} is for mixtures of experts, and this "
-            "model has no experts that could be adapted; drop the option"
-        )
     return [name for name in candidates if name in chosen]
 
 
@@ -81,6 +75,30 @@ def adaptable_names(model: nn.Module) -> set[str]:
     """Names of what factors can be added to: linear layers, embeddings, fused experts."""
     layers = {name for name, module in model.named_modules() if _is_adaptable(module)}
     return layers | expert_weights(model).keys()
+
+
+def _check_not_frozen(
+    model: nn.Module, config: LoraConfig, candidates: Mapping[str, nn.Module], experts: set[str]
+) -> None:
+    """Refuse a name of experts alone where ``--expert_lora_dim 0`` leaves them frozen."""
+    part = config.lora_module_name
+    for target in _entries(config):
+        named = _chosen(model, replace(config, target_modules=(target,)), candidates)
+        if named and named <= experts:
+            option = (
+                f"--target_modules {target!r}" if part is None else f"--lora_module_name {part!r}"
+            )
+            raise ValueError(
+                f"{option} names experts, and --expert_lora_dim 0 leaves them frozen; drop one"
+            )
+
+
+def _entries(config: LoraConfig) -> tuple[str, ...]:
+    """The rules of ``--target_modules``; names may be joined by commas."""
+    targets = config.target_modules
+    if any(_REGEX_CHARACTERS & set(entry) for entry in targets):
+        return targets
+    return tuple(name for entry in targets for name in entry.split(",") if name)
 
 
 def expert_names(model: nn.Module) -> set[str]:
@@ -101,8 +119,14 @@ def is_expert_weight(name: str) -> bool:
 
 
 def router_names(model: nn.Module) -> set[str]:
-    """Names of linear layers beside fused experts that score each of them."""
-    found = set()
+    """Names of linear layers that score experts: within a router, or as wide as fused ones."""
+    routers = [
+        name
+        for name, module in model.named_modules()
+        if is_ending(name, "router") or "Router" in type(module).__name__
+    ]
+    linear = (name for name, module in model.named_modules() if is_plain_linear(module))
+    found = {name for name in linear if is_inside(name, routers)}
     for name, module in fused_experts(model):
         parent = name.rpartition(".")[0]
         for own, each in model.get_submodule(parent).named_modules():
@@ -115,9 +139,7 @@ def _chosen(model: nn.Module, config: LoraConfig, candidates: Mapping[str, nn.Mo
     """Those of ``candidates`` that the options name."""
     embeddings = nn.Embedding | ParallelEmbedding
     linear = [name for name, m in candidates.items() if not isinstance(m, embeddings)]
-    targets = config.target_modules
-    if not any(_REGEX_CHARACTERS & set(entry) for entry in targets):
-        targets = tuple(name for entry in targets for name in entry.split(",") if name)
+    targets = _entries(config)
     if config.lora_module_name is not None:
         part = config.lora_module_name
         if targets != (ALL_LINEAR,):

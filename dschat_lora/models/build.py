@@ -13,13 +13,14 @@ from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.model import adapter_parameters, apply_lora, with_expert_settings
 from dschat_lora.lora.nf4 import is_quantized
-from dschat_lora.lora.targets import adaptable_names, is_inside
-from dschat_lora.models.causal_lm import Tokenizer, load_causal_lm, load_config
+from dschat_lora.lora.targets import adaptable_names, expert_names, is_inside
+from dschat_lora.models.causal_lm import Tokenizer, balancing_loss, load_causal_lm, load_config
 from dschat_lora.models.composite import Task, left_out_words
 from dschat_lora.models.four_bit_base import kind_of, whole_weights_warning
 from dschat_lora.models.other_base import base_warning
 from dschat_lora.models.reward_model import HEAD, load_reward_model
 from dschat_lora.models.source import ModelSource
+from dschat_lora.models.stock_peft import peft_warning
 from dschat_lora.models.views import share_parameters
 
 
@@ -47,6 +48,8 @@ class AdaptedModel:
             yield f"base         linear layers of the blocks are held in 4 bits (NF4), {how}"
         if self.warning is not None:
             yield f"warning      {self.warning}"
+        if words := peft_warning(self.model):
+            yield f"warning      {words}"
 
 
 def build_causal_lm(
@@ -179,12 +182,14 @@ def check_targets(
     lora: LoraConfig,
     task: Task = "CAUSAL_LM",
     *,
+    expert_learning_rate: float | None = None,
     group: TensorGroup | None = None,
 ) -> None:
     """Try the choice of layers on the empty shape of the model, before anything takes long.
 
     Raises:
-        ValueError: if a choice matches nothing, or the model cannot be found.
+        ValueError: if a choice matches nothing, experts have options and none is adapted, or the
+            model cannot be found.
     """
     if lora.lora_dim == 0 or source.adapter is not None:
         return
@@ -198,7 +203,44 @@ def check_targets(
         model = load_reward_model(
             source.base, model_config, config, dtype=torch.float32, seed=0, meta=True, group=group
         )
-    apply_lora(model, lora, seed=0)
+    targets = apply_lora(model, lora, seed=0)
+    _check_experts(model, targets, lora, expert_learning_rate)
+
+
+def check_balancing(source: ModelSource, config: ModelConfig) -> None:
+    """Refuse ``--router_aux_loss_coef`` for a model without such a loss, by its empty shape.
+
+    Raises:
+        ValueError: as it says, or if the model cannot be found.
+    """
+    if config.router_aux_loss_coef:
+        base = source.base, load_config(source.base, config), config
+        model = load_causal_lm(*base, dtype=torch.float32, meta=True)
+        balancing_loss(model, config.router_aux_loss_coef)
+
+
+def _check_experts(
+    model: PreTrainedModel, targets: list[str], lora: LoraConfig, rate: float | None = None
+) -> None:
+    """Refuse options of experts where none is adapted."""
+    given = {
+        "expert_lora_dim": lora.expert_lora_dim,
+        "expert_lora_alpha": lora.expert_lora_alpha,
+        "expert_learning_rate": rate,
+    }
+    option = next((f"--{name} {value:g}" for name, value in given.items() if value), None)
+    experts = expert_names(model)
+    if option is None or experts.intersection(targets):
+        return
+    if not experts:
+        raise ValueError(
+            f"{option} is for mixtures of experts, and this model has no experts that could be "
+            "adapted; drop the option"
+        )
+    raise ValueError(
+        f"{option} is for experts, and none is among the layers to adapt; drop the option, or name "
+        "experts in --target_modules"
+    )
 
 
 def _with_head(lora: LoraConfig) -> LoraConfig:
@@ -233,6 +275,8 @@ def _adapt(
             modules_to_save=(*stored.modules_to_save, *new_parts),
         )
     targets = apply_lora(model, lora, seed=seed)
+    if source.adapter is None:
+        _check_experts(model, targets, lora)
     lora = with_expert_settings(model, lora, targets)
     if source.adapter is not None and source.planned is None:
         names = adapter_parameters(model)

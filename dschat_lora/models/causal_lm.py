@@ -244,6 +244,21 @@ class LMHeadModel(BackboneModel):
         return logits[logit_positions]
 
 
+def balancing_loss(model: PreTrainedModel, coefficient: float) -> Any:
+    """The load-balancing loss that transformers has for the type of ``model``; None without one.
+
+    Raises:
+        ValueError: if it is to have a ``coefficient``, and there is none.
+    """
+    found = getattr(sys.modules[type(model).__module__], _BALANCE, None)
+    if coefficient and found is None:
+        raise ValueError(
+            f"--router_aux_loss_coef {coefficient:g}: {type(model).__name__} of "
+            "transformers has no load-balancing loss; drop the option"
+        )
+    return found
+
+
 class CausalLMLoss(LMHeadModel):
     """A causal language model that returns the summed loss of a batch.
 
@@ -264,12 +279,7 @@ class CausalLMLoss(LMHeadModel):
     ) -> None:
         super().__init__(model)
         self.label_smoothing, self.router_aux_loss_coef = label_smoothing, router_aux_loss_coef
-        self._balance: Any = getattr(sys.modules[type(model).__module__], _BALANCE, None)
-        if router_aux_loss_coef and self._balance is None:
-            raise ValueError(
-                f"--router_aux_loss_coef {router_aux_loss_coef:g}: {type(model).__name__} of "
-                "transformers has no load-balancing loss; drop the option"
-            )
+        self._balance = balancing_loss(model, router_aux_loss_coef)
         self.head = LinearHead(model.get_output_embeddings(), model.config.vocab_size)
 
     def forward(

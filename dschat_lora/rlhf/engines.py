@@ -17,7 +17,7 @@ from dschat_lora.models.reward_model import RewardModel
 from dschat_lora.rlhf.batch import ResponseBatch
 from dschat_lora.rlhf.config import RlhfConfig
 from dschat_lora.rlhf.retry import Retry
-from dschat_lora.rlhf.role_config import RoleConfig
+from dschat_lora.rlhf.role_config import RoleConfig, option_errors_for
 from dschat_lora.rlhf.roles import Network
 from dschat_lora.rlhf.setup import RlhfSetup
 from dschat_lora.runtime.run import Run
@@ -147,7 +147,8 @@ def build_engines(setup: RlhfSetup) -> Engines:
 
 def _engine(setup: RlhfSetup, role: str, network: Network) -> TrainEngine[Network]:
     options: RoleConfig = getattr(setup.config, role)
-    groups = parameter_groups(setup.roles.models[role].model, options.optim(setup.config.optim))
+    with option_errors_for(role):
+        groups = parameter_groups(setup.roles.models[role].model, options.optim(setup.config.optim))
     return TrainEngine(network, groups, setup.settings[role])
 
 

@@ -14,11 +14,14 @@ from dschat_lora.data.fingerprint import describe_tokenizer
 from dschat_lora.data.prepare import Prepared
 from dschat_lora.engine.build import EngineSettings
 from dschat_lora.engine.distributed import data_rank, device
+from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.merge import check_mergeable
-from dschat_lora.models.build import recompute_blocks
+from dschat_lora.models.build import check_targets, recompute_blocks
 from dschat_lora.models.causal_lm import Tokenizer, attention_note, load_config, load_tokenizer
+from dschat_lora.models.composite import Task
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
 from dschat_lora.models.offload import offload_inputs
+from dschat_lora.models.source import ModelSource
 from dschat_lora.rlhf.advice import explaining_memory
 from dschat_lora.rlhf.config import RlhfConfig
 from dschat_lora.rlhf.environment import load_environment
@@ -105,6 +108,8 @@ def set_up(run: Run[RlhfConfig]) -> RlhfSetup:
     sources = find_sources(config)
     check_same_models(sources.actor, sources.critic)
     config = _with_fitting_lengths(config, sources)
+    group = tensor_group(config.parallel)
+    _check_layers(config, sources, group)
     tokenizer = _load_tokenizer(config, sources)
     scorer = load_functions(config.rewards, tokenizer) if config.rewards.reward_function else None
     name = config.rewards.judge_function
@@ -124,7 +129,7 @@ def set_up(run: Run[RlhfConfig]) -> RlhfSetup:
         sources=sources,
         tokenizer=tokenizer,
         dtype=settings["actor"].torch_dtype,
-        group=tensor_group(config.parallel),
+        group=group,
     )
     roles = build(config, meta=builds_shapes_alone(config.run, settings.values()))
     config = _resolve_recomputation(config, settings, roles, run, free=free)
@@ -184,6 +189,24 @@ def _with_fitting_lengths(config: RlhfConfig, sources: Sources) -> RlhfConfig:
             options: RoleConfig = getattr(config, role)
             fields.append(load_config(source.base, options.model(config.load)).to_dict())
     return fit_lengths(config, fields)
+
+
+def _check_layers(config: RlhfConfig, sources: Sources, group: TensorGroup | None) -> None:
+    """Try each role's choice of layers on the empty shape of its model."""
+    starts: dict[str, tuple[ModelSource, Task]] = {"actor": (sources.actor, "CAUSAL_LM")}
+    if config.has_critic:
+        starts["critic"] = (sources.critic or sources.actor, "SEQ_CLS")
+    for role, (source, task) in starts.items():
+        options: RoleConfig = getattr(config, role)
+        with option_errors_for(role):
+            check_targets(
+                source,
+                options.model(config.load),
+                options.lora(config.classic.only_optimize_lora),
+                task,
+                expert_learning_rate=options.expert_learning_rate,
+                group=group,
+            )
 
 
 def _load_tokenizer(config: RlhfConfig, sources: Sources) -> Tokenizer:

@@ -31,6 +31,7 @@ from dschat_lora.runtime.checks import (
     check_data_is_named,
     check_divided,
     check_function,
+    check_lora_options,
     check_output_dir,
     check_source_is_kept,
     continued_lora,
@@ -133,6 +134,17 @@ def with_continued_lora(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
     else:
         critic = _with_adapter(config, "critic", sources.critic or sources.actor)
     return replace(config, actor=actor, critic=critic)
+
+
+def check_lora(config: RlhfConfig, inputs: RlhfInputs) -> None:
+    """Refuse options of experts of a role that adapts none."""
+    for role in ("actor", "critic") if config.has_critic else ("actor",):
+        options: RoleConfig = getattr(config, role)
+        prefix = f"{role}_expert_"
+        given = {n.removeprefix(f"{role}_") for n in config.given if n.startswith(prefix)}
+        with option_errors_for(role):
+            lora = options.lora(config.classic.only_optimize_lora)
+            check_lora_options(lora, frozenset(given))
 
 
 def _with_adapter(config: RlhfConfig, role: str, source: ModelSource) -> RoleConfig:
@@ -360,6 +372,7 @@ RLHF_CHECKS: tuple[Check[RlhfConfig, RlhfInputs], ...] = (
     with_bundled_prompts,
     check_rewards,
     with_continued_lora,
+    check_lora,
     with_fitting_lengths,
     with_overlong_punishment,
     with_base_bits,

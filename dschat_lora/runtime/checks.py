@@ -234,11 +234,30 @@ def continued_lora(lora: LoraConfig, source: ModelSource, given: frozenset[str])
     return replace(lora, **stored)
 
 
+def check_lora_options(lora: LoraConfig, given: frozenset[str]) -> None:
+    """Refuse two choices of layers, and options of adapters or experts where there are none."""
+    if {"lora_module_name", "target_modules"} <= given:
+        raise ValueError("--lora_module_name and --target_modules both choose layers; give one")
+    of_experts = {"expert_lora_dim", "expert_lora_alpha", "expert_learning_rate"}
+    chosen = {"lora_module_name", "target_modules", "modules_to_save"}
+    needless = sorted(given & (chosen | of_experts))
+    if lora.lora_dim == 0 and needless:
+        raise ValueError(f"--{needless[0]} needs --lora_dim > 0: without it every weight trains")
+    needless = sorted(given & of_experts - {"expert_lora_dim"})
+    if lora.expert_lora_dim == 0 and needless:
+        raise ValueError(
+            f"--{needless[0]} is for experts that train, and --expert_lora_dim 0 leaves them "
+            "frozen; drop one"
+        )
+
+
 def _check_experts(lora: LoraConfig, source: ModelSource) -> None:
     """Refuse a rank of experts' updates for a local model without experts."""
+    if not (lora.lora_dim and lora.expert_lora_dim):
+        return
     fields = model_fields(source)
     fields = fields | fields.get("text_config", {})
-    if lora.expert_lora_dim and fields and not any(fields.get(name) for name in EXPERT_COUNTS):
+    if fields and not any(fields.get(name) for name in EXPERT_COUNTS):
         raise ValueError(
             f"--expert_lora_dim {lora.expert_lora_dim} is for mixtures of experts, and "
             f"{source.base} is none; drop the option"

@@ -33,6 +33,7 @@ from dschat_lora.runtime.checks import (
     check_data_is_named,
     check_divided,
     check_file_can_be_made,
+    check_lora_options,
     check_output_dir,
     check_source_is_kept,
     check_task,
@@ -56,7 +57,6 @@ BUNDLED_SEQ_LEN = 128
 _SFT_ONLY = ("train_on_prompt", "sft_only_data_path", "router_aux_loss_coef")
 _LORA_ONLY = (
     *("lora_alpha", "lora_dropout", "use_rslora", "train_bias", "enable_lora"),
-    *("expert_lora_dim", "expert_lora_alpha", "expert_learning_rate"),
     *("only_optimize_lora", "lora_learning_rate", "lora_lr_multiplier", "loraplus_lr_ratio"),
     "merge_adapter",
 )
@@ -204,13 +204,8 @@ def with_continued_lora(config: ConfigT, inputs: SupervisedInputs) -> ConfigT:
 
 
 def check_lora(config: SupervisedConfig, inputs: SupervisedInputs) -> None:
-    """Refuse two choices of layers, or a choice where there are no adapters."""
-    given = config.given
-    if {"lora_module_name", "target_modules"} <= given:
-        raise ValueError("--lora_module_name and --target_modules both choose layers; give one")
-    needless = sorted(given & {"lora_module_name", "target_modules", "modules_to_save"})
-    if config.lora.lora_dim == 0 and needless:
-        raise ValueError(f"--{needless[0]} needs --lora_dim > 0: without it every weight trains")
+    """Refuse two choices of layers, and options of adapters or experts where there are none."""
+    check_lora_options(config.lora, config.given)
 
 
 def with_base_bits(config: ConfigT, inputs: SupervisedInputs) -> ConfigT:

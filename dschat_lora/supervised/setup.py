@@ -88,7 +88,14 @@ def set_up(
     source = find_model(config.model.model_name_or_path)
     check_same_models(source)
     group = tensor_group(config.parallel)
-    check_targets(source, config.model, config.lora, task, group=group)
+    check_targets(
+        source,
+        config.model,
+        config.lora,
+        task,
+        expert_learning_rate=config.optim.expert_learning_rate,
+        group=group,
+    )
     # A model of the hub is known only here.
     fields = load_config(source.base, config.model).to_dict()
     length = fitting_length(config.data.max_seq_len, source, config.given, fields=fields)

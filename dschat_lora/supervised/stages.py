@@ -4,8 +4,10 @@ from functools import partial
 
 from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, SupervisedConfig
 from dschat_lora.data.rows import DataKind
+from dschat_lora.models.build import check_balancing
 from dschat_lora.models.causal_lm import CausalLMLogprobs, CausalLMLoss
 from dschat_lora.models.reward_model import RewardModel
+from dschat_lora.models.source import find_model
 from dschat_lora.runtime.run import Run, open_run
 from dschat_lora.runtime.validation import DPO, REWARD, check_supervised
 from dschat_lora.supervised.batching import (
@@ -42,6 +44,7 @@ def run_dpo(config: DpoStageConfig) -> None:
 
 def train_sft(run: Run[SupervisedConfig]) -> None:
     """Train, evaluate and save; call on every rank."""
+    check_balancing(find_model(run.config.model.model_name_or_path), run.config.model)
     setup = set_up(run, phase=1, kind="samples", task="CAUSAL_LM")
     if run.directory is None:
         show_plan(setup, "samples")

@@ -17,6 +17,7 @@ from dschat_lora.lora.model import (
     adapter_layout,
     adapter_parameters,
     apply_lora,
+    lora_layers,
     with_expert_settings,
 )
 from fakecuda.captured import tiny
@@ -92,6 +93,17 @@ def test_what_is_written_is_read_again(written):
 def test_what_stock_peft_saves_anew_is_the_same_adapter(written, tmp_path):
     base, ours, directory = written
     PeftModel.from_pretrained(copy.deepcopy(base), directory).save_pretrained(tmp_path)
+    assert torch.equal(read(base, tmp_path)(IDS).logits, ours(IDS).logits)
+
+
+def test_layers_beside_experts_that_stay_frozen_are_the_same_in_peft(tmp_path):
+    """PEFT would take the dense layers of this type for its experts too."""
+    base = make_base("longcat_flash")
+    ours = write(base, tmp_path)
+    names = {name.rpartition(".")[2] for name in lora_layers(ours)}
+    assert {"gate_proj", "up_proj", "down_proj"} <= names
+    theirs = PeftModel.from_pretrained(copy.deepcopy(base), tmp_path)
+    torch.testing.assert_close(theirs(IDS).logits, ours(IDS).logits, rtol=0, atol=5e-6)
     assert torch.equal(read(base, tmp_path)(IDS).logits, ours(IDS).logits)
 
 

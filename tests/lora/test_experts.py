@@ -21,7 +21,7 @@ from dschat_lora.lora.model import (
     lora_layers,
     with_expert_settings,
 )
-from dschat_lora.lora.targets import router_names
+from dschat_lora.lora.targets import choose_targets, router_names
 from fakecuda.captured import tiny
 
 # Gated; gated, transposed, with biases and gates between outputs; a linear layer as router.
@@ -135,6 +135,23 @@ def test_all_linear_takes_experts_and_leaves_routers(base):
     assert trained == set(adapter_parameters(model))
 
 
+@pytest.mark.parametrize(
+    ("kind", "router"),
+    [
+        ("longcat_flash", "mlp.router.classifier"),
+        ("jetmoe", "self_attention.experts.router.layer"),
+        ("zaya", "mlp.gate.router_mlp.fc1"),
+    ],
+)
+def test_routers_stay_frozen_unless_they_are_named(kind, router):
+    with torch.device("meta"):
+        base = AutoModelForCausalLM.from_config(tiny(kind))
+    name = f"model.layers.0.{router}"
+    assert name in router_names(base)
+    assert not set(choose_targets(base, LoraConfig(lora_dim=4))) & router_names(base)
+    assert name in choose_targets(base, LoraConfig(lora_dim=4, target_modules=(router,)))
+
+
 def test_the_rank_of_experts_is_that_of_layers_over_the_experts_of_a_token(base):
     config = LoraConfig(lora_dim=9)
     targets = apply_lora(copy.deepcopy(base), config, seed=0)
@@ -246,10 +263,19 @@ def test_options_choose_experts(base):
     assert names(lora_module_name="experts") == ["down_proj", "gate_up_proj"]
 
 
-def test_a_rank_of_experts_is_refused_for_a_dense_model():
-    dense = AutoModelForCausalLM.from_config(tiny("qwen3"))
-    with pytest.raises(ValueError, match="--expert_lora_dim 2 is for mixtures of experts"):
-        apply_lora(dense, LoraConfig(lora_dim=4, expert_lora_dim=2), seed=0)
+@pytest.mark.parametrize(
+    ("named", "options"),
+    [
+        ("--target_modules 'experts.down_proj'", {"target_modules": ("experts.down_proj",)}),
+        ("--target_modules 'up_proj'", {"target_modules": ("q_proj", "up_proj")}),
+        ("--lora_module_name 'experts'", {"lora_module_name": "experts"}),
+    ],
+)
+def test_experts_that_stay_frozen_are_not_named(named, options):
+    with torch.device("meta"):
+        base = AutoModelForCausalLM.from_config(tiny("qwen3_moe"))
+    with pytest.raises(ValueError, match=f"^{named} names experts, and --expert_lora_dim 0 leaves"):
+        choose_targets(base, LoraConfig(lora_dim=4, expert_lora_dim=0, **options))
 
 
 def test_a_router_trains_in_full_where_it_is_asked_for():

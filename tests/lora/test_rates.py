@@ -148,6 +148,11 @@ def test_full_fine_tuning_has_base_groups_only():
     assert list(groups) == ["base", "base_no_decay"]
 
 
+def test_a_rate_of_experts_is_refused_where_none_is_adapted():
+    with pytest.raises(ValueError, match=r"--expert_learning_rate 0\.001 is for experts"):
+        groups_of({"lora_dim": 2}, expert_learning_rate=1e-3)
+
+
 def test_sharded_matrix_is_still_a_matrix():
     # ZeRO 3 leaves a flat, empty tensor and notes the shape beside.
     model = toy_model()

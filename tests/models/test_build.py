@@ -1,6 +1,7 @@
 """What the stage's own model building sets beside the weights."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,10 @@ import torch
 from transformers import AutoConfig
 
 from dschat_lora.config.groups import LoraConfig, ModelConfig
-from dschat_lora.models.build import build_causal_lm
+from dschat_lora.models.build import build_causal_lm, check_balancing, check_targets
 from dschat_lora.models.causal_lm import load_config, load_tokenizer, stored_dropouts
-from dschat_lora.models.source import find_model
+from dschat_lora.models.source import ModelSource, find_model
+from fakecuda.captured import tiny
 
 SOURCE = find_model(None)
 
@@ -81,3 +83,37 @@ def test_every_dropout_is_off_by_default(kind, tmp_path):
     left = {n: loaded[n] for n in fields if "drop" in n and isinstance(fields[n], float)}
     assert left
     assert set(left.values()) == {0.0}
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    """A mixture of experts without weights: what is refused is refused before they are read."""
+    directory = tmp_path_factory.mktemp("mixture")
+    tiny("qwen3_moe").save_pretrained(directory)
+    return ModelSource(str(directory))
+
+
+OF_EXPERTS = [
+    ({"expert_lora_dim": 2}, None, "--expert_lora_dim 2"),
+    ({"expert_lora_alpha": 3.0}, None, "--expert_lora_alpha 3"),
+    ({}, 1e-4, "--expert_learning_rate 0.0001"),
+]
+
+
+@pytest.mark.parametrize(("options", "rate", "named"), OF_EXPERTS)
+def test_options_of_experts_are_refused_where_none_is_adapted(mixture, options, rate, named):
+    lora = LoraConfig(lora_dim=4, **options)
+    check_targets(mixture, ModelConfig(), lora, expert_learning_rate=rate)
+    few = replace(lora, target_modules=("q_proj",))
+    with pytest.raises(ValueError, match=f"^{named} is for experts, and none is among the layers"):
+        check_targets(mixture, ModelConfig(), few, expert_learning_rate=rate)
+    with pytest.raises(ValueError, match=f"^{named} is for mixtures of experts"):
+        check_targets(SOURCE, ModelConfig(), lora, expert_learning_rate=rate)
+
+
+def test_balancing_a_model_without_experts_is_refused_before_its_weights_are_read(mixture):
+    config = ModelConfig(router_aux_loss_coef=0.1)
+    check_balancing(mixture, config)
+    check_balancing(SOURCE, ModelConfig())
+    with pytest.raises(ValueError, match=r"--router_aux_loss_coef 0\.1: .* has no load-balancing"):
+        check_balancing(SOURCE, config)

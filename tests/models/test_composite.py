@@ -112,6 +112,7 @@ def test_the_adapter_is_the_same_model_in_peft_on_the_original_checkpoint(case):
     assert len(factors) == len(case.adapted.targets)
     text = f"base_model.model.{case.adapted.model.text_path}."
     assert all(name.startswith(text) for name in factors)
+    assert not any("PEFT" in fact for fact in case.adapted.facts())
 
 
 def test_the_adapter_is_continued_as_it_was(case):

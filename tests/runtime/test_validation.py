@@ -7,10 +7,12 @@ import json
 import pytest
 
 from dschat_lora.assets import BUNDLED_DATA, BUNDLED_MODEL
+from dschat_lora.config.options import parse_config
 from dschat_lora.experiments.glue import validation as glue
 from dschat_lora.experiments.nlg import validation as nlg
 from dschat_lora.rlhf import notes as rlhf_notes
 from dschat_lora.rlhf import validation as rlhf
+from dschat_lora.rlhf.config import RlhfConfig
 from dschat_lora.runtime import validation as supervised
 from dschat_lora.runtime.checks import apply_checks
 from helpers.step1 import ROOT, checked, write_adapter_config, write_jsonl
@@ -30,6 +32,11 @@ def elsewhere(tmp_path, monkeypatch):
 def adapter(tmp_path):
     """An adapter of rank 4 and alpha 32 on the bundled model."""
     return write_adapter_config(tmp_path / "earlier" / "adapter")
+
+
+def rlhf_checked(*argv):
+    function = ("--reward_function", "helpers.rlhf_course:vowels", "--algorithm", "ppo")
+    return rlhf.check_rlhf(parse_config(RlhfConfig, [*function, *map(str, argv)]))
 
 
 def json_file(path, content):
@@ -124,6 +131,32 @@ def test_layers_are_chosen_one_way_only():
 def test_choice_of_layers_without_lora_is_refused(option):
     with pytest.raises(ValueError, match=f"{option} needs --lora_dim > 0"):
         checked(option, "q_proj")
+
+
+OF_EXPERTS = (
+    ("expert_lora_dim", 4),
+    ("expert_lora_dim", 0),
+    ("expert_lora_alpha", 3),
+    ("expert_learning_rate", 1e-4),
+)
+
+
+@pytest.mark.parametrize(("name", "value"), OF_EXPERTS)
+def test_options_of_experts_without_lora_are_refused(name, value):
+    with pytest.raises(ValueError, match=f"--{name} needs --lora_dim > 0"):
+        checked(f"--{name}", value)
+    with pytest.raises(ValueError, match=f"--actor_{name} needs --actor_lora_dim > 0"):
+        rlhf_checked("--actor_lora_dim", 0, f"--actor_{name}", value)
+
+
+@pytest.mark.parametrize(("name", "value"), OF_EXPERTS[2:])
+def test_options_of_frozen_experts_are_refused(name, value):
+    frozen = ["--lora_dim", 4, "--expert_lora_dim", 0, f"--{name}", value]
+    with pytest.raises(ValueError, match=f"--{name} is for experts that train"):
+        checked(*frozen)
+    role = [str(each).replace("--", "--critic_") for each in frozen]
+    with pytest.raises(ValueError, match=f"--critic_{name} is for .* --critic_expert_lora_dim 0"):
+        rlhf_checked(*role)
 
 
 def test_weights_without_data_are_refused():
