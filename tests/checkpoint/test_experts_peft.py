@@ -123,6 +123,17 @@ def test_an_adapter_that_peft_makes_of_all_linear_layers_is_read(tmp_path):
         read(base, tmp_path / "all")
 
 
+def test_an_adapter_of_routers_that_peft_makes_is_read(tmp_path):
+    """Those of this type lie within a module called experts, none of which is adapted."""
+    base = make_base("jetmoe")
+    options = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}
+    theirs = get_peft_model(copy.deepcopy(base), PeftConfig(**options))
+    theirs.save_pretrained(tmp_path)
+    ours = read(base, tmp_path)
+    assert any(name.endswith("router.layer") for name in lora_layers(ours))
+    torch.testing.assert_close(ours(IDS).logits, theirs(IDS).logits, rtol=0, atol=5e-6)
+
+
 def test_the_files_hold_pefts_names_and_one_pattern_for_all_experts(written):
     _, _, directory = written
     fields = json.loads((directory / "adapter_config.json").read_text())
