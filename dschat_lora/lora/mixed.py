@@ -92,6 +92,11 @@ class MixedLinear(nn.Module):
         """That of the base."""
         return self.base.get_parameter("weight")
 
+    @property
+    def bias(self) -> Tensor | None:
+        """That of the base, which Mamba reads beside the weight."""
+        return getattr(self.base, "bias", None)
+
     def forward(self, x: Tensor) -> Tensor:
         """(B, ..., in) -> (B, ..., out); B counts rows or tokens."""
         output: Tensor = self.base(x)

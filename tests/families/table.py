@@ -16,6 +16,8 @@ import transformers
 
 from dschat_lora.assets import FAMILIES
 from dschat_lora.config.groups import LoraConfig, ModelConfig
+from dschat_lora.generation.cache_check import check_cache
+from dschat_lora.generation.forward import TRIED
 from dschat_lora.generation.slots import SlotRows
 from dschat_lora.lora.mixed import AdapterRows, mix_adapters
 from dschat_lora.lora.nf4 import is_quantized
@@ -53,7 +55,7 @@ def from_matrix(rows):
 
 def _cell(row):
     if not row["ok"]:
-        return row["found"]
+        return re.sub(r"^error: --\S+ \S+: (its model cannot be loaded: )?", "", row["found"])
     if row["check"] == "packed" and row["found"].startswith("unpacked"):
         return UNPACKED
     return True
@@ -143,7 +145,9 @@ def serve(family):
         model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
         for model, ids in zip((base, adapted), prompts, strict=True)
     ]
+    check_cache(base)
     mixed, rows = share_parameters(base), AdapterRows(base.device)
+    TRIED[mixed] = TRIED.get(base, False)
     mix_adapters(mixed, [adapted], rows=rows)
     slots = SlotRows(mixed.eval(), rows, pad_id=PAD)
     with slots.kernels():
