@@ -3,7 +3,7 @@
 import pytest
 import torch
 from perf_models import gpt2, llama, opt
-from test_expert_counts import adapt, adapt_experts, build
+from test_expert_counts import ListedExperts, adapt, adapt_experts, build
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForSequenceClassification
 
@@ -57,6 +57,14 @@ def test_experts_that_the_package_adapts_learn_and_their_router_does_not():
         f"{QKVO}, experts of 2 layers; frozen: router, embeddings, sinks, norms, lm_head"
     )
     assert found.warning is None
+
+
+def test_experts_that_are_modules_of_their_own_go_by_the_same_word():
+    model = build("qwen3_moe", mlp_only_layers=[0, 1])
+    model.model.layers[1].mlp = ListedExperts(2, 4, 64, 32)
+    found = coverage(adapt(model, "q_proj", "up", "down", experts=2))
+    assert found.words.startswith("q_proj of 2 layers, experts of 1; frozen: k_proj")
+    assert ", router, " in found.words
 
 
 def test_one_matrix_of_the_experts_is_named_where_the_other_stays_frozen():

@@ -27,7 +27,7 @@ SIZE = {
 }
 _FOUR = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _ROUTED = {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
-_LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "v_head_dim": 16, "qk_nope_head_dim": 8}
+_LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "v_head_dim": 24, "qk_nope_head_dim": 8}
 _LATENT |= {"qk_rope_head_dim": 8, "head_dim": 8, "num_key_value_heads": 4}
 _WINDOWS = {"layer_types": ["sliding_attention", "full_attention"]}
 # Fused experts, beside them shared ones, dense layers by number, by step and by list, latent
@@ -258,12 +258,13 @@ def test_weights_of_all_experts_are_held_and_activations_of_those_routed_to():
     assert estimate(many).activations - estimate(few).activations == router * positions
 
 
-CACHED = ["qwen3_moe", "deepseek_v3", "gemma4_text", "phi3"]
+CACHED = [("qwen3_moe", {}), ("deepseek_v3", {}), ("phi3", {}), ("gemma4_text", {})]
+CACHED += [("gemma4_text", {"attention_k_eq_v": True, "num_global_key_value_heads": 1})]
 
 
-@pytest.mark.parametrize("kind", CACHED)
-def test_a_cached_token_takes_what_transformers_cache_grows_by(kind):
-    model = build(kind).eval()
+@pytest.mark.parametrize(("kind", "changes"), CACHED)
+def test_a_cached_token_takes_what_transformers_cache_grows_by(kind, changes):
+    model = build(kind, **changes).eval()
     sizes = [_cache_bytes(model, length) for length in (5, 9)]
     assert cached_token_bytes(model) == (sizes[1] - sizes[0]) / 4
 
@@ -283,7 +284,11 @@ def test_a_forward_pass_of_a_vision_language_model_on_text_leaves_out_its_vision
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad(), flop_counter() as counter:
         model(input_ids=torch.randint(3, VOCAB, (ROWS, LENGTH)))
-    assert forward_flops(describe(model), **COUNTS).hardware == counter.get_total_flops()
+    executed = counter.get_total_flops()
+    assert forward_flops(describe(model), **COUNTS).hardware == executed
+    # Beside the text model, by its place, and at the top by its name.
+    model.model.connector, model.visual = nn.Linear(64, 64), nn.Linear(64, 64)
+    assert forward_flops(describe(model), **COUNTS).hardware == executed
 
 
 def test_what_no_count_understands_is_named():
