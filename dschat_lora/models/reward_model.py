@@ -66,7 +66,6 @@ def load_reward_model(
                 check_alone(model)
         else:
             model, missing = _read(path, model_config, options)
-            _with_score(model)
             check_alone(model)
     if f"{HEAD}.weight" in missing:
         if seed is None:
@@ -99,7 +98,7 @@ def _read(
             ignore_mismatched_sizes=True,
             **options,
         )
-    check_loaded(model, report["missing_keys"], new=_HEAD_PARAMETERS)
+    check_loaded(_with_score(model), report["missing_keys"], new=_HEAD_PARAMETERS)
     for name, found, *_ in report["mismatched_keys"]:
         if name.startswith(f"{HEAD}."):
             raise ValueError(f"a reward model gives one score, it has {found[0]}")

@@ -201,4 +201,5 @@ def test_buffers_of_a_router_that_trains_are_stored_beside_it(tmp_path):
 def test_an_adapter_of_layers_that_only_stand_beside_experts_is_read(tmp_path):
     base = make_base("jetmoe")  # whose router is a linear layer, and whose experts are none
     ours = write(base, tmp_path, target_modules=("router.layer", "kv_proj"))
+    assert lora_config_of(tmp_path).expert_lora_dim is None
     assert torch.equal(read(base, tmp_path)(IDS).logits, ours(IDS).logits)

@@ -55,6 +55,14 @@ def test_each_row_has_the_logits_of_its_own_adapter(kind):
         torch.testing.assert_close(logits[row], alone, atol=1e-5, rtol=1e-5)
 
 
+def test_a_layer_has_the_weight_and_bias_of_its_base_for_models_that_read_them():
+    base = tiny_model("opt")
+    model, _ = mixed(base, [adapted(base, LoraConfig(lora_dim=2), 1)])
+    (layer, *_) = (each for each in model.modules() if isinstance(each, MixedLinear))
+    assert layer.weight is layer.base.weight
+    assert layer.bias is layer.base.bias is not None
+
+
 @torch.no_grad()
 def test_factors_of_packed_projections_and_of_embeddings_are_mixed():
     base = tiny_model("gpt2")

@@ -165,3 +165,16 @@ def test_what_transformers_has_a_class_of_keeps_it():
     with torch.device("meta"):
         model = AutoModelForSequenceClassification.from_config(tiny("llama"))
     assert score_class_code(model) == []
+
+
+@pytest.mark.parametrize("beside", [True, False], ids=["on a loaded base", "from files"])
+def test_a_head_of_another_name_is_refused_by_it(beside, tmp_path):
+    model = AutoModelForCausalLM.from_config(tiny("ctrl"))
+    model.save_pretrained(tmp_path)
+    config = load_config(str(tmp_path), OPTIONS)
+    more = {"base": model} if beside else {}
+    with pytest.raises(ValueError, match="a ctrl model has no 'score' head that could be read"):
+        load_reward_model(
+            *(str(tmp_path), config, OPTIONS),
+            **{"dtype": torch.float32, "seed": 0, "meta": False, **more},
+        )
