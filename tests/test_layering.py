@@ -53,7 +53,7 @@ FLOORS = [
             "sharegpt sources suffixes templates",
         ),
         "engine": Room("algos config", "deepspeed psutil torch", "ds_config meeting peers"),
-        "lora": Room("config", "bitsandbytes regex torch"),
+        "lora": Room("config", "bitsandbytes regex torch", "names"),
     },
     {
         "checkpoint": Room(

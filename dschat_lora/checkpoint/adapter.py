@@ -51,6 +51,7 @@ from dschat_lora.lora.model import (
     lora_scaling,
     saved_buffers,
 )
+from dschat_lora.lora.names import adapted_modules
 from dschat_lora.lora.parallel import own_part
 from dschat_lora.lora.targets import is_ending, is_expert_weight
 
@@ -93,7 +94,7 @@ def write_adapter(
     final = Path(directory)
     tensors = {**tensors, **layout.buffers}
     check_tensors(tensors, config, where=str(final), groups=layout.groups)
-    adapted = {name.rpartition(".")[0] for name in tensors if ".lora_" in name}
+    adapted = adapted_modules(tensors)
     described = AdapterConfig(
         base_model_name_or_path=base_model_name_or_path,
         task_type=task_type,
@@ -154,7 +155,7 @@ def lora_config_of(directory: str | Path) -> LoraConfig:
     """
     adapter = read_adapter(directory)
     config, names = adapter.config, adapter.tensors
-    targets = {name.rpartition(".")[0] for name in names if ".lora_" in name}
+    targets = adapted_modules(names)
     saved = {name.partition(".trained.")[0] for name in names if ".trained." in name}
     has_biases = any(name.endswith(".trained_bias") for name in names)
     bias = cast(Literal["none", "all", "lora_only"], config.bias if has_biases else "none")
@@ -276,7 +277,7 @@ def _verify_written(
     back = _load(staging)
     same = back.config == config and back.tensors.keys() == tensors.keys()
     read = lora_settings(back.config, back.tensors)
-    for name in {name.rpartition(".")[0] for name in tensors if ".lora_" in name}:
+    for name in adapted_modules(tensors):
         same &= lora_scaling(read.of_module(name)) == lora_scaling(settings.of_module(name))
     if not same or not all(torch.equal(back.tensors[n], t.float()) for n, t in tensors.items()):
         raise OSError(f"{staging}: the adapter read back differs from the one written")

@@ -1,6 +1,5 @@
 """Checks of LoRA factors: shapes, rank, scaling and parts of packed layers."""
 
-import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import TypeVar
 
@@ -11,6 +10,7 @@ from dschat_lora.checkpoint.adapter_config import AdapterConfig
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.groups import Groups, groups_of_parts
 from dschat_lora.lora.model import lora_layers, lora_scaling
+from dschat_lora.lora.names import adapted_modules, is_of_expert
 from dschat_lora.lora.targets import is_ending, is_expert_weight, matching_key
 
 NumberT = TypeVar("NumberT", int, float)
@@ -32,8 +32,8 @@ def lora_settings(config: AdapterConfig, names: Iterable[str]) -> LoraConfig:
     Raises:
         ValueError: if a pattern of the adapter cannot be read.
     """
-    modules = sorted({name.rpartition(".")[0] for name in names if ".lora_" in name})
-    has_experts = any(is_expert_weight(n) or re.search(r"\.experts\.\d+\.", n) for n in modules)
+    modules = sorted(adapted_modules(names))
+    has_experts = any(map(is_of_expert, modules))
     return LoraConfig(
         lora_dim=config.r,
         lora_alpha=config.lora_alpha,

@@ -9,6 +9,7 @@ from dschat_lora.checkpoint.adapter_config import AdapterConfig
 from dschat_lora.checkpoint.history import STATE_FILE, read_state
 from dschat_lora.checkpoint.manifest import read_manifest
 from dschat_lora.config.groups import OWN_SETTINGS
+from dschat_lora.lora.names import adapted_modules, is_of_expert
 
 #: prefix of trained parameters in a checkpoint, beside the moments of AdamW
 WEIGHT = "weight:"
@@ -125,8 +126,8 @@ def _config(
         return options.get(prefix + name, options.get(name))
 
     saved = {name.partition(".trained.")[0] for name in names if ".trained." in name}
-    targets = sorted({n.rpartition(".")[0] for n in names if ".lora_" in n})
-    experts = [name for name in targets if ".experts." in name]
+    targets = sorted(adapted_modules(names))
+    experts = [name for name in targets if is_of_expert(name)]
     alpha = value("expert_lora_alpha")
     return AdapterConfig(
         base_model_name_or_path=value("model_name_or_path"),

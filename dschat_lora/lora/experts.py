@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from dschat_lora.lora.layers import full_shape, zeros
+from dschat_lora.lora.names import EXPERT_WEIGHTS
 from dschat_lora.lora.nf4 import NF4State, dequantize, quantize, state_of
 
-# In the order in which every class of experts registers them, and PEFT wraps them, inmost first.
-EXPERT_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 _ALIGNMENT = 16  # bytes; of rows and matrices of a grouped product
 
 

@@ -193,11 +193,12 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Buffers of modules that are saved in full, which PEFT stores beside their parameters."""
-    stored = model.state_dict(keep_vars=True)
     return {
-        name: buffer
-        for name, buffer in model.named_buffers()
-        if ".trained." in name and name in stored and buffer.is_floating_point()
+        f"{name}.trained.{part}": value
+        for name, layer in adapter_layers(model).items()
+        if isinstance(layer, TrainedModule)
+        for part, value in layer.trained.state_dict(keep_vars=True).items()
+        if not isinstance(value, nn.Parameter) and value.is_floating_point()
     }
 
 

@@ -8,6 +8,7 @@ from torch import nn
 from dschat_lora.config.groups import LoraConfig, OptimConfig
 from dschat_lora.lora.layers import full_shape
 from dschat_lora.lora.model import adapter_parameters
+from dschat_lora.lora.names import is_of_expert
 
 # The upper end of what published recipes use to train every weight of a language model.
 FULL_FINE_TUNING_RATE = 5e-5
@@ -89,7 +90,7 @@ def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any
 
     base, own = trained.keys() - adapter.keys(), trained.keys() & adapter.keys()
     expert_rate = optim.expert_learning_rate
-    experts = {name for name in own if ".experts." in name} if expert_rate is not None else set()
+    experts = set(filter(is_of_expert, own)) if expert_rate is not None else set()
     if expert_rate is not None and not experts:
         raise ValueError(
             f"--expert_learning_rate {expert_rate:g} is for experts, and the adapter has factors "

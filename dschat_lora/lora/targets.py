@@ -10,9 +10,10 @@ import regex
 from torch import nn
 
 from dschat_lora.config.groups import LoraConfig
-from dschat_lora.lora.experts import EXPERT_WEIGHTS, expert_weights, fused_experts
+from dschat_lora.lora.experts import expert_weights, fused_experts
 from dschat_lora.lora.groups import Groups, groups_of_parts
 from dschat_lora.lora.layers import full_shape, is_conv1d, is_transposed
+from dschat_lora.lora.names import EXPERT_WEIGHTS
 from dschat_lora.lora.nf4 import NF4Linear
 from dschat_lora.lora.parallel import ParallelEmbedding, ParallelLinear
 
@@ -58,12 +59,8 @@ def choose_targets(model: nn.Module, config: LoraConfig) -> list[str]:
     """
     saved = choose_saved(model, config.modules_to_save)
     experts = expert_names(model)
-    fused, candidates = expert_weights(model), dict[str, nn.Module]()
-    for name, module in model.named_modules():
-        if _is_adaptable(module):
-            candidates[name] = module
-        candidates |= {own: part for own, (part, _) in fused.items() if part is module}
-    candidates = {name: m for name, m in candidates.items() if not is_inside(name, saved)}
+    every = adaptable_parts(model).items()
+    candidates = {name: module for name, module in every if not is_inside(name, saved)}
     if config.expert_lora_dim == 0:
         _check_not_frozen(model, config, candidates, experts)
         candidates = {name: m for name, m in candidates.items() if name not in experts}
@@ -71,10 +68,14 @@ def choose_targets(model: nn.Module, config: LoraConfig) -> list[str]:
     return [name for name in candidates if name in chosen]
 
 
-def adaptable_names(model: nn.Module) -> set[str]:
-    """Names of what factors can be added to: linear layers, embeddings, fused experts."""
-    layers = {name for name, module in model.named_modules() if _is_adaptable(module)}
-    return layers | expert_weights(model).keys()
+def adaptable_parts(model: nn.Module) -> dict[str, nn.Module]:
+    """What factors can be added to, in model order: linear layers, embeddings, fused experts."""
+    fused, parts = expert_weights(model), dict[str, nn.Module]()
+    for name, module in model.named_modules():
+        if _is_adaptable(module):
+            parts[name] = module
+        parts |= {own: part for own, (part, _) in fused.items() if part is module}
+    return parts
 
 
 def _check_not_frozen(

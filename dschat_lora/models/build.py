@@ -13,10 +13,10 @@ from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.model import adapter_parameters, apply_lora, with_expert_settings
 from dschat_lora.lora.nf4 import is_quantized
-from dschat_lora.lora.targets import adaptable_names, expert_names, is_inside
+from dschat_lora.lora.targets import adaptable_parts, expert_names, is_inside
 from dschat_lora.models.causal_lm import Tokenizer, balancing_loss, load_causal_lm, load_config
 from dschat_lora.models.composite import Task, left_out_words
-from dschat_lora.models.four_bit_base import kind_of, whole_weights_warning
+from dschat_lora.models.four_bit_base import kind_of, packed_how, whole_weights_warning
 from dschat_lora.models.other_base import base_warning
 from dschat_lora.models.reward_model import HEAD, load_reward_model
 from dschat_lora.models.source import ModelSource
@@ -44,7 +44,7 @@ class AdaptedModel:
             dtype = str(self.model.dtype).removeprefix("torch.")
             yield f"base         {self.stored_as} files, whose values are unpacked to {dtype}"
         if self.base_bits == 4:
-            how = "as the files are" if self.stored_as == "nf4" else "once read"
+            how = packed_how(self.stored_as)
             yield f"base         linear layers of the blocks are held in 4 bits (NF4), {how}"
         if self.warning is not None:
             yield f"warning      {self.warning}"
@@ -119,7 +119,7 @@ def build_reward_model(
         )
     config = with_own_bits(config, source)
     model_config = load_config(source.base, config)
-    kind = kind_of(model_config, source.base) if base is None else None
+    kind = kind_of(model_config, source.base)
     # transformers scores the token before the padding: with end-of-sequence as padding it would
     # look before the end of every answer. Without any, it takes one sequence at a time.
     pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
@@ -290,7 +290,7 @@ def _adapt(
 
 def _check_layers(model: PreTrainedModel, adapter: Path, stored: LoraConfig) -> None:
     """Refuse an adapter of layers that the model does not have, or that take none here."""
-    known = adaptable_names(model)
+    known = adaptable_parts(model)
     lost = [name for name in stored.target_modules if name not in known]
     if not lost:
         return

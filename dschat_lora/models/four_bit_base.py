@@ -52,6 +52,11 @@ def four_bits_of(kind: Kind | None, config: ModelConfig) -> FourBits | None:
     if kind != "nf4" and config.base_bits != 4:
         return None
     check_installed()
+    return packed_how(kind)
+
+
+def packed_how(kind: Kind | None) -> FourBits:
+    """How 4 bits are made of files of this kind."""
     return "as the files are" if kind == "nf4" else "once read"
 
 
