@@ -275,8 +275,6 @@ def _adapt(
             modules_to_save=(*stored.modules_to_save, *new_parts),
         )
     targets = apply_lora(model, lora, seed=seed)
-    if source.adapter is None:
-        _check_experts(model, targets, lora)
     lora = with_expert_settings(model, lora, targets)
     if source.adapter is not None and source.planned is None:
         names = adapter_parameters(model)

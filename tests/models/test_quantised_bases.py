@@ -178,6 +178,13 @@ def test_a_gguf_file_is_a_base_and_peft_has_the_same_one(kind, tmp_path):
     assert ours == sum(p.requires_grad for p in theirs.parameters())
 
 
+def test_a_gguf_file_without_its_package_is_refused_with_what_to_install(tmp_path, monkeypatch):
+    save_gguf("lfm2", tmp_path / "tiny.gguf")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"need a package: pip install 'dschat_lora\[gguf\]'"):
+        load_config(str(tmp_path / "tiny.gguf"), ModelConfig())
+
+
 def test_a_gguf_file_may_be_held_in_four_bits_and_has_a_fingerprint(tmp_path):
     values = save_gguf("lfm2", tmp_path / "tiny.gguf")
     path = str(tmp_path / "tiny.gguf")

@@ -90,7 +90,8 @@ def test_logits_that_such_a_model_transforms_are_those_of_each_sample_alone(kind
         return network
 
     samples = ragged_samples(5, longest=13)
-    batch = SampleCollator(0)([samples[:3], samples[3:]])
+    batch = SampleCollator(0)([samples[3:], samples[:3]])  # padding lies between samples
+    assert batch.segment_ids[0, -1] == 0
     expected = sum(plain.sample_loss(model, sample)[0] for sample in samples)
     found = causal_lm_loss(whole(CausalLMLoss(model)), batch).total
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-5)

@@ -19,7 +19,7 @@ from dschat_lora.models.causal_lm import load_tokenizer
 from dschat_lora.models.source import find_model
 from dschat_lora.runtime.describe import describe
 from dschat_lora.supervised import generate
-from helpers.step1 import write_jsonl
+from helpers.step1 import write_adapter_config, write_jsonl
 
 CARD = {"data": {}, "metrics": {}, "versions": {}}
 PROMPTS = [
@@ -401,6 +401,11 @@ def test_inspect_says_what_of_a_run_learns(tmp_path):
     learns = {"actor": {"words": "q_proj of 4 layers; frozen: norms"}, "critic": None}
     (tmp_path / "run.json").write_text(json.dumps({"stage": "rlhf", "learns": learns}))
     assert describe(tmp_path)["learns"] == {"actor": "q_proj of 4 layers; frozen: norms"}
+
+
+def test_inspect_names_the_weights_of_experts_that_learn(tmp_path):
+    write_adapter_config(tmp_path, target_parameters=["down_proj", "gate_up_proj"])
+    assert describe(tmp_path)["experts"] == ["down_proj", "gate_up_proj"]
 
 
 def test_inspect_of_a_damaged_adapter_has_code_1(verb, home, tmp_path):
