@@ -49,7 +49,7 @@ TEST = [
 
 setup(
     name="dschat_lora",
-    version="0.2.0",
+    version="0.3.0",
     description="LoRA RLHF on DeepSpeed: supervised fine-tuning, reward model or DPO, PPO",
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",

@@ -1,3 +1,36 @@
-"""LoRA RLHF on DeepSpeed: supervised fine-tuning, reward model or DPO, PPO."""
+"""LoRA RLHF on DeepSpeed: supervised fine-tuning, reward model or DPO, PPO.
 
-__version__ = "0.2.0"
+    import dschat_lora as dl
+    sft = dl.sft("Qwen/Qwen3-0.6B", data=rows, lora_dim=16, max_steps=200)
+    better = dl.rlhf(sft, data=prompts, algorithm="grpo", rewards=[is_right], num_generations=8)
+    better.generate(["What is 2 plus 3?"])
+
+Each name is imported when it is used: to import the package is quick.
+"""
+
+from importlib import import_module
+
+__version__ = "0.3.0"
+
+# Where each public name is defined.
+_HOMES = {
+    **dict.fromkeys(("sft", "reward", "dpo", "rlhf"), "api.stages"),
+    **dict.fromkeys(("Run", "load"), "api.runs"),
+    **dict.fromkeys(
+        ("generate", "evaluate", "merge", "audit", "plan", "Audit", "Plan"), "api.verbs"
+    ),
+}
+__all__ = ["__version__", *_HOMES]
+
+
+def __getattr__(name: str) -> object:
+    """A public name, imported at its first use."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -7,6 +7,7 @@ yields ``--lora_dim``; with ``flat=False`` and the name ``actor`` it yields ``--
 import copy
 import dataclasses
 import functools
+import json
 import os
 import re
 import sys
@@ -234,6 +235,40 @@ def options_of(
         hint = field.metadata.get("hint", "")
         values[name] = from_yaml(f"{label}: {name}", value, annotation, hint=hint)
     return values
+
+
+def options_in_python(
+    config_class: "type[DataclassInstance]", values: Mapping[str, object]
+) -> dict[str, Any]:
+    """Values that a Python program gives, checked and converted as if typed on the command line.
+
+    None is as good as not given. A mapping is the text of its JSON, and for ``columns`` its items.
+
+    Raises:
+        TypeError: at a name that is no option's.
+        ValueError: at a value that is not allowed. Both messages are the command line's.
+    """
+    fields, aliases = dict(_option_fields(config_class)), option_aliases(config_class)
+    found = {}
+    for given, value in values.items():
+        name = aliases.get(given, given)
+        if name not in fields:
+            raise TypeError(unknown_option(f"--{given}", [*fields, *aliases]))
+        if value is None:
+            continue
+        field, annotation = fields[name]
+        many = not is_switch(annotation) and value_shape(annotation)[2]
+        if isinstance(value, Mapping):
+            pairs = [f"{key}={item}" for key, item in value.items()]
+            value = pairs if many else json.dumps(value)
+        elif isinstance(value, os.PathLike):
+            value = os.fspath(value)
+        elif isinstance(value, tuple | list) and many:
+            value = [os.fspath(v) if isinstance(v, os.PathLike) else v for v in value]
+        found[name] = from_yaml(
+            f"--{name}:", value, annotation, hint=field.metadata.get("hint", "")
+        )
+    return found
 
 
 def option_names(config_class: "type[DataclassInstance]") -> list[str]:

@@ -86,9 +86,14 @@ def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _describe_source(source: Source) -> list[Any]:
-    """The option, and the content of each file; a hub data set by its own fingerprint."""
+    """The option, and the content of files and rows; a hub data set by its own fingerprint."""
     if source.hub_name is not None:
         return [source.option, load_hub(source)._fingerprint]
+    if source.rows is not None:
+        digest = hashlib.blake2b(digest_size=16)
+        for row in source.rows:
+            digest.update(json.dumps(row, default=repr).encode("utf-8", "surrogatepass") + b"\n")
+        return [source.option, "rows", digest.hexdigest()]
     return [source.option, *([data_suffix(file), file_digest(file)] for file in source.files)]
 
 

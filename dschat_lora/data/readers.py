@@ -6,7 +6,7 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -51,7 +51,8 @@ class RowError(ValueError):
 class RawRow:
     """One row as read, or the reason why it could not be read."""
 
-    location: str  # "file:line"; for .parquet and hub data "name:row"; both count from 1
+    # "file:line"; for .parquet and hub data "name:row", both from 1; in memory "name[index]"
+    location: str
     values: dict[str, Any]
     problem: str | None = None
 
@@ -98,6 +99,8 @@ def iter_unread(source: Source) -> Iterator[RawRow | Line]:
     if source.hub_name is not None:
         for number, values in enumerate(load_hub(source), start=1):
             yield RawRow(f"{source.hub_name}:{number}", values)
+    for index, values in enumerate(source.rows or ()):
+        yield _object_row(f"{source.name}[{index}]", values)
     for file in source.files:
         yield from _iter_unread_file(file)
 
@@ -112,6 +115,8 @@ def count_rows(source: Source) -> int | None:
     if source.hub_name is not None:
         return len(load_hub(source))
     total = 0
+    if source.rows is not None:
+        return len(source.rows) if isinstance(source.rows, Sized) else None
     for path in source.files:
         kind = kind_of_file(path)
         if kind == ".parquet":
@@ -276,8 +281,8 @@ def _parse_line(location: str, line: bytes, parse: Callable[[str, str], RawRow])
 
 
 def _object_row(location: str, value: object) -> RawRow:
-    if isinstance(value, dict):
-        return RawRow(location, value)
+    if isinstance(value, Mapping):
+        return RawRow(location, dict(value))
     return RawRow(location, {}, f"row is not a JSON object but {type(value).__name__}")
 
 

@@ -11,7 +11,7 @@ from dschat_lora.data.columns import EmptyTextError, rename
 from dschat_lora.data.layouts import is_good, to_canonical
 from dschat_lora.data.messages import EmptyRowError, check_message
 from dschat_lora.data.nlg import TOKEN_IDS
-from dschat_lora.data.readers import RawRow, RowError, iter_file
+from dschat_lora.data.readers import RawRow, RowError, iter_file, iter_rows
 from dschat_lora.data.sources import Source, find_source
 
 RowType = Literal[
@@ -28,6 +28,7 @@ KNOWN_TYPES = (
 )
 # Bytes of a file that start-up checks read whole, in less than a second.
 SMALL_FILE = 16 * 2**20
+CHECKED_ROWS = 1000  # of rows in memory, likewise
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ def row_options(config: DataConfig) -> RowOptions:
 def check_sources(config: DataConfig, kind: DataKind = "samples") -> None:
     """Check that all data can be found and that a stage can use their rows.
 
-    Reads small files whole, the first row of others, and nothing from the network.
+    Reads small files whole, the first row of others, the first of those in memory, and nothing
+    from the network.
 
     Raises:
         ValueError: naming the option and path, or the file and line.
@@ -82,6 +84,9 @@ def check_sources(config: DataConfig, kind: DataKind = "samples") -> None:
                     require_usable(parse_row(raw, options), wanted, options)
             if not rows:
                 raise ValueError(f"--{source.option} {source.entry}: {file} has no rows")
+        if source.rows is not None and config.bad_rows == "stop":
+            for raw in islice(iter_rows(source), CHECKED_ROWS):
+                require_usable(parse_row(raw, options), wanted, options)
 
 
 def config_sources(config: DataConfig) -> tuple[Source, ...]:

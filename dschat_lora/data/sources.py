@@ -1,10 +1,13 @@
-"""Sources of data sets: local files, directories and patterns of them, or a hub name."""
+"""Sources of data sets: files, directories and patterns of them, a hub name, rows in memory."""
 
 import glob
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
+from dschat_lora.config.held import PREFIX, held_object, is_held
 from dschat_lora.data.directories import files_of_directory
 from dschat_lora.data.suffixes import DATA_FILES, data_files, data_suffix, is_note
 
@@ -17,12 +20,18 @@ class Source:
 
     option: str  # the flag it was given to, without dashes
     entry: str  # as the user wrote it
-    files: tuple[Path, ...]  # empty for a hub name
+    files: tuple[Path, ...]  # empty for a hub name, and for rows in memory
     split: str | None = None  # of a hub name, where ``entry`` does not say it
+    rows: Iterable[Mapping[str, Any]] | None = None  # of a Python program
 
     @property
     def hub_name(self) -> str | None:
-        return None if self.files else self.entry
+        return None if self.files or self.rows is not None else self.entry
+
+    @property
+    def name(self) -> str:
+        """What locations of rows in memory begin with."""
+        return self.entry.removeprefix(PREFIX)
 
     @property
     def hub_parts(self) -> tuple[str, str | None, str]:
@@ -44,6 +53,10 @@ def find_source(option: str, entry: str, split: str | None = None) -> Source:
     if not entry:
         raise ValueError(f"--{option} is empty; leave it out for the bundled data")
     path, label = Path(entry).expanduser(), f"--{option} {entry}"
+    if is_held(entry):
+        _check_no_split(label, "rows in memory", split)
+        rows = cast(Iterable[Mapping[str, Any]], held_object(entry, option))
+        return Source(option, entry, (), rows=rows)
     before, colon, own = entry.rpartition(":")
     if colon and not path.exists() and Path(before).expanduser().is_dir():
         _check_one_split(label, own, split)

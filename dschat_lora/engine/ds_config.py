@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from dschat_lora.config.files import read_json
+from dschat_lora.config.files import parse_json, read_json
 from dschat_lora.config.groups import BatchConfig, ModelConfig, OptimConfig, ParallelConfig
 from dschat_lora.config.recipes import find_deepspeed_json
 
@@ -59,14 +59,16 @@ _LOSS_SCALING = {
 def read_deepspeed_json(path: str | None) -> dict[str, Any]:
     """The JSON object in the file ``path``, or the package's of that name; empty without one.
 
+    ``path`` may be the text of the object itself.
+
     Raises:
         ValueError: if the file cannot be read or is no JSON object.
     """
     if path is None:
         return {}
-    file = find_deepspeed_json(path)
     try:
-        content = read_json(file)
+        is_text = path.lstrip().startswith("{")
+        content = parse_json(path) if is_text else read_json(find_deepspeed_json(path))
     except (OSError, ValueError) as error:
         raise ValueError(f"--deepspeed_config {path} cannot be read: {error}") from error
     if not isinstance(content, dict):

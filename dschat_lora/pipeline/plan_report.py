@@ -50,6 +50,15 @@ def show_plans(
     return fits
 
 
+def described_plan(
+    stage: str, options: Mapping[str, Any], *, card: Card | None, processes: int
+) -> tuple[dict[str, Any], str]:
+    """The plan of a stage by its options as JSON, and in words."""
+    with planning(processes) as home:
+        planned = plan_stage(stage, options, home, card=card, processes=processes)
+        return to_dict(planned), "\n".join(lines(planned))
+
+
 def to_dict(planned: Planned) -> dict[str, Any]:
     """The plan as JSON; sizes are bytes on one device."""
     plan, card = planned.plan, planned.card

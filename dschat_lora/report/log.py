@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from dschat_lora.config.options import harmless
 from dschat_lora.report.directory import open_alone
-from dschat_lora.report.terminal import RemainingTime, named, naming, silence, wrapped
+from dschat_lora.report.terminal import RemainingTime, is_quiet, named, naming, silence, wrapped
 from dschat_lora.report.trackers import Tracker, numbers_of
 
 
@@ -51,6 +51,11 @@ class RunLog:
         self._num_lines = 0
         #: called after each line
         self.on_line: Callable[[], None] = lambda: None
+        #: called with the kind, step and fields of each line; one that returns "stop" ends the run
+        self.callbacks: Sequence[Callable[[str, int, dict[str, Any]], object]] = ()
+        self.is_stopped = False
+        #: whether somebody else shows how far the run is
+        self.is_live = False
         #: the first error of the disk, after which nothing more is written
         self.failure: OSError | None = None
         if not active or output_dir is None:
@@ -96,7 +101,7 @@ class RunLog:
 
     def expect(self, total_steps: int, done: int = 0) -> None:
         """Show how far the run is: by a bar on a terminal, elsewhere by a line a minute."""
-        if self._file is None or not total_steps:
+        if self._file is None or not total_steps or self.is_live or is_quiet():
             return
         if sys.stderr.isatty():
             self._bar = tqdm(total=total_steps, initial=done, unit="step", dynamic_ncols=True)
@@ -118,6 +123,8 @@ class RunLog:
         except OSError as error:
             self.failure = named(error, Path(self._file.name))
         self.on_line()
+        for callback in self.callbacks:
+            self.is_stopped |= callback(kind, step, dict(record)) == "stop"
 
     def text(self) -> str:
         """The lines so far; empty if the log has no file."""
@@ -149,7 +156,7 @@ class RunLog:
 
         A run whose terminal or reader is gone goes on silently.
         """
-        if not self._active:
+        if not self._active or is_quiet():
             return
         if self._file is None:
             text = wrapped(text)

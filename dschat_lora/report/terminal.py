@@ -57,9 +57,29 @@ def silence(descriptor: int) -> None:
 def say_once(text: str) -> None:
     """Print a line of a run, which goes on silently if nobody can read it; see :func:`log_once`."""
     try:
-        log_once(text)
+        if not _is_quiet:
+            log_once(text)
     except OSError:
         silence(1)
+
+
+_is_quiet = False
+
+
+@contextmanager
+def quiet(on: bool = True) -> Iterator[None]:
+    """Inside the block runs print nothing."""
+    global _is_quiet
+    before, _is_quiet = _is_quiet, on or _is_quiet
+    try:
+        yield
+    finally:
+        _is_quiet = before
+
+
+def is_quiet() -> bool:
+    """Whether runs are to print nothing."""
+    return _is_quiet
 
 
 def log_once(text: str) -> None:
@@ -106,7 +126,7 @@ def progress(what: str, count: Callable[[], int | None]) -> "tqdm[Any]":
     """
     from tqdm import tqdm
 
-    shown = sys.stderr.isatty()
+    shown = sys.stderr.isatty() and not _is_quiet
     total = count() if shown else None
     return tqdm(desc=what, total=total, delay=2, dynamic_ncols=True, disable=not shown)
 

@@ -1,18 +1,22 @@
 """The program of step 3, from a checked config to the saved result."""
 
+from pathlib import Path
+
 from dschat_lora.rlhf.config import RlhfConfig
 from dschat_lora.rlhf.engines import build_engines
 from dschat_lora.rlhf.export import finish
 from dschat_lora.rlhf.setup import set_up
 from dschat_lora.rlhf.train import show_plan, train
 from dschat_lora.rlhf.validation import NAME, check_rlhf
+from dschat_lora.runtime.caller import NOBODY, Caller
 from dschat_lora.runtime.run import Run, open_run
 
 
-def run_rlhf(config: RlhfConfig) -> None:
-    """Step 3, RLHF of an actor on its own responses."""
-    with open_run(config, name=NAME, check=check_rlhf) as run:
+def run_rlhf(config: RlhfConfig, caller: Caller = NOBODY) -> Path | None:
+    """Step 3, RLHF of an actor on its own responses; gives its directory, None for a dry run."""
+    with open_run(config, name=NAME, check=check_rlhf, caller=caller) as run:
         train_rlhf(run)  # a function of its own: its engine must not outlive the run
+    return run.directory
 
 
 def train_rlhf(run: Run[RlhfConfig]) -> None:

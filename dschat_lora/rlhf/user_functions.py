@@ -7,11 +7,12 @@ import inspect
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
+from dschat_lora.config.held import held_object, is_held
 from dschat_lora.models.causal_lm import Tokenizer
 from dschat_lora.report.terminal import note
 from dschat_lora.rlhf.batch import Response
@@ -137,7 +138,9 @@ class UserFunction:
             async def all_found() -> list[Any]:
                 return list(await asyncio.gather(*found))
 
-            return self._one_or_all(asyncio.run(all_found()))
+            # In a thread of its own: a notebook runs a loop in this one.
+            with concurrent.futures.ThreadPoolExecutor(1) as pool:
+                return self._one_or_all(pool.submit(asyncio.run, all_found()).result())
         return self._one_or_all(found)
 
     def _one_or_all(self, found: list[Any]) -> Any:
@@ -159,7 +162,10 @@ def find_function(option: str, name: str) -> Callable[..., Any]:
     Raises:
         ValueError: if there is no such function, or it takes no responses.
     """
-    function = builtin_function(name) if is_builtin(name) else _imported(option, name)
+    if is_held(name):
+        function = cast(Callable[..., Any], held_object(name, option))
+    else:
+        function = builtin_function(name) if is_builtin(name) else _imported(option, name)
     parameters = inspect.signature(function).parameters.values()
     is_open = any(p.kind is p.VAR_KEYWORD for p in parameters)
     if not (takes_responses(named_parameters(function)) or is_open):

@@ -118,7 +118,8 @@ class Checkpointer:
         waited = time.monotonic() - self._last_time
         due = rank() == 0 and 0 < self._options.save_minutes * 60 <= waited
         failed = rank() == 0 and self._failure() is not None
-        return [float(self._run.interrupts.received > 0), float(due), float(failed)]
+        told = self._run.interrupts.received > 0 or self._run.log.is_stopped
+        return [float(told), float(due), float(failed)]
 
     def is_stopping(self, requests: list[float]) -> bool:
         """Whether some rank was told to stop, or cannot go on."""
@@ -174,11 +175,15 @@ class Checkpointer:
         """Save the steps since the last checkpoint, and end the run.
 
         Raises:
-            Stopped: with the exit code of the signal, when the checkpoint is complete.
+            Stopped: with the exit code of the signal, or 0 for a callback, when the checkpoint is
+                complete.
         """
         number = int(max_over_ranks(float(self._run.interrupts.received)))
-        self.save_rest(step, f"stopped by {name_of(number)}")
-        end_by_signal(self._run, number, step)
+        self.save_rest(step, f"stopped by {name_of(number) if number else 'a callback'}")
+        if number:
+            end_by_signal(self._run, number, step)
+        self._run.record.update({"status": f"stopped by a callback at step {step}"})
+        raise Stopped(0)
 
     def save_rest(self, step: int, why: str) -> None:
         """Save the steps since the last checkpoint, and say ``why`` and how to go on."""

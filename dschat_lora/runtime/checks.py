@@ -26,6 +26,7 @@ from dschat_lora.checkpoint.manifest import (
 from dschat_lora.checkpoint.quantization import stored_bits
 from dschat_lora.config.files import read_json
 from dschat_lora.config.groups import EXPERT_COUNTS, LoadConfig, LoraConfig, ParallelConfig, Switch
+from dschat_lora.config.held import held_object, is_held
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.models.quantization_checks import check_four_bits
 from dschat_lora.models.source import ModelSource, find_model
@@ -450,6 +451,9 @@ def check_data_is_named(given: frozenset[str]) -> None:
 
 def check_function(option: str, name: str) -> None:
     """Refuse a function whose module cannot be found, without importing it."""
+    if is_held(name):
+        held_object(name, option)
+        return
     module = name.partition(":")[0]
     with working_directory():
         try:

@@ -35,11 +35,13 @@ class Findings:
     audit: Audit
     samples: list[ShownSample]
     refusal: str | None  # why a run would stop
+    tokenizer: Tokenizer
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON of counts and samples; of a pair, the chosen answer comes first."""
+    @property
+    def counts(self) -> dict[str, Any]:
+        """Numbers of rows, samples and tokens."""
         audit = self.audit
-        counts = {
+        return {
             "rows": sum(audit.rows_by_type.values()),
             "by_type": audit.rows_by_type,
             "samples": audit.train_samples,
@@ -53,31 +55,53 @@ class Findings:
             "duplicates": audit.duplicate_rows,
             "overlap": audit.overlap_rows,
         }
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON of counts and samples; of a pair, the chosen answer comes first."""
         return {
-            "counts": counts,
-            "audit": audit.to_dict(),
-            "warnings": list(audit.warnings()),
+            "counts": self.counts,
+            "audit": self.audit.to_dict(),
+            "warnings": list(self.audit.warnings()),
             "refusal": self.refusal,
             "samples": [_sample_dict(sample) for sample in self.samples],
         }
 
+    def lines(self, *, colour: bool = False) -> list[str]:
+        """The findings for a person."""
+        audit = self.audit
+        lines = audit.lines()
+        lines += [f"bad row      {text}" for text in audit.bad_row_examples[MAX_SHOWN:]]
+        lines += ["lengths of training rows", *histogram(audit.longer_rows, audit.train_rows)]
+        for sample in self.samples:
+            for name, (ids, supervised) in sample.sequences.items():
+                lines.append("")
+                lines.append(_headline(sample.row, name, supervised))
+                lines.append(sample_text(_tokens(self.tokenizer, ids), supervised, colour=colour))
+        if self.refusal is not None:
+            lines += ["", f"refused      {self.refusal}"]
+        return lines
 
-def audit_data(config: AuditConfig) -> bool:
-    """Show the audit; returns whether a run would take the data.
+
+def audit_data(config: AuditConfig) -> Findings:
+    """What a stage would learn of the data.
 
     Raises:
         ValueError: if the data cannot be read at all.
     """
     source = find_model(config.model_name_or_path)
-    tokenizer = load_tokenizer(source.tokenizer, config.model)
-    found = _find(config, tokenizer)
+    return _find(config, load_tokenizer(source.tokenizer, config.model))
+
+
+def show_audit(config: AuditConfig) -> bool:
+    """Show the audit; returns whether a run would take the data."""
+    found = audit_data(config)
     if config.json:
         log_once(json.dumps(found.to_dict(), ensure_ascii=False))
     else:
-        for line in _lines(found, tokenizer, colour=is_terminal()):
+        for line in found.lines(colour=is_terminal()):
             log_once(line)
     if config.html is not None:
-        write_report(Path(config.html).expanduser(), _page(found, tokenizer))
+        write_report(Path(config.html).expanduser(), _page(found))
     return found.refusal is None
 
 
@@ -97,7 +121,7 @@ def _find(config: AuditConfig, tokenizer: Tokenizer) -> Findings:
         ).audit
     samples = preview(data, tokenizer, eos_id=eos_id, kind=kind)
     refusal = _refusal(audit, stops=config.data.bad_rows == "stop")
-    return Findings(audit, list(islice(samples, config.show)), refusal)
+    return Findings(audit, list(islice(samples, config.show)), refusal, tokenizer)
 
 
 def _refusal(audit: Audit, *, stops: bool) -> str | None:
@@ -106,28 +130,13 @@ def _refusal(audit: Audit, *, stops: bool) -> str | None:
     return audit.refusal
 
 
-def _lines(found: Findings, tokenizer: Tokenizer, *, colour: bool) -> list[str]:
-    audit = found.audit
-    lines = audit.lines()
-    lines += [f"bad row      {text}" for text in audit.bad_row_examples[MAX_SHOWN:]]
-    lines += ["lengths of training rows", *histogram(audit.longer_rows, audit.train_rows)]
-    for sample in found.samples:
-        for name, (ids, supervised) in sample.sequences.items():
-            lines.append("")
-            lines.append(_headline(sample.row, name, supervised))
-            lines.append(sample_text(_tokens(tokenizer, ids), supervised, colour=colour))
-    if found.refusal is not None:
-        lines += ["", f"refused      {found.refusal}"]
-    return lines
-
-
-def _page(found: Findings, tokenizer: Tokenizer) -> str:
-    table = "\n".join(_lines(replace(found, samples=[]), tokenizer, colour=False))
+def _page(found: Findings) -> str:
+    table = "\n".join(replace(found, samples=[]).lines())
     parts = [f"<pre>{safe(table)}</pre>"]
     for sample in found.samples:
         for name, (ids, supervised) in sample.sequences.items():
             parts.append(f"<h3>{safe(_headline(sample.row, name, supervised))}</h3>")
-            parts.append(sample_html(_tokens(tokenizer, ids), supervised))
+            parts.append(sample_html(_tokens(found.tokenizer, ids), supervised))
     return page("Audit of data", "", "".join(parts))
 
 

@@ -1,6 +1,8 @@
 """The output directory of a run: claimed, cleared, and what stood there set aside or left."""
 
+import atexit
 import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,6 +50,13 @@ class RunDirectory:
                 shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
         path.mkdir(parents=True, exist_ok=True)
         return cls(path)
+
+    @classmethod
+    def temporary(cls, name: str) -> "RunDirectory":
+        """A directory that goes when this process ends."""
+        path = tempfile.mkdtemp(prefix=f"dschat_lora-{name}-")
+        atexit.register(shutil.rmtree, path, ignore_errors=True)
+        return cls(Path(path))
 
     @classmethod
     def reopen(cls, given: str) -> "RunDirectory":

@@ -1,6 +1,6 @@
 """Merging of an adapter into its base outside of a run, with the deviation that rounding makes."""
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from dschat_lora.config.groups import LoraConfig
 from dschat_lora.config.verbs import MergeConfig
 from dschat_lora.engine.build import DTYPES
 from dschat_lora.engine.distributed import device
+from dschat_lora.lora.merge import MergeReport
 from dschat_lora.models.build import build_causal_lm, build_reward_model
 from dschat_lora.models.causal_lm import Tokenizer, load_config, load_tokenizer, stored_dropouts
 from dschat_lora.models.composite import merged_words
@@ -20,8 +21,19 @@ from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.report.terminal import log_once, note, to_json
 
 
-def merge_model(config: MergeConfig) -> None:
-    """Write base and adapter as one model, and print how far it differs.
+@dataclass(frozen=True)
+class Merge:
+    """A merged model on the disk, and what is to be said of it."""
+
+    directory: Path
+    dtype: torch.dtype  # of its weights
+    report: MergeReport
+    composite: str | None  # words on a composite model
+    base_bits: int  # that the adapter was trained on
+
+
+def merge_model(config: MergeConfig) -> Merge:
+    """Write base and adapter as one model, and measure how far it differs.
 
     The base is loaded in the type it is stored in, the update is added in fp32, and the sum is
     rounded once if that is fp32. Of a 4-bit base, the values are what the update is added to.
@@ -48,18 +60,25 @@ def merge_model(config: MergeConfig) -> None:
         dtype=written,
     )
     assert report is not None, "there is one process"
+    return Merge(directory, written, report, merged_words(model), adapted.base_bits)
+
+
+def show_merge(config: MergeConfig) -> None:
+    """Merge, and print what was written."""
+    merge = merge_model(config)
+    directory, report = merge.directory, merge.report
     if config.json:
-        name = next(each for each, dtype in DTYPES.items() if dtype == written)
+        name = next(each for each, dtype in DTYPES.items() if dtype == merge.dtype)
         log_once(to_json({"directory": str(directory), "dtype": name, **asdict(report)}))
         return
     log_once(
-        f"model written to {directory} in {str(written).removeprefix('torch.')}: against the "
+        f"model written to {directory} in {str(merge.dtype).removeprefix('torch.')}: against the "
         f"adapter on its base, largest logit difference {report.max_abs_logit:.2g}, KL "
         f"{report.kl_nats_per_token:.2g} nats per token"
     )
-    if words := merged_words(model):
-        log_once(words)
-    if adapted.base_bits == 4:
+    if merge.composite:
+        log_once(merge.composite)
+    if merge.base_bits == 4:
         log_once(
             f"it was trained on a 4-bit base: serve {directory}, which has that base's values in "
             f"whole, or in a quarter of the memory {config.model_name_or_path} itself; quantised "

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
-from safetensors import SafetensorError
 
 from dschat_lora.algos.seeds import stream_seed
 from dschat_lora.checkpoint.history import checkpoints_of
-from dschat_lora.config.options import build_config, command_line, fail, flatten, typed_options
+from dschat_lora.config.options import build_config, command_line, flatten, typed_options
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.engine import peers
 from dschat_lora.engine.collectives import broadcast_string, on_rank_zero
@@ -23,8 +22,9 @@ from dschat_lora.engine.distributed import form_grid, init_distributed, rank, sh
 from dschat_lora.report.live import LiveReport
 from dschat_lora.report.log import RunLog
 from dschat_lora.report.record import RunRecord, environment
-from dschat_lora.report.terminal import error_message, words_of_limit
+from dschat_lora.report.terminal import error_message
 from dschat_lora.report.trackers import Tracker, make_trackers
+from dschat_lora.runtime.caller import NOBODY, Caller
 from dschat_lora.runtime.consistency import check_same_options
 from dschat_lora.runtime.directory import RunDirectory
 from dschat_lora.runtime.resume import RUNS_CODE, OutputOptions, goes_on_in_place
@@ -66,13 +66,16 @@ class Ending:
 
 @contextmanager
 def open_run(
-    config: StageT, *, name: str, check: Callable[[StageT], StageT]
+    config: StageT,
+    *,
+    name: str,
+    check: Callable[[StageT], StageT],
+    caller: Caller = NOBODY,
 ) -> Iterator[Run[StageT]]:
     """Join the process group, resolve the config, claim the directory and open the log.
 
-    How the run ends is recorded. A ValueError, a user's mistake that shows only now, an error of
-    the disk and a full GPU end the process as one line. ``check`` is what checked the config, for
-    ranks that wait for rank 0 to resolve a resumed run.
+    How the run ends is recorded. ``check`` is what checked the config, for ranks that wait for
+    rank 0 to resolve a resumed run. A run that a callback stopped ends the block without an error.
     """
     with ended_in_words() as ending:
         note = init_distributed()
@@ -83,7 +86,7 @@ def open_run(
         earlier = goes_on_in_place(config)
         directory, trackers = None, list[Tracker]()
         if not config.run.dry_run:
-            directory = claim_together(ending, config, name)
+            directory = claim_together(ending, config, name, temporary=caller.temporary)
             trackers = make_trackers(
                 config.run.report_to,
                 directory,
@@ -95,6 +98,7 @@ def open_run(
         ) as run:
             if note is not None:
                 run.log.say(f"  note         {note}")
+            run.log.callbacks, run.log.is_live = caller.callbacks, caller.live
             yield run
 
 
@@ -110,17 +114,24 @@ def resolved_together(config: ResumableT, check: Callable[[ResumableT], Resumabl
     return check(replace(config, checkpoint=resolved["checkpoint"]))
 
 
-def claim_together(ending: Ending, config: "Resumable", name: str) -> Path:
-    """The directory that the run ``name`` may write to; call on every rank."""
+def claim_together(
+    ending: Ending, config: "Resumable", name: str, *, temporary: bool = False
+) -> Path:
+    """The directory that the run ``name`` may write to; call on every rank.
+
+    Where none is given it is one of output/, or a ``temporary`` one of this process.
+    """
     ending.directory = claimed = on_rank_zero(
-        lambda: _claimed(config.run, name, earlier=goes_on_in_place(config))
+        lambda: _claimed(config.run, name, earlier=goes_on_in_place(config), temporary=temporary)
     )
     return Path(broadcast_string("" if claimed is None else str(claimed.path)))
 
 
-def _claimed(options: OutputOptions, name: str, *, earlier: bool) -> RunDirectory:
+def _claimed(options: OutputOptions, name: str, *, earlier: bool, temporary: bool) -> RunDirectory:
     """The directory of a run that goes on in place, begins anew, or simply begins."""
     given = options.output_dir
+    if given is None and temporary:
+        return RunDirectory.temporary(name)
     if earlier and given is not None:
         return RunDirectory.reopen(given)
     if options.resume_from_checkpoint == "auto":
@@ -173,41 +184,55 @@ def open_files(
 
 @contextmanager
 def ended_in_words() -> Iterator[Ending]:
-    """Record how the run inside the block ends, then leave the process group."""
+    """Record how the run inside the block ends, then leave the process group.
+
+    Processes that are several leave it in order at the end of a run, and where it was told to stop;
+    after an error that could wait for ranks that are gone.
+    """
     ending = Ending()
     try:
         yield ending
     except BaseException as error:
-        if isinstance(error, Stopped):
+        run = ending.run
+        if not isinstance(error, Stopped):
+            if isinstance(error, Exception) and not isinstance(error, ValueError | OSError):
+                peers.wait_for_verdict(error)
+            _record_end(error, run)
+            mistake = isinstance(error, ValueError) and run is not None
+            if ending.directory is not None and (mistake or is_exit_of_mistake(error)):
+                ending.directory.abandon()
+        _write_report(run)
+        if isinstance(error, Stopped) or world_size() == 1:
             _leave_group(error)
-            _write_report(ending.run)
-            raise
-        if isinstance(error, Exception) and not isinstance(error, ValueError | OSError):
-            peers.wait_for_verdict(error)
-        _record_end(error, ending.run)
-        _write_report(ending.run)
-        if world_size() == 1 and _is_expected(error):
-            _leave_group(error)
-        _fail_if_expected(error, ending)
-        if isinstance(error, SystemExit) and error.code == 2 and ending.directory is not None:
-            ending.directory.abandon()  # another process's mistake
-        # Not in order, as after training: that can wait for ranks that are gone.
-        peers.fail(*_last_words(error))
+        if isinstance(error, Stopped) and not error.code:
+            return  # by a callback
+        if run is not None and run.interrupts.received and isinstance(error, ValueError | OSError):
+            kind = ValueError if isinstance(error, ValueError) else OSError
+            raise kind(
+                f"stopped by {name_of(run.interrupts.received)}; what was learnt since the last "
+                f"checkpoint is not saved: {error_message(error)}"
+            ) from error
         raise
     shutdown()
 
 
-def _leave_group(error: BaseException) -> None:
-    """Leave the process group in order, without the tracebacks of ``error``; call on every rank.
+def is_exit_of_mistake(error: BaseException) -> bool:
+    """Whether another process made a mistake, which ends this one, too."""
+    return isinstance(error, SystemExit) and error.code == 2
 
-    What the frames of the stage hold, engines above all, must not outlive the group; those that
-    are cleared still hold their closures.
+
+def _leave_group(error: BaseException) -> None:
+    """Leave the process group in order, without the frames of ``error``; call on every rank.
+
+    What the frames of the stage hold, engines above all, must not outlive the group. Those that are
+    cleared still hold their closures, so that the traceback of an error that one line says is cut.
     """
+    cuts = isinstance(error, SystemExit | KeyboardInterrupt | ValueError | OSError)
     context: BaseException | None = error
-    while context is not None:
+    while context is not None and not os.environ.get("DSCHAT_LORA_TRACEBACK"):
         link = context.__traceback__
         traceback.clear_frames(link)
-        while link is not None:
+        while cuts and link is not None:
             link.tb_next, link = None, link.tb_next
         context = context.__context__
     shutdown()
@@ -228,13 +253,6 @@ def _fate(run: "Run[DataclassInstance]", words: str | None) -> str:
     return f"last checkpoint {saved[0].name}; resume with {shlex.join(typed)}"
 
 
-def _last_words(error: BaseException) -> tuple[str | None, int]:
-    """What the other processes hear of the end of this one, and its exit code."""
-    if isinstance(error, SystemExit):
-        return None, error.code if isinstance(error.code, int) else 1
-    return f"{type(error).__name__}: {error}", 1
-
-
 def _record_end(error: BaseException, run: Run[object] | None) -> None:
     """Write why the run ended, where there is a record."""
     if isinstance(error, Stopped) or run is None or not run.record.is_open:
@@ -249,32 +267,3 @@ def _write_report(run: Run[object] | None) -> None:
     """Let the page say how a run with something to show ended; another run's page stays."""
     if run is not None and run.report is not None and run.record.is_open and run.log.has_lines:
         run.report.write(quiet=True)
-
-
-def _is_expected(error: BaseException) -> bool:
-    """Whether one line says it: a mistake, an error of the disk or an end that was asked for."""
-    if os.environ.get("DSCHAT_LORA_TRACEBACK"):
-        return False
-    return isinstance(error, SystemExit | KeyboardInterrupt | ValueError | OSError)
-
-
-def _fail_if_expected(error: BaseException, ending: Ending) -> None:
-    """End the process with one line, unless ``error`` is a fault of this package."""
-    if os.environ.get("DSCHAT_LORA_TRACEBACK"):
-        return
-    words, run = error_message(error), ending.run
-    if run is not None and run.interrupts.received and isinstance(error, Exception):
-        words = (
-            f"stopped by {name_of(run.interrupts.received)}; what was learnt since the last "
-            f"checkpoint is not saved: {words}"
-        )
-    if isinstance(error, ValueError):
-        if run is not None and ending.directory is not None:
-            ending.directory.abandon()
-        fail(words)
-    if isinstance(error, KeyboardInterrupt):
-        fail("stopped by SIGINT", code=130)
-    if isinstance(error, OSError | SafetensorError | torch.OutOfMemoryError):
-        fail(words, code=1)
-    if limit := words_of_limit(error):
-        fail(limit, code=1)

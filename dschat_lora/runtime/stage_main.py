@@ -1,6 +1,7 @@
 """The main function of a stage script: its processes meet, its options are checked, and it runs."""
 
 import gc
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,13 +43,14 @@ def late(path: str) -> Callable[..., Any]:
 
 
 def _import(name: str) -> ModuleType:
-    """The module, left out of garbage collection with all that it imports.
+    """The module; in a command, left out of garbage collection with all that it imports.
 
     Its 400,000 objects stay. The collector would walk through them while they are made and when the
-    interpreter ends, which took a third of a short run's time, and in each full collection.
+    interpreter ends, which took a third of a short run's time, and in each full collection. Of a
+    Python program's process other objects would be left out, too.
     """
-    if name in sys.modules:
-        return sys.modules[name]
+    if name in sys.modules or not _is_command:
+        return import_module(name)
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -59,8 +61,13 @@ def _import(name: str) -> ModuleType:
             gc.enable()
 
 
+_is_command = False  # whether this process runs a command, and not a Python program
+
+
 def prepare_process() -> None:
     """Make this process ready to run a command, whatever started it."""
+    global _is_command
+    _is_command = True
     prepare_standard_streams()
     plain = warnings.formatwarning
     package = str(Path(__file__).parents[1])
@@ -114,7 +121,47 @@ def run_main(
             fail(words)
         raise
     peers.wait_until_all_are_ready()
-    main(config)
+    with _ended_by_exit():
+        main(config)
+
+
+@contextmanager
+def _ended_by_exit() -> Iterator[None]:
+    """End the process, and all others of the run, where a run ends the block by an error.
+
+    What a user can cause is one line, unless DSCHAT_LORA_TRACEBACK is set; a fault of this package
+    shows its place.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not os.environ.get("DSCHAT_LORA_TRACEBACK"):
+            _fail_if_expected(error)
+        tell_others(error)
+        raise
+
+
+def _fail_if_expected(error: BaseException) -> None:
+    """End the process with one line, unless ``error`` is a fault of this package."""
+    words = error_message(error)
+    if isinstance(error, ValueError):
+        fail(words)
+    if isinstance(error, KeyboardInterrupt):
+        fail("stopped by SIGINT", code=130)
+    # Types of libraries that are not imported here.
+    known = type(error).__name__ in ("SafetensorError", "OutOfMemoryError")
+    if known or isinstance(error, OSError):
+        fail(words, code=1)
+    if limit := words_of_limit(error):
+        fail(limit, code=1)
+
+
+def tell_others(error: BaseException) -> None:
+    """Let the other processes of a run hear of the error that ends this one; they end, too."""
+    if isinstance(error, SystemExit):
+        peers.fail(None, error.code if isinstance(error.code, int) else 1)
+    else:
+        peers.fail(f"{type(error).__name__}: {error}", 1)
 
 
 @contextmanager

@@ -85,6 +85,34 @@ class Generator:
         return Answer(text, ids, not undrawn and ids[-1] in self._ends, undrawn)
 
 
+def answer_prompts(
+    config: GenerateConfig, policy: Policy, room: int
+) -> Iterator[list[tuple[TextRecord, list[Answer] | None]]]:
+    """Prompts with their answers, some at a time; None to those of more than ``room`` tokens.
+
+    Raises:
+        ValueError: for a row that has no prompt.
+    """
+    sampling = Sampling(
+        config.max_new_tokens,
+        do_sample=config.do_sample,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+    )
+    generate = Generator(policy, sampling, batch_size=config.per_device_eval_batch_size)
+    count = 0
+    for records in _chunks(config, policy, config.per_device_eval_batch_size):
+        prompts = prompt_ids(records, policy, room)
+        kept = [i for i, ids in enumerate(prompts) if ids is not None]
+        copies = range(config.num_return_sequences)
+        seeds = [[stream_seed("generate", config.seed, count + i, n) for n in copies] for i in kept]
+        found = generate([prompts[i] or [] for i in kept], seeds=seeds)
+        answered = dict(zip(kept, found, strict=True))
+        yield [(record, answered.get(i)) for i, record in enumerate(records)]
+        count += len(records)
+
+
 def generate_answers(config: GenerateConfig) -> None:
     """Write an answer, or several, to each prompt.
 
@@ -94,39 +122,44 @@ def generate_answers(config: GenerateConfig) -> None:
     """
     policy = load_policy(config.model)
     room = room_for_prompts(policy, config.max_new_tokens, config.max_seq_len)
-    sampling = Sampling(
-        config.max_new_tokens,
-        do_sample=config.do_sample,
-        temperature=config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
-    )
-    generate = Generator(policy, sampling, batch_size=config.per_device_eval_batch_size)
     in_json = config.json or config.output_path is not None
     count = too_long = undrawn = 0
     with output_file(config.output_path) as file:
-        for records in _chunks(config, policy, config.per_device_eval_batch_size):
-            prompts = prompt_ids(records, policy, room)
-            kept = [i for i, ids in enumerate(prompts) if ids is not None]
-            seeds = [
-                [stream_seed("generate", config.seed, count + i, n) for n in range(_copies(config))]
-                for i in kept
-            ]
-            answered = dict(
-                zip(kept, generate([prompts[i] or [] for i in kept], seeds=seeds), strict=True)
-            )
-            for i, record in enumerate(records):
-                for answer in answered.get(i, [None]):
+        for answered in answer_prompts(config, policy, room):
+            for record, answers in answered:
+                for answer in (None,) if answers is None else answers:
                     file.write(_line(record, answer, in_json=in_json) + "\n")
+                count, too_long = count + 1, too_long + (answers is None)
+                undrawn += sum(each.undrawn for each in answers or ())
             file.flush()
-            count, too_long = count + len(records), too_long + len(records) - len(kept)
-            undrawn += sum(each.undrawn for own in answered.values() for each in own)
     if too_long:
         note(f"{too_long:,} prompts are longer than {room:,} tokens: they have no answer")
     if undrawn:
         note(f"{undrawn:,} answers are missing: {undrawn_reason(())}")
     if config.output_path is not None:
         note(f"{count:,} prompts answered to {config.output_path}")
+
+
+def answer_texts(config: GenerateConfig) -> list[str]:
+    """The text of each answer, prompt after prompt.
+
+    Raises:
+        ValueError: for a prompt that is too long, or an answer of which no token can be drawn.
+    """
+    policy = load_policy(config.model)
+    room = room_for_prompts(policy, config.max_new_tokens, config.max_seq_len)
+    texts: list[str] = []
+    for answered in answer_prompts(config, policy, room):
+        for record, answers in answered:
+            if answers is None:
+                raise ValueError(
+                    f"{record.location} is longer than {room:,} tokens, which leaves no room for "
+                    f"--max_new_tokens {config.max_new_tokens}"
+                )
+            if any(each.undrawn for each in answers):
+                raise ValueError(undrawn_reason(()))
+            texts += [each.text for each in answers]
+    return texts
 
 
 def room_for_prompts(policy: Policy, max_new_tokens: int, max_seq_len: int) -> int:
@@ -185,10 +218,6 @@ def row_prompts(config: RowsConfig, chat: Chat, *, limit: int = 0) -> Iterator[T
 
 def _plain_prompt(location: str, text: str) -> TextRecord:
     return TextRecord(location, "prompt", (Span(text, target=False),))
-
-
-def _copies(config: GenerateConfig) -> int:
-    return config.num_return_sequences
 
 
 def _line(record: TextRecord, answer: Answer | None, *, in_json: bool) -> str:

@@ -1,7 +1,7 @@
 """Measures of a trained model on rows of data: perplexity, preferences, rewards."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from statistics import fmean, stdev
@@ -71,16 +71,20 @@ class Pairs:
 
 def evaluate_model(
     config: EvalConfig, *, scores: bool, make_judge: MakeJudge | None = None
-) -> None:
-    """Print the measures; ``scores`` says whether the model is a reward model.
+) -> dict[str, float]:
+    """The measures; ``scores`` says whether the model is a reward model.
 
     ``make_judge`` makes what ``--judge_function`` names.
 
     Raises:
         ValueError: if rows have no answer, or none fits the model.
     """
-    found = score_rows(config) if scores else measure_policy(config, make_judge)
-    if config.json:
+    return score_rows(config) if scores else measure_policy(config, make_judge)
+
+
+def show_measures(found: Mapping[str, float], *, as_json: bool) -> None:
+    """Print the measures."""
+    if as_json:
         log_once(to_json(jsonable(found)))
         return
     for name, value in found.items():

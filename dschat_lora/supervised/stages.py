@@ -1,6 +1,7 @@
 """The programs of steps 1 and 2 and of DPO, each from a checked config to the saved result."""
 
 from functools import partial
+from pathlib import Path
 
 from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, SupervisedConfig
 from dschat_lora.data.rows import DataKind
@@ -8,6 +9,7 @@ from dschat_lora.models.build import check_balancing
 from dschat_lora.models.causal_lm import CausalLMLogprobs, CausalLMLoss
 from dschat_lora.models.reward_model import RewardModel
 from dschat_lora.models.source import find_model
+from dschat_lora.runtime.caller import NOBODY, Caller
 from dschat_lora.runtime.run import Run, open_run
 from dschat_lora.runtime.validation import DPO, REWARD, check_supervised
 from dschat_lora.supervised.batching import (
@@ -24,22 +26,27 @@ from dschat_lora.supervised.setup import build_engine, note_unused_margins, set_
 from dschat_lora.supervised.train import make_answers, train
 
 
-def run_sft(config: SupervisedConfig) -> None:
-    """Step 1, supervised fine-tuning."""
-    with open_run(config, name="sft", check=check_supervised) as run:
+def run_sft(config: SupervisedConfig, caller: Caller = NOBODY) -> Path | None:
+    """Step 1, supervised fine-tuning; gives its directory, None for a dry run."""
+    with open_run(config, name="sft", check=check_supervised, caller=caller) as run:
         train_sft(run)  # a function of its own: its engine must not outlive the run
+    return run.directory
 
 
-def run_reward(config: RewardStageConfig) -> None:
-    """Step 2, a reward model from pairs of answers."""
-    with open_run(config, name="reward", check=partial(check_supervised, rules=REWARD)) as run:
+def run_reward(config: RewardStageConfig, caller: Caller = NOBODY) -> Path | None:
+    """Step 2, a reward model from pairs of answers; as :func:`run_sft`."""
+    check = partial(check_supervised, rules=REWARD)
+    with open_run(config, name="reward", check=check, caller=caller) as run:
         train_reward(run)
+    return run.directory
 
 
-def run_dpo(config: DpoStageConfig) -> None:
-    """Direct preference optimisation, and the losses related to it."""
-    with open_run(config, name="dpo", check=partial(check_supervised, rules=DPO)) as run:
+def run_dpo(config: DpoStageConfig, caller: Caller = NOBODY) -> Path | None:
+    """Direct preference optimisation, and the losses related to it; as :func:`run_sft`."""
+    check = partial(check_supervised, rules=DPO)
+    with open_run(config, name="dpo", check=check, caller=caller) as run:
         train_dpo(run)
+    return run.directory
 
 
 def train_sft(run: Run[SupervisedConfig]) -> None:

@@ -1,0 +1,40 @@
+"""Runs in the process of a Python program: what it finds, it finds again afterwards."""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from dschat_lora.engine import peers
+from dschat_lora.engine.meeting import check_environment
+from dschat_lora.report.terminal import quiet as nothing_said
+from dschat_lora.runtime.stage_main import tell_others
+
+# Set for a single process, as by a launcher; commands that it starts later are no part of a run.
+_LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@contextmanager
+def run_in_process(*, quiet: bool = False) -> Iterator[None]:
+    """A block for one run, alone or on every process of a launch.
+
+    Errors come out as they are, and Ctrl-C as KeyboardInterrupt; of several processes all end.
+    """
+    is_launched = "WORLD_SIZE" in os.environ
+    before = {name: os.environ.get(name) for name in _LAUNCHED}
+    try:
+        check_environment()
+        peers.join()
+        with nothing_said(quiet):
+            yield
+    except BaseException as error:
+        tell_others(error)
+        if isinstance(error, SystemExit) and error.code == 128 + signal.SIGINT:
+            raise KeyboardInterrupt from None
+        raise
+    finally:
+        if not is_launched:
+            for name, value in before.items():
+                os.environ.pop(name, None)
+                if value is not None:
+                    os.environ[name] = value

@@ -1,0 +1,78 @@
+"""What scores responses of step 3, as options: functions, names, and reward models."""
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Union
+
+from dschat_lora.api.inputs import function_name, model_value
+from dschat_lora.config.held import held
+from dschat_lora.rlhf.builtin_rewards import is_builtin
+from dschat_lora.runtime.stage_main import late
+
+if TYPE_CHECKING:
+    from dschat_lora.api.runs import Run
+
+Reward = Union[Callable[..., Any], str, os.PathLike[str], "Run"]
+
+
+def reward_options(
+    rewards: Any, critic: Any, weights: Sequence[float] | None, stack: ExitStack
+) -> dict[str, Any]:
+    """The options of step 3 that say what scores responses; ``stack`` holds the functions.
+
+    The first reward model is the run's own, from which a critic starts; further ones score as
+    functions do.
+
+    Raises:
+        TypeError: for something that cannot score.
+        ValueError: if there is not a weight for each.
+    """
+    given = [*rewards] if isinstance(rewards, list | tuple) else [rewards]
+    if weights is not None and len(weights) not in (len(given), len(given) + (critic is not None)):
+        raise ValueError(
+            f"--reward_weights has {len(weights)} weights for {len(given)} rewards; give one for "
+            "each"
+        )
+    scales = dict(enumerate(map(float, weights or ())))
+    model, own_place = critic, len(given)
+    functions, function_scales = list[str](), list[float]()
+    for place, each in enumerate(given):
+        name = _function(each, stack)
+        if name is None and model is None:
+            model, own_place = each, place
+            continue
+        if name is None:
+            path = model_value(each, "rewards")
+            if path == model_value(model):
+                own_place = place
+                continue
+            scorer = late("api.model_reward:ModelReward")(path)
+            name = stack.enter_context(held(scorer, Path(str(path)).name))
+        functions.append(name)
+        function_scales.append(scales.get(place, 1.0))
+    found: dict[str, Any] = {"reward_function": functions or None}
+    if model is not None:
+        found["critic_model_name_or_path"] = model_value(model, "rewards")
+    if weights is not None:
+        own = [scales.get(own_place, 1.0)] if model is not None else []
+        found["reward_weights"] = [*function_scales, *own]
+    return found
+
+
+def _function(reward: Any, stack: ExitStack) -> str | None:
+    """The name of a function, which ``stack`` holds; None of a reward model."""
+    if isinstance(reward, str):
+        is_function = ":" in reward and not Path(reward).expanduser().exists()
+        return reward if is_builtin(reward) or is_function else None
+    if isinstance(reward, os.PathLike) or getattr(reward, "path", None) is not None:
+        return None
+    if isinstance(reward, tuple):
+        return None  # (model, tokenizer)
+    if callable(reward):
+        return stack.enter_context(held(reward, function_name(reward)))
+    raise TypeError(
+        "rewards must be functions, runs of dschat_lora.reward, paths of reward models or names "
+        f"such as 'builtin:length=12', got a {type(reward).__name__}"
+    )

@@ -1,0 +1,183 @@
+"""Training in Python: each stage by a function, with the options of its command line."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from dschat_lora.api.inputs import Data, Model, option_values
+from dschat_lora.api.notebook import shown_in_notebook
+from dschat_lora.api.process import run_in_process
+from dschat_lora.api.rewards import Reward, reward_options
+from dschat_lora.api.runs import Run
+from dschat_lora.config.options import build_config, options_in_python
+from dschat_lora.pipeline.stages import STAGES
+from dschat_lora.runtime.caller import NOBODY, Callback, Caller
+from dschat_lora.runtime.stage_main import late
+
+_PROGRAMS: Mapping[str, Callable[..., Path | None]] = {
+    "sft": late("supervised.stages:run_sft"),
+    "reward": late("supervised.stages:run_reward"),
+    "dpo": late("supervised.stages:run_dpo"),
+    "rlhf": late("rlhf.stage:run_rlhf"),
+}
+
+
+def run_stage(stage: str, config: Any, caller: Caller = NOBODY) -> Path | None:
+    """Train by a checked config; the directory, None of a dry run. Call on every rank."""
+    return _PROGRAMS[stage](config, caller)
+
+
+def sft(
+    model: Model | None = None,
+    data: Data | None = None,
+    *,
+    eval_data: Data | None = None,
+    output_dir: str | os.PathLike[str] | None = None,
+    callbacks: Sequence[Callback] = (),
+    resume: str | os.PathLike[str] | None = None,
+    quiet: bool = False,
+    **options: Any,
+) -> Run:
+    """Fine-tune a language model on rows of text, of answers or of conversations (step 1).
+
+    Args:
+        model: hub name, directory, earlier :class:`Run`, or (model, tokenizer) that are loaded,
+            which are not changed; the bundled tiny model when absent.
+        data: path or paths, list of dicts, ``datasets.Dataset``, or another iterable of dicts that
+            can be gone through again; the bundled data when absent.
+        eval_data: held-out rows, likewise; by default a share of the data (``eval_ratio``).
+        output_dir: what the run writes; a temporary directory when absent.
+        callbacks: functions ``f(event, step, metrics)``, called on rank 0 with each line of
+            metrics.jsonl; one that returns ``"stop"`` ends the run at the next step, with a
+            checkpoint and the status "stopped".
+        resume: ``"latest"``, ``"auto"`` or a checkpoint to go on from.
+        quiet: print nothing.
+        **options: those of ``dschat-lora sft --help``, by their names.
+
+    Returns:
+        The run, with its directory, metrics and adapter. Call on every rank of a launch.
+
+    Raises:
+        TypeError: for an option that does not exist.
+        ValueError: for a value, a file or a row that cannot be used, in the words of the command.
+        KeyboardInterrupt: after Ctrl-C, once a checkpoint is saved.
+    """
+    common = _common(data, eval_data, output_dir, resume)
+    return _train("sft", {"model_name_or_path": model, **common}, options, callbacks, quiet)
+
+
+def reward(
+    model: Model | None = None,
+    data: Data | None = None,
+    *,
+    eval_data: Data | None = None,
+    output_dir: str | os.PathLike[str] | None = None,
+    callbacks: Sequence[Callback] = (),
+    resume: str | os.PathLike[str] | None = None,
+    quiet: bool = False,
+    **options: Any,
+) -> Run:
+    """Train a reward model on pairs of answers (step 2); arguments as those of :func:`sft`."""
+    common = _common(data, eval_data, output_dir, resume)
+    return _train("reward", {"model_name_or_path": model, **common}, options, callbacks, quiet)
+
+
+def dpo(
+    model: Model | None = None,
+    data: Data | None = None,
+    *,
+    eval_data: Data | None = None,
+    output_dir: str | os.PathLike[str] | None = None,
+    callbacks: Sequence[Callback] = (),
+    resume: str | os.PathLike[str] | None = None,
+    quiet: bool = False,
+    **options: Any,
+) -> Run:
+    """Train a policy on preferences by DPO, ORPO, SimPO or KTO; arguments as those of :func:`sft`."""
+    common = _common(data, eval_data, output_dir, resume)
+    return _train("dpo", {"model_name_or_path": model, **common}, options, callbacks, quiet)
+
+
+def rlhf(
+    model: Model | None = None,
+    data: Data | None = None,
+    *,
+    rewards: Reward | Sequence[Reward] = (),
+    environment: Callable[..., Any] | str | None = None,
+    critic: "Model | None" = None,
+    eval_data: Data | None = None,
+    output_dir: str | os.PathLike[str] | None = None,
+    callbacks: Sequence[Callback] = (),
+    resume: str | os.PathLike[str] | None = None,
+    quiet: bool = False,
+    **options: Any,
+) -> Run:
+    """Train a policy on its own responses by PPO, RLOO or GRPO (step 3).
+
+    The other arguments are those of :func:`sft`; ``model`` is the actor, ``data`` its prompts.
+
+    Args:
+        model: the actor, as in :func:`sft`.
+        data: rows with prompts.
+        rewards: what scores responses, one or several: functions that take ``responses`` (or
+            ``completions``), ``prompts`` and columns of the data, runs of :func:`reward`, paths of
+            reward models, or names such as ``"builtin:length=12"``. With ``reward_weights`` each
+            has a weight.
+        environment: function that answers the actor's turns; see ``--environment``.
+        critic: reward model from which the critic starts, and which scores too; by default the
+            first reward model of ``rewards``, if any.
+        eval_data: held-out prompts.
+        output_dir: as in :func:`sft`.
+        callbacks: as in :func:`sft`.
+        resume: as in :func:`sft`.
+        quiet: print nothing.
+        **options: those of ``dschat-lora rlhf --help``, by their names.
+    """
+    with ExitStack() as stack:
+        named = {
+            "actor_model_name_or_path": model,
+            "environment": environment,
+            **_common(data, eval_data, output_dir, resume),
+        }
+        weights = options.pop("reward_weights", None)
+        named |= reward_options(rewards, critic, weights, stack)
+        return _train("rlhf", named, options, callbacks, quiet)
+
+
+def _common(data: Any, eval_data: Any, output_dir: Any, resume: Any) -> dict[str, Any]:
+    return {
+        "data_path": data,
+        "eval_data_path": eval_data,
+        "output_dir": output_dir,
+        "resume_from_checkpoint": resume,
+    }
+
+
+def _train(
+    stage: str,
+    named: Mapping[str, Any],
+    options: Mapping[str, Any],
+    callbacks: Sequence[Callback],
+    quiet: bool,
+) -> Run:
+    """Check the options as the command would, train, and give what the run left."""
+    given = {name: value for name, value in named.items() if value is not None}
+    if twice := sorted(given.keys() & options.keys()):
+        raise TypeError(f"{twice[0]} is given by an argument of its own, too; give one")
+    for callback in callbacks:
+        if not callable(callback):
+            raise TypeError(f"callbacks must be functions, got a {type(callback).__name__}")
+    with ExitStack() as stack:
+        values = option_values({**options, **given}, stack)
+        config_class = STAGES[stage].config
+        config = build_config(config_class, options_in_python(config_class, values))
+        stack.enter_context(run_in_process(quiet=quiet))
+        config = STAGES[stage].check(config)
+        live = stack.enter_context(shown_in_notebook(stage, quiet=quiet))
+        caller = Caller(
+            callbacks=(*live, *callbacks), temporary=config.run.output_dir is None, live=bool(live)
+        )
+        path = run_stage(stage, config, caller)
+    return Run(path or Path(config.run.output_dir or "."))

@@ -1,0 +1,236 @@
+"""What is done with trained models and with data in Python: the verbs of their names."""
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dschat_lora.api.inputs import Data, Model, option_values
+from dschat_lora.api.process import run_in_process
+from dschat_lora.config.options import build_config, options_in_python
+from dschat_lora.config.stages import AuditConfig
+from dschat_lora.config.verbs import EvalConfig, GenerateConfig, MergeConfig
+from dschat_lora.perf.cards import find_card
+from dschat_lora.pipeline.stages import STAGES
+from dschat_lora.report.markup import safe
+from dschat_lora.rlhf.builtin_rewards import is_builtin
+from dschat_lora.rlhf.config import RewardsConfig
+from dschat_lora.runtime.checks import check_function
+from dschat_lora.runtime.stage_main import late
+from dschat_lora.runtime.validation import check_audit, check_eval, check_generate
+
+ConfigT = TypeVar("ConfigT")
+Message = Mapping[str, str]
+
+
+def generate(
+    model: "Model", prompts: str | Sequence[str | Sequence[Message]], **sampling: Any
+) -> list[str]:
+    """Answers to prompts, greedily unless told otherwise.
+
+    Args:
+        model: as in :func:`dschat_lora.sft`: a name, a path, a run, or (model, tokenizer).
+        prompts: texts to go on from, or messages that the chat template renders.
+        **sampling: options of ``dschat-lora generate --help`` by their names, such as
+            ``max_new_tokens``, ``do_sample``, ``temperature``, ``num_return_sequences``, ``seed``.
+            ``chat=True`` takes texts for messages of a user.
+
+    Returns:
+        An answer to each prompt, in order; with ``num_return_sequences`` so many for each.
+
+    Raises:
+        TypeError: for an option that does not exist.
+        ValueError: for a value that cannot be used, and a prompt that is too long.
+    """
+    given = [prompts] if isinstance(prompts, str) else list(prompts)
+    if not given:
+        return []
+    with ExitStack() as stack:
+        values: dict[str, Any] = {"model_name_or_path": model, **sampling}
+        if all(isinstance(each, str) for each in given):
+            values["prompts"] = given
+        else:
+            values["data_path"] = [{"prompt": each} for each in given]
+        config = _config(GenerateConfig, values, stack)
+        stack.enter_context(run_in_process())
+        check_generate(config)
+        answers: list[str] = late("supervised.generate:answer_texts")(config)
+        return answers
+
+
+def evaluate(model: "Model", data: Data, **options: Any) -> dict[str, float]:
+    """Perplexity, preferences or rewards of a model on rows of data.
+
+    Args:
+        model: as in :func:`generate`; of a reward model scores and preferences are measured.
+        data: rows, as in :func:`dschat_lora.sft`.
+        **options: those of ``dschat-lora eval --help`` by their names. ``judge_function`` may be a
+            function, and ``reward_model`` a run.
+
+    Returns:
+        The numbers that the command prints, by name.
+    """
+    with ExitStack() as stack:
+        values = {"model_name_or_path": model, "data_path": data, **options}
+        config = _config(EvalConfig, values, stack)
+        stack.enter_context(run_in_process())
+        scores, make_judge = eval_parts(config)
+        measure = late("supervised.measure:evaluate_model")
+        found: dict[str, float] = measure(config, scores=scores, make_judge=make_judge)
+        return found
+
+
+def eval_parts(config: EvalConfig) -> tuple[bool, Any]:
+    """Whether a reward model is evaluated, and what makes the judge, if there is one."""
+    name = config.judge_function
+    if name is None:
+        return check_eval(config), None
+    RewardsConfig(judge_function=name)  # refuses what names no function
+    if not is_builtin(name):
+        check_function("judge_function", name)
+    return check_eval(config), partial(late("pipeline.judge:make_judge"), name)
+
+
+def merge(model: "Model", output_dir: str | os.PathLike[str] | None = None, **options: Any) -> Path:
+    """Write base and adapter as one transformers model.
+
+    Args:
+        model: a run, or the path of one or of its adapter.
+        output_dir: default: ``model/`` beside the adapter.
+        **options: those of ``dschat-lora merge --help`` by their names.
+
+    Returns:
+        The directory of the model.
+
+    Raises:
+        ValueError: if there is no adapter, or rounding moves the model by too much.
+    """
+    with ExitStack() as stack:
+        values = {"model_name_or_path": model, "output_dir": output_dir, **options}
+        config = _config(MergeConfig, values, stack)
+        stack.enter_context(run_in_process())
+        directory: Path = late("runtime.merge:merge_model")(config).directory
+        return directory
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What a stage would learn of data, and what is wrong with it.
+
+    Attributes:
+        counts: numbers of rows, samples and tokens by name.
+        samples: those asked for by ``show``: ``input_ids``, ``supervised`` and ``row``.
+        warnings: what is unlikely to be meant.
+        refusal: why a run would not take the data; None where it would.
+        text: all of it for a person.
+    """
+
+    counts: dict[str, Any]
+    samples: list[dict[str, Any]]
+    warnings: list[str]
+    refusal: str | None
+    text: str = field(repr=False)
+
+    def __str__(self) -> str:
+        return self.text
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{safe(self.text)}</pre>"
+
+
+def audit(data: Data | None = None, model: Model | None = None, **options: Any) -> Audit:
+    """What a stage would learn of data; nothing is trained.
+
+    Args:
+        data: rows, as in :func:`dschat_lora.sft`.
+        model: whose tokenizer and chat template read them.
+        **options: those of ``dschat-lora audit --help`` by their names, such as ``stage="reward"``
+            and ``show=3``.
+    """
+    with ExitStack() as stack:
+        values = {"model_name_or_path": model, "data_path": data, **options}
+        config = _config(AuditConfig, values, stack)
+        stack.enter_context(run_in_process())
+        found = late("runtime.data_audit:audit_data")(check_audit(config))
+        facts = found.to_dict()
+        return Audit(
+            found.counts,
+            facts["samples"],
+            facts["warnings"],
+            found.refusal,
+            "\n".join(found.lines()),
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Memory and time of a stage before anything is loaded.
+
+    Attributes:
+        facts: what ``dschat-lora plan --json`` gives: sizes are bytes on one device.
+        text: what it prints.
+    """
+
+    facts: dict[str, Any] = field(repr=False)
+    text: str = field(repr=False)
+
+    @property
+    def peak(self) -> int:
+        """Most bytes at a time on a device."""
+        return int(self.facts["peak"])
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it fits as it was given; None without a device."""
+        fits: bool | None = self.facts["fits"]
+        return fits
+
+    @property
+    def command(self) -> str | None:
+        """A command line that fits; None where nothing was found."""
+        command: str | None = self.facts["command"]
+        return command
+
+    def __str__(self) -> str:
+        return self.text
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{safe(self.text)}</pre>"
+
+
+def plan(
+    stage: str, *, device: str | None = None, num_gpus: int | None = None, **options: Any
+) -> Plan:
+    """Memory and time of a stage, and settings that fit a device; no weights are loaded.
+
+    Args:
+        stage: "sft", "reward", "dpo" or "rlhf".
+        device: memory such as "24GB", or the name of a card (the command's ``--for``).
+        num_gpus: processes, one for each GPU.
+        **options: those of the stage, by their names.
+
+    Raises:
+        ValueError: as the stage would refuse its options, or for an unknown architecture.
+    """
+    if stage not in STAGES:
+        raise ValueError(f"stage must be one of {', '.join(STAGES)}, got {stage!r}")
+    if num_gpus is not None and num_gpus < 1:
+        raise ValueError(f"num_gpus must be >= 1, got {num_gpus}")
+    card = None if device is None else find_card(device)
+    with ExitStack() as stack:
+        values = option_values(options, stack)
+        typed = options_in_python(STAGES[stage].config, values)
+        build_config(STAGES[stage].config, typed)  # refuses values out of their range
+        facts, text = late("pipeline.plan_report:described_plan")(
+            stage, typed, card=card, processes=num_gpus or 1
+        )
+    return Plan(facts, text)
+
+
+def _config(config_class: type[ConfigT], values: Mapping[str, Any], stack: ExitStack) -> ConfigT:
+    """The options of a verb, with names for objects."""
+    named = option_values(values, stack)
+    return build_config(config_class, options_in_python(config_class, named))  # type: ignore[type-var, arg-type]
