@@ -8,6 +8,7 @@ from logging import ERROR, LogRecord, getLogger
 from typing import Any, NamedTuple
 
 from dschat_lora import __version__
+from dschat_lora.api import command_lines
 from dschat_lora.config.options import chosen_verb, fail, flatten
 from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.experiments.glue.validation import check_glue, fix_environment
@@ -148,8 +149,8 @@ def _experiment(name: str, main_function: Callable[..., None], argv: list[str]) 
 
 VERBS = {
     **{
-        name: Verb(summary, partial(stage_verbs.stage, name))
-        for name, summary in stage_verbs.SUMMARIES.items()
+        name: Verb(summary, partial(command_lines.stage, name))
+        for name, summary in command_lines.SUMMARIES.items()
     },
     "nlg": Verb(
         "GPT-2 puts data into words: train, decode, format or evaluate",
@@ -160,17 +161,17 @@ VERBS = {
     "demo": Verb("train on the bundled model and data, show what changed", stage_verbs.demo),
     "recipes": Verb("list the recipes that come with the package", file_verbs.list_recipes),
     "models": Verb("types of models, and what each can do", file_verbs.models),
-    "audit": Verb("show what a stage would learn of data", file_verbs.audit),
-    "plan": Verb("memory, time and what fits, before a run", stage_verbs.plan),
+    "audit": Verb("show what a stage would learn of data", command_lines.audit),
+    "plan": Verb("memory, time and what fits, before a run", command_lines.plan),
     "doctor": Verb("whether this machine can train, and what to do", stage_verbs.doctor),
     "report": Verb("one page about runs: curves, results, time, settings", file_verbs.report),
     "rollouts": Verb("look through a run's responses of step 3", file_verbs.rollouts),
     "inspect": Verb("say what a directory is, and how it came about", file_verbs.inspect),
     "chat": Verb("chat with models in the terminal", chat),
     "serve": Verb("serve models over HTTP, and a page to compare them", serve),
-    "merge": Verb("base and adapter as one transformers directory", file_verbs.merge),
-    "generate": Verb("answer prompts", file_verbs.generate),
-    "eval": Verb("perplexity, preferences or rewards on rows of data", file_verbs.evaluate),
+    "merge": Verb("base and adapter as one transformers directory", command_lines.merge),
+    "generate": Verb("answer prompts", command_lines.generate),
+    "eval": Verb("perplexity, preferences or rewards on rows of data", command_lines.evaluate),
     "score": Verb("score answers by a reward model", file_verbs.score),
     "push": Verb("upload an adapter or a model to the hub", file_verbs.push),
     "export": Verb("convert an adapter or a model to GGUF", file_verbs.export),

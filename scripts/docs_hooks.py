@@ -30,7 +30,7 @@ ROOMS = {
     "checkpoint": "adapters, checkpoints and merged models on disk",
     "engine": "DeepSpeed engines, their state, and processes",
     "perf": "FLOPs, peaks and memory",
-    "rlhf": "step 3: roles, rollouts, experience, updates",
+    "rl": "step 3: roles, rollouts, experience, updates",
     "supervised": "steps 1 and 2: objectives, training loop, evaluation",
 }
 # Material's offline plugin takes this from a server; assets/search_worker.js does the same.

@@ -26,7 +26,7 @@ from dschat_lora.config.verbs import (
 from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.experiments.nlg.config import DecodeConfig, EvaluateConfig, NlgConfig
 from dschat_lora.experiments.nlg.scorer_files import FormatConfig
-from dschat_lora.rlhf.config import RlhfConfig
+from dschat_lora.rl.config import RlhfConfig
 from dschat_lora.serving.config import ChatConfig, ServeConfig
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -37,18 +37,18 @@ from dschat_lora.engine.build import DTYPES
 from dschat_lora.engine.distributed import device
 from dschat_lora.generation import sampling
 from dschat_lora.report.rollouts import RolloutLog
-from dschat_lora.rlhf import iteration
-from dschat_lora.rlhf.config import RlhfConfig
-from dschat_lora.rlhf.diagnostics import Diagnostics
-from dschat_lora.rlhf.engines import Engines, build_engines
-from dschat_lora.rlhf.iteration import Iterations
-from dschat_lora.rlhf.rollout import PromptOrder
-from dschat_lora.rlhf.schedule import RlhfProgress, make_rlhf_schedule
-from dschat_lora.rlhf.setup import RlhfSetup, set_up
-from dschat_lora.rlhf.throughput import PHASES, PhaseTimer
-from dschat_lora.rlhf.train import make_generator
-from dschat_lora.rlhf.update import Updater
-from dschat_lora.rlhf.validation import NAME, check_rlhf
+from dschat_lora.rl import iteration
+from dschat_lora.rl.config import RlhfConfig
+from dschat_lora.rl.diagnostics import Diagnostics
+from dschat_lora.rl.engines import Engines, build_engines
+from dschat_lora.rl.iteration import Iterations
+from dschat_lora.rl.rollout import PromptOrder
+from dschat_lora.rl.schedule import RlhfProgress, make_rlhf_schedule
+from dschat_lora.rl.setup import RlhfSetup, set_up
+from dschat_lora.rl.throughput import PHASES, PhaseTimer
+from dschat_lora.rl.train import make_generator
+from dschat_lora.rl.update import Updater
+from dschat_lora.rl.validation import NAME, check_rlhf
 from dschat_lora.runtime.run import Run, open_run
 
 SEED = 0

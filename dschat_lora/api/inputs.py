@@ -5,17 +5,15 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Union
+from typing import Any
 
+from dschat_lora.api.runs import Run
 from dschat_lora.config.held import held
 from dschat_lora.runtime.stage_main import late
 
-if TYPE_CHECKING:
-    pass
-
 PathLike = str | os.PathLike[str]
 # A name or path, an earlier run, or a transformers model with its tokenizer.
-Model = Union[str, os.PathLike[str], "Run", tuple[Any, Any]]
+Model = str | os.PathLike[str] | Run | tuple[Any, Any]
 # A path, several, rows, or rows that an iterable gives again and again.
 Data = PathLike | Iterable[PathLike] | Iterable[Mapping[str, Any]]
 _FUNCTIONS = ("reward_function", "judge_function", "environment")

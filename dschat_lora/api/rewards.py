@@ -4,17 +4,15 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Union
+from typing import Any
 
 from dschat_lora.api.inputs import function_name, model_value
+from dschat_lora.api.runs import Run
 from dschat_lora.config.held import held
-from dschat_lora.rlhf.builtin_rewards import is_builtin
+from dschat_lora.rl.builtin_rewards import is_builtin
 from dschat_lora.runtime.stage_main import late
 
-if TYPE_CHECKING:
-    from dschat_lora.api.runs import Run
-
-Reward = Union[Callable[..., Any], str, os.PathLike[str], "Run"]
+Reward = Callable[..., Any] | str | os.PathLike[str] | Run
 
 
 def reward_options(

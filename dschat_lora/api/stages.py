@@ -20,7 +20,7 @@ _PROGRAMS: Mapping[str, Callable[..., Path | None]] = {
     "sft": late("supervised.stages:run_sft"),
     "reward": late("supervised.stages:run_reward"),
     "dpo": late("supervised.stages:run_dpo"),
-    "rlhf": late("rlhf.stage:run_rlhf"),
+    "rlhf": late("rl.stage:run_rlhf"),
 }
 
 
@@ -95,7 +95,7 @@ def dpo(
     quiet: bool = False,
     **options: Any,
 ) -> Run:
-    """Train a policy on preferences by DPO, ORPO, SimPO or KTO; arguments as those of :func:`sft`."""
+    """Train a policy by DPO, ORPO, SimPO or KTO; arguments as those of :func:`sft`."""
     common = _common(data, eval_data, output_dir, resume)
     return _train("dpo", {"model_name_or_path": model, **common}, options, callbacks, quiet)
 
@@ -171,8 +171,8 @@ def _train(
             raise TypeError(f"callbacks must be functions, got a {type(callback).__name__}")
     with ExitStack() as stack:
         values = option_values({**options, **given}, stack)
-        config_class = STAGES[stage].config
-        config = build_config(config_class, options_in_python(config_class, values))
+        config_class: type[Any] = STAGES[stage].config
+        config: Any = build_config(config_class, options_in_python(config_class, values))
         stack.enter_context(run_in_process(quiet=quiet))
         config = STAGES[stage].check(config)
         live = stack.enter_context(shown_in_notebook(stage, quiet=quiet))

@@ -16,8 +16,8 @@ from dschat_lora.config.verbs import EvalConfig, GenerateConfig, MergeConfig
 from dschat_lora.perf.cards import find_card
 from dschat_lora.pipeline.stages import STAGES
 from dschat_lora.report.markup import safe
-from dschat_lora.rlhf.builtin_rewards import is_builtin
-from dschat_lora.rlhf.config import RewardsConfig
+from dschat_lora.rl.builtin_rewards import is_builtin
+from dschat_lora.rl.config import RewardsConfig
 from dschat_lora.runtime.checks import check_function
 from dschat_lora.runtime.stage_main import late
 from dschat_lora.runtime.validation import check_audit, check_eval, check_generate

@@ -8,14 +8,11 @@ from dschat_lora.checkpoint.adapter_config import accept_adapter
 from dschat_lora.config.options import parse_config
 from dschat_lora.config.parser import Parser
 from dschat_lora.config.recipes import recipes
-from dschat_lora.config.stages import AuditConfig, ScoreConfig
+from dschat_lora.config.stages import ScoreConfig
 from dschat_lora.config.verbs import (
     EXAMPLES,
-    EvalConfig,
     ExportConfig,
-    GenerateConfig,
     InspectConfig,
-    MergeConfig,
     ModelsConfig,
     PushConfig,
 )
@@ -25,12 +22,10 @@ from dschat_lora.report.html import render_report, write_report
 from dschat_lora.report.rollout_view import show_rollouts
 from dschat_lora.report.story import read_stories
 from dschat_lora.report.terminal import log_once, to_json
-from dschat_lora.rlhf.builtin_rewards import is_builtin
-from dschat_lora.rlhf.config import RewardsConfig
 from dschat_lora.runtime import describe, gguf
-from dschat_lora.runtime.checks import check_file_can_be_made, check_function
+from dschat_lora.runtime.checks import check_file_can_be_made
 from dschat_lora.runtime.stage_main import ended_in_one_line, late
-from dschat_lora.runtime.validation import check_audit, check_eval, check_generate, check_score
+from dschat_lora.runtime.validation import check_score
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -55,19 +50,6 @@ def list_recipes(argv: list[str]) -> None:
         "\n--config NAME takes a stage's options from one; dschat-lora pipeline NAME runs all "
         "stages of one that has no folder"
     )
-
-
-def audit(argv: list[str]) -> None:
-    """Run ``dschat-lora audit``."""
-    config = parse_config(
-        AuditConfig,
-        argv,
-        description=AuditConfig.__doc__,
-        program="dschat-lora audit DATA",
-        positionals=("data_path",),
-    )
-    if not late("runtime.data_audit:audit_data")(check_audit(config)):
-        raise SystemExit(1)
 
 
 def report(argv: list[str]) -> None:
@@ -127,34 +109,9 @@ def rollouts(argv: list[str]) -> None:
     show_rollouts(Path(chosen.pop("run")), **chosen)
 
 
-def merge(argv: list[str]) -> None:
-    """Run ``dschat-lora merge``."""
-    late("runtime.merge:merge_model")(_parsed_config("merge RUN", MergeConfig, argv))
-
-
-def generate(argv: list[str]) -> None:
-    """Run ``dschat-lora generate``."""
-    config = _parsed_config("generate RUN [PROMPT ...]", GenerateConfig, argv, "prompts")
-    check_generate(config)
-    late("supervised.generate:generate_answers")(config)
-
-
-def evaluate(argv: list[str]) -> None:
-    """Run ``dschat-lora eval``."""
-    config = _parsed_config("eval RUN [DATA ...]", EvalConfig, argv, "data_path")
-    name, judge = config.judge_function, None
-    if name is not None:
-        RewardsConfig(judge_function=name)  # refuses what names no function
-        if not is_builtin(name):
-            check_function("judge_function", name)
-        judge = partial(late("pipeline.judge:make_judge"), name)
-    scores = check_eval(config)
-    late("supervised.measure:evaluate_model")(config, scores=scores, make_judge=judge)
-
-
 def models(argv: list[str]) -> None:
     """Run ``dschat-lora models``."""
-    config = _parsed_config("models [MODEL]", ModelsConfig, argv)
+    config = parsed_config("models [MODEL]", ModelsConfig, argv)
     if config.model_name_or_path is None:
         show_families(as_json=config.json)
     elif not late("pipeline.known_models:show_model")(config):
@@ -163,13 +120,13 @@ def models(argv: list[str]) -> None:
 
 def inspect(argv: list[str]) -> None:
     """Run ``dschat-lora inspect``."""
-    if not describe.inspect_directory(_parsed_config("inspect DIRECTORY", InspectConfig, argv)):
+    if not describe.inspect_directory(parsed_config("inspect DIRECTORY", InspectConfig, argv)):
         raise SystemExit(1)
 
 
 def score(argv: list[str]) -> None:
     """Run ``dschat-lora score``."""
-    config = _parsed_config("score RUN [DATA ...]", ScoreConfig, argv, "data_path")
+    config = parsed_config("score RUN [DATA ...]", ScoreConfig, argv, "data_path")
     check_score(config)
     with ended_in_one_line(stopped="stopped; --output_path was not written"):
         late("supervised.score:score_files")(config)
@@ -177,13 +134,13 @@ def score(argv: list[str]) -> None:
 
 def push(argv: list[str]) -> None:
     """Run ``dschat-lora push``."""
-    config = _parsed_config("push RUN REPO", PushConfig, argv, "repo")
+    config = parsed_config("push RUN REPO", PushConfig, argv, "repo")
     late("runtime.push:push_directory")(config)
 
 
 def export(argv: list[str]) -> None:
     """Run ``dschat-lora export``."""
-    config = _parsed_config("export RUN", ExportConfig, argv)
+    config = parsed_config("export RUN", ExportConfig, argv)
     if not gguf.export_gguf(config, partial(run_or_end, stdout=2)):  # as the converter logs
         raise SystemExit(1)
 
@@ -224,7 +181,7 @@ def accept(argv: list[str]) -> None:
     log_once(f"{directory}: its files are the ones its manifest says")
 
 
-def _parsed_config(usage: str, config_class: type[ConfigT], argv: list[str], *more: str) -> ConfigT:
+def parsed_config(usage: str, config_class: type[ConfigT], argv: list[str], *more: str) -> ConfigT:
     """The options of a verb that reads a directory, whose name may stand first."""
     verb = usage.partition(" ")[0]
     first = next(iter(config_class.__dataclass_fields__))

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from dschat_lora.models.causal_lm import Tokenizer
 from dschat_lora.report.terminal import prints_on_stderr
-from dschat_lora.rlhf.batch import Response
-from dschat_lora.rlhf.rewards import load_function
+from dschat_lora.rl.batch import Response
+from dschat_lora.rl.rewards import load_function
 from dschat_lora.supervised.measure import Judge, OwnAnswer
 
 

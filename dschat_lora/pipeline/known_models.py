@@ -15,7 +15,7 @@ from dschat_lora.pipeline.plan import StagePlan
 from dschat_lora.pipeline.plan_stages import plan_stage, planning
 from dschat_lora.pipeline.stand_ins import with_stand_ins
 from dschat_lora.report.terminal import log_once, to_json, wrapped
-from dschat_lora.rlhf.roles import Roles
+from dschat_lora.rl.roles import Roles
 
 # What each stage needs beside the model, to check whether it would start.
 _STAGES: Mapping[str, Mapping[str, Any]] = {

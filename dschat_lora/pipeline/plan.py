@@ -25,13 +25,13 @@ from dschat_lora.perf.peak import tabled_peak
 from dschat_lora.perf.shape import describe
 from dschat_lora.perf.throughput import StepCounts
 from dschat_lora.pipeline.stand_ins import as_planned
-from dschat_lora.rlhf.batch import Response
-from dschat_lora.rlhf.config import RlhfConfig
-from dschat_lora.rlhf.memory import memory_plan, trained_models
-from dschat_lora.rlhf.roles import Roles, build_roles
-from dschat_lora.rlhf.setup import role_settings
-from dschat_lora.rlhf.sources import Sources, find_sources
-from dschat_lora.rlhf.throughput import FlopCounter
+from dschat_lora.rl.batch import Response
+from dschat_lora.rl.config import RlhfConfig
+from dschat_lora.rl.memory import memory_plan, trained_models
+from dschat_lora.rl.roles import Roles, build_roles
+from dschat_lora.rl.setup import role_settings
+from dschat_lora.rl.sources import Sources, find_sources
+from dschat_lora.rl.throughput import FlopCounter
 from dschat_lora.runtime.memory import MemoryPlan, TrainedModel, plan_memory, trained_model
 from dschat_lora.runtime.setup import engine_settings, trained_elements
 

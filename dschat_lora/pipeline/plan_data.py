@@ -9,7 +9,7 @@ from dschat_lora.data.audit import Audit
 from dschat_lora.data.rows import config_sources
 from dschat_lora.models.causal_lm import load_tokenizer
 from dschat_lora.models.source import find_model
-from dschat_lora.rlhf.config import RlhfConfig
+from dschat_lora.rl.config import RlhfConfig
 from dschat_lora.runtime.data_audit import STAGES
 from dschat_lora.runtime.setup import prepare_data
 

@@ -8,7 +8,7 @@ from typing import Any
 from dschat_lora.config.options import flatten
 from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.pipeline.plan import GENERATION, TRAINING, StagePlan
-from dschat_lora.rlhf.config import RlhfConfig
+from dschat_lora.rl.config import RlhfConfig
 from dschat_lora.runtime.memory import fewest
 
 # Positions of a micro-batch from which on a GPU is busy; below, recomputation costs less.

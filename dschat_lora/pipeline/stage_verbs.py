@@ -1,71 +1,8 @@
-"""The command lines of the stages, of ``dschat-lora pipeline`` and of ``dschat-lora demo``."""
-
-from collections.abc import Sequence
-from functools import partial
-from typing import Any
+"""The command lines of ``dschat-lora pipeline``, ``doctor`` and ``demo``."""
 
 from dschat_lora.config.groups import RunConfig
-from dschat_lora.config.options import parse_config, typed_options
 from dschat_lora.config.parser import Parser
-from dschat_lora.config.verbs import EXAMPLES
-from dschat_lora.perf.cards import find_card
-from dschat_lora.pipeline.launch import launch_stage, split_launcher_options
-from dschat_lora.pipeline.recipe import options_of_stage
-from dschat_lora.pipeline.stages import STAGES
-from dschat_lora.pipeline.validation import check_stage
-from dschat_lora.runtime.stage_main import late, run_main
-
-SUMMARIES = {
-    "sft": "Step 1: supervised fine-tuning of a causal language model",
-    "reward": "Step 2: a reward model from pairs of answers",
-    "dpo": "DPO, ORPO, SimPO or KTO: a policy without a reward model",
-    "rlhf": "Step 3: PPO, RLOO or GRPO of an actor on its own responses",
-}
-_RUNS = {
-    "sft": late("supervised.stages:run_sft"),
-    "reward": late("supervised.stages:run_reward"),
-    "dpo": late("supervised.stages:run_dpo"),
-    "rlhf": late("rlhf.stage:run_rlhf"),
-}
-_PROCESSES = """
-
-One process runs, unless --num_gpus N, --include HOST:GPU, --hostfile FILE or --master_port PORT
-ask for DeepSpeed's launcher, whose options they are."""
-
-
-def run_stage(
-    name: str,
-    *,
-    description: str | None = None,
-    argv: Sequence[str] | None = None,
-    program: str | None = None,
-    examples: str | None = None,
-) -> None:
-    """The main function of a stage of a pipeline."""
-    run_main(
-        STAGES[name].config,
-        STAGES[name].check,
-        _RUNS[name],
-        description=description,
-        argv=argv,
-        program=program,
-        examples=examples,
-        read_file=partial(options_of_stage, name),
-    )
-
-
-def stage(name: str, argv: list[str]) -> None:
-    """A stage in this process, or in those that the launcher starts."""
-    launcher, rest = split_launcher_options(argv)
-    program = f"dschat-lora {name}"
-    if launcher is None:
-        about, examples = f"{SUMMARIES[name]}.", EXAMPLES[name] + _PROCESSES
-        run_stage(name, description=about, argv=rest, program=program, examples=examples)
-        return
-    read_file = partial(options_of_stage, name)
-    config: Any = parse_config(STAGES[name].config, rest, program=program, read_file=read_file)
-    check_stage(name, typed_options(config), launcher.processes)
-    launch_stage(name, launcher, rest)
+from dschat_lora.runtime.stage_main import late
 
 
 def pipeline(argv: list[str]) -> None:
@@ -100,45 +37,6 @@ def pipeline(argv: list[str]) -> None:
     )
     chosen = parser.values(argv, ["output_dir", "num_gpus", "dry_run", "from", "set"])
     late("pipeline.run:run_pipeline")(**chosen)
-
-
-def plan(argv: list[str]) -> None:
-    """Run ``dschat-lora plan``."""
-    parser = Parser(
-        "dschat-lora plan",
-        "Say what memory and time a stage takes, before anything is loaded, and which settings fit "
-        "a device. The other options are the stage's own.",
-        EXAMPLES["plan"],
-    )
-    parser.add_argument(
-        "what",
-        metavar="STAGE",
-        help=f"{', '.join(STAGES)}, or a pipeline's YAML file or a recipe's name",
-    )
-    parser.add_argument(
-        "--for", metavar="DEVICE", help="memory of a device, such as 24GB, or the name of a card"
-    )
-    parser.add_argument("--num_gpus", metavar="N", type=int, help="processes, one for each GPU")
-    parser.add_argument("--json", action="store_true", help="one JSON value on standard output")
-    chosen, rest = parser.parse_known_args(argv)
-    values = vars(chosen)
-    if values["num_gpus"] is not None and values["num_gpus"] < 1:
-        raise ValueError(f"--num_gpus must be >= 1, got {values['num_gpus']}")
-    card = None if values["for"] is None else find_card(values["for"])
-    what, options = values["what"], None
-    if what in STAGES:
-        read_file = partial(options_of_stage, what)
-        program = f"dschat-lora plan {what}"
-        config: Any = parse_config(STAGES[what].config, rest, program=program, read_file=read_file)
-        options = typed_options(config)
-    elif rest:
-        raise ValueError(
-            f"unexpected argument {rest[0]!r}: stages with options of their own are "
-            f"{', '.join(STAGES)}, and {what} is taken for a pipeline's file"
-        )
-    show = late("pipeline.plan_report:show_plans")
-    if not show(what, options, card=card, processes=values["num_gpus"], as_json=values["json"]):
-        raise SystemExit(1)
 
 
 def doctor(argv: list[str]) -> None:

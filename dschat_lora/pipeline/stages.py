@@ -6,8 +6,8 @@ from functools import partial
 from typing import Any
 
 from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, SupervisedConfig
-from dschat_lora.rlhf.config import RlhfConfig
-from dschat_lora.rlhf.validation import check_rlhf
+from dschat_lora.rl.config import RlhfConfig
+from dschat_lora.rl.validation import check_rlhf
 from dschat_lora.runtime.validation import DPO, REWARD, check_supervised
 
 

@@ -86,7 +86,7 @@ def prepare_process() -> None:
 def run_main(
     config_class: type[ConfigT],
     check: Callable[[ConfigT], ConfigT],
-    main: Callable[[ConfigT], None],
+    main: Callable[[ConfigT], object],
     *,
     description: str | None = None,
     argv: Sequence[str] | None = None,

@@ -11,7 +11,7 @@ from dschat_lora.config.hints import HINTS
 from dschat_lora.config.options import _option_fields, option_names, parse_config
 from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, SupervisedConfig
 from dschat_lora.experiments.nlg.config import NlgConfig
-from dschat_lora.rlhf.config import RlhfConfig
+from dschat_lora.rl.config import RlhfConfig
 
 STAGES = (SupervisedConfig, RewardStageConfig, DpoStageConfig, RlhfConfig, NlgConfig)
 

@@ -27,9 +27,9 @@ from dschat_lora.models.build import build_causal_lm
 from dschat_lora.models.causal_lm import CausalLMLoss
 from dschat_lora.models.policy import Policy
 from dschat_lora.models.source import find_model
-from dschat_lora.rlhf.batch import Response, collate
-from dschat_lora.rlhf.engines import Engines, resolve_architecture
-from dschat_lora.rlhf.roles import Network
+from dschat_lora.rl.batch import Response, collate
+from dschat_lora.rl.engines import Engines, resolve_architecture
+from dschat_lora.rl.roles import Network
 from dschat_lora.supervised.batching import resolve_head, resolve_packing
 from helpers import plain
 from helpers.kinds import tiny_config

@@ -29,11 +29,11 @@ from dschat_lora.checkpoint.history import checkpoints_of
 from dschat_lora.checkpoint.manifest import write_manifest
 from dschat_lora.engine.distributed import shutdown
 from dschat_lora.generation.beam_search import Search, TextRules
-from dschat_lora.rlhf.batch import Response
-from dschat_lora.rlhf.environment import Environment
-from dschat_lora.rlhf.reward_shaping import check_scores
-from dschat_lora.rlhf.rewards import RewardFunction
-from dschat_lora.rlhf.user_functions import UserFunctionError
+from dschat_lora.rl.batch import Response
+from dschat_lora.rl.environment import Environment
+from dschat_lora.rl.reward_shaping import check_scores
+from dschat_lora.rl.rewards import RewardFunction
+from dschat_lora.rl.user_functions import UserFunctionError
 from helpers.glue_toys import save_encoder, write_task
 from helpers.rlhf_course import save_family, write_prompts, write_turns_template
 from helpers.roles import Words

@@ -16,13 +16,13 @@ from dschat_lora.engine.distributed import rank
 from dschat_lora.engine.zero import gather_to_cpu
 from dschat_lora.generation import sampling
 from dschat_lora.lora.model import adapter_parameters
-from dschat_lora.rlhf import export, iteration, setup
-from dschat_lora.rlhf import train as course
-from dschat_lora.rlhf.config import RlhfConfig
-from dschat_lora.rlhf.engines import build_engines
-from dschat_lora.rlhf.rollout import Generator
-from dschat_lora.rlhf.update import Updater
-from dschat_lora.rlhf.validation import NAME, check_rlhf
+from dschat_lora.rl import export, iteration, setup
+from dschat_lora.rl import train as course
+from dschat_lora.rl.config import RlhfConfig
+from dschat_lora.rl.engines import build_engines
+from dschat_lora.rl.rollout import Generator
+from dschat_lora.rl.update import Updater
+from dschat_lora.rl.validation import NAME, check_rlhf
 from dschat_lora.runtime.run import open_run
 from helpers.runs import release
 from helpers.step1 import metrics, write_jsonl

@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from dschat_lora.models.policy import Policy
 from dschat_lora.models.reward_model import RewardModel
 from dschat_lora.models.source import find_model
-from dschat_lora.rlhf.config import RlhfConfig
-from dschat_lora.rlhf.engines import Engines
-from dschat_lora.rlhf.roles import Network, build_roles
-from dschat_lora.rlhf.sources import Sources
+from dschat_lora.rl.config import RlhfConfig
+from dschat_lora.rl.engines import Engines
+from dschat_lora.rl.roles import Network, build_roles
+from dschat_lora.rl.sources import Sources
 from helpers.tiny import VOCAB
 
 # Every linear layer of a block, as each architecture calls them.

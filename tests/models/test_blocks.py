@@ -12,7 +12,7 @@ from dschat_lora.models.blocks import attend_by_spans
 from dschat_lora.models.causal_lm import CausalLMLogprobs, CausalLMLoss
 from dschat_lora.models.policy import Policy
 from dschat_lora.models.reward_model import RewardModel
-from dschat_lora.rlhf.batch import Response, collate
+from dschat_lora.rl.batch import Response, collate
 from dschat_lora.supervised import objectives as objective
 from helpers.pairs import ragged_pairs
 from helpers.tiny import KINDS, ragged_samples, tiny_model

@@ -26,7 +26,7 @@ from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.lora.targets import choose_targets
 from dschat_lora.models.causal_lm import load_causal_lm, load_config, load_tokenizer
 from dschat_lora.pipeline.recipe import read_recipe
-from dschat_lora.rlhf.config import RlhfConfig
+from dschat_lora.rl.config import RlhfConfig
 from dschat_lora.runtime.directory import RunDirectory
 from dschat_lora.runtime.resume import options_to_keep, settle
 from helpers.step1 import checked, parsed, refused, write_adapter_config, write_jsonl
@@ -358,7 +358,7 @@ DANGEROUS = {
     "dist.broadcast_object_list": set(),
     "dist.all_gather_object": set(),
     "dist.gather_object": set(),
-    "importlib.import_module": {"rlhf/user_functions.py"},
+    "importlib.import_module": {"rl/user_functions.py"},
     # These name modules of the package itself, and of an attention kernel.
     "import_module": {"models/varlen.py", "runtime/stage_main.py"},
 }

@@ -1,0 +1,337 @@
+"""Options of step 3: prompts, rollouts, rewards, and all groups together."""
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from dschat_lora.config.data import DataConfig, SourceConfig
+from dschat_lora.config.groups import LoadConfig, ScheduleConfig, require, require_numbers
+from dschat_lora.config.options import classic, group, option
+from dschat_lora.config.stages import StageConfig
+from dschat_lora.rl.builtin_rewards import builtin_function, is_builtin
+from dschat_lora.rl.role_config import RoleConfig
+from dschat_lora.rl.update_config import PpoConfig, PretrainingConfig
+
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+def _check_name(option: str, name: str) -> None:
+    """Refuse what names no function; built-in ones are rewards."""
+    if option != "environment" and is_builtin(name):
+        builtin_function(name)
+        return
+    usable = _FUNCTION.fullmatch(name) is not None
+    require(usable, option, name, "module:function such as my_rewards:is_right")
+
+
+@dataclass(frozen=True)
+class PromptConfig(SourceConfig):
+    """Prompts and their length."""
+
+    section = "data"
+
+    max_prompt_seq_len: int = option(256, help="longer prompts follow --overlong")
+    max_answer_seq_len: int = option(256, help="most tokens of a response")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_numbers(self, ">= 1", "max_prompt_seq_len", "max_answer_seq_len")
+
+    @property
+    def max_seq_len(self) -> int:
+        """Most tokens of prompt and response together."""
+        return self.max_prompt_seq_len + self.max_answer_seq_len
+
+    @property
+    def data(self) -> DataConfig:
+        """The prompts as data to prepare."""
+        source = {name: getattr(self, name) for name in SourceConfig.__dataclass_fields__}
+        return DataConfig(**source, max_seq_len=max(2, self.max_prompt_seq_len), packing=False)
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """Number of responses, and sampling."""
+
+    section = "rollouts"
+
+    per_device_generation_batch_size: int = option(
+        16, help="responses generated at a time on a device"
+    )
+    generation_batches: int = option(
+        1,
+        help="generation batches of one iteration; where no size of a batch is typed, as many as "
+        "make 64 responses over all processes",
+    )
+    per_device_training_batch_size: int = option(
+        16, help="responses per device and micro-batch of the update", section="training"
+    )
+    gradient_accumulation_steps: int = option(
+        1, help="micro-batches per optimizer step", section="training"
+    )
+    tokens_per_device: int = option(
+        0,
+        help="cut the responses of a step into micro-batches of up to so many tokens per device, "
+        "instead of so many responses; 0: by responses",
+        section="training",
+    )
+    num_generations: int = option(
+        1,
+        help="responses to each prompt; 2 or more but for ppo and reinforce_pp, which do not "
+        "compare them",
+    )
+    merge_for_rollouts: bool = option(
+        False,
+        help="generate with the adapter added to copies of the weights it adapts: faster on a GPU, "
+        "in exchange for their memory; sampler_error shows how far rounding moves the policy",
+        section="rollouts",
+    )
+    do_sample: bool = option(True, help="sample responses (no-: the likeliest token, greedy)")
+    temperature: float = option(1.0, help="of sampling and of all log-probabilities")
+    rollout_temperature: float | None = option(
+        None, help="of sampling, if not --temperature; --importance_cap weighs for the difference"
+    )
+    top_p: float = option(1.0, help="sample from the likeliest tokens of this probability mass")
+    top_k: int = option(0, help="sample from this many likeliest tokens; 0: all")
+    stop_tokens: tuple[str, ...] = option(
+        (), help="tokens that end a response, beside those of tokenizer, template and model"
+    )
+    stop_strings: tuple[str, ...] = option(
+        (), help="texts that end a response with the token that completes them"
+    )
+    environment: str | None = option(
+        None,
+        help="module:function that answers the actor's turns with messages of a user or tool, or "
+        "ends the episode; nothing is learnt from them",
+    )
+    max_turns: int = option(
+        8, help="most turns of the actor in an episode with --environment, of one response's length"
+    )
+
+    def __post_init__(self) -> None:
+        rollout = ("per_device_generation_batch_size", "generation_batches", "num_generations")
+        update = ("per_device_training_batch_size", "gradient_accumulation_steps")
+        require_numbers(self, ">= 1", *rollout, *update, "max_turns")
+        require_numbers(self, ">= 0", "tokens_per_device")
+        greedy = ">= 1e-06 (greedy: --no-do_sample)"
+        require_numbers(self, greedy, "temperature", "rollout_temperature")
+        require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
+        require_numbers(self, ">= 0", "top_k")
+        for name in ("stop_tokens", "stop_strings"):
+            require(all(getattr(self, name)), name, "", "texts that are not empty")
+        if self.environment is not None:
+            _check_name("environment", self.environment)
+        at_a_time = self.per_device_generation_batch_size
+        if self.num_generations > at_a_time:
+            raise ValueError(
+                f"--num_generations {self.num_generations} responses to a prompt are generated at "
+                f"a time: --per_device_generation_batch_size {at_a_time} must be as many"
+            )
+        own = at_a_time * self.generation_batches
+        if own % self.num_generations:
+            raise ValueError(
+                f"--num_generations {self.num_generations} must divide the {own} responses of an "
+                "iteration (--per_device_generation_batch_size x --generation_batches)"
+            )
+
+    @property
+    def draws_from_policy(self) -> bool:
+        """Whether responses are drawn from the very distribution that learns."""
+        same = self.rollout_temperature in (None, self.temperature)
+        return self.do_sample and same and self.top_p == 1 and self.top_k == 0
+
+
+@dataclass(frozen=True)
+class RewardsConfig:
+    """Rewards of responses, and their scale."""
+
+    section = "rewards"
+
+    reward_function: tuple[str, ...] = option(
+        (),
+        help="module:function that scores responses, one or several, instead of the reward model "
+        "or added to it; builtin:NAME for one that comes along",
+    )
+    reward_weights: tuple[float, ...] = option(
+        (),
+        help="weight of each reward function in the sum of scores, and last that of the reward "
+        "model, if there is one; 1 each by default",
+    )
+    reward_batch: Literal["all", "group"] = option(
+        "all",
+        help="responses of a call: all that a process has, or those to one prompt",
+    )
+    reward_retries: int = option(
+        0, help="further calls of a reward function, or an environment, that failed"
+    )
+    reward_timeout: float = option(
+        0.0,
+        help="seconds that a call of a reward function, or of an environment, may take; 0: as many "
+        "as it likes",
+    )
+    clip_reward_value: float = option(
+        5.0, help="scores are clipped to this absolute value once they are scaled; 0: never"
+    )
+    reward_scaling: Literal["none", "running", "initial"] = option(
+        "initial",
+        help="running: divide scores by their standard deviation so far; initial: by that of the "
+        "first iterations' scores, at least 64, after subtracting their mean; the critic starts in "
+        "these units (with none and running in those of the reward model)",
+    )
+    judge_function: str | None = option(
+        None,
+        help="module:function that judges held-out responses at evaluations; never trained on",
+        section="evaluation",
+    )
+    missing_eos_penalty: float = option(
+        0.0, help="subtracted from the score of a response that was cut off"
+    )
+    soft_overlong_tokens: int = option(
+        0,
+        help="scores fall by up to 1 over this many last tokens of --max_answer_seq_len (DAPO's "
+        "soft overlong punishment; dapo: a fifth of them); 0: never",
+    )
+
+    def __post_init__(self) -> None:
+        require_numbers(self, ">= 0", "clip_reward_value", "missing_eos_penalty")
+        require_numbers(self, ">= 0", "soft_overlong_tokens")
+        require_numbers(self, ">= 0", "reward_retries", "reward_timeout")
+        if isinstance(self.reward_function, str):
+            object.__setattr__(self, "reward_function", (self.reward_function,))
+        for name in self.reward_function:
+            _check_name("reward_function", name)
+        if self.judge_function is not None:
+            _check_name("judge_function", self.judge_function)
+        count, weights = len(self.reward_function), self.reward_weights
+        if weights and len(weights) not in (count, count + 1):
+            raise ValueError(
+                f"--reward_weights has {len(weights)} weights for {count} functions of "
+                "--reward_function: give one for each, and last one for the reward model, if any"
+            )
+        require(all(map(math.isfinite, weights)), "reward_weights", weights, "finite numbers")
+
+
+@dataclass(frozen=True)
+class ClassicConfig:
+    """Further options of DeepSpeed-Chat, and of the log."""
+
+    section = "rollouts"
+
+    only_optimize_lora: bool = option(
+        True, help="freeze base models that have an adapter (no-: train them too)", section="LoRA"
+    )
+    enable_ema: bool = option(
+        False, help="keep a moving average of the actor, written to actor_ema/", section="training"
+    )
+    ema_decay: float = option(
+        0.992, help="share of the average that stays at a step", section="training"
+    )
+    log_rollouts: int = option(
+        128,
+        help="responses of an iteration that are kept in rollouts.jsonl.gz; 0: none",
+        section="logging",
+    )
+    print_answers: bool = option(
+        False, help="show a response at every iteration", section="logging"
+    )
+    print_answers_interval: int = option(
+        10, help="iterations between shown responses; 0: never", section="logging"
+    )
+    enable_test_mode: bool = classic(False, help="stop after --test_stop_step optimizer steps")
+    test_stop_step: int = classic(0, help="optimizer steps of --enable_test_mode")
+    num_padding_at_beginning: int = classic(
+        1, help="accepted from DeepSpeed-Chat; nothing is guessed from padding"
+    )
+    align_overflow: bool = classic(
+        False, help="accepted from DeepSpeed-Chat; a loss that is not finite skips both steps"
+    )
+    offload_reference_model: bool = classic(
+        False, help="accepted from DeepSpeed-Chat; the reference shares the actor's base"
+    )
+    offload_reward_model: bool = classic(
+        False, help="accepted from DeepSpeed-Chat; the reward model shares the critic's base"
+    )
+    enable_hybrid_engine: bool = classic(
+        False, help="accepted from DeepSpeed-Chat; rollouts have a decode loop of their own"
+    )
+    unpin_actor_parameters: bool = classic(
+        False, help="accepted from DeepSpeed-Chat, for its hybrid engine"
+    )
+    release_inference_cache: bool = option(
+        False,
+        help="free the cache of keys and values before each update (by default it is kept on a "
+        "GPU that has room for it)",
+        section="memory and processes",
+    )
+    inference_tp_size: int = classic(
+        1,
+        help="accepted from DeepSpeed-Chat, for its hybrid engine; rollouts run on the processes "
+        "that hold the model (--tensor_parallel_size)",
+    )
+    tp_gather_partition_size: int = classic(
+        8, help="accepted from DeepSpeed-Chat, for its hybrid engine"
+    )
+    enable_mixed_precision_lora: bool = classic(
+        False, help="accepted from DeepSpeed-Chat; --deepspeed_config sets quantised weights"
+    )
+
+    def __post_init__(self) -> None:
+        require_numbers(self, "in [0, 1)", "ema_decay")
+        require_numbers(self, ">= 1", "inference_tp_size")
+        require_numbers(self, ">= 0", "log_rollouts", "print_answers_interval", "test_stop_step")
+        if self.enable_test_mode and not self.test_stop_step:
+            raise ValueError("--enable_test_mode stops after --test_stop_step steps: give it")
+
+
+@dataclass(frozen=True)
+class RlhfConfig(StageConfig):
+    """Options of step 3, which trains the actor on its own responses."""
+
+    actor: RoleConfig = group(RoleConfig, flat=False, section="actor", role="actor")
+    critic: RoleConfig = group(
+        RoleConfig,
+        flat=False,
+        section="critic and reward model",
+        role="critic",
+        learning_rate=5e-6,
+    )
+    load: LoadConfig = group(LoadConfig)
+    data: PromptConfig = group(PromptConfig)
+    batch: RolloutConfig = group(RolloutConfig)
+    rewards: RewardsConfig = group(RewardsConfig)
+    ppo: PpoConfig = group(PpoConfig)
+    pretraining: PretrainingConfig = group(PretrainingConfig)
+    classic: ClassicConfig = group(ClassicConfig)
+    optim: ScheduleConfig = group(ScheduleConfig, num_warmup_steps=0)
+    eval_prompts: int = option(
+        64,
+        help="held-out prompts answered at each evaluation, greedily and by sampling; 0: none",
+        section="evaluation",
+    )
+
+    def __post_init__(self) -> None:
+        require_numbers(self, ">= 0", "eval_prompts")
+        if self.ppo.importance_cap and not self.batch.do_sample:
+            raise ValueError(
+                f"--importance_cap {self.ppo.importance_cap:g} weighs by the probability that a "
+                "token was drawn with, and --no-do_sample draws none: leave one of them out"
+            )
+
+    @property
+    def fixed(self) -> frozenset[str]:
+        """Not ``tokens_per_device``, which divides the same steps into other micro-batches."""
+        return super().fixed - {"tokens_per_device"}
+
+    @property
+    def rows(self) -> dict[str, tuple[str, str]]:
+        """The responses of an iteration and those of an optimizer step."""
+        return {
+            "responses": ("per_device_generation_batch_size", "generation_batches"),
+            "rows_per_step": ("per_device_training_batch_size", "gradient_accumulation_steps"),
+        }
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether a critic estimates values."""
+        return self.ppo.rules.advantage == "gae"

@@ -1,0 +1,176 @@
+"""The engines of a run, and each role's outputs for a batch of responses."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from dschat_lora.data.batch import Batch
+from dschat_lora.engine.build import StepOutcome, TrainEngine
+from dschat_lora.lora.rates import parameter_groups
+from dschat_lora.models.architecture_checks import check_architecture
+from dschat_lora.models.compile import compile_blocks
+from dschat_lora.models.policy import Policy
+from dschat_lora.models.reward_model import RewardModel
+from dschat_lora.rl.batch import ResponseBatch
+from dschat_lora.rl.config import RlhfConfig
+from dschat_lora.rl.retry import Retry
+from dschat_lora.rl.role_config import RoleConfig, option_errors_for
+from dschat_lora.rl.roles import Network
+from dschat_lora.rl.setup import RlhfSetup
+from dschat_lora.runtime.run import Run
+from dschat_lora.runtime.setup import resolve_logits
+
+
+@dataclass(frozen=True)
+class Engines:
+    """Actor and critic. Call methods on every rank, in one order: weights may be sharded."""
+
+    actor: TrainEngine[Network]  # with the reference, and the reward model if there is no critic
+    critic: TrainEngine[Network] | None  # with the reward; None where responses are compared
+    reward: TrainEngine[Network] | None  # which of the two has the reward model, if there is one
+    temperature: float  # of all log-probabilities
+    shares_prompts: bool = False  # whether responses to one prompt may be branches of one row
+    retry: Retry = field(default_factory=Retry)  # of passes that run out of memory
+
+    @property
+    def trained(self) -> Mapping[str, TrainEngine[Network]]:
+        """Actor and critic by name."""
+        return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
+
+    def eval(self) -> None:
+        """Evaluation mode."""
+        for engine in self.trained.values():
+            engine.eval()
+
+    def train(self, roles: Collection[str]) -> None:
+        """Training mode of ``roles``, evaluation mode of the others.
+
+        No role has dropout, so this only allows activation checkpointing.
+        """
+        for name, engine in self.trained.items():
+            if name in roles:
+                engine.train()
+            else:
+                engine.eval()
+
+    def set_rates(self, factor: float) -> dict[str, dict[str, float]]:
+        """Set the learning rates of both; returns them by role and parameter group."""
+        return {name: engine.set_rates(factor) for name, engine in self.trained.items()}
+
+    def step(self, roles: Collection[str]) -> dict[str, StepOutcome]:
+        """One optimizer step of ``roles``, from the gradients so far."""
+        trained = {name: each for name, each in self.trained.items() if name in roles}
+        queued = {name: engine.queue_step() for name, engine in trained.items()}
+        return {name: outcome() for name, outcome in queued.items()}
+
+    def policy(self, batch: ResponseBatch, width: int) -> tuple[Tensor, Tensor]:
+        """The actor's (n, width) log-probabilities and entropies of response tokens, in nats."""
+        return self._policy("actor", batch, width)
+
+    def reference(self, batch: ResponseBatch, width: int) -> Tensor:
+        """The reference's (n, width) log-probabilities."""
+        return self._policy("reference", batch, width)[0]
+
+    def _policy(self, role: str, batch: ResponseBatch, width: int) -> tuple[Tensor, Tensor]:
+        logprobs, entropies = self._forward(
+            self.actor,
+            role,
+            *batch.inputs,
+            batch.logit_positions,
+            batch.target_ids,
+            self.temperature,
+            batch.spans,
+        )
+        return batch.table(logprobs, width), batch.table(entropies, width)
+
+    def values(self, batch: ResponseBatch, width: int) -> Tensor:
+        """(n, width) values before each response token."""
+        assert self.critic is not None
+        inputs = *batch.inputs, None, batch.logit_positions, batch.spans
+        found = self._forward(self.critic, "critic", *inputs)
+        return batch.table(found, width)
+
+    def scores(self, batch: ResponseBatch) -> Tensor:
+        """(n,) scores of the reward model at the end of each response."""
+        assert self.reward is not None
+        inputs = *batch.inputs, None, batch.ends, batch.spans
+        scores: Tensor = self._forward(self.reward, "reward", *inputs)
+        return scores
+
+    def text_loss(self, batch: Batch) -> Tensor:
+        """Summed loss of the actor on text, in nats."""
+        logprobs, _ = self._forward(
+            self.actor,
+            "actor",
+            batch.input_ids,
+            batch.position_ids,
+            batch.segment_ids,
+            batch.logit_positions,
+            batch.target_ids,
+            1.0,
+            batch.spans,
+        )
+        loss: Tensor = -logprobs.sum()
+        return loss
+
+    def _forward(self, engine: TrainEngine[Network], *inputs: object) -> Any:
+        return self.retry.forward(partial(engine, *inputs))
+
+
+def build_engines(setup: RlhfSetup) -> Engines:
+    """The engines over the roles; call on every rank."""
+    config, roles = setup.config, setup.roles
+    entropy_trains = config.ppo.entropy_coef > 0
+    own: dict[str, Any] = {
+        "actor": Policy(roles.actor.model, entropy_trains=entropy_trains),
+        "reference": Policy(roles.reference.model),
+    }
+    scorers = {}
+    if roles.critic is not None:
+        scorers["critic"] = RewardModel(roles.critic.model)
+    if roles.reward is not None:
+        scorers["reward"] = RewardModel(roles.reward.model)
+    actor = _engine(setup, "actor", Network(**own, **({} if roles.critic else scorers)))
+    critic = _engine(setup, "critic", Network(**scorers)) if roles.critic is not None else None
+    reward = (critic or actor) if roles.reward is not None else None
+    engines = Engines(actor, critic, reward, config.batch.temperature)
+    if config.load.compile:
+        # Those that decode are other modules, and not compiled.
+        for each in roles.models.values():
+            compile_blocks(each.model)
+    engines.eval()
+    return resolve_architecture(engines, len(setup.tokenizer), setup.run)
+
+
+def _engine(setup: RlhfSetup, role: str, network: Network) -> TrainEngine[Network]:
+    options: RoleConfig = getattr(setup.config, role)
+    with option_errors_for(role):
+        groups = parameter_groups(setup.roles.models[role].model, options.optim(setup.config.optim))
+    return TrainEngine(network, groups, setup.settings[role])
+
+
+def resolve_architecture(engines: Engines, vocab_size: int, run: Run[RlhfConfig]) -> Engines:
+    """The engines, adapted to how the user's models treat rows and logits; call on every rank.
+
+    A look at one role is one at those of the same architecture: its ``own_mask`` holds for all.
+    """
+    device = engines.actor.device
+    roles = {n: role for e in engines.trained.values() for n, role in e.module.roles.items()}
+    # Of one model each, and so of one architecture.
+    pairs = ("actor", "reference"), ("critic", "reward")
+    alike = [[roles[name].backbone for name in pair if name in roles] for pair in pairs]
+    shares_prompts = True
+    for backbones in filter(None, alike):
+        report = check_architecture(backbones[0], vocab_size=vocab_size, device=device)
+        for backbone in backbones:
+            # A response in a row of its own is what any mask gets right.
+            backbone.own_mask |= not report.packing_is_exact
+            # Where padding is computed, a row of many branches would be mostly masked pairs.
+            shares_prompts &= report.tree_is_exact and backbone.skips_padding(device)
+    actor = engines.actor.module
+    policies = [actor.policy("actor"), actor.policy("reference")]
+    resolve_logits(policies, vocab_size=vocab_size, device=device, run=run)
+    return replace(engines, shares_prompts=shares_prompts)

@@ -1,0 +1,258 @@
+"""Experience: responses with log-probabilities, values and scores, and their advantages."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dschat_lora.algos.advantages import (
+    discounted_returns,
+    dr_grpo_advantages,
+    gae,
+    grpo_advantages,
+    response_sums,
+    rloo_advantages,
+    to_tokens,
+    token_rewards,
+    whiten,
+)
+from dschat_lora.algos.devices import to_device
+from dschat_lora.algos.kl import KL_ESTIMATORS, kl_k1
+from dschat_lora.algos.ppo import importance_weights
+from dschat_lora.engine.collectives import gather_over_ranks
+from dschat_lora.rl.batch import Response, ResponseBatch, response_mask
+from dschat_lora.rl.engines import Engines
+from dschat_lora.rl.update_config import PpoConfig
+
+
+@dataclass(frozen=True)
+class Experience:
+    """An iteration's N responses of up to R tokens; every rank holds all of it.
+
+    Tensors are fp32 on the engines' device, 0 where the mask is False. "Old" log-probabilities
+    and values are those before the first optimizer step.
+    """
+
+    responses: Sequence[Response]
+    mask: Tensor  # (N, R) bool, True on tokens of responses that count
+    ref_logprobs: Tensor  # (N, R) of the reference, in nats
+    scores: Tensor  # (N,) unscaled; NaN: the response does not count
+    logprobs: Tensor | None  # (N, R) old ones of the actor; None: not computed yet
+    values: Tensor | None  # (N, R) old ones of the critic; None: not computed yet, or no critic
+    rewards: Mapping[str, Tensor] = field(default_factory=dict)  # (N,) by what scored, unweighted
+
+    @property
+    def counts(self) -> Tensor:
+        """(N,) bool, whether the response counts."""
+        return ~self.scores.isnan()
+
+    @property
+    def ended(self) -> Tensor:
+        """(N,) bool, whether the response ended by itself."""
+        ended = torch.tensor([each.ended for each in self.responses])
+        return to_device(ended, self.scores.device)
+
+    @property
+    def groups(self) -> Tensor:
+        """(N,) int64 of the prompt responded to; a response that does not count is alone."""
+        groups = torch.tensor([each.group for each in self.responses])
+        groups = to_device(groups, self.scores.device)
+        alone = len(groups) + torch.arange(len(groups), device=groups.device)
+        return torch.where(self.counts, groups, alone)
+
+    def kl(self, estimate: Callable[[Tensor, Tensor], Tensor] = kl_k1) -> Tensor:
+        """(N, R) divergence of the actor from the reference at each token, in nats."""
+        assert self.logprobs is not None
+        return torch.where(self.mask, estimate(self.logprobs, self.ref_logprobs), 0)
+
+    def table(self, rows: Iterable[Sequence[float]]) -> Tensor:
+        """(N, R) of a number for each token of the responses, 0 in the padding."""
+        assert self.logprobs is not None
+        found = torch.zeros(self.mask.shape, dtype=self.logprobs.dtype)
+        for row, values in enumerate(rows):
+            found[row, : len(values)] = torch.tensor(values, dtype=found.dtype)
+        return to_device(found, self.logprobs.device)
+
+    def importance(self, cap: float) -> Tensor:
+        """(N, R) :func:`importance_weights` of the old policy to what tokens were drawn from."""
+        assert self.logprobs is not None
+        drawn = self.table(response.sampler_logprobs for response in self.responses)
+        return importance_weights(self.logprobs, drawn, self.mask, cap=cap)
+
+
+@dataclass(frozen=True)
+class AdvantagesAndReturns:
+    """Advantages for the policy loss and returns for the value loss."""
+
+    advantages: Tensor  # (N, R)
+    returns: Tensor | None  # (N, R); None without a critic
+
+
+class Scorer(Protocol):
+    """Reward functions, such as :class:`dschat_lora.rl.rewards.RewardFunctions`."""
+
+    def __call__(self, responses: Sequence[Response], device: torch.device) -> dict[str, Tensor]:
+        """(N,) scores by name."""
+
+    def total(self, rewards: dict[str, Tensor], model: Tensor) -> Tensor:
+        """(N,) sum of them and the scores of the reward model."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores of N responses, on every rank."""
+
+    total: Tensor  # (N,); NaN: the response does not count
+    by_name: Mapping[str, Tensor]  # (N,) of each function, and of the reward model beside them
+
+
+def score_responses(
+    engines: Engines,
+    responses: Sequence[Response],
+    batches: Sequence[ResponseBatch],
+    *,
+    scorer: Scorer | None,
+    with_old: bool,
+    known: Scores | None = None,
+) -> Experience:
+    """The experience of all ranks' responses; call on every rank, with as many batches on each.
+
+    The scores of ``scorer`` are added to those of the reward model, unless they are ``known``.
+    ``with_old`` computes old log-probabilities and values too.
+    """
+    engines.eval()
+    device = engines.actor.device
+    mask = response_mask(responses, device)
+    table = _outputs(engines, batches, mask.shape[1], with_old=with_old, with_scores=known is None)
+    scores, tables = table[:, 0], list(torch.split(table[:, 1:], mask.shape[1], dim=1))
+    if known is None:
+        known = _added(engines, responses, scorer, scores)
+    return Experience(
+        responses,
+        mask & ~known.total.isnan()[:, None],
+        ref_logprobs=tables.pop(0),
+        scores=known.total,
+        logprobs=tables.pop(0) if with_old else None,
+        values=tables.pop(0) if tables else None,
+        rewards=known.by_name,
+    )
+
+
+@torch.no_grad()
+def scores_alone(
+    engines: Engines,
+    responses: Sequence[Response],
+    batches: Sequence[ResponseBatch],
+    *,
+    scorer: Scorer | None,
+) -> Scores:
+    """The scores of :func:`score_responses` without the rest; call on every rank."""
+    engines.eval()
+    device = engines.actor.device
+    scores = torch.zeros(len(responses), device=device)
+    if engines.reward is not None:
+        rows = torch.cat([engines.scores(batch.to(device)) for batch in batches])
+        numbers = [n for batch in batches for n in batch.numbers]
+        scores = _gather_rows(numbers, rows[:, None])[:, 0]
+    return _added(engines, responses, scorer, scores)
+
+
+def _added(
+    engines: Engines, responses: Sequence[Response], scorer: Scorer | None, model: Tensor
+) -> Scores:
+    """The scores of functions and of the reward model, and their sum; NaN where one is undrawn."""
+    undrawn = torch.tensor([each.undrawn for each in responses])
+    model = model.masked_fill(to_device(undrawn, model.device), torch.nan)
+    if scorer is None:
+        return Scores(model, {})
+    rewards = scorer(responses, model.device)
+    total = scorer.total(rewards, model)
+    return Scores(total, rewards | ({} if engines.reward is None else {"reward_model": model}))
+
+
+@torch.no_grad()
+def _outputs(
+    engines: Engines,
+    batches: Sequence[ResponseBatch],
+    width: int,
+    *,
+    with_old: bool,
+    with_scores: bool,
+) -> Tensor:
+    """(N, 1 + k R) score, reference log-probabilities and, with_old, the actor's and critic's."""
+    rows = []
+    for batch in batches:
+        batch = batch.to(engines.actor.device)
+        parts = [engines.reference(batch, width)]
+        if with_old:
+            parts.append(engines.policy(batch, width)[0])
+            if engines.critic is not None:
+                parts.append(engines.values(batch, width))
+        scores = parts[0].new_zeros(len(batch.numbers))
+        if with_scores and engines.reward is not None:
+            scores = engines.scores(batch)
+        rows.append(torch.cat([scores[:, None], *parts], dim=1))
+    return _gather_rows([n for batch in batches for n in batch.numbers], torch.cat(rows))
+
+
+def _gather_rows(numbers: Sequence[int], rows: Tensor) -> Tensor:
+    """(N, C) fp32 rows of all ranks in the order of their numbers; call on every rank."""
+    # Numbers of responses are exact in fp64, fp32 values too.
+    own = to_device(torch.tensor(numbers, dtype=torch.float64), rows.device)
+    table = gather_over_ranks(torch.cat([own[:, None], rows.detach().double()], dim=1))
+    return table[table[:, 0].argsort()][:, 1:].float()
+
+
+def add_old_outputs(
+    experience: Experience, numbers: Sequence[int], logprobs: Tensor, values: Tensor | None
+) -> Experience:
+    """The experience completed by old log-probabilities and values; call on every rank.
+
+    ``logprobs`` and ``values``, (n, R), are of this rank's n responses with these ``numbers``.
+    """
+    rows = logprobs if values is None else torch.cat([logprobs, values], dim=1)
+    tables = torch.split(_gather_rows(numbers, rows), experience.mask.shape[1], dim=1)
+    return replace(experience, logprobs=tables[0], values=None if values is None else tables[1])
+
+
+def advantages_and_returns(
+    experience: Experience, rewards: Tensor, config: PpoConfig, *, kl_coef: float
+) -> AdvantagesAndReturns:
+    """Advantages and returns of an iteration, without gradient.
+
+    The KL penalty, unless the loss has it, is taken from each token's reward, or from the
+    response's where responses are compared. The experience has old log-probabilities, and values
+    for PPO. ``rewards`` are (N,) shaped scores, 0 for responses that do not count.
+    """
+    mask, rules = experience.mask, config.rules
+    kl = experience.kl(KL_ESTIMATORS[config.kl_estimator])
+    if config.kl_in == "loss":
+        kl_coef = 0.0
+    if rules.compares:
+        if config.kl_in == "reward":
+            rewards = rewards - kl_coef * response_sums(kl, mask)
+        advantages = to_tokens(_COMPARED[rules.advantage](rewards, experience.groups), mask)
+        if rules.advantage == "reinforce_pp_baseline":
+            advantages = whiten(advantages, mask)
+        return AdvantagesAndReturns(advantages, None)
+    per_token = token_rewards(rewards, kl, mask, kl_coef=kl_coef)
+    if rules.advantage == "returns":
+        returns = discounted_returns(per_token, mask, gamma=config.gamma)
+        return AdvantagesAndReturns(whiten(returns, mask), None)
+    assert experience.values is not None
+    advantages, returns = gae(
+        per_token, experience.values, mask, gamma=config.gamma, lam=config.lam
+    )
+    if config.whiten_advantages:
+        advantages = whiten(advantages, mask)
+    return AdvantagesAndReturns(advantages, returns)
+
+
+_COMPARED = {
+    "rloo": rloo_advantages,
+    "grpo": grpo_advantages,
+    "dr_grpo": dr_grpo_advantages,
+    "reinforce_pp_baseline": dr_grpo_advantages,
+}

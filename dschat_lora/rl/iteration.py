@@ -1,0 +1,344 @@
+"""An iteration of step 3: generate, score, update, report."""
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from dschat_lora.algos.advantages import RunningMoments, response_sums
+from dschat_lora.algos.kl import adapted_kl_coef
+from dschat_lora.algos.seeds import permutation
+from dschat_lora.engine.distributed import data_rank, data_world_size, device, rank
+from dschat_lora.generation.sampling import Sampling
+from dschat_lora.perf.peak import device_peak
+from dschat_lora.report.rollouts import RolloutLog
+from dschat_lora.rl.batch import (
+    Minibatch,
+    Response,
+    ResponseBatch,
+    collate,
+    make_minibatches,
+)
+from dschat_lora.rl.diagnostics import Diagnostics, check_sampler
+from dschat_lora.rl.dynamic_sampling import Resampled, resample
+from dschat_lora.rl.ema import MovingAverage
+from dschat_lora.rl.engines import Engines
+from dschat_lora.rl.experience import (
+    Experience,
+    Scores,
+    advantages_and_returns,
+    score_responses,
+    scores_alone,
+)
+from dschat_lora.rl.iteration_report import IterationReport
+from dschat_lora.rl.metrics import (
+    importance_metrics,
+    response_metrics,
+    rollout_rows,
+    update_metrics,
+)
+from dschat_lora.rl.pretraining import Pretraining
+from dschat_lora.rl.reward_shaping import (
+    check_scores,
+    clipped_rewards,
+    punish_overlong,
+    rescale_values,
+    shaped_rewards,
+)
+from dschat_lora.rl.rollout import Generator
+from dschat_lora.rl.schedule import RlhfProgress, RlhfSchedule
+from dschat_lora.rl.setup import RlhfSetup
+from dschat_lora.rl.throughput import PHASES, PhaseTimer, counts_over_ranks, throughput_metrics
+from dschat_lora.rl.update import StepResult, Updater
+from dschat_lora.runtime.lr_schedule import standard_schedule
+
+
+@dataclass
+class Iterations:
+    """Iterations of PPO, RLOO or GRPO, one after another; call on every rank.
+
+    ``progress`` and ``average`` are kept up to date.
+    """
+
+    setup: RlhfSetup
+    engines: Engines
+    schedule: RlhfSchedule
+    generator: Generator
+    progress: RlhfProgress
+    diagnostics: Diagnostics
+    pretraining: Pretraining | None
+    average: MovingAverage | None
+    rollouts: RolloutLog
+
+    def __post_init__(self) -> None:
+        self.config, self.timer = self.setup.config, PhaseTimer(device())
+        self._pad_id = int(self.setup.tokenizer.pad_token_id)
+        self._shares_prompts = self.engines.shares_prompts and self.schedule.num_generations > 1
+        self._rate_factor = standard_schedule(self.config.optim)(self.schedule.num_steps)
+        self._report = IterationReport(self.setup, self.schedule.num_iterations, self.diagnostics)
+
+    @property
+    def learning(self) -> tuple[str, ...]:
+        """The roles that learn at this iteration: the critic alone while it warms up."""
+        warms_up = self.progress.iteration < self.config.ppo.critic_warmup_iterations
+        return ("critic",) if warms_up and self.config.has_critic else ("actor", "critic")
+
+    def __call__(self) -> bool:
+        """Generate, score, update and report; whether the last optimizer step was skipped."""
+        with self.timer.phase("generation"):
+            responses = self._generate(self.schedule.order(self.progress.iteration))
+        resampled = self._resample(responses)
+        if resampled is not None:
+            responses = resampled.responses
+        self.generator.make_room()
+        with self.timer.phase("scoring"):
+            minibatches = self._minibatches(
+                responses,
+                rows_per_step=self.schedule.rows_per_step,
+                passes=self.config.ppo.ppo_epochs,
+            )
+            make_batch = self._collator(responses)
+            first_pass = minibatches[: len(minibatches) // self.config.ppo.ppo_epochs]
+            batches = [make_batch(rows) for each in first_pass for rows in each.micro_batches]
+            # The old outputs of a single batch are those of the update's own forward pass.
+            extra_forward = not (len(minibatches) == 1 and len(batches) == 1)
+            experience = score_responses(
+                self.engines,
+                responses,
+                batches,
+                scorer=self.setup.scorer,
+                with_old=extra_forward,
+                known=None if resampled is None else resampled.scores,
+            )
+            check_scores(experience, self.setup.tokenizer.decode)
+            rewards, clip_fraction = self._shape_rewards(experience)
+        with self.timer.phase("training"):
+            updater = self._updater(experience, rewards)
+            results = self._update(updater, minibatches, make_batch, batches)
+        learning = self.learning  # before the iteration is counted
+        self._advance(updater.experience, results)
+        self._keep_rollouts(updater)
+        if not results:
+            self.timer.take()
+            self._report.nothing_counts(self.progress, experience)
+            return False
+        passes = len(results) / len(first_pass)  # the last one may have been cut short
+        metrics = {
+            "epoch": self.progress.iteration / self.schedule.iterations_per_epoch,
+            "iteration": self.progress.iteration,
+            **update_metrics(results),
+            **response_metrics(updater.experience, rewards, updater.targets),
+            "score_clip_fraction": clip_fraction,
+            **importance_metrics(
+                updater.importance, updater.experience.mask, self.config.ppo.importance_cap
+            ),
+            "kl_coef": self.progress.kl_coef,
+            "updates": len(results),
+            **({} if resampled is None else resampled.metrics),
+            **self._throughput(
+                responses, batches, passes=passes, extra_forward=extra_forward, learning=learning
+            ),
+        }
+        check_sampler(metrics, self.diagnostics.dtype)
+        self._report(self.progress, metrics, experience)
+        return results[-1].skipped
+
+    def _generate(self, numbers: Sequence[int], *more: int | str) -> list[Response]:
+        """Responses to the prompts of these numbers; ``more`` is of the key of random numbers."""
+        batch, prompts = self.config.batch, self.setup.prompts.train
+        return self.generator(
+            [prompts[number] for number in numbers],
+            Sampling(
+                max_new_tokens=self.config.data.max_answer_seq_len,
+                do_sample=batch.do_sample,
+                temperature=batch.rollout_temperature or batch.temperature,
+                policy_temperature=batch.temperature,
+                top_p=batch.top_p,
+                top_k=batch.top_k,
+            ),
+            num_generations=self.schedule.num_generations,
+            key=(self.config.run.seed, self.progress.iteration, *more),
+            keep_logprobs=True,
+        )
+
+    def _resample(self, responses: list[Response]) -> Resampled | None:
+        """The responses by dynamic sampling, with their scores; None where that is off."""
+        tries, iteration = self.config.ppo.dynamic_sampling, self.progress.iteration
+        if not tries:
+            return None
+
+        def generate(numbers: Sequence[int], number: int) -> list[Response]:
+            with self.timer.phase("generation"):
+                return self._generate(numbers, "further", number)
+
+        def score(found: Sequence[Response]) -> Scores:
+            with self.timer.phase("scoring"):
+                (whole,) = self._minibatches(found, rows_per_step=len(found), passes=1)
+                batches = list(map(self._collator(found), whole.micro_batches))
+                return scores_alone(self.engines, found, batches, scorer=self.setup.scorer)
+
+        first = set(self.schedule.order(iteration))
+        key = ("further prompts", self.config.run.seed, iteration)
+        order = permutation(self.schedule.order.num_prompts, *key)
+        further = [int(number) for number in order if int(number) not in first]
+        return resample(responses, further=further, tries=tries, generate=generate, score=score)
+
+    def _minibatches(
+        self, responses: Sequence[Response], *, rows_per_step: int, passes: int
+    ) -> list[Minibatch]:
+        """The minibatches of all passes over the responses."""
+        lengths = [len(each) for each in responses]
+        groups = [each.group for each in responses] if self._shares_prompts else None
+        return [
+            minibatch
+            for number in range(passes)
+            for minibatch in make_minibatches(
+                lengths,
+                rows_per_step=rows_per_step,
+                micro_batch_size=self.config.batch.per_device_training_batch_size,
+                rank=data_rank(),
+                world_size=data_world_size(),
+                key=("minibatches", self.config.run.seed, self.progress.iteration, number),
+                tokens_per_device=self.config.batch.tokens_per_device,
+                groups=groups,
+            )
+        ]
+
+    def _collator(self, responses: Sequence[Response]) -> Callable[[Sequence[int]], ResponseBatch]:
+        return partial(collate, responses, pad_id=self._pad_id, shares_prompts=self._shares_prompts)
+
+    def _shape_rewards(self, experience: Experience) -> tuple[Tensor, float]:
+        """(N,) shaped scores, 0 for responses that do not count; the share that was clipped."""
+        scores, progress, config = experience.scores, self.progress, self.config.rewards
+        ended = experience.ended
+        moments = RunningMoments(**progress.moments)
+        rewards, moments = shaped_rewards(scores, ended, moments, config)
+        progress.moments = asdict(moments)
+        clip_fraction = float(clipped_rewards(rewards, ended, config).double().mean())
+        if config.soft_overlong_tokens:
+            lengths = [len(each.tokens) for each in experience.responses]
+            longest = self.config.data.max_answer_seq_len
+            rewards = punish_overlong(rewards, lengths, longest=longest, config=config)
+        return torch.where(scores.isnan(), 0, rewards), clip_fraction
+
+    def _rescale(self, values: Tensor) -> Tensor:
+        """The critic's values in units of shaped rewards.
+
+        It starts as the reward model, whose scores are scaled by the moments of the first ones.
+        """
+        if self.config.rewards.reward_scaling != "initial" or self.engines.reward is None:
+            return values
+        return rescale_values(RunningMoments(**self.progress.moments), values)
+
+    def _updater(self, experience: Experience, rewards: Tensor) -> Updater:
+        ppo, kl_coef = self.config.ppo, self.progress.kl_coef
+        if experience.values is not None:
+            experience = replace(experience, values=self._rescale(experience.values))
+        return Updater(
+            self.engines,
+            ppo,
+            experience,
+            estimate_advantages=partial(
+                advantages_and_returns, rewards=rewards, config=ppo, kl_coef=kl_coef
+            ),
+            kl_coef=kl_coef,
+            pretraining=self.pretraining,
+            rescale_values=self._rescale,
+            max_length=self.config.data.max_answer_seq_len,
+            learning=self.learning,
+        )
+
+    def _update(
+        self,
+        updater: Updater,
+        minibatches: Sequence[Minibatch],
+        make_batch: Callable[[Sequence[int]], ResponseBatch],
+        batches: Sequence[ResponseBatch],
+    ) -> list[StepResult]:
+        """Take the optimizer steps; one result for each."""
+        progress, start = self.progress, self.schedule.steps_before(self.progress.iteration)
+        target_kl, results = self.config.ppo.target_kl, []
+        for result in updater.steps(
+            minibatches[: self.schedule.num_steps - start],
+            make_batch,
+            lambda index: self._rate_factor(start + index),
+            first_batches=batches,
+        ):
+            results.append(result)
+            progress.count_step(skipped=result.skipped)
+            actor = result.outcomes.get("actor")
+            if self.average is not None and actor is not None and not actor.skipped:
+                self.average.update()
+            if target_kl and result.approx_kl > target_kl:
+                break
+        return results
+
+    def _advance(self, experience: Experience, results: Sequence[StepResult]) -> None:
+        """Count the iteration, and adapt the KL coefficient."""
+        progress, responses, config = self.progress, experience.responses, self.config.ppo
+        adapts = config.adaptive_kl_target > 0 and "actor" in self.learning
+        progress.iteration += 1
+        progress.responses += len(responses)
+        progress.tokens += sum(map(len, responses))
+        if not results:
+            return
+        kl = response_sums(experience.kl(), experience.mask)[experience.counts]
+        progress.kl_spent = float(kl.double().mean())
+        if adapts and math.isfinite(progress.kl_spent):
+            progress.kl_coef = adapted_kl_coef(
+                progress.kl_coef,
+                kl=progress.kl_spent,
+                target=config.adaptive_kl_target,
+                horizon=config.kl_horizon,
+                num_samples=len(responses),
+            )
+
+    def _keep_rollouts(self, updater: Updater) -> None:
+        most = self.config.classic.log_rollouts
+        if not most or rank() != 0:
+            return
+        self.rollouts.write(
+            rollout_rows(
+                updater.experience,
+                updater.targets,
+                self.setup.tokenizer.decode,
+                iteration=self.progress.iteration,
+                most=most,
+            )
+        )
+
+    def _throughput(
+        self,
+        responses: Sequence[Response],
+        batches: Sequence[ResponseBatch],
+        *,
+        passes: float,
+        extra_forward: bool,
+        learning: Collection[str],
+    ) -> dict[str, float | None]:
+        progress, seconds, work = self.progress, self.timer.take(), None
+        if self.setup.counter is not None:
+            backbone = self.engines.actor.module.policy("actor").backbone
+            work = self.setup.counter(
+                responses,
+                passes=passes,
+                extra_forward=extra_forward,
+                counts=counts_over_ranks(batches),
+                skips_padding=backbone.skips_padding(device()),
+                text=None if self.pretraining is None else self.pretraining.take_counts(),
+                learning=learning,
+            )
+        for name in PHASES:
+            progress.seconds[name] += seconds[name]
+            if work is not None:
+                progress.flops[name] += work.flops[name].model
+        return throughput_metrics(
+            seconds,
+            responses,
+            work=work,
+            peak_tflops=device_peak(device(), self.setup.settings["actor"].torch_dtype),
+            device=device(),
+        )

@@ -1,0 +1,358 @@
+"""Rollouts: the actor's responses to prompts, the same for any number of processes."""
+
+import gc
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dschat_lora.algos.seeds import permutation, stream_seed
+from dschat_lora.data.samples import PromptSample
+from dschat_lora.engine.build import TrainEngine
+from dschat_lora.engine.collectives import gather_over_ranks, gather_texts, max_over_ranks
+from dschat_lora.engine.distributed import data_rank, data_world_size
+from dschat_lora.engine.zero import broken_parameters, gathered
+from dschat_lora.generation.cache_check import check_cache
+from dschat_lora.generation.generate import Decoder, KeepGoing
+from dschat_lora.generation.sampling import Responses, Sampling, undrawn_reason
+from dschat_lora.models.causal_lm import PreTrainedModel
+from dschat_lora.rl.advice import FullWhileDecodingError
+from dschat_lora.rl.batch import Response
+from dschat_lora.rl.episodes import Episodes
+from dschat_lora.rl.roles import Network
+
+# Share of the free memory that the whole weights may take during generation at ZeRO 3.
+GATHER_SHARE = 0.6
+
+
+class BrokenWeightsError(ValueError):
+    """A weight of the actor is not finite, or no answer can be drawn. Raised on every rank."""
+
+
+@dataclass(frozen=True)
+class PromptOrder:
+    """Prompts of each iteration: a random order of all of them, epoch after epoch."""
+
+    num_prompts: int
+    per_iteration: int
+    seed: int
+
+    @property
+    def iterations_per_epoch(self) -> int:
+        """The last one of an epoch may have fewer prompts."""
+        return -(-self.num_prompts // self.per_iteration)
+
+    def size(self, iteration: int) -> int:
+        """How many prompts an iteration has."""
+        number = iteration % self.iterations_per_epoch
+        return min(self.per_iteration, self.num_prompts - number * self.per_iteration)
+
+    def __call__(self, iteration: int) -> list[int]:
+        """Numbers of the prompts of an iteration, counted from 0."""
+        epoch, number = divmod(iteration, self.iterations_per_epoch)
+        order = permutation(self.num_prompts, "prompts", self.seed, epoch)
+        first = number * self.per_iteration
+        return [int(n) for n in order[first : first + self.per_iteration]]
+
+
+@dataclass(frozen=True)
+class _Turns:
+    """Decodes turns of the actor, each with random numbers of its own."""
+
+    decode: Callable[..., Responses]
+    key: tuple[int | str, ...]
+    max_tokens: int  # of a response
+    keep_logprobs: bool
+    is_end: Callable[[int], bool]
+    find_end: Callable[[Sequence[int]], int | None]
+
+    def first(
+        self, prompts: Sequence[tuple[int, PromptSample]], num_generations: int
+    ) -> list[Response]:
+        """Responses to prompts, with their numbers, prompt after prompt."""
+        copies = range(num_generations)
+        found = self.decode(
+            [prompt.input_ids.tolist() for _, prompt in prompts],
+            seeds=[[stream_seed(*self.key, n, k) for k in copies] for n, _ in prompts],
+            keep_logprobs=self.keep_logprobs,
+        )
+        return self._continued([_unanswered(*each) for each in prompts for _ in copies], found)
+
+    def next(
+        self,
+        copies: Sequence[tuple[int, int]],
+        decoded: list[int],
+        rows: Sequence[int],
+        read: Sequence[Response],
+        turn: int,
+    ) -> list[Response]:
+        """Responses that go on with a turn, of those of ``rows`` among the ``copies``.
+
+        ``decoded`` are the rows of the turn before, and becomes those of this one.
+        """
+        found = self.decode(
+            [[*each.prompt, *each.tokens] for each in read],
+            seeds=[[stream_seed(*self.key, *copies[row], "turn", turn)] for row in rows],
+            limits=[self.max_tokens - len(each.tokens) for each in read],
+            # All but the last token that the actor chose.
+            prefixes=[
+                (decoded.index(row), len(each.prompt) + each.last_chosen)
+                for row, each in zip(rows, read, strict=True)
+            ],
+            keep_logprobs=self.keep_logprobs,
+        )
+        decoded[:] = rows
+        return self._continued(read, found)
+
+    def _continued(self, responses: Sequence[Response], found: Responses) -> list[Response]:
+        texts = found.tokens()
+        own = drawn = [list[float]() for _ in texts]
+        if self.keep_logprobs:
+            own, drawn = found.logprobs(), found.sampler_logprobs()
+        turns = zip(responses, texts, own, drawn, found.undrawn(), strict=True)
+        return [self._with_turn(*each) for each in turns]
+
+    def _with_turn(
+        self,
+        to: Response,
+        tokens: list[int],
+        own: list[float],
+        drawn: list[float],
+        undrawn: bool,
+    ) -> Response:
+        ended = bool(tokens) and not undrawn and self.is_end(tokens[-1])
+        # What was drawn after it changes nothing: a token depends on those before it alone.
+        if (end := self.find_end(tokens[: len(tokens) - undrawn])) is not None:
+            tokens, own, drawn, ended, undrawn = tokens[:end], own[:end], drawn[:end], True, False
+        return replace(
+            to,
+            tokens=(*to.tokens, *tokens),
+            ended=ended,
+            logprobs=(*to.logprobs, *own),
+            sampler_logprobs=(*to.sampler_logprobs, *drawn),
+            actor_mask=to.actor_mask and (*to.actor_mask, *(True for _ in tokens)),
+            undrawn=undrawn,
+        )
+
+
+def _unanswered(group: int, prompt: PromptSample) -> Response:
+    return Response(tuple(prompt.input_ids.tolist()), (), False, group, prompt.columns)
+
+
+def _from_row(row: Tensor, blank: Response, width: int, earlier: str) -> Response:
+    """The response to ``blank``'s prompt of a row of :meth:`Generator._share`."""
+    tokens = row[4 : 4 + int(row[1])].long()
+    is_read = tokens < 0
+    return replace(
+        blank,
+        tokens=tuple(torch.where(is_read, -1 - tokens, tokens).tolist()),
+        ended=bool(row[3] > 0),
+        undrawn=bool(row[3] < 0),
+        logprobs=tuple(row[4 + width :][: int(row[2])].tolist()),
+        sampler_logprobs=tuple(row[4 + 2 * width :][: int(row[2])].tolist()),
+        actor_mask=tuple((~is_read).tolist()) if is_read.any() else (),
+        earlier=earlier.encode(),
+    )
+
+
+class Generator:
+    """Generates responses with the actor's present weights; call methods on every rank.
+
+    At ZeRO 3 the weights are gathered once for a whole phase if the free memory holds them, else
+    layer by layer at every token.
+    """
+
+    def __init__(
+        self,
+        engine: TrainEngine[Network],
+        rollout: PreTrainedModel,
+        sharded: PreTrainedModel,
+        *,
+        eos_ids: Collection[int],
+        pad_id: int,
+        batch_size: int,
+        max_length: int = 0,
+        keeps_memory: bool = False,
+        update_bytes: int = 0,
+        merged: bool = False,
+        unpacked: bool | None = None,
+        find_end: Callable[[Sequence[int]], int | None] = lambda tokens: None,
+        episodes: Episodes | None = None,
+    ) -> None:
+        """Prepare to decode ``batch_size`` responses at a time, of ``max_length`` with the prompt.
+
+        What a GPU needs for that stays in its memory between calls if ``keeps_memory``, as long as
+        an update, which takes ``update_bytes`` by estimate, has room beside it. With
+        ``merged``, adapters are added to copies of the weights, and ``unpacked`` ones are copies of
+        4-bit weights (None: as the free memory allows).
+        ``find_end`` says after how many tokens the text of a turn ends, if it does, and
+        ``episodes`` what an environment adds to it.
+        ``rollout`` is the actor's model in modules without the engine's hooks, ``sharded`` in the
+        engine's modules, which gather their weights.
+        """
+        self._engine, self._rollout, self._batch_size = engine, rollout.eval(), batch_size
+        self._eos_ids, self._keeps_memory = frozenset(eos_ids), keeps_memory
+        self._update_bytes = update_bytes
+        self.released = False  # whether what was kept had to go
+        self._sharded, self._decoders = sharded, dict[int, Decoder]()
+        self._find_end, self._episodes = find_end, episodes
+        self._make_decoder = partial(
+            Decoder,
+            eos_ids=eos_ids,
+            pad_id=pad_id,
+            device=engine.device,
+            largest=(batch_size, max_length),
+            merged=merged,
+            unpacked=unpacked,
+            retains=episodes is not None,
+        )
+
+    def __call__(
+        self,
+        prompts: Sequence[PromptSample],
+        sampling: Sampling,
+        *,
+        num_generations: int,
+        key: tuple[int | str, ...],
+        keep_logprobs: bool = False,
+    ) -> list[Response]:
+        """``num_generations`` responses to each prompt, prompt after prompt, on every rank.
+
+        The prompts are the same on every rank; each data rank answers a share of them. ``key`` is
+        that of the random numbers, of which each response has its own. ``keep_logprobs`` keeps the
+        decode loop's log-probabilities, of the policy and of what was drawn from.
+
+        Raises:
+            BrokenWeightsError: if a token could not be drawn, as a weight is not finite, or one of
+                no response could be.
+        """
+        # Prompts of like length are decoded together, and ranks have equal work.
+        order = sorted(range(len(prompts)), key=lambda n: -len(prompts[n].input_ids))
+        mine = order[data_rank() :: data_world_size()]
+        at_a_time = max(1, self._batch_size // num_generations)
+        chunks = -(-len(order[:: data_world_size()]) // at_a_time)
+        found: dict[int, Response] = {}
+        with self._weights() as (decoder, keep_going):
+            turns = _Turns(
+                partial(decoder, sampling=sampling, keep_going=keep_going),
+                ("rollout", *key),
+                sampling.max_new_tokens,
+                keep_logprobs=keep_logprobs,
+                is_end=self._eos_ids.__contains__,
+                find_end=self._find_end,
+            )
+            for chunk in range(chunks):
+                numbers = mine[chunk * at_a_time : (chunk + 1) * at_a_time]
+                copies = [(n, k) for n in numbers for k in range(num_generations)]
+                responses = turns.first([(n, prompts[n]) for n in numbers], num_generations)
+                if self._episodes is not None:
+                    responses = self._episodes.play(
+                        responses,
+                        partial(turns.next, copies, list(range(len(copies)))),
+                        max_tokens=sampling.max_new_tokens,
+                    )
+                places = (n * num_generations + k for n, k in copies)
+                found |= dict(zip(places, responses, strict=True))
+        blank = [_unanswered(n, prompt) for n, prompt in enumerate(prompts)]
+        blank = [each for each in blank for _ in range(num_generations)]
+        responses = self._share(found, blank, width=sampling.max_new_tokens)
+        if any(each.undrawn for each in responses):
+            own = broken_parameters(dict(self._rollout.named_parameters()))
+            broken = [*dict.fromkeys(chain(*map(json.loads, gather_texts(json.dumps(own)))))]
+            if broken or all(each.undrawn for each in responses):
+                raise BrokenWeightsError(undrawn_reason(broken))
+        return responses
+
+    @property
+    def keeps(self) -> bool:
+        """Whether anything is kept in memory for the next call."""
+        return bool(self._decoders)
+
+    def release(self) -> None:
+        """Free what is kept, from here on after every call."""
+        self.released, self._keeps_memory = True, False
+        self._decoders.clear()
+        gc.collect()
+        if self._engine.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def make_room(self) -> None:
+        """Free what is kept where it leaves less memory than an update takes."""
+        on_gpu = self._engine.device.type == "cuda"
+        if self.keeps and on_gpu and self._free_bytes() < self._update_bytes:
+            self.release()
+
+    def _share(
+        self, own: Mapping[int, Response], blank: Sequence[Response], *, width: int
+    ) -> list[Response]:
+        """All ranks' responses by number, from those of this rank; call on every rank."""
+        # Numbers, tokens and fp32 values are exact in fp64. Tokens that are read are below 0.
+        table = torch.full((len(own), 4 + 3 * width), -1, dtype=torch.float64)
+        for index, (number, each) in enumerate(own.items()):
+            tokens = torch.tensor(each.tokens)
+            drawn = torch.tensor([each.logprobs, each.sampler_logprobs])
+            if each.actor_mask:
+                tokens = torch.where(torch.tensor(each.actor_mask), tokens, -1 - tokens)
+            kept = drawn.shape[1]
+            sizes = [number, len(tokens), kept, each.ended - each.undrawn]
+            table[index, :4] = torch.tensor(sizes, dtype=torch.float64)
+            table[index, 4 : 4 + len(tokens)] = tokens
+            table[index, 4 + width :].view(2, width)[:, :kept] = drawn
+        whole = gather_over_ranks(table.to(self._engine.device)).cpu()
+        whole = whole[whole[:, 0].argsort()]
+        earlier: dict[str, str] = {}
+        if self._episodes is not None:
+            texts = {str(n): each.earlier.decode() for n, each in own.items() if each.earlier}
+            for text in gather_texts(json.dumps(texts)):
+                earlier |= json.loads(text)
+        return [
+            _from_row(row, each, width, earlier.get(str(number), ""))
+            for number, (row, each) in enumerate(zip(whole, blank, strict=True))
+        ]
+
+    @contextmanager
+    def _weights(self) -> Iterator[tuple[Decoder, KeepGoing | None]]:
+        """What to decode with, and where ranks must run as many passes, ``keep_going``."""
+        try:
+            if self._engine.zero_stage < 3:
+                yield self._decoder(self._rollout), None
+                return
+            parameters: list[Any] = list(self._rollout.parameters())
+            if not self._fits(parameters):
+                self._engine.eval()
+                decoder = self._decoder(self._sharded)
+                yield decoder, lambda done: max_over_ranks(float(not done)) > 0
+                return
+            with gathered(parameters):
+                yield self._decoder(self._rollout), None
+        except torch.OutOfMemoryError as error:
+            raise FullWhileDecodingError(str(error)) from error
+        finally:
+            if not self._keeps_memory:
+                self._decoders.clear()
+
+    def _decoder(self, model: PreTrainedModel) -> Decoder:
+        if id(model) not in self._decoders:
+            check_cache(model)
+            self._decoders[id(model)] = self._make_decoder(model)
+        return self._decoders[id(model)]
+
+    def _fits(self, parameters: list[Any]) -> bool:
+        """Whether the free memory of every rank holds the whole weights."""
+        fits = True
+        if self._engine.device.type == "cuda":
+            size = sum(p.ds_numel * p.element_size() for p in parameters)
+            fits = size < GATHER_SHARE * self._free_bytes()
+        return max_over_ranks(float(not fits)) == 0
+
+    def _free_bytes(self) -> int:
+        """Memory of the GPU that is free, and what torch has reserved and does not use."""
+        here = self._engine.device
+        unused = torch.cuda.memory_reserved(here) - torch.cuda.memory_allocated(here)
+        return int(torch.cuda.mem_get_info(here)[0] + unused)

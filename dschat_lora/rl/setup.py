@@ -1,0 +1,408 @@
+"""Setup of step 3: prompts, roles and engines of two trained models, and their record."""
+
+import json
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from dschat_lora.config.groups import is_on
+from dschat_lora.data.chat import make_chat
+from dschat_lora.data.fingerprint import describe_tokenizer
+from dschat_lora.data.prepare import Prepared
+from dschat_lora.engine.build import EngineSettings
+from dschat_lora.engine.distributed import data_rank, device
+from dschat_lora.lora.collectives import TensorGroup
+from dschat_lora.lora.merge import check_mergeable
+from dschat_lora.models.build import check_targets, recompute_blocks
+from dschat_lora.models.causal_lm import Tokenizer, attention_note, load_config, load_tokenizer
+from dschat_lora.models.composite import Task
+from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
+from dschat_lora.models.offload import offload_inputs
+from dschat_lora.models.source import ModelSource
+from dschat_lora.rl.advice import explaining_memory
+from dschat_lora.rl.config import RlhfConfig
+from dschat_lora.rl.environment import load_environment
+from dschat_lora.rl.episodes import Episodes
+from dschat_lora.rl.memory import (
+    keeping_cache,
+    memory_plan,
+    unpacking_for_rollouts,
+    unpacking_note,
+)
+from dschat_lora.rl.rewards import (
+    RewardFunction,
+    RewardFunctions,
+    load_function,
+    load_functions,
+)
+from dschat_lora.rl.role_config import RoleConfig, option_errors_for
+from dschat_lora.rl.roles import Roles, build_roles
+from dschat_lora.rl.sources import (
+    Sources,
+    find_sources,
+    other_tokenizer,
+    shares_base,
+    text_data,
+)
+from dschat_lora.rl.throughput import FlopCounter
+from dschat_lora.rl.turns import TurnTokens
+from dschat_lora.rl.user_functions import UserFunction
+from dschat_lora.rl.validation import fit_lengths
+from dschat_lora.runtime.consistency import check_same_models
+from dschat_lora.runtime.memory import MemoryPlan, free_memory
+from dschat_lora.runtime.run import Run
+from dschat_lora.runtime.setup import (
+    builds_shapes_alone,
+    check_room_for,
+    engine_settings,
+    engine_words,
+    note_all_weights,
+    num_elements,
+    prepare_to_compile,
+    read_data,
+    read_training_data,
+    record_models,
+    resolve_recomputation,
+    say_coverage,
+    say_uncounted,
+    shard_model,
+    state_identity,
+    tensor_group,
+    trained_elements,
+)
+
+
+@dataclass(frozen=True)
+class RlhfSetup:
+    """Data, models and functions of a run, before the engines."""
+
+    config: RlhfConfig
+    sources: Sources
+    tokenizer: Tokenizer
+    prompts: Prepared
+    text: Prepared | None  # pretraining text to mix in
+    roles: Roles
+    settings: dict[str, EngineSettings]  # by trained role
+    counter: FlopCounter | None  # None for an architecture that is not understood
+    scorer: RewardFunctions | None  # None: the reward model alone scores
+    judge: RewardFunction | None
+    episodes: Episodes | None  # None: of one turn
+    identity: dict[str, Any]
+    plan: MemoryPlan | None  # None for an architecture that is not understood
+    unpacked: bool | None  # 4-bit weights once for a rollout; None: as the free memory allows
+    run: Run[RlhfConfig]
+
+
+def set_up(run: Run[RlhfConfig]) -> RlhfSetup:
+    """Prompts and roles, shown and recorded; call on every rank.
+
+    Raises:
+        ValueError: if data, a model or a function cannot be used.
+    """
+    config = run.config
+    if config.load.compile:
+        prepare_to_compile(run)
+    sources = find_sources(config)
+    check_same_models(sources.actor, sources.critic)
+    config = _with_fitting_lengths(config, sources)
+    group = tensor_group(config.parallel)
+    _check_layers(config, sources, group)
+    tokenizer = _load_tokenizer(config, sources)
+    scorer = load_functions(config.rewards, tokenizer) if config.rewards.reward_function else None
+    name = config.rewards.judge_function
+    judge = None if name is None else load_function("judge_function", name, tokenizer)
+    episodes = _episodes(config, tokenizer)
+    prompts = read_training_data(config.data.data, tokenizer, run, phase=3, kind="prompts")
+    functions: list[UserFunction] = [*(scorer.functions if scorer else ())]
+    functions += [] if judge is None else [judge]
+    functions += [] if episodes is None else [episodes.environment]
+    for each in functions:
+        each.check_columns(json.loads(prompts.train[0].columns or b"{}"))
+    text = _read_text(config, tokenizer, run)
+    settings = role_settings(config)
+    free = free_memory()
+    build = partial(
+        build_roles,
+        sources=sources,
+        tokenizer=tokenizer,
+        dtype=settings["actor"].torch_dtype,
+        group=group,
+    )
+    roles = build(config, meta=builds_shapes_alone(config.run, settings.values()))
+    config = _resolve_recomputation(config, settings, roles, run, free=free)
+    run = replace(run, config=config)
+    counter = _counter(config, roles)
+    plan, unpacked = unpacking_for_rollouts(memory_plan(config, roles, settings), roles, free=free)
+    plan = keeping_cache(plan, config, settings, free=free)
+    _describe(plan, roles, settings, run)
+    if unpacked is not None:
+        run.log.say(f"  note         {unpacking_note(roles, unpacked)}")
+    identity: dict[str, Any] = {}
+    if run.directory is not None:
+        planned = partial(_plan_of, roles=roles, built=config, build=build)
+        run.closing.enter_context(explaining_memory(config, plan, planned, run.directory))
+        identity = _identity(roles, tokenizer, prompts, text, settings)
+        _shard_roles(roles, settings)
+        # Those that no engine knows as well, such as the rotary tables of the rollout's modules.
+        roles.whole().to(device())
+    return RlhfSetup(
+        config,
+        sources,
+        tokenizer,
+        prompts,
+        text,
+        roles,
+        settings,
+        counter,
+        scorer,
+        judge,
+        episodes,
+        identity,
+        plan,
+        unpacked,
+        run,
+    )
+
+
+def _episodes(config: RlhfConfig, tokenizer: Tokenizer) -> Episodes | None:
+    """Episodes with the environment of the options, if there is one."""
+    name, rewards = config.batch.environment, config.rewards
+    if name is None:
+        return None
+    return Episodes(
+        load_environment(
+            name, tokenizer, retries=rewards.reward_retries, timeout=rewards.reward_timeout
+        ),
+        TurnTokens(make_chat(tokenizer, config.data.data.chat_template_kwargs), tokenizer),
+        config.batch.max_turns,
+    )
+
+
+def _with_fitting_lengths(config: RlhfConfig, sources: Sources) -> RlhfConfig:
+    """With lengths that the models have positions for; those of the hub are known only here."""
+    fields = []
+    for role, source in sources.by_role.items():
+        with option_errors_for(role):
+            options: RoleConfig = getattr(config, role)
+            fields.append(load_config(source.base, options.model(config.load)).to_dict())
+    return fit_lengths(config, fields)
+
+
+def _check_layers(config: RlhfConfig, sources: Sources, group: TensorGroup | None) -> None:
+    """Try each role's choice of layers on the empty shape of its model."""
+    starts: dict[str, tuple[ModelSource, Task]] = {"actor": (sources.actor, "CAUSAL_LM")}
+    if config.has_critic:
+        starts["critic"] = (sources.critic or sources.actor, "SEQ_CLS")
+    for role, (source, task) in starts.items():
+        options: RoleConfig = getattr(config, role)
+        with option_errors_for(role):
+            check_targets(
+                source,
+                options.model(config.load),
+                options.lora(config.classic.only_optimize_lora),
+                task,
+                expert_learning_rate=options.expert_learning_rate,
+                group=group,
+            )
+
+
+def _load_tokenizer(config: RlhfConfig, sources: Sources) -> Tokenizer:
+    """The actor's tokenizer, which all roles must share: they read the very same tokens.
+
+    Raises:
+        ValueError: if the reward model was trained with another.
+    """
+    with option_errors_for("actor"):
+        tokenizer = load_tokenizer(sources.actor.tokenizer, config.actor.model(config.load))
+    if sources.critic is not None:
+        with option_errors_for("critic"):
+            other = load_tokenizer(sources.critic.tokenizer, config.critic.model(config.load))
+        if _rules(other) != _rules(tokenizer):
+            raise ValueError(other_tokenizer(config))
+    return tokenizer
+
+
+def _rules(tokenizer: Tokenizer) -> str:
+    described = describe_tokenizer(tokenizer)
+    # How chats are written and in which class is no matter of tokens.
+    kept = {k: v for k, v in described.items() if k not in ("chat_template", "class")}
+    return json.dumps(kept, sort_keys=True)
+
+
+def _read_text(config: RlhfConfig, tokenizer: Tokenizer, run: Run[RlhfConfig]) -> Prepared | None:
+    """Pretraining text to mix in, if it is asked for.
+
+    Raises:
+        ValueError: if there is nothing to learn from it.
+    """
+    data = text_data(config)
+    if data is None:
+        return None
+    text = read_data(data, tokenizer, run, phase=3, kind="samples", name="pretraining text")
+    # Of text nothing is learnt about where answers end: it may be cut.
+    if text.audit.supervised_tokens == 0:
+        raise ValueError(
+            f"--unsupervised_dataset_name {config.pretraining.unsupervised_dataset_name} holds no "
+            "text to learn from"
+        )
+    return text
+
+
+def role_settings(config: RlhfConfig) -> dict[str, EngineSettings]:
+    """How the engine of each trained role is built, on this machine."""
+    roles = {"actor": config.actor} | ({"critic": config.critic} if config.has_critic else {})
+    shares_weights = config.has_critic and shares_base(config)
+    return {
+        name: engine_settings(
+            config,
+            dtype=config.load.dtype,
+            zero_stage=role.zero_stage,
+            micro_batch_size=config.batch.per_device_training_batch_size,
+            shares_weights=shares_weights,
+        )
+        for name, role in roles.items()
+    }
+
+
+def _resolve_recomputation(
+    config: RlhfConfig,
+    settings: dict[str, EngineSettings],
+    roles: Roles,
+    run: Run[RlhfConfig],
+    *,
+    free: int,
+) -> RlhfConfig:
+    """The config with each role's recomputation on or off, as the models then do.
+
+    Raises:
+        ValueError: if blocks are to be recomputed, and the architecture cannot.
+    """
+    # The critic first: it is the smaller one as a rule, and costs less to compute again.
+    options = {role: f"{role}_gradient_checkpointing" for role in ("critic", "actor")}
+    trained = [role for role in options if role in roles.trained]
+
+    def with_options(on: Collection[str]) -> RlhfConfig:
+        changed = {
+            role: replace(getattr(config, role), gradient_checkpointing=option in on)
+            for role, option in options.items()
+        }
+        return replace(config, **changed)
+
+    def estimate(config: RlhfConfig) -> int | None:
+        plan = memory_plan(config, roles, settings)
+        return None if plan is None else plan.updating
+
+    config = resolve_recomputation(
+        run,
+        {options[role]: roles.trained[role].model for role in trained},
+        with_options=with_options,
+        estimate=estimate,
+        free=free,
+    )
+    for role in trained:
+        if getattr(config, role).gradient_checkpointing:
+            with option_errors_for(role):
+                recompute_blocks(roles.trained[role].model)
+            if config.parallel.offload_activations:
+                offload_inputs(roles.trained[role].model)
+    return config
+
+
+def _plan_of(
+    config: RlhfConfig, *, roles: Roles, built: RlhfConfig, build: Callable[..., Roles]
+) -> MemoryPlan | None:
+    """The memory of ``roles``, which were ``built`` otherwise, at other options."""
+    if config.load.base_bits != built.load.base_bits:
+        roles = build(config, meta=True)
+    return memory_plan(config, roles, role_settings(config))
+
+
+def _shard_roles(roles: Roles, settings: dict[str, EngineSettings]) -> None:
+    """Shard what is at ZeRO 3; on every rank. Roles on one base can only be sharded together."""
+    policies = nn.ModuleList([roles.actor.model, roles.reference.model, roles.rollout])
+    scorers = nn.ModuleList([m.model for m in (roles.critic, roles.reward) if m is not None])
+    shared = {id(p) for p in policies.parameters()} & {id(p) for p in scorers.parameters()}
+    if shared or "critic" not in settings:
+        shard_model(roles.whole(), settings["actor"])
+        return
+    shard_model(policies, settings["actor"])
+    shard_model(scorers, settings["critic"])
+
+
+def _counter(config: RlhfConfig, roles: Roles) -> FlopCounter | None:
+    try:
+        return FlopCounter(
+            roles,
+            checkpointed={
+                name: is_on(getattr(config, name).gradient_checkpointing) for name in roles.trained
+            },
+            num_generations=config.batch.num_generations,
+            batch_size=config.batch.per_device_generation_batch_size,
+        )
+    except ValueError:  # the start-up says why
+        return None
+
+
+def _describe(
+    plan: MemoryPlan | None,
+    roles: Roles,
+    settings: dict[str, EngineSettings],
+    run: Run[RlhfConfig],
+) -> None:
+    """Show and record what trains, on what, and the memory it takes."""
+    total = num_elements(roles.whole().parameters())  # each shared one once
+    trained = {name: trained_elements(m.model) for name, m in roles.trained.items()}
+    actor = settings["actor"]
+    run.log.say(
+        f"  parameters   {total:,} in memory for {' + '.join(roles.models)}; trained: "
+        + ", ".join(f"{name} {count:,}" for name, count in trained.items())
+        + f"; {engine_words(actor, roles.actor.model)}"
+    )
+    notes = (attention_note(each.model, run.config.load) for each in roles.models.values())
+    for note in sorted(set(filter(None, notes))):
+        run.log.say(f"  note         {note}")
+    models = {role: each.model for role, each in roles.models.items()}
+    say_coverage(run, {role: models[role] for role in roles.trained})
+    say_uncounted(run, models)
+    for role, model in roles.trained.items():
+        if run.config.run.merge_adapter:
+            check_mergeable(model.model)
+        for fact in model.facts():
+            run.log.say(f"  {fact}")
+        options: RoleConfig = getattr(run.config, role)
+        if options.lora_dim == 0:
+            note_all_weights(run, f"{role}_lora_dim")
+        if warning := options.rate_warning(
+            num_elements(model.model.parameters()), given=run.config.given
+        ):
+            run.log.say(f"  warning      {warning}")
+    if plan is not None:
+        run.log.say(f"  {plan.line()}")
+        run.record.update({"memory": plan.to_dict()})
+    parameters = {"total": total, "trainable": sum(trained.values()), **trained}
+    check_room_for(run, parameters["trainable"])
+    record_models(run, actor, parameters=parameters, layers=roles.actor.targets)
+
+
+def _identity(
+    roles: Roles,
+    tokenizer: Tokenizer,
+    prompts: Prepared,
+    text: Prepared | None,
+    settings: dict[str, EngineSettings],
+) -> dict[str, Any]:
+    """What the run's state belongs to; complete on rank 0. On every rank."""
+    if data_rank() != 0:
+        return {}
+    scorer = roles.reward or roles.critic
+    critic = None
+    if scorer is not None:
+        critic = f"{base_fingerprint(scorer.model)} {adapter_fingerprint(scorer.model)}"
+    return state_identity(roles.actor, tokenizer, prompts, settings["actor"]) | {
+        "critic": critic,
+        "text": None if text is None else text.train.digest,
+        "rows": len(prompts.train),
+    }

@@ -1,0 +1,229 @@
+"""Training of step 3: an iteration after another, with evaluations and checkpoints on the way."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dschat_lora.engine.collectives import sum_over_processes
+from dschat_lora.engine.distributed import rank
+from dschat_lora.engine.state import EngineState
+from dschat_lora.report.rollouts import RolloutLog
+from dschat_lora.rl.advice import FullAfterReleaseError, FullWhileDecodingError
+from dschat_lora.rl.config import RlhfConfig
+from dschat_lora.rl.diagnostics import Diagnostics
+from dschat_lora.rl.ema import MovingAverage
+from dschat_lora.rl.engines import Engines
+from dschat_lora.rl.evaluation import RlhfEvaluator
+from dschat_lora.rl.iteration import Iterations
+from dschat_lora.rl.memory import cache_columns
+from dschat_lora.rl.pretraining import make_pretraining
+from dschat_lora.rl.retry import Retry
+from dschat_lora.rl.rollout import BrokenWeightsError, Generator
+from dschat_lora.rl.schedule import RlhfProgress, RlhfSchedule, make_rlhf_schedule
+from dschat_lora.rl.setup import RlhfSetup
+from dschat_lora.rl.stops import end_of_text, stop_ids
+from dschat_lora.rl.user_functions import UserFunctionError
+from dschat_lora.runtime.checkpointer import Checkpointer, Part
+from dschat_lora.runtime.dry_run import say_options, say_sample
+from dschat_lora.runtime.loop import IterationOutcome, run_loop
+from dschat_lora.runtime.resume import goes_on_in_place, run_of
+from dschat_lora.runtime.run import Run
+
+NOTE = (
+    "the GPU had no room to train beside what decoding keeps: that was freed, which changes no "
+    "result, and is after every rollout from here on, as by --release_inference_cache"
+)
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What :func:`train` did, beside the weights in its engines."""
+
+    metrics: dict[str, float]  # of the first and the last evaluation
+    progress: RlhfProgress
+    average: MovingAverage | None  # of the actor
+
+
+def train(setup: RlhfSetup, engines: Engines) -> TrainResult:
+    """Train by the schedule and evaluate on the way; call on every rank."""
+    config, run = setup.config, setup.run
+    schedule = make_rlhf_schedule(config, len(setup.prompts.train))
+    _announce(schedule, run.log.say)
+    generator = make_generator(setup, engines)
+    engines = replace(engines, retry=Retry(engines.trained.values(), generator))
+    pretraining = average = None
+    if setup.text is not None:
+        pad_id = int(setup.tokenizer.pad_token_id)
+        pretraining = make_pretraining(setup.text.train, config, pad_id=pad_id)
+    if config.classic.enable_ema:
+        average = MovingAverage(setup.roles.actor.model, config.classic.ema_decay)
+    progress = RlhfProgress(kl_coef=config.ppo.kl_coef, kl_start=config.ppo.kl_coef)
+    plain = config.batch.draws_from_policy
+    diagnostics = Diagnostics(setup.settings["actor"].dtype, samples_tokens=plain)
+    evaluator = RlhfEvaluator(setup, engines, generator, diagnostics)
+    rollouts = _make_rollout_log(run)
+    parts: dict[str, Part] = {"progress": progress, "watch": diagnostics, "evaluation": evaluator}
+    parts["rollouts"] = rollouts
+    if pretraining is not None:
+        parts["pretraining"] = pretraining
+    checkpointer = _make_checkpointer(
+        setup, engines, schedule, parts, average, on_checkpoint=rollouts.sync
+    )
+    checkpointer.restore(num_steps=schedule.num_steps)
+    if progress.kl_start != config.ppo.kl_coef:  # another one from here on
+        progress.kl_coef = progress.kl_start = config.ppo.kl_coef
+    iterate = Iterations(
+        setup, engines, schedule, generator, progress, diagnostics, pretraining, average, rollouts
+    )
+
+    def iterations() -> Iterator[IterationOutcome]:
+        scales_loss, kept = setup.settings["actor"].dtype == "fp16", True
+        while progress.iteration < schedule.num_iterations:
+            skipped = iterate()
+            own = [*checkpointer.requests(), float(generator.released)]
+            *requests, released = sum_over_processes(own)
+            if released and kept:
+                kept = False
+                _release(generator, run, progress.step)
+            yield IterationOutcome(requests, skipped, scales_loss)
+
+    with _failures_saved(checkpointer, progress, generator), run.interrupts.deferred():
+        run_loop(
+            iterations(),
+            schedule,
+            progress,
+            evaluate=evaluator,
+            evaluated_up_to=lambda: evaluator.results.last_step,
+            checkpointer=checkpointer,
+            log=run.log,
+        )
+    _check_learnt(progress)
+    return TrainResult(evaluator.before_and_after(), progress, average)
+
+
+def _release(generator: Generator, run: Run[RlhfConfig], step: int) -> None:
+    """Free what decoding keeps, as a rank had to, on those too that had room; and say so."""
+    generator.release()
+    run.log.say(f"  note         {NOTE}")
+    run.log.write("event", step, {"event": "note", "message": NOTE})
+
+
+def show_plan(setup: RlhfSetup) -> None:
+    """Say what the run would do, for a dry run."""
+    config, run = setup.config, setup.run
+    _announce(make_rlhf_schedule(config, len(setup.prompts.train)), run.log.say)
+    run.log.say("  time         as long as responses get: the first iteration tells")
+    say_sample(run, config.data.data, setup.tokenizer, "prompts")
+    say_options(run)
+
+
+@contextmanager
+def _failures_saved(
+    checkpointer: Checkpointer, progress: RlhfProgress, generator: Generator
+) -> Iterator[None]:
+    """Where a user's function fails in the block, save the last whole iteration, then raise.
+
+    It sees responses before any of their steps is taken: no iteration is saved in part. Weights
+    that are not finite are not saved.
+    """
+    try:
+        yield
+        return
+    except torch.OutOfMemoryError as error:
+        if generator.released and not isinstance(error, FullWhileDecodingError):
+            raise FullAfterReleaseError(str(error)) from error
+        raise
+    except BrokenWeightsError as error:
+        raise ValueError(
+            f"stopped after step {progress.step}: {error}. {checkpointer.last_good()}"
+        ) from error
+    except UserFunctionError as error:
+        cause, what = error.__cause__, error.what
+    checkpointer.save_rest(progress.step, f"stopped by {what} that failed")
+    assert cause is not None
+    raise cause
+
+
+def _check_learnt(progress: RlhfProgress) -> None:
+    """Refuse to pass off as finished a run of which no response ever counted."""
+    if progress.responses and not progress.step:
+        raise ValueError(
+            f"none of the {progress.responses:,} responses of {progress.iteration} iterations "
+            "counted: nothing was learnt, and no adapter was written; look at what the reward "
+            "function returns (None leaves a response out)"
+        )
+
+
+def _announce(schedule: RlhfSchedule, say: Callable[[str], None]) -> None:
+    prompts = schedule.order.size(0)
+    say(
+        f"  iterations   {schedule.num_iterations:,} of {prompts * schedule.num_generations:,} "
+        f"responses to {prompts:,} prompts, {schedule.steps_of(0)} optimizer steps each; "
+        f"{schedule.num_steps:,} steps in all"
+    )
+
+
+def make_generator(setup: RlhfSetup, engines: Engines) -> Generator:
+    """The generator of the actor's responses.
+
+    Raises:
+        ValueError: if one of ``--stop_tokens`` is not one token.
+    """
+    batch, decode, plan = setup.config.batch, setup.tokenizer.decode, setup.plan
+    return Generator(
+        engines.actor,
+        setup.roles.rollout,
+        engines.actor.module.policy("actor").model,
+        eos_ids=stop_ids(setup.tokenizer, setup.roles.actor.model, batch.stop_tokens),
+        pad_id=int(setup.tokenizer.pad_token_id),
+        batch_size=batch.per_device_generation_batch_size,
+        max_length=cache_columns(setup.config),
+        keeps_memory=plan is not None and plan.keeps_cache,
+        update_bytes=0 if plan is None else plan.update,
+        merged=batch.merge_for_rollouts,
+        unpacked=setup.unpacked,
+        find_end=partial(end_of_text, stop_strings=batch.stop_strings, decode=decode),
+        episodes=setup.episodes,
+    )
+
+
+def _make_rollout_log(run: Run[RlhfConfig]) -> RolloutLog:
+    """The file of responses; of a run that goes on elsewhere, with those of the earlier run."""
+    assert run.directory is not None, "a dry run keeps nothing"
+    source = None
+    if run.config.checkpoint and not goes_on_in_place(run.config):
+        source = run_of(Path(run.config.checkpoint))
+    return RolloutLog(run.directory, run.log, active=rank() == 0, source=source)
+
+
+def _make_checkpointer(
+    setup: RlhfSetup,
+    engines: Engines,
+    schedule: RlhfSchedule,
+    parts: dict[str, Part],
+    average: MovingAverage | None,
+    on_checkpoint: Callable[[int], None],
+) -> Checkpointer:
+    states: dict[str, Any] = {
+        name: EngineState(engine, setup.roles.models[name].model)
+        for name, engine in engines.trained.items()
+    }
+    if average is not None:
+        states["actor_ema"] = average
+    return Checkpointer(
+        setup.run,
+        engines=states,
+        parts=parts,
+        identity={
+            **setup.identity,
+            "stage": setup.run.stage,
+            "rows_per_step": schedule.rows_per_step,
+            "responses": schedule.order.per_iteration * schedule.num_generations,
+        },
+        on_checkpoint=on_checkpoint,
+    )

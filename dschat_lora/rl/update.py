@@ -1,0 +1,309 @@
+"""Optimizer steps of actor and critic on an iteration's experience."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from dschat_lora.algos.devices import to_device
+from dschat_lora.algos.kl import KL_ESTIMATORS
+from dschat_lora.algos.ppo import (
+    PolicyLoss,
+    cispo_loss,
+    gspo_loss,
+    loss_divisor,
+    policy_loss,
+    token_weights,
+    value_loss,
+)
+from dschat_lora.engine.build import StepOutcome
+from dschat_lora.engine.collectives import max_over_ranks, sum_tensor_
+from dschat_lora.lora.casts import FactorCasts
+from dschat_lora.rl.batch import Minibatch, ResponseBatch
+from dschat_lora.rl.engines import Engines
+from dschat_lora.rl.experience import AdvantagesAndReturns, Experience, add_old_outputs
+from dschat_lora.rl.pretraining import Pretraining, TextWindow
+from dschat_lora.rl.update_config import PpoConfig
+from dschat_lora.runtime.loop import broken_unless_finite
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step of actor and critic; figures are means over its tokens, of all ranks."""
+
+    policy_loss: float  # as ``loss_normalization`` divides it
+    value_loss: float | None
+    text_loss: float | None  # of pretraining text, nats per token
+    entropy: float  # nats per token
+    clip_fraction: float
+    value_clip_fraction: float | None
+    approx_kl: float  # policy that sampled to policy before this step, nats per token
+    ratio_error: float | None  # largest |ratio - 1| at an iteration's first step, else None
+    outcomes: dict[str, StepOutcome]  # by role
+    learning_rates: dict[str, dict[str, float]]  # by role and parameter group
+    num_tokens: int  # response tokens
+
+    @property
+    def skipped(self) -> bool:
+        """Whether a role's gradient was not finite, so that its weights did not change."""
+        return any(outcome.skipped for outcome in self.outcomes.values())
+
+
+@dataclass
+class _Sums:
+    """Sums over tokens of this rank, later of all ranks."""
+
+    policy: Tensor
+    clipped: Tensor
+    approx_kl: Tensor
+    entropy: Tensor
+    value: Tensor
+    value_clipped: Tensor
+    text: Tensor
+
+    @classmethod
+    def zero(cls, device: torch.device) -> "_Sums":
+        return cls(*(torch.zeros((), dtype=torch.float64, device=device) for _ in fields(cls)))
+
+    def add(self, **parts: Tensor) -> None:
+        for name, part in parts.items():
+            setattr(self, name, getattr(self, name) + part.detach().double())
+
+    def numbers(self) -> dict[str, float]:
+        """All of them, for which the host waits once."""
+        names = [f.name for f in fields(self)]
+        stacked = torch.stack([getattr(self, name) for name in names])
+        return dict(zip(names, stacked.tolist(), strict=True))
+
+    def over_ranks(self) -> "_Sums":
+        return _Sums(*sum_tensor_(torch.stack([getattr(self, f.name) for f in fields(self)])))
+
+
+class Updater:
+    """Makes the optimizer steps of one iteration. Call on every rank.
+
+    Where no batch was run before the update, the first forward pass, made before the policy has
+    taken a step, gives the old log-probabilities and values.
+    """
+
+    def __init__(
+        self,
+        engines: Engines,
+        config: PpoConfig,
+        experience: Experience,
+        *,
+        estimate_advantages: Callable[[Experience], AdvantagesAndReturns],
+        kl_coef: float,
+        pretraining: Pretraining | None,
+        rescale_values: Callable[[Tensor], Tensor] = lambda values: values,
+        max_length: int = 1,
+        learning: Collection[str] = ("actor", "critic"),
+    ) -> None:
+        """Prepare an iteration.
+
+        ``estimate_advantages`` takes a complete experience. ``kl_coef`` weighs the KL penalty where
+        the loss has it; ``rescale_values`` brings the critic's values to the units of rewards.
+        ``max_length`` is the most tokens of a response, which a constant normalisation divides by.
+        Roles that are not ``learning`` stay as they are.
+        """
+        self._learning = learning
+        self._engines, self._config = engines, config
+        self._estimate_advantages, self._kl_coef = estimate_advantages, kl_coef
+        self._pretraining = pretraining if "actor" in learning else None
+        self._rescale_values = rescale_values
+        self._casts = FactorCasts(*(engine.module for engine in engines.trained.values()))
+        # Of tokens that the losses count.
+        self._mask = experience.mask
+        if config.mask_truncated_completions:
+            self._mask = self._mask & experience.ended[:, None]
+        self._weights = token_weights(
+            self._mask,
+            config.loss_normalization,
+            max_length=max_length,
+            dtype=experience.scores.dtype,
+        )
+        self.importance: Tensor | None = None  # (N, R) weights of tokens; None: all are 1
+        self.experience = experience  # complete from the first step on
+        self.targets: AdvantagesAndReturns | None = None  # None before the first step
+        self._totals: _Sums | None = None  # of the step, of all ranks; None before they met
+
+    def steps(
+        self,
+        minibatches: Sequence[Minibatch],
+        make_batch: Callable[[Sequence[int]], ResponseBatch],
+        rate_factor: Callable[[int], float],
+        *,
+        first_batches: Sequence[ResponseBatch],
+    ) -> Iterator[StepResult]:
+        """Take the steps of all passes, one after another; yields the result of each.
+
+        Steps without a token that counts are passed over. ``rate_factor`` multiplies the peak
+        learning rates at each step. ``first_batches`` are those of the first pass, made already;
+        ``make_batch`` makes the others from numbers of responses.
+        """
+        ready, sizes = list(first_batches), self._mask.sum(1).tolist()
+        for index, minibatch in enumerate(minibatches):
+            own = [ready.pop(0) if ready else make_batch(rows) for rows in minibatch.micro_batches]
+            batches = [batch.to(self._engines.actor.device) for batch in own]
+            lengths = [sizes[number] for number in minibatch.numbers]
+            if sum(lengths) == 0:
+                continue
+            divisors = {
+                "actor": loss_divisor(lengths, self._config.loss_normalization),
+                "critic": sum(lengths),
+            }
+            self._engines.train(self._learning)
+            learning_rates = self._engines.set_rates(rate_factor(index))
+            texts = self._pretraining.window() if self._pretraining is not None else None
+            first, self._totals = self.targets is None, None
+            with self._casts.in_use():
+                passes = partial(self._backward, batches, divisors, texts)
+                sums, largest = self._engines.retry.step(passes)
+            ratio_error = max_over_ranks(float(largest)) if first else None
+            if texts is not None:
+                sums.text = sum_tensor_(sums.text) / texts.num_targets
+            outcomes = self._engines.step(self._learning)
+            yield self._result(sums, divisors, outcomes, learning_rates, ratio_error)
+
+    def _backward(
+        self,
+        batches: Sequence[ResponseBatch],
+        divisors: Mapping[str, int],
+        texts: TextWindow | None,
+    ) -> tuple[_Sums, Tensor]:
+        """Backward passes of a step; this rank's largest |ratio - 1|, and its loss of texts.
+
+        ``divisors`` are those of each role's sums. All may be made again, as long as no gradient
+        is taken twice: what ranks have told each other is not asked for again.
+        """
+        engines, width = self._engines, self.experience.mask.shape[1]
+        sums = _Sums.zero(engines.actor.device)
+        actor_learns = "actor" in self._learning
+        largest = torch.zeros((), device=engines.actor.device)
+        for batch in batches:
+            last = batch is batches[-1]
+            with torch.set_grad_enabled(actor_learns):
+                logprobs, entropy = engines.policy(batch, width)
+            values = None
+            if engines.critic is not None:
+                values = self._rescale_values(engines.values(batch, width))
+            if self.experience.logprobs is None:
+                assert len(batches) == 1, "responses of other batches have to be known"
+                with engines.retry.meeting():
+                    old = logprobs, values
+                    self.experience = add_old_outputs(self.experience, batch.numbers, *old)
+            if self.targets is None:
+                self._find_targets()
+            rows = to_device(torch.tensor(batch.numbers, dtype=torch.int64), logprobs.device)
+            policy, ratio_error = self._policy_loss(rows, logprobs, entropy, sums)
+            losses = {"actor": policy} if actor_learns else {}
+            if values is not None:
+                losses["critic"] = self._value_loss(rows, values, sums)
+            largest = torch.maximum(largest, ratio_error)
+            if last:
+                with engines.retry.meeting():
+                    sums = self._totals = self._totals or sums.over_ranks()
+            for role, loss in losses.items():
+                if last:
+                    loss = broken_unless_finite(loss, sums.policy + sums.value)
+                ends = last and (texts is None or role == "critic")
+                engines.trained[role].backward(loss / divisors[role], last=ends)
+        if texts is not None:
+            sums.text = self._backward_texts(texts)
+        return sums, largest
+
+    def _find_targets(self) -> None:
+        """Advantages, returns and importance weights of a complete experience."""
+        self.targets = self._estimate_advantages(self.experience)
+        if self._config.importance_cap:
+            self.importance = self.experience.importance(self._config.importance_cap)
+
+    def _policy_loss(
+        self, rows: Tensor, logprobs: Tensor, entropy: Tensor, sums: _Sums
+    ) -> tuple[Tensor, Tensor]:
+        """The actor's loss summed over the tokens of ``rows``, and the largest |ratio - 1|."""
+        config, mask, weights = self._config, self._mask[rows], self._weights[rows]
+        parts = self._surrogate(rows, logprobs)
+        entropy = torch.where(mask, entropy, 0)
+        loss = parts.total - config.entropy_coef * (weights * entropy).sum()
+        if config.kl_in == "loss" and self._kl_coef:
+            kl = KL_ESTIMATORS[config.kl_estimator](logprobs, self.experience.ref_logprobs[rows])
+            loss = loss + self._kl_coef * (weights * torch.where(mask, kl, 0)).sum()
+        sums.add(
+            policy=loss, clipped=parts.clipped, approx_kl=parts.approx_kl, entropy=entropy.sum()
+        )
+        return loss, parts.ratio_error
+
+    def _surrogate(self, rows: Tensor, logprobs: Tensor) -> PolicyLoss:
+        config, old, targets = self._config, self.experience.logprobs, self.targets
+        assert old is not None
+        assert targets is not None
+        # The losses are linear in the size of advantages: there stand the weights of tokens.
+        advantages = targets.advantages[rows] * self._weights[rows]
+        if self.importance is not None:
+            advantages = advantages * self.importance[rows]
+        loss: Callable[..., PolicyLoss] = cispo_loss
+        if config.rules.loss != "cispo":
+            loss = gspo_loss if config.rules.loss == "gspo" else policy_loss
+            loss = partial(loss, dual_clip=config.dual_clip)
+        return loss(
+            logprobs,
+            old[rows],
+            advantages,
+            self._mask[rows],
+            cliprange=config.cliprange_low,
+            cliprange_high=config.cliprange_high,
+        )
+
+    def _value_loss(self, rows: Tensor, values: Tensor, sums: _Sums) -> Tensor:
+        """The critic's loss summed over the tokens of ``rows``."""
+        experience, targets = self.experience, self.targets
+        assert experience.values is not None
+        assert targets is not None
+        assert targets.returns is not None
+        parts = value_loss(
+            values,
+            experience.values[rows],
+            targets.returns[rows],
+            self._mask[rows],
+            cliprange_value=self._config.cliprange_value,
+        )
+        sums.add(value=parts.total, value_clipped=parts.clipped)
+        return parts.total
+
+    def _backward_texts(self, texts: TextWindow) -> Tensor:
+        """Backward passes of pretraining text; its summed loss on this rank."""
+        assert self._pretraining is not None
+        engine, total = self._engines.actor, torch.zeros((), device=self._engines.actor.device)
+        for number, batch in enumerate(texts.batches):
+            loss = self._engines.text_loss(batch.to(engine.device))
+            total = total + loss.detach()
+            weight = self._pretraining.coefficient / texts.num_targets
+            engine.backward(weight * loss, last=number == len(texts.batches) - 1)
+        return total.double()
+
+    def _result(
+        self,
+        sums: _Sums,
+        divisors: Mapping[str, int],
+        outcomes: dict[str, StepOutcome],
+        learning_rates: dict[str, dict[str, float]],
+        ratio_error: float | None,
+    ) -> StepResult:
+        has_critic, found = self._engines.critic is not None, sums.numbers()
+        tokens = divisors["critic"]
+        return StepResult(
+            policy_loss=found["policy"] / divisors["actor"],
+            value_loss=found["value"] / tokens if has_critic else None,
+            text_loss=found["text"] if self._pretraining is not None else None,
+            entropy=found["entropy"] / tokens,
+            clip_fraction=found["clipped"] / tokens,
+            value_clip_fraction=found["value_clipped"] / tokens if has_critic else None,
+            approx_kl=found["approx_kl"] / tokens,
+            ratio_error=ratio_error,
+            outcomes=outcomes,
+            learning_rates=learning_rates,
+            num_tokens=tokens,
+        )

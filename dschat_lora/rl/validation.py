@@ -1,0 +1,396 @@
+"""Validation of step 3: its checks in their order, before anything heavy is imported."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from dschat_lora.assets import BUNDLED_DATA
+from dschat_lora.config.groups import BatchConfig, ModelConfig, OptimConfig
+from dschat_lora.data.lengths import check_some_prompt_fits
+from dschat_lora.data.rows import check_sources
+from dschat_lora.data.templates import read_chat_template
+from dschat_lora.engine.ds_config import reconcile
+from dschat_lora.models.source import ModelSource
+from dschat_lora.models.tensor_parallel_checks import check_processes, check_training
+from dschat_lora.report.terminal import say_once
+from dschat_lora.rl.builtin_rewards import is_builtin
+from dschat_lora.rl.config import RlhfConfig
+from dschat_lora.rl.notes import announce, note_without_effect
+from dschat_lora.rl.role_config import RoleConfig, option_errors_for
+from dschat_lora.rl.sources import (
+    RlhfInputs,
+    check_vocabularies,
+    find_sources,
+    shares_base,
+    text_data,
+)
+from dschat_lora.runtime.checks import (
+    Check,
+    apply_checks,
+    check_compile,
+    check_data_is_named,
+    check_divided,
+    check_function,
+    check_lora_options,
+    check_output_dir,
+    check_source_is_kept,
+    continued_lora,
+    model_fields,
+    recomputing,
+    resolve_stage,
+    settled_base_bits,
+    with_trackers,
+)
+from dschat_lora.runtime.resume import launched_processes
+
+NAME = "rlhf"
+BUNDLED_LENGTHS = {"max_prompt_seq_len": 64, "max_answer_seq_len": 48}
+BUNDLED_REWARD = "dschat_lora.world:reward"
+# Of an iteration, over all processes, where no size of a batch is typed.
+DEFAULT_RESPONSES = 64
+
+
+def check_rlhf(config: RlhfConfig) -> RlhfConfig:
+    """The config of step 3 with paths, bundled defaults and the DeepSpeed JSON applied.
+
+    Where a run is resumed, see :func:`dschat_lora.runtime.checks.resolve_stage`.
+
+    Raises:
+        ValueError: at the first thing that cannot work, naming option, value and remedy.
+    """
+
+    def check(config: RlhfConfig) -> RlhfConfig:
+        inputs = RlhfInputs(find_sources(config), config.data.data_path)
+        return apply_checks(config, inputs, RLHF_CHECKS)
+
+    return resolve_stage(config, check, stage=NAME)
+
+
+def with_bundled_prompts(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
+    """With bundled prompts where none are named; the world's own judge where nothing scores."""
+    if config.data.data_path:
+        return config
+    check_data_is_named(config.given)
+    lengths: dict[str, Any] = {n: v for n, v in BUNDLED_LENGTHS.items() if n not in config.given}
+    data = replace(
+        config.data,
+        data_path=(str(BUNDLED_DATA["train"]),),
+        eval_data_path=config.data.eval_data_path or (str(BUNDLED_DATA["eval"]),),
+        **lengths,
+    )
+    rewards = config.rewards
+    if config.actor.model_name_or_path is None and not _scores(config):
+        rewards = replace(rewards, reward_function=(BUNDLED_REWARD,))
+    return replace(config, data=data, rewards=rewards)
+
+
+def _scores(config: RlhfConfig) -> bool:
+    return bool(config.critic.model_name_or_path or config.rewards.reward_function)
+
+
+def check_rewards(config: RlhfConfig, inputs: RlhfInputs) -> None:
+    """Refuse a run that nothing scores, or functions whose modules are not there."""
+    if not _scores(config):
+        raise ValueError(
+            "--critic_model_name_or_path must name a reward model (the output of step 2), or "
+            "--reward_function a function that scores: nothing tells what a response is worth"
+        )
+    rewards = config.rewards
+    judges = () if rewards.judge_function is None else (rewards.judge_function,)
+    for option, names in (("reward_function", rewards.reward_function), ("judge_function", judges)):
+        for name in names:
+            if not is_builtin(name):
+                check_function(option, name)
+    if config.batch.environment is not None:
+        check_function("environment", config.batch.environment)
+    count, weights = len(rewards.reward_function), rewards.reward_weights
+    if len(weights) > count and config.critic.model_name_or_path is None:
+        raise ValueError(
+            f"--reward_weights has {len(weights)} weights for {count} functions of "
+            "--reward_function, and there is no reward model for the last one"
+        )
+
+
+def with_overlong_punishment(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
+    """With DAPO's share of the longest answer where that is not typed; one too long is refused."""
+    longest, rewards = config.data.max_answer_seq_len, config.rewards
+    if "soft_overlong_tokens" not in config.given:
+        share = config.ppo.rules.soft_overlong_share
+        rewards = replace(rewards, soft_overlong_tokens=int(share * longest))
+    if rewards.soft_overlong_tokens > longest:
+        raise ValueError(
+            f"--soft_overlong_tokens {rewards.soft_overlong_tokens} is more than an answer may "
+            f"have: --max_answer_seq_len {longest}"
+        )
+    return replace(config, rewards=rewards)
+
+
+def with_continued_lora(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
+    """With the adapters that are continued; without a reward model the critic's is the actor's."""
+    sources, is_typed = inputs.sources, "critic_lora_dim" in config.given
+    actor = _with_adapter(config, "actor", sources.actor)
+    if sources.critic is None and sources.actor.adapter is None and not is_typed:
+        critic = replace(config.critic, lora_dim=config.actor.lora_dim)
+    else:
+        critic = _with_adapter(config, "critic", sources.critic or sources.actor)
+    return replace(config, actor=actor, critic=critic)
+
+
+def check_lora(config: RlhfConfig, inputs: RlhfInputs) -> None:
+    """Refuse options of experts of a role that adapts none."""
+    for role in ("actor", "critic") if config.has_critic else ("actor",):
+        options: RoleConfig = getattr(config, role)
+        prefix = f"{role}_expert_"
+        given = {n.removeprefix(f"{role}_") for n in config.given if n.startswith(prefix)}
+        with option_errors_for(role):
+            lora = options.lora(config.classic.only_optimize_lora)
+            check_lora_options(lora, frozenset(given))
+
+
+def _with_adapter(config: RlhfConfig, role: str, source: ModelSource) -> RoleConfig:
+    """The role's options with those of the adapter that it continues."""
+    options: RoleConfig = getattr(config, role)
+    prefix = f"{role}_"
+    given = frozenset(n.removeprefix(prefix) for n in config.given if n.startswith(prefix))
+    with option_errors_for(role):
+        lora = continued_lora(options.lora(config.classic.only_optimize_lora), source, given)
+    names = ("lora_dim", "lora_alpha", "use_rslora", "expert_lora_dim", "expert_lora_alpha")
+    stored = {name: getattr(lora, name) for name in names}
+    return replace(options, **stored)
+
+
+def with_fitting_lengths(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
+    """With lengths that local models have positions for; longer ones are refused if typed."""
+    return fit_lengths(config, map(model_fields, inputs.sources.by_role.values()))
+
+
+def fit_lengths(config: RlhfConfig, fields: Iterable[Mapping[str, Any]]) -> RlhfConfig:
+    """With lengths that models of these configurations have positions for.
+
+    Raises:
+        ValueError: if longer ones were typed.
+    """
+    data, given = config.data, config.given
+    limits = [f.get("max_position_embeddings") or f.get("n_positions") for f in fields]
+    limit = min((n for n in limits if isinstance(n, int)), default=data.max_seq_len)
+    if data.max_seq_len <= limit:
+        return config
+    if given & BUNDLED_LENGTHS.keys():
+        raise ValueError(
+            f"--max_prompt_seq_len {data.max_prompt_seq_len} and --max_answer_seq_len "
+            f"{data.max_answer_seq_len} need {data.max_seq_len} positions, the models have {limit}"
+        )
+    data = replace(data, max_prompt_seq_len=limit - limit // 2, max_answer_seq_len=limit // 2)
+    return replace(config, data=data)
+
+
+def with_base_bits(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
+    """With the bits of the bases, where those of all roles are the same."""
+    found = set()
+    for role in ("actor", "critic") if config.has_critic else ("actor",):
+        options: RoleConfig = getattr(config, role)
+        with option_errors_for(role):
+            bits = settled_base_bits(
+                config.load.base_bits,
+                inputs.sources.by_role.get(role, inputs.sources.actor),
+                options.lora(config.classic.only_optimize_lora),
+                trains=config.optim.num_train_epochs > 0,
+                tensor_parallel_size=config.parallel.tensor_parallel_size,
+            )
+        found.add(bits)
+    load = replace(config.load, base_bits=bits) if len(found) == 1 else config.load
+    return replace(config, load=load)
+
+
+def check_tensor_parallel(config: RlhfConfig, inputs: RlhfInputs) -> None:
+    """Refuse models that the processes cannot divide, or cannot train once they are divided."""
+    size, only_adapters = config.parallel.tensor_parallel_size, config.classic.only_optimize_lora
+    check_processes(size, launched_processes())
+    for role in ("actor", "critic"):
+        options: RoleConfig = getattr(config, role)
+        with option_errors_for(role):
+            if role == "actor" or config.has_critic:
+                check_training(config.load, options.lora(only_adapters), size)
+            if role in inputs.sources.by_role:
+                check_divided(inputs.sources.by_role[role], config.parallel)
+
+
+def check_num_generations(config: RlhfConfig, inputs: RlhfInputs) -> None:
+    """Refuse to compare one response to a prompt with itself."""
+    algorithm, k = config.ppo.algorithm, config.batch.num_generations
+    if config.ppo.rules.compares and k < 2:
+        raise ValueError(
+            f"--algorithm {algorithm} compares the responses to a prompt: --num_generations must "
+            f"be 2 or more, got {k}"
+        )
+
+
+def check_tokenizers(config: RlhfConfig, inputs: RlhfInputs) -> None:
+    """Refuse a reward model that reads other tokens than the actor writes."""
+    check_vocabularies(config, inputs.sources)
+
+
+def check_data(config: RlhfConfig, inputs: RlhfInputs) -> None:
+    """Refuse prompts or pretraining text that cannot be read."""
+    if config.load.chat_template is not None:
+        read_chat_template(config.load.chat_template)
+    check_sources(config.data.data, "prompts")
+    check_some_prompt_fits(config.data.data, inputs.sources.actor.tokenizer, "prompts")
+    data = text_data(config)
+    if data is not None:
+        try:
+            check_sources(data)
+        except ValueError as error:
+            words = str(error).replace("--data_path", "--unsupervised_dataset_name")
+            raise ValueError(words) from error
+
+
+def with_deepspeed_json(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
+    """With what ``--deepspeed_config`` says where no option was given."""
+    names = {"per_device_training_batch_size": "per_device_train_batch_size"}
+    model, batch, optim, parallel = reconcile(
+        ModelConfig(**vars(config.load)),
+        BatchConfig(
+            per_device_train_batch_size=config.batch.per_device_training_batch_size,
+            gradient_accumulation_steps=config.batch.gradient_accumulation_steps,
+        ),
+        OptimConfig(**vars(config.optim)),
+        config.parallel,
+        given=frozenset(names.get(name, name) for name in config.given),
+        world_size=launched_processes(),
+    )
+    stage = parallel.zero_stage or 0
+    return replace(
+        config,
+        load=replace(config.load, dtype=model.dtype),
+        batch=replace(
+            config.batch,
+            per_device_training_batch_size=batch.per_device_train_batch_size,
+            gradient_accumulation_steps=batch.gradient_accumulation_steps,
+        ),
+        optim=replace(config.optim, max_grad_norm=optim.max_grad_norm),
+        parallel=parallel,
+        actor=_with_stage(config.actor, stage),
+        critic=_with_stage(config.critic, stage),
+    )
+
+
+def _with_stage(role: RoleConfig, stage: int) -> RoleConfig:
+    return role if role.zero_stage is not None else replace(role, zero_stage=stage)  # type: ignore[arg-type]
+
+
+def with_default_responses(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
+    """With generation batches for 64 responses an iteration where no size of a batch is typed."""
+    batch, shares = config.batch, config.parallel.shares(launched_processes())
+    if config.given & {name for names in config.rows.values() for name in names}:
+        return config
+    at_once = batch.per_device_generation_batch_size * shares
+    times = max(batch.generation_batches, -(-DEFAULT_RESPONSES // at_once))
+    return replace(config, batch=replace(batch, generation_batches=times))
+
+
+def with_whole_steps(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
+    """With enough responses in an iteration for a step, and the steps of ``--enable_test_mode``."""
+    batch, shares = config.batch, config.parallel.shares(launched_processes())
+    wanted = batch.per_device_training_batch_size * batch.gradient_accumulation_steps
+    if wanted > batch.per_device_generation_batch_size * batch.generation_batches:
+        times = -(-wanted // batch.per_device_generation_batch_size)
+        say_once(
+            f"  note         --generation_batches {times}: a step of {wanted * shares} "
+            "responses needs as many of one policy"
+        )
+        batch = replace(batch, generation_batches=times)
+    optim = config.optim
+    if config.classic.enable_test_mode:
+        optim = replace(optim, max_steps=config.classic.test_stop_step)
+    return replace(config, batch=batch, optim=optim)
+
+
+def check_kl_horizon(config: RlhfConfig, inputs: RlhfInputs) -> None:
+    """Refuse a horizon of the adaptive KL coefficient that lets it change its sign."""
+    batch, shares = config.batch, config.parallel.shares(launched_processes())
+    responses = batch.per_device_generation_batch_size * batch.generation_batches * shares
+    horizon = config.ppo.kl_horizon
+    if config.ppo.adaptive_kl_target and 5 * horizon <= responses:
+        raise ValueError(
+            f"--kl_horizon {horizon} is too short for {responses} responses an iteration: the "
+            f"coefficient could change its sign; use more than {responses // 5}"
+        )
+
+
+def check_budget(config: RlhfConfig, inputs: RlhfInputs) -> None:
+    """Refuse micro-batches that hold no whole response."""
+    tokens, longest = config.batch.tokens_per_device, config.data.max_seq_len
+    if 0 < tokens < longest:
+        raise ValueError(
+            f"--tokens_per_device {tokens} is less than a prompt and its answer may take; it must "
+            f"be {longest} or more (--max_prompt_seq_len {config.data.max_prompt_seq_len} + "
+            f"--max_answer_seq_len {config.data.max_answer_seq_len})"
+        )
+
+
+def check_attention(config: RlhfConfig, inputs: RlhfInputs) -> None:
+    """Refuse attention that does not decode."""
+    if config.load.attn_implementation == "flex_attention":
+        raise ValueError(
+            "--attn_implementation flex_attention does not decode: step 3 takes sdpa or eager"
+        )
+
+
+def check_zero_stages(config: RlhfConfig, inputs: RlhfInputs) -> None:
+    """Refuse ZeRO 3 for one role of a shared base alone, or with ``--compile``."""
+    actor, critic = config.actor.zero_stage, config.critic.zero_stage
+    if config.has_critic and (actor == 3) != (critic == 3) and shares_base(config):
+        raise ValueError(
+            f"--actor_zero_stage {actor} and --critic_zero_stage {critic}: actor and critic share "
+            "the weights of one base, which are sharded for both (3) or for neither"
+        )
+    check_compile(config.load, actor, critic)
+
+
+def with_recomputation(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
+    """With blocks recomputed whose inputs are to be on the host."""
+    roles = ("actor", "critic") if config.has_critic else ("actor",)
+    names = {f"{role}_gradient_checkpointing": role for role in roles}
+    switches = {name: getattr(config, role).gradient_checkpointing for name, role in names.items()}
+    changed = {
+        names[name]: replace(getattr(config, names[name]), gradient_checkpointing=value)
+        for name, value in recomputing(config.parallel, switches).items()
+    }
+    return replace(config, **changed)
+
+
+def check_sources_are_kept(config: RlhfConfig, inputs: RlhfInputs) -> None:
+    """Refuse to overwrite a directory that a model comes from."""
+    for role, source in inputs.sources.by_role.items():
+        with option_errors_for(role):
+            check_source_is_kept(config.run, source)
+
+
+# In this order: the first that fails is the one a user reads.
+RLHF_CHECKS: tuple[Check[RlhfConfig, RlhfInputs], ...] = (
+    with_bundled_prompts,
+    check_rewards,
+    with_continued_lora,
+    check_lora,
+    with_fitting_lengths,
+    with_overlong_punishment,
+    with_base_bits,
+    check_tensor_parallel,
+    check_num_generations,
+    check_tokenizers,
+    check_data,
+    with_deepspeed_json,
+    with_default_responses,
+    with_whole_steps,
+    check_kl_horizon,
+    check_budget,
+    check_attention,
+    check_zero_stages,
+    with_recomputation,
+    with_trackers,
+    check_output_dir,
+    check_sources_are_kept,
+    announce,
+    note_without_effect,
+)

@@ -1,0 +1,314 @@
+"""Each algorithm's loss and gradient of an iteration against its paper written as a slow loop."""
+
+import math
+import statistics
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from dschat_lora.algos.ppo import importance_weights
+from dschat_lora.engine.build import StepOutcome
+from dschat_lora.rl.batch import Minibatch, Response, collate, response_mask
+from dschat_lora.rl.experience import Experience, advantages_and_returns
+from dschat_lora.rl.retry import Retry
+from dschat_lora.rl.update import Updater
+from dschat_lora.rl.update_config import PpoConfig
+from helpers.iterations import ragged_responses
+
+CPU, LONGEST = torch.device("cpu"), 12
+CUT = (2, 7)  # responses without end of sequence
+UNSCORED = 4
+RESPONSES = [
+    Response(tuple(p), tuple(t), n not in CUT, g)
+    for n, (p, t, g) in enumerate(ragged_responses(9, group_size=3, seed=4))
+]
+MASK = response_mask(RESPONSES, CPU)
+
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+class Actor:
+    """An engine whose log-probabilities are given; sums what is fed back."""
+
+    device = CPU
+
+    def __init__(self, logprobs):
+        self.leaf, self.module, self.total = logprobs.requires_grad_(), nn.Linear(1, 1), 0.0
+
+    def backward(self, loss, *, last):
+        loss.backward()
+        self.total += loss.item()
+
+
+class Roles:
+    """Engines of an actor alone."""
+
+    critic, retry = None, Retry()
+
+    def __init__(self, logprobs):
+        self.actor = Actor(logprobs)
+        self.trained = {"actor": self.actor}
+
+    def policy(self, batch, width):
+        rows = self.actor.leaf[list(batch.numbers)]
+        return rows, torch.zeros_like(rows)
+
+    def set_rates(self, factor):
+        return {"actor": {"lora": factor}}
+
+    def train(self, roles):
+        pass
+
+    def step(self, roles):
+        return {"actor": StepOutcome(1.0, False, 1.0)}
+
+
+def table(seed, scale=0.4):
+    generator = torch.Generator().manual_seed(seed)
+    values = scale * torch.randn(MASK.shape, generator=generator, dtype=torch.float64) - 1
+    return torch.where(MASK, values, 0)
+
+
+SCORES = torch.tensor([1.0, 0.0, 3.0, 2.0, math.nan, 5.0, -1.0, 0.5, 0.25], dtype=torch.float64)
+OLD, REFERENCE, NEW, DRAWN = table(1), table(2), table(3), table(4)
+
+
+def drawn_from(logprobs):
+    """The responses as drawn from a distribution with these (N, R) log-probabilities."""
+    return [
+        replace(response, sampler_logprobs=tuple(row[: len(response.tokens)].tolist()))
+        for response, row in zip(RESPONSES, logprobs, strict=True)
+    ]
+
+
+def fed(config, responses=RESPONSES):
+    """(loss, gradient of the log-probabilities) of one step on all responses, in two batches."""
+    mask = MASK & ~SCORES.isnan()[:, None]
+    experience = Experience(responses, mask, REFERENCE, SCORES, OLD, None)
+    roles = Roles(NEW.clone())
+    targets = partial(
+        advantages_and_returns,
+        rewards=SCORES.nan_to_num(0.0),
+        config=config,
+        kl_coef=config.kl_coef,
+    )
+    updater = Updater(
+        roles,
+        config,
+        experience,
+        estimate_advantages=targets,
+        kl_coef=config.kl_coef,
+        pretraining=None,
+        max_length=LONGEST,
+    )
+    step = Minibatch(list(range(9)), [[0, 3, 6, 8, 2], [1, 4, 5, 7]])
+    make = partial(collate, RESPONSES, pad_id=0)
+    (result,) = updater.steps([step], make, lambda _: 1.0, first_batches=[])
+    assert result.policy_loss == pytest.approx(roles.actor.total, abs=1e-10)
+    return roles.actor.total, torch.where(MASK, roles.actor.leaf.grad, 0)
+
+
+def tokens(row, *tensors):
+    """Scalars of a response's tokens."""
+    return list(zip(*(t[row, : len(RESPONSES[row].tokens)] for t in tensors), strict=True))
+
+
+KEPT = [n for n in range(9) if n != UNSCORED]
+
+
+def compared(scores, kind):
+    """Advantages by comparison with the responses to the same prompt that count."""
+    found = {}
+    for n in KEPT:
+        own = [scores[m] for m in KEPT if RESPONSES[m].group == RESPONSES[n].group]
+        if kind == "rloo":
+            found[n] = scores[n] - (sum(own) - scores[n]) / (len(own) - 1)
+        else:
+            spread = statistics.stdev(own) + 1e-4 if kind == "grpo" else 1.0
+            found[n] = (scores[n] - statistics.mean(own)) / spread
+    return {n: [value] * len(RESPONSES[n].tokens) for n, value in found.items()}
+
+
+def estimate(name, p, q):
+    ratio = q - p
+    return {"k1": -ratio, "k2": ratio**2 / 2, "k3": ratio.exp() - 1 - ratio}[name]
+
+
+def slow(kind, loss, *, low, high, mean, kl=None, beta=0.0, where="loss", cut=True, cap=None):
+    """The loss by a loop over responses and tokens."""
+    new = NEW.clone().requires_grad_()
+    scores = {n: SCORES[n].item() for n in KEPT}
+    paid = {
+        n: [estimate(kl or "k1", p, q).item() for p, q in tokens(n, OLD, REFERENCE)] for n in KEPT
+    }
+    price = beta if where == "reward" else 0.0
+    if kind == "returns":
+        advantages = {
+            n: [scores[n] - price * sum(paid[n][t:]) for t in range(len(paid[n]))] for n in KEPT
+        }
+    else:
+        advantages = compared({n: scores[n] - price * sum(paid[n]) for n in KEPT}, kind)
+    if kind in ("returns", "whitened"):
+        every = [a for values in advantages.values() for a in values]
+        centre, spread = statistics.mean(every), math.sqrt(statistics.pvariance(every) + 1e-8)
+        advantages = {n: [(a - centre) / spread for a in v] for n, v in advantages.items()}
+    losses = []
+    for n in KEPT if cut else [n for n in KEPT if n not in CUT]:
+        pairs, drawn = tokens(n, new, OLD, REFERENCE), [d.item() for (d,) in tokens(n, DRAWN)]
+        of_response = sum(p - o for p, o, _ in pairs) / len(pairs)
+        own = []
+        for (p, o, q), a, d in zip(pairs, advantages[n], drawn, strict=True):
+            if cap:
+                a *= min(math.exp(o.item()) / math.exp(d), cap)
+            ratio = torch.exp(of_response if loss == "gspo" else p - o)
+            near = ratio.clamp(1 - low, 1 + high)
+            value = (
+                -near.detach() * a * p if loss == "cispo" else -torch.minimum(ratio * a, near * a)
+            )
+            if where == "loss" and beta:
+                value = value + beta * estimate(kl, p, q)
+            own.append(value)
+        losses.append(own)
+    if mean == "token":
+        total = sum(map(sum, losses)) / sum(map(len, losses))
+    elif mean == "sequence":
+        total = sum(sum(own) / len(own) for own in losses) / len(losses)
+    else:
+        total = sum(sum(own) / LONGEST for own in losses) / len(losses)
+    total.backward()
+    return total.item(), torch.where(MASK, new.grad, 0)
+
+
+CLIP = {"low": 0.2, "high": 0.2}
+CASES = {
+    "rloo": ({}, ("rloo", "clip"), {**CLIP, "mean": "token", "beta": 0.1, "where": "reward"}),
+    "grpo": ({}, ("grpo", "clip"), {**CLIP, "mean": "token", "beta": 0.1, "kl": "k3"}),
+    "dr_grpo": ({}, ("dr_grpo", "clip"), {**CLIP, "mean": "constant"}),
+    "dapo": ({}, ("grpo", "clip"), {"low": 0.2, "high": 0.28, "mean": "token", "cut": False}),
+    "gspo": ({}, ("grpo", "gspo"), {"low": 3e-4, "high": 4e-4, "mean": "sequence"}),
+    "reinforce_pp": (
+        {},
+        ("returns", "clip"),
+        {**CLIP, "mean": "token", "beta": 0.1, "where": "reward"},
+    ),
+    "reinforce_pp_baseline": (
+        {},
+        ("whitened", "clip"),
+        {**CLIP, "mean": "token", "beta": 0.1, "kl": "k2"},
+    ),
+    "cispo": ({}, ("grpo", "cispo"), {"low": 1.0, "high": 4.0, "mean": "token"}),
+    "grpo by sequence": (
+        {"algorithm": "grpo", "loss_normalization": "sequence", "cliprange": 0.1},
+        ("grpo", "clip"),
+        {"low": 0.1, "high": 0.1, "mean": "sequence", "beta": 0.1, "kl": "k3"},
+    ),
+    "rloo with k2 in the loss": (
+        {"algorithm": "rloo", "kl_in": "loss", "kl_estimator": "k2", "cliprange_high": 0.5},
+        ("rloo", "clip"),
+        {"low": 0.2, "high": 0.5, "mean": "token", "beta": 0.1, "kl": "k2"},
+    ),
+    "gspo with k3 in the reward": (
+        {"algorithm": "gspo", "kl_in": "reward", "kl_coef": 0.3, "cliprange": 0.05},
+        ("grpo", "gspo"),
+        {"low": 0.05, "high": 0.05, "mean": "sequence"}
+        | {"beta": 0.3, "kl": "k3", "where": "reward"},
+    ),
+    "reinforce_pp with k2 in the loss": (
+        {"algorithm": "reinforce_pp", "kl_in": "loss", "kl_estimator": "k2"},
+        ("returns", "clip"),
+        {**CLIP, "mean": "token", "beta": 0.1, "kl": "k2"},
+    ),
+    "dapo with a divergence": (
+        {"algorithm": "dapo", "kl_coef": 0.2},
+        ("grpo", "clip"),
+        {"low": 0.2, "high": 0.28, "mean": "token", "cut": False, "beta": 0.2, "kl": "k3"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_loss_and_gradient_are_those_of_the_paper(name):
+    options, kinds, rest = CASES[name]
+    total, gradient = fed(PpoConfig(**(options or {"algorithm": name})))
+    expected, slope = slow(*kinds, **rest)
+    assert total == pytest.approx(expected, abs=1e-10)
+    torch.testing.assert_close(gradient, slope, atol=1e-10, rtol=0)
+    assert slope.abs().max() > 1e-3
+
+
+WEIGHTED = ("rloo", "grpo", "gspo", "cispo")
+
+
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_tokens_of_another_sampler_weigh_by_their_ratio_of_probabilities(name):
+    _, kinds, rest = CASES[name]
+    config = PpoConfig(algorithm=name, importance_cap=1.5)
+    total, gradient = fed(config, drawn_from(DRAWN))
+    expected, slope = slow(*kinds, **rest, cap=1.5)
+    assert total == pytest.approx(expected, abs=1e-10)
+    torch.testing.assert_close(gradient, slope, atol=1e-10, rtol=0)
+    unweighted, _ = slow(*kinds, **rest)
+    assert abs(unweighted - expected) > 1e-4
+
+
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_where_sampler_and_policy_agree_the_weights_change_no_bit(name):
+    plain = fed(PpoConfig(algorithm=name), drawn_from(OLD))
+    total, gradient = fed(PpoConfig(algorithm=name, importance_cap=1.0), drawn_from(OLD))
+    assert total == plain[0]
+    assert torch.equal(gradient, plain[1])
+
+
+def test_importance_weights_are_ratios_up_to_the_cap_and_0_in_the_padding():
+    drawn = torch.where(MASK, DRAWN, math.nan)
+    found = importance_weights(torch.where(MASK, OLD, -math.inf), drawn, MASK, cap=1.25)
+    for row, response in enumerate(RESPONSES):
+        for place in range(MASK.shape[1]):
+            expected = 0.0
+            if place < len(response.tokens):
+                ratio = math.exp(OLD[row, place].item()) / math.exp(DRAWN[row, place].item())
+                expected = min(ratio, 1.25)
+            assert found[row, place].item() == pytest.approx(expected, abs=1e-12)
+    assert ((found == 1.25).any(), (found[MASK] < 1).any()) == (True, True)
+
+
+def test_options_that_are_typed_come_before_those_of_the_algorithm():
+    found = PpoConfig(algorithm="dapo", cliprange=0.1, cliprange_high=0.3, dynamic_sampling=0)
+    assert (found.cliprange_low, found.cliprange_high) == (0.1, 0.3)
+    assert (found.dynamic_sampling, found.kl_coef) == (0, 0.0)
+    assert found.mask_truncated_completions is True
+    typed = PpoConfig(algorithm="dapo", kl_coef=0.5, mask_truncated_completions=False)
+    assert (typed.kl_coef, typed.mask_truncated_completions) == (0.5, False)
+
+
+@pytest.mark.parametrize("name", ["ppo", "rloo", "grpo"])
+def test_the_first_three_algorithms_keep_their_options(name):
+    found = PpoConfig(algorithm=name)
+    assert (found.cliprange_low, found.cliprange_high, found.kl_coef) == (0.2, 0.2, 0.1)
+    assert (found.loss_normalization, found.dynamic_sampling) == ("token", 0)
+    assert not found.mask_truncated_completions
+    assert (found.kl_in, found.kl_estimator) == (
+        ("loss", "k3") if name == "grpo" else ("reward", "k1")
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"dual_clip": 1.0}, "--dual_clip must be > 1, or 0 for none, got 1.0"),
+        ({"algorithm": "cispo", "dual_clip": 3.0}, "--dual_clip 3 is not of --algorithm cispo"),
+        ({"dynamic_sampling": 3}, "--dynamic_sampling 3 compares .* --algorithm ppo does not"),
+        ({"cliprange_high": 0.0}, "--cliprange_high must be > 0, got 0.0"),
+        (
+            {"algorithm": "dapo", "adaptive_kl_target": 3.0},
+            "--adaptive_kl_target scales --kl_coef, which is 0",
+        ),
+    ],
+)
+def test_options_that_contradict_are_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        PpoConfig(**options)

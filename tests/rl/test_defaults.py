@@ -1,0 +1,79 @@
+"""Defaults of step 3 that depend on what else is typed, on processes, or on a model's size."""
+
+import pytest
+
+from dschat_lora.config.options import parse_config
+from dschat_lora.rl.config import RlhfConfig
+from dschat_lora.rl.role_config import RoleConfig
+from dschat_lora.rl.validation import check_rlhf
+
+
+@pytest.fixture
+def batches(monkeypatch, tmp_path):
+    """``batches(processes, *argv)``: generation batches of a run of that many processes."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(processes, *argv):
+        monkeypatch.setenv("WORLD_SIZE", str(processes))
+        return check_rlhf(parse_config(RlhfConfig, list(argv))).batch.generation_batches
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("processes", "argv", "expected"),
+    [
+        (1, [], 4),  # of 16
+        (2, [], 2),
+        (3, [], 2),  # 96: 48 would be too few
+        (8, [], 1),
+        (4, ["--actor_lora_dim", "4", "--tensor_parallel_size", "2"], 2),
+        (1, ["--per_device_generation_batch_size", "16"], 1),
+        (1, ["--per_device_training_batch_size", "8"], 1),
+        (1, ["--gradient_accumulation_steps", "1"], 1),
+        (1, ["--generation_batches", "1"], 1),
+        (1, ["--num_generations", "8"], 4),
+    ],
+)
+def test_an_iteration_has_64_responses_where_no_size_of_a_batch_is_typed(
+    batches, processes, argv, expected
+):
+    assert batches(processes, *argv) == expected
+
+
+@pytest.mark.parametrize(
+    ("parameters", "dim", "given", "warns"),
+    [
+        (1_300_000_000, 16, (), True),
+        (999_999_999, 16, (), False),
+        (1_300_000_000, 16, ("critic_lora_learning_rate",), False),
+        (1_300_000_000, 16, ("actor_lora_learning_rate",), True),
+        (1_300_000_000, 0, (), False),
+    ],
+)
+def test_the_default_rate_of_a_large_models_adapter_is_warned_of(parameters, dim, given, warns):
+    found = RoleConfig(role="critic", lora_dim=dim).rate_warning(parameters, given=given)
+    assert (found is not None) == warns
+    if found:
+        assert found.startswith("--critic_lora_learning_rate 0.0005, the default")
+        assert "1.3 billion parameters" in found
+
+
+def test_greedy_responses_have_no_importance_weights():
+    words = "--importance_cap 2 weighs by the probability .* --no-do_sample draws none"
+    with pytest.raises(ValueError, match=words):
+        parse_config(RlhfConfig, ["--importance_cap", "2", "--no-do_sample"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "noted"),
+    [
+        (["--top_p", "0.9"], True),
+        (["--rollout_temperature", "0.8"], True),
+        (["--rollout_temperature", "0.8", "--temperature", "0.8"], False),
+        (["--top_k", "9", "--importance_cap", "2"], False),
+    ],
+)
+def test_a_sampler_that_differs_from_the_policy_unweighted_is_noted(batches, capsys, argv, noted):
+    batches(1, *argv)
+    assert ("--importance_cap 2 weighs tokens" in capsys.readouterr().out) == noted

@@ -1,0 +1,251 @@
+"""Each warning of step 3 comes where its failure is, once, and nowhere else."""
+
+import json
+import math
+
+import pytest
+
+from dschat_lora.report.log import jsonable
+from dschat_lora.rl.diagnostics import PATIENCE, WINDOW, Diagnostics, check_sampler
+
+HEALTHY = {
+    "kl": 0.4,
+    "kl_standard_error": 0.1,
+    "eos_rate": 0.8,
+    "entropy": 2.0,
+    "explained_variance": 0.3,
+    "reward_std": 1.0,
+    "ratio_error": 0.0,
+    "sampler_error": 1e-6,
+    "score_clip_fraction": 0.01,
+    "reward": 1.0,
+    "loss": 0.1,
+}
+
+
+def diagnostics(dtype="fp32", samples_tokens=True):
+    return Diagnostics(dtype, samples_tokens=samples_tokens)
+
+
+def said(looking, rows):
+    """Warnings of each iteration."""
+    return [looking.iteration(HEALTHY | row) for row in rows]
+
+
+def times(count, **row):
+    return [row] * count
+
+
+def test_a_healthy_run_is_not_warned():
+    # better in every respect, and as bad as is still in order
+    rows = [
+        {"kl": k / 10, "entropy": 2.0 - k / 25, "eos_rate": 0.8 - k / 120, "reward_std": 0.01}
+        for k in range(45)
+    ]
+    assert said(diagnostics(), rows) == [[]] * 45
+
+
+# name: (how it begins, how it goes on, word, iterations after the change until it is said)
+CASES = {
+    "negative divergence": ({}, {"kl": -0.5}, "divergence from the reference is negative", 4),
+    "forgotten ends": ({}, {"eos_rate": 0.1}, "responses end by themselves", 3),
+    "collapsed entropy": ({}, {"entropy": 0.1}, "entropy has collapsed", 5),
+    "equal rewards": ({}, {"reward_std": 0.0}, "got the same reward", 5),
+    "clipped scores": ({}, {"score_clip_fraction": 0.5}, "are at --clip_reward_value", 3),
+    "unlike sampler": ({}, {"sampler_error": 0.3}, "drawn from another policy", 1),
+    "unlike passes": ({}, {"ratio_error": 1e-3}, "do not see the same input", 1),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_failure_is_said_once_as_soon_as_the_window_shows_it(name):
+    before, after, words, delay = CASES[name]
+    found = said(diagnostics(), times(WINDOW, **before) + times(12, **after))
+    when = [n - WINDOW + 1 for n, each in enumerate(found) if each]
+    assert when == [delay]
+    (text,) = found[WINDOW + delay - 1]
+    assert words in text
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_failure_that_passed_is_said_when_it_comes_again(name):
+    before, after, _, _ = CASES[name]
+    rows = times(WINDOW, **before) + times(8, **after) + times(8) + times(8, **after)
+    found = said(diagnostics(), rows)
+    assert sum(map(len, found)) == 2
+
+
+def test_two_failures_at_a_time_are_both_said():
+    found = said(diagnostics(), times(WINDOW) + times(6, reward_std=0.0, eos_rate=0.0))
+    assert len([text for each in found for text in each]) == 2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "allowed", "much"),
+    [("fp32", 1e-6, 2e-6), ("fp16", 0.01, 0.011), ("bf16", 0.05, 0.051)],
+)
+def test_ratio_may_differ_by_what_rounding_does(dtype, allowed, much):
+    assert said(diagnostics(dtype), [{"ratio_error": allowed}]) == [[]]
+    ((text,),) = said(diagnostics(dtype), [{"ratio_error": much}])
+    assert f"{much:.2g}" in text
+    assert dtype in text
+    assert said(diagnostics(dtype), [{"ratio_error": None}]) == [[]]
+    assert len(said(diagnostics(dtype), [{"ratio_error": math.nan}])[0]) == 1
+
+
+def test_divergence_is_judged_by_its_standard_error_over_the_window():
+    # four standard errors of a mean of five iterations: 4 * 0.1 / sqrt(5) = 0.179
+    assert said(diagnostics(), times(9, kl=-0.17)) == [[]] * 9
+    assert sum(map(len, said(diagnostics(), times(9, kl=-0.19)))) == 1
+    # what is nearly nothing is rounding
+    still = times(9, kl=-0.9e-4, kl_standard_error=0.0)
+    assert said(diagnostics(), still) == [[]] * 9
+    assert sum(map(len, said(diagnostics(), times(9, kl=-1.1e-4, kl_standard_error=0.0)))) == 1
+
+
+def test_other_than_plain_sampling_may_give_a_negative_divergence():
+    assert said(diagnostics(samples_tokens=False), times(9, kl=-5.0)) == [[]] * 9
+
+
+def test_ends_that_were_rare_from_the_start_are_nothing_new():
+    rows = times(WINDOW, eos_rate=0.19) + times(9, eos_rate=0.0)
+    assert sum(map(len, said(diagnostics(), rows))) == 0
+    rows = times(WINDOW, eos_rate=0.2) + times(9, eos_rate=0.11)
+    assert sum(map(len, said(diagnostics(), rows))) == 0
+    rows = times(WINDOW, eos_rate=0.2) + times(9, eos_rate=0.1)
+    assert sum(map(len, said(diagnostics(), rows))) == 1
+
+
+def test_entropy_that_never_was_there_cannot_collapse():
+    assert sum(map(len, said(diagnostics(), times(12, entropy=0.0)))) == 0
+    assert sum(map(len, said(diagnostics(), times(WINDOW) + times(9, entropy=0.21)))) == 0
+
+
+def test_a_critic_has_time_to_learn():
+    found = said(diagnostics(), times(PATIENCE + 5, explained_variance=-0.2))
+    assert [n + 1 for n, each in enumerate(found) if each] == [PATIENCE]
+    assert "critic explains -20% of the returns after 20 iterations" in found[PATIENCE - 1][0]
+    assert said(diagnostics(), times(30, explained_variance=0.06)) == [[]] * 30
+    assert sum(map(len, said(diagnostics(), times(30, explained_variance=0.05)))) == 1
+    assert said(diagnostics(), times(30, explained_variance=None)) == [[]] * 30
+
+
+def test_nothing_but_the_ratio_is_judged_before_the_window_is_full():
+    bad = {"kl": -9.0, "reward_std": 0.0, "ratio_error": 0.0}
+    found = said(diagnostics(), times(WINDOW, **bad))
+    assert [len(each) for each in found] == [0, 0, 0, 0, 2]
+
+
+# ---------------------------------------------------------------------------- the judge
+
+
+def judged(*rows):
+    looking = diagnostics()
+    return [
+        looking.evaluation({"reward": r, "judge": j, "judge_standard_error": 0.1}) for r, j in rows
+    ]
+
+
+def test_a_judge_that_disagrees_with_the_reward_is_reported_once():
+    assert [len(each) for each in judged((1.0, 5.0), (2.0, 4.81), (3.0, 4.0), (4.0, 3.0))] == [
+        *(0, 0, 1, 0)
+    ]
+    _, (text,) = judged((1.0, 5.0), (2.0, 4.0))
+    assert "reward rose on held-out prompts (1 to 2) while the judge's score fell (5 to 4)" in text
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [(1.0, 5.0), (2.0, 6.0)],
+        [(1.0, 5.0), (0.5, 3.0)],
+        [(1.0, 5.0), (1.0, 3.0)],
+        [(1.0, 5.0), (2.0, 4.81)],
+        [(1.0, None), (2.0, 3.0)],
+        [(1.0, 5.0), (2.0, None)],
+        [(1.0, 5.0)],
+    ],
+)
+def test_a_judge_that_agrees_or_is_not_there_is_no_news(rows):
+    assert judged(*rows)[-1] == []
+
+
+def test_the_latest_evaluation_is_compared_with_the_first():
+    # a fall that ends below the first is one, whatever came between
+    found = judged((1.0, 5.0), (2.0, 9.0), (3.0, 6.0), (4.0, 4.0))
+    assert [len(each) for each in found] == [0, 0, 0, 1]
+
+
+def test_a_judge_of_one_response_alone_proves_nothing():
+    looking = diagnostics()
+    for reward, judge in ((1.0, 5.0), (2.0, 6.0), (3.0, 4.0)):
+        row = {"reward": reward, "judge": judge, "judge_standard_error": math.nan}
+        assert looking.evaluation(row) == []
+
+
+def test_rewards_and_judgements_that_are_no_numbers_prove_nothing():
+    for row in ({"reward": math.nan, "judge": 1.0}, {"reward": 2.0, "judge": math.nan}):
+        looking = diagnostics()
+        looking.evaluation({"reward": 1.0, "judge": 5.0, "judge_standard_error": 0.1})
+        assert looking.evaluation({"judge_standard_error": 0.1} | row) == []
+
+
+# ---------------------------------------------------------------------------- resuming
+
+
+@pytest.mark.parametrize("stop", [1, 4, 6, 9, 12])
+def test_a_resumed_run_is_warned_as_if_it_had_gone_on(stop):
+    rows = times(WINDOW) + times(8, entropy=0.0, reward_std=0.0) + times(6) + times(9, kl=-1.0)
+    whole = diagnostics()
+    whole.evaluation({"reward": 1.0, "judge": 5.0, "judge_standard_error": 0.1})
+    expected = said(whole, rows)
+    part = diagnostics()
+    part.evaluation({"reward": 1.0, "judge": 5.0, "judge_standard_error": 0.1})
+    found = said(part, rows[:stop])
+    resumed = diagnostics()
+    resumed.restore(json.loads(json.dumps(part.state())))
+    found += said(resumed, rows[stop:])
+    assert found == expected
+    assert sum(map(len, expected)) >= 3
+    late = {"reward": 2.0, "judge": 1.0, "judge_standard_error": 0.1}
+    assert resumed.evaluation(late) == whole.evaluation(late) != []
+    assert resumed.state() == whole.state()
+
+
+def test_a_state_keeps_no_more_than_the_windows():
+    looking = diagnostics()
+    said(looking, times(40))
+    state = looking.state()
+    assert len(state["first"]) == len(state["latest"]) == WINDOW
+    assert "loss" not in state["latest"][0]
+
+
+@pytest.mark.parametrize(("dtype", "allowed", "much"), [("fp32", 9e-5, 2e-4), ("bf16", 0.04, 0.06)])
+def test_decode_loop_may_differ_by_what_rounding_does(dtype, allowed, much):
+    assert said(diagnostics(dtype), [{"sampler_error": allowed}]) == [[]]
+    assert "decode loop" in said(diagnostics(dtype), [{"sampler_error": much}])[0][0]
+
+
+def test_figures_that_were_no_numbers_come_back_as_they_were():
+    looking = diagnostics()
+    said(looking, times(WINDOW, kl=math.nan))
+    looking.evaluation({"reward": 1.0, "judge": math.nan, "judge_standard_error": math.inf})
+    again = diagnostics()
+    again.restore(json.loads(json.dumps(jsonable(looking.state()))))
+    assert math.isnan(again.latest[-1]["kl"])
+    assert math.isinf(again.evaluations[0]["judge_standard_error"])
+    assert again.evaluation({"reward": 2.0, "judge": 0.0, "judge_standard_error": 0.1}) == []
+    assert again.iteration(HEALTHY) == []
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rounding", "wrong"),
+    [("fp32", 4e-4, 6e-4), ("bf16", 0.2, 0.3), ("fp16", 0.09, 0.11)],
+)
+def test_a_sampler_that_no_rounding_explains_stops_the_run(dtype, rounding, wrong):
+    check_sampler({"sampler_error": rounding}, dtype)
+    check_sampler({}, dtype)
+    with pytest.raises(
+        ValueError, match=rf"are {wrong:g} nats per token .* no rounding in {dtype}"
+    ):
+        check_sampler({"sampler_error": wrong}, dtype)

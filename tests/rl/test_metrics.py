@@ -1,0 +1,127 @@
+"""Figures of an iteration that no other test works out by hand."""
+
+import math
+
+import pytest
+import torch
+
+from dschat_lora.data.loader import Window
+from dschat_lora.rl.batch import Response
+from dschat_lora.rl.config import RewardsConfig
+from dschat_lora.rl.experience import AdvantagesAndReturns, Experience
+from dschat_lora.rl.metrics import importance_metrics, rollout_rows, sampler_errors
+from dschat_lora.rl.pretraining import Pretraining
+from dschat_lora.rl.reward_shaping import clipped_rewards
+
+
+def test_sampler_error_is_over_the_tokens_that_count():
+    drawn = [(-1.0, -2.0), (-3.0,), (-0.5, -0.5, -0.5)]
+    responses = [Response((1,), (2,) * len(each), True, 0, logprobs=each) for each in drawn]
+    # The last response has no score; padding holds anything.
+    mask = torch.tensor([[True, True, False], [True, False, False], [False] * 3])
+    trained_on = torch.tensor([[-1.25, -2.0, 9.0], [-2.0, 9.0, 9.0], [7.0, 7.0, 7.0]])
+    scores = torch.tensor([1.0, 2.0, math.nan])
+    found = sampler_errors(Experience(responses, mask, trained_on, scores, trained_on, None))
+    assert found["sampler_error"] == pytest.approx((0.25 + 0.0 + 1.0) / 3)
+    assert found["sampler_error_max"] == pytest.approx(1.0)
+
+
+def test_importance_weights_are_told_of_the_tokens_that_count():
+    drawn = [(math.log(0.5), math.log(0.8)), (math.log(0.25),), (math.log(0.9),)]
+    responses = [Response((1,), (2,) * len(d), True, 0, sampler_logprobs=d) for d in drawn]
+    mask = torch.tensor([[True, True], [True, False], [False, False]])
+    policy = torch.tensor([[0.25, 0.8], [1.0, 0.3], [0.1, 0.1]]).log()
+    scores = torch.tensor([1.0, 2.0, math.nan])
+    experience = Experience(responses, mask, policy, scores, policy, None)
+    # ratios 1/2, 1 and 4, the last one cut to 2
+    found = importance_metrics(experience.importance(2.0), experience.mask, 2.0)
+    assert found["importance_weight"] == pytest.approx((0.5 + 1 + 2) / 3)
+    assert found["importance_capped"] == pytest.approx(1 / 3)
+    assert importance_metrics(None, experience.mask, 0.0) == {}
+
+
+def test_responses_are_kept_with_the_numbers_of_each_of_the_actors_tokens():
+    nan, actors = math.nan, (True, False, True)
+    responses = [
+        Response((1,), (2, 3), True, 0),
+        Response((1,), (4, 5, 6), False, 1, actor_mask=actors),
+        Response((1,), (7,), True, 2),
+    ]
+    mask = torch.tensor([[True, True], [True, True], [False, False]])
+    policy = torch.tensor([[-1.0, -2.0], [-3.0, -4.0], [0.0, 0.0]])
+    reference = torch.tensor([[-1.5, -2.0], [-2.0, -4.5], [0.0, 0.0]])
+    values = torch.tensor([[0.25, 0.5], [0.75, 1.0], [0.0, 0.0]])
+    scores = torch.tensor([1.0, 2.0, nan])
+    targets = AdvantagesAndReturns(torch.tensor([[1.0, -1.0], [2.0, -4.0], [0.0, 0.0]]), None)
+    experience = Experience(responses, mask, reference, scores, policy, values)
+
+    def decode(ids, **_):
+        return " ".join(map(str, ids))
+
+    rows = rollout_rows(experience, targets, decode, iteration=3, most=8)
+    assert [row["response"] for row in rows] == ["2 3", "4 5 6", "7"]
+    assert [row["reward"] for row in rows] == [1.0, 2.0, None]
+    assert [row["advantage"] for row in rows] == [0.0, -1.0, None]
+    assert [row["kl"] for row in rows] == [0.5, -0.5, None]
+    by_token = [{k: v for k, v in row.items() if k.startswith("token")} for row in rows]
+    assert by_token == [
+        {
+            "tokens": ["2", "3"],
+            "token_advantage": [1.0, -1.0],
+            "token_kl": [0.5, 0.0],
+            "token_value": [0.25, 0.5],
+        },
+        {
+            "tokens": ["4", "6"],
+            "token_advantage": [2.0, -4.0],
+            "token_kl": [-1.0, 0.5],
+            "token_value": [0.75, 1.0],
+        },
+        {},
+    ]
+    assert len(rollout_rows(experience, targets, decode, iteration=3, most=1)) == 1
+    assert rollout_rows(experience, None, decode, iteration=3, most=1)[0]["advantage"] is None
+
+
+def test_clipped_scores_are_told_whatever_the_penalty():
+    config = RewardsConfig(clip_reward_value=2.0, missing_eos_penalty=1.0)
+    # as they teach: 2, 2 less the penalty, -2, 1, 3 would be beyond
+    teaching = torch.tensor([2.0, 1.0, -2.0, 1.0])
+    ended = torch.tensor([True, False, True, True])
+    assert clipped_rewards(teaching, ended, config).tolist() == [True, True, True, False]
+    free = RewardsConfig(clip_reward_value=0.0)
+    assert not clipped_rewards(torch.tensor([99.0]), torch.tensor([True]), free).any()
+
+
+class Texts:
+    """A loader of two steps an epoch, whose batches are counts alone."""
+
+    steps_per_epoch = 2
+
+    class Batch:
+        def __init__(self, size):
+            self.num_samples, self.num_tokens, self.num_targets = 1, size, size - 1
+            self.num_attended, self.input_ids = size, torch.zeros(1, size)
+
+    def epoch(self, number, start=0):
+        sizes = [[3, 5], [7]][start:]
+        return iter([Window([self.Batch(n) for n in each], self.counts(each)) for each in sizes])
+
+    def counts(self, sizes):
+        tokens, samples = sum(sizes), len(sizes)
+        return {"num_samples": samples, "num_tokens": tokens, "num_targets": tokens - samples}
+
+
+def test_text_is_counted_once_since_the_last_look(ranks):
+    found = ranks(1).run("test_metrics:counted")[0]
+    assert found == [[8, 15], 3 + 5 + 7 + 3 + 5, 0]
+
+
+def counted():
+    """On a rank: targets' tokens of windows, and what was counted."""
+    texts = Pretraining(Texts(), coefficient=1.0)
+    first, second = texts.window(), texts.window()
+    texts.window()
+    tokens = [sum(b.num_tokens for b in first.batches)]
+    tokens.append(tokens[0] + sum(b.num_tokens for b in second.batches))
+    return [tokens, texts.take_counts().num_tokens, texts.take_counts().num_tokens]

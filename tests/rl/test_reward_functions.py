@@ -1,0 +1,316 @@
+"""How reward functions are called, built-in ones, several at once, and dynamic sampling."""
+
+import asyncio
+import json
+import math
+import time
+
+import pytest
+import torch
+
+from dschat_lora.rl.batch import Response
+from dschat_lora.rl.builtin_rewards import BUILTINS, builtin_function
+from dschat_lora.rl.config import RewardsConfig
+from dschat_lora.rl.dynamic_sampling import resample
+from dschat_lora.rl.experience import Scores
+from dschat_lora.rl.rewards import RewardError, RewardFunction, RewardFunctions, load_functions
+from helpers.roles import Words
+
+CPU = torch.device("cpu")
+HELLO = [{"role": "user", "content": "hello"}]
+ROWS = [
+    {"prompt": HELLO, "answer": "7 8"},
+    {"messages": [*HELLO, {"role": "assistant", "content": "no"}], "answer": "3"},
+    {"prompt": "plain", "level": 2},
+]
+RESPONSES = [
+    Response((5, 6), (7, 8, 2), True, 0, json.dumps(ROWS[0]).encode()),
+    Response((5,), (9,), False, 0, json.dumps(ROWS[1]).encode()),
+    Response((2, 4), (3, 4, 5, 6), False, 1, json.dumps(ROWS[2]).encode()),
+]
+
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+def made(function, name="mine:score", **options):
+    return RewardFunction("reward_function", name, function, Words(), **options)
+
+
+def scored(function, **options):
+    return made(function, **options)(RESPONSES, CPU).tolist()
+
+
+def test_a_function_of_trls_gets_messages_columns_and_token_ids():
+    got = {}
+
+    def score(completions, prompts, completion_ids, answer, **kwargs):
+        got.update(prompts=prompts, completions=completions, ids=completion_ids, answer=answer)
+        got.update(level=kwargs["level"])
+        return [0.0, 1.0, 2.0]
+
+    assert scored(score) == [0.0, 1.0, 2.0]
+    assert got["prompts"] == [HELLO, HELLO, "plain"]
+    assert got["completions"] == [
+        [{"role": "assistant", "content": "7 8"}],
+        [{"role": "assistant", "content": "9"}],
+        "3 4 5 6",
+    ]
+    assert got["ids"] == [[7, 8, 2], [9], [3, 4, 5, 6]]
+    assert got["answer"] == ["7 8", "3", None]
+    assert got["level"] == [None, None, 2]
+
+
+def test_columns_are_keyword_arguments_beside_texts():
+    def score(prompts, responses, answer):
+        assert prompts == ["5 6", "5", "2 4"]
+        return [float(response == right) for response, right in zip(responses, answer, strict=True)]
+
+    assert scored(score) == [1.0, 0.0, 0.0]
+
+
+def test_a_function_of_one_response_is_asked_about_each():
+    asked = []
+
+    def score(prompt, response, ended, answer=None):
+        asked.append((prompt, response, ended, answer))
+        return len(asked)
+
+    assert scored(score) == [1.0, 2.0, 3.0]
+    assert asked == [
+        ("5 6", "7 8", True, "7 8"),
+        ("5", "9", False, "3"),
+        ("2 4", "3 4 5 6", False, None),
+    ]
+
+
+def test_coroutines_of_single_responses_run_at_once():
+    waiting, most = 0, 0
+
+    async def score(response):
+        nonlocal waiting, most
+        waiting += 1
+        most = max(most, waiting)
+        await asyncio.sleep(0)
+        waiting -= 1
+        return float(len(response))
+
+    assert scored(score) == [3.0, 1.0, 7.0]
+    assert most == 3
+
+
+def test_a_coroutine_function_of_all_responses_is_waited_for():
+    async def score(completions, **kwargs):
+        await asyncio.sleep(0)
+        return [1, None, 3]
+
+    found = scored(score)
+    assert found[::2] == [1.0, 3.0]
+    assert math.isnan(found[1])
+
+
+def test_a_call_may_have_the_responses_to_one_prompt():
+    calls = []
+
+    def score(responses):
+        calls.append(responses)
+        return [float(len(calls))] * len(responses)
+
+    assert scored(score, batch="group") == [1.0, 1.0, 2.0]
+    assert calls == [["7 8", "9"], ["3 4 5 6"]]
+
+
+def test_a_failure_is_tried_again_as_often_as_asked(capsys):
+    calls = []
+
+    def score(responses):
+        calls.append(1)
+        if len(calls) < 3:
+            raise ConnectionError("try later")
+        return [1.0] * 3
+
+    assert scored(score, retries=2) == [1.0] * 3
+    assert capsys.readouterr().err.count("mine:score failed and is tried again") == 2
+    calls.clear()
+    with pytest.raises(RuntimeError, match="--reward_function mine:score failed"):
+        scored(score, retries=1)
+
+
+def test_a_call_that_takes_too_long_is_an_error():
+    def score(responses):
+        time.sleep(0.2)
+        return [0.0] * 3
+
+    words = "mine:score took more than the 0.01 seconds of --reward_timeout for 3 responses"
+    with pytest.raises(RuntimeError, match=words):
+        scored(score, timeout=0.01)
+    assert scored(score, timeout=5.0) == [0.0] * 3
+
+
+def test_an_error_within_the_time_is_its_own():
+    def score(responses):
+        raise KeyError("gone")
+
+    with pytest.raises(KeyError, match="gone"):
+        scored(score, timeout=5.0)
+
+
+# ---------------------------------------------------------------------------- several
+
+
+def test_scores_are_weighted_and_added_to_the_reward_models():
+    functions = RewardFunctions(
+        (
+            made(lambda responses: [1, 2, 3], "a:right"),
+            made(lambda responses: [10, None, 30], "b:short"),
+            made(lambda responses: [5, 5, 5], "c:right"),
+        ),
+        (2.0, 0.5, -1.0),
+        model_weight=3.0,
+    )
+    rewards = functions(RESPONSES, CPU)
+    assert list(rewards) == ["right", "short", "right_2"]
+    assert rewards["short"][0].item() == 10.0
+    total = functions.total(rewards, torch.tensor([1.0, 1.0, 2.0]))
+    assert total[[0, 2]].tolist() == [2.0 + 5.0 - 5.0 + 3.0, 6.0 + 15.0 - 5.0 + 6.0]
+    assert total[1].isnan()
+
+
+@pytest.mark.parametrize("found", [[1.0], [math.nan] * 3])
+def test_whatever_a_function_does_wrong_is_one_error_with_its_cause(found):
+    functions = RewardFunctions((made(lambda responses: found),), (1.0,))
+    with pytest.raises(RewardError) as caught:
+        functions(RESPONSES, CPU)
+    assert "--reward_function mine:score returned" in str(caught.value.__cause__)
+
+
+def test_weights_are_of_the_functions_and_last_of_the_model():
+    names = ("builtin:json_valid", "builtin:length=3")
+    found = load_functions(RewardsConfig(reward_function=names), Words())
+    assert (found.weights, found.model_weight) == ((1.0, 1.0), 1.0)
+    config = RewardsConfig(reward_function=names, reward_weights=(0.5, 2.0, 3.0))
+    found = load_functions(config, Words())
+    assert (found.weights, found.model_weight) == ((0.5, 2.0), 3.0)
+    with pytest.raises(ValueError, match="--reward_weights has 1 weights for 2 functions"):
+        RewardsConfig(reward_function=names, reward_weights=(1.0,))
+
+
+# ---------------------------------------------------------------------------- built-ins
+
+
+@pytest.mark.parametrize(
+    ("name", "response", "row", "expected"),
+    [
+        ("exact_match", " 42\n", {"answer": 42}, 1.0),
+        ("exact_match", "42.", {"answer": 42}, 0.0),
+        ("exact_match=gold", "Paris", {"gold": "Paris"}, 1.0),
+        ("regex=^Yes\\b", "Yes, sir", {}, 1.0),
+        ("regex=^Yes\\b", "Yesterday", {}, 0.0),
+        ("number_equals", "it is 1,024 in all", {"answer": "#### 1024"}, 1.0),
+        ("number_equals", "first 3, then -4.50", {"answer": "-4.5"}, 1.0),
+        ("number_equals", "none", {"answer": "none"}, 0.0),
+        ("length=4", "a b c d", {}, 1.0),
+        ("length=8", "a b c d", {}, 0.5),
+        ("length=2", "a b c d", {}, 0.0),
+        ("json_valid", '{"a": [1, 2]}', {}, 1.0),
+        ("json_valid", "{a: 1}", {}, 0.0),
+        ("format_tags", "<think>so\nso</think>\n<answer>4</answer>", {}, 1.0),
+        ("format_tags", "<answer>4</answer><think>so</think>", {}, 0.0),
+        ("format_tags", "<think>a</think><think>b</think><answer>4</answer>", {}, 0.0),
+        ("format_tags=plan", "x <plan>1</plan>", {}, 0.0),
+        ("repetition_penalty", "a b c a b c", {}, -0.25),  # 3 of 4 trigrams differ
+        ("repetition_penalty=1", "a a a a", {}, -0.75),
+        ("repetition_penalty", "a b", {}, 0.0),
+        ("soft_overlong=5,2", "a b c", {}, 0.0),
+        ("soft_overlong=5,2", "a b c d", {}, -0.5),
+        ("soft_overlong=5,2", "a b c d e f", {}, -1.0),
+    ],
+)
+def test_built_in_reward(name, response, row, expected):
+    function = builtin_function(f"builtin:{name}")
+    ids = list(range(len(response.split())))
+    assert function(response=response, row=row, token_ids=ids) == pytest.approx(expected)
+
+
+def test_every_built_in_is_one_that_the_table_tests():
+    cases = next(m for m in test_built_in_reward.pytestmark if m.name == "parametrize").args[1]
+    assert {case[0].partition("=")[0] for case in cases} == set(BUILTINS)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nosuch", "there is no such built-in reward; there are builtin:exact_match, builtin:r"),
+        ("regex", "give a regular expression"),
+        ("regex=(", "missing .*, unterminated"),
+        ("length=0", "give a number of tokens, as in builtin:length=40"),
+        ("soft_overlong=64", "give most tokens and those that are punished"),
+    ],
+)
+def test_a_built_in_that_cannot_be_is_refused_with_the_options(name, words):
+    with pytest.raises(ValueError, match=f"--reward_function builtin:.*{words}"):
+        RewardsConfig(reward_function=(f"builtin:{name}",))
+
+
+def test_the_column_of_a_built_in_must_be_there():
+    (function,) = load_functions(
+        RewardsConfig(reward_function=("builtin:exact_match=gold",)), Words()
+    ).functions
+    function.check_columns(["gold"])
+    with pytest.raises(ValueError, match="builtin:exact_match=gold asks for gold; .*: answer"):
+        function.check_columns(["answer"])
+
+
+# ---------------------------------------------------------------------------- dynamic sampling
+
+
+def group_of(number, place):
+    """Two responses to a prompt, which name it."""
+    return [Response((number,), (number, k), True, place) for k in range(2)]
+
+
+def resampled(prompts, further, rewards, *, tries=9):
+    """The prompts of each place at the end, and what was done; ``rewards`` by prompt."""
+    rounds = []
+
+    def generate(numbers, number):
+        rounds.append((number, list(numbers)))
+        return [r for place, prompt in enumerate(numbers) for r in group_of(prompt, place)]
+
+    def score(responses):
+        values = torch.tensor([rewards[r.prompt[0]][r.tokens[1]] for r in responses])
+        return Scores(values, {"f": 2 * values})
+
+    first = [r for place, prompt in enumerate(prompts) for r in group_of(prompt, place)]
+    found = resample(first, further=further, tries=tries, generate=generate, score=score)
+    assert [r.group for r in found.responses] == [n // 2 for n in range(len(first))]
+    torch.testing.assert_close(found.scores.total, score(found.responses).total, equal_nan=True)
+    torch.testing.assert_close(found.scores.by_name["f"], 2 * found.scores.total, equal_nan=True)
+    return [r.prompt[0] for r in found.responses[::2]], found.metrics, rounds
+
+
+REWARDS = {
+    **dict.fromkeys((1, 2, 11, 13), (0.0, 1.0)),
+    **dict.fromkeys((3, 4, 10, 12), (1.0, 1.0)),
+    5: (math.nan, 1.0),
+}
+
+
+def test_equal_groups_are_replaced_by_further_prompts_until_none_is_left():
+    prompts, metrics, rounds = resampled([1, 3, 2, 4], [10, 11, 12, 13], REWARDS)
+    assert prompts == [1, 11, 2, 13]
+    assert rounds == [(1, [10, 11]), (2, [12]), (3, [13])]
+    assert metrics == {"resampling_tries": 3, "resampled_prompts": 2, "resampled_responses": 8}
+
+
+def test_no_more_prompts_are_asked_than_tries_allow_or_there_are():
+    assert resampled([3, 4], [10, 12, 11, 13], REWARDS, tries=1)[0] == [3, 4]
+    prompts, metrics, _ = resampled([3, 5], [11], REWARDS)
+    assert prompts == [11, 5]
+    assert metrics["resampling_tries"] == 1
+
+
+def test_groups_that_differ_are_left_alone():
+    prompts, metrics, rounds = resampled([1, 2], [11], REWARDS)
+    assert (prompts, rounds) == ([1, 2], [])
+    assert set(metrics.values()) == {0}

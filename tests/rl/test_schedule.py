@@ -1,0 +1,56 @@
+"""How many iterations and steps a run has, and how far it has come."""
+
+import itertools
+import json
+import math
+
+import pytest
+
+from dschat_lora.report.log import jsonable
+from dschat_lora.rl.rollout import PromptOrder
+from dschat_lora.rl.schedule import RlhfProgress, RlhfSchedule
+
+PLANS = list(
+    itertools.product(
+        (1, 3, 7, 16), (1, 3, 4, 20), (1, 2), (1, 3, 8), (1, 2), (0, 1, 2), (0, 1, 17)
+    )
+)
+
+
+def test_iterations_are_as_many_as_counting_them_one_by_one_finds():
+    sizes = {
+        (prompts, each): [len(PromptOrder(prompts, each, 0)(i)) for i in range(60)]
+        for prompts, each, *_ in PLANS
+    }
+    for prompts, each, k, rows, passes, epochs, max_steps in PLANS:
+        plan = RlhfSchedule(PromptOrder(prompts, each, 0), k, rows, passes, epochs, max_steps)
+        steps = [passes * math.ceil(size * k / rows) for size in sizes[prompts, each]]
+        per_epoch = sum(steps[: math.ceil(prompts / each)])
+        wanted = max_steps if max_steps and epochs else epochs * per_epoch
+        assert plan.num_steps == wanted
+        counted = made = 0
+        while made < wanted:
+            assert plan.steps_before(counted) == made
+            made += steps[counted]
+            counted += 1
+        assert plan.num_iterations == counted
+
+
+@pytest.mark.parametrize(("prompts", "each"), [(7, 3), (6, 3), (2, 5)])
+def test_an_epoch_answers_every_prompt_once_in_an_order_of_its_own(prompts, each):
+    order = PromptOrder(prompts, each, seed=3)
+    epochs = [
+        [n for i in range(order.iterations_per_epoch) for n in order(first + i)]
+        for first in (0, order.iterations_per_epoch)
+    ]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(prompts))
+    for iteration in range(5):
+        assert order.size(iteration) == len(order(iteration))
+
+
+def test_progress_that_is_no_number_comes_back_as_it_was():
+    progress = RlhfProgress(kl_spent=math.nan, moments={"count": 2.0, "mean": math.inf, "m2": 1.0})
+    again = RlhfProgress()
+    again.restore(json.loads(json.dumps(jsonable(progress.state()))))
+    assert math.isnan(again.kl_spent)
+    assert again.moments == {"count": 2.0, "mean": math.inf, "m2": 1.0}

@@ -1,0 +1,515 @@
+"""What the update feeds to its engines, and when; without any engine."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from dschat_lora.engine.build import StepOutcome
+from dschat_lora.rl.batch import Minibatch, Response, collate, response_mask, step_counts
+from dschat_lora.rl.engines import Engines
+from dschat_lora.rl.experience import (
+    AdvantagesAndReturns,
+    Experience,
+    add_old_outputs,
+    advantages_and_returns,
+    score_responses,
+)
+from dschat_lora.rl.metrics import update_metrics
+from dschat_lora.rl.pretraining import Pretraining
+from dschat_lora.rl.retry import Retry
+from dschat_lora.rl.update import StepResult, Updater
+from dschat_lora.rl.update_config import PpoConfig
+from helpers.iterations import ragged_responses, ragged_texts, text_loader
+
+CPU = torch.device("cpu")
+RESPONSES = [Response(tuple(p), tuple(t), True, g) for p, t, g in ragged_responses(6, seed=9)]
+MASK = response_mask(RESPONSES, CPU)
+
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+class Engine:
+    """Notes what it is fed."""
+
+    device = CPU
+
+    def __init__(self):
+        self.fed, self.module = [], nn.Linear(1, 1)
+
+    def backward(self, loss, *, last):
+        self.fed.append((float(loss.detach()), last))
+
+
+class Roles:
+    """Stands for the engines; all figures are given."""
+
+    def __init__(self, *, critic=True, logprob=-1.0, value=0.5, text=2.0):
+        self.actor, self.critic = Engine(), Engine() if critic else None
+        self.logprob, self.value, self.text = logprob, value, text
+        self.passes, self.factors, self.modes = [], [], []
+        self.retry = Retry()
+
+    @property
+    def trained(self):
+        return {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
+
+    def policy(self, batch, width):
+        self.passes.append(batch.numbers)
+        table = batch.table(torch.ones(len(batch.target_ids)), width)
+        return (self.logprob * table).requires_grad_(), 0.25 * table
+
+    def values(self, batch, width):
+        return (self.value * batch.table(torch.ones(len(batch.target_ids)), width)).requires_grad_()
+
+    def text_loss(self, batch):
+        return torch.tensor(self.text * batch.num_targets, requires_grad=True)
+
+    def set_rates(self, factor):
+        self.factors.append(factor)
+        return {"actor": {"lora": factor}}
+
+    def train(self, roles):
+        self.modes.append(f"train {' '.join(sorted(self.trained.keys() & roles))}")
+
+    def eval(self):
+        self.modes.append("eval")
+
+    @property
+    def reward(self):
+        return self.critic
+
+    def scores(self, batch):
+        return 10.0 * torch.tensor(batch.numbers, dtype=torch.float32)
+
+    def reference(self, batch, width):
+        return -2.0 * batch.table(batch.step + 1.0, width)
+
+    def step(self, roles):
+        return {name: StepOutcome(1.0, False, 1.0) for name in self.trained if name in roles}
+
+
+def experience(*, unscored=(), known=True, critic=True):
+    scores = torch.zeros(len(RESPONSES))
+    scores[list(unscored)] = math.nan
+    mask = MASK & ~scores.isnan()[:, None]
+    zero = torch.zeros(MASK.shape)
+    return Experience(
+        RESPONSES,
+        mask,
+        zero,
+        scores,
+        -1.0 * MASK if known else None,
+        0.5 * MASK if known and critic else None,
+    )
+
+
+def advantages(known, by=1.0):
+    return AdvantagesAndReturns(by * known.mask, (0.5 + by) * known.mask)
+
+
+def updated(roles, known, steps, *, find=advantages, config=None, pretraining=None, **options):
+    updater = Updater(
+        roles,
+        config or PpoConfig(),
+        known,
+        estimate_advantages=find,
+        kl_coef=0.3,
+        pretraining=pretraining,
+        **options,
+    )
+    results = updater.steps(
+        steps,
+        lambda rows: collate(RESPONSES, rows, 0),
+        lambda index: 10.0 + index,
+        first_batches=[],
+    )
+    return [(updater.experience, result) for result in results], updater
+
+
+def tokens_of(*numbers):
+    return sum(len(RESPONSES[n].tokens) for n in numbers)
+
+
+TWO_HALVES = [Minibatch([0, 1, 2], [[0, 1], [2]]), Minibatch([3, 4, 5], [[3], [5, 4]])]
+
+
+def test_each_micro_batch_gives_its_share_and_the_last_ends_the_step():
+    roles = Roles()
+    found, _ = updated(roles, experience(), TWO_HALVES)
+    shares = [(0, 1), (2,), (3,), (5, 4)]
+    totals = [tokens_of(0, 1, 2)] * 2 + [tokens_of(3, 4, 5)] * 2
+    # ratio 1 and advantage 1; the value is 1 below the return
+    assert roles.actor.fed == [
+        (pytest.approx(-tokens_of(*own) / total), last)
+        for own, total, last in zip(shares, totals, (False, True) * 2, strict=True)
+    ]
+    assert roles.critic.fed == [
+        (pytest.approx(0.5 * tokens_of(*own) / total), last)
+        for own, total, last in zip(shares, totals, (False, True) * 2, strict=True)
+    ]
+    assert roles.factors == [10.0, 11.0]
+    assert roles.modes == ["train actor critic"] * 2
+    for _, result in found:
+        assert result.policy_loss == pytest.approx(-1.0)
+        assert result.value_loss == pytest.approx(0.5)
+        assert result.entropy == pytest.approx(0.25)
+        assert (result.clip_fraction, result.approx_kl, result.text_loss) == (0.0, 0.0, None)
+
+
+def test_text_ends_the_actors_step_and_the_critic_ends_its_own():
+    roles, texts = Roles(text=2.0), ragged_texts(3)
+    pretraining = Pretraining(text_loader(texts, micro=1, accumulation=3), coefficient=0.7)
+    found, _ = updated(roles, experience(), TWO_HALVES[:1], pretraining=pretraining)
+    assert [last for _, last in roles.actor.fed] == [False] * 4 + [True]
+    assert [last for _, last in roles.critic.fed] == [False, True]
+    sizes = sorted((len(ids) - 1 for ids in texts), reverse=True)
+    assert [loss for loss, _ in roles.actor.fed[2:]] == pytest.approx(
+        [0.7 * 2.0 * n / sum(sizes) for n in sizes]
+    )
+    assert found[0][1].text_loss == pytest.approx(2.0)
+    assert found[0][1].policy_loss == pytest.approx(-1.0)
+
+
+def test_while_the_critic_warms_up_it_alone_learns_from_the_same_targets():
+    roles, both, texts = Roles(), Roles(), ragged_texts(3)
+    pretraining = Pretraining(text_loader(texts, micro=1, accumulation=3), coefficient=0.7)
+    found, _ = updated(
+        roles, experience(), TWO_HALVES, pretraining=pretraining, learning=("critic",)
+    )
+    expected, _ = updated(both, experience(), TWO_HALVES)
+    assert roles.modes == ["train critic"] * 2
+    assert roles.actor.fed == []
+    assert roles.critic.fed == both.critic.fed
+    assert pretraining.state() == {"step": 0}
+    for (_, result), (_, other) in zip(found, expected, strict=True):
+        assert result.outcomes.keys() == {"critic"}
+        assert (result.value_loss, result.policy_loss) == (other.value_loss, other.policy_loss)
+        assert result.text_loss is None
+    assert update_metrics([result for _, result in found])["grad_norm"] is None
+
+
+def test_a_step_in_which_nothing_counts_is_passed_over_with_its_rate_and_text():
+    roles, texts = Roles(), ragged_texts(2)
+    pretraining = Pretraining(text_loader(texts, micro=1, accumulation=1), coefficient=1.0)
+    known = experience(unscored=(0, 1, 2))
+    found, _ = updated(roles, known, TWO_HALVES, pretraining=pretraining)
+    assert len(found) == 1
+    assert found[0][1].num_tokens == tokens_of(3, 4, 5)
+    assert roles.factors == [11.0]
+    assert roles.passes == [(3,), (5, 4)]
+    assert pretraining.state() == {"step": 1}
+
+
+def test_the_first_step_taken_compares_the_passes_and_no_later_one():
+    (_, first), (_, second) = updated(Roles(logprob=-0.9), experience(), TWO_HALVES)[0]
+    assert first.ratio_error == pytest.approx(math.exp(0.1) - 1)
+    assert second.ratio_error is None
+    known = experience(unscored=(0, 1, 2))
+    ((_, only),) = updated(Roles(logprob=-0.9), known, TWO_HALVES)[0]
+    assert only.ratio_error == pytest.approx(math.exp(0.1) - 1)
+
+
+def test_largest_error_is_that_of_any_micro_batch():
+    class Unlike(Roles):
+        def policy(self, batch, width):
+            self.logprob = -0.8 if 0 in batch.numbers else -1.0
+            return super().policy(batch, width)
+
+    ((_, result), _) = updated(Unlike(), experience(), TWO_HALVES)[0]
+    assert result.ratio_error == pytest.approx(math.exp(0.2) - 1)
+
+
+def test_largest_error_is_that_of_any_rank(monkeypatch):
+    monkeypatch.setattr("dschat_lora.rl.update.max_over_ranks", lambda own: max(own, 0.75))
+    ((_, result), _) = updated(Roles(), experience(), TWO_HALVES)[0]
+    assert result.ratio_error == 0.75
+
+
+def test_what_is_not_known_is_what_the_first_pass_says():
+    roles = Roles(logprob=-0.7, value=0.2)
+    whole = Minibatch(list(range(6)), [[4, 2, 0, 1, 3, 5]])
+    ((known, result),), updater = updated(roles, experience(known=False), [whole])
+    torch.testing.assert_close(known.logprobs, -0.7 * MASK)
+    torch.testing.assert_close(known.values, 0.2 * MASK)
+    assert not known.logprobs.requires_grad
+    assert result.ratio_error == 0.0
+    assert updater.targets is not None
+    assert roles.passes == [(4, 2, 0, 1, 3, 5)]
+
+
+def test_targets_are_found_once_an_iteration():
+    calls = []
+
+    def find(known):
+        calls.append(known)
+        return advantages(known)
+
+    updated(Roles(), experience(), TWO_HALVES * 2, find=find)
+    assert len(calls) == 1
+
+
+def test_values_are_in_units_of_rewards_before_they_are_compared():
+    roles = Roles(value=3.0)
+    known = experience()
+    units = {"rescale_values": lambda values: (values - 2.0 * (values != 0)) / 2.0}
+    ((_, result),) = updated(roles, known, TWO_HALVES[:1], **units)[0]
+    # (3 - 2) / 2 = 0.5, and the return is 1.5
+    assert result.value_loss == pytest.approx(0.5)
+
+
+def test_an_infinite_loss_of_one_role_breaks_both_at_the_last_micro_batch():
+    def find(known):
+        found = advantages(known)
+        found.returns[2, 0] = math.inf
+        return found
+
+    roles = Roles()
+    updated(roles, experience(), TWO_HALVES[:1], find=find)
+    assert math.isfinite(roles.actor.fed[0][0])
+    assert math.isnan(roles.actor.fed[1][0])
+    assert math.isnan(roles.critic.fed[1][0])
+
+
+def test_without_a_critic_there_is_nothing_of_its_own():
+    roles = Roles(critic=False)
+    ((_, result), _) = updated(roles, experience(critic=False), TWO_HALVES)[0]
+    assert result.value_loss is None
+    assert result.value_clip_fraction is None
+    assert result.outcomes.keys() == {"actor"}
+
+
+def test_grpo_takes_the_divergence_into_the_loss():
+    known = experience(critic=False)
+    known = replace(known, ref_logprobs=-1.5 * MASK)
+    config = PpoConfig(algorithm="grpo", entropy_coef=0.1)
+    ((_, result), _) = updated(Roles(critic=False), known, TWO_HALVES, config=config)[0]
+    divergence = math.exp(-0.5) + 0.5 - 1
+    assert result.policy_loss == pytest.approx(-1.0 + 0.3 * divergence - 0.1 * 0.25)
+
+
+def outcome(skipped):
+    return StepOutcome(math.inf if skipped else 1.0, skipped, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("actor", "critic", "expected"),
+    [(False, False, False), (True, False, True), (False, True, True)],
+)
+def test_a_step_is_skipped_if_either_role_is(actor, critic, expected):
+    outcomes = {"actor": outcome(actor), "critic": outcome(critic)}
+    figures = dict.fromkeys(
+        ("policy_loss", "entropy", "clip_fraction", "approx_kl", "num_tokens"), 0.0
+    )
+    absent = dict.fromkeys(("value_loss", "text_loss", "value_clip_fraction", "ratio_error"))
+    assert StepResult(**figures, **absent, outcomes=outcomes, learning_rates={}).skipped is expected
+
+
+def test_a_response_without_score_is_in_no_figure_of_a_batch_it_shares():
+    class Loud(Roles):
+        def policy(self, batch, width):
+            logprobs, entropies = super().policy(batch, width)
+            silent = torch.tensor([[float(n != 1)] for n in batch.numbers])
+            return logprobs - (1 - silent), entropies + 100 * (1 - silent)
+
+    known = replace(experience(unscored=(1,), critic=False), ref_logprobs=-1.5 * MASK)
+    config = PpoConfig(algorithm="grpo", entropy_coef=0.1)
+    ((_, result),) = updated(Loud(critic=False), known, TWO_HALVES[:1], config=config)[0]
+    assert result.num_tokens == tokens_of(0, 2)
+    assert result.entropy == pytest.approx(0.25)
+    divergence = math.exp(-0.5) + 0.5 - 1
+    assert result.policy_loss == pytest.approx(-1.0 + 0.3 * divergence - 0.1 * 0.25)
+
+
+@pytest.mark.parametrize(
+    ("policy", "value", "clipped"), [(0.1, 0.9, (1.0, 0.0)), (0.9, 0.1, (0.0, 1.0))]
+)
+def test_each_role_has_its_own_clip(policy, value, clipped):
+    # the ratio is 1.35 where more still pays; the value has gone from 0.5 to 0.8 of 1.5
+    config = PpoConfig(cliprange=policy, cliprange_value=value)
+    roles = Roles(logprob=-0.7, value=0.8)
+    ((_, result),) = updated(roles, experience(), TWO_HALVES[:1], config=config)[0]
+    assert (result.clip_fraction, result.value_clip_fraction) == clipped
+    ratio = math.exp(0.3)
+    assert result.policy_loss == pytest.approx(-1.1 if clipped[0] else -ratio)
+    assert result.value_loss == pytest.approx(0.5 * (0.9 if clipped[1] else 0.7) ** 2)
+    assert result.approx_kl == pytest.approx(ratio - 1 - 0.3)
+
+
+def test_batches_that_are_there_serve_the_first_pass_in_their_order():
+    roles, numbers = Roles(), [[0, 1], [2], [3], [5, 4]]
+    options = {"estimate_advantages": advantages, "kl_coef": 0.0, "pretraining": None}
+    updater = Updater(roles, PpoConfig(), experience(), **options)
+    made = []
+
+    def make(rows):
+        made.append(rows)
+        return collate(RESPONSES, rows, 0)
+
+    first = [collate(RESPONSES, rows, 0) for rows in numbers]
+    list(updater.steps(TWO_HALVES * 2, make, lambda index: 1.0, first_batches=first))
+    assert roles.passes == [tuple(rows) for rows in numbers] * 2
+    assert made == numbers
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_what_is_done_to_the_engines_is_done_to_both(both):
+    class Noting:
+        def __init__(self):
+            self.noted = []
+
+        def __getattr__(self, name):
+            done = f"{name} done"
+            result = (lambda: done) if name == "queue_step" else done
+            return lambda *values: self.noted.append((name, *values)) or result
+
+    actor, critic = Noting(), Noting() if both else None
+    engines = Engines(actor, critic, None, 1.0)
+    names = ["actor", "critic"] if both else ["actor"]
+    assert engines.set_rates(0.5) == dict.fromkeys(names, "set_rates done")
+    engines.eval()
+    engines.train(names)
+    assert engines.step(names) == dict.fromkeys(names, "queue_step done")
+    for each in (actor, critic) if both else (actor,):
+        assert each.noted == [("set_rates", 0.5), ("eval",), ("train",), ("queue_step",)]
+    engines.train(["critic"])
+    assert engines.step(["critic"]) == ({"critic": "queue_step done"} if both else {})
+    assert actor.noted[4:] == [("eval",)]
+
+
+# ---------------------------------------------------------------------------- looking
+
+
+@pytest.mark.parametrize("asks", [True, False])
+@pytest.mark.parametrize("critic", [True, False])
+def test_a_look_has_every_response_at_its_number(asks, critic):
+    roles = Roles(critic=critic, logprob=-0.7, value=0.2)
+    batches = [collate(RESPONSES, rows, 0) for rows in ([4, 2], [0, 5, 1], [3], [])]
+    found = score_responses(roles, RESPONSES, batches, scorer=None, with_old=asks)
+    logprobs, values = found.logprobs, found.values
+    assert roles.modes == ["eval"]
+    steps = torch.arange(MASK.shape[1]) + 1.0
+    torch.testing.assert_close(found.ref_logprobs, -2.0 * steps * MASK)
+    # without a critic nothing has the reward model here
+    expected = [10.0 * n if critic else 0.0 for n in range(6)]
+    assert found.scores.tolist() == expected
+    assert torch.equal(found.mask, MASK)
+    assert (logprobs is not None) == asks
+    assert (values is not None) == (asks and critic)
+    if asks:
+        torch.testing.assert_close(logprobs, -0.7 * MASK)
+        assert not logprobs.requires_grad
+    if asks and critic:
+        torch.testing.assert_close(values, 0.2 * MASK)
+
+
+# ---------------------------------------------------------------------------- targets
+
+
+def by_hand(algorithm, scores, groups, *, kl=0.0, **options):
+    """Advantages of single-token responses."""
+    responses = [Response((5,), (6,), True, g) for g in groups]
+    scores = torch.tensor(scores)
+    mask = torch.ones(len(groups), 1, dtype=torch.bool) & ~scores.isnan()[:, None]
+    kl = torch.as_tensor(kl, dtype=torch.float32).view(-1, 1).expand(len(groups), 1)
+    zero = torch.zeros(len(groups), 1)
+    known = Experience(responses, mask, zero - kl, scores, zero, zero)
+    config = PpoConfig(algorithm=algorithm, **options)
+    return advantages_and_returns(known, scores.nan_to_num(), config, kl_coef=0.5)
+
+
+def test_rloo_compares_what_is_left_of_scores_after_the_divergence():
+    found = by_hand("rloo", [1.0, 4.0, math.nan, 9.0], [0, 0, 0, 1], kl=[2.0, 4.0, 8.0, 16.0])
+    # worth 0 and 2 in the first group; the last is alone
+    assert found.advantages[:, 0].tolist() == [-2.0, 2.0, 0.0, 0.0]
+    assert found.returns is None
+
+
+def test_grpo_compares_scores_alone():
+    found = by_hand("grpo", [1.0, 3.0, math.nan], [0, 0, 0], kl=[2.0, 90.0, 8.0])
+    spread = 2**0.5 + 1e-4
+    torch.testing.assert_close(found.advantages[:, 0], torch.tensor([-1 / spread, 1 / spread, 0.0]))
+
+
+def test_ppo_takes_the_divergence_from_rewards():
+    found = by_hand("ppo", [1.0, 3.0, math.nan], [0, 0, 0], kl=[2.0, 4.0, 8.0])
+    # rewards 0 and 1 of values 0: whitened to -1 and 1
+    torch.testing.assert_close(found.advantages[:, 0], torch.tensor([-1.0, 1.0, 0.0]))
+    assert found.returns[:, 0].tolist() == [0.0, 1.0, 0.0]
+    plain = by_hand("ppo", [1.0, 3.0], [0, 0], kl=[2.0, 4.0], whiten_advantages=False)
+    assert plain.advantages[:, 0].tolist() == [0.0, 1.0]
+
+
+def test_discount_and_trace_are_not_each_other():
+    known = replace(experience(), values=1.0 * MASK)
+    longest = max(range(6), key=tokens_of)
+    size, scores = tokens_of(longest), torch.zeros(6)
+    scores[longest] = 8.0
+    for gamma, lam in ((0.5, 1.0), (1.0, 0.5)):
+        config = PpoConfig(gamma=gamma, lam=lam, whiten_advantages=False, kl_coef=0.0)
+        found = advantages_and_returns(known, scores, config, kl_coef=0.0)
+        # by the slow definition, values being 1 before each token and 0 after the last
+        deltas = [gamma - 1.0] * (size - 1) + [8.0 - 1.0]
+        wanted = sum((gamma * lam) ** k * deltas[k] for k in range(size))
+        assert float(found.advantages[longest, 0]) == pytest.approx(wanted)
+    assert size > 1
+
+
+def test_divergence_is_that_of_tokens_that_count():
+    known = replace(experience(unscored=(1,)), ref_logprobs=-3.0 * MASK)
+    expected = 2.0 * MASK
+    expected[1] = 0.0
+    assert torch.equal(known.kl(), expected)
+    assert known.counts.tolist() == [True, False, True, True, True, True]
+
+
+def test_what_ranks_know_is_put_in_the_order_of_responses():
+    numbers = [4, 2, 0, 1, 3, 5]
+    order = torch.tensor(numbers, dtype=torch.float32)[:, None] * MASK[numbers]
+    known = add_old_outputs(experience(known=False), numbers, order, -order)
+    expected = torch.arange(6.0)[:, None] * MASK
+    assert torch.equal(known.logprobs, expected)
+    assert torch.equal(known.values, -expected)
+    assert add_old_outputs(experience(known=False), numbers, order, None).values is None
+
+
+def test_counts_of_batches_add_up():
+    batches = [collate(RESPONSES, rows, 0) for rows in ([0, 1], [2], [])]
+    total = step_counts(batches)
+    assert total.num_tokens == sum(len(RESPONSES[n]) for n in (0, 1, 2))
+    assert total.num_samples == 3
+
+
+# ---------------------------------------------------------------------------- text
+
+
+def windows_of(pretraining, count):
+    return [
+        [batch.input_ids.tolist() for batch in pretraining.window().batches] for _ in range(count)
+    ]
+
+
+def test_text_goes_on_epoch_after_epoch_and_from_where_it_was():
+    def fresh():
+        return Pretraining(text_loader(ragged_texts(5), micro=1, accumulation=2), coefficient=1.0)
+
+    expected = windows_of(fresh(), 8)
+    epoch = [sorted(str(b) for w in expected[n : n + 3] for b in w) for n in (0, 3)]
+    assert epoch[0] == epoch[1]
+    assert expected[:3] != expected[3:6]
+    for stop in range(8):
+        first = fresh()
+        found = windows_of(first, stop)
+        resumed = fresh()
+        resumed.window()
+        resumed.restore(first.state())
+        assert found + windows_of(resumed, 8 - stop) == expected
+
+
+def test_a_window_counts_its_targets():
+    texts = ragged_texts(2)
+    pretraining = Pretraining(text_loader(texts, micro=2, accumulation=1), coefficient=1.0)
+    assert pretraining.window().num_targets == sum(len(ids) - 1 for ids in texts)
