@@ -31,23 +31,22 @@ class Room(NamedTuple):
 FLOORS = [
     {
         "algos": Room(libraries="numpy torch", light="schedules"),
-        "assets": Room(light="__init__ toy_world"),
         "config": Room(
             libraries="yaml",
-            light="data files groups help hints options parser recipes stages values verbs",
+            light="bundled data files groups held help hints options parser recipes stages values"
+            " verbs",
         ),
     },
     {
+        "assets": Room("config", light="__init__ toy_world"),
         "report": Room(
             "config",
             "torch tqdm trackio wandb",
             "answers costs curves data_view directory html markup metrics rollout_file "
             "rollout_view samples settings story terminal trackers verdict",
         ),
-    },
-    {
         "data": Room(
-            "algos config report",
+            "algos config",
             "datasets jinja2 numpy pyarrow tokenizers torch transformers",
             "arrow_rows columns directories json_stream layouts lengths messages nlg readers rows "
             "sharegpt sources suffixes templates",
@@ -65,7 +64,7 @@ FLOORS = [
     },
     {
         "models": Room(
-            "algos assets checkpoint config data engine lora",
+            "algos checkpoint config data engine lora",
             "safetensors torch transformers",
             "families published quantization_checks source tensor_parallel_checks",
         ),
@@ -73,14 +72,14 @@ FLOORS = [
     {
         "generation": Room("algos lora models", "psutil torch transformers"),
         "runtime": Room(
-            "algos assets checkpoint config data engine lora models perf report",
+            "algos checkpoint config data engine lora models perf report",
             "huggingface_hub psutil safetensors torch transformers",
-            "checks describe gguf resume saved seeds stage_main validation",
+            "caller checks describe gguf resume saved seeds stage_main validation",
         ),
     },
     {
-        "rlhf": Room(
-            "algos assets checkpoint config data engine generation lora models perf report runtime",
+        "rl": Room(
+            "algos checkpoint config data engine generation lora models perf report runtime",
             "numpy torch",
             "algorithms builtin_rewards config diagnostics notes role_config sources update_config"
             " validation",
@@ -102,7 +101,7 @@ FLOORS = [
             "config optim_config original predictions scorer_files validation",
         ),
         "pipeline": Room(
-            "algos assets checkpoint config data engine generation lora models perf report rlhf"
+            "algos assets checkpoint config data engine generation lora models perf report rl"
             " runtime supervised",
             "packaging psutil torch",
             "families file_verbs launch recipe run stage_verbs stages stand_ins state validation",
@@ -114,8 +113,16 @@ FLOORS = [
         ),
     },
     {
+        "api": Room(
+            "algos checkpoint config data engine generation lora models perf pipeline report rl"
+            " runtime supervised",
+            "IPython torch",
+            "command_lines inputs notebook process rewards runs stages verbs",
+        ),
+    },
+    {
         "__main__": Room(
-            "config experiments.glue experiments.nlg pipeline report runtime serving",
+            "api config experiments.glue experiments.nlg pipeline report runtime serving",
             light="__main__",
         ),
     },
@@ -137,7 +144,10 @@ HEAVY = ("torch", "transformers", "deepspeed", "datasets", "numpy", "pyarrow", "
 # Modules that may write to a standard stream.
 SPEAKERS = {"report.log", "report.terminal", "config.options", "supervised.score"}
 # These load the heavy parts of a verb when it runs.
-VERBS = {"__main__", "pipeline.file_verbs", "pipeline.stage_verbs", "serving.verbs"}
+VERBS = {
+    *("__main__", "pipeline.file_verbs", "pipeline.stage_verbs", "serving.verbs"),
+    *(f"api.{name}" for name in ("command_lines", "inputs", "rewards", "stages", "verbs")),
+}
 # Other packages' chatter is turned off where they are imported.
 QUIETENERS = {"deepspeed_logger.setLevel", "warnings.filterwarnings", "disable_progress_bar"}
 

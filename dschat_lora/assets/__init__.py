@@ -1,9 +1,5 @@
-"""Paths of the bundled tiny model and data set, and of the table of types of models."""
+"""The bundled tiny model and data set, and the table of types of models: their paths."""
 
-from pathlib import Path
+from dschat_lora.config.bundled import BUNDLED_DATA, BUNDLED_MODEL, FAMILIES
 
-_ROOT = Path(__file__).parent
-
-BUNDLED_MODEL = _ROOT / "model"
-BUNDLED_DATA = {split: _ROOT / "data" / f"{split}.jsonl" for split in ("train", "eval", "test")}
-FAMILIES = _ROOT / "families.json"  # what types of models can do; see models.families
+__all__ = ["BUNDLED_DATA", "BUNDLED_MODEL", "FAMILIES"]

@@ -6,7 +6,8 @@ Nothing that they hold is dropped, or read as something else.
 import json
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -144,3 +145,19 @@ def _is_larger(root: "yaml.Node") -> bool:
         for child in value if isinstance(value, list) else ():
             waiting += child if isinstance(child, tuple) else (child,)
     return count > MOST_VALUES
+
+
+def named(error: OSError, path: Path) -> OSError:
+    """``error`` with the name of its file, which a failed write lacks."""
+    if error.filename is not None or error.errno is None:
+        return error
+    return OSError(error.errno, error.strerror, str(path))
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Inside the block an error of the disk gets the name of its file, as :func:`named` does."""
+    try:
+        yield
+    except OSError as error:
+        raise named(error, path) from error

@@ -1,10 +1,11 @@
 """Preparation of data: rows to cached token sets, with an audit."""
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -24,7 +25,28 @@ from dschat_lora.data.token_writer import TokenTask, TokenWriter, read_tally, to
 from dschat_lora.data.tokenize import TokenRule
 from dschat_lora.data.unpaired import mismatched_records
 from dschat_lora.data.workers import map_in_order, usable_cores
-from dschat_lora.report.terminal import progress
+
+
+class Bar(Protocol):
+    """How far something is, for who watches."""
+
+    def update(self, count: int) -> object:
+        """So many more are done."""
+
+
+# Makes a bar of a name, and of what tells how many there are (None: that is not known).
+Progress = Callable[[str, Callable[[], int | None]], AbstractContextManager[Bar]]
+
+
+class _NoBar:
+    def update(self, count: int) -> None:
+        """Show nothing."""
+
+
+def no_progress(what: str, count: Callable[[], int | None]) -> AbstractContextManager[Bar]:
+    """No bar."""
+    return nullcontext(_NoBar())
+
 
 MAX_WORKERS = 16  # processes that prepare data, unless the user says how many
 
@@ -49,6 +71,7 @@ def prepare(
     eos_id: int,
     cache_dir: Path,
     kind: DataKind = "samples",
+    progress: Progress = no_progress,
 ) -> Prepared:
     """Token sets of samples or pairs, from the cache if they were made before.
 
@@ -67,7 +90,15 @@ def prepare(
 
     def build(directory: Path) -> dict[str, Any]:
         return _build(
-            config, sources, tokenizer, rule, directory, phase=phase, seed=seed, eos_id=eos_id
+            config,
+            sources,
+            tokenizer,
+            rule,
+            directory,
+            phase=phase,
+            seed=seed,
+            eos_id=eos_id,
+            progress=progress,
         )
 
     content, from_cache = load_or_build(cache_dir / key, build)
@@ -88,6 +119,7 @@ def _build(
     phase: int,
     seed: int,
     eos_id: int,
+    progress: Progress,
 ) -> dict[str, Any]:
     """Write both token sets; returns their digests and audit.
 

@@ -13,9 +13,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from dschat_lora.config.files import naming
 from dschat_lora.data.rows import DataKind
 from dschat_lora.data.samples import AnySample, PairSample, PromptSample, Sample, UnpairedSample
-from dschat_lora.report.terminal import naming
 
 LIST = pa.large_list(pa.int32())  # 64-bit offsets: more than 2**31 tokens fit
 TEXT = pa.large_binary()

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from dschat_lora.assets import FAMILIES
+from dschat_lora.config.bundled import FAMILIES
 
 Cell = bool | str | None
 # What is tried, by column.

@@ -12,8 +12,8 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from dschat_lora.assets import BUNDLED_DATA
 from dschat_lora.checkpoint.export import probe_logits
+from dschat_lora.config.bundled import BUNDLED_DATA
 from dschat_lora.engine.distributed import device
 from dschat_lora.lora.experts import expert_holders, fused_experts
 from dschat_lora.lora.layers import LoraLinear, is_transposed

@@ -7,7 +7,6 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.checkpoint.adapter_config import (
     WEIGHTS_FILE,
     AdapterConfig,
@@ -17,6 +16,7 @@ from dschat_lora.checkpoint.adapter_config import (
 from dschat_lora.checkpoint.checkpoint_adapter import describe_checkpoint, is_whole_model
 from dschat_lora.checkpoint.history import is_checkpoint, newest_valid
 from dschat_lora.checkpoint.quantization import GGUF
+from dschat_lora.config.bundled import BUNDLED_MODEL
 from dschat_lora.config.groups import LoraConfig
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dschat_lora.assets import BUNDLED_DATA
+from dschat_lora.config.bundled import BUNDLED_DATA
 from dschat_lora.config.options import command_line, fail
 from dschat_lora.pipeline.demo_judge import Judgement, accuracy_by_flaw, evaluate_by_rule
 from dschat_lora.pipeline.launch import (

@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 from dschat_lora.algos.seeds import stream_seed
-from dschat_lora.assets import BUNDLED_DATA
 from dschat_lora.assets.toy_world import judge
+from dschat_lora.config.bundled import BUNDLED_DATA
 from dschat_lora.config.groups import ModelConfig
 from dschat_lora.config.stages import ScoreConfig
 from dschat_lora.data.chat import make_chat

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
-from dschat_lora.assets import BUNDLED_DATA
+from dschat_lora.config.bundled import BUNDLED_DATA
 from dschat_lora.report.rollout_file import read_rollouts
 from dschat_lora.report.story import read_metrics
 

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import torch
 
-from dschat_lora.assets import BUNDLED_MODEL
+from dschat_lora.config.bundled import BUNDLED_MODEL
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.engine.build import DTYPES, resolve_dtype
 from dschat_lora.engine.distributed import device

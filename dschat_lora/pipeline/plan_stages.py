@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dschat_lora.assets import BUNDLED_DATA
+from dschat_lora.config.bundled import BUNDLED_DATA
 from dschat_lora.config.options import command_line, option_names
 from dschat_lora.data.audit import Audit
 from dschat_lora.engine.distributed import planned_processes

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+from dschat_lora.config.files import naming
 from dschat_lora.report.answers import (
     answers_section,
     rollout_data,
@@ -26,7 +27,6 @@ from dschat_lora.report.data_view import data_section
 from dschat_lora.report.markup import duration, html_table, safe, short, value_text
 from dschat_lora.report.settings import differences, settings_section
 from dschat_lora.report.story import StageStory
-from dschat_lora.report.terminal import naming
 from dschat_lora.report.verdict import (
     TITLES,
     WORDS,

@@ -12,9 +12,10 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from dschat_lora.config.files import named, naming
 from dschat_lora.config.options import harmless
 from dschat_lora.report.directory import open_alone
-from dschat_lora.report.terminal import RemainingTime, is_quiet, named, naming, silence, wrapped
+from dschat_lora.report.terminal import RemainingTime, is_quiet, silence, wrapped
 from dschat_lora.report.trackers import Tracker, numbers_of
 
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from dschat_lora import __version__
+from dschat_lora.config.files import named
 from dschat_lora.report.directory import read_object
 from dschat_lora.report.log import jsonable
-from dschat_lora.report.terminal import named
 
 _PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "tokenizers", "safetensors", "numpy")
 

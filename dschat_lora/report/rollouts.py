@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dschat_lora.config.files import named
 from dschat_lora.report.log import RunLog, jsonable
 from dschat_lora.report.rollout_file import FILE, end_of_members
-from dschat_lora.report.terminal import named
 
 
 class RolloutLog:

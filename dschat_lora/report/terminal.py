@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, redirect_stdout, 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dschat_lora.config.files import naming
 from dschat_lora.config.options import harmless
 
 if TYPE_CHECKING:
@@ -167,22 +168,6 @@ def note(text: str) -> None:
     """Print a line to the standard error; one that cannot be written is no reason to fail."""
     with suppress(OSError):
         sys.stderr.write(harmless(text) + "\n")
-
-
-def named(error: OSError, path: Path) -> OSError:
-    """``error`` with the name of its file, which a failed write lacks."""
-    if error.filename is not None or error.errno is None:
-        return error
-    return OSError(error.errno, error.strerror, str(path))
-
-
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Inside the block an error of the disk gets the name of its file, as :func:`named` does."""
-    try:
-        yield
-    except OSError as error:
-        raise named(error, path) from error
 
 
 NO_HOME = "a path begins with ~ and a name that is no user's of this system"

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from dschat_lora.assets import BUNDLED_DATA
+from dschat_lora.config.bundled import BUNDLED_DATA
 from dschat_lora.config.groups import BatchConfig, ModelConfig, OptimConfig
 from dschat_lora.data.lengths import check_some_prompt_fits
 from dschat_lora.data.rows import check_sources

@@ -38,6 +38,7 @@ from dschat_lora.models.compile import check_compiler
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
 from dschat_lora.perf.coverage import coverage
 from dschat_lora.perf.shape import describe
+from dschat_lora.report.terminal import progress
 from dschat_lora.runtime.checks import check_room
 from dschat_lora.runtime.consistency import check_same_data, tokenizer_digest
 from dschat_lora.runtime.memory import settle_recomputation
@@ -88,6 +89,7 @@ def prepare_data(
         eos_id=int(tokenizer.eos_token_id),
         cache_dir=cache_directory(data),
         kind=kind,
+        progress=progress,
     )
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dschat_lora.assets import BUNDLED_DATA
+from dschat_lora.config.bundled import BUNDLED_DATA
 from dschat_lora.config.data import DataConfig
 from dschat_lora.config.options import command_line, flatten
 from dschat_lora.config.stages import (

@@ -11,6 +11,7 @@ from typing import Any, TextIO, cast
 
 import torch
 
+from dschat_lora.config.files import naming
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.config.stages import ScoreConfig
 from dschat_lora.data.batch import SampleCollator
@@ -27,7 +28,7 @@ from dschat_lora.models.causal_lm import PreTrainedModel, load_tokenizer
 from dschat_lora.models.reward_model import RewardModel
 from dschat_lora.models.source import find_model
 from dschat_lora.report.log import jsonable
-from dschat_lora.report.terminal import STDOUT, Screen, naming, note
+from dschat_lora.report.terminal import STDOUT, Screen, note
 from dschat_lora.supervised.inference import check_measured, last_record, read_rows
 
 ROWS_AT_A_TIME = 4096  # held in memory, sorted by length

@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 
 from dschat_lora import __main__ as program
+from dschat_lora.api import command_lines
 from dschat_lora.assets import BUNDLED_DATA, BUNDLED_MODEL
 from dschat_lora.config.options import _option_fields, flatten, option_aliases
 from dschat_lora.config.parser import Parser
@@ -33,7 +34,6 @@ from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.experiments.nlg.config import DecodeConfig, EvaluateConfig, NlgConfig
 from dschat_lora.experiments.nlg.scorer_files import FormatConfig
 from dschat_lora.pipeline import run as pipeline
-from dschat_lora.pipeline import stage_verbs
 from dschat_lora.pipeline.launch import LauncherConfig
 from dschat_lora.pipeline.stages import STAGES
 from dschat_lora.runtime import stage_main
@@ -295,7 +295,7 @@ def _run(argv, outcome):
             replaced(
                 (sys, "argv", ["dschat-lora", *argv]),
                 (stage_main, "_import", import_late),
-                (stage_verbs, "launch_stage", reach),
+                (command_lines, "launch_stage", reach),
                 (program, "launch_stage", reach),
                 (program, "run_seeds", reach),
                 (pipeline, "alone", reach),

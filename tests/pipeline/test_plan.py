@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from dschat_lora.api import command_lines
 from dschat_lora.config.options import parse_config, typed_options
 from dschat_lora.models.published import PUBLISHED, published_name, write_config
 from dschat_lora.perf.cards import Card, find_card
-from dschat_lora.pipeline import stage_verbs
 from dschat_lora.pipeline.plan import GENERATION, TRAINING
 from dschat_lora.pipeline.plan_report import to_dict
 from dschat_lora.pipeline.plan_stages import plan_stage, planning
@@ -235,7 +235,7 @@ def run(capsys, line):
     """Exit code and standard output of ``dschat-lora plan``."""
     code = 0
     try:
-        stage_verbs.plan(shlex.split(line))
+        command_lines.plan(shlex.split(line))
     except SystemExit as end:
         code = end.code
     return code, capsys.readouterr().out
@@ -314,7 +314,7 @@ def test_nothing_that_fits_is_exit_code_1(tiny, capsys):
 )
 def test_mistakes_are_named(line, parts):
     with pytest.raises(ValueError, match=r".") as error:
-        stage_verbs.plan(shlex.split(line))
+        command_lines.plan(shlex.split(line))
     assert not [part for part in parts if part not in str(error.value)], error.value
 
 

@@ -1329,7 +1329,7 @@ class Elements(HTMLParser):
 
 def test_an_audit_of_data_that_is_markup_shows_it_as_text(capsys, tmp_path):
     from dschat_lora.config.stages import AuditConfig
-    from dschat_lora.runtime.data_audit import audit_data
+    from dschat_lora.runtime.data_audit import show_audit
 
     pages = []
     for number, text in enumerate(("x", MARKUP)):
@@ -1338,7 +1338,7 @@ def test_an_audit_of_data_that_is_markup_shows_it_as_text(capsys, tmp_path):
         path = tmp_path / f"{number}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in data))
         argv = ["--data_path", str(path), "--html", str(tmp_path / f"{number}.html")]
-        audit_data(parse_config(AuditConfig, argv))
+        show_audit(parse_config(AuditConfig, argv))
         assert not has_control(seen(capsys))
         pages.append(Elements((tmp_path / f"{number}.html").read_text()).found)
     assert pages[1] == pages[0]
