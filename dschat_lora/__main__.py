@@ -26,7 +26,13 @@ from dschat_lora.pipeline.launch import (
 )
 from dschat_lora.report.terminal import log_once
 from dschat_lora.runtime.seeds import run_seeds
-from dschat_lora.runtime.stage_main import ended_in_one_line, late, prepare_process, run_main
+from dschat_lora.runtime.stage_main import (
+    ended_in_one_line,
+    exits,
+    late,
+    prepare_process,
+    run_main,
+)
 from dschat_lora.serving.verbs import chat, serve
 
 
@@ -94,7 +100,7 @@ def run_nlg(
         argv = scorer_arguments(argv)
     run = partial(run_main, description=description, argv=argv, program=program)
     if verb == "train":
-        main_function = late("experiments.nlg.train:run_training")
+        main_function = exits(late("experiments.nlg.train:run_training"))
         run(NlgConfig, check_training, _once_or_by_seeds("nlg", main_function, command))
     elif verb in ("decode", "beam"):
         run(DecodeConfig, check_decode, late("experiments.nlg.decode:run_decode"))
@@ -113,7 +119,7 @@ def run_glue(
 ) -> None:
     """The main function of GLUE; ``command`` starts each run of ``--seeds``."""
     fix_environment()
-    run = _once_or_by_seeds("glue", late("experiments.glue.stage:run_glue"), command)
+    run = _once_or_by_seeds("glue", exits(late("experiments.glue.stage:run_glue")), command)
     run_main(GlueConfig, check_glue, run, description=description, argv=argv, program=program)
 
 

@@ -15,7 +15,7 @@ from dschat_lora.pipeline.launch import launch_stage, split_launcher_options
 from dschat_lora.pipeline.recipe import options_of_stage
 from dschat_lora.pipeline.stages import STAGES
 from dschat_lora.pipeline.validation import check_stage
-from dschat_lora.runtime.stage_main import late, run_main
+from dschat_lora.runtime.stage_main import exits, late, run_main
 from dschat_lora.runtime.validation import check_audit, check_generate
 
 SUMMARIES = {
@@ -42,7 +42,7 @@ def run_stage(
     run_main(
         STAGES[name].config,
         STAGES[name].check,
-        partial(stages.run_stage, name),
+        exits(partial(stages.run_stage, name)),
         description=description,
         argv=argv,
         program=program,

@@ -86,7 +86,7 @@ def prepare_process() -> None:
 def run_main(
     config_class: type[ConfigT],
     check: Callable[[ConfigT], ConfigT],
-    main: Callable[[ConfigT], object],
+    main: Callable[[ConfigT], None],
     *,
     description: str | None = None,
     argv: Sequence[str] | None = None,
@@ -121,24 +121,26 @@ def run_main(
             fail(words)
         raise
     peers.wait_until_all_are_ready()
-    with _ended_by_exit():
-        main(config)
+    main(config)
 
 
-@contextmanager
-def _ended_by_exit() -> Iterator[None]:
-    """End the process, and all others of the run, where a run ends the block by an error.
+def exits(program: Callable[[ConfigT], object]) -> Callable[[ConfigT], None]:
+    """A run's program as a command's: an error ends the process, and all others of the run.
 
     What a user can cause is one line, unless DSCHAT_LORA_TRACEBACK is set; a fault of this package
     shows its place.
     """
-    try:
-        yield
-    except BaseException as error:
-        if not os.environ.get("DSCHAT_LORA_TRACEBACK"):
-            _fail_if_expected(error)
-        tell_others(error)
-        raise
+
+    def main(config: ConfigT) -> None:
+        try:
+            program(config)
+        except BaseException as error:
+            if not os.environ.get("DSCHAT_LORA_TRACEBACK"):
+                _fail_if_expected(error)
+            tell_others(error)
+            raise
+
+    return main
 
 
 def _fail_if_expected(error: BaseException) -> None:
