@@ -117,7 +117,7 @@ FLOORS = [
             "algos checkpoint config data engine generation lora models perf pipeline report rl"
             " runtime supervised",
             "IPython torch",
-            "command_lines inputs notebook process rewards runs stages verbs",
+            "command_lines inputs notebook notebook_html process rewards runs stages verbs",
         ),
     },
     {

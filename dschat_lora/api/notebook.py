@@ -1,23 +1,29 @@
-"""Runs in a notebook: a bar and a curve that grow while a run goes on, and a run that has ended."""
+"""Runs in a notebook: a bar and a curve that grow in the cell while a run goes on."""
 
+import logging
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dschat_lora.report.markup import html_table, safe, short
+from dschat_lora.api.notebook_html import (
+    TRAIN_METRICS,
+    Points,
+    box,
+    curve_html,
+    eval_table,
+    items,
+    point,
+)
+from dschat_lora.report.markup import duration, safe, short
+from dschat_lora.report.terminal import shown_by
+from dschat_lora.report.verdict import TITLES
 
-if TYPE_CHECKING:
-    from dschat_lora.api.runs import Run
-
-# What a curve shows, and an evaluation is told by: the first of these that a line has.
-_TRAIN = ("reward", "accuracy", "loss")
-_EVAL = ("perplexity", "accuracy", "reward", "greedy_reward", "judge", "kl", "loss")
 _SECONDS = 0.5  # between two pictures
-_WIDTH, _HEIGHT = 480, 120
-_MOST_SAMPLES = 3
+_MOST_LINES = 200  # that a run prints beside its metrics, and that are kept
+_SHOWN = ("epoch", *TRAIN_METRICS, "kl", "response_length", "lora_learning_rate")
 
 
 def in_notebook() -> bool:
@@ -27,96 +33,117 @@ def in_notebook() -> bool:
 
 
 @contextmanager
-def shown_in_notebook(stage: str, *, quiet: bool) -> Iterator[Sequence[Any]]:
-    """A block whose run is shown in the notebook's cell, by the callbacks that it gives."""
+def shown_in_notebook(stage: str, *, quiet: bool) -> Iterator[None]:
+    """A block whose run is shown in the cell, in the place of lines, if this is a notebook."""
     if quiet or not in_notebook():
-        yield ()
+        yield
         return
-    from IPython.display import HTML, display
-
-    handle: Any = display(HTML(f"<p>{safe(stage)} begins</p>"), display_id=True)
-    lines: list[dict[str, Any]] = []
-    shown = 0.0
-
-    def update(event: str, step: int, metrics: dict[str, Any]) -> None:
-        nonlocal shown
-        lines.append(metrics)
-        if event != "train" or time.monotonic() - shown > _SECONDS:
-            shown = time.monotonic()
-            handle.update(HTML(progress_html(stage, lines)))
-
-    yield (update,)
-    handle.update(HTML(progress_html(stage, lines)))
+    # It says that there is no GPU, as the facts of the run do.
+    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
+    view = NotebookView(stage)
+    try:
+        with shown_by(view):
+            yield
+    except BaseException as error:
+        view.end("stopped" if isinstance(error, KeyboardInterrupt | SystemExit) else "failed")
+        raise
+    view.end("finished")
 
 
-def progress_html(stage: str, lines: Sequence[dict[str, Any]]) -> str:
-    """The curve of the lines so far, and the last of each kind in words."""
-    train = [line for line in lines if line["kind"] == "train"]
-    evals = [line for line in lines if line["kind"] == "eval"]
-    parts = [f"<b>{safe(stage)}</b>"]
-    if train:
-        last = train[-1]
-        names = ("epoch", *_TRAIN, "kl", "lora_learning_rate", "tokens_per_second")
-        values = {n: last[n] for n in names if isinstance(last.get(n), int | float)}
-        words = ", ".join(f"{n.replace('_', ' ')} {short(v)}" for n, v in values.items())
-        parts.append(f"step {last['step']:,}: {safe(words)}")
-    return "<br>".join(parts) + curve_svg(train) + _eval_table(evals)
+class NotebookView:
+    """An output of a cell that is replaced while the run goes on.
 
+    Notes and warnings stay in sight; other lines of the run are folded.
+    """
 
-def _eval_table(evals: Sequence[dict[str, Any]]) -> str:
-    """Held-out results before training and at the last evaluation."""
-    if not evals:
-        return ""
-    shown = [evals[0], evals[-1]] if len(evals) > 1 else [evals[0]]
-    names = [n for n in _EVAL if isinstance(evals[0].get(n), int | float)]
-    rows = [
-        [f"step {line['step']}", *(short(line[n]) for n in names if n in line)] for line in shown
-    ]
-    return html_table(["held-out", *(n.replace("_", " ") for n in names)], rows)
+    def __init__(self, stage: str) -> None:
+        self._title = TITLES.get(stage, stage)
+        self._display: Any = None  # made by the first line: wrong options show nothing
+        self._shown_at = -math.inf
+        self._start = time.monotonic()
+        self._status = "begins"
+        self._total = self._done = self._first = 0
+        self._train: dict[str, Any] = {}
+        self._evals: list[dict[str, Any]] = []
+        self._curve: Points = []
+        self._lines: list[str] = []
+        self._notes: list[str] = []
 
+    def say(self, text: str) -> None:
+        """Keep a line of the run; notes and warnings are shown, other lines folded."""
+        name, _, rest = text.strip().partition(" ")
+        if name in ("note", "warning"):
+            words = rest.strip() if name == "note" else f"Warning: {rest.strip()}"
+            self._notes += [words] if words not in self._notes else []
+        elif len(self._lines) < _MOST_LINES:
+            self._lines.append(text)
+        self._refresh(at_once=name == "warning")
 
-def curve_svg(train: Sequence[dict[str, Any]]) -> str:
-    """The reward, accuracy or loss over the steps; empty with fewer than two lines."""
-    name = next((n for n in _TRAIN if train and n in train[-1]), "loss")
-    points = [
-        (float(line["step"]), float(line[name]))
-        for line in train
-        if isinstance(line.get(name), int | float) and math.isfinite(line[name])
-    ]
-    if len(points) < 2:
-        return ""
-    (left, right), values = (points[0][0], points[-1][0]), [y for _, y in points]
-    low, high = min(values), max(values)
-    span, width = (high - low) or 1.0, (right - left) or 1.0
-    path = " ".join(
-        f"{8 + (x - left) / width * (_WIDTH - 16):.1f},"
-        f"{_HEIGHT - 22 - (y - low) / span * (_HEIGHT - 44):.1f}"
-        for x, y in points
-    )
-    label = f"{name} over the steps: {short(values[0])} to {short(values[-1])}"
-    return (
-        f'<svg role="img" aria-label="{safe(label)}" width="{_WIDTH}" height="{_HEIGHT}" '
-        f'viewBox="0 0 {_WIDTH} {_HEIGHT}" style="display:block;background:#fff">'
-        f'<polyline points="{path}" fill="none" stroke="#3f51b5" stroke-width="1.5"/>'
-        f'<g font-family="sans-serif" font-size="11" fill="#444">'
-        f'<text x="8" y="14">{safe(name)}: {short(high)} at the top, {short(low)} below</text>'
-        f'<text x="8" y="{_HEIGHT - 6}">step {left:,.0f}</text>'
-        f'<text x="{_WIDTH - 8}" y="{_HEIGHT - 6}" text-anchor="end">{right:,.0f}</text></g></svg>'
-    )
+    def expect(self, total_steps: int, done: int) -> None:
+        """Show a bar of so many steps."""
+        self._total, self._first, self._done = total_steps, done, done
+        self._status, self._start = "", time.monotonic()
+        self._refresh(at_once=True)
 
+    def add(self, kind: str, metrics: Mapping[str, Any]) -> None:
+        """Take a line of metrics.jsonl."""
+        if kind == "train":
+            self._done += self._total > 0
+            self._train = dict(metrics)
+            self._curve += point(metrics)
+        elif kind == "eval":
+            # The first and the last one are shown.
+            self._evals = [*self._evals[:1], dict(metrics)]
+        self._refresh(at_once=kind == "eval")
 
-def run_html(run: "Run") -> str:
-    """A run for a notebook: how it ended, its curve, its evaluations, and answers."""
-    train = [line for line in run.metrics if line["kind"] == "train"]
-    evals = [line for line in run.metrics if line["kind"] == "eval"]
-    name = run.record.get("stage", "model")
-    parts = [f"<b>{safe(str(name))}</b>: {safe(run.status)}, <code>{safe(str(run.path))}</code>"]
-    parts += [curve_svg(train), _eval_table(evals)]
-    answers = [a for a in run.record.get("answers", ()) if isinstance(a, dict)]
-    rows = [
-        [str(a.get("when", "")), str(a.get("prompt", "")), str(a.get("answer", ""))]
-        for a in answers[: 2 * _MOST_SAMPLES]
-    ]
-    if rows:
-        parts.append(html_table(["when", "prompt", "answer"], rows))
-    return "".join(parts)
+    def end(self, status: str) -> None:
+        """Show the run for the last time."""
+        self._status = status
+        if self._display is not None:
+            self._refresh(at_once=True)
+
+    def _refresh(self, *, at_once: bool = False) -> None:
+        now = time.monotonic()
+        if not at_once and now - self._shown_at < _SECONDS:
+            return
+        self._shown_at = now
+        content = {"text/html": self.html(), "text/plain": f"{self._title}: {self._progress()}"}
+        if self._display is None:
+            from IPython.display import display
+
+            self._display = display(content, raw=True, display_id=True)
+        else:
+            self._display.update(content, raw=True)
+
+    def _progress(self) -> str:
+        """How far the run is, in words."""
+        if not self._total:
+            return self._status
+        steps = f"step {self._done:,} of {self._total:,}"
+        seconds, made = time.monotonic() - self._start, self._done - self._first
+        if self._status:
+            return f"{self._status}, {steps}, {duration(seconds)}"
+        if not made:
+            return steps
+        return f"{steps}, about {duration(seconds / made * (self._total - self._done))} left"
+
+    def html(self) -> str:
+        """The run so far."""
+        numbers = {n: self._train[n] for n in _SHOWN if isinstance(self._train.get(n), int | float)}
+        words = ", ".join(f"{n.replace('_', ' ')} {short(value)}" for n, value in numbers.items())
+        bar = (
+            f'<progress max="{self._total}" value="{self._done}" style="width:100%" '
+            f'aria-label="{safe(self._progress())}"></progress>'
+        )
+        folded = safe("\n".join(self._lines))
+        return box(
+            f"<b>{safe(self._title)}</b>: {safe(self._progress())}",
+            bar if self._total and not self._status else "",
+            f"<div>{safe(words)}</div>" if words else "",
+            curve_html(self._curve),
+            eval_table(self._evals),
+            items(self._notes),
+            f"<details><summary>What the run says</summary><pre>{folded}</pre></details>"
+            if folded
+            else "",
+        )

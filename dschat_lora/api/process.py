@@ -1,5 +1,6 @@
 """Runs in the process of a Python program: what it finds, it finds again afterwards."""
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -12,6 +13,30 @@ from dschat_lora.runtime.stage_main import tell_others
 
 # Set for a single process, as by a launcher; commands that it starts later are no part of a run.
 _LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C, or the stop button of a notebook, which shows the message and no stack."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"Interrupted: {self}"]
+
+
+def _is_interrupt(error: BaseException) -> bool:
+    return isinstance(error, KeyboardInterrupt) or (
+        isinstance(error, SystemExit) and error.code == 128 + signal.SIGINT
+    )
+
+
+def _words(error: BaseException) -> str:
+    """What is saved, and how to go on in Python."""
+    directory = getattr(error, "directory", None)
+    if directory is None:
+        return "stopped, and nothing was saved"
+    return (
+        "a checkpoint is saved; go on by the same call with "
+        f'resume="latest", output_dir={json.dumps(str(directory), ensure_ascii=False)}'
+    )
 
 
 @contextmanager
@@ -29,8 +54,8 @@ def run_in_process(*, quiet: bool = False) -> Iterator[None]:
             yield
     except BaseException as error:
         tell_others(error)
-        if isinstance(error, SystemExit) and error.code == 128 + signal.SIGINT:
-            raise KeyboardInterrupt from None
+        if _is_interrupt(error) and not os.environ.get("DSCHAT_LORA_TRACEBACK"):
+            raise Interrupted(_words(error)) from None
         raise
     finally:
         if not is_launched:

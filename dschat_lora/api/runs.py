@@ -35,12 +35,12 @@ class Run:
     @cached_property
     def record(self) -> dict[str, Any]:
         """The content of run.json: options, versions, counts; empty for what is no run."""
-        return read_object(self._home / "run.json")
+        return read_object(self.home / "run.json")
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl; empty for what is no run."""
-        file = self._home / "metrics.jsonl"
+        file = self.home / "metrics.jsonl"
         lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
         return [parse_json(line) for line in lines]
 
@@ -57,7 +57,7 @@ class Run:
         return {"first": evals[0], "last": evals[-1]} if evals else {}
 
     @property
-    def _home(self) -> Path:
+    def home(self) -> Path:
         """The directory with run.json: this one, or one above it."""
         homes = [self.path, *self.path.absolute().parents[:2]]
         return next((each for each in homes if (each / "run.json").is_file()), self.path)
@@ -72,12 +72,12 @@ class Run:
 
     def report(self) -> Path:
         """The page about the run, written anew."""
-        path = self._home / "report.html"
-        write_report(path, render_report(self._home.resolve().name, read_stories([self._home]), {}))
+        path = self.home / "report.html"
+        write_report(path, render_report(self.home.resolve().name, read_stories([self.home]), {}))
         return path
 
     def _repr_html_(self) -> str:
-        from dschat_lora.api.notebook import run_html
+        from dschat_lora.api.notebook_html import run_html
 
         return run_html(self)
 

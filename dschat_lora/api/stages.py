@@ -174,10 +174,8 @@ def _train(
         config_class: type[Any] = STAGES[stage].config
         config: Any = build_config(config_class, options_in_python(config_class, values))
         stack.enter_context(run_in_process(quiet=quiet))
+        stack.enter_context(shown_in_notebook(stage, quiet=quiet))
         config = STAGES[stage].check(config)
-        live = stack.enter_context(shown_in_notebook(stage, quiet=quiet))
-        caller = Caller(
-            callbacks=(*live, *callbacks), temporary=config.run.output_dir is None, live=bool(live)
-        )
+        caller = Caller(callbacks=callbacks, temporary=config.run.output_dir is None)
         path = run_stage(stage, config, caller)
     return Run(path or Path(config.run.output_dir or "."))

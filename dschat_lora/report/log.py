@@ -15,7 +15,7 @@ from tqdm import tqdm
 from dschat_lora.config.files import named, naming
 from dschat_lora.config.options import harmless
 from dschat_lora.report.directory import open_alone
-from dschat_lora.report.terminal import RemainingTime, is_quiet, silence, wrapped
+from dschat_lora.report.terminal import RemainingTime, current_viewer, is_quiet, silence, wrapped
 from dschat_lora.report.trackers import Tracker, numbers_of
 
 
@@ -55,8 +55,6 @@ class RunLog:
         #: called with the kind, step and fields of each line; one that returns "stop" ends the run
         self.callbacks: Sequence[Callable[[str, int, dict[str, Any]], object]] = ()
         self.is_stopped = False
-        #: whether somebody else shows how far the run is
-        self.is_live = False
         #: the first error of the disk, after which nothing more is written
         self.failure: OSError | None = None
         if not active or output_dir is None:
@@ -102,9 +100,11 @@ class RunLog:
 
     def expect(self, total_steps: int, done: int = 0) -> None:
         """Show how far the run is: by a bar on a terminal, elsewhere by a line a minute."""
-        if self._file is None or not total_steps or self.is_live or is_quiet():
+        if self._file is None or not total_steps or is_quiet():
             return
-        if sys.stderr.isatty():
+        if (viewer := current_viewer()) is not None:
+            viewer.expect(total_steps, done)
+        elif sys.stderr.isatty():
             self._bar = tqdm(total=total_steps, initial=done, unit="step", dynamic_ncols=True)
         else:
             self._remaining = RemainingTime(total_steps, done)
@@ -124,6 +124,8 @@ class RunLog:
         except OSError as error:
             self.failure = named(error, Path(self._file.name))
         self.on_line()
+        if (viewer := current_viewer()) is not None:
+            viewer.add(kind, record)
         for callback in self.callbacks:
             self.is_stopped |= callback(kind, step, dict(record)) == "stop"
 
@@ -161,11 +163,19 @@ class RunLog:
             return
         if self._file is None:
             text = wrapped(text)
+        if (viewer := current_viewer()) is not None:
+            viewer.say(text)
+            return
         try:
             tqdm.write(harmless(text), file=sys.stdout)
             sys.stdout.flush()
         except OSError:
             silence(1)
+
+    def say_metrics(self, text: str) -> None:
+        """Print what a line of metrics.jsonl says, unless a viewer shows those lines."""
+        if current_viewer() is None:
+            self.say(text)
 
     def advance(self) -> None:
         """One optimizer step, or iteration of step 3, further."""

@@ -7,10 +7,10 @@ import os
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, redirect_stdout, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dschat_lora.config.files import naming
 from dschat_lora.config.options import harmless
@@ -57,11 +57,46 @@ def silence(descriptor: int) -> None:
 
 def say_once(text: str) -> None:
     """Print a line of a run, which goes on silently if nobody can read it; see :func:`log_once`."""
+    if _viewer is not None:
+        _viewer.say(text)
+        return
     try:
         if not _is_quiet:
             log_once(text)
     except OSError:
         silence(1)
+
+
+class Viewer(Protocol):
+    """Shows a run of this process, in the place of lines on the standard output."""
+
+    def say(self, text: str) -> None:
+        """Show a line that the run would print."""
+
+    def expect(self, total_steps: int, done: int) -> None:
+        """Show how far the run is, of whose steps some are ``done``."""
+
+    def add(self, kind: str, metrics: Mapping[str, Any]) -> None:
+        """Show a line of metrics.jsonl: train, eval or event."""
+
+
+_viewer: Viewer | None = None
+
+
+@contextmanager
+def shown_by(viewer: Viewer) -> Iterator[None]:
+    """Inside the block runs are shown by ``viewer``, and print nothing."""
+    global _viewer
+    before, _viewer = _viewer, viewer
+    try:
+        yield
+    finally:
+        _viewer = before
+
+
+def current_viewer() -> Viewer | None:
+    """Who shows runs in the place of the standard output; None where lines are printed."""
+    return _viewer
 
 
 _is_quiet = False

@@ -27,7 +27,7 @@ class IterationReport:
         log.write("train", progress.step, metrics)
         log.advance()
         if iteration % config.run.logging_steps == 0 or iteration == total:
-            log.say(rlhf_line(iteration, total, metrics))
+            log.say_metrics(rlhf_line(iteration, total, metrics))
         for message in self.diagnostics.iteration(metrics):
             self._warn("warning", progress, message)
         interval = 1 if config.classic.print_answers else config.classic.print_answers_interval

@@ -15,7 +15,6 @@ class Caller:
     callbacks: Sequence[Callback] = ()  # called on rank 0
     # whether a run without --output_dir writes to a temporary directory, and not to output/
     temporary: bool = False
-    live: bool = False  # whether somebody else shows how far the run is
 
 
 NOBODY = Caller()

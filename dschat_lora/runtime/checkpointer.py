@@ -286,7 +286,7 @@ def end_by_signal(run: "Run[Resumable]", number: int, step: int) -> NoReturn:
         Stopped: with the exit code of the signal.
     """
     run.record.update({"status": f"interrupted by {name_of(number)} at step {step}"})
-    raise Stopped(128 + number)
+    raise Stopped(128 + number, run.directory if step else None)
 
 
 def take_over(run: "Run[Resumable]", state: Mapping[str, Any]) -> None:

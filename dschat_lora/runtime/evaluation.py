@@ -30,7 +30,7 @@ class EvalResults:
         """Keep, log and show the metrics after ``step`` optimizer steps."""
         self.by_step[step] = metrics
         self.run.log.write("eval", step, metrics)
-        self.run.log.say(self.line(step, metrics))
+        self.run.log.say_metrics(self.line(step, metrics))
 
     def before_and_after(self, *names: str) -> dict[str, float]:
         """These metrics of the first and the last evaluation, for record and card."""

@@ -98,7 +98,7 @@ def open_run(
         ) as run:
             if note is not None:
                 run.log.say(f"  note         {note}")
-            run.log.callbacks, run.log.is_live = caller.callbacks, caller.live
+            run.log.callbacks = caller.callbacks
             yield run
 
 

@@ -3,6 +3,7 @@
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
 from dschat_lora.engine.collectives import max_over_ranks
@@ -16,6 +17,11 @@ class StopRequested(Exception):  # noqa: N818
 
 class Stopped(SystemExit):
     """The end of a run that was told to stop, after its state was saved on every rank."""
+
+    def __init__(self, code: int, directory: Path | None = None) -> None:
+        """The exit code, and the ``directory`` from which the run can go on."""
+        super().__init__(code)
+        self.directory = directory
 
 
 class Interrupts:

@@ -268,7 +268,7 @@ def fit(
             if outcome.skipped:
                 log.write("event", step, {"event": "skipped_step", **asdict(outcome)})
             if step % schedule.logging_steps == 0 or step == schedule.num_steps:
-                log.say(train_line(step, schedule.num_steps, metrics | meter.window()))
+                log.say_metrics(train_line(step, schedule.num_steps, metrics | meter.window()))
             yield IterationOutcome(result.requests, outcome.skipped, outcome.loss_scale > 1)
 
     run_loop(
