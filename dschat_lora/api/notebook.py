@@ -2,10 +2,14 @@
 
 import logging
 import math
+import os
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from dschat_lora.api.notebook_html import (
@@ -32,14 +36,31 @@ def in_notebook() -> bool:
     return shell is not None and hasattr(shell, "kernel")
 
 
+def import_silently() -> None:
+    """Import DeepSpeed without what it and its compilers print, if this is a notebook.
+
+    A kernel shows what any process writes to the standard error.
+    """
+    if not in_notebook() or "deepspeed" in sys.modules:
+        return
+    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
+    warnings.filterwarnings("ignore", "IProgress not found")  # no bar of other packages is shown
+    stderr = os.dup(2)
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        import_module("deepspeed")
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+
+
 @contextmanager
 def shown_in_notebook(stage: str, *, quiet: bool) -> Iterator[None]:
     """A block whose run is shown in the cell, in the place of lines, if this is a notebook."""
     if quiet or not in_notebook():
         yield
         return
-    # It says that there is no GPU, as the facts of the run do.
-    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
     view = NotebookView(stage)
     try:
         with shown_by(view):
@@ -71,6 +92,7 @@ class NotebookView:
 
     def say(self, text: str) -> None:
         """Keep a line of the run; notes and warnings are shown, other lines folded."""
+        text = text.replace(f"{Path.cwd()}/", "")
         name, _, rest = text.strip().partition(" ")
         if name in ("note", "warning"):
             words = rest.strip() if name == "note" else f"Warning: {rest.strip()}"
@@ -139,7 +161,7 @@ class NotebookView:
         return box(
             f"<b>{safe(self._title)}</b>: {safe(self._progress())}",
             bar if self._total and not self._status else "",
-            f"<div>{safe(words)}</div>" if words else "",
+            f"<div>{safe(words)}</div>" if words and not self._status else "",
             curve_html(self._curve),
             eval_table(self._evals),
             items(self._notes),
