@@ -11,8 +11,6 @@ from dschat_lora.report.directory import read_object
 from dschat_lora.report.html import render_report, write_report
 from dschat_lora.report.story import read_stories
 
-DRY_RUN = "dry run"
-
 
 class Run:
     """A run that has ended, or a model that can be used like its result.
@@ -21,8 +19,11 @@ class Run:
         path: the directory; in Jupyter a run shows itself: metrics, samples and curves.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, record: Mapping[str, Any] | None = None) -> None:
+        """The run in a directory; ``record`` stands for its run.json, where it wrote none."""
         self.path = Path(path)
+        if record is not None:
+            self.record = dict(record)
 
     def __repr__(self) -> str:
         return f"<Run {self.path}: {self.status}>"
