@@ -60,7 +60,7 @@ setup(
     package_data={
         "dschat_lora": [
             *("assets/**/*", "assets/*.md", "configs/**/*", "configs/*/*"),
-            *("report/page/*", "serving/page/*", "py.typed"),
+            *("report/page/*", "serving/page/*", "py.typed", "__init__.pyi"),
         ]
     },
     install_requires=[

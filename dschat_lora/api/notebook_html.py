@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from dschat_lora.report.markup import number, safe, short
 from dschat_lora.report.metrics import thin
-from dschat_lora.report.story import StageStory, read_story
+from dschat_lora.report.story import StageStory
 from dschat_lora.report.verdict import TITLES, changes_of, doubts, what_was_trained
 
 if TYPE_CHECKING:
@@ -91,9 +91,8 @@ def curve_html(points: Points) -> str:
     )
 
 
-def run_html(run: "Run") -> str:
+def run_html(run: "Run", story: StageStory) -> str:
     """A run that has ended: what was trained, what changed, its curve, evaluations and answers."""
-    story = read_story(run.home)
     found = [change.words for change in changes_of(story)]
     return box(
         f"<b>{safe(TITLES.get(story.name, story.name))}</b>: {safe(run.status)}, "

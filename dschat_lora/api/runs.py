@@ -9,9 +9,7 @@ from dschat_lora.config.files import parse_json
 from dschat_lora.models.source import find_model
 from dschat_lora.report.directory import read_object
 from dschat_lora.report.html import render_report, write_report
-from dschat_lora.report.story import read_stories
-
-DRY_RUN = "dry run"
+from dschat_lora.report.story import read_stories, read_story
 
 
 class Run:
@@ -21,8 +19,11 @@ class Run:
         path: the directory; in Jupyter a run shows itself: metrics, samples and curves.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, record: Mapping[str, Any] | None = None) -> None:
+        """The run in a directory; ``record`` stands for its run.json, where it wrote none."""
         self.path = Path(path)
+        if record is not None:
+            self.record = dict(record)
 
     def __repr__(self) -> str:
         return f"<Run {self.path}: {self.status}>"
@@ -35,12 +36,12 @@ class Run:
     @cached_property
     def record(self) -> dict[str, Any]:
         """The content of run.json: options, versions, counts; empty for what is no run."""
-        return read_object(self.home / "run.json")
+        return read_object(self._home / "run.json")
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl; empty for what is no run."""
-        file = self.home / "metrics.jsonl"
+        file = self._home / "metrics.jsonl"
         lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
         return [parse_json(line) for line in lines]
 
@@ -57,7 +58,7 @@ class Run:
         return {"first": evals[0], "last": evals[-1]} if evals else {}
 
     @property
-    def home(self) -> Path:
+    def _home(self) -> Path:
         """The directory with run.json: this one, or one above it."""
         homes = [self.path, *self.path.absolute().parents[:2]]
         return next((each for each in homes if (each / "run.json").is_file()), self.path)
@@ -72,14 +73,14 @@ class Run:
 
     def report(self) -> Path:
         """The page about the run, written anew."""
-        path = self.home / "report.html"
-        write_report(path, render_report(self.home.resolve().name, read_stories([self.home]), {}))
+        path = self._home / "report.html"
+        write_report(path, render_report(self._home.resolve().name, read_stories([self._home]), {}))
         return path
 
     def _repr_html_(self) -> str:
         from dschat_lora.api.notebook_html import run_html
 
-        return run_html(self)
+        return run_html(self, read_story(self._home))
 
 
 def load(path: str | Path) -> Run:

@@ -1,5 +1,7 @@
 """Training in Python: each stage by a function, with the options of its command line."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -11,8 +13,11 @@ from dschat_lora.api.notebook import shown_in_notebook
 from dschat_lora.api.process import run_in_process
 from dschat_lora.api.rewards import Reward, reward_options
 from dschat_lora.api.runs import Run
+from dschat_lora.api.signatures import with_options
 from dschat_lora.config.options import build_config, options_in_python
+from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, SupervisedConfig
 from dschat_lora.pipeline.stages import STAGES
+from dschat_lora.rl.config import RlhfConfig
 from dschat_lora.runtime.caller import NOBODY, Callback, Caller
 from dschat_lora.runtime.stage_main import late
 
@@ -24,11 +29,19 @@ _PROGRAMS: Mapping[str, Callable[..., Path | None]] = {
 }
 
 
+# Options that are arguments under a shorter name.
+_NAMED = (
+    *("model_name_or_path", "actor_model_name_or_path", "critic_model_name_or_path"),
+    *("data_path", "eval_data_path", "resume_from_checkpoint"),
+)
+
+
 def run_stage(stage: str, config: Any, caller: Caller = NOBODY) -> Path | None:
     """Train by a checked config; the directory, None of a dry run. Call on every rank."""
     return _PROGRAMS[stage](config, caller)
 
 
+@with_options(SupervisedConfig, *_NAMED)
 def sft(
     model: Model | None = None,
     data: Data | None = None,
@@ -68,6 +81,7 @@ def sft(
     return _train("sft", {"model_name_or_path": model, **common}, options, callbacks, quiet)
 
 
+@with_options(RewardStageConfig, *_NAMED)
 def reward(
     model: Model | None = None,
     data: Data | None = None,
@@ -84,6 +98,7 @@ def reward(
     return _train("reward", {"model_name_or_path": model, **common}, options, callbacks, quiet)
 
 
+@with_options(DpoStageConfig, *_NAMED)
 def dpo(
     model: Model | None = None,
     data: Data | None = None,
@@ -100,13 +115,14 @@ def dpo(
     return _train("dpo", {"model_name_or_path": model, **common}, options, callbacks, quiet)
 
 
+@with_options(RlhfConfig, *_NAMED, "reward_function")
 def rlhf(
     model: Model | None = None,
     data: Data | None = None,
     *,
     rewards: Reward | Sequence[Reward] = (),
     environment: Callable[..., Any] | str | None = None,
-    critic: "Model | None" = None,
+    critic: Model | None = None,
     eval_data: Data | None = None,
     output_dir: str | os.PathLike[str] | None = None,
     callbacks: Sequence[Callback] = (),
@@ -176,6 +192,8 @@ def _train(
         stack.enter_context(run_in_process(quiet=quiet))
         stack.enter_context(shown_in_notebook(stage, quiet=quiet))
         config = STAGES[stage].check(config)
-        caller = Caller(callbacks=callbacks, temporary=config.run.output_dir is None)
+        caller = Caller(callbacks, in_python=True)
         path = run_stage(stage, config, caller)
-    return Run(path or Path(config.run.output_dir or "."))
+    if path is None:
+        return Run(config.run.output_dir or ".", record={"stage": stage, "status": "dry run"})
+    return Run(path)

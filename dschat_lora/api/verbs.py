@@ -1,5 +1,7 @@
 """What is done with trained models and with data in Python: the verbs of their names."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -10,6 +12,7 @@ from typing import Any, TypeVar
 
 from dschat_lora.api.inputs import Data, Model, option_values
 from dschat_lora.api.process import run_in_process
+from dschat_lora.api.signatures import with_options
 from dschat_lora.config.options import build_config, options_in_python
 from dschat_lora.config.stages import AuditConfig
 from dschat_lora.config.verbs import EvalConfig, GenerateConfig, MergeConfig
@@ -24,10 +27,12 @@ from dschat_lora.runtime.validation import check_audit, check_eval, check_genera
 
 ConfigT = TypeVar("ConfigT")
 Message = Mapping[str, str]
+_NAMED = ("model_name_or_path", "data_path")  # arguments under a shorter name
 
 
+@with_options(GenerateConfig, *_NAMED, "output_path", "json")
 def generate(
-    model: "Model", prompts: str | Sequence[str | Sequence[Message]], **sampling: Any
+    model: Model, prompts: str | Sequence[str | Sequence[Message]], **sampling: Any
 ) -> list[str]:
     """Answers to prompts, greedily unless told otherwise.
 
@@ -61,7 +66,8 @@ def generate(
         return answers
 
 
-def evaluate(model: "Model", data: Data, **options: Any) -> dict[str, float]:
+@with_options(EvalConfig, *_NAMED, "json")
+def evaluate(model: Model, data: Data, **options: Any) -> dict[str, float]:
     """Perplexity, preferences or rewards of a model on rows of data.
 
     Args:
@@ -94,7 +100,8 @@ def eval_parts(config: EvalConfig) -> tuple[bool, Any]:
     return check_eval(config), partial(late("pipeline.judge:make_judge"), name)
 
 
-def merge(model: "Model", output_dir: str | os.PathLike[str] | None = None, **options: Any) -> Path:
+@with_options(MergeConfig, *_NAMED, "json")
+def merge(model: Model, output_dir: str | os.PathLike[str] | None = None, **options: Any) -> Path:
     """Write base and adapter as one transformers model.
 
     Args:
@@ -141,6 +148,7 @@ class Audit:
         return f"<pre>{safe(self.text)}</pre>"
 
 
+@with_options(AuditConfig, *_NAMED, "json", "html")
 def audit(data: Data | None = None, model: Model | None = None, **options: Any) -> Audit:
     """What a stage would learn of data; nothing is trained.
 

@@ -113,7 +113,7 @@ def parse_config(
     Raises:
         ValueError: naming an option that is unknown, or its value and what is allowed.
     """
-    fields = dict(_option_fields(config_class))
+    fields = dict(option_fields(config_class))
     parser = Parser(program or Path(sys.argv[0]).name, description, examples)
     sections = by_section((name, field.metadata["section"]) for name, (field, _) in fields.items())
     for title, names in sections.items():
@@ -223,7 +223,7 @@ def options_of(
         ValueError: at the first that is unknown or of another kind. ``label`` begins the message;
             ``more`` are names besides the class's that may have been meant.
     """
-    fields, spellings = dict(_option_fields(config_class)), option_aliases(config_class)
+    fields, spellings = dict(option_fields(config_class)), option_aliases(config_class)
     values = {}
     for given, value in content.items():
         name = spellings.get(given, given)
@@ -248,7 +248,7 @@ def options_in_python(
         TypeError: at a name that is no option's.
         ValueError: at a value that is not allowed. Both messages are the command line's.
     """
-    fields, aliases = dict(_option_fields(config_class)), option_aliases(config_class)
+    fields, aliases = dict(option_fields(config_class)), option_aliases(config_class)
     found = {}
     for given, value in values.items():
         name = aliases.get(given, given)
@@ -273,7 +273,7 @@ def options_in_python(
 
 def option_names(config_class: "type[DataclassInstance]") -> list[str]:
     """Every option of the class."""
-    return [name for name, _ in _option_fields(config_class)]
+    return [name for name, _ in option_fields(config_class)]
 
 
 def option_aliases(config_class: type) -> Mapping[str, str]:
@@ -363,7 +363,7 @@ def flatten(config: "DataclassInstance", prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _option_fields(
+def option_fields(
     config_class: "type[DataclassInstance]",
     prefix: str = "",
     defaults: Mapping[str, object] = types.MappingProxyType({}),
@@ -374,7 +374,7 @@ def _option_fields(
     for field in dataclasses.fields(config_class):
         if nested := field.metadata.get("group"):
             inner, within = _nested_prefix(prefix, field), field.metadata["in"] or section
-            yield from _option_fields(nested, inner, field.metadata["defaults"], within)
+            yield from option_fields(nested, inner, field.metadata["defaults"], within)
         elif _is_option(field):
             own = copy.copy(field)
             own.default = defaults.get(field.name, field.default)

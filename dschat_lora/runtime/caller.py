@@ -13,8 +13,9 @@ class Caller:
     """What is done for a Python program that starts a run."""
 
     callbacks: Sequence[Callback] = ()  # called on rank 0
-    # whether a run without --output_dir writes to a temporary directory, and not to output/
-    temporary: bool = False
+    # Whether it is a Python program: without --output_dir a run writes to a temporary directory,
+    # and not to output/, and says what is next in Python.
+    in_python: bool = False
 
 
 NOBODY = Caller()

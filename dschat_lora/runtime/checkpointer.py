@@ -272,7 +272,9 @@ def state_to_keep(
 
 
 def how_to_go_on(run: "Run[Resumable]") -> str:
-    """The options that go on with a run whose state is saved."""
+    """The options, or arguments in Python, that go on with a run whose state is saved."""
+    if run.caller.in_python:
+        return f'go on with: output_dir={str(run.directory)!r}, resume="latest"'
     flat = flatten(run.config)
     code = command_line({name: flat[name] for name in RUNS_CODE if flat.get(name)})
     resumed = ("--output_dir", str(run.directory), "--resume_from_checkpoint", "latest")

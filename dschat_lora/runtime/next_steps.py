@@ -13,7 +13,7 @@ def say_next_steps(run: Run[StageConfig]) -> None:
     """Log commands to paste, for the stages that a pipeline has."""
     if run.directory is None:
         return
-    commands = next_commands(run.stage, run.config, run.directory)
+    commands = [] if run.caller.in_python else next_commands(run.stage, run.config, run.directory)
     if commands:
         run.log.say("next:")
     for command in commands:

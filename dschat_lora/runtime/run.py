@@ -51,6 +51,7 @@ class Run(Generic[ConfigT_co]):
     log: RunLog
     record: RunRecord
     report: LiveReport | None = None  # of rank 0
+    caller: Caller = NOBODY
     interrupts: Interrupts = field(default_factory=Interrupts)
     # what has to happen, or to be said, before the log is closed
     closing: ExitStack = field(default_factory=ExitStack)
@@ -86,7 +87,7 @@ def open_run(
         earlier = goes_on_in_place(config)
         directory, trackers = None, list[Tracker]()
         if not config.run.dry_run:
-            directory = claim_together(ending, config, name, temporary=caller.temporary)
+            directory = claim_together(ending, config, name, temporary=caller.in_python)
             trackers = make_trackers(
                 config.run.report_to,
                 directory,
@@ -94,11 +95,16 @@ def open_run(
                 tensorboard=config.run.tensorboard_path,
             )
         with open_files(
-            config, directory, ending, name=name, earlier=earlier, trackers=trackers
+            config,
+            directory,
+            ending,
+            name=name,
+            earlier=earlier,
+            trackers=trackers,
+            caller=caller,
         ) as run:
             if note is not None:
                 run.log.say(f"  note         {note}")
-            run.log.callbacks = caller.callbacks
             yield run
 
 
@@ -148,6 +154,7 @@ def open_files(
     name: str,
     earlier: bool,
     trackers: Sequence[Tracker] = (),
+    caller: Caller = NOBODY,
 ) -> Iterator[Run[ConfigT]]:
     """Open the log and the record, which says at the end that the run is finished.
 
@@ -165,13 +172,16 @@ def open_files(
         )
         record.update({"stage": name, "status": "running", **environment()})
         record.update({"world_size": world_size(), "config": flatten(config)})
+        log.callbacks = caller.callbacks
         if directory is not None:
-            log.say(f"output: {directory}")
+            passing = caller.in_python and flatten(config).get("output_dir") is None
+            hint = " (temporary, until Python ends; output_dir= keeps it)" if passing else ""
+            log.say(f"output: {directory}{hint}")
         report = None
         if active and directory is not None:
             report = LiveReport(directory, log)
             log.on_line = report.refresh
-        run = ending.run = Run(name, config, directory, log, record, report)
+        run = ending.run = Run(name, config, directory, log, record, report, caller)
         peers.on_loss(lambda words: _fate(run, words))
         with run.closing:
             yield run

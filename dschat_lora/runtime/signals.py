@@ -1,6 +1,7 @@
 """SIGTERM, SIGINT and SIGHUP: the end of the process at once or, while training, after the step."""
 
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,8 +43,9 @@ class Interrupts:
         One that came too late for the loop ends all processes at the end of the block. Call on
         every rank.
         """
-        # What is ignored, as SIGHUP is under nohup, stays so.
-        numbers = [n for n in SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
+        # What is ignored, as SIGHUP is under nohup, stays so; and signals come to the main thread.
+        here = threading.current_thread() is threading.main_thread()
+        numbers = [n for n in SIGNALS if here and signal.getsignal(n) is not signal.SIG_IGN]
         before = {number: signal.signal(number, self._receive) for number in numbers}
         try:
             yield

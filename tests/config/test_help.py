@@ -8,7 +8,7 @@ import pytest
 import dschat_lora.__main__ as command
 from dschat_lora.config.help import COMPATIBILITY, OTHER, SECTIONS
 from dschat_lora.config.hints import HINTS
-from dschat_lora.config.options import _option_fields, option_names, parse_config
+from dschat_lora.config.options import option_fields, option_names, parse_config
 from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, SupervisedConfig
 from dschat_lora.experiments.nlg.config import NlgConfig
 from dschat_lora.rl.config import RlhfConfig
@@ -76,9 +76,7 @@ def test_options_for_compatibility_are_named_and_explained_by_help_all_alone(sho
 
 @pytest.mark.parametrize("config_class", STAGES)
 def test_every_option_of_a_stage_has_a_section(config_class):
-    sections = {
-        name: field.metadata["section"] for name, (field, _) in _option_fields(config_class)
-    }
+    sections = {name: field.metadata["section"] for name, (field, _) in option_fields(config_class)}
     known = {*SECTIONS, COMPATIBILITY}
     assert {name: s for name, s in sections.items() if s not in known} == {}
     assert OTHER not in sections.values()

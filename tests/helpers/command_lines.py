@@ -17,7 +17,7 @@ from pathlib import Path
 from dschat_lora import __main__ as program
 from dschat_lora.api import command_lines
 from dschat_lora.assets import BUNDLED_DATA, BUNDLED_MODEL
-from dschat_lora.config.options import _option_fields, flatten, option_aliases
+from dschat_lora.config.options import flatten, option_aliases, option_fields
 from dschat_lora.config.parser import Parser
 from dschat_lora.config.stages import AuditConfig, ScoreConfig
 from dschat_lora.config.values import is_switch, switch_words, value_shape
@@ -163,7 +163,7 @@ def option_table(command):
     return tuple(
         _of_field(name, annotation, option_aliases(each))
         for each in classes
-        for name, (_, annotation) in _option_fields(each)
+        for name, (_, annotation) in option_fields(each)
     )
 
 

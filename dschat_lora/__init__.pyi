@@ -1,0 +1,1164 @@
+# Types of the public names. scripts/api_stub.py writes this file; a test compares it.
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from dschat_lora.api.inputs import Data, Model
+from dschat_lora.api.rewards import Reward
+from dschat_lora.api.verbs import Message
+from dschat_lora.runtime.caller import Callback
+from dschat_lora.api.runs import Run as Run
+from dschat_lora.api.runs import load as load
+from dschat_lora.api.verbs import Audit as Audit
+from dschat_lora.api.verbs import Plan as Plan
+__version__: str
+__all__: list[str]
+
+def sft(
+    model: Model | None = None,
+    data: Data | None = None,
+    *,
+    eval_data: Data | None = None,
+    output_dir: str | os.PathLike[str] | None = None,
+    callbacks: Sequence[Callback] = (),
+    resume: str | os.PathLike[str] | None = None,
+    quiet: bool = False,
+    trust_remote_code: bool = False,
+    add_eot_token: bool = False,
+    eot_token: str = '<|endoftext|>',
+    chat_template: str | None = None,
+    dropout: float = 0.0,
+    router_aux_loss_coef: float = 0.0,
+    eval_ratio: float = 0.05,
+    max_seq_len: int = 512,
+    packing: bool = True,
+    data_split_name: str | Sequence[str] = (),
+    columns: Sequence[str] | Mapping[str, str] = (),
+    data_weights: float | Sequence[float] = (),
+    data_split: str | None = None,
+    data_output_path: str | os.PathLike[str] | None = None,
+    overlong: Literal['split', 'drop', 'truncate', 'error'] = 'split',
+    bad_rows: Literal['stop', 'skip'] = 'stop',
+    unpaired_rows: Literal['refuse', 'good_only', 'all'] = 'refuse',
+    preprocessing_num_workers: int = 0,
+    chat_template_kwargs: str | Mapping[str, Any] | None = None,
+    sft_only_data_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
+    train_on_prompt: bool = False,
+    num_train_epochs: int = 1,
+    max_steps: int = 0,
+    per_device_train_batch_size: int = 16,
+    gradient_accumulation_steps: int = 1,
+    tokens_per_device: int = 0,
+    learning_rate: float = 5e-05,
+    lora_learning_rate: float | None = None,
+    lora_lr_multiplier: float | None = None,
+    lr_scheduler_type: Literal['linear', 'cosine', 'cosine_with_restarts', 'polynomial', 'constant', 'constant_with_warmup'] = 'cosine',
+    num_warmup_steps: int = 0,
+    loraplus_lr_ratio: float = 1.0,
+    adam_beta1: float = 0.9,
+    adam_beta2: float = 0.95,
+    adam_epsilon: float = 1e-08,
+    max_grad_norm: float = 1.0,
+    expert_learning_rate: float | None = None,
+    weight_decay: float = 0.0,
+    seed: int = 1234,
+    lora_dim: int = 0,
+    lora_alpha: float = 32.0,
+    target_modules: str | Sequence[str] = ('all-linear',),
+    lora_dropout: float = 0.0,
+    use_rslora: bool = False,
+    train_bias: Literal['none', 'all', 'lora_only'] = 'none',
+    modules_to_save: str | Sequence[str] = (),
+    enable_lora: str | Sequence[str] = (),
+    expert_lora_dim: int | None = None,
+    expert_lora_alpha: float | None = None,
+    only_optimize_lora: bool = True,
+    dry_run: bool = False,
+    verbose: bool = False,
+    overwrite_output_dir: bool = False,
+    save_interval: int = 500,
+    save_minutes: float = 10.0,
+    save_total_limit: int = 3,
+    merge_adapter: bool = False,
+    merge_max_kl: float = 0.01,
+    eval_interval: int = 0,
+    eval_iters: int = 0,
+    sample_generations: int = 2,
+    per_device_eval_batch_size: int = 16,
+    report_to: Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']] = ('none',),
+    logging_steps: int = 1,
+    tensorboard_path: str | os.PathLike[str] | None = None,
+    dtype: Literal['auto', 'fp32', 'bf16', 'fp16'] = 'auto',
+    gradient_checkpointing: bool | Literal['auto'] = 'auto',
+    offload_activations: bool = False,
+    zero_stage: Literal[0, 1, 2, 3] | None = None,
+    offload: bool = False,
+    tensor_parallel_size: int = 1,
+    sequence_parallel: bool = False,
+    deepspeed_config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    distributed_timeout: float = 120.0,
+    attn_implementation: Literal['auto', 'sdpa', 'flex_attention', 'eager'] = 'auto',
+    base_bits: Literal[16, 4] | None = None,
+    compile: bool = False,
+    deepspeed: bool = False,
+    enable_tensorboard: bool = False,
+    print_loss: bool = False,
+    compute_fp32_loss: bool = True,
+    lora_module_name: str | None = None,
+) -> Run:
+    """Fine-tune a language model on rows of text, of answers or of conversations (step 1).
+
+    Args:
+        model: hub name, directory, earlier :class:`Run`, or (model, tokenizer) that are loaded,
+            which are not changed; the bundled tiny model when absent.
+        data: path or paths, list of dicts, ``datasets.Dataset``, or another iterable of dicts that
+            can be gone through again; the bundled data when absent.
+        eval_data: held-out rows, likewise; by default a share of the data (``eval_ratio``).
+        output_dir: what the run writes; a temporary directory when absent.
+        callbacks: functions ``f(event, step, metrics)``, called on rank 0 with each line of
+            metrics.jsonl; one that returns ``"stop"`` ends the run at the next step, with a
+            checkpoint and the status "stopped".
+        resume: ``"latest"``, ``"auto"`` or a checkpoint to go on from.
+        quiet: print nothing.
+        **options: those of ``dschat-lora sft --help``, by their names.
+
+    Returns:
+        The run, with its directory, metrics and adapter. Call on every rank of a launch.
+
+    Raises:
+        TypeError: for an option that does not exist.
+        ValueError: for a value, a file or a row that cannot be used, in the words of the command.
+        KeyboardInterrupt: after Ctrl-C, once a checkpoint is saved.
+
+    Options:
+        trust_remote_code (bool): run model code that comes with a hub repository
+        add_eot_token (bool): add --eot_token to the tokenizer and end every completion with it
+        eot_token (str): end-of-text token of --add_eot_token
+        chat_template (str | None): Jinja file that renders messages, in place of the tokenizer's own; saved with the result
+        dropout (float): every dropout probability of the base model, in [0, 1)
+        router_aux_loss_coef (float): SFT's loss grows by this times the load-balancing loss that the model has for its experts; 0: without
+        eval_ratio (float): held-out share of the rows where no --eval_data_path is given, in [0, 1)
+        max_seq_len (int): tokens per row, prompt and completion together
+        packing (bool): fill rows of --max_seq_len with several samples, kept apart by the mask
+        data_split_name (str | Sequence[str]): split of each --data_path that is a hub data set or a directory with splits, or one for all; train when absent
+        columns (Sequence[str] | Mapping[str, str]): names of columns in all data, as in prompt=question completion=answer: the prompt is read from the column question
+        data_weights (float | Sequence[float]): times each --data_path is used per epoch, in its order; 1 each when absent
+        data_split (str | None): shares of the rows for steps 1, 2 and 3, such as 2,4,4; every step uses all rows when absent
+        data_output_path (str | os.PathLike[str] | None): cache of tokenised data; default ~/.cache/dschat_lora
+        overlong (Literal['split', 'drop', 'truncate', 'error']): what happens to samples longer than --max_seq_len: split cuts rows of `text` into pieces and drops others, drop drops all
+        bad_rows (Literal['stop', 'skip']): what happens at a row that cannot be used
+        unpaired_rows (Literal['refuse', 'good_only', 'all']): what is learnt of answers with a `label` (rows for KTO): nothing (the run stops), those with label true, or all, whatever the label
+        preprocessing_num_workers (int): processes that read and tokenise rows; 0: one for each core, at most 16
+        chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, such as '{"enable_thinking": false}'; a row's column of this name comes first
+        sft_only_data_path (str | os.PathLike[str] | Sequence[str | os.PathLike[str]]): further data used whole in step 1 and in no other step
+        train_on_prompt (bool): take the loss on the prompt too, in evaluation as well (as DeepSpeed-Chat, and microsoft/LoRA by --obj jlm)
+        num_train_epochs (int): passes over the data; 0 evaluates only
+        max_steps (int): train for this many optimizer steps, whatever the epochs; 0: by epochs
+        per_device_train_batch_size (int): rows (packed, or single samples) per device and micro-batch
+        gradient_accumulation_steps (int): micro-batches per optimizer step
+        tokens_per_device (int): tokens per device and micro-batch, instead of a number of rows; 0: by rows
+        learning_rate (float): peak rate of base weights, where they train
+        lora_learning_rate (float | None): peak rate of the adapters; default 5e-4, DPO 1e-5
+        lora_lr_multiplier (float | None): adapters train at this multiple of --learning_rate; measured best: about 10, up to 15 in runs of 100 steps; to be cautious: 2 to 3
+        lr_scheduler_type (Literal['linear', 'cosine', 'cosine_with_restarts', 'polynomial', 'constant', 'constant_with_warmup']): shape of the rate over the steps
+        num_warmup_steps (int): optimizer steps of linear warm-up
+        loraplus_lr_ratio (float): rate of lora_B over that of lora_A (LoRA+); 1 treats them alike
+        adam_beta1 (float): decay of the gradient's mean
+        adam_beta2 (float): decay of the gradient's square
+        adam_epsilon (float): added to the root of the second moment
+        max_grad_norm (float): gradients are clipped to this norm; 0: never
+        expert_learning_rate (float | None): peak rate of experts' adapters in a mixture; default: that of the adapters
+        weight_decay (float): decoupled weight decay; biases and norms exempt
+        seed (int): seed of initialisation, order and sampling
+        lora_dim (int): rank r of the update; 0 trains every weight
+        lora_alpha (float): the update is scaled by lora_alpha / lora_dim
+        target_modules (str | Sequence[str]): layers to adapt: all-linear, name endings, or one regular expression
+        lora_dropout (float): dropout on the adapter's input, in [0, 1)
+        use_rslora (bool): scale by lora_alpha / sqrt(lora_dim) (rank-stabilised LoRA)
+        train_bias (Literal['none', 'all', 'lora_only']): biases to train: none, all, or those of adapted layers
+        modules_to_save (str | Sequence[str]): name endings of modules to train in full and save with the adapter
+        enable_lora (str | Sequence[str]): q, k, v: the parts of a packed projection that get factors of their own; the layer has one pair for all of it when absent
+        expert_lora_dim (int | None): rank of each expert's update in a mixture of experts; 0 leaves experts frozen; default: lora_dim over the experts that a token is sent to, at least 1
+        expert_lora_alpha (float | None): the update of an expert is scaled by this over its rank; default: lora_alpha
+        only_optimize_lora (bool): freeze the base model when lora_dim > 0 (no-: train it too)
+        dry_run (bool): check everything but the weights, say what the run would do, and stop
+        verbose (bool): with --dry_run: list all options
+        overwrite_output_dir (bool): delete what an earlier run left in --output_dir
+        save_interval (int): optimizer steps between checkpoints; 0: by time only
+        save_minutes (float): a checkpoint at least this often; 0: by steps only
+        save_total_limit (int): newest checkpoints that are kept; 0: all
+        merge_adapter (bool): also write base and adapter merged as a transformers model
+        merge_max_kl (float): refuse a merge that moves the distribution by more (nats per token)
+        eval_interval (int): optimizer steps between evaluations; 0: at the start, each epoch and the end
+        eval_iters (int): evaluation batches per device; 0: all
+        sample_generations (int): held-out prompts answered before and after training
+        per_device_eval_batch_size (int): rows per device in evaluation
+        report_to (Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']]): trackers that get the numbers of metrics.jsonl too, one or several; their own variables, such as WANDB_MODE=offline, apply
+        logging_steps (int): optimizer steps between printed lines
+        tensorboard_path (str | os.PathLike[str] | None): directory of TensorBoard files; default OUTPUT_DIR/tensorboard
+        dtype (Literal['auto', 'fp32', 'bf16', 'fp16']): compute type; auto: bf16 where the GPU has it, fp16 on older GPUs, fp32 on CPU
+        gradient_checkpointing (bool | Literal['auto']): recompute activations in the backward pass instead of keeping them; without a value on, auto: where they would not fit the memory by estimate
+        offload_activations (bool): keep the inputs of recomputed blocks in pinned host memory until the backward pass wants them; turns --gradient_checkpointing auto on
+        zero_stage (Literal[0, 1, 2, 3] | None): ZeRO: 1 shards optimizer state over processes, 2 gradients too, 3 weights too; default 0, or what --deepspeed_config says
+        offload (bool): keep optimizer state (and, at stage 3, weights) in host memory
+        tensor_parallel_size (int): processes that hold one model between them, each a part of every layer; they see the same data
+        sequence_parallel (bool): with --tensor_parallel_size above 1: between the layers each process keeps its share of the tokens alone
+        deepspeed_config (str | os.PathLike[str] | Mapping[str, Any] | None): DeepSpeed JSON such as configs/ds/zero2.json; "auto" fields are filled in
+        distributed_timeout (float): seconds after which a process that is not heard of ends the run (300 at least until the first step is over)
+        attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention kernel; auto: sdpa where the architecture has it, else eager; sdpa computes each sequence of a row alone where it can, flex_attention is for GPUs where it cannot
+        base_bits (Literal[16, 4] | None): bits of the frozen base's weights: 16, or 4 (NF4, QLoRA), for linear layers and experts of the blocks; by default those with which the adapter that is loaded was trained, else 16
+        compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
+        deepspeed (bool): accepted from DeepSpeed; it is always used
+        enable_tensorboard (bool): same as --report_to tensorboard
+        print_loss (bool): print the loss at every optimizer step
+        compute_fp32_loss (bool): accepted from DeepSpeed-Chat; the loss is always computed in fp32
+        lora_module_name (str | None): adapt the linear layers whose name contains this (DeepSpeed-Chat's rule)
+    """
+
+def reward(
+    model: Model | None = None,
+    data: Data | None = None,
+    *,
+    eval_data: Data | None = None,
+    output_dir: str | os.PathLike[str] | None = None,
+    callbacks: Sequence[Callback] = (),
+    resume: str | os.PathLike[str] | None = None,
+    quiet: bool = False,
+    trust_remote_code: bool = False,
+    add_eot_token: bool = False,
+    eot_token: str = '<|endoftext|>',
+    chat_template: str | None = None,
+    dropout: float = 0.0,
+    router_aux_loss_coef: float = 0.0,
+    eval_ratio: float = 0.05,
+    max_seq_len: int = 512,
+    packing: bool = False,
+    data_split_name: str | Sequence[str] = (),
+    columns: Sequence[str] | Mapping[str, str] = (),
+    data_weights: float | Sequence[float] = (),
+    data_split: str | None = None,
+    data_output_path: str | os.PathLike[str] | None = None,
+    overlong: Literal['split', 'drop', 'truncate', 'error'] = 'split',
+    bad_rows: Literal['stop', 'skip'] = 'stop',
+    unpaired_rows: Literal['refuse', 'good_only', 'all'] = 'refuse',
+    preprocessing_num_workers: int = 0,
+    chat_template_kwargs: str | Mapping[str, Any] | None = None,
+    sft_only_data_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
+    train_on_prompt: bool = False,
+    num_train_epochs: int = 1,
+    max_steps: int = 0,
+    per_device_train_batch_size: int = 16,
+    gradient_accumulation_steps: int = 1,
+    tokens_per_device: int = 0,
+    learning_rate: float = 5e-05,
+    lora_learning_rate: float | None = None,
+    lora_lr_multiplier: float | None = None,
+    lr_scheduler_type: Literal['linear', 'cosine', 'cosine_with_restarts', 'polynomial', 'constant', 'constant_with_warmup'] = 'cosine',
+    num_warmup_steps: int = 0,
+    loraplus_lr_ratio: float = 1.0,
+    adam_beta1: float = 0.9,
+    adam_beta2: float = 0.95,
+    adam_epsilon: float = 1e-08,
+    max_grad_norm: float = 1.0,
+    expert_learning_rate: float | None = None,
+    weight_decay: float = 0.0,
+    seed: int = 1234,
+    lora_dim: int = 0,
+    lora_alpha: float = 32.0,
+    target_modules: str | Sequence[str] = ('all-linear',),
+    lora_dropout: float = 0.0,
+    use_rslora: bool = False,
+    train_bias: Literal['none', 'all', 'lora_only'] = 'none',
+    modules_to_save: str | Sequence[str] = (),
+    enable_lora: str | Sequence[str] = (),
+    expert_lora_dim: int | None = None,
+    expert_lora_alpha: float | None = None,
+    only_optimize_lora: bool = True,
+    share_prompt: bool = True,
+    reward_loss: Literal['bradley_terry', 'per_token'] = 'bradley_terry',
+    center_rewards_coefficient: float = 0.0,
+    dry_run: bool = False,
+    verbose: bool = False,
+    overwrite_output_dir: bool = False,
+    save_interval: int = 500,
+    save_minutes: float = 10.0,
+    save_total_limit: int = 3,
+    merge_adapter: bool = False,
+    merge_max_kl: float = 0.01,
+    eval_interval: int = 0,
+    eval_iters: int = 0,
+    sample_generations: int = 2,
+    per_device_eval_batch_size: int = 16,
+    report_to: Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']] = ('none',),
+    logging_steps: int = 1,
+    tensorboard_path: str | os.PathLike[str] | None = None,
+    dtype: Literal['auto', 'fp32', 'bf16', 'fp16'] = 'auto',
+    gradient_checkpointing: bool | Literal['auto'] = 'auto',
+    offload_activations: bool = False,
+    zero_stage: Literal[0, 1, 2, 3] | None = None,
+    offload: bool = False,
+    tensor_parallel_size: int = 1,
+    sequence_parallel: bool = False,
+    deepspeed_config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    distributed_timeout: float = 120.0,
+    attn_implementation: Literal['auto', 'sdpa', 'flex_attention', 'eager'] = 'auto',
+    base_bits: Literal[16, 4] | None = None,
+    compile: bool = False,
+    deepspeed: bool = False,
+    enable_tensorboard: bool = False,
+    print_loss: bool = False,
+    compute_fp32_loss: bool = True,
+    lora_module_name: str | None = None,
+    num_padding_at_beginning: int = 1,
+) -> Run:
+    """Train a reward model on pairs of answers (step 2); arguments as those of :func:`sft`.
+
+    Options:
+        trust_remote_code (bool): run model code that comes with a hub repository
+        add_eot_token (bool): add --eot_token to the tokenizer and end every completion with it
+        eot_token (str): end-of-text token of --add_eot_token
+        chat_template (str | None): Jinja file that renders messages, in place of the tokenizer's own; saved with the result
+        dropout (float): every dropout probability of the base model, in [0, 1)
+        router_aux_loss_coef (float): SFT's loss grows by this times the load-balancing loss that the model has for its experts; 0: without
+        eval_ratio (float): held-out share of the rows where no --eval_data_path is given, in [0, 1)
+        max_seq_len (int): tokens per row, prompt and completion together
+        packing (bool): fill rows of --max_seq_len with several samples, kept apart by the mask
+        data_split_name (str | Sequence[str]): split of each --data_path that is a hub data set or a directory with splits, or one for all; train when absent
+        columns (Sequence[str] | Mapping[str, str]): names of columns in all data, as in prompt=question completion=answer: the prompt is read from the column question
+        data_weights (float | Sequence[float]): times each --data_path is used per epoch, in its order; 1 each when absent
+        data_split (str | None): shares of the rows for steps 1, 2 and 3, such as 2,4,4; every step uses all rows when absent
+        data_output_path (str | os.PathLike[str] | None): cache of tokenised data; default ~/.cache/dschat_lora
+        overlong (Literal['split', 'drop', 'truncate', 'error']): what happens to samples longer than --max_seq_len: split cuts rows of `text` into pieces and drops others, drop drops all
+        bad_rows (Literal['stop', 'skip']): what happens at a row that cannot be used
+        unpaired_rows (Literal['refuse', 'good_only', 'all']): what is learnt of answers with a `label` (rows for KTO): nothing (the run stops), those with label true, or all, whatever the label
+        preprocessing_num_workers (int): processes that read and tokenise rows; 0: one for each core, at most 16
+        chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, such as '{"enable_thinking": false}'; a row's column of this name comes first
+        sft_only_data_path (str | os.PathLike[str] | Sequence[str | os.PathLike[str]]): further data used whole in step 1 and in no other step
+        train_on_prompt (bool): take the loss on the prompt too, in evaluation as well (as DeepSpeed-Chat, and microsoft/LoRA by --obj jlm)
+        num_train_epochs (int): passes over the data; 0 evaluates only
+        max_steps (int): train for this many optimizer steps, whatever the epochs; 0: by epochs
+        per_device_train_batch_size (int): rows (packed, or single samples) per device and micro-batch
+        gradient_accumulation_steps (int): micro-batches per optimizer step
+        tokens_per_device (int): tokens per device and micro-batch, instead of a number of rows; 0: by rows
+        learning_rate (float): peak rate of base weights, where they train
+        lora_learning_rate (float | None): peak rate of the adapters; default 5e-4, DPO 1e-5
+        lora_lr_multiplier (float | None): adapters train at this multiple of --learning_rate; measured best: about 10, up to 15 in runs of 100 steps; to be cautious: 2 to 3
+        lr_scheduler_type (Literal['linear', 'cosine', 'cosine_with_restarts', 'polynomial', 'constant', 'constant_with_warmup']): shape of the rate over the steps
+        num_warmup_steps (int): optimizer steps of linear warm-up
+        loraplus_lr_ratio (float): rate of lora_B over that of lora_A (LoRA+); 1 treats them alike
+        adam_beta1 (float): decay of the gradient's mean
+        adam_beta2 (float): decay of the gradient's square
+        adam_epsilon (float): added to the root of the second moment
+        max_grad_norm (float): gradients are clipped to this norm; 0: never
+        expert_learning_rate (float | None): peak rate of experts' adapters in a mixture; default: that of the adapters
+        weight_decay (float): decoupled weight decay; biases and norms exempt
+        seed (int): seed of initialisation, order and sampling
+        lora_dim (int): rank r of the update; 0 trains every weight
+        lora_alpha (float): the update is scaled by lora_alpha / lora_dim
+        target_modules (str | Sequence[str]): layers to adapt: all-linear, name endings, or one regular expression
+        lora_dropout (float): dropout on the adapter's input, in [0, 1)
+        use_rslora (bool): scale by lora_alpha / sqrt(lora_dim) (rank-stabilised LoRA)
+        train_bias (Literal['none', 'all', 'lora_only']): biases to train: none, all, or those of adapted layers
+        modules_to_save (str | Sequence[str]): name endings of modules to train in full and save with the adapter
+        enable_lora (str | Sequence[str]): q, k, v: the parts of a packed projection that get factors of their own; the layer has one pair for all of it when absent
+        expert_lora_dim (int | None): rank of each expert's update in a mixture of experts; 0 leaves experts frozen; default: lora_dim over the experts that a token is sent to, at least 1
+        expert_lora_alpha (float | None): the update of an expert is scaled by this over its rank; default: lora_alpha
+        only_optimize_lora (bool): freeze the base model when lora_dim > 0 (no-: train it too)
+        share_prompt (bool): compute what both answers of a pair begin with once (no-: each answer has its own)
+        reward_loss (Literal['bradley_terry', 'per_token']): bradley_terry compares the scores at the end of two answers; per_token, DeepSpeed-Chat's loss, at each token from the first difference on
+        center_rewards_coefficient (float): weight of the squared sum of a pair's scores, which keeps them around zero
+        dry_run (bool): check everything but the weights, say what the run would do, and stop
+        verbose (bool): with --dry_run: list all options
+        overwrite_output_dir (bool): delete what an earlier run left in --output_dir
+        save_interval (int): optimizer steps between checkpoints; 0: by time only
+        save_minutes (float): a checkpoint at least this often; 0: by steps only
+        save_total_limit (int): newest checkpoints that are kept; 0: all
+        merge_adapter (bool): also write base and adapter merged as a transformers model
+        merge_max_kl (float): refuse a merge that moves the distribution by more (nats per token)
+        eval_interval (int): optimizer steps between evaluations; 0: at the start, each epoch and the end
+        eval_iters (int): evaluation batches per device; 0: all
+        sample_generations (int): held-out prompts answered before and after training
+        per_device_eval_batch_size (int): rows per device in evaluation
+        report_to (Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']]): trackers that get the numbers of metrics.jsonl too, one or several; their own variables, such as WANDB_MODE=offline, apply
+        logging_steps (int): optimizer steps between printed lines
+        tensorboard_path (str | os.PathLike[str] | None): directory of TensorBoard files; default OUTPUT_DIR/tensorboard
+        dtype (Literal['auto', 'fp32', 'bf16', 'fp16']): compute type; auto: bf16 where the GPU has it, fp16 on older GPUs, fp32 on CPU
+        gradient_checkpointing (bool | Literal['auto']): recompute activations in the backward pass instead of keeping them; without a value on, auto: where they would not fit the memory by estimate
+        offload_activations (bool): keep the inputs of recomputed blocks in pinned host memory until the backward pass wants them; turns --gradient_checkpointing auto on
+        zero_stage (Literal[0, 1, 2, 3] | None): ZeRO: 1 shards optimizer state over processes, 2 gradients too, 3 weights too; default 0, or what --deepspeed_config says
+        offload (bool): keep optimizer state (and, at stage 3, weights) in host memory
+        tensor_parallel_size (int): processes that hold one model between them, each a part of every layer; they see the same data
+        sequence_parallel (bool): with --tensor_parallel_size above 1: between the layers each process keeps its share of the tokens alone
+        deepspeed_config (str | os.PathLike[str] | Mapping[str, Any] | None): DeepSpeed JSON such as configs/ds/zero2.json; "auto" fields are filled in
+        distributed_timeout (float): seconds after which a process that is not heard of ends the run (300 at least until the first step is over)
+        attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention kernel; auto: sdpa where the architecture has it, else eager; sdpa computes each sequence of a row alone where it can, flex_attention is for GPUs where it cannot
+        base_bits (Literal[16, 4] | None): bits of the frozen base's weights: 16, or 4 (NF4, QLoRA), for linear layers and experts of the blocks; by default those with which the adapter that is loaded was trained, else 16
+        compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
+        deepspeed (bool): accepted from DeepSpeed; it is always used
+        enable_tensorboard (bool): same as --report_to tensorboard
+        print_loss (bool): print the loss at every optimizer step
+        compute_fp32_loss (bool): accepted from DeepSpeed-Chat; the loss is always computed in fp32
+        lora_module_name (str | None): adapt the linear layers whose name contains this (DeepSpeed-Chat's rule)
+        num_padding_at_beginning (int): accepted from DeepSpeed-Chat; nothing is guessed from padding
+    """
+
+def dpo(
+    model: Model | None = None,
+    data: Data | None = None,
+    *,
+    eval_data: Data | None = None,
+    output_dir: str | os.PathLike[str] | None = None,
+    callbacks: Sequence[Callback] = (),
+    resume: str | os.PathLike[str] | None = None,
+    quiet: bool = False,
+    trust_remote_code: bool = False,
+    add_eot_token: bool = False,
+    eot_token: str = '<|endoftext|>',
+    chat_template: str | None = None,
+    dropout: float = 0.0,
+    router_aux_loss_coef: float = 0.0,
+    eval_ratio: float = 0.05,
+    max_seq_len: int = 512,
+    packing: bool = False,
+    data_split_name: str | Sequence[str] = (),
+    columns: Sequence[str] | Mapping[str, str] = (),
+    data_weights: float | Sequence[float] = (),
+    data_split: str | None = None,
+    data_output_path: str | os.PathLike[str] | None = None,
+    overlong: Literal['split', 'drop', 'truncate', 'error'] = 'split',
+    bad_rows: Literal['stop', 'skip'] = 'stop',
+    unpaired_rows: Literal['refuse', 'good_only', 'all'] = 'refuse',
+    preprocessing_num_workers: int = 0,
+    chat_template_kwargs: str | Mapping[str, Any] | None = None,
+    sft_only_data_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
+    train_on_prompt: bool = False,
+    num_train_epochs: int = 1,
+    max_steps: int = 0,
+    per_device_train_batch_size: int = 16,
+    gradient_accumulation_steps: int = 1,
+    tokens_per_device: int = 0,
+    learning_rate: float = 1e-06,
+    lora_learning_rate: float | None = None,
+    lora_lr_multiplier: float | None = None,
+    lr_scheduler_type: Literal['linear', 'cosine', 'cosine_with_restarts', 'polynomial', 'constant', 'constant_with_warmup'] = 'cosine',
+    num_warmup_steps: int = 0,
+    loraplus_lr_ratio: float = 1.0,
+    adam_beta1: float = 0.9,
+    adam_beta2: float = 0.95,
+    adam_epsilon: float = 1e-08,
+    max_grad_norm: float = 1.0,
+    expert_learning_rate: float | None = None,
+    weight_decay: float = 0.0,
+    seed: int = 1234,
+    lora_dim: int = 0,
+    lora_alpha: float = 32.0,
+    target_modules: str | Sequence[str] = ('all-linear',),
+    lora_dropout: float = 0.0,
+    use_rslora: bool = False,
+    train_bias: Literal['none', 'all', 'lora_only'] = 'none',
+    modules_to_save: str | Sequence[str] = (),
+    enable_lora: str | Sequence[str] = (),
+    expert_lora_dim: int | None = None,
+    expert_lora_alpha: float | None = None,
+    only_optimize_lora: bool = True,
+    share_prompt: bool = True,
+    beta: float = 0.1,
+    loss_type: Literal['sigmoid', 'ipo', 'hinge', 'orpo', 'simpo', 'kto'] = 'sigmoid',
+    label_smoothing: float = 0.0,
+    simpo_gamma: float = 0.5,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+    length_normalization: bool = False,
+    rpo_alpha: float = 0.0,
+    precompute_ref_log_probs: bool = True,
+    dry_run: bool = False,
+    verbose: bool = False,
+    overwrite_output_dir: bool = False,
+    save_interval: int = 500,
+    save_minutes: float = 10.0,
+    save_total_limit: int = 3,
+    merge_adapter: bool = False,
+    merge_max_kl: float = 0.01,
+    eval_interval: int = 0,
+    eval_iters: int = 0,
+    sample_generations: int = 2,
+    per_device_eval_batch_size: int = 16,
+    report_to: Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']] = ('none',),
+    logging_steps: int = 1,
+    tensorboard_path: str | os.PathLike[str] | None = None,
+    dtype: Literal['auto', 'fp32', 'bf16', 'fp16'] = 'auto',
+    gradient_checkpointing: bool | Literal['auto'] = 'auto',
+    offload_activations: bool = False,
+    zero_stage: Literal[0, 1, 2, 3] | None = None,
+    offload: bool = False,
+    tensor_parallel_size: int = 1,
+    sequence_parallel: bool = False,
+    deepspeed_config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    distributed_timeout: float = 120.0,
+    attn_implementation: Literal['auto', 'sdpa', 'flex_attention', 'eager'] = 'auto',
+    base_bits: Literal[16, 4] | None = None,
+    compile: bool = False,
+    deepspeed: bool = False,
+    enable_tensorboard: bool = False,
+    print_loss: bool = False,
+    compute_fp32_loss: bool = True,
+    lora_module_name: str | None = None,
+    num_padding_at_beginning: int = 1,
+    offload_reference_model: bool = False,
+) -> Run:
+    """Train a policy by DPO, ORPO, SimPO or KTO; arguments as those of :func:`sft`.
+
+    Options:
+        trust_remote_code (bool): run model code that comes with a hub repository
+        add_eot_token (bool): add --eot_token to the tokenizer and end every completion with it
+        eot_token (str): end-of-text token of --add_eot_token
+        chat_template (str | None): Jinja file that renders messages, in place of the tokenizer's own; saved with the result
+        dropout (float): every dropout probability of the base model, in [0, 1)
+        router_aux_loss_coef (float): SFT's loss grows by this times the load-balancing loss that the model has for its experts; 0: without
+        eval_ratio (float): held-out share of the rows where no --eval_data_path is given, in [0, 1)
+        max_seq_len (int): tokens per row, prompt and completion together
+        packing (bool): fill rows of --max_seq_len with several samples, kept apart by the mask
+        data_split_name (str | Sequence[str]): split of each --data_path that is a hub data set or a directory with splits, or one for all; train when absent
+        columns (Sequence[str] | Mapping[str, str]): names of columns in all data, as in prompt=question completion=answer: the prompt is read from the column question
+        data_weights (float | Sequence[float]): times each --data_path is used per epoch, in its order; 1 each when absent
+        data_split (str | None): shares of the rows for steps 1, 2 and 3, such as 2,4,4; every step uses all rows when absent
+        data_output_path (str | os.PathLike[str] | None): cache of tokenised data; default ~/.cache/dschat_lora
+        overlong (Literal['split', 'drop', 'truncate', 'error']): what happens to samples longer than --max_seq_len: split cuts rows of `text` into pieces and drops others, drop drops all
+        bad_rows (Literal['stop', 'skip']): what happens at a row that cannot be used
+        unpaired_rows (Literal['refuse', 'good_only', 'all']): what is learnt of answers with a `label` (rows for KTO): nothing (the run stops), those with label true, or all, whatever the label
+        preprocessing_num_workers (int): processes that read and tokenise rows; 0: one for each core, at most 16
+        chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, such as '{"enable_thinking": false}'; a row's column of this name comes first
+        sft_only_data_path (str | os.PathLike[str] | Sequence[str | os.PathLike[str]]): further data used whole in step 1 and in no other step
+        train_on_prompt (bool): take the loss on the prompt too, in evaluation as well (as DeepSpeed-Chat, and microsoft/LoRA by --obj jlm)
+        num_train_epochs (int): passes over the data; 0 evaluates only
+        max_steps (int): train for this many optimizer steps, whatever the epochs; 0: by epochs
+        per_device_train_batch_size (int): rows (packed, or single samples) per device and micro-batch
+        gradient_accumulation_steps (int): micro-batches per optimizer step
+        tokens_per_device (int): tokens per device and micro-batch, instead of a number of rows; 0: by rows
+        learning_rate (float): peak rate of base weights, where they train
+        lora_learning_rate (float | None): peak rate of the adapters; default 5e-4, DPO 1e-5
+        lora_lr_multiplier (float | None): adapters train at this multiple of --learning_rate; measured best: about 10, up to 15 in runs of 100 steps; to be cautious: 2 to 3
+        lr_scheduler_type (Literal['linear', 'cosine', 'cosine_with_restarts', 'polynomial', 'constant', 'constant_with_warmup']): shape of the rate over the steps
+        num_warmup_steps (int): optimizer steps of linear warm-up
+        loraplus_lr_ratio (float): rate of lora_B over that of lora_A (LoRA+); 1 treats them alike
+        adam_beta1 (float): decay of the gradient's mean
+        adam_beta2 (float): decay of the gradient's square
+        adam_epsilon (float): added to the root of the second moment
+        max_grad_norm (float): gradients are clipped to this norm; 0: never
+        expert_learning_rate (float | None): peak rate of experts' adapters in a mixture; default: that of the adapters
+        weight_decay (float): decoupled weight decay; biases and norms exempt
+        seed (int): seed of initialisation, order and sampling
+        lora_dim (int): rank r of the update; 0 trains every weight
+        lora_alpha (float): the update is scaled by lora_alpha / lora_dim
+        target_modules (str | Sequence[str]): layers to adapt: all-linear, name endings, or one regular expression
+        lora_dropout (float): dropout on the adapter's input, in [0, 1)
+        use_rslora (bool): scale by lora_alpha / sqrt(lora_dim) (rank-stabilised LoRA)
+        train_bias (Literal['none', 'all', 'lora_only']): biases to train: none, all, or those of adapted layers
+        modules_to_save (str | Sequence[str]): name endings of modules to train in full and save with the adapter
+        enable_lora (str | Sequence[str]): q, k, v: the parts of a packed projection that get factors of their own; the layer has one pair for all of it when absent
+        expert_lora_dim (int | None): rank of each expert's update in a mixture of experts; 0 leaves experts frozen; default: lora_dim over the experts that a token is sent to, at least 1
+        expert_lora_alpha (float | None): the update of an expert is scaled by this over its rank; default: lora_alpha
+        only_optimize_lora (bool): freeze the base model when lora_dim > 0 (no-: train it too)
+        share_prompt (bool): compute what both answers of a pair begin with once (no-: each answer has its own)
+        beta (float): how strongly the policy stays with the reference; orpo: weight of the odds ratio; simpo: scale of the rewards, 2 unless it is given
+        loss_type (Literal['sigmoid', 'ipo', 'hinge', 'orpo', 'simpo', 'kto']): of pairs: DPO's own loss, IPO's squared one or SLiC's hinge, or orpo or simpo, which have no reference; of single answers that are good or bad: kto
+        label_smoothing (float): share of labels taken to be wrong (conservative DPO, simpo), in [0, 0.5)
+        simpo_gamma (float): simpo: by how much the chosen answer's reward is to be the larger one
+        desirable_weight (float): kto: weight of the loss of good answers
+        undesirable_weight (float): kto: weight of the loss of bad answers
+        length_normalization (bool): compare log-ratios per token instead of per answer; ipo, orpo and simpo always do
+        rpo_alpha (float): weight of the chosen answer's own loss per token, added to that of the pair
+        precompute_ref_log_probs (bool): compute the reference's log-probabilities once, before training (no-: each time)
+        dry_run (bool): check everything but the weights, say what the run would do, and stop
+        verbose (bool): with --dry_run: list all options
+        overwrite_output_dir (bool): delete what an earlier run left in --output_dir
+        save_interval (int): optimizer steps between checkpoints; 0: by time only
+        save_minutes (float): a checkpoint at least this often; 0: by steps only
+        save_total_limit (int): newest checkpoints that are kept; 0: all
+        merge_adapter (bool): also write base and adapter merged as a transformers model
+        merge_max_kl (float): refuse a merge that moves the distribution by more (nats per token)
+        eval_interval (int): optimizer steps between evaluations; 0: at the start, each epoch and the end
+        eval_iters (int): evaluation batches per device; 0: all
+        sample_generations (int): held-out prompts answered before and after training
+        per_device_eval_batch_size (int): rows per device in evaluation
+        report_to (Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']]): trackers that get the numbers of metrics.jsonl too, one or several; their own variables, such as WANDB_MODE=offline, apply
+        logging_steps (int): optimizer steps between printed lines
+        tensorboard_path (str | os.PathLike[str] | None): directory of TensorBoard files; default OUTPUT_DIR/tensorboard
+        dtype (Literal['auto', 'fp32', 'bf16', 'fp16']): compute type; auto: bf16 where the GPU has it, fp16 on older GPUs, fp32 on CPU
+        gradient_checkpointing (bool | Literal['auto']): recompute activations in the backward pass instead of keeping them; without a value on, auto: where they would not fit the memory by estimate
+        offload_activations (bool): keep the inputs of recomputed blocks in pinned host memory until the backward pass wants them; turns --gradient_checkpointing auto on
+        zero_stage (Literal[0, 1, 2, 3] | None): ZeRO: 1 shards optimizer state over processes, 2 gradients too, 3 weights too; default 0, or what --deepspeed_config says
+        offload (bool): keep optimizer state (and, at stage 3, weights) in host memory
+        tensor_parallel_size (int): processes that hold one model between them, each a part of every layer; they see the same data
+        sequence_parallel (bool): with --tensor_parallel_size above 1: between the layers each process keeps its share of the tokens alone
+        deepspeed_config (str | os.PathLike[str] | Mapping[str, Any] | None): DeepSpeed JSON such as configs/ds/zero2.json; "auto" fields are filled in
+        distributed_timeout (float): seconds after which a process that is not heard of ends the run (300 at least until the first step is over)
+        attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention kernel; auto: sdpa where the architecture has it, else eager; sdpa computes each sequence of a row alone where it can, flex_attention is for GPUs where it cannot
+        base_bits (Literal[16, 4] | None): bits of the frozen base's weights: 16, or 4 (NF4, QLoRA), for linear layers and experts of the blocks; by default those with which the adapter that is loaded was trained, else 16
+        compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
+        deepspeed (bool): accepted from DeepSpeed; it is always used
+        enable_tensorboard (bool): same as --report_to tensorboard
+        print_loss (bool): print the loss at every optimizer step
+        compute_fp32_loss (bool): accepted from DeepSpeed-Chat; the loss is always computed in fp32
+        lora_module_name (str | None): adapt the linear layers whose name contains this (DeepSpeed-Chat's rule)
+        num_padding_at_beginning (int): accepted from DeepSpeed-Chat; nothing is guessed from padding
+        offload_reference_model (bool): accepted from DeepSpeed-Chat; the reference is never a second model
+    """
+
+def rlhf(
+    model: Model | None = None,
+    data: Data | None = None,
+    *,
+    rewards: Reward | Sequence[Reward] = (),
+    environment: Callable[..., Any] | str | None = None,
+    critic: Model | None = None,
+    eval_data: Data | None = None,
+    output_dir: str | os.PathLike[str] | None = None,
+    callbacks: Sequence[Callback] = (),
+    resume: str | os.PathLike[str] | None = None,
+    quiet: bool = False,
+    actor_lora_dim: int = 0,
+    actor_lora_alpha: float = 32.0,
+    actor_use_rslora: bool = False,
+    actor_expert_lora_dim: int | None = None,
+    actor_expert_lora_alpha: float | None = None,
+    actor_target_modules: str | Sequence[str] = ('all-linear',),
+    actor_learning_rate: float = 9.65e-06,
+    actor_lora_learning_rate: float = 0.0005,
+    actor_expert_learning_rate: float | None = None,
+    actor_weight_decay: float = 0.0,
+    actor_zero_stage: Literal[0, 1, 2, 3] | None = None,
+    actor_gradient_checkpointing: bool | Literal['auto'] = 'auto',
+    critic_lora_dim: int = 0,
+    critic_lora_alpha: float = 32.0,
+    critic_use_rslora: bool = False,
+    critic_expert_lora_dim: int | None = None,
+    critic_expert_lora_alpha: float | None = None,
+    critic_target_modules: str | Sequence[str] = ('all-linear',),
+    critic_learning_rate: float = 5e-06,
+    critic_lora_learning_rate: float = 0.0005,
+    critic_expert_learning_rate: float | None = None,
+    critic_weight_decay: float = 0.0,
+    critic_zero_stage: Literal[0, 1, 2, 3] | None = None,
+    critic_gradient_checkpointing: bool | Literal['auto'] = 'auto',
+    trust_remote_code: bool = False,
+    add_eot_token: bool = False,
+    eot_token: str = '<|endoftext|>',
+    chat_template: str | None = None,
+    eval_ratio: float = 0.05,
+    data_split_name: str | Sequence[str] = (),
+    columns: Sequence[str] | Mapping[str, str] = (),
+    data_weights: float | Sequence[float] = (),
+    data_split: str | None = None,
+    data_output_path: str | os.PathLike[str] | None = None,
+    overlong: Literal['split', 'drop', 'truncate', 'error'] = 'split',
+    bad_rows: Literal['stop', 'skip'] = 'stop',
+    unpaired_rows: Literal['refuse', 'good_only', 'all'] = 'refuse',
+    preprocessing_num_workers: int = 0,
+    chat_template_kwargs: str | Mapping[str, Any] | None = None,
+    max_prompt_seq_len: int = 256,
+    max_answer_seq_len: int = 256,
+    num_train_epochs: int = 1,
+    max_steps: int = 0,
+    gradient_accumulation_steps: int = 1,
+    tokens_per_device: int = 0,
+    lr_scheduler_type: Literal['linear', 'cosine', 'cosine_with_restarts', 'polynomial', 'constant', 'constant_with_warmup'] = 'cosine',
+    num_warmup_steps: int = 0,
+    loraplus_lr_ratio: float = 1.0,
+    adam_beta1: float = 0.9,
+    adam_beta2: float = 0.95,
+    adam_epsilon: float = 1e-08,
+    max_grad_norm: float = 1.0,
+    seed: int = 1234,
+    per_device_training_batch_size: int = 16,
+    enable_ema: bool = False,
+    ema_decay: float = 0.992,
+    only_optimize_lora: bool = True,
+    num_generations: int = 1,
+    per_device_generation_batch_size: int = 16,
+    generation_batches: int = 1,
+    merge_for_rollouts: bool = False,
+    do_sample: bool = True,
+    temperature: float = 1.0,
+    rollout_temperature: float | None = None,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    stop_tokens: str | Sequence[str] = (),
+    stop_strings: str | Sequence[str] = (),
+    max_turns: int = 8,
+    reward_weights: float | Sequence[float] = (),
+    reward_batch: Literal['all', 'group'] = 'all',
+    reward_retries: int = 0,
+    reward_timeout: float = 0.0,
+    clip_reward_value: float = 5.0,
+    reward_scaling: Literal['none', 'running', 'initial'] = 'initial',
+    missing_eos_penalty: float = 0.0,
+    soft_overlong_tokens: int = 0,
+    algorithm: Literal['ppo', 'rloo', 'grpo', 'dr_grpo', 'dapo', 'gspo', 'reinforce_pp', 'reinforce_pp_baseline', 'cispo'] = 'ppo',
+    ppo_epochs: int = 1,
+    kl_coef: float | None = None,
+    kl_estimator: Literal['k1', 'k2', 'k3'] | None = None,
+    kl_in: Literal['reward', 'loss'] | None = None,
+    adaptive_kl_target: float = 0.0,
+    kl_horizon: int = 10000,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    cliprange: float | None = None,
+    cliprange_low: float | None = None,
+    cliprange_high: float | None = None,
+    dual_clip: float = 0.0,
+    loss_normalization: Literal['token', 'sequence', 'constant'] | None = None,
+    mask_truncated_completions: bool | None = None,
+    dynamic_sampling: int | None = None,
+    cliprange_value: float = 0.2,
+    whiten_advantages: bool = True,
+    critic_warmup_iterations: int = 0,
+    importance_cap: float = 0.0,
+    entropy_coef: float = 0.0,
+    target_kl: float = 0.0,
+    unsupervised_dataset_name: str | None = None,
+    unsupervised_dataset_config_name: str | None = None,
+    unsup_coef: float = 27.8,
+    dry_run: bool = False,
+    verbose: bool = False,
+    overwrite_output_dir: bool = False,
+    save_interval: int = 500,
+    save_minutes: float = 10.0,
+    save_total_limit: int = 3,
+    merge_adapter: bool = False,
+    merge_max_kl: float = 0.01,
+    eval_interval: int = 0,
+    eval_iters: int = 0,
+    sample_generations: int = 2,
+    judge_function: str | Callable[..., Any] | None = None,
+    eval_prompts: int = 64,
+    report_to: Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']] = ('none',),
+    logging_steps: int = 1,
+    tensorboard_path: str | os.PathLike[str] | None = None,
+    log_rollouts: int = 128,
+    print_answers: bool = False,
+    print_answers_interval: int = 10,
+    dtype: Literal['auto', 'fp32', 'bf16', 'fp16'] = 'auto',
+    offload_activations: bool = False,
+    zero_stage: Literal[0, 1, 2, 3] | None = None,
+    offload: bool = False,
+    tensor_parallel_size: int = 1,
+    sequence_parallel: bool = False,
+    deepspeed_config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    distributed_timeout: float = 120.0,
+    attn_implementation: Literal['auto', 'sdpa', 'flex_attention', 'eager'] = 'auto',
+    base_bits: Literal[16, 4] | None = None,
+    compile: bool = False,
+    release_inference_cache: bool = False,
+    deepspeed: bool = False,
+    enable_tensorboard: bool = False,
+    print_loss: bool = False,
+    actor_lora_module_name: str | None = None,
+    actor_dropout: float = 0.0,
+    critic_lora_module_name: str | None = None,
+    critic_dropout: float = 0.0,
+    compute_fp32_loss: bool = True,
+    enable_test_mode: bool = False,
+    test_stop_step: int = 0,
+    num_padding_at_beginning: int = 1,
+    align_overflow: bool = False,
+    offload_reference_model: bool = False,
+    offload_reward_model: bool = False,
+    enable_hybrid_engine: bool = False,
+    unpin_actor_parameters: bool = False,
+    inference_tp_size: int = 1,
+    tp_gather_partition_size: int = 8,
+    enable_mixed_precision_lora: bool = False,
+) -> Run:
+    """Train a policy on its own responses by PPO, RLOO or GRPO (step 3).
+
+    The other arguments are those of :func:`sft`; ``model`` is the actor, ``data`` its prompts.
+
+    Args:
+        model: the actor, as in :func:`sft`.
+        data: rows with prompts.
+        rewards: what scores responses, one or several: functions that take ``responses`` (or
+            ``completions``), ``prompts`` and columns of the data, runs of :func:`reward`, paths of
+            reward models, or names such as ``"builtin:length=12"``. With ``reward_weights`` each
+            has a weight.
+        environment: function that answers the actor's turns; see ``--environment``.
+        critic: reward model from which the critic starts, and which scores too; by default the
+            first reward model of ``rewards``, if any.
+        eval_data: held-out prompts.
+        output_dir: as in :func:`sft`.
+        callbacks: as in :func:`sft`.
+        resume: as in :func:`sft`.
+        quiet: print nothing.
+        **options: those of ``dschat-lora rlhf --help``, by their names.
+
+    Options:
+        actor_lora_dim (int): rank of a new adapter; an adapter that is there is continued; 0 trains all weights
+        actor_lora_alpha (float): the update is scaled by lora_alpha / lora_dim
+        actor_use_rslora (bool): scale by lora_alpha / sqrt(lora_dim)
+        actor_expert_lora_dim (int | None): rank of each expert's update in a mixture of experts; 0 leaves experts frozen; default: lora_dim over the experts that a token is sent to, at least 1
+        actor_expert_lora_alpha (float | None): the update of an expert is scaled by this over its rank; default: lora_alpha
+        actor_target_modules (str | Sequence[str]): layers to adapt: all-linear, name endings, or one regular expression
+        actor_learning_rate (float): peak rate of base weights, where they train
+        actor_lora_learning_rate (float): peak rate of the adapter
+        actor_expert_learning_rate (float | None): peak rate of experts' adapters in a mixture; default: that of the adapter
+        actor_weight_decay (float): decoupled weight decay; biases and norms exempt
+        actor_zero_stage (Literal[0, 1, 2, 3] | None): ZeRO stage of this role; default: --zero_stage
+        actor_gradient_checkpointing (bool | Literal['auto']): recompute activations in the backward pass instead of keeping them; without a value on, auto: where they would not fit the memory by estimate
+        critic_lora_dim (int): rank of a new adapter; an adapter that is there is continued; 0 trains all weights
+        critic_lora_alpha (float): the update is scaled by lora_alpha / lora_dim
+        critic_use_rslora (bool): scale by lora_alpha / sqrt(lora_dim)
+        critic_expert_lora_dim (int | None): rank of each expert's update in a mixture of experts; 0 leaves experts frozen; default: lora_dim over the experts that a token is sent to, at least 1
+        critic_expert_lora_alpha (float | None): the update of an expert is scaled by this over its rank; default: lora_alpha
+        critic_target_modules (str | Sequence[str]): layers to adapt: all-linear, name endings, or one regular expression
+        critic_learning_rate (float): peak rate of base weights, where they train
+        critic_lora_learning_rate (float): peak rate of the adapter
+        critic_expert_learning_rate (float | None): peak rate of experts' adapters in a mixture; default: that of the adapter
+        critic_weight_decay (float): decoupled weight decay; biases and norms exempt
+        critic_zero_stage (Literal[0, 1, 2, 3] | None): ZeRO stage of this role; default: --zero_stage
+        critic_gradient_checkpointing (bool | Literal['auto']): recompute activations in the backward pass instead of keeping them; without a value on, auto: where they would not fit the memory by estimate
+        trust_remote_code (bool): run model code that comes with a hub repository
+        add_eot_token (bool): add --eot_token to the tokenizer and end every completion with it
+        eot_token (str): end-of-text token of --add_eot_token
+        chat_template (str | None): Jinja file that renders messages, in place of the tokenizer's own; saved with the result
+        eval_ratio (float): held-out share of the rows where no --eval_data_path is given, in [0, 1)
+        data_split_name (str | Sequence[str]): split of each --data_path that is a hub data set or a directory with splits, or one for all; train when absent
+        columns (Sequence[str] | Mapping[str, str]): names of columns in all data, as in prompt=question completion=answer: the prompt is read from the column question
+        data_weights (float | Sequence[float]): times each --data_path is used per epoch, in its order; 1 each when absent
+        data_split (str | None): shares of the rows for steps 1, 2 and 3, such as 2,4,4; every step uses all rows when absent
+        data_output_path (str | os.PathLike[str] | None): cache of tokenised data; default ~/.cache/dschat_lora
+        overlong (Literal['split', 'drop', 'truncate', 'error']): what happens to samples longer than --max_seq_len: split cuts rows of `text` into pieces and drops others, drop drops all
+        bad_rows (Literal['stop', 'skip']): what happens at a row that cannot be used
+        unpaired_rows (Literal['refuse', 'good_only', 'all']): what is learnt of answers with a `label` (rows for KTO): nothing (the run stops), those with label true, or all, whatever the label
+        preprocessing_num_workers (int): processes that read and tokenise rows; 0: one for each core, at most 16
+        chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, such as '{"enable_thinking": false}'; a row's column of this name comes first
+        max_prompt_seq_len (int): longer prompts follow --overlong
+        max_answer_seq_len (int): most tokens of a response
+        num_train_epochs (int): passes over the data; 0 evaluates only
+        max_steps (int): train for this many optimizer steps, whatever the epochs; 0: by epochs
+        gradient_accumulation_steps (int): micro-batches per optimizer step
+        tokens_per_device (int): cut the responses of a step into micro-batches of up to so many tokens per device, instead of so many responses; 0: by responses
+        lr_scheduler_type (Literal['linear', 'cosine', 'cosine_with_restarts', 'polynomial', 'constant', 'constant_with_warmup']): shape of the rate over the steps
+        num_warmup_steps (int): optimizer steps of linear warm-up
+        loraplus_lr_ratio (float): rate of lora_B over that of lora_A (LoRA+); 1 treats them alike
+        adam_beta1 (float): decay of the gradient's mean
+        adam_beta2 (float): decay of the gradient's square
+        adam_epsilon (float): added to the root of the second moment
+        max_grad_norm (float): gradients are clipped to this norm; 0: never
+        seed (int): seed of initialisation, order and sampling
+        per_device_training_batch_size (int): responses per device and micro-batch of the update
+        enable_ema (bool): keep a moving average of the actor, written to actor_ema/
+        ema_decay (float): share of the average that stays at a step
+        only_optimize_lora (bool): freeze base models that have an adapter (no-: train them too)
+        num_generations (int): responses to each prompt; 2 or more but for ppo and reinforce_pp, which do not compare them
+        per_device_generation_batch_size (int): responses generated at a time on a device
+        generation_batches (int): generation batches of one iteration; where no size of a batch is typed, as many as make 64 responses over all processes
+        merge_for_rollouts (bool): generate with the adapter added to copies of the weights it adapts: faster on a GPU, in exchange for their memory; sampler_error shows how far rounding moves the policy
+        do_sample (bool): sample responses (no-: the likeliest token, greedy)
+        temperature (float): of sampling and of all log-probabilities
+        rollout_temperature (float | None): of sampling, if not --temperature; --importance_cap weighs for the difference
+        top_p (float): sample from the likeliest tokens of this probability mass
+        top_k (int): sample from this many likeliest tokens; 0: all
+        stop_tokens (str | Sequence[str]): tokens that end a response, beside those of tokenizer, template and model
+        stop_strings (str | Sequence[str]): texts that end a response with the token that completes them
+        max_turns (int): most turns of the actor in an episode with --environment, of one response's length
+        reward_weights (float | Sequence[float]): weight of each reward function in the sum of scores, and last that of the reward model, if there is one; 1 each by default
+        reward_batch (Literal['all', 'group']): responses of a call: all that a process has, or those to one prompt
+        reward_retries (int): further calls of a reward function, or an environment, that failed
+        reward_timeout (float): seconds that a call of a reward function, or of an environment, may take; 0: as many as it likes
+        clip_reward_value (float): scores are clipped to this absolute value once they are scaled; 0: never
+        reward_scaling (Literal['none', 'running', 'initial']): running: divide scores by their standard deviation so far; initial: by that of the first iterations' scores, at least 64, after subtracting their mean; the critic starts in these units (with none and running in those of the reward model)
+        missing_eos_penalty (float): subtracted from the score of a response that was cut off
+        soft_overlong_tokens (int): scores fall by up to 1 over this many last tokens of --max_answer_seq_len (DAPO's soft overlong punishment; dapo: a fifth of them); 0: never
+        algorithm (Literal['ppo', 'rloo', 'grpo', 'dr_grpo', 'dapo', 'gspo', 'reinforce_pp', 'reinforce_pp_baseline', 'cispo']): ppo has a critic; reinforce_pp has none; the others compare the responses to a prompt
+        ppo_epochs (int): passes over the responses of an iteration
+        kl_coef (float | None): weight of the divergence from the reference (0.1 or 0); default: by --algorithm
+        kl_estimator (Literal['k1', 'k2', 'k3'] | None): estimator of the divergence at a token; default: by --algorithm
+        kl_in (Literal['reward', 'loss'] | None): where the divergence is paid: in the reward of each token, or in the loss; default: by --algorithm
+        adaptive_kl_target (float): nats per response that kl_coef is steered towards; 0: kl_coef stays
+        kl_horizon (int): responses over which kl_coef adapts
+        gamma (float): discount of later rewards, in [0, 1]
+        lam (float): bias and variance of advantages (GAE), in [0, 1]; below 1, a score reaches a token t tokens before the end only by lam^t, and by the critic's values for the rest
+        cliprange (float | None): bound on the change of a token's probability ratio, fall and rise alike (0.2); default: by --algorithm
+        cliprange_low (float | None): bound on the fall of the ratio, if not --cliprange; default: by --algorithm
+        cliprange_high (float | None): bound on the rise of the ratio, if not --cliprange; default: by --algorithm
+        dual_clip (float): bound on the loss of a token with negative advantage A, -A times this; 0: none
+        loss_normalization (Literal['token', 'sequence', 'constant'] | None): token: every token weighs alike; sequence: every response does; constant: divide by --max_answer_seq_len; default: by --algorithm
+        mask_truncated_completions (bool | None): leave responses that were cut off out of the loss (DAPO's overlong filter); default: by --algorithm
+        dynamic_sampling (int | None): replace prompts whose responses all got one reward by further prompts, at most so many times an iteration; 0: never; default: by --algorithm
+        cliprange_value (float): bound on the change of a value
+        whiten_advantages (bool): advantages of an iteration get mean 0 and standard deviation 1
+        critic_warmup_iterations (int): first iterations at which the critic alone learns, the actor stays as it is
+        importance_cap (float): largest weight of a token in the policy's loss, weights being its probability in the policy by that in what it was drawn from (top-p, top-k, another temperature); 0: all 1
+        entropy_coef (float): weight of the entropy bonus
+        target_kl (float): end an iteration's updates when the policy has moved this far from where it began (mean nats per token); 0: never
+        unsupervised_dataset_name (str | None): text to mix in: files, a directory or a hub data set (name:configuration)
+        unsupervised_dataset_config_name (str | None): configuration of a hub data set, as in name:configuration
+        unsup_coef (float): weight of its loss per token beside the policy's
+        dry_run (bool): check everything but the weights, say what the run would do, and stop
+        verbose (bool): with --dry_run: list all options
+        overwrite_output_dir (bool): delete what an earlier run left in --output_dir
+        save_interval (int): optimizer steps between checkpoints; 0: by time only
+        save_minutes (float): a checkpoint at least this often; 0: by steps only
+        save_total_limit (int): newest checkpoints that are kept; 0: all
+        merge_adapter (bool): also write base and adapter merged as a transformers model
+        merge_max_kl (float): refuse a merge that moves the distribution by more (nats per token)
+        eval_interval (int): optimizer steps between evaluations; 0: at the start, each epoch and the end
+        eval_iters (int): evaluation batches per device; 0: all
+        sample_generations (int): held-out prompts answered before and after training
+        judge_function (str | Callable[..., Any] | None): module:function that judges held-out responses at evaluations; never trained on
+        eval_prompts (int): held-out prompts answered at each evaluation, greedily and by sampling; 0: none
+        report_to (Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']]): trackers that get the numbers of metrics.jsonl too, one or several; their own variables, such as WANDB_MODE=offline, apply
+        logging_steps (int): optimizer steps between printed lines
+        tensorboard_path (str | os.PathLike[str] | None): directory of TensorBoard files; default OUTPUT_DIR/tensorboard
+        log_rollouts (int): responses of an iteration that are kept in rollouts.jsonl.gz; 0: none
+        print_answers (bool): show a response at every iteration
+        print_answers_interval (int): iterations between shown responses; 0: never
+        dtype (Literal['auto', 'fp32', 'bf16', 'fp16']): compute type; auto: bf16 where the GPU has it, fp16 on older GPUs, fp32 on CPU
+        offload_activations (bool): keep the inputs of recomputed blocks in pinned host memory until the backward pass wants them; turns --gradient_checkpointing auto on
+        zero_stage (Literal[0, 1, 2, 3] | None): ZeRO: 1 shards optimizer state over processes, 2 gradients too, 3 weights too; default 0, or what --deepspeed_config says
+        offload (bool): keep optimizer state (and, at stage 3, weights) in host memory
+        tensor_parallel_size (int): processes that hold one model between them, each a part of every layer; they see the same data
+        sequence_parallel (bool): with --tensor_parallel_size above 1: between the layers each process keeps its share of the tokens alone
+        deepspeed_config (str | os.PathLike[str] | Mapping[str, Any] | None): DeepSpeed JSON such as configs/ds/zero2.json; "auto" fields are filled in
+        distributed_timeout (float): seconds after which a process that is not heard of ends the run (300 at least until the first step is over)
+        attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention kernel; auto: sdpa where the architecture has it, else eager; sdpa computes each sequence of a row alone where it can, flex_attention is for GPUs where it cannot
+        base_bits (Literal[16, 4] | None): bits of the frozen base's weights: 16, or 4 (NF4, QLoRA), for linear layers and experts of the blocks; by default those with which the adapter that is loaded was trained, else 16
+        compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
+        release_inference_cache (bool): free the cache of keys and values before each update (by default it is kept on a GPU that has room for it)
+        deepspeed (bool): accepted from DeepSpeed; it is always used
+        enable_tensorboard (bool): same as --report_to tensorboard
+        print_loss (bool): print the loss at every optimizer step
+        actor_lora_module_name (str | None): adapt the linear layers whose name contains this (DeepSpeed-Chat's rule)
+        actor_dropout (float): accepted from DeepSpeed-Chat; old and new log-probabilities need one network
+        critic_lora_module_name (str | None): adapt the linear layers whose name contains this (DeepSpeed-Chat's rule)
+        critic_dropout (float): accepted from DeepSpeed-Chat; old and new log-probabilities need one network
+        compute_fp32_loss (bool): accepted from DeepSpeed-Chat; the loss is always computed in fp32
+        enable_test_mode (bool): stop after --test_stop_step optimizer steps
+        test_stop_step (int): optimizer steps of --enable_test_mode
+        num_padding_at_beginning (int): accepted from DeepSpeed-Chat; nothing is guessed from padding
+        align_overflow (bool): accepted from DeepSpeed-Chat; a loss that is not finite skips both steps
+        offload_reference_model (bool): accepted from DeepSpeed-Chat; the reference shares the actor's base
+        offload_reward_model (bool): accepted from DeepSpeed-Chat; the reward model shares the critic's base
+        enable_hybrid_engine (bool): accepted from DeepSpeed-Chat; rollouts have a decode loop of their own
+        unpin_actor_parameters (bool): accepted from DeepSpeed-Chat, for its hybrid engine
+        inference_tp_size (int): accepted from DeepSpeed-Chat, for its hybrid engine; rollouts run on the processes that hold the model (--tensor_parallel_size)
+        tp_gather_partition_size (int): accepted from DeepSpeed-Chat, for its hybrid engine
+        enable_mixed_precision_lora (bool): accepted from DeepSpeed-Chat; --deepspeed_config sets quantised weights
+    """
+
+def generate(
+    model: Model,
+    prompts: str | Sequence[str | Sequence[Message]],
+    *,
+    columns: Sequence[str] | Mapping[str, str] = (),
+    max_seq_len: int = 0,
+    per_device_eval_batch_size: int = 16,
+    dtype: Literal['auto', 'fp32', 'bf16', 'fp16'] = 'auto',
+    attn_implementation: Literal['auto', 'sdpa', 'eager'] = 'auto',
+    base_bits: Literal[16, 4] | None = None,
+    trust_remote_code: bool = False,
+    chat_template: str | None = None,
+    chat_template_kwargs: str | Mapping[str, Any] | None = None,
+    chat: bool = False,
+    max_new_tokens: int = 128,
+    do_sample: bool = False,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    num_return_sequences: int = 1,
+    seed: int = 1234,
+) -> list[str]:
+    """Answers to prompts, greedily unless told otherwise.
+
+    Args:
+        model: as in :func:`dschat_lora.sft`: a name, a path, a run, or (model, tokenizer).
+        prompts: texts to go on from, or messages that the chat template renders.
+        **sampling: options of ``dschat-lora generate --help`` by their names, such as
+            ``max_new_tokens``, ``do_sample``, ``temperature``, ``num_return_sequences``, ``seed``.
+            ``chat=True`` takes texts for messages of a user.
+
+    Returns:
+        An answer to each prompt, in order; with ``num_return_sequences`` so many for each.
+
+    Raises:
+        TypeError: for an option that does not exist.
+        ValueError: for a value that cannot be used, and a prompt that is too long.
+
+    Options:
+        columns (Sequence[str] | Mapping[str, str]): names of columns, as in prompt=question completion=answer
+        max_seq_len (int): longest sequence in tokens; 0: as many as the model has positions
+        per_device_eval_batch_size (int): sequences at a time
+        dtype (Literal['auto', 'fp32', 'bf16', 'fp16']): compute type; auto: as in training
+        attn_implementation (Literal['auto', 'sdpa', 'eager']): attention kernel of transformers; auto: sdpa where it has it, else eager
+        base_bits (Literal[16, 4] | None): bits of the base's weights: 16, or 4 (NF4); by default as the adapter was trained
+        trust_remote_code (bool): run model code that comes with a hub repository
+        chat_template (str | None): Jinja file that renders messages, in place of the tokenizer's own
+        chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, as in training
+        chat (bool): --prompts are a user's messages, rendered by the chat template
+        max_new_tokens (int): tokens of an answer at most
+        do_sample (bool): draw tokens instead of taking the most probable one
+        temperature (float): divides the logits, with --do_sample
+        top_p (float): draw from the most probable tokens up to this sum
+        top_k (int): draw from so many of the most probable tokens; 0: all
+        num_return_sequences (int): answers to each prompt, with --do_sample
+        seed (int): of the draws
+    """
+
+def evaluate(
+    model: Model,
+    data: Data,
+    *,
+    columns: Sequence[str] | Mapping[str, str] = (),
+    max_seq_len: int = 0,
+    per_device_eval_batch_size: int = 16,
+    dtype: Literal['auto', 'fp32', 'bf16', 'fp16'] = 'auto',
+    attn_implementation: Literal['auto', 'sdpa', 'eager'] = 'auto',
+    base_bits: Literal[16, 4] | None = None,
+    trust_remote_code: bool = False,
+    chat_template: str | None = None,
+    chat_template_kwargs: str | Mapping[str, Any] | None = None,
+    reward_model: Model | None = None,
+    judge_function: str | Callable[..., Any] | None = None,
+    max_new_tokens: int = 128,
+    limit: int = 0,
+) -> dict[str, float]:
+    """Perplexity, preferences or rewards of a model on rows of data.
+
+    Args:
+        model: as in :func:`generate`; of a reward model scores and preferences are measured.
+        data: rows, as in :func:`dschat_lora.sft`.
+        **options: those of ``dschat-lora eval --help`` by their names. ``judge_function`` may be a
+            function, and ``reward_model`` a run.
+
+    Returns:
+        The numbers that the command prints, by name.
+
+    Options:
+        columns (Sequence[str] | Mapping[str, str]): names of columns, as in prompt=question completion=answer
+        max_seq_len (int): longest sequence in tokens; 0: as many as the model has positions
+        per_device_eval_batch_size (int): sequences at a time
+        dtype (Literal['auto', 'fp32', 'bf16', 'fp16']): compute type; auto: as in training
+        attn_implementation (Literal['auto', 'sdpa', 'eager']): attention kernel of transformers; auto: sdpa where it has it, else eager
+        base_bits (Literal[16, 4] | None): bits of the base's weights: 16, or 4 (NF4); by default as the adapter was trained
+        trust_remote_code (bool): run model code that comes with a hub repository
+        chat_template (str | None): Jinja file that renders messages, in place of the tokenizer's own
+        chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, as in training
+        reward_model (Model | None): reward model that scores the model's own greedy answers to the prompts
+        judge_function (str | Callable[..., Any] | None): module:function that scores the same answers, as a reward function of step 3 does; builtin:NAME for one that comes along
+        max_new_tokens (int): tokens of such an answer at most
+        limit (int): rows to take at most, the first ones; 0: all
+    """
+
+def merge(
+    model: Model,
+    output_dir: str | os.PathLike[str] | None = None,
+    *,
+    dtype: Literal['auto', 'fp32', 'bf16', 'fp16'] = 'auto',
+    merge_max_kl: float = 0.01,
+    overwrite_output_dir: bool = False,
+    base_bits: Literal[16, 4] | None = None,
+    trust_remote_code: bool = False,
+) -> Path:
+    """Write base and adapter as one transformers model.
+
+    Args:
+        model: a run, or the path of one or of its adapter.
+        output_dir: default: ``model/`` beside the adapter.
+        **options: those of ``dschat-lora merge --help`` by their names.
+
+    Returns:
+        The directory of the model.
+
+    Raises:
+        ValueError: if there is no adapter, or rounding moves the model by too much.
+
+    Options:
+        dtype (Literal['auto', 'fp32', 'bf16', 'fp16']): type of the weights written; auto: the base's where it has 16 bits, else bf16
+        merge_max_kl (float): refuse a merge that moves the distribution by more (nats per token)
+        overwrite_output_dir (bool): replace a model in the output directory
+        base_bits (Literal[16, 4] | None): bits of the base to add the adapter to: 16, or 4 (NF4); by default those that it was trained on; whole weights are written in any case
+        trust_remote_code (bool): run model code that comes with a hub repository
+    """
+
+def audit(
+    data: Data | None = None,
+    model: Model | None = None,
+    *,
+    eval_data_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
+    eval_ratio: float = 0.0,
+    max_seq_len: int = 512,
+    packing: bool = True,
+    data_split_name: str | Sequence[str] = (),
+    columns: Sequence[str] | Mapping[str, str] = (),
+    data_weights: float | Sequence[float] = (),
+    data_split: str | None = None,
+    data_output_path: str | os.PathLike[str] | None = None,
+    overlong: Literal['split', 'drop', 'truncate', 'error'] = 'split',
+    bad_rows: Literal['stop', 'skip'] = 'stop',
+    unpaired_rows: Literal['refuse', 'good_only', 'all'] = 'refuse',
+    preprocessing_num_workers: int = 0,
+    chat_template_kwargs: str | Mapping[str, Any] | None = None,
+    sft_only_data_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
+    train_on_prompt: bool = False,
+    stage: Literal['sft', 'reward', 'dpo', 'rlhf'] = 'sft',
+    show: int = 0,
+    chat_template: str | None = None,
+    trust_remote_code: bool = False,
+    add_eot_token: bool = False,
+    eot_token: str = '<|endoftext|>',
+    seed: int = 1234,
+) -> Audit:
+    """What a stage would learn of data; nothing is trained.
+
+    Args:
+        data: rows, as in :func:`dschat_lora.sft`.
+        model: whose tokenizer and chat template read them.
+        **options: those of ``dschat-lora audit --help`` by their names, such as ``stage="reward"``
+            and ``show=3``.
+
+    Options:
+        eval_data_path (str | os.PathLike[str] | Sequence[str | os.PathLike[str]]): held-out data, never trained on
+        eval_ratio (float): held-out share of the rows where no --eval_data_path is given, in [0, 1)
+        max_seq_len (int): tokens per row, prompt and completion together
+        packing (bool): fill rows of --max_seq_len with several samples, kept apart by the mask
+        data_split_name (str | Sequence[str]): split of each --data_path that is a hub data set or a directory with splits, or one for all; train when absent
+        columns (Sequence[str] | Mapping[str, str]): names of columns in all data, as in prompt=question completion=answer: the prompt is read from the column question
+        data_weights (float | Sequence[float]): times each --data_path is used per epoch, in its order; 1 each when absent
+        data_split (str | None): shares of the rows for steps 1, 2 and 3, such as 2,4,4; every step uses all rows when absent
+        data_output_path (str | os.PathLike[str] | None): cache of tokenised data; default ~/.cache/dschat_lora
+        overlong (Literal['split', 'drop', 'truncate', 'error']): what happens to samples longer than --max_seq_len: split cuts rows of `text` into pieces and drops others, drop drops all
+        bad_rows (Literal['stop', 'skip']): what happens at a row that cannot be used
+        unpaired_rows (Literal['refuse', 'good_only', 'all']): what is learnt of answers with a `label` (rows for KTO): nothing (the run stops), those with label true, or all, whatever the label
+        preprocessing_num_workers (int): processes that read and tokenise rows; 0: one for each core, at most 16
+        chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, such as '{"enable_thinking": false}'; a row's column of this name comes first
+        sft_only_data_path (str | os.PathLike[str] | Sequence[str | os.PathLike[str]]): further data used whole in step 1 and in no other step
+        train_on_prompt (bool): take the loss on the prompt too, in evaluation as well (as DeepSpeed-Chat, and microsoft/LoRA by --obj jlm)
+        stage (Literal['sft', 'reward', 'dpo', 'rlhf']): what makes samples of the rows: sequences, pairs, or prompts for rlhf
+        show (int): samples to show, token by token, with what is supervised
+        chat_template (str | None): file of a Jinja chat template, as in training
+        trust_remote_code (bool): run tokenizer code of a hub repository
+        add_eot_token (bool): as in training
+        eot_token (str): as in training
+        seed (int): of --data_split and --eval_ratio
+    """
+
+def plan(
+    stage: str,
+    *,
+    device: str | None = None,
+    num_gpus: int | None = None,
+    **options: Any,
+) -> Plan:
+    """Memory and time of a stage, and settings that fit a device; no weights are loaded.
+
+    Args:
+        stage: "sft", "reward", "dpo" or "rlhf".
+        device: memory such as "24GB", or the name of a card (the command's ``--for``).
+        num_gpus: processes, one for each GPU.
+        **options: those of the stage, by their names.
+
+    Raises:
+        ValueError: as the stage would refuse its options, or for an unknown architecture.
+    """
