@@ -282,7 +282,7 @@ def test_a_launched_script_has_the_losses_of_one_process(launcher, tmp_path):
     """All four stages, with data in memory; by DeepSpeed's launcher and torchrun in test-all."""
     found = []
     for ranks in (1, 2):
-        running = launcher.start(SCRIPT, cwd=tmp_path, ranks=ranks)
+        running = launcher.start([], tmp_path, ranks=ranks, script=SCRIPT)
         assert running.wait(timeout=240) == [0] * ranks, running.output()
         found.append(json.loads(running.output().splitlines()[-1]))
     alone, together = found
