@@ -949,7 +949,7 @@ def rlhf(
     """
 
 def generate(
-    model: Model,
+    model: Model | None,
     prompts: str | Sequence[str | Sequence[Message]],
     *,
     columns: Sequence[str] | Mapping[str, str] = (),
@@ -973,7 +973,8 @@ def generate(
     """Answers to prompts, greedily unless told otherwise.
 
     Args:
-        model: as in :func:`dschat_lora.sft`: a name, a path, a run, or (model, tokenizer).
+        model: as in :func:`dschat_lora.sft`: a name, a path, a run, (model,
+            tokenizer), or None for the bundled tiny model.
         prompts: texts to go on from, or messages that the chat template renders.
         **sampling: options of ``dschat-lora generate --help`` by their names, such as
             ``max_new_tokens``, ``do_sample``, ``temperature``, ``num_return_sequences``, ``seed``.
@@ -1007,7 +1008,7 @@ def generate(
     """
 
 def evaluate(
-    model: Model,
+    model: Model | None,
     data: Data,
     *,
     columns: Sequence[str] | Mapping[str, str] = (),

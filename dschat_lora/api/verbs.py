@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from dschat_lora.api.inputs import Data, Model, option_values
 from dschat_lora.api.process import run_in_process
 from dschat_lora.api.signatures import with_options
+from dschat_lora.config.bundled import BUNDLED_MODEL
 from dschat_lora.config.options import build_config, options_in_python
 from dschat_lora.config.stages import AuditConfig
 from dschat_lora.config.verbs import EvalConfig, GenerateConfig, MergeConfig
@@ -32,12 +33,13 @@ _NAMED = ("model_name_or_path", "data_path")  # arguments under a shorter name
 
 @with_options(GenerateConfig, *_NAMED, "output_path", "json")
 def generate(
-    model: Model, prompts: str | Sequence[str | Sequence[Message]], **sampling: Any
+    model: Model | None, prompts: str | Sequence[str | Sequence[Message]], **sampling: Any
 ) -> list[str]:
     """Answers to prompts, greedily unless told otherwise.
 
     Args:
-        model: as in :func:`dschat_lora.sft`: a name, a path, a run, or (model, tokenizer).
+        model: as in :func:`dschat_lora.sft`: a name, a path, a run, (model,
+            tokenizer), or None for the bundled tiny model.
         prompts: texts to go on from, or messages that the chat template renders.
         **sampling: options of ``dschat-lora generate --help`` by their names, such as
             ``max_new_tokens``, ``do_sample``, ``temperature``, ``num_return_sequences``, ``seed``.
@@ -54,7 +56,7 @@ def generate(
     if not given:
         return []
     with ExitStack() as stack:
-        values: dict[str, Any] = {"model_name_or_path": model, **sampling}
+        values: dict[str, Any] = {"model_name_or_path": _or_bundled(model), **sampling}
         if all(isinstance(each, str) for each in given):
             values["prompts"] = given
         else:
@@ -67,7 +69,7 @@ def generate(
 
 
 @with_options(EvalConfig, *_NAMED, "json")
-def evaluate(model: Model, data: Data, **options: Any) -> dict[str, float]:
+def evaluate(model: Model | None, data: Data, **options: Any) -> dict[str, float]:
     """Perplexity, preferences or rewards of a model on rows of data.
 
     Args:
@@ -80,7 +82,7 @@ def evaluate(model: Model, data: Data, **options: Any) -> dict[str, float]:
         The numbers that the command prints, by name.
     """
     with ExitStack() as stack:
-        values = {"model_name_or_path": model, "data_path": data, **options}
+        values = {"model_name_or_path": _or_bundled(model), "data_path": data, **options}
         config = _config(EvalConfig, values, stack)
         stack.enter_context(run_in_process())
         scores, make_judge = eval_parts(config)
@@ -236,6 +238,10 @@ def plan(
             stage, typed, card=card, processes=num_gpus or 1
         )
     return Plan(facts, text)
+
+
+def _or_bundled(model: Model | None) -> Model:
+    return BUNDLED_MODEL if model is None else model
 
 
 def _config(config_class: type[ConfigT], values: Mapping[str, Any], stack: ExitStack) -> ConfigT:
