@@ -31,6 +31,8 @@ QLORA = ["bitsandbytes>=0.50,<1", "accelerate>=1.2,<2"]
 GGUF = ["gguf>=0.19,<1"]
 # What the benchmark compares with.
 BENCH = ["peft>=0.18,<1", "trl>=1.16,<2"]
+# Jupyter's kernel for the notebooks, which draw curves.
+NOTEBOOK = ["ipykernel>=6.29,<8", "matplotlib>=3.9,<4"]
 TEST = [
     *TENSORBOARD,
     *BENCH,
@@ -39,6 +41,9 @@ TEST = [
     *SERVE,
     *QLORA,
     *GGUF,
+    *NOTEBOOK,
+    "nbclient>=0.10,<1",
+    "nbformat>=5.10,<6",
     "openai>=3,<4",
     "loralib>=0.1.2,<0.2",
     "hypothesis>=6.100,<7",
@@ -87,6 +92,7 @@ setup(
         "glue": GLUE,
         "meteor": METEOR,
         "nlg": NLG,
+        "notebook": NOTEBOOK,
         "qlora": QLORA,
         "serve": SERVE,
         "tensorboard": TENSORBOARD,

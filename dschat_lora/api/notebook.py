@@ -2,13 +2,11 @@
 
 import logging
 import math
-import os
 import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -36,23 +34,18 @@ def in_notebook() -> bool:
     return shell is not None and hasattr(shell, "kernel")
 
 
-def import_silently() -> None:
-    """Import DeepSpeed without what it and its compilers print, if this is a notebook.
-
-    A kernel shows what any process writes to the standard error.
-    """
-    if not in_notebook() or "deepspeed" in sys.modules:
+def quieten_libraries() -> None:
+    """Let libraries that are yet to be imported warn of nothing that a notebook's run concerns."""
+    if not in_notebook():
         return
-    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
-    warnings.filterwarnings("ignore", "IProgress not found")  # no bar of other packages is shown
-    stderr = os.dup(2)
-    with open(os.devnull, "w", encoding="utf-8") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
-    try:
-        import_module("deepspeed")
-    finally:
-        os.dup2(stderr, 2)
-        os.close(stderr)
+    warnings.filterwarnings("ignore", "IProgress not found")  # no bar of a library is shown
+    logger = logging.getLogger("DeepSpeed")  # which says that there is no GPU; so does the run
+    if _is_error not in logger.filters:
+        logger.addFilter(_is_error)
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
 
 
 @contextmanager

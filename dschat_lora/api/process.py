@@ -6,7 +6,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from dschat_lora.api.notebook import import_silently
+from dschat_lora.api.notebook import quieten_libraries
 from dschat_lora.engine import peers
 from dschat_lora.engine.meeting import check_environment
 from dschat_lora.report.terminal import quiet as nothing_said
@@ -50,7 +50,7 @@ def run_in_process(*, quiet: bool = False) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in _LAUNCHED}
     try:
         check_environment()
-        import_silently()
+        quieten_libraries()
         peers.join()
         with nothing_said(quiet):
             yield

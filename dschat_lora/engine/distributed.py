@@ -45,7 +45,8 @@ def init_distributed() -> str | None:
         get_accelerator().set_device(local_rank())
     # Compiled at the first use on CPU, for inference alone. A compile that is killed leaves a
     # lock on which every later run waits without a word.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    with _silent_stderr():  # the first use tries what can be compiled
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     try:
         deepspeed.init_distributed(timeout=TIMEOUT, verbose=False)
     except dist.DistNetworkError as error:
@@ -56,6 +57,19 @@ def init_distributed() -> str | None:
             f"--master_port PORT ... ({error})"
         ) from error
     return note
+
+
+@contextmanager
+def _silent_stderr() -> Iterator[None]:
+    """A block whose processes write no errors; the kernel of a notebook would show them."""
+    before = os.dup(2)
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
 
 
 class Destroyable(Protocol):
