@@ -149,20 +149,20 @@ def _chosen(model: nn.Module, config: LoraConfig, candidates: Mapping[str, nn.Mo
                 "choose the adapted layers; give one"
             )
         chosen = {name for name in linear if part in name}
-        _require_match(chosen, "--lora_module_name", part, linear)
+        require_match(chosen, "--lora_module_name", part, linear)
     elif targets == (ALL_LINEAR,):
         blocks = [name for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
         chosen = {name for name in linear if is_inside(name, blocks, strictly=True)}
         chosen -= router_names(model)
-        _require_match(chosen, "--target_modules", ALL_LINEAR, linear)
+        require_match(chosen, "--target_modules", ALL_LINEAR, linear)
     elif len(targets) == 1 and _REGEX_CHARACTERS & set(targets[0]):
         chosen = _matching_regex(targets[0], list(candidates))
     else:
         chosen = _matching_names(targets, list(candidates), set(expert_weights(model)))
-    return chosen - _bypassed(model, chosen, config)
+    return chosen - bypassed_layers(model, chosen, config)
 
 
-def _bypassed(model: nn.Module, chosen: Collection[str], config: LoraConfig) -> set[str]:
+def bypassed_layers(model: nn.Module, chosen: Collection[str], config: LoraConfig) -> set[str]:
     """Layers that all-linear leaves out, as a kernel would pass their adapters by.
 
     Raises:
@@ -190,7 +190,7 @@ def choose_saved(model: nn.Module, endings: Collection[str]) -> list[str]:
     matched = []
     for ending in endings:
         hits = [name for name in modules if is_ending(name, ending)]
-        _require_match(hits, "--modules_to_save", ending, modules)
+        require_match(hits, "--modules_to_save", ending, modules)
         matched += hits
     for name in matched:
         if isinstance(modules[name], (nn.ModuleList, nn.ModuleDict)):
@@ -362,7 +362,7 @@ def _matching_regex(pattern: str, names: list[str]) -> set[str]:
             f"--target_modules {pattern!r} takes more than {PATTERN_SECONDS:g} s to match a name; "
             "write a simpler pattern, without repetitions inside repetitions"
         ) from None
-    _require_match(chosen, "--target_modules", pattern, names)
+    require_match(chosen, "--target_modules", pattern, names)
     return chosen
 
 
@@ -377,7 +377,7 @@ def _matching_names(targets: tuple[str, ...], names: list[str], fused: set[str])
         path, dot, last = target.rpartition(".")
         whole = f"{path}{dot}{_FUSED.get(last)}"
         hits |= {name for name in fused.intersection(names) if is_ending(name, whole)}
-        _require_match(hits, "--target_modules", target, names)
+        require_match(hits, "--target_modules", target, names)
         chosen |= hits
     return chosen
 
@@ -404,7 +404,7 @@ def _endings(
     return sorted(chosen)
 
 
-def _require_match(
+def require_match(
     matched: Collection[str], option: str, value: str, candidates: Iterable[str]
 ) -> None:
     if matched:
