@@ -4,6 +4,7 @@ For scripts written for ``dschat/utils/module/lora.py`` and ``get_optimizer_grou
 microsoft/DeepSpeedExamples. The layers are those of :mod:`dschat_lora.lora.layers`.
 """
 
+import difflib
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
@@ -18,7 +19,7 @@ from dschat_lora.lora.groups import PackedLoraLinear
 from dschat_lora.lora.layers import LoraEmbedding, LoraLinear, active_bias
 from dschat_lora.lora.model import adapter_layers, freeze_replaced, init_lora_, replace_part
 from dschat_lora.lora.nf4 import is_quantized
-from dschat_lora.lora.targets import bypassed_layers, is_plain_linear, require_match
+from dschat_lora.lora.targets import bypassed_layers, is_plain_linear, last_name
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 # Parts of names of parameters without weight decay; of DeepSpeed-Chat.
@@ -68,7 +69,8 @@ def convert_linear_layer_to_lora(
     _check_number("lora_dropout", lora_dropout, 0 <= lora_dropout < 1, "in [0, 1)")
     layers = {name: m for name, m in model.named_modules() if name and is_plain_linear(m)}
     chosen = {name: m for name, m in layers.items() if part_module_name in name}
-    require_match(chosen, "part_module_name", part_module_name, layers)
+    if not chosen:
+        raise ValueError(_no_match(part_module_name, layers))
     _check_called(model, chosen)
     bypassed_layers(model, chosen, LoraConfig(lora_module_name=part_module_name))
     if lora_dim == 0:
@@ -104,7 +106,10 @@ def only_optimize_lora_parameters(
     _check_names("force_optimize_params", force_optimize_params)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name in force_optimize_params:
-        require_match(parameters.keys() & {name}, "force_optimize_params", name, parameters)
+        if name not in parameters:
+            close = difflib.get_close_matches(name, parameters, 1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ValueError(f"force_optimize_params {name!r} is no parameter's name{hint}")
     forced = [parameters[name] for name in force_optimize_params]
     trained = {id(p) for p in (*forced, *_factors(model).values())}
     if not trained:
@@ -127,8 +132,9 @@ def convert_lora_to_linear_layer(model: ModuleT) -> ModuleT:
     frozen if it is; one that is tied to another module's becomes the layer's own, and
     ``tie_word_embeddings`` of the model's ``config`` false.
 
-    Where ZeRO 3 holds parameters in parts, one layer at a time is whole. Call on every rank, and
-    save by :func:`dschat_lora.engine.zero.gather_to_cpu`. Where DeepSpeed keeps fp32 masters
+    Where ZeRO 3 holds parameters in parts, one layer at a time is whole. Call on every rank; its
+    engine cannot run the model then, but :func:`dschat_lora.engine.zero.gather_to_cpu` has its
+    weights to save. Where DeepSpeed keeps fp32 masters
     (``bf16`` or ``fp16`` enabled) the factors are its 16-bit copies.
 
     DeepSpeed-Chat left its own layers there, with factors beside the changed weights.
@@ -145,7 +151,7 @@ def convert_lora_to_linear_layer(model: ModuleT) -> ModuleT:
     """
     layers = adapter_layers(model)
     owners = Counter(id(p) for m in model.modules() for p in m._parameters.values())
-    tied = {name for name, layer in layers.items() if owners[id(layer.weight)] > 1}
+    tied = {n for n, m in layers.items() if owners[id(m._parameters.get("weight"))] > 1}
     for name, layer in layers.items():
         _check_plain(name, layer, tied=name in tied)
     parts = dict[nn.Module, nn.Module]()
@@ -170,7 +176,8 @@ def make_model_gradient_checkpointing_compatible(model: ModuleT) -> ModuleT:
 
     Reentrant checkpointing (``torch.utils.checkpoint`` with ``use_reentrant=True``) gives a block
     no gradients if none of its inputs requires one, as the first one's where only factors train.
-    Models of transformers do so by ``enable_input_require_grads``; others get a hook on the module
+    Models of transformers do so by ``enable_input_require_grads``, which version 5 calls itself
+    where checkpointing is switched on; others get a hook on the module
     of ``get_input_embeddings``, or else on the first ``nn.Embedding``.
 
     Returns:
@@ -250,6 +257,16 @@ def _of_names(parameters: Mapping[str, nn.Parameter], names: Collection[str]) ->
     return [p for name, p in parameters.items() if name in names]
 
 
+def _no_match(part: str, layers: Collection[str]) -> str:
+    if not layers:
+        return f"part_module_name {part!r}: the model has no linear layer within it"
+    endings = ", ".join(sorted(set(map(last_name, layers))))
+    return (
+        f"part_module_name {part!r} is in the name of no linear layer; their names are as "
+        f"{next(iter(layers))!r} and end in: {endings}"
+    )
+
+
 def _check_called(model: nn.Module, chosen: Collection[str]) -> None:
     """Refuse layers whose weights are used without calling them, as a factor would be passed by."""
     for name in chosen:
@@ -273,11 +290,11 @@ def _leave_fast_path(model: nn.Module) -> None:
                     layer.register_forward_pre_hook(_nothing)
 
 
-def _nothing(module: nn.Module, args: object) -> None:
+def _nothing(module: nn.Module, inputs: object) -> None:
     pass
 
 
-def _require_gradients(module: nn.Module, args: object, output: Tensor) -> None:
+def _require_gradients(module: nn.Module, inputs: object, output: Tensor) -> None:
     output.requires_grad_(True)
 
 
@@ -290,8 +307,7 @@ def _replace_parts(model: nn.Module, parts: Mapping[nn.Module, nn.Module]) -> No
 
 def _check_plain(name: str, layer: nn.Module, *, tied: bool) -> None:
     """Refuse a layer whose adapter a plain layer cannot take up."""
-    plain = type(layer) in (LoraLinear, PackedLoraLinear)
-    if not plain or is_quantized(layer.weight):
+    if type(layer) not in (LoraLinear, PackedLoraLinear) or is_quantized(layer.weight):
         raise ValueError(
             f"{name} ({type(layer).__name__}) is no linear layer with an update of its weight "
             "alone; dschat_lora.lora.merge.merged_state_dict merges all adapters"

@@ -149,12 +149,12 @@ def _chosen(model: nn.Module, config: LoraConfig, candidates: Mapping[str, nn.Mo
                 "choose the adapted layers; give one"
             )
         chosen = {name for name in linear if part in name}
-        require_match(chosen, "--lora_module_name", part, linear)
+        _require_match(chosen, "--lora_module_name", part, linear)
     elif targets == (ALL_LINEAR,):
         blocks = [name for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
         chosen = {name for name in linear if is_inside(name, blocks, strictly=True)}
         chosen -= router_names(model)
-        require_match(chosen, "--target_modules", ALL_LINEAR, linear)
+        _require_match(chosen, "--target_modules", ALL_LINEAR, linear)
     elif len(targets) == 1 and _REGEX_CHARACTERS & set(targets[0]):
         chosen = _matching_regex(targets[0], list(candidates))
     else:
@@ -190,7 +190,7 @@ def choose_saved(model: nn.Module, endings: Collection[str]) -> list[str]:
     matched = []
     for ending in endings:
         hits = [name for name in modules if is_ending(name, ending)]
-        require_match(hits, "--modules_to_save", ending, modules)
+        _require_match(hits, "--modules_to_save", ending, modules)
         matched += hits
     for name in matched:
         if isinstance(modules[name], (nn.ModuleList, nn.ModuleDict)):
@@ -362,7 +362,7 @@ def _matching_regex(pattern: str, names: list[str]) -> set[str]:
             f"--target_modules {pattern!r} takes more than {PATTERN_SECONDS:g} s to match a name; "
             "write a simpler pattern, without repetitions inside repetitions"
         ) from None
-    require_match(chosen, "--target_modules", pattern, names)
+    _require_match(chosen, "--target_modules", pattern, names)
     return chosen
 
 
@@ -377,7 +377,7 @@ def _matching_names(targets: tuple[str, ...], names: list[str], fused: set[str])
         path, dot, last = target.rpartition(".")
         whole = f"{path}{dot}{_FUSED.get(last)}"
         hits |= {name for name in fused.intersection(names) if is_ending(name, whole)}
-        require_match(hits, "--target_modules", target, names)
+        _require_match(hits, "--target_modules", target, names)
         chosen |= hits
     return chosen
 
@@ -404,12 +404,12 @@ def _endings(
     return sorted(chosen)
 
 
-def require_match(
+def _require_match(
     matched: Collection[str], option: str, value: str, candidates: Iterable[str]
 ) -> None:
     if matched:
         return
-    endings = sorted({_last_name(name) for name in candidates})
+    endings = sorted({last_name(name) for name in candidates})
     close = difflib.get_close_matches(value.rsplit(".", 1)[-1], endings, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else "."
     raise ValueError(
@@ -417,7 +417,7 @@ def require_match(
     )
 
 
-def _last_name(path: str) -> str:
+def last_name(path: str) -> str:
     """The last part of a path that is not a number, with the numbers after it."""
     parts = path.split(".")
     start = next((i for i in reversed(range(len(parts))) if not parts[i].isdigit()), 0)
