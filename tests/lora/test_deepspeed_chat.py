@@ -2,6 +2,7 @@
 
 import copy
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -266,6 +267,14 @@ def test_a_layer_that_attention_reads_without_calling_is_refused():
         convert_linear_layer_to_lora(encoder(), "layers.", lora_dim=2)
 
 
+def test_a_layer_that_a_kernel_reads_without_calling_is_refused():
+    model = nn.Sequential(nn.ModuleDict({"in_proj": nn.Linear(2, 2), "out_proj": nn.Linear(2, 2)}))
+    model.config = SimpleNamespace(model_type="mamba")
+    with pytest.raises(ValueError, match="'out_proj', whose adapter the GPU kernel of Mamba"):
+        convert_linear_layer_to_lora(model, "", lora_dim=2)
+    convert_linear_layer_to_lora(model, "in_proj", lora_dim=2)
+
+
 def test_a_rank_of_zero_leaves_the_model_as_it_is():
     model = convert_linear_layer_to_lora(mlp(), "0")
     assert not factors_of(model)
@@ -521,6 +530,12 @@ def test_a_trained_model_converted_back_computes_the_same_with_plain_layers(make
     assert list(model.state_dict()) == names
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_plain_layers_are_in_the_mode_of_the_model(training):
+    model = converted(mlp()).train(training)
+    assert [m.training for m in convert_lora_to_linear_layer(model).modules()] == [training] * 4
+
+
 def test_weights_keep_their_storage_where_they_are_nobody_elses():
     model = mlp()
     weight = model[0].weight
@@ -561,6 +576,7 @@ def test_a_saved_model_whose_head_has_an_update_loads_in_transformers(tmp_path):
     converted(model)
     expected = model(ids).logits
     convert_lora_to_linear_layer(model).save_pretrained(tmp_path)
+    assert not model.config.tie_word_embeddings
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     torch.testing.assert_close(loaded(ids).logits, expected)
 
@@ -592,6 +608,13 @@ def test_other_adapters_are_refused_and_nothing_is_changed(config, message):
     torch.testing.assert_close(dict(model.named_parameters()), before)
 
 
+def test_a_tied_weight_in_parts_is_refused():
+    model = converted(toy_model(), "head")
+    model.head.weight.ds_id = 1  # as DeepSpeed marks what ZeRO 3 divides
+    with pytest.raises(ValueError, match="head has an update, and its weight is another layer's"):
+        convert_lora_to_linear_layer(model)
+
+
 def test_a_model_without_factors_is_given_back():
     model = mlp()
     assert convert_lora_to_linear_layer(model) is model
@@ -600,9 +623,11 @@ def test_a_model_without_factors_is_given_back():
 # ZeRO 3
 
 
-class Trunk(nn.Module):
-    """Wide enough that no weight is kept whole."""
+KEPT = ("param_persistence_threshold", "max_live_parameters", "max_reuse_distance")
+KEPT = [f"stage3_{each}" for each in (*KEPT, "prefetch_bucket_size")]
 
+
+class Trunk(nn.Module):
     def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(3))
@@ -614,7 +639,7 @@ class Trunk(nn.Module):
 
 
 def convert_shards():
-    """Whether weights are still in parts; the output and factors before; the weights after."""
+    """Elements held whole around it, the output and factors before it, the weights after it."""
     import deepspeed
 
     from dschat_lora.engine.ds_config import engine_config
@@ -624,7 +649,7 @@ def convert_shards():
     only_optimize_lora_parameters(model)
     optimizer = torch.optim.AdamW(get_optimizer_grouped_parameters(model, 0.0, lora_lr=0.05))
     config = engine_config(
-        {"zero_optimization": {"stage3_param_persistence_threshold": 30}},
+        {"zero_optimization": dict.fromkeys(KEPT, 0)},
         zero_stage=3,
         offload=False,
         micro_batch_size=1,
@@ -642,17 +667,18 @@ def convert_shards():
         factors = {name: p.detach().clone() for name, p in trained.items()}
     with torch.no_grad():
         before = engine(x).clone()
+    sizes = [p.numel() for p in model.parameters()]
     convert_lora_to_linear_layer(engine)
-    sharded = model.layers[0].weight.numel() == 0
+    sizes += [p.numel() for p in model.parameters()]
     plain = gather_to_cpu(dict(engine.module.named_parameters()))
     engine.destroy()
-    return sharded, before, factors, plain
+    return sum(sizes), before, factors, plain
 
 
 @pytest.mark.stage
 def test_weights_that_zero_3_divides_take_up_the_update(ranks):
     reports = ranks(2).run("lora.test_deepspeed_chat:convert_shards")
-    assert all(sharded for sharded, *_ in reports)
+    assert [size for size, *_ in reports] == [0, 0]
     _, output, factors, plain = reports[0]
     base = seeded(Trunk)
     assert plain.keys() == base.state_dict().keys()
