@@ -21,9 +21,8 @@ def test_python_runs_and_prints_what_its_comments_say(name, tmp_path, monkeypatc
     (tmp_path / "Qwen").mkdir()
     (tmp_path / "Qwen" / "Qwen3-0.6B").symlink_to(BUNDLED_MODEL)
     monkeypatch.chdir(tmp_path)
-    assert (found := blocks(name))
     names = {}
-    for block in found:
+    for block in blocks(name):
         capsys.readouterr()
         exec(compile(block, name, "exec"), names)
         printed = capsys.readouterr().out
@@ -33,5 +32,6 @@ def test_python_runs_and_prints_what_its_comments_say(name, tmp_path, monkeypatc
         assert names["stopped"].status == "stopped"
         assert names["stopped"].metrics[-1]["step"] < 20
         assert names["done"].metrics[-1]["step"] == 20
+    assert names["sft"].status == "finished"
     rewards = [line["reward"] for line in names["better"].metrics if line["kind"] == "train"]
     assert all(0 <= reward <= 1 for reward in rewards)
