@@ -19,6 +19,17 @@ _HOMES = {
     **dict.fromkeys(
         ("generate", "evaluate", "merge", "audit", "plan", "Audit", "Plan"), "api.verbs"
     ),
+    # DeepSpeed-Chat's
+    **dict.fromkeys(
+        (
+            "convert_linear_layer_to_lora",
+            "convert_lora_to_linear_layer",
+            "only_optimize_lora_parameters",
+            "make_model_gradient_checkpointing_compatible",
+            "get_optimizer_grouped_parameters",
+        ),
+        "lora.deepspeed_chat",
+    ),
 }
 __all__ = ["__version__", *_HOMES]
 

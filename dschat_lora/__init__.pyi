@@ -13,6 +13,11 @@ from dschat_lora.api.runs import Run as Run
 from dschat_lora.api.runs import load as load
 from dschat_lora.api.verbs import Audit as Audit
 from dschat_lora.api.verbs import Plan as Plan
+from dschat_lora.lora.deepspeed_chat import convert_linear_layer_to_lora as convert_linear_layer_to_lora
+from dschat_lora.lora.deepspeed_chat import convert_lora_to_linear_layer as convert_lora_to_linear_layer
+from dschat_lora.lora.deepspeed_chat import only_optimize_lora_parameters as only_optimize_lora_parameters
+from dschat_lora.lora.deepspeed_chat import make_model_gradient_checkpointing_compatible as make_model_gradient_checkpointing_compatible
+from dschat_lora.lora.deepspeed_chat import get_optimizer_grouped_parameters as get_optimizer_grouped_parameters
 __version__: str
 __all__: list[str]
 

@@ -2,6 +2,8 @@
 
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from posixpath import dirname, join, normpath, relpath
@@ -33,6 +35,7 @@ ROOMS = {
     "rl": "step 3: roles, rollouts, experience, updates",
     "supervised": "steps 1 and 2: objectives, training loop, evaluation",
 }
+OPTIONS_HEAD = "| option | type | default | |\n|---|---|---|---|\n"
 # Material's offline plugin takes this from a server; assets/search_worker.js does the same.
 SHIM = "https://unpkg.com/iframe-worker/shim"
 # What Material leaves without a name for screen readers.
@@ -60,16 +63,50 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         text += "".join(f"\n::: {name}\n" for name in modules_of(room))
         files.append(File.generated(config, f"api/{room}.md", content=text))
     files.append(File.generated(config, "families.md", content=families_page()))
+    for name, content in function_pages().items():
+        files.append(File.generated(config, f"api/{name}.md", content=content))
     return files
+
+
+def function_pages() -> dict[str, str]:
+    """Pages of the public names: docstrings, and tables of options by section.
+
+    A class that a function of its name returns stands on the page of that function.
+    """
+    pages: dict[str, str] = {}
+    with checkout_first():
+        homes = import_module("dschat_lora")._HOMES
+        for name, module in sorted(homes.items(), key=lambda item: item[0].swapcase()):
+            page = pages.setdefault(name.lower(), f"# dschat_lora.{name}\n")
+            page += f"\n::: dschat_lora.{module}.{name}\n"
+            if module in ("api.stages", "api.verbs"):  # they load no library
+                found = getattr(import_module(f"dschat_lora.{module}"), name)
+                for title, rows in getattr(found, "options", {}).items():
+                    page += f"\n## Options: {title}\n\n{OPTIONS_HEAD}"
+                    page += "".join(map(_option_row, rows))
+            pages[name.lower()] = page
+    return pages
+
+
+def _option_row(row: tuple[str, str, object, str]) -> str:
+    name, kind, default, about = (str(cell).replace("|", "\\|") for cell in row)
+    return f"| `{name}` | `{kind}` | `{default}` | {about} |\n"
+
+
+@contextmanager
+def checkout_first() -> Iterator[None]:
+    """A block in which the package of the checkout is imported; light modules need no library."""
+    sys.path.insert(0, str(ROOT))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(ROOT))
 
 
 def families_page() -> str:
     """The page of the types of models, by a module of the package that needs no library."""
-    sys.path.insert(0, str(ROOT))
-    try:
+    with checkout_first():
         return import_module("dschat_lora.models.families").page()  # type: ignore[no-any-return]
-    finally:
-        sys.path.remove(str(ROOT))
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:

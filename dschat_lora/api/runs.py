@@ -1,7 +1,7 @@
 """Runs that have ended: their files, metrics and summary, and answers of what they trained."""
 
+import os
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,27 @@ from dschat_lora.report.story import read_stories, read_story
 class Run:
     """A run that has ended, or a model that can be used like its result.
 
+    In Jupyter it shows itself: how it ended, its curve, held-out results and answers.
+
     Attributes:
-        path: the directory; in Jupyter a run shows itself: metrics, samples and curves.
+        path: the directory.
+        record: the content of run.json: options, versions, counts; empty for what is no run.
+        metrics: the lines of metrics.jsonl; empty for what is no run.
     """
 
-    def __init__(self, path: str | Path, *, record: Mapping[str, Any] | None = None) -> None:
-        """The run in a directory; ``record`` stands for its run.json, where it wrote none."""
+    path: Path
+    record: dict[str, Any]
+    metrics: list[dict[str, Any]]
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, record: Mapping[str, Any] | None = None
+    ) -> None:
+        """Read a directory; ``record`` stands for its run.json, where a run wrote none."""
         self.path = Path(path)
-        if record is not None:
-            self.record = dict(record)
+        file = self._home / "metrics.jsonl"
+        lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+        self.record = dict(record or read_object(self._home / "run.json"))
+        self.metrics = [parse_json(line) for line in lines if record is None]
 
     def __repr__(self) -> str:
         return f"<Run {self.path}: {self.status}>"
@@ -32,18 +44,6 @@ class Run:
     def adapter(self) -> Path | None:
         """The directory of the adapter in PEFT's layout; None where a whole model was trained."""
         return find_model(str(self.path)).adapter
-
-    @cached_property
-    def record(self) -> dict[str, Any]:
-        """The content of run.json: options, versions, counts; empty for what is no run."""
-        return read_object(self._home / "run.json")
-
-    @cached_property
-    def metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl; empty for what is no run."""
-        file = self._home / "metrics.jsonl"
-        lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-        return [parse_json(line) for line in lines]
 
     @property
     def status(self) -> str:

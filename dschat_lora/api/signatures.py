@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable
-from itertools import chain
 from typing import Any, TypeVar, get_args
 
 from dschat_lora.config.help import by_section
@@ -10,6 +9,7 @@ from dschat_lora.config.options import option_fields
 from dschat_lora.config.values import is_switch, value_shape
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+OptionRow = tuple[str, str, object, str]  # name, type, default, help
 Paths = "str | os.PathLike[str]"
 # Options whose objects in Python are more than the text of the command line.
 _TYPES = {
@@ -33,26 +33,30 @@ def with_options(config_class: Any, *named: str) -> Callable[[FunctionT], Functi
         whole = inspect.signature(function)
         *own, options = whole.parameters.values()
         assert options.kind is options.VAR_KEYWORD
-        taken, parameters, lines = {*whole.parameters, *named}, list(own), list[str]()
-        fields = dict(option_fields(config_class))
-        sections = by_section(
-            (name, field.metadata["section"]) for name, (field, _) in fields.items()
-        )
-        for name in chain.from_iterable(sections.values()):
+        taken, rows = {*whole.parameters, *named}, dict[str, OptionRow]()
+        sections: dict[str, str] = {}
+        for name, (field, annotation) in option_fields(config_class):
             if name in taken:
                 continue
-            field, annotation = fields[name]
             default = field.default
             kind = type_text(name, annotation)
             if default is None and not kind.endswith("None"):
                 kind += " | None"
-            parameters.append(
-                inspect.Parameter(
-                    name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind
-                )
-            )
-            lines.append(f"    {name} ({kind}): {field.metadata['help']}")
-        function.__signature__ = whole.replace(parameters=parameters)  # type: ignore[attr-defined]
+            rows[name] = (name, kind, default, field.metadata["help"])
+            sections[name] = field.metadata["section"]
+        by_title = by_section(sections.items())
+        function.options = {  # type: ignore[attr-defined]
+            title: [rows[name] for name in names] for title, names in by_title.items()
+        }
+        ordered = [rows[name] for names in by_title.values() for name in names]
+        parameters = [
+            inspect.Parameter(name, options.KEYWORD_ONLY, default=default, annotation=kind)
+            for name, kind, default, _ in ordered
+        ]
+        function.__signature__ = whole.replace(  # type: ignore[attr-defined]
+            parameters=[*own, *parameters]
+        )
+        lines = [f"    {name} ({kind}): {text}" for name, kind, _, text in ordered]
         about = inspect.cleandoc(function.__doc__ or "")
         function.__doc__ = "\n".join([about, "", "Options:", *lines])
         return function

@@ -77,6 +77,7 @@ class LoraLinear(nn.Module):
         transposed: the weight is stored (in, out), as in GPT-2.
         in_features, out_features: of the whole layer, however it is divided.
         casts: copies of both factors to compute with, see :mod:`dschat_lora.lora.casts`.
+        base_class: of the base.
     """
 
     casts: tuple[Tensor, Tensor] | None = None
@@ -88,7 +89,7 @@ class LoraLinear(nn.Module):
     def __init__(self, base: nn.Module, *, r: int, scaling: float, dropout: float = 0.0) -> None:
         super().__init__()
         self.weight, self.bias = base.get_parameter("weight"), base._parameters.get("bias")
-        self.transposed = is_transposed(base)
+        self.base_class, self.transposed = type(base), is_transposed(base)
         sizes = full_shape(self.weight)
         self.in_features, self.out_features = sizes if self.transposed else sizes[::-1]
         self.r, self.scaling, self.dropout, self.enabled = r, scaling, dropout, True

@@ -100,7 +100,7 @@ def apply_lora(model: nn.Module, config: LoraConfig, *, seed: int) -> list[str]:
         replace_part(model, name, TrainedModule(model.get_submodule(name)))
     if config.train_bias != "none":
         _train_biases(model, targets if config.train_bias == "lora_only" else None, saved)
-    _freeze_replaced(model)
+    freeze_replaced(model)
     init_adapter_(model, seed=seed)
     return targets
 
@@ -316,7 +316,7 @@ def _train_biases(model: nn.Module, adapted: list[str] | None, saved: list[str])
         raise ValueError(f"--train_bias {option}: no such layer has a bias; use none")
 
 
-def _freeze_replaced(model: nn.Module) -> None:
+def freeze_replaced(model: nn.Module) -> None:
     """Freeze base values that a factor or copy trains for, unless a tied module uses them."""
     replaced = set()
     for name, layer in adapter_layers(model).items():

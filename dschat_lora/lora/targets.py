@@ -159,10 +159,10 @@ def _chosen(model: nn.Module, config: LoraConfig, candidates: Mapping[str, nn.Mo
         chosen = _matching_regex(targets[0], list(candidates))
     else:
         chosen = _matching_names(targets, list(candidates), set(expert_weights(model)))
-    return chosen - _bypassed(model, chosen, config)
+    return chosen - bypassed_layers(model, chosen, config)
 
 
-def _bypassed(model: nn.Module, chosen: Collection[str], config: LoraConfig) -> set[str]:
+def bypassed_layers(model: nn.Module, chosen: Collection[str], config: LoraConfig) -> set[str]:
     """Layers that all-linear leaves out, as a kernel would pass their adapters by.
 
     Raises:
@@ -409,7 +409,7 @@ def _require_match(
 ) -> None:
     if matched:
         return
-    endings = sorted({_last_name(name) for name in candidates})
+    endings = sorted({last_name(name) for name in candidates})
     close = difflib.get_close_matches(value.rsplit(".", 1)[-1], endings, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else "."
     raise ValueError(
@@ -417,7 +417,7 @@ def _require_match(
     )
 
 
-def _last_name(path: str) -> str:
+def last_name(path: str) -> str:
     """The last part of a path that is not a number, with the numbers after it."""
     parts = path.split(".")
     start = next((i for i in reversed(range(len(parts))) if not parts[i].isdigit()), 0)

@@ -35,4 +35,4 @@ if os.environ.get("RANK", "0") == "0":
         ]
         for name, run in runs.items()
     }
-    print(json.dumps(losses))
+    sys.stdout.write(json.dumps(losses) + "\n")

@@ -1,0 +1,37 @@
+"""The Python of the documentation runs as it stands."""
+
+import re
+
+import pytest
+
+from dschat_lora.assets import BUNDLED_MODEL
+from helpers.launcher import ROOT
+
+pytestmark = pytest.mark.stage
+
+
+def blocks(name):
+    text = (ROOT / name).read_text(encoding="utf-8")
+    return re.findall(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("name", ["docs/python_api.md", "README.md"])
+def test_python_runs_and_prints_what_its_comments_say(name, tmp_path, monkeypatch, capsys):
+    # The model of the hub is a directory of its name here.
+    (tmp_path / "Qwen").mkdir()
+    (tmp_path / "Qwen" / "Qwen3-0.6B").symlink_to(BUNDLED_MODEL)
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    for block in blocks(name):
+        capsys.readouterr()
+        exec(compile(block, name, "exec"), names)
+        printed = capsys.readouterr().out
+        for expected in re.findall(r"print\(error\)  # (.*)", block):
+            assert expected.removesuffix("...") in printed
+    if "stopped" in names:
+        assert names["stopped"].status == "stopped"
+        assert names["stopped"].metrics[-1]["step"] < 20
+        assert names["done"].metrics[-1]["step"] == 20
+    assert names["sft"].status == "finished"
+    rewards = [line["reward"] for line in names["better"].metrics if line["kind"] == "train"]
+    assert all(0 <= reward <= 1 for reward in rewards)
