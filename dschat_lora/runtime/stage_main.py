@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 ConfigT = TypeVar("ConfigT", bound="DataclassInstance")
+ResultT = TypeVar("ResultT")
 
 
 def late(path: str) -> Callable[..., Any]:
@@ -86,7 +87,7 @@ def prepare_process() -> None:
 def run_main(
     config_class: type[ConfigT],
     check: Callable[[ConfigT], ConfigT],
-    main: Callable[[ConfigT], None],
+    main: Callable[[ConfigT], object],
     *,
     description: str | None = None,
     argv: Sequence[str] | None = None,
@@ -124,16 +125,16 @@ def run_main(
     main(config)
 
 
-def exits(program: Callable[[ConfigT], object]) -> Callable[[ConfigT], None]:
+def exits(program: Callable[[ConfigT], ResultT]) -> Callable[[ConfigT], ResultT]:
     """A run's program as a command's: an error ends the process, and all others of the run.
 
     What a user can cause is one line, unless DSCHAT_LORA_TRACEBACK is set; a fault of this package
     shows its place.
     """
 
-    def main(config: ConfigT) -> None:
+    def main(config: ConfigT) -> ResultT:
         try:
-            program(config)
+            return program(config)
         except BaseException as error:
             if not os.environ.get("DSCHAT_LORA_TRACEBACK"):
                 _fail_if_expected(error)
