@@ -114,6 +114,13 @@ FLOORS = [
         ),
     },
     {
+        "api": Room(
+            "algos checkpoint config data engine generation lora models report rlhf runtime",
+            "numpy torch",
+            "trainer_options",
+        ),
+    },
+    {
         "__main__": Room(
             "config experiments.glue experiments.nlg pipeline report runtime serving",
             light="__main__",
