@@ -183,6 +183,13 @@ def empty_batch(pad_id: int) -> SequenceBatch:
     return _batch([], [], pad_id=pad_id, counted_only=False)
 
 
+def shortest_batch(pad_id: int) -> SequenceBatch:
+    """One row of two tokens, of which the second is predicted."""
+    return _batch(
+        [TokenSequence({}, torch.full((2,), pad_id), {})], [0], pad_id=pad_id, counted_only=False
+    )
+
+
 def _batch(
     sequences: Sequence[TokenSequence],
     numbers: Sequence[int],

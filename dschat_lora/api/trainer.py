@@ -22,6 +22,7 @@ from dschat_lora.api.sequences import (
     check_tokens,
     empty_batch,
     make_batches,
+    shortest_batch,
 )
 from dschat_lora.api.trainer_build import Parts, close_parts, decoding, open_parts
 from dschat_lora.api.trainer_options import check_options
@@ -79,6 +80,7 @@ class Trainer:
         #: optimizer steps so far
         self.step = 0
         self._calls = 0  # of forward_backward since the last step
+        self._failed = False  # whether one of them did not come to its end
         self._casts = FactorCasts(self._parts.engine.module)
 
     @property
@@ -130,6 +132,8 @@ class Trainer:
                 or a function of (T,) log-probabilities and the sequence that returns (T,) losses.
             **options: of the loss, with the command line's names and defaults.
 
+        An error in a function of the caller's drops all gradients since the last step.
+
         Raises:
             ValueError: for sequences or an option that cannot be used, on every rank.
         """
@@ -146,14 +150,15 @@ class Trainer:
                 counted_only=chosen.token_loss is None,
             )
         )
-        parts.engine.train()
-        summed = 0.0
-        with self._casts.in_use(), self._dropout_seed():
-            for batch in batches:
-                part = self._loss(batch.to(parts.engine.device), found, chosen)
-                summed += float(part.detach())
-                mean = broken_unless_finite(part / total, part.detach())
-                parts.engine.backward(mean, last=False)
+        try:
+            summed = self._backward(batches, found, chosen, total)
+        except BaseException:
+            # Those of some of the batches are no gradient of anything.
+            if world_size() == 1:
+                self._drop_gradients(unfinished=True)
+            else:
+                self._failed = True
+            raise
         self._calls += 1
         return sum_over_ranks([summed])[0] / total
 
@@ -175,11 +180,7 @@ class Trainer:
             raise ValueError(f"learning_rate must be a number >= 0, got {learning_rate!r}")
         engine = parts.engine
         engine.set_rates(float(learning_rate))
-        engine.train()
-        # ZeRO reduces gradients in the last backward pass of a step: here one that adds nothing.
-        with self._dropout_seed():
-            nothing = engine(*empty_batch(parts.pad_id).to(engine.device).inputs).sum() * 0
-            engine.backward(nothing, last=True)
+        self._end_window()
         outcome = engine.step()
         peers.after_a_step()
         self.step, self._calls = self.step + 1, 0
@@ -293,8 +294,7 @@ class Trainer:
                 adapter.
         """
         parts = self._open()
-        if self._calls:
-            raise ValueError("load comes after optim_step: there are gradients that it has to use")
+        self._drop_gradients()
         self.step = load_state(parts, Path(directory))
 
     def export_adapter(self, directory: str | os.PathLike[str]) -> None:
@@ -362,6 +362,11 @@ class Trainer:
                 "a run in this process has ended the process group of the Trainer: close() it "
                 "before a run, and make another one after it"
             )
+        if self._failed:
+            raise ValueError(
+                "forward_backward has failed on this rank, and the others did not know: processes "
+                "are out of step, so make another Trainer"
+            )
         return self._parts
 
     def _checked(
@@ -402,6 +407,44 @@ class Trainer:
             return logprobs.sum()
         given = [found[number].given for number in batch.numbers]
         return loss(batch.table(logprobs), batch.tables, given) + 0.0 * logprobs.sum()
+
+    def _backward(
+        self,
+        batches: Sequence[SequenceBatch],
+        found: Sequence[TokenSequence],
+        loss: Loss,
+        total: float,
+    ) -> float:
+        """Backward passes of the batches, divided by ``total``; this rank's summed loss."""
+        engine, summed = self._open().engine, 0.0
+        engine.train()
+        with self._casts.in_use(), self._dropout_seed():
+            for batch in batches:
+                part = self._loss(batch.to(engine.device), found, loss)
+                summed += float(part.detach())
+                engine.backward(broken_unless_finite(part / total, part.detach()), last=False)
+        return summed
+
+    def _end_window(self, factor: float = 0.0) -> None:
+        """A last backward pass, in which ZeRO reduces gradients, of ``factor`` times any loss.
+
+        Of 0 it adds nothing, of NaN the step is skipped.
+        """
+        engine = self._open().engine
+        engine.train()
+        with self._dropout_seed():
+            batch = shortest_batch(self._open().pad_id).to(engine.device)
+            engine.backward(engine(*batch.inputs).sum() * factor, last=True)
+
+    def _drop_gradients(self, *, unfinished: bool = False) -> None:
+        """Forget the gradients since the last step; call on every rank."""
+        engine = self._open().engine
+        if engine.zero_stage == 0:
+            engine.forget_gradients()
+        elif self._calls or unfinished:
+            self._end_window(math.nan)
+            assert engine.step().skipped
+        self._calls = 0
 
     def _sample(self, tokens: list[int], logprobs: list[float]) -> Sample:
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
