@@ -103,7 +103,8 @@ def make_loss(loss: object, options: Mapping[str, Any]) -> Loss:
         return Loss(loss, ("weights",), _cross_entropy)
     if loss == "dpo":
         return _dpo(_config(DpoConfig, options))
-    algorithm = {"importance_sampling": "grpo"}.get(loss, loss)
+    # The algorithm with PPO's ratio whose penalty is in the loss, as it is here.
+    algorithm = loss if loss in ("gspo", "cispo") else "grpo"
     # Where there is no penalty unless it is asked for, no reference is needed.
     config = _config(PpoConfig, {"kl_coef": 0.0, **options}, algorithm=algorithm)
     return _policy(loss, config)

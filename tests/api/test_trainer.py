@@ -109,7 +109,7 @@ LOSSES = {
         {"cliprange_low": 0.4, "cliprange_high": 0.9, "dual_clip": 3.0},
         ppo_wide,
     ),
-    "ppo with k3": ("ppo", {"kl_coef": 0.2, "kl_estimator": "k3"}, ppo_with_kl),
+    "ppo with k3": ("ppo", {"kl_coef": 0.2}, ppo_with_kl),
     "ppo, importance capped": ("ppo", {"importance_cap": 1.5}, ppo_capped),
     "cispo": ("cispo", {}, cispo),
 }
