@@ -10,7 +10,6 @@ from types import TracebackType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from dschat_lora.algos.seeds import stream_seed
@@ -32,7 +31,12 @@ from dschat_lora.data.chat import make_chat
 from dschat_lora.engine import peers
 from dschat_lora.engine.build import StepOutcome
 from dschat_lora.engine.collectives import max_over_ranks, raise_together, sum_over_ranks
-from dschat_lora.engine.distributed import data_rank, data_world_size, world_size
+from dschat_lora.engine.distributed import (
+    data_rank,
+    data_world_size,
+    is_destroyed,
+    world_size,
+)
 from dschat_lora.generation.sampling import Sampling, undrawn_reason
 from dschat_lora.lora.casts import FactorCasts
 from dschat_lora.models.causal_lm import Tokenizer, stop_at
@@ -344,20 +348,21 @@ class Trainer:
         self._close(together=error is None or world_size() == 1)
 
     def __del__(self) -> None:
-        # Ranks collect garbage at times of their own.
-        if getattr(self, "_parts", None) is not None and dist.is_initialized():
+        parts = getattr(self, "_parts", None)
+        if parts is not None and not parts.closed:
+            # Ranks collect garbage at times of their own.
             self._close(together=world_size() == 1)
 
     def _close(self, *, together: bool) -> None:
         parts, self._parts = self._parts, None
-        if parts is not None:
-            self._casts = FactorCasts()
+        self._casts = FactorCasts()
+        if parts is not None and not parts.closed:
             close_parts(parts, together=together)
 
     def _open(self) -> Parts:
         if self._parts is None:
             raise ValueError("the Trainer is closed: make another one")
-        if not dist.is_initialized():
+        if is_destroyed(self._parts.engine.deepspeed):
             raise ValueError(
                 "a run in this process has ended the process group of the Trainer: close() it "
                 "before a run, and make another one after it"

@@ -25,6 +25,7 @@ from dschat_lora.engine.distributed import (
     form_grid,
     grid,
     init_distributed,
+    is_destroyed,
     shutdown,
 )
 from dschat_lora.engine.zero import gathered
@@ -68,6 +69,7 @@ class Parts:
     engine: TrainEngine[CausalLMLogprobs]
     end_ids: list[int]
     identity: dict[str, str]  # of the base; complete on rank 0
+    closed: bool = False
 
     @property
     def pad_id(self) -> int:
@@ -105,7 +107,9 @@ def close_parts(parts: Parts, *, together: bool) -> None:
     ``together`` says whether every rank calls this: only then the group can be left.
     """
     _open.discard(parts)
-    destroy_engines([parts.engine.deepspeed])
+    parts.closed = True
+    if not is_destroyed(parts.engine.deepspeed):
+        destroy_engines([parts.engine.deepspeed])
     del parts.engine, parts.adapted, parts.rollout
     gc.collect()  # engines refer to themselves
     if device().type == "cuda":
@@ -142,9 +146,12 @@ def _leave() -> None:
 
 def _leave_at_exit() -> None:
     """Leave the group in order; not after an error, for others may not come."""
-    if getattr(sys, "last_value", None) is None and dist.is_initialized():
-        for parts in list(_open):
+    in_order = getattr(sys, "last_value", None) is None and dist.is_initialized()
+    for parts in list(_open):
+        parts.closed = True  # what is deleted from here on finds no module any more
+        if in_order:
             close_parts(parts, together=False)
+    if in_order:
         _leave()
 
 

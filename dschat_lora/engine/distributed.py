@@ -73,6 +73,11 @@ def destroy_at_shutdown(engine: Destroyable) -> None:
     _engines.add(engine)
 
 
+def is_destroyed(engine: Destroyable) -> bool:
+    """Whether :func:`shutdown` or :func:`destroy_engines` has destroyed the engine."""
+    return engine not in _engines
+
+
 def shutdown() -> None:
     """Leave the process group in order, so that no thread of it outlives it; call on every rank.
 

@@ -1,19 +1,16 @@
 """The primitives of a training loop of one's own: against stock libraries and plain loops."""
 
-import gc
 import math
-import statistics
 
 import pytest
 import torch
-import torch.distributed as dist
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from dschat_lora.api.trainer import Trainer
 from dschat_lora.assets import BUNDLED_MODEL
-from helpers.trainer_runs import PROMPTS, options, random_sequences, train
+from helpers.trainer_runs import PROMPTS, options, random_sequences
 
 
 @pytest.fixture(scope="module")
@@ -506,27 +503,6 @@ def test_weights_that_are_not_finite_are_said(trainer):
             broken.sample(PROMPTS, max_tokens=2)
 
 
-def test_trainers_stand_beside_each_other_and_after_each_other():
-    expected = None
-    for _ in range(2):
-        policy, teacher = Trainer(lora_dim=4, seed=1), Trainer(lora_dim=2, seed=2)
-        loss = policy.forward_backward(random_sequences(3))
-        teacher.forward_backward(random_sequences(4))
-        teacher.optim_step(1e-2)
-        policy.optim_step(1e-2)
-        found = loss, policy.forward_backward(random_sequences(3))
-        teacher.close()
-        teacher.close()
-        assert dist.is_initialized()
-        with pytest.raises(ValueError, match="the Trainer is closed"):
-            teacher.logprobs(random_sequences(1))
-        assert policy.forward_backward(random_sequences(3)) == found[1]
-        del policy  # without close()
-        gc.collect()
-        assert expected in (None, found)
-        expected = found
-
-
 def test_a_model_without_adapter_trains_every_weight(tmp_path):
     with Trainer(seed=1) as trainer:
         before = trainer.forward_backward(random_sequences(3))
@@ -546,49 +522,3 @@ def test_an_adapter_that_was_exported_is_continued(trainer, tmp_path):
         torch.testing.assert_close(
             other.logprobs(random_sequences(2)), trainer.logprobs(random_sequences(2))
         )
-
-
-@pytest.mark.stage
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_two_ranks_are_one_on_all_sequences(stage, ranks, tmp_path):
-    alone = train(stage=0, directory=str(tmp_path / "alone"))
-    shared = ranks(2).run(
-        "helpers.trainer_runs:train", stage=stage, directory=str(tmp_path / "shared")
-    )
-    for each in shared:
-        assert each["losses"] == pytest.approx(alone["losses"], rel=1e-5)
-        assert each["norms"] == pytest.approx(alone["norms"], rel=1e-4)
-    for first, own in enumerate(shared):
-        assert own["tokens"] == alone["tokens"][first::2]
-        for found, expected in zip(own["logprobs"], alone["logprobs"][first::2], strict=True):
-            assert found == pytest.approx(expected, abs=1e-4)
-    kept = [load_file(tmp_path / n / "model-00001.safetensors") for n in ("alone", "shared")]
-    torch.testing.assert_close(kept[1], kept[0], atol=1e-4, rtol=1e-3)
-    # What two processes have saved one goes on from, at another stage.
-    go_on = {"stage": 0, "directory": str(tmp_path / "shared")}
-    found = ranks(2).run("helpers.trainer_runs:go_on", **(go_on | {"stage": stage}))
-    assert found[0] == found[1]
-    from helpers.trainer_runs import go_on as go_on_alone
-
-    here = go_on_alone(**go_on)
-    assert here["step"] == found[0]["step"] == 5
-    assert here["losses"] == pytest.approx(found[0]["losses"], rel=1e-5)
-
-
-@pytest.mark.stage
-def test_zero_stages_agree_in_one_process():
-    expected = train(stage=0)
-    for settings in ({"stage": 2}, {"stage": 3}, {"stage": 2, "offload": True}):
-        found = train(**settings)
-        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
-        assert found["norms"] == pytest.approx(expected["norms"], rel=1e-4)
-        assert found["tokens"] == expected["tokens"]
-
-
-@pytest.mark.stage
-def test_a_mistake_on_one_rank_is_one_on_all(ranks):
-    bad = {**random_sequences(1)[0], "weights": [1.0]}
-    found = ranks(2).run("helpers.trainer_runs:refused", sequences=[random_sequences(2), [bad]])
-    assert found[0] == found[1]
-    assert found[0]["words"].startswith("sequences[0]['weights'] has 1 values for ")
-    assert statistics.mean([each["loss"] for each in found]) > 0
