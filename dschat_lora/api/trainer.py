@@ -28,6 +28,7 @@ from dschat_lora.api.trainer_options import check_options
 from dschat_lora.api.trainer_state import load_state, save_state
 from dschat_lora.checkpoint.export import save_adapter
 from dschat_lora.data.chat import make_chat
+from dschat_lora.data.encoder import make_encoder
 from dschat_lora.engine import peers
 from dschat_lora.engine.build import StepOutcome
 from dschat_lora.engine.collectives import max_over_ranks, raise_together, sum_over_ranks
@@ -39,7 +40,7 @@ from dschat_lora.engine.distributed import (
 )
 from dschat_lora.generation.sampling import Sampling, undrawn_reason
 from dschat_lora.lora.casts import FactorCasts
-from dschat_lora.models.causal_lm import Tokenizer, stop_at
+from dschat_lora.models.causal_lm import Tokenizer, end_ids, stop_at
 from dschat_lora.models.fingerprint import weights_fingerprint
 from dschat_lora.report.record import package_versions
 from dschat_lora.runtime.loop import broken_unless_finite
@@ -110,11 +111,9 @@ class Trainer:
         """
         parts, ids = self._open(), prompt
         if messages := _messages(prompt):
-            chat = make_chat(parts.tokenizer, None)
-            ids = chat.render(messages, add_generation_prompt=True)
-            ids = parts.tokenizer(ids, add_special_tokens=False).input_ids
-        elif isinstance(prompt, str):
-            ids = parts.tokenizer(prompt).input_ids
+            ids = make_chat(parts.tokenizer, None).render(messages, add_generation_prompt=True)
+        if isinstance(ids, str):
+            (ids,) = make_encoder(parts.tokenizer).encode([ids])
         tokens = check_tokens(ids, vocab_size=parts.vocab_size, where="a prompt")
         return [int(token) for token in tokens]
 
@@ -242,6 +241,10 @@ class Trainer:
         parts = self._open()
 
         def check() -> tuple[list[list[int]], Sampling, list[list[int]]]:
+            if isinstance(prompts, str):
+                raise ValueError(
+                    f"prompts must be a list of prompts, got one text: {prompts!r:.60}"
+                )
             ids = [self.encode(prompt) for prompt in prompts]
             sampling = _sampling(max_tokens, temperature, top_p, top_k)
             _check_fits(ids, max_tokens, parts.max_length)
@@ -314,7 +317,7 @@ class Trainer:
                 "export_adapter writes an adapter, and every weight trains here: make the Trainer "
                 "with lora_dim=16, and without only_optimize_lora=False"
             )
-        stop_at(adapted.model, parts.end_ids)
+        stop_at(adapted.model, end_ids(parts.tokenizer))
         save_adapter(
             Path(directory),
             adapted.model,
@@ -490,6 +493,8 @@ def _check_counts(total: float, count: int, loss: Loss) -> None:
 
 
 def _sampling(max_tokens: int, temperature: float, top_p: float, top_k: int) -> Sampling:
+    for name, value in (("max_tokens", max_tokens), ("top_k", top_k)):
+        _check_whole(name, value)
     greedy = temperature == 0
     try:
         return Sampling(
@@ -515,6 +520,7 @@ def _check_fits(prompts: Sequence[Sequence[int]], max_tokens: int, limit: int | 
 
 def _seeds(seed: Key | Sequence[Key], count: int, copies: int) -> list[list[int]]:
     """A seed of each sample of each prompt; the keys are those of rollouts of step 3."""
+    _check_whole("num_samples", copies)
     if copies < 1:
         raise ValueError(f"num_samples must be 1 or more, got {copies}")
     if isinstance(seed, list):
@@ -524,6 +530,11 @@ def _seeds(seed: Key | Sequence[Key], count: int, copies: int) -> list[list[int]
     else:
         keys = [(*_key(seed), number) for number in range(count)]
     return [[stream_seed("rollout", *key, copy) for copy in range(copies)] for key in keys]
+
+
+def _check_whole(name: str, value: object) -> None:
+    if type(value) is not int:
+        raise ValueError(f"{name} must be a whole number, got {value!r}")
 
 
 def _key(seed: object) -> tuple[int, ...]:

@@ -77,7 +77,7 @@ def ppo(logprob, s, t, ratio):
 def ppo_wide(logprob, s, t, ratio):
     a = s["advantages"][t]
     loss = -torch.minimum(ratio * a, clip(ratio, 0.6, 1.9) * a)
-    return torch.minimum(loss, torch.tensor(-3.0 * a)) if a < 0 else loss
+    return torch.minimum(loss, torch.tensor(-1.5 * a)) if a < 0 else loss
 
 
 def ppo_with_kl(logprob, s, t, ratio):
@@ -103,7 +103,7 @@ LOSSES = {
     "ppo": ("ppo", {}, ppo),
     "ppo, wide and dual": (
         "ppo",
-        {"cliprange_low": 0.4, "cliprange_high": 0.9, "dual_clip": 3.0},
+        {"cliprange_low": 0.4, "cliprange_high": 0.9, "dual_clip": 1.5},
         ppo_wide,
     ),
     "ppo with k3": ("ppo", {"kl_coef": 0.2}, ppo_with_kl),
@@ -242,6 +242,11 @@ def test_a_loss_of_ones_own_gets_each_sequence_as_it_came(trainer):
     expected = expected, trainer.optim_step(0.0).grad_norm
     found = trainer.forward_backward(sequences, loss), trainer.optim_step(0.0).grad_norm
     assert found == pytest.approx(expected, rel=1e-6)
+    # The first token does not count here either.
+    heavy = [{"tokens": [5, 6, 7], "weights": [9.0, 1.0, 3.0]}]
+    places = torch.arange(3.0)
+    assert trainer.forward_backward(heavy, lambda p, s: places + 0 * p) == 7 / 4
+    trainer.optim_step(0.0)
     for n, own in enumerate(trainer.logprobs(sequences)):
         assert own[0] == seen[n][0] == 0
         torch.testing.assert_close(seen[n], own)
@@ -480,6 +485,9 @@ def test_unknown_options_are_type_errors(trainer):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
+        ({"prompts": PROMPTS[0]}, "prompts must be a list of prompts, got one text"),
+        ({"prompts": [PROMPTS[0], ""]}, "a prompt is empty"),
+        ({"num_samples": 2.0}, r"num_samples must be a whole number, got 2\.0"),
         ({"max_tokens": 0}, "max_tokens must be at least 1"),
         ({"max_tokens": 9999}, r"prompts\[0\] has \d+ tokens: with max_tokens 9999"),
         ({"temperature": -1.0}, "temperature must be at least"),
@@ -490,7 +498,7 @@ def test_unknown_options_are_type_errors(trainer):
 )
 def test_a_mistake_in_sampling_is_one_clear_error(settings, words, trainer):
     with pytest.raises(ValueError, match=words):
-        trainer.sample(PROMPTS, **settings)
+        trainer.sample(**{"prompts": PROMPTS, **settings})
 
 
 def test_weights_that_are_not_finite_are_said(trainer):

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from dschat_lora.api.trainer import Trainer
 from dschat_lora.engine.distributed import shutdown
-from helpers.trainer_runs import go_on, random_sequences, train
+from helpers.trainer_runs import PROMPTS, go_on, random_sequences, train
 
 
 def test_trainers_stand_beside_each_other_and_after_each_other():
@@ -91,3 +91,14 @@ def test_a_mistake_on_one_rank_is_one_on_all(ranks):
     assert found[0] == found[1]
     assert found[0]["words"].startswith("sequences[0]['weights'] has 1 values for ")
     assert found[0]["loss"] > 0
+
+
+@pytest.mark.stage
+def test_sharded_weights_sample_as_whole_ones_do(ranks):
+    run = "helpers.trainer_runs:sample_in_shards"
+    whole, shards = (ranks(2).run(run, small=small) for small in (False, True))
+    assert shards == whole
+    assert whole[1]["tokens"] == []
+    with Trainer(lora_dim=4, seed=1) as trainer:
+        alone = trainer.sample(PROMPTS, num_samples=2, max_tokens=3, seed=3)
+    assert [[sample.tokens for sample in each] for each in alone] == whole[0]["tokens"]

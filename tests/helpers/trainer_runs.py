@@ -2,6 +2,7 @@
 
 import random
 
+from dschat_lora.api import trainer_build
 from dschat_lora.api.trainer import Trainer
 from dschat_lora.engine.distributed import data_rank, data_world_size
 
@@ -78,6 +79,21 @@ def train(*, stage, directory=None, **more):
             "logprobs": [each.tolist() for each in logprobs],
             "tokens": [[sample.tokens for sample in each] for each in drawn],
         }
+
+
+def sample_in_shards(*, small):
+    """Samples at ZeRO 3 where the memory does not hold the whole weights, of rank 0's prompts."""
+    fits, trainer_build._fits = trainer_build._fits, lambda *_: not small
+    prompts = PROMPTS if data_rank() == 0 else []
+    try:
+        with Trainer(**options(3)) as trainer:
+            found = trainer.sample(prompts, num_samples=2, max_tokens=3, seed=3)
+            # The engine still trains.
+            loss = trainer.forward_backward(random_sequences(2))
+            trainer.optim_step(1e-3)
+    finally:
+        trainer_build._fits = fits
+    return {"tokens": [[sample.tokens for sample in each] for each in found], "loss": loss}
 
 
 def go_on(*, stage, directory, **more):
