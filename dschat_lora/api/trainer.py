@@ -4,7 +4,6 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,8 +22,17 @@ from dschat_lora.api.sequences import (
     make_batches,
     shortest_batch,
 )
-from dschat_lora.api.trainer_build import Parts, close_parts, decoding, open_parts
+from dschat_lora.api.trainer_build import Parts, close_parts, open_parts
 from dschat_lora.api.trainer_options import check_options
+from dschat_lora.api.trainer_sampling import (
+    Key,
+    Prompt,
+    Sample,
+    check_fits,
+    draw,
+    make_sampling,
+    make_seeds,
+)
 from dschat_lora.api.trainer_state import load_state, save_state
 from dschat_lora.checkpoint.export import save_adapter
 from dschat_lora.data.chat import make_chat
@@ -38,24 +46,12 @@ from dschat_lora.engine.distributed import (
     is_destroyed,
     world_size,
 )
-from dschat_lora.generation.sampling import Sampling, undrawn_reason
+from dschat_lora.generation.sampling import Sampling
 from dschat_lora.lora.casts import FactorCasts
 from dschat_lora.models.causal_lm import Tokenizer, end_ids, stop_at
 from dschat_lora.models.fingerprint import weights_fingerprint
 from dschat_lora.report.record import package_versions
 from dschat_lora.runtime.loop import broken_unless_finite
-
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
-Key = int | tuple[int, ...]  # of random numbers
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A continuation of a prompt."""
-
-    tokens: list[int]  # its end token included, if it has one
-    logprobs: list[float]  # in nats, in the distribution that each token was drawn from
-    text: str  # without special tokens
 
 
 class Trainer:
@@ -143,7 +139,7 @@ class Trainer:
         parts = self._open()
         chosen, found = raise_together(lambda: self._checked(sequences, loss, options))
         total, count = sum_over_ranks([_weight_of(found, chosen), float(len(found))])
-        _check_counts(total, int(count), chosen)
+        _check_counts(total, int(count))
         batches = self._same_number(
             make_batches(
                 found,
@@ -246,34 +242,12 @@ class Trainer:
                     f"prompts must be a list of prompts, got one text: {prompts!r:.60}"
                 )
             ids = [self.encode(prompt) for prompt in prompts]
-            sampling = _sampling(max_tokens, temperature, top_p, top_k)
-            _check_fits(ids, max_tokens, parts.max_length)
-            return ids, sampling, _seeds(seed, len(ids), num_samples)
+            sampling = make_sampling(max_tokens, temperature, top_p, top_k)
+            check_fits(ids, max_tokens, parts.max_length)
+            return ids, sampling, make_seeds(seed, len(ids), num_samples)
 
         ids, sampling, seeds = raise_together(check)
-        size = max(1, parts.options.config.batch.per_device_eval_batch_size // num_samples)
-        order = sorted(range(len(ids)), key=lambda n: -len(ids[n]))
-        chunks = int(max_over_ranks(-(-len(order) // size)))
-        result: list[list[Sample]] = [[] for _ in ids]
-        broken = 0.0
-        with decoding(parts) as (decode, keep_going):
-            for chunk in range(chunks):
-                numbers = order[chunk * size : (chunk + 1) * size]
-                responses = decode(
-                    [ids[n] for n in numbers],
-                    sampling,
-                    seeds=[seeds[n] for n in numbers],
-                    keep_logprobs=True,
-                    keep_going=keep_going,
-                )
-                broken += sum(responses.undrawn())
-                drawn = zip(responses.tokens(), responses.sampler_logprobs(), strict=True)
-                samples = [self._sample(*each) for each in drawn]
-                for place, n in enumerate(numbers):
-                    result[n] = samples[place * num_samples :][:num_samples]
-        if max_over_ranks(broken):
-            raise ValueError(undrawn_reason(()))
-        return result
+        return draw(parts, ids, sampling, seeds)
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write weights that train, AdamW's state and the step, which :meth:`load` takes back.
@@ -424,14 +398,15 @@ class Trainer:
         total: float,
     ) -> float:
         """Backward passes of the batches, divided by ``total``; this rank's summed loss."""
-        engine, summed = self._open().engine, 0.0
+        engine = self._open().engine
+        summed = torch.zeros((), dtype=torch.float64, device=engine.device)
         engine.train()
         with self._casts.in_use(), self._dropout_seed():
             for batch in batches:
                 part = self._loss(batch.to(engine.device), found, loss)
-                summed += float(part.detach())
+                summed += part.detach()
                 engine.backward(broken_unless_finite(part / total, part.detach()), last=False)
-        return summed
+        return float(summed)
 
     def _end_window(self, factor: float = 0.0) -> None:
         """A last backward pass, in which ZeRO reduces gradients, of ``factor`` times any loss.
@@ -453,10 +428,6 @@ class Trainer:
             self._end_window(math.nan)
             assert engine.step().skipped
         self._calls = 0
-
-    def _sample(self, tokens: list[int], logprobs: list[float]) -> Sample:
-        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        return Sample(tokens, logprobs, text)
 
     @contextmanager
     def _dropout_seed(self) -> Iterator[None]:
@@ -483,65 +454,10 @@ def _weight_of(sequences: Sequence[TokenSequence], loss: Loss) -> float:
     return sum(float(each.numbers["weights"][1:].double().sum()) for each in sequences)
 
 
-def _check_counts(total: float, count: int, loss: Loss) -> None:
+def _check_counts(total: float, count: int) -> None:
     if count == 0:
         raise ValueError("sequences is empty on every rank: there is nothing to learn from")
     if total == 0:
         raise ValueError(
             "no token counts: all weights are 0, but for those of first tokens, which never count"
         )
-
-
-def _sampling(max_tokens: int, temperature: float, top_p: float, top_k: int) -> Sampling:
-    for name, value in (("max_tokens", max_tokens), ("top_k", top_k)):
-        _check_whole(name, value)
-    greedy = temperature == 0
-    try:
-        return Sampling(
-            max_tokens,
-            do_sample=not greedy,
-            temperature=1.0 if greedy else temperature,
-            top_p=top_p,
-            top_k=top_k,
-        )
-    except ValueError as error:
-        words = str(error).replace("max_new_tokens", "max_tokens")
-        raise ValueError(words.replace("do_sample False", "0")) from error
-
-
-def _check_fits(prompts: Sequence[Sequence[int]], max_tokens: int, limit: int | None) -> None:
-    for number, ids in enumerate(prompts):
-        if limit is not None and len(ids) + max_tokens > limit:
-            raise ValueError(
-                f"prompts[{number}] has {len(ids)} tokens: with max_tokens {max_tokens} that is "
-                f"more than the model's {limit} positions"
-            )
-
-
-def _seeds(seed: Key | Sequence[Key], count: int, copies: int) -> list[list[int]]:
-    """A seed of each sample of each prompt; the keys are those of rollouts of step 3."""
-    _check_whole("num_samples", copies)
-    if copies < 1:
-        raise ValueError(f"num_samples must be 1 or more, got {copies}")
-    if isinstance(seed, list):
-        if len(seed) != count:
-            raise ValueError(f"seed has {len(seed)} values for {count} prompts")
-        keys = [_key(each) for each in seed]
-    else:
-        keys = [(*_key(seed), number) for number in range(count)]
-    return [[stream_seed("rollout", *key, copy) for copy in range(copies)] for key in keys]
-
-
-def _check_whole(name: str, value: object) -> None:
-    if type(value) is not int:
-        raise ValueError(f"{name} must be a whole number, got {value!r}")
-
-
-def _key(seed: object) -> tuple[int, ...]:
-    key = seed if isinstance(seed, tuple) else (seed,)
-    if not all(type(each) is int for each in key):
-        raise ValueError(
-            f"seed must be a whole number, a tuple of them, or a list of one for each prompt, "
-            f"got {seed!r}"
-        )
-    return key
