@@ -171,7 +171,7 @@ def _build(options: CheckedOptions) -> Parts:
         zero_stage=config.parallel.zero_stage or 0,
         offload=config.parallel.offload,
         micro_batch_size=config.batch.per_device_train_batch_size,
-        # Of several, how many is not known: with 1 DeepSpeed would not add up offloaded gradients.
+        # How many is not known; where gradients are offloaded DeepSpeed asks whether it is above 1.
         accumulation_steps=2,
         max_grad_norm=config.optim.max_grad_norm,
         betas=(config.optim.adam_beta1, config.optim.adam_beta2),

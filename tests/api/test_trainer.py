@@ -244,8 +244,8 @@ def test_a_loss_of_ones_own_gets_each_sequence_as_it_came(trainer):
     assert found == pytest.approx(expected, rel=1e-6)
     # The first token does not count here either.
     heavy = [{"tokens": [5, 6, 7], "weights": [9.0, 1.0, 3.0]}]
-    places = torch.arange(3.0)
-    assert trainer.forward_backward(heavy, lambda p, s: places + 0 * p) == 7 / 4
+    values = torch.tensor([7.0, 1.0, 2.0])
+    assert trainer.forward_backward(heavy, lambda p, s: values + 0 * p) == 7 / 4
     trainer.optim_step(0.0)
     for n, own in enumerate(trainer.logprobs(sequences)):
         assert own[0] == seen[n][0] == 0

@@ -96,17 +96,18 @@ def sample_in_shards(*, small):
     return {"tokens": [[sample.tokens for sample in each] for each in found], "loss": loss}
 
 
-def go_on(*, stage, directory, **more):
+def go_on(*, stage, directory, has_past=True, **more):
     """The loss of a step after what was saved is loaded, and then of the next.
 
-    Steps and a gradient from before are gone.
+    Where it ``has_past``, the steps and a gradient from before are gone.
     """
     first, count = data_rank(), data_world_size()
     with Trainer(**options(stage, **more)) as trainer:
-        for step in range(2):
-            trainer.forward_backward(random_sequences(4, seed=step))
-            trainer.optim_step(1e-2)
-        trainer.forward_backward(random_sequences(4))
+        if has_past:
+            for step in range(2):
+                trainer.forward_backward(random_sequences(4, seed=step))
+                trainer.optim_step(1e-2)
+            trainer.forward_backward(random_sequences(4))
         trainer.load(directory)
         losses = []
         for step in range(2):
