@@ -13,6 +13,8 @@ from dschat_lora.api.runs import Run as Run
 from dschat_lora.api.runs import load as load
 from dschat_lora.api.verbs import Audit as Audit
 from dschat_lora.api.verbs import Plan as Plan
+from dschat_lora.api.trainer import Trainer as Trainer
+from dschat_lora.api.trainer_sampling import Sample as Sample
 from dschat_lora.lora.deepspeed_chat import convert_linear_layer_to_lora as convert_linear_layer_to_lora
 from dschat_lora.lora.deepspeed_chat import convert_lora_to_linear_layer as convert_lora_to_linear_layer
 from dschat_lora.lora.deepspeed_chat import only_optimize_lora_parameters as only_optimize_lora_parameters

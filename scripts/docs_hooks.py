@@ -77,14 +77,19 @@ def function_pages() -> dict[str, str]:
     with checkout_first():
         homes = import_module("dschat_lora")._HOMES
         for name, module in sorted(homes.items(), key=lambda item: item[0].swapcase()):
-            page = pages.setdefault(name.lower(), f"# dschat_lora.{name}\n")
+            key = name.lower() if module.startswith("api.") else module.rpartition(".")[2]
+            key = {"sample": "trainer"}.get(key, key)
+            title = (
+                "DeepSpeed-Chat's functions" if key == "deepspeed_chat" else f"dschat_lora.{name}"
+            )
+            page = pages.get(key, f"# {title}\n")
             page += f"\n::: dschat_lora.{module}.{name}\n"
             if module in ("api.stages", "api.verbs"):  # they load no library
                 found = getattr(import_module(f"dschat_lora.{module}"), name)
                 for title, rows in getattr(found, "options", {}).items():
                     page += f"\n## Options: {title}\n\n{OPTIONS_HEAD}"
                     page += "".join(map(_option_row, rows))
-            pages[name.lower()] = page
+            pages[key] = page
     return pages
 
 
