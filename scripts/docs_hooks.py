@@ -36,6 +36,8 @@ ROOMS = {
     "supervised": "steps 1 and 2: objectives, training loop, evaluation",
 }
 OPTIONS_HEAD = "| option | type | default | |\n|---|---|---|---|\n"
+# Without the module in the heading, which no user needs to know.
+_PLAIN = "    options:\n      show_root_full_path: false\n"
 # Material's offline plugin takes this from a server; assets/search_worker.js does the same.
 SHIM = "https://unpkg.com/iframe-worker/shim"
 # What Material leaves without a name for screen readers.
@@ -83,7 +85,7 @@ def function_pages() -> dict[str, str]:
                 "DeepSpeed-Chat's functions" if key == "deepspeed_chat" else f"dschat_lora.{name}"
             )
             page = pages.get(key, f"# {title}\n")
-            page += f"\n::: dschat_lora.{module}.{name}\n"
+            page += f"\n::: dschat_lora.{module}.{name}\n{_PLAIN}"
             if module in ("api.stages", "api.verbs"):  # they load no library
                 found = getattr(import_module(f"dschat_lora.{module}"), name)
                 for title, rows in getattr(found, "options", {}).items():

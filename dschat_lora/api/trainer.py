@@ -163,7 +163,7 @@ class Trainer:
         return sum_over_ranks([summed])[0] / total
 
     def optim_step(self, learning_rate: float) -> StepOutcome:
-        """An AdamW step from the gradients of :meth:`forward_backward`, which are then gone.
+        """An AdamW step from the gradients of ``forward_backward``, which are then gone.
 
         All that trains has this rate, but for ``loraplus_lr_ratio``. The gradient's norm is clipped
         to ``max_grad_norm``. A gradient that is not finite changes nothing: the outcome, which has
@@ -251,7 +251,7 @@ class Trainer:
         return draw(parts, ids, sampling, seeds)
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """Write weights that train, AdamW's state and the step, which :meth:`load` takes back.
+        """Write weights that train, AdamW's state and the step, which ``load`` takes back.
 
         The directory appears complete or not at all, in place of an earlier one.
 
