@@ -164,7 +164,7 @@ VERBS = {
     ),
     "glue": Verb("GLUE with RoBERTa or DeBERTa-v2", partial(_experiment, "glue", run_glue)),
     "pipeline": Verb("run all stages of a YAML file, or go on", stage_verbs.pipeline),
-    "demo": Verb("train on the bundled model and data, show what changed", stage_verbs.demo),
+    "demo": Verb("train on the bundled model and data, show what changed", command_lines.demo),
     "recipes": Verb("list the recipes that come with the package", file_verbs.list_recipes),
     "models": Verb("types of models, and what each can do", file_verbs.models),
     "audit": Verb("show what a stage would learn of data", command_lines.audit),
