@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dschat_lora.algos.seeds import stream_seed
+from dschat_lora.api.inputs import Model
 from dschat_lora.api.losses import Loss, TokenLoss, make_loss
 from dschat_lora.api.sequences import (
     SequenceBatch,
@@ -22,8 +23,9 @@ from dschat_lora.api.sequences import (
     make_batches,
     shortest_batch,
 )
+from dschat_lora.api.signatures import with_options
 from dschat_lora.api.trainer_build import Parts, close_parts, open_parts
-from dschat_lora.api.trainer_options import check_options
+from dschat_lora.api.trainer_options import OPTIONS, TrainerConfig, check_options
 from dschat_lora.api.trainer_sampling import (
     Key,
     Prompt,
@@ -75,7 +77,9 @@ class Trainer:
         ValueError: for a value that is not allowed, or a model that cannot be trained so.
     """
 
-    def __init__(self, model: object = None, **options: Any) -> None:
+    @with_options(TrainerConfig, only=OPTIONS)
+    def __init__(self, model: Model | None = None, **options: Any) -> None:
+        """Load the model, put in or continue its adapter, and build its engine."""
         self._parts: Parts | None = None
         checked = check_options(model, options)
         self._parts = open_parts(checked)

@@ -5,7 +5,7 @@ import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakSet
 
 import torch
@@ -16,7 +16,7 @@ from dschat_lora.algos.seeds import stream_seed
 from dschat_lora.api.trainer_options import CheckedOptions
 from dschat_lora.config.groups import is_on
 from dschat_lora.engine import peers
-from dschat_lora.engine.build import EngineSettings, TrainEngine, resolve_dtype
+from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.collectives import max_over_ranks, raise_together
 from dschat_lora.engine.distributed import (
     data_rank,
@@ -52,7 +52,7 @@ from dschat_lora.models.views import share_parameters
 from dschat_lora.rl.rollout import GATHER_SHARE
 from dschat_lora.rl.stops import stop_ids
 from dschat_lora.runtime.consistency import check_same_models, tokenizer_digest
-from dschat_lora.runtime.setup import shard_model, tensor_group
+from dschat_lora.runtime.setup import engine_settings, shard_model, tensor_group
 
 _open: "WeakSet[Parts]" = WeakSet()
 _joined = False  # whether the process group was formed here
@@ -166,18 +166,14 @@ def _build(options: CheckedOptions) -> Parts:
     group = tensor_group(config.parallel)
     check_targets(source, config.model, config.lora, group=group)
     tokenizer = load_tokenizer(source.tokenizer, config.model)
-    settings = EngineSettings(
-        dtype=resolve_dtype(config.model.dtype),
-        zero_stage=config.parallel.zero_stage or 0,
-        offload=config.parallel.offload,
+    settings = engine_settings(
+        config,
+        dtype=config.model.dtype,
+        zero_stage=config.parallel.zero_stage,
         micro_batch_size=config.batch.per_device_train_batch_size,
-        # How many is not known; where gradients are offloaded DeepSpeed asks whether it is above 1.
-        accumulation_steps=2,
-        max_grad_norm=config.optim.max_grad_norm,
-        betas=(config.optim.adam_beta1, config.optim.adam_beta2),
-        epsilon=config.optim.adam_epsilon,
-        deepspeed_json=options.deepspeed_json,
     )
+    # How many is not known; where gradients are offloaded DeepSpeed asks whether it is above 1.
+    settings = replace(settings, accumulation_steps=2)
     adapted = build_causal_lm(
         source,
         tokenizer,

@@ -172,15 +172,15 @@ def open_files(
         )
         record.update({"stage": name, "status": "running", **environment()})
         record.update({"world_size": world_size(), "config": flatten(config)})
-        log.callbacks, log.is_live = caller.callbacks, caller.live
         if directory is not None:
             passing = caller.in_python and flatten(config).get("output_dir") is None
             hint = " (temporary, until Python ends; output_dir= keeps it)" if passing else ""
             log.say(f"output: {directory}{hint}")
         report = None
+        log.callbacks, log.is_live = caller.callbacks, caller.live
         if active and directory is not None:
             report = LiveReport(directory, log)
-            log.on_line = report.refresh
+            log.callbacks = (report, *log.callbacks)
         run = ending.run = Run(name, config, directory, log, record, report, caller)
         peers.on_loss(lambda words: _fate(run, words))
         with run.closing:

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from logging import ERROR, LogRecord, getLogger
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -82,6 +83,20 @@ def prepare_process() -> None:
         check_environment()
     except ValueError as error:
         fail(str(error))
+
+
+def hush_libraries() -> None:
+    """Have no warnings of libraries that nobody here can act on.
+
+    DeepSpeed writes its own to the standard output, which results go to; bitsandbytes names, on a
+    CPU, a package that nothing here needs.
+    """
+    for name in ("DeepSpeed", "bitsandbytes.backends.cpu.ops"):
+        getLogger(name).addFilter(_is_error)
+
+
+def _is_error(record: LogRecord) -> bool:
+    return record.levelno >= ERROR
 
 
 def run_main(
