@@ -19,6 +19,8 @@ _HOMES = {
     **dict.fromkeys(
         ("generate", "evaluate", "merge", "audit", "plan", "Audit", "Plan"), "api.verbs"
     ),
+    "Trainer": "api.trainer",
+    "Sample": "api.trainer_sampling",
     # DeepSpeed-Chat's
     **dict.fromkeys(
         (

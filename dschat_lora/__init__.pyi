@@ -13,6 +13,8 @@ from dschat_lora.api.runs import Run as Run
 from dschat_lora.api.runs import load as load
 from dschat_lora.api.verbs import Audit as Audit
 from dschat_lora.api.verbs import Plan as Plan
+from dschat_lora.api.trainer import Trainer as Trainer
+from dschat_lora.api.trainer_sampling import Sample as Sample
 from dschat_lora.lora.deepspeed_chat import convert_linear_layer_to_lora as convert_linear_layer_to_lora
 from dschat_lora.lora.deepspeed_chat import convert_lora_to_linear_layer as convert_lora_to_linear_layer
 from dschat_lora.lora.deepspeed_chat import only_optimize_lora_parameters as only_optimize_lora_parameters
@@ -116,7 +118,7 @@ def sft(
     """Fine-tune a language model on rows of text, of answers or of conversations (step 1).
 
     Args:
-        model: hub name, directory, earlier :class:`Run`, or (model, tokenizer) that are loaded,
+        model: hub name, directory, earlier ``Run``, or (model, tokenizer) that are loaded,
             which are not changed; the bundled tiny model when absent.
         data: path or paths, list of dicts, ``datasets.Dataset``, or another iterable of dicts that
             can be gone through again; the bundled data when absent.
@@ -318,7 +320,7 @@ def reward(
     lora_module_name: str | None = None,
     num_padding_at_beginning: int = 1,
 ) -> Run:
-    """Train a reward model on pairs of answers (step 2); arguments as those of :func:`sft`.
+    """Train a reward model on pairs of answers (step 2); arguments as those of ``sft``.
 
     Options:
         trust_remote_code (bool): run model code that comes with a hub repository
@@ -513,7 +515,7 @@ def dpo(
     num_padding_at_beginning: int = 1,
     offload_reference_model: bool = False,
 ) -> Run:
-    """Train a policy by DPO, ORPO, SimPO or KTO; arguments as those of :func:`sft`.
+    """Train a policy by DPO, ORPO, SimPO or KTO; arguments as those of ``sft``.
 
     Options:
         trust_remote_code (bool): run model code that comes with a hub repository
@@ -779,22 +781,22 @@ def rlhf(
 ) -> Run:
     """Train a policy on its own responses by PPO, RLOO or GRPO (step 3).
 
-    The other arguments are those of :func:`sft`; ``model`` is the actor, ``data`` its prompts.
+    The other arguments are those of ``sft``; ``model`` is the actor, ``data`` its prompts.
 
     Args:
-        model: the actor, as in :func:`sft`.
+        model: the actor, as in ``sft``.
         data: rows with prompts.
         rewards: what scores responses, one or several: functions that take ``responses`` (or
-            ``completions``), ``prompts`` and columns of the data, runs of :func:`reward`, paths of
+            ``completions``), ``prompts`` and columns of the data, runs of ``reward``, paths of
             reward models, or names such as ``"builtin:length=12"``. With ``reward_weights`` each
             has a weight.
         environment: function that answers the actor's turns; see ``--environment``.
         critic: reward model from which the critic starts, and which scores too; by default the
             first reward model of ``rewards``, if any.
         eval_data: held-out prompts.
-        output_dir: as in :func:`sft`.
-        callbacks: as in :func:`sft`.
-        resume: as in :func:`sft`.
+        output_dir: as in ``sft``.
+        callbacks: as in ``sft``.
+        resume: as in ``sft``.
         quiet: print nothing.
         **options: those of ``dschat-lora rlhf --help``, by their names.
 
@@ -978,8 +980,8 @@ def generate(
     """Answers to prompts, greedily unless told otherwise.
 
     Args:
-        model: as in :func:`dschat_lora.sft`: a name, a path, a run, (model,
-            tokenizer), or None for the bundled tiny model.
+        model: as in ``dschat_lora.sft``: a name, a path, a run, (model, tokenizer), or None for the
+            bundled tiny model.
         prompts: texts to go on from, or messages that the chat template renders.
         **sampling: options of ``dschat-lora generate --help`` by their names, such as
             ``max_new_tokens``, ``do_sample``, ``temperature``, ``num_return_sequences``, ``seed``.
@@ -1033,8 +1035,8 @@ def evaluate(
     """Perplexity, preferences or rewards of a model on rows of data.
 
     Args:
-        model: as in :func:`generate`; of a reward model scores and preferences are measured.
-        data: rows, as in :func:`dschat_lora.sft`.
+        model: as in ``generate``; of a reward model scores and preferences are measured.
+        data: rows, as in ``dschat_lora.sft``.
         **options: those of ``dschat-lora eval --help`` by their names. ``judge_function`` may be a
             function, and ``reward_model`` a run.
 
@@ -1119,7 +1121,7 @@ def audit(
     """What a stage would learn of data; nothing is trained.
 
     Args:
-        data: rows, as in :func:`dschat_lora.sft`.
+        data: rows, as in ``dschat_lora.sft``.
         model: whose tokenizer and chat template read them.
         **options: those of ``dschat-lora audit --help`` by their names, such as ``stage="reward"``
             and ``show=3``.

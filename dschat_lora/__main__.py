@@ -4,7 +4,6 @@ import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from functools import partial
-from logging import ERROR, LogRecord, getLogger
 from typing import Any, NamedTuple
 
 from dschat_lora import __version__
@@ -29,6 +28,7 @@ from dschat_lora.runtime.seeds import run_seeds
 from dschat_lora.runtime.stage_main import (
     ended_in_one_line,
     exits,
+    hush_libraries,
     late,
     prepare_process,
     run_main,
@@ -52,10 +52,7 @@ def main() -> None:
 
 def _run(verb: str, argv: list[str]) -> None:
     if verb:
-        # The first writes to the standard output, which results go to; the second, on a CPU, names
-        # a package that nothing here needs.
-        for name in ("DeepSpeed", "bitsandbytes.backends.cpu.ops"):
-            getLogger(name).addFilter(_is_error)
+        hush_libraries()
         VERBS[verb].run(argv)
     elif argv in (["-h"], ["--help"]):
         _show_help()
@@ -67,10 +64,6 @@ def _run(verb: str, argv: list[str]) -> None:
         close = get_close_matches(argv[0], VERBS, 1)
         meant = f"did you mean {close[0]}?" if close else "dschat-lora --help lists them"
         fail(f"{argv[0]} is no verb; {meant}")
-
-
-def _is_error(record: LogRecord) -> bool:
-    return record.levelno >= ERROR
 
 
 def _show_help() -> None:
@@ -164,7 +157,7 @@ VERBS = {
     ),
     "glue": Verb("GLUE with RoBERTa or DeBERTa-v2", partial(_experiment, "glue", run_glue)),
     "pipeline": Verb("run all stages of a YAML file, or go on", stage_verbs.pipeline),
-    "demo": Verb("train on the bundled model and data, show what changed", stage_verbs.demo),
+    "demo": Verb("train on the bundled model and data, show what changed", command_lines.demo),
     "recipes": Verb("list the recipes that come with the package", file_verbs.list_recipes),
     "models": Verb("types of models, and what each can do", file_verbs.models),
     "audit": Verb("show what a stage would learn of data", command_lines.audit),

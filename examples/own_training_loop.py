@@ -13,17 +13,17 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dschat_lora.assets import BUNDLED_DATA, BUNDLED_MODEL
-from dschat_lora.engine.distributed import device, init_distributed, rank, shutdown
-from dschat_lora.engine.ds_config import engine_config, read_deepspeed_json
-from dschat_lora.engine.zero import gather_to_cpu
-from dschat_lora.lora.deepspeed_chat import (
+from dschat_lora import (
     convert_linear_layer_to_lora,
     convert_lora_to_linear_layer,
     get_optimizer_grouped_parameters,
     make_model_gradient_checkpointing_compatible,
     only_optimize_lora_parameters,
 )
+from dschat_lora.assets import BUNDLED_DATA, BUNDLED_MODEL
+from dschat_lora.engine.distributed import device, init_distributed, rank, shutdown
+from dschat_lora.engine.ds_config import engine_config, read_deepspeed_json
+from dschat_lora.engine.zero import gather_to_cpu
 
 # DeepSpeed calls collectives by names that torch has since renamed.
 warnings.filterwarnings("ignore", category=FutureWarning)

@@ -36,6 +36,8 @@ ROOMS = {
     "supervised": "steps 1 and 2: objectives, training loop, evaluation",
 }
 OPTIONS_HEAD = "| option | type | default | |\n|---|---|---|---|\n"
+# Without the module in the heading, which no user needs to know.
+_PLAIN = "    options:\n      show_root_full_path: false\n"
 # Material's offline plugin takes this from a server; assets/search_worker.js does the same.
 SHIM = "https://unpkg.com/iframe-worker/shim"
 # What Material leaves without a name for screen readers.
@@ -79,14 +81,19 @@ def function_pages() -> dict[str, str]:
     with checkout_first():
         homes = import_module("dschat_lora")._HOMES
         for name, module in sorted(homes.items(), key=lambda item: item[0].swapcase()):
-            page = pages.setdefault(name.lower(), f"# dschat_lora.{name}\n")
-            page += f"\n::: dschat_lora.{module}.{name}\n"
+            key = name.lower() if module.startswith("api.") else module.rpartition(".")[2]
+            key = {"sample": "trainer"}.get(key, key)
+            title = (
+                "DeepSpeed-Chat's functions" if key == "deepspeed_chat" else f"dschat_lora.{name}"
+            )
+            page = pages.get(key, f"# {title}\n")
+            page += f"\n::: dschat_lora.{module}.{name}\n{_PLAIN}"
             if module in ("api.stages", "api.verbs"):  # they load no library
                 found = getattr(import_module(f"dschat_lora.{module}"), name)
                 for title, rows in getattr(found, "options", {}).items():
                     page += f"\n## Options: {title}\n\n{OPTIONS_HEAD}"
                     page += "".join(map(_option_row, rows))
-            pages[name.lower()] = page
+            pages[key] = page
     return pages
 
 

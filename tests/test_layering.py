@@ -116,8 +116,9 @@ FLOORS = [
         "api": Room(
             "algos checkpoint config data engine generation lora models perf pipeline report rl"
             " runtime supervised",
-            "IPython torch",
-            "command_lines inputs notebook notebook_html process rewards runs stages verbs",
+            "IPython numpy torch",
+            "command_lines inputs notebook notebook_html process rewards runs signatures stages"
+            " trainer_options verbs",
         ),
     },
     {
@@ -146,7 +147,10 @@ SPEAKERS = {"report.log", "report.terminal", "config.options", "supervised.score
 # These load the heavy parts of a verb when it runs.
 VERBS = {
     *("__main__", "pipeline.file_verbs", "pipeline.stage_verbs", "serving.verbs"),
-    *(f"api.{name}" for name in ("command_lines", "inputs", "rewards", "stages", "verbs")),
+    *(
+        f"api.{name}"
+        for name in ("command_lines", "inputs", "rewards", "stages", "trainer_options", "verbs")
+    ),
 }
 # Other packages' chatter is turned off where they are imported.
 QUIETENERS = {"deepspeed_logger.setLevel", "warnings.filterwarnings", "disable_progress_bar"}

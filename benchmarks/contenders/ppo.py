@@ -49,7 +49,7 @@ from dschat_lora.rl.throughput import PHASES, PhaseTimer
 from dschat_lora.rl.train import make_generator
 from dschat_lora.rl.update import Updater
 from dschat_lora.rl.validation import NAME, check_rlhf
-from dschat_lora.runtime.run import Run, open_run
+from dschat_lora.runtime.run import OpenRun, open_run
 
 SEED = 0
 RATE = 1e-5
@@ -254,7 +254,7 @@ def our_iterations(
 
 def _set_up(
     task: PpoTask, options: Mapping[str, str], closing: ExitStack
-) -> tuple[RlhfSetup, Run[RlhfConfig]]:
+) -> tuple[RlhfSetup, OpenRun[RlhfConfig]]:
     pairs = (_options(task) | options).items()
     argv = [word for name, value in pairs for word in (f"--{name}", value) if word]
     config = check_rlhf(parse_config(RlhfConfig, argv))
@@ -264,7 +264,7 @@ def _set_up(
 
 def _make_iterations(
     setup: RlhfSetup,
-    run: Run[RlhfConfig],
+    run: OpenRun[RlhfConfig],
     engines: Engines,
     progress: RlhfProgress,
     numbers: tuple[int, ...] | None = None,

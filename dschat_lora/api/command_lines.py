@@ -1,10 +1,11 @@
-"""The command lines of what the Python API does: stages, plan, audit, merge, generate and eval."""
+"""The command lines of what the Python API does: stages, the verbs of its names, and the demo."""
 
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from dschat_lora.api import stages, verbs
+from dschat_lora.config.groups import RunConfig
 from dschat_lora.config.options import parse_config, typed_options
 from dschat_lora.config.parser import Parser
 from dschat_lora.config.stages import AuditConfig
@@ -135,3 +136,17 @@ def evaluate(argv: list[str]) -> None:
     scores, judge = verbs.eval_parts(config)
     found = late("supervised.measure:evaluate_model")(config, scores=scores, make_judge=judge)
     late("supervised.measure:show_measures")(found, as_json=config.json)
+
+
+def demo(argv: list[str]) -> None:
+    """Run ``dschat-lora demo``."""
+    parser = Parser("dschat-lora demo", "Train on the bundled model and data, show what changed.")
+    parser.add_argument(
+        "--output_dir", metavar="DIR", help="default: the first free of output/demo, -2, -3, ..."
+    )
+    parser.add_argument(
+        "--seed", metavar="N", type=int, default=1234, help="of all stages (default: 1234)"
+    )
+    chosen = parser.values(argv, ["output_dir", "seed"])
+    RunConfig(seed=chosen["seed"])  # refuses one that no stage takes, before anything is written
+    late("api.demo:run_demo")(**chosen)

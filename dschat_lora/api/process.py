@@ -10,7 +10,7 @@ from dschat_lora.api.notebook import quieten_libraries
 from dschat_lora.engine import peers
 from dschat_lora.engine.meeting import check_environment
 from dschat_lora.report.terminal import quiet as nothing_said
-from dschat_lora.runtime.stage_main import tell_others
+from dschat_lora.runtime.stage_main import hush_libraries, tell_others
 
 # Set for a single process, as by a launcher; commands that it starts later are no part of a run.
 _LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -48,6 +48,7 @@ def run_in_process(*, quiet: bool = False) -> Iterator[None]:
     """
     is_launched = "WORLD_SIZE" in os.environ
     before = {name: os.environ.get(name) for name in _LAUNCHED}
+    hush_libraries()
     try:
         check_environment()
         quieten_libraries()

@@ -66,7 +66,7 @@ class Run:
     def generate(
         self, prompts: str | Sequence[str | Sequence[Mapping[str, str]]], **sampling: Any
     ) -> list[str]:
-        """Answers to prompts; see :func:`dschat_lora.generate`."""
+        """Answers to prompts; see ``dschat_lora.generate``."""
         from dschat_lora.api.verbs import generate
 
         return generate(self, prompts, **sampling)

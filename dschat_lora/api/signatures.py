@@ -1,7 +1,7 @@
 """Signatures and docstrings that name every option, for editors, notebooks and type checkers."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar, get_args
 
 from dschat_lora.config.help import by_section
@@ -22,11 +22,13 @@ _TYPES = {
 }
 
 
-def with_options(config_class: Any, *named: str) -> Callable[[FunctionT], FunctionT]:
+def with_options(
+    config_class: Any, *named: str, only: Collection[str] | None = None
+) -> Callable[[FunctionT], FunctionT]:
     """A decorator that names the options of ``config_class`` in a function's signature and help.
 
     They stand in place of ``**options``, but for ``named`` ones, which have an argument of their
-    own.
+    own. ``only`` some of them may be taken.
     """
 
     def decorate(function: FunctionT) -> FunctionT:
@@ -36,7 +38,7 @@ def with_options(config_class: Any, *named: str) -> Callable[[FunctionT], Functi
         taken, rows = {*whole.parameters, *named}, dict[str, OptionRow]()
         sections: dict[str, str] = {}
         for name, (field, annotation) in option_fields(config_class):
-            if name in taken:
+            if name in taken or (only is not None and name not in only):
                 continue
             default = field.default
             kind = type_text(name, annotation)

@@ -56,7 +56,7 @@ def sft(
     """Fine-tune a language model on rows of text, of answers or of conversations (step 1).
 
     Args:
-        model: hub name, directory, earlier :class:`Run`, or (model, tokenizer) that are loaded,
+        model: hub name, directory, earlier ``Run``, or (model, tokenizer) that are loaded,
             which are not changed; the bundled tiny model when absent.
         data: path or paths, list of dicts, ``datasets.Dataset``, or another iterable of dicts that
             can be gone through again; the bundled data when absent.
@@ -93,7 +93,7 @@ def reward(
     quiet: bool = False,
     **options: Any,
 ) -> Run:
-    """Train a reward model on pairs of answers (step 2); arguments as those of :func:`sft`."""
+    """Train a reward model on pairs of answers (step 2); arguments as those of ``sft``."""
     common = _common(data, eval_data, output_dir, resume)
     return _train("reward", {"model_name_or_path": model, **common}, options, callbacks, quiet)
 
@@ -110,7 +110,7 @@ def dpo(
     quiet: bool = False,
     **options: Any,
 ) -> Run:
-    """Train a policy by DPO, ORPO, SimPO or KTO; arguments as those of :func:`sft`."""
+    """Train a policy by DPO, ORPO, SimPO or KTO; arguments as those of ``sft``."""
     common = _common(data, eval_data, output_dir, resume)
     return _train("dpo", {"model_name_or_path": model, **common}, options, callbacks, quiet)
 
@@ -132,22 +132,22 @@ def rlhf(
 ) -> Run:
     """Train a policy on its own responses by PPO, RLOO or GRPO (step 3).
 
-    The other arguments are those of :func:`sft`; ``model`` is the actor, ``data`` its prompts.
+    The other arguments are those of ``sft``; ``model`` is the actor, ``data`` its prompts.
 
     Args:
-        model: the actor, as in :func:`sft`.
+        model: the actor, as in ``sft``.
         data: rows with prompts.
         rewards: what scores responses, one or several: functions that take ``responses`` (or
-            ``completions``), ``prompts`` and columns of the data, runs of :func:`reward`, paths of
+            ``completions``), ``prompts`` and columns of the data, runs of ``reward``, paths of
             reward models, or names such as ``"builtin:length=12"``. With ``reward_weights`` each
             has a weight.
         environment: function that answers the actor's turns; see ``--environment``.
         critic: reward model from which the critic starts, and which scores too; by default the
             first reward model of ``rewards``, if any.
         eval_data: held-out prompts.
-        output_dir: as in :func:`sft`.
-        callbacks: as in :func:`sft`.
-        resume: as in :func:`sft`.
+        output_dir: as in ``sft``.
+        callbacks: as in ``sft``.
+        resume: as in ``sft``.
         quiet: print nothing.
         **options: those of ``dschat-lora rlhf --help``, by their names.
     """

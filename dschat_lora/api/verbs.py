@@ -38,8 +38,8 @@ def generate(
     """Answers to prompts, greedily unless told otherwise.
 
     Args:
-        model: as in :func:`dschat_lora.sft`: a name, a path, a run, (model,
-            tokenizer), or None for the bundled tiny model.
+        model: as in ``dschat_lora.sft``: a name, a path, a run, (model, tokenizer), or None for the
+            bundled tiny model.
         prompts: texts to go on from, or messages that the chat template renders.
         **sampling: options of ``dschat-lora generate --help`` by their names, such as
             ``max_new_tokens``, ``do_sample``, ``temperature``, ``num_return_sequences``, ``seed``.
@@ -73,8 +73,8 @@ def evaluate(model: Model | None, data: Data, **options: Any) -> dict[str, float
     """Perplexity, preferences or rewards of a model on rows of data.
 
     Args:
-        model: as in :func:`generate`; of a reward model scores and preferences are measured.
-        data: rows, as in :func:`dschat_lora.sft`.
+        model: as in ``generate``; of a reward model scores and preferences are measured.
+        data: rows, as in ``dschat_lora.sft``.
         **options: those of ``dschat-lora eval --help`` by their names. ``judge_function`` may be a
             function, and ``reward_model`` a run.
 
@@ -155,7 +155,7 @@ def audit(data: Data | None = None, model: Model | None = None, **options: Any) 
     """What a stage would learn of data; nothing is trained.
 
     Args:
-        data: rows, as in :func:`dschat_lora.sft`.
+        data: rows, as in ``dschat_lora.sft``.
         model: whose tokenizer and chat template read them.
         **options: those of ``dschat-lora audit --help`` by their names, such as ``stage="reward"``
             and ``show=3``.

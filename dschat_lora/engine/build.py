@@ -100,6 +100,11 @@ class TrainEngine(Generic[NetworkT]):
         return self._engine.module
 
     @property
+    def deepspeed(self) -> Any:
+        """DeepSpeed's engine, which :func:`destroy_engines` takes."""
+        return self._engine
+
+    @property
     def optimizer(self) -> Any:
         """DeepSpeed's optimizer around ``adam``; at ZeRO 0 ``adam`` itself."""
         return self._engine.optimizer

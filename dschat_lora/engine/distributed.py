@@ -3,7 +3,7 @@
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -87,6 +87,11 @@ def destroy_at_shutdown(engine: Destroyable) -> None:
     _engines.add(engine)
 
 
+def is_destroyed(engine: Destroyable) -> bool:
+    """Whether :func:`shutdown` or :func:`destroy_engines` has destroyed the engine."""
+    return engine not in _engines
+
+
 def shutdown() -> None:
     """Leave the process group in order, so that no thread of it outlives it; call on every rank.
 
@@ -96,7 +101,7 @@ def shutdown() -> None:
     """
     if not dist.is_initialized():
         return
-    _destroy_engines()
+    destroy_engines(list(_engines))
     gc.collect()  # engines and trainers refer to themselves
     dist.barrier()  # nobody leaves while another still waits for an answer
     if _grid is not None:
@@ -109,14 +114,15 @@ def shutdown() -> None:
     peers.leave()
 
 
-def _destroy_engines() -> None:
+def destroy_engines(engines: Sequence[Destroyable]) -> None:
     """Undo what keeps engines, by hooks on their modules and by what ZeRO 3 holds globally."""
-    if not _engines:
+    if not engines:
         return
     from deepspeed.runtime.zero import parameter_offload
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
-    for engine in list(_engines):
+    for engine in engines:
+        _engines.discard(engine)
         engine.destroy()
     parameter_offload.FWD_MODULE_STACK.clear()  # the networks are its bottom
     # What each module releases is cached for the class, and so every module is kept.

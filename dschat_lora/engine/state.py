@@ -116,6 +116,9 @@ class EngineState:
 
     def _make_room(self, steps: dict[str, int]) -> None:
         """Give AdamW the moments it makes at its first step, and its count of steps."""
+        for state in self._engine.adam.state.values():  # of steps that were made here
+            for tensor in state.values():
+                tensor.zero_()
         for name, parameter in self._parameters.items():
             flat = self._flats[id(parameter)]
             state = self._engine.adam.state[flat] if steps[name] else None

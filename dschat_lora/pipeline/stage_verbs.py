@@ -1,6 +1,5 @@
-"""The command lines of ``dschat-lora pipeline``, ``doctor`` and ``demo``."""
+"""The command lines of ``dschat-lora pipeline`` and ``dschat-lora doctor``."""
 
-from dschat_lora.config.groups import RunConfig
 from dschat_lora.config.parser import Parser
 from dschat_lora.runtime.stage_main import late
 
@@ -64,17 +63,3 @@ def doctor(argv: list[str]) -> None:
     diagnose = late("pipeline.doctor:diagnose")
     if not diagnose(as_json=chosen["json"], trains=not chosen["no_training"]):
         raise SystemExit(1)
-
-
-def demo(argv: list[str]) -> None:
-    """Run ``dschat-lora demo``."""
-    parser = Parser("dschat-lora demo", "Train on the bundled model and data, show what changed.")
-    parser.add_argument(
-        "--output_dir", metavar="DIR", help="default: the first free of output/demo, -2, -3, ..."
-    )
-    parser.add_argument(
-        "--seed", metavar="N", type=int, default=1234, help="of all stages (default: 1234)"
-    )
-    chosen = parser.values(argv, ["output_dir", "seed"])
-    RunConfig(seed=chosen["seed"])  # refuses one that no stage takes, before anything is written
-    late("pipeline.demo:run_demo")(**chosen)

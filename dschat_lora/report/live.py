@@ -1,8 +1,9 @@
 """report.html of a run: written again now and then while it goes on, and at its end."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from dschat_lora.report.html import render_report, write_report
 from dschat_lora.report.log import RunLog
@@ -27,8 +28,8 @@ class LiveReport:
         self._directory, self._log, self._clock = directory, log, clock
         self._due: float | None = clock() + LEAST_SECONDS
 
-    def refresh(self) -> None:
-        """Write the page if the last one is old enough."""
+    def __call__(self, event: str, step: int, metrics: Mapping[str, Any]) -> None:
+        """Write the page if the last one is old enough: a callback of the log."""
         now = self._clock()
         if self._due is None or now < self._due:
             return

@@ -50,8 +50,6 @@ class RunLog:
         self._bar: tqdm[Any] | None = None
         self._remaining: RemainingTime | None = None
         self._num_lines = 0
-        #: called after each line
-        self.on_line: Callable[[], None] = lambda: None
         #: called with the kind, step and fields of each line; one that returns "stop" ends the run
         self.callbacks: Sequence[Callable[[str, int, dict[str, Any]], object]] = ()
         self.is_stopped = False
@@ -123,7 +121,6 @@ class RunLog:
                 tracker.add(step, numbers_of(kind, fields))
         except OSError as error:
             self.failure = named(error, Path(self._file.name))
-        self.on_line()
         if (viewer := current_viewer()) is not None:
             viewer.add(kind, record)
         for callback in self.callbacks:

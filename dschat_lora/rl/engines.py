@@ -20,7 +20,7 @@ from dschat_lora.rl.retry import Retry
 from dschat_lora.rl.role_config import RoleConfig, option_errors_for
 from dschat_lora.rl.roles import Network
 from dschat_lora.rl.setup import RlhfSetup
-from dschat_lora.runtime.run import Run
+from dschat_lora.runtime.run import OpenRun
 from dschat_lora.runtime.setup import resolve_logits
 
 
@@ -152,7 +152,7 @@ def _engine(setup: RlhfSetup, role: str, network: Network) -> TrainEngine[Networ
     return TrainEngine(network, groups, setup.settings[role])
 
 
-def resolve_architecture(engines: Engines, vocab_size: int, run: Run[RlhfConfig]) -> Engines:
+def resolve_architecture(engines: Engines, vocab_size: int, run: OpenRun[RlhfConfig]) -> Engines:
     """The engines, adapted to how the user's models treat rows and logits; call on every rank.
 
     A look at one role is one at those of the same architecture: its ``own_mask`` holds for all.

@@ -53,7 +53,7 @@ from dschat_lora.rl.user_functions import UserFunction
 from dschat_lora.rl.validation import fit_lengths
 from dschat_lora.runtime.consistency import check_same_models
 from dschat_lora.runtime.memory import MemoryPlan, free_memory
-from dschat_lora.runtime.run import Run
+from dschat_lora.runtime.run import OpenRun
 from dschat_lora.runtime.setup import (
     builds_shapes_alone,
     check_room_for,
@@ -93,10 +93,10 @@ class RlhfSetup:
     identity: dict[str, Any]
     plan: MemoryPlan | None  # None for an architecture that is not understood
     unpacked: bool | None  # 4-bit weights once for a rollout; None: as the free memory allows
-    run: Run[RlhfConfig]
+    run: OpenRun[RlhfConfig]
 
 
-def set_up(run: Run[RlhfConfig]) -> RlhfSetup:
+def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
     """Prompts and roles, shown and recorded; call on every rank.
 
     Raises:
@@ -232,7 +232,9 @@ def _rules(tokenizer: Tokenizer) -> str:
     return json.dumps(kept, sort_keys=True)
 
 
-def _read_text(config: RlhfConfig, tokenizer: Tokenizer, run: Run[RlhfConfig]) -> Prepared | None:
+def _read_text(
+    config: RlhfConfig, tokenizer: Tokenizer, run: OpenRun[RlhfConfig]
+) -> Prepared | None:
     """Pretraining text to mix in, if it is asked for.
 
     Raises:
@@ -271,7 +273,7 @@ def _resolve_recomputation(
     config: RlhfConfig,
     settings: dict[str, EngineSettings],
     roles: Roles,
-    run: Run[RlhfConfig],
+    run: OpenRun[RlhfConfig],
     *,
     free: int,
 ) -> RlhfConfig:
@@ -350,7 +352,7 @@ def _describe(
     plan: MemoryPlan | None,
     roles: Roles,
     settings: dict[str, EngineSettings],
-    run: Run[RlhfConfig],
+    run: OpenRun[RlhfConfig],
 ) -> None:
     """Show and record what trains, on what, and the memory it takes."""
     total = num_elements(roles.whole().parameters())  # each shared one once

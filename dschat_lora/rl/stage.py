@@ -9,7 +9,7 @@ from dschat_lora.rl.setup import set_up
 from dschat_lora.rl.train import show_plan, train
 from dschat_lora.rl.validation import NAME, check_rlhf
 from dschat_lora.runtime.caller import NOBODY, Caller
-from dschat_lora.runtime.run import Run, open_run
+from dschat_lora.runtime.run import OpenRun, open_run
 
 
 def run_rlhf(config: RlhfConfig, caller: Caller = NOBODY) -> Path | None:
@@ -19,7 +19,7 @@ def run_rlhf(config: RlhfConfig, caller: Caller = NOBODY) -> Path | None:
     return run.directory
 
 
-def train_rlhf(run: Run[RlhfConfig]) -> None:
+def train_rlhf(run: OpenRun[RlhfConfig]) -> None:
     """Train, evaluate and save; call on every rank."""
     setup = set_up(run)
     if run.directory is None:

@@ -32,7 +32,7 @@ from dschat_lora.runtime.checkpointer import Checkpointer, Part
 from dschat_lora.runtime.dry_run import say_options, say_sample
 from dschat_lora.runtime.loop import IterationOutcome, run_loop
 from dschat_lora.runtime.resume import goes_on_in_place, run_of
-from dschat_lora.runtime.run import Run
+from dschat_lora.runtime.run import OpenRun
 
 NOTE = (
     "the GPU had no room to train beside what decoding keeps: that was freed, which changes no "
@@ -106,7 +106,7 @@ def train(setup: RlhfSetup, engines: Engines) -> TrainResult:
     return TrainResult(evaluator.before_and_after(), progress, average)
 
 
-def _release(generator: Generator, run: Run[RlhfConfig], step: int) -> None:
+def _release(generator: Generator, run: OpenRun[RlhfConfig], step: int) -> None:
     """Free what decoding keeps, as a rank had to, on those too that had room; and say so."""
     generator.release()
     run.log.say(f"  note         {NOTE}")
@@ -192,7 +192,7 @@ def make_generator(setup: RlhfSetup, engines: Engines) -> Generator:
     )
 
 
-def _make_rollout_log(run: Run[RlhfConfig]) -> RolloutLog:
+def _make_rollout_log(run: OpenRun[RlhfConfig]) -> RolloutLog:
     """The file of responses; of a run that goes on elsewhere, with those of the earlier run."""
     assert run.directory is not None, "a dry run keeps nothing"
     source = None

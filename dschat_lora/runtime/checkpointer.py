@@ -28,7 +28,7 @@ from dschat_lora.runtime.resume import (
     options_to_keep,
     run_of,
 )
-from dschat_lora.runtime.run import Run
+from dschat_lora.runtime.run import OpenRun
 from dschat_lora.runtime.signals import Stopped, name_of
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        run: Run[StageConfig],
+        run: OpenRun[StageConfig],
         *,
         engines: Mapping[str, EngineState],
         parts: Mapping[str, Part],
@@ -271,7 +271,7 @@ def state_to_keep(
     return state
 
 
-def how_to_go_on(run: "Run[Resumable]") -> str:
+def how_to_go_on(run: "OpenRun[Resumable]") -> str:
     """The options, or arguments in Python, that go on with a run whose state is saved."""
     if run.caller.in_python:
         return f'go on with: output_dir={str(run.directory)!r}, resume="latest"'
@@ -281,7 +281,7 @@ def how_to_go_on(run: "Run[Resumable]") -> str:
     return f"go on with: {' '.join([*resumed, *code])}"
 
 
-def end_by_signal(run: "Run[Resumable]", number: int, step: int) -> NoReturn:
+def end_by_signal(run: "OpenRun[Resumable]", number: int, step: int) -> NoReturn:
     """Record that a run was told to stop, and end it; call on every rank.
 
     Raises:
@@ -291,7 +291,7 @@ def end_by_signal(run: "Run[Resumable]", number: int, step: int) -> NoReturn:
     raise Stopped(128 + number, run.directory if step else None)
 
 
-def take_over(run: "Run[Resumable]", state: Mapping[str, Any]) -> None:
+def take_over(run: "OpenRun[Resumable]", state: Mapping[str, Any]) -> None:
     """Bring log and record of a resumed run to where its checkpoint was saved; call on rank 0."""
     checkpoint = Path(run.config.checkpoint or "")
     in_place = goes_on_in_place(run.config)

@@ -15,7 +15,7 @@ from dschat_lora.models.causal_lm import Tokenizer
 from dschat_lora.perf.peak import device_peak, measured_peak
 from dschat_lora.report.markup import duration, operations
 from dschat_lora.report.samples import sample_text
-from dschat_lora.runtime.run import Run
+from dschat_lora.runtime.run import OpenRun
 
 # Samples among which one is looked for that is short enough to be shown whole.
 _LOOKED_AT = 100
@@ -27,7 +27,7 @@ _SAID = ("data_path", "eval_data_path")
 
 
 def say_sample(
-    run: Run[StageConfig], data: DataConfig, tokenizer: Tokenizer, kind: DataKind
+    run: OpenRun[StageConfig], data: DataConfig, tokenizer: Tokenizer, kind: DataKind
 ) -> None:
     """Show the first short sample of the data token by token, on the first rank."""
     if rank() != 0:
@@ -57,7 +57,7 @@ def _middle_cut(text: str) -> str:
 
 
 def say_time(
-    run: Run[StageConfig], *, steps: int, flops: float, device: torch.device, dtype: torch.dtype
+    run: OpenRun[StageConfig], *, steps: int, flops: float, device: torch.device, dtype: torch.dtype
 ) -> None:
     """Say how long ``steps`` optimizer steps take at best, of ``flops`` operations a device."""
     size, rounds = (4096, 10) if device.type == "cuda" else (1024, 3)
@@ -70,7 +70,7 @@ def say_time(
     )
 
 
-def say_options(run: Run[StageConfig]) -> None:
+def say_options(run: OpenRun[StageConfig]) -> None:
     """List all options with ``--verbose``, or those that were typed or are not the defaults."""
     values = {k: v for k, v in flatten(run.config).items() if k not in _UNSHOWN}
     if run.config.run.verbose:

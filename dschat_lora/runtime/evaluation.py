@@ -7,14 +7,14 @@ from typing import Any
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.models.causal_lm import Tokenizer
 from dschat_lora.report.log import jsonable
-from dschat_lora.runtime.run import Run
+from dschat_lora.runtime.run import OpenRun
 
 
 @dataclass
 class EvalResults:
     """Metrics of each evaluation by optimizer step, saved and restored with the run."""
 
-    run: Run[StageConfig]
+    run: OpenRun[StageConfig]
     line: Callable[[int, Mapping[str, Any]], str]  # an evaluation for a person
     by_step: dict[int, dict[str, Any]] = field(default_factory=dict)
 
@@ -52,7 +52,7 @@ class EvalResults:
 class AnswerLog:
     """Sample answers and losses of tokens before and after training, kept with the run."""
 
-    run: Run[StageConfig]
+    run: OpenRun[StageConfig]
     tokenizer: Tokenizer
     shown: list[dict[str, str]] = field(default_factory=list)
     losses: list[dict[str, Any]] = field(default_factory=list)

@@ -21,11 +21,11 @@ from dschat_lora.models.causal_lm import Tokenizer, end_ids, stop_at, stored_dro
 from dschat_lora.models.fingerprint import weights_fingerprint
 from dschat_lora.models.source import ModelSource
 from dschat_lora.report.record import package_versions
-from dschat_lora.runtime.run import Run
+from dschat_lora.runtime.run import OpenRun
 
 
 def export_trained(
-    run: Run[StageConfig],
+    run: OpenRun[StageConfig],
     directory: Path,
     adapted: AdaptedModel,
     *,

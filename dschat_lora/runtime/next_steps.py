@@ -6,10 +6,10 @@ from pathlib import Path
 from dschat_lora.config.options import command_line, flatten
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.report.live import FILE
-from dschat_lora.runtime.run import Run
+from dschat_lora.runtime.run import OpenRun
 
 
-def say_next_steps(run: Run[StageConfig]) -> None:
+def say_next_steps(run: OpenRun[StageConfig]) -> None:
     """Log commands to paste, for the stages that a pipeline has."""
     if run.directory is None:
         return

@@ -42,7 +42,7 @@ ResumableT = TypeVar("ResumableT", bound="Resumable")
 
 
 @dataclass(frozen=True)
-class Run(Generic[ConfigT_co]):
+class OpenRun(Generic[ConfigT_co]):
     """Where a run writes, its log and its record. Every rank holds one; rank 0's is active."""
 
     stage: str  # its name
@@ -61,7 +61,7 @@ class Run(Generic[ConfigT_co]):
 class Ending:
     """What the end of a run needs: how to record it, and what to take back after a mistake."""
 
-    run: Run[object] | None = None
+    run: OpenRun[object] | None = None
     directory: RunDirectory | None = None  # of rank 0
 
 
@@ -72,7 +72,7 @@ def open_run(
     name: str,
     check: Callable[[StageT], StageT],
     caller: Caller = NOBODY,
-) -> Iterator[Run[StageT]]:
+) -> Iterator[OpenRun[StageT]]:
     """Join the process group, resolve the config, claim the directory and open the log.
 
     How the run ends is recorded. ``check`` is what checked the config, for ranks that wait for
@@ -155,7 +155,7 @@ def open_files(
     earlier: bool,
     trackers: Sequence[Tracker] = (),
     caller: Caller = NOBODY,
-) -> Iterator[Run[ConfigT]]:
+) -> Iterator[OpenRun[ConfigT]]:
     """Open the log and the record, which says at the end that the run is finished.
 
     A dry run has no directory and writes nothing. If ``earlier``, log and record of an earlier run
@@ -172,16 +172,16 @@ def open_files(
         )
         record.update({"stage": name, "status": "running", **environment()})
         record.update({"world_size": world_size(), "config": flatten(config)})
-        log.callbacks = caller.callbacks
         if directory is not None:
             passing = caller.in_python and flatten(config).get("output_dir") is None
             hint = " (temporary, until Python ends; output_dir= keeps it)" if passing else ""
             log.say(f"output: {directory}{hint}")
         report = None
+        log.callbacks = caller.callbacks
         if active and directory is not None:
             report = LiveReport(directory, log)
-            log.on_line = report.refresh
-        run = ending.run = Run(name, config, directory, log, record, report, caller)
+            log.callbacks = (report, *log.callbacks)
+        run = ending.run = OpenRun(name, config, directory, log, record, report, caller)
         peers.on_loss(lambda words: _fate(run, words))
         with run.closing:
             yield run
@@ -248,7 +248,7 @@ def _leave_group(error: BaseException) -> None:
     shutdown()
 
 
-def _fate(run: "Run[DataclassInstance]", words: str | None) -> str:
+def _fate(run: "OpenRun[DataclassInstance]", words: str | None) -> str:
     """Record that other processes ended the run; what of it is saved, and how to go on."""
     if run.record.is_open:
         run.record.update({"status": f"failed: {words}"})
@@ -263,7 +263,7 @@ def _fate(run: "Run[DataclassInstance]", words: str | None) -> str:
     return f"last checkpoint {saved[0].name}; resume with {shlex.join(typed)}"
 
 
-def _record_end(error: BaseException, run: Run[object] | None) -> None:
+def _record_end(error: BaseException, run: OpenRun[object] | None) -> None:
     """Write why the run ended, where there is a record."""
     if isinstance(error, Stopped) or run is None or not run.record.is_open:
         return
@@ -273,7 +273,7 @@ def _record_end(error: BaseException, run: Run[object] | None) -> None:
     run.record.update({"status": status})
 
 
-def _write_report(run: Run[object] | None) -> None:
+def _write_report(run: OpenRun[object] | None) -> None:
     """Let the page say how a run with something to show ended; another run's page stays."""
     if run is not None and run.report is not None and run.record.is_open and run.log.has_lines:
         run.report.write(quiet=True)

@@ -42,7 +42,7 @@ from dschat_lora.report.terminal import progress
 from dschat_lora.runtime.checks import check_room
 from dschat_lora.runtime.consistency import check_same_data, tokenizer_digest
 from dschat_lora.runtime.memory import settle_recomputation
-from dschat_lora.runtime.run import Run
+from dschat_lora.runtime.run import OpenRun
 
 ConfigT = TypeVar("ConfigT", bound=StageConfig)
 
@@ -67,7 +67,7 @@ def tensor_group(parallel: ParallelConfig) -> TensorGroup | None:
     )
 
 
-def prepare_to_compile(run: Run[StageConfig], option: str = "--compile") -> None:
+def prepare_to_compile(run: OpenRun[StageConfig], option: str = "--compile") -> None:
     """Refuse ``option`` where torch cannot compile, and say what it costs; call on every rank.
 
     Raises:
@@ -96,7 +96,7 @@ def prepare_data(
 def read_data(
     data: DataConfig,
     tokenizer: Tokenizer,
-    run: Run[StageConfig],
+    run: OpenRun[StageConfig],
     *,
     phase: int,
     kind: DataKind,
@@ -119,7 +119,7 @@ def read_data(
 
 
 def read_training_data(
-    data: DataConfig, tokenizer: Tokenizer, run: Run[StageConfig], *, phase: int, kind: DataKind
+    data: DataConfig, tokenizer: Tokenizer, run: OpenRun[StageConfig], *, phase: int, kind: DataKind
 ) -> Prepared:
     """The rows that a run trains on; call on every rank.
 
@@ -180,7 +180,7 @@ def builds_shapes_alone(run: RunConfig, settings: Iterable[EngineSettings]) -> b
 
 
 def resolve_recomputation(
-    run: Run[StageConfig],
+    run: OpenRun[StageConfig],
     models: Mapping[str, nn.Module],
     *,
     with_options: Callable[[Collection[str]], ConfigT],
@@ -236,7 +236,7 @@ def resolve_logits(
     *,
     vocab_size: int,
     device: torch.device,
-    run: Run[StageConfig],
+    run: OpenRun[StageConfig],
 ) -> None:
     """Take the model's own logits where its head is more than a linear layer. On every rank.
 
@@ -275,7 +275,7 @@ def engine_words(settings: EngineSettings, model: nn.Module) -> str:
     )
 
 
-def note_all_weights(run: Run[StageConfig], option: str) -> None:
+def note_all_weights(run: OpenRun[StageConfig], option: str) -> None:
     """Say that a model without adapter trains every weight, unless the user asked for that."""
     if option not in run.config.given and run.config.optim.num_train_epochs:
         run.log.say(
@@ -283,7 +283,7 @@ def note_all_weights(run: Run[StageConfig], option: str) -> None:
         )
 
 
-def say_coverage(run: Run[StageConfig], models: Mapping[str, nn.Module]) -> None:
+def say_coverage(run: OpenRun[StageConfig], models: Mapping[str, nn.Module]) -> None:
     """Show and record which kinds of layers learn, of models that train, by role."""
     found = {role: coverage(model) for role, model in models.items()}
     for role, each in found.items():
@@ -294,7 +294,7 @@ def say_coverage(run: Run[StageConfig], models: Mapping[str, nn.Module]) -> None
     run.record.update({"learns": {role: each.to_dict() for role, each in found.items()}})
 
 
-def say_uncounted(run: Run[StageConfig], models: Mapping[str, nn.Module]) -> None:
+def say_uncounted(run: OpenRun[StageConfig], models: Mapping[str, nn.Module]) -> None:
     """Say what is not known of the memory and the FLOPs of models, by role; roles may share one."""
     roles: dict[str, list[str]] = {}
     for role, model in models.items():
@@ -310,7 +310,7 @@ def say_uncounted(run: Run[StageConfig], models: Mapping[str, nn.Module]) -> Non
             run.log.say(f"  {line}{suffix}")
 
 
-def check_room_for(run: Run[StageConfig], trained: int) -> None:
+def check_room_for(run: OpenRun[StageConfig], trained: int) -> None:
     """Refuse a disk without room for what trains, as a checkpoint and as a result; on every rank.
 
     A checkpoint, if any is to be written, holds a weight and two moments of each of the ``trained``
@@ -324,7 +324,7 @@ def check_room_for(run: Run[StageConfig], trained: int) -> None:
 
 
 def record_models(
-    run: Run[StageConfig],
+    run: OpenRun[StageConfig],
     settings: EngineSettings,
     *,
     parameters: Mapping[str, int],

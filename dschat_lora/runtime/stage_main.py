@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from logging import ERROR, LogRecord, getLogger
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 ConfigT = TypeVar("ConfigT", bound="DataclassInstance")
+ResultT = TypeVar("ResultT")
 
 
 def late(path: str) -> Callable[..., Any]:
@@ -83,10 +85,24 @@ def prepare_process() -> None:
         fail(str(error))
 
 
+def hush_libraries() -> None:
+    """Have no warnings of libraries that nobody here can act on.
+
+    DeepSpeed writes its own to the standard output, which results go to; bitsandbytes names, on a
+    CPU, a package that nothing here needs.
+    """
+    for name in ("DeepSpeed", "bitsandbytes.backends.cpu.ops"):
+        getLogger(name).addFilter(_is_error)
+
+
+def _is_error(record: LogRecord) -> bool:
+    return record.levelno >= ERROR
+
+
 def run_main(
     config_class: type[ConfigT],
     check: Callable[[ConfigT], ConfigT],
-    main: Callable[[ConfigT], None],
+    main: Callable[[ConfigT], object],
     *,
     description: str | None = None,
     argv: Sequence[str] | None = None,
@@ -124,16 +140,16 @@ def run_main(
     main(config)
 
 
-def exits(program: Callable[[ConfigT], object]) -> Callable[[ConfigT], None]:
+def exits(program: Callable[[ConfigT], ResultT]) -> Callable[[ConfigT], ResultT]:
     """A run's program as a command's: an error ends the process, and all others of the run.
 
     What a user can cause is one line, unless DSCHAT_LORA_TRACEBACK is set; a fault of this package
     shows its place.
     """
 
-    def main(config: ConfigT) -> None:
+    def main(config: ConfigT) -> ResultT:
         try:
-            program(config)
+            return program(config)
         except BaseException as error:
             if not os.environ.get("DSCHAT_LORA_TRACEBACK"):
                 _fail_if_expected(error)

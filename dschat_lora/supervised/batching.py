@@ -23,7 +23,7 @@ from dschat_lora.engine.distributed import data_rank, data_world_size
 from dschat_lora.models.architecture_checks import ArchitectureReport, check_architecture
 from dschat_lora.models.backbone import Backbone, BackboneModel
 from dschat_lora.models.causal_lm import LMHeadModel
-from dschat_lora.runtime.run import Run
+from dschat_lora.runtime.run import OpenRun
 from dschat_lora.runtime.setup import cache_directory, resolve_logits
 from dschat_lora.supervised.setup import SupervisedSetup
 
@@ -87,7 +87,7 @@ def _row_tokens(setup: SupervisedSetup, engine: TrainEngine[BackboneModel]) -> i
 
 
 def resolve_head(
-    engine: TrainEngine[LMHeadModel], vocab_size: int, run: Run[SupervisedConfig]
+    engine: TrainEngine[LMHeadModel], vocab_size: int, run: OpenRun[SupervisedConfig]
 ) -> None:
     """Take the model's own logits where its head is more than a linear layer. On every rank."""
     engine.eval()
@@ -95,7 +95,10 @@ def resolve_head(
 
 
 def resolve_packing(
-    engine: TrainEngine[BackboneModel], wanted: bool, vocab_size: int, run: Run[SupervisedConfig]
+    engine: TrainEngine[BackboneModel],
+    wanted: bool,
+    vocab_size: int,
+    run: OpenRun[SupervisedConfig],
 ) -> bool:
     """Whether to pack, after a look at how the user's own model treats a packed row.
 
@@ -119,7 +122,7 @@ def resolve_pair_layout(
     *,
     packing: bool,
     vocab_size: int,
-    run: Run[SupervisedConfig],
+    run: OpenRun[SupervisedConfig],
 ) -> tuple[PairLayout, bool]:
     """How pairs are laid out and whether rows hold several, after the same look.
 
@@ -145,7 +148,7 @@ def resolve_pair_layout(
 
 
 def _check_architecture(
-    engine: TrainEngine[BackboneModel], vocab_size: int, run: Run[SupervisedConfig]
+    engine: TrainEngine[BackboneModel], vocab_size: int, run: OpenRun[SupervisedConfig]
 ) -> tuple[Backbone, ArchitectureReport]:
     backbone = engine.module.backbone
     engine.eval()

@@ -31,7 +31,7 @@ from dschat_lora.runtime.memory import (
     free_memory,
     memory_plan_of,
 )
-from dschat_lora.runtime.run import Run
+from dschat_lora.runtime.run import OpenRun
 from dschat_lora.runtime.setup import (
     builds_shapes_alone,
     check_room_for,
@@ -64,11 +64,11 @@ class SupervisedSetup:
     settings: EngineSettings
     adapted: AdaptedModel
     identity: dict[str, Any]
-    run: Run[SupervisedConfig]
+    run: OpenRun[SupervisedConfig]
 
 
 def set_up(
-    run: Run[SupervisedConfig], *, phase: int, kind: DataKind, task: Task
+    run: OpenRun[SupervisedConfig], *, phase: int, kind: DataKind, task: Task
 ) -> SupervisedSetup:
     """Data and model of a stage, shown and recorded; call on every rank.
 
@@ -137,7 +137,7 @@ def _resolve_recomputation(
     config: SupervisedConfig,
     settings: EngineSettings,
     adapted: AdaptedModel,
-    run: Run[SupervisedConfig],
+    run: OpenRun[SupervisedConfig],
     *,
     free: int,
 ) -> SupervisedConfig:
@@ -169,7 +169,7 @@ def _describe(
     config: SupervisedConfig,
     settings: EngineSettings,
     adapted: AdaptedModel,
-    run: Run[SupervisedConfig],
+    run: OpenRun[SupervisedConfig],
 ) -> None:
     """Show and record parameter counts, compute type, ZeRO stage and the need of memory."""
     total = num_elements(adapted.model.parameters())

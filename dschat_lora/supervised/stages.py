@@ -10,7 +10,7 @@ from dschat_lora.models.causal_lm import CausalLMLogprobs, CausalLMLoss
 from dschat_lora.models.reward_model import RewardModel
 from dschat_lora.models.source import find_model
 from dschat_lora.runtime.caller import NOBODY, Caller
-from dschat_lora.runtime.run import Run, open_run
+from dschat_lora.runtime.run import OpenRun, open_run
 from dschat_lora.runtime.validation import DPO, REWARD, check_supervised
 from dschat_lora.supervised.batching import (
     make_pair_layout,
@@ -49,7 +49,7 @@ def run_dpo(config: DpoStageConfig, caller: Caller = NOBODY) -> Path | None:
     return run.directory
 
 
-def train_sft(run: Run[SupervisedConfig]) -> None:
+def train_sft(run: OpenRun[SupervisedConfig]) -> None:
     """Train, evaluate and save; call on every rank."""
     check_balancing(find_model(run.config.model.model_name_or_path), run.config.model)
     setup = set_up(run, phase=1, kind="samples", task="CAUSAL_LM")
@@ -64,7 +64,7 @@ def train_sft(run: Run[SupervisedConfig]) -> None:
     train(setup, engine, setup.data, layout, SUPERVISED, answers=answers)
 
 
-def train_reward(run: Run[RewardStageConfig]) -> None:
+def train_reward(run: OpenRun[RewardStageConfig]) -> None:
     """Train, evaluate and save; call on every rank."""
     setup = set_up(run, phase=2, kind="pairs", task="SEQ_CLS")
     if run.directory is None:
@@ -77,7 +77,7 @@ def train_reward(run: Run[RewardStageConfig]) -> None:
     train(setup, engine, setup.data, layout, reward_objective(run.config.reward))
 
 
-def train_dpo(run: Run[DpoStageConfig]) -> None:
+def train_dpo(run: OpenRun[DpoStageConfig]) -> None:
     """Train, evaluate and save; call on every rank."""
     dpo = run.config.dpo
     kind: DataKind = "unpaired" if dpo.is_unpaired else "pairs"

@@ -236,8 +236,9 @@ def test_state_of_other_parameters_is_refused_by_name(now, then, message):
 def test_tensor_of_another_shape_is_refused_and_never_broadcast():
     layer = torch.nn.Linear(3, 2, bias=False)
     before = layer.weight.detach().clone()
-    engine = SimpleNamespace(zero_stage=0, device="cpu", optimizer=None, loss_scaler=None)
-    state = EngineState(engine, layer)
+    adam = torch.optim.AdamW(layer.parameters())
+    kept = {"zero_stage": 0, "device": "cpu", "optimizer": None, "loss_scaler": None}
+    state = EngineState(SimpleNamespace(adam=adam, **kept), layer)
     facts = {"optimizer_steps": {"weight": 0}, "loss_scaler": None}
     message = r"the checkpoint's weight:weight has shape \[1, 3\], not \[2, 3\]"
     with pytest.raises(ValueError, match=message):

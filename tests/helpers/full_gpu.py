@@ -10,6 +10,7 @@ import torch
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import rank
 from dschat_lora.rl import setup
+from dschat_lora.runtime.stage_main import exits
 from helpers.rlhf_course import train_rlhf
 from helpers.runs import release
 
@@ -73,7 +74,7 @@ def train_full(argv, *, failing=(), on_rank=0, keeps=True):
             stack.enter_context(mock.patch.object(setup, "keeping_cache", keeping))
         said = stack.enter_context(redirect_stderr(StringIO()))
         try:
-            return {**train_rlhf(argv), "passes": passes.counts}
+            return {**exits(train_rlhf)(argv), "passes": passes.counts}
         except SystemExit as end:
             for engine in set(passes.engines):
                 release(engine)

@@ -3,6 +3,7 @@
 Each writer returns the values that its files stand for, by the names of the model.
 """
 
+import ctypes
 import json
 from pathlib import Path
 
@@ -157,3 +158,29 @@ def save_gpt_oss(directory):
     tensors = {name: tensor.contiguous() for name, tensor in stored.items()}
     save_file(tensors, Path(directory) / "model.safetensors", metadata={"format": "pt"})
     return values
+
+
+def mend_bitsandbytes(monkeypatch):
+    """Have bitsandbytes compute what it computes on a CPU without AVX-512.
+
+    With it, version 0.50 gets rows wrong that hold a multiple of 16 values and not of 64, and
+    computes in bf16 where a model does not train.
+    """
+    from bitsandbytes.backends.cpu import ops
+    from bitsandbytes.nn import Linear4bit
+
+    plain = ops.lib.cdequantize_blockwise_cpu_nf4_fp32
+
+    def by_blocks(codes, absmax, out, block, rows, columns):
+        count, size = rows.value * columns.value, block.value
+        shape = (count // size, size) if count % size == 0 else (1, count)
+        return plain(codes, absmax, out, block, *map(ctypes.c_longlong, shape))
+
+    monkeypatch.setattr(ops.lib, plain.__name__, by_blocks, raising=False)
+    made = Linear4bit.__init__
+
+    def init(self, *args, **kwargs):
+        made(self, *args, **kwargs)
+        self.support_avx512bf16_for_cpu = False
+
+    monkeypatch.setattr(Linear4bit, "__init__", init)

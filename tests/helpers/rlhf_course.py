@@ -24,6 +24,7 @@ from dschat_lora.rl.rollout import Generator
 from dschat_lora.rl.update import Updater
 from dschat_lora.rl.validation import NAME, check_rlhf
 from dschat_lora.runtime.run import open_run
+from dschat_lora.runtime.stage_main import exits
 from helpers.runs import release
 from helpers.step1 import metrics, write_jsonl
 from helpers.tiny import VOCAB, save_tiny_model
@@ -234,7 +235,7 @@ def rlhf_refusal(argv, *, spoil):
 
     with mock.patch.object(course, "train", spoilt), redirect_stderr(StringIO()) as written:
         try:
-            train_rlhf(argv)
+            exits(train_rlhf)(argv)
         except SystemExit:
             for engine in started[0].trained.values():
                 release(engine)

@@ -27,7 +27,7 @@ from dschat_lora.models.causal_lm import build_divided, load_causal_lm, load_con
 from dschat_lora.models.shard_loading import load_parts
 from dschat_lora.models.source import find_model
 from helpers.composites import COMPOSITES, save_composite, whole_model
-from helpers.quantised import FP8, GPTQ, fp8, gptq, rewrite
+from helpers.quantised import FP8, GPTQ, fp8, gptq, mend_bitsandbytes, rewrite
 from helpers.spread import ALL
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -365,8 +365,11 @@ def test_a_quantised_composite_model_is_read_as_values_and_merged_whole(kind, ge
     )
 
 
-def test_a_composite_model_of_bitsandbytes_is_read_and_its_vision_is_not_merged(gemma, tmp_path):
+def test_a_composite_model_of_bitsandbytes_is_read_and_its_vision_is_not_merged(
+    gemma, tmp_path, monkeypatch
+):
     pytest.importorskip("bitsandbytes")
+    mend_bitsandbytes(monkeypatch)
     four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     stock = AutoModelForImageTextToText.from_pretrained(gemma, quantization_config=four_bits)
     base = shutil.copytree(gemma, tmp_path / "base")

@@ -33,6 +33,7 @@ from dschat_lora.models.reward_model import load_reward_model
 from dschat_lora.models.source import find_model
 from dschat_lora.models.views import share_parameters
 from helpers.process_memory import forget_peak, peak_memory, save_wide_model
+from helpers.quantised import mend_bitsandbytes
 from helpers.spread import ALL
 from helpers.tiny import VOCAB
 
@@ -42,6 +43,11 @@ LORA = LoraConfig(lora_dim=4, lora_alpha=8)
 STEPS = 20 if ALL else 4
 KINDS = ("opt", "gpt2", "neox", "llama", "qwen2") if ALL else ("opt", "gpt2", "llama")
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+
+
+@pytest.fixture(autouse=True)
+def _mended(monkeypatch):
+    mend_bitsandbytes(monkeypatch)
 
 
 def load(path, config=FOUR, *, dtype=torch.float32, **more):

@@ -22,7 +22,7 @@ def begin(directory, clock):
     record.update({"stage": "sft", "status": "running"})
     log = RunLog(directory, active=True)
     report = LiveReport(directory, log, clock)
-    log.on_line = report.refresh
+    log.callbacks = (report,)
     return record, log, report
 
 
@@ -67,7 +67,7 @@ def test_a_page_that_takes_long_is_written_seldom(tmp_path, monkeypatch):
     with log:
         for second in range(2000):
             clock.now = max(clock.now, float(second))
-            report.refresh()
+            report("train", second, {})
     gaps = [b - a for a, b in pairwise(written)]
     assert gaps
     assert all(gap >= PAUSE * 10 for gap in gaps)

@@ -19,6 +19,7 @@ from dschat_lora.engine import collectives
 from dschat_lora.report.log import RunLog
 from dschat_lora.report.record import RunRecord
 from dschat_lora.runtime import checkpointer as keeper_module
+from dschat_lora.runtime.caller import NOBODY
 from dschat_lora.runtime.checkpointer import Checkpointer
 from dschat_lora.runtime.signals import Interrupts, Stopped
 from helpers.step1 import ROOT
@@ -130,6 +131,7 @@ def made(
             record=RunRecord(directory, active=True, earlier=earlier),
             interrupts=Interrupts(),
             closing=closing,
+            caller=NOBODY,
         )
         checkpointer = Checkpointer(
             run,

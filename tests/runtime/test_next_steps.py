@@ -8,6 +8,7 @@ import pytest
 
 from dschat_lora.config.options import parse_config
 from dschat_lora.pipeline.stages import STAGES
+from dschat_lora.runtime.caller import NOBODY
 from dschat_lora.runtime.next_steps import next_commands, say_next_steps
 
 HOME = Path("out/my run")
@@ -51,5 +52,5 @@ def test_commands_name_the_output_and_the_data_of_the_run(stage, argv, expected)
 def test_other_stages_name_their_report_alone():
     said, config = [], parse_config(STAGES["sft"].config, [])
     log, run = SimpleNamespace(say=said.append), {"config": config, "directory": HOME}
-    say_next_steps(SimpleNamespace(stage="nlg", log=log, report=object(), **run))
+    say_next_steps(SimpleNamespace(stage="nlg", log=log, report=object(), caller=NOBODY, **run))
     assert said == ["report: out/my run/report.html (open it in a browser)"]

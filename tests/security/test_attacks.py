@@ -360,7 +360,7 @@ DANGEROUS = {
     "dist.gather_object": set(),
     "importlib.import_module": {"rl/user_functions.py"},
     # These name modules of the package itself, and of an attention kernel.
-    "import_module": {"models/varlen.py", "runtime/stage_main.py"},
+    "import_module": {"__init__.py", "models/varlen.py", "runtime/stage_main.py"},
 }
 
 

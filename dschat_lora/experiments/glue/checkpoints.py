@@ -16,7 +16,7 @@ from dschat_lora.engine.collectives import max_over_ranks, on_rank_zero
 from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.report.directory import read_object
 from dschat_lora.runtime.checkpointer import end_by_signal, how_to_go_on, state_to_keep
-from dschat_lora.runtime.run import Run
+from dschat_lora.runtime.run import OpenRun
 from dschat_lora.runtime.signals import name_of
 
 # What DeepSpeed puts into its checkpoints besides tensors.
@@ -28,7 +28,7 @@ _OF_DEEPSPEED = {
 }
 
 
-def complete(run: Run[GlueConfig], identity: Mapping[str, Any], state: TrainerState) -> None:
+def complete(run: OpenRun[GlueConfig], identity: Mapping[str, Any], state: TrainerState) -> None:
     """Add the run's state and a manifest to what the Trainer wrote; call on every rank.
 
     Without them, as a killed process leaves it, a checkpoint is not gone on from. Those that
@@ -51,7 +51,7 @@ def complete(run: Run[GlueConfig], identity: Mapping[str, Any], state: TrainerSt
     on_rank_zero(write)
 
 
-def stop(run: Run[GlueConfig], step: int) -> NoReturn:
+def stop(run: OpenRun[GlueConfig], step: int) -> NoReturn:
     """End a run that a signal told to stop, whose state is saved; call on every rank.
 
     Raises:

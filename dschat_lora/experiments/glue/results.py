@@ -19,10 +19,10 @@ from dschat_lora.experiments.glue.trainer import GlueTrainer
 from dschat_lora.experiments.glue.validation import LAST
 from dschat_lora.report.directory import read_object
 from dschat_lora.report.log import jsonable
-from dschat_lora.runtime.run import Run
+from dschat_lora.runtime.run import OpenRun
 
 
-def write_evaluation(trainer: GlueTrainer, run: Run[GlueConfig], directory: Path) -> None:
+def write_evaluation(trainer: GlueTrainer, run: OpenRun[GlueConfig], directory: Path) -> None:
     """Measures of the weights that the run ends with, which may have been taken already."""
     best = trainer.state.best_global_step if run.config.load_best_model_at_end else None
     if run.config.do_train and best:
@@ -54,7 +54,7 @@ def write_results(
         write_whole(path, json.dumps(jsonable(values), indent=4, sort_keys=True) + "\n")
 
 
-def _record_best(trainer: GlueTrainer, run: Run[GlueConfig]) -> None:
+def _record_best(trainer: GlueTrainer, run: OpenRun[GlueConfig]) -> None:
     """Say and record which evaluation was the best."""
     state, name = trainer.state, run.config.best_metric
     best = {
@@ -75,7 +75,7 @@ def _record_best(trainer: GlueTrainer, run: Run[GlueConfig]) -> None:
 def keep_last(
     trainer: GlueTrainer,
     tokenizer: PreTrainedTokenizerBase,
-    run: Run[GlueConfig],
+    run: OpenRun[GlueConfig],
     directory: Path,
 ) -> None:
     """Write what the last step left, before the best takes its place; call on every rank."""
@@ -113,7 +113,10 @@ def write_predictions(
 
 
 def save_trained(
-    trainer: GlueTrainer, tokenizer: PreTrainedTokenizerBase, run: Run[GlueConfig], directory: Path
+    trainer: GlueTrainer,
+    tokenizer: PreTrainedTokenizerBase,
+    run: OpenRun[GlueConfig],
+    directory: Path,
 ) -> None:
     """The adapter with its head, or after full fine-tuning the model."""
     config = run.config
@@ -127,7 +130,10 @@ def save_trained(
 
 
 def _write_trained(
-    trainer: GlueTrainer, tokenizer: PreTrainedTokenizerBase, run: Run[GlueConfig], directory: Path
+    trainer: GlueTrainer,
+    tokenizer: PreTrainedTokenizerBase,
+    run: OpenRun[GlueConfig],
+    directory: Path,
 ) -> Path:
     """Write what was trained: for stock PEFT, or, of bottleneck adapters, as one file."""
     config, model = run.config, trainer.model

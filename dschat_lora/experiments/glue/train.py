@@ -61,7 +61,7 @@ from dschat_lora.runtime.resume import (
     launched_processes,
 )
 from dschat_lora.runtime.run import (
-    Run,
+    OpenRun,
     claim_together,
     ended_in_words,
     open_files,
@@ -89,7 +89,11 @@ def run_glue(config: GlueConfig) -> None:
             _train_and_measure(run, settings, directory)
 
 
-def _train_and_measure(run: Run[GlueConfig], settings: TrainingArguments, directory: Path) -> None:
+def _train_and_measure(
+    run: OpenRun[GlueConfig],
+    settings: TrainingArguments,
+    directory: Path,
+) -> None:
     """The whole run; what it makes, the Trainer above all, is gone when it returns."""
     config = run.config
     trainer, splits, tokenizer = build_trainer(run, settings)
@@ -157,7 +161,7 @@ def deepspeed_settings(path: str) -> dict[str, Any]:
 
 
 def build_trainer(
-    run: Run[GlueConfig], settings: TrainingArguments
+    run: OpenRun[GlueConfig], settings: TrainingArguments
 ) -> tuple[GlueTrainer, dict[str, TaskSplit], PreTrainedTokenizerBase]:
     """The Trainer with model, rows and measures, and what it was made from."""
     config, say = run.config, run.log.say
@@ -246,7 +250,11 @@ def _digest(split: TaskSplit) -> str:
     return hashlib.blake2b(repr(split.examples).encode(), digest_size=16).hexdigest()
 
 
-def _describe(model: PreTrainedModel, splits: dict[str, TaskSplit], run: Run[GlueConfig]) -> None:
+def _describe(
+    model: PreTrainedModel,
+    splits: dict[str, TaskSplit],
+    run: OpenRun[GlueConfig],
+) -> None:
     """Say and record what is trained, and on what."""
     total = sum(p.numel() for p in model.parameters())
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -264,7 +272,7 @@ def _describe(model: PreTrainedModel, splits: dict[str, TaskSplit], run: Run[Glu
         run.log.say(f"{name}: {len(each.examples):,} rows of {each.source}{skipped}")
 
 
-def _train(trainer: GlueTrainer, run: Run[GlueConfig], directory: Path) -> None:
+def _train(trainer: GlueTrainer, run: OpenRun[GlueConfig], directory: Path) -> None:
     if run.config.checkpoint:
         checkpoint = Path(run.config.checkpoint)
         on_rank_zero(lambda: check_identity(checkpoint, trainer.identity))
@@ -279,7 +287,7 @@ def _train(trainer: GlueTrainer, run: Run[GlueConfig], directory: Path) -> None:
     trainer.save_state()
 
 
-def _go_on(trainer: GlueTrainer, run: Run[GlueConfig], state: TrainerState) -> None:
+def _go_on(trainer: GlueTrainer, run: OpenRun[GlueConfig], state: TrainerState) -> None:
     """Take over log, measures and the best of a resumed run; call on every rank."""
     if not run.config.checkpoint:
         return

@@ -22,7 +22,7 @@ from dschat_lora.lora.model import adapter_parameters
 from dschat_lora.models.causal_lm import CausalLMLoss, load_tokenizer
 from dschat_lora.models.gpt2_weights import gpt2_with_weights
 from dschat_lora.models.source import find_model
-from dschat_lora.runtime.run import Run, open_run
+from dschat_lora.runtime.run import OpenRun, open_run
 from dschat_lora.supervised.batching import make_sample_layout, resolve_head
 from dschat_lora.supervised.objectives import SUPERVISED
 from dschat_lora.supervised.plan import show_plan
@@ -36,7 +36,7 @@ def run_training(config: NlgConfig) -> None:
         _train(run)  # a function of its own: its engine must not outlive the run
 
 
-def _train(run: Run[NlgConfig]) -> None:
+def _train(run: OpenRun[NlgConfig]) -> None:
     run = with_weights(run)
     setup = set_up(run, phase=1, kind="samples", task="CAUSAL_LM")
     optim = in_optimizer_steps(run.config).optim
@@ -66,7 +66,7 @@ def _train(run: Run[NlgConfig]) -> None:
     )
 
 
-def with_weights(run: Run[NlgConfig]) -> Run[NlgConfig]:
+def with_weights(run: OpenRun[NlgConfig]) -> OpenRun[NlgConfig]:
     """The run with a base of the weights of ``--init_checkpoint``; call on every rank.
 
     Where that is a file, the base is written to ``base/`` of the output directory, where the

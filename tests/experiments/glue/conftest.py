@@ -38,13 +38,14 @@ def glue_run(encoder, task_files):
     from dschat_lora.experiments.glue.config import GlueConfig
     from dschat_lora.experiments.glue.train import run_glue
     from dschat_lora.experiments.glue.validation import check_glue
+    from dschat_lora.runtime.stage_main import exits
 
     def run(directory, task, *options, kind="roberta"):
         argv = [
             *("--model_name_or_path", encoder(kind), "--task_name", task),
             *("--data_dir", task_files(task), "--output_dir", directory, *options),
         ]
-        run_glue(check_glue(parse_config(GlueConfig, [str(each) for each in argv])))
+        exits(run_glue)(check_glue(parse_config(GlueConfig, [str(each) for each in argv])))
         return directory
 
     return run

@@ -6,16 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dschat_lora.api import stages
 from dschat_lora.config.bundled import BUNDLED_DATA
 from dschat_lora.config.options import command_line, fail
 from dschat_lora.pipeline.demo_judge import Judgement, accuracy_by_flaw, evaluate_by_rule
-from dschat_lora.pipeline.launch import (
-    LauncherConfig,
-    launch_command,
-    launcher_command,
-    run_or_end,
-    typed_command,
-)
 from dschat_lora.report.directory import leftovers
 from dschat_lora.report.html import render_report, write_report
 from dschat_lora.report.story import read_metrics, read_story
@@ -58,33 +52,34 @@ Rows = list[list[str]]
 
 
 def run_demo(output_dir: str | None, *, seed: int = 1234) -> None:
-    """Run every stage as a user would, then judge answers to test prompts.
+    """Run every stage as a Python program would, then judge answers to test prompts.
 
     Without ``output_dir`` it is the first free of output/demo, -2, -3, ...
     """
     if output_dir is not None and any(leftovers(Path(output_dir) / name) for name in NAMES):
         fail(f"--output_dir {output_dir} holds an earlier demo; choose another directory")
     directory = RunDirectory.claim(output_dir, name="demo").path
-    stages = {name: directory / name for name in NAMES}
+    homes = {name: directory / name for name in NAMES}
     seconds = {}
-    for name, options in stage_options(stages).items():
-        start = time.monotonic()
-        _run_stage(name, options | {"seed": seed})
+    for name, options in stage_options(homes).items():
+        start, options = time.monotonic(), options | {"seed": seed}
+        log_once(f"$ {shlex.join(['dschat-lora', name, *command_line(options)])}")
+        getattr(stages, name)(**options)
         seconds[name] = time.monotonic() - start
     log_once("judging answers to test prompts by the rule, and the reward model on test pairs ...")
-    tables = _tables(stages, seconds)
+    tables = _tables(homes, seconds)
     for title, (header, rows) in tables.items():
         log_once("")
         for line in table([title, *header[1:]], rows):
             log_once(line)
     report = directory / "report.html"
-    stories = [read_story(stage) for stage in stages.values()]
+    stories = [read_story(stage) for stage in homes.values()]
     write_report(
         report, render_report("SFT, reward model and PPO on the bundled data", stories, tables)
     )
     log_once(
-        f"\nadapters: {stages['sft']}/adapter, {stages['reward']}/adapter, "
-        f"{stages['rlhf']}/actor/adapter"
+        f"\nadapters: {homes['sft']}/adapter, {homes['reward']}/adapter, "
+        f"{homes['rlhf']}/actor/adapter"
     )
     log_once(f"report: {report}")
 
@@ -104,15 +99,6 @@ def stage_options(stages: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
             "output_dir": rlhf,
         },
     }
-
-
-def _run_stage(name: str, options: dict[str, Any]) -> None:
-    launcher = LauncherConfig(num_gpus=1)  # more would make other steps of other sizes
-    log_once(f"$ {shlex.join(typed_command(name, launcher, options))}")
-    argv = command_line(options)
-    command = launch_command(name, launcher, argv, program=launcher_command())
-    if code := run_or_end(command):
-        fail(f"the stage {name} ended with exit code {code}")
 
 
 def _tables(

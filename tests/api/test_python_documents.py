@@ -32,6 +32,4 @@ def test_python_runs_and_prints_what_its_comments_say(name, tmp_path, monkeypatc
         assert names["stopped"].status == "stopped"
         assert names["stopped"].metrics[-1]["step"] < 20
         assert names["done"].metrics[-1]["step"] == 20
-    assert names["sft"].status == "finished"
-    rewards = [line["reward"] for line in names["better"].metrics if line["kind"] == "train"]
-    assert all(0 <= reward <= 1 for reward in rewards)
+    assert (names["sft"].status, names["better"].status) == ("finished", "finished")

@@ -1,0 +1,196 @@
+"""Losses of a Trainer, by name: sums over the tokens of a batch, weighted.
+
+Each takes (N, T) tables: the log-probabilities of the tokens, with gradient, and the numbers of the
+sequences by name. The formulas are those of :mod:`dschat_lora.algos`.
+"""
+
+import difflib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dschat_lora.algos.dpo import dpo_loss
+from dschat_lora.algos.kl import KL_ESTIMATORS
+from dschat_lora.algos.ppo import (
+    PolicyLoss,
+    cispo_loss,
+    gspo_loss,
+    importance_weights,
+    policy_loss,
+)
+from dschat_lora.config.options import build_config, options_in_python
+from dschat_lora.config.parser import unknown_option
+from dschat_lora.config.stages import DpoConfig
+from dschat_lora.rl.update_config import PpoConfig
+
+Tables = Mapping[str, Tensor]
+# (T,) losses of a sequence, given as it came, from its log-probabilities.
+TokenLoss = Callable[[Tensor, Mapping[str, Any]], Tensor]
+
+_CLIPS = ("cliprange", "cliprange_low", "cliprange_high")
+_KL = ("kl_coef", "kl_estimator")
+_POLICY = ("importance_cap", *_KL)
+# Options of each loss, with the command line's names.
+OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "cross_entropy": (),
+    "importance_sampling": _KL,
+    "ppo": (*_CLIPS, "dual_clip", *_POLICY),
+    "gspo": (*_CLIPS, "dual_clip", *_POLICY),
+    "cispo": (*_CLIPS, *_POLICY),
+    "dpo": ("beta", "loss_type", "label_smoothing", "length_normalization"),
+}
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss, and what it reads of each sequence."""
+
+    name: str
+    reads: tuple[str, ...]  # numbers of a sequence
+    # the weighted sum of a batch, from log-probabilities and tables
+    total: Callable[[Tensor, Tables], Tensor] | None
+    token_loss: TokenLoss | None = None  # of the caller
+    sequences_per_unit: int = 1  # 2 where they are pairs, whose number divides the sum
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(
+        self, logprobs: Tensor, tables: Tables, given: Sequence[Mapping[str, Any]]
+    ) -> Tensor:
+        """The summed loss of a batch, a scalar with gradient; ``given`` are its sequences."""
+        if self.total is not None:
+            return self.total(logprobs, tables)
+        assert self.token_loss is not None
+        losses = [logprobs.sum() * 0]
+        for row, sequence in enumerate(given):
+            size = len(sequence["tokens"])
+            weights = tables["weights"][row, :size].clone()
+            weights[0] = 0
+            found = _checked(self.token_loss(logprobs[row, :size], sequence), size)
+            losses.append((weights * torch.where(weights > 0, found, 0)).sum())
+        return torch.stack(losses).sum()
+
+
+def make_loss(loss: object, options: Mapping[str, Any]) -> Loss:
+    """The loss of a name, with its options, or of a function of the caller's.
+
+    Raises:
+        ValueError: for a name that is unknown, or an option with a value that is not allowed.
+        TypeError: for an option that the loss does not have.
+    """
+    if callable(loss):
+        if options:
+            raise TypeError(
+                f"{next(iter(options))} is no option of a loss of your own: give it to the "
+                "function, as by functools.partial"
+            )
+        return Loss(getattr(loss, "__name__", "loss"), ("weights",), None, loss)
+    if not isinstance(loss, str) or loss not in OPTIONS:
+        close = difflib.get_close_matches(str(loss), OPTIONS, 1)
+        hint = f"did you mean {close[0]}?" if close else "see the documentation of each"
+        raise ValueError(
+            f"loss must be a function or one of {', '.join(OPTIONS)}, got {loss!r}; {hint}"
+        )
+    for name in options:
+        if name not in OPTIONS[loss]:
+            raise TypeError(f"loss {loss!r}: {unknown_option(f'--{name}', OPTIONS[loss])}")
+    if loss == "cross_entropy":
+        return Loss(loss, ("weights",), _cross_entropy)
+    if loss == "dpo":
+        return _dpo(_config(DpoConfig, options))
+    # The algorithm with PPO's ratio whose penalty is in the loss, as it is here.
+    algorithm = loss if loss in ("gspo", "cispo") else "grpo"
+    # Where there is no penalty unless it is asked for, no reference is needed.
+    config = _config(PpoConfig, {"kl_coef": 0.0, **options}, algorithm=algorithm)
+    return _policy(loss, config)
+
+
+def _config(config_class: type[Any], options: Mapping[str, Any], **more: Any) -> Any:
+    """The command line's options of a loss, checked as if typed."""
+    return build_config(config_class, {**options_in_python(config_class, options), **more})
+
+
+def _checked(losses: object, size: int) -> Tensor:
+    if not isinstance(losses, Tensor) or losses.shape != (size,):
+        found = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+        raise ValueError(
+            f"a loss of your own must return a ({size},) tensor, one value for each token of the "
+            f"sequence, got {found}"
+        )
+    return losses
+
+
+def counted(tables: Tables) -> Tensor:
+    """(N, T) bool: tokens with weight, but for the first one of a sequence."""
+    mask = tables["weights"] > 0
+    mask[:, 0] = False
+    return mask
+
+
+def _cross_entropy(logprobs: Tensor, tables: Tables) -> Tensor:
+    return -(tables["weights"] * torch.where(counted(tables), logprobs, 0)).sum()
+
+
+def _policy(name: str, config: PpoConfig) -> Loss:
+    reads = ["weights", "logprobs", "advantages"]
+    reads += ["old_logprobs"] * bool(config.importance_cap) + ["ref_logprobs"] * bool(
+        config.kl_coef
+    )
+    clips: dict[str, float] = {
+        "cliprange": config.cliprange_low,
+        "cliprange_high": config.cliprange_high,
+    }
+    if name == "importance_sampling":
+        clips = {"cliprange": math.inf}
+    if name in ("ppo", "gspo"):
+        clips["dual_clip"] = config.dual_clip
+    functions: dict[str, Callable[..., PolicyLoss]] = {"gspo": gspo_loss, "cispo": cispo_loss}
+    surrogate = partial(functions.get(name, policy_loss), **clips)
+
+    def total(logprobs: Tensor, tables: Tables) -> Tensor:
+        mask, weights = counted(tables), tables["weights"]
+        # The losses are linear in the size of advantages: there stand the weights of tokens.
+        old, advantages = tables["logprobs"], tables["advantages"] * weights
+        if config.importance_cap:
+            drawn, old = old, tables["old_logprobs"]
+            advantages = advantages * importance_weights(
+                old, drawn, mask, cap=config.importance_cap
+            )
+        loss = surrogate(logprobs, old, advantages, mask).total
+        if config.kl_coef:
+            kl = KL_ESTIMATORS[config.kl_estimator](logprobs, tables["ref_logprobs"])
+            loss = loss + config.kl_coef * (weights * torch.where(mask, kl, 0)).sum()
+        return loss
+
+    return Loss(name, tuple(reads), total)
+
+
+def _dpo(config: DpoConfig) -> Loss:
+    loss_type = config.loss_type
+    if loss_type not in ("sigmoid", "ipo", "hinge"):
+        raise ValueError(
+            f"--loss_type {loss_type}: loss 'dpo' has sigmoid, ipo and hinge; write others as a "
+            "function"
+        )
+    by_length = config.length_normalization or loss_type == "ipo"
+
+    def total(logprobs: Tensor, tables: Tables) -> Tensor:
+        mask = counted(tables)
+        weights = torch.where(mask, tables["weights"], 0)
+        logratios = (weights * torch.where(mask, logprobs - tables["ref_logprobs"], 0)).sum(1)
+        if by_length:
+            logratios = logratios / weights.sum(1).clamp(min=torch.finfo(weights.dtype).tiny)
+        losses = dpo_loss(
+            logratios[::2],
+            logratios[1::2],
+            beta=config.beta,
+            loss_type=loss_type,
+            label_smoothing=config.label_smoothing,
+        )
+        return losses.sum()
+
+    return Loss("dpo", ("weights", "ref_logprobs"), total, sequences_per_unit=2)

@@ -1,0 +1,233 @@
+"""Sequences of a Trainer: checked, and as padded batches whose numbers stand in tables.
+
+A sequence is a dict with ``tokens`` and numbers that are each as long; entry t belongs to token t,
+and nothing predicts the first token. A table is (N, T), a row for each sequence of a batch.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dschat_lora.algos.segments import Spans
+from dschat_lora.data.batch import Grid, batch_to_device
+
+Numbers = Mapping[str, Tensor]  # of a sequence, by name, (T,) fp32 each
+_WHAT = "a list of numbers, one for each of its tokens"
+
+
+@dataclass(frozen=True)
+class TokenSequence:
+    """A sequence that was checked."""
+
+    given: Mapping[str, Any]  # as it came
+    tokens: Tensor  # (T,) int64
+    numbers: Numbers
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True)
+class SequenceBatch:
+    """Rows of one sequence each, right-padded; without any, a row of one padding token."""
+
+    input_ids: Tensor  # (B, T) int64
+    position_ids: Tensor  # (B, T) int64
+    segment_ids: Tensor  # (B, T) int64, 1 on tokens, 0 on padding
+    branch_ids: Tensor  # (B, T) int64, 0
+    logit_positions: Tensor  # (K,) int64 into the flattened (B T), one before the predicted token
+    target_ids: Tensor  # (K,) int64 those tokens
+    row: Tensor  # (K,) int64 and column: the place of each in a table
+    column: Tensor
+    spans: Spans
+    numbers: tuple[int, ...]  # of the sequences, by their places in what was given
+    tables: Mapping[str, Tensor]  # (N, T) fp32 by name, 0 in the padding
+
+    def to(self, device: torch.device) -> "SequenceBatch":
+        """The same batch on ``device``."""
+        moved = batch_to_device(self, device)
+        tables = {name: table.to(device) for name, table in self.tables.items()}
+        return _with_tables(moved, tables)
+
+    @property
+    def inputs(self) -> tuple[Any, ...]:
+        """What a ``CausalLMLogprobs`` is called with."""
+        ids = self.input_ids, self.position_ids, self.segment_ids, self.branch_ids
+        return *ids, self.logit_positions, self.target_ids, self.spans
+
+    def table(self, values: Tensor) -> Tensor:
+        """(N, T) of the (K,) values of predicted tokens, 0 elsewhere, with gradient."""
+        empty = values.new_zeros(len(self.numbers), self.input_ids.shape[1])
+        return empty.index_put((self.row, self.column), values)
+
+
+def _with_tables(batch: SequenceBatch, tables: Mapping[str, Tensor]) -> SequenceBatch:
+    return SequenceBatch(**{**vars(batch), "tables": tables})
+
+
+def check_sequences(
+    sequences: object,
+    *,
+    vocab_size: int,
+    max_length: int | None,
+    needed: Collection[str] = (),
+    loss: str = "",
+) -> list[TokenSequence]:
+    """The sequences, checked, with the numbers that are ``needed``, such as ``weights``.
+
+    Raises:
+        ValueError: at the first mistake, naming the sequence and what is wrong with it.
+    """
+    if not isinstance(sequences, Iterable) or isinstance(sequences, str | Mapping):
+        raise ValueError(
+            f"sequences must be a list of dicts such as {{'tokens': [1, 2], 'weights': [0, 1]}}, "
+            f"got {type(sequences).__name__}"
+        )
+    found = []
+    for number, given in enumerate(sequences):
+        where = f"sequences[{number}]"
+        if not isinstance(given, Mapping):
+            raise ValueError(f"{where} must be a dict with 'tokens', got {type(given).__name__}")
+        lacking = [name for name in ("tokens", *needed) if name not in given]
+        if lacking:
+            reads = f", which {loss} reads" if loss else ""
+            raise ValueError(f"{where} lacks {lacking[0]!r}{reads}; it has {sorted(given)}")
+        tokens = check_tokens(given["tokens"], vocab_size=vocab_size, where=f"{where}['tokens']")
+        if max_length is not None and len(tokens) > max_length:
+            raise ValueError(
+                f"{where} has {len(tokens)} tokens, and the model has {max_length} positions"
+            )
+        numbers = {
+            name: _numbers(given[name], len(tokens), f"{where}[{name!r}]") for name in needed
+        }
+        if "weights" in numbers and bool((numbers["weights"] < 0).any()):
+            raise ValueError(
+                f"{where}['weights'] must be 0 or more, 0 where a token does not count"
+            )
+        found.append(TokenSequence(given, tokens, numbers))
+    return found
+
+
+def check_tokens(tokens: object, *, vocab_size: int, where: str) -> Tensor:
+    """(T,) int64 of a list of token ids.
+
+    Raises:
+        ValueError: if there is none, or one that is no id; ``where`` begins the message.
+    """
+    array = _array(tokens)
+    if array is None or array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ValueError(f"{where} must be a list of whole numbers, got {_shown(tokens)}")
+    if not array.size:
+        raise ValueError(f"{where} is empty; a sequence has one token or more")
+    outside = array[(array < 0) | (array >= vocab_size)]
+    if outside.size:
+        raise ValueError(
+            f"{where} holds {outside[0]}, which is no token: ids are in [0, {vocab_size})"
+        )
+    return torch.from_numpy(array.astype(np.int64))
+
+
+def _numbers(values: object, count: int, where: str) -> Tensor:
+    """(count,) fp32."""
+    array = _array(values)
+    if array is None or array.ndim != 1 or (array.size and array.dtype.kind not in "biuf"):
+        raise ValueError(f"{where} must be {_WHAT}, got {_shown(values)}")
+    if len(array) != count:
+        raise ValueError(f"{where} has {len(array)} values for {count} tokens; it must be {_WHAT}")
+    found = torch.from_numpy(array.astype(np.float32))
+    if not bool(found.isfinite().all()):
+        bad = int((~found.isfinite()).nonzero()[0])
+        raise ValueError(f"{where}[{bad}] is {array[bad]}, which is no finite number")
+    return found
+
+
+def _array(values: object) -> Any:
+    """An array of a list, array or tensor; None of what is neither, or ragged."""
+    if isinstance(values, Tensor):
+        return values.detach().cpu().numpy()
+    if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
+        return None
+    try:
+        return np.asarray(values if isinstance(values, np.ndarray) else list(values))
+    except ValueError:
+        return None
+
+
+def _shown(values: object) -> str:
+    return f"{values!r:.60}"
+
+
+def make_batches(
+    sequences: Sequence[TokenSequence], *, size: int, unit: int, pad_id: int, counted_only: bool
+) -> list[SequenceBatch]:
+    """Batches of up to ``size`` units of ``unit`` consecutive sequences, the longest ones first.
+
+    Log-probabilities are taken of all tokens but the first or, with ``counted_only``, of those
+    with weight.
+    """
+    units = [range(first, first + unit) for first in range(0, len(sequences), unit)]
+    units.sort(key=lambda own: -max(len(sequences[n]) for n in own))
+    batches = []
+    for first in range(0, len(units), size):
+        numbers = [n for own in units[first : first + size] for n in own]
+        batches.append(_batch(sequences, numbers, pad_id=pad_id, counted_only=counted_only))
+    return batches
+
+
+def empty_batch(pad_id: int) -> SequenceBatch:
+    """One row of one padding token."""
+    return _batch([], [], pad_id=pad_id, counted_only=False)
+
+
+def shortest_batch(pad_id: int) -> SequenceBatch:
+    """One row of two tokens, of which the second is predicted."""
+    return _batch(
+        [TokenSequence({}, torch.full((2,), pad_id), {})], [0], pad_id=pad_id, counted_only=False
+    )
+
+
+def _batch(
+    sequences: Sequence[TokenSequence],
+    numbers: Sequence[int],
+    *,
+    pad_id: int,
+    counted_only: bool,
+) -> SequenceBatch:
+    chosen = [sequences[n] for n in numbers]
+    width = max(map(len, chosen), default=1)
+    grid = Grid(max(1, len(chosen)), width, pad_id)
+    for row, each in enumerate(chosen):
+        size = len(each)
+        grid.put(row, each.tokens.numpy(), np.arange(size), (size,))
+    mask = torch.arange(width) < torch.tensor([len(each) for each in chosen])[:, None]
+    tables = {
+        name: torch.stack([_padded(each.numbers[name], width) for each in chosen])
+        for name in (chosen[0].numbers if chosen else ())
+    }
+    if counted_only and chosen:
+        mask = mask & (tables["weights"] > 0)
+    mask = mask.reshape(len(chosen), width)
+    mask[:, 0] = False  # nothing predicts the first token
+    rows, columns = mask.nonzero().unbind(1)
+    input_ids = torch.from_numpy(grid.input_ids)
+    return SequenceBatch(
+        input_ids=input_ids,
+        position_ids=torch.from_numpy(grid.positions),
+        segment_ids=torch.from_numpy(grid.segments),
+        branch_ids=torch.from_numpy(grid.branches),
+        logit_positions=rows * width + columns - 1,
+        target_ids=input_ids[rows, columns],
+        row=rows,
+        column=columns,
+        spans=grid.spans(),
+        numbers=tuple(numbers),
+        tables=tables,
+    )
+
+
+def _padded(values: Tensor, width: int) -> Tensor:
+    return torch.nn.functional.pad(values, (0, width - len(values)))
