@@ -210,12 +210,20 @@ class Plan:
 
 
 def plan(
-    stage: str, *, device: str | None = None, num_gpus: int | None = None, **options: Any
+    stage: str,
+    model: Model | None = None,
+    data: Data | None = None,
+    *,
+    device: str | None = None,
+    num_gpus: int | None = None,
+    **options: Any,
 ) -> Plan:
     """Memory and time of a stage, and settings that fit a device; no weights are loaded.
 
     Args:
         stage: "sft", "reward", "dpo" or "rlhf".
+        model: as in ``dschat_lora.sft``, or the name of a published one without its files.
+        data: rows, if their lengths are to count.
         device: memory such as "24GB", or the name of a card (the command's ``--for``).
         num_gpus: processes, one for each GPU.
         **options: those of the stage, by their names.
@@ -229,7 +237,10 @@ def plan(
         raise ValueError(f"num_gpus must be >= 1, got {num_gpus}")
     card = None if device is None else find_card(device)
     with ExitStack() as stack:
-        values = option_values(options, stack)
+        role = "actor_" if stage == "rlhf" else ""
+        named = {f"{role}model_name_or_path": model, "data_path": data}
+        given = {name: value for name, value in named.items() if value is not None}
+        values = option_values({**options, **given}, stack)
         typed = options_in_python(STAGES[stage].config, values)
         build_config(STAGES[stage].config, typed)  # refuses values out of their range
         facts, text = late("pipeline.plan_report:described_plan")(
