@@ -16,8 +16,8 @@ from dschat_lora.api.signatures import with_options
 from dschat_lora.config.options import build_config, options_in_python
 from dschat_lora.config.stages import AuditConfig
 from dschat_lora.config.verbs import EvalConfig, GenerateConfig, MergeConfig
-from dschat_lora.perf.cards import find_card
 from dschat_lora.pipeline.stages import STAGES
+from dschat_lora.pipeline.validation import planned_card
 from dschat_lora.report.markup import safe
 from dschat_lora.rl.builtin_rewards import is_builtin
 from dschat_lora.rl.config import RewardsConfig
@@ -235,7 +235,7 @@ def plan(
         raise ValueError(f"stage must be one of {', '.join(STAGES)}, got {stage!r}")
     if num_gpus is not None and num_gpus < 1:
         raise ValueError(f"num_gpus must be >= 1, got {num_gpus}")
-    card = None if device is None else find_card(device)
+    card = planned_card(device)
     with ExitStack() as stack:
         role = "actor_" if stage == "rlhf" else ""
         named = {f"{role}model_name_or_path": model, "data_path": data}
