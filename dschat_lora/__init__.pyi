@@ -1154,6 +1154,8 @@ def audit(
 
 def plan(
     stage: str,
+    model: Model | None = None,
+    data: Data | None = None,
     *,
     device: str | None = None,
     num_gpus: int | None = None,
@@ -1163,6 +1165,8 @@ def plan(
 
     Args:
         stage: "sft", "reward", "dpo" or "rlhf".
+        model: as in ``dschat_lora.sft``, or the name of a published one without its files.
+        data: rows, if their lengths are to count.
         device: memory such as "24GB", or the name of a card (the command's ``--for``).
         num_gpus: processes, one for each GPU.
         **options: those of the stage, by their names.

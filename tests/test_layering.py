@@ -114,8 +114,8 @@ FLOORS = [
     },
     {
         "api": Room(
-            "algos checkpoint config data engine generation lora models perf pipeline report rl"
-            " runtime supervised",
+            "algos checkpoint config data engine generation lora models pipeline report rl runtime"
+            " supervised",
             "IPython numpy torch",
             "command_lines inputs notebook notebook_html process rewards runs signatures stages"
             " trainer_options verbs",

@@ -10,12 +10,11 @@ from dschat_lora.config.options import parse_config, typed_options
 from dschat_lora.config.parser import Parser
 from dschat_lora.config.stages import AuditConfig
 from dschat_lora.config.verbs import EXAMPLES, EvalConfig, GenerateConfig, MergeConfig
-from dschat_lora.perf.cards import find_card
 from dschat_lora.pipeline.file_verbs import parsed_config
 from dschat_lora.pipeline.launch import launch_stage, split_launcher_options
 from dschat_lora.pipeline.recipe import options_of_stage
 from dschat_lora.pipeline.stages import STAGES
-from dschat_lora.pipeline.validation import check_stage
+from dschat_lora.pipeline.validation import check_stage, planned_card
 from dschat_lora.runtime.stage_main import exits, late, run_main
 from dschat_lora.runtime.validation import check_audit, check_generate
 
@@ -88,7 +87,7 @@ def plan(argv: list[str]) -> None:
     values = vars(chosen)
     if values["num_gpus"] is not None and values["num_gpus"] < 1:
         raise ValueError(f"--num_gpus must be >= 1, got {values['num_gpus']}")
-    card = None if values["for"] is None else find_card(values["for"])
+    card = planned_card(values["for"])
     what, options = values["what"], None
     if what in STAGES:
         read_file = partial(options_of_stage, what)

@@ -17,8 +17,8 @@ from dschat_lora.config.bundled import BUNDLED_MODEL
 from dschat_lora.config.options import build_config, options_in_python
 from dschat_lora.config.stages import AuditConfig
 from dschat_lora.config.verbs import EvalConfig, GenerateConfig, MergeConfig
-from dschat_lora.perf.cards import find_card
 from dschat_lora.pipeline.stages import STAGES
+from dschat_lora.pipeline.validation import planned_card
 from dschat_lora.report.markup import safe
 from dschat_lora.rl.builtin_rewards import is_builtin
 from dschat_lora.rl.config import RewardsConfig
@@ -212,12 +212,20 @@ class Plan:
 
 
 def plan(
-    stage: str, *, device: str | None = None, num_gpus: int | None = None, **options: Any
+    stage: str,
+    model: Model | None = None,
+    data: Data | None = None,
+    *,
+    device: str | None = None,
+    num_gpus: int | None = None,
+    **options: Any,
 ) -> Plan:
     """Memory and time of a stage, and settings that fit a device; no weights are loaded.
 
     Args:
         stage: "sft", "reward", "dpo" or "rlhf".
+        model: as in ``dschat_lora.sft``, or the name of a published one without its files.
+        data: rows, if their lengths are to count.
         device: memory such as "24GB", or the name of a card (the command's ``--for``).
         num_gpus: processes, one for each GPU.
         **options: those of the stage, by their names.
@@ -229,9 +237,12 @@ def plan(
         raise ValueError(f"stage must be one of {', '.join(STAGES)}, got {stage!r}")
     if num_gpus is not None and num_gpus < 1:
         raise ValueError(f"num_gpus must be >= 1, got {num_gpus}")
-    card = None if device is None else find_card(device)
+    card = planned_card(device)
     with ExitStack() as stack:
-        values = option_values(options, stack)
+        role = "actor_" if stage == "rlhf" else ""
+        named = {f"{role}model_name_or_path": model, "data_path": data}
+        given = {name: value for name, value in named.items() if value is not None}
+        values = option_values({**options, **given}, stack)
         typed = options_in_python(STAGES[stage].config, values)
         build_config(STAGES[stage].config, typed)  # refuses values out of their range
         facts, text = late("pipeline.plan_report:described_plan")(

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dschat_lora as dl
 from api.programs import PAIRS, ROLLOUTS, ROWS, SHORT, brevity, numbers, write_rows
+from dschat_lora.api import command_lines
 from dschat_lora.api.command_lines import run_stage
 from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.config.options import command_line
@@ -124,6 +125,38 @@ def test_a_second_reward_model_scores_too(sft, scorer):
     for each in scores:
         assert each["adapter"] == pytest.approx(each["reward_model"], abs=1e-4)
     assert dl.rlhf(sft, data=ROWS, rewards=brevity, **ROLLOUTS).status == "finished"
+
+
+def test_a_plan_and_an_audit_of_rows_are_those_of_the_command(tmp_path, capsys):
+    path = str(write_rows(tmp_path / "rows.jsonl", ROWS))
+    plan = dl.plan("sft", data=ROWS, lora_dim=8, device="24GB")
+    command_lines.plan(["sft", "--data_path", path, *"--lora_dim 8 --for 24GB --json".split()])
+    found = json.loads(capsys.readouterr().out)
+    for name in ("peak", "roles", "largest", "parameters"):
+        assert plan.facts[name] == found[name], name
+    assert plan.fits is True
+    assert (plan.peak, str(plan)[:11]) == (found["peak"], "plan of sft")
+    audit = dl.audit(PAIRS, stage="reward", show=1)
+    write_rows(tmp_path / "pairs.jsonl", PAIRS)
+    command_lines.audit([str(tmp_path / "pairs.jsonl"), *"--stage reward --show 1 --json".split()])
+    found = json.loads(capsys.readouterr().out)
+    assert (audit.counts, audit.refusal) == (found["counts"], None)
+    assert audit.samples[0]["input_ids"] == found["samples"][0]["input_ids"]
+    assert audit.samples[0]["row"] == "data[0]"
+
+
+def test_measures_are_those_of_the_command(sft, tmp_path, capsys):
+    path = str(write_rows(tmp_path / "rows.jsonl", ROWS))
+    found = dl.evaluate(sft, ROWS, judge_function=brevity, max_new_tokens=4)
+    command_lines.evaluate([str(sft.path), path, "--json"])
+    alone = json.loads(capsys.readouterr().out)
+    assert {name: found[name] for name in alone} == alone
+    assert found["judge"] < 0
+    merged = dl.merge(sft, tmp_path / "merged", dtype="fp32")
+    whole = dl.evaluate(merged, ROWS)
+    assert whole["perplexity"] == pytest.approx(alone["perplexity"], rel=1e-4)
+    loaded = dl.load(merged)
+    assert (loaded.adapter, loaded.metrics, loaded.status) == (None, [], "finished")
 
 
 def test_a_callback_sees_every_line_and_ends_the_run(tmp_path, sft):
