@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from dschat_lora.engine import peers
@@ -12,6 +12,14 @@ from dschat_lora.runtime.stage_main import tell_others
 
 # Set for a single process, as by a launcher; commands that it starts later are no part of a run.
 _LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def on_first_process(program: Callable[[], object]) -> None:
+    """Call ``program`` on the first process of a launch; the others wait until it has ended."""
+    peers.wait_until_all_are_ready()  # each has checked what it was given
+    if os.environ.get("RANK", "0") == "0":
+        program()
+    peers.wait_until_all_are_ready()
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dschat_lora.api.inputs import Data, Model, option_values
-from dschat_lora.api.process import run_in_process
+from dschat_lora.api.process import on_first_process, run_in_process
 from dschat_lora.api.signatures import with_options
 from dschat_lora.config.options import build_config, options_in_python
 from dschat_lora.config.stages import AuditConfig
@@ -119,7 +119,10 @@ def merge(model: Model, output_dir: str | os.PathLike[str] | None = None, **opti
         values = {"model_name_or_path": model, "output_dir": output_dir, **options}
         config = _config(MergeConfig, values, stack)
         stack.enter_context(run_in_process())
-        directory: Path = late("runtime.merge:merge_model")(config).directory
+        check = late("runtime.merge:check_merge")
+        merge_here = late("runtime.merge:merge_model")
+        directory: Path = check(config)
+        on_first_process(lambda: merge_here(config))
         return directory
 
 
