@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -20,6 +21,27 @@ def on_first_process(program: Callable[[], object]) -> None:
     if os.environ.get("RANK", "0") == "0":
         program()
     peers.wait_until_all_are_ready()
+
+
+_training = threading.Lock()
+
+
+@contextmanager
+def only_run() -> Iterator[None]:
+    """A block for the one run of a stage that a process can have at a time.
+
+    Raises:
+        RuntimeError: if there is one, which a function or a thread of the caller's is part of.
+    """
+    if not _training.acquire(blocking=False):
+        raise RuntimeError(
+            "a run goes on in this process, which can have one at a time: begin another one when "
+            "it has ended, or in a process of its own"
+        )
+    try:
+        yield
+    finally:
+        _training.release()
 
 
 @contextmanager
