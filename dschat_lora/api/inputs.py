@@ -64,11 +64,14 @@ def data_value(data: Any, name: str, stack: ExitStack) -> Any:
     """Paths as they are, and rows by the name under which ``stack`` holds them."""
     if data is None or isinstance(data, str | os.PathLike):
         return data
+    if _is_table(data):
+        raise TypeError(f"{name} is a table; give its rows: data.to_dict('records')")
+    if not isinstance(data, Iterable) and hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        data = [data[number] for number in range(len(data))]  # a Dataset of torch
     if not isinstance(data, Iterable) or isinstance(data, Mapping | bytes):
-        hint = "; give one of its splits, such as data['train']" if hasattr(data, "keys") else ""
         raise TypeError(
             f"{name} must be a path, rows (dicts), a Dataset or another iterable of dicts, got a "
-            f"{type(data).__name__}{hint}"
+            f"{type(data).__name__}{_way_to_rows(data)}"
         )
     if iter(data) is data:
         raise ValueError(
@@ -87,6 +90,22 @@ def data_value(data: Any, name: str, stack: ExitStack) -> Any:
             f"{name} is a list of texts; rows are dicts, such as {{'prompt': {texts[0]!r:.60}}}"
         )
     return [data_value(each, name, stack) for each in data]
+
+
+def _is_table(data: Any) -> bool:
+    """Whether it is a DataFrame, which iterates over names of columns."""
+    return hasattr(data, "to_dict") and hasattr(data, "columns")
+
+
+def _way_to_rows(data: object) -> str:
+    """How what is no rows, but has some, gives them."""
+    if not isinstance(data, Mapping):
+        return ""
+    if any(isinstance(value, str) for value in data.values()):
+        return "; a single row goes into a list"
+    if "DatasetDict" in type(data).__name__:
+        return "; give one of its splits, such as data['train']"
+    return "; of lists by column datasets.Dataset.from_dict(data) makes rows"
 
 
 def _functions(value: Any, stack: ExitStack) -> Any:

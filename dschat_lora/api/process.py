@@ -3,7 +3,8 @@
 import json
 import os
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from dschat_lora.api.notebook import quieten_libraries
@@ -40,14 +41,55 @@ def _words(error: BaseException) -> str:
     )
 
 
+def on_first_process(program: Callable[[], object]) -> None:
+    """Call ``program`` on the first process of a launch; the others wait until it has ended."""
+    peers.wait_until_all_are_ready()  # each has checked what it was given
+    if os.environ.get("RANK", "0") == "0":
+        program()
+    peers.wait_until_all_are_ready()
+
+
+def variables_kept() -> Callable[[], None]:
+    """Gives back a launcher's variables as they are now, unless there is a launch."""
+    before = {name: os.environ.get(name) for name in _LAUNCHED}
+
+    def restore() -> None:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+    return restore if before["WORLD_SIZE"] is None else lambda: None
+
+
+_training = threading.Lock()
+
+
+@contextmanager
+def only_run() -> Iterator[None]:
+    """A block for the one run of a stage that a process can have at a time.
+
+    Raises:
+        RuntimeError: if there is one, which a function or a thread of the caller's is part of.
+    """
+    if not _training.acquire(blocking=False):
+        raise RuntimeError(
+            "a run goes on in this process, which can have one at a time: begin another one when "
+            "it has ended, or in a process of its own"
+        )
+    try:
+        yield
+    finally:
+        _training.release()
+
+
 @contextmanager
 def run_in_process(*, quiet: bool = False) -> Iterator[None]:
     """A block for one run, alone or on every process of a launch.
 
     Errors come out as they are, and Ctrl-C as KeyboardInterrupt; of several processes all end.
     """
-    is_launched = "WORLD_SIZE" in os.environ
-    before = {name: os.environ.get(name) for name in _LAUNCHED}
+    restore = variables_kept()
     hush_libraries()
     try:
         check_environment()
@@ -61,8 +103,4 @@ def run_in_process(*, quiet: bool = False) -> Iterator[None]:
             raise Interrupted(_words(error)) from None
         raise
     finally:
-        if not is_launched:
-            for name, value in before.items():
-                os.environ.pop(name, None)
-                if value is not None:
-                    os.environ[name] = value
+        restore()

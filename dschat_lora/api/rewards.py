@@ -27,13 +27,15 @@ def reward_options(
         TypeError: for something that cannot score.
         ValueError: if there is not a weight for each.
     """
-    given = [*rewards] if isinstance(rewards, list | tuple) else [rewards]
+    one = not isinstance(rewards, list | tuple) or _is_model(rewards)
+    given = [rewards] if one else [*rewards]
+    weights = None if weights is None else _numbers(weights)
     if weights is not None and len(weights) not in (len(given), len(given) + (critic is not None)):
         raise ValueError(
             f"--reward_weights has {len(weights)} weights for {len(given)} rewards; give one for "
             "each"
         )
-    scales = dict(enumerate(map(float, weights or ())))
+    scales = dict(enumerate(weights or ()))
     model, own_place = critic, len(given)
     functions, function_scales = list[str](), list[float]()
     for place, each in enumerate(given):
@@ -57,6 +59,18 @@ def reward_options(
         own = [scales.get(own_place, 1.0)] if model is not None else []
         found["reward_weights"] = [*function_scales, *own]
     return found
+
+
+def _numbers(weights: Any) -> list[float]:
+    try:
+        return [float(each) for each in weights]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"--reward_weights must be a list of numbers, got {weights!r}") from error
+
+
+def _is_model(rewards: Sequence[Any]) -> bool:
+    """Whether it is (model, tokenizer): one reward model, not two rewards."""
+    return len(rewards) == 2 and all(hasattr(each, "save_pretrained") for each in rewards)
 
 
 def _function(reward: Any, stack: ExitStack) -> str | None:

@@ -95,4 +95,4 @@ def load(path: str | Path) -> Run:
     home = Path(path).expanduser()
     if not (home / "run.json").is_file():
         find_model(str(home) if home.exists() else str(path))
-    return Run(home)
+    return Run(home.absolute() if home.exists() else home)

@@ -10,7 +10,7 @@ from typing import Any
 
 from dschat_lora.api.inputs import Data, Model, option_values
 from dschat_lora.api.notebook import shown_in_notebook
-from dschat_lora.api.process import run_in_process
+from dschat_lora.api.process import only_run, run_in_process
 from dschat_lora.api.rewards import Reward, reward_options
 from dschat_lora.api.runs import Run
 from dschat_lora.api.signatures import with_options
@@ -182,6 +182,8 @@ def _train(
     given = {name: value for name, value in named.items() if value is not None}
     if twice := sorted(given.keys() & options.keys()):
         raise TypeError(f"{twice[0]} is given by an argument of its own, too; give one")
+    if not isinstance(callbacks, list | tuple):
+        raise TypeError(f"callbacks must be a list of functions, got a {type(callbacks).__name__}")
     for callback in callbacks:
         if not callable(callback):
             raise TypeError(f"callbacks must be functions, got a {type(callback).__name__}")
@@ -189,6 +191,7 @@ def _train(
         values = option_values({**options, **given}, stack)
         config_class: type[Any] = STAGES[stage].config
         config: Any = build_config(config_class, options_in_python(config_class, values))
+        stack.enter_context(only_run())
         stack.enter_context(run_in_process(quiet=quiet))
         stack.enter_context(shown_in_notebook(stage, quiet=quiet))
         config = STAGES[stage].check(config)
@@ -196,4 +199,4 @@ def _train(
         path = run_stage(stage, config, caller)
     if path is None:
         return Run(config.run.output_dir or ".", record={"stage": stage, "status": "dry run"})
-    return Run(path)
+    return Run(path.absolute())

@@ -4,6 +4,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from numbers import Real
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -179,7 +180,7 @@ class Trainer:
         parts = self._open()
         if not self._calls:
             raise ValueError("optim_step needs a gradient: call forward_backward before it")
-        usable = isinstance(learning_rate, int | float) and math.isfinite(learning_rate)
+        usable = isinstance(learning_rate, Real) and math.isfinite(learning_rate)
         if not usable or learning_rate < 0:
             raise ValueError(f"learning_rate must be a number >= 0, got {learning_rate!r}")
         engine = parts.engine

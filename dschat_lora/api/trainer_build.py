@@ -3,7 +3,7 @@
 import atexit
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from weakref import WeakSet
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dschat_lora.algos.seeds import stream_seed
+from dschat_lora.api.process import variables_kept
 from dschat_lora.api.trainer_options import CheckedOptions
 from dschat_lora.config.groups import is_on
 from dschat_lora.engine import peers
@@ -56,6 +57,7 @@ from dschat_lora.runtime.setup import engine_settings, shard_model, tensor_group
 
 _open: "WeakSet[Parts]" = WeakSet()
 _joined = False  # whether the process group was formed here
+_restore_variables: Callable[[], None] = lambda: None  # of a launcher
 
 
 @dataclass(eq=False)
@@ -119,9 +121,10 @@ def close_parts(parts: Parts, *, together: bool) -> None:
 
 
 def _join(options: CheckedOptions) -> None:
-    global _joined
+    global _joined, _restore_variables
     config = options.config
     if not dist.is_initialized():
+        _restore_variables = variables_kept()
         init_distributed()
         if not _joined:
             atexit.register(_leave_at_exit)
@@ -142,6 +145,7 @@ def _leave() -> None:
     if _joined and dist.is_initialized():
         shutdown()
     _joined = False
+    _restore_variables()
 
 
 def _leave_at_exit() -> None:

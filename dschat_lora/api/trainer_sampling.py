@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from dschat_lora.algos.seeds import stream_seed
@@ -76,11 +77,11 @@ def make_sampling(max_tokens: int, temperature: float, top_p: float, top_k: int)
     greedy = temperature == 0
     try:
         return Sampling(
-            max_tokens,
+            int(max_tokens),
             do_sample=not greedy,
             temperature=1.0 if greedy else temperature,
             top_p=top_p,
-            top_k=top_k,
+            top_k=int(top_k),
         )
     except ValueError as error:
         words = str(error).replace("max_new_tokens", "max_tokens")
@@ -112,15 +113,20 @@ def make_seeds(seed: Key | Sequence[Key], count: int, copies: int) -> list[list[
 
 
 def _check_whole(name: str, value: object) -> None:
-    if type(value) is not int:
+    if not _is_whole(value):
         raise ValueError(f"{name} must be a whole number, got {value!r}")
 
 
 def _key(seed: object) -> tuple[int, ...]:
     key = seed if isinstance(seed, tuple) else (seed,)
-    if not all(type(each) is int for each in key):
+    if not all(map(_is_whole, key)):
         raise ValueError(
             f"seed must be a whole number, a tuple of them, or a list of one for each prompt, "
             f"got {seed!r}"
         )
-    return key
+    return tuple(map(int, key))
+
+
+def _is_whole(value: object) -> bool:
+    """Whether it is a whole number, perhaps of numpy."""
+    return isinstance(value, Integral) and not isinstance(value, bool)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dschat_lora.api.inputs import Data, Model, option_values
-from dschat_lora.api.process import run_in_process
+from dschat_lora.api.process import on_first_process, run_in_process
 from dschat_lora.api.signatures import with_options
 from dschat_lora.config.bundled import BUNDLED_MODEL
 from dschat_lora.config.options import build_config, options_in_python
@@ -26,6 +26,7 @@ from dschat_lora.runtime.checks import check_function
 from dschat_lora.runtime.stage_main import late
 from dschat_lora.runtime.validation import check_audit, check_eval, check_generate
 
+_OF_COMMANDS = ("output_path", "json", "html")
 ConfigT = TypeVar("ConfigT")
 Message = Mapping[str, str]
 _NAMED = ("model_name_or_path", "data_path")  # arguments under a shorter name
@@ -56,12 +57,12 @@ def generate(
     if not given:
         return []
     with ExitStack() as stack:
-        values: dict[str, Any] = {"model_name_or_path": _or_bundled(model), **sampling}
+        values: dict[str, Any] = {"model_name_or_path": _or_bundled(model)}
         if all(isinstance(each, str) for each in given):
             values["prompts"] = given
         else:
             values["data_path"] = [{"prompt": each} for each in given]
-        config = _config(GenerateConfig, values, stack)
+        config = _config(GenerateConfig, values, sampling, stack)
         stack.enter_context(run_in_process())
         check_generate(config)
         answers: list[str] = late("supervised.generate:answer_texts")(config)
@@ -82,8 +83,8 @@ def evaluate(model: Model | None, data: Data, **options: Any) -> dict[str, float
         The numbers that the command prints, by name.
     """
     with ExitStack() as stack:
-        values = {"model_name_or_path": _or_bundled(model), "data_path": data, **options}
-        config = _config(EvalConfig, values, stack)
+        values = {"model_name_or_path": _or_bundled(model), "data_path": data}
+        config = _config(EvalConfig, values, options, stack)
         stack.enter_context(run_in_process())
         scores, make_judge = eval_parts(config)
         measure = late("supervised.measure:evaluate_model")
@@ -118,10 +119,13 @@ def merge(model: Model, output_dir: str | os.PathLike[str] | None = None, **opti
         ValueError: if there is no adapter, or rounding moves the model by too much.
     """
     with ExitStack() as stack:
-        values = {"model_name_or_path": model, "output_dir": output_dir, **options}
-        config = _config(MergeConfig, values, stack)
+        values = {"model_name_or_path": model, "output_dir": output_dir}
+        config = _config(MergeConfig, values, options, stack)
         stack.enter_context(run_in_process())
-        directory: Path = late("runtime.merge:merge_model")(config).directory
+        check = late("runtime.merge:check_merge")
+        merge_here = late("runtime.merge:merge_model")
+        directory: Path = check(config)
+        on_first_process(lambda: merge_here(config))
         return directory
 
 
@@ -161,8 +165,8 @@ def audit(data: Data | None = None, model: Model | None = None, **options: Any) 
             and ``show=3``.
     """
     with ExitStack() as stack:
-        values = {"model_name_or_path": model, "data_path": data, **options}
-        config = _config(AuditConfig, values, stack)
+        values = {"model_name_or_path": model, "data_path": data}
+        config = _config(AuditConfig, values, options, stack)
         stack.enter_context(run_in_process())
         found = late("runtime.data_audit:audit_data")(check_audit(config))
         facts = found.to_dict()
@@ -255,7 +259,21 @@ def _or_bundled(model: Model | None) -> Model:
     return BUNDLED_MODEL if model is None else model
 
 
-def _config(config_class: type[ConfigT], values: Mapping[str, Any], stack: ExitStack) -> ConfigT:
-    """The options of a verb, with names for objects."""
-    named = option_values(values, stack)
+def _config(
+    config_class: type[ConfigT],
+    arguments: Mapping[str, Any],
+    options: Mapping[str, Any],
+    stack: ExitStack,
+) -> ConfigT:
+    """The options of a verb, with names for objects.
+
+    Raises:
+        TypeError: for one that has an argument of its own, or says what a command writes.
+    """
+    for name in options:
+        if name in (*_NAMED, *arguments):
+            raise TypeError(f"{name} is given by an argument of its own, too; give one")
+        if name in _OF_COMMANDS:
+            raise TypeError(f"--{name} is an option of the command alone: a function returns all")
+    named = option_values({**arguments, **options}, stack)
     return build_config(config_class, options_in_python(config_class, named))  # type: ignore[type-var, arg-type]

@@ -260,7 +260,11 @@ def options_in_python(
         many = not is_switch(annotation) and value_shape(annotation)[2]
         if isinstance(value, Mapping):
             pairs = [f"{key}={item}" for key, item in value.items()]
-            value = pairs if many else json.dumps(value)
+            value = pairs if many else _json_text(name, value)
+        elif isinstance(value, set | frozenset) and many:
+            value = sorted(value)
+        elif type(value).__module__ == "numpy":
+            value = value.tolist()  # type: ignore[attr-defined]
         elif isinstance(value, os.PathLike):
             value = os.fspath(value)
         elif isinstance(value, tuple | list) and many:
@@ -269,6 +273,13 @@ def options_in_python(
             f"--{name}:", value, annotation, hint=field.metadata.get("hint", "")
         )
     return found
+
+
+def _json_text(name: str, value: Mapping[Any, Any]) -> str:
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"--{name}: is no JSON: {error}") from error
 
 
 def option_names(config_class: "type[DataclassInstance]") -> list[str]:

@@ -99,7 +99,7 @@ def iter_unread(source: Source) -> Iterator[RawRow | Line]:
     if source.hub_name is not None:
         for number, values in enumerate(load_hub(source), start=1):
             yield RawRow(f"{source.hub_name}:{number}", values)
-    for index, values in enumerate(source.rows or ()):
+    for index, values in enumerate(() if source.rows is None else source.rows):
         yield _object_row(f"{source.name}[{index}]", values)
     for file in source.files:
         yield from _iter_unread_file(file)

@@ -47,6 +47,7 @@ def init_distributed() -> str | None:
     # lock on which every later run waits without a word.
     with _silent_stderr():  # the first use tries what can be compiled
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    hook = sys.excepthook
     try:
         deepspeed.init_distributed(timeout=TIMEOUT, verbose=False)
     except dist.DistNetworkError as error:
@@ -56,6 +57,8 @@ def init_distributed() -> str | None:
             f"another run took the port; start again, or choose one with: deepspeed "
             f"--master_port PORT ... ({error})"
         ) from error
+    if _names_the_rank(hook) or os.environ["WORLD_SIZE"] == "1":
+        sys.excepthook = hook
     return note
 
 
@@ -70,6 +73,11 @@ def _silent_stderr() -> Iterator[None]:
     finally:
         os.dup2(before, 2)
         os.close(before)
+
+
+def _names_the_rank(hook: Any) -> bool:
+    """Whether torch has put ``[rank0]:`` before tracebacks already; it does so in each group."""
+    return getattr(hook, "__module__", None) == dist.distributed_c10d.__name__
 
 
 class Destroyable(Protocol):

@@ -89,6 +89,7 @@ class Peers:
 
     def wait_until_all_are_ready(self) -> None:
         """Return once every process has called this; one that fails instead ends all."""
+        self._go.clear()
         if self.rank == 0:
             self._take(0, {"ready": True})
         else:
@@ -191,6 +192,7 @@ class Peers:
             elif "ready" in message:
                 self._ready.add(rank)
                 if len(self._ready) == len(self.members):
+                    self._ready.clear()
                     self._tell_all({"go": True})
                     self._go.set()
             elif "go" in message:

@@ -63,6 +63,15 @@ def merge_model(config: MergeConfig) -> Merge:
     return Merge(directory, written, report, merged_words(model), adapted.base_bits)
 
 
+def check_merge(config: MergeConfig) -> Path:
+    """The directory that :func:`merge_model` would write.
+
+    Raises:
+        ValueError: if there is nothing to merge, or something is there already.
+    """
+    return merged_directory(config, find_model(config.model_name_or_path))
+
+
 def show_merge(config: MergeConfig) -> None:
     """Merge, and print what was written."""
     merge = merge_model(config)

@@ -270,6 +270,8 @@ def _record_end(error: BaseException, run: OpenRun[object] | None) -> None:
     status = f"failed: {type(error).__name__}: {error}"
     if run.interrupts.received and isinstance(error, SystemExit):
         status = f"interrupted by {name_of(run.interrupts.received)}"
+    elif isinstance(error, KeyboardInterrupt):  # before the first step
+        status = "interrupted by SIGINT"
     run.record.update({"status": status})
 
 

@@ -25,6 +25,7 @@ rlhf = dl.rlhf(
     quiet=True,
     **sizes,
 )
+assert (dl.merge(sft) / "config.json").is_file()
 if os.environ.get("RANK", "0") == "0":
     runs = {"sft": sft, "reward": scorer, "dpo": dpo, "rlhf": rlhf}
     losses = {

@@ -12,6 +12,8 @@ import threading
 from pathlib import Path
 
 import datasets
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -21,7 +23,8 @@ from api.programs import PAIRS, ROLLOUTS, ROWS, SHORT, brevity, numbers, write_r
 from dschat_lora.api import command_lines
 from dschat_lora.api.command_lines import run_stage
 from dschat_lora.assets import BUNDLED_MODEL
-from dschat_lora.config.options import command_line
+from dschat_lora.config.options import command_line, options_in_python
+from dschat_lora.config.stages import SupervisedConfig
 from helpers.launcher import ROOT
 
 pytestmark = pytest.mark.stage
@@ -92,8 +95,17 @@ def test_rows_of_every_kind_give_the_same_run(sft, tmp_path):
         def __iter__(self):
             return iter(ROWS)
 
-    for rows in (datasets.Dataset.from_list(ROWS), Again(), write_rows(tmp_path / "r.jsonl", ROWS)):
+    indexed = torch.utils.data.Subset(ROWS, range(len(ROWS)))
+    array = np.array(ROWS, dtype=object)
+    file = write_rows(tmp_path / "r.jsonl", ROWS)
+    for rows in (datasets.Dataset.from_list(ROWS), Again(), indexed, array, file):
         assert_same(dl.sft(data=rows, **SHORT), sft)
+
+
+def test_values_of_numpy_and_sets_are_those_of_python():
+    given = {"lora_dim": np.int64(4), "packing": np.True_, "target_modules": {"v_proj", "q_proj"}}
+    values = options_in_python(SupervisedConfig, given)
+    assert values == {"lora_dim": 4, "packing": True, "target_modules": ("q_proj", "v_proj")}
 
 
 def test_a_loaded_model_gives_the_run_of_its_files_and_is_not_changed(tmp_path):
@@ -176,6 +188,15 @@ def test_a_callback_sees_every_line_and_ends_the_run(tmp_path, sft):
     assert_same(resumed, dl.sft(data=ROWS, **options))
 
 
+@pytest.fixture
+def _ctrl_c():
+    """Ctrl-C interrupts, also where a shell has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_ctrl_c")
 def test_ctrl_c_saves_and_the_next_run_works(tmp_path, capsys):
     def interrupt(event, step, metrics):
         if (event, step) == ("train", 1):
@@ -201,6 +222,29 @@ def test_a_failing_callback_raises_its_own_error_and_the_next_run_works(sft):
     assert_same(dl.sft(data=ROWS, **SHORT), sft)
 
 
+def test_a_run_within_a_run_is_refused_and_the_next_one_works(sft):
+    with pytest.raises(RuntimeError, match="a run goes on in this process"):
+        dl.sft(data=ROWS, callbacks=[lambda *line: dl.sft(data=ROWS, **SHORT)], **SHORT)
+    assert_same(dl.sft(data=ROWS, **SHORT), sft)
+
+
+def test_a_run_keeps_its_directory_where_the_program_goes_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run, loaded = dl.sft(data=ROWS, output_dir="run", **SHORT), dl.load("run")
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    assert run.adapter == loaded.adapter == tmp_path / "run" / "adapter"
+
+
+def test_ctrl_c_before_the_first_step_is_a_run_that_stopped(tmp_path):
+    def interrupt(event, step, metrics):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        dl.sft(data=ROWS, callbacks=[interrupt], output_dir=tmp_path / "run", **SHORT)
+    assert dl.load(tmp_path / "run").status == "stopped"
+
+
 def test_a_run_needs_no_main_thread(sft):
     found = []
     thread = threading.Thread(target=lambda: found.append(dl.sft(data=ROWS, **SHORT)))
@@ -209,14 +253,15 @@ def test_a_run_needs_no_main_thread(sft):
     assert_same(found[0], sft)
 
 
-def test_what_is_said_and_left_behind(capsys):
-    before = dict(os.environ)
+def test_what_is_said_and_left_behind(sft, capsys):
+    before, hook = dict(os.environ), sys.excepthook
     run = dl.sft(data=ROWS, **{**SHORT, "quiet": False})
     out = capsys.readouterr().out
     assert f"output: {run.path} (temporary, until Python ends; output_dir= keeps it)" in out
     assert "data: python:data" in out
     assert "dschat-lora" not in out  # commands are no help here
     assert dict(os.environ) == before
+    assert sys.excepthook is hook  # torch's puts [rank0]: before each line
     dl.sft(data=ROWS, **SHORT)
     assert capsys.readouterr().out == ""
     dry = dl.sft(data=ROWS, dry_run=True, **SHORT)
@@ -255,13 +300,21 @@ def test_a_mistake_is_an_exception_in_the_words_of_the_command(options, kind, me
         (lambda: dl.sft(4), TypeError, "model_name_or_path must be a name, a path, a Run"),
         (lambda: dl.sft((4, 5)), TypeError, "(model, tokenizer) of transformers, got a int"),
         (lambda: dl.sft("a", model_name_or_path="b"), TypeError, "an argument of its own, too"),
+        (lambda: dl.sft(data=pd.DataFrame(ROWS)), TypeError, "data.to_dict('records')"),
+        (lambda: dl.sft(data=ROWS[0]), TypeError, "a single row goes into a list"),
+        (lambda: dl.sft(callbacks=brevity), TypeError, "a list of functions, got a function"),
+        (lambda: dl.sft(deepspeed_config={"a": {1}}), ValueError, "--deepspeed_config: is no JSON"),
         (lambda: dl.sft(callbacks=[4]), TypeError, "callbacks must be functions"),
         (lambda: dl.rlhf(rewards=[4]), TypeError, "rewards must be functions"),
         (lambda: dl.rlhf(rewards=[brevity], reward_weights=[1, 2, 3]), ValueError, "3 weights"),
+        (lambda: dl.rlhf(rewards=[brevity], reward_weights=2), ValueError, "a list of numbers"),
         (lambda: dl.rlhf(rewards=lambda text: 1.0), ValueError, "--reward_function python:lambda"),
         (lambda: dl.rlhf(algorithm="gpro"), ValueError, "--algorithm: must be one of ppo"),
         (lambda: dl.plan("sfft"), ValueError, "stage must be one of sft, reward"),
         (lambda: dl.generate(None, ["a"], max_tokens=3), TypeError, "unknown option --max_tokens"),
+        (lambda: dl.generate("a", ["b"], model_name_or_path="c"), TypeError, "of its own, too"),
+        (lambda: dl.evaluate("a", ROWS, data_path="c"), TypeError, "of its own, too"),
+        (lambda: dl.generate("a", ["b"], output_path="c"), TypeError, "of the command alone"),
         (lambda: dl.load("nosuch/run/here"), ValueError, "nosuch/run/here"),
         (lambda: dl.sft(data="python:data"), ValueError, "is an object of a Python program"),
     ],

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from peft import PeftModel
@@ -377,6 +378,12 @@ def test_samples_have_the_log_probabilities_they_were_drawn_with(trainer, twin):
     with torch.no_grad():
         best = int(twin(input_ids=torch.tensor([ids])).logits[0, -1].argmax())
     assert [each.tokens for each in greedy[0]] == [[best], [best]]
+
+
+def test_numbers_of_numpy_are_those_of_python(trainer):
+    given = {"num_samples": np.int64(2), "max_tokens": np.int32(3), "seed": (np.int64(4), 5)}
+    plain = {"num_samples": 2, "max_tokens": 3, "seed": (4, 5)}
+    assert trainer.sample(PROMPTS[:1], **given) == trainer.sample(PROMPTS[:1], **plain)
 
 
 def test_a_sample_depends_on_its_seed_and_not_on_the_others(trainer):
