@@ -57,7 +57,7 @@ from dschat_lora.runtime.setup import engine_settings, shard_model, tensor_group
 
 _open: "WeakSet[Parts]" = WeakSet()
 _joined = False  # whether the process group was formed here
-_restore_variables: Callable[[], None] = lambda: None  # of a launcher
+_restore_variables: Callable[[], None] | None = None  # a launcher's, as they were before
 
 
 @dataclass(eq=False)
@@ -145,7 +145,8 @@ def _leave() -> None:
     if _joined and dist.is_initialized():
         shutdown()
     _joined = False
-    _restore_variables()
+    if _restore_variables is not None:
+        _restore_variables()
 
 
 def _leave_at_exit() -> None:

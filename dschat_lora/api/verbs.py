@@ -261,7 +261,7 @@ def _or_bundled(model: Model | None) -> Model:
 
 def _config(
     config_class: type[ConfigT],
-    arguments: Mapping[str, Any],
+    given: Mapping[str, Any],
     options: Mapping[str, Any],
     stack: ExitStack,
 ) -> ConfigT:
@@ -271,9 +271,9 @@ def _config(
         TypeError: for one that has an argument of its own, or says what a command writes.
     """
     for name in options:
-        if name in (*_NAMED, *arguments):
+        if name in (*_NAMED, *given):
             raise TypeError(f"{name} is given by an argument of its own, too; give one")
         if name in _OF_COMMANDS:
             raise TypeError(f"--{name} is an option of the command alone: a function returns all")
-    named = option_values({**arguments, **options}, stack)
+    named = option_values({**given, **options}, stack)
     return build_config(config_class, options_in_python(config_class, named))  # type: ignore[type-var, arg-type]
