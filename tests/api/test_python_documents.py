@@ -17,9 +17,10 @@ def blocks(name):
 
 @pytest.mark.parametrize("name", ["docs/python_api.md", "README.md"])
 def test_python_runs_and_prints_what_its_comments_say(name, tmp_path, monkeypatch, capsys):
-    # The model of the hub is a directory of its name here.
+    # Models of the hub are directories of their names here.
     (tmp_path / "Qwen").mkdir()
-    (tmp_path / "Qwen" / "Qwen3-0.6B").symlink_to(BUNDLED_MODEL)
+    for place in ("Qwen/Qwen3-0.6B", "path-or-name"):
+        (tmp_path / place).symlink_to(BUNDLED_MODEL)
     monkeypatch.chdir(tmp_path)
     names = {}
     for block in blocks(name):
@@ -33,3 +34,8 @@ def test_python_runs_and_prints_what_its_comments_say(name, tmp_path, monkeypatc
         assert names["stopped"].metrics[-1]["step"] < 20
         assert names["done"].metrics[-1]["step"] == 20
     assert (names["sft"].status, names["better"].status) == ("finished", "finished")
+    if "trainer" in names:
+        assert names["loss"] > 0
+        assert [len(each) for each in names["texts"]] == [8]
+        assert [each.shape for each in names["logprobs"]] == [(4,)]
+        assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
