@@ -13,8 +13,8 @@ from dschat_lora.config.verbs import EXAMPLES, EvalConfig, GenerateConfig, Merge
 from dschat_lora.pipeline.file_verbs import parsed_config
 from dschat_lora.pipeline.launch import launch_stage, split_launcher_options
 from dschat_lora.pipeline.recipe import options_of_stage
-from dschat_lora.pipeline.stages import STAGES
-from dschat_lora.pipeline.validation import check_stage, planned_card
+from dschat_lora.pipeline.stages import STAGES, planned_card
+from dschat_lora.pipeline.validation import check_stage
 from dschat_lora.runtime.stage_main import exits, late, run_main
 from dschat_lora.runtime.validation import check_audit, check_generate
 

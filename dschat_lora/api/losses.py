@@ -121,6 +121,8 @@ def _checked(losses: object, size: int) -> Tensor:
             f"a loss of your own must return a ({size},) tensor, one value for each token of the "
             f"sequence, got {found}"
         )
+    if not losses.requires_grad:
+        raise ValueError("a loss of your own must depend on the log-probabilities that it is given")
     return losses
 
 

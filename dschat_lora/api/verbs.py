@@ -17,8 +17,7 @@ from dschat_lora.config.bundled import BUNDLED_MODEL
 from dschat_lora.config.options import build_config, options_in_python
 from dschat_lora.config.stages import AuditConfig
 from dschat_lora.config.verbs import EvalConfig, GenerateConfig, MergeConfig
-from dschat_lora.pipeline.stages import STAGES
-from dschat_lora.pipeline.validation import planned_card
+from dschat_lora.pipeline.stages import STAGES, planned_card
 from dschat_lora.report.markup import safe
 from dschat_lora.rl.builtin_rewards import is_builtin
 from dschat_lora.rl.config import RewardsConfig
@@ -53,7 +52,9 @@ def generate(
         TypeError: for an option that does not exist.
         ValueError: for a value that cannot be used, and a prompt that is too long.
     """
-    given = [prompts] if isinstance(prompts, str) else list(prompts)
+    given: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
+    if all(isinstance(each, Mapping) and "role" in each for each in given):
+        given = [given] if given else []  # one conversation
     if not given:
         return []
     with ExitStack() as stack:

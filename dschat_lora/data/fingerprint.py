@@ -9,7 +9,7 @@ from typing import Any
 from dschat_lora.config.data import DataConfig
 from dschat_lora.data.cache import file_digest
 from dschat_lora.data.encoder import Tokenizer, call
-from dschat_lora.data.readers import load_hub
+from dschat_lora.data.readers import iter_rows, load_hub
 from dschat_lora.data.rows import DataKind
 from dschat_lora.data.sources import Source
 from dschat_lora.data.suffixes import data_suffix
@@ -91,8 +91,9 @@ def _describe_source(source: Source) -> list[Any]:
         return [source.option, load_hub(source)._fingerprint]
     if source.rows is not None:
         digest = hashlib.blake2b(digest_size=16)
-        for row in source.rows:
-            digest.update(json.dumps(row, default=repr).encode("utf-8", "surrogatepass") + b"\n")
+        for row in iter_rows(source):
+            text = json.dumps([row.values, row.problem], default=repr)
+            digest.update(text.encode("utf-8", "surrogatepass") + b"\n")
         return [source.option, "rows", digest.hexdigest()]
     return [source.option, *([data_suffix(file), file_digest(file)] for file in source.files)]
 

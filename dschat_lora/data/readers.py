@@ -100,9 +100,18 @@ def iter_unread(source: Source) -> Iterator[RawRow | Line]:
         for number, values in enumerate(load_hub(source), start=1):
             yield RawRow(f"{source.hub_name}:{number}", values)
     for index, values in enumerate(() if source.rows is None else source.rows):
-        yield _object_row(f"{source.name}[{index}]", values)
+        yield _object_row(f"{source.name}[{index}]", _plain(values))
     for file in source.files:
         yield from _iter_unread_file(file)
+
+
+def _plain(value: Any) -> Any:
+    """A value of a Python program with lists in place of tuples and arrays."""
+    if hasattr(value, "tolist"):  # of numpy, as pandas has lists
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def iter_file(path: Path) -> Iterator[RawRow]:

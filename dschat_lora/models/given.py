@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 from dschat_lora.data.fingerprint import describe_tokenizer
 
@@ -44,6 +45,7 @@ def saved_model(model: Any, tokenizer: Any) -> Path:
     staged = Path(tempfile.mkdtemp(prefix=".saving-", dir=home))
     config = copy.deepcopy(model.config)
     try:
+        disable_progress_bar()  # as where models are loaded
         model.save_pretrained(staged)
         tokenizer.save_pretrained(staged)
         staged.chmod(0o755)

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, SupervisedConfig
+from dschat_lora.perf.cards import Card, find_card
 from dschat_lora.rl.config import RlhfConfig
 from dschat_lora.rl.validation import check_rlhf
 from dschat_lora.runtime.validation import DPO, REWARD, check_supervised
@@ -39,3 +40,12 @@ STAGES = {
         {"actor_model_name_or_path": ("sft", "dpo"), "critic_model_name_or_path": ("reward",)},
     ),
 }
+
+
+def planned_card(device: str | None) -> Card | None:
+    """The card that a plan is for, by its name or its memory; None for no particular device.
+
+    Raises:
+        ValueError: for a name of none.
+    """
+    return None if device is None else find_card(device)

@@ -10,7 +10,6 @@ from typing import Any
 
 from dschat_lora.config.options import build_config
 from dschat_lora.config.stages import SupervisedConfig
-from dschat_lora.perf.cards import Card, find_card
 from dschat_lora.pipeline.recipe import Recipe
 from dschat_lora.pipeline.stages import STAGES
 from dschat_lora.pipeline.stand_ins import write_output
@@ -77,15 +76,6 @@ def check_stage(name: str, values: Mapping[str, Any], processes: int | None) -> 
     least = size if isinstance(size, int) and size > 0 else 1
     with _as_one_of(processes or least), redirect_stdout(io.StringIO()):
         return stage.check(build_config(stage.config, values))
-
-
-def planned_card(device: str | None) -> Card | None:
-    """The card that a plan is for, by its name or its memory; None for no particular device.
-
-    Raises:
-        ValueError: for a name of none.
-    """
-    return None if device is None else find_card(device)
 
 
 @contextmanager

@@ -121,9 +121,15 @@ class Checkpointer:
         told = self._run.interrupts.received > 0 or self._run.log.is_stopped
         return [float(told), float(due), float(failed)]
 
-    def is_stopping(self, requests: list[float]) -> bool:
-        """Whether some rank was told to stop, or cannot go on."""
-        return requests[0] > 0 or requests[2] > 0
+    def is_stopping(self, requests: list[float], *, last: bool = False) -> bool:
+        """Whether some rank was told to stop, or cannot go on.
+
+        After the ``last`` step a callback's wish to stop is fulfilled. Call on every rank.
+        """
+        told, _, failed = requests
+        if told and last and not failed:
+            return max_over_ranks(float(self._run.interrupts.received)) > 0
+        return told > 0 or failed > 0
 
     def after_step(self, step: int, requests: list[float], *, skipped: bool, last: bool) -> bool:
         """Save if due, or end the run; whether anything was saved.
@@ -134,7 +140,7 @@ class Checkpointer:
         _, due_by_time, failed = requests
         if failed:
             self._give_up()
-        if self.is_stopping(requests):
+        if self.is_stopping(requests, last=last):
             self.stop(step)
         interval = self._options.save_interval
         # An iteration of step 3 may pass over the very step.

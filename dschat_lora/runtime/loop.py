@@ -107,7 +107,7 @@ def run_loop(
         last = progress.iteration == total
         _check_skips(progress, checkpointer, scales_loss=outcome.scales_loss, last=last)
         due = _eval_due(schedule, progress, evaluated_up_to())
-        if evaluates := due and not checkpointer.is_stopping(outcome.requests):
+        if evaluates := due and not checkpointer.is_stopping(outcome.requests, last=last):
             _evaluate_or_stop(evaluate, checkpointer, progress.step)
         saved = checkpointer.after_step(
             progress.step, outcome.requests, skipped=outcome.skipped, last=last

@@ -213,6 +213,29 @@ def test_ctrl_c_saves_and_the_next_run_works(tmp_path, capsys):
     assert (done.status, done.metrics[-1]["step"]) == ("finished", 6)
 
 
+def test_a_callback_that_stops_at_the_last_step_changes_nothing(sft):
+    def stop(event, step, metrics):
+        return "stop" if (event, step) == ("train", 2) else None
+
+    run = dl.rlhf(sft, data=ROWS, rewards=brevity, callbacks=[stop], **ROLLOUTS)
+    assert (run.status, run.metrics[-1]["kind"]) == ("finished", "eval")
+
+
+def test_lists_of_a_frame_are_arrays(sft):
+    talk = [
+        {"role": "user", "content": "What is 2 plus 3?"},
+        {"role": "assistant", "content": "5."},
+    ]
+    plain, arrays = [{"messages": talk}], [{"messages": np.array(talk, dtype=object)}]
+    assert (
+        dl.audit(arrays, show=1).samples[0]["input_ids"]
+        == (dl.audit(plain, show=1).samples[0]["input_ids"])
+    )
+    assert dl.generate(sft, [question], max_new_tokens=3) == (
+        dl.generate(sft, [[question]], max_new_tokens=3)
+    )
+
+
 def test_a_failing_callback_raises_its_own_error_and_the_next_run_works(sft):
     def fail(event, step, metrics):
         raise LookupError("mine")

@@ -306,7 +306,7 @@ class NoKeeper:
     def requests(self):
         return []
 
-    def is_stopping(self, requests):
+    def is_stopping(self, requests, last=False):
         return False
 
     def after_step(self, step, requests, *, skipped, last):
