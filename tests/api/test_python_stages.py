@@ -222,10 +222,8 @@ def test_a_callback_that_stops_at_the_last_step_changes_nothing(sft):
 
 
 def test_lists_of_a_frame_are_arrays(sft):
-    talk = [
-        {"role": "user", "content": "What is 2 plus 3?"},
-        {"role": "assistant", "content": "5."},
-    ]
+    question = {"role": "user", "content": "What is 2 plus 3?"}
+    talk = [question, {"role": "assistant", "content": "5."}]
     plain, arrays = [{"messages": talk}], [{"messages": np.array(talk, dtype=object)}]
     assert (
         dl.audit(arrays, show=1).samples[0]["input_ids"]
